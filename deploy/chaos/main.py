@@ -29,6 +29,8 @@ from qmq.errors import NotServed, QmqError
 
 ROUND_S = 120.0
 """A new cluster after so long: comparing whole logs at the end bounds how much one trial may write."""
+MARK = "qmq-chaos"
+"""A file by which the folder of a run is known: such a folder may be emptied."""
 OF_ONE_BROKER = frozenset(
     {"hostname", "ip", "serve_port", "sync_port", "control_port", "metrics_port", "data", "metaserver", "token"}
 )
@@ -90,8 +92,7 @@ def _settings(path: Path | None) -> Mapping[str, Any]:
 def _run(options: argparse.Namespace, only: list[str], settings: Mapping[str, Any]) -> int:
     for name in sorted(STRIKES.keys() - set(only)) if options.faults is None else ():
         _say(f"without {name}: {STRIKES[name].missing()}")
-    shutil.rmtree(options.dir, ignore_errors=True)
-    options.dir.mkdir(parents=True)
+    _make_anew(options.dir)
     logging.basicConfig(filename=options.dir / "clients.log", format="%(asctime)s %(levelname)s %(message)s")
     left_s, seed = options.minutes * 60, options.seed
     while True:
@@ -107,6 +108,16 @@ def _run(options: argparse.Namespace, only: list[str], settings: Mapping[str, An
         left_s, seed = left_s - round_s, seed + 1
         if left_s <= 0:
             return 0
+
+
+def _make_anew(folder: Path) -> None:
+    """Empty the folder of an earlier run; raises NotServed: it is none."""
+    if folder.exists():
+        if any(folder.iterdir()) and not (folder / MARK).exists():
+            raise NotServed(f"{folder} is not empty, and is no folder of `qmq chaos`: --dir names another")
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    (folder / MARK).touch()
 
 
 def _strike_for(seconds: float, rng: random.Random, only: list[str], nemesis: Nemesis, stop: threading.Event) -> None:

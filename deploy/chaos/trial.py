@@ -21,6 +21,7 @@ from qmq.deploy.chaos.senders import Senders
 from qmq.deploy.cluster import Cluster
 from qmq.deploy.copies import are_equal, read_copy
 from qmq.deploy.plan import HTTP_PORT
+from qmq.errors import NotServed, QmqError
 
 SUBJECTS = ["order.changed", "flight.departed", "price"]
 GROUPS = ("g1", "g2")
@@ -28,6 +29,7 @@ CONSUMERS = 3
 CALM_S = 2.0
 STUCK_S = 40.0
 """What nobody gets while nothing goes on for so long, nobody will get."""
+EQUAL_S = 120.0
 RESTART_S = 0.3
 METASERVER = {"database_timeout_ms": 30_000}
 """A machine with much to do stands still for seconds, and so does its database."""
@@ -91,10 +93,10 @@ async def attempt(
         consumers = Consumers(folder / "consumers", CONSUMERS, lease_s=lease_s, **reach)
         nemesis = Nemesis(cluster, history, random.Random(f"{seed} nemesis"), say)
         senders = Senders(history, seed=seed, **reach)
-        await _run(nemesis, consumers, senders, history, strike, seed)
+        findings = await _run(nemesis, consumers, senders, history, strike, seed)
         history.faults += consumers.faults
         consumers.read(history)
-        findings = await asyncio.to_thread(_compare, cluster, history)
+        findings += await asyncio.to_thread(_compare, cluster, history)
     return Outcome(history, findings, nemesis.target.refused, [fault.name for fault in history.faults])
 
 
@@ -105,27 +107,34 @@ async def _run(
     history: History,
     strike: Callable[[Nemesis, threading.Event], None],
     seed: int,
-) -> None:
-    stop = threading.Event()
+) -> list[Finding]:
+    """Let clients work while the cluster is struck, and drain it; return what did not become well."""
+    stop, findings = threading.Event(), []
     sending = asyncio.create_task(senders.run())
     consumers.start_all()
     striking = threading.Thread(target=consumers.strike, args=(random.Random(f"{seed} consumers"), stop))
     try:
         await asyncio.sleep(CALM_S)
         striking.start()
-        await asyncio.to_thread(strike, nemesis, stop)
+        try:
+            await asyncio.to_thread(strike, nemesis, stop)
+        except QmqError as error:
+            findings.append(Finding("not-well", str(error)))
         stop.set()
         await asyncio.sleep(CALM_S)
         senders.stop.set()
         await sending
         striking.join()
         await asyncio.to_thread(_drain, history, consumers)
+        if why := consumers.failed():
+            findings.append(Finding("consumer-ended", why))
     finally:
         stop.set()
         sending.cancel()
         if striking.is_alive():
             striking.join()
         consumers.end()
+    return findings
 
 
 def _drain(history: History, consumers: Consumers) -> None:
@@ -136,14 +145,20 @@ def _drain(history: History, consumers: Consumers) -> None:
         time.sleep(0.5)
         if (now_left := len(stored - consumers.delivered_ids())) < left:
             left, since = now_left, time.monotonic()
-    assert not consumers.failed(), consumers.failed()
     time.sleep(2 * history.lease_s)  # what a killed consumer held comes again, and messages of unknown outcome
 
 
 def _compare(cluster: Cluster, history: History) -> list[Finding]:
+    findings = []
     for group in GROUPS:
-        cluster.wait(partial(are_equal, cluster, group), f"the copies of {group} do not become equal")
+        try:
+            cluster.wait(partial(are_equal, cluster, group), f"the copies of {group} do not become equal", EQUAL_S)
+        except NotServed as error:
+            findings.append(Finding("not-equal", str(error)))
     folders = {group: [cluster.data(cluster.broker(group, role)) for role in ("master", "slave")] for group in GROUPS}
     cluster.stop()
-    copies = {group: (read_copy(master), read_copy(slave)) for group, (master, slave) in folders.items()}
-    return check(history, Logs(copies))
+    try:
+        copies = {group: (read_copy(master), read_copy(slave)) for group, (master, slave) in folders.items()}
+    except (QmqError, AssertionError) as error:
+        return [*findings, Finding("unreadable", str(error))]
+    return findings + check(history, Logs(copies))

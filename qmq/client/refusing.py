@@ -36,6 +36,11 @@ class Refusing:
         span.seen_ms = now_ms
         return now_ms - span.since_ms >= self._wait_ms
 
+    def worked(self, subject: str, group: str) -> None:
+        """The group stored messages of this subject: a refusal from now on is a new one."""
+        self._spans.pop((subject, ""), None)
+        self._spans.pop((subject, group), None)
+
     def forget(self, subjects: set[str]) -> None:
         for key in [key for key in self._spans if key[0] in subjects]:
             del self._spans[key]

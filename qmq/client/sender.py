@@ -395,6 +395,8 @@ class Sender:
                 return
             group.batches.answered(batch, Stored)
             self._routing.worked(group.name)
+            if self._refusing is not None:
+                self._refusing.worked(batch.subject, group.name)
             self._end(group, batch, result)
         self._wake_crowd(group.name, WOKEN_BY_ANSWER)
         self._pump()

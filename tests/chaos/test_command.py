@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from qmq.deploy.chaos import nemesis, trial
 from qmq.deploy.chaos.nemesis import STRIKES
 from qmq.deploy.chaos.sandbox import INSIDE
 from qmq.deploy.chaos.trial import attempt
@@ -60,6 +61,31 @@ def test_a_run_that_cannot_be_is_told_why(tmp_path, arguments, why):
     run = qmq(*arguments, "--dir", str(tmp_path / "run"))
     assert run.returncode == 2 and why in run.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_is_no_runs_is_not_emptied(tmp_path):
+    (tmp_path / "mine").write_text("1")
+    run = qmq("--faults", "kill slave", "--dir", str(tmp_path))
+    assert run.returncode == 2 and "is not empty" in run.stderr
+    assert (tmp_path / "mine").read_text() == "1"
+
+
+def test_a_group_that_does_not_become_well_and_a_copy_that_cannot_be_read_are_findings(tmp_path, monkeypatch):
+    """Nobody starts a slave that ended, and somebody writes into its log."""
+    monkeypatch.setattr(nemesis, "WELL_S", 3.0)
+    monkeypatch.setattr(trial, "EQUAL_S", 3.0)
+
+    def strike(struck, stop):
+        target = struck.target
+        for group in trial.GROUPS:
+            slave = target.cluster.broker(group, "slave")
+            end(target.cluster, slave.hostname)
+            with next((target.cluster.data(slave) / "log").glob("*.log")).open("r+b") as log:
+                log.write(b"nothing that is a frame")
+        struck.strike("kill metaserver")
+
+    outcome = asyncio.run(attempt(tmp_path, seed=1, strike=strike, http_port=run_of_ports()))
+    assert [finding.rule for finding in outcome.findings] == ["not-well", "not-equal", "not-equal", "unreadable"]
 
 
 def test_settings_that_brokers_refuse_are_named(tmp_path):

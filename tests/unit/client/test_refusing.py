@@ -56,3 +56,14 @@ def test_a_refusal_of_long_ago_is_no_reason_to_give_up_what_is_sent_now():
     assert over_at(waiting, later, later + WAIT_MS - 1, later + WAIT_MS) == [later + WAIT_MS]
     waiting.forget({"a"})
     assert over_at(waiting, later + WAIT_MS + 1) == []
+
+
+def test_two_short_spells_with_a_stored_message_between_them_are_not_one_long_one():
+    routing, waiting = refusing(group("g1"), group("g2", writable=False))
+    routing.failed("g1", "draining", now_ms=0, is_readonly=True)
+    assert over_at(waiting, 0, 1_000) == over_at(waiting, 0, 1_000, only="g2") == []
+    routing.worked("g1")
+    waiting.worked("a", "g1")
+    routing.failed("g1", "draining", now_ms=4_500, is_readonly=True)
+    assert over_at(waiting, 4_500, 5_000, 9_499, 9_500) == [9_500]
+    assert over_at(waiting, 5_000, only="g2") == [5_000], "the other one refused all the time"
