@@ -33,6 +33,8 @@ async def begin_life(registry: Registry, broker: Broker) -> None:
         DatabaseAway, OutcomeUnknown: the term is not stored, or maybe.
     """
     try:
+        if not registry.database.is_up:  # waiting for one that hangs would take the time that a registration has
+            raise DatabaseAway(registry.database.trouble)
         await registry.catch_up()  # that it is a slave may have been true a moment ago
     except DatabaseAway:
         known = registry.directory.groups.get(broker.group)

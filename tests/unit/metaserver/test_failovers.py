@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -293,5 +294,35 @@ def test_without_the_database_no_broker_of_several_slaves_begins(tmp_path, monke
             with pytest.raises(DatabaseAway):
                 await begin_life(world.registry, broker)
         await begin_life(world.registry, brokers[2])
+
+    asyncio.run(test())
+
+
+def test_nobody_waits_for_a_database_that_is_known_to_hang(tmp_path, monkeypatch):
+    """A broker of two copies begins from memory; one of three is told at once."""
+
+    async def test() -> None:
+        world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
+        await world.running_copies("g2")
+        three, two = (world.registry.directory.find(BrokerKey(name, 20881)) for name in ("g1-a", "g2-a"))
+        hangs, goes_on = threading.Event(), threading.Event()
+
+        def no_answer():
+            hangs.set()
+            goes_on.wait()
+            raise OSError("the network is gone")
+
+        monkeypatch.setattr(world.database, "_ask_versions", no_answer)
+        world.database._is_away("no answer in time")
+        poll = asyncio.create_task(world.registry.catch_up())
+        try:
+            await asyncio.to_thread(hangs.wait)
+            await asyncio.wait_for(begin_life(world.registry, two), 10)
+            with pytest.raises(DatabaseAway, match="does not answer"):
+                await asyncio.wait_for(begin_life(world.registry, three), 10)
+        finally:
+            goes_on.set()
+        with pytest.raises(DatabaseAway, match="network is gone"):
+            await poll
 
     asyncio.run(test())
