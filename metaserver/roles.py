@@ -139,15 +139,30 @@ def add_broker(directory: Directory, broker: Broker) -> RoleChange:
             f"{group.name} has no master, and its last place is the master's: AddBroker "
             f"--role={part(Role.MASTER, group.kind):d} adds one; ReplaceBroker puts another in a slave's place"
         )
+    copies = len(group.brokers) + 1
+    if group.min_copies < majority(copies):
+        raise OperatorError(
+            f"of {copies} copies at least {majority(copies)} have to acknowledge, and of {group.name} "
+            f"{group.min_copies} do: first SetCopies --minCopies={majority(copies)}"
+        )
     return _with_holder(_unchanged(group), broker)
+
+
+def majority(copies: int) -> int:
+    """The fewest copies that may acknowledge: any two sets of so many share a copy.
+
+    Else a row that went back, and so gave a term twice, could have two masters that acknowledge in one epoch.
+    """
+    return copies // 2 + 1
 
 
 def set_copies(group: Group, min_copies: int) -> RoleChange | None:
     """Let so many copies, the master's among them, have a message on disk when it is acknowledged; None: it is so."""
     check_not_half_swapped(group)
     most = max(len(group.brokers), 2)
-    if not 2 <= min_copies <= most:
-        allowed = "2" if most == 2 else f"2 to {most}"
+    least = majority(most)
+    if not least <= min_copies <= most:
+        allowed = f"{least}" if most == least else f"{least} to {most}"
         more = "; AddBroker adds a copy" if len(group.brokers) < COPIES_MAX else ""
         raise OperatorError(f"{group.name} has {len(group.brokers)} copies, so minCopies is {allowed}{more}")
     return None if min_copies == group.min_copies else replace(_unchanged(group), min_copies=min_copies)

@@ -205,7 +205,7 @@ BROKERS = (
         "SetCopies",
         "set how many copies a message needs",
         "--brokerGroup=g1 --minCopies=2",
-        (GROUP, Option("minCopies", "2 to the number of copies, the master's among them", kind=Kind.NUMBER)),
+        (GROUP, Option("minCopies", "more than half of the copies, the master's among them", kind=Kind.NUMBER)),
         _copies,
         changes=True,
         look="ReplicaStatus --brokerGroup={brokerGroup}",

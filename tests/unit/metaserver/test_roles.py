@@ -398,6 +398,7 @@ def test_slaves_are_added_up_to_five_copies():
     for host in ("c", "d", "e"):
         change = roles.add_broker(known, broker(host, Role.SLAVE))
         group = replace(known.groups["g1"], slaves=change.slaves, term=change.new_term)
+        group = replace(group, min_copies=3 if len(change.slaves) > 1 else 2)
         known = replace(known, groups={**known.groups, "g1": group})
     assert [slave.hostname for slave in known.groups["g1"].slaves] == ["b", "c", "d", "e"]
     assert known.groups["g1"].term == 10, "each change of members begins a term"
@@ -415,8 +416,21 @@ def test_no_more_copies_acknowledge_than_there_are(min_copies):
 def test_nobody_is_sent_to_add_a_copy_that_would_be_refused():
     _, group = of_three()
     more = tuple(replace(SLAVE, hostname=name) for name in "de")
-    with pytest.raises(OperatorError, match="g1 has 5 copies, so minCopies is 2 to 5$"):
+    with pytest.raises(OperatorError, match="g1 has 5 copies, so minCopies is 3 to 5$"):
         roles.set_copies(replace(group, slaves=(*group.slaves, *more)), 6)
+
+
+def test_any_two_sets_that_may_acknowledge_share_a_copy():
+    known, group = of_three()
+    with pytest.raises(OperatorError, match="of 4 copies at least 3 have to .* first SetCopies --minCopies=3"):
+        roles.add_broker(known, broker("d", Role.SLAVE))
+    group = replace(group, min_copies=roles.set_copies(group, 3).min_copies)
+    added = roles.add_broker(replace(known, groups={"g1": group}), broker("d", Role.SLAVE))
+    assert len(added.brokers) == 4 and added.min_copies == 3
+    with pytest.raises(OperatorError, match="g1 has 4 copies, so minCopies is 3 to 4; AddBroker"):
+        roles.set_copies(replace(group, slaves=added.slaves), 2)
+    for copies in range(2, 6):
+        assert 2 * roles.majority(copies) > copies >= 2 * (roles.majority(copies) - 1)
 
 
 def test_other_copies_to_acknowledge_begin_a_term():
