@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import grpc
 
-from qmq.audit.derived import Derived
+from qmq.audit.derived import NOTHING, Derived
 from qmq.audit.walk import Storage, tail_of
 from qmq.control_plane import CHANNEL_OPTIONS
 from qmq.errors import QmqError
@@ -262,7 +262,7 @@ class BrokerCopy:
             parts = list(self._stub.ReadDerived(request, metadata=self._metadata))
         except grpc.RpcError as error:
             if error.code() == grpc.StatusCode.UNIMPLEMENTED:
-                return Derived(b"", b"")
+                return NOTHING
             raise CannotRead(self._said(error)) from None
         return Derived(b"".join(part.index for part in parts), b"".join(part.snapshot for part in parts))
 

@@ -47,7 +47,11 @@ class Bounded(logging.Filter):
         """Of each place: when its time began, lines since then, lines left out."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        text, now = (record.name, record.getMessage()), record.created
+        try:
+            message = record.getMessage()
+        except Exception:  # a value's own text fails: handlers say so, and raise nothing where it was logged
+            return True
+        text, now = (record.name, message), record.created
         if now - self._said.get(text, 0.0) < REPEAT_S:
             return False
         cause = record.pathname, record.lineno
@@ -58,7 +62,7 @@ class Bounded(logging.Filter):
             self._causes[cause] = began, lines, left_out + 1
             return False
         if left_out:
-            record.msg, record.args = f"{record.getMessage()} left_out={left_out}", ()
+            record.msg, record.args = f"{message} left_out={left_out}", ()
         for known in (self._said, self._causes):
             if len(known) >= REMEMBERED_MAX:
                 known.clear()

@@ -297,10 +297,18 @@ class RealDisk:
 
     def _sync_all_folders(self) -> None:
         """Make the names lasting that are here: a process may have been killed before it did, or just made the root."""
-        inside = map(self._path, self._system.folders(self._root))
-        for folder in (_folder_of(self._root), self._root, *inside):
-            with contextlib.suppress(PermissionError):  # not ours: somebody made it for us, or it is lost+found
-                self._sync_folder(folder)
+        try:
+            self._sync_folder(_folder_of(self._root))
+        except OSError as error:  # not ours: somebody made us the root, or it is of a system that has no such fsync
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EINVAL):
+                raise
+        self._sync_tree(self._root)
+
+    def _sync_tree(self, folder: str) -> None:
+        with contextlib.suppress(PermissionError):  # it is lost+found
+            self._sync_folder(folder)
+            for name in self._system.folders(folder):
+                self._sync_tree(f"{folder}/{name}")
 
     def _sync_folder(self, folder: str) -> None:
         descriptor = self._system.open(folder, os.O_RDONLY | os.O_DIRECTORY)

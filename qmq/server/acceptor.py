@@ -97,6 +97,8 @@ class Acceptor:
                     self.follow_flow()
                 elif packet.code == Command.SUBSCRIBE:
                     self.flow.consumes = True
+        elif packet.code == Command.AUTHENTICATE and self._is_in:
+            connection.refuse(packet, InvalidRequest("this connection has said who it is; open another to be another"))
         elif packet.code == Command.AUTHENTICATE and self._login is None:
             self._authenticate(connection, packet)
         elif not self._is_in:

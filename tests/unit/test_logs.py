@@ -71,6 +71,14 @@ def test_what_applications_use_logs_no_more_than_that_to_handlers_of_theirs(capl
     assert len(caplog.records) == LINES_MAX
 
 
+def test_a_value_that_has_no_text_ends_nothing_where_it_is_logged():
+    class Bad:
+        def __repr__(self):
+            raise RuntimeError("no text")
+
+    assert Bounded().filter(record("handler failed message=%r", Bad())), "handlers say what they cannot write"
+
+
 @pytest.mark.parametrize("folder", ["client", "remoting", "outbox", "blocking", "redrive", "idempotence"])
 def test_each_module_that_applications_use_has_a_bounded_logger(folder):
     unbounded = [

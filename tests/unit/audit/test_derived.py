@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from qmq.audit.copies import PathCopy
-from qmq.audit.derived import OfDerived, check_segment
+from qmq.audit.derived import NOTHING, Derived, OfDerived, check_segment
 from tests.unit.audit.beside import LEGAL, WRONG, bases_of
 from tests.unit.audit.forged import A, forged, write_world
 from tests.unit.audit.test_walk import flip
@@ -106,3 +106,28 @@ def test_damage_of_the_log_is_no_finding_about_what_is_beside_it(tmp_path: Path)
     worlds(tmp_path)
     flip(tmp_path / "slave", bases_of(tmp_path / "slave")[2] + 150)
     assert found(tmp_path, "master", "slave") == set()
+
+
+@pytest.mark.parametrize("is_cut", [False, True], ids=["from 0", "retention has cut it"])
+def test_log_of_a_broker_that_does_not_send_these_files_is_not_read_for_them(tmp_path: Path, is_cut: bool) -> None:
+    """It was folded as a whole, by one task."""
+
+    class OfAnEarlierVersion(PathCopy):
+        def derived(self, base: int) -> Derived:
+            return NOTHING
+
+        def window(self, offset: int, size: int) -> bytes:
+            raise AssertionError(f"read at {offset}")
+
+    write_world(tmp_path)
+    copy = OfAnEarlierVersion(tmp_path)
+    bases = copy.bases[is_cut:]
+    assert [wrong for base in bases for wrong in check_segment({"master": copy}, {"master": bases}, base)] == []
+
+
+def test_snapshot_behind_a_first_segment_without_an_index_is_judged(tmp_path: Path) -> None:
+    write_world(tmp_path / "slave")
+    bases = bases_of(tmp_path / "slave")
+    LEGAL["no index"](tmp_path / "slave", bases[0])
+    WRONG["another position"](tmp_path / "slave", bases[1])
+    assert found(tmp_path, "slave") == {("slave", "snapshot", bases[1])}

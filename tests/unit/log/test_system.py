@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from pathlib import Path
@@ -109,6 +110,28 @@ def test_name_that_a_killed_process_made_is_lasting_for_the_next():
     assert disk.read("log/f", 0, 9) == b"new", "somebody read it, and acted on it"
 
 
+@pytest.mark.parametrize("luck", LUCK)
+def test_name_that_a_killed_process_made_two_folders_down_is_lasting_for_the_next(luck):
+    """What is kept of a damaged log is."""
+
+    def work(disk):
+        disk.put("quarantine/there/kept", b"kept")
+
+    for call in each_call(work):
+        disk = MemoryDisk()
+        disk.put("log/old", b"old")
+        disk.put("quarantine/there/other", b"other")
+        disk.fail_after(call)
+        with contextlib.suppress(DiskFailed):
+            work(disk)
+        disk.heal()
+        disk.reopen()
+        seen = disk.all_names()
+        disk.crash(None if luck is None else Random(luck))
+        disk.reopen()
+        assert disk.all_names() == seen, "somebody read them, and acted on it"
+
+
 def test_what_a_failed_fsync_did_not_keep_is_not_read_by_the_next_process():
     """Linux drops what it cannot write, shows it to readers, and says nothing when it is asked a second time."""
     found = set()
@@ -183,3 +206,27 @@ def test_folder_that_is_not_ours_is_left_alone(tmp_path: Path):
     disk = RealDisk(tmp_path / "data", system=Guarded())
     disk.put("f", b"data")
     assert disk.read("f", 0, 9) == b"data"
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EINVAL, errno.EIO], ids=errno.errorcode.get)
+def test_folder_above_that_cannot_be_fsynced_is_no_fault_of_the_disk(tmp_path: Path, code: int):
+    """It may be of another file system, which knows no fsync of folders."""
+
+    class Above(System):
+        def open(self, path, flags):
+            fd = super().open(path, flags)
+            if path == str(tmp_path):
+                self.above = fd
+            return fd
+
+        def fsync(self, fd):
+            if fd == self.above:
+                self.above = -1
+                raise OSError(code, os.strerror(code))
+            super().fsync(fd)
+
+    if code == errno.EIO:
+        with pytest.raises(DiskFailed):
+            RealDisk(tmp_path / "data", system=Above())
+    else:
+        RealDisk(tmp_path / "data", system=Above()).put("f", b"data")

@@ -5,17 +5,22 @@ from __future__ import annotations
 import asyncio
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import pytest
 
 from qmq.broker.settings import BrokerSettings
-from qmq.errors import AccessError, NotServed
+from qmq.errors import AccessError, CallError, NotServed
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import MetaserverServicer, add_MetaserverServicer_to_server
+from qmq.remoting.commands import Command, encode_json
+from qmq.remoting.connection import connect
 from qmq.rights import TokenRole
 from qmq.server import access as module
+from qmq.server.acceptor import Acceptor
 from qmq.server.access import Access
+from qmq.types import Endpoint
 from tests.support.http import HttpServer
 
 OWN = "the key of the installation"
@@ -60,6 +65,34 @@ class Guest:
     def turn_out(self, reason):
         self.reasons.append(reason)
         self.is_out.set()
+
+
+class Silent:
+    """The other end of a connection, which only asks."""
+
+    def packet_received(self, connection, packet):
+        pass
+
+    def connection_lost(self, connection, reason):
+        pass
+
+    def writable_again(self, connection):
+        pass
+
+
+def a_service():
+    """What an accepted connection asks of its service."""
+    has_lost = asyncio.Event()
+    node = SimpleNamespace(group="g1", link_lost=lambda connection: has_lost.set())
+    return SimpleNamespace(
+        node=node,
+        connections=0,
+        strangers={},
+        acceptors={},
+        guarded=lambda call: call(),
+        has_lost=has_lost,
+        tell_once=lambda peer, error: None,
+    )
 
 
 class Clock:
@@ -211,3 +244,21 @@ async def test_a_question_without_an_answer_takes_no_other_one_with_it(metaserve
     await access._disconnect()
     results = await asyncio.gather(first, second, return_exceptions=True)
     assert [type(result) for result in results] == [NotServed, NotServed]
+
+
+@in_world
+async def test_a_connection_says_once_who_it_is(metaserver, access):
+    """A second token would leave the first one with a connection that never ends, and in the end without any."""
+    metaserver.answers |= {"a": answer("a"), "b": answer("b")}
+    service = a_service()
+    acceptor = Acceptor(service, frozenset({Command.PRODUCE}), access._settings, access)
+    server = await asyncio.get_running_loop().create_server(lambda: acceptor.connection, "127.0.0.1", 0)
+    async with server:
+        endpoint = Endpoint("127.0.0.1", server.sockets[0].getsockname()[1])
+        mine, _ = await connect(endpoint, handler=Silent(), token="a", app="t", packet_bytes_max=1 << 20, timeout_s=5)
+        with pytest.raises(CallError, match="has said who it is"):
+            await mine.request(Command.AUTHENTICATE, encode_json(token="b", app="t"))
+        assert (access.connections_of("a"), access.connections_of("b")) == (1, 0)
+        mine.close("done")
+        await service.has_lost.wait()
+    assert (access.connections_of("a"), access.connections_of("b")) == (0, 0)
