@@ -415,8 +415,8 @@ _DELAYS = (
         OPERATOR,
         (
             _SUBJECT,
-            Parameter("ids", "ids of messages, separated by commas", chars_max=100_000),
-            Parameter("keys", "keys that their senders gave them, separated by commas", chars_max=100_000),
+            Parameter("ids", "ids of messages, separated by commas", chars_max=60_000),
+            Parameter("keys", "keys that their senders gave them, separated by commas", chars_max=60_000),
             _ANY_GROUP,
         ),
         changes=True,
@@ -488,7 +488,7 @@ _DATABASES = (
         (
             Parameter("room", "the namespace of the watchdog", default="default", kind=Kind.NAME),
             _OUTBOX,
-            Parameter("ids", "only these rows, as OutboxStuck shows them: 1,2", chars_max=100_000),
+            Parameter("ids", "only these rows, as OutboxStuck shows them: 1,2", chars_max=60_000),
         ),
         changes=True,
         wait_ms=MANY_WAIT_MS,
