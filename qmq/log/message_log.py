@@ -342,7 +342,10 @@ class MessageLog:
     def frames(self, subject: str, sequence: int, most: int) -> list[FrameRef]:
         """Return up to `most` frames of `subject` from the one that holds `sequence`; retention may have taken some."""
         refs, kept_from = self._consume_log.frames(subject, sequence, most), self.state.kept.start
-        while refs and refs[0].offset < kept_from:  # deleting them is decided on, even if their file is still there
+        if refs and refs[0].offset < kept_from:  # deleting them is decided on, even if their file is still there
+            first = self.first_kept(subject, segment_at(self._bases, kept_from))
+            refs = self._consume_log.frames(subject, max(sequence, first), most)
+        while refs and refs[0].offset < kept_from:  # a segment that another one's file went into
             kept = [ref for ref in refs if ref.offset >= kept_from]
             refs = kept or self._consume_log.frames(subject, refs[-1].end, most)
         return refs

@@ -126,3 +126,25 @@ def test_reader_whose_segment_was_dropped_meanwhile_finds_no_frame_and_no_failin
     with pytest.raises(CorruptFrame) as found:
         READERS[what](copy.log, ref)
     assert found.value.offset == ref.offset
+
+
+def test_what_retention_gave_up_is_passed_over_at_once_while_its_files_are_still_there(monkeypatch):
+    copy = Copy()
+    copy.begin_epoch()
+    while len(copy.log.bases) < 5:
+        copy.messages("m", size=10)
+        copy.flush()
+    log, asked, look_up = copy.log, [], copy.log._consume_log.frames
+    monkeypatch.setattr(log._consume_log, "frames", lambda *args: asked.append(args) or look_up(*args))
+    everything = look_up("s", 0, 1_000)
+    for start in (log.bases[3], everything[7].offset, everything[-1].offset):
+        log.state.kept.start = start
+        kept = [ref for ref in everything if ref.offset >= start]
+        assert log.frames("s", 0, 1) == kept[:1] and log.frames("s", 0, 1_000) == kept
+        assert log.frames("s", kept[0].begin, 1) == kept[:1]
+    log.state.kept.start = log.bases[3]
+    asked.clear()
+    log.frames("s", 0, 1)
+    assert len(asked) == 2
+    log.state.kept.start = log.end
+    assert log.frames("s", 0, 1) == []
