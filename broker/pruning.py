@@ -98,16 +98,21 @@ class Pruning:
 
     def due_in_ms(self, now_ms: int) -> int:
         """Return for how long nothing is looked at."""
-        if self._left:
+        if self._left or self._lengths.has_unfinished:
             return 0
         return max(0, self._pruned_ms + PRUNE_EVERY_MS - now_ms) if self._limits else PRUNE_EVERY_MS
 
     def tick(self, now_ms: int) -> None:
         """Give up what has expired. `now_ms` never jumps."""
-        self._lengths.new_tick()
+        try:
+            self._lengths.new_tick()
+        except CorruptFrame as problem:
+            self._mastership.found_damage(problem)
         if not self._left and now_ms - self._pruned_ms >= PRUNE_EVERY_MS:
             self._pruned_ms, self._left = now_ms, deque(self._limits)
         for _ in range(min(SUBJECTS_AT_ONCE, len(self._left))):
+            if self._lengths.is_spent:
+                return
             subject = self._left.popleft()
             limits = self._limits.get(subject)
             if limits is None or subject not in self._groups:
@@ -151,6 +156,13 @@ class Pruning:
             self._mastership.found_damage(problem)
             return 0
 
+    def _covering(self, subject: str, ranges: Iterable[tuple[int, int]], size: int) -> int:
+        try:
+            return self._lengths.covering(subject, ranges, size)
+        except CorruptFrame as problem:
+            self._mastership.found_damage(problem)
+            return 0
+
     def _gone(self, subject: str, group: Group) -> int:
         """Return how many of those that wait are none any more, because retention took them."""
         try:
@@ -168,9 +180,8 @@ class Pruning:
             group = state.groups[subject, name]
             waiting = _waiting(group, end)
             too_many = waiting - limits.messages_max if limits.messages_max else 0
-            if limits.bytes_max and waiting > 0:
-                size = self._bytes((subject, name), group)
-                too_many = max(too_many, -(-(size - limits.bytes_max) * waiting // max(size, 1)))
+            if limits.bytes_max and (size := self._bytes((subject, name), group) - limits.bytes_max) > 0:
+                too_many = max(too_many, self._covering(subject, _oldest(group, waiting), size))
             if messages := self._give_up((subject, name), OVERFLOWED, _oldest(group, too_many)):
                 if (subject, name) not in self.overflowed:
                     log.warning("messages overflow subject=%s consumer_group=%s: more waited than may", subject, name)

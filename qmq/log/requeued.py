@@ -50,13 +50,15 @@ class RequeuedRange(NamedTuple):
 class Requeued:
     """What waits of one group; made with it."""
 
-    __slots__ = ("_firsts", "_counts", "_attempts", "_dues", "_suspected", "messages", "_schedule")
+    __slots__ = ("_firsts", "_counts", "_attempts", "_dues", "_suspected", "messages", "changes", "_schedule")
 
     def __init__(self, ranges: list[RequeuedRange] | None = None) -> None:
         self._firsts, self._dues = array("q"), array("Q")
         self._counts, self._attempts, self._suspected = array("I"), array("I"), array("I")
         self.messages = 0
         """How many all ranges have together."""
+        self.changes = 0
+        """Grows whenever other messages wait than before."""
         self._schedule: _Schedule | None = None
         """Made when somebody asks what is due, as a master does and a slave never."""
         for one in ranges or ():
@@ -110,11 +112,11 @@ class Requeued:
         """Return what waits before `end`, due or not: up to `most` ranges, in order."""
         return [self[at].part(0, end) for at in range(min(most, bisect_left(self._firsts, end)))]
 
-    def overlapping(self, begin: int, end: int) -> list[RequeuedRange]:
-        """Return what waits of `[begin, end)`."""
+    def overlapping(self, begin: int, end: int, most: int = COUNT_MAX) -> list[RequeuedRange]:
+        """Return what waits of `[begin, end)`: up to `most` ranges, in order."""
         at = max(bisect_right(self._firsts, begin) - 1, 0)
-        parts = []
-        while at < len(self) and self._firsts[at] < end:
+        parts: list[RequeuedRange] = []
+        while at < len(self) and self._firsts[at] < end and len(parts) < most:
             if self._firsts[at] + self._counts[at] > begin:
                 parts.append(self[at].part(begin, end))
             at += 1
@@ -122,6 +124,7 @@ class Requeued:
 
     def add(self, new: RequeuedRange) -> None:
         """Let these wait, one range with its neighbours if they wait alike."""
+        self.changes += 1
         at = bisect_right(self._firsts, new.first)
         if at and self._touch(self[at - 1], new):
             self._counts[at - 1] += new.count
@@ -144,6 +147,7 @@ class Requeued:
         at = bisect_right(self._firsts, first) - 1
         if at < 0 or (known := self[at]).end < first + count:
             return None
+        self.changes += 1
         self._delete(at)
         for part in (
             known._replace(first=first + count, count=known.end - first - count),

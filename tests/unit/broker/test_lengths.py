@@ -10,7 +10,8 @@ from qmq.broker import lengths
 from qmq.broker.lengths import Lengths
 from qmq.errors import ErrorCode
 from qmq.operator_limits import OF_SUBJECT, OperatorLimits
-from tests.unit.broker.test_limits import KEY, pulled, started
+from qmq.types import Role
+from tests.unit.broker.test_limits import KEY, joined, pulled, started
 from tests.unit.broker.world import Client, Group
 
 LIMIT = OperatorLimits("s", OF_SUBJECT, bytes_max=5_000)
@@ -21,10 +22,18 @@ def obvious(group: Group) -> int:
     refs, size = log.frames("s", state.position, 1_000_000), 0
     for ref in refs:
         size += ref.length - ref.length * max(state.position - ref.begin, 0) // (ref.end - ref.begin)
-    if state.requeued.first is not None:
-        [ref] = log.frames("s", state.requeued.first, 1)
-        size += ref.length * state.requeued.messages // (ref.end - ref.begin)
+    for one in state.requeued:
+        for ref in log.frames("s", one.first, 1_000_000):
+            part = min(one.end, ref.end) - max(one.first, ref.begin)
+            size += ref.length * max(part, 0) // (ref.end - ref.begin)
     return size
+
+
+def returned(group: Group, client: Client, first: int, end: int) -> None:
+    """Give back these of what the consumer was delivered, for later."""
+    begin = group.a.log.state.groups[KEY].consumers["c"].next_pull - group.a.log.state.groups[KEY].position
+    client.nack(begin + first, begin + end, delay_ms=3_600_000)
+    group.settle()
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -115,3 +124,150 @@ def test_what_retention_took_does_not_count():
     assert before == obvious(group)
     log.state.kept.start = log.bases[1]
     assert counts.waiting(KEY, log.state.groups[KEY]) == obvious(group) < before
+
+
+def produced(group: Group, *sizes: int) -> None:
+    """Messages of these sizes, each in a frame of its own."""
+    producer = Client(group.a)
+    for n, size in enumerate(sizes):
+        producer.produce(f"m{n}", size=size)
+        group.settle()
+
+
+def test_requeued_messages_count_as_their_own_frames_do_and_not_as_the_first_of_them():
+    group, client = started(LIMIT._replace(drops_oldest=True))
+    produced(group, 900, *[10] * 30)
+    assert len(pulled(group, client, most=100)) == 31
+    returned(group, client, 0, 31)
+    counts = Lengths(group.a.log)
+    assert counts.waiting(KEY, group.a.log.state.groups[KEY]) == obvious(group) < 10_000
+    whole = LIMIT._replace(bytes_max=obvious(group), drops_oldest=True)
+    group.a.assign(Role.MASTER, limits=(whole,))
+    group.a.wait(1_000)
+    group.settle()
+    assert not group.a.master.overflowed and group.a.log.state.groups[KEY].requeued.messages == 31
+
+
+def test_requeued_messages_of_many_ranges_are_counted_in_part_and_never_too_high(monkeypatch):
+    monkeypatch.setattr(lengths, "RANGES_AT_ONCE", 3)
+    group, client = started()
+    produced(group, *[100] * 20)
+    assert len(pulled(group, client, most=100)) == 20
+    for n in range(0, 20, 2):
+        returned(group, client, n, n + 1)
+    counts = Lengths(group.a.log)
+    refs = group.a.log.frames("s", 0, 20)
+    assert counts.waiting(KEY, group.a.log.state.groups[KEY]) == sum(refs[n].length for n in (0, 2, 4))
+
+
+def test_requeued_messages_that_retention_took_do_not_count_and_hide_none(monkeypatch):
+    monkeypatch.setattr(lengths, "RANGES_AT_ONCE", 2)
+    group, client = started()
+    log, n = group.a.log, 0
+    while len(log.bases) < 3:
+        produced(group, 900)
+        n += 1
+    state = log.state.groups[KEY]
+    while state.position < n:
+        pulled(group, client, most=100)
+    for at in range(0, n - 1, 2):
+        returned(group, client, at, at + 1)
+    returned(group, client, n - 1, n)
+    counts = Lengths(log)
+    assert counts.waiting(KEY, state) > 0
+    log.state.kept.start = log.bases[1]
+    assert 0 < counts.waiting(KEY, state) <= obvious(group)
+    log.state.kept.start = log.end
+    assert counts.waiting(KEY, state) == obvious(group) == 0
+
+
+def test_nobody_is_refused_for_requeued_messages_that_retention_took():
+    group, client = started(LIMIT)
+    produced(group, *[600] * 7)
+    assert len(pulled(group, client, most=100)) == 7
+    returned(group, client, 0, 7)
+    producer = Client(group.a)
+    refused = producer.produce("m")
+    group.settle()
+    assert producer.code(refused) == ErrorCode.SUBJECT_FULL
+    group.a.log.state.kept.start = group.a.log.frames("s", 6, 1)[0].offset
+    stored = producer.produce("m")
+    group.settle()
+    assert producer.receipt(stored).stored == 1
+
+
+def test_counts_go_on_in_each_tick_though_a_subject_is_looked_at_once_a_second(monkeypatch):
+    monkeypatch.setattr(lengths, "FRAMES_PER_TICK", 10)
+    group, _ = started()
+    produced(group, *[100] * 95)
+    group.a.assign(Role.MASTER, limits=(LIMIT._replace(drops_oldest=True),))
+    for _ in range(20):
+        group.a.wait(100)
+        group.settle()
+    assert obvious(group) <= 5_000, "95 frames, 10 in a tick, were counted within the second"
+
+
+def test_counts_of_several_groups_go_on_by_turns(monkeypatch):
+    monkeypatch.setattr(lengths, "FRAMES_PER_TICK", 10)
+    group, _ = started()
+    joined(group, "o", group="other").lost()
+    produced(group, *[100] * 45)
+    counts, groups = Lengths(group.a.log), group.a.log.state.groups
+    assert counts.waiting(KEY, groups[KEY]) > 0 == counts.waiting(("s", "other"), groups["s", "other"])
+    for _ in range(2):
+        counts.new_tick()
+    assert counts.waiting(("s", "other"), groups["s", "other"]) > 0
+    for _ in range(6):
+        assert counts.has_unfinished
+        counts.new_tick()
+    assert not counts.has_unfinished
+    assert counts.waiting(KEY, groups[KEY]) == counts.waiting(("s", "other"), groups["s", "other"]) == obvious(group)
+
+
+def test_no_more_of_the_oldest_are_given_up_than_have_the_bytes_that_are_too_many():
+    group, _ = started()
+    producer = Client(group.a)
+    produced(group, 900, 900)
+    producer.produce(*(f"n{n}" for n in range(50)), size=10)
+    group.settle()
+    refs = group.a.log.frames("s", 0, 10)
+    limit = LIMIT._replace(bytes_max=obvious(group) - refs[0].length - 1, drops_oldest=True)
+    group.a.assign(Role.MASTER, limits=(limit,))
+    group.a.wait(1_000)
+    group.settle()
+    assert group.a.master.overflowed == {KEY: 2}
+
+
+def test_requeued_ones_are_the_oldest_and_what_retention_took_of_them_goes_first():
+    group, client = started()
+    log, n = group.a.log, 0
+    while len(log.bases) < 2:
+        produced(group, 900)
+        n += 1
+    produced(group, 900, 900, 900)
+    while log.state.groups[KEY].position < n + 1:
+        pulled(group, client, most=1)
+    returned(group, client, 0, 1)
+    returned(group, client, n, n + 1)
+    log.state.kept.start = log.bases[1]
+    limit = LIMIT._replace(bytes_max=obvious(group) - 1, drops_oldest=True)
+    group.a.assign(Role.MASTER, limits=(limit,))
+    group.a.wait(1_000)
+    group.settle()
+    assert group.a.master.overflowed == {KEY: 2} and not log.state.groups[KEY].requeued
+    assert log.state.groups[KEY].position == n + 1
+
+
+def test_very_many_are_given_up_in_bounded_pieces(monkeypatch):
+    monkeypatch.setattr(lengths, "WALKED_PER_TICK", 10)
+    monkeypatch.setattr(lengths, "WALKED_AT_ONCE", 5)
+    group, _ = started()
+    produced(group, *[100] * 60)
+    group.a.assign(Role.MASTER, limits=(LIMIT._replace(bytes_max=1_000, drops_oldest=True),))
+    group.a.wait(1_000)
+    group.settle()
+    assert 0 < group.a.master.overflowed[KEY] <= 10
+    for _ in range(10):
+        group.a.wait(1_000)
+        group.settle()
+    assert obvious(group) <= 1_000
