@@ -10,6 +10,7 @@ import urllib.request
 from qmq.types import Endpoint
 
 HANDSHAKE_MS = "grpc.server_handshake_timeout_ms"
+IDLE_MS = "grpc.max_connection_idle_ms"
 CHANNEL_OPTIONS = [
     # Brokers are neighbours: a proxy of the environment is for the world outside.
     ("grpc.enable_http_proxy", 0),
@@ -27,6 +28,9 @@ SERVER_OPTIONS = [
     ("grpc.max_receive_message_length", 4 << 20),
     # Who opens a connection and says nothing has no token, and holds it no longer than this.
     (HANDSHAKE_MS, 5_000),
+    # Nor longer than this, who says all that belongs to HTTP/2 and calls nothing. Links and watches are calls that
+    # last; a channel of ours that rests for so long connects again by itself with its next call.
+    (IDLE_MS, 60_000),
     # A caller whose machine is gone is noticed within 15 s.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 import grpc.aio
 import pytest
 
 from qmq.client import route_poll
-from qmq.control_plane import HANDSHAKE_MS, SERVER_OPTIONS, find_metaserver
+from qmq.control_plane import CHANNEL_OPTIONS, HANDSHAKE_MS, IDLE_MS, SERVER_OPTIONS, find_metaserver
 
 
 @contextmanager
@@ -60,23 +60,59 @@ def test_an_address_where_nobody_listens_says_so_in_the_systems_words():
         find_metaserver(url)
 
 
-@pytest.mark.parametrize("said", [b"", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"], ids=["nothing", "half of a handshake"])
-def test_a_grpc_port_of_ours_closes_a_connection_that_says_no_more(said):
-    assert dict(SERVER_OPTIONS)[HANDSHAKE_MS] <= 10_000
+@asynccontextmanager
+async def grpc_port(**changed: int) -> AsyncIterator[int]:
+    """Serve no method, with our options but these."""
+    options = dict(SERVER_OPTIONS)
+    assert changed.keys() <= options.keys()
+    server = grpc.aio.server(options=list((options | changed).items()))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield port
+    finally:
+        await server.stop(None)
+
+
+PREFACE, SETTINGS = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", bytes(3) + b"\x04" + bytes(5)
+
+
+@pytest.mark.parametrize(
+    ("said", "limit"),
+    [
+        pytest.param(b"", HANDSHAKE_MS, id="nothing"),
+        pytest.param(PREFACE, HANDSHAKE_MS, id="half of a handshake"),
+        pytest.param(PREFACE + SETTINGS, IDLE_MS, id="a handshake and no call"),
+    ],
+)
+def test_a_grpc_port_of_ours_closes_a_connection_that_says_no_more(said, limit):
+    assert dict(SERVER_OPTIONS)[HANDSHAKE_MS] <= 10_000 and dict(SERVER_OPTIONS)[IDLE_MS] <= 60_000
 
     async def test() -> None:
-        server = grpc.aio.server(
-            options=[(name, 50 if name == HANDSHAKE_MS else value) for name, value in SERVER_OPTIONS]
-        )
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        try:
-            writer.write(said)
-            async with asyncio.timeout(15.0):
-                await reader.read()  # until it is closed
-        finally:
-            writer.close()
-            await server.stop(None)
+        async with grpc_port(**{limit: 50}) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            try:
+                writer.write(said)
+                async with asyncio.timeout(15.0):
+                    await reader.read()  # until it is closed
+            finally:
+                writer.close()
+
+    asyncio.run(test())
+
+
+def test_a_channel_of_ours_that_was_closed_as_it_rested_connects_again_with_its_next_call():
+    async def test() -> None:
+        async with (
+            grpc_port(**{IDLE_MS: 50}) as port,
+            grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=CHANNEL_OPTIONS) as channel,
+            asyncio.timeout(15.0),
+        ):
+            for _ in range(3):
+                with pytest.raises(grpc.aio.AioRpcError) as answered:
+                    await channel.unary_unary("/qmq.Broker/None")(b"")
+                assert answered.value.code() == grpc.StatusCode.UNIMPLEMENTED, "it is the server who answers"
+                while (state := channel.get_state()) is not grpc.ChannelConnectivity.IDLE:
+                    await channel.wait_for_state_change(state)
 
     asyncio.run(test())
