@@ -291,7 +291,10 @@ def remove_broker(directory: Directory, broker: Broker, may_be_up: MayBeUp) -> R
                 f"{group.name} has {len(group.brokers)} copies, and minCopies is {group.min_copies}: without this one "
                 "it could take no messages. First SetCopies with a smaller minCopies, or AddBroker"
             )
-        return replace(_unchanged(group), slaves=tuple(slave for slave in group.slaves if slave.key != broker.key))
+        left = tuple(slave for slave in group.slaves if slave.key != broker.key)
+        if len(group.brokers) > group.min_copies:  # the one that goes may have confirmed what these still lack
+            left = tuple(replace(slave, complete=False) for slave in left)
+        return replace(_unchanged(group), slaves=left)
     if group.slaves:
         raise OperatorError(
             f"{broker.key} is the master of {group.name}, and {group.slaves[0].key} its slave. Swap them first "

@@ -93,7 +93,10 @@ _BROKERS = (
         "SetCopies",
         "set how many copies of a group, the master's among them, have a message on disk when it is acknowledged",
         ADMIN,
-        (_GROUP, Parameter("minCopies", "more than half of the copies, up to all", required=True, kind=Kind.NUMBER, least=2, most=5)),
+        (
+            _GROUP,
+            Parameter("minCopies", "more than half of the copies", required=True, kind=Kind.NUMBER, least=2, most=5),
+        ),
         changes=True,
     ),
     Action(
