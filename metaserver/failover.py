@@ -55,8 +55,8 @@ class Facts:
     group: Group
     reported_term: int
     """The newest term that any broker of the group reported."""
-    term_floor: int
-    """The newest one that was ever reported, promised or given out."""
+    given_term: int
+    """The newest one that was ever reported or given out."""
     master_said: ReplicaState | None
     """The master's last report; None: none is known."""
     slaves_said: Mapping[BrokerKey, ReplicaState]
@@ -67,9 +67,12 @@ class Facts:
 
     @property
     def new_term(self) -> int:
-        """What slaves promise, and the row gets: above all that was given out, and none has promised a newer one."""
+        """What slaves promise, and the row gets: above all that was given out, and none has promised a newer one.
+
+        A promise that led to no choice is asked for again: pull sequences have 16 bits for the term.
+        """
         promised = (said.promised_term for said in self.slaves_said.values())
-        return max(self.group.term + 1, self.term_floor + 1, *promised)
+        return max(self.group.term + 1, self.given_term + 1, *promised)
 
     @property
     def promises_needed(self) -> int:

@@ -121,9 +121,9 @@ class Failovers:
         group = registry.directory.groups.get(name)
         if group is None or not (cause := self._cause(group)):
             return
-        reported, floor = registry.reported_term(name), registry.term_floor(name)
+        reported, given = registry.reported_term(name), registry.given_term(name)
         said, points = await asyncio.gather(self._ask_all(group), registry.points_of(name))
-        facts = Facts(group, reported, floor, _said_by_master(registry, group), said, points)
+        facts = Facts(group, reported, given, _said_by_master(registry, group), said, points)
         if refused := failover.refusal(facts):
             return self._refuse(name, *refused)
         facts = await self._hold_all(facts)
@@ -148,7 +148,12 @@ class Failovers:
         held = await asyncio.gather(*(self._hold(slave, facts.group, term) for slave in slaves))
         answers = dict(zip((slave.key for slave in slaves), held, strict=True))
         said = {key: one for key, one in facts.slaves_said.items() if key not in answers}
-        said |= {key: one for key, one in answers.items() if isinstance(one, ReplicaState)}
+        promises = term if len(facts.group.slaves) > 1 else 0
+        said |= {
+            key: one
+            for key, one in answers.items()
+            if isinstance(one, ReplicaState) and one.promised_term >= promises  # an older version promises nothing
+        }
         hear = frozenset(key for key, one in answers.items() if isinstance(one, OperatorError))
         return replace(facts, slaves_said=said, hear_master=hear)
 

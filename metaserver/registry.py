@@ -331,6 +331,10 @@ class Registry:
         """A new term of the group is above this: it was reported by a broker, or given out."""
         return self._reported.floor(group)
 
+    def given_term(self, group: str) -> int:
+        """As `term_floor`, but without what was only promised: that may be asked for again."""
+        return self._reported.given(group)
+
     def old_row(self, group: str) -> OldRow | None:
         """What is to be said of a group whose row is older than its brokers; None: it is not."""
         row = self.directory.groups.get(group)

@@ -1,7 +1,7 @@
-"""Shell. A row gets a new term although its roles stay: in groups with several slaves, for one of two reasons.
+"""Shell. A row gets a new term although its roles stay, for one of two reasons.
 
-the master has started     its disk may have been put back, and forgotten which epochs it used
-a promise led to nothing   the slaves that promised follow no master of the row's term any more
+the master has started     of several slaves: its disk may have been put back, and forgotten which epochs it used
+a promise led to nothing   the slaves that promised follow no master of the row's term any more; by now one may be left
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Promises:
 
     def _promised(self, group: Group) -> int:
         """The newest term that its brokers promised; 0: there is no master to go on with."""
-        if len(group.slaves) < 2 or group.master is None or self._registry.state(group.master) is None:
+        if not group.slaves or group.master is None or self._registry.state(group.master) is None:
             return 0
         said = (self._registry.own_state(broker) for broker in group.brokers)
         return max((state.promised_term for state in said if state is not None), default=0)

@@ -16,6 +16,7 @@ class ReportedTerms:
     def __init__(self) -> None:
         self._newest: dict[str, int] = {}
         self._given: dict[str, int] = {}
+        self._promised: dict[str, int] = {}
 
     def note(self, group: str, term: int) -> None:
         """Take in a report; `group` empty: that broker never had a role."""
@@ -30,14 +31,18 @@ class ReportedTerms:
     def note_promise(self, group: str, term: int) -> None:
         """Take in that a broker promised to be no part of older terms than this one, which no row may have yet."""
         if group in self._given:
-            self._given[group] = max(term, self._given[group])
+            self._promised[group] = max(term, self._promised.get(group, 0))
 
     def newest(self, group: str) -> int:
         return self._newest.get(group, 0)
 
+    def given(self, group: str) -> int:
+        """The newest that a broker reported or a row had. A promised term above it may be asked for again."""
+        return max(self._newest.get(group, 0), self._given.get(group, 0))
+
     def floor(self, group: str) -> int:
         """A new term is above this."""
-        return max(self._newest.get(group, 0), self._given.get(group, 0))
+        return max(self.given(group), self._promised.get(group, 0))
 
     def floors(self) -> dict[str, int]:
         return {group: self.floor(group) for group in self._given.keys() | self._newest.keys()}

@@ -151,6 +151,10 @@ class Swaps:
                 target=exchange.slave.incarnation,
                 promised_term=exchange.promised_term,
             )
+            if at_end.promised_term < exchange.promised_term:
+                raise OperatorError(
+                    f"{group.master.key} runs an older version, which promises nothing: update it first"
+                )
             roles.check_same_log(at_end, await self._brokers.replica_status(exchange.slave))
         except (OperatorError, NotServed) as error:
             await self._cancel(group)

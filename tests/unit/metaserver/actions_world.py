@@ -145,6 +145,7 @@ class Brokers:
     def __init__(self):
         self.states, self.progress, self.silent, self.resets, self.cancelled = {}, {}, set(), [], []
         self.held, self.hears_its_master = [], False
+        self.promise_nothing = set()
         self.stored, self.browsed, self.dead, self.samples = [], [], [], {}
         self.destinations = []
 
@@ -171,6 +172,8 @@ class Brokers:
 
     def _promise(self, broker, term):
         said = self._reach(broker)
+        if broker.hostname in self.promise_nothing:
+            return said
         self.states[broker.key] = replace(said, promised_term=max(said.promised_term, term))
         return self.states[broker.key]
 

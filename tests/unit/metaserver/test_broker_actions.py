@@ -189,6 +189,18 @@ async def test_a_swap_is_off_once_the_master_takes_messages_again(world):
 
 
 @in_world
+async def test_a_master_of_several_slaves_that_promises_nothing_stays_the_master(world):
+    await world.running_copies("g1")
+    await world.done("AddBroker", **place("g1", 1, "g1-c"))
+    for name in ("g1-a", "g1-b"):
+        world.beat(name)
+    world.brokers.promise_nothing = {"g1-a"}
+    text = await world.refused("SwapRoles", brokerGroup="g1", to="g1-b")
+    assert "runs an older version, which promises nothing: update it first" in text and "are as before" in text
+    assert world.registry.directory.groups["g1"].master.hostname == "g1-a" and world.brokers.cancelled == ["g1-a"]
+
+
+@in_world
 async def test_a_swap_that_is_not_possible_now_says_why_in_its_dry_run(world):
     await world.running_copies("g1")
     shown = await world.done("SwapRoles", brokerGroup="g1", dryRun="true")

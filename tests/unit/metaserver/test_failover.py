@@ -107,7 +107,7 @@ def test_a_slave_that_has_everything_is_chosen_in_the_next_term(facts):
     assert failover.refusal(facts) is None
     change = failover.choose(facts)
     assert (change.term, change.new_term) == (4, 5)
-    assert failover.choose(replace(facts, term_floor=7)).new_term == 8
+    assert failover.choose(replace(facts, given_term=7)).new_term == 8
     assert (change.master.key, change.master.role) == (B.key, Role.MASTER)
     assert (change.slave.key, change.slave.role, change.slave.complete) == (A.key, Role.SLAVE, False)
 
@@ -176,7 +176,7 @@ def test_the_row_gets_the_term_that_was_promised():
     assert facts.new_term == 5 and failover.choose(replace(facts, slaves_said=promised)).new_term == 5
     earlier = {key: replace(said, promised_term=9) for key, said in facts.slaves_said.items()}
     assert failover.choose(replace(facts, slaves_said=earlier)).new_term == 9, "no slave refuses the row"
-    assert failover.choose(replace(facts, term_floor=11, slaves_said=earlier)).new_term == 12
+    assert failover.choose(replace(facts, given_term=11, slaves_said=earlier)).new_term == 12
 
 
 def test_one_slave_may_be_behind_but_not_the_one_that_has_most():

@@ -326,3 +326,55 @@ def test_nobody_waits_for_a_database_that_is_known_to_hang(tmp_path, monkeypatch
             await poll
 
     asyncio.run(test())
+
+
+def test_an_answer_of_an_older_version_is_no_promise(tmp_path, monkeypatch):
+    async def test() -> None:
+        world, failovers = await a_master_of_two_slaves_is_gone(tmp_path)
+        world.brokers.promise_nothing = {"g1-b"}
+        before = row_of_three(world)
+        await fail_over(world, failovers, monkeypatch)
+        assert row_of_three(world) == before and "g1-b" in world.brokers.held
+        assert world.registry.no_failover["g1"][0] == Refusal.SLAVE_DOWN
+
+    asyncio.run(test())
+
+
+def test_the_same_term_is_promised_until_it_is_chosen(tmp_path, monkeypatch):
+    async def test() -> None:
+        world, failovers = await a_master_of_two_slaves_is_gone(tmp_path)
+        before, change = row_of_three(world)[0], world.registry.change
+
+        async def away(changes, audit):
+            raise DatabaseAway("it does not answer")
+
+        monkeypatch.setattr(world.registry, "change", away)
+        for _ in range(3):
+            with pytest.raises(DatabaseAway):
+                await fail_over(world, failovers, monkeypatch)
+            for name in ("g1-b", "g1-c"):
+                said = world.brokers.states[BrokerKey(name, 20881)]
+                assert said.promised_term == before + 1
+                world.registry.beat(BrokerKey(name, 20881), world.sessions[name], said)
+        assert world.registry.term_floor("g1") == before + 1, "no other row gets this term"
+        monkeypatch.setattr(world.registry, "change", change)
+        await fail_over(world, failovers, monkeypatch)
+        assert row_of_three(world)[0] == before + 1
+
+    asyncio.run(test())
+
+
+def test_a_promise_of_a_group_that_has_two_copies_by_now_ends_too(tmp_path, monkeypatch):
+    async def test() -> None:
+        world = World(tmp_path / "database")
+        await world.open()
+        await world.running_copies()
+        before = row(world)
+        world.beat("g1-b", incarnation="disk of g1-b", promised_term=before[0] + 3)
+        monkeypatch.setattr("qmq.metaserver.renewals.PROMISE_S", 0.0)
+        promises = Promises(world.registry)
+        await promises.look()
+        await promises.look()
+        assert row(world) == (before[0] + 3, *before[1:])
+
+    asyncio.run(test())
