@@ -57,6 +57,7 @@ POLL_KEPT_S = 20.0
 """A client that polls every 5 s is counted so long."""
 
 
+NO_ROUTE = "has no route yet; it gets one with its first producer or consumer"
 NO_GROUP_YET = "there is no broker group that takes new subjects; AddBroker adds one"
 
 
@@ -135,11 +136,20 @@ class WatchHub:
 
     # Watchers that streams serve.
 
-    def join(self, *, app: str, client_id: str, produces: bool, caller: Caller, send: Send | None) -> Watch:
+    def join(
+        self,
+        *,
+        app: str,
+        client_id: str,
+        produces: bool,
+        caller: Caller,
+        send: Send | None,
+        looks_only: bool = False,
+    ) -> Watch:
         """Begin a watch; `send` takes one update at a time. Raises TooManyWatches."""
         if why := self._quotas.open(caller, time.monotonic()):
             raise TooManyWatches(why)
-        watch = Watch(app, client_id, produces, caller, send)
+        watch = Watch(app, client_id, produces, caller, send, looks_only)
         self._audience.watches.add(watch)
         self._metrics.watches.inc()
         return watch
@@ -252,6 +262,9 @@ class WatchHub:
         except (CallError, MissingRight) as error:
             log.debug("subject refused app=%s subject=%.200r reason=%s", watch.app, name, error)
             return self._audience.take_refusal(watch, name, route_bytes(name, refused=str(error)))
+        route = self._registry.find(real_subject(name)) if watch.looks_only else None
+        if watch.looks_only and not (route and route.groups):
+            return self._audience.take_refusal(watch, name, route_bytes(name, refused=f"{name} {NO_ROUTE}"))
         seat = self._audience.take_seat(watch, name, real_subject(name))
         if not seat.topic.route.version:
             self._settle(seat.topic)

@@ -104,6 +104,8 @@ class Watch:
     caller: Caller
     send: Send | None
     """None: it polls, or its stream broke."""
+    looks_only: bool = False
+    """A subject without a route gets none by this watch."""
     seats: dict[str, Seat] = field(default_factory=dict)
     owed: list[Seat] = field(default_factory=list)
     """Seats that there may be news for."""

@@ -46,6 +46,7 @@ class RouteRpc:
                 produces=request.produces,
                 caller=replace(caller(), peer=str(context.peer())),
                 send=context.write,
+                looks_only=request.looks_only,
             )
         except TooManyWatches as error:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))

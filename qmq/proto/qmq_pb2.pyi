@@ -267,7 +267,7 @@ class BrokerState(_message.Message):
     def __init__(self, broker_group: _Optional[str] = ..., role: _Optional[int] = ..., term: _Optional[int] = ..., boot: _Optional[int] = ..., log_start: _Optional[int] = ..., log_end: _Optional[int] = ..., flushed_end: _Optional[int] = ..., matched_end: _Optional[int] = ..., high_watermark: _Optional[int] = ..., chain: _Optional[int] = ..., readonly_reasons: _Optional[_Iterable[str]] = ..., hostname: _Optional[str] = ..., serve_port: _Optional[int] = ..., writable: _Optional[bool] = ..., durability: _Optional[str] = ..., incarnation: _Optional[str] = ..., in_step: _Optional[_Iterable[str]] = ..., acknowledged: _Optional[_Union[AcknowledgedPoint, _Mapping]] = ..., in_sync: _Optional[bool] = ..., promised_term: _Optional[int] = ..., last_term: _Optional[int] = ..., last_boot: _Optional[int] = ...) -> None: ...
 
 class RouteRequest(_message.Message):
-    __slots__ = ("subjects", "app", "client_id", "produces", "held", "kind", "forgotten")
+    __slots__ = ("subjects", "app", "client_id", "produces", "held", "kind", "forgotten", "looks_only")
     class HeldEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -282,6 +282,7 @@ class RouteRequest(_message.Message):
     HELD_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     FORGOTTEN_FIELD_NUMBER: _ClassVar[int]
+    LOOKS_ONLY_FIELD_NUMBER: _ClassVar[int]
     subjects: _containers.RepeatedScalarFieldContainer[str]
     app: str
     client_id: str
@@ -289,7 +290,8 @@ class RouteRequest(_message.Message):
     held: _containers.ScalarMap[str, int]
     kind: int
     forgotten: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, subjects: _Optional[_Iterable[str]] = ..., app: _Optional[str] = ..., client_id: _Optional[str] = ..., produces: _Optional[bool] = ..., held: _Optional[_Mapping[str, int]] = ..., kind: _Optional[int] = ..., forgotten: _Optional[_Iterable[str]] = ...) -> None: ...
+    looks_only: bool
+    def __init__(self, subjects: _Optional[_Iterable[str]] = ..., app: _Optional[str] = ..., client_id: _Optional[str] = ..., produces: _Optional[bool] = ..., held: _Optional[_Mapping[str, int]] = ..., kind: _Optional[int] = ..., forgotten: _Optional[_Iterable[str]] = ..., looks_only: _Optional[bool] = ...) -> None: ...
 
 class BrokerGroupRoute(_message.Message):
     __slots__ = ("broker_group", "master", "writable", "term")

@@ -668,6 +668,15 @@ def test_dead_letters_go_to_another_subject_in_their_order_also_at_another_broke
     assert mailbox(cluster, subject) == [] and lines(redrive(cluster, subject, "--yes"))[0]["deadLetters"] == 0
 
 
+def test_dead_letters_go_to_no_subject_that_nobody_uses(cluster, subject):
+    failed(cluster, subject, 2)
+    for how in ("--dry-run", "--yes"):
+        ended = redrive(cluster, subject, how, to=f"{subject}.typo")
+        assert ended.returncode == REFUSED and f"{subject}.typo has no route yet" in ended.stderr
+    assert tool(cluster, "QuerySubjectRoute", subject=f"{subject}.typo").returncode == REFUSED
+    assert lines(redrive(cluster, subject, "--yes"))[0]["deadLetters"] == 2
+
+
 def test_at_a_terminal_the_plan_is_shown_and_asked_for(cluster, subject):
     failed(cluster, subject, 3)
     for answer in ("n", ""):

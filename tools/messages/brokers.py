@@ -90,17 +90,20 @@ async def find_masters(session: Session, subject: str) -> list[Master]:
     ]
 
 
-async def masters_of_route(session: Session, subject: str, *, produces: bool = False) -> list[Master]:
-    """Return the masters of a subject's route, which a new subject gets by that; `produces`: to write to it.
+async def masters_of_route(session: Session, subject: str, *, writes: bool = False) -> list[Master]:
+    """Return the masters of a subject's route, which a new subject gets by that; `writes`: to produce to a subject that
+    somebody uses already.
 
     Raises:
-        Unanswered: the metaserver does not answer, or does not accept the token.
+        Unanswered: the metaserver does not answer, or does not accept the token; `writes`: it has no route yet.
     """
     try:
         address = await asyncio.to_thread(find_metaserver, session.metaserver.url)
         async with asyncio.timeout(ANSWER_S), grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
             stream = MetaserverStub(channel).WatchRoutes(metadata=_metadata(session))
-            await stream.write(pb.RouteRequest(subjects=[subject], app=APP, client_id=APP, produces=produces))
+            await stream.write(
+                pb.RouteRequest(subjects=[subject], app=APP, client_id=APP, produces=writes, looks_only=writes)
+            )
             update = await stream.read()
             stream.cancel()
     except grpc.aio.AioRpcError as error:

@@ -118,7 +118,7 @@ class _Redrive:
         """Return the masters of the subject that they go to; none: they go back."""
         if not (to := self._values["to"]):
             return []
-        if masters := await masters_of_route(self._session, to, produces=True):
+        if masters := await masters_of_route(self._session, to, writes=True):
             return masters
         raise Unanswered(Exit.UNREACHABLE, f"no broker group of {to} has a master")
 

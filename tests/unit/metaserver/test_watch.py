@@ -77,12 +77,14 @@ def _group(name, term=1):
 class Client:
     """A stream's other end. `stuck`: it does not read."""
 
-    def __init__(self, hub, *, produces=True, caller=ANYBODY):
+    def __init__(self, hub, *, produces=True, caller=ANYBODY, looks_only=False):
         self.updates, self.routes, self.data = [], {}, []
         self.stuck = None
         self._news = asyncio.Event()
         self.hub = hub
-        self.watch = hub.join(app="shop", client_id="c", produces=produces, caller=caller, send=self._send)
+        self.watch = hub.join(
+            app="shop", client_id="c", produces=produces, caller=caller, send=self._send, looks_only=looks_only
+        )
 
     async def _send(self, data):
         if self.stuck:
@@ -154,6 +156,21 @@ async def test_a_new_subject_is_stored_and_answered(registry, hub):
     assert await client.ask("a", "b") == ["a", "b"]
     assert client.writable("a") == {"g1": True, "g2": True}
     assert registry.stored == [["a", "b"]], "in one batch"
+
+
+@with_hub()
+async def test_who_only_looks_brings_no_subject_into_being(registry, hub):
+    await Client(hub).ask("known")
+    looker = Client(hub, looks_only=True)
+    assert await looker.ask("known", "typo") == ["known", "typo"]
+    assert looker.writable("known") == {"g1": True, "g2": True}
+    assert not looker.routes["typo"].groups and "typo has no route yet" in looker.routes["typo"].refused
+    registry.set_down("g1")
+    await looker.until_writable("known", g1=False, g2=True)
+    assert registry.stored == [["known"]] and registry.find("typo") is None
+    client = Client(hub)
+    await client.ask("typo")
+    assert client.routes["typo"].groups, "nor does that keep others from it"
 
 
 @with_hub()
