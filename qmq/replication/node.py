@@ -132,7 +132,7 @@ class Node(Generic[M]):
         """Take up the last part we had; epochs keep that safe. Returns whether there was one.
 
         Of more than two copies, another one may be the master by now without this one; and as a master, this one gets
-        a term that its disk cannot have forgotten (`metaserver.lives`).
+        a term that its disk cannot have forgotten (`metaserver.renewals`).
         """
         remembered = self._remembered()
         if remembered is None or self.assignment is not None:
@@ -156,6 +156,8 @@ class Node(Generic[M]):
             return  # a log that could not be replayed is repaired first (Node.repaired)
         if self._gives_up_from is not None:
             return  # once that is done
+        if assignment.role == Role.MASTER and assignment.term < self.identity.value.promised:
+            return self._leave_role()  # until the row has the promised term
         if self.role is not None:
             self.role.step_down()
         self._look_at_points()

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from qmq.errors import ErrorCode, OperatorError
+from qmq.errors import ErrorCode, IllegalTransition, OperatorError
 from qmq.replication.clocks import METASERVER, SLAVE
 from qmq.replication.follower import FollowerState
 from qmq.replication.readonly import Reason
@@ -309,6 +309,19 @@ def test_a_master_that_promised_takes_nothing_new_whatever_time_goes_by():
     copies.a.node.cancel_swap()
     assert Reason.DRAINING in copies.a.master.readonly
     copies.start(term=2)  # it was not swapped after all: the row has the promised term, and the same master
+    assert copies.a.node.writable
+
+
+def test_a_master_that_promised_does_not_begin_anew_in_its_old_term():
+    copies = Copies().start()
+    copies.a.node.prepare_swap(1, 500, target=copies.b.node.identity.value.incarnation)
+    copies.settle()
+    copies.a.node.promise_swap(2)
+    copies.a.node._begin_anew(IllegalTransition("a state without this move"))
+    copies.settle()
+    assert copies.a.node.role is None and not copies.a.node.writable
+    copies.cut()
+    copies.start(term=2)
     assert copies.a.node.writable
 
 
