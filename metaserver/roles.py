@@ -431,8 +431,8 @@ def _promote(directory: Directory, group: Group, broker: Broker, accept_loss: bo
         if others and not accept_loss:
             raise OperatorError(
                 f"{group.name} has {len(group.slaves)} slaves, and another one may hold what {broker.key} lacks. Start "
-                "what is left: SwapRoles or a failover chooses. If that is impossible, --acceptLoss=true makes the "
-                f"best of what {broker.key} has"
+                "what is left, with failover = true at the metaservers: that chooses; SwapRoles, if the master runs. "
+                f"If that is impossible, --acceptLoss=true makes the best of what {broker.key} has"
             )
         if master and master.incarnation and not slave.complete and not accept_loss:
             why = lacking or f"{slave.key} was never seen to hold all that {group.name} acknowledged"

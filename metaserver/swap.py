@@ -25,6 +25,7 @@ from qmq.metaserver.model import ALL_SUBJECTS, AuditRow, Broker, BrokerKey, Grou
 from qmq.metaserver.registry import Registry
 from qmq.metaserver.rpc.broker_client import Brokers
 from qmq.metaserver.settings import MetaserverSettings
+from qmq.types import Role
 
 log = logging.getLogger("qmq.metaserver")
 
@@ -123,7 +124,7 @@ class Swaps:
             state = self._registry.state(broker)
             who = f"{broker.key} ({broker.part.name} of {name})"
             if state is None:
-                raise OperatorError(f"{who} is down; start it, or use ReplaceBroker")
+                raise OperatorError(f"{who} is down; start it, or {_without(group, broker)}")
             if state.term > group.term:
                 old = self._registry.old_row(name)
                 raise OperatorError(f"{name}: {old.found if old else who}; {old.remedy if old else 'repeat soon'}")
@@ -254,6 +255,15 @@ class Swaps:
             await self._brokers.cancel_swap(group.master)
         except QmqError as error:
             log.warning("cancel of swap not answered broker_group=%s, the hold runs out: %s", group.name, error)
+
+
+def _without(group: Group, gone: Broker) -> str:
+    """What to do if a broker never returns."""
+    if len(group.slaves) < 2:
+        return "use ReplaceBroker"
+    if gone.role == Role.SLAVE:
+        return "name another slave with --to"
+    return "set failover = true at the metaservers: a slave becomes the master by itself"
 
 
 def _disks(group: Group) -> set[tuple[BrokerKey, str]]:

@@ -71,10 +71,10 @@ class BrokerRpc:
             convert.broker_from_identity(request), self._ask, term=max(request.term, 0)
         )
         caller().require_group(broker.group)
-        if request.begins:
-            await renewals.begin_life(self._registry, broker)
         if request.broker_group not in ("", broker.group):
             raise OperatorError(f"{key} belongs to {broker.group}, not to {request.broker_group}")
+        if request.begins:
+            await renewals.begin_life(self._registry, broker)
         return broker
 
     async def Heartbeat(

@@ -201,6 +201,16 @@ async def test_a_master_of_several_slaves_that_promises_nothing_stays_the_master
 
 
 @in_world
+async def test_what_to_do_about_a_broker_of_three_that_is_down_is_what_works(world):
+    await world.running_copies("g1")
+    await world.done("AddBroker", **place("g1", 1, "g1-c"))
+    world.beat("g1-a")
+    assert "name another slave with --to" in await world.refused("SwapRoles", brokerGroup="g1", to="g1-c")
+    world.stop("g1-a")
+    assert "failover = true at the metaservers" in await world.refused("SwapRoles", brokerGroup="g1", to="g1-b")
+
+
+@in_world
 async def test_a_swap_that_is_not_possible_now_says_why_in_its_dry_run(world):
     await world.running_copies("g1")
     shown = await world.done("SwapRoles", brokerGroup="g1", dryRun="true")

@@ -17,9 +17,11 @@ from qmq.metaserver.failover import Refusal
 from qmq.metaserver.failovers import Failovers
 from qmq.metaserver.model import BrokerKey
 from qmq.metaserver.renewals import Promises, begin_life
+from qmq.metaserver.rpc.brokers import BrokerRpc
+from qmq.proto import qmq_pb2 as pb
 from qmq.replication.points import Point
 from qmq.types import Epoch, Role
-from tests.unit.metaserver.actions_world import World, place
+from tests.unit.metaserver.actions_world import ADMIN, World, place
 
 
 async def a_master_is_gone(path):
@@ -376,5 +378,24 @@ def test_a_promise_of_a_group_that_has_two_copies_by_now_ends_too(tmp_path, monk
         await promises.look()
         await promises.look()
         assert row(world) == (before[0] + 3, *before[1:])
+
+    asyncio.run(test())
+
+
+def test_a_broker_of_another_group_is_refused_before_the_row_changes(tmp_path, monkeypatch):
+    async def test() -> None:
+        world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
+        before = row_of_three(world)
+        monkeypatch.setattr("qmq.metaserver.rpc.brokers.caller", lambda: ADMIN)
+        service = BrokerRpc()
+        service._registry, service._ask = world.registry, lambda question: asyncio.sleep(0)
+        master = world.registry.directory.find(BrokerKey("g1-a", 20881))
+        said = {"hostname": master.hostname, "ip": master.ip, "incarnation": master.incarnation, "begins": True}
+        ports = {"serve_port": 20881, "sync_port": 20882, "control_port": 20883, "metrics_port": 20884}
+        with pytest.raises(OperatorError, match="belongs to g1, not to g2"):
+            await service._register(pb.BrokerIdentity(broker_group="g2", **said, **ports), master.key)
+        assert row_of_three(world) == before
+        await service._register(pb.BrokerIdentity(broker_group="g1", **said, **ports), master.key)
+        assert row_of_three(world) == (before[0] + 1, *before[1:])
 
     asyncio.run(test())
