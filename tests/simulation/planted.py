@@ -515,7 +515,7 @@ BUGS = [
     Bug("ack before fsync", _ack_before_fsync),
     Bug("confirm before fsync", _confirm_before_fsync),
     Bug("ack by the slave's own length", _ack_by_slaves_length, first=80),
-    Bug("no fence", _no_fence, favoured="replace"),
+    Bug("no fence", _no_fence, first=270, favoured="replace"),
     Bug("truncate by length", _truncate_by_length),
     Bug("epoch not persisted", _epoch_not_persisted),
     Bug("CRC over the body only", _crc_over_body_only),
