@@ -1,6 +1,6 @@
 # Everything here needs Python 3.11 or newer, make, and, for the audit, Java 17. `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help venv run stop demo test quick lint types format bench bench-metaserver bench-failover bench-idle bench-scrape bench-neighbours bench-outbox outbox bench-delay transcripts drawings console-pictures simulate delay-simulate mutants chaos delay-ledger history proto lock clean
+.PHONY: help venv run stop demo test quick lint types format bench bench-metaserver bench-failover bench-idle bench-scrape bench-neighbours bench-outbox outbox bench-delay transcripts drawings console-pictures simulate simulate-shells delay-simulate mutants chaos audit-live delay-ledger history proto lock clean
 SHELL := /bin/bash
 
 VENV ?= .venv
@@ -83,6 +83,9 @@ console-pictures: $(STAMP) ## draw docs/console-*.png anew, of a real cluster on
 simulate: $(STAMP) ## crashes, partitions and disk faults for SEEDS seeds (default 2000)
 	@$(PY) -m tests.simulation --seeds "$(or $(SEEDS),2000)"
 
+simulate-shells: $(STAMP) ## brokers, metaservers and clients as they ship, on virtual time with network, process and disk faults, for SEEDS seeds (default 500)
+	@$(PY) -m tests.simulation --scenario shells --seeds "$(or $(SEEDS),500)"
+
 delay-simulate: $(STAMP) ## the same of a delay group and all that it talks to, for SEEDS seeds (default 500)
 	@$(PY) -m tests.delay_simulation --seeds "$(or $(SEEDS),500)"
 
@@ -92,11 +95,14 @@ mutants: $(STAMP) ## plant small faults in log, replication and broker, SAMPLE (
 chaos: $(STAMP) ## real processes killed, stopped and swapped for MINUTES minutes (default 10)
 	@$(PY) -m qmq chaos --minutes "$(or $(MINUTES),10)"
 
+audit-live: $(STAMP) ## RUNS (default 20) audits of a cluster that works, with swaps, failovers, seeding and restarts in the middle
+	@$(PY) -m tests.chaos.audit_live --runs "$(or $(RUNS),20)"
+
 delay-ledger: $(STAMP) ## MESSAGES (default 100000) come due while delay servers are killed 20 times and swapped 5 times
 	@$(PY) -m tests.chaos.delay_trial --messages "$(or $(MESSAGES),100000)"
 
-history: $(STAMP) ## MESSAGES (default 1000000) through real processes and faults, and a judge of what consumers saw
-	@$(PY) -m tests.history --messages "$(or $(MESSAGES),1000000)" --seed "$(or $(SEED),1)"
+history: $(STAMP) ## MESSAGES (default 1000000), RATE a second (default 2500), through real processes and faults, and a judge of what consumers saw; COPIES=3: swaps and failovers
+	@$(PY) -m tests.history --messages "$(or $(MESSAGES),1000000)" --rate "$(or $(RATE),2500)" --copies "$(or $(COPIES),2)" --seed "$(or $(SEED),1)"
 
 proto: $(STAMP) ## regenerate qmq/proto from qmq.proto
 	@$(PY) -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. qmq/proto/qmq.proto

@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from qmq.audit.kinds import Kind
-from qmq.audit.line import Line
+from qmq.audit.line import Line, problem_of
+from qmq.audit.walk import Problem
 from qmq.errors import CorruptFrame
 from qmq.log.frame import Frame, FrameKind, decode_header
-from qmq.types import Epoch
 
 NO_FRAME = "no frame stands here"
 
@@ -28,49 +28,27 @@ class Borders:
         self._chain = 0
         self._line = Line(until_ms)
 
-    def judge(self, row: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Take a piece; yield what is wrong where it begins, as rows of findings."""
-        first = decode_header(row["header"], 0, row["offset"], None)
+    def judge(self, row: dict[str, Any]) -> Iterator[Problem]:
+        """Take a piece; yield what is wrong where it begins, or where the one before it ends."""
+        first, line = decode_header(row["header"], 0, row["offset"], None), row["line"]
         if row["piece"] in self._begins:
-            self._end, self._line = None, Line(self._until_ms)
+            self._line = Line(self._until_ms)
             if row["offset"] == 0 and first.kind != FrameKind.EPOCH:
-                yield _finding(row, first, Kind.EPOCH_FRAME, f"epoch {first.epoch} does not begin with its epoch frame")
+                yield problem_of(first, Kind.EPOCH_FRAME, f"epoch {first.epoch} does not begin with its epoch frame")
         elif self._end is not None:
             yield from self._continues(row, first)
-        self._end, self._chain = row["end"], row["chain"]
-        self._line = Line(
-            self._until_ms,
-            max(self._line.epoch, Epoch(row["first"], row["last"])),
-            max(self._line.watermark, row["value"]),
-            row["total"],
-        )
-        self._line.last_epoch = Epoch(*map(int, row["text"].split(".")))
+        yield from self._line.check(first)
+        for frame in line.doubted or ():
+            if frame.offset != first.offset:
+                yield from (problem for problem in self._line.check(frame) if problem.what is Kind.TIME)
+        self._end, self._chain, self._line = row["end"], row["chain"], line.behind(self._line)
 
-    def _continues(self, row: dict[str, Any], first: Frame) -> Iterator[dict[str, Any]]:
+    def _continues(self, row: dict[str, Any], first: Frame) -> Iterator[Problem]:
         if row["offset"] != self._end:
-            finding = _finding(row, first, Kind.DAMAGED, NO_FRAME)
-            yield finding | {"offset": self._end, "end": row["offset"], "subject": None, "sequence": None}
+            yield Problem(self._end or 0, row["offset"], NO_FRAME)
             self._line.lost()
             return
         try:
             decode_header(row["header"], 0, row["offset"], self._chain)
         except CorruptFrame as error:
-            yield _finding(row, first, Kind.CHAIN, error.reason)
-        for problem in self._line.check(first):
-            if problem.what != Kind.TIME or first.timestamp_ms <= self._until_ms:  # that was seen within the piece
-                if problem.what != Kind.WATERMARK or first.high_watermark <= first.offset:
-                    yield _finding(row, first, problem.what, problem.reason)
-
-
-def _finding(row: dict[str, Any], frame: Frame, what: Kind, text: str) -> dict[str, Any]:
-    sequence = frame.first_sequence if frame.kind == FrameKind.MESSAGES else None
-    return {
-        "what": what,
-        "copy": "",
-        "offset": frame.offset,
-        "end": frame.end,
-        "subject": frame.subject or None,
-        "sequence": sequence,
-        "id": None,
-        "text": text,
-    }
+            yield problem_of(first, Kind.CHAIN, error.reason)

@@ -1,4 +1,8 @@
-"""Core. In what the two copies differ, frame by frame: DataFrame to DataFrame (columns: `audit.schema`)."""
+"""Core. In what two copies differ, frame by frame, of many pairs of copies at once: DataFrame to DataFrame (columns:
+`audit.schema`).
+
+Plans are what costs here, not rows: this one takes Spark 7 CPU seconds, for one pair or for many.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +30,11 @@ _COMPARED = (
     "body_crc",
     "body_bytes",
 )
-_MESSAGES = ("subject", "first_sequence", "count")
+COLUMNS = ("offset", *_COMPARED, "chain")
+"""What is to be known of a frame."""
+_MESSAGES = ("pair", "subject", "first_sequence", "count")
 """What names the messages of a frame, wherever it stands."""
-_SAME = ("kind", "subject", "first_sequence", "count", "timestamp_ms", "body_crc", "body_bytes")
+_SAME = ("pair", "kind", "subject", "first_sequence", "count", "timestamp_ms", "body_crc", "body_bytes")
 """What a frame keeps when it stands elsewhere; its high watermark, epoch and chain need not be the same."""
 SHIFTED_FRAMES_MIN, SHIFTS_MAX = 3, 5
 """Fewer frames that stand elsewhere are named one by one; more distances than that are no shift."""
@@ -44,26 +50,30 @@ def finding(what: Column | Kind, text: Column | str, **columns: Column) -> list[
     ]
 
 
-def compare(master: DataFrame, slave: DataFrame, damaged: DataFrame, watermark: int) -> DataFrame:
-    """Compare two copies frame by frame.
+def compare(frames: DataFrame, damaged: DataFrame) -> DataFrame:
+    """Compare the two copies of each pair frame by frame.
 
-    in: two times `audit.tables.FRAMES`, damaged ranges; out: findings, frames long: how many each of them stands for.
+    in: pair int, side string (of COPIES), due boolean: below the high watermark, COLUMNS as in `audit.tables.FRAMES`;
+    damaged ranges: d_pair int, d_copy string, d_offset, d_end long.
+    out: pair, findings, frames long: how many each of them stands for.
 
     Frames that stand in both copies one distance apart are one finding, and so are neighbours that one copy lacks;
-    those in front of `watermark` and those behind it are told apart. What a copy lacks where its bytes are damaged is
-    not named again. A frame whose messages stand elsewhere in the other copy is `reordered`.
+    those that are due and those that are not are told apart. What a copy lacks where its bytes are damaged is not
+    named again. A frame whose messages stand elsewhere in the other copy is `reordered`.
     """
+    master, slave = (frames.where(F.col("side") == side).drop("side") for side in COPIES)
     sides, shifted = _without_shifted(master, slave)
     hurt = {copy: damaged.where(F.col("d_copy") == copy) for copy in COPIES}
     only = [
-        _only(sides[MASTER], sides[SLAVE], hurt[SLAVE], Kind.MISSING, watermark),
-        _only(sides[SLAVE], sides[MASTER], hurt[MASTER], Kind.EXTRA, watermark),
+        _only(sides[MASTER], sides[SLAVE], hurt[SLAVE], Kind.MISSING),
+        _only(sides[SLAVE], sides[MASTER], hurt[MASTER], Kind.EXTRA),
     ]
     m, s = sides[MASTER].alias("m"), sides[SLAVE].alias("s")
     named = F.concat_ws(
         ", ", *(F.when(~F.col(f"m.{name}").eqNullSafe(F.col(f"s.{name}")), F.lit(name)) for name in _COMPARED)
     )
-    pairs = m.join(s, F.col("m.offset") == F.col("s.offset")).withColumn("differs", named)
+    same_place = (F.col("m.pair") == F.col("s.pair")) & (F.col("m.offset") == F.col("s.offset"))
+    pairs = m.join(s, same_place).withColumn("differs", named)
     pairs = pairs.where((F.col("differs") != "") | (F.col("m.chain") != F.col("s.chain")))
     moved = sides[SLAVE].select(*_MESSAGES, F.lit(True).alias("moved")).where("count > 0")
     flat = pairs.select(
@@ -84,7 +94,7 @@ def compare(master: DataFrame, slave: DataFrame, damaged: DataFrame, watermark: 
     )
     columns = {"offset": F.col("offset"), "end": F.col("end"), "subject": F.col("subject"), "copy": F.lit(SLAVE)}
     named_rows = finding(what, text, sequence=F.col("first_sequence"), **columns)
-    different = flat.select(*named_rows, F.lit(1).alias("frames"))
+    different = flat.select("pair", *named_rows, F.lit(1).alias("frames"))
     return reduce(DataFrame.unionByName, [different, *only, shifted])
 
 
@@ -101,12 +111,13 @@ def _without_shifted(master: DataFrame, slave: DataFrame) -> tuple[dict[str, Dat
         for name, side in ((MASTER, master), (SLAVE, slave))
     )
     both = ours.join(theirs, [*_SAME]).withColumn("by", F.col("slave_offset") - F.col("master_offset"))
-    often = both.where("by != 0").groupBy("by").count().where(F.col("count") >= SHIFTED_FRAMES_MIN)
-    often = often.orderBy(F.desc("count"), "by").limit(SHIFTS_MAX)
-    pairs = both.join(F.broadcast(often.withColumnRenamed("count", "of")), "by")
-    order = Window.partitionBy("master_offset").orderBy(F.desc("of"), "by")
+    often = both.where("by != 0").groupBy("pair", "by").agg(F.count("*").alias("of"))
+    most = F.row_number().over(Window.partitionBy("pair").orderBy(F.desc("of"), "by"))
+    often = often.where(F.col("of") >= SHIFTED_FRAMES_MIN).withColumn("nth", most).where(F.col("nth") <= SHIFTS_MAX)
+    pairs = both.join(F.broadcast(often.drop("nth")), ["pair", "by"])
+    order = Window.partitionBy("pair", "master_offset").orderBy(F.desc("of"), "by")
     pairs = pairs.withColumn("nth", F.row_number().over(order)).where("nth = 1")
-    spans = pairs.groupBy("by").agg(
+    spans = pairs.groupBy("pair", "by").agg(
         F.min("master_offset").alias("offset"),
         F.max("master_end").alias("end"),
         F.count("*").alias("frames"),
@@ -122,27 +133,27 @@ def _without_shifted(master: DataFrame, slave: DataFrame) -> tuple[dict[str, Dat
         F.when(F.col("by") > 0, "on").otherwise("back"),
     )
     columns = {"offset": F.col("offset"), "end": F.col("end"), "subject": F.col("subject"), "copy": F.lit(SLAVE)}
-    found = spans.select(*finding(Kind.SHIFTED, text, sequence=F.col("first"), **columns), "frames")
+    found = spans.select("pair", *finding(Kind.SHIFTED, text, sequence=F.col("first"), **columns), "frames")
     left = {
-        name: side.join(pairs.select(F.col(f"{name}_offset").alias("offset")), "offset", "left_anti")
+        name: side.join(pairs.select("pair", F.col(f"{name}_offset").alias("offset")), ["pair", "offset"], "left_anti")
         for name, side in ((MASTER, master), (SLAVE, slave))
     }
     return left, found
 
 
-def _only(has: DataFrame, lacks: DataFrame, damaged: DataFrame, what: Kind, watermark: int) -> DataFrame:
+def _only(has: DataFrame, lacks: DataFrame, damaged: DataFrame, what: Kind) -> DataFrame:
     """Return the frames of `has` that stand at no offset of `lacks` nor in a damaged range of it, neighbours as one."""
-    alone = has.join(lacks.select("offset"), "offset", "left_anti")
+    alone = has.join(lacks.select("pair", "offset"), ["pair", "offset"], "left_anti")
     inside = (F.col("d_offset") <= F.col("offset")) & (F.col("offset") < F.col("d_end"))
+    inside &= F.col("d_pair") == F.col("pair")
     alone = alone.join(F.broadcast(damaged), inside, "left_anti")
     elsewhere = lacks.where("count > 0").select(*_MESSAGES, F.lit(True).alias("elsewhere")).distinct()
     alone = alone.join(elsewhere, [*_MESSAGES], "left")
     alone = alone.withColumn("what", F.when(F.col("elsewhere"), Kind.REORDERED.value).otherwise(what.value))
-    alone = alone.withColumn("due", F.col("offset") < watermark)
-    order = Window.partitionBy("what", "due").orderBy("offset")
+    order = Window.partitionBy("pair", "what", "due").orderBy("offset")
     alone = alone.withColumn("begins", F.coalesce(F.lag("end").over(order) != F.col("offset"), F.lit(True)))
     alone = alone.withColumn("run", F.sum(F.col("begins").cast("long")).over(order))
-    runs = alone.groupBy("what", "due", "run").agg(
+    runs = alone.groupBy("pair", "what", "due", "run").agg(
         *(F.min_by(name, "offset").alias(name) for name in ("subject", "first_sequence")),
         F.min("offset").alias("offset"),
         F.max("end").alias("end"),
@@ -152,4 +163,4 @@ def _only(has: DataFrame, lacks: DataFrame, damaged: DataFrame, what: Kind, wate
     lacking = SLAVE if what == Kind.MISSING else MASTER
     text = F.format_string(f"%d frames with %d messages; the {lacking} lacks them", "frames", "messages")
     columns = {"offset": F.col("offset"), "end": F.col("end"), "subject": F.col("subject"), "copy": F.lit(SLAVE)}
-    return runs.select(*finding(F.col("what"), text, sequence=F.col("first_sequence"), **columns), "frames")
+    return runs.select("pair", *finding(F.col("what"), text, sequence=F.col("first_sequence"), **columns), "frames")

@@ -1,10 +1,10 @@
 """Core. That no message of a consumer group is unaccounted for: each is in one state, and only in one.
 
-    stored = acked + in flight + requeued + passed + expired + overflowed + never delivered
+    stored = acked + dead + in flight + requeued + passed + expired + overflowed + never delivered
 
-What was acked, passed over, expired or dropped as too many is added up from the frames that say so; what is in flight,
-requeued or not delivered yet is what the fold has at the end. A message in none of them, or in two, breaks the
-equation.
+What was acked, became a dead letter, was passed over, expired or dropped as too many is added up from the frames that
+say so; what is in flight, requeued or not delivered yet is what the fold has at the end. A message in none of them, or
+in two, breaks the equation.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 
 from qmq.log.frame import Frame, FrameKind
 from qmq.log.group import Consumer, Group
-from qmq.log.progress import EXPIRED, OVERFLOWED, PASSED, Progress
+from qmq.log.progress import DEAD, EXPIRED, OVERFLOWED, PASSED, Progress
 
-STATES = ("acked", "in_flight", "requeued", "passed", "expired", "overflowed", "never")
+STATES = ("acked", "dead", "in_flight", "requeued", "passed", "expired", "overflowed", "never")
 _WITHOUT_A_CONSUMER = {PASSED: "passed", EXPIRED: "expired", OVERFLOWED: "overflowed"}
+_SETTLED = {EXPIRED: "expired", DEAD: "dead"}
 ENTRIES_MAX = 10_000
 """Ranges of one group that are kept apart; of more, those that touch are joined."""
 
@@ -51,7 +52,7 @@ class Account:
             for begin, end, settled in said.entries:
                 for low, high in _held(consumer, begin, end):
                     if frame.kind == FrameKind.ACK:
-                        self._settle(low, high, "expired" if settled == EXPIRED else "acked")
+                        self._settle(low, high, _SETTLED.get(settled, "acked"))
                     elif frame.kind == FrameKind.NACK:
                         self.nacked += high - low
 

@@ -29,12 +29,17 @@ IDENTITY = "broker.json"
 OFFSET_MAX = (1 << 63) - 1
 CALL_TIMEOUT_S = 60.0
 BROKER_WINDOW_BYTES = 8 << 20
+_AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 _DAMAGE = (grpc.StatusCode.DATA_LOSS, grpc.StatusCode.INTERNAL)
 """A broker answers so where its own disk does not give the frames back; anything else means that it is not there."""
 
 
 class CannotRead(QmqError):
     """There is no log to read where the audit was sent. Nothing is proven; mend the address, then run it again."""
+
+
+class Away(CannotRead):
+    """A broker does not answer now. Ask again later."""
 
 
 class Description(NamedTuple):
@@ -60,13 +65,15 @@ class Owner(NamedTuple):
     """Made with the data directory: no two brokers have the same."""
     role: int | None = None
     """By the metaserver's assignment (qmq.replication.assignment); a directory has none."""
+    in_step: frozenset[str] = frozenset()
+    """A master's: incarnations of the slaves that have all it acknowledged."""
 
 
 class Copy(Storage, Protocol):
     """One copy of a log: readable storage that can say what it holds. Made in each task, closed at its end."""
 
     def owner(self) -> Owner:
-        """Say whose copy it is; raises CannotRead."""
+        """Say whose copy it is; raises CannotRead, Away."""
 
     def hold(self) -> None:
         """Let nothing of what it holds go before `close`, if somebody is there to be asked; raises CannotRead."""
@@ -76,6 +83,9 @@ class Copy(Storage, Protocol):
 
     def index(self, base: int) -> ClosedIndex | None:
         """Return the index of the closed segment at `base`; None if there is none that is whole."""
+
+    def frame(self, offset: int, size: int) -> bytes:
+        """Return the frame at `offset`, of `size` bytes; fewer if there is none; raises CannotRead, OSError."""
 
     def derived(self, base: int) -> Derived:
         """Return what is stored beside the segment at `base`; raises CannotRead, OSError."""
@@ -172,6 +182,9 @@ class PathCopy:
         except (OSError, ValueError):
             return None
 
+    def frame(self, offset: int, size: int) -> bytes:
+        return self.window(offset, size)
+
     def derived(self, base: int) -> Derived:
         return Derived(self._content(base, INDEX_SUFFIX), self._content(base, SNAPSHOT_SUFFIX))
 
@@ -234,8 +247,8 @@ class BrokerCopy:
         try:
             said = self._stub.ReplicaStatus(qmq_pb2.Nothing(), metadata=self._metadata, timeout=CALL_TIMEOUT_S)
         except grpc.RpcError as error:
-            raise CannotRead(self._said(error)) from None
-        return Owner(said.broker_group, said.incarnation, said.role)
+            raise (Away if error.code() in _AWAY else CannotRead)(self._said(error)) from None
+        return Owner(said.broker_group, said.incarnation, said.role, frozenset(said.in_step))
 
     def hold(self) -> None:
         self._held = self._stub.HoldLog(qmq_pb2.Nothing(), metadata=self._metadata)
@@ -254,6 +267,16 @@ class BrokerCopy:
 
     def index(self, base: int) -> ClosedIndex | None:
         return None
+
+    def frame(self, offset: int, size: int) -> bytes:
+        """Ask for this frame alone: a stream that is cut off has sent more than was asked for."""
+        request = qmq_pb2.ReadLogRequest(begin=offset, end=offset + 1)
+        try:
+            return b"".join(chunk.data for chunk in self._stub.ReadLog(request, metadata=self._metadata))[:size]
+        except grpc.RpcError as error:
+            if error.code() in _DAMAGE:
+                raise OSError(self._said(error)) from None
+            raise CannotRead(self._said(error)) from None
 
     def derived(self, base: int) -> Derived:
         """Ask the broker; one of an earlier version gives nothing."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
+from qmq.audit.headers import no_messages, whole_frames
 from qmq.audit.kinds import Kind
 from qmq.audit.said import Said, finding
 from qmq.audit.walk import HEADER_BYTES_MAX
@@ -25,8 +26,10 @@ from qmq.log.fold import State, apply, decode_snapshot, is_current_snapshot
 from qmq.log.frame import HEADER_BYTES, Frame, FrameKind, check_body, decode_header
 from qmq.log.index import ClosedIndex, SegmentIndex
 
-HEADERS_BYTES = 32 << 10
-"""Read at once. The messages of a frame are not needed, so larger ones are passed over."""
+HEADERS_BYTES, HEADERS_BYTES_MAX = 32 << 10, 1 << 20
+"""Read at once, and where frames are small. The messages of a frame are not needed, so larger ones are passed over."""
+FRAMES_AT_ONCE = 8
+"""Of frames as small as this part of what was read, many are parsed at once."""
 _DAMAGE = (ValueError, LookupError, TypeError, zlib.error)
 """What a snapshot raises that is none."""
 _FIELDS = (
@@ -159,25 +162,27 @@ def _fold(copy: Segments, begin: int, end: int, state: State | None) -> bytes:
 
 def _frames(copy: Segments, begin: int, end: int, state: State | None) -> Iterator[tuple[Frame, Buffer]]:
     """Yield the frames of a segment, those of messages without their body."""
-    at = base = begin
-    data = memoryview(b"")
-
-    def read(size: int) -> None:
-        nonlocal base, data
-        base, data = at, memoryview(copy.window(at, size))
-
+    at, size, data = begin, HEADERS_BYTES, memoryview(b"")
     while at < end:
-        if len(data) - (at - base) < HEADER_BYTES_MAX:
-            read(HEADERS_BYTES)
-        frame = decode_header(data, at - base, at, state.chain if state is not None else None)
-        body = memoryview(b"")
-        if frame.kind != FrameKind.MESSAGES:
-            if frame.end - base > len(data):
-                read(max(HEADERS_BYTES, frame.end - at))
-            body = data[at - base + frame.body_at : frame.end - base]
-            check_body(frame, body)
-        yield frame, body
-        at = frame.end
+        chain = state.chain if state is not None else None
+        if len(data) < HEADER_BYTES_MAX:
+            data = memoryview(copy.window(at, min(size, end - at)))
+        frame = decode_header(data, 0, at, chain)
+        found = []
+        if FRAMES_AT_ONCE * (frame.end - at) <= len(data):
+            found = whole_frames(data, 0, at, end, chain, bodies=no_messages)
+        # Behind a large frame the next one is read for itself, behind small ones more of them at once.
+        size = min(4 * size, HEADERS_BYTES_MAX) if found else HEADERS_BYTES
+        if not found:
+            if frame.kind != FrameKind.MESSAGES:
+                if frame.end - at > len(data):
+                    data = memoryview(copy.window(at, frame.end - at))
+                check_body(frame, data[frame.body_at : frame.end - at])
+            found = [frame]
+        for frame in found:
+            body = data[frame.offset - at + frame.body_at : frame.end - at]
+            yield frame, memoryview(b"") if frame.kind == FrameKind.MESSAGES else body
+        data, at = data[found[-1].end - at :], found[-1].end
     if at != end:
         raise CorruptFrame(at, f"a frame goes on past the segment's end at {end}")
 

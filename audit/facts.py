@@ -2,16 +2,17 @@
 
 problems    [{kind: "problem", what (audit.kinds), offset, end, text: why, subject, first: sequence, id}]
 more        {kind: problems of it that are counted and not listed}
-piece       {offset of the first frame, end of the last, header of the first, chain at the end, value: the highest
-            watermark, first and last: the newest epoch, total: the latest time, size: offset of the last frame,
-            text: its epoch}; None without a frame
+piece       {offset of the first frame, end of the last, header of the first, chain at the end, size: offset of the
+            last frame, line: where it ended}; None without a frame
 epochs      [(term, boot, offset where it begins in this piece)]
 retention   [(offset, end, from where on frames are kept)]
 subjects    {subject: (facts in the order of their offsets, {hours since 1970 UTC: [messages, bytes, sequence of the
             first]})}. A fact is one of
   run         offset and end of its frames, first and end sequence; a new one begins behind damage
-  progress    a pull, ack or position frame: offset, end, header, body, last: end of the subject if known
+  progress    a pull, ack, nack or position frame: offset, frame: its fields (a plain
+              tuple is pickled faster), body, last: end of the subject if known
   tags        offset of a frame, body: messages with tags from there on (audit.messages: TAGGED)
+  letter      offset of a dead letter of one of the subject's messages, letter (audit.letters)
 delayed     [what a delay server decided about one message (audit.delays)]
 stored      [(offset of a window, its batches, its message ids)], each as audit.messages: STORED
 """
@@ -20,12 +21,15 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
 from qmq.audit import delays
 from qmq.audit.kinds import Kind
+from qmq.audit.letters import Letter
 from qmq.audit.line import FOREVER_MS, Line
 from qmq.audit.messages import Ints, Messages
 from qmq.audit.walk import Problem, Window
@@ -61,6 +65,15 @@ class PieceFacts:
     delayed: list[Row] = field(default_factory=list)
     stored: list[tuple[int, bytes, bytes]] = field(default_factory=list)
 
+    def letters(self) -> list[Letter]:
+        """Return the dead letters of the piece."""
+        return [fact["letter"] for said, _ in self.subjects.values() for fact in said if fact["kind"] == "letter"]
+
+
+_ALIKE = attrgetter("kind", "epoch")
+ALIKE_MIN = 16
+"""From so many frames of one kind and epoch on, numpy is faster than one after the other."""
+
 
 class Gathering:
     """Takes the windows of a piece in order. Memory grows with subjects, pulls and acks, and the messages' ids."""
@@ -69,7 +82,7 @@ class Gathering:
         """`until_ms`: when the audit began; a later time is wrong. `wants_stored`: what may be stored once, too."""
         self._facts = PieceFacts()
         self._runs: dict[str, Row] = {}
-        self._line, self._wants_stored = Line(until_ms), wants_stored
+        self._line, self._wants_stored = Line(until_ms, begins=True), wants_stored
         self._listed: Counter[str] = Counter()
 
     def take(self, window: Window) -> None:
@@ -79,16 +92,24 @@ class Gathering:
             self._problem(problem)
         damage = iter(sorted(p.offset for p in window.problems if p.offset not in window.damaged))
         next_damage = next(damage, None)
-        batches: list[Frame] = []
-        for frame in window.frames:
-            while next_damage is not None and next_damage < frame.offset:
-                self._lost()
-                next_damage = next(damage, None)
-            self._frame(frame, window)
-            if frame.kind == FrameKind.MESSAGES and frame.offset not in window.damaged:
-                batches.append(frame)
+        for (kind, _), group in groupby(window.frames, _ALIKE):
+            alike = list(group)
+            if kind == FrameKind.MESSAGES and next_damage is None and len(alike) >= ALIKE_MIN:
+                self._frame(alike[0], window)
+                if self._alike(alike[1:]):
+                    alike = []
+                else:
+                    del alike[0]
+            for frame in alike:
+                while next_damage is not None and next_damage < frame.offset:
+                    self._lost()
+                    next_damage = next(damage, None)
+                self._frame(frame, window)
         if next_damage is not None:
             self._lost()
+        batches = [
+            frame for frame in window.frames if frame.kind == FrameKind.MESSAGES and frame.offset not in window.damaged
+        ]
         if batches:
             self._batches(window, batches)
 
@@ -113,6 +134,45 @@ class Gathering:
             self._delays(frame, window)
         elif frame.kind == FrameKind.RETENTION:
             self._retention(frame, window)
+
+    def _alike(self, frames: list[Frame]) -> bool:
+        """Take frames of messages of one epoch, behind another such, at once; False, and none, if one is wrong."""
+        by_subject: dict[str, list[Frame]] = {}
+        for frame in frames:
+            by_subject.setdefault(frame.subject, []).append(frame)
+        if not all(map(self._continues, by_subject.values())) or not self._line.take(frames):
+            return False
+        for some in by_subject.values():
+            self._run(some[0])
+            if len(some) > 1:
+                self._run_on(some[1:])
+        facts, last = self._facts, frames[-1]
+        assert facts.piece is not None
+        facts.piece |= {"end": last.end, "chain": last.chain, "size": last.offset}
+        facts.frames += len(frames)
+        facts.digest ^= int(np.bitwise_xor.reduce(np.array([frame.chain for frame in frames], np.uint64)))
+        return True
+
+    def _continues(self, frames: list[Frame]) -> bool:
+        """Return whether these frames of one subject continue each other, and what came before."""
+        run = self._runs.get(frames[0].subject)
+        due = frames[0].first_sequence if run is None else run["last"]
+        for frame in frames:
+            if frame.first_sequence != due:
+                return False
+            due += frame.count
+        return True
+
+    def _run_on(self, frames: list[Frame]) -> None:
+        """Add frames of one subject that continue its run."""
+        last = frames[-1]
+        run, hours = self._runs[last.subject], self._of(last.subject)[1]
+        run["last"], run["end"] = last.first_sequence + last.count, last.end
+        for hour, some in groupby(frames, lambda frame: frame.timestamp_ms // HOUR_MS):
+            of = list(some)
+            said = hours.setdefault(hour, [0, 0, of[0].first_sequence])
+            said[0] += sum(frame.count for frame in of)
+            said[1] += sum(frame.body_bytes for frame in of)
 
     def _of(self, subject: str) -> SubjectFacts:
         found = self._facts.subjects.get(subject)
@@ -143,8 +203,7 @@ class Gathering:
             {
                 "kind": "progress",
                 "offset": frame.offset,
-                "end": frame.end,
-                "header": bytes(window.head(frame)),
+                "frame": tuple(frame),
                 "body": bytes(window.body(frame)),
                 "last": run and run["last"],
             }
@@ -173,6 +232,8 @@ class Gathering:
             self._problem(problem)
         for subject, offset, body in messages.tagged():
             self._of(subject)[0].append({"kind": "tags", "offset": offset, "body": body})
+        for letter in messages.letters():
+            self._of(letter.source)[0].append({"kind": "letter", "offset": letter.offset, "letter": letter})
         if self._wants_stored:
             self._facts.stored.append((window.offset, *messages.stored()))
 
@@ -201,15 +262,9 @@ class Gathering:
 
     def facts(self) -> PieceFacts:
         """Return what was gathered, when the piece has ended."""
-        facts, line = self._facts, self._line
+        facts = self._facts
         if facts.piece is not None:
-            facts.piece |= {
-                "text": str(line.last_epoch),
-                "value": line.watermark,
-                "total": line.time_ms,
-                "first": line.epoch.term,
-                "last": line.epoch.boot,
-            }
+            facts.piece["line"] = self._line
         for said, _ in facts.subjects.values():
             said.sort(key=_place)
         return facts

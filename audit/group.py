@@ -20,28 +20,29 @@ from pyspark.storagelevel import StorageLevel
 
 from qmq.audit import journal as journals
 from qmq.audit.answers import Answer, together
-from qmq.audit.comparison import compare
 from qmq.audit.conservation import STATES
 from qmq.audit.copies import CannotRead, Copy, Description, open_copy
 from qmq.audit.delay_groups import Source, account_for, is_delay_group, write_by_day
+from qmq.audit.differences import Pair, differences
 from qmq.audit.extents import PIECE_BYTES, split_range
 from qmq.audit.history import CHAINS, CONSERVED_KEPT, FINDINGS_KEPT, SHARE, VERDICTS, History, look_back, moment, who
 from qmq.audit.kinds import DERIVED, Kind
 from qmq.audit.line import AHEAD_MS_MAX, FOREVER_MS
 from qmq.audit.naming import name_findings
-from qmq.audit.places import check_places
+from qmq.audit.places import check_places, places_now
 from qmq.audit.plan import FINDINGS_MAX, HOURS_MAX, Job, judged
 from qmq.audit.progress import CONSERVED
 from qmq.audit.reading import LogRange, Reading
 from qmq.audit.said import HOUR
 from qmq.audit.schema import BOTH, COPIES_MIN, FINDINGS, JOURNAL, MASTER, SLAVE
-from qmq.audit.spark import read_copy
 from qmq.ledger import Entry, Ledger, Piece, known_from
 
+AGAIN_MAX, AGAIN_WAIT_S, POLL_S = 3, 120.0, 0.5
+"""So often an audit is done again, if its brokers are well within so long: one that restarts is, and a slave that was
+wiped has a log of some GB again."""
 ACCOUNTS_MAX = 5_000
 """Consumer groups whose equation is listed."""
 
-_NO_RANGE = "SELECT '' AS d_copy, 0L AS d_offset, 0L AS d_end WHERE false"
 _OF_HISTORY = frozenset({Kind.REWOUND, Kind.REWRITTEN, Kind.UNREAD, Kind.LOST, Kind.ALTERED})
 """These hold on both copies alike, and yet what they were found in is not verified."""
 _SHORT = _OF_HISTORY | {
@@ -74,6 +75,8 @@ class Result:
     """Where earlier runs ended: what is read in between can be held against what they read."""
     watermark: int = 0
     logs: dict[str, Description] = field(default_factory=dict)
+    incarnations: dict[str, str] = field(default_factory=dict)
+    """Of the brokers that were read; empty where nothing tells."""
     read: dict[str, Row] = field(default_factory=dict)
     findings: list[Row] = field(default_factory=list)
     found: dict[str, int] = field(default_factory=dict)
@@ -139,6 +142,10 @@ class _Audit:
     answer: Answer = field(default_factory=lambda: Answer(()))
     entry: Entry | None = None
 
+    def differing(self, piece_bytes: int) -> list[tuple[int, int]]:
+        """Return the pieces of which the copies have other bytes."""
+        return [piece for piece in _pieces(self.result, piece_bytes) if piece[0] in self.answer.differing]
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
@@ -158,21 +165,60 @@ def audit_group(spark: SparkSession, group: Group, **options: Any) -> Result:
 
 
 def audit_groups(spark: SparkSession, groups: Sequence[Group], options: Options) -> list[Result]:
-    """Compare the copies of each broker group. Raises for nothing it meets; `unreadable` says why nothing is proven."""
+    """Compare the copies of each broker group. Raises for nothing it meets; `unreadable` says why nothing is proven.
+
+    Brokers that were away, or changed their roles, are audited again once they are well.
+    """
+    audits = _audit_all(spark, groups, options, groups)
+    for _ in range(AGAIN_MAX):
+        unread = {number: groups[number] for number, one in enumerate(audits) if one.result.unreadable}
+        well = _wait_until_well(unread)
+        for number, one in zip(well, _audit_all(spark, [*well.values()], options, groups)):
+            one.result.notes.append(f"read again, because of what happened before: {audits[number].result.unreadable}")
+            audits[number] = one
+        if not well:
+            break
+    if options.ledger is not None:
+        for one in audits:
+            options.ledger.append(_line(one.result, one.entry))
+    return [one.result for one in audits]
+
+
+def _wait_until_well(groups: Mapping[int, Group]) -> dict[int, Group]:
+    """Return, under the same numbers, the groups of brokers that are well within `AGAIN_WAIT_S`, by the roles they have
+    then. A slave that is still being given its log would lack messages, and that is no finding."""
+    waiting, well = dict(groups), dict[int, Group]()
+    deadline = time.monotonic() + AGAIN_WAIT_S
+    while waiting:
+        for number, group in [*waiting.items()]:
+            try:
+                places = places_now(group.places)
+            except CannotRead:
+                del waiting[number]
+                continue
+            if places is not None:
+                well[number] = replace(waiting.pop(number), places=places)
+        if not waiting or time.monotonic() > deadline:
+            break
+        time.sleep(POLL_S)
+    return dict(sorted(well.items()))
+
+
+def _audit_all(spark: SparkSession, groups: Sequence[Group], options: Options, known: Sequence[Group]) -> list[_Audit]:
+    """Audit groups once; `known`: in whose logs what delay groups sent is looked for."""
     audits = [_Audit(group, _new(group)) for group in groups]
     try:
         _each(audits, lambda one: _prepare(one, options))
         _ask(spark, audits, options)
-        _each(audits, lambda one: _judge(spark, one, options))
-        _each(audits, lambda one: _account_for_delays(spark, one, groups, options))
+        _each(audits, lambda one: _judge(one, options))
+        _compare(spark, audits, options)
+        _each(audits, lambda one: _conclude(one, options))
+        _each(audits, lambda one: _account_for_delays(spark, one, known, options))
         _each(audits, lambda one: _finish(spark, one, options))
     finally:
         for one in audits:
             one.held.close()
-    for one in audits:
-        if options.ledger is not None:
-            options.ledger.append(_line(one.result, one.entry))
-    return [one.result for one in audits]
+    return audits
 
 
 def _new(group: Group) -> Result:
@@ -243,7 +289,7 @@ def _ask(spark: SparkSession, audits: Sequence[_Audit], options: Options) -> Non
         said.unpersist()
 
 
-def _judge(spark: SparkSession, one: _Audit, options: Options) -> None:
+def _judge(one: _Audit, options: Options) -> None:
     result, answer = one.result, one.answer
     if answer.unread:
         raise CannotRead(answer.unread[0])
@@ -258,12 +304,57 @@ def _judge(spark: SparkSession, one: _Audit, options: Options) -> None:
     _account(answer, result)
     _hold_against_before(answer, result, one.history)
     if answer.differing:
-        _compare(spark, one.group, [piece for piece in pieces if piece[0] in answer.differing], result, options)
+        _check_kept(one.group, result)  # else a copy that is being seeded is compared frame by frame, for nothing
+
+
+def _compare(spark: SparkSession, audits: Sequence[_Audit], options: Options) -> None:
+    """Read the pieces that differ again, frame by frame, of all groups at once, and take what differs in them. If that
+    fails, it is done for each by itself: a group that cannot be read does not keep the others from being audited."""
+    asked = [one for one in audits if one.answer.differing and one.result.unreadable is None]
+    try:
+        _compare_some(spark, asked, options)
+    except Exception:
+        _each(asked, lambda one: _compare_some(spark, [one], options))
+
+
+def _compare_some(spark: SparkSession, audits: Sequence[_Audit], options: Options) -> None:
+    of = [(one, name) for one in audits for name in list(one.group.places)[1:]]
+    for (one, name), found in zip(of, differences(spark, [_pair(one, name, options) for one, name in of])):
+        result = one.result
+        found = [row | {"copy": name} for row in found]
+        if result.is_behind(name):
+            found = [row for row in found if row["what"] != Kind.MISSING or row["offset"] < result.logs[name].end]
+        _take_differences(found, result)
+
+
+def _pair(one: _Audit, name: str, options: Options) -> Pair:
+    """Return master and the slave `name`, as `differences` compares them."""
+    sides, result = {MASTER: MASTER, SLAVE: name}, one.result
+    damaged = [
+        (side, row["offset"], row["end"])
+        for side, copy in sides.items()
+        for row in result.findings
+        if row["what"] == Kind.DAMAGED and row["copy"] in (copy, BOTH)
+    ]
+    logs = {side: result.logs[copy] for side, copy in sides.items()}
+    return Pair(
+        {side: one.group.places[copy] for side, copy in sides.items()},
+        {side: LogRange(log.start, log.end, log.chain) for side, log in logs.items()},
+        one.differing(options.piece_bytes),
+        result.watermark,
+        damaged,
+    )
+
+
+def _conclude(one: _Audit, options: Options) -> None:
+    """See that what was read explains what was found, and is all that is due."""
+    result, differing = one.result, one.differing(options.piece_bytes)
+    if differing:
+        _explain(differing, result)
     _check_all_was_read(result)
     for row in result.findings:  # what was judged on the master's copy alone holds for both where they are equal
         if row["what"] in (Kind.BATCH_TWICE, Kind.ID_TWICE):
-            is_apart = any(begin <= row["offset"] < until for begin, until in pieces if begin in answer.differing)
-            row["copy"] = MASTER if is_apart else BOTH
+            row["copy"] = MASTER if any(begin <= row["offset"] < until for begin, until in differing) else BOTH
 
 
 def _account_for_delays(spark: SparkSession, one: _Audit, groups: Sequence[Group], options: Options) -> None:
@@ -327,7 +418,9 @@ def _check_kept(group: Group, result: Result) -> None:
     """
     for name, place in group.places.items():
         with closing(open_copy(place)) as copy:
-            now = copy.describe()
+            now, incarnation = copy.describe(), copy.owner().incarnation
+        if incarnation != result.incarnations[name]:
+            raise CannotRead(f"the {name} was emptied or replaced while it was read: audit it again")
         if now.start > result.start:
             raise CannotRead(f"the {name} let go of [{result.start}, {now.start}) while it was read: audit it again")
         if now.end < result.logs[name].end:
@@ -356,6 +449,7 @@ def _freeze(group: Group, result: Result) -> None:
         for name in group.places:
             copies[name].close()
             copies[name] = open_copy(group.places[name])
+        result.incarnations = {name: copy.owner().incarnation for name, copy in copies.items()}
         result.logs = {name: copy.describe() for name, copy in copies.items()}
     finally:
         for copy in copies.values():
@@ -457,41 +551,6 @@ def _account(answer: Answer, result: Result) -> None:
     if len(result.conserved) > ACCOUNTS_MAX:
         del result.conserved[ACCOUNTS_MAX:]
         result.notes.append(f"only the first {ACCOUNTS_MAX} consumer groups are accounted for here; --parquet has all")
-
-
-def _compare(
-    spark: SparkSession, group: Group, pieces: list[tuple[int, int]], result: Result, options: Options
-) -> None:
-    """Read the pieces that differ again, frame by frame, and take what differs in them."""
-    text = ",".join(f"{begin}-{until}" for begin, until in pieces)
-    for name in list(group.places)[1:]:
-        sides = {MASTER: MASTER, SLAVE: name}
-        master, slave = (
-            read_copy(spark, group.places[copy], rows="frames", ranges=text, piece_bytes=options.piece_bytes)
-            .where("kind is not null")
-            .persist(StorageLevel.MEMORY_AND_DISK)
-            for copy in sides.values()
-        )
-        damaged = _damaged(spark, sides, result)
-        found = [row.asDict() | {"copy": name} for row in compare(master, slave, damaged, result.watermark).collect()]
-        if result.is_behind(name):
-            found = [row for row in found if row["what"] != Kind.MISSING or row["offset"] < result.logs[name].end]
-        _take_differences(found, result)
-        master.unpersist()
-        slave.unpersist()
-    _explain(pieces, result)
-
-
-def _damaged(spark: SparkSession, sides: dict[str, str], result: Result) -> DataFrame:
-    """Return the broken ranges as a table that the comparison joins."""
-    ranges = [
-        (side, row["offset"], row["end"])
-        for side, name in sides.items()
-        for row in result.findings
-        if row["what"] == Kind.DAMAGED and row["copy"] in (name, BOTH)
-    ]
-    schema = "d_copy string, d_offset long, d_end long"
-    return spark.createDataFrame(ranges, schema) if ranges else spark.sql(_NO_RANGE)
 
 
 def _take_differences(found: Sequence[Row], result: Result) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from qmq.audit.kinds import Kind
 from qmq.audit.walk import Problem
@@ -18,71 +21,107 @@ _OTHER_CLOCK = frozenset({FrameKind.NACK, FrameKind.DISPATCH, FrameKind.RETENTIO
 """Their times are by other clocks: the mastership's own, which nobody sets, and what several clocks agreed on."""
 
 
+@dataclass(slots=True)
 class Line:
-    """Follows the frames of one copy in order; made per piece, and once for their borders.
+    """Follows the frames of one copy in order; made per piece, and joined at their borders.
 
-    `until_ms`: no frame was written later than that.
+    Args:
+        until_ms: no frame was written later than that.
+        begins: whether times from before the piece could say something of its first one.
     """
 
-    __slots__ = ("epoch", "last_epoch", "watermark", "time_ms", "_until_ms", "_before_ms", "_timed")
+    until_ms: int = FOREVER_MS
+    begins: bool = False
+    epoch: Epoch = NO_EPOCH
+    last_epoch: Epoch = NO_EPOCH
+    """Of the last frame, which may be an older one."""
+    watermark: int = 0
+    time_ms: int = 0
+    doubted: tuple[Frame, Frame] | None = None
+    """The first frame of a piece that has a time, and the next: one is wrong, and what lies before says which."""
+    _before_ms: int = 0
+    _timed: Frame | None = None
+    """The frame that `time_ms` is of; `_before_ms` is the time before it."""
 
-    def __init__(
-        self, until_ms: int = FOREVER_MS, epoch: Epoch = NO_EPOCH, watermark: int = 0, time_ms: int = 0
-    ) -> None:
-        self.epoch, self.watermark, self.time_ms = epoch, watermark, time_ms
-        self._until_ms = until_ms
-        self.last_epoch = epoch
-        """Of the last frame, which may be an older one."""
-        self._before_ms = time_ms
-        self._timed: Frame | None = None
-        """The frame that `time_ms` is of; `_before_ms` is the time before it."""
+    def behind(self, before: Line) -> Line:
+        """Return the line at the end of a piece, of which this one knows, behind a border where `before` stood."""
+        return replace(
+            self,
+            begins=False,
+            epoch=max(before.epoch, self.epoch),
+            watermark=max(before.watermark, self.watermark),
+            _before_ms=self._before_ms or (before._before_ms if self.begins else 0),
+        )
 
     def check(self, frame: Frame) -> Iterator[Problem]:
         """Take the next frame; yield what is wrong with it, or with the one before it."""
         if frame.epoch != self.last_epoch:
             yield from self._new_epoch(frame)
         if frame.high_watermark > frame.offset:
-            yield _problem(frame, Kind.WATERMARK, f"it states {frame.high_watermark}, which lies behind it")
+            yield problem_of(frame, Kind.WATERMARK, f"it states {frame.high_watermark}, which lies behind it")
         elif frame.high_watermark < self.watermark:
             text = f"it states {frame.high_watermark}, a frame before it {self.watermark}"
-            yield _problem(frame, Kind.WATERMARK, text)
+            yield problem_of(frame, Kind.WATERMARK, text)
         else:
             self.watermark = frame.high_watermark
         if frame.kind not in _OTHER_CLOCK:
             yield from self._time(frame)
 
+    def take(self, frames: Sequence[Frame]) -> bool:
+        """Take frames of messages of the last one's epoch, all at once; False, and none of them, if one is wrong."""
+        watermarks = np.array([self.watermark, *(frame.high_watermark for frame in frames)], np.uint64)
+        offsets = np.array([frame.offset for frame in frames], np.uint64)
+        times = np.array([self.time_ms, *(frame.timestamp_ms for frame in frames)], np.int64)
+        if (watermarks[1:] > offsets).any() or (watermarks[1:] < watermarks[:-1]).any():
+            return False
+        if (times[1:] > self.until_ms).any() or (times[1:] < times[:-1] - BACK_MS_MAX).any():
+            return False
+        self.watermark, self._timed = frames[-1].high_watermark, frames[-1]
+        self._before_ms, self.time_ms = int(times[-2]), int(times[-1])
+        return True
+
     def lost(self) -> None:
         """Frames are unknown here: the next one may begin an epoch whose epoch frame is among them."""
         self.last_epoch = self.epoch = NO_EPOCH
-        self.time_ms, self._before_ms, self._timed = 0, 0, None
+        self._forget_times()
+
+    def _forget_times(self) -> None:
+        self.time_ms, self._before_ms, self._timed, self.begins = 0, 0, None, False
 
     def _new_epoch(self, frame: Frame) -> Iterator[Problem]:
         self.last_epoch = frame.epoch
         if frame.epoch < self.epoch:
-            yield _problem(frame, Kind.EPOCH, f"epoch {frame.epoch} after epoch {self.epoch}")
+            yield problem_of(frame, Kind.EPOCH, f"epoch {frame.epoch} after epoch {self.epoch}")
         elif frame.epoch > self.epoch:
-            if self.epoch != NO_EPOCH and frame.kind != FrameKind.EPOCH:
-                yield _problem(frame, Kind.EPOCH_FRAME, f"epoch {frame.epoch} does not begin with its epoch frame")
+            if self.epoch != NO_EPOCH:
+                if frame.kind != FrameKind.EPOCH:
+                    yield problem_of(
+                        frame, Kind.EPOCH_FRAME, f"epoch {frame.epoch} does not begin with its epoch frame"
+                    )
+                self._forget_times()
             self.epoch = frame.epoch
-            self.time_ms, self._before_ms, self._timed = 0, 0, None
 
     def _time(self, frame: Frame) -> Iterator[Problem]:
         now_ms = frame.timestamp_ms
-        if now_ms > self._until_ms:
-            ahead_s = (now_ms - self._until_ms) // 1000
-            yield _problem(frame, Kind.TIME, f"its time is more than {ahead_s} s ahead of the audit's clock")
+        if now_ms > self.until_ms:
+            ahead_s = (now_ms - self.until_ms) // 1000
+            yield problem_of(frame, Kind.TIME, f"its time is more than {ahead_s} s ahead of the audit's clock")
             return
         if now_ms >= self.time_ms - BACK_MS_MAX:
             self._before_ms, self.time_ms, self._timed = self.time_ms, now_ms, frame
             return
         if self._timed is not None and self._before_ms and now_ms >= self._before_ms - BACK_MS_MAX:
             text = f"its time is {(self.time_ms - now_ms) // 1000} s ahead of the next frame's"
-            yield _problem(self._timed, Kind.TIME, text)
+            yield problem_of(self._timed, Kind.TIME, text)
+        elif self._timed is not None and self.begins and not self._before_ms and self.doubted is None:
+            self.doubted = self._timed, frame
         else:
-            yield _problem(frame, Kind.TIME, f"its time is {(self.time_ms - now_ms) // 1000} s before the last frame's")
+            yield problem_of(
+                frame, Kind.TIME, f"its time is {(self.time_ms - now_ms) // 1000} s before the last frame's"
+            )
         self.time_ms, self._timed = now_ms, frame
 
 
-def _problem(frame: Frame, what: Kind, text: str) -> Problem:
+def problem_of(frame: Frame, what: Kind, text: str) -> Problem:
     sequence = frame.first_sequence if frame.kind == FrameKind.MESSAGES else None
     return Problem(frame.offset, frame.end, text, frame.subject or None, sequence, what)

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qmq.audit.kinds import Kind
+from qmq.audit.letters import Letter, letter_of
 from qmq.audit.walk import Problem, Window
 from qmq.codec import (
     FLAG_TAGS,
@@ -27,9 +28,9 @@ from qmq.codec import (
     label_of,
 )
 from qmq.errors import QmqError
-from qmq.log.frame import FLAG_LABELLED, HEADER_BYTES, Frame
+from qmq.log.frame import FLAG_DEAD, FLAG_LABELLED, HEADER_BYTES, Frame
 from qmq.message import ORDER_KEY
-from qmq.subjects import is_dead_letter_subject, parse_derived, real_subject, retry_subject
+from qmq.subjects import DEAD_LETTER, is_dead_letter_subject, parse_derived, real_subject, retry_subject
 
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
@@ -51,6 +52,8 @@ def _weights() -> Words:
 
 
 WEIGHTS = _weights()
+MASKS = np.array([(1 << 8 * size) - 1 for size in range(9)], np.uint64)
+"""The first bytes of eight, by how many they are."""
 
 
 class Fields(NamedTuple):
@@ -78,6 +81,7 @@ class Messages:
         self._of = np.repeat(np.arange(len(frames)), counts)
         self._first = np.cumsum(counts) - counts
         self._frame_at = np.fromiter((frame.offset - window.offset for frame in frames), np.int64, len(frames))
+        self._eights: Words | None = None
         self._lengths: list[Ints] = []
         """Where two bytes stand that are the length of a text, of whole messages and others."""
         self.fields = self._parse()
@@ -90,19 +94,20 @@ class Messages:
         for at in np.flatnonzero(self.fields.whole & ~self._same_subject()).tolist():
             frame = self._frames[self._of[at]]
             subject = self._text(self.fields.subject_at, self.fields.subject_bytes, at)
-            if subject not in _subjects_of(frame.subject):
+            if not frame.flags & FLAG_DEAD and subject not in _subjects_of(frame.subject):
                 yield self._problem(at, Kind.FOREIGN, f"a message of {subject} in a frame of {frame.subject}")
         yield from self._wrong_labels()
 
     def stored(self) -> tuple[bytes, bytes]:
         """Return what may be stored once, each as STORED: batches, and message ids of their producer."""
-        frames = [at for at, frame in enumerate(self._frames) if _is_numbered(frame)]
-        producers = np.array([self._frames[at].producer for at in frames], np.uint64)
-        batches = np.array([self._frames[at].batch for at in frames], np.uint64)
+        of = [0 if frame.flags & FLAG_DEAD else _salt(frame.producer, frame.subject) for frame in self._frames]
+        salts = np.array(of, np.uint64)
+        frames = np.flatnonzero(salts)
+        producers = np.array([frame.producer for frame in self._frames], np.uint64)[frames]
+        batches = np.array([frame.batch for frame in self._frames], np.uint64)[frames]
         numbered = np.zeros(len(frames), STORED)
         numbered["key"] = _mix(producers * WEIGHTS[0] + batches * WEIGHTS[1]).view(np.int64)
         numbered["frame"] = self._frame_at[frames]
-        salts = np.array([_salt(frame) if _is_numbered(frame) else 0 for frame in self._frames], np.uint64)
         rows = np.flatnonzero(self.fields.whole & (salts[self._of] != 0))
         named = np.zeros(len(rows), STORED)
         named["key"] = _mix(self._hash(self.fields.id_at, self.fields.id_bytes, rows) + salts[self._of[rows]]).view(
@@ -130,6 +135,13 @@ class Messages:
             order.setdefault(name, []).append(at)
         for name, places in order.items():
             yield name, self._frames[self._of[rows[places[0]]]].offset, found[places].tobytes()
+
+    def letters(self) -> Iterator[Letter]:
+        """Yield the dead letters that brokers made, one in each of their frames."""
+        for number, frame in enumerate(self._frames):
+            if (frame.flags & FLAG_DEAD or frame.subject.startswith(DEAD_LETTER)) and frame.count == 1:
+                if (letter := letter_of(frame, self._message(int(self._first[number])))) is not None:
+                    yield letter
 
     # Reading fields.
 
@@ -189,11 +201,11 @@ class Messages:
         begins, fields = self._begins, self.fields
         for at in np.flatnonzero(~fields.whole).tolist():
             text[begins[at] : self._ends[at]] = 0
-        behind = 0
-        for first, frame in zip(self._first.tolist(), self._frames):
-            text[behind : begins[first]] = 0
-            behind = int(self._ends[first + frame.count - 1])
-        text[behind:] = 0
+        behind = np.append(0, self._ends[np.append(self._first[1:], len(begins)) - 1])
+        gaps = begins[self._first] - behind[:-1]
+        for gap in np.unique(gaps).tolist():
+            text[behind[:-1][gaps == gap][:, None] + np.arange(gap)] = 0
+        text[behind[-1] :] = 0
         rows = np.flatnonzero(fields.whole)
         text[begins[rows][:, None] + np.arange(SUBJECT_AT + 2)] = 0
         text[fields.tags_end[rows][:, None] + np.arange(4)] = 0
@@ -219,9 +231,10 @@ class Messages:
         same = fields.whole & (fields.subject_bytes == sizes[self._of])
         for size in np.unique(fields.subject_bytes[same]).tolist():
             rows = np.flatnonzero(same & (fields.subject_bytes == size))
-            columns = np.arange(size)
-            ours, theirs = fields.subject_at[rows][:, None] + columns, field_at[self._of[rows]][:, None] + columns
-            same[rows[~(data[ours] == data[theirs]).all(1)]] = False
+            ours, theirs = fields.subject_at[rows], field_at[self._of[rows]]
+            for begin in range(0, size, 8):
+                other = (self._words(ours + begin) ^ self._words(theirs + begin)) & MASKS[min(8, size - begin)]
+                same[rows[other != 0]] = False
         return np.asarray(same)
 
     def _wrong_labels(self) -> Iterator[Problem]:
@@ -244,12 +257,20 @@ class Messages:
         """Return a hash of each text, all of them in a few operations."""
         if not len(rows):
             return np.zeros(0, np.uint64)
-        widest = min(int(sizes[rows].max()), ID_BYTES_MAX)
-        columns = np.arange(widest)
-        places = np.minimum(begins[rows][:, None] + columns, len(self._data) - 1)
-        known = columns < sizes[rows][:, None]
-        words = (self._data[places].astype(np.uint64) + np.uint64(1)) * known * WEIGHTS[:widest]
-        return np.asarray(words.sum(1, np.uint64))
+        begins, sizes = begins[rows], sizes[rows]
+        found: Words = WEIGHTS[-1] * sizes.astype(np.uint64)
+        for number in range((min(int(sizes.max()), ID_BYTES_MAX) + 7) // 8):
+            at, left = begins + 8 * number, sizes - 8 * number
+            words = self._words(np.where(left > 0, at, 0)) & MASKS[np.clip(left, 0, 8)]
+            found += np.where(left > 0, _mix(words ^ WEIGHTS[number]) * WEIGHTS[number], 0)
+        return found
+
+    def _words(self, at: Ints) -> Words:
+        """Return the eight bytes that stand at each place; behind the end stand zeros."""
+        if self._eights is None:
+            padded = np.append(self._data, np.zeros(8, np.uint8))
+            self._eights = np.ndarray(len(self._data), "<u8", padded, strides=(1,))
+        return self._eights[at]
 
     def _undecodable(self, at: int) -> Problem:
         frame = self._frames[self._of[at]]
@@ -279,22 +300,13 @@ def _mix(words: Words) -> Words:
     return words ^ words >> np.uint64(33)
 
 
-def _is_numbered(frame: Frame) -> bool:
-    """Return whether the frame has a producer's numbers; a dead letter's are its original's."""
-    return frame.producer != 0 and not _is_dead(frame.subject)
-
-
-def _salt(frame: Frame) -> int:
-    """Return what tells a producer's ids in a subject from those of others."""
-    return (frame.producer * 0x9E3779B97F4A7C15 + _crc(frame.subject) * 0xD6E8FEB86659FD93) & (1 << 64) - 1 or 1
-
-
-_is_dead = lru_cache(4096)(is_dead_letter_subject)
-
-
 @lru_cache(4096)
-def _crc(subject: str) -> int:
-    return crc32(subject.encode())
+def _salt(producer: int, subject: str) -> int:
+    """Return what tells a producer's ids in a subject from those of others; 0 for frames without a producer's numbers,
+    as those of dead letters, which have their originals'."""
+    if not producer or is_dead_letter_subject(subject):
+        return 0
+    return (producer * 0x9E3779B97F4A7C15 + crc32(subject.encode()) * 0xD6E8FEB86659FD93) & (1 << 64) - 1 or 1
 
 
 @lru_cache(4096)

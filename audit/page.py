@@ -22,12 +22,12 @@ NIGHTS = 30
 OLD_MS = 36 * 3_600_000
 COLOURS = {PROVEN: "#2e9e5b", FINDINGS: "#d43f3a", NOT_READ: "#e0a100", "": "#e4e7eb"}
 STATE_COLOURS = dict(
-    zip(STATES, ("#2e9e5b", "#3b82c4", "#e0a100", "#9aa5b1", "#7a5195", "#c2497e", "#dfe3e8"), strict=True)
+    zip(STATES, ("#2e9e5b", "#d43f3a", "#3b82c4", "#e0a100", "#9aa5b1", "#7a5195", "#c2497e", "#dfe3e8"), strict=True)
 )
 STATE_NAMES = dict(
     zip(
         STATES,
-        ("acked", "in flight", "requeued", "passed over", "expired", "overflowed", "not delivered yet"),
+        ("acked", "dead letters", "in flight", "requeued", "passed over", "expired", "overflowed", "not delivered yet"),
         strict=True,
     )
 )
@@ -257,6 +257,7 @@ def _finding(entry: Entry, row: dict[str, Any]) -> str:
 _REPAIRED_BY_READING = frozenset({Kind.DAMAGED, Kind.CHAIN})
 _MOVE_ASIDE = frozenset({Kind.REWOUND, Kind.REWRITTEN})
 _PROMISED = frozenset({Kind.LOST, Kind.ALTERED})
+_DEAD_LETTERS = frozenset({Kind.DEAD_ALTERED, Kind.DEAD_UNFOUNDED, Kind.DEAD_TWICE, Kind.DEAD_MISSING})
 _SEED = frozenset({Kind.MISSING, Kind.EXTRA, Kind.DIFFERENT, Kind.REORDERED, Kind.SHIFTED, Kind.HISTORY})
 
 
@@ -271,6 +272,8 @@ def what_to_do(row: dict[str, Any]) -> str:
         return "Its delay group has no master, or what is due has nowhere to go."
     if what in _PROMISED:
         return "Ask its producer for it, and stop what removes segments, until you have found when the message went:"
+    if what in _DEAD_LETTERS:
+        return "Look at what its group did with the message before anybody redrives its dead letters:"
     if row.get("copy") == "both":
         return "Both copies have it: nothing can be taken from the other one. Look for the version that wrote it."
     if what in _REPAIRED_BY_READING:
@@ -285,6 +288,6 @@ def _command(row: dict[str, Any]) -> str:
         return f"<code>qmq ListBrokers --brokerGroup={escape(row['group'])}</code>"
     if row["what"] == Kind.UNSENT:
         return f"<code>qmq DelayStats --brokerGroup={escape(str(row.get('group') or ''))}</code>"
-    if row["what"] in _PROMISED and row.get("id"):
+    if row["what"] in _PROMISED | _DEAD_LETTERS and row.get("id"):
         return f"<code>qmq Trail --id={escape(quote(row['id']))}</code>"
     return ""

@@ -10,7 +10,7 @@ that it changed, or the consumer left.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -19,9 +19,12 @@ from qmq.audit.kinds import Kind
 from qmq.audit.messages import TAGGED, Ints
 from qmq.log.frame import Frame
 from qmq.log.progress import DEFERRED, EXPIRED, OVERFLOWED, PASSED, Progress
+from qmq.ranges import Range
 from qmq.types import Epoch
 
 UNTAGGED = 0
+Key = tuple[str, str, Epoch]
+"""(consumer group, consumer, epoch)"""
 
 
 class Complaint(NamedTuple):
@@ -41,7 +44,6 @@ class _Passed(NamedTuple):
     begin: int
     messages: int
     tags: frozenset[int]
-    before: frozenset[int]
 
 
 class Passing:
@@ -50,9 +52,9 @@ class Passing:
     def __init__(self) -> None:
         self._sequences: list[Ints] = []
         self._tags: list[Ints] = []
-        self._got: dict[tuple[str, str, Epoch], frozenset[int]] = {}
-        """(consumer group, consumer, epoch) -> tags of what its last pull delivered"""
-        self._open: dict[tuple[str, str, Epoch], list[_Passed]] = {}
+        self._got: dict[Key, list[Range]] = {}
+        """Sequences that its last pull delivered. Their tags are looked up only if messages are passed over."""
+        self._open: dict[Key, list[_Passed]] = {}
         self.is_known = True
         """Whether all messages are there that pulls may name."""
 
@@ -77,33 +79,42 @@ class Passing:
         """
         if not self.is_known:
             return
-        key = said.group, said.consumer, frame.epoch
-        got: set[int] = set()
-        passed = []
+        got: list[Range] = []
+        passed: list[Range] = []
         for number, sequence, messages in said.entries:
-            begin = max(sequence, first)
-            if begin >= sequence + messages or number in (DEFERRED, EXPIRED, OVERFLOWED):
+            begin, end = max(sequence, first), sequence + messages
+            if begin >= end or number in (DEFERRED, EXPIRED, OVERFLOWED):
                 continue
-            tags = self._tags_of(begin, sequence + messages)
             if number == PASSED:
-                passed.append(_Passed(frame, begin, sequence + messages - begin, tags, frozenset()))
+                passed.append((begin, end))
             elif sequence >= position:
-                got |= tags
-        handed_out = frozenset(got)
-        before = self._got.get(key, frozenset())
-        for one in passed:
+                got.append((begin, end))
+        key = said.group, said.consumer, frame.epoch
+        if passed or (got and key in self._open):
+            yield from self._hold(key, frame, got, passed)
+        if got:
+            self._got[key] = got
+
+    def _hold(self, key: Key, frame: Frame, got: list[Range], passed: list[Range]) -> Iterator[Complaint]:
+        """Hold what was passed over against what was delivered with it, before it and behind it."""
+        handed_out = self._tags_of(got)
+        before = self._tags_of(self._got.get(key, ()))
+        waiting = self._open.pop(key, []) if handed_out else []
+        for begin, end in passed:
+            one = _Passed(frame, begin, end - begin, self._tags_of([(begin, end)]))
             if _wants(handed_out, one.tags):
                 yield _complain(one)
-            elif _wants(before, one.tags):
-                self._open.setdefault(key, []).append(one._replace(before=before))
-        if handed_out:
-            self._got[key] = handed_out
-            for one in self._open.pop(key, ()):
-                if one.frame is not frame and _wants(handed_out, one.tags):
-                    yield _complain(one)
+            elif _wants(before, one.tags) and not handed_out:
+                self._open.setdefault(key, []).append(one)
+        for one in waiting:
+            if _wants(handed_out, one.tags):
+                yield _complain(one)
 
-    def _tags_of(self, begin: int, end: int) -> frozenset[int]:
-        """Return which tags, as hashes, the messages of a range have."""
+    def _tags_of(self, ranges: Iterable[Range]) -> frozenset[int]:
+        """Return which tags, as hashes, the messages of these ranges have."""
+        return frozenset().union(*(self._tags_in(begin, end) for begin, end in ranges))
+
+    def _tags_in(self, begin: int, end: int) -> set[int]:
         tagged, found = 0, set()
         for sequences, tags in zip(reversed(self._sequences), reversed(self._tags)):
             if sequences[0] >= end:
@@ -113,7 +124,7 @@ class Passing:
             some = tags[np.searchsorted(sequences, begin) : np.searchsorted(sequences, end)]
             tagged += len(some)
             found.update(np.unique(some).tolist())
-        return frozenset(found | ({UNTAGGED} if tagged < end - begin else set()))
+        return found | ({UNTAGGED} if tagged < end - begin else set())
 
 
 def _wants(got: frozenset[int], tags: frozenset[int]) -> bool:

@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from contextlib import closing
 from itertools import combinations
 
-from qmq.audit.copies import CannotRead, PathCopy, is_same_place, open_copy
+from qmq.audit.copies import Away, CannotRead, Owner, PathCopy, is_same_place, open_copy
 from qmq.audit.schema import COPIES
-from qmq.types import Role
-
-MASTERS = frozenset({Role.MASTER, Role.DELAY_MASTER})
+from qmq.types import MASTERS
 
 
 def check_places(group: str, places: Mapping[str, dict[str, str]]) -> None:
@@ -42,3 +40,27 @@ def _check_two(group: str, names: tuple[str, str], one: Mapping[str, str], other
         raise CannotRead(f"{both} of {group} are one broker, {first.incarnation}, under two names")
     if first.role in MASTERS and second.role in MASTERS:
         raise CannotRead(f"both places of {group} say that they are its master; look at the group, then audit it again")
+
+
+def places_now(places: Mapping[str, dict[str, str]]) -> dict[str, dict[str, str]] | None:
+    """Return the same brokers by the roles that they have now.
+
+    None: one does not answer, not just one of them is master, or a slave lacks what the master acknowledged.
+
+    Raises:
+        CannotRead: a broker refuses, or it is a directory: waiting does not help.
+    """
+    owners: dict[str, Owner] = {}
+    for name, place in places.items():
+        if "broker" not in place:
+            raise CannotRead(f"{name} is a directory")
+        try:
+            with closing(open_copy(place)) as copy:
+                owners[name] = copy.owner()
+        except Away:
+            return None
+    masters = [name for name, owner in owners.items() if owner.role in MASTERS]
+    slaves = [name for name in owners if name not in masters]
+    if len(masters) != 1 or any(owners[name].incarnation not in owners[masters[0]].in_step for name in slaves):
+        return None
+    return {name: places[now] for name, now in zip(places, [*masters, *slaves], strict=True)}

@@ -25,6 +25,7 @@ from pyspark.sql import DataFrame, SparkSession
 from qmq.audit.copies import CannotRead, open_copy
 from qmq.audit.delays import OfDelays, spread_delayed
 from qmq.audit.derived import OfDerived, check_segment
+from qmq.audit.originals import OfLetters, by_copy
 from qmq.audit.progress import CONSERVED
 from qmq.audit.reading import ALL, Reading
 from qmq.audit.rules import Apart, OfGroup, OfStored, OfSubject, spread_stored
@@ -38,7 +39,8 @@ BUCKET_BYTES = 2 << 30
 """Of so much log, one task compares the ids: of messages of 1 KiB it holds 40 MB, of the smallest ones 300."""
 ROWS_MAX = 10_000
 
-GROUP, PROBLEM, DERIVED, SUBJECT, STORED, DELAYED = "group", "unread", "derived", "subject:", "stored:", "delayed:"
+GROUP, PROBLEM, DERIVED, LETTERS = "group", "unread", "derived", "letters"
+SUBJECT, STORED, DELAYED = "subject:", "stored:", "delayed:"
 """Keys, or what they begin with."""
 
 _FACTS = "job int, key string, piece long, copy string, said binary"
@@ -130,6 +132,11 @@ def _facts_of(job: Job, begin: int, end: int) -> Iterator[tuple[str, str, Any]]:
     with ExitStack() as stack:
         copies = {name: stack.enter_context(closing(open_copy(place, limit=end))) for name, place in job.places.items()}
         found = job.reading.read(copies, begin, end)
+        for copy, facts in found.items() if begin >= job.reading.begin else ():
+            if letters := facts.letters():
+                logs = copies if copy == ALL else {copy: copies[copy]}
+                for name, wrong in by_copy(logs, job.bases, max(one.offset for one in letters), letters):
+                    yield LETTERS, name, wrong
     for bucket, stored in spread_stored(next(iter(found.values())), job.buckets):
         yield f"{STORED}{bucket}", ALL, stored
     for copy, facts in found.items():
@@ -166,6 +173,8 @@ def _judge_of(job: Job, key: str) -> Judging:
         return _Unread()
     if key == DERIVED:
         return OfDerived()
+    if key == LETTERS:
+        return OfLetters()
     if key.startswith(STORED):
         return OfStored()
     if key.startswith(DELAYED):

@@ -15,14 +15,13 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import pyarrow as pa
-
 from qmq.audit.conservation import Account, broken_at, per_hour
 from qmq.audit.kinds import Kind
+from qmq.audit.letters import Letter, Letters
 from qmq.audit.passing import Complaint, Passing
 from qmq.errors import QmqError
 from qmq.log.fold import State, apply
-from qmq.log.frame import Frame, FrameKind, decode_header
+from qmq.log.frame import Frame, FrameKind
 from qmq.log.group import Consumer, Group, UnackedRange
 from qmq.log.progress import NUMBERS_END, Progress, decode_progress
 from qmq.log.requeued import Requeued, RequeuedRange
@@ -32,28 +31,21 @@ CONSERVED = "conserved"
 ANY = 1 << 63
 """No subject has so many messages."""
 
-FINDING_ROWS = pa.schema(
-    [
-        ("what", pa.string()),
-        ("copy", pa.string()),
-        ("offset", pa.int64()),
-        ("end", pa.int64()),
-        ("subject", pa.string()),
-        ("sequence", pa.int64()),
-        ("id", pa.string()),
-        ("text", pa.string()),
-    ]
-)
+Row = dict[str, Any]
 
 
 class Judge:
-    """Folds the progress of one copy and subject after the other. Made per task; fed rows in order."""
+    """Folds the progress of one subject, of one copy or of all alike. Fed facts (audit.facts) in order.
 
-    def __init__(self) -> None:
-        self._of: tuple[str, str] | None = None
+    Args:
+        start: where the log begins, or what is read of it.
+    """
+
+    def __init__(self, subject: str, start: int) -> None:
+        self._subject, self._start = subject, start
         self._state = State()
-        self._subject_end: int | None = None
-        self._passing = Passing()
+        self._subject_end = 0 if start == 0 else None
+        self._passing, self._letters = Passing(), Letters()
         self._accounts: dict[str, Account] = {}
         self._hours: list[tuple[int, int]] = []
         self._is_whole = True
@@ -66,52 +58,59 @@ class Judge:
         self._first = ANY
         """The first message of the subject in this log."""
 
-    def judge(self, row: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Take a `run` or `progress` fact with `copy` and `start`, the log's; yield what is wrong with it."""
-        if self._of != (row["copy"], row["subject"]):
-            yield from self.finish()
-            self._of, self._state, self._given_up = (row["copy"], row["subject"]), State(), set()
-            self._old, self._numbers, self._first = set(), {}, ANY
-            self._subject_end = 0 if row["start"] == 0 else None
-            self._passing = Passing()
-            self._accounts, self._hours, self._is_whole = {}, [], True
-        if row["kind"] == "hour":
-            self._hours.append((row["first"], row["value"]))
-            return
-        if row["kind"] == "tags":
-            self._passing.tags(row["body"])
-            return
-        if row["kind"] == "run":
-            if self._subject_end is not None and row["first"] != self._subject_end:
-                self._passing.is_known = self._is_whole = False
-            # It counts from its end on: a frame between its first and its last knows better, by `last`.
-            self._subject_end = row["last"]
-            if self._first == ANY:
-                self._first = row["first"]
-                for name in self._old:
-                    self._state.groups[row["subject"], name].position = self._first
-            return
-        frame, body = decode_header(row["header"], 0, row["offset"], None), row["body"]
-        for complaint in self._complaints(frame, body, row):
-            yield {
-                "what": complaint.what,
-                "copy": row["copy"],
-                "offset": complaint.offset or frame.offset,
-                "end": complaint.end or frame.end,
-                "subject": frame.subject,
-                "sequence": complaint.sequence,
-                "id": None,
-                "text": complaint.text,
-            }
+    def hour(self, hour: int, first: int) -> None:
+        """Messages from the sequence `first` on were stored in this hour."""
+        self._hours.append((first, hour))
 
-    def _complaints(self, frame: Frame, body: bytes, row: dict[str, Any]) -> Iterator[Complaint]:
+    def judge(self, fact: Row) -> Iterator[Row]:
+        """Take a fact; yield what is wrong with it."""
+        kind = fact["kind"]
+        if kind == "progress":
+            frame = Frame._make(fact["frame"])
+            for complaint in self._complaints(frame, fact["body"], fact["last"]):
+                yield self._row(frame, complaint)
+        elif kind == "run":
+            self._run(fact["first"], fact["last"])
+        elif kind == "tags":
+            self._passing.tags(fact["body"])
+        elif kind == "letter":
+            yield from self._letter(fact["letter"])
+
+    def _row(self, frame: Frame, complaint: Complaint) -> Row:
+        return {
+            "what": complaint.what,
+            "offset": complaint.offset or frame.offset,
+            "end": complaint.end or frame.end,
+            "subject": self._subject,
+            "sequence": complaint.sequence,
+            "id": None,
+            "text": complaint.text,
+        }
+
+    def _run(self, first: int, end: int) -> None:
+        if self._subject_end is not None and first != self._subject_end:
+            self._passing.is_known = self._is_whole = False
+        # It counts from its end on: a frame between its first and its last knows better, by `last`.
+        self._subject_end = end
+        if self._first == ANY:
+            self._first = first
+            for name in self._old:
+                self._state.groups[self._subject, name].position = first
+
+    def _letter(self, letter: Letter) -> Iterator[Row]:
+        if letter.group not in self._given_up:
+            group = self._state.groups.get((letter.source, letter.group))
+            may_be_older = self._start != 0 and (group is None or letter.group in self._old)
+            yield from self._letters.take(letter, group, may_be_older=may_be_older)
+
+    def _complaints(self, frame: Frame, body: bytes, last: int | None) -> Iterator[Complaint]:
         try:
             said = decode_progress(body)
         except ValueError as error:
             yield Complaint(Kind.PROGRESS, str(error))
             return
         name = f"group {said.group}" + (f", consumer {said.consumer}" if said.consumer else "")
-        subject_end = row["last"] if row["last"] is not None else self._subject_end
+        subject_end = last if last is not None else self._subject_end
         if frame.kind == FrameKind.PULL:
             for _, sequence, messages in said.entries:
                 if subject_end is not None and sequence + messages > subject_end:
@@ -131,8 +130,11 @@ class Judge:
                 yield Complaint(Kind.POSITION, text)
         if said.group in self._given_up and not (frame.kind == FrameKind.POSITION and not said.consumer):
             return
-        if row["start"] != 0:
+        if self._start != 0:
             self._learn(frame, said)
+        group = self._state.groups.get((frame.subject, said.group))
+        for sequence, text in self._letters.progress(frame, said, group):
+            yield Complaint(Kind.DEAD_MISSING, text, sequence)
         try:
             self._state.end = frame.offset
             self._account(frame, said)
@@ -151,18 +153,18 @@ class Judge:
         account = self._accounts.setdefault(said.group, Account(0))
         account.take(frame, said, group)
 
-    def finish(self) -> Iterator[dict[str, Any]]:
+    def finish(self) -> Iterator[Row]:
         """Yield the equation of each group of the subject that ended, as rows of CONSERVED, and what breaks it."""
-        if self._of is None or not self._is_whole or self._subject_end is None or self._first == ANY:
+        if not self._is_whole or self._subject_end is None or self._first == ANY:
             return
-        (copy, subject), end = self._of, self._subject_end
+        subject, end = self._subject, self._subject_end
         for name, account in sorted(self._accounts.items()):
             group = self._state.groups.get((subject, name))
             if group is None or name in self._given_up:
                 continue
             begin = max(account.begin, self._first)
             ranges = account.ranges(group, begin, end)
-            row = {"copy": copy, "offset": None, "end": None, "subject": subject, "sequence": None, "id": None}
+            row: Row = {"offset": None, "end": None, "subject": subject, "sequence": None, "id": None}
             if (broken := broken_at(ranges, begin, end)) is not None:
                 text = f"group {name}: message {broken[0]} is {broken[1]}"
                 yield row | {"what": Kind.CONSERVATION, "sequence": broken[0], "text": text}

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from qmq.audit.facts import Gathering, PieceFacts
 from qmq.audit.line import FOREVER_MS
 from qmq.audit.walk import WINDOW_BYTES, Storage, Walk
@@ -51,7 +53,7 @@ class Reading:
             facts.take(window)
             size = len(window.data)
             is_next = bool(size) and window.offset == at
-            same = {name: one for name, one in same.items() if is_next and one.holds(at, bytes(window.data))}
+            same = {name: one for name, one in same.items() if is_next and one.holds(at, window.data)}
             at = window.offset + size
         if at != walk.at:
             same = {}
@@ -90,21 +92,29 @@ class _Beside:
     """Bytes of another copy, asked for in order."""
 
     def __init__(self, copy: Storage, at: int, ahead: bytes) -> None:
-        self._copy, self._at, self._left = copy, at, ahead
+        self._copy, self._at, self._left = copy, at, memoryview(ahead)
 
-    def holds(self, offset: int, data: bytes) -> bool:
+    def holds(self, offset: int, data: memoryview) -> bool:
         """Return whether the copy has `data` at `offset`. What it gave beyond that is kept for the next time."""
         if offset != self._at:
-            self._left = b""
+            self._left = memoryview(b"")
         at = 0
         while at < len(data):
             try:
-                found = self._left or self._copy.window(offset + at, min(WINDOW_BYTES, len(data) - at))
+                found = self._left or memoryview(self._copy.window(offset + at, min(WINDOW_BYTES, len(data) - at)))
             except OSError:
                 return False
             part = min(len(found), len(data) - at)
-            if not part or found[:part] != data[at : at + part]:
+            if not part or not _is_same(found[:part], data[at : at + part]):
                 return False
             at, self._left = at + part, found[part:]
         self._at = offset + at
         return True
+
+
+def _is_same(one: memoryview, other: memoryview) -> bool:
+    """Return whether as many bytes are the same: memoryviews are compared byte by byte, which is slow."""
+    whole = len(one) // 8 * 8
+    if one[whole:] != other[whole:]:
+        return False
+    return np.array_equal(np.frombuffer(one[:whole], np.uint64), np.frombuffer(other[:whole], np.uint64))

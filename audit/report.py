@@ -131,6 +131,7 @@ def _table_of_states(result: Result) -> list[str]:
         "consumer group",
         "stored =",
         "acked +",
+        "dead +",
         "in flight +",
         "requeued +",
         "passed +",

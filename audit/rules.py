@@ -74,8 +74,8 @@ class OfGroup:
             self._problem(problem | {"sequence": problem["first"]})
         self._more.update(said.more)
         if said.piece is not None:
-            for row in self._borders.judge(said.piece | {"piece": piece}):
-                self._problem(row)
+            for found in self._borders.judge(said.piece | {"piece": piece}):
+                self._problem(found._asdict() | {"text": found.reason})
         for term, boot, offset in said.epochs:
             self._epochs.setdefault(f"{term}.{boot}", offset)
         if piece >= self._begin:
@@ -125,8 +125,8 @@ class OfSubject:
     """
 
     def __init__(self, subject: str, begin: int, known: int | None, watermark: int) -> None:
-        self._subject, self._begin, self._watermark = subject, begin, watermark
-        self._judge = Judge()
+        self._subject, self._watermark = subject, watermark
+        self._judge = Judge(subject, begin)
         self._due = 0 if known is None and begin == 0 else known
         self._known_until = 0
         self._row: Row = {"subject": subject, "first": None, "due_end": 0, "end": 0}
@@ -134,23 +134,19 @@ class OfSubject:
 
     def take(self, piece: int, said: SubjectFacts) -> Iterator[Said]:
         facts, hours = said
-        about = {"copy": ALL, "subject": self._subject, "start": self._begin}
         for hour, (messages, size, first) in hours.items():
             total = self._hours.setdefault(hour, [0, 0])
             total[0] += messages
             total[1] += size
-            yield from self._judged(about | {"kind": "hour", "first": first, "value": hour, "offset": None})
+            self._judge.hour(hour, first)
         for fact in facts:
             if fact["kind"] == "run":
                 yield from self._run(fact)
                 self._row["end"] = max(self._row["end"], fact["last"])
                 if piece < self._watermark:
                     self._row["due_end"] = max(self._row["due_end"], fact["last"])
-            yield from self._judged(about | fact)
-
-    def _judged(self, fact: Row) -> Iterator[Said]:
-        for row in self._judge.judge(fact):
-            yield self._said(row, fact["offset"])
+            for row in self._judge.judge(fact):
+                yield self._said(row, fact["offset"])
 
     def _said(self, row: Row, seen: int | None) -> Said:
         if row["what"] == CONSERVED:

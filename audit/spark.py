@@ -17,6 +17,9 @@ import qmq
 from qmq.audit.source import LogSource
 
 _ROOT = Path(qmq.__file__).resolve().parents[1]
+_QUICK_JVM = "-XX:TieredStopAtLevel=1"
+"""Python does the work, and the JVM's second compiler took as much CPU as the reading: of 2 GiB of log in frames of 100
+messages, 4.2 of 8.4 CPU seconds were the JVM's, and are 1.4 of 5.3 without it. To start takes 7 instead of 11."""
 
 
 def start_spark(master: str | None, name: str, **config: str) -> SparkSession:
@@ -27,6 +30,7 @@ def start_spark(master: str | None, name: str, **config: str) -> SparkSession:
     to the executors.
     """
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    os.environ.setdefault("SPARK_SUBMIT_OPTS", _QUICK_JVM)  # of a JVM that we start; what spark-defaults.conf says wins
     # The process that plans a Python data source is started by the JVM and must find our modules too.
     paths = [str(_ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
@@ -74,6 +78,7 @@ def _defaults(master: str | None) -> dict[str, str]:
         "spark.sql.session.timeZone": "UTC",
         # A row may be the ids of a piece, so that thousands of them are no batch for a worker.
         "spark.sql.execution.arrow.maxBytesPerBatch": "32m",
+        "spark.executor.extraJavaOptions": _QUICK_JVM,
         # Between the JVM and its Python workers; measured: 290 MB/s per core instead of 240 over loopback TCP.
         "spark.python.unix.domain.socket.enabled": "true",
     }

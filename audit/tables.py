@@ -17,7 +17,7 @@ from qmq.codec import check_batch, decode_envelope, decode_properties, due_of, l
 from qmq.errors import CorruptFrame, QmqError
 from qmq.log.delays import Outcome, batch_begin, decode_dispatch, decode_places, decode_settled
 from qmq.log.frame import DELAYS, FLAG_LABELLED, FRAME_BYTES_MAX, PROGRESS, Frame, FrameKind
-from qmq.log.progress import DEFERRED, EXPIRED, NOT_BEGUN, OVERFLOWED, PASSED, Departure, Entry, decode_progress
+from qmq.log.progress import DEAD, DEFERRED, EXPIRED, NOT_BEGUN, OVERFLOWED, PASSED, Departure, Entry, decode_progress
 
 ROWS_MAX, BYTES_MAX = 65_536, 8 << 20
 """Of a batch that is sent to Spark."""
@@ -271,6 +271,7 @@ def _progress(frame: Frame, body: memoryview) -> Iterator[dict[str, Any]]:
 
 
 _WITHOUT_A_CONSUMER = {PASSED: "passed", DEFERRED: "deferred", EXPIRED: "expired", OVERFLOWED: "overflowed"}
+_SETTLED = {EXPIRED: "expired", DEAD: "dead"}
 
 
 def _entries(kind: int, consumer: str, entries: tuple[Entry, ...]) -> Iterator[dict[str, Any]]:
@@ -284,7 +285,7 @@ def _entries(kind: int, consumer: str, entries: tuple[Entry, ...]) -> Iterator[d
             event = _WITHOUT_A_CONSUMER.get(one, "pull")
             yield {"event": event, "pull": one if event == "pull" else None, "sequence": two, "messages": three}
         elif kind == FrameKind.ACK:
-            yield {"event": "expired" if three == EXPIRED else "ack", "pull": one, "messages": two - one}
+            yield {"event": _SETTLED.get(three, "ack"), "pull": one, "messages": two - one}
         else:
             due_ms = None if three == NOT_BEGUN else three
             yield {"event": "nack", "pull": one, "messages": two - one, "due_ms": due_ms}

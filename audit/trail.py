@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
+from qmq.dead_letters import GROUP, REASON, SEQUENCE
 from qmq.errors import IllegalTransition
 from qmq.log.message_life import LIFE, MessageEvent, MessageState
 from qmq.subjects import DEAD_LETTER, parse_derived
 
-DEAD_REASON, DEAD_SEQUENCE = "qmq_deadReason", "qmq_deadSequence"
 STORED_COLUMNS = "broker_group,offset,timestamp_ms,subject,sequence,id,tags,properties,producer,batch"
 """What `steps` needs of a stored message."""
 
@@ -31,12 +31,13 @@ _EVENTS = {
     "expired": MessageEvent.PASS_OVER,
     "overflowed": MessageEvent.PASS_OVER,
     "ack": MessageEvent.ACK,
+    "dead": MessageEvent.BURY,
     "nack": MessageEvent.NACK,
     "left": MessageEvent.LEAVE,
     "vanished": MessageEvent.LEAVE,
 }
 _GO_OVER = ("pull", "passed", "deferred", "expired", "overflowed")
-_OF_PULLS = ("ack", "nack", "expired")
+_OF_PULLS = ("ack", "dead", "nack", "expired")
 """What expired at a consumer has a pull sequence, what expired at the broker a sequence."""
 _OF_CONSUMERS = ("left", "vanished")
 _OF_GROUPS = ("position", "forgotten")
@@ -128,7 +129,7 @@ def steps(stored: Iterable[Row], events: Iterable[Row]) -> list[Step]:
 def _stored(one: Row) -> Step:
     derived, text = parse_derived(one["subject"]), f"by producer {one['producer']}, batch {one['batch']}"
     if derived is not None:
-        reason = (one["properties"] or {}).get(DEAD_REASON, "")
+        reason = (one["properties"] or {}).get(REASON, "")
         text = f"dead letter of {derived.group}: {reason}" if derived.kind == DEAD_LETTER else f"for {derived.group}"
     return Step(
         one["timestamp_ms"], one["broker_group"], one["offset"], one["subject"], one["sequence"], "stored", text=text
@@ -138,9 +139,10 @@ def _stored(one: Row) -> Step:
 def _buried(one: Row, group: str, stored: Iterable[Row]) -> int | None:
     """Return where the dead letter lies that this group made of the message; None if it made none."""
     for other in stored:
-        derived = parse_derived(other["subject"])
-        if derived and derived.kind == DEAD_LETTER and derived.group == group:
-            of = (other["properties"] or {}).get(DEAD_SEQUENCE)
+        derived, properties = parse_derived(other["subject"]), other["properties"] or {}
+        whose = derived.group if derived and derived.kind == DEAD_LETTER else properties.get(GROUP)
+        if whose == group:
+            of = properties.get(SEQUENCE)
             if other["broker_group"] == one["broker_group"] and of == str(one["sequence"]):
                 return int(other["offset"])
     return None

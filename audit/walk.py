@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from qmq.audit.headers import whole_frames
 from qmq.audit.kinds import Kind
 from qmq.codec import decode_labels, labels_bytes
 from qmq.errors import CorruptFrame
@@ -166,6 +167,9 @@ class Walk:
             CorruptFrame: no frame at `self.at`, which is the beginning of the window.
         """
         base, size = window.offset, len(window.data)
+        window.frames = whole_frames(window.data, self.at - base, self.at, self._end, self.chain)
+        if window.frames:
+            self.at, self.chain = window.frames[-1].end, window.frames[-1].chain
         while (offset := self.at) < self._end and (at := offset - base) < size:
             try:
                 frame = self._header(window, at)

@@ -5,7 +5,8 @@
 Writes two equal logs (1 KiB messages in frames of 100), starts Spark, audits a small log so that workers are there and
 the JVM has compiled what it runs, then audits the large one: every byte of both copies, by the same code as the nightly
 job. A core is a core of this machine: the rate is bytes / seconds / cores. With `--groups N`, what a broker group costs
-by itself: N groups with a handful of messages are audited, and one of them.
+by itself: N groups with a handful of messages are audited, and one of them. With `--progress`, whether it matters that
+one subject has all pulls and acks.
 """
 
 from __future__ import annotations
@@ -18,22 +19,33 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 from zlib import crc32
 
+from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
 from pyspark.sql import SparkSession
 
 from qmq.audit.copies import place_options
 from qmq.audit.group import Group, Options, Result, audit_groups
 from qmq.audit.spark import start_spark
 from qmq.codec import encode_message, join_batch
-from qmq.log.frame import NO_CHAIN, FrameKind, encode_header, subject_field
+from qmq.log.fold import State, apply, encode_snapshot
+from qmq.log.frame import FrameKind, encode_header, subject_field
+from qmq.log.index import SegmentIndex
+from qmq.log.progress import encode_progress
+from qmq.log.segments import FOLDER, index_name, log_name, snapshot_name
 from qmq.message import Message
 from qmq.types import Epoch
 
 COPY_BYTES = 1 << 30
-WARM_UP_BYTES = 192 << 20
+SPREAD = 64
+"""Subjects among which progress is spread."""
+SMALL_BYTES = 192 << 20
+SEGMENT_BYTES = 256 << 20
+"""A quarter of a broker's, so that small logs have closed ones, beside which the audit looks at index and snapshot."""
 SUBJECT = "order.changed"
 SAMPLE_S = 0.1
 
@@ -48,41 +60,114 @@ class Figures(NamedTuple):
     """Most memory that one Python worker had."""
     mb_per_cpu_s: float
     """MB of log per second of CPU time of driver, JVM and workers together: what a busy machine does not change."""
+    more_mb_per_cpu_s: float
+    """The same of what the large log has more than the small one: what it costs to begin is not in it."""
+    fixed_cpu_s: float
+    """CPU seconds that are left for a log of no bytes."""
 
 
-def write_log(data: Path, size: int, count: int = 100) -> None:
-    """Write a log of `size` bytes in frames of `count` messages as a broker does, in one segment."""
-    folder = data / "log"
-    folder.mkdir(parents=True)
-    messages = [encode_message(Message(SUBJECT, {"text": "x" * 940}, id=f"{0:032d}"), 1)] * count
-    body, message_bytes = bytearray(join_batch(messages)), len(messages[0])
-    id_at = [4 * (count + 1) + number * message_bytes + messages[0].index(b"0" * 32) for number in range(count)]
-    offset, chain, sequence = 0, NO_CHAIN, 0
-    with (folder / f"{0:020d}.log").open("wb") as file:
-        while offset < size:
-            for number, at in enumerate(id_at, sequence):
-                body[at : at + 32] = b"%032d" % number
-            is_first = offset == 0
-            stored, subject = (b"", "") if is_first else (bytes(body), SUBJECT)
-            head, frame = encode_header(
-                kind=FrameKind.EPOCH if is_first else FrameKind.MESSAGES,
-                flags=0,
-                subject=subject,
-                field=subject_field(subject),
-                count=0 if is_first else count,
-                body_bytes=len(stored),
-                body_crc=crc32(stored),
-                epoch=Epoch(1, 1),
-                offset=offset,
-                high_watermark=offset,
-                timestamp_ms=1_700_000_000_000 + sequence // 100,
-                first_sequence=sequence,
-                producer=not is_first,
-                batch=sequence,
-                previous_chain=chain,
-            )
-            file.write(head + stored)
-            offset, chain, sequence = frame.end, frame.chain, sequence + frame.count
+class Skew(NamedTuple):
+    """Seconds of an audit whose progress is all of so many `subjects`."""
+
+    subjects: int
+    frames: int
+    """Pulls and acks."""
+    seconds: float
+    cpu_s: float
+    longest_s: float
+    """Of its tasks."""
+    tasks_s: float
+    """Of all its tasks together."""
+
+
+class _Writer:
+    """Writes a log as a broker does, with an index and a snapshot beside each segment."""
+
+    def __init__(self, data: Path, segment_bytes: int) -> None:
+        (data / FOLDER).mkdir(parents=True)
+        self.data, self._segment_bytes = data, segment_bytes
+        self.state, self._index = State(), SegmentIndex(0)
+        self._file = (data / log_name(0)).open("wb")
+        self.frame(FrameKind.EPOCH, "", b"")
+
+    def frame(self, kind: FrameKind, subject: str, body: bytes, count: int = 0) -> None:
+        """Append a frame; one of `count` messages continues its subject."""
+        state = self.state
+        if state.end - self._index.base >= self._segment_bytes:
+            self._next_segment()
+        sequence = state.next_sequence.get(subject, 0)
+        head, frame = encode_header(
+            kind=kind,
+            flags=0,
+            subject=subject,
+            field=subject_field(subject),
+            count=count,
+            body_bytes=len(body),
+            body_crc=crc32(body),
+            epoch=Epoch(1, 1),
+            offset=state.end,
+            high_watermark=state.end,
+            timestamp_ms=1_700_000_000_000 + state.end // 100_000,
+            first_sequence=sequence if count else 0,
+            producer=bool(count),
+            batch=state.end if count else 0,
+            previous_chain=state.chain,
+        )
+        self._file.write(head + body)
+        apply(state, frame, body)
+        if count:
+            self._index.add(frame)
+
+    def _next_segment(self) -> None:
+        self._file.close()
+        end = self.state.end
+        (self.data / index_name(self._index.base)).write_bytes(self._index.encode(end))
+        (self.data / snapshot_name(end)).write_bytes(encode_snapshot(self.state))
+        self._index = SegmentIndex(end)
+        self._file = (self.data / log_name(end)).open("wb")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _Batch:
+    """The body of a frame of `count` messages, each time with other message ids."""
+
+    def __init__(self, subject: str, count: int) -> None:
+        message = encode_message(Message(subject, {"text": "x" * 940}, id=f"{0:032d}"), 1)
+        self._body, begin = bytearray(join_batch([message] * count)), 4 * (count + 1) + message.index(b"0" * 32)
+        self._ids = [begin + number * len(message) for number in range(count)]
+
+    def body(self, sequence: int) -> bytes:
+        for number, at in enumerate(self._ids, sequence):
+            self._body[at : at + 32] = b"%032d" % number
+        return bytes(self._body)
+
+
+def write_log(data: Path, size: int, count: int = 100, segment_bytes: int = SEGMENT_BYTES) -> None:
+    """Write a log of `size` bytes in frames of `count` messages."""
+    log, batch = _Writer(data, segment_bytes), _Batch(SUBJECT, count)
+    while log.state.end < size:
+        log.frame(FrameKind.MESSAGES, SUBJECT, batch.body(log.state.next_sequence.get(SUBJECT, 0)), count)
+    log.close()
+
+
+def write_progress(data: Path, size: int, subjects: int) -> int:
+    """Write a log of `size` bytes whose messages are pulled and acked one by one; return how many frames say so."""
+    log, names = _Writer(data, SEGMENT_BYTES // 4), [f"{SUBJECT}.{number}" for number in range(subjects)]
+    batches = [_Batch(name, 1) for name in names]
+    for name in names:
+        log.frame(FrameKind.POSITION, name, encode_progress("billing", "", [(0, 0, 0)]))
+    pull, turns = log.state.next_pull(log.state.groups[names[0], "billing"], "c1"), 0
+    while log.state.end < size:
+        sequence, place = divmod(turns, subjects)
+        name, number = names[place], pull + sequence
+        log.frame(FrameKind.MESSAGES, name, batches[place].body(sequence), 1)
+        log.frame(FrameKind.PULL, name, encode_progress("billing", "c1", [(number, sequence, 1)]))
+        log.frame(FrameKind.ACK, name, encode_progress("billing", "c1", [(number, number + 1, 0)]))
+        turns += 1
+    log.close()
+    return 2 * turns + subjects
 
 
 def _children(of: int) -> set[int]:
@@ -138,24 +223,40 @@ class _WorkerMemory(threading.Thread):
 
 def measure(folder: Path, *, copy_bytes: int = COPY_BYTES, count: int = 100) -> Figures:
     """Write the logs into `folder`, audit them, return the figures. Raises RuntimeError if the audit is not clean."""
-    for name, size in (("warm", WARM_UP_BYTES), ("large", copy_bytes)):
+    for name, size in (("small", SMALL_BYTES), ("large", copy_bytes)):
         write_log(folder / name / "master", size, count)
         shutil.copytree(folder / name / "master", folder / name / "slave")
     cores = os.cpu_count() or 1
     spark = start_spark(f"local[{cores}]", "qmq audit benchmark")
     try:
-        _audit(spark, folder / "warm")
+        _cost(spark, folder / "small")  # workers start, and the JVM compiles what it runs
+        few, _, few_cpu = _cost(spark, folder / "small")
         memory = _WorkerMemory()
         memory.start()
-        began, cpu = time.perf_counter(), _cpu_seconds()
-        result = _audit(spark, folder / "large")
-        seconds, cpu = time.perf_counter() - began, _cpu_seconds() - cpu
+        result, seconds, cpu = _cost(spark, folder / "large")
         memory.stop()
     finally:
         spark.stop()
-    megabytes = sum(read["bytes"] for read in result.read.values()) / 1e6
+    less, megabytes = (sum(read["bytes"] for read in one.read.values()) / 1e6 for one in (few, result))
     messages = sum(read["messages"] for read in result.read.values())
-    return Figures(megabytes / seconds / cores, seconds, megabytes, messages, memory.peak / 1e6, megabytes / cpu)
+    more = (megabytes - less) / (cpu - few_cpu)
+    return Figures(
+        megabytes / seconds / cores,
+        seconds,
+        megabytes,
+        messages,
+        memory.peak / 1e6,
+        megabytes / cpu,
+        more,
+        cpu - megabytes / more,
+    )
+
+
+def _cost(spark: SparkSession, folder: Path) -> tuple[Result, float, float]:
+    """Audit two logs; return the answer, the seconds it took, and those of CPU time."""
+    began, cpu = time.perf_counter(), _cpu_seconds()
+    (result,) = _audit_all(spark, [folder])
+    return result, time.perf_counter() - began, _cpu_seconds() - cpu
 
 
 def measure_groups(folder: Path, groups: int) -> float:
@@ -176,8 +277,37 @@ def measure_groups(folder: Path, groups: int) -> float:
     return (costs[2] - costs[1]) / (groups - 1)
 
 
-def _audit(spark: SparkSession, folder: Path) -> Result:
-    return _audit_all(spark, [folder])[0]
+def measure_progress(folder: Path, copy_bytes: int) -> Iterator[Skew]:
+    """Yield what progress costs that is all of one subject, and what as much of it costs that is of many.
+
+    Raises RuntimeError if the audit is not clean."""
+    counted = {}
+    for subjects in (1, SPREAD):
+        counted[subjects] = write_progress(folder / f"{subjects}" / "master", copy_bytes, subjects)
+        shutil.copytree(folder / f"{subjects}" / "master", folder / f"{subjects}" / "slave")
+    spark = start_spark("local[*]", "qmq audit benchmark")
+    try:
+        _cost(spark, folder / "1")  # workers start, and the JVM compiles what it runs
+        for subjects, frames in counted.items():
+            known = set(_task_seconds(spark))
+            _, seconds, cpu = _cost(spark, folder / f"{subjects}")
+            tasks = [one for stage, of in _task_seconds(spark).items() if stage not in known for one in of]
+            yield Skew(subjects, frames, seconds, cpu, max(tasks), sum(tasks))
+    finally:
+        spark.stop()
+
+
+def _task_seconds(spark: SparkSession) -> dict[int, list[float]]:
+    """Return how long the tasks of each stage took that ended; Spark's tracker does not tell."""
+    store = spark.sparkContext._jsc.sc().statusStore()
+    stages: dict[int, list[float]] = {}
+    with suppress(Py4JJavaError):  # there is no stage of that number yet
+        while True:
+            tasks = store.taskList(len(stages), 0, 10_000)
+            ended = [tasks.apply(at) for at in range(tasks.size())]
+            stages[len(stages)] = [one.duration().get() / 1000 for one in ended if one.duration().isDefined()]
+            store.lastStageAttempt(len(stages))
+    return stages
 
 
 def _audit_all(spark: SparkSession, folders: list[Path]) -> list[Result]:
@@ -198,7 +328,13 @@ def main() -> int:
     parser.add_argument("--messages", type=int, default=100, help="messages of 1 KiB in a frame")
     parser.add_argument("--megabytes", type=int, default=COPY_BYTES >> 20, help="size of each copy, MiB")
     parser.add_argument("--groups", type=int, default=0, help="measure what each of so many small groups costs instead")
+    parser.add_argument("--progress", action="store_true", help="measure progress of one subject, and of many, instead")
     options = parser.parse_args()
+    if options.progress:
+        with tempfile.TemporaryDirectory(prefix="qmq-audit-") as folder:
+            for one in measure_progress(Path(folder), options.megabytes << 20):
+                print(", ".join(f"{name} {value:.6g}" for name, value in one._asdict().items()))
+        return 0
     if options.groups:
         with tempfile.TemporaryDirectory(prefix="qmq-audit-") as folder:
             print(f"CPU seconds per broker group {measure_groups(Path(folder), options.groups):.3f}")
@@ -213,6 +349,8 @@ def main() -> int:
     print(f"{figures.messages} messages, {figures.megabytes:.0f} MB of both copies in {figures.seconds:.2f} s")
     print(f"audit_mb_per_s_core {figures.audit_mb_per_s_core:.0f}")
     print(f"MB per second of CPU time {figures.mb_per_cpu_s:.0f}")
+    print(f"of what is more than {SMALL_BYTES >> 20} MiB {figures.more_mb_per_cpu_s:.0f}")
+    print(f"CPU seconds for a log of no bytes {figures.fixed_cpu_s:.2f}")
     print(f"peak memory of a Python worker {figures.worker_peak_rss_mb:.0f} MB")
     return 0
 

@@ -354,6 +354,8 @@ def _groups(count: int) -> dict[str, list[dict[str, Any]]]:
                 "tag": "",
                 "draining": False,
                 "is_full": False,
+                "min_copies": 2,
+                "lost_term": 0,
                 **times,
             }
         )

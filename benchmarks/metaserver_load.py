@@ -23,14 +23,14 @@ import grpc.aio
 from benchmarks.figures import percentile
 from benchmarks.lean_stream import Connection, Stream, connect
 from qmq.client.route_watch import CONFIRM_WITHIN_S
-from qmq.control_plane import CHANNEL_OPTIONS
+from qmq.control_plane import META_CHANNEL_OPTIONS
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import MetaserverStub
 
 HOT = "bench.hot"
 """The subject that every watcher watches."""
 WATCH_ROUTES = "/qmq.Metaserver/WatchRoutes"
-OPTIONS = [*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]  # else all channels share one connection
+OPTIONS = [*META_CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]  # else all channels share one connection
 STARTED_AT_ONCE = 200
 FILL_AT_ONCE = 10
 PARTS = (0.5, 0.99, 1.0)

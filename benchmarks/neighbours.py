@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -151,6 +152,21 @@ class Noise:
                 for begin in range(0, len(receipts), 50):
                     await asyncio.gather(*(producer.cancel(one) for one in receipts[begin : begin + 50]))
 
+    async def audit(self) -> None:
+        """The nightly job, which reads both copies of everything, again and again; as nice as its unit makes it."""
+        from qmq.audit.brokers import find_places
+        from qmq.audit.group import Group, Options, audit_groups  # Spark is here for this neighbour alone
+        from qmq.audit.spark import start_spark
+
+        os.nice(10)
+        await self._backlog(300_000)
+        spark = start_spark("local[*]", "noise")
+        groups = [Group(*one) for one in find_places(self._client["metaserver"], self._client["token"]).items()]
+        audit_groups(spark, groups, Options())  # workers are there, and the JVM has compiled what it runs
+        print(READY, flush=True)
+        while True:
+            audit_groups(spark, groups, Options())
+
 
 NEIGHBOURS: dict[str, Callable[[Noise], Awaitable[None]]] = {
     "hot_subject": Noise.hot_subject,
@@ -161,6 +177,7 @@ NEIGHBOURS: dict[str, Callable[[Noise], Awaitable[None]]] = {
     "huge_messages": Noise.huge_messages,
     "broken_clients": Noise.broken_clients,
     "cancels": Noise.cancels,
+    "audit": Noise.audit,
 }
 
 

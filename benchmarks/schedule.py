@@ -73,8 +73,10 @@ class Frames:
 
     def _frame(self, kind: FrameKind, body: bytes, count: int, batch: int = 0) -> tuple[Frame, bytes]:
         body_at = HEADER_BYTES + -(-len(SUBJECT) // 8) * 8
-        frame = Frame(kind, 0, SUBJECT, count, len(body), Epoch(1, 1), self.end, 0, 0, 0, 1, batch, 0, 0, body_at)
-        self.end = frame.end
+        begin, self.end = self.end, self.end + body_at + len(body)
+        frame = Frame(
+            kind, 0, SUBJECT, count, len(body), Epoch(1, 1), begin, 0, 0, 0, 1, batch, 0, 0, body_at, self.end
+        )
         return frame, body
 
 

@@ -8,6 +8,7 @@ is read on a thread, of few groups at a time, and only of those whose oldest mes
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from heapq import nlargest, nsmallest
 from typing import NamedTuple
 
@@ -99,6 +100,12 @@ class Backlogs:
                     self._oldest[one[0]] = one[1]
 
         self._mastership.host.read(lambda: [_stored(message_log, *one) for one in wanted], done)
+
+    def copy(self) -> Backlogs:
+        """As they are now, for another thread to ask."""
+        twin = copy(self)
+        twin._known, twin._oldest = dict(self._known), dict(self._oldest)
+        return twin
 
     def largest(self, most: int) -> dict[Key, Backlog]:
         """Return the largest backlogs, and those that are always shown."""

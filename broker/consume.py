@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from qmq import ranges
 from qmq.broker.tags import TagRule
+from qmq.dead_letters import PRUNER
 from qmq.errors import InvalidAck, Overloaded, SubscriptionReplaced, UnknownSubscription
 from qmq.log import MessageLog
 from qmq.log.group import Consumer
@@ -34,10 +35,6 @@ LOOKS_IN_LEASE = 4
 NEVER_MS = 1 << 64
 LOOKING_MS = 1_000
 """How much longer a pull waits while the broker looks for messages that its consumer asks for."""
-
-
-PRUNER = "/expired"
-"""The consumer of what expires and becomes a dead letter (broker.pruning); a slash is in no name."""
 
 
 class WaitingPull(NamedTuple):

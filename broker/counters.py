@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 
 from qmq.server.producing import ProduceCounters
 
@@ -12,5 +13,6 @@ class Counters(ProduceCounters):
     pulled_messages: int = 0
     acked_messages: int = 0
     nacked_messages: int = 0
-    dead_letters: int = 0
+    dead_letters: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Of each real subject and consumer group, wherever they go."""
     returned_consumers: int = 0

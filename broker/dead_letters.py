@@ -1,8 +1,9 @@
 """Core. Dead letters: messages that a group could not handle, stored once more where people look at them.
 
-The copy is a message of `%DEAD_RETRY%subject%group` in the same log, with what is known of its fate among its
-properties; right behind it stands the ack of the original. A copy carries the original's sequence as its batch number:
-whoever finds the original still un-acked, because the process ended between the two, does not store it again.
+The copy is a message of `%DEAD_RETRY%subject%group`, or of the subject that an operator chose, in the same log, with
+what is known of its fate among its properties (qmq.dead_letters); right behind it stands the ack of the original. A
+copy carries the original's sequence as its batch number: whoever finds the original still un-acked, because the process
+ended between the two, does not store it again.
 
 Keeps I22.
 """
@@ -10,22 +11,25 @@ Keeps I22.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from hashlib import blake2b
 from zlib import crc32
 
-from qmq.broker.consume import PRUNER, Consumption
+from qmq.broker.consume import Consumption
 from qmq.broker.counters import Counters
-from qmq.codec import Buffer, join_batch, slice_batch, split_batch, with_properties
-from qmq.errors import CorruptFrame, InvalidAck, InvalidMessage, LogError, NotServed, QmqError
-from qmq.log.fold import BATCHES_PER_PRODUCER
-from qmq.log.frame import Frame, FrameKind
+from qmq.broker.labels import labels_of
+from qmq.codec import Buffer, encode_labels, join_batch, slice_batch, split_batch
+from qmq.dead_letters import PRUNER, letters_producer, with_fate
+from qmq.errors import CorruptFrame, InvalidAck, LogError, NotServed, QmqError
+from qmq.log.fold import BATCHES_PER_PRODUCER, StoredBatch
+from qmq.log.frame import FLAG_DEAD, Frame, FrameKind, label_flags
 from qmq.log.index import FrameRef
+from qmq.log.progress import DEAD
+from qmq.operator_limits import OperatorLimits, dead_letter_subjects
 from qmq.replication.ack_gate import Answer
 from qmq.replication.mastership import Mastership
-from qmq.subjects import dead_letter_subject, parse_derived
+from qmq.subjects import dead_letter_subject, real_subject
 
 Key = tuple[str, str, str]
 
@@ -36,8 +40,6 @@ COPIES_PER_ACK = BATCHES_PER_PRODUCER
 """Whoever finds copies without the ack behind them knows no more of them."""
 COPIES_PER_TURN = 500
 """A consumer may give up on 200,000 messages at once; meanwhile the loop goes on with everybody else."""
-
-TIMES, REASON, SEQUENCE = "qmq_times", "qmq_deadReason", "qmq_deadSequence"
 
 
 @dataclass(eq=False, slots=True)
@@ -64,6 +66,13 @@ class DeadLetters:
         self._burials: deque[_Burial] = deque()
         self._left = COPIES_PER_TURN
         self._is_over = False
+        self._chosen: dict[tuple[str, str], str] = {}
+        self._former: dict[int, dict[int, StoredBatch]] = {}
+        """What is known of copies from before this mastership, by producer: some may have no ack behind them."""
+
+    def limit(self, limits: Iterable[OperatorLimits]) -> None:
+        """From now on these are all operators' limits."""
+        self._chosen = dead_letter_subjects(limits)
 
     def bury(self, key: Key, ranges: list[tuple[int, int]], reason: str, answer: Answer | None) -> None:
         """Make dead letters of what the consumer `key` still holds of these pull sequences; then call `answer`."""
@@ -133,7 +142,7 @@ class DeadLetters:
             return
         if not refs or refs[0].begin > sequence:
             gone = min(refs[0].begin - sequence if refs else messages, messages)
-            self._settle(burial, gone)
+            self._settle(burial, gone, 0)
             self._consumption.note_skipped(subject, burial.key[1], gone)
             return
         refs = _few(refs)
@@ -195,30 +204,36 @@ class DeadLetters:
                 if not 0 <= begin < end:
                     return  # it was settled meanwhile, or this pass had enough: look anew
                 cut = slice_batch(body, frame.count, begin, end)
+                labels = labels_of(frame, body)[begin:end]
                 for at, data in enumerate(split_batch(cut, end - begin)):
-                    self._copy(burial, sequence + at, bytes(data))
+                    self._copy(burial, sequence + at, bytes(data), labels[at : at + 1])
                 self._left -= end - begin
-                self._settle(burial, end - begin)
+                self._settle(burial, end - begin, DEAD)
 
-    def _copy(self, burial: _Burial, sequence: int, data: bytes) -> None:
+    def _copy(self, burial: _Burial, sequence: int, data: bytes, labels: Sequence[int]) -> None:
+        """Store the copy of one message; `labels`: its own, if it has one."""
         mastership, (subject, group, _) = self._mastership, burial.key
-        name, state = dead_letter_subject(subject, group), mastership.log.state
-        producer = _producer(subject, group)
-        stored = state.repeated(producer, sequence)
+        state, producer = mastership.log.state, letters_producer(subject, group)
+        if producer not in self._former:  # the copies of this mastership push those out of the fold's window
+            self._former[producer] = dict(state.producers.get(producer, {}))
+        stored = state.repeated(producer, sequence) or self._former[producer].get(sequence)
         if stored is not None and stored.end > state.groups[subject, group].began:
             return  # one from before the group was moved may be dealt with already: what fails anew is a new one
-        fate = {TIMES: str(self._times(burial)), REASON: burial.reason, SEQUENCE: str(sequence)}
-        try:
-            data = with_properties(data, fate)
-        except InvalidMessage:
-            pass  # whatever these bytes are, they are kept as they came
-        body = join_batch([data])
+        whose = real_subject(subject), group
+        chosen = self._chosen.get(whose)
+        copy = with_fate(data, self._times(burial), burial.reason, sequence, whose if chosen else None)
+        if chosen and copy != data:  # who consumes that subject may ask for tags and order keys
+            name, flags = chosen, FLAG_DEAD | (label_flags(labels) if labels else 0)
+            body = join_batch([copy]) + (encode_labels(labels) if labels else b"")
+        else:  # also what nobody there could decode
+            name, flags, body = dead_letter_subject(subject, group), 0, join_batch([copy])
         mastership.log.append(
             FrameKind.MESSAGES,
             name,
             body,
             body_crc=crc32(body),
             epoch=mastership.epoch,
+            flags=flags,
             count=1,
             high_watermark=mastership.gate.high_watermark,
             timestamp_ms=mastership.host.now_ms(),
@@ -226,7 +241,7 @@ class DeadLetters:
             producer=producer,
             batch=sequence,
         )
-        self._counters.dead_letters += 1
+        self._counters.dead_letters[whose] += 1
         self._wake(name)
         mastership.host.pass_soon()
 
@@ -235,10 +250,10 @@ class DeadLetters:
         deliveries = consumer.range_of(burial.ranges[0][0]).deliveries if consumer is not None else 0
         return deliveries - (burial.key[2] == PRUNER)  # no consumer got them for that
 
-    def _settle(self, burial: _Burial, messages: int) -> None:
-        """Ack the first messages of the burial's first range."""
+    def _settle(self, burial: _Burial, messages: int, settled: int) -> None:
+        """Ack the first messages of the burial's first range; `settled`: whether dead letters of them are stored."""
         begin, end = burial.ranges[0]
-        self._mastership.append_progress(FrameKind.ACK, burial.key, [(begin, begin + messages, 0)])
+        self._mastership.append_progress(FrameKind.ACK, burial.key, [(begin, begin + messages, settled)])
         if begin + messages < end:
             burial.ranges[0] = begin + messages, end
         else:
@@ -253,9 +268,3 @@ def _few(refs: list[FrameRef]) -> list[FrameRef]:
         if at and size > READ_BYTES:
             return refs[:at]
     return refs
-
-
-def _producer(subject: str, group: str) -> int:
-    """The number under which a group's dead letters are stored."""
-    data = dead_letter_subject(subject, group).encode() + (b"" if parse_derived(subject) is None else b"\0mailbox")
-    return int.from_bytes(blake2b(data, digest_size=8).digest()) or 1

@@ -15,7 +15,7 @@ from functools import partial
 from qmq.broker import causes, progress
 from qmq.broker.backlogs import Backlogs
 from qmq.broker.choosing import Chosen, choose
-from qmq.broker.consume import PRUNER, Consumption, Subscription, WaitingPull
+from qmq.broker.consume import Consumption, Subscription, WaitingPull
 from qmq.broker.counters import Counters
 from qmq.broker.dead_letters import DeadLetters
 from qmq.broker.filtering import Filtering, Reading
@@ -28,6 +28,7 @@ from qmq.broker.sending import Sending
 from qmq.broker.settings import BrokerSettings
 from qmq.broker.tags import TagRule
 from qmq.broker.terms import read_terms
+from qmq.dead_letters import PRUNER
 from qmq.errors import CorruptFrame, ErrorCode, InvalidRequest, LogError, NotServed, OperatorError, QmqError
 from qmq.log.frame import FrameKind
 from qmq.log.group import Consumer, Group
@@ -388,6 +389,7 @@ class Delivery:
     def limit(self, limits: tuple[OperatorLimits, ...]) -> None:
         """From now on these are the operators' limits, and no others."""
         self.pruning.limit(by_key(limits))
+        self._dead_letters.limit(limits)
         self._rates.limit(by_key(limits), self._mastership.host.monotonic_ms())
         self.serve_all()
 

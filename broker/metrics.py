@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client.core import Metric
 
-from qmq.broker.backlogs import Backlog
+from qmq.broker.backlogs import Backlog, Key
+from qmq.broker.causes import Cause
 from qmq.broker.counters import Counters
 from qmq.broker.master import BrokerMaster
 from qmq.broker.retention import Retention
 from qmq.broker.settings import BrokerSettings
 from qmq.http_port import HttpPort
-from qmq.server.metrics import CopyCollector, http_port
+from qmq.server.metrics import CopyCollector, Later, http_port
 from qmq.server.service import Service
 
 
@@ -38,7 +39,8 @@ class BrokerCollector(CopyCollector[BrokerMaster]):
         yield self.count(("acked_messages", "Pull sequences acked by consumers", counters.acked_messages))
         left = counters.returned_consumers
         yield self.count(("departed_consumers", "Consumers that left or whose lease ended", left))
-        yield from self._lags()
+        known = len(self._service.node.log.state.groups)
+        yield self.gauge(("consumer_groups", "Consumer groups; metrics_subjects_max of them are shown", known))
         dropped = self.counts(
             "dropped_messages",
             "Messages deleted although the consumer group had not consumed them, as set",
@@ -48,8 +50,12 @@ class BrokerCollector(CopyCollector[BrokerMaster]):
         for (subject, consumer_group), messages in self._service.node.log.state.kept.unconsumed.items():
             dropped.add_metric([self.group, subject, consumer_group], messages)
         yield dropped
+        text = "Messages that a consumer group gave up, wherever its dead letters go; of this process"
+        dead = self.counts("dead_letters", text, "subject", "consumer_group")
+        for (subject, consumer_group), messages in counters.dead_letters.most_common(self._shown_max):
+            dead.add_metric([self.group, subject, consumer_group], messages)
+        yield dead
         if master is not None:
-            yield from self._ages(master)
             text = "Log past retention that is kept because this consumer group has not consumed it"
             held = self.gauges("held_bytes", text, "subject", "consumer_group")
             if self._retention.holder is not None:
@@ -75,40 +81,47 @@ class BrokerCollector(CopyCollector[BrokerMaster]):
             for (subject, consumer_group), messages in master.overflowed.items():
                 overflowed.add_metric([self.group, subject, consumer_group], messages)
             yield overflowed
-            stopped = self.gauges(
-                "group_cause", "What stops or slows a consumer group", "subject", "consumer_group", "cause"
-            )
-            for (subject, consumer_group), found in master.causes.found.items():
-                for cause in found:
-                    stopped.add_metric([self.group, subject, consumer_group, cause], 1)
-            yield stopped
 
-    def _lags(self) -> Iterator[Metric]:
+    def copied(self) -> Iterator[Later]:
+        yield from super().copied()
+        state, master, now_ms = self._service.node.log.state, self._service.node.master, self._service.now_ms()
+        backlogs = master.backlogs.copy() if master is not None else None
+        if len(state.groups) <= self._shown_max:  # of few groups, how it is; of many, how it was at the last look
+            ends = state.next_sequence
+            found = {key: Backlog.of(group, ends.get(key[0], 0)) for key, group in state.groups.items()}
+            yield lambda: self._lags(found)
+        else:
+            yield lambda: self._lags(backlogs.largest(self._shown_max) if backlogs is not None else {})
+        if master is not None:
+            causes = dict(master.causes.found)
+            yield lambda: self._ages(backlogs.ages_ms(now_ms) if backlogs is not None else {})
+            yield lambda: self._causes(causes)
+
+    def _lags(self, backlogs: Mapping[Key, Backlog]) -> Iterator[Metric]:
         labels = "subject", "consumer_group"
         lag = self.gauges("lag_messages", "Messages not delivered yet", *labels)
         unacked = self.gauges("unacked_messages", "Messages delivered and not acked", *labels)
-        known = len(self._service.node.log.state.groups)
-        yield self.gauge(("consumer_groups", "Consumer groups; metrics_subjects_max of them are shown", known))
-        for (subject, name), backlog in self._backlogs().items():
+        for (subject, name), backlog in backlogs.items():
             lag.add_metric([self.group, subject, name], backlog.waiting)
             unacked.add_metric([self.group, subject, name], backlog.delivered)
         yield lag
         yield unacked
 
-    def _backlogs(self) -> dict[tuple[str, str], Backlog]:
-        """Of few groups, how it is; of many, how it was at the last look: a page must not walk through all of them."""
-        state, master = self._service.node.log.state, self._service.node.master
-        if len(state.groups) <= self._shown_max:
-            ends = state.next_sequence
-            return {key: Backlog.of(group, ends.get(key[0], 0)) for key, group in state.groups.items()}
-        return master.backlogs.largest(self._shown_max) if master is not None else {}
-
-    def _ages(self, master: BrokerMaster) -> Iterator[Metric]:
+    def _ages(self, ages_ms: Mapping[Key, int]) -> Iterator[Metric]:
         text = "Age of the oldest message that the group has not acked, of the groups with the oldest ones"
         ages = self.gauges("oldest_unacked_seconds", text, "subject", "consumer_group")
-        for (subject, name), ms in master.backlogs.ages_ms(self._service.now_ms()).items():
+        for (subject, name), ms in ages_ms.items():
             ages.add_metric([self.group, subject, name], ms / 1000)
         yield ages
+
+    def _causes(self, found: Mapping[Key, Sequence[Cause]]) -> Iterator[Metric]:
+        stopped = self.gauges(
+            "group_cause", "What stops or slows a consumer group", "subject", "consumer_group", "cause"
+        )
+        for (subject, name), causes in found.items():
+            for cause in causes:
+                stopped.add_metric([self.group, subject, name, cause], 1)
+        yield stopped
 
 
 def open_http(

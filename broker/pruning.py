@@ -19,9 +19,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
 from qmq.broker import progress
-from qmq.broker.consume import PRUNER
 from qmq.broker.dead_letters import DeadLetters
 from qmq.broker.lengths import Lengths
+from qmq.dead_letters import PRUNER
 from qmq.errors import CorruptFrame, SubjectFull
 from qmq.log.frame import FrameKind
 from qmq.log.group import Consumer, Group

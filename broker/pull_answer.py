@@ -9,9 +9,9 @@ from qmq.broker.choosing import Chosen
 from qmq.broker.consume import Subscription
 from qmq.codec import Buffer, labels_bytes, slice_batch
 from qmq.errors import QmqError
-from qmq.log.frame import FLAG_LABELLED, FLAG_NO_SLAVE_IN_SYNC, FLAG_ORDERED, Frame
+from qmq.log.frame import FLAG_DEAD, FLAG_LABELLED, FLAG_NO_SLAVE_IN_SYNC, FLAG_ORDERED, Frame
 from qmq.remoting import commands
-from qmq.remoting.commands import FLAG_SUSPECTED
+from qmq.remoting.commands import FLAG_IS_DEAD, FLAG_SUSPECTED
 from qmq.remoting.packet import Packet
 from qmq.replication.ack_gate import AckGate
 from qmq.replication.ports import Link
@@ -90,7 +90,7 @@ class PullAnswer:
                 body = memoryview(body)[: len(body) - labels_bytes(frame.count)]
                 crc = crc32(body)
             place = part.pull_sequence, part.begin, count
-            flags = self._flags | frame.flags & FLAG_ORDERED
+            flags = self._flags | frame.flags & FLAG_ORDERED | (FLAG_IS_DEAD if frame.flags & FLAG_DEAD else 0)
             times = part.attempts
             if part.suspected and self.subscription.begins:
                 flags |= FLAG_SUSPECTED

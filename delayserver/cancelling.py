@@ -4,15 +4,16 @@ Whoever asks names messages by id or by a key of his own. They are looked for on
 loop, where nothing happens in between, so that the answer is true when it is written down: what is planned for a broker
 group by then counts as sent. The answer leaves when both disks have the decision.
 
-To look for one message may take as long as for ten thousand, and what is due is read by the same threads. So there is
-one look at a time, and who asks meanwhile shares the next one.
+To look for one message may take as long as for thousands, and what is due is read by the same threads. So there is
+one look at a time, and who asks meanwhile shares the next one. What was found is decided in steps, some requests in
+each: what they cancel of a subject is one frame, and others' work goes on between two of them.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from qmq.delayserver.counters import Counters
 from qmq.delayserver.decisions import Decisions
 from qmq.delayserver.filing import Filing
 from qmq.delayserver.messages import Messages, Records, read_messages
-from qmq.delayserver.schedule import Candidate, DamagedSchedule, Schedule, State, id_hash, key_hash
+from qmq.delayserver.schedule import RECORD, Candidate, DamagedSchedule, Schedule, State, id_hash, key_hash
 from qmq.errors import CorruptFrame, InvalidMessage, LogError, NotMaster, NotServed, Overloaded, QmqError
 from qmq.log import MessageLog
 from qmq.message import DELAY_KEY
@@ -34,8 +35,10 @@ log = logging.getLogger(__name__)
 
 LOOKS_MAX = 5
 """How often messages are looked for that are written elsewhere meanwhile."""
-NAMES_MAX = 10_000
-"""That are looked for together: each that is found is read."""
+NAMES_MAX = 5_000
+"""That are looked for together: each that is found is read, and 5,000 requests take the loop 5 ms to gather."""
+DECIDED_AT_ONCE = 200
+"""Requests, and messages that were found for them, which one step decides about: 2 to 3 ms."""
 ASKED_MAX = 10_000
 """Requests that wait at the same time."""
 
@@ -53,6 +56,8 @@ class _Found(NamedTuple):
     """A message that has the name: position of the name, the record, its bytes if it was readable and pends."""
 
     name: int
+    number: int
+    id_hash: int
     record: Any
     state: State
     message: bytes
@@ -60,15 +65,28 @@ class _Found(NamedTuple):
 
 Fates = Callable[[list[DelayState] | QmqError], None]
 """Gets the fate of each name, ids first, then keys."""
+States = dict[int, State]
+"""Number -> what became of the message by now; none of one whose segment was deleted, as everything in it was over."""
 
 
 class _Asked(NamedTuple):
-    """A request; `decide` writes down what becomes of the messages that were found, and returns their fates."""
+    """A request. `due_ms`: when what is found is to be due; None: never."""
 
     named: Named
-    decide: Callable[[Named, list[_Found]], list[DelayState]]
+    due_ms: int | None
     answer: Fates
+    id_hashes: list[int]
+    key_hashes: list[int]
     looks: int = LOOKS_MAX
+
+
+class _Looked(NamedTuple):
+    """What was found for a request in a schedule that had all before `filed_end`."""
+
+    schedule: Schedule
+    filed_end: int
+    asked: _Asked
+    found: list[_Found]
 
 
 class Cancelling:
@@ -78,39 +96,42 @@ class Cancelling:
         self._mastership, self._filing, self._decisions, self._counters = mastership, filing, decisions, counters
         self._asked: deque[_Asked] = deque()
         self._is_looking = False
+        self._looked: deque[_Looked] = deque()
+        self._cancelled: dict[str, dict[int, Any]] = {}
+        """Subject -> number -> record, of what this step cancels and no frame says yet."""
 
     def cancel(self, named: Named, answer: Fates) -> None:
         """Cancel what these names mean and pends."""
-        self._ask(_Asked(named, self._cancelled, answer))
+        self._ask(named, None, answer)
 
     def reschedule(self, named: Named, due_ms: int, answer: Fates) -> None:
         """Let what these names mean and pends be due at `due_ms`."""
-        self._ask(_Asked(named, partial(self._moved, due_ms=due_ms), answer))
+        self._ask(named, due_ms, answer)
 
     def step_down(self) -> None:
         """The mastership is over; who waits asks the next master."""
-        asked, self._asked = self._asked, deque()
-        for one in asked:
-            one.answer(NotMaster(f"{self._mastership.group} has a newer master: fetch the route again"))
+        asked, self._asked = [*(one.asked for one in self._looked), *self._asked], deque()
+        self._looked.clear()
+        _refuse(asked, NotMaster(f"{self._mastership.group} has a newer master: fetch the route again"))
 
     # Looking.
 
-    def _ask(self, asked: _Asked) -> None:
+    def _ask(self, named: Named, due_ms: int | None, answer: Fates) -> None:
         self._mastership.check_has_begun()
-        self._mastership.readonly.check(self._mastership.group, asked.named.subject)
-        if len(self._asked) >= ASKED_MAX:
+        self._mastership.readonly.check(self._mastership.group, named.subject)
+        if len(self._asked) + len(self._looked) >= ASKED_MAX:
             raise Overloaded(f"{ASKED_MAX} requests to cancel or reschedule wait already")
-        self._asked.append(asked)
-        self._go_on()
+        hashes = [*map(id_hash, named.ids)], [*map(key_hash, named.keys)]
+        self._asked.append(_Asked(named, due_ms, answer, *hashes))
+        self._look_next()
 
-    def _go_on(self) -> None:
+    def _look_next(self) -> None:
         while self._asked and not self._is_looking:
             together = self._next()
             try:
                 self._look(together)
             except QmqError as error:
-                for one in together:
-                    one.answer(error)
+                _refuse(together, error)
 
     def _next(self) -> list[_Asked]:
         """Return who is looked for next: at least one."""
@@ -128,44 +149,31 @@ class Cancelling:
         mastership.check_has_begun()
         self._file_all()
         schedule = self._filing.schedule
-        look, message_log = _Look([one.named for one in together], schedule), mastership.log
+        look, message_log = _Look(together, schedule), mastership.log
         filed_end, self._is_looking = schedule.filed_end, True
 
         def done(result: list[list[_Found]] | LogError) -> None:
             self._is_looking = False
             try:
-                self._looked(together, schedule, filed_end, result)
+                if isinstance(result, LogError):
+                    _refuse(together, self._what_to_say(result, schedule))
+                else:
+                    self._looked.extend(map(partial(_Looked, schedule, filed_end), together, result))
+                    self.go_on()
             finally:
-                self._go_on()
+                self._look_next()
 
         mastership.host.read(partial(look, message_log), done)
 
-    def _looked(
-        self, together: list[_Asked], schedule: Schedule, filed_end: int, result: list[list[_Found]] | LogError
-    ) -> None:
-        for at, asked in enumerate(together):
-            try:
-                if isinstance(result, LogError):
-                    raise result
-                self._mastership.check_may_progress()
-                self._mastership.readonly.check(self._mastership.group, asked.named.subject)
-                self._file_all()
-                if schedule is not self._filing.schedule:
-                    raise NotServed("the schedule is made anew; ask again in a moment")
-                if not self._is_behind(result[at], filed_end):
-                    self._when_safe(asked.decide(asked.named, result[at]), asked.answer)
-                elif asked.looks > 1:
-                    self._asked.append(asked._replace(looks=asked.looks - 1))
-                else:
-                    raise NotServed("this message is being written again; ask again in a moment")
-            except CorruptFrame as problem:
-                self._mastership.found_damage(problem)
-                asked.answer(NotServed("this copy is damaged and being repaired; ask again in a moment"))
-            except DamagedSchedule as problem:
-                self._filing.is_damaged(schedule, problem)
-                asked.answer(NotServed("the schedule is made anew; ask again in a moment"))
-            except QmqError as error:
-                asked.answer(error)
+    def _what_to_say(self, problem: QmqError, schedule: Schedule) -> QmqError:
+        """Return the error for who asked; damage is repaired."""
+        if isinstance(problem, CorruptFrame):
+            self._mastership.found_damage(problem)
+            return NotServed("this copy is damaged and being repaired; ask again in a moment")
+        if isinstance(problem, DamagedSchedule):
+            self._filing.is_damaged(schedule, problem)
+            return NotServed("the schedule is made anew; ask again in a moment")
+        return problem
 
     def _file_all(self) -> None:
         """States are exact when the schedule has what is on our disk, and the decisions know the rest."""
@@ -175,87 +183,134 @@ class Cancelling:
         if not self._filing.reaches(flushed_end):
             raise NotServed("this delay server reads what came before it began; ask again in a moment")
 
-    def _is_behind(self, found: Sequence[_Found], filed_end: int) -> bool:
+    # Deciding.
+
+    def go_on(self) -> None:
+        """Decide about some of what was found; the next pass goes on."""
+        some, size = list[_Looked](), 0
+        while self._looked and size < DECIDED_AT_ONCE:
+            some.append(self._looked.popleft())
+            size += 1 + len(some[-1].found)
+        if self._looked:
+            self._mastership.host.pass_soon()
+        if not some:
+            return
+        schedule = self._filing.schedule
+        try:
+            self._mastership.check_may_progress()
+            self._file_all()
+            schedule = self._filing.schedule
+            now = schedule.states_of(_records(found for one in some for found in one.found))
+        except QmqError as error:
+            _refuse([one.asked for one in some], self._what_to_say(error, schedule))
+            return
+        self._decide(some, now)
+
+    def _decide(self, some: list[_Looked], now: States) -> None:
+        """Write down what becomes of all these, and answer when both disks have it."""
+        answers = list[tuple[Fates, list[DelayState]]]()
+        for looked in some:
+            asked = looked.asked
+            try:
+                self._mastership.readonly.check(self._mastership.group, asked.named.subject)
+                if looked.schedule is not self._filing.schedule:
+                    raise NotServed("the schedule is made anew; ask again in a moment")
+                if asked.due_ms is not None:
+                    self._write_cancelled()  # so that nothing is moved that was cancelled just now
+                if not self._is_behind(looked, now):
+                    answers.append((asked.answer, self._fates(looked, now)))
+                elif asked.looks > 1:
+                    self._asked.append(asked._replace(looks=asked.looks - 1))
+                else:
+                    raise NotServed("this message is being written again; ask again in a moment")
+            except QmqError as error:
+                asked.answer(error)
+        self._write_cancelled()
+        self._when_safe(answers)
+        self._look_next()
+
+    def _is_behind(self, looked: _Looked, now: States) -> bool:
         """Return whether something happened to a message since it was looked for that has to be looked at again: it is
         written elsewhere now, or the schedule does not know yet what a frame decides about it.
 
         The look saw the messages that were filed by `filed_end`, but their states as they were a little later.
         """
-        state_of = self._filing.schedule.state_of
-        newest = {(one.name, int(one.record["id_hash"])): one for one in _by_number(found)}
-        if filed_end < self._decisions.moved_end and any(one.state == State.MOVED for one in newest.values()):
-            return True
+        found, names = looked.found, self._decisions.names
+        if looked.filed_end < self._decisions.moved_end:
+            newest = {(one.name, one.id_hash): one for one in sorted(found, key=_number)}
+            if any(one.state == State.MOVED for one in newest.values()):
+                return True
         return any(
-            self._decisions.names(int(one.record["number"]))
-            or (one.state != State.MOVED and state_of(one.record) == State.MOVED)
-            for one in found
+            names(one.number) or (now.get(one.number) == State.MOVED and one.state != State.MOVED) for one in found
         )
 
-    # Deciding.
-
-    def _pends(self, found: _Found) -> bool:
-        return bool(self._filing.schedule.state_of(found.record) == State.PENDING)
-
-    def _split(self, named: Named, found: Sequence[_Found]) -> tuple[list[_Found], list[DelayState]]:
-        """Return what pends, each message once, and the fate of each name as far as nothing is changed."""
+    def _fates(self, looked: _Looked, now: States) -> list[DelayState]:
+        """Return the fate of each name; what pends is cancelled or moved."""
+        named, found = looked.asked.named, looked.found
         fates = [DelayState.UNKNOWN] * (len(named.ids) + len(named.keys))
         pending: dict[int, _Found] = {}
         last: dict[tuple[int, int], _Found] = {}
         """What was written last of each message: a broker may have refused what counts as sent before."""
-        for one in _by_number(found):
-            if one.message and self._pends(one):
-                pending[int(one.record["number"])] = one
+        for one in sorted(found, key=_number):
+            if one.message and now.get(one.number) == State.PENDING:
+                pending[one.number] = one
             else:
-                last[one.name, int(one.record["id_hash"])] = one
+                last[one.name, one.id_hash] = one
         for one in last.values():
-            if (fate := self._past(one)) is not None and fates[one.name] is not DelayState.SENT:
+            if (fate := _past(now.get(one.number))) is not None and fates[one.name] is not DelayState.SENT:
                 fates[one.name] = fate
-        return list(pending.values()), fates
+        if not pending:
+            return fates
+        fate = self._cancel(named, pending) if looked.asked.due_ms is None else self._move(looked.asked, pending)
+        for one in found:
+            if one.number in pending:
+                fates[one.name] = fate
+        return fates
 
-    def _past(self, found: _Found) -> DelayState | None:
-        """What became of a message that does not pend; None: it was written again, and is found there."""
-        state = self._filing.schedule.state_of(found.record)
-        if state == State.CANCELLED:
-            return DelayState.CANCELLED
-        return None if state == State.MOVED else DelayState.SENT
+    def _cancel(self, named: Named, pending: dict[int, _Found]) -> DelayState:
+        records = self._cancelled.setdefault(named.subject, {})
+        records.update((number, one.record) for number, one in pending.items())
+        return DelayState.CANCELLED
 
-    def _cancelled(self, named: Named, found: Sequence[_Found]) -> list[DelayState]:
-        pending, fates = self._split(named, found)
-        if pending:
-            records = _records(pending)
-            self._filing.schedule.decided(self._decisions.cancel(named.subject, records), records)
-            self._counters.cancelled_messages += len(pending)
-        return _with_fate(fates, found, pending, DelayState.CANCELLED)
+    def _write_cancelled(self) -> None:
+        cancelled, self._cancelled = self._cancelled, {}
+        for subject, by_number in cancelled.items():
+            records = _joined(by_number.values())
+            self._filing.schedule.decided(self._decisions.cancel(subject, records), records)
+            self._counters.cancelled_messages += len(records)
 
-    def _moved(self, named: Named, found: Sequence[_Found], due_ms: int) -> list[DelayState]:
-        pending, fates = self._split(named, found)
-        if pending:
-            messages = [one.message for one in pending]
-            records = _records(pending)
-            frame = self._decisions.carry(named.subject, records, messages, [due_ms] * len(pending))
-            self._filing.schedule.decided(frame, records)
-            self._counters.rescheduled_messages += len(pending)
-        return _with_fate(fates, found, pending, DelayState.RESCHEDULED)
+    def _move(self, asked: _Asked, pending: dict[int, _Found]) -> DelayState:
+        assert asked.due_ms is not None
+        messages = [one.message for one in pending.values()]
+        records = _records(pending.values())
+        frame = self._decisions.carry(asked.named.subject, records, messages, [asked.due_ms] * len(messages))
+        self._filing.schedule.decided(frame, records)
+        self._counters.rescheduled_messages += len(messages)
+        return DelayState.RESCHEDULED
 
-    def _when_safe(self, fates: list[DelayState], answer: Fates) -> None:
+    def _when_safe(self, answers: list[tuple[Fates, list[DelayState]]]) -> None:
+        def safe(error: QmqError | None) -> None:
+            for answer, fates in answers:
+                answer(fates if error is None else error)
+
         mastership = self._mastership
-        mastership.gate.stored(mastership.log.end, lambda error: answer(fates if error is None else error))
+        mastership.gate.stored(mastership.log.end, safe)
         mastership.gate.release_now()
 
 
 class _Look:
     """A question of several requests at once; made on the loop, called on a thread."""
 
-    def __init__(self, together: Sequence[Named], schedule: Schedule) -> None:
-        self._together = together
-        self._subjects = [schedule.position(named.subject) for named in together]
-        self._ids = [(at, place) for at, named in enumerate(together) for place in range(len(named.ids))]
-        self._keys = [(at, place) for at, named in enumerate(together) for place in range(len(named.keys))]
+    def __init__(self, together: Sequence[_Asked], schedule: Schedule) -> None:
+        self._together = [one.named for one in together]
+        self._subjects = [schedule.position(named.subject) for named in self._together]
+        self._ids = [(at, place) for at, named in enumerate(self._together) for place in range(len(named.ids))]
+        self._keys = [(at, place) for at, named in enumerate(self._together) for place in range(len(named.keys))]
         self._find = schedule.find(
             None,
-            [id_hash(together[at].ids[place]) for at, place in self._ids],
-            [key_hash(together[at].keys[place]) for at, place in self._keys],
-            [named.due_ms for named in together if named.due_ms > 0],
+            [hash for one in together for hash in one.id_hashes],
+            [hash for one in together for hash in one.key_hashes],
+            [named.due_ms for named in self._together if named.due_ms > 0],
         )
 
     def __call__(self, message_log: MessageLog) -> list[list[_Found]]:
@@ -280,9 +335,13 @@ class _Look:
             message = _read(message_log, record)
             if message is None:
                 if state in (State.SENT, State.CANCELLED):
-                    found[at].append(_Found(name, record, state, b""))  # the log let it go; its hash has to do
+                    found[at].append(_found(name, record, state, b""))  # the log let it go; its hash has to do
             elif _has_name(message, named, by_key, place):
-                found[at].append(_Found(name, record, state, message))
+                found[at].append(_found(name, record, state, message))
+
+
+def _found(name: int, record: Any, state: State, message: bytes) -> _Found:
+    return _Found(name, int(record["number"]), int(record["id_hash"]), record, state, message)
 
 
 def _are_all_there(named: Named, found: Sequence[_Found]) -> bool:
@@ -314,20 +373,25 @@ def _has_name(message: bytes, named: Named, by_key: bool, index: int) -> bool:
         return False
 
 
-def _by_number(found: Sequence[_Found]) -> list[_Found]:
-    """Return what was written first before what was written later."""
-    return sorted(found, key=lambda one: int(one.record["number"]))
+def _number(found: _Found) -> int:
+    return found.number
 
 
-def _records(found: Sequence[_Found]) -> Records:
-    return np.array([one.record for one in found])
+def _past(state: State | None) -> DelayState | None:
+    """What became of a message that does not pend; None: it was written again, and is found there."""
+    if state == State.CANCELLED:
+        return DelayState.CANCELLED
+    return None if state == State.MOVED else DelayState.SENT
 
 
-def _with_fate(
-    fates: list[DelayState], found: Sequence[_Found], changed: Sequence[_Found], fate: DelayState
-) -> list[DelayState]:
-    numbers = {int(one.record["number"]) for one in changed}
-    for one in found:
-        if int(one.record["number"]) in numbers:
-            fates[one.name] = fate
-    return fates
+def _records(found: Iterable[_Found]) -> Records:
+    return _joined(one.record for one in found)
+
+
+def _joined(records: Iterable[Any]) -> Records:
+    return np.frombuffer(b"".join(record.tobytes() for record in records), RECORD)
+
+
+def _refuse(asked: Iterable[_Asked], error: QmqError) -> None:
+    for one in asked:
+        one.answer(error)

@@ -131,9 +131,10 @@ class Carrying:
     def _write(self, records: Records, messages: list[bytes]) -> None:
         schedule = self._filing.schedule
         by_subject: dict[int, list[int]] = {}
-        for at, record in enumerate(records):
-            if not self._decisions.names(int(record["number"])) and schedule.state_of(record) == State.PENDING:
-                by_subject.setdefault(int(record["subject"]), []).append(at)
+        states = schedule.states_of(records)
+        for at, (number, subject) in enumerate(zip(records["number"].tolist(), records["subject"].tolist())):
+            if not self._decisions.names(number) and states.get(number) == State.PENDING:
+                by_subject.setdefault(subject, []).append(at)
         for subject, places in by_subject.items():
             self._decisions.carry(schedule.subjects[subject], records[places], [messages[at] for at in places])
             self._counters.carried_messages += len(places)

@@ -132,6 +132,7 @@ class DelayMaster(Master):
                 mastership.host.pass_soon()
         elif mastership.may_progress and (self._has_begun or self._begin(flushed_end)):
             self._send_due()
+        self._cancelling.go_on()
 
     def _begin(self, flushed_end: int) -> bool:
         """Take up what earlier masterships planned, once everything they wrote is filed."""

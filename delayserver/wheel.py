@@ -7,6 +7,7 @@ left in its run with size 0 until its time comes.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import Literal
 
 import numpy as np
@@ -210,7 +211,7 @@ class Wheel:
         That is done when something is due, or when they are many: each time, every run is looked into.
         """
         if len(records):
-            self._removed.append(records[["number", "due"]].copy())
+            self._removed.append(records)
             self._removed_rows += len(records)
             if self._removed_rows >= REMOVED_MAX:
                 self._apply_removed()
@@ -238,21 +239,21 @@ def _remove(run: _Run, numbers: Numbers, dues: Numbers) -> int:
     """Set the size of these messages to 0; return how many were there.
 
     The time that it takes does not grow with what is due at the same moment: a run is in the order of the numbers
-    there, which is searched by halves, for all of them at once.
+    there, which is searched by halves.
     """
     begins = np.maximum(np.searchsorted(run.dues, dues, "left"), run.begin)
     ends = np.searchsorted(run.dues, dues, "right")
     known = run.rest["number"]
     fits = np.flatnonzero(begins < ends)
     fits = fits[(known[begins[fits]] <= numbers[fits]) & (known[ends[fits] - 1] >= numbers[fits])]
-    if not len(fits):
+    found, searched = set[int](), known.data
+    for number, begin, end in zip(numbers[fits].tolist(), begins[fits].tolist(), ends[fits].tolist(), strict=True):
+        at = bisect_left(searched, number, begin, end)
+        if at < end and searched[at] == number:
+            found.add(at)
+    if not found:
         return 0
-    wanted, low, high = numbers[fits], begins[fits], ends[fits]
-    while (open := low < high).any():
-        middle = (low + high) // 2
-        less = known[np.minimum(middle, len(known) - 1)] < wanted
-        low, high = np.where(open & less, middle + 1, low), np.where(open & ~less, middle, high)
-    places = np.unique(low[(low < ends[fits])])
-    places = places[np.isin(known[places], wanted) & (run.rest["size"][places] > 0)]
+    places = np.array(list(found))
+    places = places[run.rest["size"][places] > 0]
     run.rest["size"][places] = 0
     return len(places)

@@ -16,6 +16,7 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -58,6 +59,10 @@ class AlreadyRunning(QmqError):
             f"a cluster runs in {run_dir} already (process {owner}); `qmq dev stop` ends it, --dir uses another place"
         )
         self.owner = owner
+
+
+MIN_COPIES = 2
+"""So many acknowledge in a new group. It has to be more than half, before a copy is added."""
 
 
 class Cluster:
@@ -104,6 +109,9 @@ class Cluster:
         self._lock: IO[str] | None = None
         self._stopping = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="cluster keeper", daemon=True)
+        self._refresh_at = 0.0
+        self._kept = threading.Event()
+        """`cluster.json` says what the keeper saw last."""
         self._written = ""
 
     def __enter__(self) -> Cluster:
@@ -134,6 +142,9 @@ class Cluster:
             self._start_prometheus()
             self._keeper.start()
             self.wait_writable()
+            self._kept.clear()  # whoever was told that it runs finds the addresses
+            self._refresh_at = 0.0
+            self.wait(self._kept.is_set, f"{self.run_dir / 'cluster.json'} cannot be written")
         except BaseException:
             self.stop()
             raise
@@ -293,8 +304,12 @@ class Cluster:
     def _add_brokers(self) -> None:
         """Make each broker known once; after a swap its role is another one, which must stay."""
         known = {row["hostname"]: row for row in self.manage("ListBrokers")}
+        copies = Counter(row["group"] for row in known.values())
         for broker in self.plan.brokers:
             if broker.hostname not in known:
+                copies[broker.group] += 1
+                if (majority := copies[broker.group] // 2 + 1) > MIN_COPIES:
+                    self.manage("SetCopies", brokerGroup=broker.group, minCopies=majority)
                 self.manage(
                     "AddBroker",
                     brokerGroup=broker.group,
@@ -353,7 +368,7 @@ class Cluster:
 
     def _keep(self) -> None:
         """The keeper's thread: start again what died, and keep `cluster.json` true. A full disk must not end it."""
-        self._refresh_at, complaint = 0.0, ""
+        complaint = ""
         while not self._stopping.wait(TICK_S):
             try:
                 self._keep_once(time.monotonic())
@@ -371,6 +386,7 @@ class Cluster:
             self._refresh_roles()
             self._refresh_at = now + self._refresh_s
         self._write()
+        self._kept.set()
 
     def _write(self) -> None:
         text = json.dumps(self.describe(), indent=2) + "\n"

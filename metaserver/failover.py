@@ -18,11 +18,13 @@ Keeps I13, I16, I25. What makes each rule necessary is in docs/decisions/0041-fa
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from qmq.errors import OperatorError
 from qmq.metaserver import roles
-from qmq.metaserver.model import Broker, BrokerKey, Group, Points, ReplicaState
+from qmq.metaserver.db.changes import Change, RememberPoint, SetRoles
+from qmq.metaserver.model import Broker, BrokerKey, Group, Points, ReplicaState, part
 from qmq.metaserver.roles import RoleChange
 from qmq.replication.points import Point
 from qmq.replication.readonly import Reason
@@ -62,8 +64,11 @@ class Facts:
     slaves_said: Mapping[BrokerKey, ReplicaState]
     """What slaves answer now; who does not is left out."""
     points: Points
-    hear_master: frozenset[BrokerKey] = frozenset()
-    """Slaves that have a connection to the master, and did not promise therefore."""
+    unwilling: Mapping[BrokerKey, str] = field(default_factory=dict)
+    """Slaves that did not promise, with their own words: they hear the master, or are not whole."""
+    master_gone: bool = False
+    """An operator says that the master never returns. So acks that it answered alone may be taken back, and a slave may
+    have restarted since: only a person can know that its disk was not put back meanwhile."""
 
     @property
     def new_term(self) -> int:
@@ -121,20 +126,19 @@ CONDITIONS: tuple[tuple[Refusal, Callable[[Facts], bool], str], ...] = (
     (
         Refusal.NO_SLAVE,
         lambda f: f.group.master is None or not f.group.slaves,
-        "it has no slave; AddBroker adds one",
+        "it has no master, or no slave",
     ),
-    (Refusal.HALF_SWAPPED, lambda f: f.group.half_swapped, "it is half swapped; ReplaceBroker finishes that"),
+    (Refusal.HALF_SWAPPED, lambda f: f.group.half_swapped, "it is half swapped"),
     (Refusal.OLD_ROW, lambda f: f.reported_term > f.group.term, "its row is older than what its brokers report"),
     (
         Refusal.NOT_IN_SYNC_AT_THE_END,
-        lambda f: not _were_in_sync_at_the_end(f),
+        lambda f: not f.master_gone and not _were_in_sync_at_the_end(f),
         "too few slaves were in sync when its master reported last",
     ),
 )
 """Of the group as a whole; `BEHIND` is the last one, once it is known who has most."""
 
 SLAVE_CONDITIONS: tuple[tuple[Refusal, Callable[[SlaveFacts], bool], str], ...] = (
-    (Refusal.HEARS_ITS_MASTER, lambda s: s.slave.key in s.all.hear_master, "still hears the master"),
     (Refusal.SLAVE_DOWN, lambda s: s.answer is None, "is down, too"),
     (Refusal.OTHER_DISK, lambda s: not _is_disk_of_row(s), "came with another data directory"),
     (
@@ -149,7 +153,7 @@ SLAVE_CONDITIONS: tuple[tuple[Refusal, Callable[[SlaveFacts], bool], str], ...] 
     ),
     (
         Refusal.NOT_IN_SYNC_SINCE_START,
-        lambda s: not s.said.in_sync,
+        lambda s: not s.said.in_sync and not _was_in_sync_before(s),
         "has not been in sync since its process began",
     ),
     (
@@ -166,6 +170,54 @@ SLAVE_CONDITIONS: tuple[tuple[Refusal, Callable[[SlaveFacts], bool], str], ...] 
 BEHIND = "no slave has all that is remembered as acknowledged"
 NOT_STORED = "the change of roles could not be stored"
 
+_START = "start the master, {master}; if it never returns: "
+_GONE = _START + "tools.sh Failover --brokerGroup={group} --masterGone=true"
+_RECOVER = _START + "tools.sh RecoverGroup --brokerGroup={group} --gone={master}"
+WAY_ON: Mapping[Refusal, str] = {
+    **dict.fromkeys(Refusal, _RECOVER),
+    Refusal.NO_SLAVE: "AddBroker adds one; what the master's disk held comes back with that disk only",
+    Refusal.HALF_SWAPPED: "finish that with ReplaceBroker --role={slave_role}",
+    Refusal.OLD_ROW: "Doctor names the AdoptRoles that decides",
+    Refusal.SLAVE_DOWN: (
+        "start slaves, or the master, {master}; those that never return are named to tools.sh RecoverGroup "
+        "--brokerGroup={group} --gone=…"
+    ),
+    Refusal.NOT_IN_SYNC_AT_THE_END: _GONE,
+    Refusal.NOT_IN_SYNC_SINCE_START: _GONE,
+    Refusal.HEARS_ITS_MASTER: "the master runs: look at the network between it and the metaservers",
+    Refusal.NOT_STORED: "start the database",
+}
+"""What an operator does about each; `way_on` fills in the names."""
+LAST_RESORT = (
+    "tools.sh RecoverGroup --brokerGroup={group} --gone={master} --dry-run says which copy has most; stop that one, "
+    "and make it the master: tools.sh ReplaceBroker --brokerGroup={group} --role={master_role} --acceptLoss=true"
+)
+"""In place of who waits for a master that never returns."""
+
+
+class NoFailover(OperatorError):
+    """A condition is in the way. Nothing was changed; the text says what to do instead."""
+
+    def __init__(self, why: Refusal, found: str, facts: Facts) -> None:
+        self.why, self.found = why, found
+        remedy = way_on(why, facts.group, master_gone=facts.master_gone)
+        super().__init__(f"no failover of {facts.group.name}: {found}. {remedy}")
+
+
+def way_on(why: Refusal, group: Group, *, master_gone: bool = False) -> str:
+    """Say what to do about a refusal; `master_gone` is as in `Facts`."""
+    text = LAST_RESORT if master_gone and WAY_ON[why].startswith(_START) else WAY_ON[why]
+    if master_gone and why == Refusal.HEARS_ITS_MASTER:
+        text = f"If the master was heard: {text}. If a copy is not whole: {LAST_RESORT}"
+    roles_of = {f"{role.name.lower()}_role": f"{part(role, group.kind):d}" for role in (Role.MASTER, Role.SLAVE)}
+    return text.format(group=group.name, master=group.master.key if group.master else "", **roles_of)
+
+
+def require(facts: Facts) -> None:
+    """Raise NoFailover if a condition is in the way."""
+    if refused := refusal(facts):
+        raise NoFailover(*refused, facts)
+
 
 def refusal(facts: Facts) -> tuple[Refusal, str] | None:
     """Return the first condition that is in the way, with a sentence for operators; None: nothing is."""
@@ -179,6 +231,8 @@ def refusal(facts: Facts) -> tuple[Refusal, str] | None:
 
 def slave_refusal(facts: Facts, slave: Broker) -> tuple[Refusal, str] | None:
     """Return the first condition that is in a slave's way, with what to say of it; None: nothing is."""
+    if words := facts.unwilling.get(slave.key):
+        return Refusal.HEARS_ITS_MASTER, f"does not: {words}"
     known = SlaveFacts(facts, slave)
     return next(((why, text) for why, is_so, text in SLAVE_CONDITIONS if is_so(known)), None)
 
@@ -194,9 +248,23 @@ def choose(facts: Facts) -> RoleChange:
     return replace(change, slaves=slaves, above=facts.new_term - 1)
 
 
-def chosen_with(copy: ReplicaState) -> Point:
-    """What a copy has when it is chosen. It counts as acknowledged: an older master may still do so, late."""
-    return Point(Epoch(copy.last_term, copy.last_boot), copy.flushed_end, copy.chain)
+def to_promise(group: Group, term: int) -> int:
+    """Return the term that copies promise before a choice.
+
+    0: none. A master with one slave has its confirmations from nobody else, so holding that slave is enough.
+    """
+    return term if len(group.slaves) > 1 else 0
+
+
+def changes_of(change: RoleChange, group: Group, chosen: Broker, said: ReplicaState) -> tuple[Change, ...]:
+    """Return what is stored when a slave of `group` becomes its master; `said`: what the copy has that was looked at.
+
+    Of several slaves, that counts as acknowledged from now on: an older master may still acknowledge it, late.
+    """
+    if len(group.slaves) < 2:
+        return (SetRoles(change),)
+    point = Point(Epoch(said.last_term, said.last_boot), said.flushed_end, said.chain)
+    return SetRoles(change), RememberPoint(group.name, chosen.incarnation, point)
 
 
 def _too_few(facts: Facts) -> tuple[Refusal, str] | None:
@@ -212,6 +280,17 @@ def _too_few(facts: Facts) -> tuple[Refusal, str] | None:
 
 def _is_disk_of_row(known: SlaveFacts) -> bool:
     return bool(known.slave.incarnation) and known.said.incarnation == known.slave.incarnation
+
+
+def _was_in_sync_before(known: SlaveFacts) -> bool:
+    """Whether the slave of a master that never returns was in sync with it before its own process began.
+
+    If all copies acknowledge, the row says so. Else its log does: frames of the row's term follow the epoch frame, and
+    who has that has all before it; of what came behind, one of those that promise has all.
+    """
+    group = known.all.group
+    is_told = len(group.brokers) == group.min_copies or known.said.last_term == group.term
+    return known.all.master_gone and is_told
 
 
 def _were_in_sync_at_the_end(facts: Facts) -> bool:

@@ -7,7 +7,7 @@ depends on who of them heard the master last, or was paused meanwhile: the loser
                                                                      └─ no: say why, look again     ─► compare-and-set
 
 With several slaves, following nobody is a promise for ever: `failover` says of how many. One that leads to nothing is
-ended by `metaserver.renewals`.
+ended by `metaserver.renewals`. An operator's Failover is the same, once.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from qmq.errors import NotServed, OperatorError, OutcomeUnknown, QmqError
 from qmq.metaserver import failover
 from qmq.metaserver.actions.shapes import parts_json
 from qmq.metaserver.database import DatabaseAway
-from qmq.metaserver.db.changes import RememberPoint, SetRoles
 from qmq.metaserver.db.errors import CommitUnknown, StaleTerm
-from qmq.metaserver.failover import NOT_STORED, Facts, Refusal, chosen_with
+from qmq.metaserver.failover import NOT_STORED, Facts, NoFailover, Refusal
 from qmq.metaserver.model import AuditRow, Broker, BrokerKey, Group, ReplicaState
 from qmq.metaserver.registry import Registry
 from qmq.metaserver.roles import RoleChange
@@ -35,21 +34,27 @@ log = logging.getLogger("qmq.metaserver")
 
 LOOK_S = 0.1
 """So often silence is looked for, when there may be some; what is said wakes at once."""
-AGAIN_S = 1.0
+AGAINS_S = (0.1, 0.2, 0.5, 1.0)
+"""Waits between attempts while a master is gone. What is in the way of the first may be over in a moment: a slave that
+has not read yet that its master's connection is closed."""
 HOLD_MS = 3000
 """A slave follows nobody for so long; a compare-and-set takes a few ms."""
 NOT_STORED_AGAIN_S = 3 * HOLD_MS / 1000
 """Behind a failed commit a slave gets the time to follow its master, should that be there for it."""
 REPORT_S = 10.0
+TRIES_MAX = 10
+"""An operator's failover looks anew so often; the automatic one does so with the next second."""
 
 
 class Failovers:
-    """Made by main; `run` ends when it is cancelled. Does nothing unless it is switched on."""
+    """Made by main; `run` ends when it is cancelled, and does nothing unless it is switched on."""
 
     def __init__(self, registry: Registry, brokers: Brokers, settings: MetaserverSettings) -> None:
         self._registry, self._brokers, self._settings = registry, brokers, settings
         self._running: dict[str, asyncio.Task[None]] = {}
         self._again_at: dict[str, float] = {}
+        self._tries: dict[str, int] = {}
+        """Since the master is gone."""
 
     async def run(self) -> None:
         """Look after all groups."""
@@ -83,9 +88,11 @@ class Failovers:
         for name, group in registry.directory.groups.items():
             if not self._cause(group):
                 self._again_at.pop(name, None)
+                self._tries.pop(name, None)
                 registry.no_failover.pop(name, None)
             elif now_s >= self._again_at.get(name, 0.0) and name not in self._running:
-                self._again_at[name] = now_s + AGAIN_S
+                tries = self._tries[name] = self._tries.get(name, 0) + 1
+                self._again_at[name] = now_s + AGAINS_S[min(tries, len(AGAINS_S)) - 1]
                 task = self._running[name] = asyncio.create_task(self._try(name))
                 task.add_done_callback(lambda _, name=name: self._running.pop(name))  # type: ignore[misc]
         for name in registry.no_failover.keys() - registry.directory.groups.keys():
@@ -116,21 +123,62 @@ class Failovers:
         Raises:
             DatabaseAway, OutcomeUnknown, StaleTerm: not stored, maybe stored, or the row has changed meanwhile.
         """
-        registry, began = self._registry, time.monotonic()
-        await registry.reload()
-        group = registry.directory.groups.get(name)
-        if group is None or not (cause := self._cause(group)):
+        await self._registry.reload()
+        group = self._registry.directory.groups.get(name)
+        if group is None or not self._cause(group):
             return
+        try:
+            await self._once(group, AuditRow("metaserver", "", "Failover", {"brokerGroup": name}, result="done"))
+        except NoFailover as refused:
+            self._refuse(name, refused.why, refused.found)
+
+    async def plan(self, name: str, *, master_gone: bool) -> RoleChange:
+        """Say what `order` would do, as far as is known before slaves promise; raises as that does."""
+        group = self._registry.directory.groups.get(name)
+        if group is None:
+            raise OperatorError(f"there is no broker group {name}; ListBrokerGroups names them")
+        if group.master is not None and not self._cause(group):
+            raise OperatorError(f"{group.master.key} is there, the master of {name}; SwapRoles exchanges the roles")
+        facts = await self._learn(group, master_gone=master_gone)
+        failover.require(facts)
+        return failover.choose(facts)
+
+    async def order(self, name: str, audit: AuditRow, *, master_gone: bool) -> tuple[Facts, Group]:
+        """Fail over once, behind a `plan`; return what was known, and the row that came of it.
+
+        Raises:
+            NoFailover, OperatorError: nothing was changed. DatabaseAway, OutcomeUnknown, StaleTerm: as `fail_over`.
+        """
+        for attempt in range(1, TRIES_MAX + 1):
+            group = self._registry.directory.groups.get(name)
+            if group is None or not self._cause(group):
+                raise OperatorError(f"{name} has a master again, or is no more: look, then repeat")
+            try:
+                facts = await self._once(group, audit, master_gone=master_gone)
+                break
+            except StaleTerm:  # what brokers say about themselves is stored, too; it ends none of the reasons
+                if attempt == TRIES_MAX:
+                    raise
+                await self._registry.reload()
+        return facts, self._registry.directory.groups[name]
+
+    async def _once(self, group: Group, audit: AuditRow, *, master_gone: bool = False) -> Facts:
+        cause, began = self._cause(group), time.monotonic()
+        facts = await self._learn(group, master_gone=master_gone)
+        failover.require(facts)
+        facts = await self._hold_all(facts)
+        failover.require(facts)
+        change = failover.choose(facts)
+        await self._exchange(facts, change, _audit(audit, facts, change, cause, began))
+        await self._report(facts, cause, began)
+        return facts
+
+    async def _learn(self, group: Group, *, master_gone: bool) -> Facts:
+        registry, name = self._registry, group.name
         reported, given = registry.reported_term(name), registry.given_term(name)
         said, points = await asyncio.gather(self._ask_all(group), registry.points_of(name))
-        facts = Facts(group, reported, given, _said_by_master(registry, group), said, points)
-        if refused := failover.refusal(facts):
-            return self._refuse(name, *refused)
-        facts = await self._hold_all(facts)
-        if refused := failover.refusal(facts):
-            return self._refuse(name, *refused)
-        await self._exchange(facts, cause, began)
-        await self._report(facts, cause, began)
+        master_said = _said_by_master(registry, group)
+        return Facts(group, reported, given, master_said, said, points, master_gone=master_gone)
 
     async def _ask_all(self, group: Group) -> dict[BrokerKey, ReplicaState]:
         answers = await asyncio.gather(*map(self._ask, group.slaves))
@@ -143,38 +191,39 @@ class Failovers:
             return None
 
     async def _hold_all(self, facts: Facts) -> Facts:
-        """Let the slaves that may be chosen follow nobody; return what they say then, and who hears its master."""
-        term, slaves = facts.new_term, facts.eligible
-        held = await asyncio.gather(*(self._hold(slave, facts.group, term) for slave in slaves))
+        """Let the slaves that may be chosen follow nobody; return what they say then, and who does not."""
+        slaves, promises = facts.eligible, failover.to_promise(facts.group, facts.new_term)
+        held = await asyncio.gather(*(self._hold(slave, facts, promises) for slave in slaves))
         answers = dict(zip((slave.key for slave in slaves), held, strict=True))
         said = {key: one for key, one in facts.slaves_said.items() if key not in answers}
-        promises = term if len(facts.group.slaves) > 1 else 0
         said |= {
             key: one
             for key, one in answers.items()
             if isinstance(one, ReplicaState) and one.promised_term >= promises  # an older version promises nothing
         }
-        hear = frozenset(key for key, one in answers.items() if isinstance(one, OperatorError))
-        return replace(facts, slaves_said=said, hear_master=hear)
+        unwilling = {key: str(one) for key, one in answers.items() if isinstance(one, OperatorError)}
+        return replace(facts, slaves_said=said, unwilling=unwilling)
 
-    async def _hold(self, slave: Broker, group: Group, term: int) -> ReplicaState | OperatorError | None:
-        silent_ms = self._settings.failover_silence_ms * 3 // 4
-        promised_term = term if len(group.slaves) > 1 else 0
+    async def _hold(self, slave: Broker, facts: Facts, promises: int) -> ReplicaState | OperatorError | None:
         try:
             return await self._brokers.prepare_failover(
-                slave, term=group.term, hold_ms=HOLD_MS, silent_ms=silent_ms, promised_term=promised_term
+                slave,
+                term=facts.group.term,
+                hold_ms=HOLD_MS,
+                silent_ms=self._settings.failover_silence_ms * 3 // 4,
+                promised_term=promises,
+                master_gone=facts.master_gone,
             )
         except OperatorError as refused:
             return refused
         except NotServed:
             return None
 
-    async def _exchange(self, facts: Facts, cause: str, began: float) -> None:
-        registry, change, name = self._registry, failover.choose(facts), facts.group.name
-        has_several = len(facts.group.slaves) > 1
-        with_it = (RememberPoint(name, facts.best.incarnation, chosen_with(facts.best_said)),) if has_several else ()
+    async def _exchange(self, facts: Facts, change: RoleChange, audit: AuditRow) -> None:
+        registry = self._registry
+        changes = failover.changes_of(change, facts.group, facts.best, facts.best_said)
         try:
-            await registry.change((SetRoles(change), *with_it), _audit(facts, change, cause, began))
+            await registry.change(changes, audit)
         except OutcomeUnknown:
             await registry.settle()
             now = registry.directory.groups.get(change.group)
@@ -225,17 +274,16 @@ def _is_at_work(registry: Registry, group: Group) -> bool:
     return state is not None and state.is_master_in(group.term)
 
 
-def _audit(facts: Facts, change: RoleChange, cause: str, began: float) -> AuditRow:
+def _audit(audit: AuditRow, facts: Facts, change: RoleChange, cause: str, began: float) -> AuditRow:
     """The report: who, why, from which epoch, and what each side was known to have."""
     before, said = facts.group, facts.master_said
-    assert said is not None, "a condition"
     found = {
-        "brokerGroup": before.name,
         "cause": cause,
-        "epoch": [said.term, said.boot],
+        "epoch": [said.term, said.boot] if said else [],
         "slaveEnd": facts.best_said.flushed_end,
         "promised": [str(slave.key) for slave in facts.eligible],
         "acknowledged": list(facts.newest_point.to_list()) if facts.newest_point else [],
         "decidedMs": round((time.monotonic() - began) * 1000),
     }
-    return AuditRow("metaserver", "", "Failover", found, parts_json(before), parts_json(change), result="done")
+    parameters = {**audit.parameters, **found}
+    return replace(audit, parameters=parameters, before=parts_json(before), after=parts_json(change))

@@ -131,7 +131,7 @@ class Liveness:
         before, was_up = sighting.state, sighting.up
         sighting.seen_ms, sighting.state, sighting.up = now_ms, state, True
         sighting.ask_ms, sighting.asked = None, 0
-        if not was_up or before is None or essence(before) != essence(state):
+        if not was_up or before is None or (before is not state and essence(before) != essence(state)):
             self._changed(key)
         return True
 

@@ -102,6 +102,8 @@ class Group:
     """New subjects keep away; those that use it go on."""
     min_copies: int = 2
     """So many of them, the master's among them, have a message on disk when it is acknowledged."""
+    lost_term: int = 0
+    """In this term an operator accepted a loss, and nobody said since that he knows of it; 0: there is none."""
 
     @property
     def brokers(self) -> tuple[Broker, ...]:
@@ -124,6 +126,14 @@ class Route:
     changed: int = 0
     """The version of all routes that this one was written with."""
     update_time_ms: int = 0
+
+
+Routes = Mapping[str, Route]
+"""By subject. One without groups counts as none."""
+
+
+def has_route(routes: Routes, subject: str) -> bool:
+    return subject in routes and bool(routes[subject].groups)
 
 
 class ReadonlyMark(NamedTuple):

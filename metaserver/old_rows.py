@@ -104,10 +104,18 @@ def _report(broker: Broker, state: ReplicaState | None) -> str:
 
 
 def _remedy(group: Group, master: Broker | None, said: dict[Broker, ReplicaState | None]) -> str:
-    named = master or next((broker for broker, state in said.items() if state is not None), None)
+    """Name the one command; without a master of the newest term it makes the broker the master that has most.
+
+    Several copies that stopped have no part before the row is right, and the row's master does not even report.
+    n - m + 1 are enough, as in a failover; that no other master runs, an operator has to know.
+    """
+    up = {broker: state for broker, state in said.items() if state is not None}
+    named = master or max(up, key=lambda broker: up[broker].reach, default=None)
     host, port = named.key if named else ("HOSTNAME", "PORT")
     command = f"tools/tools.sh AdoptRoles --brokerGroup={group.name} --hostname={host} --servePort={port}"
     down = [str(broker.key) for broker, state in said.items() if state is None]
+    if master is None and len(said) > 2 and len(up) > len(said) - group.min_copies:
+        return f"{named and named.key} has most of those that report. If no other master runs: {command} --force=true"
     if down:
         return f"start {', '.join(down)}: once all agree, the row is raised by itself; if that is impossible: {command}"
     return f"choose the master: {command}"

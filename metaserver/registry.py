@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from qmq.metaserver import lost_groups, old_rows, roles
+from qmq.metaserver import failover, lost_groups, old_rows, roles
 from qmq.metaserver.awake import AwakeClock
 from qmq.metaserver.changes import Changes
 from qmq.metaserver.commits import LOAD_MS, Commits
@@ -123,10 +123,14 @@ class Registry:
     def routes_version(self) -> int:
         return self._seen["routes"]
 
-    async def catch_up(self) -> None:
-        """Read what changed since it was last read, and wake who waits for it. Raises DatabaseAway."""
+    async def catch_up(self, ask: Callable[[], Awaitable[dict[str, int]]] | None = None) -> None:
+        """Read what changed since it was last read, and wake who waits for it. Raises DatabaseAway.
+
+        Args:
+            ask: asks the database for its versions, by the way; else it is probed for them.
+        """
         async with self._reading:
-            versions = await self.database.probe()
+            versions = await (ask or self.database.probe)()
             news = False
             try:
                 if versions["directory"] != self._seen["directory"] or self.database.set_aside_because:
@@ -438,10 +442,13 @@ class Registry:
         silent_ms = self.liveness.silent_ms(broker.key, now_ms=now_ms)
         return f"it is silent for {silent_ms} ms" if silent_ms >= silence_ms else ""
 
-    def why_no_failover(self, group: str) -> str:
-        """Say why the slave of a group whose master is gone does not become the master by itself; empty: nothing to
-        say."""
-        return self.no_failover[group][1] if group in self.no_failover else ""
+    def why_no_failover(self, group: Group) -> tuple[str, str] | None:
+        """Say why no slave of a group whose master is gone becomes the master by itself, and what to do about it; None:
+        nothing to say."""
+        if (found := self.no_failover.get(group.name)) is None:
+            return None
+        why, text = found
+        return text, failover.way_on(why, group)
 
     def last_state(self, broker: Broker) -> ReplicaState | None:
         """What a broker said last, whether it is up or not."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 
-from qmq.errors import OperatorError
+from qmq.errors import NotServed, OperatorError
 from qmq.metaserver import roles
 from qmq.metaserver.actions.shapes import parts_json
 from qmq.metaserver.database import DatabaseAway
@@ -17,6 +17,7 @@ from qmq.metaserver.db.changes import SetRoles
 from qmq.metaserver.db.errors import StaleTerm
 from qmq.metaserver.model import AuditRow, Broker, Group
 from qmq.metaserver.registry import Registry
+from qmq.metaserver.rpc.broker_client import Brokers
 
 log = logging.getLogger("qmq.metaserver")
 
@@ -58,8 +59,8 @@ async def begin_life(registry: Registry, broker: Broker) -> None:
 class Promises:
     """Made by the upkeep, which looks each second."""
 
-    def __init__(self, registry: Registry) -> None:
-        self._registry = registry
+    def __init__(self, registry: Registry, brokers: Brokers) -> None:
+        self._registry, self._brokers = registry, brokers
         self._open: dict[str, tuple[int, int, float]] = {}
         """By group: the row's term, the promised one above it, since when."""
 
@@ -70,7 +71,7 @@ class Promises:
             NotServed, OperatorError, OutcomeUnknown: not stored, or maybe.
         """
         for name, group in self._registry.directory.groups.items():
-            promised = self._promised(group)
+            promised = self._promised(group) if self._is_any(group) else 0
             if promised <= group.term:
                 self._open.pop(name, None)
                 continue
@@ -81,6 +82,11 @@ class Promises:
                 del self._open[name]
                 await self._end(group, promised)
 
+    def _is_any(self, group: Group) -> bool:
+        """Whether a broker ever promised a term above the row's: in nearly all groups none did."""
+        said = map(self._registry.last_state, group.brokers)
+        return any(state is not None and state.promised_term > group.term for state in said)
+
     def _promised(self, group: Group) -> int:
         """The newest term that its brokers promised; 0: there is no master to go on with."""
         if not group.slaves or group.master is None or self._registry.state(group.master) is None:
@@ -89,12 +95,22 @@ class Promises:
         return max((state.promised_term for state in said if state is not None), default=0)
 
     async def _end(self, group: Group, promised: int) -> None:
-        if self._registry.old_row(group.name) is not None:
+        if self._registry.old_row(group.name) is not None or not await self._is_there(group.master):
             return
         try:
             await _renew(self._registry, group, promised - 1, f"term {promised} was promised, and nobody chosen")
         except StaleTerm:
             pass  # somebody was
+
+    async def _is_there(self, master: Broker | None) -> bool:
+        """Ask the master: that it is there may be the word of a metaserver that was paused since. A term of a dead one
+        would have no slave in sync, and nobody could be chosen."""
+        if master is None:
+            return False
+        try:
+            return (await self._brokers.replica_status(master)).incarnation in ("", master.incarnation)
+        except (NotServed, OperatorError):
+            return False
 
 
 async def _renew(registry: Registry, group: Group, above: int, cause: str) -> None:

@@ -165,7 +165,12 @@ def set_copies(group: Group, min_copies: int) -> RoleChange | None:
         allowed = f"{least}" if most == least else f"{least} to {most}"
         more = "; AddBroker adds a copy" if len(group.brokers) < COPIES_MAX else ""
         raise OperatorError(f"{group.name} has {len(group.brokers)} copies, so minCopies is {allowed}{more}")
-    return None if min_copies == group.min_copies else replace(_unchanged(group), min_copies=min_copies)
+    if min_copies == group.min_copies:
+        return None
+    slaves = group.slaves
+    if len(group.brokers) > group.min_copies:  # whole is what was seen a moment ago: look anew
+        slaves = tuple(replace(slave, complete=False) for slave in slaves)
+    return replace(_unchanged(group), slaves=slaves, min_copies=min_copies)
 
 
 def replace_broker(
@@ -431,7 +436,7 @@ def _promote(directory: Directory, group: Group, broker: Broker, accept_loss: bo
         if others and not accept_loss:
             raise OperatorError(
                 f"{group.name} has {len(group.slaves)} slaves, and another one may hold what {broker.key} lacks. Start "
-                "what is left, with failover = true at the metaservers: that chooses; SwapRoles, if the master runs. "
+                f"what is left: tools.sh Failover --brokerGroup={group.name} chooses; SwapRoles, if the master runs. "
                 f"If that is impossible, --acceptLoss=true makes the best of what {broker.key} has"
             )
         if master and master.incarnation and not slave.complete and not accept_loss:
@@ -442,6 +447,8 @@ def _promote(directory: Directory, group: Group, broker: Broker, accept_loss: bo
                 f"of what {slave.key} has"
             )
         promoted = replace(_unchanged(group), master=_addressed(group, broker), half_swapped=not others)
+        if others and master:  # as many copies as before: fewer might be too few to acknowledge
+            others = (*others, replace(master, role=Role.SLAVE))
         return replace(promoted, slaves=tuple(replace(other, complete=False) for other in others))
     _require_free(directory, broker.key)
     if not unused:

@@ -33,6 +33,18 @@ class StateMetrics:
         yield from self._of_clients()
         yield self._of_tokens()
         yield self._of_failovers()
+        yield self._of_losses()
+
+    def _of_losses(self) -> Metric:
+        losses = GaugeMetricFamily(
+            f"{PREFIX}_loss_accepted",
+            "1 from when an operator accepted a loss of acknowledged messages until AcknowledgeLoss.",
+            labels=["broker_group"],
+        )
+        for name, group in sorted(self._registry.directory.groups.items()):
+            if group.lost_term:
+                losses.add_metric([name], 1.0)
+        return losses
 
     def _of_failovers(self) -> Metric:
         refused = GaugeMetricFamily(

@@ -17,10 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from qmq.errors import NotServed, OperatorError, OutcomeUnknown, QmqError
-from qmq.metaserver import roles
-from qmq.metaserver.db.changes import RememberPoint, SetRoles
+from qmq.metaserver import failover, roles
 from qmq.metaserver.db.errors import StaleTerm
-from qmq.metaserver.failover import chosen_with
 from qmq.metaserver.model import ALL_SUBJECTS, AuditRow, Broker, BrokerKey, Group, ReplicaState
 from qmq.metaserver.registry import Registry
 from qmq.metaserver.rpc.broker_client import Brokers
@@ -60,8 +58,8 @@ class _Exchange:
 
     @property
     def promised_term(self) -> int:
-        """What the old master promises; 0: with one slave, nobody but that could confirm anything to it."""
-        return self.term if len(self.group.slaves) > 1 else 0
+        """What the old master promises."""
+        return failover.to_promise(self.group, self.term)
 
 
 class Swaps:
@@ -194,9 +192,7 @@ class Swaps:
                 "once its copy is whole"
             )
         change = replace(roles.swap_roles(current, term=group.term, to=slave.key), above=exchange.term - 1)
-        has_several = exchange.promised_term > 0
-        remembered = (RememberPoint(group.name, slave.incarnation, chosen_with(at_end)),) if has_several else ()
-        await self._registry.change((SetRoles(change), *remembered), exchange.audit)
+        await self._registry.change(failover.changes_of(change, group, slave, at_end), exchange.audit)
 
     async def _settle(self, exchange: _Exchange, error: OutcomeUnknown) -> None:
         """Find out whether a compare-and-set was stored although its answer got lost."""
@@ -263,7 +259,7 @@ def _without(group: Group, gone: Broker) -> str:
         return "use ReplaceBroker"
     if gone.role == Role.SLAVE:
         return "name another slave with --to"
-    return "set failover = true at the metaservers: a slave becomes the master by itself"
+    return f"tools.sh Failover --brokerGroup={group.name}"
 
 
 def _disks(group: Group) -> set[tuple[BrokerKey, str]]:

@@ -18,6 +18,7 @@ from qmq.metaserver.database import DatabaseAway
 from qmq.metaserver.db.changes import SetRoles
 from qmq.metaserver.db.errors import CommitUnknown, StaleTerm
 from qmq.metaserver.db.repository import Repository
+from qmq.metaserver.dead_letter_routes import wider_routes
 from qmq.metaserver.liveness import Question
 from qmq.metaserver.model import AuditRow, Broker, BrokerKey, MetaserverRow, ReplicaState
 from qmq.metaserver.old_rows import OldRow
@@ -32,8 +33,10 @@ log = logging.getLogger("qmq.metaserver")
 TICK_S = 0.1
 STORE_GAP_S = 0.1
 """Heartbeats' news of so long a time go into one transaction."""
-POINTS_AGAIN_S = 10.0
-"""What did not change is stored again so often: a database that was restored may have lost it."""
+STORED_AGAIN_S = 10.0
+"""What did not change is stored again so often: a database that was restored may have lost it, or take nothing now."""
+EARLY_S = 0.005
+"""A timer may fire so much too early."""
 AGAIN_S = 1.0
 """What could not be stored is tried again so often."""
 SNAPSHOT_GAP_S = 3.0
@@ -51,7 +54,9 @@ class Upkeep:
         self._registry, self._brokers, self._snapshots, self._own = registry, brokers, snapshots, own
         self._poll_s = poll_ms / 1000
         self._asking = asyncio.Semaphore(ASKED_AT_ONCE)
-        self._promises = Promises(registry)
+        self._promises = Promises(registry, brokers)
+        self._shown_until_s = 0.0
+        """When our row is to be stored again, though nobody else may read it."""
         self._named: dict[str, str] = {}
         """Groups whose row is old and whose brokers do not agree, with what was logged of them."""
 
@@ -59,7 +64,6 @@ class Upkeep:
         async with asyncio.TaskGroup() as tasks:
             for work in (
                 self._follow,
-                self._show_life,
                 self._store,
                 self._store_points,
                 self._watch_silence,
@@ -110,40 +114,49 @@ class Upkeep:
         return state if state.incarnation in ("", question.incarnation) else None
 
     async def _follow(self) -> None:
-        """Read what other metaservers changed."""
+        """Read what other metaservers changed; once a second, with the same transaction, show them that we live."""
+        beat_s = 0.0
         while True:
+            now_s = asyncio.get_running_loop().time()
+            is_due = now_s >= beat_s - EARLY_S
+            if is_due:
+                beat_s = now_s + until_next_second(now_s)
             try:
-                await self._registry.catch_up()
-            except DatabaseAway:
+                await self._registry.catch_up(self._show_life if is_due and self._registry.database.is_up else None)
+            except (DatabaseAway, CommitUnknown):
                 pass  # it is logged where it is found; this loop finds it back
             except Exception:
                 log.exception("the database gave something that cannot be used; what was read before stays")
                 await asyncio.sleep(AGAIN_S)
-            await asyncio.sleep(max(self._poll_s, _pause_s()) if self._is_alone() else self._poll_s)
+            wait_s = max(0.0, beat_s - asyncio.get_running_loop().time())
+            await asyncio.sleep(wait_s if self._is_alone() else min(wait_s, self._poll_s))
 
     def _is_alone(self) -> bool:
         """Whether no other metaserver uses the database: none had a row when they were read, a second ago at most."""
         peers = self._registry.liveness.peers
         return not peers.is_unread(now_ms=self._registry.now_ms()) and {row.id for row in peers.rows} <= {self._own.id}
 
-    async def _show_life(self) -> None:
-        """Raise our counter, look at those of the others."""
-        while True:
-            try:
-                await self._show_life_once()
-            except (DatabaseAway, CommitUnknown):
-                pass
-            except Exception:
-                log.exception("the metaservers' rows cannot be kept; the others think of us as silent")
-            await asyncio.sleep(_pause_s())
-
-    async def _show_life_once(self) -> None:
+    async def _show_life(self) -> dict[str, int]:
+        """Raise our counter, look at those of the others; return the versions of what all metaservers know."""
         registry, peers = self._registry, self._registry.liveness.peers
         own = self._own = replace(self._own, beat=self._own.beat + 1)
-        rows = await registry.database.write(lambda r: r.beat(own))
+        if self._is_alone() and time.monotonic() < self._shown_until_s:
+            ids, versions = await registry.database.read(lambda r: r.look())
+            if ids == {own.id}:  # nobody times our counter: it need not be stored
+                peers.read([own], mentioned=registry.liveness.mentioned(), now_ms=registry.now_ms())
+                return versions
+        try:
+            rows, versions = await registry.database.write(lambda r: r.beat(own))
+        except (DatabaseAway, CommitUnknown):
+            raise
+        except Exception:
+            log.exception("the metaservers' rows cannot be kept; the others think of us as silent")
+            return await registry.database.probe()
+        self._shown_until_s = time.monotonic() + STORED_AGAIN_S
         peers.read(rows, mentioned=registry.liveness.mentioned(), now_ms=registry.now_ms())
         for id in peers.forgotten():
             await registry.database.write(partial(_remove, id=id))
+        return versions
 
     async def _store(self) -> None:
         """Store what brokers say, when it is news."""
@@ -187,7 +200,7 @@ class Upkeep:
             await asyncio.sleep(_pause_s())
             if time.monotonic() >= again_s:
                 self._registry.stored_points.clear()
-                again_s = time.monotonic() + POINTS_AGAIN_S
+                again_s = time.monotonic() + STORED_AGAIN_S
             try:
                 await self._store_points_once()
             except (DatabaseAway, CommitUnknown):
@@ -242,7 +255,23 @@ class Upkeep:
                 except Exception:
                     log.exception("row of a group not raised broker_group=%s", name)
             await self._end_promises()
+            await self._widen_routes()
             await asyncio.sleep(_pause_s())
+
+    async def _widen_routes(self) -> None:
+        """Let the subjects of dead letters be served wherever those come from, when that is more than it was."""
+        registry = self._registry
+        changes = wider_routes(registry.directory.limits, registry.routes)
+        for change, before in [(change, list(registry.routes[change.subject].groups)) for change in changes]:
+            words = {"subject": change.subject}
+            audit = AuditRow("metaserver", "", "WidenRoute", words, before, change.groups, result="done")
+            try:
+                await registry.change((change,), audit)
+                log.warning("route of dead letters is wider subject=%s groups=%s", change.subject, change.groups)
+            except (NotServed, OperatorError, OutcomeUnknown) as error:
+                log.warning("route of dead letters not wider subject=%s error=%s", change.subject, error)
+            except Exception:
+                log.exception("route of dead letters not wider subject=%s", change.subject)
 
     async def _end_promises(self) -> None:
         try:

@@ -258,7 +258,7 @@ def check_batch(body: Buffer, count: int, message_bytes_max: int) -> BatchCheck:
         if size < MESSAGE_BYTES_MIN:
             refused.append((position, f"{size} bytes are no message"))
         elif size > message_bytes_max:
-            refused.append((position, f"{size} bytes are more than {message_bytes_max}"))
+            refused.append((position, f"{size} bytes are more than {message_bytes_max} (message_bytes_max)"))
     return BatchCheck(ends, refused)
 
 
@@ -420,6 +420,13 @@ def with_properties(data: bytes, extra: Mapping[str, str]) -> bytes:
         raise InvalidMessage("a string ends past its message")
     body = b"".join((*kept, *(name + value for name, value in added.items())))
     return data[: begin - 4] + _I32.pack(len(body)) + body
+
+
+def with_subject(data: bytes, subject: str) -> bytes:
+    """Name another subject in an encoded message; raises InvalidMessage."""
+    properties_begin(data)  # or it is none
+    begin = _FIXED.size - 2
+    return data[:begin] + _string("the subject", subject) + data[_FIXED.size + (data[begin] << 8 | data[begin + 1]) :]
 
 
 def delayed_copy(data: bytes, due_ms: int, extra: Mapping[str, str]) -> bytes:

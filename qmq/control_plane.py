@@ -21,6 +21,11 @@ CHANNEL_OPTIONS = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 ]
+NO_PROBE = ("grpc.http2.bdp_probe", 0)
+"""Else each message is answered with a PING, to find out how much could be sent ahead. Of a line that says little, once
+a second, that is half of what it costs both ends; only large streams gain from it."""
+META_CHANNEL_OPTIONS = [*CHANNEL_OPTIONS, NO_PROBE]
+"""For channels to a metaserver. Those of a process with the same options share a connection."""
 SERVER_OPTIONS = [
     ("grpc.so_reuseport", 0),  # a second process on the same port is an error, not a coin toss
     ("grpc.max_send_message_length", 80 << 20),

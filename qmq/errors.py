@@ -29,6 +29,7 @@ QmqError
 ├── IllegalTransition     our own bug: the part whose table of states lacks the move ends, not its process
 └── LogError              this copy of a log needs repair, or its process must end
     ├── CorruptFrame          fetch the range from the other broker
+    │   └── ForeignSegment        the same; its frames are whole, and of another history
     ├── DiskFailed            fence and end the process; never retry that descriptor
     ├── Diverged              the other copy differs: stop, call the operator
     ├── CopyRolledBack        this copy lacks what was acknowledged: start the other one, which refills it
@@ -76,10 +77,12 @@ class ErrorCode(IntEnum):
 
 
 class QmqError(Exception):
-    """Root of all errors of qmq. `code` goes on the wire; `retryable` says whether the same call may succeed later."""
+    """Root of all errors of qmq. `code` goes on the wire; `retryable` says whether the same call may succeed later.
+    `limit` is the setting of which the bound was reached, if one was; only its own process has it."""
 
     code: ErrorCode = ErrorCode.BROKER_ERROR
     retryable: bool = False
+    limit: str = ""
 
 
 class CallError(QmqError):
@@ -167,6 +170,10 @@ class Overloaded(AskAnotherBroker):
 
     code = ErrorCode.OVERLOADED
 
+    def __init__(self, reason: str, limit: str = "") -> None:
+        super().__init__(reason)
+        self.limit = limit
+
 
 class OutcomeUnknown(QmqError):
     """The batch may or may not be stored. Repeat the same batch to the same group: it is stored once."""
@@ -226,6 +233,15 @@ class CorruptFrame(LogError):
     def __init__(self, offset: int, reason: str) -> None:
         super().__init__(f"no frame at offset {offset}: {reason}")
         self.offset, self.reason = offset, reason
+
+
+class ForeignSegment(CorruptFrame):
+    """A closed segment is whole, and does not join the log before it or behind it: its file was exchanged, or put back.
+    What this copy should have there, `[offset, end)`, is fetched from the other broker."""
+
+    def __init__(self, base: int, end: int) -> None:
+        super().__init__(base, f"the segment up to {end} is whole, and of another history")
+        self.end = end
 
 
 class DiskFailed(LogError):

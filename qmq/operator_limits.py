@@ -6,6 +6,7 @@ number of messages counts what lies in that group.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 OF_SUBJECT = "*"
@@ -30,6 +31,8 @@ class OperatorLimits(NamedTuple):
     """Of a consumer group: so many messages a second, from each broker group."""
     bytes_max: int = 0
     """As `messages_max`, in bytes."""
+    dead_letters_to: str = ""
+    """Of a consumer group: the subject that its dead letters go to, in place of `%DEAD_RETRY%subject%group`."""
 
     @property
     def key(self) -> tuple[str, str]:
@@ -39,6 +42,11 @@ class OperatorLimits(NamedTuple):
     def is_none(self) -> bool:
         """Whether nothing is limited."""
         return self == OperatorLimits(*self.key)
+
+
+def dead_letter_subjects(limits: Iterable[OperatorLimits]) -> dict[tuple[str, str], str]:
+    """Return where dead letters go, by (subject, consumer group) of those for which an operator chose it."""
+    return {one.key: one.dead_letters_to for one in limits if one.dead_letters_to}
 
 
 def by_key(limits: tuple[OperatorLimits, ...]) -> dict[tuple[str, str], OperatorLimits]:

@@ -1,11 +1,14 @@
-"""Core. Bounds what one token's clients may bring into being, so that none of them fills tables and memory."""
+"""Core. Bounds what one token's clients may bring into being or send, so that none of them takes what others need."""
 
 from __future__ import annotations
 
+from qmq.errors import Overloaded
 from qmq.rights import Caller, TokenRole
 
 NAMES_MAX = 100_000
 """Tokens that are remembered; they are forgotten all at once when there are more."""
+BURST_MS = 1_000
+"""Of bytes: with less, a batch of the usual megabyte would stop a token for longer than it takes to send the next."""
 
 
 class NewSubjects:
@@ -32,8 +35,34 @@ class NewSubjects:
             self._made[caller.name] = made + allowed
         return allowed
 
-    def why_not(self, caller: Caller) -> str:
+    def why_not(self, caller: Caller) -> Overloaded:
         """Say which bound a token has reached."""
+        who = f"token {caller.name!r} made"
         if self._made.get(caller.name, 0) >= self._in_all:
-            return f"token {caller.name!r} made {self._in_all:,} new subjects since this process began, and may no more"
-        return f"token {caller.name!r} made too many new subjects within a minute; wait a little"
+            limit = "new_subjects_max"
+            return Overloaded(f"{who} {self._in_all:,} new subjects since this process began ({limit})", limit)
+        limit = "new_subjects_per_minute"
+        return Overloaded(f"{who} too many new subjects within a minute; wait a little ({limit})", limit)
+
+
+class SentBytes:
+    """Bounds how many bytes a second each token's clients send. A second's worth may come at once, or one batch that is
+    larger; who sends more waits until what was taken is paid for. Used where there is such a bound."""
+
+    def __init__(self, per_second: int) -> None:
+        self._per_second = per_second
+        self._paid_ms: dict[str, float] = {}
+        """Token's name -> when what was taken of it is paid for."""
+
+    def take(self, caller: Caller, size: int, *, now_ms: int) -> None:
+        """Count what is taken. `now_ms` never goes back. Raises Overloaded: it is not taken, and not counted."""
+        paid_ms = max(self._paid_ms.get(caller.name, 0.0), now_ms)
+        if paid_ms - now_ms >= BURST_MS:
+            limit = "token_bytes_per_s"
+            raise Overloaded(
+                f"token {caller.name!r} sends more than {self._per_second:,} bytes a second ({limit}); wait a little",
+                limit,
+            )
+        if len(self._paid_ms) > NAMES_MAX:
+            self._paid_ms.clear()
+        self._paid_ms[caller.name] = paid_ms + size * 1000 / self._per_second

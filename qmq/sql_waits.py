@@ -6,11 +6,13 @@ from typing import Any, NamedTuple
 
 
 class Waits(NamedTuple):
-    """In seconds: for a connection, for a lock, for an answer, and for the next statement of a transaction."""
+    """In seconds: for a connection, for a lock, for an answer, for the next statement of a transaction, and for the
+    next transaction of a connection."""
 
     connect: int
     lock: int
     answer: int
+    next_statement: int
     idle: int
 
     def mariadb(self, *session: str) -> dict[str, Any]:
@@ -21,13 +23,14 @@ class Waits(NamedTuple):
             f"wait_timeout = {self.idle}",
             *session,
         )
+        within = f"/*M!100300 , idle_transaction_timeout = {self.next_statement} */"  # MySQL has only `wait_timeout`
         return {
             "connect_timeout": self.connect,
             "read_timeout": self.answer,
             "write_timeout": self.answer,
             "charset": "utf8mb4",
             # Without strict mode it would cut what is too long, and answer that all went well.
-            "init_command": f"SET SESSION {', '.join(variables)}",
+            "init_command": f"SET SESSION {', '.join(variables)} {within}",
         }
 
     def postgresql(self) -> dict[str, Any]:
@@ -35,7 +38,7 @@ class Waits(NamedTuple):
         seconds = {
             "lock_timeout": self.lock,
             "statement_timeout": self.answer,
-            "idle_in_transaction_session_timeout": self.idle,
+            "idle_in_transaction_session_timeout": self.next_statement,
         }
         return {
             "connect_timeout": self.connect,

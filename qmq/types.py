@@ -29,6 +29,9 @@ class Role(IntEnum):
     DELAY_SLAVE = 6
 
 
+MASTERS = frozenset({Role.MASTER, Role.DELAY_MASTER})
+
+
 class GroupKind(IntEnum):
     """Kinds of broker groups, with QMQ's numbers."""
 

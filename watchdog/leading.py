@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from qmq.client.numbered import NumberedSender
 from qmq.errors import CallError, NotServed
+from qmq.ticking import until_next_second
 from qmq.watchdog.claims import PRODUCER_BITS
 from qmq.watchdog.drain import Drain
 from qmq.watchdog.draining import Counts, Draining
@@ -67,7 +68,8 @@ class Leading:
                 await self._depose()
             if self.is_leader:
                 await self._lead()
-            await asyncio.sleep(max(0.0, self._settings.beat_ms / 1000 - (time.monotonic() - began)))
+            next_s = began + until_next_second(began, self._settings.beat_ms / 1000)
+            await asyncio.sleep(max(0.0, next_s - time.monotonic()))
 
     async def _elect(self) -> None:
         asked_ms = now_ms()

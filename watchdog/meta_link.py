@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
-from qmq.control_plane import CHANNEL_OPTIONS, find_metaserver
+from qmq.control_plane import META_CHANNEL_OPTIONS, find_metaserver
 from qmq.errors import AccessError, NotServed, cause_of
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import MetaserverStub
@@ -107,7 +107,7 @@ class MetaLink:
     async def _connect(self) -> None:
         address = await asyncio.to_thread(find_metaserver, self._settings.metaserver, timeout_s=ANSWER_S)
         if self._stub is None:
-            self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+            self._channel = grpc.aio.insecure_channel(address, options=META_CHANNEL_OPTIONS)
             self._stub = MetaserverStub(self._channel)
 
     async def close(self) -> None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from qmq.codec import Buffer
-from qmq.delayserver.schedule.book import Book, InFlight, Located
+from qmq.delayserver.schedule.book import Book, InFlight
 from qmq.delayserver.schedule.record import DUE_MAX_MS, Numbers, Records, State, join, no_records, read_batch
 from qmq.delayserver.schedule.segment import Segment
 from qmq.log.delays import PLACE_BYTES, Outcome, batch_begin, decode_dispatch, decode_settled
@@ -54,10 +55,13 @@ def _messages(book: Book, frame: Frame, body: Buffer) -> Filed:
 def _carry(book: Book, frame: Frame, body: Buffer) -> Filed:
     """Messages in place of others. Of one that was dispatched or cancelled meanwhile there must not be a second."""
     records = read_batch(frame, body, batch_begin(frame.count, True), book.position(frame.subject))
-    old = _located(book, frame, *_places(body, frame.count, 0))
-    book.change(old.records[old.pending], State.MOVED)
-    is_over = old.found & ~old.pending
-    return Filed(added=_add(book, records[~is_over]), done=old.records[old.pending])
+    if (planned := _planned(book, (0, frame.offset), body, frame.count, 0)) is not None:
+        book.change_parts(*planned, State.MOVED)
+        return Filed(added=_add(book, records), done=planned.records)
+    old = book.locate(*_places(body, frame.count, 0))
+    moved, is_over = old.records[old.pending], old.found & ~old.pending
+    book.change(moved, State.MOVED)
+    return Filed(added=_add(book, records[~is_over]), done=moved)
 
 
 def _add(book: Book, records: Records) -> Records:
@@ -77,36 +81,43 @@ def _add(book: Book, records: Records) -> Records:
 def _dispatch(book: Book, frame: Frame, body: Buffer) -> Filed:
     key = (frame.producer, frame.batch)
     group, _ = decode_dispatch(body, 0)
-    numbers, dues = _places(body, frame.count, len(body) - PLACE_BYTES * frame.count)
-    records = _planned(book, key, numbers)
-    if records is None:
-        located = book.locate(numbers, dues)
-        records = located.records[located.pending]
+    records, parts = _pending(book, key, body, frame.count, len(body) - PLACE_BYTES * frame.count)
     if not len(records):
         return Filed()  # nothing of it pends, so nothing waits for its outcome
-    parts = list(book.timeline.split(records))
     book.change_parts(records, parts, State.IN_FLIGHT)
     book.in_flight[key] = InFlight(*key, group, frame.subject, records, parts)
     return Filed()
 
 
-def _located(book: Book, frame: Frame, numbers: Numbers, dues: Numbers) -> Located:
-    """Look up messages, unless whoever wrote the frame said which they are."""
-    records = _planned(book, (0, frame.offset), numbers)
-    if records is None:
-        return book.locate(numbers, dues)
-    return Located(records, np.ones(len(records), np.bool_), np.zeros(len(records), np.uint8))
+class _Pending(NamedTuple):
+    """Messages that pend, and the same by segment."""
+
+    records: Records
+    parts: list[tuple[Segment, Records]]
 
 
-def _planned(book: Book, key: tuple[int, int], numbers: Numbers) -> Records | None:
-    """Return what was said before about this dispatch, if that is still so."""
+def _pending(book: Book, key: tuple[int, int], body: Buffer, count: int, at: int) -> _Pending:
+    """Look up which of the messages pend that a frame names at `body[at:]`, unless its writer said which they are."""
+    if (planned := _planned(book, key, body, count, at)) is not None:
+        return planned
+    located = book.locate(*_places(body, count, at))
+    records = located.records[located.pending]
+    return _Pending(records, list(book.timeline.split(records)))
+
+
+def _planned(book: Book, key: tuple[int, int], body: Buffer, count: int, at: int) -> _Pending | None:
+    """Return what was said before about this frame, if that is still so."""
     records = book.planned.pop(key, None)
-    if records is None or not np.array_equal(records["number"], numbers):
+    if records is None or len(records) != count:
         return None
-    for segment, part in book.timeline.split(records):
-        if segment.states_of(part["row"]).any():  # not all pend
+    numbers = np.frombuffer(body, "<u8", 2 * count, at)[::2].tolist()
+    if records["number"].tolist() != numbers or len(set(numbers)) < count:
+        return None
+    parts = list(book.timeline.split(records))
+    for segment, part in parts:
+        if np.count_nonzero(segment.states_of(part["row"])):  # not all pend
             return None
-    return records
+    return _Pending(records, parts)
 
 
 def _settled(book: Book, frame: Frame, body: Buffer) -> Filed:
@@ -135,9 +146,8 @@ def _on_wheel(dispatched: list[tuple[Segment, Records]]) -> list[Records]:
 
 
 def _cancel(book: Book, frame: Frame, body: Buffer) -> Filed:
-    located = _located(book, frame, *_places(body, frame.count, 0))
-    records = located.records[located.pending]
-    book.change(records, State.CANCELLED)
+    records, parts = _pending(book, (0, frame.offset), body, frame.count, 0)
+    book.change_parts(records, parts, State.CANCELLED)
     return Filed(done=records)
 
 

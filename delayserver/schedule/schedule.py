@@ -319,12 +319,16 @@ class Schedule:
         """Return whether a message before `offset` of the log is in flight."""
         return any((one.records["number"] < offset).any() for one in self.in_flight.values())
 
-    def state_of(self, record: np.void) -> State | None:
-        """Return what became of a message by now; None: its segment was deleted, everything in it was over."""
+    def states_of(self, records: Records) -> dict[int, State]:
+        """Return what became of messages by now, by number; of a segment that was deleted nothing, all in it was over.
+
+        Raises DamagedSchedule.
+        """
         self._book.settle()
-        for segment, part in self._book.timeline.split(record.reshape(1)):
-            return State(int(segment.states_of(part["row"])[0]))
-        return None
+        states = dict[int, State]()
+        for segment, part in self._book.timeline.split(records):
+            states |= zip(part["number"].tolist(), map(State, segment.states_of(part["row"]).tolist()), strict=True)
+        return states
 
     def _views(self, begin_ms: int, end_ms: int, subject: str | None) -> Views:
         self._book.settle()

@@ -203,15 +203,18 @@ class Segment:
         if state >= State.SENT:
             self.marks.append(make_marks(rows.astype(np.uint64), state))
             self.undone -= len(rows)
-            self.view = None
 
     def _set(self, rows: NDArray[np.uint32] | Numbers, states: States | int) -> None:
-        self.view = None
+        """Note states. A view sees them, as long as they lie where they lay."""
         if self._states is None:
-            self._states = Growing(np.zeros(len(self), np.uint8))
-        if len(rows) and (missing := int(rows.max()) + 1 - len(self._states)) > 0:
-            self._states.append(np.zeros(max(missing, len(self) - len(self._states)), np.uint8))
-        self._states.view[rows] = states
+            self._states, self.view = Growing(np.zeros(len(self), np.uint8)), None
+        try:
+            self._states.view[rows] = states
+        except IndexError:  # nothing became of some of them
+            missing = max(int(rows.max()) + 1, len(self)) - len(self._states)
+            self._states.append(np.zeros(missing, np.uint8))
+            self._states.view[rows] = states
+            self.view = None
 
     def locate(self, numbers: Numbers) -> tuple[Records, NDArray[np.bool_]]:
         """Look up messages by number; return their records, and which were found. Raises DamagedSchedule."""

@@ -194,11 +194,10 @@ CONSUMERS = Page(
         panel(
             "Dead letters",
             (
-                "sum by (subject) (max by (broker_group, subject) "
-                f'(qmq_broker_subject_messages_total{{subject=~"%DEAD_RETRY%.*", {IN_GROUP}}}))',
-                "{{subject}}",
+                f"sum by (subject, consumer_group) (qmq_broker_dead_letters_total{{{IN_GROUP}}})",
+                "{{consumer_group}} of {{subject}}",
             ),
-            says="All there ever were; `qmq Redrive` does not take them off.",
+            says="Since the masters' processes began, wherever they go; `qmq Redrive` does not take them off.",
         ),
         panel("Consumers that left or whose lease ended", recent(f"qmq_broker_departed_consumers_total{{{IN_GROUP}}}")),
         panel(

@@ -14,6 +14,7 @@ from typing import Any
 from qmq.rights import TokenRole
 
 DRY_RUN = "dryRun"
+IF_PLAN = "ifPlan"
 DETAILS = "details"
 
 
@@ -103,13 +104,16 @@ class Action:
     def all_parameters(self) -> tuple[Parameter, ...]:
         """The parameters, and those that every action of this sort has."""
         both = (_DETAILS,) if self.result_fields or self.qmq_data else ()
-        return (*self.parameters, *both, _DRY_RUN) if self.changes else (*self.parameters, *both)
+        return (*self.parameters, *both, _DRY_RUN, _IF_PLAN) if self.changes else (*self.parameters, *both)
 
     def parameter(self, name: str) -> Parameter | None:
         return next((parameter for parameter in self.all_parameters if parameter.name == name), None)
 
 
 _DRY_RUN = Parameter(DRY_RUN, "say what would change and for whom, and change nothing", kind=Kind.FLAG, default="false")
+_IF_PLAN = Parameter(
+    IF_PLAN, "the word `plan` of what dryRun showed: refused if another one would be carried out by now"
+)
 _DETAILS = Parameter(DETAILS, "all that is known, not only QMQ's fields", kind=Kind.FLAG, default="false")
 
 

@@ -8,10 +8,10 @@ from functools import partial
 from qmq.errors import OperatorError
 from qmq.metaserver import old_rows, roles
 from qmq.metaserver.actions.plan import Plan, refused
-from qmq.metaserver.actions.route_plans import NAMED_MAX, Routes, take_out_of_routes
+from qmq.metaserver.actions.route_plans import NAMED_MAX, take_out_of_routes
 from qmq.metaserver.actions.shapes import broker_json, parts_json
 from qmq.metaserver.db.changes import AcceptLoss, Change, RemoveGroup, SetRoles, StoreAddresses
-from qmq.metaserver.model import DELAY, Broker, BrokerKey, Directory, Group
+from qmq.metaserver.model import DELAY, Broker, BrokerKey, Directory, Group, Routes
 from qmq.metaserver.old_rows import StateOf
 from qmq.metaserver.roles import MayBeUp, RoleChange
 from qmq.replication.points import Point
@@ -136,6 +136,11 @@ def _remove_last(directory: Directory, routes: Routes, change: RoleChange, data:
 def swap_roles(group: Group, *, term: int, to: BrokerKey | None = None) -> Plan:
     """SwapRoles, once both logs are proven equal."""
     return _role_plan(roles.swap_roles(group, term=term, to=to), data=None)
+
+
+def fail_over(change: RoleChange) -> Plan:
+    """Failover, with the slave that has most by now."""
+    return _role_plan(change, data=None)
 
 
 def set_copies(group: Group, min_copies: int, *, reported: int = 0) -> Plan:

@@ -113,6 +113,32 @@ async def _swap(desk: Desk, words: Words, plan: Plan, audit: AuditRow) -> Any:
     }
 
 
+async def _plan_failover(desk: Desk, words: Words) -> Plan:
+    """Which slave is chosen shows when they promise: one that has more by then."""
+
+    async def plan() -> Plan:
+        try:
+            change = await desk.failovers.plan(words["brokerGroup"], master_gone=words.flag("masterGone"))
+        except OperatorError as refusal:
+            return refused(str(refusal))
+        return broker_plans.fail_over(change)
+
+    return await _asked_first(desk, desk.registry.directory.groups.get(words["brokerGroup"]), plan)
+
+
+async def _fail_over(desk: Desk, words: Words, plan: Plan, audit: AuditRow) -> Any:
+    facts, group = await desk.failovers.order(words["brokerGroup"], audit, master_gone=words.flag("masterGone"))
+    return {
+        "brokerGroup": group.name,
+        "term": group.term,
+        "master": group.master and broker_json(group.master, up=desk.registry.is_up(group.master)),
+        "logEnd": facts.best_said.flushed_end,
+        "acknowledged": facts.newest_point.end if facts.newest_point else 0,
+        "promised": [str(slave.key) for slave in facts.eligible],
+        "writable": desk.registry.is_writable(group),
+    }
+
+
 async def _adopt_roles(desk: Desk, words: Words) -> Plan:
     registry, group = desk.registry, desk.find_group(words["brokerGroup"])
     key = BrokerKey(words["hostname"], words.number("servePort"))
@@ -199,6 +225,7 @@ HANDLERS = {
     "RemoveBroker": Handler(plan=_remove_broker),
     "SetCopies": Handler(plan=_set_copies),
     "SwapRoles": Handler(plan=_plan_swap, carry_out=_swap),
+    "Failover": Handler(plan=_plan_failover, carry_out=_fail_over),
     "AdoptRoles": Handler(plan=_adopt_roles),
     "ListBrokers": Handler(look=_list_brokers),
     "ListBrokerGroups": Handler(look=_list_broker_groups),

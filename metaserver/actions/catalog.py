@@ -111,6 +111,30 @@ _BROKERS = (
         wait_ms=60_000,
     ),
     Action(
+        "Failover",
+        "make the best slave of a group the master, once, as failover = true does by itself when the master is gone",
+        ADMIN,
+        (
+            _GROUP,
+            Parameter(
+                "masterGone",
+                "the master never returns: slaves that restarted since are good enough, if no disk was put back, and "
+                "acks that the master answered alone are taken back",
+                kind=Kind.FLAG,
+                default="false",
+            ),
+        ),
+        changes=True,
+        wait_ms=60_000,
+    ),
+    Action(
+        "AcknowledgeLoss",
+        "end the finding and the alert about a loss that an operator accepted; the audit trail keeps it",
+        ADMIN,
+        (_GROUP,),
+        changes=True,
+    ),
+    Action(
         "AdoptRoles",
         "choose the master of a group whose row in the database is older than what its brokers report",
         ADMIN,
@@ -345,13 +369,16 @@ _CONSUMERS = (
     ),
     Action(
         "LimitGroup",
-        "limit how fast a consumer group gets messages",
+        "limit how fast a consumer group gets messages; say where its dead letters go",
         OPERATOR,
         (
             _SUBJECT,
             _CONSUMER_GROUP,
+            Parameter("perSecond", "messages a second; 0: no limit", kind=Kind.NUMBER, most=1_000_000_000),
             Parameter(
-                "perSecond", "messages a second; 0: no limit", required=True, kind=Kind.NUMBER, most=1_000_000_000
+                "deadLettersTo",
+                "another subject for its dead letters; %DEAD_RETRY: the group's own again",
+                kind=Kind.NAME,
             ),
         ),
         changes=True,
@@ -522,6 +549,7 @@ _MESSAGES = (
         (
             _SUBJECT,
             _CONSUMER_GROUP,
+            Parameter("from", "the subject that LimitGroup --deadLettersTo had them go to", kind=Kind.NAME),
             Parameter("to", "a subject, with a route, to whose consumer groups they go instead", kind=Kind.NAME),
             Parameter("reason", "only those whose reason has this text in it", chars_max=1000),
             Parameter("id", "only the message with this id"),

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from qmq.types import Role
+from qmq.types import MASTERS, Role
 
 FROM_A_SLAVE = frozenset({"slave_down", "slave_lag"})
 """Reasons to be readonly that a master has because its slave does not answer."""
@@ -85,26 +85,31 @@ def _remedy(facts: Mapping[str, Any], brokers: Sequence[Check]) -> str:
 
 
 def _command(facts: Mapping[str, Any], brokers: Sequence[Check]) -> str:
-    """What puts another broker in its place: the slave in the master's, a new one in the slave's."""
-    role = Role[facts["role"]]
-    if role not in (Role.MASTER, Role.DELAY_MASTER):
-        of_group = [one["facts"] for one in brokers if one["facts"]["group"] == facts["group"]]
-        if any(one is not facts and not one["answers"] for one in of_group):  # this may be the last copy
-            return f"tools.sh RecoverGroup --brokerGroup={facts['group']}"
-        return _replace(facts["group"], role, "NEW", "IP", facts["servePort"], facts["syncPort"])
-    slave = next(
-        (one["facts"] for one in brokers if one["facts"]["group"] == facts["group"] and one["facts"] is not facts), None
-    )
-    if slave is None:
-        return "restore its data directory: it was the only copy"
-    call = _replace(facts["group"], role, slave["hostname"], slave["ip"], slave["servePort"], slave["syncPort"])
-    return f"stop the slave, {call} --swap, start the slave"
+    """What puts another broker in its place: a slave in the master's, a new one in a slave's."""
+    role, group = Role[facts["role"]], facts["group"]
+    others = [one["facts"] for one in brokers if one["facts"]["group"] == group and one["facts"] is not facts]
+    recover = f"tools.sh RecoverGroup --brokerGroup={group}"
+    if role in MASTERS:
+        if not others:
+            return "restore its data directory: it was the only copy"
+        if any(one["answers"] for one in others):
+            return f"tools.sh Failover --brokerGroup={group} --masterGone=true"
+        return recover if len(others) > 1 else f"stop the slave, {_call('ReplaceBroker', role, others[0])} --swap"
+    new = {**facts, "hostname": "NEW", "ip": "IP"}
+    if len(others) < 2:
+        is_last = any(not one["answers"] for one in others)
+        return recover if is_last else _call("ReplaceBroker", role, new)
+    if any(Role[one["role"]] in MASTERS and not one["answers"] for one in others):
+        return recover
+    remove = f"tools.sh RemoveBroker --hostname={facts['hostname']} --servePort={facts['servePort']}"
+    calls = [remove, _call("AddBroker", role, new)]
+    return ", then ".join(calls if len(others) >= facts["minCopies"] else reversed(calls))
 
 
-def _replace(group: str, role: Role, hostname: str, ip: str, serve_port: int, sync_port: int) -> str:
+def _call(command: str, role: Role, facts: Mapping[str, Any]) -> str:
     return (
-        f"tools.sh ReplaceBroker --brokerGroup={group} --role={int(role)} --hostname={hostname} --ip={ip} "
-        f"--servePort={serve_port} --syncPort={sync_port}"
+        f"tools.sh {command} --brokerGroup={facts['group']} --role={int(role)} --hostname={facts['hostname']} "
+        f"--ip={facts['ip']} --servePort={facts['servePort']} --syncPort={facts['syncPort']}"
     )
 
 

@@ -17,7 +17,7 @@ from qmq.metaserver.actions.words import Words
 from qmq.metaserver.model import ALL_SUBJECTS, NORMAL, AuditRow, Group, Offline
 from qmq.operator_limits import OF_SUBJECT
 from qmq.proto import qmq_pb2 as pb
-from qmq.subjects import is_dead_letter_subject, real_subject
+from qmq.subjects import DEAD_LETTER, is_dead_letter_subject, real_subject
 
 log = logging.getLogger("qmq.metaserver")
 
@@ -240,7 +240,11 @@ async def _limit_group(desk: Desk, words: Words) -> Plan:
     if ALL_SUBJECTS in (words["subject"], words["group"]):
         return refused(_ONE_BY_ONE)
     limits = group_plans.limits_of(registry.directory, (words["subject"], words["group"]))
-    limits = limits._replace(per_second=words.number("perSecond"))
+    if words.is_given("perSecond"):
+        limits = limits._replace(per_second=words.number("perSecond"))
+    if words.is_given("deadLettersTo"):
+        to = words["deadLettersTo"]
+        limits = limits._replace(dead_letters_to="" if to == DEAD_LETTER else to)
     return group_plans.limit(registry.directory, registry.routes, limits)
 
 

@@ -14,6 +14,7 @@ from qmq.metaserver.actions.route_plans import Contents, Leftover
 from qmq.metaserver.actions.vault import Vault
 from qmq.metaserver.db.changes import Change
 from qmq.metaserver.db.repository import Repository
+from qmq.metaserver.failovers import Failovers
 from qmq.metaserver.model import (
     ALL_SUBJECTS,
     DELAY,
@@ -75,7 +76,7 @@ class RegistryPort(Protocol):
 
     def old_row(self, group: str) -> OldRow | None: ...
 
-    def why_no_failover(self, group: str) -> str: ...
+    def why_no_failover(self, group: Group) -> tuple[str, str] | None: ...
 
     def peers(self) -> list[MetaserverRow]: ...
 
@@ -139,6 +140,7 @@ class Desk:
     database: DatabasePort
     brokers: Brokers
     swaps: Swaps
+    failovers: Failovers
     clients: ClientsPort
     vault: Vault
     watchdogs: WatchdogsPort

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from qmq.metaserver.actions.plan import Plan, refused
@@ -16,11 +16,12 @@ from qmq.metaserver.db.changes import (
     UnsetMark,
     UnsetOffline,
 )
-from qmq.metaserver.model import ALL_SUBJECTS, DELAY, Directory, Offline, ReadonlyMark, Route
+from qmq.metaserver.dead_letter_routes import why_not, wider_routes
+from qmq.metaserver.model import ALL_SUBJECTS, DELAY, Directory, Offline, ReadonlyMark, Routes
 from qmq.operator_limits import OperatorLimits
+from qmq.rights import CONSUME, PRODUCE
 from qmq.subjects import real_subject
 
-Routes = Mapping[str, Route]
 DROP, DEAD_LETTER = "drop", "deadLetter"
 """What becomes of messages that expire."""
 REFUSE, DROP_OLDEST = "refuse", "dropOldest"
@@ -111,6 +112,21 @@ def set_tag(directory: Directory, group: str, tag: str) -> Plan:
     )
 
 
+def acknowledge_loss(directory: Directory, group: str) -> Plan:
+    """Say no more that an operator accepted a loss; the audit trail keeps it."""
+    known = directory.groups.get(group)
+    if known is None:
+        return refused(_no_group(group))
+    return Plan(
+        (DecidedOn(directory.version), SetGroupState(group, lost_term=0)) if known.lost_term else (),
+        groups=frozenset({group}),
+        whole_groups=True,
+        before={"lostTerm": known.lost_term},
+        after={"lostTerm": 0},
+        data={"brokerGroup": group, "lostTerm": known.lost_term},
+    )
+
+
 def switch_consumers(directory: Directory, routes: Routes, rule: Offline, *, offline: bool) -> Plan:
     """Switch consumers off or on.
 
@@ -141,12 +157,18 @@ def offline_json(rule: Offline) -> dict[str, str]:
 
 def limit(directory: Directory, routes: Routes, after: OperatorLimits) -> Plan:
     """Put limits in the place of those of the same subject and consumer group."""
-    before = limits_of(directory, after.key)
+    before, others = limits_of(directory, after.key), [one for one in directory.limits if one.key != after.key]
+    to = after.dead_letters_to if after.dead_letters_to != before.dead_letters_to else ""
+    if to and (reasons := why_not([*others, after], routes, after)):
+        return refused(*reasons)
     route = routes.get(real_subject(after.subject))
+    # Else two could make a circle, or one undo what the other set beside it.
+    changes: tuple[Change, ...] = (DecidedOn(directory.version), SetLimits(after), *wider_routes([after], routes))
     return Plan(
-        (SetLimits(after),) if after != before else (),
-        subjects=frozenset({after.subject}),
+        changes if after != before else (),
+        subjects=frozenset({after.subject, to} if to else {after.subject}),
         groups=frozenset(route.groups if route else ()),
+        needs=((CONSUME, after.subject), (PRODUCE, to)) if to else (),
         before=limits_json(before),
         after=limits_json(after),
         data=limits_json(after),
@@ -167,6 +189,7 @@ def limits_json(limits: OperatorLimits) -> dict[str, Any]:
         "whenFull": DROP_OLDEST if limits.drops_oldest else REFUSE,
         "perSecond": limits.per_second,
         "bytesMax": limits.bytes_max,
+        "deadLettersTo": limits.dead_letters_to,
     }
 
 

@@ -135,6 +135,10 @@ async def _set_tag(desk: Desk, words: Words) -> Plan:
     return group_plans.set_tag(desk.registry.directory, words["brokerGroup"], words["tag"])
 
 
+async def _acknowledge_loss(desk: Desk, words: Words) -> Plan:
+    return group_plans.acknowledge_loss(desk.registry.directory, words["brokerGroup"])
+
+
 async def _rates(desk: Desk, words: Words) -> Any:
     """Of the master, since its process began; a change of roles begins anew."""
     group = desk.find_group(words["brokerGroup"])
@@ -154,5 +158,6 @@ HANDLERS = {
     "DrainGroup": Handler(plan=_drain, afterwards=_after_drain),
     "UndrainGroup": Handler(plan=_undrain),
     "SetGroupTag": Handler(plan=_set_tag),
+    "AcknowledgeLoss": Handler(plan=_acknowledge_loss),
     "Rates": Handler(look=_rates),
 }

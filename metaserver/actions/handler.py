@@ -19,6 +19,8 @@ LookAs = Callable[[Desk, Words, Caller], Awaitable[Any]]
 """Answers a question whose answer depends on who asks."""
 MakePlan = Callable[[Desk, Words], Awaitable[Plan]]
 """Decides a change on what the registry knows now."""
+Needs = Callable[[Words], tuple[tuple[str, str], ...]]
+"""Rights with their subjects, as in `Plan.needs`."""
 CarryOut = Callable[[Desk, Words, Plan, AuditRow], Awaitable[Any]]
 """Makes a change that is more than one transaction; returns the answer's data."""
 Afterwards = Callable[[Desk, Words, Plan], Awaitable[Any]]
@@ -32,6 +34,8 @@ class Handler:
     look: Look | None = None
     look_as: LookAs | None = None
     plan: MakePlan | None = None
+    needs: Needs | None = None
+    """Rights that the caller has to have before a plan is made, as that asks brokers for what is his alone."""
     carry_out: CarryOut | None = None
     """None: the plan's changes and their audit row are stored in one transaction."""
     afterwards: Afterwards | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,6 +54,17 @@ class Plan:
         """Why it is refused; empty: it may be carried out."""
         return self.refusals if self.forced else self.refusals + self.objections
 
+    @property
+    def word(self) -> str:
+        """Another one if other values would be stored, or in place of others. Empty: nothing is stored.
+
+        What brokers are asked to do with messages that come and go is another plan each moment, and is not compared.
+        """
+        if not self.changes:
+            return ""
+        shown = json.dumps(_timeless([self.before, self.after]), sort_keys=True, default=str)
+        return hashlib.sha256(shown.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
 
 @dataclass(frozen=True, slots=True)
 class Blast:
@@ -81,7 +94,15 @@ def preview(plan: Plan, blast: Blast) -> dict[str, Any]:
         "clients": blast.clients,
         "before": plan.before,
         "after": plan.after,
+        "plan": plan.word,
     }
+
+
+def _timeless(value: Any) -> Any:
+    """Values without the moments at which they were planned."""
+    if isinstance(value, dict):
+        return {name: _timeless(item) for name, item in value.items() if name != "updateTime"}
+    return [_timeless(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def refused(*reasons: str, details: dict[str, Any] | None = None) -> Plan:

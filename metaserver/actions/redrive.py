@@ -23,7 +23,7 @@ from qmq.metaserver.actions.words import Words
 from qmq.metaserver.model import AuditRow, Group
 from qmq.redrive.dead_letters import DeadLetters
 from qmq.redrive.redriving import Choice, Chosen, Receipt, batches_of
-from qmq.rights import PRODUCE, REDRIVE
+from qmq.rights import CONSUME, PRODUCE, REDRIVE
 from qmq.subjects import is_derived_name, retry_subject
 
 log = logging.getLogger("qmq.metaserver")
@@ -50,7 +50,9 @@ class _Taken:
 
 @asynccontextmanager
 async def _taking(desk: Desk, words: Words, groups: Sequence[Group]) -> AsyncIterator[_Taken]:
-    taken, choice = _Taken(), Choice(id=words["id"], reason=words["reason"])
+    taken, source_subject = _Taken(), words["from"]
+    whose = (words["subject"], words["group"]) if source_subject else None
+    choice = Choice(id=words["id"], reason=words["reason"], whose=whose)
     to = words["to"]
     at = [desk.master_of(group) for group in groups_of_subject(desk, to, "")] if to else []
     async with AsyncExitStack() as stack:
@@ -58,7 +60,7 @@ async def _taking(desk: Desk, words: Words, groups: Sequence[Group]) -> AsyncIte
             try:
                 master = desk.master_of(group)
                 source = await desk.brokers.dead_letters(
-                    master, subject=words["subject"], group=words["group"], to=to, at=at
+                    master, subject=words["subject"], group=words["group"], to=to, at=at, source=source_subject
                 )
                 stack.push_async_callback(source.close)
                 await _take(taken, source, choice, words.number("limit"))
@@ -75,8 +77,15 @@ async def _take(taken: _Taken, source: DeadLetters, choice: Choice, limit: int) 
         chosen += list(choice.of(source.broker_group, pieces, ALL))[: limit - taken.count]
 
 
+def _needs(words: Words) -> tuple[tuple[str, str], ...]:
+    """Whoever looks for dead letters in a subject of others gets all that lies there, to choose from."""
+    named = ((CONSUME, words["from"]), (PRODUCE, words["to"]))
+    own = (REDRIVE, retry_subject(words["subject"], words["group"]))
+    return (own, *((right, subject) for right, subject in named if subject))
+
+
 async def _plan(desk: Desk, words: Words) -> Plan:
-    mailbox, to = retry_subject(words["subject"], words["group"]), words["to"]
+    to = words["to"]
     if is_derived_name(to):
         return refused(f"{to} is written by brokers alone; without a subject they go back to their group")
     try:
@@ -89,9 +98,9 @@ async def _plan(desk: Desk, words: Words) -> Plan:
     after = {"deadLetters": taken.looked_at - taken.count, "goBack": taken.count, "among them": rows[:SHOWN_MAX]}
     return Plan(
         orders=taken.count > 0,
-        subjects=frozenset({to or mailbox}),
+        subjects=frozenset({to or retry_subject(words["subject"], words["group"])}),
         groups=frozenset(group.name for group in (*groups, *others)),
-        needs=((REDRIVE, mailbox), (PRODUCE, to)) if to else ((REDRIVE, mailbox),),
+        needs=_needs(words),
         before={"deadLetters": taken.looked_at},
         after=after | ({"notAsked": taken.unasked} if taken.unasked else {}),
     )
@@ -162,4 +171,4 @@ async def _move(source: DeadLetters, batch: Sequence[Chosen], receipt: Receipt) 
     return ""
 
 
-HANDLERS = {"Redrive": Handler(plan=_plan, carry_out=_carry_out)}
+HANDLERS = {"Redrive": Handler(plan=_plan, needs=_needs, carry_out=_carry_out)}

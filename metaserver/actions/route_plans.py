@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from qmq.metaserver.actions.plan import Plan, refused
 from qmq.metaserver.actions.shapes import route_json, subject_json
 from qmq.metaserver.db.changes import AddSubject, Change, RemoveRoute, SetRoute
-from qmq.metaserver.model import ALL_SUBJECTS, NORMAL, Directory, Route, SubjectInfo
+from qmq.metaserver.dead_letter_routes import sources_left
+from qmq.metaserver.model import ALL_SUBJECTS, NORMAL, Directory, Route, Routes, SubjectInfo, has_route
 from qmq.subjects import parse_derived
-
-Routes = Mapping[str, Route]
-"""By subject. One without groups counts as none."""
 
 NAMED_MAX = 3
 
@@ -82,7 +80,7 @@ def extend(directory: Directory, routes: Routes, subject: str, related: str, new
     reasons = [*_unusable(directory, new)]
     if related not in directory.groups and not any(related in route.groups for route in routes.values()):
         reasons.append(_no_group(related))
-    if subject != ALL_SUBJECTS and not _has_route(routes, subject):
+    if subject != ALL_SUBJECTS and not has_route(routes, subject):
         reasons.append(_no_route(subject))
     if reasons:
         return refused(*reasons)
@@ -115,7 +113,7 @@ def remove_group(
         contents: what the group still holds of these subjects.
         takes_messages: whether the group's master is up and takes messages, marks aside.
     """
-    if subject != ALL_SUBJECTS and not _has_route(routes, subject):
+    if subject != ALL_SUBJECTS and not has_route(routes, subject):
         return refused(_no_route(subject))
     if group not in directory.groups and not any(group in route.groups for route in routes.values()):
         return refused(_no_group(group))
@@ -123,6 +121,8 @@ def remove_group(
     last = {route.subject: _last(route.subject, group) for route in chosen if not _others(directory, route, group)}
     if last:
         return refused(*_first(list(last.values())), details={"data": last})
+    if subject != ALL_SUBJECTS and (sources := sources_left(directory.limits, routes, subject, group)):
+        return refused(_takes_dead_letters(subject, group, sources))
     subjects = frozenset(route.subject for route in chosen)
     changes = [
         SetRoute(route.subject, tuple(name for name in route.groups if name != group), route.version)
@@ -224,10 +224,6 @@ def _groups_of(routes: Iterable[Route]) -> dict[str, list[str]]:
     return {route.subject: list(route.groups) for route in routes}
 
 
-def _has_route(routes: Routes, subject: str) -> bool:
-    return subject in routes and bool(routes[subject].groups)
-
-
 def _unusable(directory: Directory, name: str) -> Iterable[str]:
     group = directory.groups.get(name)
     if group is None:
@@ -246,6 +242,13 @@ def _derived(subject: str) -> str:
 
 def _last(subject: str, group: str) -> str:
     return f"{group} is the only broker group of {subject}; AddSubjectBrokerGroup first"
+
+
+def _takes_dead_letters(subject: str, group: str, sources: list[str]) -> str:
+    return (
+        f"{group} stores dead letters of {_named(sources)} in {subject}, and would serve it again at once; take it "
+        f"out of the routes of these first, or set another --deadLettersTo with LimitGroup"
+    )
 
 
 def _no_route(subject: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
@@ -24,7 +24,7 @@ from qmq.metaserver.actions import (
     tokens,
     upkeep,
 )
-from qmq.metaserver.actions.action import DRY_RUN, Action, Answer, Status
+from qmq.metaserver.actions.action import DRY_RUN, IF_PLAN, Action, Answer, Status
 from qmq.metaserver.actions.catalog import ACTIONS
 from qmq.metaserver.actions.desk import Desk
 from qmq.metaserver.actions.handler import Handler, PartlyDone
@@ -118,6 +118,8 @@ class Actions:
                 details = dict(plan.details)
                 data = details.pop("data", None)
                 return Answer(Status.REFUSED, one_text(plan.reasons), data, details, OperatorError.__name__)
+            if plan.changes and words[IF_PLAN] not in ("", plan.word):
+                raise OperatorError("something was changed since this plan was shown: look at the plan again")
             audit = _audit(action, words, caller, plan)
             try:
                 data = await self._carry_out(handler, words, plan, audit)
@@ -134,6 +136,7 @@ class Actions:
         with suppress(DatabaseSetAside) if action.decides_database else nullcontext():
             await self._desk.registry.reload()
         assert handler.plan is not None, "an action looks or plans"
+        _require_rights(caller, handler.needs(words) if handler.needs else ())
         plan = await handler.plan(self._desk, words)
         if plan.whole_groups:
             plan = replace(plan, subjects=plan.subjects | self._desk.registry.routes_of(plan.groups).keys())
@@ -166,7 +169,7 @@ class Actions:
                 await asyncio.sleep(SETTLE_PAUSE_S)
                 continue
             if not rows:
-                raise OperatorError(f"the database failed, and nothing was changed; repeat it ({error})") from error
+                raise OperatorError("the database failed, and nothing was changed; repeat it") from error
             await self._desk.registry.reload()
             return
         raise OutcomeUnknown(
@@ -204,11 +207,15 @@ def _require_scope(caller: Caller, plan: Plan) -> None:
         caller.require_group(group)
     if caller.scope.subjects and plan.groups and not plan.subjects:
         raise MissingRight(f"token {caller.name!r} is limited to some subjects; this concerns whole broker groups")
-    for right, subject in plan.needs:
-        caller.require_subject(right, subject)
+    _require_rights(caller, plan.needs)
     for subject in plan.subjects if caller.scope.subjects and not plan.needs else ():
         if not any(caller.scope.may(right, subject) for right in (PRODUCE, CONSUME)):
             raise MissingRight(f"token {caller.name!r} may not change {subject!r}: it is limited to other subjects")
+
+
+def _require_rights(caller: Caller, needs: Iterable[tuple[str, str]]) -> None:
+    for right, subject in needs:
+        caller.require_subject(right, subject)
 
 
 def _require_everything(caller: Caller) -> None:

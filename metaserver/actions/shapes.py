@@ -68,6 +68,7 @@ def group_json(
         "draining": group.draining,
         "full": group.full,
         "minCopies": group.min_copies,
+        "lostTerm": group.lost_term,
         "why": why_not(group, state, readonly_subjects) if not writable else [],
         "copies": [_copy_json(*copy, state) for copy in copies],
     }
@@ -77,7 +78,7 @@ def why_not(group: Group, state: ReplicaState | None, readonly_subjects: Iterabl
     """Why a group takes no messages, and what ends that: a sentence each."""
     told = {
         "it has no master: AddBroker or ReplaceBroker gives it one": group.master is None,
-        "its master is down or silent: start it; if it is gone for good, ReplaceBroker": group.master and not state,
+        f"its master is down or silent: start it, or Failover --brokerGroup={group.name}": group.master and not state,
         "it has no slave: AddBroker adds one": not group.slaves,
         "it is half swapped: finish it with ReplaceBroker": group.half_swapped,
         "an operator drains it: UndrainGroup ends it": group.draining,
@@ -137,6 +138,7 @@ def state_json(state: ReplicaState | None) -> dict[str, Any]:
         "writable": state and state.writable,
         "readonlyReasons": state and list(state.readonly_reasons),
         "durability": state and state.durability,
+        "lastEpoch": state and [state.last_term, state.last_boot],
     }
 
 

@@ -127,6 +127,7 @@ async def _brokers(desk: Desk) -> list[dict[str, Any]]:
 async def _broker(desk: Desk, broker: Broker) -> dict[str, Any]:
     name = f"broker {broker.key} ({broker.part.name} of {broker.group})"
     facts = broker_json(broker, up=desk.registry.is_up(broker)) | {"incarnation": broker.incarnation, "answers": False}
+    facts["minCopies"] = desk.find_group(broker.group).min_copies
     if not broker.incarnation:
         return _check(name, False, "never registered", facts=facts)
     try:
@@ -153,7 +154,19 @@ def _way_out(reason: str) -> str:
 
 
 def _groups(desk: Desk) -> list[dict[str, Any]]:
-    return [_group(desk, group) for _, group in sorted(desk.registry.directory.groups.items())]
+    groups = [group for _, group in sorted(desk.registry.directory.groups.items())]
+    return [*(_group(desk, group) for group in groups), *(_loss(group) for group in groups if group.lost_term)]
+
+
+def _loss(group: Group) -> dict[str, Any]:
+    """Messages that were acknowledged are gone, until somebody says that whoever has to know of it does."""
+    return _check(
+        f"loss of {group.name}",
+        False,
+        f"an operator accepted in term {group.lost_term} that acknowledged messages are lost",
+        f"tools.sh AuditTrail --brokerGroup={group.name} says which; "
+        f"tools.sh AcknowledgeLoss --brokerGroup={group.name} ends this",
+    )
 
 
 def _group(desk: Desk, group: Group) -> dict[str, Any]:
@@ -169,9 +182,9 @@ def _group(desk: Desk, group: Group) -> dict[str, Any]:
         return _check(name, False, f"has no {lacks}", f"AddBroker adds a {lacks}")
     if group.draining or marked:
         return _check(name, True, "is drained" if group.draining else f"is marked readonly for {', '.join(marked[:3])}")
-    if why := desk.registry.why_no_failover(group.name):
-        found = f"has no master, and its slave does not become it by itself: {why}"
-        return _check(name, False, found, "docs/failover.md has what to do for each reason")
+    if (why := desk.registry.why_no_failover(group)) is not None:
+        found, remedy = why
+        return _check(name, False, f"has no master, and no slave becomes it by itself: {found}", remedy)
     if not desk.registry.is_writable(group):
         return _check(
             name, False, "takes no messages", "ReplicaStatus says why", {"group": group.name, "takesNothing": True}

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from qmq.errors import InvalidRequest
-from qmq.metaserver.actions.action import Action, Kind, Parameter
+from qmq.metaserver.actions.action import IF_PLAN, Action, Kind, Parameter
 from qmq.metaserver.model import ALL_SUBJECTS
 from qmq.subjects import check_name
 
@@ -82,7 +82,7 @@ def recorded(action: Action, words: Words) -> dict[str, Any]:
     """The parameters as they may be written down: what was given, without secrets and without whole documents."""
     shown = {}
     for parameter in action.all_parameters:
-        if words.is_given(parameter.name):
+        if words.is_given(parameter.name) and parameter.name != IF_PLAN:
             hidden = parameter.secret or parameter.kind is Kind.JSON
             shown[parameter.name] = "(not recorded)" if hidden else words[parameter.name]
     return shown

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from qmq.metaserver.actions import ACTIONS, Action, Answer, Kind
-from qmq.metaserver.actions.action import DETAILS, DRY_RUN
+from qmq.metaserver.actions.action import DETAILS, DRY_RUN, IF_PLAN
 from qmq.metaserver.console.asking import Asking
 from qmq.metaserver.console.shown import differences
 
@@ -40,6 +40,7 @@ async def plan(asking: Asking, action: Action, words: Mapping[str, str]) -> dict
     return {"answer": answer, "plan": shown, "differences": changed}
 
 
-async def carry_out(asking: Asking, action: Action, words: Mapping[str, str]) -> Answer:
+async def carry_out(asking: Asking, action: Action, words: Mapping[str, str], shown: str) -> Answer:
+    """Make the change, unless it is another one by now than the plan that was `shown`."""
     has_details = action.parameter(DETAILS) is not None
-    return await asking.ask(action.name, {**words, **({DETAILS: "true"} if has_details else {})})
+    return await asking.ask(action.name, {**words, IF_PLAN: shown, **({DETAILS: "true"} if has_details else {})})

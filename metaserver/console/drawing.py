@@ -1,15 +1,18 @@
-"""Core. Lines of a chart, as SVG says where they go; the template writes them."""
+"""Core. Lines and bars of a chart, as SVG says where they go; the template writes them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qmq.metaserver.rates import KEPT_MS, SERIES_MAX, Rates
 
 WIDTH, HEIGHT = 720, 160
 SPAN_MS_MIN = 30_000
+HOUR_MS, HOURS, STEP = 3_600_000, 24, 20
+"""A bar for each hour, so far apart."""
+BAR_HEIGHT = 100
 
 
 def chart_of(rates: Sequence[Rates], now_ms: int) -> dict[str, Any]:
@@ -40,3 +43,25 @@ def round_up(value: float) -> int:
         return 1
     power = 10 ** math.floor(math.log10(value))
     return next(int(step * power) for step in (1, 2, 5, 10) if step * power >= value)
+
+
+def bars_of(hours: Sequence[Mapping[str, int]], now_ms: int) -> dict[str, Any]:
+    """Messages due in each hour of a day, from the hour of `now_ms` on; an hour that has none is an empty place.
+
+    Args:
+        hours: `begin`, in ms since 1970, and `messages` of hours that have some.
+
+    Returns:
+        `most`: of one hour; `bars`: of each hour that has some, `x`, `y`, `height`, `begin`, `messages`; `marks`: each
+        sixth hour's `x` and `begin`.
+    """
+    first_ms = now_ms - now_ms % HOUR_MS
+    places = [((hour["begin"] - first_ms) // HOUR_MS, hour) for hour in hours]
+    shown = [(place, hour) for place, hour in places if 0 <= place < HOURS]
+    most = max((hour["messages"] for _, hour in shown), default=0)
+    bars = []
+    for place, hour in shown:
+        height = hour["messages"] * BAR_HEIGHT / most if most else 0.0
+        bars.append({**hour, "x": place * STEP, "y": round(BAR_HEIGHT - height, 1), "height": round(height, 1)})
+    marks = [{"x": place * STEP, "begin": first_ms + place * HOUR_MS} for place in range(0, HOURS, 6)]
+    return {"most": most, "bars": bars, "marks": marks}

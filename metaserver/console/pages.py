@@ -9,6 +9,7 @@ from typing import Any
 
 from qmq.ledger import LedgerDamaged
 from qmq.metaserver.console.asking import Asking
+from qmq.metaserver.console.drawing import bars_of
 from qmq.metaserver.console.live import drawn_of_subject, group_rates
 from qmq.metaserver.console.nights import nights_of
 from qmq.metaserver.console.shown import moment_ms
@@ -123,7 +124,8 @@ async def _delayed(asking: Asking, query: Query) -> dict[str, Any]:
         asking.ask("ListDelayed", words),
         asking.ask("ListSchedules", {"subject": query["subject"], "owner": query["owner"], "limit": ROWS}),
     )
-    return {"stats": stats, "listed": listed, "schedules": schedules, "wrong": wrong}
+    drawn = bars_of(stats.data["hours"] if stats.done else (), wall_ms())
+    return {"stats": stats, "listed": listed, "schedules": schedules, "wrong": wrong, "drawn": drawn}
 
 
 async def _outbox(asking: Asking, query: Query) -> dict[str, Any]:

@@ -39,6 +39,8 @@ log = logging.getLogger("qmq.metaserver")
 ROOT = "/console"
 COOKIE, LOGIN_COOKIE = "qmq_console", "qmq_console_login"
 FIELDS_MAX = 100
+FORM_CHARS_MAX = 4000
+"""What is longer does not fit into an address everywhere, and is lost at the login."""
 STATIC = {
     "console.css": "text/css; charset=utf-8",
     "console.js": "text/javascript; charset=utf-8",
@@ -217,6 +219,10 @@ class Console:
         return response
 
     async def _log_out(self, visit: Visit) -> Response:
+        if visit.caller is not None:
+            if not self._sessions.is_csrf(visit.cookie, visit.form["csrf"]):
+                return self._refuse_form(visit)
+            self._sessions.end(visit.cookie, now_ms=wall_ms())
         response = _go(f"{ROOT}/login")
         response.delete_cookie(COOKIE, path=ROOT, httponly=True, samesite="strict")
         return response
@@ -265,10 +271,9 @@ class Console:
 
     async def _change(self, visit: Visit) -> Response:
         if visit.caller is None:
-            return _to_login(visit)
+            return self._to_login_and_back(visit)
         if not self._sessions.is_csrf(visit.cookie, visit.form["csrf"]):
-            why = "this form is not of your session; nothing was changed. Open the page again"
-            return self._page(visit, "refused.html", 403, title="Refused", why=why)
+            return self._refuse_form(visit)
         action = changes.offered(visit.form["action"])
         if action is None:
             return self._page(
@@ -282,10 +287,20 @@ class Console:
             why = f"token {visit.caller.name} has the role {visit.caller.role}; this needs {action.role}"
             return self._page(visit, "refused.html", 403, title="Refused", why=why)
         if visit.form["step"] == "confirm":
-            answer = await changes.carry_out(asking, action, words)
+            answer = await changes.carry_out(asking, action, words, visit.form["plan"])
             return self._page(visit, "changed.html", title=action.name, action=action, words=words, answer=answer)
         planned = await changes.plan(asking, action, words)
         return self._page(visit, "change.html", title=action.name, action=action, words=words, step="plan", **planned)
+
+    def _to_login_and_back(self, visit: Visit) -> Response:
+        """The session ended while the form was filled in: the form is there again after the login, as it was."""
+        action = changes.offered(visit.form["action"])
+        form = _link("/change", action=action.name, **changes.words_of(action, visit.form)) if action else ROOT
+        return _go(_link("/login", next=form)) if len(form) <= FORM_CHARS_MAX else _go(f"{ROOT}/login")
+
+    def _refuse_form(self, visit: Visit) -> Response:
+        why = "this form is not of your session; nothing was changed. Open the page again"
+        return self._page(visit, "refused.html", 403, title="Refused", why=why)
 
     def _page(self, visit: Visit, template: str, status: int = 200, /, *, title: str, **context: Any) -> Response:
         here = visit.request.url.path
@@ -323,8 +338,9 @@ def _link(path: str, **words: Any) -> str:
 
 
 def _inside(address: str) -> str:
-    """Where to go after the login: an address of the console, else its first page."""
-    return address if address.startswith((f"{ROOT}/", f"{ROOT}?")) and address.isprintable() else ROOT
+    """Where to go after the login: an address of the console, as a header may have it, else its first page."""
+    is_plain = address.isascii() and address.isprintable()
+    return address if is_plain and address.startswith((f"{ROOT}/", f"{ROOT}?")) else ROOT
 
 
 def _to_login(visit: Visit) -> Response:

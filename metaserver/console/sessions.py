@@ -7,7 +7,8 @@
 
 The key comes from the installation's, so every metaserver behind a balancer reads the cookie, and none stores it. What
 the token may is looked up at each request: once it is revoked or has expired, the session is over too. Who came from a
-provider keeps the role until the session ends: nobody tells us that it changed there.
+provider keeps the role until the session ends: nobody tells us that it changed there. A session that somebody logged
+out of is over at this metaserver for who has a copy of its cookie, too; others, and this one after a restart, read it.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ SEALED_CHARS_MAX = 3_000
 _PERSON = "~"
 """No token's id begins so."""
 _NONCE_BYTES = 16
+ENDED_MAX = 10_000
+"""So many sessions that were logged out of are remembered; beyond that, the one that would last shortest is not."""
 
 
 class Sessions:
@@ -40,6 +43,8 @@ class Sessions:
 
     def __init__(self, access: Access, cluster_tokens: Iterable[str], random_bytes: RandomBytes) -> None:
         self._access, self._random_bytes = access, random_bytes
+        self._ended: dict[str, int] = {}
+        """Of sessions that were logged out of: when they would be over by themselves, by their random bytes."""
         self._keys = [_mac(token.encode(), "qmq console session").encode() for token in cluster_tokens if token]
 
     def begin(self, token: str, *, now_ms: int) -> str:
@@ -63,6 +68,14 @@ class Sessions:
         text = f"{who}.{now_ms + LASTS_MS}.{self._random_bytes(_NONCE_BYTES).hex()}"
         return f"{text}.{_mac(self._keys[0], text)}"
 
+    def end(self, cookie: str, *, now_ms: int) -> None:
+        """Log out of the session of this cookie, which `caller` let in."""
+        _, until_ms, nonce, _ = cookie.split(".")
+        self._ended = {other: ms for other, ms in self._ended.items() if ms > now_ms}
+        if len(self._ended) >= ENDED_MAX:
+            del self._ended[min(self._ended, key=self._ended.__getitem__)]
+        self._ended[nonce] = int(until_ms)
+
     def sealed(self, attempt: str) -> str:
         """A login that was begun, as the browser keeps it; it has no dot."""
         return f"{attempt}.{_mac(self._keys[0], f'login {attempt}')}"
@@ -80,13 +93,15 @@ class Sessions:
         if not self._is_signed(text, signature):
             raise AccessError("log in")
         try:
-            identity, until_ms, _ = text.split(".")
+            identity, until_ms, nonce = text.split(".")
             has_ended = now_ms >= int(until_ms)
             person = _person(identity, peer) if identity.startswith(_PERSON) else None
         except (ValueError, TypeError):  # signed for another purpose, or by another version
             raise AccessError("log in") from None
         if has_ended:
             raise AccessError("the session has ended: log in again")
+        if nonce in self._ended:
+            raise AccessError("somebody logged out of this session: log in again")
         if person is not None:
             return person
         caller = self._access.caller_of(identity, now_ms=now_ms, peer=peer)

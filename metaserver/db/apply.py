@@ -84,6 +84,7 @@ def _apply(connection: Connection, change: c.Change, routes_version: int) -> Non
             points.store_points(connection, {(change.group, change.incarnation): change.point})
         case c.AcceptLoss():
             points.accept_loss(connection, change.group, change.term)
+            groups.set_state(connection, change.group, lost_term=change.term)
         case c.StoreAddresses():
             groups.store_addresses(connection, change.broker)
         case c.SetMark():
@@ -130,5 +131,5 @@ def _order(change: c.Change) -> routes.RouteOrder:
 
 
 def _set_group_state(connection: Connection, change: c.SetGroupState) -> None:
-    given = {"draining": change.draining, "is_full": change.full, "tag": change.tag}
+    given = {"draining": change.draining, "is_full": change.full, "tag": change.tag, "lost_term": change.lost_term}
     groups.set_state(connection, change.group, **{name: value for name, value in given.items() if value is not None})

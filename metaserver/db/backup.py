@@ -50,7 +50,7 @@ def restore(connection: Connection, dumped: Mapping[str, Any], changed: int, *, 
 
     What must never go back does not: terms and versions of routes grow, no group gets another master, nor a broker a
     disk it had before, a revoked token stays revoked, tokens that are not in the dump stay, a slave counts as complete
-    only after it was seen again, and rows of the audit trail are added.
+    only after it was seen again, a loss that was accepted is told of, and rows of the audit trail are added.
 
     Args:
         is_newer: the dump is newer than what is stored: its masters are the right ones.
@@ -113,11 +113,15 @@ def _check_rows(table: Table, rows: Any) -> Rows:
 
 
 def _continue_terms(connection: Connection, rows: Rows) -> None:
-    """Raise each group's term above both what is stored and what the dump says; keep terms of groups that go."""
+    """Raise each group's term above both what is stored and what the dump says; keep terms of groups that go.
+
+    A loss that either of them tells of goes on to be told: nobody may have acknowledged it.
+    """
     stored = {row["group_name"]: row for row in _rows(connection, tables.broker_group)}
     for row in rows:
         before = stored.pop(row["group_name"], None)
         row["term"] = max(row["term"], before["term"] if before else 0) + 1
+        row["lost_term"] = max(row["lost_term"], before["lost_term"] if before else 0)
     rows.extend({**row, "kind": REMOVED} for row in stored.values())
 
 

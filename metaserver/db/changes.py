@@ -40,7 +40,9 @@ class RememberPoint:
 
 @dataclass(frozen=True, slots=True)
 class AcceptLoss:
-    """An operator takes what was acknowledged before `term`, and the copy that stays lacks, for lost."""
+    """An operator takes what was acknowledged before `term`, and the copy that stays lacks, for lost.
+
+    It is told of until AcknowledgeLoss."""
 
     group: str
     term: int
@@ -119,6 +121,7 @@ class SetGroupState:
     draining: bool | None = None
     full: bool | None = None
     tag: str | None = None
+    lost_term: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,10 @@ def header_fault(dumped: Mapping[str, Any], *, schema: str, tables: Iterable[str
     if dumped.get("format") != FORMAT or dumped.get("version") != VERSION:
         return f"this is no backup of version {VERSION} of a metaserver's tables; Backup makes one"
     if dumped.get("schema") != schema:
-        return f"the backup was made with tables of version {dumped.get('schema')}, these have {schema}"
+        return (
+            f"the backup was made with tables of version {dumped.get('schema')}, these have {schema}: restore it into "
+            "an empty database with the qmq that made it, then start this one on that"
+        )
     content = dumped.get("tables")
     if not isinstance(content, Mapping) or content.keys() != set(tables):
         return "the backup lacks tables, or has others"

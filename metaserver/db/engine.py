@@ -23,8 +23,12 @@ LOCK_S = 10
 ANSWER_S = 30
 """How long one statement may take; loading 100,000 routes takes a second."""
 
+NEXT_STATEMENT_S = 2
+"""A metaserver that stands still in the middle of a change holds locks: so long, until the server ends that change.
+Less than `database_timeout_ms`, so that the failover of another metaserver is not given up for it."""
+
 IDLE_S = 60
-"""A metaserver that stands still in the middle of a change holds locks: so long, until the server ends that change."""
+"""How long a connection may rest."""
 
 POOL_CONNECTIONS = 8
 """Changes wait for each other anyway; the rest is short reading."""
@@ -65,11 +69,11 @@ def connect(url: str) -> Engine:
     backend = parsed.get_backend_name()
     try:
         if backend == "sqlite":
-            engine = create_engine(parsed, connect_args={"timeout": LOCK_S})
+            engine = create_engine(parsed, connect_args={"timeout": LOCK_S}, pool_use_lifo=True)
             event.listen(engine, "connect", _prepare_sqlite)
             event.listen(engine, "begin", _begin_sqlite)
             return engine
-        waits = Waits(CONNECT_S, LOCK_S, ANSWER_S, IDLE_S)
+        waits = Waits(CONNECT_S, LOCK_S, ANSWER_S, NEXT_STATEMENT_S, IDLE_S)
         engine = create_engine(
             parsed,
             connect_args=waits.postgresql() if backend == "postgresql" else waits.mariadb(),

@@ -56,6 +56,7 @@ def dump_of(
                 "messages_max": one.messages_max,
                 "drops_oldest": one.drops_oldest,
                 "bytes_max": one.bytes_max,
+                "dead_letters_to": one.dead_letters_to,
             }
             for one in sorted(directory.limits)
         ],
@@ -75,6 +76,7 @@ def _group(group: Group, term: int, now: int) -> dict[str, Any]:
         "draining": group.draining,
         "is_full": group.full,
         "min_copies": group.min_copies,
+        "lost_term": group.lost_term,
         "create_time": now,
         "update_time": group.update_time_ms,
     }

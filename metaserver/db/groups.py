@@ -99,7 +99,7 @@ def store_complete(connection: Connection, slave: Broker, *, term: int, complete
         )
 
 
-def set_state(connection: Connection, group: str, **values: bool | str) -> None:
+def set_state(connection: Connection, group: str, **values: bool | str | int) -> None:
     """Set columns of a group. Raises UnknownGroup."""
     live = (broker_group.c.group_name == group, broker_group.c.kind != REMOVED)
     new = checked(broker_group, {**values, "update_time": now_ms()})
@@ -159,7 +159,7 @@ def _raise_term(connection: Connection, change: RoleChange, now: int) -> None:
 
 def _create(connection: Connection, change: RoleChange, now: int) -> None:
     fresh: dict[str, Any] = {"kind": change.kind, "half_swapped": False, "tag": "", "draining": False, "is_full": False}
-    fresh |= {"min_copies": change.min_copies, "create_time": now, "update_time": now}
+    fresh |= {"min_copies": change.min_copies, "lost_term": 0, "create_time": now, "update_time": now}
     removed = (broker_group.c.group_name == change.group, broker_group.c.kind == REMOVED)
     term_before = connection.scalars(select(broker_group.c.term).where(*removed)).one_or_none()
     if term_before is not None:
@@ -229,6 +229,7 @@ def _group(row: Row[Any], holders: dict[tuple[str, Role], list[Broker]]) -> Grou
         draining=row.draining,
         full=row.is_full,
         min_copies=row.min_copies,
+        lost_term=row.lost_term,
     )
 
 

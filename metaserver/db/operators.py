@@ -80,6 +80,7 @@ def load_limits(connection: Connection) -> frozenset[OperatorLimits]:
             bool(row.drops_oldest),
             row.per_second,
             row.bytes_max,
+            row.dead_letters_to,
         )
         for row in connection.execute(select(_limits))
     )

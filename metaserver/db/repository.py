@@ -166,14 +166,18 @@ class Repository:
 
     # -- metaservers ------------------------------------------------------------------------------------------------
 
-    def beat(self, row: MetaserverRow) -> list[MetaserverRow]:
-        """Write this metaserver's row; return all of them."""
+    def beat(self, row: MetaserverRow) -> tuple[list[MetaserverRow], dict[str, int]]:
+        """Write this metaserver's row; return all of them, and the `versions`."""
 
-        def work(connection: Connection) -> list[MetaserverRow]:
+        def work(connection: Connection) -> tuple[list[MetaserverRow], dict[str, int]]:
             sightings.beat(connection, row)
-            return sightings.load_metaservers(connection)
+            return sightings.load_metaservers(connection), read_versions(connection)
 
         return self._transactions.write(work)
+
+    def look(self) -> tuple[set[str], dict[str, int]]:
+        """Return the ids of all metaservers that have a row, and the `versions`; those are empty if none has."""
+        return self._transactions.read(sightings.look)
 
     def load_metaservers(self) -> list[MetaserverRow]:
         return self._transactions.read(sightings.load_metaservers)

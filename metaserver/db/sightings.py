@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import Connection, Row, bindparam, delete, insert, select, update
+from sqlalchemy import Connection, Row, bindparam, delete, insert, select, true, update
 
 from qmq.metaserver.db.bad_rows import BadRows
 from qmq.metaserver.db.limits import checked
 from qmq.metaserver.db.rows import chunks, from_json, now_ms, to_json
-from qmq.metaserver.db.tables import broker_sighting, metaserver
+from qmq.metaserver.db.tables import broker_sighting, meta_version, metaserver
 from qmq.metaserver.model import BrokerKey, MetaserverRow, ReplicaState, SightingRow
 
 _columns = broker_sighting.c
@@ -44,25 +44,29 @@ def store_sightings(connection: Connection, rows: Sequence[SightingRow], changed
 
 
 def beat(connection: Connection, row: MetaserverRow) -> None:
-    """Write a metaserver's row, which shows that it lives."""
-    values = checked(
-        metaserver,
-        {
+    """Write a metaserver's row, which shows that it lives. Nothing else in it changes while its process lives."""
+    update_time = now_ms()
+    if connection.execute(_beat, {"own": row.id, "beat": row.beat, "update_time": update_time}).rowcount == 0:
+        values = {
             "id": row.id,
             "http_address": row.http_address,
             "grpc_address": row.grpc_address,
             "beat": row.beat,
             "version": row.version,
-            "update_time": now_ms(),
-        },
-    )
-    if connection.execute(update(metaserver).where(metaserver.c.id == row.id).values(**values)).rowcount == 0:
-        connection.execute(insert(metaserver).values(**values))
+            "update_time": update_time,
+        }
+        connection.execute(insert(metaserver), checked(metaserver, values))
 
 
 def load_metaservers(connection: Connection) -> list[MetaserverRow]:
-    rows = connection.execute(select(metaserver).order_by(metaserver.c.id))
+    rows = connection.execute(_metaservers)
     return [MetaserverRow(row.id, row.http_address, row.grpc_address, row.beat, row.version) for row in rows]
+
+
+def look(connection: Connection) -> tuple[set[str], dict[str, int]]:
+    """Read the ids of all metaservers, and the versions, at once: a statement costs more than its rows."""
+    rows = connection.execute(_ids_and_versions).all()
+    return {row.id for row in rows}, {row.name: row.version for row in rows}
 
 
 def remove_metaserver(connection: Connection, id: str) -> None:
@@ -148,4 +152,11 @@ _update_each = (
             for name in ("session", "metaserver", "incarnation", "up", "state_json", "changed")
         }
     )
+)
+
+# Made once: these are asked for each second.
+_beat = update(metaserver).where(metaserver.c.id == bindparam("own"))
+_metaservers = select(metaserver).order_by(metaserver.c.id)
+_ids_and_versions = select(metaserver.c.id, meta_version.c.name, meta_version.c.version).join_from(
+    metaserver, meta_version, true()
 )

@@ -74,6 +74,7 @@ broker_group = Table(
     Column("draining", Boolean, nullable=False, server_default=false()),
     Column("is_full", Boolean, nullable=False, server_default=false()),
     Column("min_copies", Integer, nullable=False, server_default="2"),
+    Column("lost_term", BigInteger, nullable=False, server_default="0"),
     Column("create_time", BigInteger, nullable=False),
     Column("update_time", BigInteger, nullable=False),
     UniqueConstraint("group_name", name="uniq_group_name"),
@@ -203,6 +204,7 @@ operator_limits = Table(
     Column("messages_max", BigInteger, nullable=False, server_default="0"),
     Column("drops_oldest", Boolean, nullable=False, server_default=false()),
     Column("bytes_max", BigInteger, nullable=False, server_default="0"),
+    Column("dead_letters_to", name(), nullable=False, server_default=""),
     UniqueConstraint("subject_info", "consumer_group", name="uniq_limits"),
     **OPTIONS,
 )

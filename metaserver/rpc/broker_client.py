@@ -71,12 +71,19 @@ class Brokers:
             return await self._ask(broker, call)
 
     async def prepare_failover(
-        self, broker: Broker, *, term: int, hold_ms: int, silent_ms: int, promised_term: int = 0
+        self,
+        broker: Broker,
+        *,
+        term: int,
+        hold_ms: int,
+        silent_ms: int,
+        promised_term: int = 0,
+        master_gone: bool = False,
     ) -> ReplicaState:
         """Let a slave follow nobody for a while, and say what it has; it refuses while it hears its master. With
-        `promised_term` it follows nobody in any older term, ever."""
+        `promised_term` it follows nobody in any older term, ever; `master_gone` is as in `failover.Facts`."""
         request = pb.PrepareFailoverRequest(
-            term=term, hold_ms=hold_ms, silent_ms=silent_ms, promised_term=promised_term
+            term=term, hold_ms=hold_ms, silent_ms=silent_ms, promised_term=promised_term, master_gone=master_gone
         )
         async with self._stub(broker) as (stub, metadata):
             call = stub.PrepareFailover(request, **metadata, timeout=self._timeout_ms / 1000)
@@ -100,17 +107,18 @@ class Brokers:
             return answer
 
     async def dead_letters(
-        self, broker: Broker, *, subject: str, group: str, to: str = "", at: Sequence[Broker] = ()
+        self, broker: Broker, *, subject: str, group: str, to: str = "", at: Sequence[Broker] = (), source: str = ""
     ) -> DeadLetters:
         """Subscribe to the dead letters that a master has for a consumer group; close what is returned.
 
         Args:
             to: the subject to which they go in place of their group.
             at: the masters that serve it.
+            source: the subject that an operator chose for them, if one did.
         """
         way = Destination.of(to, [_master(one) for one in at], broker.group) if to else None
         try:
-            return await DeadLetters.open(_master(broker), self._metadata[0][1], subject, group, way)
+            return await DeadLetters.open(_master(broker), self._metadata[0][1], subject, group, way, source)
         except (AccessError, CallError) as error:
             raise OperatorError(f"{broker.group} refused: {error}") from error
         except QmqError as error:

@@ -15,7 +15,7 @@ from qmq.metaserver import renewals
 from qmq.metaserver.db.errors import CommitUnknown
 from qmq.metaserver.liveness import PlaceTaken
 from qmq.metaserver.metrics import Metrics
-from qmq.metaserver.model import Broker, BrokerKey
+from qmq.metaserver.model import Broker, BrokerKey, Directory
 from qmq.metaserver.registry import Ask, Registry
 from qmq.metaserver.rpc import convert
 from qmq.metaserver.rpc.visits import Visits
@@ -87,18 +87,22 @@ class BrokerRpc:
         with self._registry.directory_changes.watch(broker.key) as wake, self.visits.open(context):
             reader = asyncio.create_task(self._read_beats(broker.key, session, first, requests, wake))
             try:
-                sent: pb.Assignment | None = None
+                seen: Directory | None = None
+                assignment: pb.Assignment | None = None
                 told_s = 0.0
                 while not reader.done():
                     wake.clear()
-                    assignment = convert.assignment_for(self._registry.directory, broker.key)
+                    sent = assignment
+                    if seen is not self._registry.directory:
+                        seen = self._registry.directory
+                        assignment = convert.assignment_for(seen, broker.key)
                     if self._registry.is_stopping:
                         await context.abort(grpc.StatusCode.UNAVAILABLE, STOPPING)
                     elif assignment is None:
                         text = f"{broker.key} has no place in a group any more; register again to learn what to do"
                         await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
                     elif assignment != sent or time.monotonic() - told_s >= CLOCK_S:
-                        sent, told_s = assignment, time.monotonic()
+                        told_s = time.monotonic()
                         yield _with_clock(assignment)
                     await wake.wait()
                 if not reader.cancelled() and reader.exception() is None and reader.result():
@@ -133,24 +137,20 @@ class BrokerRpc:
         wake: asyncio.Event,
     ) -> bool:
         """Take in heartbeats until the stream ends; True: because a newer stream took over."""
-        message: pb.BrokerState | None = first
+        beats = self._metrics.heartbeats.labels(_known_group(self._registry, key))
+        said, state = first, convert.state_from_message(first)
         try:
-            while message is not None:
-                state = convert.state_from_message(message)
-                if not self._registry.beat(key, session, state):
-                    return True
-                self._note(key)
+            while self._registry.beat(key, session, state):
+                beats.inc()
                 wake.set()  # the answer says what time it is
                 message = await anext(aiter(requests), None)
-            return False
+                if message is None:
+                    return False
+                if message != said:
+                    said, state = message, convert.state_from_message(message)
+            return True
         finally:
             wake.set()
-
-    def _note(self, key: BrokerKey) -> None:
-        broker = self._registry.directory.find(key)
-        if broker is None:
-            return
-        self._metrics.heartbeats.labels(broker.group).inc()
 
     def _log_once(self, line: str) -> None:
         if line not in self._logged:

@@ -235,7 +235,7 @@ class NumberedSender:
             group.breaker.answered()
         elif group.breaker.failed(now_ms):
             log.warning("broker does not answer group=%s failures=%d", name, FAILURES_MAX)
-            self._routing.failed(name, f"{FAILURES_MAX} requests in a row got no answer", now_ms=now_ms)
+            self._rests(name, f"{FAILURES_MAX} requests in a row got no answer")
         if isinstance(answer, QmqError):
             self._failed(name, answer)
             self._end(group, flight, answer_of(answer))
@@ -252,9 +252,15 @@ class NumberedSender:
     def _failed(self, name: str, error: QmqError) -> None:
         if isinstance(error, CallError):
             return  # the group is well, this batch is not
-        self._routing.failed(name, str(error), now_ms=self._now_ms())
+        self._rests(name, str(error))
         if not isinstance(error, BrokerReadOnly | Overloaded):
             self._watch.refresh()
+
+    def _rests(self, name: str, reason: str) -> None:
+        """Send it nothing for a while, which may be shorter than a tick; when that is over, whoever waits is told."""
+        self._routing.failed(name, reason, now_ms=self._now_ms())
+        self._usable -= {name}
+        self._has_work.set()
 
     def _now_ms(self) -> int:
         return int(self._loop.time() * 1000)
@@ -306,7 +312,7 @@ class NumberedSender:
         self._link_is_down(link, str(error))
 
     def _link_is_down(self, link: Link, reason: str) -> None:
-        self._routing.failed(link.broker_group, reason, now_ms=self._now_ms())
+        self._rests(link.broker_group, reason)
         self._watch.refresh()
         self._changed()
 

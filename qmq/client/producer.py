@@ -232,9 +232,7 @@ class Producer:
             if not future.done():  # its task was cancelled
                 future.set_result(_due(receipt, later))
 
-        self._senders.of(is_delayed=later is not None).add(
-            queue, Waiting(data, str(message.id), deadline_ms, done, label)
-        )
+        sender.add(queue, Waiting(data, str(message.id), deadline_ms, done, label))
         return await future
 
     def send_nowait(

@@ -24,7 +24,7 @@ import grpc.aio
 
 from qmq.client import route_poll
 from qmq.client.routing import GroupRoute, SubjectRoute
-from qmq.control_plane import CHANNEL_OPTIONS, find_metaserver, grpc_begins, has_grpc
+from qmq.control_plane import META_CHANNEL_OPTIONS, find_metaserver, grpc_begins, has_grpc
 from qmq.errors import AccessError
 from qmq.logs import bounded
 from qmq.proto import qmq_pb2 as pb
@@ -213,7 +213,7 @@ class RouteWatch:
         failures = 0
         while True:
             try:
-                async with grpc.aio.insecure_channel(await self._address(), options=CHANNEL_OPTIONS) as channel:
+                async with grpc.aio.insecure_channel(await self._address(), options=META_CHANNEL_OPTIONS) as channel:
                     answer_s = min(ANSWER_TIMEOUT_S * 2 ** min(failures, 10), ANSWER_TIMEOUT_S_MAX)
                     async for update in self._updates(channel, answer_s):
                         failures = 0

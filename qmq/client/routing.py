@@ -15,9 +15,10 @@ from hashlib import blake2b
 from qmq.types import Endpoint
 
 READ_ONLY = "read only"
-REST_MS_MIN, REST_MS_MAX = 100, 2_000
-"""How long a group rests after it refused or failed: doubled with each failure in a row. The metaserver tells of
-a change within a second, so that resting longer than two would only delay what already works again."""
+REST_MS_MIN, REST_MS_MAX = 20, 2_000
+"""How long a group rests after it refused or failed: doubled with each failure in a row. A new master refuses until its
+slave has matched, some 50 ms after clients find it, so the first rests are short. The metaserver tells of a change
+within a second, so that resting longer than two would only delay what already works again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,12 @@ import json
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from qmq.codec import Buffer
 from qmq.errors import CorruptFrame, IllegalTransition, InvalidAck
-from qmq.log.frame import FLAG_ORDERED, NO_CHAIN, Frame, FrameKind
+from qmq.log.frame import FLAG_DEAD, FLAG_ORDERED, NO_CHAIN, Frame, FrameKind
 from qmq.log.group import MASTERSHIP_BITS, Consumer, Group, UnackedRange
 from qmq.log.message_life import LIFE, MessageEvent
 from qmq.log.progress import DEFERRED, EXPIRED, NOT_BEGUN, OVERFLOWED, PASSED, Departure, Progress, decode_progress
@@ -59,6 +60,8 @@ class State:
     next_sequence: dict[str, int] = field(default_factory=dict)
     groups: dict[tuple[str, str], Group] = field(default_factory=dict)
     producers: dict[int, dict[int, StoredBatch]] = field(default_factory=dict)
+    unsorted: set[int] = field(default_factory=set, compare=False)
+    """Producers whose batches did not all come in the order of their numbers."""
     ordered: dict[str, int] = field(default_factory=dict)
     """Subjects with order keys, and the first sequence of a batch that had one."""
     kept: Kept = field(default_factory=Kept)
@@ -114,15 +117,35 @@ def _messages(state: State, frame: Frame, body: Buffer) -> None:
     if frame.flags & FLAG_ORDERED:
         state.ordered.setdefault(subject, expected)
     if frame.producer:
-        window = state.producers.pop(frame.producer, None) or {}
-        window.pop(frame.batch, None)
-        window[frame.batch] = StoredBatch(expected, frame.count, frame.end)
-        if len(window) > BATCHES_PER_PRODUCER:
+        _remember(state, frame, expected)
+
+
+def _remember(state: State, frame: Frame, first_sequence: int) -> None:
+    """Take note of a producer's batch, and forget its oldest one, or the producer that was silent for longest."""
+    producer, batch = frame.producer, frame.batch
+    window = state.producers.pop(producer, None) or {}
+    window.pop(batch, None)
+    if window and batch < next(reversed(window)):
+        state.unsorted.add(producer)
+    window[batch] = StoredBatch(first_sequence, frame.count, frame.end)
+    if len(window) > BATCHES_PER_PRODUCER:
+        is_dead = frame.flags & FLAG_DEAD or is_dead_letter_subject(frame.subject)
+        if is_dead or producer not in state.unsorted:
             # Dead letters are numbered by their originals, which die in any order: the copy made first is forgotten.
-            del window[next(iter(window)) if is_dead_letter_subject(subject) else min(window)]
-        state.producers[frame.producer] = window
-        if len(state.producers) > PRODUCERS_MAX:
-            del state.producers[next(iter(state.producers))]
+            del window[next(iter(window))]
+        else:
+            del window[min(window)]
+            if _is_sorted(window):
+                state.unsorted.remove(producer)
+    state.producers[producer] = window
+    if len(state.producers) > PRODUCERS_MAX:
+        silent = next(iter(state.producers))
+        del state.producers[silent]
+        state.unsorted.discard(silent)
+
+
+def _is_sorted(window: dict[int, StoredBatch]) -> bool:
+    return all(one < other for one, other in pairwise(window))
 
 
 def _pull(state: State, frame: Frame, body: Buffer) -> None:
@@ -330,6 +353,7 @@ def decode_snapshot(data: Buffer) -> State:
             began,
         )
     state.producers = {p: {b: StoredBatch(*stored) for b, *stored in window} for p, window in plain["producers"]}
+    state.unsorted = {producer for producer, window in state.producers.items() if not _is_sorted(window)}
     state.ordered, state.retry_ms = plain["ordered"], plain["retry_ms"]
     if "kept" in plain:  # a snapshot from before there were retention frames has none
         state.kept = Kept.from_json(plain["kept"])

@@ -6,7 +6,8 @@ All integers little-endian; version 1; every frame begins at a multiple of 8.
     0       4     magic "QMF1" (its last byte is the version)
     4       1     kind: 1 messages, 2 pull, 3 ack, 4 position, 5 epoch, 6 nack, 12 retention (qmq.log.retention); of a
                   delay server's group also 7 carry, 8 dispatch, 9 settled, 10 cancel (qmq.log.delays)
-    5       1     flags: 1 written while the slave was missing, 2 labelled, 4 ordered (qmq.codec: labels of a batch)
+    5       1     flags: 1 written while the slave was missing, 2 labelled, 4 ordered (qmq.codec: labels of a batch),
+                  8 dead letter in a chosen subject
     6       2     subject bytes s
     8       4     count: messages in the body; entries of kinds 7 to 10; 0 for other kinds
     12      4     body bytes b, a multiple of 8
@@ -64,6 +65,8 @@ FLAG_LABELLED = 2
 """Labels of the messages stand behind the batch."""
 FLAG_ORDERED = 4
 """Some message of the batch has an order key."""
+FLAG_DEAD = 8
+"""A dead letter in a subject that an operator chose: its producer and batch say of which message it is the copy."""
 NO_CHAIN = 0
 """The chain before the first frame of a log."""
 
@@ -113,11 +116,8 @@ class Frame(NamedTuple):
     chain: int
     body_crc: int
     body_at: int
-
-    @property
-    def end(self) -> int:
-        """Offset right behind the frame, where the next one begins."""
-        return self.offset + self.body_at + self.body_bytes
+    end: int
+    """Offset right behind the frame, where the next one begins. A field: it is read a dozen times on a frame's way."""
 
 
 def subject_field(subject: str) -> bytes:
@@ -177,6 +177,7 @@ def encode_header(
     chain = chain_of(previous_chain, chained, body_crc, field)
     head = chained + _TAIL.pack(chain, body_crc)
     header_crc = crc32(field, crc32(head))
+    body_at = HEADER_BYTES + len(field)
     frame = Frame(
         kind,
         flags,
@@ -192,7 +193,8 @@ def encode_header(
         batch,
         chain,
         body_crc,
-        HEADER_BYTES + len(field),
+        body_at,
+        offset + body_at + body_bytes,
     )
     return head + _U32.pack(header_crc) + field, frame
 
@@ -258,6 +260,7 @@ def decode_header(data: Buffer, at: int, offset: int, previous_chain: int | None
         chain,
         body_crc,
         body_at,
+        offset + body_at + body_bytes,
     )
 
 

@@ -7,15 +7,15 @@ time; `flushed` takes note. Reading from the tail needs no disk.
 
 from __future__ import annotations
 
-import contextlib
 from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 from qmq.codec import Buffer, decode_labels, labels_bytes
-from qmq.errors import CorruptFrame, Diverged, require
+from qmq.errors import BrokenInvariant, CorruptFrame, Diverged, ForeignSegment, require
 from qmq.log import manifest, quarantine, segments
 from qmq.log.consume_log import ConsumeLog
 from qmq.log.disk import BLOCK_BYTES, Disk
@@ -199,7 +199,8 @@ class MessageLog:
             self._take(frame, (data[frame.offset - offset : frame.end - offset],), body)
 
     def _take(self, frame: Frame, parts: tuple[Buffer, ...], body: Buffer) -> None:
-        require(self.damage is None or self.damage.end <= self.state.end, "nothing is appended behind damage")
+        if self.damage is not None and self.damage.end > self.state.end:
+            raise BrokenInvariant("nothing is appended behind damage")
         size = frame.end - frame.offset
         if not self._bases:
             self._open_first(frame.offset)
@@ -270,7 +271,8 @@ class MessageLog:
 
     def flushed(self, commit: Commit) -> None:
         """Take note that `perform` returned."""
-        require(self._writing is commit, "commits are performed one at a time")
+        if self._writing is not commit:
+            raise BrokenInvariant("commits are performed one at a time")
         self._writing = None
         self.flushed_end = commit.end
         for step in commit.steps:
@@ -318,6 +320,9 @@ class MessageLog:
     def verify(self, base: int, at: int, chain: int | None, bytes_max: int) -> tuple[int, int, bool]:
         """Read frames of the closed segment at `base` again, from `at`, by the name of its file. Blocks; on any thread.
 
+        The snapshots at its begin and behind its end say which chain it has to have there. So, where the chain at the
+        log's end is the other copy's, equal chains mean that both have the same bytes in each segment that is whole.
+
         Args:
             chain: before `at`; None at the segment's begin, where its snapshot may tell.
 
@@ -325,7 +330,7 @@ class MessageLog:
             Where to go on, the chain there, and whether that is the segment's end.
 
         Raises:
-            CorruptFrame: this copy is damaged there.
+            CorruptFrame: this copy is damaged there. ForeignSegment: all of the segment is another log's.
         """
         bases = list(self._bases)
         if base not in bases[:-1]:
@@ -333,11 +338,25 @@ class MessageLog:
         end = bases[bisect_right(bases, base)]
         if at == base:
             self._disk.look_again(log_name(base))
-            with contextlib.suppress(CorruptFrame):
-                chain = self._snapshot(base)[1] if base else NO_CHAIN
+            chain = self._chain_by_snapshot(base)
         chunk = read_chunk(self._disk, bases, at, end, bytes_max)
-        decode_header(chunk.data, 0, at, chain)
-        return chunk.end, chunk.chain, chunk.end == end
+        try:
+            decode_header(chunk.data, 0, at, chain)
+        except CorruptFrame:
+            if at > base:
+                raise  # it was repaired, or cut, since the frames before were read
+            raise ForeignSegment(base, end) from None
+        is_whole = chunk.end == end
+        if is_whole and self._chain_by_snapshot(end) not in (None, chunk.chain):
+            raise ForeignSegment(base, end)
+        return chunk.end, chunk.chain, is_whole
+
+    def _chain_by_snapshot(self, base: int) -> int | None:
+        """Return the chain right before the segment at `base`; None: its snapshot is damaged, or not written yet."""
+        try:
+            return self._snapshot(base)[1] if base else NO_CHAIN
+        except CorruptFrame:
+            return None
 
     def frames(self, subject: str, sequence: int, most: int) -> list[FrameRef]:
         """Return up to `most` frames of `subject` from the one that holds `sequence`; retention may have taken some."""
@@ -579,11 +598,14 @@ class MessageLog:
         index, snapshot = (disk.read(name, 0, disk.size(name)) if disk.has(name) else b"" for name in names)
         return index, snapshot
 
-    def is_damaged(self, offset: int) -> bool:
-        """Return whether the frame at `offset` cannot be read now.
+    def is_damaged(self, problem: CorruptFrame) -> bool:
+        """Return whether what a reader met is so now.
 
-        Whoever could not read it may have done so before a repair, or while retention or a cut took it.
+        Whoever could not read a frame may have done so before a repair, or while retention or a cut took it.
         """
+        offset = problem.offset
+        if isinstance(problem, ForeignSegment):
+            return (offset, problem.end) in pairwise(self._bases)
         if not self.start <= offset < self.flushed_end:
             return False
         try:
@@ -592,10 +614,14 @@ class MessageLog:
             return True
         return False
 
-    def damaged_at(self, begin: int, reason: str) -> None:
-        """Take note that the frame at `begin`, folded long ago, cannot be read any more."""
-        end = segments.next_frame(self._disk, self._bases, begin + 8)
-        self.damage = self.damage or Damage(begin, min(self.state.end, end or self.state.end), reason)
+    def damaged_at(self, problem: CorruptFrame) -> None:
+        """Take note that a frame, folded long ago, cannot be read any more, or that a segment is not this log's."""
+        begin = problem.offset
+        if isinstance(problem, ForeignSegment):
+            end: int | None = problem.end
+        else:
+            end = segments.next_frame(self._disk, self._bases, begin + 8)
+        self.damage = self.damage or Damage(begin, min(self.state.end, end or self.state.end), problem.reason)
         self.health.on(HealthEvent.FOUND_DAMAGE)
 
     def _not_damaged(self) -> None:

@@ -13,8 +13,8 @@ One layout for all but epoch (integers little-endian), padded with zeros to a mu
                               (EXPIRED, first sequence, messages): over for the group, for they have expired
                               (OVERFLOWED, first sequence, messages): over for the group, for too many waited
     pull       yes        none: this consumer is there, and has nothing yet; or asks for other messages from here on
-    ack        yes        n x (begin, end, settled): pull sequences, half-open, done; settled is 0, or EXPIRED if no
-                              handler got them
+    ack        yes        n x (begin, end, settled): pull sequences, half-open, done; settled is 0, EXPIRED if no
+                              handler got them, or DEAD if dead letters of them are stored
     nack       yes        n x (begin, end, due): pull sequences, half-open; they come again, not before due (ms; 0: now;
                               NOT_BEGUN: now, and this delivery does not count)
     position   no         1 x (position, broadcast, 0): the group starts at this sequence; broadcast is 1 or 0
@@ -39,6 +39,8 @@ _ENTRY = struct.Struct("<QQQ")
 Entry = tuple[int, int, int]
 PASSED, DEFERRED, EXPIRED, OVERFLOWED = (1 << 64) - 1, (1 << 64) - 2, (1 << 64) - 3, (1 << 64) - 4
 """In place of a pull sequence: these messages are not delivered."""
+DEAD = (1 << 64) - 5
+"""Of an ack. Logs of version 0.2 and earlier have 0 there."""
 NUMBERS_END = OVERFLOWED
 """Pull sequences are below."""
 NOT_BEGUN = (1 << 64) - 1

@@ -9,6 +9,7 @@ log/manifest      which segments there should be (qmq.log.manifest)
 from __future__ import annotations
 
 from bisect import bisect_right
+from functools import lru_cache
 from typing import NamedTuple
 
 from qmq.errors import CorruptFrame
@@ -23,6 +24,7 @@ this copy has not yet had everything that the other one has."""
 CHUNK_BYTES = 4 << 20
 
 
+@lru_cache  # each commit asks for it twice
 def log_name(base: int) -> str:
     return f"{FOLDER}/{base:020d}.log"
 

@@ -189,7 +189,7 @@ class AcknowledgedPoint(_message.Message):
     def __init__(self, term: _Optional[int] = ..., boot: _Optional[int] = ..., end: _Optional[int] = ..., chain: _Optional[int] = ...) -> None: ...
 
 class OperatorLimits(_message.Message):
-    __slots__ = ("subject", "group", "expires_after_s", "expired_die", "per_second", "messages_max", "drops_oldest", "bytes_max")
+    __slots__ = ("subject", "group", "expires_after_s", "expired_die", "per_second", "messages_max", "drops_oldest", "bytes_max", "dead_letters_to")
     SUBJECT_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     EXPIRES_AFTER_S_FIELD_NUMBER: _ClassVar[int]
@@ -198,6 +198,7 @@ class OperatorLimits(_message.Message):
     MESSAGES_MAX_FIELD_NUMBER: _ClassVar[int]
     DROPS_OLDEST_FIELD_NUMBER: _ClassVar[int]
     BYTES_MAX_FIELD_NUMBER: _ClassVar[int]
+    DEAD_LETTERS_TO_FIELD_NUMBER: _ClassVar[int]
     subject: str
     group: str
     expires_after_s: int
@@ -206,7 +207,8 @@ class OperatorLimits(_message.Message):
     messages_max: int
     drops_oldest: bool
     bytes_max: int
-    def __init__(self, subject: _Optional[str] = ..., group: _Optional[str] = ..., expires_after_s: _Optional[int] = ..., expired_die: _Optional[bool] = ..., per_second: _Optional[int] = ..., messages_max: _Optional[int] = ..., drops_oldest: _Optional[bool] = ..., bytes_max: _Optional[int] = ...) -> None: ...
+    dead_letters_to: str
+    def __init__(self, subject: _Optional[str] = ..., group: _Optional[str] = ..., expires_after_s: _Optional[int] = ..., expired_die: _Optional[bool] = ..., per_second: _Optional[int] = ..., messages_max: _Optional[int] = ..., drops_oldest: _Optional[bool] = ..., bytes_max: _Optional[int] = ..., dead_letters_to: _Optional[str] = ...) -> None: ...
 
 class Offline(_message.Message):
     __slots__ = ("subject", "group", "consumer")
@@ -646,16 +648,18 @@ class Nothing(_message.Message):
     def __init__(self) -> None: ...
 
 class PrepareFailoverRequest(_message.Message):
-    __slots__ = ("term", "hold_ms", "silent_ms", "promised_term")
+    __slots__ = ("term", "hold_ms", "silent_ms", "promised_term", "master_gone")
     TERM_FIELD_NUMBER: _ClassVar[int]
     HOLD_MS_FIELD_NUMBER: _ClassVar[int]
     SILENT_MS_FIELD_NUMBER: _ClassVar[int]
     PROMISED_TERM_FIELD_NUMBER: _ClassVar[int]
+    MASTER_GONE_FIELD_NUMBER: _ClassVar[int]
     term: int
     hold_ms: int
     silent_ms: int
     promised_term: int
-    def __init__(self, term: _Optional[int] = ..., hold_ms: _Optional[int] = ..., silent_ms: _Optional[int] = ..., promised_term: _Optional[int] = ...) -> None: ...
+    master_gone: bool
+    def __init__(self, term: _Optional[int] = ..., hold_ms: _Optional[int] = ..., silent_ms: _Optional[int] = ..., promised_term: _Optional[int] = ..., master_gone: _Optional[bool] = ...) -> None: ...
 
 class PrepareSwapRequest(_message.Message):
     __slots__ = ("term", "hold_ms", "timeout_ms", "target", "promised_term")

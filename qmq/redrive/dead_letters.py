@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 from zlib import crc32
 
-from qmq.codec import encode_labels, join_batch
+from qmq.codec import encode_labels, join_batch, with_subject
 from qmq.errors import OutcomeUnknown, QmqError
 from qmq.log.frame import label_flags
 from qmq.redrive.redriving import Chosen, ranges_of
@@ -65,9 +65,10 @@ class DeadLetters:
     """Dead letters of (subject, group) that one master delivers to us. Made by `open`; `close` gives back all that did
     not go back to the group."""
 
-    def __init__(self, broker_group: str, subject: str, group: str, to: str) -> None:
+    def __init__(self, broker_group: str, subject: str, group: str, to: str, source: str) -> None:
         self.broker_group = broker_group
-        self._dead, self._goes_to = dead_letter_subject(subject, group), to or retry_subject(subject, group)
+        self._dead, self._retry = source or dead_letter_subject(subject, group), retry_subject(subject, group)
+        self._goes_to = to or self._retry
         self._producer, self._batch = secrets.randbits(63) | 1, 0
         self._subscription = 0
         self.batch_bytes_max = BATCH_BYTES_MAX
@@ -78,10 +79,11 @@ class DeadLetters:
 
     @classmethod
     async def open(
-        cls, master: Master, token: str, subject: str, group: str, to: Destination | None = None
+        cls, master: Master, token: str, subject: str, group: str, to: Destination | None = None, source: str = ""
     ) -> DeadLetters:
-        """Connect and subscribe; `to`: where they go in place of their group. Raises QmqError."""
-        self = cls(master.broker_group, subject, group, to.subject if to is not None else "")
+        """Connect and subscribe; `to`: where they go in place of their group; `source`: the subject that they are in,
+        if an operator chose one. Raises QmqError."""
+        self = cls(master.broker_group, subject, group, to.subject if to is not None else "", source)
         self._connection = self._way = await self._connect(master, token)
         try:
             if to is not None and to.master.broker_group != master.broker_group:
@@ -129,7 +131,9 @@ class DeadLetters:
             QmqError: none is.
         """
         self._batch += 1
-        body, flags = join_batch([one.data for one in letters]), 0
+        is_theirs = self._goes_to == self._retry
+        body = join_batch([one.data if is_theirs else with_subject(one.data, self._goes_to) for one in letters])
+        flags = 0
         labels = [one.label for one in letters]
         if any(labels):
             body, flags = body + encode_labels(labels), label_flags(labels)

@@ -12,12 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qmq.codec import decode_envelope, decode_properties, label_of, split_batch
+from qmq.dead_letters import GROUP, REASON, SEQUENCE, SUBJECT
 from qmq.errors import InvalidMessage
-from qmq.message import ORDER_KEY
-from qmq.remoting.commands import Piece
-
-TIMES, REASON, SEQUENCE = "qmq_times", "qmq_deadReason", "qmq_deadSequence"
-"""Properties that a broker adds to a message that becomes a dead letter."""
+from qmq.message import EXPIRES_AFTER, ORDER_KEY, TIMES
+from qmq.remoting.commands import FLAG_IS_DEAD, Piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +44,8 @@ class Choice:
     properties: Mapping[str, str] = field(default_factory=dict)
     tags: frozenset[str] = frozenset()
     reason: str = ""
+    whose: tuple[str, str] | None = None
+    """In a subject that others' dead letters and ordinary messages may be in, too: subject and consumer group."""
 
     def of(self, broker_group: str, pieces: Iterable[Piece], bounds: tuple[int, int]) -> Iterator[Chosen]:
         """Choose from what a broker delivered, within `bounds`: sequences `[begin, end)`."""
@@ -54,7 +54,7 @@ class Choice:
                 sequence = piece.sequence + at
                 if bounds[0] <= sequence < bounds[1]:
                     chosen = self._chosen(broker_group, piece.pull_sequence + at, sequence, bytes(data))
-                    if chosen is not None:
+                    if chosen is not None and (self.whose is None or piece.flags & FLAG_IS_DEAD):
                         yield chosen
 
     def _chosen(self, broker_group: str, pull_sequence: int, sequence: int, data: bytes) -> Chosen | None:
@@ -68,6 +68,7 @@ class Choice:
             or not self.tags <= set(envelope.tags)
             or not self.properties.items() <= properties.items()
             or self.reason not in properties.get(REASON, "")
+            or self.whose not in (None, (properties.get(SUBJECT), properties.get(GROUP)))
         ):
             return None
         return Chosen(
@@ -84,9 +85,8 @@ class Choice:
 
 def without_fate(data: bytes, begin: int, properties: Mapping[str, str]) -> bytes:
     """Return an encoded message, whose properties begin at `begin`, as it was before it became a dead letter."""
-    kept = [
-        text for name, value in properties.items() if name not in (TIMES, REASON, SEQUENCE) for text in (name, value)
-    ]
+    fate = {TIMES, REASON, SEQUENCE, SUBJECT, GROUP} | ({EXPIRES_AFTER} if not properties.get(EXPIRES_AFTER) else set())
+    kept = [text for name, value in properties.items() if name not in fate for text in (name, value)]
     body = b"".join(len(encoded).to_bytes(2, "big") + encoded for encoded in map(str.encode, kept))
     return data[: begin - 4] + len(body).to_bytes(4, "big") + body
 

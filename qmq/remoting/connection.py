@@ -39,6 +39,9 @@ class Connection(asyncio.BufferedProtocol):
     Responses are matched to `request`s here; every other packet goes to the handler.
     """
 
+    tells_refusals = False
+    """Whether `refuse` logs which limit a packet is over: one event is one line."""
+
     def __init__(self, handler: PacketHandler, packet_bytes_max: int) -> None:
         self._handler = handler
         self._reader = PacketReader(packet_bytes_max)
@@ -79,9 +82,12 @@ class Connection(asyncio.BufferedProtocol):
                 else:
                     self._handler.packet_received(self, packet)
         except InvalidRequest as error:
-            log.warning("connection closed peer=%s reason=%s", self.peer, error)
+            is_told = False
             if isinstance(error, PacketTooLarge) and not error.request.is_response:
-                self.answer(error.request, str(error).encode(), code=error.code)
+                self.refuse(error.request, error)
+                is_told = self.tells_refusals
+            if not is_told:
+                log.warning("connection closed peer=%s reason=%s", self.peer, error)
             self.close(str(error))
 
     def eof_received(self) -> bool:

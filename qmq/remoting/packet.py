@@ -55,6 +55,7 @@ class PacketTooLarge(InvalidRequest):
     """A packet is over the limit of its connection. `request` is its header, for an answer; its body is not read."""
 
     code = ErrorCode.MESSAGE_TOO_LARGE
+    limit = "packet_bytes_max"
 
     def __init__(self, request: Packet, packet_bytes: int, limit: int) -> None:
         super().__init__(

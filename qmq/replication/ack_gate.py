@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from qmq.errors import QmqError, require
+from qmq.errors import BrokenInvariant, QmqError
 from qmq.replication.points import Point
 from qmq.types import Epoch
 
@@ -137,7 +137,8 @@ class AckGate:
             self.high_watermark = safe
             self.high_chain = self.flushed_chain if self.flushed_end <= self.matched_end else self.matched_chain
         high = self.high_watermark
-        require(high <= self.flushed_end or self.flushed_end == 0, "I6: the high watermark is within our own disk")
+        if high > self.flushed_end > 0:
+            raise BrokenInvariant("I6: the high watermark is within our own disk")
         stored, progress = self._stored, self._progress
         while stored and stored[0][0] <= high:
             stored.popleft()[1](None)

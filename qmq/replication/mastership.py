@@ -120,10 +120,10 @@ class Mastership:
 
     def found_damage(self, problem: CorruptFrame) -> None:
         """A frame that was whole once cannot be read any more: readonly until it is repaired (P6)."""
-        if not self.log.is_damaged(problem.offset):
+        if not self.log.is_damaged(problem):
             return
         self.readonly.change(Reason.CORRUPT, True)
-        self.log.damaged_at(problem.offset, problem.reason)
+        self.log.damaged_at(problem)
         log.error("log damaged group=%s offset=%d reason=%s", self.group, problem.offset, problem.reason)
 
 

@@ -454,7 +454,14 @@ class Node(Generic[M]):
         return self._failover is not None or has_promised
 
     def prepare_failover(
-        self, term: int, *, hold_ms: int, silent_ms: int, heard_ms_ago: int | None, promised_term: int = 0
+        self,
+        term: int,
+        *,
+        hold_ms: int,
+        silent_ms: int,
+        heard_ms_ago: int | None,
+        promised_term: int = 0,
+        master_gone: bool = False,
     ) -> None:
         """Follow nobody for `hold_ms`: the master of `term` is said to be gone. What this copy has is final then.
 
@@ -463,6 +470,8 @@ class Node(Generic[M]):
                 nobody else can confirm anything to the old master.
             silent_ms: a master that was heard within so long is not gone.
             heard_ms_ago: when it was; None: there is no link.
+            master_gone: an operator says that the master never returns. Then what this copy was before its process
+                began counts, too: only he can know that its disk was not put back since.
 
         Raises:
             OperatorError: this slave hears its master, or is none that may become one. Nothing was changed.
@@ -472,7 +481,8 @@ class Node(Generic[M]):
             raise OperatorError(f"this broker is not the slave of {self.group} in term {term}")
         if heard_ms_ago is not None and heard_ms_ago < silent_ms:
             raise OperatorError(f"the master of {self.group} was heard {heard_ms_ago} ms ago")
-        if not slave.has_matched or self.readonly_reasons:
+        was_whole = master_gone and self.identity.value.complete and not self.log.is_tail_cut
+        if not (slave.has_matched or was_whole) or self.readonly_reasons:
             raise OperatorError(f"this copy of {self.group} was not in sync since it began, or is not whole")
         if promised_term:
             self.identity.promise(promised_term)
@@ -651,8 +661,8 @@ class Node(Generic[M]):
         self.is_disk_full = is_full
         if self.master is None:
             return
-        is_any = is_full or any(watch.is_disk_full for watch in self.master.slaves.in_step)
-        if self.master.readonly.change(Reason.DISK, is_any) and is_any:
+        is_short = is_full or self.master.slaves.lack_room
+        if self.master.readonly.change(Reason.DISK, is_short) and is_short:
             whose = "own" if is_full else "slave's"
             log.error("disk nearly full group=%s disk=%s: the group is readonly", self.group, whose)
 

@@ -26,16 +26,16 @@ class Reason(StrEnum):
 
 WAY_OUT = {
     Reason.OPERATOR: "an operator marked or drains it: UnMarkReadonly or UndrainGroup ends it",
-    Reason.SLAVE_DOWN: "its slave is missing: start it, or ReplaceBroker",
+    Reason.SLAVE_DOWN: "its slave is missing: start it; if it never returns, Doctor names the command",
     Reason.SLAVE_LAG: "its slave is behind and catches up",
     Reason.DISK: "its disk is nearly full: make room",
-    Reason.DISK_LATE: "its disk does not finish what it is given: if that lasts, end this broker, then ReplaceBroker",
+    Reason.DISK_LATE: "its disk does not finish what it is given: if that lasts, end this broker, then ask Doctor",
     Reason.MEMORY: "its memory is over memory_limit, and consumers go on: it ends when they catch up or leave",
-    Reason.CORRUPT: "its log is damaged and is being repaired from the other copy",
-    Reason.DIVERGED: "its two copies differ: read both logs with the audit before anything else",
+    Reason.CORRUPT: "its log is damaged and is being repaired from another copy",
+    Reason.DIVERGED: "its copies differ: read their logs with the audit before anything else",
     Reason.ROLLED_BACK: (
-        "its disk was put back or forgot what it had fsynced: start the other copy, which refills it; if that one's "
-        "disk is lost: ReplaceBroker with this one in the master's place and --acceptLoss"
+        "its disk was put back or forgot what it had fsynced: start the other copy, which refills it; if none returns: "
+        "RecoverGroup, which puts the best copy into the master's place, with --acceptLoss"
     ),
     Reason.FENCED: "a newer master is at work: it becomes its slave, or ends, by itself",
     Reason.DRAINING: "its roles are being swapped",

@@ -58,6 +58,9 @@ class CopySettings:
         10_000, least=1, why="open connections; of more, those that did not say who they are end first, then the newest"
     )
     token_connections_max: int = setting(5_000, least=1, why="connections of clients with one token; more are refused")
+    token_bytes_per_s: int = setting(
+        0, unit="bytes/s", least=0, why="bytes a second that the clients of one token may produce; 0: no bound"
+    )
     new_subjects_per_minute: int = setting(
         1000, least=1, most=1_000_000, why="subjects that the clients of one token may begin; more wait"
     )

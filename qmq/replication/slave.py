@@ -275,8 +275,8 @@ class Slave:
 
     def found_damage(self, problem: CorruptFrame) -> None:
         """A frame that was whole once cannot be read any more."""
-        if self._log.is_damaged(problem.offset):
-            self._log.damaged_at(problem.offset, problem.reason)
+        if self._log.is_damaged(problem):
+            self._log.damaged_at(problem)
 
     def quiet_ms(self) -> int:
         """See `Node.quiet_ms`."""

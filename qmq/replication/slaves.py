@@ -75,6 +75,13 @@ class Slaves:
         return [watch for watch in self._watches.values() if watch.follower.in_sync is not None]
 
     @property
+    def lack_room(self) -> bool:
+        """Whether disks of slaves that count are nearly full, and too few others count."""
+        in_step = self.in_step
+        roomy = sum(not watch.is_disk_full for watch in in_step)
+        return roomy < len(in_step) and roomy < self._mastership.gate.min_copies - 1
+
+    @property
     def confirmed_end(self) -> int | None:
         """Offset from which a slave still needs the log; None: none is connected."""
         ends = [watch.confirmed_end for watch in self._watches.values() if watch.confirmed_end is not None]

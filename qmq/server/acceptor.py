@@ -37,10 +37,13 @@ LOGIN_S = 5.0
 LOGIN_PACKET_BYTES_MAX = 64 * 1024
 """A stranger makes the broker reserve no more than this."""
 SYNC_PACKET_BYTES_MAX = 64 << 20
+_UNTIL_ANSWERED = (ConnectionState.SHARING, ConnectionState.FLOW)
 
 
 class _Guest(Connection):
     """An accepted connection: what it asks wrongly is told to the operator."""
+
+    tells_refusals = True
 
     def __init__(self, acceptor: Acceptor, packet_bytes_max: int) -> None:
         super().__init__(acceptor, packet_bytes_max)
@@ -48,11 +51,13 @@ class _Guest(Connection):
 
     def answer(self, request: Packet, *parts: Buffer, code: int = ErrorCode.SUCCESS) -> None:
         super().answer(request, *parts, code=code)
-        if request.code == Command.PRODUCE and self._acceptor.flow.state is ConnectionState.FLOW:
+        if request.code == Command.PRODUCE and self._acceptor.flow.state in _UNTIL_ANSWERED:
             self._acceptor.follow_flow()
 
     def refuse(self, request: Packet, error: QmqError) -> None:
-        if isinstance(error, InvalidName | InvalidMessage | InvalidRequest | MissingRight):
+        if error.limit:
+            self._acceptor.limit_reached(error.limit, str(error))
+        elif isinstance(error, InvalidName | InvalidMessage | InvalidRequest | MissingRight):
             self._acceptor.tell_once(self, error)
         super().refuse(request, error)
 
@@ -79,9 +84,14 @@ class Acceptor:
             # Anybody can open connections: whoever has a token must get in all the same.
             last = next(iter(service.strangers), self)
             service.strangers.pop(last, None)
-            loop.call_soon(last.connection.close, f"more than {settings.connections_max} connections")
+            reason = f"more than {settings.connections_max} connections"
+            loop.call_soon(last.connection.close, reason)
+            loop.call_soon(last.limit_reached, "connections_max", reason)
         service.strangers[self] = None
         self._login_timer = loop.call_later(LOGIN_S, self.connection.close, "it did not say who it is in time")
+
+    def limit_reached(self, setting: str, text: str) -> None:
+        self._service.limit_reached(setting, self.connection.peer, text)
 
     def tell_once(self, connection: Connection, error: QmqError) -> None:
         self._service.tell_once(connection.peer, error)
@@ -94,6 +104,7 @@ class Acceptor:
                 self._service.packet_received(connection, packet)
                 if packet.code == Command.PRODUCE:
                     self.flow.produces = True
+                    self._service.shares.produced(self, self._service.monotonic_ms())
                     self.follow_flow()
                 elif packet.code == Command.SUBSCRIBE:
                     self.flow.consumes = True
@@ -107,10 +118,13 @@ class Acceptor:
             connection.refuse(packet, InvalidRequest(f"command {packet.code} is not served on this port"))
 
     def follow_flow(self) -> None:
-        """Stop reading, or go on, as the window and the process's memory say now."""
+        """Stop reading, or go on, as the window, its share and the process's memory say now."""
         service, flow = self._service, self.flow
-        if flow.follow(self.connection.unacked_bytes, memory_is_short=service.memory_alarm.is_on):
+        unacked_bytes, share_bytes = self.connection.unacked_bytes, service.shares.bytes
+        if flow.follow(unacked_bytes, share_bytes=share_bytes, memory_is_short=service.memory_alarm.is_on):
             service.stops[flow.state] += 1
+            if flow.state is ConnectionState.FLOW:
+                self.limit_reached("window_bytes", f"{self.app!r} has more under way than it was told to")
         self.connection.read(flow.state is ConnectionState.RUNNING)
 
     def _is_within_limits(self, limits: Limits, connection: Connection, packet: Packet) -> bool:
@@ -156,10 +170,11 @@ class Acceptor:
         if self._is_client and self._access.connections_of(token) >= settings.token_connections_max:
             raise Overloaded(
                 f"token {caller.name!r} has {settings.token_connections_max:,} connections to {group}, and may have no "
-                "more (token_connections_max)"
+                "more (token_connections_max)",
+                "token_connections_max",
             )
         if self._is_client and caller.role != TokenRole.CLUSTER:
-            self._limits = Limits(caller, self._access.new_subjects)
+            self._limits = Limits(caller, self._access.new_subjects, self._access.sent)
         connection.sends_on = caller.role == TokenRole.CLUSTER
         self._is_in, self._token = True, token
         self._login_timer.cancel()
@@ -195,6 +210,7 @@ class Acceptor:
         self._service.connections -= 1
         self._service.strangers.pop(self, None)
         self._service.acceptors.pop(self, None)
+        self._service.shares.lost(self)
         self._access.left(self._token, self)
         self._service.guarded(lambda: self._service.node.link_lost(connection))
 

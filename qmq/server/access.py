@@ -10,11 +10,11 @@ from typing import Protocol
 import grpc
 import grpc.aio
 
-from qmq.control_plane import CHANNEL_OPTIONS, find_metaserver
+from qmq.control_plane import META_CHANNEL_OPTIONS, find_metaserver
 from qmq.errors import AccessError, NotServed, cause_of
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import MetaserverStub
-from qmq.rations import NewSubjects
+from qmq.rations import NewSubjects, SentBytes
 from qmq.replication.settings import CopySettings
 from qmq.rights import Caller, Scope, TokenRole
 from qmq.server.tokens import Known, TokenCache
@@ -49,6 +49,7 @@ class Access:
         self._stub: MetaserverStub | None = None
         self._channel: grpc.aio.Channel | None = None
         self.new_subjects = NewSubjects(settings.new_subjects_per_minute, settings.new_subjects_max)
+        self.sent = SentBytes(settings.token_bytes_per_s) if settings.token_bytes_per_s else None
 
     def own(self, token: str) -> Caller | None:
         """The caller, if it shows this broker's own token."""
@@ -148,7 +149,7 @@ class Access:
     async def _connect(self) -> MetaserverStub:
         address = await asyncio.to_thread(find_metaserver, self._settings.metaserver, timeout_s=ASK_S)
         if self._stub is None:
-            self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+            self._channel = grpc.aio.insecure_channel(address, options=META_CHANNEL_OPTIONS)
             self._stub = MetaserverStub(self._channel)
         return self._stub
 

@@ -104,6 +104,7 @@ class CopyControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generate
             silent_ms=request.silent_ms,
             heard_ms_ago=self._service.master_heard_ms_ago(),
             promised_term=request.promised_term,
+            master_gone=request.master_gone,
         )
         try:
             self._service.guarded(prepare)

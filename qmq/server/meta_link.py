@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from qmq.control_plane import CHANNEL_OPTIONS, find_metaserver
+from qmq.control_plane import META_CHANNEL_OPTIONS, find_metaserver
 from qmq.errors import NotServed, OperatorError, cause_of
 from qmq.operator_limits import OperatorLimits
 from qmq.proto import qmq_pb2 as pb
@@ -40,6 +40,8 @@ STEADY_S = 3.0
 """Who was served for so long begins with the first wait again. Two machines with a copy of one broker's disk and name
 end each other's heartbeats; they must not do it a hundred times a second."""
 REGISTER_S = 5.0
+SILENT_S = 5.0
+"""A metaserver answers each beat. One that stands still keeps its connections, and tells of no new master."""
 ALONE_AFTER_S = 3.0
 """How long a broker that starts waits for the metaserver before it takes up the part it had."""
 
@@ -98,7 +100,7 @@ class MetaLink:
         loop.call_later(ALONE_AFTER_S, self.start_alone)
         while True:
             try:
-                async with grpc.aio.insecure_channel(await self._find(), options=CHANNEL_OPTIONS) as channel:
+                async with grpc.aio.insecure_channel(await self._find(), options=META_CHANNEL_OPTIONS) as channel:
                     await self._live(MetaserverStub(channel))
             except (grpc.aio.AioRpcError, NotServed, OperatorError) as error:
                 self.failed(error)
@@ -158,10 +160,17 @@ class MetaLink:
         )
         self._last = None
         self._heard(await stub.Register(identity, metadata=self._metadata, timeout=REGISTER_S))
-        async for assignment in stub.Heartbeat(self._beats(), metadata=self._metadata):
-            self.served(asyncio.get_running_loop().time())
-            self._heard(assignment)
-        raise NotServed("the metaserver ended the heartbeat")
+        answers = aiter(stub.Heartbeat(self._beats(), metadata=self._metadata))
+        try:
+            while True:
+                async with asyncio.timeout(SILENT_S):
+                    assignment = await anext(answers)
+                self.served(asyncio.get_running_loop().time())
+                self._heard(assignment)
+        except StopAsyncIteration:
+            raise NotServed("the metaserver ended the heartbeat") from None
+        except TimeoutError:
+            raise NotServed(f"the metaserver said nothing for {SILENT_S:.0f} s") from None
 
     async def _beats(self) -> AsyncIterator[pb.BrokerState]:
         changed = self._service.state_changed

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from heapq import nlargest
 from itertools import accumulate
-from operator import itemgetter
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from qmq.errors import NotServed
@@ -21,6 +20,7 @@ from qmq.replication.readonly import Reason
 from qmq.replication.settings import CopySettings
 from qmq.server.histories import machines, states
 from qmq.server.http import CopyHttp
+from qmq.server.metrics_page import Series
 from qmq.server.overload import ConnectionState
 from qmq.server.producing import PRODUCE_MS_BUCKETS, ProduceCounters
 from qmq.server.service import M, Service
@@ -29,17 +29,18 @@ from qmq.version import VERSION
 
 Reading = tuple[str, str, float]
 """Name without the prefix, what it says, value."""
-
-Name = TypeVar("Name")
-Size = TypeVar("Size", float, tuple[bool, int])
+Later = Callable[[], Iterable[Metric]]
 
 
-def largest(sizes: Iterable[tuple[Name, Size]], most: int) -> list[tuple[Name, Size]]:
-    """Return the `most` largest in the order in which they came: 10,000 subjects would be a page of 3 MB."""
-    numbered = [(size, -number, name) for number, (name, size) in enumerate(sizes)]
-    if len(numbered) > most:
-        numbered = sorted(nlargest(most, numbered, key=itemgetter(0, 1)), key=itemgetter(1), reverse=True)
-    return [(name, size) for size, _, name in numbered]
+def largest(sizes: Mapping[str, int], most: int, is_always: Callable[[str], bool]) -> dict[str, int]:
+    """Return the `most` largest, first those that are always shown: 10,000 subjects would be a page of 3 MB. Of equals
+    it is the first ones, so that it is the same ones each time."""
+    if len(sizes) <= most:
+        return dict(sizes)
+    always = dict.fromkeys(filter(is_always, sizes))
+    ranked = nlargest(most, always, sizes.__getitem__)
+    ranked += nlargest(most - len(ranked), (name for name in sizes if name not in always), sizes.__getitem__)
+    return {name: sizes[name] for name in ranked}
 
 
 class CopyCollector(Collector, Generic[M]):
@@ -63,12 +64,19 @@ class CopyCollector(Collector, Generic[M]):
         self._is_always = matching(settings.metrics_subjects)
 
     def collect(self) -> Iterator[Metric]:
-        async def read() -> tuple[list[Metric], dict[str, int]]:
-            return list(self.read()), dict(self._service.node.log.state.next_sequence)
+        async def read() -> tuple[list[Metric], list[Later]]:
+            return list(self.read()), list(self.copied())
 
-        found, ends = asyncio.run_coroutine_threadsafe(read(), self._loop).result(timeout=5)
+        found, made_later = asyncio.run_coroutine_threadsafe(read(), self._loop).result(timeout=5)
         yield from found
-        yield from self._subjects(ends)  # not on the loop: it is about all subjects
+        for make in made_later:
+            yield from make()
+
+    def copied(self) -> Iterator[Later]:
+        """Copy what is about all subjects and groups, on the loop; what is returned ranks it and makes families of it,
+        which takes longer, on another thread."""
+        ends = dict(self._service.node.log.state.next_sequence)
+        yield lambda: self._subjects(ends)
 
     def read(self) -> Iterator[Metric]:
         """What a process of this kind adds comes behind this."""
@@ -114,23 +122,23 @@ class CopyCollector(Collector, Generic[M]):
     def group(self) -> str:
         return self._service.node.group
 
-    def gauge(self, reading: Reading) -> GaugeMetricFamily:
+    def gauge(self, reading: Reading) -> Series:
         name, text, value = reading
         family = self.gauges(name, text)
         family.add_metric([self.group], value)
         return family
 
-    def count(self, reading: Reading) -> CounterMetricFamily:
+    def count(self, reading: Reading) -> Series:
         name, text, value = reading
         family = self.counts(name, text)
         family.add_metric([self.group], value)
         return family
 
-    def gauges(self, name: str, text: str, *labels: str) -> GaugeMetricFamily:
-        return GaugeMetricFamily(f"{self._prefix}_{name}", text, labels=["broker_group", *labels])
+    def gauges(self, name: str, text: str, *labels: str) -> Series:
+        return Series(f"{self._prefix}_{name}", text, "gauge", ["broker_group", *labels])
 
-    def counts(self, name: str, text: str, *labels: str) -> CounterMetricFamily:
-        return CounterMetricFamily(f"{self._prefix}_{name}", text, labels=["broker_group", *labels])
+    def counts(self, name: str, text: str, *labels: str) -> Series:
+        return Series(f"{self._prefix}_{name}", text, "counter", ["broker_group", *labels])
 
     def histogram(self, name: str, text: str, buckets_ms: Sequence[int], counts: list[int], sum_ms: float) -> Metric:
         """Make a histogram in seconds; the last place of `counts` is for what is slower than every bucket."""
@@ -200,15 +208,13 @@ class CopyCollector(Collector, Generic[M]):
         """Of each subject, how many messages; those of dead letters come first, as alerts watch them."""
         yield self.gauge(("subjects", "Subjects in the log; of so many, metrics_subjects_max are shown", len(ends)))
         received = self.counts("subject_messages", "Messages in the log since its beginning", "subject")
-        ranked = ((name, (is_dead_letter_subject(name) or self._is_always(name), end)) for name, end in ends.items())
-        for subject, (_, end) in largest(ranked, self._shown_max):
+        shown = largest(ends, self._shown_max, lambda name: is_dead_letter_subject(name) or self._is_always(name))
+        for subject, end in shown.items():
             received.add_metric([self.group, subject], end)
         yield received
 
     def _flow(self) -> Iterator[Metric]:
-        now = self.gauges(
-            "client_connections", "Clients' connections by state; flow and blocked ones are not read", "state"
-        )
+        now = self.gauges("client_connections", "Clients' connections by state; only running ones are read", "state")
         stops = self.counts("stopped_connections", "How often a producer's connection was not read any more", "state")
         counts = Counter(acceptor.flow.state for acceptor in self._service.acceptors)
         for state in ConnectionState:
@@ -217,6 +223,13 @@ class CopyCollector(Collector, Generic[M]):
                 stops.add_metric([self.group, state.value], self._service.stops[state])
         yield now
         yield stops
+        reached = self.counts("limits_reached", "How often a setting's bound stopped or refused a client", "setting")
+        lately = self.gauges("limited", "1 while a setting's bound did so within the last minute", "setting")
+        limits, now_ms = self._service.limits, self._service.monotonic_ms()
+        for setting, count in limits.counts.items():
+            reached.add_metric([self.group, setting], count)
+            lately.add_metric([self.group, setting], float(limits.is_lately(setting, now_ms)))
+        yield from (reached, lately)
 
 
 def connections(service: Service[Any]) -> list[dict[str, object]]:

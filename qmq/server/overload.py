@@ -3,6 +3,8 @@
 States of a client's connection:
 
     running   it is read as fast as it sends
+    sharing   others produce as well, and its un-acknowledged bytes fill its share: not read until half of them were
+              answered. A message is acknowledged with what lies before it in the log, so nobody's waits for much more
     flow      its un-acknowledged bytes fill its window: not read until half of them were answered
     blocked   the process has more memory than its limit: not read until that is over
 
@@ -15,18 +17,33 @@ Keeps I19.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Generic, TypeVar
 
+K = TypeVar("K")
 MEMORY_ENDS_AT = 0.95
 """Share of the limit below which the alarm ends; at the limit itself it would come and go with every tick."""
 DISK_EVERY_MS = 10_000
+LATELY_MS = 60_000
+"""For how long Doctor names a limit that was reached: longer than between two looks of Prometheus."""
 DISK_NEAR_BYTES = 1 << 30
 """This close above twice the limit, free space is looked at in every tick."""
 
 
+SHARED_BYTES = 4 << 20
+"""Un-acknowledged bytes of all connections that produce, if they are several: enough for each commit to be a large one,
+and some 10 ms of two disks."""
+SHARE_BYTES_LEAST = 256 << 10
+SHARES_MS = 10_000
+"""A connection has a share until it has produced nothing for so long, or twice that: so also who produces now and then
+finds no long queue."""
+
+
 class ConnectionState(StrEnum):
     RUNNING = "running"
+    SHARING = "sharing"
     FLOW = "flow"
     BLOCKED = "blocked"
 
@@ -40,21 +57,71 @@ class Flow:
     consumes: bool = False
     state: ConnectionState = ConnectionState.RUNNING
 
-    def follow(self, unacked_bytes: int, *, memory_is_short: bool) -> bool:
+    def follow(self, unacked_bytes: int, *, share_bytes: int | None = None, memory_is_short: bool) -> bool:
         """Take the state that these circumstances ask for; return whether that is another one."""
-        before, self.state = self.state, self._state(unacked_bytes, memory_is_short)
+        before, self.state = self.state, self._state(unacked_bytes, share_bytes, memory_is_short)
         return self.state is not before
 
-    def _state(self, unacked_bytes: int, memory_is_short: bool) -> ConnectionState:
+    def _state(self, unacked_bytes: int, share_bytes: int | None, memory_is_short: bool) -> ConnectionState:
         if not self.produces or self.consumes:
             return ConnectionState.RUNNING
         if memory_is_short:
             return ConnectionState.BLOCKED
-        # Half a window between stop and go: a pause per batch would cost two system calls each.
-        is_flowing = self.state is ConnectionState.FLOW and unacked_bytes > self.window_bytes // 2
-        if is_flowing or unacked_bytes >= self.window_bytes:
+        if self._fills(ConnectionState.FLOW, self.window_bytes, unacked_bytes):
             return ConnectionState.FLOW
+        if share_bytes is not None and self._fills(ConnectionState.SHARING, share_bytes, unacked_bytes):
+            return ConnectionState.SHARING
         return ConnectionState.RUNNING
+
+    def _fills(self, state: ConnectionState, most: int, unacked_bytes: int) -> bool:
+        # Half of it between stop and go: a pause per batch would cost two system calls each.
+        return unacked_bytes > most or (self.state is state and unacked_bytes > most // 2)
+
+
+class Shares(Generic[K]):
+    """Which connections produced lately, and how many un-acknowledged bytes each may have. Made by the service."""
+
+    def __init__(self) -> None:
+        self._lately: set[K] = set()
+        self._before: set[K] = set()
+        self._until_ms = 0
+
+    def produced(self, connection: K, now_ms: int) -> None:
+        """It has a share for the next ten to twenty seconds."""
+        if now_ms >= self._until_ms:
+            self._before, self._lately, self._until_ms = self._lately, set(), now_ms + SHARES_MS
+        self._before.discard(connection)
+        self._lately.add(connection)
+
+    def lost(self, connection: K) -> None:
+        self._before.discard(connection)
+        self._lately.discard(connection)
+
+    @property
+    def bytes(self) -> int | None:
+        """The share of each; None: only one produces, and shares with nobody."""
+        count = len(self._lately) + len(self._before)
+        return max(SHARE_BYTES_LEAST, SHARED_BYTES // count) if count > 1 else None
+
+
+@dataclass(slots=True)
+class LimitsReached:
+    """Settings whose bound stopped or refused a client. Made by the service; times never go back."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    """How often, by setting; only those that ever did."""
+    _last_ms: dict[str, int] = field(default_factory=dict)
+
+    def reached(self, setting: str, now_ms: int) -> bool:
+        """Count; return whether it had not been reached lately."""
+        begins = setting not in self.counts or not self.is_lately(setting, now_ms)
+        self.counts[setting] += 1
+        self._last_ms[setting] = now_ms
+        return begins
+
+    def is_lately(self, setting: str, now_ms: int) -> bool:
+        """Whether it did within the last LATELY_MS."""
+        return now_ms - self._last_ms[setting] < LATELY_MS
 
 
 @dataclass(slots=True)

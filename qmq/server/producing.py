@@ -8,6 +8,7 @@ Keeps I10.
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +28,10 @@ from qmq.server.limits import check_messages
 from qmq.subjects import check_subject
 from qmq.types import Durability
 
+log = logging.getLogger(__name__)
+
 _EMPTY = memoryview(b"")
+REASON_CHARS = 300
 PRODUCE_MS_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 5000)
 
 
@@ -99,13 +103,16 @@ class Producing:
             self._check_room(produce.subject)
         self._check_window(link)
         batch, refused = self._storable(produce)
-        if batch is None:
+        if refused:
             self._counters.refused_messages += len(refused)
+            text = "messages refused peer=%s subject=%s count=%d: %s"
+            log.warning(text, link.peer, produce.subject, len(refused), refused[0][1][:REASON_CHARS])
+        if batch is None:
             link.answer(packet, commands.encode_produced(Produced(0, 0, Durability.FSYNC, refused)))
             return
         frame = self._append(produce, batch)
         produced = Produced(frame.first_sequence, batch.count, Durability.FSYNC, refused)
-        self._hold(link, packet, frame.end, commands.encode_produced(produced))
+        self._hold(link, packet, len(produce.body), frame.end, commands.encode_produced(produced))
 
     def check(self, batch: Buffer, count: int) -> BatchCheck:
         """Say which messages of a batch cannot be stored; raises InvalidRequest."""
@@ -166,9 +173,9 @@ class Producing:
         produced = Produced(stored.first_sequence, stored.stored, Durability.FSYNC, refused)
         mastership.gate.stored(stored.end, answering(link, _without_body(packet), commands.encode_produced(produced)))
 
-    def _hold(self, link: Link, packet: Packet, end: int, body: bytes) -> None:
-        """Answer when both disks have everything before `end`."""
-        size, mastership = len(packet.body), self._mastership
+    def _hold(self, link: Link, packet: Packet, size: int, end: int, body: bytes) -> None:
+        """Answer when both disks have everything before `end`; `size`: of the batch, which its client counts too."""
+        mastership = self._mastership
         link.unacked_bytes += size
         packet = _without_body(packet)
         began_ms = mastership.host.monotonic_ms()
@@ -190,7 +197,7 @@ class Producing:
         a connection that consumes as well is read on (qmq.server.overload)."""
         window = self._mastership.settings.window_bytes
         if link.unacked_bytes >= window + min(window, PacketReader.STAGING_BYTES):
-            raise Overloaded(f"this connection has {link.unacked_bytes} un-acknowledged bytes; wait for answers")
+            raise Overloaded(f"this connection has {link.unacked_bytes} un-acknowledged bytes; wait", "window_bytes")
 
 
 def _without_body(packet: Packet) -> Packet:

@@ -80,7 +80,7 @@ class Scrub:
                 begin = at
                 at, chain, is_whole = await asyncio.to_thread(self._log.verify, base, at, chain, PIECE_BYTES)
             except CorruptFrame as problem:
-                if self._log.is_damaged(problem.offset):
+                if self._log.is_damaged(problem):
                     self.findings, self._found_s = self.findings + 1, self._loop.time()
                     log.error("scrub found damage offset=%d reason=%s", problem.offset, problem.reason)
                     self._service.guarded(partial(self._service.node.found_damage, problem))

@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -39,7 +40,7 @@ from qmq.replication.settings import CopySettings
 from qmq.server import memory
 from qmq.server.acceptor import SYNC_PACKET_BYTES_MAX, Acceptor
 from qmq.server.access import Access
-from qmq.server.overload import ConnectionState, DiskWatch, MemoryAlarm
+from qmq.server.overload import ConnectionState, DiskWatch, LimitsReached, MemoryAlarm, Shares
 from qmq.server.pulse import Pulse
 from qmq.server.reserve import DISK_FLOOR_BYTES, keep_reserve
 from qmq.ticking import until_next_second
@@ -58,7 +59,9 @@ INLINE_COMMIT_BYTES = 64 * 1024
 TOLD_MAX = 1000
 TOLD_CHARS = 500
 """Mistakes of clients that are remembered, so that each is logged once; and how much of the text of each."""
-RECONNECT_S = 0.2
+RECONNECTS_S = (0.02, 0.05, 0.1, 0.2)
+"""How long a slave waits before it connects again, by attempts since its role changed: the new master of a failover
+begins some milliseconds after its slaves hear of it, and takes nothing before one of them has matched."""
 GIVE_BACK_S = 1.0
 """While memory is short, how often what is free in it goes back to the system."""
 BLOCKED_READ_MAX = 32
@@ -106,8 +109,10 @@ class Service(Generic[M]):
         """Of clients; of those that are blocked, the one read longest ago comes first."""
         self.memory_alarm = MemoryAlarm(int(settings.memory_limit * memory.ram_bytes()))
         self.memory_bytes = 0
+        self.limits = LimitsReached()
         self.stops = dict.fromkeys(ConnectionState, 0)
         """How often connections came into each state."""
+        self.shares = Shares[Acceptor]()
         self.scrub: Scrub | None = None
         self.disk_free_limit = max(settings.disk_free_limit, DISK_FLOOR_BYTES)
         self._disk_watch = DiskWatch(self.disk_free_limit)
@@ -160,11 +165,23 @@ class Service(Generic[M]):
     def tell_once(self, peer: str, error: QmqError) -> None:
         """Log what a client does wrong, once: it may do so a thousand times a second."""
         text = str(error)[:TOLD_CHARS]
-        if text not in self._told:
-            if len(self._told) >= TOLD_MAX:
-                self._told.clear()
-            self._told.add(text)
+        if self._is_news(text):
             log.warning("request refused peer=%s: %s", peer, text)
+
+    def _is_news(self, text: str) -> bool:
+        if text in self._told:
+            return False
+        if len(self._told) >= TOLD_MAX:
+            self._told.clear()
+        self._told.add(text)
+        return True
+
+    def limit_reached(self, setting: str, peer: str, text: str) -> None:
+        """Name the setting that stopped or refused a client: in metrics, Doctor, and in the log once for each `text`
+        and when it begins anew."""
+        begins = self.limits.reached(setting, self.monotonic_ms())
+        if self._is_news(text) or begins:
+            log.warning("limit reached setting=%s peer=%s: %s", setting, peer, text)
 
     def guarded(self, call: Callable[[], None]) -> None:
         """Tell the core that something happened: see `_run_guarded`."""
@@ -352,8 +369,11 @@ class Service(Generic[M]):
 
     async def _follow_master(self) -> None:
         """While this is a slave: keep one connection to the master's sync port."""
+        attempts = 0
         while True:
-            self._role_changed.clear()
+            if self._role_changed.is_set():
+                self._role_changed.clear()
+                attempts = 0
             peer = self.node.assignment.master if self.node.slave and self.node.assignment else None
             if peer is None or self.node.is_held:
                 await self._role_changed.wait()
@@ -368,7 +388,7 @@ class Service(Generic[M]):
                     packet_bytes_max=SYNC_PACKET_BYTES_MAX,
                     timeout_s=3.0,
                 )
-                acceptor.pulse = Pulse(self, self._master_link)
+                acceptor.pulse_of(self._master_link)
                 self.heard_master()
                 if self.node.slave is not None and not self.node.is_held:
                     self.guarded(partial(self.node.slave.connected, self._master_link))
@@ -376,7 +396,10 @@ class Service(Generic[M]):
                 self._master_link.close("the roles changed")
             except (NotServed, AccessError) as error:
                 log.warning("master not reached group=%s at=%s:%d: %s", self.node.group, peer.ip, peer.sync_port, error)
-            await asyncio.sleep(RECONNECT_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(RECONNECTS_S[min(attempts, len(RECONNECTS_S) - 1)]):
+                    await self._role_changed.wait()
+            attempts += 1
 
     async def _until_lost_or_changed(self, acceptor: _MasterLink) -> None:
         changed = asyncio.ensure_future(self._role_changed.wait())
@@ -420,11 +443,17 @@ class _MasterLink:
     def __init__(self, service: Service[Any]) -> None:
         self._service = service
         self.lost = asyncio.Event()
-        self.pulse: Pulse | None = None
+        self._pulse: Pulse | None = None
+
+    def pulse_of(self, connection: Connection) -> Pulse:
+        """Made by what comes first: the first beat is often read together with the answer to our login."""
+        if self._pulse is None:
+            self._pulse = Pulse(self._service, connection)
+        return self._pulse
 
     def packet_received(self, connection: Connection, packet: Packet) -> None:
         self._service.heard_master()
-        if self.pulse is None or not self.pulse.received(packet):
+        if not self.pulse_of(connection).received(packet):
             self._service.guarded(lambda: self._service.node.packet_received(connection, packet))
 
     def connection_lost(self, connection: Connection, reason: str) -> None:

@@ -10,8 +10,8 @@ import hmac
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from qmq.errors import InvalidRequest, Overloaded
-from qmq.rations import NewSubjects
+from qmq.errors import InvalidRequest
+from qmq.rations import NewSubjects, SentBytes
 from qmq.remoting import commands
 from qmq.remoting.commands import Command
 from qmq.remoting.packet import Packet
@@ -100,16 +100,18 @@ class TokenCache:
 class Limits:
     """What one connection of a client may do. Cheap: one look-up per batch, once a subject was seen."""
 
-    def __init__(self, caller: Caller, ration: NewSubjects) -> None:
-        self._caller, self._ration = caller, ration
+    def __init__(self, caller: Caller, ration: NewSubjects, sent: SentBytes | None = None) -> None:
+        self._caller, self._ration, self._sent = caller, ration, sent
         self._produced: set[bytes] = set()
 
     def check(self, packet: Packet, known_subjects: Mapping[str, object], *, now_ms: int) -> None:
-        """Raise MissingRight for a subject out of scope, Overloaded for one too many that is new."""
+        """Raise MissingRight for a subject out of scope, Overloaded for one too many that is new, or too many bytes."""
         if packet.code == Command.PRODUCE:
             name = commands.produced_subject(packet.body)
             if name not in self._produced:
                 self._check_subject(name, known_subjects, now_ms)
+            if self._sent is not None:
+                self._sent.take(self._caller, len(packet.body), now_ms=now_ms)
         elif packet.code == Command.SUBSCRIBE:
             subject = commands.decode_json(packet.body, subject=str)["subject"]
             self._caller.require_subject(CONSUME, subject)
@@ -123,7 +125,7 @@ class Limits:
             raise InvalidRequest(f"not a PRODUCE: {error}") from None
         self._caller.require_subject(PRODUCE, subject)
         if subject not in known_subjects and not self._ration.allow(self._caller, 1, now_ms=now_ms):
-            raise Overloaded(self._ration.why_not(self._caller))
+            raise self._ration.why_not(self._caller)
         if len(self._produced) >= SUBJECTS_MAX:
             self._produced.clear()
         self._produced.add(name)

@@ -33,7 +33,7 @@ class Metaserver(MetaserverServicer):  # type: ignore[misc]  # protoc writes no 
         self._readonly: frozenset[str] = frozenset()
         self._watches: set[_Watch] = set()
         self._http: asyncio.Server | None = None
-        self._answering: set[asyncio.Task[None]] = set()
+        self._answering: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._grpc: Any = None
         self._grpc_port = 0
         self.url = ""
@@ -51,8 +51,8 @@ class Metaserver(MetaserverServicer):  # type: ignore[misc]  # protoc writes no 
         if self._http is not None:
             self._http.close()
         await self._grpc.stop(None)  # meanwhile what was accepted is known here
-        for task in self._answering:
-            task.cancel()
+        for writer in self._answering.values():
+            writer.transport.abort()
         await asyncio.gather(*self._answering, return_exceptions=True)  # else sockets stay open when the loop ends
 
     def tell(self, *, port: int, term: int, readonly: frozenset[str]) -> None:
@@ -104,7 +104,7 @@ class Metaserver(MetaserverServicer):  # type: ignore[misc]  # protoc writes no 
     async def _serve_http(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self._answering.add(task)
+        self._answering[task] = writer
         try:
             head = await reader.readuntil(b"\r\n\r\n")
             url = urlsplit(head.split(b" ", 2)[1].decode())
@@ -121,7 +121,7 @@ class Metaserver(MetaserverServicer):  # type: ignore[misc]  # protoc writes no 
             writer.close()
             with suppress(OSError):
                 await writer.wait_closed()
-            self._answering.discard(task)
+            del self._answering[task]
 
     async def _answer(self, path: str, words: dict[str, list[str]]) -> bytes | None:
         if path == "/meta/address":

@@ -21,6 +21,7 @@ def main() -> int:
     parser.add_argument("--messages", type=int, default=1_000_000)
     parser.add_argument("--rate", type=float, default=2_500.0, help="messages a second that all producers send")
     parser.add_argument("--keys", type=int, default=10_000, help="order keys that half of the messages share")
+    parser.add_argument("--copies", type=int, default=2, help="more than two: roles change by swaps and failovers only")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--judge", type=Path, help="send nothing; judge what an earlier run left in this folder")
     arguments = parser.parse_args()
@@ -35,6 +36,7 @@ def main() -> int:
                 rate=arguments.rate,
                 keys=arguments.keys,
                 seed=arguments.seed,
+                copies=arguments.copies,
                 say=lambda line: print(f"  {line}", flush=True),
             )
         )

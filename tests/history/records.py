@@ -7,6 +7,7 @@ the file before anything else goes on. So a process that is killed leaves an ope
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -176,8 +177,9 @@ def line_of(record: Record) -> str:
 
 
 def records_of(lines: Iterable[str]) -> Iterator[Record]:
-    """Yield the records of a file; its last line may be torn by a kill."""
+    """Yield the records of a file; its last line may be torn by a kill. Of equal strings one is kept: memory is what
+    bounds the length of a history that can be judged."""
     for line in lines:
         if line.endswith("\n"):
             kind, *fields = json.loads(line)
-            yield _KINDS[kind](*fields)
+            yield _KINDS[kind](*[sys.intern(field) if type(field) is str else field for field in fields])

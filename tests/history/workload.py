@@ -52,3 +52,5 @@ FAULTS = (
     "kill in any order",
 )
 """In this order, and again from the beginning, until everything is sent."""
+ROLE_CHANGES = ("swap roles", "kill master")
+"""The faults with more than two copies: each is followed by the next as soon as it is over."""

@@ -53,6 +53,17 @@ def running(run_dir, *, groups=("g1",), delay_groups=(), copies=2, restart_s=0.1
         yield cluster
 
 
+@contextmanager
+def running_apart(run_dir, groups, **settings):
+    """Run a cluster for several scenarios: each group serves a subject of its own, `s.GROUP`."""
+    alone = {"groups_per_subject_min": 1, "groups_per_subject_new": 1}
+    with running(run_dir, groups=groups, metaserver=alone, **settings) as cluster:
+        for group in groups:
+            cluster.manage("SetGroupTag", brokerGroup=group, tag=group)
+            cluster.manage("AddNewSubject", subject=f"s.{group}", tag=group)
+        yield cluster
+
+
 # Processes.
 
 
@@ -201,10 +212,13 @@ class Wire:
         return data
 
 
-def produce_body(subject, *messages, crc=None):
-    """The body of a PRODUCE with `messages` (dicts of properties), of a producer that is new with each call."""
+def produce_body(subject, *messages, crc=None, name="id"):
+    """The body of a PRODUCE with `messages` (dicts of properties) with ids `name-0…`, of a producer that is new with
+    each call."""
     encode = batch_encoder("any.subject", 0)
-    batch_body = join_batch([encode(qmq.Message("any.subject", one, id=f"id-{at}")) for at, one in enumerate(messages)])
+    batch_body = join_batch(
+        [encode(qmq.Message("any.subject", one, id=f"{name}-{at}")) for at, one in enumerate(messages)]
+    )
     producer = random.SystemRandom().getrandbits(63)
     crc = crc32(batch_body) if crc is None else crc
     return commands.produce_header(producer, 1, len(messages), crc, subject) + batch_body

@@ -50,13 +50,13 @@ http {{
 class Installation:
     """Everything in one folder; `metaservers` and `brokers` are processes that a test stops and starts."""
 
-    def __init__(self, folder, database, *, metaservers=2):
+    def __init__(self, folder, database, *, metaservers=2, copies=2):
         self.folder, self.database = folder, database
-        ports = free_ports(2 * metaservers + 9)
+        ports = free_ports(2 * metaservers + 4 * copies + 1)
         self.nginx_port, *ports = ports
         self.metaservers = [self._metaserver(f"m{number}", ports.pop(), ports.pop()) for number in range(metaservers)]
         self.url = f"http://{HOST}:{self.nginx_port}"
-        self.brokers = [self._broker(f"b{number}", [ports.pop() for _ in range(4)]) for number in range(2)]
+        self.brokers = [self._broker(f"b{number}", [ports.pop() for _ in range(4)]) for number in range(copies)]
 
     def _metaserver(self, name, http_port, grpc_port):
         settings = {
@@ -103,8 +103,8 @@ class Installation:
         for service in self.metaservers:
             until(lambda service=service: self.answers(service.url), f"{service.name} answers")
         self._start_nginx()
-        for role, broker in enumerate(self.brokers):
-            manage(self.url, TOKEN, "AddBroker", brokerGroup="g1", role=role, **broker.place)
+        for number, broker in enumerate(self.brokers):
+            manage(self.url, TOKEN, "AddBroker", brokerGroup="g1", role=min(number, 1), **broker.place)
             broker.start()
         for service in self.metaservers:
             until(lambda service=service: self.writable(service.url), f"g1 is writable at {service.name}")

@@ -5,25 +5,25 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from hashlib import sha256
 from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import pytest
 from pyspark.sql import SparkSession
 
 from qmq.audit.copies import PathCopy, place_options
-from qmq.audit.group import Group, Result, audit_group
+from qmq.audit.group import Group, Options, Result, audit_group, audit_groups
 from qmq.audit.jobs import consistency, query
 from qmq.audit.report import as_json, as_markdown
 from qmq.audit.spark import read_copy
 from qmq.audit.table import TableReader
 from qmq.codec import encode_message, join_batch
 from qmq.log.delays import Outcome, encode_dispatch, encode_places, encode_settled
-from qmq.log.frame import FrameKind
+from qmq.log.frame import Frame, FrameKind
 from qmq.message import Message
 from qmq.proto import qmq_pb2, qmq_pb2_grpc
 from qmq.types import Epoch, Role
@@ -153,47 +153,142 @@ def _cut_end(log: LogWriter, data: Path) -> tuple[str, str, int]:
     return "missing", "slave", frame.offset
 
 
-def test_every_damage_of_a_copy_is_named_and_nothing_else(spark: SparkSession, tmp_path: Path) -> None:
-    _, slave = both(tmp_path)
+def damaged_in_many_ways(folder: Path) -> set[tuple[str, str, int]]:
+    _, slave = both(folder)
     plants = (_flip_body, _flip_header, _erase, _swap_bytes, _cut_middle)
-    planted = {plant(slave, tmp_path / "slave") for plant in plants}
-    result = audit(spark, tmp_path)
-    assert result.status == 1
     second = [frame for frame in slave.frames[60:68] if frame.kind == FrameKind.PULL][1]
-    assert named(result) == planted | {("damaged", "slave", second.offset)}
+    return {plant(slave, folder / "slave") for plant in plants} | {("damaged", "slave", second.offset)}
 
 
-def test_truncated_log_lacks_what_was_promised(spark: SparkSession, tmp_path: Path) -> None:
-    _, slave = both(tmp_path)
-    cut = _cut_end(slave, tmp_path / "slave")
-    result = audit(spark, tmp_path)
+def truncated(folder: Path) -> tuple[LogWriter, tuple[str, str, int]]:
+    _, slave = both(folder)
+    return slave, _cut_end(slave, folder / "slave")
+
+
+def three_copies(folder: Path) -> LogWriter:
+    for copy in ("master", "slave", "slave2"):
+        slave = write(folder / copy, rounds=24 if copy == "slave2" else 40)
+    flip(folder / "slave2", slave.frames[40].end - 30)
+    return slave
+
+
+def two_copies_of_which_one_is_behind(folder: Path) -> None:
+    write(folder / "master")
+    write(folder / "slave", rounds=24)
+
+
+def flipped_bit(folder: Path) -> Frame:
+    _, slave = both(folder)
+    frame = next(frame for frame in slave.frames[50:] if frame.subject == A and frame.count)
+    flip(folder / "slave", frame.end - 200)
+    return frame
+
+
+def another_epoch(folder: Path) -> Frame:
+    write(folder / "master")
+    slave = write(folder / "slave", plant=_other_epoch)
+    return next(frame for frame in slave.frames if frame.epoch == Epoch(1, 2))
+
+
+def another_order(folder: Path) -> set[int]:
+    for copy, subjects in (("master", "ab"), ("slave", "ba")):
+        log = LogWriter(folder / copy)
+        log.mastership(Epoch(1, 1))
+        log.batch("first", 3)
+        for subject in subjects:
+            log.batch(subject, 4)
+        log.batch("last", 3)
+        log.batch("last", 3)
+        log.close()
+    return {frame.offset for frame in log.frames[2:4]}
+
+
+def longer_slave(folder: Path) -> int:
+    master, _ = write(folder / "master", rounds=30), write(folder / "slave", rounds=32)
+    return master.end
+
+
+def other_tail(folder: Path) -> None:
+    _, slave = both(folder, rounds=5)
+    last = slave.frames[-1]
+    change(folder / "slave", last.offset, bytes(last.end - last.offset))
+
+
+def empty_slave(folder: Path) -> None:
+    write(folder / "master", rounds=5)
+    LogWriter(folder / "slave").close()
+
+
+DIFFERENT: tuple[Callable[[Path], Any], ...] = (
+    damaged_in_many_ways,
+    truncated,
+    three_copies,
+    two_copies_of_which_one_is_behind,
+    flipped_bit,
+    another_epoch,
+    another_order,
+    longer_slave,
+    other_tail,
+    empty_slave,
+)
+
+
+class Case(NamedTuple):
+    """Logs that differ, what was planted in them, what the audit says of them."""
+
+    folder: Path
+    planted: Any
+    result: Result
+
+
+Cases = dict[Callable[[Path], Any], Case]
+
+
+@pytest.fixture(scope="module")
+def cases(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Cases:
+    """Audit all logs that differ, and two brokers, in one run: Spark plans their comparison once, and that takes longer
+    than all the rest."""
+    root = tmp_path_factory.mktemp("different")
+    folders = {plant: root / plant.__name__ for plant in (*DIFFERENT, of_brokers)}
+    planted = {plant: plant(folder) for plant, folder in folders.items()}
+    groups = []
+    with ExitStack() as stack:
+        for plant, folder in folders.items():
+            places = {copy.name: place_options(str(copy), "") for copy in sorted(folder.iterdir())}
+            if plant == of_brokers:
+                brokers = {copy: Broker(log, folder / copy) for copy, log in planted[plant].items()}
+                addresses = {copy: stack.enter_context(serving(broker)) for copy, broker in brokers.items()}
+                places = {copy: place_options(address, "secret") for copy, address in addresses.items()}
+            groups.append(Group("g1" if plant == of_brokers else plant.__name__, places))
+        results = audit_groups(spark, groups, Options(piece_bytes=PIECE_BYTES))
+    return {plant: Case(folders[plant], planted[plant], result) for plant, result in zip(folders, results)}
+
+
+def test_every_damage_of_a_copy_is_named_and_nothing_else(cases: Cases) -> None:
+    _, planted, result = cases[damaged_in_many_ways]
+    assert result.status == 1
+    assert named(result) == planted
+
+
+def test_truncated_log_lacks_what_was_promised(cases: Cases) -> None:
+    _, (slave, cut), result = cases[truncated]
     assert set(result.found) == {"missing"}
     assert cut == min(named(result), key=lambda finding: finding[2] or 0)
     lacking = len([frame for frame in slave.frames if cut[2] <= frame.offset < result.watermark])
     assert result.found["missing"] == 1 and result.findings[0]["text"].startswith(f"{lacking} frames with ")
 
 
-def test_each_copy_of_three_is_held_against_the_master(spark: SparkSession, tmp_path: Path) -> None:
+def test_each_copy_of_three_is_held_against_the_master(cases: Cases) -> None:
     """A copy that is behind lacks what two others acknowledged without it: a note. What it has must be right."""
-    for copy in ("master", "slave", "slave2"):
-        slave = write(tmp_path / copy, rounds=24 if copy == "slave2" else 40)
-    broken = slave.frames[40]
-    flip(tmp_path / "slave2", broken.end - 30)
-    places = {copy: place_options(str(tmp_path / copy), "") for copy in ("master", "slave", "slave2")}
-    result = audit_group(spark, Group("g1", places), piece_bytes=PIECE_BYTES)
-    assert named(result) == {("damaged", "slave2", broken.offset)}
+    _, slave, result = cases[three_copies]
+    assert named(result) == {("damaged", "slave2", slave.frames[40].offset)}
     assert any(note.startswith(f"the slave2 ends at {slave.end}, ") for note in result.notes)
-    places = {"master": places["slave"], "slave": places["slave2"]}
-    assert "missing" in audit_group(spark, Group("g1", places), piece_bytes=PIECE_BYTES).found, (
-        "of two, none may lack it"
-    )
+    assert "missing" in cases[two_copies_of_which_one_is_behind].result.found, "of two, none may lack it"
 
 
-def test_flipped_bit_is_named_with_its_byte_and_message(spark: SparkSession, tmp_path: Path) -> None:
-    _, slave = both(tmp_path)
-    frame = next(frame for frame in slave.frames[50:] if frame.subject == A and frame.count)
-    flip(tmp_path / "slave", frame.end - 200)
-    (finding,) = audit(spark, tmp_path).findings
+def test_flipped_bit_is_named_with_its_byte_and_message(cases: Cases) -> None:
+    _, frame, result = cases[flipped_bit]
+    (finding,) = result.findings
     assert finding["byte"] == frame.end - 200
     assert finding["subject"] == A
     assert finding["id"] == f"{A}-{finding['sequence']}"
@@ -204,11 +299,8 @@ def _other_epoch(log: LogWriter) -> None:
     log.epoch = Epoch(1, 2)
 
 
-def test_other_epoch_with_valid_checksums_is_different(spark: SparkSession, tmp_path: Path) -> None:
-    write(tmp_path / "master")
-    slave = write(tmp_path / "slave", plant=_other_epoch)
-    first = next(frame for frame in slave.frames if frame.epoch == Epoch(1, 2))
-    result = audit(spark, tmp_path)
+def test_other_epoch_with_valid_checksums_is_different(cases: Cases) -> None:
+    folder, first, result = cases[another_epoch]
     different, unbegun = result.findings[:2]
     assert different | {"text": ""} == {
         "what": "different",
@@ -220,9 +312,9 @@ def test_other_epoch_with_valid_checksums_is_different(spark: SparkSession, tmp_
         "id": f"{A}-200",
         "text": "",
         "byte": first.offset + 20,
-        "group": "g1",
+        "group": "another_epoch",
         "epoch": "1.2",
-        "host": str(tmp_path / "slave"),
+        "host": str(folder / "slave"),
         "segment": max(b for b in result.logs["slave"].segments if b <= first.offset),
     }
     assert "boot" in different["text"]
@@ -231,22 +323,9 @@ def test_other_epoch_with_valid_checksums_is_different(spark: SparkSession, tmp_
     assert any("differ in their chain alone" in note for note in result.notes)
 
 
-def test_messages_in_another_order_are_reordered(spark: SparkSession, tmp_path: Path) -> None:
-    def write_reversed(data: Path, subjects: tuple[str, str]) -> LogWriter:
-        log = LogWriter(data)
-        log.mastership(Epoch(1, 1))
-        log.batch("first", 3)
-        for subject in subjects:
-            log.batch(subject, 4)
-        log.batch("last", 3)
-        log.batch("last", 3)
-        log.close()
-        return log
-
-    write_reversed(tmp_path / "master", ("a", "b"))
-    slave = write_reversed(tmp_path / "slave", ("b", "a"))
-    result = audit(spark, tmp_path)
-    assert {row["offset"] for row in result.findings} == {frame.offset for frame in slave.frames[2:4]}
+def test_messages_in_another_order_are_reordered(cases: Cases) -> None:
+    _, offsets, result = cases[another_order]
+    assert {row["offset"] for row in result.findings} == offsets
     assert set(result.found) == {"reordered"}
 
 
@@ -356,19 +435,15 @@ def test_breaks_at_the_border_of_two_pieces_are_named(spark: SparkSession, tmp_p
     assert named(result) == expected | {("epoch_frame", "both", 0)}
 
 
-def test_frame_that_only_the_slave_has_below_the_watermark_is_extra(spark: SparkSession, tmp_path: Path) -> None:
-    master, _ = write(tmp_path / "master", rounds=30), write(tmp_path / "slave", rounds=32)
-    result = audit(spark, tmp_path)
+def test_frame_that_only_the_slave_has_below_the_watermark_is_extra(cases: Cases) -> None:
+    _, master_end, result = cases[longer_slave]
     assert set(result.found) == {"extra"}
-    assert result.findings[0]["offset"] == master.end
+    assert result.findings[0]["offset"] == master_end
     assert result.findings[0]["id"] == f"{A}-300"
 
 
-def test_tail_past_the_watermark_is_a_note(spark: SparkSession, tmp_path: Path) -> None:
-    _, slave = both(tmp_path, rounds=5)
-    last = slave.frames[-1]
-    change(tmp_path / "slave", last.offset, bytes(last.end - last.offset))
-    result = audit(spark, tmp_path)
+def test_tail_past_the_watermark_is_a_note(cases: Cases) -> None:
+    result = cases[other_tail].result
     assert (result.status, result.findings) == (0, [])
     assert any("1 frames past the high watermark" in note for note in result.notes)
 
@@ -423,10 +498,8 @@ def test_copies_with_other_retention_are_compared_from_the_later_start(spark: Sp
     assert any(f"[0, {second.stem.lstrip('0')})" in note for note in result.notes)
 
 
-def test_empty_copy_lacks_everything(spark: SparkSession, tmp_path: Path) -> None:
-    write(tmp_path / "master", rounds=5)
-    LogWriter(tmp_path / "slave").close()
-    result = audit(spark, tmp_path)
+def test_empty_copy_lacks_everything(cases: Cases) -> None:
+    result = cases[empty_slave].result
     assert (result.status, result.findings[0]["what"], result.findings[0]["offset"]) == (1, "missing", 0)
     assert result.findings[0]["text"].startswith("21 frames "), "of 22: the high watermark does not cover the last"
 
@@ -442,17 +515,18 @@ def test_audit_that_read_nothing_fails(spark: SparkSession, tmp_path: Path) -> N
 
 
 class Broker(qmq_pb2_grpc.BrokerServicer):  # type: ignore[misc]
-    """Serves a directory over DescribeLog and ReadLog, as a broker does."""
+    """Serves the directory `master` or `slave` over DescribeLog and ReadLog, as a broker does that is in step."""
 
     def __init__(self, log: LogWriter, data: Path) -> None:
-        self._log, self._copy = log, PathCopy(data)
+        self._log, self._copy, self._name = log, PathCopy(data), data.name
         self.start, self.served_end = 0, log.end
         self.described = self.holders = 0
 
     def ReplicaStatus(self, request: Any, context: grpc.ServicerContext) -> Any:
         if dict(context.invocation_metadata()).get("x-api-token") != "secret":
             context.abort(grpc.StatusCode.UNAUTHENTICATED, "no valid token")
-        return qmq_pb2.BrokerState(broker_group="g1", incarnation=str(id(self)), role=Role.SLAVE)
+        role, in_step = (Role.MASTER, ["slave"]) if self._name == "master" else (Role.SLAVE, [])
+        return qmq_pb2.BrokerState(broker_group="g1", incarnation=self._name, role=role, in_step=in_step)
 
     def HoldLog(self, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
         if dict(context.invocation_metadata()).get("x-api-token") != "secret":
@@ -504,16 +578,21 @@ def serving(broker: Broker) -> Iterator[str]:
         server.stop(None).wait()
 
 
-def test_running_brokers_are_audited_over_grpc(spark: SparkSession, tmp_path: Path) -> None:
-    master, slave = both(tmp_path)
-    broken = slave.frames[40]
-    flip(tmp_path / "slave", broken.offset + 40)
-    brokers = [Broker(log, tmp_path / copy) for log, copy in ((master, "master"), (slave, "slave"))]
+def of_brokers(folder: Path) -> dict[str, LogWriter]:
+    logs = dict(zip(("master", "slave"), both(folder)))
+    flip(folder / "slave", logs["slave"].frames[40].offset + 40)
+    return logs
+
+
+def test_running_brokers_are_audited_over_grpc(cases: Cases) -> None:
+    _, logs, result = cases[of_brokers]
+    assert (result.watermark, result.read["master"]["messages"]) == (logs["master"].end, 800)
+    assert named(result) == {("damaged", "slave", logs["slave"].frames[40].offset)}
+
+
+def test_broker_that_refuses_the_token_is_not_read(spark: SparkSession, tmp_path: Path) -> None:
+    brokers = [Broker(log, tmp_path / copy) for log, copy in zip(both(tmp_path), ("master", "slave"))]
     with serving(brokers[0]) as one, serving(brokers[1]) as two:
-        places = {"master": place_options(one, "secret"), "slave": place_options(two, "secret")}
-        result = audit_group(spark, Group("g1", places), piece_bytes=PIECE_BYTES)
-        assert (result.watermark, result.read["master"]["messages"]) == (master.end, 800)
-        assert named(result) == {("damaged", "slave", broken.offset)}
         places = {"master": place_options(one, "wrong"), "slave": place_options(two, "secret")}
         assert "UNAUTHENTICATED" in (audit_group(spark, Group("g1", places)).unreadable or "")
 
@@ -529,14 +608,21 @@ def test_retention_takes_nothing_that_is_to_be_read(spark: SparkSession, tmp_pat
     assert result.read["slave"]["messages"] == 800
 
 
-def test_copy_that_was_let_go_while_it_was_read_is_no_finding(spark: SparkSession, tmp_path: Path) -> None:
+def test_copy_that_was_let_go_while_it_was_read_is_no_finding_and_is_read_again(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     brokers = [BusyBroker(log, tmp_path / copy) for log, copy in zip(both(tmp_path), ("master", "slave"))]
     brokers[1].forgets = True
     with serving(brokers[0]) as one, serving(brokers[1]) as two:
-        places = {"master": place_options(one, "secret"), "slave": place_options(two, "secret")}
-        result = audit_group(spark, Group("g1", places), piece_bytes=PIECE_BYTES)
-    assert result.status == 2
-    assert str(result.unreadable).startswith("the slave let go of [0, ")
+        group = Group("g1", {"master": place_options(one, "secret"), "slave": place_options(two, "secret")})
+        again = audit_group(spark, group, piece_bytes=PIECE_BYTES)
+        brokers[1].start = brokers[1].described = 0
+        monkeypatch.setattr("qmq.audit.group.AGAIN_MAX", 0)
+        once = audit_group(spark, group, piece_bytes=PIECE_BYTES)
+    let_go = f"the slave let go of [0, {brokers[1].start})"
+    assert once.status == 2 and str(once.unreadable).startswith(let_go)
+    assert (again.status, again.found, again.start) == (0, {}, brokers[1].start)
+    assert any(let_go in note for note in again.notes)
 
 
 def test_brokers_that_both_give_less_than_is_due_are_not_proven_equal(spark: SparkSession, tmp_path: Path) -> None:

@@ -28,6 +28,9 @@ START_S = 180.0
 JOB_S = 480.0
 # Both workers are waited for: else one of them does all there is, while a busy machine starts the other one.
 CONFS = QUICK | {
+    # The comparison has many small shuffles: 16 tasks each, or plans made again in between, take most of the time.
+    "spark.sql.shuffle.partitions": "2",
+    "spark.sql.adaptive.enabled": "false",
     "spark.executor.memory": "512m",
     "spark.cores.max": "2",
     "spark.scheduler.minRegisteredResourcesRatio": "1.0",
@@ -44,6 +47,7 @@ def running(log: Path, *arguments: str) -> Iterator[None]:
         "PYSPARK_PYTHON": sys.executable,
         "SPARK_WORKER_DIR": str(log.parent / "work"),
         "SPARK_DAEMON_MEMORY": "256m",
+        "SPARK_DAEMON_JAVA_OPTS": QUICK["spark.executor.extraJavaOptions"],
     }
     with log.open("wb") as output:
         command = [str(SPARK / "bin" / "spark-class"), *arguments]

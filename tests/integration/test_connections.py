@@ -1,4 +1,5 @@
-"""Shell. Bounds of a real broker's connections: strangers keep nobody out, and one token has so many."""
+"""Shell. Bounds of a real broker's connections: strangers keep nobody out, and one token has so many; each bound that
+is reached has its name in the log, the metrics and Doctor."""
 
 from __future__ import annotations
 
@@ -10,15 +11,34 @@ import pytest
 from qmq.errors import ErrorCode
 from qmq.remoting import commands
 from qmq.remoting.commands import Command
-from tests.integration.cluster_world import Wire, are_equal, running, send_all, until
+from qmq.tools.doctor.finding import judge_limits
+from tests.integration.cluster_world import (
+    Wire,
+    are_equal,
+    log_of,
+    metrics,
+    produce_body,
+    running,
+    send_all,
+    until,
+)
 
 CONNECTIONS, OF_A_TOKEN = 20, 5
+KIB = 1 << 10
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     directory = tmp_path_factory.mktemp("connections")
-    with running(directory, connections_max=CONNECTIONS, token_connections_max=OF_A_TOKEN) as cluster:
+    with running(
+        directory,
+        connections_max=CONNECTIONS,
+        token_connections_max=OF_A_TOKEN,
+        token_bytes_per_s=64 * KIB,
+        new_subjects_per_minute=2,
+        packet_bytes_max=128 * KIB,
+        message_bytes_max=32 * KIB,
+    ) as cluster:
         yield cluster
 
 
@@ -63,3 +83,89 @@ def test_one_token_has_so_many_connections_and_is_told_by_name(cluster):
                 return answer is not None and answer.code == 0
 
         until(is_let_in, "a connection that ended makes room")
+
+
+def client_of(cluster, name):
+    token = cluster.manage("AddToken", name=name, role="client")["token"]
+    return Wire(cluster.broker("g1", "master").serve_port, token=token)
+
+
+def codes(wire, *bodies):
+    return [wire.ask(Command.PRODUCE, body).code for body in bodies]
+
+
+def too_many_connections(cluster):
+    with ExitStack() as stack:
+        silent(stack, cluster.broker("g1", "master").serve_port, 2 * CONNECTIONS)
+
+
+def too_many_of_a_token(cluster):
+    token = cluster.manage("AddToken", name="crowd", role="client")["token"]
+    with ExitStack() as stack:
+        wires = [stack.enter_context(Wire(cluster.broker("g1", "master").serve_port)) for _ in range(OF_A_TOKEN + 1)]
+        asked = [wire.ask(Command.AUTHENTICATE, commands.encode_json(token=token, app="test")) for wire in wires]
+        assert [answer.code for answer in asked] == [0] * OF_A_TOKEN + [ErrorCode.OVERLOADED]
+
+
+def too_many_bytes(cluster):
+    with client_of(cluster, "loud") as wire:
+        batch = produce_body("s", {"x": "x" * 30_000}, {"x": "x" * 30_000}, {"x": "x" * 30_000})
+
+        def at_once():
+            for _ in range(2):
+                wire.request(Command.PRODUCE, batch)
+            return [wire.answer().code for _ in range(2)]
+
+        until(lambda: at_once()[1] == ErrorCode.OVERLOADED, "a second one comes before the first one is paid for")
+        until(lambda: codes(wire, batch) == [0], "what was taken is paid for")
+
+
+def too_many_new_subjects(cluster):
+    with client_of(cluster, "inventive") as wire:
+        said = codes(wire, *(produce_body(f"inventive.{number}", {}) for number in range(3)))
+        assert said == [0, 0, ErrorCode.OVERLOADED]
+
+
+def too_large_a_packet(cluster):
+    with client_of(cluster, "large") as wire:
+        assert codes(wire, bytes(129 * KIB)) == [ErrorCode.MESSAGE_TOO_LARGE] and wire.is_closed()
+
+
+def too_large_a_message(cluster):
+    with client_of(cluster, "larger") as wire:
+        answer = wire.ask(Command.PRODUCE, produce_body("s", {"x": "x" * 31_000, "y": "y" * 31_000}))
+        ((_, why),) = commands.decode_produced(answer.body).refused
+        assert why.endswith("bytes are more than 32768 (message_bytes_max)")
+
+
+def test_a_message_that_is_too_large_is_named_to_its_producer_and_in_the_log_and_counted(cluster):
+    master = cluster.broker("g1", "master")
+    too_large_a_message(cluster)
+    until(lambda: metrics(cluster, master)['qmq_broker_refused_messages_total{broker_group="g1"}'] > 0, "it is counted")
+    assert "(message_bytes_max)" in log_of(cluster, master.hostname)
+
+
+@pytest.mark.parametrize(
+    ("setting", "reach"),
+    [
+        ("connections_max", too_many_connections),
+        ("token_connections_max", too_many_of_a_token),
+        ("token_bytes_per_s", too_many_bytes),
+        ("new_subjects_per_minute", too_many_new_subjects),
+        ("packet_bytes_max", too_large_a_packet),
+    ],
+)
+def test_a_bound_that_a_client_reaches_is_named_in_the_metrics_the_log_and_by_doctor(cluster, setting, reach):
+    send_all(cluster, "s", 1)
+    reach(cluster)
+    master = cluster.broker("g1", "master")
+
+    def page():
+        return "".join(f"{name} {value}\n" for name, value in metrics(cluster, master).items())
+
+    count = f'qmq_broker_limits_reached_total{{broker_group="g1",setting="{setting}"}}'
+    until(lambda: metrics(cluster, master).get(count, 0) > 0, "it is counted")
+    (found,) = judge_limits("g1", page())
+    assert setting in found.found
+    lines = log_of(cluster, master.hostname).splitlines()
+    assert 1 <= sum(f"limit reached setting={setting} " in line for line in lines) <= 3, "each cause once"

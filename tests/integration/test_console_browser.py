@@ -77,8 +77,11 @@ def _look_at_every_page(address, world, profile, state):
             assert had == wanted, (path, had, wanted)
             found += [f"{path}: focus is not seen on {one}" for one in unseen]
         browser.tell("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+        browser.tell("Emulation.setDeviceMetricsOverride", width=400, height=900, deviceScaleFactor=1, mobile=False)
         for path in ADDRESSES if state == "data" else ():
             browser.open(address + path)
+            if (wide := browser.run("document.documentElement.scrollWidth")) > 400:  # a wide table moves by itself
+                found.append(f"{path}: {wide} wide on a telephone")
             found += [f"{path}, dark: {one}" for one in browser.axe(only=("color-contrast",))]
         assert not found, "\n".join(found)
 

@@ -114,7 +114,7 @@ def test_whoever_the_provider_sends_has_the_role_of_the_claims(tmp_path, issuer,
         assert (done.status_code == 200) == (role != "viewer")
         if role != "viewer":
             assert (await world.audit())[0].who == f"oidc:{who}"
-        await world.send("/logout")
+        await world.send("/logout", csrf=words["csrf"])
         assert (await world.browser.get("/console/trail")).status_code == 303
 
     in_console(tmp_path, issuer, test)

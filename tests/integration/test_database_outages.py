@@ -198,8 +198,7 @@ def test_database_that_is_away_is_an_error_at_once_and_used_again_when_it_is_bac
     assert repository.load().marks == {MARK}
 
 
-def test_change_that_stands_still_holds_up_others_only_for_a_while(url, engine, monkeypatch):
-    monkeypatch.setattr(engines, "IDLE_S", 5)
+def test_change_that_stands_still_holds_up_others_only_for_a_while(url, engine):
     stopped = open_database(url)
     with stopped.connect() as connection:
         connection.begin()

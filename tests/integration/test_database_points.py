@@ -24,6 +24,9 @@ def repository(database_url):
     engine.dispose()
 
 
+MASTER = Broker("g1", Role.MASTER, "a", "10.0.0.1", 1, 2)
+
+
 def stored(repository, group="g1"):
     return repository.load_points(group)
 
@@ -40,6 +43,7 @@ def test_points_only_rise_and_belong_to_one_group_and_one_disk(repository):
 
 
 def test_what_an_operator_gave_up_is_not_remembered_and_what_comes_after_is(repository):
+    repository.change([SetRoles(roles.add_broker(repository.load(), MASTER))])
     repository.store_points({("g1", "a"): NEWEST, ("g2", "a"): NEWEST})
     repository.change([AcceptLoss("g1", 4)])
     assert stored(repository) == Points({}, 4)
@@ -50,10 +54,9 @@ def test_what_an_operator_gave_up_is_not_remembered_and_what_comes_after_is(repo
 
 
 def test_a_group_that_is_made_anew_begins_without_points(repository):
-    master = Broker("g1", Role.MASTER, "a", "10.0.0.1", 1, 2)
-    repository.change([SetRoles(roles.add_broker(repository.load(), master))])
+    repository.change([SetRoles(roles.add_broker(repository.load(), MASTER))])
     repository.store_points({("g1", "a"): NEWEST})
-    change = roles.remove_broker(repository.load(), master, lambda _: False)
+    change = roles.remove_broker(repository.load(), MASTER, lambda _: False)
     repository.change([SetRoles(change), RemoveGroup("g1", change.new_term)])
-    repository.change([SetRoles(roles.add_broker(repository.load(), master))])
+    repository.change([SetRoles(roles.add_broker(repository.load(), MASTER))])
     assert stored(repository) == Points()

@@ -74,7 +74,8 @@ def remembered(cluster):
     """Wait until every memory knows the newest acknowledged point: both copies' files, and the row if there is one."""
 
     def has(plan):
-        own = json.loads((data_of(cluster, plan) / "points.json").read_text())["own"]
+        points = data_of(cluster, plan) / "points.json"
+        own = json.loads(points.read_text())["own"] if points.exists() else None
         return own is not None and own[2] == state(cluster, plan).log_end
 
     for plan in copies(cluster):

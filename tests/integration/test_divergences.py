@@ -1,16 +1,17 @@
-"""Shell. Divergences of every kind, planted on one copy and on both, eight at once: the audit names each of them, its
+"""Shell. Divergences of every kind, planted on one copy and on both, many at once: the audit names each of them, its
 frame and its message, and nothing else. Each alone: tests/unit/audit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pyspark.sql import SparkSession
 
 from qmq.audit.copies import place_options
-from qmq.audit.group import Group, Result, audit_group
+from qmq.audit.group import Group, Options, Result, audit_group, audit_groups
 from tests.support.spark import local_spark
 from tests.unit.audit.beside import WRONG, bases_of
 from tests.unit.audit.divergences import RIGHT_BUT_OTHER, TWO_SIDED, Expected, Plant
@@ -29,9 +30,12 @@ def spark() -> Iterator[SparkSession]:
         yield session
 
 
+def places_of(folder: Path) -> dict[str, dict[str, str]]:
+    return {copy: place_options(str(folder / copy), "") for copy in ("master", "slave")}
+
+
 def audit(spark: SparkSession, folder: Path) -> Result:
-    places = {copy: place_options(str(folder / copy), "") for copy in ("master", "slave")}
-    result = audit_group(spark, Group("g1", places), piece_bytes=PIECE_BYTES)
+    result = audit_group(spark, Group("g1", places_of(folder)), piece_bytes=PIECE_BYTES)
     assert result.unreadable is None
     return result
 
@@ -74,10 +78,10 @@ def plant_beside(folder: Path) -> Found:
     return {(index[0], "both", bases[1], None, None), (snapshot, "slave", bases[2], None, None)}
 
 
-OTHER_IDS = {"undecodable", "batch_twice", "id_twice", "sequence"}
+OTHER_IDS = {"undecodable", "batch_twice", "id_twice", "sequence", "dead_altered", "dead_unfounded", "dead_twice"}
 
 
-EIGHT = (
+MANY = (
     "a message that is no UTF-8",
     "of another subject",
     "labels that are zero",
@@ -86,8 +90,10 @@ EIGHT = (
     "a watermark of 2^40",
     "a time in ten years",
     "passed though it gets such",
+    "a dead letter with another content",
+    "a dead letter twice",
 )
-EIGHT_MORE = (
+MANY_MORE = (
     "a message that is cut",
     "a watermark that goes back",
     "a time two hours ahead",
@@ -96,11 +102,15 @@ EIGHT_MORE = (
     "passed beside its like",
     "an epoch nobody began",
     "a gap",
+    "an original rewritten after its dead letter",
+    "a dead letter that counts wrong",
+    "a dead letter too few",
+    "a dead letter of what was handled",
 )
 
 
-@pytest.mark.parametrize("names", [EIGHT, EIGHT_MORE], ids=["some", "others"])
-def test_eight_at_once_hide_nothing_of_each_other(spark: SparkSession, tmp_path: Path, names: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("names", [MANY, MANY_MORE], ids=["some", "others"])
+def test_many_at_once_hide_nothing_of_each_other(spark: SparkSession, tmp_path: Path, names: tuple[str, ...]) -> None:
     expected = plant_on_both(tmp_path, [TWO_SIDED[name] for name in names]) | plant_beside(tmp_path)
     assert without_id(found(audit(spark, tmp_path)), OTHER_IDS) == without_id(expected, OTHER_IDS)
 
@@ -113,27 +123,52 @@ def plant_on_slave(folder: Path, plants: Iterable[Plant]) -> Found:
     return due(planted, "slave")
 
 
-def test_four_that_are_other_on_one_copy_are_found(spark: SparkSession, tmp_path: Path) -> None:
-    expected = plant_on_slave(tmp_path, list(RIGHT_BUT_OTHER.values())[:4])
-    assert found(audit(spark, tmp_path)) == expected
+def four_others(folder: Path) -> Found:
+    return plant_on_slave(folder, list(RIGHT_BUT_OTHER.values())[:4])
 
 
-def test_one_frame_more_on_one_copy_is_two_findings(spark: SparkSession, tmp_path: Path) -> None:
-    expected = plant_on_slave(tmp_path, [RIGHT_BUT_OTHER["one frame more"]])
-    result = audit(spark, tmp_path)
+def one_frame_more(folder: Path) -> Found:
+    return plant_on_slave(folder, [RIGHT_BUT_OTHER["one frame more"]])
+
+
+def one_frame_less(folder: Path) -> int:
+    write_world(folder / "master")
+    write_world(folder / "slave")
+    with forged(folder / "slave") as frames:
+        _, (_, behind, _) = RIGHT_BUT_OTHER["one frame less"](frames)
+    return behind.at
+
+
+ON_ONE_COPY: tuple[Callable[[Path], Any], ...] = (four_others, one_frame_more, one_frame_less)
+Cases = dict[Callable[[Path], Any], tuple[Any, Result]]
+
+
+@pytest.fixture(scope="module")
+def cases(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Cases:
+    """What was planted, and what the audit says, of groups that are audited in one run: one comparison is planned."""
+    root = tmp_path_factory.mktemp("on one copy")
+    planted = {plant: plant(root / plant.__name__) for plant in ON_ONE_COPY}
+    groups = [Group(plant.__name__, places_of(root / plant.__name__)) for plant in ON_ONE_COPY]
+    results = audit_groups(spark, groups, Options(piece_bytes=PIECE_BYTES))
+    return {plant: (planted[plant], result) for plant, result in zip(ON_ONE_COPY, results)}
+
+
+def test_four_that_are_other_on_one_copy_are_found(cases: Cases) -> None:
+    expected, result = cases[four_others]
+    assert found(result) == expected
+
+
+def test_one_frame_more_on_one_copy_is_two_findings(cases: Cases) -> None:
+    expected, result = cases[one_frame_more]
     assert {(row["what"], row["offset"]) for row in result.findings} == {
         (what, min(at for _, _, at, _, _ in expected)) for what in ("extra", "shifted")
     }
     assert "bytes further on" in next(row["text"] for row in result.findings if row["what"] == "shifted")
 
 
-def test_one_frame_less_on_one_copy_is_two_findings(spark: SparkSession, tmp_path: Path) -> None:
-    write_world(tmp_path / "master")
-    write_world(tmp_path / "slave")
-    with forged(tmp_path / "slave") as frames:
-        (_, lacking, _), (_, behind, _) = RIGHT_BUT_OTHER["one frame less"](frames)
-    result = audit(spark, tmp_path)
+def test_one_frame_less_on_one_copy_is_two_findings(cases: Cases) -> None:
+    behind, result = cases[one_frame_less]
     missing, shifted = result.findings
-    assert (missing["what"], missing["offset"], shifted["what"]) == ("missing", behind.at, "shifted")
+    assert (missing["what"], missing["offset"], shifted["what"]) == ("missing", behind, "shifted")
     assert "bytes further back" in shifted["text"]
     assert missing["end"] == shifted["offset"]

@@ -9,6 +9,7 @@ import pytest
 
 from qmq.audit.copies import BrokerCopy, CannotRead
 from qmq.audit.derived import check_segment
+from qmq.log.frame import decode_header
 from qmq.log.segments import index_name, snapshot_name
 from tests.integration.cluster_world import data_of, running, send_all, until
 
@@ -44,6 +45,19 @@ def test_held_log_keeps_its_segments_until_it_is_let_go(cluster, role):
     until(lambda: other.describe().start > begin.start, "retention goes on")
     for copy in (other, one_that_is_not):
         copy.close()
+
+
+@pytest.mark.parametrize("role", ["master", "slave"])
+def test_one_frame_is_given_alone(cluster, role):
+    """Originals of dead letters lie anywhere: a stream that is cut off would have sent more."""
+    copy = opened(cluster, role)
+    begin = copy.describe().start
+    data = copy.window(begin, 1)
+    frame = decode_header(data, 0, begin, None)
+    size = frame.end - begin
+    assert len(data) > size and copy.frame(begin, size) == data[:size]
+    assert copy.frame(copy.describe().end + 80_000, size) == b""
+    copy.close()
 
 
 def test_log_is_described_though_its_oldest_snapshot_is_damaged(cluster):

@@ -30,12 +30,16 @@ def test_a_lease_is_kept_taken_by_compare_and_set_and_given_back(repository):
     assert (first.node, first.term, first.beat, first.address) == ("a", 1, 0, "a:1")
     kept = ask(repository, "a", first)
     assert (kept.node, kept.term, kept.beat) == ("a", 1, 1)
+    assert (repository.leases()[0].beat, repository.leases()[0].address) == (1, "a:1")
+    assert ask(repository, "a", first).beat == 2, "who had no answer the last time keeps it, too"
+    kept = ask(repository, "a", first)
     assert ask(repository, "b", first).node == "a", "nobody takes what he does not ask for"
     assert ask(repository, "b", first, take=True).node == "a", "it was kept since"
     assert ask(repository, "b", kept, release=True).node == "a", "nor gives back what is another one's"
     taken = ask(repository, "b", kept, take=True)
     assert (taken.node, taken.term, taken.address) == ("b", 2, "b:1")
     assert ask(repository, "a", kept).node == "b"
+    assert ask(repository, "a", taken).node == "b", "to know how the row is does not make it one's own"
     assert ask(repository, "b", taken, release=True).node == ""
     assert (ask(repository, "a", kept).node, repository.leases()[0].term) == ("a", 3)
 

@@ -463,6 +463,28 @@ def test_dead_letters_are_looked_at_and_go_back_by_choice(cluster, subject, tmp_
     assert (nothing["deadLetters"], nothing["moved"]) == (0, [])
 
 
+def test_dead_letters_go_to_a_chosen_subject_are_consumed_there_and_go_back(cluster, subject):
+    chosen, limit = f"{subject}.dead", {"subject": subject, "group": "g"}
+    send_all(cluster, chosen, 1, name="own")
+    assert cluster.manage("LimitGroup", deadLettersTo=chosen, **limit)["deadLettersTo"] == chosen
+    for name in ("g1", "g2"):
+        data = cluster.data(cluster.broker(name, "master"))
+        until(lambda at=data: any(chosen in file.read_text() for file in at.glob("*.json")), "its broker knows of it")
+
+    failed(cluster, subject)
+    assert browse(cluster, "--deadLetters", "--limit=100", subject=subject, group="g") == []
+    want = f"--limit={COUNT + 1}"
+    seen = lines(tool(cluster, "Consume", "--json", "--ack", "--start=earliest", want, subject=chosen, group="people"))
+    letters = [one for one in seen if one["properties"].get("qmq_deadGroup") == "g"]
+    assert len(seen) == len(letters) + 1 and sorted(ids(letters)) == sorted(f"m-{at}" for at in range(COUNT))
+
+    [receipt] = lines(redrive(cluster, subject, "--yes", **{"from": chosen}))
+    assert sorted(one["id"] for one in receipt["moved"]) == sorted(ids(letters)) and not receipt["left"]
+    assert sorted(ids(mailbox(cluster, subject))) == sorted(ids(letters))
+    cluster.manage("LimitGroup", deadLettersTo="%DEAD_RETRY", **limit)
+    assert cluster.manage("ListLimits", subject=subject) == []
+
+
 def test_dead_letters_are_chosen_by_id_and_time(cluster, subject):
     failed(cluster, subject, 4)
     before_ms = time.time_ns() // 1_000_000 + 1

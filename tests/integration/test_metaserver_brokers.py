@@ -159,7 +159,8 @@ async def test_heartbeats_go_on_while_every_call_to_the_database_hangs(world):
     master, _ = await world.copies()
     registry = world.server.registry
     release = threading.Event()
-    registry.database.repository.versions = release.wait
+    repository = registry.database.repository
+    repository.versions = repository.beat = lambda *_: release.wait()
     try:
         await world.until(lambda: _async(not registry.database.is_up))
         master.reasons = ["disk"]
@@ -168,7 +169,7 @@ async def test_heartbeats_go_on_while_every_call_to_the_database_hangs(world):
         assert not registry.database.is_up, "it hangs still"
     finally:
         release.set()
-        del registry.database.repository.versions
+        del repository.versions, repository.beat
 
 
 async def _async(value):

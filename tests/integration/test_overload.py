@@ -15,7 +15,9 @@ import qmq
 from qmq.errors import ErrorCode
 from qmq.remoting import commands
 from qmq.remoting.commands import Command, Pull
+from qmq.remoting.packet import PacketReader
 from qmq.server.memory import ram_bytes
+from qmq.server.overload import SHARED_BYTES
 from tests.integration.cluster_world import (
     WAIT_S,
     Wire,
@@ -79,6 +81,24 @@ def test_producer_that_ignores_its_window_is_read_no_faster_than_it_is_answered(
         sending.join()
         until(lambda: connections(cluster, "running") == 1, "it is read again")
     assert set(codes) == {0}, "it was not even asked too much"
+
+
+def test_producer_beside_others_has_no_more_before_the_disks_than_its_share(cluster):
+    slave, port = cluster.service(cluster.broker("g1", "slave").hostname), cluster.broker("g1", "master").serve_port
+    with ExitStack() as wires:
+        loud, *others = [wires.enter_context(Wire(port, token=cluster.token)) for _ in range(8)]
+        for other in others:
+            assert other.ask(Command.PRODUCE, produce_body("s", {"x": "x"})).code == 0
+        stand_still(slave.pid)
+        bodies = [produce_body("s", {"x": "x" * 30_000}) for _ in range(200)]
+        sending = Thread(target=lambda: [loud.request(Command.PRODUCE, body) for body in bodies])
+        sending.start()
+        until(lambda: connections(cluster, "sharing") == 1, "its share is full")
+        assert max(one["unacked_bytes"] for one in listed(cluster)) < SHARED_BYTES // 8 + PacketReader.STAGING_BYTES
+        slave.signal(signal.SIGCONT)
+        assert {loud.answer().code for _ in range(200)} == {0}
+        sending.join()
+        until(lambda: connections(cluster, "sharing") == 0, "it is read again")
 
 
 class Stalled:

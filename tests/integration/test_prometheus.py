@@ -42,6 +42,9 @@ SUBJECT = "order.changed"
 FASTER = 15
 STALLED = "stalled"
 """A consumer group that took one message, acked none, and did not come back."""
+GIVES_UP = "g"
+"""A consumer group that let one message die."""
+ELSEWHERE = f'alertstate="firing", consumer_group!~"{STALLED}|{GIVES_UP}"'
 NAMED = ("role", "name", "broker_group")
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 NAME = re.compile(r"\b(?:qmq_(?:\(broker\|delayserver\)_)?|process_)[a-z][a-z_]*")
@@ -102,15 +105,13 @@ class World:
         return float(found[0]["value"][1]) if found else None
 
     def firing(self):
-        """Alerts that fire, each with the role, group or job that it names; without that of the group STALLED, which is
-        behind from the beginning."""
-        found = self.get("query", query=f'ALERTS{{alertstate="firing", consumer_group!="{STALLED}"}}')["result"]
+        """Alerts that fire, each with the role, group or job that it names; without those of STALLED and GIVES_UP,
+        which are there from the beginning."""
+        found = self.get("query", query=f"ALERTS{{{ELSEWHERE}}}")["result"]
         return {(one["metric"]["alertname"], next(filter(None, map(one["metric"].get, NAMED)), "")) for one in found}
 
     def ever_fired(self):
-        expr = (
-            f'count by (alertname) (count_over_time(ALERTS{{alertstate="firing", consumer_group!="{STALLED}"}}[10m]))'
-        )
+        expr = f"count by (alertname) (count_over_time(ALERTS{{{ELSEWHERE}}}[10m]))"
         return {one["metric"]["alertname"] for one in self.get("query", query=expr)["result"]}
 
     def nightly(self, name, *command):
@@ -130,6 +131,7 @@ class World:
 def world(tmp_path_factory, mariadb):
     folder, first = tmp_path_factory.mktemp("prometheus"), run_of_ports()
     metaserver = {"database": mariadb.create_database(), "database_timeout_ms": 30_000, "password_keys": [KEY]}
+    metaserver["snapshot"] = str(folder / "snapshot")  # else it is in the working directory, for the next run to find
     with Cluster(
         folder / "run",
         groups=("g1",),
@@ -183,7 +185,7 @@ async def send_and_consume(cluster):
     words = {"metaserver": cluster.metaserver, "token": cluster.token, "app": "test"}
     consumer, left = qmq.Consumer(**words), {*map(str, range(30)), "late", "row"}
 
-    @consumer.listen(SUBJECT, group="g", start="earliest")
+    @consumer.listen(SUBJECT, group=GIVES_UP, start="earliest")
     async def on_message(message):
         left.discard(message["n"])
         if not left:
@@ -330,6 +332,13 @@ def test_a_consumer_group_that_does_not_go_on_is_alerted_by_its_name(world):
     (found,) = world.get("query", query=expr)["result"]
     assert [found["metric"][name] for name in ("alertname", "subject")] == ["QmqConsumerStalled", SUBJECT]
     assert world.value(f'qmq_broker_oldest_unacked_seconds{{consumer_group="{STALLED}"}}') > 10
+
+
+def test_the_first_message_that_dies_is_alerted(world):
+    expr = f'last_over_time(ALERTS{{alertstate="firing", consumer_group="{GIVES_UP}"}}[10m])'
+    until(lambda: world.get("query", query=expr)["result"], "it fires, or did")
+    (found,) = world.get("query", query=expr)["result"]
+    assert [found["metric"][name] for name in ("alertname", "subject")] == ["QmqDeadLetters", SUBJECT]
 
 
 @pytest.mark.parametrize("name", ["metaserver", "watchdog", "broker", "delay server"])

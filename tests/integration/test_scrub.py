@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from zlib import crc32
 
 import pytest
 
 from qmq.deploy.copies import read_copy
 from qmq.log import RealDisk
+from qmq.log.frame import decode_frames, encode_header, subject_field
 from qmq.log.segments import log_name, segment_bases
 from tests.integration.cluster_world import (
     are_equal,
@@ -25,6 +27,7 @@ from tests.integration.cluster_world import (
 from tests.integration.tools_world import DONE, REFUSED, UNREACHABLE, run
 
 COUNT = 200
+FIELDS = ("kind flags subject count epoch offset high_watermark timestamp_ms first_sequence producer batch").split()
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +36,22 @@ def cluster(tmp_path_factory):
     with running(folder, segment_bytes=64 * 1024, tail_bytes=0, scrub_hours=0.0002) as cluster:
         cluster.wait_writable()
         yield cluster
+
+
+def of_another_history(whole, base):
+    """The frames of a segment as they would be behind other ones: each is right, and none has the chain that it had."""
+    others, chain = b"", 1
+    for frame, body in decode_frames(whole, base, None):
+        fields = {name: getattr(frame, name) for name in FIELDS}
+        header, made = encode_header(
+            **fields,
+            field=subject_field(frame.subject),
+            body_bytes=len(body),
+            body_crc=crc32(body),
+            previous_chain=chain,
+        )
+        others, chain = others + header + body, made.chain
+    return others
 
 
 def report(cluster):
@@ -54,9 +73,9 @@ def test_a_report_of_copies_that_are_whole_is_clean_and_one_that_is_silent_is_no
 
 
 @pytest.mark.parametrize("role", ["master", "slave"])
-@pytest.mark.parametrize("what", ["unlinked", "flipped", "exchanged"])
+@pytest.mark.parametrize("what", ["unlinked", "flipped", "exchanged", "of another history"])
 def test_damage_that_nobody_reads_is_found_and_mended_by_name(cluster, role, what):
-    subject = f"{role}.{what}"
+    subject = f"{role}.{what.replace(' ', '-')}"
     sent = [receipt.message_id for receipt in send_all(cluster, subject, COUNT, size=900)]
     until(lambda: are_equal(cluster), "equal copies")
     broker = cluster.broker("g1", role)
@@ -69,7 +88,7 @@ def test_damage_that_nobody_reads_is_found_and_mended_by_name(cluster, role, wha
     elif what == "flipped":
         flip_bit(file, 41)
     else:
-        (data / "other").write_bytes(bytes(len(whole)))
+        (data / "other").write_bytes(bytes(len(whole)) if what == "exchanged" else of_another_history(whole, bases[1]))
         (data / "other").replace(file)  # an open descriptor still shows the right bytes
     until(lambda: file.is_file() and file.read_bytes() == whole, "it is mended")
     cluster.wait_writable()

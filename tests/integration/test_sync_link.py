@@ -25,7 +25,7 @@ from qmq.remoting.commands import Command
 from qmq.remoting.connection import connect
 from qmq.replication.assignment import Address, Assignment
 from qmq.replication.identity import IdentityFile
-from qmq.server import pulse
+from qmq.server import pulse, service
 from qmq.server.service import Service
 from qmq.types import Endpoint, Role
 from tests.support.cable import Cable, cable_to
@@ -134,6 +134,35 @@ async def test_a_connection_that_a_box_forgets_is_made_anew(tmp_path):
         await until_async(lambda: a.node.writable)
         await produce(a, 3)
         await until_async(lambda: (a.node.log.end, a.node.log.chain) == (b.node.log.end, b.node.log.chain))
+
+
+@in_loop
+async def test_a_link_that_is_lost_is_made_anew_at_once_in_each_term(tmp_path, monkeypatch):
+    """Of two copies nothing is acknowledged meanwhile. The second wait is longer than the test."""
+    monkeypatch.setattr(service, "RECONNECTS_S", (0.0,) * 100)
+    async with a_group(tmp_path) as (a, b, cable):
+        monkeypatch.setattr(service, "RECONNECTS_S", (0.0, 10 * WAIT_S))
+        port = a._settings.serve_port
+        master, slave = Address("127.0.0.1", port, cable.port, 1), Address("127.0.0.1", port + 4, 1, 1)
+        for term in (2, 3):
+            for broker, role in ((a, Role.MASTER), (b, Role.SLAVE)):
+                broker.node.assign(Assignment("g1", term, role, master, (slave,)))
+            await until_async(
+                lambda term=term: a.node.writable and b.node.slave.has_matched and b.node.slave.term == term
+            )
+            first = b._master_link
+            cable.mend()
+            await until_async(lambda first=first: b._master_link is not first and a.node.writable)
+            await produce(a, term)
+
+
+@in_loop
+async def test_a_hole_that_opens_right_after_the_login_is_noticed(tmp_path, monkeypatch):
+    """The slave heard its master beat once, in the same piece as the answer that let it in."""
+    monkeypatch.setattr(pulse, "BEAT_S", 1.0)
+    async with a_group(tmp_path) as (a, _, cable):
+        cable.swallow_answers = True
+        await until_async(lambda: not a.node.writable)
 
 
 async def outcome(service: Service[BrokerMaster], batch: int) -> str:

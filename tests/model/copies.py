@@ -13,12 +13,14 @@ the same. This model is about that, and leaves out what the other one covers:
 - Connecting is one step: the slave cuts what parts from its master's log, by comparing histories.
 - An acknowledgement is no step. It happens as soon as the rules allow it; a later one promises less.
 - A broker hears of the present row only, at any time; hearing of an older one is hearing early and being idle since.
+- Who says that the master never returns says it once for all, true or not; only that no disk was put back is true.
 
 What is modelled: the row (term, master, members, how many must have a message); masters that restart without what was
 not fsynced; promises; a choice of a new master at any moment, whether the old one is gone or not (failover and
 SwapRoles are the same to this model); a change of members or of m, the number that acknowledges; a disk that is put
-back, with its memory of epochs and promises; a row that goes back to the one before, and is raised again. Copies are
-interchangeable, so a state is stored with its copies sorted.
+back, with its memory of epochs and promises; a row that goes back to the one before, and is raised again; metaservers
+that end between promises and choice, and others that ask again, for the same term too. Copies are interchangeable, so a
+state is stored with its copies sorted.
 
 What is checked: two histories that were acknowledged are beginnings of one another; every master that is at work in a
 newer epoch has all that was ever acknowledged, and so has who is chosen; no copy cuts what was acknowledged; nobody
@@ -79,6 +81,12 @@ class Rules(NamedTuple):
     """What a master was chosen with counts as acknowledged for it: its disk may be put back before it begins."""
     above: bool = True
     """No row changes while a broker reports a newer term; the row is raised above it first."""
+    compare_and_set: bool = True
+    """What copies answered chooses once: a choice changes the row of the term that they were asked in only."""
+    seen_whole: bool = True
+    """If the master is said to be gone, and all copies acknowledge: who restarted counts if the row saw it in sync."""
+    frame_of_term: bool = True
+    """And if fewer acknowledge: if a frame of the row's term is in its log."""
 
 
 ALL = Rules()
@@ -92,6 +100,8 @@ class Bounds(NamedTuple):
     """Of members or of m."""
     faults: int = 0
     """Disks put back, or rows."""
+    gone: int = 0
+    """A person may say that the master never returns. It holds for all that follows, true or not."""
 
 
 class Copy(NamedTuple):
@@ -118,6 +128,10 @@ class Copy(NamedTuple):
     follows: int = 0
     """Epoch of the master that counts it; 0: nobody does."""
     matched: int = 0
+    is_whole_in_row: bool = False
+    """The row saw it in sync while all copies acknowledged. Kept if the master may be said to be gone, as the next."""
+    is_old: bool = False
+    """Its disk was put back, and it was not in sync since: no person says then that it counts."""
     answer: Log = NO_ANSWER
     """What it had when it promised the term that is asked for, as the metaserver heard."""
 
@@ -165,14 +179,6 @@ def world(size: int, m: int) -> State:
     return State(1, 0, tuple(sorted(copies)), ms=(m,))
 
 
-WORLDS = {
-    "three_of_two": world(3, 2),
-    "three_of_three": world(3, 3),
-    "two_of_two": world(2, 2),
-}
-"""n copies of which m acknowledge, as `n_of_m`."""
-
-
 # ---- frames and histories
 
 
@@ -180,6 +186,22 @@ def frame(epoch: int, faults: int, message: int) -> int:
     """Encode a frame; message 0 is the epoch frame. No two first frames are equal, also where a disk that was put back
     uses an epoch again: times stand in them, here the number of faults so far."""
     return (epoch * 10 + faults) * 10 + message
+
+
+def others_than_before() -> State:
+    """Two of three acknowledge, from term 2 on. In term 1 the master did so with a broker that is no member now."""
+    log = (frame(11, 0, 0),)
+    copies = [Copy(MASTER, 11, 0, log, 1, 1, True), Copy(SLAVE, 10, 0, (), 0, 1), Copy(SLAVE, 10, 0, (), 0, 1)]
+    return State(2, 0, tuple(sorted(copies)), safe=log)
+
+
+WORLDS = {
+    "three_of_two": world(3, 2),
+    "three_of_three": world(3, 3),
+    "two_of_two": world(2, 2),
+    "others_than_before": others_than_before(),
+}
+"""n copies of which m acknowledge, as `n_of_m`."""
 
 
 def epoch_of(log: Log) -> int:
@@ -224,39 +246,36 @@ def after_step(state: State, copies: list[Copy], rules: Rules, **changes: Any) -
     for i, me in enumerate(copies):
         if me.follows and me.follows not in masters:
             copies[i] = me._replace(follows=0, matched=0)
-    state = state._replace(**changes)
-    safe, broken = state.safe, state.broken
+    safe, broken, ms = state.safe, changes.pop("broken", state.broken), changes.get("ms", state.ms)
     for me in copies:
         if me.role == MASTER and me.log:
-            acknowledged = me.log[: watermark(me, copies, state.ms, rules)]
+            acknowledged = me.log[: watermark(me, copies, ms, rules)]
             n = min(len(acknowledged), len(safe))
             if acknowledged[:n] != safe[:n]:
                 broken = f"acknowledged: {show(acknowledged)} and {show(safe)}"
             elif len(acknowledged) > len(safe):
                 safe = acknowledged
-    if not broken:
-        broken = look(copies, safe)
     copies.sort()
-    return state._replace(copies=tuple(copies), safe=safe, broken=broken)
+    return state._replace(copies=tuple(copies), safe=safe, broken=broken or look(copies, safe), **changes)
 
 
 def watermark(me: Copy, copies: list[Copy], ms: tuple[int, ...], rules: Rules) -> int:
     """How much of its log a master has acknowledged."""
     own = me.flushed if rules.own_fsync else len(me.log)
-    slaves = [c.matched for c in set_of(copies, me.config) if c is not me and c.follows == me.epoch]
-    ends = sorted([own, *slaves], reverse=True)
+    slaves = [c.matched for c in copies if c.follows == me.epoch and c.members >> me.config & 1 and c is not me]
     m = ms[me.config] - (0 if rules.enough_copies else 1)
-    if len(ends) < m:
+    if len(slaves) < m - 1:
         return 0
-    end = min(ends[m - 1], own)
-    begin = next((i for i, f in enumerate(me.log) if f // 100 == me.epoch), len(me.log))
-    return end if end > begin or not rules.own_epoch else 0
+    end = min(sorted([own, *slaves])[-m], own)
+    return end if not rules.own_epoch or (end and me.log[end - 1] // 100 == me.epoch) else 0
 
 
 def look(copies: list[Copy], safe: Log) -> str:
     """Name the promise that is broken."""
+    at_work = [me for me in copies if me.role == MASTER and me.heard and has_begun(me)]
+    if not at_work:
+        return ""
     epoch, n = epoch_of(safe), len(safe)
-    at_work = [me for me in copies if is_at_work(me) and has_begun(me)]
     for i, me in enumerate(at_work):
         if me.epoch > epoch and me.log[:n] != safe:
             return f"complete: {show(safe)} was acknowledged; the master of {me.epoch / 10} has {show(me.log)}"
@@ -265,12 +284,21 @@ def look(copies: list[Copy], safe: Log) -> str:
     return ""
 
 
-def with_row(state: State, copies: list[Copy], bounds: Bounds, **row: Any) -> dict[str, Any]:
-    """The row changes: what was answered before means nothing any more. `copies` are in the order of the state's."""
+def with_row(state: State, copies: list[Copy], bounds: Bounds, rules: Rules, **row: Any) -> dict[str, Any]:
+    """The row changes: what was answered before means nothing any more. `copies` are in the order of the state's.
+
+    `keeps_whole`: whom the row saw in sync still has all that was acknowledged."""
     keeps = bounds.faults > state.faults
+    keeps_whole = row.pop("keeps_whole", False)
     for i, before in enumerate(state.copies):
-        copies[i] = copies[i]._replace(answer=NO_ANSWER, was_master_in_row=keeps and before.is_master_in_row)
-    return {"asked": 0, "before": (state.term, state.config) if keeps else (), **row}
+        answer = NO_ANSWER if rules.compare_and_set else before.answer
+        copies[i] = copies[i]._replace(
+            answer=answer,
+            was_master_in_row=keeps and before.is_master_in_row,
+            is_whole_in_row=keeps_whole and before.is_whole_in_row,
+        )
+    asked = 0 if rules.compare_and_set else state.asked
+    return {"asked": asked, "before": (state.term, state.config) if keeps else (), **row}
 
 
 # ---- the steps
@@ -292,7 +320,9 @@ def steps(state: State, bounds: Bounds, rules: Rules) -> Steps:
         if state.crashes < bounds.crashes:
             yield from crashes(state, me, others, rules)
         if state.faults < bounds.faults:
-            yield from put_back(state, me, others, rules)
+            yield from put_back(state, me, others, bounds, rules)
+    if bounds.gone:
+        yield from seen(state, bounds, rules)
     yield from row_changes(state, bounds, rules)
 
 
@@ -332,7 +362,7 @@ def begins_anew(state: State, me: Copy, others: tuple[Copy, ...], bounds: Bounds
     if term > bounds.terms or (rules.above and any(c.epoch // 10 > state.term for c in state.copies)):
         return
     copies = list(state.copies)
-    row = with_row(state, copies, bounds, term=term)
+    row = with_row(state, copies, bounds, rules, term=term, keeps_whole=True)
     i = state.copies.index(me)
     after = copies[i]._replace(role=MASTER, epoch=term * 10 + 1, heard=True, config=state.config)
     copies[i] = after._replace(lacks=is_lacking(state, after.log, rules))
@@ -349,21 +379,46 @@ def is_lacking(state: State, log: Log, rules: Rules) -> bool:
 
 def promises(state: State, me: Copy, others: tuple[Copy, ...], bounds: Bounds, rules: Rules) -> Steps:
     """The metaserver asks a broker to refuse all terms below a new one."""
-    if me.role == OUT or not me.heard or (rules.in_sync and not me.fit):
+    if me.role == OUT or not me.heard or (rules.in_sync and not me.fit and not was_whole(state, me, bounds, rules)):
         return
     if rules.in_this_term and me.epoch // 10 != state.term:
         return
     if rules.above and any(c.epoch // 10 > state.term for c in state.copies):
         return
     for term in range(state.term + 1, bounds.terms + 1):
-        if term <= max(me.promised, me.epoch // 10) or (state.asked and state.asked != term):
+        if term <= me.epoch // 10 or (state.asked and state.asked != term):
             continue
         after = me._replace(answer=me.log[: me.flushed])
         if rules.promise_first:
             role = FENCED if me.role == MASTER else me.role
-            after = after._replace(promised=term, role=role, log=after.answer)
+            after = after._replace(promised=max(term, me.promised), role=role, log=after.answer)
+        if after == me:
+            continue
         words = ("a broker with {} promises to refuse all before term {}", me.log, term)
         yield words, after_step(state, [after, *others], rules, asked=term)
+
+
+def was_whole(state: State, me: Copy, bounds: Bounds, rules: Rules) -> bool:
+    """Whether a slave that was not in sync since it restarted counts, as a person says that the master is gone."""
+    if not bounds.gone or me.role != SLAVE or me.is_old:
+        return False
+    if len(set_of(state.copies, state.config)) == state.ms[state.config]:
+        return me.is_whole_in_row or not rules.seen_whole
+    return epoch_of(me.log) // 10 == state.term or not rules.frame_of_term
+
+
+def seen(state: State, bounds: Bounds, rules: Rules) -> Steps:
+    """The master of the row's term reports, while all copies acknowledge, that all of them are in sync."""
+    members, m = set_of(state.copies, state.config), state.ms[state.config]
+    master = next((me for me in members if me.is_master_in_row), None)
+    if master is None or not is_at_work(master) or master.epoch // 10 != state.term or len(members) != m:
+        return
+    if all(me is master or me.follows == master.epoch for me in members) and watermark(
+        master, list(state.copies), state.ms, rules
+    ):
+        copies = [c._replace(is_whole_in_row=c in members and not c.is_master_in_row) for c in state.copies]
+        if copies != list(state.copies):
+            yield ("metaserver: all copies are in sync",), after_step(state, copies, rules)
 
 
 def as_master(state: State, me: Copy, others: tuple[Copy, ...], bounds: Bounds, rules: Rules) -> Steps:
@@ -410,7 +465,7 @@ def as_slave(state: State, me: Copy, others: tuple[Copy, ...], rules: Rules) -> 
         else:
             continue
         if len(after.log) == len(master.log):
-            after = after._replace(fit=True)
+            after = after._replace(fit=True, is_old=False)
         yield words, after_step(state, [after, *others], rules, broken=broken)
 
 
@@ -429,11 +484,12 @@ def crashes(state: State, me: Copy, others: tuple[Copy, ...], rules: Rules) -> S
         yield words, after_step(state, [kept, *others], rules, crashes=state.crashes + 1)
 
 
-def put_back(state: State, me: Copy, others: tuple[Copy, ...], rules: Rules) -> Steps:
+def put_back(state: State, me: Copy, others: tuple[Copy, ...], bounds: Bounds, rules: Rules) -> Steps:
     """A disk comes back as it was once, or without its last frames; its memory as new as before, or as old."""
     if me.role == OUT:
         return
     after = me._replace(fit=False, heard=not rules.row_first, follows=0, matched=0, answer=NO_ANSWER, promised=0)
+    after = after._replace(is_old=bounds.gone > 0)
     for keep in range(me.flushed):
         log = me.log[:keep]
         kept = after._replace(log=log, flushed=keep)
@@ -452,7 +508,9 @@ def row_changes(state: State, bounds: Bounds, rules: Rules) -> Steps:
     if newest > state.term:
         yield from adopted(state, bounds, rules)
     if not (rules.above and newest > state.term):
-        yield from chosen(state, bounds, rules)
+        if state.asked:
+            yield from chosen(state, bounds, rules)
+            yield from forgotten(state, rules)
         yield from swapped(state, bounds, rules)
         if state.term < bounds.terms:
             yield from renewed(state, bounds, rules)
@@ -460,25 +518,31 @@ def row_changes(state: State, bounds: Bounds, rules: Rules) -> Steps:
         yield from gone_back(state, rules)
 
 
-def is_enough(state: State, rules: Rules) -> bool:
-    """Whether n - m + 1 of the members answered."""
-    members = set_of(state.copies, state.config)
-    answers = sum(me.answer != NO_ANSWER for me in members)
-    return answers >= (len(members) - state.ms[state.config] + 1 if rules.enough_promises else 1)
+def forgotten(state: State, rules: Rules) -> Steps:
+    """Who asked ends before it chose. The promises stay; the same term, or another, is asked for again."""
+    copies = [me._replace(answer=NO_ANSWER) for me in state.copies]
+    words = ("metaserver: what was answered for term {} is forgotten", state.asked)
+    yield words, after_step(state, copies, rules, asked=0)
+
+
+def reach(me: Copy) -> tuple[int, int]:
+    return epoch_of(me.answer), len(me.answer)
 
 
 def chosen(state: State, bounds: Bounds, rules: Rules) -> Steps:
-    """Failover and SwapRoles: one compare-and-set makes who has most the master of the term that was promised."""
-    if not state.asked or not is_enough(state, rules):
-        return
-    answered = [me for me in state.copies if me.answer != NO_ANSWER]
-    best = max((epoch_of(me.answer), len(me.answer)) for me in answered)
-    for me in set_of(answered, state.config):
-        if rules.highest and (epoch_of(me.answer), len(me.answer)) != best:
+    """Failover and SwapRoles: one compare-and-set makes who has most the master of the term that was promised.
+
+    Several metaservers may ask for it at the same time, so any n - m + 1 of the answers may be those that one has.
+    """
+    members = set_of(state.copies, state.config)
+    answered = [me for me in members if me.answer != NO_ANSWER]
+    enough = len(members) - state.ms[state.config] + 1 if rules.enough_promises else 1
+    for me in answered:
+        if sum(reach(other) <= reach(me) or not rules.highest for other in answered) < enough:
             continue
         copies = [c._replace(is_master_in_row=c is me) for c in state.copies]
         keeps = bounds.faults and rules.chosen_point
-        row = with_row(state, copies, bounds, term=state.asked, chosen_with=me.answer if keeps else ())
+        row = with_row(state, copies, bounds, rules, term=state.asked, chosen_with=me.answer if keeps else ())
         words = ("metaserver: the broker with {} is the master of term {}", me.log, state.asked)
         yield words, after_step(state, copies, rules, broken=lost(state, me.answer), **row)
 
@@ -497,7 +561,7 @@ def swapped(state: State, bounds: Bounds, rules: Rules) -> Steps:
     for me in set_of(state.copies, state.config):
         if me.role == SLAVE and me.heard and me.fit and me.epoch // 10 == state.term and me.log == old.answer:
             copies = [c._replace(is_master_in_row=c is me) for c in state.copies]
-            row = with_row(state, copies, bounds, term=state.asked, chosen_with=me.log if bounds.faults else ())
+            row = with_row(state, copies, bounds, rules, term=state.asked, chosen_with=me.log if bounds.faults else ())
             words = ("metaserver: roles are swapped, who has {} is the master of term {}", me.log, state.asked)
             yield words, after_step(state, copies, rules, broken=lost(state, me.log), **row)
 
@@ -508,7 +572,7 @@ def renewed(state: State, bounds: Bounds, rules: Rules) -> Steps:
     if term <= bounds.terms and any(me.promised > state.term for me in state.copies):
         term_asked = max(me.promised for me in state.copies)
         copies = list(state.copies)
-        row = with_row(state, copies, bounds, term=term_asked)
+        row = with_row(state, copies, bounds, rules, term=term_asked, keeps_whole=True)
         words: Words = ("metaserver: term {} begins with the same master", term_asked)
         yield words, after_step(state, copies, rules, **row)
     if term > bounds.terms or len(state.ms) > bounds.changes:
@@ -523,13 +587,24 @@ def renewed(state: State, bounds: Bounds, rules: Rules) -> Steps:
             continue
         copies = [c._replace(members=c.members | (1 << new)) if c in members else c for c in state.copies]
         copies[i] = me._replace(members=me.members ^ (0 if is_member else 1 << new))
-        row = with_row(state, copies, bounds, term=term, config=new, ms=(*state.ms, m))
+        row = with_row(
+            state, copies, bounds, rules, term=term, config=new, ms=(*state.ms, m), keeps_whole=not is_member
+        )
         words = ("metaserver: in term {} the broker with {} is {} member", term, me.log, "no" if is_member else "a")
         yield words, after_step(state, copies, rules, **row)
     for other in (m - 1, m + 1):
         if 2 <= other <= len(members):
             copies = [c._replace(members=c.members | (1 << new)) if c in members else c for c in state.copies]
-            row = with_row(state, copies, bounds, term=term, config=new, ms=(*state.ms, other))
+            row = with_row(
+                state,
+                copies,
+                bounds,
+                rules,
+                term=term,
+                config=new,
+                ms=(*state.ms, other),
+                keeps_whole=len(members) == m,
+            )
             yield (
                 ("metaserver: in term {}, {} copies acknowledge", term, other),
                 after_step(state, copies, rules, **row),
@@ -558,7 +633,7 @@ def adopted(state: State, bounds: Bounds, rules: Rules) -> Steps:
     for me in set_of(state.copies, state.config):
         if term <= bounds.terms and me.role == MASTER and me.epoch // 10 == newest:
             copies = [c._replace(is_master_in_row=c is me) for c in state.copies]
-            row = with_row(state, copies, bounds, term=term)
+            row = with_row(state, copies, bounds, rules, term=term)
             yield ("metaserver: the row is raised to term {}", term), after_step(state, copies, rules, **row)
 
 

@@ -31,6 +31,7 @@ TESTS = [
     "tests/property",
     "tests/golden",
     "tests/unit/server/test_metrics.py",
+    "tests/unit/tools/test_inspect.py",
 ]
 
 

@@ -247,6 +247,22 @@ def test_window_of_a_producer_is_exact():
     assert state.producers[7] == model
 
 
+def test_oldest_batch_is_forgotten_by_its_number_also_behind_a_snapshot():
+    """P2: batch 1 came behind batch 2, and a broker that starts anew forgets it as one that did not."""
+    copy = Copy(segment_bytes=1 << 24)
+    copy.begin_epoch()
+    for batch in (2, 1, *range(3, BATCHES_PER_PRODUCER + 1)):
+        copy.messages("m", size=0, producer=7, batch=batch)
+    again = decode_snapshot(encode_snapshot(copy.log.state))
+    copy.messages("m", size=0, producer=7, batch=BATCHES_PER_PRODUCER + 1)
+    copy.flush()
+    for frame, body in decode_frames(copy.whole(), 0, 0):
+        if frame.offset == again.end:
+            apply(again, frame, body)
+    assert min(again.producers[7]) == 2
+    assert again.producers == copy.log.state.producers
+
+
 def test_producers_heard_of_longest_ago_are_forgotten_first():
     copy = Copy(segment_bytes=1 << 24)
     copy.begin_epoch()

@@ -1,15 +1,5 @@
-"""Shell. What all simulations share: they say nothing while they run."""
+"""Shell. Simulations are quiet."""
 
-from __future__ import annotations
+from tests.support.quiet import quiet
 
-import logging
-from collections.abc import Iterator
-
-import pytest
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
+__all__ = ["quiet"]

@@ -11,6 +11,7 @@ from qmq.replication.follower import FOLLOWER
 from qmq.replication.slave_life import SLAVE
 
 if TYPE_CHECKING:
+    from qmq.replication.node import Node
     from tests.simulation.machine import Machine
 
 STATES = [f"{table.name}.{state.name}" for table in (FOLLOWER, SLAVE, HEALTH) for state in type(table.initial)]
@@ -21,9 +22,11 @@ Met = Counter[tuple[str, str]]
 
 def states_of(machine: Machine) -> Iterator[str]:
     """Name the states that one copy is in; none while no process runs."""
-    if machine.process is None:
-        return
-    node = machine.process.node
+    if machine.process is not None:
+        yield from states_of_node(machine.process.node)
+
+
+def states_of_node(node: Node) -> Iterator[str]:
     yield f"{HEALTH.name}.{node.log.health.state.name}"
     if node.master is not None:
         yield from (f"{FOLLOWER.name}.{watch.follower.state.name}" for watch in node.master.slaves.all)

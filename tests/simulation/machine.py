@@ -40,6 +40,7 @@ from qmq.replication.identity import IdentityFile
 from qmq.replication.node import Node
 from qmq.replication.points import Point
 from qmq.replication.retention import HOUR_MS, Keeper
+from qmq.replication.sources import best_source
 from qmq.types import NO_EPOCH
 from tests.simulation.disk import SimulatedDisk
 from tests.simulation.events import Violation
@@ -476,8 +477,11 @@ class Process:
         assignment = self.node.assignment
         if damage is None or assignment is None or not assignment.peers:
             return
-        other = self.world.machine(assignment.peers[0].ip).process
-        if other is None or not self.world.network.is_through(self.name, other.name):
+        peers = [self.world.machine(peer.ip).process for peer in assignment.peers]
+        reached = [peer if peer and self.world.network.is_through(self.name, peer.name) else None for peer in peers]
+        best = best_source(damage, [(peer.log.start, peer.log.flushed_end) if peer else None for peer in reached])
+        other = reached[best] if best is not None else None
+        if other is None:
             return
         wanted: list[tuple[int, int] | None] = []
         self.guarded(lambda: wanted.append(self.node.mend(other.log.start, other.log.flushed_end)))

@@ -1,6 +1,6 @@
 """Groups of more than two copies: the row names several slaves, and copies promise before one is chosen.
 
-Any of them dies, any two are cut from each other. Disks keep what they fsynced here.
+Any of them dies, any two are cut from each other; one of them loses what its disk had, is damaged or replaced.
 """
 
 from __future__ import annotations
@@ -10,16 +10,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from qmq.errors import OperatorError
-from qmq.metaserver.model import Group
-from qmq.replication.assignment import Address, Assignment
+from qmq.metaserver import failover, roles
+from qmq.metaserver.db.changes import RememberPoint
+from qmq.metaserver.failover import Facts
+from qmq.metaserver.model import Broker, BrokerKey, Group, ReplicaState
+from qmq.metaserver.roles import RoleChange
 from qmq.replication.points import Point
 from qmq.types import Role
-from tests.simulation.events import Violation
 from tests.simulation.nemesis import FAULTS, Nemesis
-from tests.simulation.registry import GROUP, META, Metaserver
+from tests.simulation.registry import META, Metaserver, full_state, new_broker
 
 if TYPE_CHECKING:
-    from qmq.metaserver.model import ReplicaState
     from tests.simulation.machine import Process
     from tests.simulation.world import World
 
@@ -32,30 +33,27 @@ class ManyCopies(Metaserver):
 
     def __init__(self, world: World, names: list[str], min_copies: int) -> None:
         super().__init__(world, names[0], names[1])
-        self._names, self._min_copies = names, min_copies
+        slaves = tuple(new_broker(name, Role.SLAVE) for name in names[1:])
+        self.group = replace(self.group, slaves=slaves, min_copies=min_copies)
+        self._group_before = self.group
         self._promised_looks = 0
+        self.choices = 0
+        """Failovers and swaps under way."""
         self.is_in_peace = False
         self._lives: dict[str, Process] = {}
         """Who has registered: only such a process is told of the row."""
 
     # Brokers.
 
-    def assignment(self, name: str) -> Assignment | None:
-        assert self.group.master is not None
-        master = self.group.master.hostname
-        slaves = tuple(_place(slave) for slave in self._names if slave != master)
-        role = Role.MASTER if name == master else Role.SLAVE
-        return Assignment(
-            GROUP, self.group.term, role, _place(master), slaves, tuple(sorted(self.marks)), (), self._min_copies
-        )
-
     def _register(self, name: str, incarnation: str) -> bool:
         process = self._world.machine(name).process
-        assert process is not None and self.group.master is not None, "it is alive"
+        assert process is not None, "it is alive"
+        if not super()._register(name, incarnation):
+            return False
         if self._lives.get(name) is process:
             return True
-        if name == self.group.master.hostname:  # as metaserver.renewals
-            if not self._elect(name, before=self.group.term, after=self._next_term()):
+        if roles.needs_new_life(self.group, BrokerKey(name, 1)):
+            if not self.change(roles.renew(self.group, above=self._floor())):
                 return False
             self._events.count("master began a new life")
         self._lives[name] = process
@@ -65,34 +63,29 @@ class ManyCopies(Metaserver):
         if self._lives.get(process.name) is process:
             super().push(process)
 
-    def _note(self, name: str, state: ReplicaState) -> None:
-        self._said[name] = state
-
     def _tell(self, process: Process, points: list[Point]) -> None:
         part = self.assignment(process.name)
         process.node.remembered_elsewhere(points, may_be_behind=part is not None and part.may_be_behind)
 
     # Changes.
 
-    def _elect(self, name: str, *, before: int, after: int) -> bool:
-        """Compare and set."""
-        if not self.is_up or before != self.group.term:
+    def _floor(self) -> int:
+        """The newest term that was given out, or promised by who is reached."""
+        return max(self.group.term, self._promised())
+
+    def _promised(self) -> int:
+        up = [self._reach(machine.name) for machine in self._world.machines]
+        return max((process.node.identity.value.promised for process in up if process is not None), default=0)
+
+    def _choose(self, change: RoleChange, group: Group, chosen: Broker, said: ReplicaState) -> bool:
+        """Make a slave the master, and remember what it was chosen with."""
+        if not self.change(change):
             return False
-        assert self.group.master is not None
-        self._group_before = self.group
-        self.group = Group(GROUP, after, replace(self.group.master, hostname=name, ip=name), None, 0)
-        if self._masters.setdefault(after, name) != name:
-            raise Violation(f"I13: two masters in term {after}")
-        self._events.note(f"row term={after} master={name}")
-        self.push_all()
+        for one in failover.changes_of(change, group, chosen, said):
+            if isinstance(one, RememberPoint):
+                known = self.points.get(one.incarnation)
+                self.points[one.incarnation] = one.point if known is None else max(known, one.point)
         return True
-
-    def _next_term(self) -> int:
-        promised = [machine.process.node.identity.value.promised for machine in self._up()]
-        return max(self.group.term, *promised, 0) + 1
-
-    def _up(self) -> list[Any]:
-        return [machine for machine in self._world.machines if self._reach(machine.name) is not None]
 
     def look(self) -> None:
         """Now and then: is the master gone, and was something promised that came to nothing?"""
@@ -100,32 +93,38 @@ class ManyCopies(Metaserver):
         assert self.group.master is not None
         if not self.is_up:
             return
-        self._raise_row()
+        master = self._reach(self.group.master.hostname)
+        is_gone = master is None
+        if master is not None and self._lives.get(master.name) is master:
+            self._note(master.name, full_state(master))  # a change of who is in sync is reported at once
+        self._raise_row(is_gone)
         is_taken_for_gone = not self.is_in_peace and self._events.chance(0.03)
-        if self._reach(self.group.master.hostname) is None or is_taken_for_gone:
-            self._ask_for_promises()
+        if is_gone or is_taken_for_gone:
+            self._fail_over(self.group)
 
-    def _raise_row(self) -> None:
-        promised = self._next_term() - 1
-        self._promised_looks = self._promised_looks + 1 if promised > self.group.term else 0
+    def _raise_row(self, is_gone: bool) -> None:
+        promised = self._promised()
+        self._promised_looks = self._promised_looks + 1 if promised > self.group.term and not is_gone else 0
         if self._promised_looks > LOOKS_BEFORE_ROW_IS_RAISED:
-            assert self.group.master is not None
-            self._elect(self.group.master.hostname, before=self.group.term, after=promised)
-            self._events.count("row raised")
+            self._promised_looks = 0
+            if self.change(roles.renew(self.group, above=promised - 1)):
+                self._events.count("row raised")
 
-    def _ask_for_promises(self) -> None:
+    def _fail_over(self, group: Group) -> None:
         """Each slave promises at its own time; the best of enough is chosen, some time later."""
-        group, events, term = self.group, self._events, self._next_term()
-        assert group.master is not None
-        slaves = [name for name in self._names if name != group.master.hostname]
-        said: list[tuple[tuple[Any, int], str]] = []
+        events, facts = self._events, self._facts(group)
+        if facts is None:
+            return
+        if refused := failover.refusal(facts):
+            return events.count(f"no failover: {refused[0].value}")
+        said: dict[BrokerKey, ReplicaState] = {}
         hold_ms = events.rng.choice((50, 500, 3000))
 
-        def ask(name: str) -> None:
-            process = self._reach(name)
+        def ask(slave: Broker) -> None:
+            process = self._reach(slave.hostname)
             if process is None or not self.is_up:
                 return
-            node = process.node
+            node, term = process.node, facts.new_term
             try:
                 process.guarded(
                     lambda: node.prepare_failover(
@@ -134,30 +133,40 @@ class ManyCopies(Metaserver):
                 )
             except OperatorError:
                 return events.count("no promise")
-            answer(process, name)
+            answer(process, slave)
 
-        def answer(process: Process, name: str) -> None:
+        def answer(process: Process, slave: Broker) -> None:
             """Once all that it has is fsynced."""
             if not process.is_alive:
                 return
             if not process.log.is_idle:
-                return events.between(1, 5, lambda: answer(process, name))
-            events.count("promised")
-            said.append(((process.log.state.epoch, process.log.end), name))
+                return events.between(1, 5, lambda: answer(process, slave))
+            state = full_state(process)
+            if state.promised_term >= facts.new_term:
+                events.count("promised")
+                said[slave.key] = state
 
         def choose() -> None:
-            if len(said) < len(self._names) - self._min_copies + 1 or group != self.group or not self.is_up:
-                return events.count("no failover: too few promise")
-            best = max(said)[1]
-            chosen = self._reach(best)
-            if chosen is not None:
-                self._world.oracle.chosen(chosen.log)
-            if self._elect(best, before=group.term, after=term):
-                events.count("failed over")
+            self.choices -= 1
+            self._choose_among(replace(facts, slaves_said=said))
 
-        for name in slaves:
-            events.between(0, 20, lambda name=name: ask(name))  # type: ignore[misc]
+        self.choices += 1
+        for slave in facts.eligible:
+            events.between(0, 20, lambda slave=slave: ask(slave))  # type: ignore[misc]
         events.between(20, events.rng.choice((40, 2000)), choose)
+
+    def _choose_among(self, facts: Facts) -> None:
+        """Those that promised."""
+        if not self.is_up or facts.group.term != self.group.term:
+            return self._events.count("no failover: it is too late")
+        if refused := failover.refusal(facts):
+            return self._events.count(f"no failover: {refused[0].value}")
+        best, best_said = facts.best, facts.best_said
+        chosen = self._reach(best.hostname)
+        if chosen is not None:
+            self._world.oracle.chosen(chosen.log)
+        if self._choose(failover.choose(facts), facts.group, best, best_said):
+            self._events.count("failed over")
 
     def replace(self, role: Role, *, accept_loss: bool = False) -> None:
         """Nobody exchanges roles by hand."""
@@ -167,40 +176,54 @@ class ManyCopies(Metaserver):
         group, events, life = self.group, self._events, self.life
         assert group.master is not None
         hold_ms, master = events.rng.choice((50, 300, 2000)), group.master.hostname
-        slave = events.rng.choice([name for name in self._names if name != master])
-        target = ""
+        slave = events.rng.choice(group.slaves)
         deadline_ms = events.now_ms + 2 * hold_ms
 
         def goes_on() -> bool:
             return self.is_up and self.life == life and not events.chance(0.05)
 
         def prepare() -> None:
-            process, other = self._reach(master), self._reach(slave)
-            if process is None or other is None or not goes_on():
-                return
-            nonlocal target
-            target = other.node.identity.value.incarnation
+            process = self._reach(master)
+            if process is None or not goes_on():
+                return ended()
             try:
-                process.guarded(lambda: process.node.prepare_swap(group.term, hold_ms, target=target))
+                process.guarded(lambda: process.node.prepare_swap(group.term, hold_ms, target=slave.incarnation))
             except OperatorError:
-                return
+                return ended()
             events.count("swap prepared")
             events.between(0, 20, drained)
 
         def drained() -> None:
             process = self._reach(master)
             if process is None or not goes_on() or events.now_ms > deadline_ms:
-                return
-            if process.node.master is None or not process.node.master.is_drained_to(target):
+                return ended()
+            if process.node.master is None or not process.node.master.is_drained_to(slave.incarnation):
                 return events.between(5, 20, drained)
-            term = self._next_term()
-            process.guarded(lambda: process.node.promise_swap(term, target=target))
-            events.between(0, 80, lambda: exchange(term))
+            term = self._floor() + 1
+            process.guarded(lambda: process.node.promise_swap(term, target=slave.incarnation))
+            if process.is_alive:
+                at_end = full_state(process)
+                events.between(0, 80, lambda: exchange(term, at_end))
+            else:
+                ended()
 
-        def exchange(term: int) -> None:
-            if goes_on() and self._elect(slave, before=group.term, after=term):
+        def exchange(term: int, at_end: ReplicaState) -> None:
+            process = self._reach(slave.hostname)
+            ended()
+            if process is None or not goes_on() or group.term != self.group.term:
+                return
+            try:
+                roles.check_same_log(at_end, full_state(process))
+                change = roles.swap_roles(self.group, term=group.term, to=slave.key)
+            except OperatorError:
+                return events.count("no swap: the logs differ")
+            if self._choose(replace(change, above=term - 1), group, slave, at_end):
                 events.count("swapped")
 
+        def ended() -> None:
+            self.choices -= 1
+
+        self.choices += 1
         events.between(0, 20, prepare)
 
     # Peace.
@@ -219,6 +242,7 @@ class ManyCopies(Metaserver):
                 self._events.count("copy apart")
                 machine.die("its disk is replaced", power=True)
                 machine.disk.wipe()
+                self.disk_replaced(machine.name)
                 return
 
 
@@ -238,6 +262,27 @@ class ManyNemesis(Nemesis):
 
     def cut_one_way(self) -> bool:
         return self._cut_between(*self._two(), both_ways=False)
+
+    def put_back(self) -> bool:
+        return self._may_forget() and super().put_back()
+
+    def forgets_last_write(self) -> bool:
+        return self._may_forget() and super().forgets_last_write()
+
+    def flush_lies(self) -> bool:
+        return self._may_forget() and super().flush_lies()
+
+    def wipe(self) -> bool:
+        return self._may_forget() and super().wipe()
+
+    def _may_forget(self) -> bool:
+        """Outside the moment between a promise and the choice that rests on it, as docs/decisions/0043 has it; and the
+        master's disk only once the row knows what was acknowledged."""
+        metaserver = self._world.metaserver
+        assert isinstance(metaserver, ManyCopies) and metaserver.group.master is not None
+        known = max((point.end for point in metaserver.points.values()), default=0)
+        is_master = metaserver.group.master.hostname == self.victim.name
+        return not metaserver.choices and (not is_master or known >= self._world.oracle.committed.end)
 
     def failover(self) -> bool:
         """The master dies."""
@@ -264,17 +309,4 @@ class ManyNemesis(Nemesis):
             self._cut_between(name, other, both_ways=True)
 
 
-_NOT_HERE = {
-    "replace",
-    "flip",
-    "flip_while_down",
-    "rotten_tail",
-    "wipe",
-    "back_up",
-    "put_back",
-    "forgets_last_write",
-}
-
-
-def _place(name: str) -> Address:
-    return Address(name, 1, 2, 0)
+_NOT_HERE = {"replace"}

@@ -296,9 +296,9 @@ class Nemesis:
 
     def wipe(self) -> bool:
         """The slave's disk is replaced by an empty one."""
-        group = self._world.metaserver.group
+        slaves = {slave.hostname for slave in self._world.metaserver.group.slaves}
         name = self.victim.name
-        if group.slave is None or group.slave.hostname != name or not self._world.is_held_by_other(name):
+        if name not in slaves or not self._world.is_held_by_other(name):
             return False
         self.victim.die("its disk is replaced", power=True)
         self.victim.disk.wipe()

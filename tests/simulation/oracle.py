@@ -46,6 +46,8 @@ class Oracle:
         self._chains: dict[tuple[Epoch, int], int] = {}
         self._committed_frames: dict[int, int] = {}
         self._ackers: dict[Epoch, str] = {}
+        self._lives: dict[int, WatchedLog] = {}
+        """Term -> the log of the process that was its master, of more than two copies."""
         self.acked: dict[str, tuple[str, int]] = {}
         """Message id -> (subject, sequence) of what producers were told is stored."""
         self.sent: dict[str, str] = {}
@@ -102,10 +104,11 @@ class Oracle:
         """I3: a disk that was put back forgot its epochs, too, and may use one of these again.
 
         Until it meets the other copy, nothing that it writes is acknowledged, and the other one may keep what it wrote
-        before: then it has to give way. What is followed is no second frame beside one that is committed, or kept.
+        before: then it has to give way. What is followed is no second frame beside one that is committed, or kept. Of
+        more than two copies none does so: each of its lives as the master has a term of its own.
         """
         what = f"two frames with epoch {frame.epoch} and offset {frame.offset}; one at {log.owner}"
-        if all(frame.epoch > machine.forgot for machine in self.machines):
+        if len(self.machines) > 2 or all(frame.epoch > machine.forgot for machine in self.machines):
             raise Violation(f"I3: {what}")
         writer = self._machine(log)
         master = writer.process.node.master if writer.process is not None else None
@@ -145,13 +148,15 @@ class Oracle:
 
     def beginning(self, log: WatchedLog, epoch: Epoch) -> None:
         """Whoever becomes master has everything that was committed, and no newer master had committed before."""
+        if len(self.machines) > 2 and self._lives.setdefault(epoch.term, log) is not log:
+            raise Violation(f"I2: {log.owner} begins in {epoch}, and another life was the master in that term")
         committed, put_back = self.committed, self._is_put_back(log)
         if put_back and self.has_it_again(log):
             put_back = self._machine(log).is_put_back = False
-        if put_back:
-            return self._begins_in_good_faith(log)
         if epoch < committed.epoch and len(self.machines) > 2:
             return  # it has not heard of its successor; the copies that promised confirm nothing to it
+        if put_back and len(self.machines) == 2:
+            return self._begins_in_good_faith(log)
         if epoch < committed.epoch:
             raise Violation(f"I2: {log.owner} becomes master in {epoch} after {committed.epoch} had committed")
         if log.end < committed.end or not self._has_committed(log):
@@ -220,6 +225,9 @@ class Oracle:
     def look(self, process: Process) -> None:
         """After every call into a broker's core."""
         self._legality.check(process.name, process.node)
+        slave, promised = process.node.slave, process.node.identity.value.promised
+        if slave is not None and slave.is_following and slave.term < promised:
+            raise Violation(f"I2: {process.name} follows the master of term {slave.term}, and promised {promised}")
         master = process.node.master
         if master is None:
             return

@@ -245,6 +245,7 @@ def _crc_over_body_only() -> list[Patch]:
             chain,
             body_crc,
             body_at,
+            offset + body_at + body_bytes,
         )
 
     return [
@@ -511,6 +512,34 @@ def _promises_are_forgotten() -> list[Patch]:
     return [mock.patch.object(IdentityFile, "promise", lambda self, term: None)]
 
 
+def _one_promise_too_few() -> list[Patch]:
+    """A set of those that promised may miss each copy of a set that acknowledged."""
+
+    def promises_needed(self: failover.Facts) -> int:
+        return len(self.group.brokers) - self.group.min_copies
+
+    return [mock.patch.object(failover.Facts, "promises_needed", property(promises_needed))]
+
+
+def _confirms_after_promising() -> list[Patch]:
+    """A copy that promised goes on following its master."""
+    real = Node.prepare_failover
+
+    def prepare(self: Node[Any], term: int, **words: Any) -> None:
+        with (
+            mock.patch.object(Slave, "leave_master", lambda self, why: None),
+            mock.patch.object(Process, "role_changed", lambda self: None),
+        ):
+            real(self, term, **words)
+
+    return [mock.patch.object(Node, "prepare_failover", prepare)]
+
+
+def _master_begins_in_its_old_term() -> list[Patch]:
+    """The row keeps its term when the master of several slaves restarts."""
+    return [mock.patch("qmq.metaserver.roles.needs_new_life", lambda group, key: False)]
+
+
 BUGS = [
     Bug("ack before fsync", _ack_before_fsync),
     Bug("confirm before fsync", _confirm_before_fsync),
@@ -549,5 +578,8 @@ BUGS = [
     Bug("matched by each confirmation", _matched_by_each_confirmation),
     Bug("the largest matched end counts", _largest_matched_end_counts, copies=3, min_copies=3),
     Bug("promises are forgotten", _promises_are_forgotten, copies=3),
+    Bug("one promise too few", _one_promise_too_few, copies=3, favoured="cut_off_master"),
+    Bug("confirms after promising", _confirms_after_promising, copies=3, favoured="cut_off_master"),
+    Bug("a master begins in its old term", _master_begins_in_its_old_term, copies=3),
     *(Bug(name, patches, first) for name, (patches, first) in DISK_BUGS.items()),
 ]

@@ -40,7 +40,7 @@ class Metaserver:
         self._said: dict[str, ReplicaState] = {}
         """Hostname -> its newest report."""
         self._masters: dict[int, str] = {1: master}
-        self.group = Group(GROUP, 1, _broker(master, Role.MASTER), (_broker(slave, Role.SLAVE),), 0)
+        self.group = Group(GROUP, 1, new_broker(master, Role.MASTER), (new_broker(slave, Role.SLAVE),), 0)
         self._group_before = self.group
 
     # Brokers.
@@ -50,7 +50,7 @@ class Metaserver:
         network, events = self._world.network, self._events
         if not self.is_up or not network.is_through(process.name, META):
             return
-        state = _full_state(process) if self.fails_over else _state(process)
+        state = full_state(process) if self.fails_over else _state(process)
         incarnation = process.node.identity.value.incarnation
 
         def heard() -> None:
@@ -108,8 +108,10 @@ class Metaserver:
         if broker is None:
             return None
         group = self.group
-        slaves = tuple(address for address in (_address(group.slave),) if address)
-        return Assignment(GROUP, group.term, broker.role, _address(group.master), slaves, tuple(sorted(self.marks)))
+        slaves = tuple(_address(slave) for slave in group.slaves)
+        master = _address(group.master) if group.master else None
+        marks = tuple(sorted(self.marks))
+        return Assignment(GROUP, group.term, broker.role, master, slaves, marks, (), group.min_copies)
 
     def _register(self, name: str, incarnation: str) -> bool:
         known = Directory({GROUP: self.group}).find(_key(name))
@@ -131,22 +133,22 @@ class Metaserver:
         if broker.role == Role.MASTER:
             self.group = replace(self.group, master=broker)
         else:
-            self.group = replace(self.group, slaves=(broker,))
+            slaves = tuple(broker if slave.key == broker.key else slave for slave in self.group.slaves)
+            self.group = replace(self.group, slaves=slaves)
 
     def _note(self, name: str, state: ReplicaState) -> None:
         self._said[name] = state
-        slave = self.group.slave
-        if slave is None or slave.hostname in self._unseen_disks:
-            return
-        complete = roles.slave_complete(self.group, slave, _key(name), state)
-        if complete is not None and slave.incarnation:
-            self._put_member(replace(slave, complete=complete))
+        for slave in self.group.slaves:
+            complete = roles.slave_complete(self.group, slave, _key(name), state)
+            if complete is not None and slave.incarnation and slave.hostname not in self._unseen_disks:
+                self._put_member(replace(slave, complete=complete))
 
     def disk_replaced(self, name: str) -> None:
         """An operator who replaces a slave's disk starts the broker before he changes roles."""
         self._unseen_disks.add(name)
-        if self.group.slave is not None:
-            self._put_member(replace(self.group.slave, complete=False))
+        for slave in self.group.slaves:
+            if slave.hostname == name:
+                self._put_member(replace(slave, complete=False))
 
     # Clients.
 
@@ -163,11 +165,14 @@ class Metaserver:
             return False
         self._group_before = self.group
         self.master_is_refused = False
-        self.group = Group(GROUP, change.term + 1, change.master, change.slaves, 0, change.half_swapped)
+        self.group = Group(
+            GROUP, change.new_term, change.master, change.slaves, 0, change.half_swapped, min_copies=change.min_copies
+        )
         master = change.master.hostname if change.master else ""
         if self._masters.setdefault(self.group.term, master) != master:
             raise Violation(f"I13: two masters in term {self.group.term}")
-        self._events.note(f"row term={self.group.term} master={master} slave={change.slave and change.slave.hostname}")
+        slaves = " ".join(slave.hostname for slave in change.slaves)
+        self._events.note(f"row term={self.group.term} master={master} slaves={slaves}")
         self.push_all()
         return True
 
@@ -190,7 +195,7 @@ class Metaserver:
         if broker is None:
             return
         try:
-            wanted = replace(_broker(broker.hostname, role), incarnation=broker.incarnation)
+            wanted = replace(new_broker(broker.hostname, role), incarnation=broker.incarnation)
             row = Directory({GROUP: group})
             change, _ = roles.replace_broker(row, wanted, lambda _: False, accept_loss=accept_loss)
         except OperatorError as error:
@@ -202,7 +207,7 @@ class Metaserver:
 
     def _vacant(self) -> Broker | None:
         holder = self.group.master.hostname if self.group.master else ""
-        return next((_broker(m.name, Role.SLAVE) for m in self._world.machines if m.name != holder), None)
+        return next((new_broker(m.name, Role.SLAVE) for m in self._world.machines if m.name != holder), None)
 
     def swap(self) -> None:
         """SwapRoles, step by step; it may end after each of them."""
@@ -287,16 +292,16 @@ class Metaserver:
 
     def _facts(self, group: Group) -> Facts | None:
         """What is known now; None: the row has changed."""
-        if group != self.group or group.master is None or group.slave is None or not self.is_up:
+        if group != self.group or group.master is None or not group.slaves or not self.is_up:
             return None
-        slave = self._reach(group.slave.hostname)
+        slaves = {slave.key: self._reach(slave.hostname) for slave in group.slaves}
         reported = max((state.term for state in self._said.values()), default=0)
         return Facts(
             group,
             reported,
             max(reported, group.term),
             self._said.get(group.master.hostname),
-            {group.slave.key: _full_state(slave)} if slave else {},
+            {key: full_state(process) for key, process in slaves.items() if process is not None},
             Points(dict(self.points)),
         )
 
@@ -335,12 +340,12 @@ def _key(name: str) -> BrokerKey:
     return BrokerKey(name, 1)
 
 
-def _broker(name: str, role: Role) -> Broker:
+def new_broker(name: str, role: Role) -> Broker:
     return Broker(GROUP, role, name, name, 1, 2)
 
 
-def _address(broker: Broker | None) -> Address | None:
-    return Address(broker.ip, broker.serve_port, broker.sync_port, 0) if broker else None
+def _address(broker: Broker) -> Address:
+    return Address(broker.ip, broker.serve_port, broker.sync_port, 0)
 
 
 def _state(process: Process) -> ReplicaState:
@@ -360,7 +365,7 @@ def _state(process: Process) -> ReplicaState:
     )
 
 
-def _full_state(process: Process) -> ReplicaState:
+def full_state(process: Process) -> ReplicaState:
     """With what a failover asks for."""
     node, known = process.node, process.node.identity.value
     return replace(
@@ -370,4 +375,7 @@ def _full_state(process: Process) -> ReplicaState:
         incarnation=known.incarnation,
         in_step=node.master.in_step if node.master else (),
         in_sync=node.slave is not None and node.slave.has_matched,
+        promised_term=known.promised,
+        last_term=process.log.state.epoch.term,
+        last_boot=process.log.state.epoch.boot,
     )

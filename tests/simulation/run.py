@@ -8,10 +8,13 @@ import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable, Iterable
 from functools import partial
 from multiprocessing import Pool
-from typing import Any
+from typing import Any, NamedTuple
 
+from tests.shell_simulation import nemesis as shells
+from tests.shell_simulation.world import simulate as simulate_shells
 from tests.simulation.coverage import Met, never_met
 from tests.simulation.nemesis import FAULTS
 from tests.simulation.world import Outcome, copies_of, simulate
@@ -44,6 +47,9 @@ MUST_OCCUR = (
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
+    parser.add_argument(
+        "--scenario", choices=SCENARIOS, default="cores", help="cores (default), or all that ships, on a virtual loop"
+    )
     parser.add_argument("--seeds", type=int, default=2000, help="how many (default 2000)")
     parser.add_argument("--first", type=int, default=1, help="the first one (default 1)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)")
@@ -54,26 +60,41 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--failover", action="store_true", help="the metaserver makes slaves masters by itself")
     options = parser.parse_args(arguments)
     logging.disable(logging.CRITICAL)
+    scenario = SCENARIOS[options.scenario]
     kinds: dict[str, Any] = {"moves": options.moves, "fails_over": options.failover}
     if options.copies is not None or options.moves or options.failover:
         kinds |= {"copies": options.copies or 2, "min_copies": options.min_copies}
+    if options.scenario == "shells":  # a seed draws the rest
+        kinds = {}
     if options.seed is not None:
-        outcome = of_mix(options.seed, **kinds)
+        outcome = scenario.simulate(options.seed, **kinds)
         print_outcome(outcome)
         return bool(outcome.failure)
-    return run(range(options.first, options.first + options.seeds), options.jobs, **kinds)
+    return run(range(options.first, options.first + options.seeds), options.jobs, scenario, **kinds)
 
 
 def of_mix(seed: int, **kinds: Any) -> Outcome:
     return simulate(seed, **(kinds if "copies" in kinds else kinds | copies_of(seed)))
 
 
-def run(seeds: range, jobs: int, **kinds: Any) -> int:
+class Scenario(NamedTuple):
+    simulate: Callable[..., Outcome]
+    faults: Iterable[str]
+    must_occur: tuple[str, ...]
+
+
+SCENARIOS = {
+    "cores": Scenario(of_mix, FAULTS, MUST_OCCUR),
+    "shells": Scenario(simulate_shells, shells.FAULTS, shells.MUST_OCCUR),
+}
+
+
+def run(seeds: range, jobs: int, scenario: Scenario, **kinds: Any) -> int:
     began, counts, failed = time.monotonic(), Counter[str](), []
     met: Met = Counter()
     steps = acknowledged = delivered = 0
     with Pool(jobs, initializer=logging.disable, initargs=(logging.CRITICAL,)) as pool:
-        for outcome in pool.imap_unordered(partial(of_mix, **kinds), seeds, chunksize=4):
+        for outcome in pool.imap_unordered(partial(scenario.simulate, **kinds), seeds, chunksize=4):
             counts += outcome.counts
             met.update(outcome.met)
             steps += outcome.steps
@@ -85,8 +106,8 @@ def run(seeds: range, jobs: int, **kinds: Any) -> int:
     took_s = time.monotonic() - began
     for name in sorted(counts):
         print(f"{counts[name]:>10}  {name}")
-    print("\n".join(["states that a fault never met:", *never_met(met, FAULTS)]))
-    missing = [name for name in MUST_OCCUR if not counts[name] and kinds.get("copies", 2) == 2]
+    print("\n".join(["states that a fault never met:", *never_met(met, scenario.faults)]))
+    missing = [name for name in scenario.must_occur if not counts[name] and kinds.get("copies", 2) == 2]
     print(
         f"{len(seeds)} seeds in {took_s:.1f} s: {len(seeds) / took_s:.1f} seeds/s with {jobs} jobs, "
         f"{steps / len(seeds):.0f} events and {acknowledged / len(seeds):.0f} acknowledged messages a seed, "

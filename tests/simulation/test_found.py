@@ -62,7 +62,7 @@ def test_a_damaged_segment_that_the_other_copy_dropped_is_dropped_too() -> None:
         group.settle()
     log = group.a.log
     second = log.bases[1]
-    log.damaged_at(log.bases[1], "a bit flipped")
+    log.damaged_at(CorruptFrame(log.bases[1], "a bit flipped"))
     assert group.a.node.mend(0, log.flushed_end), "the other copy has it: fetch"
     assert not group.a.node.mend(log.bases[2], log.flushed_end)
     assert log.damage is None and log.start == log.bases[0] > 0
@@ -79,7 +79,7 @@ def test_what_only_a_damaged_copy_had_is_cut_and_the_group_goes_on() -> None:
     end = group.a.log.end
     client.subscribe()
     group.a.host.settle()
-    group.a.log.damaged_at(end, "a bit flipped")
+    group.a.log.damaged_at(CorruptFrame(end, "a bit flipped"))
     assert not group.a.node.mend(0, end)
     assert group.a.log.damage is None and group.a.log.end == end and group.a.node.role is not None
 

@@ -77,6 +77,7 @@ def test_every_promise_is_kept_with_three_copies() -> None:
         assert not outcome.failure, f"{events}\nseed {outcome.seed}: {outcome.failure}"
         counts += outcome.counts
     names = ("failed over", "swapped", "promised", "row raised", "cut_off_master", "batch acknowledged")
+    names += ("put_back", "forgets_last_write", "flush_lies", "flip", "rotten_tail")
     assert [name for name in names if not counts[name]] == []
 
 

@@ -148,7 +148,7 @@ class World:
             self.network.listen(machine)
         names = [machine.name for machine in self.machines]
         self.metaserver = Metaserver(self, "a", "b") if copies == 2 else ManyCopies(self, names, min_copies)
-        self.metaserver.fails_over = fails_over
+        self.metaserver.fails_over = fails_over or copies > 2
         self.producers = [Producer(self, f"p{i}", i + 1) for i in range(swarm.producers)]
         self.consumers = [
             Consumer(self, f"{group}-{subject}-{i}", group, subject)
@@ -162,10 +162,12 @@ class World:
         return next(machine for machine in self.machines if machine.name == name)
 
     def is_held_by_other(self, name: str) -> bool:
-        """Whether the other machine has a whole log with everything that was committed."""
-        other = next(machine for machine in self.machines if machine.name != name)
-        process = other.process
-        if process is None or process.log.damage is not None or other.disk.flipped:
+        """Whether another machine has a whole log with everything that was committed."""
+        return any(self._holds_all(machine) for machine in self.machines if machine.name != name)
+
+    def _holds_all(self, machine: Machine) -> bool:
+        process = machine.process
+        if process is None or process.log.damage is not None or machine.disk.flipped:
             return False
         return process.log.flushed_end >= self.oracle.committed.end
 
@@ -252,7 +254,7 @@ class World:
             try:
                 at = log.read(at, log.flushed_end, 1 << 20).end
             except CorruptFrame as problem:
-                log.damaged_at(problem.offset, problem.reason)
+                log.damaged_at(problem)
                 raise
 
     def _is_well(self) -> bool:

@@ -1,18 +1,32 @@
 """Brokers without sockets or bytes: which disk is in which box, what each disk holds, who believes to be what.
 
-They follow the rules that brokers have (epochs, one slave per term, an acknowledgement needs both copies), so that
-what they tell the metaserver is what brokers could tell it, as late as networks may deliver it.
+They follow the rules that brokers have (epochs, promises, an acknowledgement needs `min_copies` copies), so that what
+they tell the metaserver is what brokers could tell it, as late as networks may deliver it. Two copies and more follow
+the same rules.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from qmq.errors import OperatorError
 from qmq.proto import qmq_pb2 as pb
 from qmq.types import Role
 
 SERVE_PORT = 20881
+
+
+class Frame(NamedTuple):
+    """A frame of a log. `message` 0: with it, a mastership begins."""
+
+    term: int
+    boot: int
+    message: int
+
+
+Log = list[Frame]
 
 
 @dataclass(eq=False)
@@ -23,7 +37,36 @@ class Disk:
     group: str = ""
     term: int = 0
     """The newest term that it knows; an older one is refused."""
-    log: list[int] = field(default_factory=list)
+    boot: int = 0
+    promised: int = 0
+    """It follows no master of an older term, and is none."""
+    complete: bool = False
+    """It had all that its master had, once."""
+    point: pb.AcknowledgedPoint | None = None
+    """Up to there it knows that messages are acknowledged."""
+    log: Log = field(default_factory=list)
+    is_old: bool = False
+    """It was put back, and is not yet whole again."""
+
+    def put_back(self, frames: int, *, forgets: bool) -> None:
+        """The disk of a machine that stands still loses its last frames; if it forgets, all newer memory, too."""
+        del self.log[max(len(self.log) - frames, 0) :]
+        self.is_old = True
+        if forgets:
+            last = self.log[-1] if self.log else Frame(0, 0, 0)
+            self.term, self.boot, self.promised = last.term, last.boot, 0
+            self.point = None
+
+    @property
+    def messages(self) -> set[int]:
+        return {frame.message for frame in self.log}
+
+    def has(self, point: pb.AcknowledgedPoint) -> bool:
+        return point.end <= len(self.log) and chain(self.log[: point.end]) == point.chain
+
+
+def chain(log: Log) -> int:
+    return hash(tuple(log)) & (2**63 - 1)
 
 
 @dataclass(eq=False)
@@ -32,13 +75,28 @@ class Process:
 
     disk: Disk
     assignment: pb.Assignment | None = None
+    points: list[pb.AcknowledgedPoint] = field(default_factory=list)
+    """What the metaserver remembered to be acknowledged when it registered."""
     outbox: deque[pb.BrokerState] = field(default_factory=deque)
     """Heartbeats that are under way."""
     holds_until: float = 0.0
-    """While a swap is prepared, it takes nothing new."""
-    slave: Process | None = None
-    """Whom it is linked with and whose copy counts; None on slaves."""
-    refused: str = ""
+    """Until then a master takes nothing new, and a slave follows nobody: the roles change."""
+    has_begun: bool = False
+    """A master's epoch frame is in its log."""
+    in_sync: bool = False
+    """A slave's log reached the end of its master's, in this term and life."""
+    slaves: list[Process] = field(default_factory=list)
+    """Whom a master is linked with, and whose copies count."""
+
+    def is_in(self, role: Role, term: int | None = None) -> bool:
+        part = self.assignment
+        return part is not None and part.role == role and term in (None, part.term)
+
+    @property
+    def is_lacking(self) -> bool:
+        """What was acknowledged, by all that it knows."""
+        points = [*self.points, self.disk.point] if self.is_in(Role.MASTER) else [self.disk.point]
+        return not all(self.disk.has(point) for point in points if point)
 
 
 @dataclass(eq=False)
@@ -50,6 +108,8 @@ class Box:
     disk: Disk
     disks: list[Disk] = field(default_factory=list)
     process: Process | None = None
+    is_cut_off: bool = False
+    """No metaserver hears it, and the other way round."""
 
     @property
     def key(self) -> tuple[str, int]:
@@ -63,6 +123,8 @@ class Acknowledged:
     messages: set[int] = field(default_factory=set)
     given_up: set[int] = field(default_factory=set)
     """An operator accepted their loss."""
+    masters: dict[int, Disk] = field(default_factory=dict)
+    """Who acknowledged, by term."""
 
 
 class Brokers:
@@ -76,6 +138,8 @@ class Brokers:
             box.disks.append(box.disk)
         self.acknowledged: dict[str, Acknowledged] = {}
         self.now = 0.0
+        self.broken = ""
+        """The promise that brokers broke."""
 
     def _new_disk(self) -> Disk:
         self._disks += 1
@@ -88,6 +152,7 @@ class Brokers:
             box.disks.append(self._new_disk())
             back_to = len(box.disks) - 1
         box.disk = box.disks[back_to]
+        box.disk.is_old = True
 
     def disk(self, incarnation: str) -> Disk | None:
         return next(
@@ -105,88 +170,196 @@ class Brokers:
 
     def take(self, process: Process, assignment: pb.Assignment) -> None:
         """A broker learns its part. An older term than it knows it does not obey."""
-        disk = process.disk
+        disk, old = process.disk, process.assignment
         if assignment.term < disk.term or disk.group not in ("", assignment.broker_group):
             return
-        old = process.assignment
+        if assignment.role == Role.MASTER and assignment.term < disk.promised:
+            return
+        if assignment.points or assignment.loss_accepted_term:
+            self._heed_points(process, assignment)
         if old is None or (old.term, old.role) != (assignment.term, assignment.role):
-            process.slave, process.holds_until = None, 0.0
+            process.slaves, process.holds_until, process.has_begun, process.in_sync = [], 0.0, False, False
+            if assignment.role == Role.MASTER:
+                disk.boot = disk.boot + 1 if disk.term == assignment.term else 1
         disk.term, disk.group = assignment.term, assignment.broker_group
         process.assignment = assignment
 
-    def sync(self, box: Box) -> bool:
-        """The master in a box and its slave connect, agree and catch up."""
+    def _heed_points(self, process: Process, assignment: pb.Assignment) -> None:
+        counts = assignment.loss_accepted_term
+        process.points = [point for point in assignment.points if point.term >= counts]
+        if process.disk.point and process.disk.point.term < counts:
+            process.disk.point = None
+
+    def sync(self, box: Box, number: int | None = None) -> bool:
+        """The master in a box and its slaves, or the one of this number, connect, agree and catch up."""
         master = box.process
-        if master is None or not self._is(master, Role.MASTER) or not self.assigned(master).slaves:
+        if master is None or not master.is_in(Role.MASTER):
             return False
+        slaves = list(self.assigned(master).slaves)
+        chosen = slaves if number is None or not slaves else [slaves[number % len(slaves)]]
+        linked = [self._link(master, self.at(address.ip).process) for address in chosen]
+        return any(linked)
+
+    def _link(self, master: Process, slave: Process | None) -> bool:
         assignment = self.assigned(master)
-        slave = self.at(assignment.slaves[0].ip).process
-        if slave is None or not self._is(slave, Role.SLAVE) or slave.disk.group != master.disk.group:
+        if slave is None or not slave.is_in(Role.SLAVE, assignment.term) or self._is_held(slave):
             return False
-        theirs = self.assigned(slave)
-        if theirs.term != assignment.term or self.at(theirs.master.ip) is not box:
+        if slave.disk.group != master.disk.group or slave.disk is master.disk:
             return False
-        slave.disk.log[:] = master.disk.log
-        master.slave = slave
+        mine, theirs = master.disk.log, slave.disk.log
+        if not master.has_begun and theirs[: len(mine)] == mine:
+            mine[:] = theirs  # what it has more may be acknowledged
+        if not self._begin(master):
+            return False
+        self._look_at_cut(slave.disk, mine)
+        theirs[:] = mine
+        slave.disk.boot, slave.disk.complete, slave.in_sync = master.disk.boot, True, True
+        slave.disk.is_old = False
+        if slave not in master.slaves:
+            master.slaves.append(slave)
+        self._acknowledge(master)
         return True
+
+    def _is_held(self, slave: Process) -> bool:
+        return slave.holds_until > self.now or slave.disk.promised > slave.disk.term
+
+    def _begin(self, master: Process) -> bool:
+        disk = master.disk
+        if not master.has_begun and not master.is_lacking:
+            disk.log.append(Frame(disk.term, disk.boot, 0))
+            master.has_begun, disk.is_old = True, False
+        return master.has_begun
+
+    def _look_at_cut(self, disk: Disk, log: Log) -> None:
+        cut = disk.messages & self.owed(disk.group) - {frame.message for frame in log}
+        if cut:
+            self.broken = f"{disk.incarnation} of {disk.group} gives up {cut}, which was acknowledged"
 
     def produce(self, box: Box) -> bool:
-        """A producer sends a message; with a slave it is acknowledged, without one it stays a tail."""
+        """A producer sends a message; with too few slaves it is not acknowledged, and stays a tail."""
         master = box.process
-        if master is None or not self._is(master, Role.MASTER) or master.holds_until > self.now:
+        if master is None or not master.is_in(Role.MASTER) or self.is_draining(master) or not self._begin(master):
             return False
         self._messages += 1
-        master.disk.log.append(self._messages)
-        if not self.is_linked(master):
+        frame = Frame(master.disk.term, master.disk.boot, self._messages)
+        self.notice_lost_links()
+        for disk in (master.disk, *(slave.disk for slave in master.slaves)):
+            disk.log.append(frame)
+        return self._acknowledge(master)
+
+    def _acknowledge(self, master: Process) -> bool:
+        """What enough copies have, together with a frame of the present epoch."""
+        disk, assignment = master.disk, self.assigned(master)
+        if self.are_too_few_in_sync(master):
             return False
-        assert master.slave
-        master.slave.disk.log.append(self._messages)
-        group = self.assigned(master).broker_group
-        self.acknowledged.setdefault(group, Acknowledged()).messages.add(self._messages)
+        known = self.acknowledged.setdefault(assignment.broker_group, Acknowledged())
+        known.messages |= disk.messages - {0} - known.given_up
+        last = disk.log[-1]
+        disk.point = pb.AcknowledgedPoint(term=last.term, boot=last.boot, end=len(disk.log), chain=chain(disk.log))
+        if known.masters.setdefault(assignment.term, disk) is not disk:
+            other = known.masters[assignment.term].incarnation
+            self.broken = f"{other} and {disk.incarnation} of {disk.group} acknowledged in term {assignment.term}"
         return True
 
-    def is_linked(self, master: Process) -> bool:
-        """Whether its slave's copy still grows with its own. The master notices a loss only when it looks."""
-        slave = master.slave
-        if slave is None or not any(box.process is slave for box in self.boxes.values()):
-            return False
-        return self._is(slave, Role.SLAVE) and self.assigned(slave).term == self.assigned(master).term
+    def look_at_masters(self) -> None:
+        """Whoever began in the newest term in which a master acknowledged, or a later one, has all of it."""
+        for box in self.boxes.values():
+            if (master := box.process) and master.has_begun and master.is_in(Role.MASTER):
+                group = self.assigned(master).broker_group
+                newest = max(self.acknowledged.setdefault(group, Acknowledged()).masters, default=0)
+                if master.disk.term >= newest and (missing := self.owed(group) - master.disk.messages):
+                    self.broken = f"{box.name} is at work for {group} in term {master.disk.term} without {missing}"
+
+    def are_too_few_in_sync(self, master: Process) -> bool:
+        return len(master.slaves) < max(self.assigned(master).min_copies, 2) - 1
+
+    def is_draining(self, master: Process) -> bool:
+        return master.holds_until > self.now or master.disk.promised > master.disk.term
+
+    def is_linked(self, master: Process, slave: Process) -> bool:
+        """Whether the slave's copy still grows with its master's."""
+        runs = any(box.process is slave for box in self.boxes.values())
+        return runs and slave.is_in(Role.SLAVE, self.assigned(master).term) and not self._is_held(slave)
+
+    def cut(self, box: Box, number: int) -> None:
+        """The link with one slave breaks."""
+        if box.process and box.process.slaves:
+            del box.process.slaves[number % len(box.process.slaves)]
 
     def notice_lost_links(self) -> None:
         for box in self.boxes.values():
-            if box.process and box.process.slave and not self.is_linked(box.process):
-                box.process.slave = None
+            if master := box.process:
+                master.slaves = [slave for slave in master.slaves if self.is_linked(master, slave)]
+
+    # What the metaserver asks of them while roles change.
+
+    def prepare_swap(self, box: Box, *, term: int, until: float, target: str, promised_term: int) -> None:
+        master = box.process
+        assert master
+        self.notice_lost_links()
+        if not master.is_in(Role.MASTER, term) or not master.has_begun:
+            raise OperatorError("not the master in this term")
+        if self.are_too_few_in_sync(master):
+            raise OperatorError("its slave is missing")
+        if target and target not in [slave.disk.incarnation for slave in master.slaves]:
+            raise OperatorError("that slave is missing")
+        master.holds_until = until
+        master.disk.promised = max(master.disk.promised, promised_term)
+
+    def prepare_failover(self, box: Box, *, term: int, until: float, promised_term: int, master_gone: bool) -> None:
+        slave = box.process
+        assert slave
+        self.notice_lost_links()
+        if not slave.is_in(Role.SLAVE, term) or slave.disk.term != term:
+            raise OperatorError("not a slave in this term")
+        if any(other.process and slave in other.process.slaves for other in self.boxes.values()):
+            raise OperatorError("its master was heard")
+        if self.is_unfit(slave, master_gone):
+            raise OperatorError("it was not in sync since it began, or is not whole")
+        slave.holds_until = until
+        slave.disk.promised = max(slave.disk.promised, promised_term)
+
+    def is_unfit(self, slave: Process, master_gone: bool) -> bool:
+        return not (slave.in_sync or (master_gone and slave.disk.complete)) or slave.is_lacking
+
+    # What they say.
 
     def state(self, box: Box) -> pb.BrokerState:
         """What the broker in a box would say now."""
         process = box.process
         assert process
         disk, assignment = process.disk, process.assignment
+        last = disk.log[-1] if disk.log else Frame(0, 0, 0)
         state = pb.BrokerState(
             hostname=box.name,
             serve_port=SERVE_PORT,
             incarnation=disk.incarnation,
             durability="fsync",
-            boot=1,
+            boot=disk.boot,
             log_end=len(disk.log),
             flushed_end=len(disk.log),
-            chain=hash(tuple(disk.log)) & (2**63 - 1),
+            chain=chain(disk.log),
+            acknowledged=disk.point,
+            promised_term=disk.promised,
+            last_term=last.term,
+            last_boot=last.boot,
+            in_sync=process.in_sync,
+            in_step=[slave.disk.incarnation for slave in process.slaves],
+            role=-1,
         )
         if assignment is not None:
             state.broker_group, state.role, state.term = assignment.broker_group, assignment.role, assignment.term
-            marked = "*" in assignment.readonly_subjects
-            reasons = [
-                *(["operator"] if marked else []),
-                *(["slave_down"] if process.slave is None else []),
-                *(["draining"] if process.holds_until > self.now else []),
-            ]
-            state.readonly_reasons.extend(reasons if assignment.role == Role.MASTER else [])
-            state.writable = assignment.role == Role.MASTER and not reasons
-            if process.slave is not None:
-                state.in_step.append(process.slave.disk.incarnation)
-        else:
-            state.role = -1
+            state.readonly_reasons.extend(self._reasons(process))
+            state.writable = assignment.role == Role.MASTER and process.has_begun and not state.readonly_reasons
         return state
+
+    def _reasons(self, process: Process) -> list[str]:
+        reasons = ["rolled_back"] if process.is_lacking else []
+        if process.is_in(Role.MASTER):
+            reasons += ["operator"] if "*" in self.assigned(process).readonly_subjects else []
+            reasons += ["slave_down"] if self.are_too_few_in_sync(process) else []
+            reasons += ["draining"] if self.is_draining(process) else []
+        return reasons
 
     def identity(self, box: Box) -> pb.BrokerIdentity:
         assert box.process
@@ -198,11 +371,9 @@ class Brokers:
             control_port=SERVE_PORT + 2,
             metrics_port=SERVE_PORT + 3,
             incarnation=box.process.disk.incarnation,
+            begins=box.process.assignment is None,
         )
 
     def assigned(self, process: Process) -> pb.Assignment:
         assert process.assignment is not None
         return process.assignment
-
-    def _is(self, process: Process, role: Role) -> bool:
-        return process.assignment is not None and process.assignment.role == role

@@ -91,7 +91,7 @@ class Loop(asyncio.BaseEventLoop):
 
     def _make_task(self, loop: Any, work: Any, context: contextvars.Context | None = None) -> asyncio.Task[Any]:
         task = asyncio.Task(work, loop=loop, context=context)
-        self.tasks[task] = context.get(WHOSE) if context is not None else WHOSE.get()
+        self.tasks[task] = (context or contextvars.copy_context()).get(WHOSE)  # nobody's: the end of a generator
         task.add_done_callback(lambda done: self.tasks.pop(done, None))
         return task
 

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from tests.state_machine.boxes import Box
 from tests.state_machine.database import AWAY, FINE, LOST, Fate, Template, read_tables
-from tests.state_machine.oracle import Violation, differing
+from tests.state_machine.oracle import Parts, Violation, differing
 from tests.state_machine.world import Errand, World, place, populate
 
 FATES = [FINE] * 10 + [
@@ -37,6 +37,8 @@ ACTIONS = [
     (["AddBroker", "ReplaceBroker"], WHO, GROUPS, NUMBERS, FLAGS, FLAGS),
     ("RemoveBroker", WHO, GROUPS, FLAGS),
     (["SwapRoles", "DrainGroup", "UndrainGroup"], GROUPS),
+    ("SetCopies", GROUPS, [2, 3]),
+    ("Failover", GROUPS, FLAGS),
     (["MarkReadonlyBrokerGroup", "UnMarkReadonlyBrokerGroup"], GROUPS, SUBJECTS),
     (["AddSubjectBrokerGroup", "RemoveSubjectBrokerGroup"], GROUPS, SUBJECTS, FLAGS),
     ("RemoveSubjectBrokerGroup", GROUPS, "*", "true"),
@@ -129,15 +131,23 @@ class Machine(RuleBasedStateMachine):
 
     def likely_roles(self, group: str, choice: int) -> Ideas:
         """What an operator may want to do with the brokers of a group as it is."""
-        parts = self.world.oracle.decided.parts().get(group, (None, None))
-        master, slave = (self.world.brokers.boxes[key[0]] if key else None for key in parts)
+        parts = self.world.oracle.decided.parts().get(group, Parts())
+        master, *slaves = [self.world.brokers.boxes[key[0]] if key else None for key in (parts.master, *parts.slaves)]
+        slaves.sort(key=lambda box: box.name)
+        slave = slaves[choice % len(slaves)] if slaves else None
         spares = [box for box in self.world.brokers.boxes.values() if box.key not in self.world.oracle.decided.places]
         spare = spares[choice % len(spares)] if spares else self.world.brokers.boxes["f"]
         ideas = [
             ("AddBroker", place(spare, group, role)) for role, holder in enumerate([master, slave]) if holder is None
         ]
         if master and slave and (master.process or slave.process):
-            ideas += [("SwapRoles", {"brokerGroup": group})] * 3
+            ideas += [("SwapRoles", {"brokerGroup": group, "to": slave.name if choice % 2 else ""})] * 3
+        if slave and (not master or not master.process):
+            ideas += [("Failover", {"brokerGroup": group})] * 3
+        if len(slaves) > 1:
+            ideas += [("SetCopies", {"brokerGroup": group, "minCopies": str(choice % 2 + 2)})]
+        if slave:
+            ideas += [("AddBroker", place(spare, group, 1))]
         if slave and not slave.process:
             ideas += [("ReplaceBroker", place(spare, group, 1)), ("ReplaceBroker", place(slave, group, 0))]
             ideas += [("ReplaceBroker", place(slave, group, 0) | {"swap": "true"})]
@@ -186,6 +196,10 @@ class Machine(RuleBasedStateMachine):
                 return {"hostname": self.box(who, group).name, "servePort": "20881", "force": force}
             case "SwapRoles" | "DrainGroup" | "UndrainGroup", group:
                 return {"brokerGroup": group}
+            case "SetCopies", group, number:
+                return {"brokerGroup": group, "minCopies": str(number)}
+            case "Failover", group, gone:
+                return {"brokerGroup": group, "masterGone": "false" if self.is_old(group) else gone}
             case "MarkReadonlyBrokerGroup" | "UnMarkReadonlyBrokerGroup", group, subject:
                 return {"brokerGroup": group, "subject": subject}
             case "AddSubjectBrokerGroup", group, subject, _:
@@ -203,9 +217,10 @@ class Machine(RuleBasedStateMachine):
     def box(self, who: str, group: str) -> Box:
         boxes = self.world.brokers.boxes
         decided = self.world.oracle.decided
-        parts = decided.parts().get(group, (None, None))
+        parts = decided.parts().get(group, Parts())
+        slave = max(parts.slaves, default=None)
         spare = next((box.key for box in boxes.values() if box.key not in decided.places), None)
-        key = {"master": parts[0], "slave": parts[1], "spare": spare}.get(who) or (who, 0)
+        key = {"master": parts.master, "slave": slave, "spare": spare}.get(who) or (who, 0)
         return boxes.get(key[0], boxes["f"])
 
     @step(1, who=NUMBERS)
@@ -232,8 +247,9 @@ class Machine(RuleBasedStateMachine):
     @step(1, group=GROUPS)
     def burn(self, group: str) -> None:
         """The slave's machine burns down and comes back with an empty disk; what the master said before comes late."""
-        world, parts = self.world, self.world.oracle.decided.parts().get(group, (None, None))
-        master, slave = (world.brokers.boxes[key[0]] if key else None for key in parts)
+        world, parts = self.world, self.world.oracle.decided.parts().get(group, Parts())
+        keys = parts.master, max(parts.slaves, default=None)
+        master, slave = (world.brokers.boxes[key[0]] if key else None for key in keys)
         if master and slave and master.process and slave.process:
             world.note(f"{slave.name} burns down")
             world.speak(master)
@@ -248,11 +264,91 @@ class Machine(RuleBasedStateMachine):
             world.stop_box(slave, closes=True)
             world.wait(3)
 
+    @step(2, group=["g1", "g2", "g2"], at=NUMBERS, cut=[None, 0, 1], also=[None, 0, 1], how=["stop", "put back"])
+    def lose_master(self, group: str, at: int, cut: int | None, also: int | None, how: str) -> None:
+        """A master takes a last message, a slave perhaps without it; it ends. A slave ends, too, or its disk is put
+        back; an operator acts."""
+        world, parts = self.world, self.world.oracle.decided.parts().get(group, Parts())
+        server, brokers = world.servers[at], world.brokers
+        master = self.master_to_lose(parts, at)
+        if master is None:
+            return
+        world.note(f"{group} loses its master, {master.name}")
+        world.wait(0.6)
+        if cut is not None:
+            brokers.cut(master, cut)
+        brokers.produce(master)
+        slave = brokers.boxes[sorted(parts.slaves)[(also or 0) % len(parts.slaves)][0]]
+        if also is not None and (len(parts.slaves) > 1 or how == "put back"):
+            world.stop_box(slave, closes=True)
+        if also is not None and how == "put back" and not self.is_old(group):
+            slave.disk.put_back(1, forgets=False)
+            world.start_box(slave, server)
+            world.finish()
+            world.learn(slave)
+        world.stop_box(master, closes=True)
+        world.finish()
+        if server.process:
+            self.operators[0] = world.operate(server, "Failover", {"brokerGroup": group})
+
+    @step(1, group=GROUPS, at=NUMBERS, number=NUMBERS)
+    def doubt(self, group: str, at: int, number: int) -> None:
+        """The metaserver loses a master that is there and has lost its slaves. While roles change, it goes on."""
+        world, parts = self.world, self.world.oracle.decided.parts().get(group, Parts())
+        server, brokers = world.servers[at], world.brokers
+        master = self.master_to_lose(parts, at)
+        if master is None:
+            return
+        world.note(f"{group} loses touch with its master, {master.name}")
+        world.wait(0.6)
+        for _ in parts.slaves:
+            brokers.cut(master, 0)
+        master.is_cut_off = True
+        world.disconnect(master)
+        world.wait(2.2)
+        if server.process:
+            self.operators[0] = errand = world.operate(server, "Failover", {"brokerGroup": group})
+            while job := next((job for job in world.jobs if job.whose is errand and not job.writes), None):
+                world.carry_out(job)
+            brokers.sync(master, number)
+            brokers.produce(master)
+        master.is_cut_off = False
+
+    def master_to_lose(self, parts: Parts, at: int) -> Box | None:
+        """Let the master and its slaves catch up; return it if one follows and the first operator can act here."""
+        master = self.world.brokers.boxes[parts.master[0]] if parts.master else None
+        if self.world.servers[at].process is None or master is None or not self.world.brokers.sync(master):
+            return None
+        return None if self.world.busy(self.operators[0]) else master
+
+    def is_old(self, group: str) -> bool:
+        """Whether a disk of a group was put back and is not whole again. Of two at once nothing is promised."""
+        keys = self.world.oracle.decided.parts().get(group, Parts()).all
+        return any(self.world.brokers.boxes[name].disk.is_old for name, _ in keys)
+
+    @step(2, who=WHO, group=["g1", "g2", "g2"], frames=[1, 1, 2, 4], forgets=[False, True])
+    def put_back(self, who: str, group: str, frames: int, forgets: bool) -> None:
+        """A disk comes back as it was, outside of the moment in which roles change; what it knew was heard of."""
+        world, box = self.world, self.box(who, group)
+        if any(map(world.busy, self.operators)) or self.is_old(box.disk.group):
+            return
+        world.wait(0.6)
+        if not world.remembers(box.disk):
+            return
+        world.note(f"the disk of {box.name} is put back by {frames}, {forgets=}")
+        world.stop_box(box, closes=True)
+        box.disk.put_back(frames, forgets=forgets)
+        world.start_box(box, world.servers[0])
+        world.finish()
+        world.speak(box)  # else nobody knows, and the broker itself refuses to begin
+        world.deliver(box)
+        world.finish()
+
     @step(1, group=GROUPS, at=NUMBERS)
     def dissolve(self, group: str, at: int) -> None:
-        """An operator removes both brokers of a group, and with the last one the group."""
+        """An operator removes all brokers of a group, and with the last one the group."""
         world, server = self.world, self.world.servers[at]
-        keys = [key for key in reversed(world.oracle.decided.parts().get(group, ())) if key]
+        keys = world.oracle.decided.parts().get(group, Parts()).all[::-1]
         if server.process is None or not keys or self.world.busy(self.operators[0]):
             return
         for name, _ in keys:
@@ -298,13 +394,13 @@ class Machine(RuleBasedStateMachine):
 
     @step(2, group=GROUPS, what=["stop", "outage", "start"], at=NUMBERS)
     def group(self, group: str, what: str, at: int) -> None:
-        """Both brokers of a group stop, perhaps for long enough that everybody noticed; or they start."""
+        """All brokers of a group stop, perhaps for long enough that everybody noticed; or they start."""
         self.world.note(f"{group}: {what}")
-        for key in self.world.oracle.decided.parts().get(group, ()):
-            box = self.world.brokers.boxes[key[0]] if key else None
-            if box and what != "start" and box.process:
+        for name, _ in self.world.oracle.decided.parts().get(group, Parts()).all:
+            box = self.world.brokers.boxes[name]
+            if what != "start" and box.process:
                 self.world.stop_box(box, closes=True)
-            elif box and what == "start" and not box.process:
+            elif what == "start" and not box.process:
                 self.world.start_box(box, self.world.servers[at])
         if what == "outage":
             self.world.wait(3)
@@ -355,12 +451,14 @@ class Machine(RuleBasedStateMachine):
                 world.brokers.produce(box)
         world.wait(1)
 
-    @step(2, name=BOXES, what=["speak", "deliver", "learn", "sync", "produce"])
-    def broker_does(self, name: str, what: str) -> None:
+    @step(2, name=BOXES, what=["speak", "deliver", "learn", "sync", "produce", "cut"], number=NUMBERS)
+    def broker_does(self, name: str, what: str, number: int) -> None:
         box, brokers = self.world.brokers.boxes[name], self.world.brokers
         self.world.note(f"{name}: {what}")
         if what == "sync":
-            brokers.sync(box)
+            brokers.sync(box, number)
+        elif what == "cut":
+            brokers.cut(box, number)
         elif what == "produce":
             brokers.produce(box)
         else:
@@ -377,6 +475,7 @@ class Machine(RuleBasedStateMachine):
         """One rule of many kinds: were they rules, a run would do without half of them."""
         name, words = chosen
         getattr(self, name)(**words)
+        self.world.oracle.look_at_brokers()
         type(self).steps += 1
 
     def teardown(self) -> None:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from qmq.types import Role
 from tests.state_machine.boxes import Brokers
@@ -51,6 +51,22 @@ class Place:
     complete: bool
 
 
+class Parts(NamedTuple):
+    """Who is what in a group."""
+
+    master: Key | None = None
+    slaves: frozenset[Key] = frozenset()
+
+    @property
+    def all(self) -> list[Key]:
+        """The master first."""
+        return ([self.master] if self.master else []) + sorted(self.slaves)
+
+    def with_master(self, key: Key) -> Parts:
+        """One of the slaves and the master change places."""
+        return Parts(key, self.slaves - {key} | ({self.master} if self.master else set()))
+
+
 @dataclass
 class Decided:
     """What operators decide, in one moment."""
@@ -65,6 +81,7 @@ class Decided:
     """Group -> draining, full, tag."""
     offline: frozenset[tuple[str, str, str]]
     tags: dict[str, str]
+    min_copies: dict[str, int]
 
     @classmethod
     def of(cls, tables: Tables) -> Decided:
@@ -79,8 +96,9 @@ class Decided:
             )
             for row in records(tables, "broker")
         ]
-        if len({(place.group, place.role) for place in places}) != len(places):
-            raise Violation("two brokers have the same part in a group")
+        masters = [place.group for place in places if place.role == Role.MASTER]
+        if len(set(masters)) != len(masters):
+            raise Violation("a group has two masters")
         return cls(
             terms={row["group_name"]: row["term"] for row in groups},
             gone=frozenset(row["group_name"] for row in groups if not row["kind"]),
@@ -102,21 +120,28 @@ class Decided:
                 for row in records(tables, "client_offline_state")
             ),
             tags={row["name"]: row["tag"] for row in records(tables, "subject_info")},
+            min_copies={row["group_name"]: row["min_copies"] for row in groups if row["kind"]},
         )
 
     def changed(self, before: Decided) -> list[str]:
         """What differs, by name. A broker's disk and addresses are its own affair."""
-        names = ["terms", "gone", "marks", "routes", "states", "offline", "tags"]
+        names = ["terms", "gone", "marks", "routes", "states", "offline", "tags", "min_copies"]
         changed = [name for name in names if getattr(self, name) != getattr(before, name)]
         return changed + (["roles"] if self.parts() != before.parts() else [])
 
     def serving(self, group: str) -> set[str]:
         return {subject for subject, groups in self.routes.items() if group in groups}
 
-    def parts(self) -> dict[str, tuple[Key | None, Key | None]]:
-        """Group -> its master and its slave."""
-        holders = {(place.group, place.role): key for key, place in self.places.items()}
-        return {name: (holders.get((name, Role.MASTER)), holders.get((name, Role.SLAVE))) for name in self.terms}
+    def parts(self) -> dict[str, Parts]:
+        """Who is what in each group."""
+        slaves: dict[str, set[Key]] = {name: set() for name in self.terms}
+        masters: dict[str, Key] = {}
+        for key, place in self.places.items():
+            if place.role == Role.MASTER:
+                masters[place.group] = key
+            else:
+                slaves[place.group].add(key)
+        return {name: Parts(masters.get(name), frozenset(slaves[name])) for name in self.terms}
 
     def master(self, group: str) -> Place | None:
         return next((p for p in self.places.values() if (p.group, p.role) == (group, Role.MASTER)), None)
@@ -130,7 +155,7 @@ class Oracle:
         self._tables = tables
         self.decided = Decided.of(tables)
         self._terms: dict[str, int] = {}
-        self._masterships: dict[tuple[str, int], tuple[Key | None, Key | None]] = {}
+        self._masterships: dict[tuple[str, int], tuple[Parts, int]] = {}
         self._found: Violation | None = None
         self._rows: dict[Any, Record] = {}
         self._states: dict[Any, list[Decided]] = {}
@@ -151,6 +176,12 @@ class Oracle:
     def raise_what_was_found(self) -> None:
         if self._found:
             raise self._found
+
+    def look_at_brokers(self) -> None:
+        self._brokers.look_at_masters()
+        if self._brokers.broken:
+            self._found = self._found or Violation(self._brokers.broken)
+        self.raise_what_was_found()
 
     @property
     def broken(self) -> bool:
@@ -177,12 +208,12 @@ class Oracle:
             if term < self._terms.get(group, 0):
                 raise Violation(f"the term of {group} went back from {self._terms[group]} to {term}: {errand}")
             self._terms[group] = term
-            parts = now.parts()[group]
-            if self._masterships.setdefault((group, term), parts) != parts:
-                raise Violation(
-                    f"term {term} of {group} had master and slave {self._masterships[group, term]}, "
-                    f"now {parts}: {errand}"
-                )
+            parts, m = now.parts()[group], now.min_copies.get(group, 2)
+            if self._masterships.setdefault((group, term), (parts, m)) != (parts, m):
+                had = self._masterships[group, term]
+                raise Violation(f"term {term} of {group} had brokers and minCopies {had}, now {parts, m}: {errand}")
+            if 2 * m <= len(parts.all):
+                raise Violation(f"{m} of {len(parts.all)} acknowledge in {group}, and the others may, too: {errand}")
 
     def _look_at_masters(self, errand: Any, before: Decided, now: Decided) -> None:
         for group in now.gone - before.gone:  # what it held is no group's affair any more
@@ -194,7 +225,7 @@ class Oracle:
             if master is None or (old and (old.key, old.incarnation) == (master.key, master.incarnation)):
                 continue
             disk = self._brokers.disk(master.incarnation)
-            missing = self._brokers.owed(group) - set(disk.log if disk else [])
+            missing = self._brokers.owed(group) - (disk.messages if disk else set())
             if missing and errand.words.get("acceptLoss") == "true":
                 self._brokers.acknowledged[group].given_up |= missing
             elif missing:
@@ -204,7 +235,7 @@ class Oracle:
         if not changed:
             return
         if not errand.is_action:
-            if changed != ["routes"] or not errand.what.startswith("route of"):
+            if changed != ["terms"] and (changed != ["routes"] or not errand.what.startswith("route of")):
                 raise Violation(f"{changed} were changed by {errand}")
             return
         errand.commits += 1
@@ -219,7 +250,10 @@ class Oracle:
             raise Violation(f"rows of the audit trail were changed by {errand}")
         rows = records({"audit_trail": new["audit_trail"] - old["audit_trail"]}, "audit_trail")
         done = [row for row in rows if row["result"] == "done"]
-        if changed and errand.is_action:
+        if changed == ["terms"] and not errand.is_action:  # the metaserver's own doing
+            if [row["action"] for row in done] != ["NewTerm"]:
+                raise Violation(f"{errand} began a term and the audit trail says {done}")
+        elif changed and errand.is_action:
             if len(done) != 1 or (done[0]["action"], done[0]["who"]) != (errand.what, errand.who):
                 raise Violation(f"{errand} changed {changed} and the audit trail says {done}")
             self._rows[errand] = done[0]
@@ -240,28 +274,31 @@ class Oracle:
         """Nothing but what was ordered was changed, compared with how it was right before: no update was lost."""
         group = errand.words.get("brokerGroup", "")
         differing = {name for name in before.terms | now.terms if before.parts().get(name) != now.parts().get(name)}
-        (was, became), wanted = (state.parts().get(group, (None, None)) for state in (before, now)), errand.words
+        wanted = errand.words
         key = (wanted.get("hostname", ""), int(wanted.get("servePort", 0)))
+        if errand.what == "RemoveBroker":
+            group = before.places[key].group if key in before.places else ""
+        was, became = (state.parts().get(group, Parts()) for state in (before, now))
         match errand.what, wanted.get("role"):
             case "AddBroker", "0":
-                expected = was[0] is None and became == (key, was[1])
+                expected = was.master is None and became == (key, was.slaves)
             case "AddBroker", "1":
-                expected = was[1] is None and became == (was[0], key)
+                expected = key not in was.slaves and became == (was.master, was.slaves | {key})
             case "ReplaceBroker", _ if wanted.get("swap") == "true":
-                expected = became == (was[1], was[0])
+                expected = len(was.slaves) == 1 and _swapped(was, became)
+            case "ReplaceBroker", "0" if len(was.slaves) > 1 and key in was.slaves:
+                expected = became == was.with_master(key)
             case "ReplaceBroker", "0":
-                expected = became == ((key, None) if was[1] == key else (key, was[1]))
+                expected = became == (key, was.slaves - {key})
             case "ReplaceBroker", "1":
-                expected = became == (was[0], key)
-            case "SwapRoles", _:
-                expected = became == (was[1], was[0])
+                expected = len(was.slaves) < 2 and became == (was.master, {key})
+            case "SwapRoles" | "Failover", _:
+                expected = _swapped(was, became)
             case "RemoveBroker", _:
-                group = before.places[key].group if key in before.places else ""
-                was, became = (state.parts().get(group, (None, None)) for state in (before, now))
-                expected = became == tuple(None if holder == key else holder for holder in was)
+                expected = became == (None if was.master == key else was.master, was.slaves - {key})
             case _:
                 expected = False
-        if not expected or differing != {group} or now.terms[group] != before.terms.get(group, 0) + 1:
+        if not expected or differing != {group} or now.terms[group] <= before.terms.get(group, 0):
             raise Violation(f"{errand} made of {was} {became}; groups changed: {differing}")
 
     def _look_at_routes(self, errand: Any, before: Decided, now: Decided) -> None:
@@ -297,8 +334,9 @@ class Oracle:
         errand.status = status
         if status in (REFUSED, WAIT) and errand.commits:
             raise Violation(f"{errand} was not done, they said ({said}), but it is")
-        if errand.what == "SwapRoles":  # by this order, or by another operator's at the same moment
-            done = any(_swapped(*pair, errand.words["brokerGroup"]) for pair in pairwise(states))
+        if errand.what in ("SwapRoles", "Failover"):  # by this order, or by another operator's at the same moment
+            parts = [state.parts().get(errand.words["brokerGroup"], Parts()) for state in states]
+            done = any(_swapped(was, became) for was, became in pairwise(parts))
         else:
             done = any(self._is_done(errand, state) for state in states)
         if status == DONE and not done:
@@ -322,6 +360,8 @@ class Oracle:
                 return ((subject, group) in state.marks) == (errand.what == "MarkReadonlyBrokerGroup")
             case "DrainGroup" | "UndrainGroup":
                 return group in state.states and state.states[group][0] == (errand.what == "DrainGroup")
+            case "SetCopies":
+                return state.min_copies.get(group) == int(words["minCopies"])
             case "SetGroupTag":
                 return group in state.states and state.states[group][2] == words["tag"]
             case "AddSubjectBrokerGroup":
@@ -342,9 +382,8 @@ class Oracle:
         return True
 
 
-def _swapped(before: Decided, now: Decided, group: str) -> bool:
-    old, new = before.parts().get(group), now.parts().get(group)
-    return old is not None and new == (old[1], old[0])
+def _swapped(before: Parts, now: Parts) -> bool:
+    return now.master in before.slaves and now == before.with_master(now.master)
 
 
 def differing(tables: Tables, registry: Any) -> Iterator[str]:
@@ -355,6 +394,9 @@ def differing(tables: Tables, registry: Any) -> Iterator[str]:
     if terms != alive:
         yield f"terms {terms}, stored {alive}"
     states = {name: (group.draining, group.full, group.tag) for name, group in directory.groups.items()}
+    copies = {name: group.min_copies for name, group in directory.groups.items()}
+    if copies != decided.min_copies:
+        yield f"minCopies {copies}, stored {decided.min_copies}"
     if states != decided.states:
         yield f"states {states}, stored {decided.states}"
     routes = {subject: frozenset(route.groups) for subject, route in registry.routes.items() if route.groups}

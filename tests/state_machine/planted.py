@@ -9,14 +9,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
-from qmq.metaserver import roles
+from qmq.metaserver import failover, roles
 from qmq.metaserver.actions import routes as actions
 from qmq.metaserver.commits import Commits
 from qmq.metaserver.database import Database, DatabaseAway
 from qmq.metaserver.db import apply, changes, groups, operators, routes, transactions
 from qmq.metaserver.db.bad_rows import BadRows
 from qmq.metaserver.db.repository import Repository
+from qmq.metaserver.failover import Refusal
 from qmq.metaserver.registry import Registry
+from qmq.metaserver.roles import RoleChange
+from tests.state_machine.boxes import Brokers, Process
 
 Patch = contextlib.AbstractContextManager[Any]
 
@@ -167,9 +170,49 @@ def _a_master_may_come_back_with_another_disk() -> list[Patch]:
     return [mock.patch.object(roles, "check_registration", lambda broker, incarnation: None)]
 
 
-def _a_group_takes_one_copy_too_many() -> list[Patch]:
-    """Two slaves, of which one may lack what the other one acknowledged."""
-    return [mock.patch.object(roles, "COPIES_MAX", roles.COPIES_MAX + 1)]
+def _half_of_the_copies_acknowledge() -> list[Patch]:
+    """The others may, too, in a term that a database gives out twice."""
+    return [
+        mock.patch.object(roles, "COPIES_MAX", roles.COPIES_MAX + 1),
+        mock.patch.object(roles, "majority", lambda copies: (copies + 1) // 2),
+    ]
+
+
+def _one_promise_is_enough() -> list[Patch]:
+    """Who promised need not have what the others acknowledged."""
+    return [mock.patch.object(failover.Facts, "promises_needed", property(lambda facts: 1))]
+
+
+def _any_of_those_that_promised_is_chosen() -> list[Patch]:
+    return [mock.patch.object(failover.Facts, "best", property(lambda facts: facts.eligible[-1]))]
+
+
+def _slaves_that_were_not_in_sync_are_chosen() -> list[Patch]:
+    """Neither by their own word nor by the row's."""
+    ignored = (Refusal.NEVER_IN_SYNC, Refusal.NOT_IN_SYNC_SINCE_START, Refusal.BEHIND)
+    left = tuple(one for one in failover.SLAVE_CONDITIONS if one[0] not in ignored)
+    return [
+        mock.patch.object(failover, "SLAVE_CONDITIONS", left),
+        mock.patch.object(failover, "_is_behind", lambda facts: False),
+        mock.patch.object(Brokers, "is_unfit", lambda self, slave, master_gone: False),
+    ]
+
+
+def _promises_are_not_heeded() -> list[Patch]:
+    """Who promised goes on with the old master."""
+    return [mock.patch.object(Brokers, "_is_held", lambda self, slave: False)]
+
+
+def _one_copy_less_acknowledges() -> list[Patch]:
+    def are_too_few(self: Brokers, master: Process) -> bool:
+        return len(master.slaves) < self.assigned(master).min_copies - 2
+
+    return [mock.patch.object(Brokers, "are_too_few_in_sync", are_too_few)]
+
+
+def _a_new_term_is_no_newer() -> list[Patch]:
+    """A master that starts is in the term of its earlier life."""
+    return [mock.patch.object(RoleChange, "new_term", property(lambda change: max(change.term, change.above, 1)))]
 
 
 def _changes_are_not_announced() -> list[Patch]:
@@ -205,16 +248,22 @@ BUGS = [
     Bug("versions of routes are not compared", _versions_of_routes_are_not_compared, first=115),
     Bug("routes are compared one by one only", _routes_are_compared_one_by_one_only),
     Bug("an answer from before the question counts", _an_answer_from_before_the_question_counts),
-    Bug("a change that was given up is stored", _a_change_that_was_given_up_is_stored, first=110),
+    Bug("a change that was given up is stored", _a_change_that_was_given_up_is_stored),
     Bug("audit row is stored afterwards", _audit_row_is_stored_afterwards),
     Bug("one transaction for each subject", _one_transaction_for_each_subject),
     Bug("lost answers count as failures", _lost_answers_count_as_failures),
     Bug("late answers count as failures", _late_answers_count_as_failures),
     Bug("done is said although the database is away", _done_is_said_although_the_database_is_away),
-    Bug("incomplete slaves are promoted", _incomplete_slaves_are_promoted, first=20),
-    Bug("a new disk is as complete as the old one", _a_new_disk_is_as_complete_as_the_old_one, first=32),
+    Bug("incomplete slaves are promoted", _incomplete_slaves_are_promoted, first=90),
+    Bug("a new disk is as complete as the old one", _a_new_disk_is_as_complete_as_the_old_one),
     Bug("a master may come back with another disk", _a_master_may_come_back_with_another_disk),
-    Bug("a group takes one copy too many", _a_group_takes_one_copy_too_many),
+    Bug("half of the copies acknowledge", _half_of_the_copies_acknowledge),
+    Bug("one promise is enough", _one_promise_is_enough),
+    Bug("any of those that promised is chosen", _any_of_those_that_promised_is_chosen, first=45),
+    Bug("slaves that were not in sync are chosen", _slaves_that_were_not_in_sync_are_chosen),
+    Bug("promises are not heeded", _promises_are_not_heeded),
+    Bug("one copy less acknowledges", _one_copy_less_acknowledges),
+    Bug("a new term is no newer", _a_new_term_is_no_newer),
     Bug("changes are not announced", _changes_are_not_announced),
     Bug("a mark is forgotten", _a_mark_is_forgotten),
     Bug("terms begin anew with a group", _terms_begin_anew_with_a_group),

@@ -1,4 +1,4 @@
-"""Two operators, two metaservers that fail, one database that fails: interleaved at random, 10,000 steps.
+"""Two operators, two metaservers that fail, one database that fails: interleaved at random, 4,000 steps.
 
 `pytest tests/state_machine --hypothesis-profile=long` makes more of them, each time others.
 """
@@ -20,8 +20,9 @@ from tests.state_machine.oracle import Violation
 from tests.state_machine.planted import BUGS, Bug, planted
 from tests.state_machine.world import add_groups
 
-STEPS = 10_000
+STEPS = 4_000
 STEPS_PER_RUN = 50
+WALKS = 80
 FOUND_WITHIN = 300
 
 MUST_OCCUR = [
@@ -38,15 +39,18 @@ MUST_OCCUR = [
     "ExtendSubjectRoute DONE",
     "DrainGroup DONE",
     "OnOffline DONE",
+    "Failover DONE",
+    "Failover REFUSED",
+    "SetCopies DONE",
     "SwapRoles WAIT",
     "ReplaceBroker WAIT",
 ]
 
 
 @pytest.fixture(autouse=True)
-def of_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The brokers that are played here are of groups of two copies."""
-    monkeypatch.setattr(roles, "COPIES_MAX", 2)
+def of_three(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are six brokers, and two groups of them."""
+    monkeypatch.setattr(roles, "COPIES_MAX", 3)
 
 
 @pytest.fixture(autouse=True)
@@ -64,22 +68,28 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Template]:
     template.close()
 
 
-def run(template: Template, **chosen: object) -> type[Machine]:
-    """Run the machine; whatever it finds is raised, with the story that leads to it."""
+def counting(template: Template) -> type[Machine]:
+    """Return a kind of machine that counts what happens."""
 
     class Run(Machine):
         steps, examples, counts = 0, 0, Counter[str]()
 
     Run.template = template
-    run_state_machine_as_test(Run, settings=settings(stateful_step_count=STEPS_PER_RUN, **chosen))  # type: ignore[arg-type]
     return Run
 
 
 def test_what_operators_are_told_is_true_and_no_change_is_half_done(template: Template) -> None:
-    """Weakness 6: QMQ's actions read, compute and write without looking again, and do `*` subject by subject."""
-    done = run(template, max_examples=settings().max_examples * 23 // 20)  # some begin late or end early
-    assert done.steps >= STEPS
+    """Weakness 6: QMQ's actions read, compute and write without looking again, and do `*` subject by subject.
+
+    Plain dice come farther in as many steps; Hypothesis tells the shortest story.
+    """
+    done = counting(template)
+    for seed in range(WALKS):
+        walk(done, seed, STEPS_PER_RUN)
     assert [name for name in MUST_OCCUR if not done.counts[name]] == []
+    few = settings(stateful_step_count=STEPS_PER_RUN, max_examples=settings().max_examples // 10)
+    run_state_machine_as_test(done, settings=few)  # type: ignore[arg-type]
+    assert done.steps >= STEPS
 
 
 @pytest.mark.parametrize("bug", [pytest.param(bug, id=bug.name) for bug in BUGS])

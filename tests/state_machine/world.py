@@ -23,7 +23,7 @@ from qmq.metaserver.settings import MetaserverSettings
 from qmq.proto import qmq_pb2 as pb
 from qmq.rights import Caller, TokenRole
 from qmq.types import Role
-from tests.state_machine.boxes import Box, Brokers, Process
+from tests.state_machine.boxes import Box, Brokers, Disk, Process
 from tests.state_machine.database import AWAY, FINE, Access, Fate, Template, read_tables
 from tests.state_machine.loop import WRITES, Job, Loop
 from tests.state_machine.oracle import Oracle
@@ -190,13 +190,27 @@ class Calls:
         self, broker: Broker, *, term: int, hold_ms: int, timeout_ms: int, target: str = "", promised_term: int = 0
     ) -> ReplicaState:
         def prepare(box: Box) -> None:
-            process = box.process
-            assert process
-            if process.assignment is None or (process.assignment.role, process.assignment.term) != (0, term):
-                raise OperatorError("not the master in this term")
-            if not self._world.brokers.is_linked(process):
-                raise OperatorError("its slave is missing")
-            process.holds_until = self._world.loop.time() + hold_ms / 1000
+            until = self._world.loop.time() + hold_ms / 1000
+            brokers = self._world.brokers
+            brokers.prepare_swap(box, term=term, until=until, target=target, promised_term=promised_term)
+
+        return await self._ask(broker, prepare)
+
+    async def prepare_failover(
+        self,
+        broker: Broker,
+        *,
+        term: int,
+        hold_ms: int,
+        silent_ms: int,
+        promised_term: int = 0,
+        master_gone: bool = False,
+    ) -> ReplicaState:
+        def prepare(box: Box) -> None:
+            until = self._world.loop.time() + hold_ms / 1000
+            self._world.brokers.prepare_failover(
+                box, term=term, until=until, promised_term=promised_term, master_gone=master_gone
+            )
 
         return await self._ask(broker, prepare)
 
@@ -216,7 +230,7 @@ class Calls:
 
         def call() -> ReplicaState:
             box = world.brokers.boxes[broker.hostname]
-            if box.process is None:
+            if box.process is None or box.is_cut_off:
                 raise NotServed(f"{broker.key} does not answer")
             order(box)
             return state_from_message(world.brokers.state(box))
@@ -314,6 +328,18 @@ class World:
         job.resolve(result, error)
         self.run()
 
+    def carry_out_unheard(self, job: Job) -> Callable[[], None]:
+        """Carry out a job whose answer is under way until the returned function is called."""
+        self.jobs.remove(job)
+        result, error = self._call(job, FINE)
+        self.note(f"  {job.kind} of {job.whose}, its answer is late")
+
+        def deliver() -> None:
+            job.resolve(result, error)
+            self.run()
+
+        return deliver
+
     def _call(self, job: Job, fate: Fate) -> tuple[Any, Exception | None]:
         errand: Errand = job.whose
         access, self._now = errand.server.access, errand
@@ -409,7 +435,7 @@ class World:
     def everybody_speaks(self) -> None:
         self.brokers.notice_lost_links()
         for box in self.brokers.boxes.values():
-            if box.process and box.name not in self.streams:
+            if box.process and box.name not in self.streams and not box.is_cut_off:
                 running = [server for server in self.servers if server.process]
                 if running:
                     self.connect(box, running[self.loop.state.dice.randrange(len(running))])
@@ -484,6 +510,12 @@ class World:
 
     # Operators and clients.
 
+    def remembers(self, disk: Disk) -> bool:
+        """Whether the database has what a copy knows to be acknowledged."""
+        asked = "SELECT log_end FROM acknowledged_point WHERE incarnation = ?"
+        stored = self.database.execute(asked, [disk.incarnation]).fetchone()
+        return disk.point is None or (stored is not None and stored[0] >= disk.point.end)
+
     def operate(self, server: Server, what: str, words: Mapping[str, str], who: str = "operator 0") -> Errand:
         assert server.process
         self.counts[what] += 1
@@ -522,12 +554,12 @@ class World:
 
 
 def add_groups(template: Template) -> None:
-    """Give the template two groups with two brokers each and three subjects, as operators add them."""
+    """Give the template a group of two copies, one of three, and four subjects, as operators add them."""
     world = World(template)
     world.loop.state.dice = Random(2)  # names that are drawn now are not drawn again in a copy
     world.start()
-    for group, names in (("g1", "ab"), ("g2", "cd")):
-        for role, name in zip((Role.MASTER, Role.SLAVE), names):
+    for group, names in (("g1", "ab"), ("g2", "cde")):
+        for role, name in zip((Role.MASTER, Role.SLAVE, Role.SLAVE), names):
             world.operate(world.servers[0], "AddBroker", place(world.brokers.boxes[name], group, role))
             world.finish()
     for subject, groups in (("s1", ["g1", "g2"]), ("s2", ["g1", "g2"]), ("s3", ["g1"]), ("s4", ["g1"])):
@@ -540,7 +572,7 @@ def add_groups(template: Template) -> None:
 
 def populate(world: World) -> None:
     """All brokers of the two groups run, and take messages."""
-    for name, server in zip("abcd", world.servers * 2):
+    for name, server in zip("abcde", world.servers * 3):
         world.start_box(world.brokers.boxes[name], server)
         world.finish()
     world.wait(0.1)

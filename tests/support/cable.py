@@ -23,6 +23,8 @@ class Cable:
         """Cut a connection, once, as soon as its server says something, before the client hears it."""
         self.hold_questions = False
         """Cut a connection, once, as soon as its client says something; the server hears it after `deliver`."""
+        self.hold_at = b""
+        """Keep the piece of a question that has these bytes, once, and what follows it, until `deliver`."""
         self.swallow_questions = self.swallow_answers = False
         """Carry nothing in this direction, and tell neither end: a hole in a firewall."""
         self._generation = 0
@@ -30,12 +32,19 @@ class Cable:
         self.is_holding = threading.Event()
         self._is_delivered = threading.Event()
         self._is_lost = False
+        self._carried: set[tuple[socket.socket, socket.socket]] = set()
         threading.Thread(target=self._accept, daemon=True).start()
 
     def deliver(self, *, lost: bool = False) -> None:
         """Let the server hear what `hold_questions` keeps; with `lost`, that the connection is cut instead."""
         self._is_lost = lost
         self._is_delivered.set()
+
+    def mend(self) -> None:
+        """Carry both directions again, on new connections: behind what was swallowed, the rest makes no sense."""
+        self.swallow_questions = self.swallow_answers = False
+        for ends in list(self._carried):
+            _cut(*ends)
 
     def forget(self) -> None:
         """Carry nothing more of the connections that there are, and tell neither end."""
@@ -63,10 +72,12 @@ class Cable:
         is about to read could be another connection's by then."""
         with client, server:
             generation = self._generation
+            self._carried.add((client, server))
             answers = threading.Thread(target=self._answers, args=(client, server, generation), daemon=True)
             answers.start()
             self._questions(client, server, generation)
             answers.join()
+            self._carried.remove((client, server))
 
     def _questions(self, client: socket.socket, server: socket.socket, generation: int) -> None:
         for piece in _pieces(client):
@@ -84,6 +95,12 @@ class Cable:
                     server.sendall(piece)
                     return  # the pump of answers ends with the server's connection
                 break
+            if self.hold_at and self.hold_at in piece:
+                self.hold_at = b""
+                self.is_holding.set()
+                self._is_delivered.wait()
+                if self._is_lost:
+                    break
             try:
                 server.sendall(piece)
             except OSError:

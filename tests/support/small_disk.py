@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-PIECE_BYTES = 1 << 20
+from qmq.deploy.chaos.faults import disks
 
 
 @contextlib.contextmanager
@@ -30,12 +30,7 @@ def small_disk(folder: Path, *, mib: int) -> Iterator[None]:
 
 def fill(folder: Path) -> Path:
     """Write a file that takes all that is free; return it."""
-    filler = folder / "filler"
-    piece = bytes(PIECE_BYTES)
-    with open(filler, "wb", buffering=0) as file, contextlib.suppress(OSError):
-        while True:
-            if file.write(piece) < PIECE_BYTES:
-                piece = bytes(max(1, len(piece) // 16))
+    filler = disks.fill(folder)
     assert free(folder) < 65_536
     return filler
 

@@ -14,10 +14,11 @@ passes.
     crash a                        a dies, loses what was not fsynced, and starts again
     hold b term=1 ms=3000          first half of a failover: b, the slave of that term, is to follow nobody for so long
     swap term=2                    by force: roles are exchanged in the row, and the slave connects
-    produce s m1 m2 batch=3        a producer sends a batch of messages m1, m2
+    produce s m1 m2 batch=3        a producer sends a batch of messages m1, m2; over=c over its connection c
     subscribe c1 s g | pull c1 | ack c1 0 2 | nack c1 0 1 delay_ms=0 | gone c1
-                                   a consumer of subject s and group g; ranges are of pull sequences, half-open, counted
-                                   within the epoch
+                                   a consumer of subject s and group g, which begins at the earliest message or, with
+                                   start=latest, at the next; ranges are of pull sequences, half-open, counted within
+                                   the epoch
 """
 
 from __future__ import annotations
@@ -150,13 +151,13 @@ class Player:
     def _do_swap(self, *, term: int) -> None:
         self._group.swap(term)
 
-    def _do_produce(self, subject: str, *ids: str, batch: int, producer: int = 7) -> None:
-        client = self._client("producer")
-        self._ask(client, client.produce(*ids, subject=subject, batch=batch, producer=producer), f"batch {batch}")
+    def _do_produce(self, subject: str, *ids: str, batch: int, over: str = "producer") -> None:
+        client = self._client(over)
+        self._ask(client, client.produce(*ids, subject=subject, batch=batch), f"batch {batch}")
 
-    def _do_subscribe(self, consumer: str, subject: str, group: str) -> None:
+    def _do_subscribe(self, consumer: str, subject: str, group: str, *, start: str = "earliest") -> None:
         client = self._client(consumer)
-        self._ask(client, client.subscribe(consumer, subject=subject, group=group), "subscribe")
+        self._ask(client, client.subscribe(consumer, subject=subject, group=group, start=start), "subscribe")
 
     def _do_pull(self, consumer: str, *, most: int = 100, timeout_ms: int = 0) -> None:
         client = self._client(consumer)

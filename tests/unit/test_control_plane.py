@@ -6,13 +6,22 @@ import asyncio
 import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 
 import grpc.aio
 import pytest
 
 from qmq.client import route_poll
-from qmq.control_plane import CHANNEL_OPTIONS, HANDSHAKE_MS, IDLE_MS, SERVER_OPTIONS, find_metaserver
+from qmq.control_plane import (
+    CHANNEL_OPTIONS,
+    HANDSHAKE_MS,
+    IDLE_MS,
+    META_CHANNEL_OPTIONS,
+    NO_PROBE,
+    SERVER_OPTIONS,
+    find_metaserver,
+)
+from qmq.metaserver.main import RPC_OPTIONS
 
 
 @contextmanager
@@ -116,3 +125,55 @@ def test_a_channel_of_ours_that_was_closed_as_it_rested_connects_again_with_its_
                     await channel.wait_for_state_change(state)
 
     asyncio.run(test())
+
+
+PING = 6
+
+
+async def pings_of(options: list[tuple[str, int]]) -> int:
+    """Say something ten times over a channel with these options; return how many PING frames both ends sent."""
+    pings, ended, ends = 0, asyncio.Event(), list[asyncio.StreamWriter]()
+
+    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, skip: int) -> None:
+        nonlocal pings
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            writer.write(await reader.readexactly(skip))
+            while True:
+                head = await reader.readexactly(9)
+                pings += head[3] == PING
+                writer.write(head + await reader.readexactly(int.from_bytes(head[:3], "big")))
+
+    async def echo(requests: AsyncIterator[bytes], _: object) -> AsyncIterator[bytes]:
+        async for request in requests:
+            yield request
+
+    handler = grpc.method_handlers_generic_handler("t", {"Echo": grpc.stream_stream_rpc_method_handler(echo)})
+    server = grpc.aio.server(options=[*SERVER_OPTIONS, NO_PROBE], handlers=[handler])
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+
+    async def between(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection("127.0.0.1", port)
+        ends.extend((writer, back))
+        await asyncio.gather(pass_on(reader, back, 24), pass_on(there, writer, 0))
+        ended.set()
+
+    relay = await asyncio.start_server(between, "127.0.0.1", 0)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{relay.sockets[0].getsockname()[1]}", options=options) as channel:
+        call = channel.stream_stream("/t/Echo")()
+        for _ in range(10):
+            await call.write(b"a heartbeat")
+            assert await call.read() == b"a heartbeat"
+        call.cancel()
+    relay.close()
+    for end in ends:
+        end.close()
+    await ended.wait()
+    await server.stop(None)
+    return pings
+
+
+def test_no_heartbeat_to_a_metaserver_is_answered_with_a_ping():
+    """Each costs both ends a wake-up; without the option there are several."""
+    assert asyncio.run(pings_of(META_CHANNEL_OPTIONS)) == 0 < asyncio.run(pings_of(CHANNEL_OPTIONS))
+    assert NO_PROBE in RPC_OPTIONS

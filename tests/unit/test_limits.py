@@ -16,6 +16,7 @@ from qmq.replication.readonly import Reason
 from qmq.watchdog.settings import WatchdogSettings
 
 PRODUCERS = "producers alone wait, or get an error that names it; what is stored is delivered"
+REACHED = "qmq_broker_limits_reached_total, Doctor's finding `limits`, and a line of the log name it"
 DISK = "how a copy keeps its log; it stops nobody"
 WATCHES = "a new subject alone is refused; Doctor's finding `routes` names it"
 OPERATORS = "how soon an operator's action, or a restart, goes on"
@@ -34,12 +35,13 @@ COPY = {
     "retention_bytes": DISK,
     "metrics_subjects_max": "what /metrics shows; Lag and Doctor have all",
     "clock_difference_ms_max": "nothing is deleted; Doctor's finding `clocks`",
-    "packet_bytes_max": "a packet beyond it is refused; what is delivered is cut to 8 MiB",
-    "message_bytes_max": PRODUCERS,
-    "new_subjects_per_minute": PRODUCERS,
-    "new_subjects_max": PRODUCERS,
-    "window_bytes": PRODUCERS,
-    "memory_limit": PRODUCERS,
+    "packet_bytes_max": REACHED,  # what is delivered is cut to 8 MiB
+    "message_bytes_max": "the message alone is refused; qmq_broker_refused_messages_total, and a line of the log",
+    "token_bytes_per_s": REACHED,
+    "new_subjects_per_minute": REACHED,
+    "new_subjects_max": REACHED,
+    "window_bytes": REACHED,
+    "memory_limit": Reason.MEMORY,
     "connections_max": Cause.NO_CONSUMER,
     "token_connections_max": Cause.NO_CONSUMER,
     "slave_lag_bytes_max": Reason.SLAVE_LAG,

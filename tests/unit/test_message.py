@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qmq.codec import ID_BYTES_MAX, TAGS_MAX, VALUE_BYTES_MAX, decode_message, encode_message
+from qmq.codec import ID_BYTES_MAX, TAGS_MAX, VALUE_BYTES_MAX, decode_message, encode_message, with_subject
 from qmq.errors import InvalidMessage
 from qmq.message import Message
 
@@ -229,3 +229,16 @@ def test_a_copy_leaves_behind_what_qmq_noted():
     assert copy.properties == {"n": "1"} and copy.id is None
     back = sent(copy)
     assert (back.subject, back["n"], back.tags, back.order_key, back.retries_max) == ("other", "1", {"t"}, "k", 3)
+
+
+def test_a_message_names_another_subject_and_is_else_as_it_was():
+    one = Message("order.changed", {"x": "1"}, id="m1", tags=["vip"], order_key="k")
+    moved = decode_message(with_subject(encode_message(one, 7), "t"))
+    assert (moved.subject, moved.id, dict(moved.properties), moved.tags) == (
+        "t",
+        "m1",
+        {"x": "1", "qmq_orderKey": "k"},
+        {"vip"},
+    )
+    with pytest.raises(InvalidMessage):
+        with_subject(b"\0\0", "t")

@@ -61,9 +61,8 @@ def test_every_invariant_is_cited_where_product_code_keeps_it():
 
 def test_every_weakness_names_tests_that_exist():
     rows = [row for row in (ROOT / "docs" / "promises.md").read_text().splitlines() if row.startswith("| W")]
-    named = [
-        (row.split("|")[1], name) for row in rows for name in re.findall(r"`([a-z_0-9/]+(?:\.py(?:::\w+)?)?)`", row)
-    ]
+    place = re.compile(r"`([a-z_0-9/]+(?:\.txt|\.py(?:::\w+)?)?)`")
+    named = [(row.split("|")[1], name) for row in rows for name in place.findall(row)]
     assert {number for cell, _ in named for number in NUMBER.findall(cell)} == {f"W{n}" for n in range(1, 23)}
     for _, name in named:
         file, _, test = name.partition("::")

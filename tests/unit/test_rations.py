@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from qmq.rations import NewSubjects
+import pytest
+
+from qmq.errors import Overloaded
+from qmq.rations import NewSubjects, SentBytes
 from qmq.rights import Caller, TokenRole
 
 
@@ -23,5 +26,35 @@ def test_new_subjects_of_a_token_have_a_bound_in_all():
     shop, other = Caller("shop", TokenRole.CLIENT), Caller("other", TokenRole.CLIENT)
     ration = NewSubjects(60, 100)
     assert [ration.allow(shop, 60, now_ms=60_000 * minute) for minute in range(4)] == [60, 40, 0, 0]
-    assert "100 new subjects" in ration.why_not(shop) and "within a minute" in ration.why_not(other)
+    assert "100 new subjects" in str(ration.why_not(shop)) and "within a minute" in str(ration.why_not(other))
+    assert [ration.why_not(one).limit for one in (shop, other)] == ["new_subjects_max", "new_subjects_per_minute"]
     assert ration.allow(other, 60, now_ms=240_000) == 60
+
+
+def taken(sent: SentBytes, caller: Caller, sizes: list[int], *, now_ms: int) -> int:
+    """Count what is taken of batches that are sent at one moment."""
+    bytes_taken = 0
+    for size in sizes:
+        try:
+            sent.take(caller, size, now_ms=now_ms)
+        except Overloaded:
+            continue
+        bytes_taken += size
+    return bytes_taken
+
+
+def test_the_bytes_of_a_token_are_its_rate_however_they_come_and_another_one_has_its_own():
+    shop, other = Caller("shop", TokenRole.CLIENT), Caller("other", TokenRole.CLIENT)
+    sent = SentBytes(1_000)
+    assert taken(sent, shop, [400] * 10, now_ms=0) == 1_200, "a second's worth, as far as batches go"
+    assert taken(sent, other, [400] * 10, now_ms=0) == 1_200
+    assert sum(taken(sent, shop, [400] * 10, now_ms=now_ms) for now_ms in range(100, 10_001, 100)) == 10_000
+    assert taken(sent, shop, [400] * 10, now_ms=3_600_000) == 1_200, "nobody saves up"
+
+
+def test_a_batch_larger_than_a_second_is_taken_and_paid_for():
+    shop, sent = Caller("shop", TokenRole.CLIENT), SentBytes(1_000)
+    sent.take(shop, 5_000, now_ms=0)
+    with pytest.raises(Overloaded, match=r"token 'shop' sends more than 1,000 bytes a second \(token_bytes_per_s\)"):
+        sent.take(shop, 1, now_ms=3_999)
+    sent.take(shop, 1, now_ms=4_001)

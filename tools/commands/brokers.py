@@ -52,6 +52,25 @@ def _swapped(data: Any) -> Iterable[Block]:
         yield warning("the group does not take messages yet; ListBrokerGroups says why")
 
 
+def _failed_over(data: Any) -> Iterable[Block]:
+    master = data["master"]
+    who = f"{master['hostname']}:{master['servePort']}"
+    yield good(f"{data['brokerGroup']}: {who} is the master in term {data['term']}")
+    yield (
+        f"its log ends at {data['logEnd']}, acknowledged was {data['acknowledged']}; promised: "
+        f"{', '.join(data['promised'])}"
+    )
+    if not data["writable"]:
+        yield warning("the group does not take messages yet; ListBrokerGroups says why")
+
+
+def _loss_acknowledged(data: Any) -> Iterable[Block]:
+    if data["lostTerm"]:
+        yield good(f"{data['brokerGroup']}: the loss of term {data['lostTerm']} is acknowledged; AuditTrail keeps it")
+    else:
+        yield f"{data['brokerGroup']}: no loss was accepted that is not acknowledged"
+
+
 def _copies(data: Any) -> Iterable[Block]:
     yield good(f"{data['brokerGroup']}: {data['minCopies']} of {data['copies']} copies acknowledge")
 
@@ -218,6 +237,33 @@ BROKERS = (
         _swapped,
         changes=True,
         look="ReplicaStatus --brokerGroup={brokerGroup}",
+    ),
+    Command(
+        "Failover",
+        "make the best slave the master, once, when the master is gone",
+        "--brokerGroup=g1",
+        (
+            GROUP,
+            Option(
+                "masterGone",
+                "the master never returns: slaves that restarted since are good enough, if no disk was put back",
+                "",
+                Kind.FLAG,
+                alone="true",
+            ),
+        ),
+        _failed_over,
+        changes=True,
+        look="ReplicaStatus --brokerGroup={brokerGroup}",
+    ),
+    Command(
+        "AcknowledgeLoss",
+        "end the finding and the alert of an accepted loss",
+        "--brokerGroup=g1",
+        (GROUP,),
+        _loss_acknowledged,
+        changes=True,
+        look="AuditTrail --brokerGroup={brokerGroup}",
     ),
     Command(
         "AdoptRoles",

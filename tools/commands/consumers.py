@@ -130,6 +130,7 @@ def _limits(rows: Any) -> Table:
             Column("BYTES MAX", "bytesMax"),
             Column("WHEN FULL", "whenFull"),
             Column("PER SECOND", "perSecond"),
+            Column("DEAD LETTERS TO", "deadLettersTo"),
         ),
         rows,
         empty="nothing is limited",
@@ -228,12 +229,13 @@ CONSUMERS = (
     ),
     Command(
         "LimitGroup",
-        "limit how fast a consumer group gets messages",
+        "limit how fast a consumer group gets messages; say where its dead letters go",
         "--subject=order.changed --group=billing --perSecond=100",
         (
             SUBJECT,
             Option("group", "name of the consumer group"),
-            Option("perSecond", "messages a second; 0: no limit", kind=Kind.NUMBER),
+            Option("perSecond", "messages a second; 0: no limit", "", Kind.NUMBER),
+            Option("deadLettersTo", "another subject for its dead letters; %DEAD_RETRY: its own again", ""),
         ),
         _limited,
         changes=True,

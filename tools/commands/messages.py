@@ -164,6 +164,7 @@ MESSAGES = (
         (
             SUBJECT,
             Option("group", "the consumer group that could not handle them"),
+            Option("from", "the subject that LimitGroup --deadLettersTo had them go to", default=""),
             Option("to", "the subject that they go to; default: back to that consumer group alone", default=""),
             ID,
             PROPERTY,

@@ -23,6 +23,7 @@ from qmq.tools.doctor.finding import (
     judge_clock,
     judge_facts,
     judge_group,
+    judge_limits,
     judge_states,
     judge_versions,
     ok,
@@ -181,8 +182,8 @@ def _broker(token: str, row: Mapping[str, Any]) -> tuple[list[Finding], str]:
         do = "use a token that may read its metrics"
         return [*findings, *clock, warn("disks", f"{who} does not tell its metrics: {page.status}", do)], ""
     judged = judge_broker(who, row["role"], parse_metrics(page.text))
-    causes = judge_causes(who, page.text)
-    return [*findings, *clock, *judged, *causes], read_version(page.text)
+    causes, limits = judge_causes(who, page.text), judge_limits(who, page.text)
+    return [*findings, *clock, *judged, *causes, *limits], read_version(page.text)
 
 
 def _states(token: str, row: Mapping[str, Any]) -> list[Finding]:

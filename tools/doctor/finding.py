@@ -32,6 +32,7 @@ GROUP_CAUSES = {
 }
 """What stops a consumer group that somebody should look at, and what to do; the names are those of broker.causes."""
 _GROUP_CAUSE = re.compile(r"^qmq_broker_group_cause\{(.*)\} 1(?:\.0)?$", re.MULTILINE)
+_LIMITED = re.compile(r"^qmq_(?:broker|delayserver)_limited\{(.*)\} 1(?:\.0)?$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
@@ -238,6 +239,14 @@ def judge_causes(who: str, text: str) -> Iterator[Finding]:
         more = f" and {len(groups) - 3} more" if len(groups) > 3 else ""
         found = f"{who} delivers less to {', '.join(groups[:3])}{more}: {cause}"
         yield warn("consumer groups", found, GROUP_CAUSES[cause])
+
+
+def judge_limits(who: str, text: str) -> Iterator[Finding]:
+    """Name the settings that stopped or refused clients of a broker or delay server lately, from its metrics."""
+    settings = [dict(_LABEL.findall(labels))["setting"] for labels in _LIMITED.findall(text)]
+    if settings:
+        found = f"{who} stopped or refused clients within the last minute: {', '.join(sorted(settings))}"
+        yield warn("limits", found, "its log names them (limit reached): let them send less, or raise the setting")
 
 
 def parse_metrics(text: str) -> dict[str, float]:

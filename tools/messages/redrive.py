@@ -58,9 +58,14 @@ class _Redrive:
     def __init__(self, session: Session) -> None:
         values = self._values = session.values
         self._session = session
-        self._dead = dead_letter_subject(values["subject"], values["group"])
+        self._source = values["from"]
+        self._dead = self._source or dead_letter_subject(values["subject"], values["group"])
         self._choice = Choice(
-            values["id"], json.loads(values["property"] or "{}"), frozenset(words_of(values["tag"])), values["reason"]
+            values["id"],
+            json.loads(values["property"] or "{}"),
+            frozenset(words_of(values["tag"])),
+            values["reason"],
+            (values["subject"], values["group"]) if self._source else None,
         )
         self._rate, self._left_to_choose = int(values["rate"]), int(values["limit"] or 0) or CHOSEN_MAX
         self._chosen: list[tuple[DeadLetters, list[Chosen]]] = []
@@ -126,7 +131,9 @@ class _Redrive:
         values = self._values
         to = Destination.of(values["to"], destinations, master.broker_group) if destinations else None
         try:
-            return await DeadLetters.open(master, self._session.token, values["subject"], values["group"], to)
+            return await DeadLetters.open(
+                master, self._session.token, values["subject"], values["group"], to, self._source
+            )
         except QmqError as error:
             raise _unanswered(master.broker_group, error) from None
 

@@ -10,14 +10,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from qmq.types import Role
+from qmq.types import MASTERS, Role
 
 RUNS, ON_DISK, GONE, SILENT = "runs", "on disk", "gone", "silent"
 SERIOUS = frozenset({"rolled_back", "file_damaged", "empty"})
 """Troubles with which a copy is no master on its own word."""
 REFILLED = frozenset({"rolled_back", "empty"})
 """Of a master, those that end by themselves once the other copy is there."""
-MASTERS = frozenset({Role.MASTER, Role.DELAY_MASTER})
 
 
 class WrongReport(Exception):
@@ -36,6 +35,8 @@ class Copy:
     state: str
     end: int | None = None
     """Where its log ends, as its broker said last or its disk says."""
+    epoch: tuple[int, int] = (0, 0)
+    """(term, boot) of its log's last frame."""
     acknowledged: int = 0
     """The highest offset that it knows to be acknowledged."""
     troubles: tuple[str, ...] = ()
@@ -51,6 +52,15 @@ class Copy:
     @property
     def is_there(self) -> bool:
         return self.state in (RUNS, ON_DISK)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.is_there and not self.troubles
+
+    @property
+    def reach(self) -> tuple[tuple[int, int], int]:
+        """Of copies of one log, the one with the highest has most: a longer log of an older epoch has less."""
+        return self.epoch, self.end or 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +80,10 @@ class Decision:
     steps: tuple[str, ...]
     """In this order; the last ones come after the command."""
     keeps: Copy | None = None
+    command: str = ""
+    """Which changes a role; empty: none is to be changed."""
     words: Mapping[str, str] = field(default_factory=dict)
-    """Of ReplaceBroker; empty: no role changes."""
+    """Of the command."""
     lost: tuple[Lost, ...] = ()
     lost_offsets: tuple[int, int] | None = None
     """Acknowledged, and in no copy that goes on: half-open offsets of the log."""
@@ -109,10 +121,12 @@ def _copy(row: Mapping[str, Any], said: Mapping[str, Any], report: Mapping[str, 
     place = (Role[row["role"]], row["hostname"], row["ip"], row["servePort"], row["syncPort"])
     if said.get("reachable") and not is_gone:
         troubles = tuple(reason for reason in said["readonlyReasons"] or () if reason in SERIOUS)
-        return Copy(*place, RUNS, said["logEnd"], said["highWatermark"] or 0, troubles)
+        epoch = _epoch(said["lastEpoch"])
+        return Copy(*place, RUNS, said["logEnd"], epoch, said["highWatermark"] or 0, troubles)
     if report is None:
         known = said.get("highWatermark") or 0
-        return Copy(*place, GONE if is_gone else SILENT, said.get("logEnd"), known)
+        epoch = _epoch(said.get("lastEpoch"))
+        return Copy(*place, GONE if is_gone else SILENT, said.get("logEnd"), epoch, known)
     if report["group"] != row["group"]:
         raise WrongReport(f"{report['directory']} is of {report['group'] or 'no group'}, not of {row['group']}")
     points = [report[name]["end"] for name in ("acknowledged", "lacks") if report[name]]
@@ -120,6 +134,7 @@ def _copy(row: Mapping[str, Any], said: Mapping[str, Any], report: Mapping[str, 
         *place,
         GONE if is_gone else ON_DISK,
         report["log"]["end"],
+        _epoch(report["log"]["epoch"]),
         max([report["log"]["highWatermark"], *points]),
         tuple(trouble["name"] for trouble in report["troubles"] if trouble["name"] in SERIOUS),
         report["subjects"],
@@ -127,54 +142,80 @@ def _copy(row: Mapping[str, Any], said: Mapping[str, Any], report: Mapping[str, 
     )
 
 
-MORE_THAN_TWO = (
-    "this plans for two copies, and the group has more. While the master's disk is there, start the master: it goes on "
-    "with whatever slaves it has, and RemoveBroker takes out who never returns. If its disk is lost, `qmq inspect DIR` "
-    "says which copy has most: ReplaceBroker with that one, in the master's role and with --acceptLoss, makes it the "
-    "master"
+def _epoch(said: Sequence[int] | None) -> tuple[int, int]:
+    return (said[0], said[1]) if said else (0, 0)
+
+
+ABOUT_SILENT = (
+    "{}: start it. If its disk is at hand, `qmq inspect DIR --json` and name the file in --reports; if it never "
+    "returns, name it in --gone"
 )
 
 
-def decide(copies: Sequence[Copy]) -> Decision:
-    """Choose the copy that goes on: the master's of the row, unless that is gone, or worse than the slave's."""
-    if silent := [copy.who for copy in copies if copy.state == SILENT]:
-        step = (
-            f"{', '.join(silent)}: start it. If its disk is at hand, `qmq inspect DIR --json` and name the file in "
-            f"--reports; if it never returns, name it in --gone"
-        )
-        return Decision((step,))
-    if len(copies) > 2:
-        return Decision((MORE_THAN_TWO,))
+def decide(copies: Sequence[Copy], *, term: int = 0, min_copies: int = 2) -> Decision:
+    """Choose the copy that goes on: the master's of the row, unless that is gone, or worse than a slave's.
+
+    Of n copies, m of which acknowledge, n - m + 1 slaves that followed the master of the row's term have among them
+    whatever was acknowledged; so the one that has most of these lacks nothing.
+
+    Args:
+        term, min_copies: of the group's row.
+    """
     master = next((copy for copy in copies if copy.role in MASTERS), None)
     if master is None:
         return Decision(("the group has no master; AddBroker, or the second call of ReplaceBroker, gives it one",))
+    slaves = [copy for copy in copies if copy is not master and copy.is_whole]
+    proof = slaves if len(copies) == 2 else [slave for slave in slaves if slave.epoch[0] == term]
+    is_proven = len(proof) > max(len(copies) - max(min_copies, 2), 0)
+    is_missed = master.state == SILENT or len(copies) == 2 or not (master.is_whole or is_proven)
+    if is_missed and (silent := [copy.who for copy in copies if copy.state == SILENT]):
+        return Decision((ABOUT_SILENT.format(", ".join(silent)),))
     kept = _best(master, copies)
     if kept is None:
         return _begin_anew(master, copies)
     if kept is master and not master.troubles:
         return Decision(_all_start(copies), kept)
-    if not kept.troubles and master.is_there and set(master.troubles) <= REFILLED:
+    if is_proven and master.is_there and set(master.troubles) <= REFILLED:
         return Decision((*_all_start(copies), f"{master.who} is refilled by itself from {kept.who}"), kept)
-    lost = _lost(kept, copies)
-    words = _words(master, kept)
-    steps = (f"stop {kept.who}", f"ReplaceBroker puts {kept.who} in the master's place", *_all_start(copies))
-    return Decision(steps, kept, words, lost, _offsets(kept, copies), bool(kept.troubles or lost))
+    if is_proven and len(copies) > 2 and not _offsets(kept, copies):
+        return _choose_among(proof, master, kept, copies)
+    return _put_in_the_masters_place(kept, master, copies)
 
 
 def _best(master: Copy, copies: Sequence[Copy]) -> Copy | None:
-    """The master's copy if it is whole; else the whole one; else the longest that is there."""
+    """The master's copy if it is whole; else the whole one that has most; else the longest that is there."""
     there = [copy for copy in copies if copy.is_there]
-    return min(there, key=lambda copy: (bool(copy.troubles), copy is not master, -(copy.end or 0)), default=None)
+    if master.is_whole:
+        return master
+    return max(there, key=lambda copy: (not copy.troubles, copy is master, copy.reach), default=None)
+
+
+def _put_in_the_masters_place(kept: Copy, master: Copy, copies: Sequence[Copy]) -> Decision:
+    lost = _lost(kept, copies)
+    steps = (f"stop {kept.who}", f"ReplaceBroker puts {kept.who} in the master's place", *_all_start(copies))
+    is_loss = bool(kept.troubles or lost or len(copies) > 2)
+    return Decision(steps, kept, "ReplaceBroker", _words(master, kept, copies), lost, _offsets(kept, copies), is_loss)
+
+
+def _choose_among(proof: Sequence[Copy], master: Copy, kept: Copy, copies: Sequence[Copy]) -> Decision:
+    """Of several slaves, the metaserver chooses while they run: they promise to follow the old master no more."""
+    if stopped := [copy.who for copy in proof if copy.state != RUNS]:
+        return Decision((f"start {', '.join(stopped)} with the disk that was inspected, then repeat this",), kept)
+    steps = (f"Failover makes {kept.who} the master, or another one that has as much", *_all_start(copies))
+    if master.state != GONE:
+        return Decision((f"stop {master.who} and name it in --gone: its disk is not to be used",), kept)
+    return Decision(steps, kept, "Failover", {"masterGone": "true"})
 
 
 def _begin_anew(master: Copy, copies: Sequence[Copy]) -> Decision:
     end = max((max(copy.end or 0, copy.acknowledged) for copy in copies), default=0)
     steps = (f"the group begins anew with an empty disk at {master.who}", *_all_start(copies))
-    return Decision(steps, None, _words(master, master), (), (0, end), True)
+    return Decision(steps, None, "ReplaceBroker", _words(master, master, copies), (), (0, end), True)
 
 
-def _words(master: Copy, kept: Copy) -> dict[str, str]:
-    swap = {} if kept is master else {"swap": "true"}
+def _words(master: Copy, kept: Copy, copies: Sequence[Copy]) -> dict[str, str]:
+    """Of ReplaceBroker. Of several slaves, the one that becomes the master leaves the old master its place anyway."""
+    swap = {"swap": "true"} if kept is not master and len(copies) == 2 else {}
     return {
         "role": str(int(master.role)),
         "hostname": kept.hostname,
@@ -186,9 +227,12 @@ def _words(master: Copy, kept: Copy) -> dict[str, str]:
 
 def _all_start(copies: Sequence[Copy]) -> tuple[str, ...]:
     def how(copy: Copy) -> str:
-        return {GONE: f"start {copy.who} with an empty data directory", RUNS: f"{copy.who} runs"}.get(
-            copy.state, f"start {copy.who} with the disk that was inspected"
-        )
+        return {
+            GONE: f"start {copy.who} with an empty data directory",
+            RUNS: f"{copy.who} runs",
+            SILENT: f"start {copy.who}",
+            ON_DISK: f"start {copy.who} with the disk that was inspected",
+        }[copy.state]
 
     return tuple(map(how, copies))
 

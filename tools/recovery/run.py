@@ -20,20 +20,21 @@ from qmq.tools.terminal import complain, show
 
 
 def run(session: Session) -> Exit:
-    """Show the copies and the plan; change a role only by ReplaceBroker, with its own checks and questions."""
+    """Show the copies and the plan; change a role only by the command for that, with its own checks and questions."""
     group = session.values["brokerGroup"]
     try:
         reports = [json.loads(Path(name).read_text()) for name in _list(session, "reports")]
         brokers = _ask(session, {"action": "ListBrokers", "brokerGroup": group, "details": "true"})
         status = _ask(session, {"action": "ReplicaStatus", "brokerGroup": group})
-        copies = read_copies(brokers, status[0]["replicas"], reports, _list(session, "gone"))
+        (row,) = status
+        copies = read_copies(brokers, row["replicas"], reports, _list(session, "gone"))
     except (WrongReport, OSError, ValueError, KeyError) as error:
         complain(f"{error}. Nothing was changed")
         return Exit.REFUSED
     except CallFailed as error:
         complain(f"{error}. Nothing was changed")
         return Exit.UNREACHABLE
-    decision = decide(copies)
+    decision = decide(copies, term=row["term"], min_copies=row["minCopies"])
     if session.as_json and session.dry_run:
         print(json.dumps({"copies": [asdict(copy) for copy in copies], "decision": asdict(decision)}))
     else:
@@ -42,15 +43,16 @@ def run(session: Session) -> Exit:
 
 
 def _carry_out(session: Session, group: str, decision: Decision) -> Exit:
-    if not decision.words or session.dry_run:
+    if not decision.command or session.dry_run:
         return Exit.DONE
     accepts = session.values["acceptLoss"]
     if decision.needs_acceptance and not accepts:
         complain("nothing was changed: what is lost has to be accepted, with --acceptLoss")
         return Exit.REFUSED
-    command = COMMANDS["ReplaceBroker"]
+    command = COMMANDS[decision.command]
     typed = {option.name: option.default or "" for option in command.options}
-    values = {**typed, "brokerGroup": group, "acceptLoss": accepts, **decision.words}
+    loss = {"acceptLoss": accepts} if "acceptLoss" in typed else {}
+    values = {**typed, "brokerGroup": group, **loss, **decision.words}
     return replace(session, command=command, values=values).run()
 
 

@@ -39,7 +39,7 @@ def open_source(source: Source) -> Engine:
         event.listen(engine, "begin", lambda connection: connection.exec_driver_sql(_begin_of(connection)))
         return engine
     url = URL.create(_DRIVERS[kind], source.user or None, source.password or None, host, port, database)
-    waits = Waits(CONNECT_S, LOCK_S, ANSWER_S, IDLE_S)
+    waits = Waits(CONNECT_S, LOCK_S, ANSWER_S, IDLE_S, IDLE_S)
     # UTC, as an hour that comes twice a year would let the scan read on from a moment that it did not mean.
     arguments = waits.mariadb("time_zone = '+00:00'") if kind == MARIADB else waits.postgresql()
     if kind == MARIADB and source.password:

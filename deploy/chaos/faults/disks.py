@@ -69,7 +69,7 @@ def _fill_disk(target: Target, group: str) -> None:
     with _small_disk(data):
         target.cluster.begin(broker.hostname)
         target.cluster.wait_writable(group)
-        filler = _fill(data)
+        filler = fill(data)
         target.pause(1.0, 4.0)
         filler.unlink()
         target.cluster.wait_writable(group)
@@ -96,8 +96,8 @@ def _small_disk(data: Path) -> Iterator[None]:
         aside.rename(data)
 
 
-def _fill(folder: Path) -> Path:
-    """Write a file that takes all that is free."""
+def fill(folder: Path) -> Path:
+    """Write a file that takes all that is free; return it."""
     filler, piece = folder / "filler", bytes(PIECE_BYTES)
     with filler.open("wb", buffering=0) as file, suppress(OSError):
         while file.write(piece):

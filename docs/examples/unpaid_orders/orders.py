@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sqlite3
+from contextlib import closing
 from datetime import timedelta
 
 import qmq
@@ -35,6 +36,9 @@ class Orders:
         self._database = sqlite3.connect(database, isolation_level=None)
         self._database.execute("CREATE TABLE IF NOT EXISTS orders (number TEXT PRIMARY KEY, state TEXT NOT NULL)")
         self._producer, self._pay_within = producer, pay_within
+
+    def close(self) -> None:
+        self._database.close()
 
     async def open(self, number: str) -> None:
         """Take an order. Raises QmqError if its end cannot be planned; then there is no order.
@@ -83,21 +87,21 @@ async def show(metaserver: str, token: str, pay_within: timedelta) -> None:
     """Take three orders, pay two of them, and wait until the time of the third is up."""
     consumer = qmq.Consumer(metaserver=metaserver, app="orders", token=token)
     async with qmq.Producer(metaserver=metaserver, app="orders", token=token) as producer:
-        orders = Orders(":memory:", producer, pay_within=pay_within)
-        listen(consumer, orders)
-        consuming = asyncio.create_task(consumer.run())
-        for number in ("A-1", "A-2", "A-3"):
-            await orders.open(number)
-            print(f"{number}: {orders.state(number)}, to be paid within {pay_within}")
-        for number in ("A-1", "A-2"):
-            await orders.pay(number)
-            print(f"{number}: {orders.state(number)}")
-        while orders.state("A-3") == "open":
-            await asyncio.sleep(0.1)
-        print(f"A-3: {orders.state('A-3')}")
-        print(f"A-3, paid too late: {'accepted' if await orders.pay('A-3') else 'not accepted'}")
-        consumer.stop()
-        await consuming
+        with closing(Orders(":memory:", producer, pay_within=pay_within)) as orders:
+            listen(consumer, orders)
+            consuming = asyncio.create_task(consumer.run())
+            for number in ("A-1", "A-2", "A-3"):
+                await orders.open(number)
+                print(f"{number}: {orders.state(number)}, to be paid within {pay_within}")
+            for number in ("A-1", "A-2"):
+                await orders.pay(number)
+                print(f"{number}: {orders.state(number)}")
+            while orders.state("A-3") == "open":
+                await asyncio.sleep(0.1)
+            print(f"A-3: {orders.state('A-3')}")
+            print(f"A-3, paid too late: {'accepted' if await orders.pay('A-3') else 'not accepted'}")
+            consumer.stop()
+            await consuming
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 
 from orders import UNPAID, Orders, listen
 
@@ -15,12 +15,12 @@ async def shop(broker, database=":memory:"):
     """Orders, and a consumer that ends them."""
     consumer = qmq.Consumer(metaserver=broker.metaserver, app="orders")
     async with qmq.Producer(metaserver=broker.metaserver, app="orders") as producer:
-        orders = Orders(database, producer)
-        listen(consumer, orders)
-        task = asyncio.create_task(consumer.run())
-        yield orders
-        consumer.stop()
-        await task
+        with closing(Orders(database, producer)) as orders:
+            listen(consumer, orders)
+            task = asyncio.create_task(consumer.run())
+            yield orders
+            consumer.stop()
+            await task
 
 
 def test_an_order_that_nobody_pays_is_cancelled_after_half_an_hour(qmq_broker):
@@ -54,17 +54,17 @@ def test_a_paid_order_stays_paid_and_its_message_never_comes(qmq_broker):
 def test_a_payment_in_the_last_moment_counts_although_the_message_is_out(qmq_broker):
     async def test():
         async with qmq.Producer(metaserver=qmq_broker.metaserver, app="orders") as producer:
-            orders = Orders(":memory:", producer)
-            await orders.open("A-1")
-            qmq_broker.advance(31 * 60)  # it is at the broker, and no consumer has it yet
-            assert await orders.pay("A-1")
-            consumer = qmq.Consumer(metaserver=qmq_broker.metaserver, app="orders")
-            listen(consumer, orders)
-            task = asyncio.create_task(consumer.run())
-            await qmq_broker.wait_until_consumed(UNPAID, "orders")
-            consumer.stop()
-            await task
-            assert orders.state("A-1") == "paid"
+            with closing(Orders(":memory:", producer)) as orders:
+                await orders.open("A-1")
+                qmq_broker.advance(31 * 60)  # it is at the broker, and no consumer has it yet
+                assert await orders.pay("A-1")
+                consumer = qmq.Consumer(metaserver=qmq_broker.metaserver, app="orders")
+                listen(consumer, orders)
+                task = asyncio.create_task(consumer.run())
+                await qmq_broker.wait_until_consumed(UNPAID, "orders")
+                consumer.stop()
+                await task
+                assert orders.state("A-1") == "paid"
 
     asyncio.run(test())
 

@@ -15,7 +15,7 @@ from qmq.log.frame import FrameKind
 from qmq.log.progress import PASSED, encode_progress
 from qmq.message import Message
 from qmq.types import Epoch
-from tests.unit.audit.forged import PULL, A, B, Draft, a_message
+from tests.unit.audit.forged import DEAD, PULL, A, B, C, Draft, a_message
 
 Expected = list[tuple[str, Draft, int | None]]
 Plant = Callable[[list[Draft]], Expected]
@@ -171,6 +171,64 @@ def gap(frames: list[Draft]) -> Expected:
     return [("sequence", frame_of(frames, B, 504), 504)]
 
 
+def other_dead_letter(frames: list[Draft]) -> Expected:
+    message = with_properties(frame_of(frames, DEAD, 12).messages[0], {"text": "z" * 60})
+    return [("dead_altered", change_message(frames, DEAD, 12, message), 12)]
+
+
+def other_original(frames: list[Draft]) -> Expected:
+    """The message was rewritten after it became a dead letter: that is what still tells."""
+    message = with_properties(a_message(C, 4 * 20 + 1), {"text": "z" * 60})
+    change_message(frames, C, 4 * 20 + 1, message)
+    return [("dead_altered", frame_of(frames, DEAD, 20), 20)]
+
+
+def other_times(frames: list[Draft]) -> Expected:
+    message = with_properties(frame_of(frames, DEAD, 24).messages[0], {"qmq_times": "7"})
+    return [("dead_altered", change_message(frames, DEAD, 24, message), 24)]
+
+
+def without_an_original(frames: list[Draft]) -> Expected:
+    """Nobody ever stored the message of which it says to be the copy."""
+    frame = _one_letter_more(frames)
+    frame.batch = 10**6
+    return [("dead_unfounded", frame, frame.first_sequence)]
+
+
+def of_a_message_that_was_handled(frames: list[Draft]) -> Expected:
+    frame = _one_letter_more(frames)
+    frame.batch = 4 * 45
+    frame.messages = [with_properties(a_message(C, 4 * 45), {"qmq_times": "1"})]
+    return [("dead_unfounded", frame, frame.first_sequence)]
+
+
+def dead_twice(frames: list[Draft]) -> Expected:
+    """Right behind the first one, before the ack: the group still holds the message."""
+    before = frame_of(frames, DEAD, 55)
+    again = replace(before, first_sequence=56)
+    frames.insert(frames.index(before) + 1, again)
+    for frame in frames[frames.index(again) + 1 :]:
+        frame.first_sequence += frame.subject == DEAD
+    return [("dead_twice", again, 56)]
+
+
+def dead_letter_less(frames: list[Draft]) -> Expected:
+    """The sequences behind it are dense all the same."""
+    gone = frame_of(frames, DEAD, 30)
+    at = frames.index(gone)
+    del frames[at]
+    for frame in frames[at:]:
+        frame.first_sequence -= frame.subject == DEAD
+    return [("dead_missing", frames[at], gone.batch)]
+
+
+def _one_letter_more(frames: list[Draft]) -> Draft:
+    last = [one for one in frames if one.subject == DEAD][-1]
+    more = in_place_of(frames[-1], last, first_sequence=last.first_sequence + 1)
+    frames.append(more)
+    return more
+
+
 TWO_SIDED: dict[str, Plant] = {
     "a message that is no UTF-8": undecodable,
     "a message that is cut": torn_fields,
@@ -190,6 +248,13 @@ TWO_SIDED: dict[str, Plant] = {
     "an older epoch": older_epoch,
     "an ack of nothing": ack_of_nothing,
     "a gap": gap,
+    "a dead letter with another content": other_dead_letter,
+    "an original rewritten after its dead letter": other_original,
+    "a dead letter that counts wrong": other_times,
+    "a dead letter without an original": without_an_original,
+    "a dead letter of what was handled": of_a_message_that_was_handled,
+    "a dead letter twice": dead_twice,
+    "a dead letter too few": dead_letter_less,
 }
 
 

@@ -21,6 +21,7 @@ from qmq.log.frame import (
     subject_field,
 )
 from qmq.log.index import SegmentIndex
+from qmq.log.progress import DEAD as DONE_AS_DEAD
 from qmq.log.progress import PASSED
 from qmq.message import Message
 from qmq.types import Epoch
@@ -167,7 +168,8 @@ def derive(data: Path) -> None:
             index.add(frame)
 
 
-A, B, DEAD = "order.changed", "user.created", "%DEAD_RETRY%order.changed%g"
+A, B, C = "order.changed", "user.created", "stock.moved"
+DEAD = "%DEAD_RETRY%stock.moved%k"
 PULL = 1 << 32
 
 
@@ -176,12 +178,28 @@ def a_message(subject: str, sequence: int, text: str = "x") -> bytes:
     return encode_message(Message(subject, {"text": text * 60}, id=f"{subject}-{sequence}", tags=tags), 1)
 
 
+def _write_a_failure(log: LogWriter, turn: int) -> None:
+    """Let the second of four messages of C fail; that of the turn before fails again, and becomes a dead letter."""
+    sequence, number = 4 * turn, PULL + 5 * turn
+    log.messages(C, [a_message(C, at) for at in range(sequence, sequence + 4)])
+    log.progress(FrameKind.PULL, C, "k", "e", (number, sequence, 4))
+    log.progress(FrameKind.ACK, C, "k", "e", (number, number + 1, 0), (number + 2, number + 4, 0))
+    log.progress(FrameKind.NACK, C, "k", "e", (number + 1, number + 2, 0))
+    if turn:
+        failed = sequence - 3
+        log.progress(FrameKind.PULL, C, "k", "e", (number + 4, failed, 1))
+        log.dead_letter(C, "k", failed, a_message(C, failed), 2)
+        log.progress(FrameKind.ACK, C, "k", "e", (number + 4, number + 5, DONE_AS_DEAD))
+
+
 def write_world(data: Path, rounds: int = 60) -> LogWriter:
-    """A log as brokers write it: labels, a consumer that takes all of A, one that takes what is odd of B; two epochs"""
+    """A log as brokers write it: labels, a consumer that takes all of A, one that takes what is odd of B, one to which
+    every fourth message of C fails twice; two epochs."""
     log = LogWriter(data, segment_bytes=40_000)
     log.mastership(Epoch(1, 1))
     log.progress(FrameKind.POSITION, A, "g", "", (0, 0, 0))
     log.progress(FrameKind.POSITION, B, "f", "", (0, 0, 0))
+    log.progress(FrameKind.POSITION, C, "k", "", (0, 0, 0))
     for turn in range(rounds):
         log.timestamp_ms += 300_000
         if turn == 40:
@@ -198,6 +216,7 @@ def write_world(data: Path, rounds: int = 60) -> LogWriter:
         entries = [(PASSED if at % 2 == 0 else PULL + 5 * turn + at // 2, 10 * turn + at, 1) for at in range(10)]
         log.progress(FrameKind.PULL, B, "f", "d", *entries)
         log.progress(FrameKind.ACK, A, "g", "c", (first, first + 10, 0))
+        _write_a_failure(log, turn)
     log.close()
     derive(data)
     return log

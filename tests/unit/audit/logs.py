@@ -7,10 +7,21 @@ from pathlib import Path
 from zlib import crc32
 
 from qmq.codec import encode_labels, encode_message, join_batch
-from qmq.log.frame import NO_CHAIN, Frame, FrameKind, encode_header, encode_json_body, label_flags, subject_field
+from qmq.dead_letters import letters_producer, with_fate
+from qmq.log.frame import (
+    FLAG_DEAD,
+    NO_CHAIN,
+    Frame,
+    FrameKind,
+    encode_header,
+    encode_json_body,
+    label_flags,
+    subject_field,
+)
 from qmq.log.index import SegmentIndex
 from qmq.log.progress import Entry, encode_progress
 from qmq.message import Message
+from qmq.subjects import dead_letter_subject
 from qmq.types import Epoch
 
 HOUR_MS = 3_600_000
@@ -34,8 +45,18 @@ class LogWriter:
         self._file = (self.folder / f"{base:020d}.log").open("wb")
 
     def frame(
-        self, kind: FrameKind, subject: str, body: bytes, *, count: int = 0, first: int = 0, flags: int = 0
+        self,
+        kind: FrameKind,
+        subject: str,
+        body: bytes,
+        *,
+        count: int = 0,
+        first: int = 0,
+        flags: int = 0,
+        numbers: tuple[int, int] | None = None,
     ) -> Frame:
+        """`numbers`: producer id and batch number; without, each frame is another batch of one producer."""
+        producer, batch = numbers or ((7, len(self.frames)) if count else (0, 0))
         if self.end - self._base >= self.segment_bytes:
             self._close()
             (self.folder / f"{self._base:020d}.idx").write_bytes(self._index.encode(self.end))
@@ -54,8 +75,8 @@ class LogWriter:
             high_watermark=self.end,
             timestamp_ms=self.timestamp_ms,
             first_sequence=first,
-            producer=7 if count else 0,
-            batch=len(self.frames) if count else 0,
+            producer=producer,
+            batch=batch,
             previous_chain=self.chain,
         )
         self._file.write(head + body)
@@ -91,6 +112,17 @@ class LogWriter:
             for sequence in range(begin, begin + count)
         ]
         return self.messages(subject, messages, first=begin)
+
+    def dead_letter(
+        self, subject: str, group: str, sequence: int, message: bytes, times: int, *, to: str = ""
+    ) -> Frame:
+        """`to`: the subject that an operator chose."""
+        name, flags, whose = to or dead_letter_subject(subject, group), FLAG_DEAD if to else 0, (subject, group)
+        first = self.sequences.get(name, 0)
+        self.sequences[name] = first + 1
+        body = join_batch([with_fate(message, times, "it failed", sequence, whose if to else None)])
+        numbers = letters_producer(subject, group), sequence
+        return self.frame(FrameKind.MESSAGES, name, body, count=1, first=first, flags=flags, numbers=numbers)
 
     def progress(self, kind: FrameKind, subject: str, group: str, consumer: str, *entries: Entry) -> Frame:
         return self.frame(kind, subject, encode_progress(group, consumer, entries))

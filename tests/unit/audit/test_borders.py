@@ -1,14 +1,18 @@
-"""Shell. Between pieces: an epoch that is older is named once, where it begins, however many pieces it goes on for."""
+"""Shell. Between pieces: what is wrong is named once, and the same frame, wherever pieces begin."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import chain, combinations, pairwise
 from pathlib import Path
+
+import pytest
 
 from qmq.audit.extents import split_range
 from qmq.audit.rules import OfGroup
 from qmq.audit.said import FINDING
 from qmq.types import Epoch
-from tests.unit.audit.logs import LogWriter
+from tests.unit.audit.logs import BEGIN_MS, LogWriter
 from tests.unit.audit.test_messages import NOW_MS, facts_of
 
 
@@ -20,9 +24,27 @@ def test_older_epoch_is_named_once_over_all_pieces(tmp_path: Path) -> None:
             log.epoch = Epoch(1, 9)
         log.batch("s", 4)
     log.close()
+    assert named(tmp_path, split_range(0, log.end, 2048)) == [("epoch", log.frames[11].offset)]
+
+
+def named(data: Path, pieces: Iterable[tuple[int, int]]) -> list[tuple[str, int]]:
     group, found = OfGroup(NOW_MS, [0], 0), []
-    for begin, end in split_range(0, log.end, 2048):
-        found += group.take(begin, facts_of(tmp_path, begin, end))
+    for begin, end in pieces:
+        found += group.take(begin, facts_of(data, begin, end))
     found += group.finish()
-    named = [(one.row["what"], one.row["offset"]) for one in found if one.kind == FINDING]
-    assert named == [("epoch", log.frames[11].offset)]
+    return [(one.row["what"], one.row["offset"]) for one in found if one.kind == FINDING]
+
+
+@pytest.mark.parametrize("apart_ms", [7_200_000, -7_200_000], ids=["ahead", "back"])
+def test_frame_with_a_wrong_time_is_named_wherever_pieces_begin(tmp_path: Path, apart_ms: int) -> None:
+    log, frames, wrong = LogWriter(tmp_path), 8, 4
+    for number in range(frames):
+        log.timestamp_ms = BEGIN_MS + 1000 * number + (apart_ms if number == wrong else 0)
+        if number:
+            log.batch("s", 1)
+        else:
+            log.mastership(Epoch(2, 1))
+    log.close()
+    for begins in chain.from_iterable(combinations(range(1, frames), size) for size in range(frames)):
+        borders = [0, *(log.frames[number].offset for number in begins), log.end]
+        assert named(tmp_path, pairwise(borders)) == [("time", log.frames[wrong].offset)], begins

@@ -13,15 +13,17 @@ from qmq.audit.conservation import STATES, Range, broken_at, per_hour
 from qmq.audit.kinds import Kind
 from qmq.audit.progress import CONSERVED, Judge
 from qmq.log.frame import FrameKind
-from qmq.log.progress import EXPIRED, OVERFLOWED
-from tests.unit.audit.test_progress import a_history, rows
+from qmq.log.progress import DEAD, EXPIRED, OVERFLOWED
+from tests.unit.audit.test_progress import a_history, facts, subjects
 from tests.unit.log.logs import Copy, a_frame
 
 
 def judged(copy: Copy, start: int = 0):
     copy.flush()
-    judge = Judge()
-    found = [one for row in rows(copy, start) for one in judge.judge(row)] + list(judge.finish())
+    found = []
+    for subject in subjects(copy):
+        judge = Judge(subject, start)
+        found += [one for fact in facts(copy, subject, start) for one in judge.judge(fact)] + list(judge.finish())
     accounts = [json.loads(one["text"]) | {"subject": one["subject"]} for one in found if one["what"] == CONSERVED]
     return accounts, [one for one in found if one["what"] == Kind.CONSERVATION]
 
@@ -48,6 +50,7 @@ def test_each_state_is_counted():
     assert {name: account[name] for name in ("stored", *STATES, "nacked")} == {
         "stored": 6,
         "acked": 1,
+        "dead": 0,
         "in_flight": 2,
         "requeued": 1,
         "passed": 0,
@@ -56,6 +59,14 @@ def test_each_state_is_counted():
         "never": 2,
         "nacked": 1,
     }
+    assert broken == []
+
+
+def test_what_became_a_dead_letter_is_counted_as_such():
+    copy, first = a_history()
+    copy.progress(FrameKind.ACK, "c1", (first, first + 2, DEAD), (first + 2, first + 3, 0), subject="s")
+    (account,), broken = judged(copy)
+    assert [account[state] for state in ("stored", "acked", "dead", "never")] == [6, 1, 2, 2]
     assert broken == []
 
 

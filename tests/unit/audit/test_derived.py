@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from qmq.audit.copies import PathCopy
 from qmq.audit.derived import NOTHING, Derived, OfDerived, check_segment
+from qmq.errors import CorruptFrame
+from qmq.log.frame import FrameKind, decode_frames, encode_json_body
+from qmq.types import Epoch
 from tests.unit.audit.beside import LEGAL, WRONG, bases_of
 from tests.unit.audit.forged import A, forged, write_world
+from tests.unit.audit.logs import LogWriter
 from tests.unit.audit.test_walk import flip
 
 Found = set[tuple[str, str, int]]
 """(copy, kind, segment)"""
+
+
+class InChunks(PathCopy):
+    """Gives whole frames and more than was asked for, as a broker does; `given` are the bytes."""
+
+    given = 0
+
+    def window(self, offset: int, size: int) -> bytes:
+        data, end = super().window(offset, max(size, 1 << 20)), offset
+        with suppress(CorruptFrame):
+            for frame, _ in decode_frames(data, offset, None):
+                end = frame.end
+                if end - offset >= max(size, 8192):
+                    break
+        self.given += end - offset
+        return data[: end - offset]
 
 
 def found(folder: Path, *names: str) -> Found:
@@ -46,6 +67,21 @@ def test_what_does_not_follow_from_the_log_is_named_with_copy_kind_and_segment(
     base = bases_of(tmp_path / copy)[2]
     kind = WRONG[name](tmp_path / copy, base)
     assert found(tmp_path, "master", "slave") == {(copy, kind, base)}
+
+
+def test_what_a_broker_gives_beyond_a_large_frame_is_used(tmp_path: Path) -> None:
+    log = LogWriter(tmp_path, segment_bytes=200_000)
+    log.mastership(Epoch(1, 1))
+    while len(log.frames) < 200:
+        log.batch("s", 1, size=1900)
+        log.frame(FrameKind.EPOCH, "", encode_json_body(who="b1" * 3000, why="test"))
+    log.close()
+    copy = InChunks(tmp_path)
+    bases = copy.bases[:2]
+    (tmp_path / "log" / f"{0:020d}.idx").write_bytes(b"x")
+    assert list(check_segment({"master": copy}, {"master": bases}, 0))
+    assert copy.given < bases[1] + 8192
+    copy.close()
 
 
 def test_what_is_wrong_on_both_copies_is_found_on_both(tmp_path: Path) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from qmq.audit.copies import is_same_place, place_options
-from qmq.audit.group import Group, Result, audit_group
+from qmq.audit.copies import CannotRead, is_same_place, place_options
+from qmq.audit.group import Group, Result, _check_kept, _freeze, audit_group
 from qmq.audit.report import as_markdown
 from qmq.audit.schema import FINDINGS
+from tests.unit.audit.forged import write_world
 
 NO_SPARK: Any = None
 
@@ -42,6 +44,20 @@ def test_a_group_that_lacks_a_copy_is_not_proven() -> None:
     result = audit_group(NO_SPARK, Group("g1", {"master": {"broker": "10.0.0.1:20883"}}))
     assert result.status == 2
     assert "Nothing is proven: broker group g1 has no slave" in as_markdown([result], 1.0)
+
+
+def test_a_copy_that_was_emptied_and_seeded_meanwhile_proves_nothing(tmp_path: Path) -> None:
+    """It has all of the log again, and what was missing for a while is nobody's fault."""
+    places = {}
+    for name in ("master", "slave"):
+        places[name] = place_options(str(write_world(tmp_path / name, rounds=2).folder.parent), "")
+        (tmp_path / name / "broker.json").write_text(json.dumps({"group": "g1", "incarnation": name}))
+    group, result = Group("g1", places), Result("g1", {})
+    _freeze(group, result)
+    _check_kept(group, result)
+    (tmp_path / "slave" / "broker.json").write_text(json.dumps({"group": "g1", "incarnation": "another"}))
+    with pytest.raises(CannotRead, match="the slave was emptied or replaced"):
+        _check_kept(group, result)
 
 
 def test_what_was_found_before_a_copy_went_away_is_reported() -> None:

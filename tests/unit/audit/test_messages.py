@@ -12,11 +12,12 @@ import pytest
 from qmq.audit.copies import PathCopy
 from qmq.audit.facts import Gathering, PieceFacts
 from qmq.audit.messages import STORED, TAGGED
+from qmq.audit.originals import check_letters
 from qmq.audit.rules import OfGroup, OfSubject
 from qmq.audit.said import FINDING
 from qmq.audit.walk import Walk
 from qmq.codec import delayed_encoder, encode_labels, encode_message, join_batch, label_of
-from qmq.log.frame import FrameKind, label_flags
+from qmq.log.frame import FLAG_DEAD, FrameKind, label_flags
 from qmq.message import Message
 from qmq.types import Epoch
 from tests.unit.audit.divergences import TWO_SIDED, Plant
@@ -53,8 +54,13 @@ def judged(data: Path) -> set[tuple[str, int, int | None]]:
     for subject, of in facts.subjects.items():
         judge = OfSubject(subject, 0, None, 1 << 62)
         said += [*judge.take(0, of), *judge.finish()]
-    found = [one.row for one in said if one.kind == FINDING]
+    found = [one.row for one in said if one.kind == FINDING] + of_letters(data, facts)
     return {(row["what"], row["offset"], row["sequence"]) for row in found}
+
+
+def of_letters(data: Path, facts: PieceFacts) -> list[dict[str, Any]]:
+    with closing(PathCopy(data)) as copy:
+        return list(check_letters(copy, copy.bases, copy.describe().end, facts.letters()))
 
 
 @pytest.mark.parametrize("plant", TWO_SIDED.values(), ids=TWO_SIDED.keys())
@@ -74,6 +80,31 @@ def test_all_that_is_wrong_with_messages_is_named_with_its_id(tmp_path: Path) ->
         expected = [found for plant in plants for found in plant(frames)]
     ids = {identity for what, _, _, identity in problems(tmp_path)}
     assert ids == {f"{one.subject}-{sequence}" for _, one, sequence in expected}
+
+
+def test_message_that_is_no_text_is_found_in_any_frame(tmp_path: Path) -> None:
+    for bad in range(8):
+        log, sequence = LogWriter(tmp_path / str(bad)), 0
+        for subject in ("s", "a.longer.subject", "s", "t"):
+            whole = [encode_message(Message(subject, {"text": "xxxx"}, id=f"m{at}"), 1) for at in range(2)]
+            if sequence <= bad < sequence + 2:
+                whole[bad - sequence] = whole[bad - sequence].replace(b"xxxx", b"xx\xffx")
+            log.messages(subject, whole)
+            sequence += 2
+        log.close()
+        found = [(what, offset, identity) for what, offset, _, identity in problems(tmp_path / str(bad))]
+        assert found == [("undecodable", log.frames[bad // 2].offset, f"m{bad % 2}")], bad
+
+
+def test_message_of_another_subject_is_found_wherever_that_differs(tmp_path: Path) -> None:
+    log, subject = LogWriter(tmp_path), "order.changed.by.others"
+    for at in range(len(subject)):
+        other = subject[:at] + "x" + subject[at + 1 :]
+        log.messages(subject, [encode_message(Message(one, id=f"m{at}"), 1) for one in (subject, other)])
+    log.close()
+    assert [(what, sequence) for what, _, sequence, _ in problems(tmp_path)] == [
+        ("foreign", 2 * at + 1) for at in range(len(subject))
+    ]
 
 
 @pytest.mark.parametrize(
@@ -120,6 +151,22 @@ def test_what_may_be_stored_once_is_told_by_producer_and_subject(tmp_path: Path)
     assert facts_of(tmp_path).stored == []
 
 
+def test_an_id_has_one_hash_beside_whatever_others(tmp_path: Path) -> None:
+    log = LogWriter(tmp_path)
+    log.mastership(Epoch(1, 1))
+    frames = [
+        log.messages("s", [encode_message(Message("s", id=one), 1) for one in ids])
+        for ids in (["short"], ["short", "y" * 60, "short\0"])
+    ]
+    log.close()
+    keys = [
+        np.frombuffer(facts_of(tmp_path, begin, end, wants_stored=True).stored[0][2], STORED)["key"].tolist()
+        for begin, end in ((0, frames[1].offset), (frames[1].offset, None))
+    ]
+    assert keys[1][0] == keys[0][0]
+    assert len(set(keys[1])) == 3
+
+
 def test_tagged_messages_are_facts(tmp_path: Path) -> None:
     log = LogWriter(tmp_path)
     log.mastership(Epoch(1, 1))
@@ -130,3 +177,13 @@ def test_tagged_messages_are_facts(tmp_path: Path) -> None:
     tagged = np.frombuffer(facts["tags"]["body"], TAGGED)
     assert list(tagged["sequence"]) == [0, 1, 3]
     assert tagged["tags"][0] == tagged["tags"][1] != tagged["tags"][2]
+
+
+@pytest.mark.parametrize(("flags", "found"), [(FLAG_DEAD, []), (0, ["foreign"])])
+def test_a_dead_letter_in_a_chosen_subject_keeps_the_one_it_came_from(
+    tmp_path: Path, flags: int, found: list[str]
+) -> None:
+    log = LogWriter(tmp_path)
+    body = join_batch([encode_message(Message("s", id="m1"), 0)])
+    log.frame(FrameKind.MESSAGES, "t", body, count=1, first=0, flags=flags)
+    assert [what for what, *_ in problems(log.close())] == found

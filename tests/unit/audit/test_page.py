@@ -13,7 +13,7 @@ from qmq.ledger import FINDINGS, NOT_READ, PROVEN, Entry
 
 DAY_MS = 86_400_000
 NOW_MS = 1_795_000_000_000
-STATES = {"acked": 7, "in_flight": 1, "requeued": 0, "passed": 2, "expired": 0, "overflowed": 0, "never": 0}
+STATES = {"acked": 7, "dead": 0, "in_flight": 1, "requeued": 0, "passed": 2, "expired": 0, "overflowed": 0, "never": 0}
 GOOD = Entry(
     "2026-11-21T01:00:00Z",
     NOW_MS - DAY_MS,
@@ -85,7 +85,7 @@ def test_each_run_has_its_box_and_the_newest_thirty_stay() -> None:
 
 
 def test_equation_that_does_not_hold_is_said_to_be_none() -> None:
-    assert "10 = 7 acked + 1 in flight" in page({"g1": [GOOD]}, NOW_MS)
+    assert "10 = 7 acked + 0 dead letters + 1 in flight" in page({"g1": [GOOD]}, NOW_MS)
     broken = replace(GOOD, conserved=[GOOD.conserved[0] | {"acked": 6}])
     assert "10 is not 6 acked" in page({"g1": [broken]}, NOW_MS)
 
@@ -134,8 +134,9 @@ def test_delayed_messages_have_an_equation_and_what_was_not_sent_a_command() -> 
     assert "12 is not 5 sent" in _Reader(page({"d1": [wrong]}, NOW_MS)).text
 
 
-def test_what_a_producer_was_told_is_looked_for_by_its_id() -> None:
-    lost = ROW | {"what": "lost", "copy": "both", "id": "m 5"}
+@pytest.mark.parametrize("what", ["lost", "dead_altered"])
+def test_one_message_that_is_wrong_is_looked_for_by_its_id(what: str) -> None:
+    lost = ROW | {"what": what, "copy": "both", "id": "m 5"}
     assert "qmq Trail --id='m 5'" in _Reader(page({"g1": [replace(BAD, findings=[lost])]}, NOW_MS)).text
 
 

@@ -15,9 +15,10 @@ import grpc
 import pytest
 
 from qmq.audit.copies import CannotRead, place_options
-from qmq.audit.places import check_places
+from qmq.audit.places import check_places, places_now
 from qmq.proto import qmq_pb2, qmq_pb2_grpc
 from qmq.types import Epoch, Role
+from tests.support.ports import free_ports
 from tests.unit.audit.logs import LogWriter
 
 
@@ -106,3 +107,31 @@ def test_identity_that_cannot_be_read_is_no_proof(tmp_path: Path) -> None:
     one, other = write(tmp_path / "b1", "abc"), write(tmp_path / "b2")
     (tmp_path / "b2" / "broker.json").write_text("{")
     assert "broker.json" in refusal(one, other)
+
+
+def test_places_go_by_the_roles_that_brokers_have_now(brokers: Any) -> None:
+    (one,) = brokers("127.0.0.1", incarnation="a", role=Role.SLAVE)
+    (other,) = brokers("127.0.0.1", incarnation="b", role=Role.MASTER, in_step=["a"])
+    old = {"master": place_options(one, ""), "slave": place_options(other, "")}
+    assert places_now(old) == {"master": old["slave"], "slave": old["master"]}
+
+
+@pytest.mark.parametrize(
+    "role, in_step",
+    [
+        pytest.param(Role.MASTER, ["another"], id="the slave lacks something"),
+        pytest.param(Role.SLAVE, [], id="no master"),
+    ],
+)
+def test_brokers_that_are_not_well_have_no_places_yet(brokers: Any, role: Role, in_step: list[str]) -> None:
+    (one,) = brokers("127.0.0.1", incarnation="a", role=role, in_step=in_step)
+    (other,) = brokers("127.0.0.1", incarnation="b", role=Role.SLAVE)
+    assert places_now({"master": place_options(one, ""), "slave": place_options(other, "")}) is None
+
+
+def test_broker_that_is_away_has_no_place_yet_and_a_directory_never(brokers: Any, tmp_path: Path) -> None:
+    (one,) = brokers("127.0.0.1", incarnation="a", role=Role.MASTER)
+    [port] = free_ports(1)
+    assert places_now({"master": place_options(one, ""), "slave": place_options(f"127.0.0.1:{port}", "")}) is None
+    with pytest.raises(CannotRead, match="is a directory"):
+        places_now({"master": place_options(str(tmp_path), ""), "slave": place_options(one, "")})

@@ -25,11 +25,11 @@ BROKEN = "broken"
 def job_of(data: Path) -> plan.Job:
     write_world(data, rounds=3)
     copy = PathCopy(data)
-    end = copy.describe().end
+    end, bases = copy.describe().end, copy.bases
     copy.close()
     places = {name: {"path": str(data)} for name in ("master", "slave")}
     logs = {name: LogRange(0, end, 0) for name in places}
-    return plan.Job(places, Reading(logs), [(0, end)], frozenset({0}), end)
+    return plan.Job(places, Reading(logs), [(0, end)], frozenset({0}), end, bases=dict.fromkeys(places, bases))
 
 
 def facts(jobs: list[plan.Job]) -> list[Any]:

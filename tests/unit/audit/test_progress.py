@@ -21,27 +21,28 @@ from tests.unit.log.logs import Copy, a_frame
 READ = FrameKind.PULL, FrameKind.ACK, FrameKind.NACK, FrameKind.POSITION
 
 
-def rows(copy: Copy, start: int = 0) -> Iterator[dict[str, Any]]:
-    """What Spark feeds the judge of a log that begins at `start`: one subject after the other."""
-    data = copy.whole()
-    frames = [(frame, bytes(body)) for frame, body in decode_frames(data, 0, 0) if frame.offset >= start]
-    for subject in sorted({frame.subject for frame, _ in frames} - {""}):
-        for frame, body in frames:
-            row = {"copy": "a", "subject": subject, "offset": frame.offset, "start": start, "last": None}
-            if frame.subject != subject:
-                continue
-            if frame.kind == FrameKind.MESSAGES:
-                yield row | {"kind": "run", "first": frame.first_sequence, "last": frame.first_sequence + frame.count}
-            elif frame.kind in READ:
-                header = data[frame.offset : frame.offset + frame.body_at]
-                yield row | {"kind": "progress", "header": header, "body": body}
+def facts(copy: Copy, subject: str = "s", start: int = 0) -> Iterator[dict[str, Any]]:
+    """What the judge of a subject is told of a log that is read from `start` on."""
+    for frame, body in decode_frames(copy.whole(), 0, 0):
+        if frame.offset < start or frame.subject != subject:
+            continue
+        if frame.kind == FrameKind.MESSAGES:
+            yield {"kind": "run", "first": frame.first_sequence, "last": frame.first_sequence + frame.count}
+        elif frame.kind in READ:
+            yield {"kind": "progress", "frame": frame, "body": bytes(body), "last": None}
+
+
+def subjects(copy: Copy) -> list[str]:
+    return sorted({frame.subject for frame, _ in decode_frames(copy.whole(), 0, 0)} - {""})
 
 
 def findings(copy: Copy, start: int = 0) -> list[str]:
     """What is found but for messages that are passed over: the history made here does so for no reason."""
     copy.flush()
-    judge = Judge()
-    found = [found for row in rows(copy, start) for found in judge.judge(row)]
+    found = []
+    for subject in subjects(copy):
+        judge = Judge(subject, start)
+        found += [found for fact in facts(copy, subject, start) for found in judge.judge(fact)]
     return [one["text"] for one in found if one["what"] not in (Kind.PASSED, CONSERVED)]
 
 
@@ -59,7 +60,7 @@ def test_a_legal_history_has_no_findings_from_whichever_frame_on_it_is_read(seed
 def forged(copy: Copy, kind: FrameKind, consumer: str, entries: list[tuple[int, int, int]]) -> dict[str, Any]:
     """A row of a frame behind the log's end that no broker would write."""
     body = encode_progress("g", consumer, entries)
-    header, frame = encode_header(
+    _, frame = encode_header(
         kind=kind,
         flags=0,
         subject="s",
@@ -76,8 +77,7 @@ def forged(copy: Copy, kind: FrameKind, consumer: str, entries: list[tuple[int, 
         batch=0,
         previous_chain=copy.log.chain,
     )
-    row = {"copy": "a", "subject": "s", "offset": frame.offset, "start": 0, "last": None, "kind": "progress"}
-    return row | {"header": header, "body": body}
+    return {"kind": "progress", "frame": frame, "body": body, "last": None}
 
 
 def a_history() -> tuple[Copy, int]:
@@ -107,8 +107,8 @@ def a_history() -> tuple[Copy, int]:
 def test_a_frame_that_does_not_follow_is_a_finding(kind, consumer, entries, why):
     copy, _ = a_history()
     copy.flush()
-    judge = Judge()
-    assert not [found for row in rows(copy) for found in judge.judge(row)]
+    judge = Judge("s", 0)
+    assert not [found for fact in facts(copy) for found in judge.judge(fact)]
     assert list(judge.judge(forged(copy, kind, consumer, entries))), why
 
 
@@ -118,10 +118,9 @@ def test_in_a_log_that_begins_later_what_is_handed_out_in_it_is_judged_all_the_s
     copy.messages("g", "h", subject="s", size=0)
     copy.progress(FrameKind.PULL, "c2", (first, 4, 4), subject="s")
     copy.flush()
-    judge = Judge()
-    assert not [found for row in rows(copy, start) for found in judge.judge(row)]
-    row = forged(copy, FrameKind.PULL, "c3", [(1 << 60, 6, 1)]) | {"start": start}
-    assert list(judge.judge(row)), "message 6 is with c2"
+    judge = Judge("s", start)
+    assert not [found for fact in facts(copy, "s", start) for found in judge.judge(fact)]
+    assert list(judge.judge(forged(copy, FrameKind.PULL, "c3", [(1 << 60, 6, 1)]))), "message 6 is with c2"
 
 
 @pytest.mark.parametrize("new, found", [((), []), ((4,), [Kind.PASSED])], ids=["a dead letter", "a new message"])
@@ -130,8 +129,8 @@ def test_what_came_back_does_not_tell_what_a_consumer_asks_for(new, found):
     copy, first = a_history()
     copy.progress(FrameKind.NACK, "c1", (first, first + 4, 0), subject="s")
     copy.flush()
-    judge = Judge()
-    assert not [found for row in rows(copy) for found in judge.judge(row)]
+    judge = Judge("s", 0)
+    assert not [found for fact in facts(copy) for found in judge.judge(fact)]
     number = copy.log.state.next_pull(copy.log.state.groups["s", "g"], "c2")
     handed_out = [(number, 0, 4), *((number + sequence, sequence, 1) for sequence in new)]
     entries = [*handed_out, (PASSED, 4 + len(new), 6 - 4 - len(new))]
@@ -154,8 +153,8 @@ def changed_back(copy: Copy, *, says: str) -> list[dict[str, Any]]:
     copy.progress(FrameKind.PULL, "c1", (PASSED, 1, 1), subject="s")
     copy.progress(FrameKind.PULL, "c1", (number + 1, 2, 1), subject="s")
     copy.flush()
-    judge = Judge()
-    return [found for row in rows(copy) for found in judge.judge(row)]
+    judge = Judge("s", 0)
+    return [found for fact in facts(copy) for found in judge.judge(fact)]
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,7 @@ def ack(offset: int, consumer: str = "c", begin: int = P, count: int = 10, what:
             [("pull", "delivered"), ("expired", "acked")],
             id="expired in a consumer's hands",
         ),
+        pytest.param([pull(200), ack(300, what="dead")], [("pull", "delivered"), ("dead", "dead")], id="a dead letter"),
         pytest.param([event(200, "passed", sequence=7, messages=1)], [("passed", "acked")], id="passed over"),
         pytest.param([event(200, "expired", sequence=7, messages=1)], [("expired", "acked")], id="expired"),
         pytest.param([event(200, "overflowed", sequence=7, messages=1)], [("overflowed", "acked")], id="overflowed"),

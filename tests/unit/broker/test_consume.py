@@ -6,7 +6,6 @@ import pytest
 
 from qmq.broker import choosing
 from qmq.errors import ErrorCode
-from qmq.log.frame import FrameKind, decode_frames
 from qmq.remoting import commands
 from qmq.remoting.commands import Command
 from tests.unit.broker.world import Client, Group
@@ -86,43 +85,6 @@ def subscribed(group: Group, consumer: str, **subscribe) -> Client:
     return client
 
 
-def test_nothing_above_the_high_watermark_is_handed_out():
-    """I6: not while the slave lacks it, nor the pull frame that says who has it."""
-    group, client = a_group()
-    client.subscribe()
-    group.settle()
-    client.produce("m")
-    pull = client.pull(timeout_ms=5_000)
-    group.a.host.settle()
-    assert not client.answered(pull)
-    while group.to_slave():
-        pass
-    assert not client.answered(pull)
-    group.b.host.settle()
-    assert not client.answered(pull)
-    group.settle()
-    assert ids(client, pull) == ["m"]
-    assert group.a.master.gate.high_watermark == group.a.log.end
-
-
-def test_pull_that_waits_wakes_in_the_turn_of_the_message_and_one_commit_covers_both():
-    group, client = a_group()
-    client.subscribe()
-    group.settle()
-    pull = client.pull(timeout_ms=60_000)
-    group.settle()
-    assert not client.answered(pull)
-    before = group.a.host.performed, group.b.host.performed
-    stored = client.produce("m")
-    group.a.host.turn()
-    frames = group.a.log.tail_frames(group.a.host.commits[0].steps[0].offset, 1 << 20)
-    kinds = [frame.kind for frame, _ in decode_frames(b"".join(frames[0]), frames[1] - len(b"".join(frames[0])), None)]
-    assert kinds == [FrameKind.MESSAGES, FrameKind.PULL]
-    group.settle()
-    assert ids(client, pull) == ["m"] and client.answered(stored)
-    assert (group.a.host.performed, group.b.host.performed) == (before[0] + 1, before[1] + 1)
-
-
 def test_pull_that_finds_nothing_is_answered_at_its_deadline():
     group, client = a_group()
     client.subscribe()
@@ -146,25 +108,6 @@ def test_one_pull_that_waits_blocks_no_other():
     group.settle()
     assert ids(client, one) == ["m"] and not client.answered(quiet)
     assert pulled_by(group, client, 3) == ["m"]
-
-
-def test_position_of_a_new_group_survives_a_restart_of_both():
-    """W8: messages between the subscription and the first pull are not lost, those before it do not come."""
-    group, client = a_group()
-    client.produce("before")
-    group.settle()
-    client.subscribe(start="latest")
-    group.settle()
-    group.cut()
-    group.a.crash()
-    group.b.crash()
-    group.start()
-    client = Client(group.a)
-    client.produce("between")
-    group.settle()
-    client.subscribe(start="latest")
-    group.settle()
-    assert pulled_by(group, client) == ["between"]
 
 
 def test_messages_of_a_consumer_that_went_away_reach_the_others():

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from qmq.codec import check_batch, decode_message
+from qmq.codec import check_batch, decode_message, encode_labels, encode_message, label_of_message, with_properties
 from qmq.errors import ErrorCode
-from qmq.log.frame import FrameKind, decode_frames
+from qmq.log.fold import BATCHES_PER_PRODUCER
+from qmq.log.frame import FLAG_DEAD, FLAG_ORDERED, FrameKind, decode_frames, label_flags
+from qmq.log.progress import DEAD as DONE_AS_DEAD
+from qmq.log.progress import decode_progress
 from qmq.message import Message
+from qmq.operator_limits import OperatorLimits
+from qmq.redrive.redriving import Choice
 from qmq.remoting import commands
 from qmq.subjects import dead_letter_subject, retry_subject
+from qmq.types import Role
 from tests.unit.broker.world import Broker, Client, Group
 
 DEAD = dead_letter_subject("s", "g")
+CHOSEN = (OperatorLimits("s", "g", dead_letters_to="t"),)
 
 
 def a_group(*ids: str, deliveries_max: int = 0, subject: str = "s", **settings) -> tuple[Group, Client, int]:
@@ -51,7 +58,10 @@ def test_dead_letter_is_the_message_and_says_what_became_of_it():
     assert dict(dead.properties) == {"qmq_times": "1", "qmq_deadReason": "no such order", "qmq_deadSequence": "1"}
     assert dead_letters(group.b)[0].id == "m1", "on both copies"
     assert [(one.first, one.count) for one in unacked(group)] == [(0, 1), (2, 1)]
-    assert group.a.counters.dead_letters == 1
+    assert group.a.counters.dead_letters == {("s", "g"): 1}
+    frames = decode_frames(group.a.log.read(0, group.a.log.end, 1 << 30).data, 0, 0)
+    acked = [decode_progress(body) for frame, body in frames if frame.kind == FrameKind.ACK]
+    assert acked[-1].entries == ((first + 1, first + 2, DONE_AS_DEAD),), "the audit misses it if it is gone"
 
 
 def test_dead_letters_of_a_range_from_disk_come_in_order():
@@ -198,7 +208,7 @@ def test_message_that_is_acked_while_it_is_read_does_not_die():
 def test_process_that_ends_in_between_stores_a_dead_letter_once(was_stored):
     group, client, first = a_group("m0")
     if was_stored:
-        group.a.master._delivery._dead_letters._settle = lambda burial, messages: burial.ranges.clear()
+        group.a.master._delivery._dead_letters._settle = lambda burial, *_: burial.ranges.clear()
         client.nack(first, first + 1, dead=True)
         group.settle()
         assert unacked(group) and len(dead_letters(group.a)) == 1
@@ -214,23 +224,54 @@ def test_process_that_ends_in_between_stores_a_dead_letter_once(was_stored):
     assert not group.a.log.state.groups["s", "g"].consumers["c1"].unacked
 
 
-def test_copies_whose_ack_is_missing_are_recognized_also_when_later_messages_died_before_them():
+@pytest.mark.parametrize("limits", [(), CHOSEN], ids=["its own subject", "a chosen one"])
+def test_copies_whose_ack_is_missing_are_recognized_also_when_later_messages_died_before_them(limits):
+    dead = "t" if limits else DEAD
     group, client, first = a_group(*[f"m{number}" for number in range(100)], segment_bytes=1 << 20)
+    group.a.assign(Role.MASTER, limits=limits)
     client.nack(first + 10, first + 100, dead=True)
     group.settle()
-    group.a.master._delivery._dead_letters._settle = lambda burial, messages: burial.ranges.clear()
+    group.a.master._delivery._dead_letters._settle = lambda burial, *_: burial.ranges.clear()
     client.nack(first, first + 10, dead=True)
     group.settle()
-    assert len(dead_letters(group.a)) == 100 and sum(one.count for one in unacked(group)) == 10
+    assert len(dead_letters(group.a, dead)) == 100 and sum(one.count for one in unacked(group)) == 10
     group.swap(2)
+    group.a.assign(Role.MASTER, 2, limits=limits)
     again = Client(group.a)
     opaque = again.subscribe(held_end=first + 100)
     group.settle()
     again.subscription(opaque)
     again.nack(first, first + 10, dead=True)
     group.settle()
-    assert sorted(dead.id for dead in dead_letters(group.a)) == sorted(f"m{number}" for number in range(100))
+    assert sorted(one.id for one in dead_letters(group.a, dead)) == sorted(f"m{number}" for number in range(100))
     assert not unacked(group)
+
+
+def test_copies_whose_ack_is_missing_are_recognized_behind_more_dead_letters_than_a_producer_s_window_has():
+    group, client, first = a_group(*[f"m{number}" for number in range(10)], segment_bytes=1 << 20)
+    other = Client(group.a, "other")
+    other.produce(*[f"n{number}" for number in range(BATCHES_PER_PRODUCER + 1)])
+    opaque = other.subscribe("c2")
+    group.settle()
+    other.subscription(opaque)
+    opaque = other.pull()
+    group.settle()
+    others_first = other.pulled(opaque)[0][0]
+    group.a.master._delivery._dead_letters._settle = lambda burial, *_: burial.ranges.clear()
+    client.nack(first, first + 10, dead=True)
+    group.settle()
+    assert len(dead_letters(group.a)) == 10
+    group.swap(2)
+    for consumer, begin, count in (("c2", others_first, BATCHES_PER_PRODUCER + 1), ("c1", first, 10)):
+        again = Client(group.a, consumer)
+        opaque = again.subscribe(consumer, held_end=begin + count)
+        group.settle()
+        again.subscription(opaque)
+        again.nack(begin, begin + count, dead=True)
+        group.settle()
+        assert not group.a.log.state.groups["s", "g"].consumers[consumer].unacked
+    died = [one.id for one in dead_letters(group.a)]
+    assert len(died) == len(set(died)) == 10 + BATCHES_PER_PRODUCER + 1
 
 
 def test_next_master_buries_what_the_former_one_was_about_to():
@@ -266,3 +307,90 @@ def test_burial_under_way_ends_with_the_mastership():
     group.settle()
     assert client.code(opaque) == ErrorCode.NOT_MASTER
     assert group.a.log.end == group.b.log.end == end and not dead_letters(group.b)
+
+
+def test_dead_letters_go_to_the_subject_that_an_operator_chose_and_say_whose_they_are():
+    group, client, first = a_group("m0", "m1", "m2")
+    group.a.assign(Role.MASTER, limits=CHOSEN)
+    client.nack(first + 1, first + 2, dead=True, reason="no such order")
+    group.settle()
+    (dead,) = dead_letters(group.a, "t")
+    assert (dead.id, dead.subject) == ("m1", "s") and not dead_letters(group.a)
+    fate = {"qmq_times": "1", "qmq_deadReason": "no such order", "qmq_deadSequence": "1"}
+    assert dict(dead.properties) == fate | {"qmq_deadSubject": "s", "qmq_deadGroup": "g"}
+    assert dead_letters(group.b, "t")[0].id == "m1", "on both copies"
+    assert group.a.counters.dead_letters == {("s", "g"): 1}, "alerts look at that, wherever it went"
+    assert [(one.first, one.count) for one in unacked(group)] == [(0, 1), (2, 1)]
+    group.a.assign(Role.MASTER, limits=())
+    client.nack(first, first + 1, dead=True)
+    group.settle()
+    assert [one.id for one in dead_letters(group.a)] == ["m0"], "from then on, those that die go to their own subject"
+
+
+def test_those_of_the_retry_subject_go_there_and_those_of_another_group_do_not():
+    group, client, first = a_group("m0", subject=retry_subject("s", "g"))
+    group.a.assign(Role.MASTER, limits=CHOSEN)
+    client.nack(first, first + 1, dead=True)
+    group.settle()
+    assert [one.id for one in dead_letters(group.a, "t")] == ["m0"]
+    other = Client(group.a, "other")
+    client.produce("m1")
+    opaque = other.subscribe("c9", group="h")
+    group.settle()
+    opaque = other.pull(other.subscription(opaque))
+    group.settle()
+    number = other.pulled(opaque)[0][0]
+    other.nack(number, number + 1, dead=True)
+    group.settle()
+    assert [one.id for one in dead_letters(group.a, dead_letter_subject("s", "h"))] == ["m1"]
+
+
+def test_consumers_of_the_chosen_subject_wake_are_limited_and_find_tags_and_order_keys():
+    group, client, first = a_group("m0")
+    group.a.assign(Role.MASTER, limits=CHOSEN)
+    one = Message("s", {"x": "1"}, id="tagged", tags=["vip"], order_key="k", expires_after=60)
+    label = label_of_message(one)
+    client.produce_raw([encode_message(one, 0)], after=encode_labels([label]), flags=label_flags([label]))
+    group.settle()
+    opaque = client.pull()
+    group.settle()
+    tagged = client.pulled(opaque)[0][0]
+    people = Client(group.a, "people")
+    opaque = people.subscribe("c9", subject="t", group="people", tags=["vip"], deliveries_max=1)
+    group.settle()
+    waiting = people.pull(people.subscription(opaque), timeout_ms=60_000)
+    client.nack(first, first + 1, dead=True)
+    client.nack(tagged, tagged + 1, dead=True)
+    group.settle()
+    assert [id for _, _, id in people.pulled(waiting)] == ["tagged"], "those without the tag are passed over"
+    dead = dead_letters(group.a, "t")[1]
+    assert dead.expires_after is None, "or it would expire before anybody has looked at it"
+    frames = list(decode_frames(group.a.log.read(0, group.a.log.end, 1 << 30).data, 0, 0))
+    flags = [frame.flags for frame, _ in frames if frame.kind == FrameKind.MESSAGES and frame.subject == "t"]
+    assert flags == [FLAG_DEAD, FLAG_DEAD | label_flags([label])] and flags[1] & FLAG_ORDERED
+    number = people.pulled(waiting)[0][0]
+    people.nack(number, number + 1, dead=True)
+    group.settle()
+    assert [one.id for one in dead_letters(group.a, dead_letter_subject("t", "people"))] == ["tagged"]
+
+
+def test_a_redrive_from_the_chosen_subject_takes_only_what_this_group_let_die():
+    """Whoever may produce there could write such properties; a broker alone marks its frames."""
+    group, client, first = a_group("m0")
+    group.a.assign(Role.MASTER, limits=CHOSEN)
+    forged = encode_message(Message("s", id="forged"), 0)
+    client.produce_raw([with_properties(forged, {"qmq_deadSubject": "s", "qmq_deadGroup": "g"})], subject="t")
+    client.nack(first, first + 1, dead=True)
+    people = Client(group.a, "people")
+    opaque = people.subscribe("c9", subject="t", group="people")
+    group.settle()
+    opaque = people.pull(people.subscription(opaque))
+    group.settle()
+    pieces = list(commands.decode_pulled(memoryview(people.body(opaque))))
+
+    def chosen(whose):
+        return [one.id for one in Choice(whose=whose).of("g1", pieces, (0, 1 << 62))]
+
+    assert chosen(("s", "g")) == ["m0"] and chosen(("s", "h")) == chosen(("other", "g")) == []
+    (back,) = Choice(whose=("s", "g")).of("g1", pieces, (0, 1 << 62))
+    assert not decode_message(back.data).properties

@@ -37,54 +37,6 @@ def test_one_fsync_covers_everything_that_arrived_during_the_last_one():
     assert [client.receipt(opaque).first_sequence for opaque in later] == list(range(1, 51))
 
 
-def test_repeated_batch_is_stored_once_and_gets_the_same_receipt():
-    """P2: at once, after the answer, while the first is under way, and over another connection."""
-    group, client = a_group()
-    first = client.produce("a", "b", batch=5)
-    under_way = client.produce("a", "b", batch=5)
-    group.settle()
-    another = Client(group.a, "after a reconnect")
-    later = another.produce("a", "b", batch=5)
-    assert client.receipt(first) == client.receipt(under_way) == another.receipt(later)
-    assert client.receipt(first).first_sequence == 0
-    assert group.a.log.state.next_sequence == {"s": 2}
-
-
-@pytest.mark.parametrize("change", ["swap", "restart"])
-def test_repeated_batch_is_stored_once_after_the_roles_changed(change):
-    """P2: the window is part of the log, so the other broker has it too."""
-    group, client = a_group()
-    client.produce("zero", batch=4)
-    first = client.produce("a", "b", batch=5)
-    group.settle()
-    receipt = client.receipt(first)
-    if change == "swap":
-        group.swap(2)
-    else:
-        group.cut()
-        group.a.crash()
-        group.start()
-    again = Client(group.a)
-    repeated, new = again.produce("a", "b", batch=5), again.produce("c", batch=6)
-    group.settle()
-    assert again.receipt(repeated) == receipt
-    assert again.receipt(new).first_sequence == 3
-
-
-def test_batch_that_was_stored_but_not_acknowledged_is_acknowledged_when_it_is_repeated_to_the_next_master():
-    group, client = a_group()
-    lost = client.produce("m", batch=9)
-    group.a.host.settle()
-    group.to_slave()
-    group.b.host.settle()
-    group.swap(2)
-    assert client.code(lost) == ErrorCode.OUTCOME_UNKNOWN
-    again = Client(group.a)
-    repeated = again.produce("m", batch=9)
-    group.settle()
-    assert again.receipt(repeated)[:2] == (0, 1) and group.a.log.state.next_sequence == {"s": 1}
-
-
 def test_batch_too_old_for_the_window_is_unknown_not_stored_again():
     group, client = a_group()
     for batch in range(100, 170):

@@ -207,7 +207,7 @@ def test_giving_up_on_very_many_messages_takes_many_turns_and_loses_none():
     counters, counts = group.a.counters, []
     opaque = client.nack(pulled[0][0], pulled[-1][0] + 1, dead=True)
     while not counts or counts[-1] < len(pulled):
-        counts.append(counters.dead_letters)
+        counts.append(counters.dead_letters.total())
         assert group.a.host.turn()
     assert counts == [COPIES_PER_TURN, 2 * COPIES_PER_TURN, len(pulled)]
     group.settle()

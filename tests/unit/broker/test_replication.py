@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from qmq.errors import ErrorCode, OperatorError
+from qmq.errors import CorruptFrame, Diverged, ErrorCode, OperatorError
+from qmq.log.frame import FRAME_BYTES_MAX
 from qmq.remoting import commands
 from qmq.remoting.commands import Command, Confirmation
 from qmq.remoting.packet import Packet
@@ -433,29 +434,6 @@ def test_unacknowledged_tail_of_an_old_master_is_cut_and_kept_aside():
     assert told["message_ids"] == ["never acknowledged"]
 
 
-def test_unacknowledged_tail_that_nothing_contradicts_is_taken_back_by_the_next_master():
-    group, client = a_group()
-    client.produce("never acknowledged", batch=3)
-    group.a.host.settle()
-    group.swap(2)
-    assert equal(group) and group.a.node.writable and group.a.log.state.next_sequence == {"s": 1}
-
-
-def test_restarted_master_takes_back_what_only_its_slave_has():
-    group, client = a_group()
-    lost = client.produce("m")
-    group.a.host.turn()
-    group.to_slave()
-    group.b.host.settle()
-    end = group.b.log.end
-    group.cut()
-    group.a.crash()
-    assert group.a.log.end < end and not client.answered(lost)
-    group.start()
-    assert group.a.node.writable and equal(group) and group.a.log.end > end
-    assert group.a.log.state.next_sequence == {"s": 1}
-
-
 def test_restarted_master_goes_on_without_its_slave_only_with_a_whole_log_and_after_a_while():
     group, _ = a_group()
     group.cut()
@@ -495,6 +473,40 @@ def test_newer_epoch_fences_the_master_at_once():
     assert client.code(client.produce("n")) == ErrorCode.NOT_MASTER
     assert client.code(client.pull()) == ErrorCode.NOT_MASTER
     assert client.code(client.ack(0, 1)) == ErrorCode.NOT_MASTER
+
+
+def test_master_that_forgot_a_boot_of_its_own_begins_again_above_it():
+    """Its disk was put back; its slave knows the later boot of the same term."""
+    group, _ = a_group()
+    group.b.node.identity.learn(Epoch(1, 7))
+    group.cut()
+    group.connect()
+    group.settle()
+    assert group.a.master.epoch == Epoch(1, 8) and "fenced" not in group.a.node.readonly_reasons
+    group.connect()
+    group.settle()
+    assert group.a.node.writable and equal(group)
+
+
+def test_a_part_is_taken_up_without_the_metaserver_once_and_only_if_there_was_one():
+    assert not Broker("new").node.start_without_metaserver()
+    group, _ = a_group()
+    master = group.a.master
+    assert not group.a.node.start_without_metaserver() and group.a.master is master
+
+
+def test_what_to_repair_is_looked_for_further_before_if_the_other_copy_has_no_frame_there():
+    group = filled(tail_bytes=0)
+    group.cut()
+    begin = group.a.log.bases[-1]
+    group.a.disk.flip(f"log/{begin:020d}.log", 100)
+    group.a.crash()
+    node, end = group.a.node, group.b.log.end
+    damage = node.log.damage
+    assert damage is not None and node.mend(0, end) == (damage.begin, damage.end)
+    with pytest.raises((CorruptFrame, Diverged)):
+        node.repair(damage.begin - 8, b"of another length")
+    assert node.mend(0, end) == (max(damage.begin - FRAME_BYTES_MAX, 0), damage.begin + 1)
 
 
 def test_slave_follows_no_older_master_and_remembers_newer_epochs():

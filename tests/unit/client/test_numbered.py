@@ -222,7 +222,8 @@ def test_a_group_that_refused_rests_and_is_told_of_again():
             await sent(sender, "g1", batch(1, "x"))
             assert sender.groups("a") == []
             sender.on_change(lambda: told.set() if sender.groups("a") else None)
-            await told.wait()
+            async with asyncio.timeout(20):  # the metaserver would tell of it again after 50
+                await told.wait()
 
     run(test())
 

@@ -43,12 +43,12 @@ def test_rest_doubles_with_failures_in_a_row_and_ends_with_work():
     routing = Routing()
     routing.update([route(group("g1"))])
     now_ms, rests = 0, []
-    for _ in range(7):
+    for _ in range(9):
         until_ms = routing.failed("g1", "no", now_ms=now_ms)
         assert routing.failed("g1", "no", now_ms=now_ms) == until_ms, "failures of one moment are one failure"
         rests.append(until_ms - now_ms)
         now_ms = until_ms
-    assert rests == [100, 200, 400, 800, 1600, 2000, 2000]
+    assert rests == [20, 40, 80, 160, 320, 640, 1280, 2000, 2000]
     routing.failed("g1", "no", now_ms=now_ms)
     routing.worked("g1")
     assert not routing.resting("g1", now_ms)

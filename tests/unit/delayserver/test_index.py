@@ -95,3 +95,15 @@ def test_what_is_added_cancelled_and_written_to_disk_after_the_first_question_is
     more = log.messages([delayed("s", "later", 1000)])
     log.file_into(schedule)
     assert ask("later") == [(False, 0, State.PENDING, more[0][0])] and len(ask(keys=["k7"])) == 3
+
+
+def test_a_question_sees_what_became_of_messages_that_came_after_the_first_one_was_cancelled():
+    log, schedule = DelayLog(), Schedule(MemoryDisk(), segment_ms=HOUR_MS, log_start=DelayLog().start)
+    for count in (1, 1, 100):
+        places = log.messages([delayed("s", f"m{count}", 1000) for _ in range(count)])
+        log.file_into(schedule)
+        assert {one.state for one in schedule.find("s", [id_hash(f"m{count}")], [], [1000])()} >= {State.PENDING}
+        log.cancel(places)
+        log.file_into(schedule)
+        states = [one.state for one in schedule.find("s", [id_hash(f"m{count}")], [], [1000])()]
+        assert set(states) == {State.CANCELLED}

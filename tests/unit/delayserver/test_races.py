@@ -6,8 +6,9 @@ import pytest
 
 from qmq.client.batch_life import NotStored, Stored
 from qmq.codec import encode_labels, label_of
+from qmq.delayserver.cancelling import DECIDED_AT_ONCE
 from qmq.errors import ErrorCode, NotServed
-from qmq.log.frame import FLAG_LABELLED, FLAG_ORDERED
+from qmq.log.frame import FLAG_LABELLED, FLAG_ORDERED, FrameKind
 from qmq.log.recovery import Damage
 from qmq.replication.readonly import Reason
 from qmq.types import Role
@@ -70,6 +71,53 @@ def test_cancels_of_a_message_at_the_same_moment_are_all_told_that_it_is_cancell
     asked = [producer.cancel("m") for _ in range(3)]
     copies.settle()
     assert [producer.fates(one) for one in asked] == [["cancelled"]] * 3
+
+
+def test_a_thousand_cancels_that_share_a_look_are_a_few_frames_and_leave_room_for_others_between():
+    copies, producer = a_group(tail_bytes=1 << 22)
+    ids = [f"m{i}" for i in range(1_000)]
+    for begin in range(0, 1_000, 100):
+        producer.delayed(copies.now_ms + HOUR_MS, *ids[begin : begin + 100])
+    copies.run(200)
+    frames, host, counters = len(list(kinds_of(copies.a))), copies.a.host, copies.a.counters
+    asked = [producer.cancel(id) for id in ids]
+    before, steps = counters.cancelled_messages, []
+    while host.turn() or host.fsync() or host.do_read():
+        steps.append(counters.cancelled_messages - before)
+        before = counters.cancelled_messages
+    assert sum(steps) == 1_000 and max(steps) <= DECIDED_AT_ONCE // 2
+    written = list(kinds_of(copies.a))[frames:]
+    assert set(written) == {FrameKind.CANCEL} and len(written) <= 12
+    copies.settle()
+    assert [producer.fates(one) for one in asked] == [["cancelled"]] * 1_000
+
+
+@pytest.mark.parametrize("order", ["cancel first", "reschedule first"])
+def test_of_a_cancel_and_a_new_time_that_share_a_look_both_answers_are_true(order):
+    copies, producer = a_group()
+    producer.delayed(copies.now_ms + HOUR_MS, "m", "another")
+    copies.run(200)
+    producer.cancel("another")  # the two that follow share the next look
+
+    def cancel():
+        return producer.cancel("m")
+
+    def reschedule():
+        return producer.reschedule("m", copies.now_ms + 1_000)
+
+    if order == "cancel first":
+        cancelled, moved = cancel(), reschedule()
+    else:
+        moved, cancelled = reschedule(), cancel()
+    copies.settle()
+    fate = "cancelled" if order == "cancel first" else "rescheduled"
+    assert (producer.fates(cancelled), producer.fate(moved)) == (["cancelled"], fate)
+    copies.run(3_000)
+    assert copies.senders.attempts == []
+
+
+def kinds_of(server):
+    return (frame.kind for frame in server.log.read(server.log.start, server.log.end, 1 << 22).frames)
 
 
 def test_cancel_of_a_message_that_is_being_rescheduled_finds_it_at_its_new_place():

@@ -35,6 +35,7 @@ REASONS = (
     "draining",
 )
 LAG = 'qmq_broker_lag_messages{broker_group="g1",subject="a",consumer_group="c",instance="b1"}'
+DEAD = 'qmq_broker_dead_letters_total{broker_group="g1",subject="a",consumer_group="c",instance="b1"}'
 DAY_M = 24 * 60
 
 WELL = {
@@ -68,7 +69,6 @@ WELL = {
     'qmq_delayserver_disk_free_limit_bytes{broker_group="d",instance="d1"}': "100",
     LAG: "500-1x400 100+0x1 0x3000",
     'qmq_broker_subject_messages_total{broker_group="g1",subject="a"}': "0+600x3000",
-    'qmq_broker_subject_messages_total{broker_group="g1",subject="%DEAD_RETRY%a%c"}': "3",
     'qmq_broker_skipped_messages_total{broker_group="g1",subject="a",consumer_group="c"}': "5",
     'qmq_broker_oldest_unacked_seconds{broker_group="g1",subject="a",consumer_group="c"}': "9000x390 10x3000",
     'qmq_broker_oldest_unacked_seconds{broker_group="g1",subject="b",consumer_group="c"}': "90",
@@ -146,6 +146,7 @@ STORIES = [
     Story("QmqGroupWithoutMaster", 2, {'qmq_broker_is_master{broker_group="g1",instance="b1"}': "0"}),
     Story("QmqTwoMasters", 1, {'qmq_broker_is_master{broker_group="g1",instance="b2"}': "1"}),
     Story("QmqGroupRowOld", 5, {'qmq_metaserver_group_row_old{broker_group="g1"}': "1"}),
+    Story("QmqLossAccepted", 0, {'qmq_metaserver_loss_accepted{broker_group="g1"}': "1"}),
     Story("QmqSlaveMissing", 2, {readonly("slave_down"): "1"}),
     Story("QmqSlaveMissing", 2, {readonly("slave_down", "delayserver"): "1"}, "of delay servers"),
     Story("QmqSlaveLagging", 2, {readonly("slave_lag"): "1"}),
@@ -177,11 +178,8 @@ STORIES = [
         5,
         {'qmq_broker_oldest_unacked_seconds{broker_group="g1",subject="b",consumer_group="c"}': "3601+60x500"},
     ),
-    Story(
-        "QmqDeadLetters",
-        1,
-        {'qmq_broker_subject_messages_total{broker_group="g1",subject="%DEAD_RETRY%a%c"}': "3 4x500"},
-    ),
+    Story("QmqDeadLetters", 90, {DEAD: "_x90 1x500"}, "the first one that a master sees"),
+    Story("QmqDeadLetters", 120, {DEAD: "3x119 4x500"}, "one more"),
     Story(
         "QmqMessagesSkipped",
         1,

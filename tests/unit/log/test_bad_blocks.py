@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from qmq.errors import DiskFailed
+from qmq.errors import CorruptFrame, DiskFailed
 from qmq.log import RealDisk
 from qmq.log.disk import BLOCK_BYTES, UNREADABLE, UNREADABLE_BLOCKS_MAX
 from qmq.log.frame import decode_frames
@@ -101,8 +101,8 @@ def test_bad_block_of_a_closed_segment_is_damage_that_the_other_copy_mends(disk,
     bad(log_name(base), block)
     frames = [frame for frame, _ in decode_frames(other.whole(), 0, 0) if frame.offset >= base]
     offset = next(frame.offset for frame in frames if frame.end > base + block * BLOCK_BYTES)
-    assert copy.log.is_damaged(offset)
-    copy.log.damaged_at(offset, "unreadable")
+    assert copy.log.is_damaged(CorruptFrame(offset, "unreadable"))
+    copy.log.damaged_at(CorruptFrame(offset, "unreadable"))
     mend(copy, other)
     assert copy.log.damage is None and copy.whole() == other.whole()
     assert disk.size(log_name(base)) == following - base
@@ -148,7 +148,7 @@ def test_bad_block_of_which_the_other_copy_has_a_part_is_damage_behind_that_part
     copy, other = a_copy(disk)
     base = copy.log.bases[1]
     bad(log_name(base), 0)
-    copy.log.damaged_at(base, "unreadable")
+    copy.log.damaged_at(CorruptFrame(base, "unreadable"))
     chunk = other.log.read(base, other.log.end, 1)
     part = chunk.data[: chunk.frames[0].end - base]
     assert len(part) < BLOCK_BYTES < copy.log.damage.end - base

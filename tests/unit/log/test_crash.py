@@ -85,7 +85,7 @@ def run(copy: Copy, truth: Truth) -> None:
     copy.disk.flip(f"log/{copy.log.bases[0]:020d}.log", 8 * (damaged + 100))
     with pytest.raises(CorruptFrame) as found:
         copy.log.read(damaged, copy.log.end, 100)
-    copy.log.damaged_at(found.value.offset, found.value.reason)
+    copy.log.damaged_at(found.value)
     copy.log.repair(whole)
     truth.start = copy.log.bases[1]
     copy.log.drop_oldest_segment()

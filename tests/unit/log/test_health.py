@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qmq.errors import IllegalTransition
+from qmq.errors import CorruptFrame, IllegalTransition
 from qmq.log.health import HEALTH, HealthEvent, LogLife
 from qmq.log.health import LogHealth as H
 from tests.unit.log.logs import Copy
@@ -19,7 +19,7 @@ def test_damage_met_by_a_reader_is_repaired():
     copy, other = a_copy(), a_copy()
     offset = frame_offsets(copy, 0)[20]
     damage(copy, offset)
-    copy.log.damaged_at(offset, "test")
+    copy.log.damaged_at(CorruptFrame(offset, "test"))
     copy.log.repair(others(other, offset, copy.log.damage.end))
     assert states(copy) == [H.WHOLE, H.DAMAGED, H.WHOLE]
 

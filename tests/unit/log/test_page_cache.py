@@ -7,6 +7,7 @@ import os
 import pytest
 
 from qmq.log import page_cache
+from qmq.log.disk import RealDisk
 from qmq.log.page_cache import STEP_BYTES, PageCache
 from qmq.log.system import System
 
@@ -66,3 +67,14 @@ def test_what_was_read_stays_only_if_it_is_of_the_newest_part(dropped, fd, begin
     cache.synced(files[1], 100, 200)
     cache.was_read(files[fd], begin, end)
     assert dropped == ([(fd, begin, end)] if is_dropped else [])
+
+
+def test_a_disk_forgets_what_was_synced_from_the_first_write_to_the_last(tmp_path, dropped):
+    disk = RealDisk(tmp_path, cached_bytes=KEEP)
+    disk.create("log/0.log", 8 * STEP_BYTES)
+    for half in range(2):
+        disk.write("log/0.log", half * STEP_BYTES, [bytes(STEP_BYTES // 2), bytes(STEP_BYTES // 2)])
+    disk.sync("log/0.log")
+    disk.write("log/0.log", 2 * STEP_BYTES, [bytes(5 * STEP_BYTES)])
+    disk.sync("log/0.log")
+    assert [(begin, end) for _, begin, end in dropped] == [(0, 2 * STEP_BYTES)]

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from qmq.errors import BrokenInvariant, CorruptFrame, Diverged
+from qmq.errors import BrokenInvariant, CorruptFrame, Diverged, ForeignSegment
+from qmq.log import segments
 from qmq.log.memory_disk import MemoryDisk
 from tests.unit.log.logs import Copy
 
@@ -56,7 +57,7 @@ def test_damage_met_by_a_reader_is_mended_while_the_log_goes_on(place):
     with pytest.raises(CorruptFrame) as found:
         copy.log.read_bodies([ref for s in ("s0", "s1", "s2") for ref in copy.log.frames(s, 0, 1_000)])
     assert found.value.offset == offset
-    copy.log.damaged_at(found.value.offset, found.value.reason)
+    copy.log.damaged_at(found.value)
     copy.messages("meanwhile")
     copy.flush()
     other.messages("meanwhile")
@@ -74,7 +75,7 @@ def test_frames_that_do_not_join_are_refused_and_nothing_changes(at_run_time):
     offset = frame_offsets(copy, copy.log.bases[-1])[1]
     damage(copy, offset)
     if at_run_time:
-        copy.log.damaged_at(offset, "test")
+        copy.log.damaged_at(CorruptFrame(offset, "test"))
     else:
         copy.reopen()
     image, found = copy.image(), copy.log.damage
@@ -89,7 +90,7 @@ def test_last_frame_is_mended_too_when_a_reader_meets_its_damage():
     copy, other = a_copy(), a_copy()
     offset = frame_offsets(copy, 0)[-1]
     damage(copy, offset)
-    copy.log.damaged_at(offset, "test")
+    copy.log.damaged_at(CorruptFrame(offset, "test"))
     assert copy.log.damage[:2] == (offset, copy.log.end)
     copy.log.repair(others(other, offset, copy.log.end))
     assert copy.image() == other.image()
@@ -99,7 +100,7 @@ def test_damaged_bytes_are_kept_with_a_report():
     copy, other = a_copy(), a_copy()
     offset = frame_offsets(copy, 0)[20]
     damage(copy, offset)
-    copy.log.damaged_at(offset, "test")
+    copy.log.damaged_at(CorruptFrame(offset, "test"))
     end = copy.log.damage.end
     copy.log.repair(others(other, offset, end))
     (data, report) = sorted(copy.disk.names("quarantine"))
@@ -120,6 +121,16 @@ def test_subject_that_no_index_could_take_is_still_no_danger_to_the_log(subject)
     (ref,) = copy.reopen().frames(subject, 0, 10)
     assert copy.log.read_bodies([ref])[0][0].subject == subject
     assert all("/" not in name and len(name) < 40 for name in copy.disk.names("log"))
+
+
+def test_a_frame_is_found_behind_more_than_is_read_at_once(monkeypatch):
+    monkeypatch.setattr(segments, "CHUNK_BYTES", 4096)
+    copy = Copy(segment_bytes=1 << 20)
+    copy.begin_epoch()
+    large, behind = copy.messages(*"abcdef", size=20_000), copy.messages("g")
+    copy.flush()
+    assert segments.next_frame(copy.disk, [0], large.offset + 8) == behind.offset
+    assert segments.next_frame(copy.disk, [0], behind.offset + 8) is None
 
 
 @pytest.mark.parametrize(("behind", "is_known"), [(-1, False), (0, False), (1, True)])
@@ -143,3 +154,36 @@ def test_a_segment_that_is_still_written_is_not_verified():
     newest = copy.log.bases[-1]
     with pytest.raises(CorruptFrame, match="went meanwhile"):
         copy.log.verify(newest, newest, None, 1 << 20)
+
+
+def verify(copy: Copy, base: int) -> None:
+    at, chain, is_whole = base, None, False
+    while not is_whole:
+        at, chain, is_whole = copy.log.verify(base, at, chain, 500)
+
+
+@pytest.mark.parametrize("common", [1, 12], ids=["from its begin", "from its middle"])
+def test_a_closed_segment_that_is_whole_and_of_another_history_is_mended(common):
+    """An older file was put back, or two were exchanged: each frame is right, and the segment does not join."""
+    copy, other, stranger = (a_copy(common) for _ in range(3))
+    for one, name in ((copy, "m"), (other, "m"), (stranger, "x")):
+        one.fill(60, name=name)
+    base, end = copy.log.bases[1:3]
+    assert stranger.log.bases == copy.log.bases and base < stranger.log.end
+    size = copy.disk.size(f"log/{base:020d}.log")
+    theirs = stranger.disk.read(f"log/{base:020d}.log", 0, size)
+    assert theirs != copy.disk.read(f"log/{base:020d}.log", 0, size)
+    copy.disk.write(f"log/{base:020d}.log", 0, [theirs])
+    for right in copy.log.bases[:-1]:
+        if right != base:
+            verify(copy, right)
+    with pytest.raises(ForeignSegment) as found:
+        verify(copy, base)
+    assert (found.value.offset, found.value.end) == (base, end) and copy.log.is_damaged(found.value)
+    copy.log.damaged_at(found.value)
+    copy.log.repair(others(other, base, end))
+    assert copy.log.damage is None and copy.image() == other.image()
+    verify(copy, base)
+    assert theirs.rstrip(b"\0") in [
+        copy.disk.read(f"quarantine/{name}", 0, size) for name in copy.disk.names("quarantine")
+    ]

@@ -15,6 +15,7 @@ from qmq.metaserver.actions.vault import Vault
 from qmq.metaserver.actions.watchdogs import Watchdogs
 from qmq.metaserver.awake import AwakeClock
 from qmq.metaserver.database import Database
+from qmq.metaserver.failovers import Failovers
 from qmq.metaserver.liveness import Liveness
 from qmq.metaserver.metrics import Metrics
 from qmq.metaserver.model import Broker, BrokerKey, ReplicaState
@@ -56,6 +57,7 @@ class World:
             self.database,
             self.brokers,
             swaps,
+            Failovers(self.registry, self.brokers, settings),
             clients,
             Vault(keys),
             self.watchdogs,
@@ -164,9 +166,11 @@ class Brokers:
     async def prepare_swap(self, broker, *, term, hold_ms, timeout_ms, target="", promised_term=0):
         return self._promise(broker, promised_term)
 
-    async def prepare_failover(self, broker, *, term, hold_ms, silent_ms, promised_term=0):
+    async def prepare_failover(self, broker, *, term, hold_ms, silent_ms, promised_term=0, master_gone=False):
         if self.hears_its_master:
             raise OperatorError(f"{broker.key} refused: the master was heard 300 ms ago")
+        if not (self._reach(broker).in_sync or master_gone):
+            raise OperatorError(f"{broker.key} refused: it was not in sync since it began")
         self.held.append(broker.hostname)
         return self._promise(broker, promised_term)
 
@@ -192,7 +196,7 @@ class Brokers:
             rows = sorted((row for row in rows if row.lag), key=lambda row: -row.lag)[:behind_max]
         return pb.ConsumersAnswer(groups=rows)
 
-    async def dead_letters(self, broker, *, subject, group, to="", at=()):
+    async def dead_letters(self, broker, *, subject, group, to="", at=(), source=""):
         self._reach(broker)
         self.destinations.append((to, [one.group for one in at]))
         return DeadLetters(broker.group, self.dead)

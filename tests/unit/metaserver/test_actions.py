@@ -85,6 +85,34 @@ def test_words_have_defaults_and_know_what_was_given():
     assert words.flag("dryRun") and words.number("waitMs") == 0
 
 
+SAME_PLAN = {
+    "AddNewSubject": {"subject": "s9", "tag": "t"},
+    "AddSubjectBrokerGroup": {"subject": "s2", "brokerGroup": "g1"},
+    "DrainGroup": {"brokerGroup": "g1"},
+    "ExtendSubjectRoute": {"relatedSubject": "s2", "relatedBrokerGroup": "g2", "newBrokerGroup": "g1"},
+    "MarkReadonlyBrokerGroup": {"brokerGroup": "g1", "subject": "s1"},
+    "OnOffline": {"subject": "s1", "consumerGroup": "g", "state": "offline"},
+    "RemoveSubjectBrokerGroup": {"subject": "s1", "brokerGroup": "g1", "force": "true"},
+    "SetLimits": {"subject": "s1", "expiresAfterS": "60"},
+    "SwapRoles": {"brokerGroup": "g1"},
+}
+
+
+@in_world
+async def test_a_plan_has_the_same_word_while_nothing_was_changed(world):
+    """Else nobody could say yes to it. Brokers go on meanwhile, and other subjects are made."""
+    await world.running_copies("g1")
+    await world.running_copies("g2")
+    await world.routed("s1", groups=("g1", "g2"))
+    await world.routed("s2", groups=("g2",))
+    before = {name: await world.done(name, **words, dryRun="true") for name, words in SAME_PLAN.items()}
+    await world.routed("s3")
+    world.beat("g1-a", log_end=9000)
+    for name, words in SAME_PLAN.items():
+        again = await world.done(name, **words, dryRun="true")
+        assert again["wouldChange"] and again["plan"] == before[name]["plan"] != "", name
+
+
 @in_world
 async def test_unknown_action_is_refused_with_a_near_one(world):
     answer = await world.run("AddBrokr")

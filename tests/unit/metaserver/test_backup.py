@@ -10,6 +10,7 @@ import pytest
 from qmq.errors import QmqError
 from qmq.metaserver import roles, try_backup
 from qmq.metaserver.db.changes import (
+    AcceptLoss,
     AddSubject,
     AddToken,
     RestoreAll,
@@ -128,6 +129,13 @@ def test_restore_never_forgets_whose_disk_a_master_has(filled):
     filled.store_registration(replace(master, incarnation="first"))
     filled.change([RestoreAll(dump)])
     assert filled.load().groups["g1"].master.incarnation == "first"
+
+
+def test_a_restore_ends_no_loss_that_nobody_acknowledged(filled):
+    dump = through_json(filled.dump())
+    filled.change([AcceptLoss("g1", 2)])
+    filled.change([RestoreAll(dump)])
+    assert filled.load().groups["g1"].lost_term == 2
 
 
 def test_restored_route_goes_on_from_the_larger_version(filled):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
 
 from qmq.metaserver.actions import Status
 from qmq.metaserver.model import BrokerKey
+from qmq.metaserver.state_metrics import StateMetrics
 from tests.unit.metaserver.actions_world import in_world, left, place
 
 
@@ -207,7 +209,7 @@ async def test_what_to_do_about_a_broker_of_three_that_is_down_is_what_works(wor
     world.beat("g1-a")
     assert "name another slave with --to" in await world.refused("SwapRoles", brokerGroup="g1", to="g1-c")
     world.stop("g1-a")
-    assert "failover = true at the metaservers" in await world.refused("SwapRoles", brokerGroup="g1", to="g1-b")
+    assert "Failover --brokerGroup=g1" in await world.refused("SwapRoles", brokerGroup="g1", to="g1-b")
 
 
 @in_world
@@ -255,3 +257,32 @@ async def test_leftovers_do_not_hinder_a_replacement_of_addresses(world):
     words = place("g1", 1, "g1-b") | {"ip": "10.0.0.2"}
     assert (await world.done("ReplaceBroker", **words))["ip"] == "10.0.0.1"
     assert world.registry.directory.groups["g1"].slave.ip == "10.0.0.2"
+
+
+@in_world
+async def test_an_accepted_loss_is_told_of_until_it_is_acknowledged(world):
+    async def told():
+        checks = (await world.done("Doctor"))["checks"]
+        (shown,) = [group["lostTerm"] for group in await world.done("ListBrokerGroups")]
+        read = StateMetrics(world.registry, world.database, SimpleNamespace(clients=list)).read()
+        metric = next(metric for metric in read if metric.name == "qmq_metaserver_loss_accepted")
+        found = [check["remedy"] for check in checks if check["name"] == "loss of g1"]
+        return found, shown, [(sample.labels["broker_group"], sample.value) for sample in metric.samples]
+
+    await world.running_copies()
+    assert await told() == ([], 0, [])
+    world.stop("g1-a")
+    world.stop("g1-b")
+    await world.done("ReplaceBroker", **place("g1", 0, "g1-b"), swap="true", acceptLoss="true")
+    ((remedy,), term, samples) = await told()
+    assert "AcknowledgeLoss --brokerGroup=g1" in remedy and samples == [("g1", 1.0)]
+    assert term == world.registry.directory.groups["g1"].term
+    await world.done("SetCopies", brokerGroup="g1", minCopies=2)
+    await world.start("g1-b")
+    assert (await told())[1] == term, "what happens to the group does not end it"
+    assert (await world.done("AcknowledgeLoss", brokerGroup="g1"))["lostTerm"] == term
+    assert await told() == ([], 0, [])
+    actions = [(row.action, row.before) for row in await world.audit()]
+    assert actions[0] == ("AcknowledgeLoss", {"lostTerm": term})
+    assert (await world.done("AcknowledgeLoss", brokerGroup="g1"))["lostTerm"] == 0, "there is nothing more"
+    assert "no broker group g9" in await world.refused("AcknowledgeLoss", brokerGroup="g9")

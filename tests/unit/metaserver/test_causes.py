@@ -5,7 +5,7 @@ from __future__ import annotations
 from qmq.metaserver.actions.causes import one_per_cause
 
 
-def broker(name, group, role, ip, *, ok=True, answers=True, found="up", reasons=(), incarnation="disk"):
+def broker(name, group, role, ip, *, ok=True, answers=True, found="up", reasons=(), incarnation="disk", min_copies=2):
     facts = {
         "group": group,
         "role": role,
@@ -16,6 +16,7 @@ def broker(name, group, role, ip, *, ok=True, answers=True, found="up", reasons=
         "answers": answers,
         "reasons": list(reasons),
         "incarnation": incarnation,
+        "minCopies": min_copies,
     }
     return {"name": f"broker {name}", "ok": ok, "found": found, "remedy": "", "facts": facts}
 
@@ -52,12 +53,12 @@ def test_a_slave_that_is_down_is_one_finding_and_its_group_and_master_none():
     )
 
 
-def test_a_master_that_is_down_is_named_with_the_swap():
+def test_a_master_that_is_down_is_named_with_the_failover():
     found = wrong(
         [away("a", "g1", "MASTER", "10.0.0.1"), broker("b", "g1", "SLAVE", "10.0.0.2"), group("g1", ok=False)]
     )
     assert list(found) == ["broker a"]
-    assert "--role=0 --hostname=b --ip=10.0.0.2" in found["broker a"]["remedy"]
+    assert "tools.sh Failover --brokerGroup=g1 --masterGone=true" in found["broker a"]["remedy"]
 
 
 def test_a_slave_whose_master_is_down_as_well_may_be_the_last_copy():
@@ -105,3 +106,32 @@ def test_a_slave_that_was_rolled_back_is_the_finding_and_its_master_is_none():
 def test_a_broker_that_never_registered_is_started_not_replaced():
     found = wrong([away("a", "g1", "MASTER", "10.0.0.1", incarnation=""), group("g1", ok=False)])
     assert list(found) == ["broker a"] and "its log" in found["broker a"]["remedy"]
+
+
+# Three copies.
+
+
+def of_three(*gone, min_copies=2):
+    """Findings about a (the master), b and c, each on a machine of its own."""
+    parts = {"a": "MASTER", "b": "SLAVE", "c": "SLAVE"}
+    checks = [
+        (away if name in gone else broker)(name, "g1", role, f"10.0.0.{at}", min_copies=min_copies)
+        for at, (name, role) in enumerate(parts.items())
+    ]
+    return {name: check["remedy"] for name, check in wrong([*checks, group("g1", ok=False)]).items()}
+
+
+def test_each_of_three_copies_is_named_with_the_command_for_several():
+    found = of_three("a")
+    assert "Failover --brokerGroup=g1 --masterGone=true" in found["broker a"]
+    (remedy,) = of_three("c").values()
+    assert "RemoveBroker --hostname=c --servePort=1, then tools.sh AddBroker --brokerGroup=g1 --role=1" in remedy
+    (remedy,) = of_three("c", min_copies=3).values()
+    assert remedy.index("AddBroker") < remedy.index("RemoveBroker"), "else too few would be left"
+
+
+def test_with_the_master_away_as_well_recovery_asks_what_is_left():
+    found = of_three("a", "c")
+    assert "Failover --brokerGroup=g1" in found["broker a"], "which says what it needs"
+    assert "RecoverGroup --brokerGroup=g1" in found["broker c"]
+    assert all("RecoverGroup --brokerGroup=g1" in remedy for remedy in of_three("a", "b", "c").values())

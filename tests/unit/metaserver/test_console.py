@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import html
 import random
 import re
 
@@ -13,9 +14,12 @@ from qmq.errors import AccessError, NotServed
 from qmq.metaserver.access import Access, new_token
 from qmq.metaserver.actions import ACTIONS, Answer, Status
 from qmq.metaserver.console import changes, shown
+from qmq.metaserver.console import sessions as sessions_module
 from qmq.metaserver.console.pages import PAGES
 from qmq.metaserver.console.sessions import LASTS_MS, Sessions
+from qmq.metaserver.rpc.tokens import wall_ms
 from qmq.rights import Caller, TokenRole
+from tests.unit.metaserver.actions_world import place
 from tests.unit.metaserver.console_world import CLUSTER, ConsoleWorld, in_console, text_of
 
 HOSTILE = '<script>alert("1")</script>\'&'
@@ -93,7 +97,20 @@ async def test_doctors_findings_stand_on_the_overview_with_machine_and_command(w
     world.stop("g1-a")
     text = await world.read()
     assert "broker g1-a:20881 (MASTER of g1)" in text and "start it on 10.0.0.1" in text
-    assert "tools.sh ReplaceBroker --brokerGroup=g1" in text
+    assert "tools.sh Failover --brokerGroup=g1 --masterGone=true" in text
+
+
+@in_console
+async def test_a_loss_that_was_accepted_stands_on_the_groups_page_until_it_is_acknowledged(world):
+    await world.log_in("admin")
+    await world.running_copies("g1")
+    world.stop("g1-a")
+    world.stop("g1-b")
+    await world.done("ReplaceBroker", **place("g1", 0, "g1-b"), swap="true", acceptLoss="true")
+    text = await world.read("/group", name="g1")
+    assert "that acknowledged messages are lost" in text and "AcknowledgeLoss…" in text and "Failover…" in text
+    await world.done("AcknowledgeLoss", brokerGroup="g1")
+    assert "AcknowledgeLoss" not in await world.read("/group", name="g1")
 
 
 @in_console
@@ -164,6 +181,8 @@ async def test_a_login_leads_to_the_page_that_was_asked_for_and_nowhere_else(wor
         "//elsewhere": "/console",
         "/consoleX": "/console",
         "/console/\r\nX: y": "/console",
+        "/console/subjects?prefix=Я": "/console",
+        "/console/subjects?prefix=%D0%AF": "/console/subjects?prefix=%D0%AF",
     }.items():
         answer = await world.browser.post("/console/login", data={"token": world.tokens["viewer"], "next": to})
         assert answer.headers["location"] == lands
@@ -176,11 +195,85 @@ async def test_a_revoked_token_ends_its_sessions(world):
     assert (await world.browser.get("/console")).status_code == 303
 
 
+OPEN = {"/console/login", "/console/console.css", "/console/console.js", "/console/icon.svg"}
+
+
 @in_console
-async def test_logging_out_takes_the_cookie_away(world):
-    answer = await world.send("/logout")
+async def test_every_address_asks_for_a_session_that_goes_on(world):
+    """All that there are: without a cookie, with one of another installation, of a session that ended or was logged out
+    of, of a token that was revoked, or that is no operator's."""
+    dice = random.Random(5).randbytes
+    now = wall_ms()
+    sessions = Sessions(world.access, [CLUSTER], dice)
+    cookies = {
+        "none": "",
+        "of another installation": Sessions(world.access, ["foreign"], dice).begin(world.tokens["admin"], now_ms=now),
+        "ended": sessions.begin(world.tokens["admin"], now_ms=now - LASTS_MS),
+        "of a client": sessions._cookie(next(row.id for row in world.rows if row.name == "client"), now),
+        "of a revoked token": sessions.begin(world.tokens["operator"], now_ms=now),
+    }
+    await world.log_in("admin")
+    cookies["logged out"] = world.browser.cookies["qmq_console"]
+    await world.send("/logout", csrf=await world.csrf())
+    world.access.replace([row for row in world.rows if row.name != "operator"])
+    asked = [(route.path, method) for route in world.console.routes() for method in route.methods - {"HEAD"}]
+    assert {("/console/rates", "GET"), ("/console/change", "POST")} < set(asked)
+    for path, method in asked:
+        for whose, cookie in cookies.items():
+            browser = world.new_browser()
+            browser.cookies.set("qmq_console", cookie)
+            form = {"csrf": sessions.csrf(cookie), "action": "DrainGroup", "brokerGroup": "g1", "step": "confirm"}
+            answer = await browser.request(method, path, data=form if method == "POST" else None)
+            leads = answer.headers.get("location", "").startswith("/console/login") or answer.status_code == 401
+            assert leads != (path in OPEN and method == "GET"), (path, method, whose, answer.status_code)
+
+
+@in_console
+async def test_every_form_shows_the_proof_of_its_session_and_comes_from_this_site(world):
+    await world.log_in("admin")
+    others = await world.csrf()
+    await world.log_in("admin")
+    posted = [route.path for route in world.console.routes() if "POST" in route.methods]
+    assert "/console/change" in posted
+    for path in posted:
+        for site in ("cross-site", "same-site", "none"):
+            answer = await world.browser.post(path, data={}, headers={"Sec-Fetch-Site": site})
+            assert answer.status_code == 403 and "another site" in answer.text, path
+        if path != "/console/login":  # nobody is logged in yet; its cookie is not sent along from another site
+            for csrf in ("", "x", others):
+                answer = await world.browser.post(path, data={"csrf": csrf, "action": "DrainGroup"})
+                assert answer.status_code == 403 and "not of your session" in answer.text, path
+    await world.see()
+
+
+@in_console
+async def test_logging_out_ends_the_session_here(world):
+    cookie, proof = world.browser.cookies["qmq_console"], await world.csrf()
+    answer = await world.send("/logout", csrf=proof)
     assert answer.status_code == 303 and 'qmq_console=""' in answer.headers["set-cookie"]
     assert (await world.browser.get("/console")).status_code == 303
+    copied = world.new_browser()
+    copied.cookies.set("qmq_console", cookie)
+    assert (await copied.get("/console")).status_code == 303
+    await world.log_in()
+    await world.see()  # another session of the same token goes on
+
+
+def test_sessions_that_were_logged_out_of_are_remembered_as_long_as_they_would_last(monkeypatch):
+    monkeypatch.setattr(sessions_module, "ENDED_MAX", 2)
+    row, token = new_token("anna", "viewer", known=(), random_bytes=random.Random(3).randbytes, now_ms=0)
+    access = Access([])
+    access.replace([row])
+    sessions = Sessions(access, ["key"], random.Random(4).randbytes)
+    cookies = [sessions.begin(token, now_ms=at) for at in (1, 2, 3)]
+    for cookie in cookies[:2]:
+        sessions.end(cookie, now_ms=4)
+        with pytest.raises(AccessError, match="logged out"):
+            sessions.caller(cookie, now_ms=4, peer="")
+    sessions.end(cookies[2], now_ms=1 + LASTS_MS)
+    assert len(sessions._ended) == 2, "the first would be over by itself"
+    sessions.end(sessions.begin(token, now_ms=4), now_ms=5)
+    assert len(sessions._ended) == 2
 
 
 def test_a_session_ends_and_is_not_forged():
@@ -253,6 +346,41 @@ async def test_a_change_is_planned_then_confirmed_and_stands_in_the_trail(world)
     assert (newest.who, newest.peer, newest.action) == ("operator", "10.0.0.9", "MarkReadonlyBrokerGroup")
     again = await world.send("/change", step="plan", **words)
     assert "Nothing would change" in again.text and "Do it" not in again.text
+
+
+@in_console
+async def test_a_plan_that_is_another_one_by_now_is_not_carried_out(world):
+    """Two operators look at contradictory plans of one subject at the same time, and both say yes."""
+    await world.log_in("operator")
+    await world.running_copies("g1")
+    await world.routed("s1")
+    csrf, plans = await world.csrf(), []
+    for seconds in ("60", "3600"):
+        words = {"csrf": csrf, "action": "SetLimits", "subject": "s1", "expiresAfterS": seconds}
+        planned = (await world.send("/change", step="plan", **words)).text
+        plans.append(words | {"step": "confirm", "plan": re.search(r'name="plan" value="([^"]+)"', planned)[1]})
+    assert "Done." in (await world.send("/change", **plans[0])).text
+    refused = await world.send("/change", **plans[1])
+    assert "something was changed since this plan was shown" in refused.text and "expiresAfterS=3600" in refused.text
+    assert [limits.expires_after_s for limits in world.registry.directory.limits] == [60]
+    assert "Done." in (await world.send("/change", **plans[0])).text  # all is so already
+    assert not any("ifPlan" in row.parameters for row in await world.audit())
+
+
+@in_console
+async def test_a_form_that_was_filled_in_when_the_session_ended_is_there_after_the_login(world):
+    words = {"action": "MarkReadonlyBrokerGroup", "brokerGroup": "g 1&x", "step": "confirm", "csrf": "x"}
+    browser = world.new_browser()
+    to = (await browser.post("/console/change", data=words)).headers["location"]
+    login = re.search(r'name="next" value="([^"]*)"', (await browser.get(to)).text)[1]
+    answer = await browser.post(
+        "/console/login", data={"token": world.tokens["operator"], "next": html.unescape(login)}
+    )
+    form = await browser.get(answer.headers["location"])
+    assert 'value="g 1&amp;x"' in form.text and "Show the plan" in form.text and "Do it" not in form.text
+    long = await world.new_browser().post("/console/change", data=words | {"subject": "x" * 5000})
+    other = await world.new_browser().post("/console/change", data=words | {"action": "AddToken"})
+    assert long.headers["location"] == "/console/login" and other.headers["location"].startswith("/console/login")
 
 
 @in_console

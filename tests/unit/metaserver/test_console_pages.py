@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from unittest.mock import patch
 
 from qmq.errors import NotServed, OutcomeUnknown
@@ -50,6 +51,20 @@ async def test_a_large_installation_is_asked_only_when_somebody_says_so(world):
         assert "ask it" in await world.read() and "checks are" not in await world.read()
     finally:
         pages.ASKED_MAX = before
+
+
+@in_console
+async def test_when_doctor_waits_for_a_silent_broker_the_overview_leads_to_it(world):
+    from qmq.metaserver.console import pages
+
+    await world.running_copies("g1")
+    before, pages.DOCTOR_S = pages.DOCTOR_S, 0.0
+    try:
+        page = await world.see()
+    finally:
+        pages.DOCTOR_S = before
+    assert "A broker may be silent" in page and 'href="/console/doctor">ask it on its own page' in page
+    assert "takes messages" in page
 
 
 @in_console
@@ -166,6 +181,22 @@ async def test_dead_letters_are_shown_with_what_they_died_of(world):
     text = await world.read("/messages", subject="order.changed", dead="billing")
     assert "m-1 g1 / 1 ValueError: no price 5" in text and "Redrive…" in text
     assert world.brokers.browsed[0].subject == "%DEAD_RETRY%order.changed%billing"
+
+
+@in_console
+async def test_dead_letters_are_shown_wherever_an_operator_had_them_go(world):
+    await world.log_in("operator")
+    await world.running_copies("g1")
+    await world.routed("order.changed", "dead")
+    await world.done("LimitGroup", subject="order.changed", group="billing", deadLettersTo="dead")
+    answers = [stored(number, f"m-{number}", qmq_deadReason="no price", qmq_times="5") for number in (1, 2)]
+    world.brokers.stored = [pb.BrowseAnswer(messages=[one]) for one in answers]
+    text = await world.read("/messages", subject="order.changed", dead="billing")
+    assert "m-1 g1" in text and "m-2 g1" in text
+    own, chosen = world.brokers.browsed
+    assert (own.subject, dict(own.properties)) == ("%DEAD_RETRY%order.changed%billing", {})
+    marked = {"qmq_deadSubject": "order.changed", "qmq_deadGroup": "billing"}
+    assert (chosen.subject, dict(chosen.properties)) == ("dead", marked)
 
 
 @in_console
@@ -328,3 +359,31 @@ async def test_messages_a_second_of_a_subject_are_counted_while_somebody_looks(w
     world.brokers.silent = {"g2"}
     assert "No rates: not every broker group answers" in await world.read("/consumers", subject="s")
     assert "<script src" not in await world.see("/consumers"), "what is not drawn needs no script"
+
+
+WORDS = {
+    "": ("page", "state", "name"),
+    "/group": ("name",),
+    "/subjects": ("prefix", "after", "group"),
+    "/consumers": ("subject", "group", "all"),
+    "/messages": ("subject", "id", "tag", "since", "until", "dead", "sequence", "brokerGroup"),
+    "/delayed": ("subject", "since", "until", "owner"),
+    "/outbox": ("room", "database"),
+    "/trail": ("who", "name", "before", "since", "until", "subject", "request", "brokerGroup"),
+    "/audit": ("group",),
+    "/change": ("action", "subject", "brokerGroup"),
+}
+NONSENSE = ("-1", "9" * 23, "NaN", "1e9", "0x10", "٣", "%00", "\0", HOSTILE, "a" * 3000, "' OR 1=1", "\ud7ff")
+
+
+@in_console
+async def test_whatever_an_address_says_the_page_is_whole_and_shows_it_as_text(world):
+    await world.log_in("operator")
+    await world.running_copies("g1")
+    await world.routed("order.changed")
+    for path, names in WORDS.items():
+        for name, word in product(names, NONSENSE):
+            words = {"subject": "order.changed", name: word} if path == "/messages" else {name: word}
+            answer = await world.browser.get(f"/console{path}", params=words)
+            assert answer.status_code < 500 and answer.text.rstrip().endswith("</html>"), (path, name, word)
+            assert HOSTILE not in answer.text, (path, name)

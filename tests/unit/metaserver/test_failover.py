@@ -49,7 +49,7 @@ REFUSED = [
     pytest.param(row(half_swapped=True), Refusal.HALF_SWAPPED, id="an operator is at it"),
     pytest.param(replace(FINE, reported_term=5), Refusal.OLD_ROW, id="a broker reports a newer term than the row"),
     pytest.param(replace(FINE, slaves_said={}), Refusal.SLAVE_DOWN, id="the slave does not answer"),
-    pytest.param(replace(FINE, hear_master=frozenset({B.key})), Refusal.HEARS_ITS_MASTER, id="it hears its master"),
+    pytest.param(replace(FINE, unwilling={B.key: "heard"}), Refusal.HEARS_ITS_MASTER, id="it hears its master"),
     pytest.param(slave_says(incarnation="empty"), Refusal.OTHER_DISK, id="its disk was replaced"),
     pytest.param(slave_says(incarnation=""), Refusal.OTHER_DISK, id="it does not name its disk"),
     pytest.param(
@@ -83,12 +83,13 @@ REFUSED = [
 def test_each_condition_alone_is_in_the_way(facts, why):
     refused, text = failover.refusal(facts)
     of_slave = {one: f"1 of its 1 slaves would have to promise, and b:1 {told}" for one, _, told in SLAVE_CONDITIONS}
+    of_slave[Refusal.HEARS_ITS_MASTER] = "1 of its 1 slaves would have to promise, and b:1 does not: heard"
     texts = {one: told for one, _, told in CONDITIONS} | of_slave | {Refusal.BEHIND: BEHIND}
     assert (refused, text) == (why, texts[why])
 
 
 def test_each_condition_has_an_example():
-    every = {why for why, _, _ in (*CONDITIONS, *SLAVE_CONDITIONS)} | {Refusal.BEHIND}
+    every = {why for why, _, _ in (*CONDITIONS, *SLAVE_CONDITIONS)} | {Refusal.BEHIND, Refusal.HEARS_ITS_MASTER}
     assert {param.values[1] for param in REFUSED} == every
 
 
@@ -140,7 +141,7 @@ def without(facts, *names):
 
 
 @pytest.mark.parametrize(
-    ("count", "m", "enough"), [(3, 2, 2), (3, 3, 1), (4, 2, 3), (4, 3, 2), (5, 2, 4), (5, 3, 3), (5, 5, 1)]
+    ("count", "m", "enough"), [(3, 2, 2), (3, 3, 1), (4, 3, 2), (4, 4, 1), (5, 3, 3), (5, 4, 2), (5, 5, 1)]
 )
 def test_so_many_promise_that_one_of_them_has_all_that_was_acknowledged(count, m, enough):
     facts = copies(count, m)
@@ -196,4 +197,30 @@ def test_a_slave_that_restarted_or_hears_the_master_does_not_promise():
     restarted = {**facts.slaves_said, c: replace(facts.slaves_said[c], in_sync=False)}
     refused, text = failover.refusal(replace(facts, slaves_said=restarted))
     assert refused == Refusal.NOT_IN_SYNC_SINCE_START and "c:1 has not been in sync since" in text
-    assert failover.refusal(replace(facts, hear_master=frozenset({b})))[0] == Refusal.HEARS_ITS_MASTER
+    assert failover.refusal(replace(facts, unwilling={b: "heard"}))[0] == Refusal.HEARS_ITS_MASTER
+
+
+@pytest.mark.parametrize(("count", "m"), [(2, 2), (3, 2), (3, 3), (5, 3)])
+@pytest.mark.parametrize("left_out", ["", "in the row's term", "the operator's word"])
+def test_a_slave_that_restarted_counts_by_an_operators_word_and_by_its_row_or_log(count, m, left_out):
+    """With n = m the row says who has everything; else the log does, by a frame of the row's term."""
+    facts = copies(count, m, in_step="", master_gone=left_out != "the operator's word")
+    slaves = tuple(replace(slave, complete=count == m) for slave in facts.group.slaves)
+    term = 3 if left_out == "in the row's term" else 4
+    said = {key: replace(one, in_sync=False, last_term=term) for key, one in facts.slaves_said.items()}
+    facts = replace(facts, group=replace(facts.group, slaves=slaves), slaves_said=said)
+    is_chosen = facts.master_gone and (term == 4 or count == m)
+    assert (failover.refusal(facts) is None) == is_chosen
+
+
+@pytest.mark.parametrize("why", Refusal)
+def test_each_refusal_names_what_to_do(why):
+    text = failover.way_on(why, ROW)
+    assert text and "{" not in text
+    assert "g1" in text or why in {
+        Refusal.NO_SLAVE,
+        Refusal.HALF_SWAPPED,
+        Refusal.OLD_ROW,
+        Refusal.HEARS_ITS_MASTER,
+        Refusal.NOT_STORED,
+    }

@@ -75,6 +75,26 @@ def test_a_slave_that_hears_its_master_stays_the_slave(tmp_path, monkeypatch):
     asyncio.run(test())
 
 
+def test_a_refused_failover_is_tried_again_soon_and_then_less_often(tmp_path, monkeypatch):
+    async def test() -> None:
+        _, failovers = await a_master_is_gone(tmp_path)
+        now_s, tried_s = 0.0, []
+
+        async def fail_over(name):
+            tried_s.append(now_s)
+
+        monkeypatch.setattr(failovers, "fail_over", fail_over)
+        monkeypatch.setattr("qmq.metaserver.failovers.time", SimpleNamespace(monotonic=lambda: now_s))
+        monkeypatch.setattr("qmq.metaserver.failovers.AGAINS_S", (0.125, 0.25, 0.5, 1.0))
+        while now_s < 3:
+            failovers._look()
+            await asyncio.gather(*failovers._running.values())
+            now_s += 0.125
+        assert tried_s == [0, 0.125, 0.375, 0.875, 1.875, 2.875]
+
+    asyncio.run(test())
+
+
 def test_a_slave_that_restarted_meanwhile_stays_the_slave_and_doctor_says_why(tmp_path, monkeypatch):
     async def test() -> None:
         world, failovers = await a_master_is_gone(tmp_path)
@@ -142,6 +162,8 @@ def test_a_silent_machine_is_noticed_without_a_closed_connection(tmp_path):
         await world.open()
         await world.running_copies()
         master, now_ms = world.registry.directory.groups["g1"].master, world.registry.now_ms()
+        world.registry.now_ms = lambda: now_ms
+        world.beat("g1-a")  # heard at this very moment, however long the other broker took to start
         assert world.registry.is_gone(master, 2000) == ""
         world.registry.now_ms = lambda: now_ms + 1900
         assert world.registry.is_gone(master, 2000) == ""
@@ -208,7 +230,7 @@ def test_a_promise_that_led_to_no_choice_ends_in_a_term_of_the_same_master(tmp_p
         world.beat("g1-b", incarnation="disk of g1-b", promised_term=before + 3)
         now_s = time.monotonic()
         monkeypatch.setattr("qmq.metaserver.renewals.time", SimpleNamespace(monotonic=lambda: now_s))
-        promises = Promises(world.registry)
+        promises = Promises(world.registry, world.brokers)
         await promises.look()
         now_s += 2.9
         await promises.look()
@@ -228,7 +250,25 @@ def test_a_promise_waits_for_a_master_that_is_gone(tmp_path, monkeypatch):
         before = row_of_three(world)
         world.beat("g1-b", incarnation="disk of g1-b", promised_term=before[0] + 1)
         monkeypatch.setattr("qmq.metaserver.renewals.PROMISE_S", 0.0)
-        promises = Promises(world.registry)
+        promises = Promises(world.registry, world.brokers)
+        await promises.look()
+        await promises.look()
+        assert row_of_three(world) == before
+
+    asyncio.run(test())
+
+
+def test_a_promise_waits_for_a_master_that_is_there_by_an_old_word_only(tmp_path, monkeypatch):
+    """The metaserver that it beat at is paused: nobody has said yet that the master died."""
+
+    async def test() -> None:
+        world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
+        await world.start("g1-a")
+        before = row_of_three(world)
+        world.beat("g1-b", incarnation="disk of g1-b", promised_term=before[0] + 1)
+        del world.brokers.states[BrokerKey("g1-a", 20881)]
+        monkeypatch.setattr("qmq.metaserver.renewals.PROMISE_S", 0.0)
+        promises = Promises(world.registry, world.brokers)
         await promises.look()
         await promises.look()
         assert row_of_three(world) == before
@@ -374,7 +414,7 @@ def test_a_promise_of_a_group_that_has_two_copies_by_now_ends_too(tmp_path, monk
         before = row(world)
         world.beat("g1-b", incarnation="disk of g1-b", promised_term=before[0] + 3)
         monkeypatch.setattr("qmq.metaserver.renewals.PROMISE_S", 0.0)
-        promises = Promises(world.registry)
+        promises = Promises(world.registry, world.brokers)
         await promises.look()
         await promises.look()
         assert row(world) == (before[0] + 3, *before[1:])
@@ -397,5 +437,93 @@ def test_a_broker_of_another_group_is_refused_before_the_row_changes(tmp_path, m
         assert row_of_three(world) == before
         await service._register(pb.BrokerIdentity(broker_group="g1", **said, **ports), master.key)
         assert row_of_three(world) == (before[0] + 1, *before[1:])
+
+    asyncio.run(test())
+
+
+# By an operator's word.
+
+
+def test_an_operator_makes_the_failover_that_is_switched_off(tmp_path, monkeypatch):
+    async def test() -> None:
+        world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
+        monkeypatch.setattr("qmq.metaserver.failovers._is_at_work", lambda registry, group: True)
+        before = row_of_three(world)
+        plan = await world.done("Failover", brokerGroup="g1", dryRun="true")
+        assert (plan["after"]["master"]["hostname"], plan["after"]["term"]) == ("g1-c", before[0] + 1)
+        assert row_of_three(world) == before and not world.brokers.held, "a plan asks nobody for a promise"
+        done = await world.done("Failover", brokerGroup="g1")
+        assert (done["master"]["hostname"], done["logEnd"], done["term"]) == ("g1-c", 5000, before[0] + 1)
+        assert row_of_three(world) == (before[0] + 1, "g1-c", {"g1-a", "g1-b"})
+        newest = (await world.audit())[0]
+        assert (newest.who, newest.action, newest.parameters["slaveEnd"]) == ("anna", "Failover", 5000)
+        assert "g1-c:20881 is there, the master of g1; SwapRoles" in await world.refused("Failover", brokerGroup="g1")
+
+    asyncio.run(test())
+
+
+def test_slaves_that_restarted_are_chosen_only_if_an_operator_says_that_the_master_never_returns(tmp_path, monkeypatch):
+    async def test() -> None:
+        world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
+        monkeypatch.setattr("qmq.metaserver.failovers._is_at_work", lambda registry, group: True)
+        term = row_of_three(world)[0]
+        for name, end in (("g1-b", 4096), ("g1-c", 5000)):
+            world.beat(name, incarnation=f"disk of {name}", flushed_end=end, last_term=term, last_boot=1)
+        refused = await world.refused("Failover", brokerGroup="g1")
+        assert "since its process began" in refused and "Failover --brokerGroup=g1 --masterGone=true" in refused
+        assert row_of_three(world)[0] == term and not world.brokers.held
+        await world.done("Failover", brokerGroup="g1", masterGone="true")
+        assert row_of_three(world) == (term + 1, "g1-c", {"g1-a", "g1-b"})
+
+    asyncio.run(test())
+
+
+def test_why_a_copy_does_not_promise_is_told_in_its_own_words(tmp_path, monkeypatch):
+    """By an operator's word it is asked although it restarted: its log's end may be cut, which only it knows."""
+
+    async def test() -> None:
+        world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
+        words = "this copy of g1 was not in sync since it began, or is not whole"
+
+        async def not_whole(broker, **asked):
+            raise OperatorError(f"{broker.key} refused: {words}")
+
+        monkeypatch.setattr(world.brokers, "prepare_failover", not_whole)
+        refused = await world.refused("Failover", brokerGroup="g1", masterGone="true")
+        assert words in refused and "If a copy is not whole: tools.sh RecoverGroup" in refused
+
+    asyncio.run(test())
+
+
+def test_a_failover_is_refused_where_there_is_nothing_to_choose(tmp_path):
+    async def test() -> None:
+        world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
+        assert "there is no broker group g9" in await world.refused("Failover", brokerGroup="g9")
+        world.stop("g1-b")
+        refused = await world.refused("Failover", brokerGroup="g1", masterGone="true")
+        assert "2 of its 2 slaves" in refused and "RecoverGroup --brokerGroup=g1" in refused
+        assert not world.brokers.held
+
+    asyncio.run(test())
+
+
+def test_what_brokers_say_of_themselves_meanwhile_refuses_no_operators_failover(tmp_path, monkeypatch):
+    """The row is compared as a whole, and the metaserver stores in it what heartbeats say."""
+
+    async def test() -> None:
+        world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
+        monkeypatch.setattr("qmq.metaserver.failovers._is_at_work", lambda registry, group: True)
+        change, stale = world.registry.change, [True, True]
+
+        async def changed_meanwhile(changes, audit):
+            if stale:
+                stale.pop()
+                raise StaleTerm("g1")
+            await change(changes, audit)
+
+        monkeypatch.setattr(world.registry, "change", changed_meanwhile)
+        before = row_of_three(world)[0]
+        await world.done("Failover", brokerGroup="g1")
+        assert row_of_three(world)[:2] == (before + 1, "g1-c") and not stale
 
     asyncio.run(test())

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from qmq.metaserver.db.changes import SetGroupState
+from qmq.metaserver.db.changes import AcceptLoss, SetGroupState, SetLimits
 from qmq.metaserver.model import BrokerKey, Offline
 from qmq.metaserver.rpc.convert import assignment_for
 from qmq.metaserver.watchers import Counts
 from qmq.operator_limits import OperatorLimits
-from tests.unit.metaserver.actions_world import in_world, left, place
+from tests.unit.metaserver.actions_world import caller, in_world, left, place
 
 
 @in_world
@@ -67,14 +67,7 @@ async def test_the_mark_of_a_subject_that_was_removed_can_be_taken_back(world):
 async def test_two_operators_do_not_drain_the_last_two_groups(world):
     await world.copies("g1")
     await world.copies("g2")
-    change = world.registry.change
-
-    async def after_another(changes, audit):
-        world.registry.change = change
-        await world.database.write(lambda repository: repository.change([SetGroupState("g2", draining=True)]))
-        await change(changes, audit)
-
-    world.registry.change = after_another
+    await another_one_first(world, SetGroupState("g2", draining=True))
     assert "g1 is the only one" in await world.refused("DrainGroup", brokerGroup="g1")
     assert not world.registry.directory.groups["g1"].draining
 
@@ -226,3 +219,102 @@ async def test_subjects_and_groups_are_limited_and_what_is_not_named_stays(world
     dead = "%DEAD_RETRY%s1%shop"
     assert "only be dropped" in await world.refused("SetLimits", subject=dead, expired="deadLetter")
     await world.done("SetLimits", subject=dead, expiresAfterS="60")
+
+
+@in_world
+async def test_dead_letters_go_to_a_chosen_subject_that_is_served_wherever_they_are(world):
+    for name in ("g1", "g2"):
+        await world.copies(name)
+    await world.routed("s1", groups=("g1", "g2"))
+    await world.routed("dead", "other", groups=("g2",))
+    words = {"subject": "s1", "group": "shop"}
+    done = await world.done("LimitGroup", deadLettersTo="dead", **words)
+    assert done["deadLettersTo"] == "dead" and world.groups_of("dead") == ("g1", "g2")
+    await world.done("LimitGroup", perSecond="7", **words)
+    assert world.registry.directory.limits == {OperatorLimits("s1", "shop", per_second=7, dead_letters_to="dead")}
+    reasons = {
+        "nowhere": "nowhere has no route",
+        "s1": "go round for ever",
+        "%RETRY%other%shop": "name real ones",
+    }
+    for to, reason in reasons.items():
+        assert reason in await world.refused("LimitGroup", deadLettersTo=to, **words)
+    await world.done("LimitGroup", subject="dead", group="people", deadLettersTo="other")
+    text = await world.refused("LimitGroup", subject="other", group="people", deadLettersTo="s1")
+    assert "come back from s1 to other" in text
+    await world.done("LimitGroup", deadLettersTo="%DEAD_RETRY", perSecond="0", **words)
+    assert {one.subject for one in world.registry.directory.limits} == {"dead"}
+
+
+@in_world
+async def test_a_group_that_stores_dead_letters_in_a_subject_goes_on_serving_it(world):
+    """It was taken out of the route, and a second later it was in it again, and nobody had said why."""
+    for name in ("g1", "g2"):
+        await world.copies(name)
+    await world.routed("s1", groups=("g1", "g2"))
+    await world.routed("dead", groups=("g2",))
+    await world.done("LimitGroup", subject="s1", group="shop", deadLettersTo="dead")
+    words = {"brokerGroup": "g1", "force": "true"}
+    text = await world.refused("RemoveSubjectBrokerGroup", subject="dead", **words)
+    assert "g1 stores dead letters of s1 in dead" in text and world.groups_of("dead") == ("g1", "g2")
+    await world.done("RemoveSubjectBrokerGroup", subject="s1", **words)
+    await world.done("RemoveSubjectBrokerGroup", subject="dead", **words)
+    assert world.groups_of("dead") == ("g2",)
+    await world.done("AddSubjectBrokerGroup", subject="s1", brokerGroup="g1")
+    await world.done("RemoveSubjectBrokerGroup", subject="*", **words)
+    assert world.groups_of("s1") == ("g2",)
+
+
+@in_world
+async def test_who_may_not_produce_to_a_subject_sends_no_dead_letters_there(world):
+    await world.copies("g1")
+    await world.routed("s1", "dead")
+    words = {"subject": "s1", "group": "shop", "deadLettersTo": "dead", "dryRun": "true"}
+    for subjects, may in ((("consume:s1",), False), (("s1", "consume:dead"), False), (("s1", "produce:dead"), True)):
+        answer = await world.run("LimitGroup", caller("operator", subjects=subjects), **words)
+        assert answer.done == may, answer
+
+
+@in_world
+async def test_who_limits_a_group_anew_needs_nothing_of_where_its_dead_letters_go(world):
+    await world.copies("g1")
+    await world.routed("s1", "dead")
+    words = {"subject": "s1", "group": "shop"}
+    await world.done("LimitGroup", deadLettersTo="dead", **words)
+    assert (await world.run("LimitGroup", caller("operator", subjects=("s1",)), perSecond="7", **words)).done
+    await world.done("RemoveSubject", subject="dead")
+    await world.done("LimitGroup", perSecond="8", **words)
+    assert OperatorLimits("s1", "shop", per_second=8, dead_letters_to="dead") in world.registry.directory.limits
+
+
+async def another_one_first(world, *orders):
+    """Have the next change meet what somebody else stored while it was decided."""
+    change = world.registry.change
+
+    async def after_another(changes, audit):
+        world.registry.change = change
+        await world.database.write(lambda repository: repository.change(orders))
+        await change(changes, audit)
+
+    world.registry.change = after_another
+
+
+@in_world
+async def test_two_operators_at_once_neither_make_a_circle_nor_forget_each_others_limits(world):
+    await world.copies("g1")
+    await world.routed("s1", "dead")
+    await another_one_first(world, SetLimits(OperatorLimits("dead", "people", dead_letters_to="s1")))
+    assert "go round for ever" in await world.refused("LimitGroup", subject="s1", group="shop", deadLettersTo="dead")
+    theirs = OperatorLimits("dead", "people", dead_letters_to="s1", per_second=7)
+    await another_one_first(world, SetLimits(theirs))
+    await world.done("LimitGroup", subject="dead", group="people", deadLettersTo="%DEAD_RETRY")
+    assert world.registry.directory.limits == {OperatorLimits("dead", "people", per_second=7)}
+
+
+@in_world
+async def test_no_loss_is_acknowledged_that_the_answer_does_not_name(world):
+    await world.copies("g1")
+    await world.database.write(lambda repository: repository.change([AcceptLoss("g1", 5)]))
+    await another_one_first(world, AcceptLoss("g1", 9))
+    done = await world.done("AcknowledgeLoss", brokerGroup="g1")
+    assert done["lostTerm"] == 9

@@ -50,6 +50,22 @@ def test_a_row_is_raised_to_exactly_what_all_brokers_of_the_group_agree_on(state
     assert (change.master.role, change.slave.role, change.slave.complete) == (MASTER, SLAVE, False)
 
 
+@pytest.mark.parametrize(
+    ("up", "command"),
+    [
+        pytest.param({"b": 300, "c": 200}, "--hostname=b --servePort=1 --force=true", id="b has more"),
+        pytest.param({"b": 300, "c": 400}, "--hostname=c --servePort=1 --force=true", id="c has more"),
+        pytest.param({"a": 900, "b": 300, "c": 400}, "--hostname=a --servePort=1 --force=true", id="all report"),
+        pytest.param({"b": 300}, "start a:1, c:1", id="one of three may lack what the others have"),
+    ],
+)
+def test_of_three_copies_without_a_part_the_one_that_has_most_is_named(up, command):
+    """A power cut, and a database from before: who is no master yet waits for a row that is as new as it is."""
+    row = Group("g1", 2, A, (B, Broker("g1", Role.SLAVE, "c", "10.0.0.3", 1, 2, incarnation="disk c")), 0)
+    states = {name: ReplicaState(SLAVE, 0, flushed_end=end, last_term=4) for name, end in up.items()}
+    assert command in old_rows.judge(row, 4, lambda broker: states.get(broker.hostname)).remedy
+
+
 def test_a_row_as_new_as_its_brokers_is_left_alone():
     assert old_rows.judge(ROW, 2, said(a=(MASTER, 2), b=(SLAVE, 2))) is None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qmq.metaserver.console.drawing import HEIGHT, WIDTH, chart_of, round_up
+from qmq.metaserver.console.drawing import HEIGHT, HOUR_MS, WIDTH, bars_of, chart_of, round_up
 from qmq.metaserver.rates import KEPT_MAX, KEPT_MS, SUBJECTS_MAX, Look, Looks, Rates, per_second
 
 
@@ -53,3 +53,12 @@ def test_a_chart_draws_the_last_ten_minutes_from_left_to_right():
     gone = chart_of([Rates(1, {"in": 1.0, "out": 1.0}), Rates(2, {"in": 1.0})], 2)
     assert [one["now"] for one in gone["series"]] == [1.0, None]
     assert chart_of([], 5)["series"] == []
+
+
+def test_each_bar_stands_at_its_hour_and_an_hour_without_messages_is_an_empty_place():
+    now_ms = 100 * HOUR_MS + 1_234
+    hours = [(100, 4), (102, 1), (117, 2), (99, 9), (124, 9)]
+    drawn = bars_of([{"begin": hour * HOUR_MS, "messages": messages} for hour, messages in hours], now_ms)
+    assert [(bar["x"], bar["y"], bar["height"]) for bar in drawn["bars"]] == [(0, 0, 100), (40, 75, 25), (340, 50, 50)]
+    assert drawn["most"] == 4 and [mark["begin"] // HOUR_MS for mark in drawn["marks"]] == [100, 106, 112, 118]
+    assert bars_of([], now_ms)["most"] == 0

@@ -85,3 +85,14 @@ async def test_dead_letters_go_back_through_the_console_once_that_is_confirmed(w
     assert "goBack" in text and "Do it" in text and world.brokers.dead
     assert "moved 1" in text_of((await world.send("/change", step="confirm", **words)).text)
     assert world.brokers.dead == [] and (await world.audit())[0].who == "operator"
+
+
+@in_world
+async def test_who_may_not_consume_from_a_subject_has_nobody_look_for_dead_letters_there(world):
+    await with_dead_letters(world, "a")
+    await world.routed("shared")
+    words = {**WORDS, "from": "shared"}
+    assert "may not consume" in await world.refused("Redrive", caller("operator", subjects=("redrive:s",)), **words)
+    assert not world.brokers.destinations, "no broker was asked"
+    both = ("redrive:s", "consume:shared")
+    assert (await world.run("Redrive", caller("operator", subjects=both), dryRun="true", **words)).done

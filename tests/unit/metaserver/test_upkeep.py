@@ -6,8 +6,10 @@ import asyncio
 from contextlib import suppress
 
 from qmq.metaserver import upkeep as module
+from qmq.metaserver.db.changes import RemoveRoute, SetMark
+from qmq.metaserver.db.errors import ValueRefused
 from qmq.metaserver.liveness import Question
-from qmq.metaserver.model import BrokerKey, MetaserverRow
+from qmq.metaserver.model import BrokerKey, MetaserverRow, ReadonlyMark
 from qmq.metaserver.snapshot import Snapshots
 from qmq.metaserver.upkeep import Upkeep
 from tests.unit.metaserver.actions_world import World
@@ -77,5 +79,149 @@ def test_what_a_master_says_while_its_last_words_are_stored_is_stored_too(tmp_pa
         await upkeep._store_news()
         await upkeep._store_news()
         assert stored == [(slave, 2, True), (slave, 2, False)] and not said
+
+    asyncio.run(test())
+
+
+def test_the_route_of_dead_letters_follows_the_one_of_where_they_come_from(tmp_path):
+    """A broker group that serves the subject from now on stores its dead letters, too."""
+
+    async def test() -> None:
+        world, upkeep = await made(tmp_path)
+        await world.copies("g2")
+        await world.routed("s", "dead", groups=("g1",))
+        await world.done("LimitGroup", subject="s", group="shop", deadLettersTo="dead")
+        await world.done("AddSubjectBrokerGroup", subject="s", brokerGroup="g2")
+        assert world.groups_of("dead") == ("g1",)
+        await upkeep._widen_routes()
+        assert world.groups_of("dead") == ("g1", "g2")
+        row = (await world.audit())[0]
+        assert (row.action, row.parameters, row.result) == ("WidenRoute", {"subject": "dead"}, "done")
+        await upkeep._widen_routes()
+        assert (await world.audit())[0] == row, "once"
+
+    asyncio.run(test())
+
+
+def test_a_route_that_goes_while_another_one_gets_wider_ends_no_upkeep(tmp_path, monkeypatch):
+    async def test() -> None:
+        world, upkeep = await made(tmp_path)
+        await world.copies("g2")
+        await world.routed("s", "dead", "gone", groups=("g1",))
+        for group, to in (("shop", "dead"), ("bank", "gone")):
+            await world.done("LimitGroup", subject="s", group=group, deadLettersTo=to)
+        await world.done("AddSubjectBrokerGroup", subject="s", brokerGroup="g2")
+        change = world.registry.change
+
+        async def one_goes(changes, audit):
+            other = {"dead": "gone", "gone": "dead"}[changes[0].subject]
+            if other in world.registry.routes and world.groups_of(other) == ("g1",):
+                await change((RemoveRoute(other, world.registry.routes[other].version),), audit)
+            await change(changes, audit)
+
+        monkeypatch.setattr(world.registry, "change", one_goes)
+        await upkeep._widen_routes()
+        assert sorted(filter(None, map(world.registry.find, ("dead", "gone"))))[0].groups == ("g1", "g2")
+
+    asyncio.run(test())
+
+
+async def rounds(world, upkeep, monkeypatch, *, second_s):
+    """Follow the database for four rounds; return what was asked of it."""
+    asked, enough = [], asyncio.Event()
+
+    def counted(name):
+        ask = getattr(world.database, name)
+
+        async def call(*arguments, **more):
+            asked.append(name)
+            if len(asked) == 4:
+                enough.set()
+            return await ask(*arguments, **more)
+
+        monkeypatch.setattr(world.database, name, call)
+
+    for name in ("write", "read", "probe"):
+        counted(name)
+    monkeypatch.setattr(module, "until_next_second", lambda now_s: second_s)
+    following = asyncio.create_task(upkeep._follow())
+    await enough.wait()
+    following.cancel()
+    with suppress(asyncio.CancelledError):
+        await following
+    return asked[:4]
+
+
+def test_a_metaserver_that_is_alone_asks_its_database_once_a_second_and_writes_seldom(tmp_path, monkeypatch):
+    """Each transaction costs a tenth of a percent of a core, so showing life and looking for news are one."""
+
+    async def test() -> None:
+        world, upkeep = await made(tmp_path)
+        assert await rounds(world, upkeep, monkeypatch, second_s=0.0) == ["write", "read", "read", "read"]
+
+    asyncio.run(test())
+
+
+def test_a_metaserver_that_is_alone_sees_what_changed_and_stays_alive_for_itself(tmp_path, monkeypatch):
+    """Its own row is never read anew as one that stands still: it would be forgotten, and removed."""
+
+    async def test() -> None:
+        world, upkeep = await made(tmp_path)
+        registry, repository = world.registry, world.database.repository
+        await registry.catch_up(upkeep._show_life)
+        repository.change([SetMark(ReadonlyMark("elsewhere", "g1"))])
+        await registry.catch_up(upkeep._show_life)
+        assert registry.directory.is_marked("g1", "elsewhere")
+        assert [row.beat for row in registry.peers()] == [2]
+        assert [row.beat for row in repository.load_metaservers()] == [1], "nobody else reads it"
+        monkeypatch.setattr(module, "STORED_AGAIN_S", 0.0)
+        upkeep._shown_until_s = 0.0
+        await registry.catch_up(upkeep._show_life)
+        await registry.catch_up(upkeep._show_life)
+        assert [row.beat for row in repository.load_metaservers()] == [4], "what the database takes is tried"
+
+    asyncio.run(test())
+
+
+def test_a_metaserver_shows_its_life_as_soon_as_another_one_may_time_it(tmp_path):
+    async def test() -> None:
+        world, upkeep = await made(tmp_path)
+        repository = world.database.repository
+
+        async def look() -> int:
+            await world.registry.catch_up(upkeep._show_life)
+            return next(row.beat for row in repository.load_metaservers() if row.id == "m1")
+
+        assert [await look(), await look()] == [1, 1]
+        repository.beat(MetaserverRow("m2", "h", "g", 1, "1"))
+        assert [await look(), await look()] == [3, 4]
+        assert {row.id for row in world.registry.peers()} == {"m1", "m2"}
+        repository.remove_metaserver("m2")
+        assert [await look(), await look()] == [5, 5], "alone again"
+        repository.remove_metaserver("m1")  # the database was restored from before its first beat
+        assert await look() == 7
+
+    asyncio.run(test())
+
+
+def test_between_its_beats_a_metaserver_looks_for_what_others_changed(tmp_path, monkeypatch):
+    async def test() -> None:
+        world, upkeep = await made(tmp_path)
+        world.database.repository.beat(MetaserverRow("m2", "h", "g", 1, "1"))
+        upkeep._poll_s = 0.0
+        assert await rounds(world, upkeep, monkeypatch, second_s=1000.0) == ["write", "probe", "probe", "probe"]
+
+    asyncio.run(test())
+
+
+def test_a_row_that_cannot_be_kept_stops_no_metaserver_from_following(tmp_path, monkeypatch):
+    async def test() -> None:
+        world, upkeep = await made(tmp_path)
+
+        def refuse(row):
+            raise ValueRefused("the row")
+
+        monkeypatch.setattr(world.database.repository, "beat", refuse)
+        assert await rounds(world, upkeep, monkeypatch, second_s=0.0) == ["write", "probe"] * 2
 
     asyncio.run(test())

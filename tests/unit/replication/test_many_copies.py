@@ -98,6 +98,21 @@ def test_all_three_acknowledge_and_one_goes():
     assert copies.a.node.readonly_reasons == [Reason.SLAVE_DOWN] and copies.a.master.gate.too_few_in_sync
 
 
+@pytest.mark.parametrize("min_copies, full, is_writable", [(2, "c", True), (2, "bc", False), (3, "c", False)])
+def test_a_full_disk_stops_producers_only_if_its_copy_is_needed(min_copies, full, is_writable):
+    """A third copy is there so that one may go: one that has no room left is as good as gone."""
+    copies = Copies(min_copies=min_copies).start()
+    for watch in copies.a.master.slaves.all:
+        watch.is_disk_full = watch.owner[0] in full
+    copies.a.node.set_disk_full(False)
+    assert copies.a.node.writable == is_writable
+    assert copies.a.node.readonly_reasons == ([] if is_writable else [Reason.DISK])
+    for watch in copies.a.master.slaves.all:
+        watch.is_disk_full = False
+    copies.a.node.set_disk_full(False)
+    assert copies.a.node.writable
+
+
 def test_a_lagging_third_copy_stops_nobody_and_is_shown():
     copies = Copies(slave_lag_ms_max=1_000).start()
     Client(copies.a).produce("m1")
@@ -251,6 +266,20 @@ def test_a_promise_outlives_a_restart_and_nobody_confirms_to_an_older_master():
     assert copies.state("c") is not FollowerState.IN_SYNC
     copies.c.assign(Role.SLAVE, 2, slaves=2)
     assert not copies.c.node.is_held
+
+
+def test_a_copy_that_restarted_promises_only_by_an_operators_word_that_its_master_never_returns():
+    """Its disk may have been put back meanwhile. And only if it was a whole copy before."""
+    copies = Copies().start(connected="c")
+    copies.c.crash()
+    copies.c.assign(Role.SLAVE, 1, slaves=2)
+    with pytest.raises(OperatorError, match="was not in sync since it began"):
+        promised(copies, copies.c)
+    copies.c.node.prepare_failover(1, hold_ms=1_000, silent_ms=0, heard_ms_ago=None, promised_term=2, master_gone=True)
+    assert copies.c.node.identity.value.promised == 2
+    copies.b.node.identity.next_boot(1, above=0)
+    with pytest.raises(OperatorError, match="is not whole"):
+        copies.b.node.prepare_failover(1, hold_ms=1, silent_ms=0, heard_ms_ago=None, promised_term=2, master_gone=True)
 
 
 def test_who_promised_is_no_master_of_an_older_term():

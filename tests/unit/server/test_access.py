@@ -20,6 +20,7 @@ from qmq.rights import TokenRole
 from qmq.server import access as module
 from qmq.server.acceptor import Acceptor
 from qmq.server.access import Access
+from qmq.server.overload import Shares
 from qmq.types import Endpoint
 from tests.support.http import HttpServer
 
@@ -89,6 +90,7 @@ def a_service():
         connections=0,
         strangers={},
         acceptors={},
+        shares=Shares(),
         guarded=lambda call: call(),
         has_lost=has_lost,
         tell_once=lambda peer, error: None,

@@ -144,3 +144,26 @@ def test_a_process_begins_until_a_metaserver_gave_it_its_part(tmp_path):
         disk.close()
 
     asyncio.run(test())
+
+
+def test_a_metaserver_that_says_nothing_is_left(monkeypatch):
+    """One that is stopped keeps its connections: without that its brokers would hear of no new master."""
+
+    async def test() -> None:
+        monkeypatch.setattr(meta_link, "SILENT_S", 0.05)
+        value = SimpleNamespace(group="", incarnation="disk a", term=0)
+        node = SimpleNamespace(identity=SimpleNamespace(value=value), heard_metaserver=lambda clock_ms: None)
+        service = SimpleNamespace(node=node, guarded=lambda call: call(), state_changed=asyncio.Event())
+
+        class Stub:
+            async def Register(self, identity, **words):
+                return pb.Assignment()
+
+            async def Heartbeat(self, beats, **words):
+                yield pb.Assignment(clock_ms=1)
+                await asyncio.Event().wait()
+
+        with pytest.raises(NotServed, match="said nothing for"):
+            await MetaLink(service, SETTINGS)._live(Stub())
+
+    asyncio.run(test())

@@ -5,21 +5,53 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
 from qmq.broker.backlogs import Backlogs
 from qmq.broker.metrics import BrokerCollector
 from qmq.log.group import Consumer, Group, UnackedRange
+from qmq.process_metrics import Reader, register_process
 from qmq.server.metrics import largest
+from qmq.server.metrics_page import Series, render
 
 SHOWN = 2000
 SUBJECTS = [f"business.unit.orders.changed.{number:05d}" for number in range(10_000)]
 
 
-def test_the_largest_are_shown_in_their_order():
-    assert largest([("a", 1), ("b", 3), ("c", 2), ("d", 3)], 3) == [("b", 3), ("c", 2), ("d", 3)]
-    assert largest([("a", 1), ("b", 3)], 2) == [("a", 1), ("b", 3)]
-    assert largest([("a", 1), ("b", 1)], 1) == [("a", 1)], "of equals, the first"
-    assert largest([("a", 1)], 0) == []
+def test_a_page_is_what_prometheus_clients_own_function_makes():
+    def families():
+        counts = Series("qmq_messages", 'of "all"\nsubjects \\', "counter", ["subject", "broker_group"])
+        for subject in ("a.b", "%RETRY%a%b", "100 %s", 'a "b" \\ c', "two\nlines", "ü", ""):
+            counts.add_metric([subject, "g1"], 1e6)
+        yield counts
+        yield Series("qmq_none", "nothing there", "gauge", ["subject"])
+        yield CounterMetricFamily("qmq_other", "of prometheus-client's own", value=3)
+        gauge = Series("qmq_age_seconds", "", "gauge", ["of"])
+        for value in (0, -1, 0.25, 1e-9, 123456789.0, 2.0**60, float("inf"), float("-inf"), float("nan"), True):
+            gauge.add_metric(["x"], value)
+        yield gauge
+        yield GaugeMetricFamily("qmq_is_master", "without labels", value=1)
+        times = HistogramMetricFamily("qmq_produce_seconds", "buckets", labels=["broker_group"])
+        times.add_metric(["g1"], [("0.001", 3), ("+Inf", 5)], 0.5)
+        yield times
+
+    process, registry = CollectorRegistry(), CollectorRegistry()
+    register_process(process)
+    found = [*process.collect(), *families()]
+    registry.register(Reader(lambda: found))
+    assert render(found) == generate_latest(registry)
+
+
+def test_the_largest_are_shown_and_those_that_always_are():
+    def shown(most, always="", **sizes):
+        return "".join(largest(sizes, most, lambda name: name in always))
+
+    assert shown(3, a=1, b=3, c=2, d=3) == "bdc"
+    assert shown(2, a=1, b=3) == "ab"
+    assert shown(1, a=1, b=1) == "a", "of equals, the first"
+    assert shown(2, "a", a=1, b=3, c=2) == "ab"
+    assert shown(1, "ac", a=1, b=3, c=2) == "c"
+    assert shown(0, "a", a=1) == ""
 
 
 def page(ends, groups, always=()):
@@ -27,14 +59,11 @@ def page(ends, groups, always=()):
     log = SimpleNamespace(state=state, frames=lambda *_: [])
     backlogs = Backlogs(SimpleNamespace(log=log, host=None), always)
     backlogs.look(groups)
-    master = SimpleNamespace(backlogs=backlogs)
-    service = SimpleNamespace(node=SimpleNamespace(group="g1", log=log, master=master))
+    master = SimpleNamespace(backlogs=backlogs, causes=SimpleNamespace(found={}))
+    service = SimpleNamespace(node=SimpleNamespace(group="g1", log=log, master=master), now_ms=lambda: 0)
     settings = SimpleNamespace(metrics_subjects_max=SHOWN, metrics_subjects=always)
     collector = BrokerCollector(service, None, None, None, settings)
-    collector.collect = lambda: [*collector._subjects(ends), *collector._lags()]
-    registry = CollectorRegistry()
-    registry.register(collector)
-    return generate_latest(registry).decode()
+    return render(family for make in collector.copied() for family in make()).decode()
 
 
 def behind(position, unacked=0):
@@ -52,7 +81,6 @@ def test_ten_thousand_subjects_and_groups_are_less_than_a_megabyte_and_nothing_t
     assert len(text) < 700_000
     lines = text.splitlines()
     assert 'qmq_broker_subjects{broker_group="g1"} 10001.0' in lines
-    assert 'qmq_broker_consumer_groups{broker_group="g1"} 10000.0' in lines
     shown = [line for line in lines if line.startswith("qmq_broker_subject_messages_total{")]
     assert len(shown) == SHOWN and any("DEAD_RETRY" in line for line in shown)
     assert any(SUBJECTS[-1] in line for line in shown) and not any(SUBJECTS[0] in line for line in shown)

@@ -4,26 +4,38 @@ from __future__ import annotations
 
 import pytest
 
+from qmq.client.batching import Batch
+from qmq.client.in_flight import GroupBatches, Limits
+from qmq.codec import join_batch
 from qmq.errors import ErrorCode
-from qmq.server.overload import ConnectionState, DiskWatch, Flow, MemoryAlarm
+from qmq.server.overload import (
+    SHARE_BYTES_LEAST,
+    SHARED_BYTES,
+    SHARES_MS,
+    ConnectionState,
+    DiskWatch,
+    Flow,
+    MemoryAlarm,
+    Shares,
+)
 from tests.unit.broker.test_produce import a_group
-from tests.unit.broker.world import Client
+from tests.unit.broker.world import Client, message
 
-RUNNING, FLOW, BLOCKED = ConnectionState
+RUNNING, SHARING, FLOW, BLOCKED = ConnectionState
 WINDOW, GIB = 1000, 1 << 30
 
 
 @pytest.mark.parametrize(
     ("produces", "consumes", "was", "unacked", "memory_is_short", "state"),
     [
-        pytest.param(True, False, RUNNING, 999, False, RUNNING, id="room in the window"),
-        pytest.param(True, False, RUNNING, 1000, False, FLOW, id="the window is full"),
+        pytest.param(True, False, RUNNING, 1000, False, RUNNING, id="a client fills the window that it was told"),
+        pytest.param(True, False, RUNNING, 1001, False, FLOW, id="more than the window"),
         pytest.param(True, False, FLOW, 501, False, FLOW, id="more than half of it is still full"),
         pytest.param(True, False, FLOW, 500, False, RUNNING, id="half of it was answered"),
         pytest.param(True, False, RUNNING, 0, True, BLOCKED, id="memory is short"),
         pytest.param(True, False, BLOCKED, 700, False, RUNNING, id="memory is there again"),
         pytest.param(True, False, FLOW, 700, True, BLOCKED, id="memory goes before the window"),
-        pytest.param(True, True, RUNNING, 1000, True, RUNNING, id="it consumes as well"),
+        pytest.param(True, True, RUNNING, 1001, True, RUNNING, id="it consumes as well"),
         pytest.param(False, True, RUNNING, 0, True, RUNNING, id="it consumes"),
         pytest.param(False, False, RUNNING, 0, True, RUNNING, id="it has done nothing yet"),
     ],
@@ -32,6 +44,44 @@ def test_state_of_a_connection(produces, consumes, was, unacked, memory_is_short
     flow = Flow(WINDOW, produces, consumes, was)
     assert flow.follow(unacked, memory_is_short=memory_is_short) is (state is not was)
     assert flow.state is state
+
+
+@pytest.mark.parametrize(
+    ("consumes", "was", "unacked", "share", "state"),
+    [
+        pytest.param(False, RUNNING, 100, 100, RUNNING, id="room in its share"),
+        pytest.param(False, RUNNING, 101, 100, SHARING, id="its share is full"),
+        pytest.param(False, SHARING, 51, 100, SHARING, id="more than half of it is still full"),
+        pytest.param(False, SHARING, 50, 100, RUNNING, id="half of it was answered"),
+        pytest.param(False, SHARING, 99, None, RUNNING, id="the others are gone"),
+        pytest.param(False, SHARING, 1001, 100, FLOW, id="the window is full, too"),
+        pytest.param(False, FLOW, 500, 100, SHARING, id="the window is not full any more, its share is"),
+        pytest.param(True, RUNNING, 101, 100, RUNNING, id="it consumes as well"),
+    ],
+)
+def test_state_of_a_connection_beside_others_that_produce(consumes, was, unacked, share, state):
+    flow = Flow(WINDOW, True, consumes, was)
+    flow.follow(unacked, share_bytes=share, memory_is_short=False)
+    assert flow.state is state
+
+
+def test_who_produced_within_the_last_ten_seconds_shares():
+    shares = Shares[str]()
+    shares.produced("hot", 0)
+    assert shares.bytes is None, "alone it has its whole window"
+    shares.produced("quiet", 9_000)
+    assert shares.bytes == SHARED_BYTES // 2
+    shares.produced("hot", SHARES_MS)
+    shares.produced("hot", 2 * SHARES_MS - 1)
+    assert shares.bytes == SHARED_BYTES // 2, "the quiet one's last message is 11 seconds old"
+    shares.produced("hot", 2 * SHARES_MS)
+    assert shares.bytes is None
+    shares.produced("quiet", 2 * SHARES_MS)
+    shares.lost("quiet")
+    assert shares.bytes is None
+    for name in range(1_000):
+        shares.produced(str(name), 2 * SHARES_MS)
+    assert shares.bytes == SHARE_BYTES_LEAST
 
 
 def test_memory_alarm_ends_by_itself_and_does_not_flutter_at_its_limit():
@@ -91,6 +141,19 @@ def test_a_new_mastership_knows_the_limit_that_was_reached_before_it(what):
     group.a.assign(group.a.node.assignment.role, 2)
     full(group, what)
     assert what in group.a.node.readonly_reasons
+
+
+def test_a_client_that_keeps_to_its_window_is_not_told_of_it():
+    """What a batch is to the client's window it is to the broker's: else Doctor would name clients that do well."""
+    group, client = a_group()
+    body, batches = join_batch([message("s", "m1", 500)]), GroupBatches(16)
+    batches.limits = Limits(packet_bytes_max=1 << 20, window_bytes=5 * len(body))
+    flow = Flow(batches.limits.window_bytes, produces=True)
+    while batches.room_bytes("s"):
+        batches.admit(Batch("s", ["m1"], [body], 0, lambda batch: None))
+        client.produce("m1", size=500)
+        flow.follow(client.link.unacked_bytes, memory_is_short=False)
+    assert client.link.unacked_bytes == batches.limits.window_bytes and flow.state is RUNNING
 
 
 def test_window_counts_what_is_under_way_and_nothing_that_was_answered():

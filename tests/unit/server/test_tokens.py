@@ -8,7 +8,7 @@ import pytest
 
 from qmq.errors import InvalidRequest, MissingRight, Overloaded
 from qmq.proto import qmq_pb2 as pb
-from qmq.rations import NewSubjects
+from qmq.rations import NewSubjects, SentBytes
 from qmq.remoting.commands import Command, encode_subscribe, produce_header
 from qmq.remoting.packet import Packet
 from qmq.rights import Caller, Scope, TokenRole
@@ -27,8 +27,8 @@ def subscribe(subject):
     return packet(Command.SUBSCRIBE, encode_subscribe(subject=subject, group="g", consumer="c"))
 
 
-def limits(*subjects, per_minute=1000):
-    return Limits(Caller("shop", TokenRole.CLIENT, Scope(subjects)), NewSubjects(per_minute, 1_000_000))
+def limits(*subjects, per_minute=1000, in_all=1_000_000, sent=None):
+    return Limits(Caller("shop", TokenRole.CLIENT, Scope(subjects)), NewSubjects(per_minute, in_all), sent)
 
 
 def test_every_method_of_the_control_port_names_the_role_it_needs():
@@ -129,3 +129,27 @@ def test_the_cache_is_bounded_and_forgets_refused_tokens_first():
     for number in range(KNOWN_MAX + 10):
         cache.refused(f"wrong{number}", "no", now_ms=0)
     assert len(cache._known) <= KNOWN_MAX and cache.fallback("good", now_ms=0) is not None
+
+
+def test_bytes_are_counted_over_all_connections_of_a_token_and_only_those_it_may_send():
+    sent, batch = SentBytes(1_000), produce("order")
+    one, other = limits("produce:order", sent=sent), limits("produce:order", sent=sent)
+    with pytest.raises(MissingRight):
+        one.check(packet(Command.PRODUCE, produce_header(1, 1, 0, 0, "paid") + bytes(9_999)), {}, now_ms=0)
+    one.check(packet(Command.PRODUCE, bytes(batch.body) + bytes(999)), {}, now_ms=0)
+    with pytest.raises(Overloaded) as caught:
+        other.check(batch, {}, now_ms=0)
+    assert caught.value.limit == "token_bytes_per_s"
+    other.check(packet(Command.PULL, b""), {}, now_ms=0)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "limit"), [({"per_minute": 2}, "new_subjects_per_minute"), ({"in_all": 2}, "new_subjects_max")]
+)
+def test_a_refusal_names_the_setting_whose_bound_was_reached(bounds, limit):
+    allowed = limits(**bounds)
+    for name in ("a", "b"):
+        allowed.check(produce(name), {}, now_ms=0)
+    with pytest.raises(Overloaded, match=limit) as caught:
+        allowed.check(produce("c"), {}, now_ms=0)
+    assert caught.value.limit == limit

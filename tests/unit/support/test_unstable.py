@@ -28,6 +28,12 @@ def test_second_runs_are_for_few_tests_with_processes(failed, again):
     assert to_run_again(dict.fromkeys(failed, "")) == again
 
 
+def test_what_an_earlier_test_left_open_is_no_fault_of_the_test_that_found_it():
+    core, found = "tests/unit/test_c.py::test_three", "setup:\nE  pytest.PytestUnraisableExceptionWarning: ...\n"
+    assert to_run_again({core: found, ONE: ""}) == [core, ONE]
+    assert to_run_again({core: found, "tests/unit/test_c.py::test_four": "call:\nE  assert False\n"}) == []
+
+
 def test_what_fails_twice_is_red_and_what_passes_then_is_unstable():
     verdict = judge({ONE: "first", TWO: "other"}, [ONE, TWO], {TWO: "again"})
     assert (verdict.red, verdict.unstable) == ([TWO], [ONE])

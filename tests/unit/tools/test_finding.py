@@ -13,6 +13,7 @@ from qmq.tools.doctor.finding import (
     judge_clock,
     judge_facts,
     judge_group,
+    judge_limits,
     judge_states,
     judge_versions,
     ok,
@@ -98,6 +99,16 @@ def test_groups_that_something_stops_are_named_by_cause():
     offline, unacked = judge_causes("a:1", text)
     assert offline.found == "a:1 delivers less to a of s, b of s: offline" and "OnOffline" in offline.do
     assert unacked.found == "a:1 delivers less to d of s: unacked"
+
+
+def test_limits_that_clients_reached_lately_are_named():
+    labels = 'broker_group="g1",setting="{}"'
+    given = [("token_bytes_per_s", 1.0), ("connections_max", 1.0), ("window_bytes", 0.0)]
+    text = "".join(f"qmq_broker_limited{{{labels.format(name)}}} {value}\n" for name, value in given)
+    (found,) = judge_limits("a:1", text)
+    assert found.level is Level.WARN and found.found.endswith(": connections_max, token_bytes_per_s")
+    (found,) = judge_limits("d:1", text.replace("broker_limited", "delayserver_limited"))
+    assert list(judge_limits("a:1", "")) == []
 
 
 def test_a_broker_that_thinks_otherwise_of_its_part_is_named():

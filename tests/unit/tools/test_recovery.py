@@ -16,7 +16,7 @@ def rows():
     ]
 
 
-def replica(name, *, up, end=100, reasons=()):
+def replica(name, *, up, end=100, reasons=(), term=4):
     return {
         "hostname": name,
         "servePort": 1,
@@ -24,16 +24,17 @@ def replica(name, *, up, end=100, reasons=()):
         "logEnd": end,
         "highWatermark": end,
         "readonlyReasons": list(reasons),
+        "lastEpoch": [term, 0],
     }
 
 
-def report(name, *, end=100, lacks=None, subjects=None, group="g", troubles=(), ids=()):
+def report(name, *, end=100, lacks=None, subjects=None, group="g", troubles=(), ids=(), term=4):
     return {
         "directory": "/saved",
         "group": group,
         "hostname": name,
         "servePort": 1,
-        "log": {"end": end, "highWatermark": end},
+        "log": {"end": end, "highWatermark": end, "epoch": [term, 0]},
         "acknowledged": None,
         "lacks": lacks and {"end": lacks},
         "subjects": subjects or {},
@@ -147,3 +148,62 @@ def test_all_that_was_acknowledged_is_lost_with_both():
 def test_what_fits_nothing_of_the_group_is_refused(reports, gone, words):
     with pytest.raises(WrongReport, match=words):
         decided(reports=reports, gone=gone)
+
+
+# Several slaves. The row is of term 4; `4` and `3` below are the terms of the logs' last frames.
+
+
+def decided_of_three(states, *, min_copies=2):
+    """What is decided of a (the master), b and c: each with its state, end, term of its last frame, troubles."""
+    brokers = [*rows(), {**rows()[0], "hostname": "c"}]
+    replicas, reports, gone = [], [], []
+    for name, (state, *known) in zip("abc", states, strict=True):
+        end, term, *troubles = (*known, 100, 4)[:2] if len(known) < 3 else known
+        if state == "disk":
+            reports.append(report(name, end=end, term=term, troubles=troubles))
+        else:
+            replicas.append(replica(name, up=state == "runs", end=end, term=term, reasons=troubles))
+        if state == "gone":
+            gone.append(f"{name}:1")
+    return decide(read_copies(brokers, replicas, reports, gone), term=4, min_copies=min_copies)
+
+
+RUNS, DISK, GONE, SILENT = ("runs", 100, 4), ("disk", 100, 4), ("gone", 100, 4), ("silent", 100, 4)
+
+
+@pytest.mark.parametrize(
+    "states, min_copies, kept, command, accepted",
+    [
+        pytest.param([RUNS, RUNS, SILENT], 2, A, "", False, id="a slave is silent: the master goes on"),
+        pytest.param([SILENT, RUNS, RUNS], 2, None, "", False, id="the master is silent: nobody guesses"),
+        pytest.param([GONE, RUNS, RUNS], 2, B, "Failover", False, id="two of two slaves have everything"),
+        pytest.param([GONE, RUNS, ("runs", 120, 4)], 2, "c:1", "Failover", False, id="the one with most"),
+        pytest.param([GONE, RUNS, SILENT], 2, None, "", False, id="one of two is silent: it may have what b lacks"),
+        pytest.param([GONE, RUNS, SILENT], 3, B, "Failover", False, id="all acknowledge: any one has everything"),
+        pytest.param([GONE, RUNS, GONE], 2, B, "ReplaceBroker", True, id="one of two is gone: it may have had more"),
+        pytest.param([GONE, RUNS, ("runs", 100, 3)], 2, B, "ReplaceBroker", True, id="c followed an older master"),
+        pytest.param([GONE, RUNS, DISK], 2, B, "", False, id="c is started first"),
+        pytest.param([("disk", 80, 4), GONE, GONE], 2, A, "", False, id="the master's disk is saved"),
+        pytest.param([("gone", 150, 4), RUNS, RUNS], 2, B, "ReplaceBroker", True, id="more was acknowledged"),
+        pytest.param([("runs", 50, 4, "rolled_back"), RUNS, RUNS], 2, B, "", False, id="the master is refilled"),
+        pytest.param(
+            [("runs", 50, 4, "rolled_back"), RUNS, GONE], 2, B, "ReplaceBroker", True, id="refilled from too few"
+        ),
+        pytest.param([GONE, GONE, GONE], 2, None, "ReplaceBroker", True, id="none returns"),
+    ],
+)
+def test_which_of_three_copies_goes_on(states, min_copies, kept, command, accepted):
+    plan = decided_of_three(states, min_copies=min_copies)
+    assert (plan.keeps and plan.keeps.who, plan.command, plan.needs_acceptance) == (kept, command, accepted)
+    assert "swap" not in plan.words
+
+
+def test_what_a_copy_that_is_gone_had_acknowledged_is_named_by_offset():
+    plan = decided_of_three([("gone", 150, 4), RUNS, RUNS])
+    assert plan.lost_offsets == (100, 150)
+
+
+def test_the_only_copy_is_not_refilled_from_itself():
+    copies = read_copies(rows()[1:], [replica("a", up=True, reasons=["rolled_back"])], [], [])
+    plan = decide(copies, term=4)
+    assert (plan.command, plan.needs_acceptance) == ("ReplaceBroker", True)

@@ -1,0 +1,168 @@
+"""Core. Parse many frames of a log at once: those in front of the first thing that is not as a broker writes it.
+
+What `qmq.log.frame` checks of one frame is checked here of thousands, by numpy, but for CRCs and chains, which are one
+call each. Nothing is said about what is wrong: whoever meets it parses that frame by itself.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from functools import lru_cache
+from hashlib import blake2b
+from zlib import crc32
+
+import numpy as np
+import numpy.typing as npt
+
+from qmq.log.frame import FRAME_BYTES_MAX, HEADER_BYTES, MAGIC, Frame, FrameKind
+from qmq.types import Epoch
+
+_SIZES = struct.Struct("<6xH4xI")
+_HEAD = np.dtype(
+    [
+        ("magic", "<u4"),
+        ("kind", "u1"),
+        ("flags", "u1"),
+        ("subject_bytes", "<u2"),
+        ("count", "<u4"),
+        ("body_bytes", "<u4"),
+        ("term", "<u4"),
+        ("boot", "<u4"),
+        ("offset", "<u8"),
+        ("high_watermark", "<u8"),
+        ("timestamp_ms", "<i8"),
+        ("first_sequence", "<u8"),
+        ("producer", "<u8"),
+        ("batch", "<u8"),
+        ("chain", "<u8"),
+        ("body_crc", "<u4"),
+        ("header_crc", "<u4"),
+    ]
+)
+"""As drawn in qmq.log.frame."""
+_CRC_AT, _CHAIN_AT, _CHAINED_BYTES = HEADER_BYTES - 4, HEADER_BYTES - 16, 84
+_IS_KIND = np.isin(np.arange(256), [int(kind) for kind in FrameKind])
+_epoch = lru_cache(64)(Epoch)
+
+Heads = npt.NDArray[np.void]
+Flags = npt.NDArray[np.bool_]
+
+
+def all_bodies(heads: Heads) -> Flags:
+    return np.ones(len(heads), bool)
+
+
+def no_messages(heads: Heads) -> Flags:
+    return np.asarray(heads["kind"] != FrameKind.MESSAGES)
+
+
+def whole_frames(
+    data: memoryview,
+    at: int,
+    offset: int,
+    end: int,
+    chain: int | None,
+    *,
+    bodies: Callable[[Heads], Flags] = all_bodies,
+) -> list[Frame]:
+    """Return the frames from `data[at]` on, at `offset` of a log, that begin before `end`; maybe none.
+
+    Each of them is what `decode_header` takes, with the chain of the one before it; `chain` is that of the first one,
+    None if it is not known. `bodies` says of which frames the body is checked.
+    """
+    if at % 8 or offset % 8:
+        return []
+    places = _places(data, at, min(len(data), at + end - offset))
+    words = np.frombuffer(data[: len(data) // 8 * 8], "<u8")
+    rows = words[(places // 8)[:, None] + np.arange(HEADER_BYTES // 8)]
+    heads = rows.view(_HEAD)[:, 0]
+    fits = (heads["magic"] == MAGIC) & (heads["offset"] == places + (offset - at)) & _IS_KIND[heads["kind"]]
+    fits &= heads["body_bytes"] <= FRAME_BYTES_MAX
+    until = _first_wrong(fits)
+    rows, heads, places = rows[:until], heads[:until], places[:until]
+    body_at = HEADER_BYTES + (heads["subject_bytes"].astype(np.int64) + 7) // 8 * 8
+    fields = [
+        bytes(data[begin:until]) for begin, until in zip((places + HEADER_BYTES).tolist(), (places + body_at).tolist())
+    ]
+    fits = _has_crcs(rows, heads, fields) & _has_chains(rows, heads, fields, chain)
+    checked = np.flatnonzero(bodies(heads))
+    fits[checked] &= _has_bodies(data, (places + body_at)[checked], heads[checked])
+    until = _first_wrong(fits)
+    return _frames(heads[:until], fields, body_at[:until])
+
+
+def _places(data: memoryview, at: int, end: int) -> npt.NDArray[np.int64]:
+    """Return where frames begin before `end`, by what they say of their sizes, and end in `data`."""
+    found, size = [], len(data)
+    while at < end and at + HEADER_BYTES <= size:
+        subject_bytes, body_bytes = _SIZES.unpack_from(data, at)
+        behind = at + HEADER_BYTES + (subject_bytes + 7) // 8 * 8 + body_bytes
+        if behind > size or body_bytes % 8:
+            break
+        found.append(at)
+        at = behind
+    return np.array(found, np.int64)
+
+
+def _first_wrong(fits: Flags) -> int:
+    """Return how many fit in front of the first that does not."""
+    wrong = np.flatnonzero(~fits)
+    return int(wrong[0]) if len(wrong) else len(fits)
+
+
+def _has_crcs(rows: npt.NDArray[np.generic], heads: Heads, fields: list[bytes]) -> Flags:
+    stored = rows.tobytes()
+    begins = range(0, len(stored), HEADER_BYTES)
+    found = [crc32(field, crc32(stored[begin : begin + _CRC_AT])) for begin, field in zip(begins, fields)]
+    return np.asarray(np.array(found, np.uint32) == heads["header_crc"])
+
+
+def _has_chains(rows: npt.NDArray[np.generic], heads: Heads, fields: list[bytes], chain: int | None) -> Flags:
+    """Return which frames continue the chain that the one before them states."""
+    octets = rows.view(np.uint8)
+    chained = np.empty((len(heads), _CHAINED_BYTES), np.uint8)
+    chained[1:, :8] = octets[:-1, _CHAIN_AT : _CHAIN_AT + 8]
+    chained[:1, :8] = np.frombuffer((chain or 0).to_bytes(8, "little"), np.uint8)
+    chained[:, 8:80] = octets[:, :_CHAIN_AT]
+    chained[:, 80:] = octets[:, _CHAIN_AT + 8 : _CRC_AT]
+    stored = chained.tobytes()
+    begins = range(0, len(stored), _CHAINED_BYTES)
+    digests = [
+        blake2b(stored[begin : begin + _CHAINED_BYTES] + field, digest_size=8).digest()
+        for begin, field in zip(begins, fields)
+    ]
+    same = np.frombuffer(b"".join(digests), "<u8") == heads["chain"]
+    if chain is None:
+        same[:1] = True
+    return np.asarray(same)
+
+
+def _has_bodies(data: memoryview, begins: npt.NDArray[np.int64], heads: Heads) -> Flags:
+    ends = begins + heads["body_bytes"]
+    found = [crc32(data[begin:end]) for begin, end in zip(begins.tolist(), ends.tolist())]
+    return np.asarray(np.array(found, np.uint32) == heads["body_crc"])
+
+
+@lru_cache(4096)
+def _subject(field: bytes, size: int) -> str:
+    return field[:size].decode("utf-8", "replace")
+
+
+def _frames(heads: Heads, fields: list[bytes], body_at: npt.NDArray[np.int64]) -> list[Frame]:
+    def column(name: str) -> list[int]:
+        return heads[name].tolist()  # type: ignore[no-any-return]
+
+    columns = (
+        column("kind"),
+        column("flags"),
+        map(_subject, fields, column("subject_bytes")),
+        column("count"),
+        column("body_bytes"),
+        map(_epoch, column("term"), column("boot")),
+        *map(column, ("offset", "high_watermark", "timestamp_ms", "first_sequence", "producer", "batch", "chain")),
+        column("body_crc"),
+        body_at.tolist(),
+        (heads["offset"].astype(np.int64) + body_at + heads["body_bytes"]).tolist(),
+    )
+    return list(map(Frame, *columns))

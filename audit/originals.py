@@ -1,0 +1,198 @@
+"""Core. Dead letters held against their originals: each exists, lies before its copy, and has the same content.
+
+The original may lie anywhere before. A closed segment's index says where; of the segment that is being written, the
+frames are walked, backwards from the dead letter, as most die soon. An index may be wrong: what it does not name is
+walked for before anybody is blamed. What retention has taken is nobody's fault, and where bytes are damaged nothing is
+said.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Protocol
+
+from qmq.audit.derived import Derived
+from qmq.audit.kinds import Kind
+from qmq.audit.letters import Letter
+from qmq.audit.said import Said, finding
+from qmq.audit.walk import Storage, Walk, Window
+from qmq.codec import split_batch
+from qmq.dead_letters import fingerprint
+from qmq.errors import CorruptFrame, QmqError
+from qmq.log.frame import Frame, FrameKind, check_body, decode_header
+from qmq.log.index import ClosedIndex, FrameRef
+
+BLOCK_BYTES = 8 << 20
+"""Of a segment without an index, this much is walked at once."""
+
+
+class Log(Storage, Protocol):
+    """One copy of a log."""
+
+    def derived(self, base: int) -> Derived: ...
+
+    def frame(self, offset: int, size: int) -> bytes:
+        """Return the frame at `offset`, of `size` bytes; fewer if there is none. Raises OSError."""
+
+
+class OfLetters:
+    """Passes on what is wrong with dead letters."""
+
+    def take(self, piece: int, said: dict[str, Any], /) -> Iterator[Said]:
+        row = dict(said)
+        yield finding(row.pop("what"), row.pop("text"), **row)
+
+    def finish(self) -> Iterable[Said]:
+        return ()
+
+
+def check_letters(log: Log, bases: Sequence[int], end: int, letters: Iterable[Letter]) -> Iterator[dict[str, Any]]:
+    """Yield what is wrong with the content of dead letters, as rows of findings.
+
+    Args:
+        bases: where the segments of this copy begin, ascending. end: no letter lies behind.
+    """
+    spans = [(base, behind) for base, behind in pairwise([*bases, max(end, *bases)]) if base < end]
+    search = _Search(log, spans, end, letters)
+    search.by_index()
+    if search.absent:
+        again = _Search(log, spans, end, search.absent)
+        again.by_frames()
+        search.absent, search.wrong = again.absent, search.wrong + again.wrong
+    yield from search.wrong
+    for letter in search.absent:
+        yield letter.unfounded()
+
+
+class _Search:
+    """Looks for the originals of some dead letters in segments `spans`, from the last one to the first; once.
+
+    `absent`: what is not there. `wrong`: what has another content.
+    """
+
+    def __init__(self, log: Log, spans: Sequence[tuple[int, int]], end: int, letters: Iterable[Letter]) -> None:
+        self._log, self._spans, self._end = log, spans, end
+        self._wanted: defaultdict[str, dict[int, list[Letter]]] = defaultdict(dict)
+        for letter in letters:
+            self._wanted[letter.source].setdefault(letter.sequence, []).append(letter)
+        self._is_damaged = False
+        self.absent: list[Letter] = []
+        self.wrong: list[dict[str, Any]] = []
+
+    def by_index(self) -> None:
+        for begin, end in reversed(self._spans):
+            if not self._wanted:
+                return
+            index = _index_of(self._log, begin, end)
+            if index is None:
+                self._walk(begin, min(end, self._end))
+            else:
+                self._look_up(index)
+        self._give_up_the_rest()
+
+    def by_frames(self) -> None:
+        """Whatever an index says, look at the frames themselves."""
+        for begin, end in reversed(self._spans):
+            self._walk(begin, min(end, self._end))
+        self._give_up_the_rest()
+        if self._is_damaged:
+            self.absent = []
+
+    def _give_up_the_rest(self) -> None:
+        if self._spans and self._spans[0][0] == 0:  # else retention may have taken it
+            for subject in list(self._wanted):
+                self._give_up(subject, 0)
+
+    def _look_up(self, index: ClosedIndex) -> None:
+        for subject in list(self._wanted):
+            first = index.first_sequence(subject)
+            if first is None:
+                continue
+            for sequence in sorted(self._wanted[subject]):
+                if sequence < first or sequence not in self._wanted.get(subject, {}):
+                    continue
+                for ref in index.frames(subject, sequence, 1):
+                    window = _frame_at(self._log, ref)
+                    if window is not None:
+                        self._compare(window, window.frames[0])
+            self._give_up(subject, first)
+
+    def _walk(self, begin: int, end: int) -> None:
+        """Look at all frames of a segment, the last ones first, until nothing is left to be found in it."""
+        firsts: dict[str, int] = {}
+        while self._wanted and end > begin:
+            low = max(begin, end - BLOCK_BYTES)
+            for window in Walk(self._log, low, end, is_start=low == begin).windows():
+                self._is_damaged = self._is_damaged or bool(window.problems)
+                for frame in window.frames:
+                    if frame.kind == FrameKind.MESSAGES and frame.subject in self._wanted:
+                        firsts[frame.subject] = min(frame.first_sequence, firsts.get(frame.subject, 1 << 64))
+                        self._compare(window, frame)
+            end = low
+            for subject, first in firsts.items():
+                self._give_up(subject, first)
+
+    def _compare(self, window: Window, frame: Frame) -> None:
+        """Hold the dead letters of this frame's messages against these."""
+        wanted = self._wanted.get(frame.subject)
+        if not wanted or frame.offset in window.damaged:
+            return
+        sequences = range(frame.first_sequence, frame.first_sequence + frame.count)
+        here = (
+            [one for one in sequences if one in wanted] if len(wanted) > frame.count else [*wanted.keys() & sequences]
+        )
+        if not here:
+            return
+        try:
+            messages = list(split_batch(window.batch(frame), frame.count))
+        except (QmqError, ValueError):
+            return  # it is named where it lies
+        for sequence in here:
+            for letter in wanted.pop(sequence):
+                if frame.offset >= letter.offset:
+                    self.absent.append(letter)
+                elif fingerprint(bytes(messages[sequence - frame.first_sequence])) != letter.fingerprint:
+                    text = f"its content is not that of the original at offset {frame.offset}"
+                    self.wrong.append(letter.finding(Kind.DEAD_ALTERED, text))
+        if not wanted:
+            del self._wanted[frame.subject]
+
+    def _give_up(self, subject: str, first: int) -> None:
+        """Sequences are dense: from `first` on, all of the subject's were looked at."""
+        wanted = self._wanted.get(subject, {})
+        for sequence in [one for one in wanted if one >= first]:
+            self.absent += wanted.pop(sequence)
+        if not wanted:
+            self._wanted.pop(subject, None)
+
+
+def _index_of(log: Log, begin: int, end: int) -> ClosedIndex | None:
+    """Return the stored index of a whole segment; None if there is none, or it does not cover that."""
+    try:
+        index = ClosedIndex(log.derived(begin).index, begin)
+    except ValueError:
+        return None
+    return index if index.end == end else None
+
+
+def _frame_at(log: Log, ref: FrameRef) -> Window | None:
+    """Return a window with one frame; None if it is not there, or damaged."""
+    try:
+        data = log.frame(ref.offset, ref.length)
+        frame = decode_header(data, 0, ref.offset, None)
+        window = Window(ref.offset, memoryview(data), [frame])
+        check_body(frame, window.body(frame))
+    except (OSError, CorruptFrame):
+        return None
+    return window
+
+
+def by_copy(
+    logs: Mapping[str, Log], bases: Mapping[str, Sequence[int]], end: int, letters: Sequence[Letter]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (copy, what is wrong), of dead letters that all these copies have."""
+    for name, log in logs.items():
+        for wrong in check_letters(log, bases[name], end, letters):
+            yield name, wrong

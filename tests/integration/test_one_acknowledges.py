@@ -1,0 +1,281 @@
+"""Shell. Three copies, two metaservers, and a failover that meets a second fault: at most one broker acknowledges.
+
+Each broker is asked to store messages all the time, whatever it says of itself. What anybody acknowledged is in all
+copies in the end, and no master acknowledges what it was asked after its successor did the first time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import threading
+import time
+from contextlib import ExitStack, contextmanager, suppress
+from typing import NamedTuple
+
+import pytest
+from sqlalchemy import create_engine, make_url, select
+
+from qmq.deploy.control import broker_state, manage
+from qmq.deploy.copies import read_copy
+from qmq.deploy.processes import module_command
+from qmq.errors import QmqError
+from qmq.metaserver.db.tables import broker_sighting
+from qmq.remoting.commands import Command
+from qmq.remoting.connection import connect
+from qmq.types import Endpoint
+from tests.integration.broker_behind_cables import CABLES
+from tests.integration.cluster_world import produce_body
+from tests.integration.installation_world import HOST, TOKEN, Installation, end
+from tests.support.cable import cable_to
+from tests.support.standstill import stand_still
+from tests.support.waiting import until
+
+PAUSE_S = 0.005
+"""Between two questions to one broker."""
+CHOICE = b"UPDATE broker_group SET term"
+"""Begins the transaction that makes a slave the master."""
+
+
+class Acknowledged(NamedTuple):
+    id: str
+    asked_s: float
+    told_s: float
+
+
+class Cabled(Installation):
+    """Metaservers reach the database through cables, brokers each other and the metaservers."""
+
+    def __init__(self, folder, server, stack):
+        self._cable = lambda port: stack.enter_context(cable_to(port))
+        self._server = server
+        self.to_database, self.to_broker, self.to_metaserver = {}, {}, {}
+        """By the name of the metaserver; of the broker that is connected to; of the broker that connects."""
+        super().__init__(folder, server.create_database(), copies=3)
+        self._engine = create_engine(self.database)
+        stack.callback(self._engine.dispose)
+        ports = {str(broker.place["syncPort"]): self.to_broker[broker.name].port for broker in self.brokers}
+        for broker in self.brokers:
+            self.to_metaserver[broker.name] = to_metaserver = {
+                service.grpc.rpartition(":")[2]: self._cable(int(service.grpc.rpartition(":")[2]))
+                for service in self.metaservers
+            }
+            mine = ports | {port: cable.port for port, cable in to_metaserver.items()}
+            broker.environ = {CABLES: json.dumps(mine)}
+
+    def _service(self, name, module, settings):
+        if module == "metaserver":
+            cable = self.to_database[name] = self._cable(self._server.port)
+            url = make_url(self.database).set(port=cable.port).render_as_string(hide_password=False)
+            settings |= {"failover": True, "database": url, "database_timeout_ms": 30_000}
+        else:
+            self.to_broker[name] = self._cable(settings["sync_port"])
+        service = super()._service(name, module, settings)
+        if module == "broker":
+            service.command = module_command("tests.integration.broker_behind_cables", service.command[-1])
+        return service
+
+    def said(self, broker):
+        return broker_state(f"{HOST}:{broker.control}", TOKEN)
+
+    def in_sync(self):
+        """How many slaves are, says whoever is the master."""
+        return max((len(said.in_step) for broker in self.brokers if (said := self.said(broker))), default=0)
+
+    def all_metaservers_know(self):
+        """Wait until each has read what the master says, and not only the one where it beats: each may then choose."""
+        until(self._is_stored, "a metaserver stored that the master takes messages")
+        for action, writable in (("MarkReadonlyBrokerGroup", False), ("UnMarkReadonlyBrokerGroup", True)):
+            manage(self.url, TOKEN, action, brokerGroup="g1")  # what was stored before that is read with it
+            for service in self.metaservers:
+                until(lambda url=service.url, writable=writable: self.writable(url) == writable, "it is read")
+
+    def _is_stored(self):
+        with self._engine.connect() as connection:
+            said = connection.scalar(select(broker_sighting.c.state_json).where(broker_sighting.c.hostname == "b0"))
+        return (json.loads(said or "null") or {}).get("writable")
+
+    def logs(self):
+        return "".join(service.log.read_text() for service in self.metaservers)
+
+    def failovers(self):
+        return [row for row in self.look(self.url, "AuditTrail")["rows"] if row["action"] == "Failover"]
+
+
+class Producers:
+    """One for each broker, on a thread's loop; `acknowledged` and `refused` by the broker's name."""
+
+    def __init__(self, brokers):
+        self.acknowledged = {broker.name: [] for broker in brokers}
+        self.refused = dict.fromkeys(self.acknowledged, 0)
+        self._brokers, self._is_over = brokers, threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._is_over.set()
+        self._thread.join()
+
+    @property
+    def answered(self):
+        return {name: len(acknowledged) + self.refused[name] for name, acknowledged in self.acknowledged.items()}
+
+    @property
+    def count(self):
+        return {name: len(acknowledged) for name, acknowledged in self.acknowledged.items()}
+
+    async def _run(self):
+        async with asyncio.TaskGroup() as tasks:
+            for broker in self._brokers:
+                tasks.create_task(self._ask_all_the_time(broker, tasks))
+
+    async def _ask_all_the_time(self, broker, tasks):
+        endpoint, number, connection = Endpoint(HOST, broker.place["servePort"]), 0, None
+        try:
+            while not self._is_over.is_set():
+                with suppress(QmqError):
+                    if connection is None or not connection.is_open:
+                        connection, _ = await connect(
+                            endpoint, handler=_Client(), token=TOKEN, app="test", packet_bytes_max=1 << 20, timeout_s=1
+                        )
+                    number += 1
+                    tasks.create_task(self._ask(broker.name, connection, number))
+                await asyncio.sleep(PAUSE_S)
+        finally:
+            if connection is not None:
+                connection.close()
+
+    async def _ask(self, name, connection, number):
+        """Many questions are on their way at a time: a master that waits for its slaves is asked on."""
+        asked_s = time.monotonic()
+        try:
+            await connection.request(Command.PRODUCE, produce_body("s", {}, name=f"{name}-{number}"))
+            self.acknowledged[name].append(Acknowledged(f"{name}-{number}-0", asked_s, time.monotonic()))
+        except QmqError:
+            self.refused[name] += 1
+
+
+class _Client:
+    def packet_received(self, connection, packet): ...
+
+    def connection_lost(self, connection, reason): ...
+
+    def writable_again(self, connection): ...
+
+
+@pytest.fixture
+def world(mariadb, tmp_path):
+    with ExitStack() as stack:
+        world = Cabled(tmp_path, mariadb, stack)
+        try:
+            yield world.start()
+        finally:
+            world.stop()
+
+
+@contextmanager
+def asked_all_the_time(world):
+    """In the end all three copies are equal, and have what anybody acknowledged."""
+    until(lambda: world.in_sync() == 2, "both slaves are in sync")
+    world.all_metaservers_know()
+    with Producers(world.brokers) as producers:
+        until(lambda: producers.count["b0"] > 20, "the master acknowledges")
+        yield producers
+        until(lambda: world.in_sync() == 2, "all three are in sync again")
+        before = producers.count
+        until(lambda: producers.count != before, "a master acknowledges")
+    until(lambda: have_equal_ends(world), "equal copies")
+    for broker in world.brokers:
+        broker.signal(signal.SIGKILL)  # all at once, so that nobody begins a term without the others
+    for broker in world.brokers:
+        end(broker, signal.SIGKILL)
+    first, *others = [read_copy(world.folder / broker.name / "data") for broker in world.brokers]
+    assert all(other == first for other in others)
+    stored = [id for _, _, id in first.messages]
+    told = [one.id for acknowledged in producers.acknowledged.values() for one in acknowledged]
+    assert len(stored) == len(set(stored)) and set(told) <= set(stored)
+
+
+def have_equal_ends(world):
+    said = [world.said(broker) for broker in world.brokers]
+    return all(said) and len({(end, one.chain) for one in said for end in (one.log_end, one.flushed_end)}) == 1
+
+
+def successor(world, producers):
+    """Name of the slave that acknowledges: messages that it was asked for as the master."""
+    return until(lambda: next((name for name in ("b1", "b2") if producers.count[name] > 20), None), "a slave took over")
+
+
+def check_order(old, new):
+    assert max(one.asked_s for one in old) < min(one.told_s for one in new)
+
+
+def test_a_metaserver_that_is_paused_with_its_choice_made_comes_too_late(world):
+    cables = world.to_database
+    with asked_all_the_time(world) as producers:
+        for cable in cables.values():
+            cable.hold_at = CHOICE
+        end(world.brokers[0], signal.SIGKILL)
+        paused = until(lambda: next((m for m in world.metaservers if cables[m.name].is_holding.is_set()), None))
+        stand_still(paused.pid)
+        try:
+            for name in cables.keys() - {paused.name}:
+                cables[name].hold_at = b""
+                cables[name].deliver()
+            new = successor(world, producers)
+            term = world.said(world.brokers[int(new[1])]).term
+        finally:
+            paused.signal(signal.SIGCONT)
+        cables[paused.name].deliver()
+        world.brokers[0].start()
+        before = producers.count[new]
+        until(lambda: world.in_sync() == 2 and producers.count[new] > before + 100, "it goes on as the master")
+        assert world.said(world.brokers[int(new[1])]).term == term and len(world.failovers()) == 1
+        check_order(producers.acknowledged["b0"], producers.acknowledged[new])
+
+
+def test_while_the_database_is_away_behind_the_promises_nobody_acknowledges(world, mariadb):
+    """The old master was only paused, and wakes up before anybody can be chosen."""
+    old = world.brokers[0]
+    with asked_all_the_time(world) as producers:
+        for cable in world.to_database.values():
+            cable.hold_at = CHOICE
+        stand_still(old.pid)
+        try:
+            until(lambda: any(cable.is_holding.is_set() for cable in world.to_database.values()), "a choice is made")
+            promised_s = time.monotonic()
+            mariadb.kill()
+            for cable in world.to_database.values():
+                cable.hold_at = b""
+                cable.deliver(lost=True)
+            until(lambda: "reason=not_stored" in world.logs(), "it cannot be stored")
+        finally:
+            old.signal(signal.SIGCONT)
+        answered = producers.answered["b0"]
+        until(lambda: producers.answered["b0"] > answered + 200, "the old master answers")
+        told = sum(producers.acknowledged.values(), [])
+        mariadb.start()
+        until(lambda: sum(producers.count.values()) > len(told) + 20, "somebody is the master again")
+        assert [one for one in told if one.asked_s > promised_s] == []
+
+
+def test_of_two_masters_behind_a_one_way_hole_one_acknowledges(world):
+    """The old master hears its slaves' goodbye and its clients, and nobody hears it."""
+    old = world.brokers[0]
+    with asked_all_the_time(world) as producers:
+        world.to_broker[old.name].swallow_answers = True
+        for cable in world.to_metaserver[old.name].values():
+            cable.swallow_questions = cable.swallow_answers = True
+        new = successor(world, producers)
+        for name in (old.name, new):
+            answered = producers.answered[name]
+            until(lambda name=name, answered=answered: producers.answered[name] > answered + 100, f"{name} answers")
+        assert world.said(old).term < world.said(world.brokers[int(new[1])]).term, "it takes itself for the master"
+        check_order(producers.acknowledged[old.name], producers.acknowledged[new])
+        for cable in (world.to_broker[old.name], *world.to_metaserver[old.name].values()):
+            cable.mend()
+    check_order(producers.acknowledged[old.name], producers.acknowledged[new])

@@ -1,0 +1,144 @@
+"""Shell. Reasons for readonly of a group of three copies, and the way out that docs/runbook.md names for several."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+
+import pytest
+
+from qmq.deploy.plan import HOST
+from qmq.remoting.commands import Command
+from tests.integration.cluster_world import (
+    Wire,
+    begin,
+    consume_all,
+    data_of,
+    end,
+    produce_body,
+    reasons,
+    row,
+    running,
+    send_all,
+    state,
+)
+from tests.integration.test_broker_damage import damage
+from tests.support.standstill import stand_still
+from tests.support.waiting import until
+
+COUNT = 60
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    small = {"segment_bytes": 64 * 1024, "tail_bytes": 0, "slave_lag_ms_max": 4000}
+    with running(tmp_path_factory.mktemp("cluster"), copies=3, **small) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(shared):
+    """One cluster for all, well again for each."""
+    names = [broker.hostname for broker in shared.plan.brokers]
+    for name in names:
+        shared.service(name).signal(signal.SIGCONT)
+    begin(shared, *names)
+    until(lambda: all_are_in_sync(shared), "master and both slaves")
+    return shared
+
+
+def all_are_in_sync(cluster):
+    said = state(cluster, cluster.broker("g1", "master"))
+    return said is not None and said.writable and len(said.in_step) == 2
+
+
+def plans_of(cluster):
+    """Master, and slaves."""
+    master = cluster.broker("g1", "master")
+    return master, [plan for plan in cluster.plan.brokers if plan != master]
+
+
+def is_readonly_for(cluster, plan, reason):
+    until(lambda: reasons(cluster, plan) == [reason], f"readonly: {reason}")
+
+
+def remembered_end(cluster):
+    return row(cluster, "SELECT max(log_end) FROM acknowledged_point WHERE group_name = 'g1'")[0]
+
+
+def send(cluster, subject):
+    """Messages in several frames; the ids."""
+    return [
+        one.message_id for turn in range(6) for one in send_all(cluster, subject, COUNT // 6, name=f"{subject}{turn}")
+    ]
+
+
+def test_the_mark_of_an_operator_outlives_a_change_of_masters_and_is_taken_away(cluster):
+    _, slaves = plans_of(cluster)
+    cluster.manage("MarkReadonlyBrokerGroup", brokerGroup="g1")
+    cluster.swap_roles("g1", to=slaves[0].hostname)
+    is_readonly_for(cluster, slaves[0], "operator")
+    cluster.manage("UnMarkReadonlyBrokerGroup", brokerGroup="g1")
+    cluster.wait_writable()
+
+
+def test_one_slave_that_stands_still_is_passed_over_and_two_make_the_group_readonly(cluster):
+    master, (first, second) = plans_of(cluster)
+    stand_still(cluster.service(first.hostname).pid)
+    send_all(cluster, "lag", 10)
+    until(lambda: len(state(cluster, master).in_step) == 1, "the first one is missed")
+    with Wire(master.serve_port, token=cluster.token) as wire:
+        assert wire.ask(Command.PRODUCE, produce_body("lag", {"n": "1"})).code == 0
+        stand_still(cluster.service(second.hostname).pid)
+        wire.request(Command.PRODUCE, produce_body("lag", {"n": "2"}))
+        is_readonly_for(cluster, master, "slave_lag")
+        cluster.service(second.hostname).signal(signal.SIGCONT)
+        assert wire.answer().code == 0
+    cluster.wait_writable()
+
+
+def test_slaves_that_never_return_are_removed_and_another_one_is_added(cluster):
+    master, (gone, other) = plans_of(cluster)
+    ids = send(cluster, "gone")
+    end(cluster, gone.hostname, other.hostname)
+    is_readonly_for(cluster, master, "slave_down")
+    place = {"hostname": gone.hostname, "servePort": gone.serve_port}
+    cluster.manage("RemoveBroker", **place, force="true")
+    shutil.rmtree(data_of(cluster, gone))
+    cluster.manage("AddBroker", brokerGroup="g1", role=1, ip=HOST, syncPort=gone.sync_port, **place)
+    begin(cluster, gone.hostname)
+    cluster.wait_writable()
+    assert [id for _, id in consume_all(cluster, "gone", "g", COUNT)] == ids
+
+
+def test_damage_on_the_master_is_mended_from_any_slave(cluster):
+    master, (first, second) = plans_of(cluster)
+    ids = send(cluster, "damaged")
+    until(lambda: len({state(cluster, plan).flushed_end for plan in (master, first, second)}) == 1, "equal ends")
+    damage(data_of(cluster, master), "damaged", newest=True)
+    end(cluster, first.hostname, second.hostname)
+    with pytest.raises(TimeoutError):
+        consume_all(cluster, "damaged", "before", COUNT, timeout_s=5)
+    until(lambda: "corrupt" in reasons(cluster, master), "readonly for the damage")
+    begin(cluster, second.hostname)
+    cluster.wait_writable()
+    assert [id for _, id in consume_all(cluster, "damaged", "after", COUNT)] == ids
+
+
+def test_a_master_whose_disk_was_put_back_waits_for_a_slave_and_has_all_again(cluster, tmp_path):
+    master, slaves = plans_of(cluster)
+    names = [master.hostname, *(plan.hostname for plan in slaves)]
+    end(cluster, *names)
+    shutil.copytree(data_of(cluster, master), tmp_path / "older")
+    begin(cluster, *names)
+    until(lambda: all_are_in_sync(cluster), "all three")
+    ids = send(cluster, "put-back")
+    until(lambda: remembered_end(cluster) == state(cluster, master).log_end, "the metaserver remembers all of it")
+    end(cluster, *names)
+    shutil.rmtree(data_of(cluster, master))
+    shutil.move(tmp_path / "older", data_of(cluster, master))
+    begin(cluster, master.hostname)
+    until(lambda: "rolled_back" in (reasons(cluster, master) or ()), "it says so of itself")
+    begin(cluster, slaves[1].hostname)
+    cluster.wait_writable()
+    assert [id for _, id in consume_all(cluster, "put-back", "g", COUNT)] == ids

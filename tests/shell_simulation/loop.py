@@ -1,0 +1,218 @@
+"""An event loop with virtual time that runs many processes: each has its tasks, its clock, and may end at any moment.
+
+Whose a callback is stands in its context, which asyncio hands on from task to task. A callback of a process that was
+killed is never run again, one of a process that is stopped waits. Threads are callbacks that come later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import heapq
+from collections import deque
+from collections.abc import Callable, Coroutine
+from contextvars import Context, ContextVar, copy_context
+from functools import partial
+from random import Random
+from typing import Any
+
+from sqlalchemy.exc import OperationalError
+
+STEPS_MAX = 3_000_000
+"""Of callbacks in a run; who never rests would hang the test."""
+
+
+class Killed(BaseException):
+    """The process has ended. Nothing of it may see this, and if something does, nobody sees what it does."""
+
+
+class Process:
+    """One process of a machine, from its start until it ends or is killed.
+
+    `clock_s`: how wrong the machine's wall clock is.
+    """
+
+    def __init__(self, loop: VirtualLoop, name: str, ip: str) -> None:
+        self.loop, self.name, self.ip = loop, name, ip
+        self.is_dead = self.is_stopped = False
+        self.parked: deque[asyncio.Handle] = deque()
+        self.reason: BaseException | None = None
+        """Why it ended itself at once, if it did."""
+        self.clock_s = 0.0
+        self.spent_s = 0.0
+        """What its calls of the system took, by the clock that measures such things."""
+        self.thread_s = (0.0001, 0.003)
+        """How long a job on a thread takes."""
+        loop.processes.append(self)
+        self.context = copy_context()
+        self.context.run(_process.set, self)
+        self.signals: dict[int, Callable[[], object]] = {}
+        """What it does at a signal."""
+        self.ended: list[Callable[[], None]] = []
+        """Called when it is killed: what the kernel does then."""
+        self._tasks: list[asyncio.Task[Any]] = []
+
+    def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = self.loop.create_task(work, context=self.context)
+        self._tasks.append(task)
+        return task
+
+    def kill(self) -> None:
+        """End it here and now. What its tasks refer to stays, so that no `finally` of theirs runs."""
+        if not self.is_dead:
+            self.is_dead = True
+            self.parked.clear()
+            for end in self.ended:
+                end()
+
+    def stop(self) -> None:
+        self.is_stopped = True
+
+    def go_on(self) -> None:
+        self.is_stopped = False
+        self.loop.ready(self.parked)
+
+
+_process: ContextVar[Process | None] = ContextVar("process", default=None)
+
+
+def current() -> Process | None:
+    """Return the process that runs; None: the world around them."""
+    return _process.get()
+
+
+class VirtualLoop(asyncio.BaseEventLoop):
+    """Time stands still while anything can be done, and then jumps to the next timer."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.rng = Random(seed)
+        self.now_s = 1000.0
+        self.steps = 0
+        self.world = Context()
+        """Of callbacks that belong to no process."""
+        self.errors: list[str] = []
+        self.processes: list[Process] = []
+        self.database = ""
+        """What the database does wrong at the moment."""
+        self._kept: list[asyncio.Task[Any]] = []
+        self.set_exception_handler(self._take_error)
+        self.set_task_factory(self._new_task)
+
+    def time(self) -> float:
+        return self.now_s
+
+    def at(self, when_s: float, call: Callable[..., object], *args: object) -> asyncio.TimerHandle:
+        """Have the world do something."""
+        return self.call_at(when_s, call, *args, context=self.world)
+
+    def ready(self, handles: deque[asyncio.Handle]) -> None:
+        self._ready.extend(handles)
+        handles.clear()
+
+    def _new_task(self, loop: asyncio.AbstractEventLoop, work: Any, **words: Any) -> asyncio.Task[Any]:
+        task: asyncio.Task[Any] = asyncio.Task(work, loop=loop, **words)
+        task._log_destroy_pending = False
+        self._kept.append(task)
+        if len(self._kept) > 5000:
+            self._kept = [one for one in self._kept if not one.done()]
+        return task
+
+    def abandon(self) -> None:
+        """Close what did not end; nobody hears what it says about that."""
+        for process in self.processes:
+            process.is_dead = True
+        for task in self._kept:
+            if not task.done():
+                with contextlib.suppress(BaseException):
+                    task.get_coro().close()
+        self._kept.clear()
+        self.close()
+
+    def _take_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error, process = context.get("exception"), current()
+        if not isinstance(error, Killed) and not (process is not None and process.is_dead):
+            self.errors.append(f"{process.name if process else 'world'}: {context['message']}: {error!r}")
+
+    def _run_once(self) -> None:
+        ready, timers = self._ready, self._scheduled
+        while timers and timers[0]._cancelled:
+            heapq.heappop(timers)._scheduled = False
+            self._timer_cancelled_count -= 1
+        if not ready and timers and not self._stopping:
+            self.now_s = max(self.now_s, timers[0]._when)
+        while timers and timers[0]._when <= self.now_s:
+            timer = heapq.heappop(timers)
+            timer._scheduled = False
+            ready.append(timer)
+        for _ in range(len(ready)):
+            self._run(ready.popleft())
+
+    def _run(self, handle: asyncio.Handle) -> None:
+        process = handle._context.get(_process)
+        if handle.cancelled() or (process is not None and process.is_dead):
+            return
+        if process is not None and process.is_stopped:
+            process.parked.append(handle)
+            return
+        self.steps += 1
+        if self.steps > STEPS_MAX:
+            raise RuntimeError(f"more than {STEPS_MAX} callbacks; the last one is {handle!r}")
+        handle._run()
+
+    def _process_events(self, event_list: list[object]) -> None:
+        """There are none: what arrives is a timer of the network."""
+
+    def _write_to_self(self) -> None:
+        """Nobody sleeps in a call of the system."""
+
+    def add_signal_handler(self, sig: int, callback: Callable[..., object], *args: object) -> None:
+        process = current()
+        assert process is not None
+        process.signals[sig] = partial(callback, *args)
+
+    def remove_signal_handler(self, sig: int) -> bool:
+        process = current()
+        return process is not None and process.signals.pop(sig, None) is not None
+
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+        threads = executor if isinstance(executor, Threads) else Threads(32)
+        return asyncio.wrap_future(threads.submit(func, *args), loop=self)
+
+
+class Threads:
+    """Stands in for ThreadPoolExecutor: a job runs later, in the process that wants it, and is over at once."""
+
+    def __init__(self, workers: int, name: str = "") -> None:
+        self._free_s = [0.0] * workers
+        self._name = name
+
+    def submit(self, call: Callable[..., Any], *args: Any) -> concurrent.futures.Future[Any]:
+        loop, process = asyncio.get_event_loop(), current()
+        assert isinstance(loop, VirtualLoop) and process is not None
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        if self._name == "database" and loop.database == "hangs":
+            loop.call_later(loop.rng.uniform(3.0, 8.0), self._work, loop, future, call, args)
+            return future
+        worker = min(range(len(self._free_s)), key=self._free_s.__getitem__)
+        self._free_s[worker] = when_s = max(self._free_s[worker], loop.now_s) + loop.rng.uniform(*process.thread_s)
+        loop.call_at(when_s, self._work, loop, future, call, args)
+        return future
+
+    def _work(self, loop: VirtualLoop, future: concurrent.futures.Future[Any], call: Any, args: Any) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            if self._name == "database" and loop.database == "refuses":
+                raise OperationalError("", None, Exception("the database is away"))
+            tell: tuple[Callable[[Any], None], Any] = future.set_result, call(*args)
+            if self._name == "database" and loop.database == "forgets":  # it has done it, and its answer is lost
+                raise OperationalError("", None, Exception("the connection was lost"))
+        except Killed:
+            raise
+        except BaseException as error:
+            tell = future.set_exception, error
+        loop.call_later(loop.rng.uniform(0, 0.001), *tell)  # meanwhile it may be killed: done, and nobody knows
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None: ...

@@ -1,0 +1,205 @@
+"""Everything that goes wrong, by name. A seed enables some of it and draws when and how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from random import Random
+from typing import TYPE_CHECKING
+
+from tests.shell_simulation.machines import CopyMachine, Machine
+
+if TYPE_CHECKING:
+    from tests.shell_simulation.world import World
+
+LASTS_S = 0.2, 20.0
+
+
+class Nemesis:
+    """Made per seed; strikes until it is told to stop. `skipped`: numbers of strikes that are left out."""
+
+    def __init__(self, world: World, seed: int, skipped: Collection[int] = ()) -> None:
+        self._world, self._seed, self._skipped = world, seed, skipped
+        self._rng = Random(f"{seed} nemesis")
+        self._is_active = True
+        enabled = [name for name in FAULTS if self._rng.random() < 0.6 or name == world.favoured] or list(FAULTS)
+        self._names = enabled
+        self._weights = [self._rng.random() + 0.05 for _ in enabled]
+        if world.favoured:
+            self._weights[enabled.index(world.favoured)] = sum(self._weights)
+        self.strikes = 0
+        self._again()
+
+    def stop(self) -> None:
+        self._is_active = False
+
+    def _again(self) -> None:
+        at_s = self._world.loop.now_s + self._rng.uniform(0.1, self._world.swarm.strike_s)
+        self._world.loop.at(at_s, self._strike)
+
+    def _strike(self) -> None:
+        """Each strike has dice of its own: it is the same whether or not another one is left out."""
+        if not self._is_active:
+            return
+        number, self.strikes = self.strikes, self.strikes + 1
+        self._rng = Random(f"{self._seed} strike {number}")
+        (name,) = self._rng.choices(self._names, self._weights)
+        if number not in self._skipped:
+            states = self._world.states()
+            self._world.note(f"nemesis {number}: {name}")
+            if FAULTS[name](self):
+                self._world.counts[name] += 1
+                self._world.met.update((name, state) for state in states)
+        self._rng = Random(f"{self._seed} pause {number}")
+        self._again()
+
+    def _copy(self) -> CopyMachine:
+        return self._rng.choice(self._world.copies)
+
+    def _any(self) -> Machine:
+        return self._rng.choice(self._world.machines)
+
+    def _two(self) -> tuple[str, str]:
+        """Two machines, one of them a server."""
+        one = self._rng.choice([*self._world.copies, *self._world.metaservers])
+        other = self._rng.choice([machine for machine in self._world.machines if machine is not one])
+        return (one.ip, other.ip) if self._rng.random() < 0.5 else (other.ip, one.ip)
+
+    def _links(self) -> tuple[str, str]:
+        """Mostly the link between two copies."""
+        if self._rng.random() < 0.5:
+            return self._two()
+        one, other = self._rng.sample(self._rng.choice(list(self._world.groups.values())), 2)
+        return one.ip, other.ip
+
+    # Each returns whether it did anything.
+
+    def kill(self) -> bool:
+        machine = self._any()
+        if not machine.is_running or machine.process is None:
+            return False
+        machine.process.kill()
+        return True
+
+    def kill_at_a_call(self) -> bool:
+        system = self._copy().system
+        system.kill_at = system.calls + self._rng.randint(1, 60)
+        return True
+
+    def terminate(self) -> bool:
+        self._any().terminate()
+        return True
+
+    def power(self) -> bool:
+        copy = self._copy()
+        if copy.is_off:
+            return False
+        copy.lose_power()
+        return True
+
+    def power_everywhere(self) -> bool:
+        for copy in self._world.copies:
+            if not copy.is_off:
+                copy.lose_power()
+        return True
+
+    def pause(self) -> bool:
+        """As a suspended machine, or one that swaps."""
+        machine = self._any()
+        process = machine.process
+        if process is None or process.is_dead or process.is_stopped:
+            return False
+        process.stop()
+        self._world.later(0.05, 10.0, process.go_on)
+        return True
+
+    def cut(self) -> bool:
+        one, other = self._links()
+        self._world.network.cut(one, other)
+        if self._rng.random() < 0.5:
+            self._world.network.cut(other, one)
+        self._world.later(*LASTS_S, self._world.network.heal)
+        return True
+
+    def isolate(self) -> bool:
+        """Nothing reaches a copy, or nothing leaves it, or both."""
+        copy, ways = self._copy(), self._rng.choice((1, 2, 3))
+        for other in self._world.machines:
+            if other is not copy:
+                if ways & 1:
+                    self._world.network.cut(copy.ip, other.ip)
+                if ways & 2:
+                    self._world.network.cut(other.ip, copy.ip)
+        self._world.later(*LASTS_S, self._world.network.heal)
+        return True
+
+    def reset(self) -> bool:
+        return bool(self._world.network.reset(*self._links()))
+
+    def forget(self) -> bool:
+        return bool(self._world.network.forget(*self._links()))
+
+    def slow(self) -> bool:
+        self._world.network.slow[self._links()] = self._rng.uniform(0.01, 1.5)
+        self._world.later(*LASTS_S, self._world.network.slow.clear)
+        return True
+
+    def slow_disk(self) -> bool:
+        copy, slow_s = self._copy(), self._rng.uniform(0.02, 1.0)
+        copy.thread_s = (slow_s / 2, slow_s)
+        copy.system.sync_s = slow_s
+        if copy.process is not None:
+            copy.process.thread_s = copy.thread_s
+        self._world.later(*LASTS_S, copy.disk_is_well)
+        return True
+
+    def disk_fails(self) -> bool:
+        """One call is refused; if it is an fsync, what it was to keep may be lost."""
+        system = self._copy().system
+        system.fails_once_at = system.calls + self._rng.randint(1, 60)
+        return True
+
+    def clock(self) -> bool:
+        steps = (-0.5, 0.5, 30.0, -30.0, 3.2e7, -3.2e7)
+        self._any().step_clock(self._rng.choice(steps))
+        return True
+
+    def database(self) -> bool:
+        """It is away, or its answers are lost, or it hangs."""
+        self._world.loop.database = self._rng.choice(("refuses", "forgets", "hangs"))
+        self._world.later(*LASTS_S, self._world.database_is_well)
+        return True
+
+    def swap(self) -> bool:
+        self._world.operate("SwapRoles", brokerGroup=self._rng.choice(list(self._world.groups)))
+        return True
+
+
+FAULTS: dict[str, Callable[[Nemesis], bool]] = {
+    "kill": Nemesis.kill,
+    "kill at a call": Nemesis.kill_at_a_call,
+    "terminate": Nemesis.terminate,
+    "power": Nemesis.power,
+    "power everywhere": Nemesis.power_everywhere,
+    "pause": Nemesis.pause,
+    "cut": Nemesis.cut,
+    "isolate": Nemesis.isolate,
+    "reset": Nemesis.reset,
+    "forget": Nemesis.forget,
+    "slow": Nemesis.slow,
+    "slow disk": Nemesis.slow_disk,
+    "disk fails": Nemesis.disk_fails,
+    "clock": Nemesis.clock,
+    "database": Nemesis.database,
+    "swap": Nemesis.swap,
+}
+
+MUST_OCCUR = (
+    *FAULTS,
+    "SwapRoles DONE",
+    "came again",
+    "delayed",
+    "ended by its disk",
+    "killed within a call",
+    "not stored",
+    "role change",
+)

@@ -1,0 +1,179 @@
+"""Bugs of shells, which no simulation of cores can see, each planted into the real code for a while."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+from unittest import mock
+
+from qmq.client.batch_life import Unknown
+from qmq.client.batching import Batch
+from qmq.client.group_session import GroupSession
+from qmq.client.in_flight import GroupBatches
+from qmq.client.listener import Listener
+from qmq.client.numbered import NumberedSender
+from qmq.client.received import ReceivedMessage
+from qmq.client.route_watch import RouteWatch
+from qmq.client.routing import SubjectRoute
+from qmq.client.sender import Sender
+from qmq.delayserver.dispatching import Dispatching
+from qmq.delayserver.due_clock import DueClock
+from qmq.errors import OutcomeUnknown
+from qmq.log import Commit
+from qmq.log.disk import RealDisk
+from qmq.remoting.connection import Connection
+from qmq.remoting.packet import Packet
+from qmq.server.meta_link import MetaLink
+from qmq.server.service import Service, _MasterLink
+from tests.shell_simulation.world import simulate
+from tests.simulation.planted import Bug, Patch, planted
+from tests.simulation.world import Outcome
+
+
+def search(bug: Bug, seeds: range) -> Outcome | None:
+    """Return the first seed that shows the bug."""
+    with planted(bug):
+        for seed in seeds:
+            outcome = simulate(seed, favoured=bug.favoured)
+            if outcome.failure:
+                return outcome
+    return None
+
+
+def _told_before_it_is_written() -> list[Patch]:
+    def commit(self: Service[Any], commit: Commit) -> None:
+        self._loop.call_soon(self.guarded, partial(self.node.committed, commit))
+        self._disk_thread.submit(self._perform, commit)
+
+    return [mock.patch.object(Service, "commit", commit)]
+
+
+def _sync_does_nothing() -> list[Patch]:
+    return [mock.patch.object(RealDisk, "sync", lambda self, name: None)]
+
+
+def _failed_disk_ends_nothing() -> list[Patch]:
+    return [mock.patch.object(Service, "fail", lambda self, error: None)]
+
+
+def _lost_link_to_the_master_is_not_noticed() -> list[Patch]:
+    def connection_lost(self: _MasterLink, connection: Connection, reason: str) -> None:
+        self._service.guarded(lambda: self._service.node.link_lost(connection))
+
+    return [mock.patch.object(_MasterLink, "connection_lost", connection_lost)]
+
+
+def _answer_goes_to_the_oldest_request() -> list[Patch]:
+    original = Connection._answered
+
+    def answered(self: Connection, packet: Packet) -> None:
+        original(self, packet._replace(opaque=next(iter(self._waiting), packet.opaque)))
+
+    return [mock.patch.object(Connection, "_answered", answered)]
+
+
+def _batch_is_forgotten_with_its_connection() -> list[Patch]:
+    original = Sender._answered
+
+    def answered(self: Sender, group: Any, connection: Connection, batch: Any, answer: Any) -> None:
+        original(self, group, connection, batch, answer)
+        if isinstance(answer, OutcomeUnknown) and batch.result is None:
+            group.batches.release(batch)
+
+    return [mock.patch.object(Sender, "_answered", answered)]
+
+
+def _repeat_gets_a_new_number() -> list[Patch]:
+    original = GroupBatches.next_repeat
+
+    def next_repeat(self: GroupBatches) -> Batch | None:
+        if (batch := original(self)) is not None:
+            del self._unresolved[batch.number]
+            batch.number, self._next_number = self._next_number, self._next_number + 1
+            self._unresolved[batch.number] = batch
+        return batch
+
+    return [mock.patch.object(GroupBatches, "next_repeat", next_repeat)]
+
+
+def _roles_are_told_once() -> list[Patch]:
+    original = MetaLink._assign
+
+    def assign(self: MetaLink, message: Any) -> None:
+        if not self._has_part:
+            original(self, message)
+
+    return [mock.patch.object(MetaLink, "_assign", assign)]
+
+
+def _routes_are_taken_once() -> list[Patch]:
+    original = RouteWatch._take
+
+    def take(self: RouteWatch, routes: list[SubjectRoute]) -> None:
+        original(self, [route for route in routes if route.subject not in self._held])
+
+    return [mock.patch.object(RouteWatch, "_take", take)]
+
+
+def _session_is_opened_once() -> list[Patch]:
+    original = GroupSession.opened
+
+    def opened(self: GroupSession) -> None:
+        if not self.history:
+            original(self)
+
+    return [mock.patch.object(GroupSession, "opened", opened)]
+
+
+def _message_is_done_before_it_is_handled() -> list[Patch]:
+    original = Listener._take
+
+    def take(self: Listener, subscription: Any) -> list[ReceivedMessage]:
+        taken = original(self, subscription)
+        for message in taken:
+            message._done()
+        return taken
+
+    return [mock.patch.object(Listener, "_take", take)]
+
+
+def _delayed_messages_are_sent_a_second_early() -> list[Patch]:
+    return [mock.patch.object(DueClock, "offset_ms", property(lambda self: self._offset_ms + 1000))]
+
+
+def _plans_of_earlier_masters_are_forgotten() -> list[Patch]:
+    return [mock.patch.object(Dispatching, "resume", lambda self, *_: None)]
+
+
+def _delayed_batch_is_forgotten_with_its_connection() -> list[Patch]:
+    original = NumberedSender._end
+
+    def end(self: NumberedSender, group: Any, flight: Any, answer: Any) -> None:
+        if isinstance(answer, Unknown):
+            flight.done = lambda _: None
+        original(self, group, flight, answer)
+
+    return [mock.patch.object(NumberedSender, "_end", end)]
+
+
+BUGS = [
+    Bug("commit told before it is written", _told_before_it_is_written),
+    Bug("sync does nothing", _sync_does_nothing),
+    Bug("a failed disk ends nothing", _failed_disk_ends_nothing, favoured="disk fails"),
+    Bug("a lost link to the master is not noticed", _lost_link_to_the_master_is_not_noticed),
+    Bug("an answer goes to the oldest request", _answer_goes_to_the_oldest_request),
+    Bug("a batch is forgotten with its connection", _batch_is_forgotten_with_its_connection, 4, favoured="reset"),
+    Bug("a repeat gets a new number", _repeat_gets_a_new_number, 2, favoured="pause"),
+    Bug("roles are told once", _roles_are_told_once, 4, favoured="swap"),
+    Bug("routes are taken once", _routes_are_taken_once, 6, favoured="swap"),
+    Bug("a session is opened once", _session_is_opened_once, 4, favoured="reset"),
+    Bug("delayed messages are sent a second early", _delayed_messages_are_sent_a_second_early),
+    Bug("plans of earlier delay masters are forgotten", _plans_of_earlier_masters_are_forgotten, 4),
+    Bug(
+        "a batch of a delay server is forgotten with its connection",
+        _delayed_batch_is_forgotten_with_its_connection,
+        7,
+        favoured="isolate",
+    ),
+    Bug("a message is done before it is handled", _message_is_done_before_it_is_handled, favoured="kill"),
+]

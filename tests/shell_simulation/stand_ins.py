@@ -1,0 +1,140 @@
+"""What of Python and of the system is replaced while a world runs: clocks, dice, threads, gRPC's library, and HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import random
+import sys
+import time
+from collections.abc import Iterator
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import grpc.aio
+
+from tests.shell_simulation.loop import Killed, Threads, VirtualLoop, current
+from tests.shell_simulation.network import Network
+from tests.shell_simulation.rpc import Channel, RpcServer
+
+SINCE_1970_S = 1_767_225_600.0
+HTTP_PORT, GRPC_PORT = 8080, 8081
+METASERVER_HOSTS = "10.0.0.1", "10.0.0.2"
+"""Behind the one address that all are given, as nginx has them."""
+
+
+def _monotonic(loop: VirtualLoop) -> float:
+    return loop.now_s
+
+
+def _wall(loop: VirtualLoop) -> float:
+    process = current()
+    return SINCE_1970_S + loop.now_s + (process.clock_s if process is not None else 0.0)
+
+
+def _spent(loop: VirtualLoop) -> float:
+    process = current()
+    return loop.now_s + (process.spent_s if process is not None else 0.0)
+
+
+def _exit(status: int) -> None:
+    process = current()
+    assert process is not None
+    if not process.is_dead:
+        process.reason = sys.exc_info()[1]
+        process.kill()
+    raise Killed(status)
+
+
+class Nothing:
+    """Stands in for an HTTP port: metrics and pages are no part of this world."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def getsockname(self) -> tuple[str, int]:
+        return "", HTTP_PORT
+
+    async def run(self) -> None:
+        import asyncio
+
+        await asyncio.Event().wait()
+
+
+async def _never() -> None:
+    await Nothing().run()
+
+
+def _find(network: Network) -> Any:
+    def find_metaserver(url: str, *, timeout_s: float = 3.0) -> str:
+        """Ask for the gRPC address: what a GET over HTTP does, in no time."""
+        process = current()
+        assert process is not None
+        served = [
+            host
+            for host in METASERVER_HOSTS
+            if network.listens((host, GRPC_PORT))
+            and not network.is_cut(process.ip, host)
+            and not network.is_cut(host, process.ip)
+        ]
+        if not served:
+            raise OSError(111, "Connection refused")
+        return f"{network.loop.rng.choice(served)}:{GRPC_PORT}"
+
+    return find_metaserver
+
+
+def _no_poll(*_: Any, **__: Any) -> None:
+    raise OSError(111, "Connection refused")
+
+
+@contextlib.contextmanager
+def replaced(loop: VirtualLoop, network: Network, make_disk: Any, seed: int) -> Iterator[None]:
+    dice, state = Random(seed), random.getstate()
+    random.seed(seed)
+    patches = [
+        *(mock.patch.object(time, name, lambda: _monotonic(loop)) for name in ("monotonic",)),
+        mock.patch.object(time, "monotonic_ns", lambda: int(_monotonic(loop) * 1e9)),
+        mock.patch.object(time, "time", lambda: _wall(loop)),
+        mock.patch.object(time, "time_ns", lambda: int(_wall(loop) * 1e9)),
+        mock.patch.object(time, "perf_counter", lambda: _spent(loop)),
+        mock.patch.object(time, "sleep", lambda seconds: None),
+        mock.patch.object(os, "urandom", dice.randbytes),
+        mock.patch.object(random, "_urandom", dice.randbytes),
+        mock.patch.object(os, "_exit", _exit),
+        mock.patch.object(grpc.aio, "insecure_channel", lambda address, options=(): Channel(network, address)),
+        mock.patch.object(grpc.aio, "server", lambda interceptors=(), options=(): RpcServer(network, interceptors)),
+        *(
+            mock.patch(f"qmq.{name}.ThreadPoolExecutor", Threads)
+            for name in ("server.service", "metaserver.database", "metaserver.snapshot", "metaserver.actions.watchdogs")
+        ),
+        *(
+            mock.patch(f"qmq.{name}.find_metaserver", _find(network))
+            for name in ("server.meta_link", "server.access", "client.route_watch")
+        ),
+        mock.patch("qmq.client.route_watch.route_poll.poll", _no_poll),
+        mock.patch("qmq.client.route_watch.grpc_begins", lambda: None),
+        mock.patch("qmq.client.producer._id_prefix", lambda metaserver: f"{dice.getrandbits(64):016x}"),
+        mock.patch("qmq.server.memory.used_bytes", lambda: 1 << 20),
+        mock.patch("qmq.server.memory.ram_bytes", lambda: 1 << 34),
+        mock.patch("qmq.server.running.RealDisk", make_disk),
+        mock.patch("qmq.delayserver.main.RealDisk", make_disk),
+        mock.patch("qmq.server.running.gc", SimpleNamespace(collect=lambda: None, freeze=lambda: None)),
+        mock.patch("qmq.server.running.collect_by_the_clock", _never),
+        mock.patch("qmq.broker.main.open_http", Nothing),
+        mock.patch("qmq.delayserver.main.open_http", Nothing),
+        mock.patch("qmq.metaserver.main.HttpPort", Nothing),
+        mock.patch("qmq.metaserver.main.build_app", Nothing),
+        mock.patch("qmq.metaserver.main.listen", Nothing),
+    ]
+    gc.disable()
+    try:
+        with contextlib.ExitStack() as stack:
+            for patch in patches:
+                stack.enter_context(patch)
+            yield
+    finally:
+        random.setstate(state)
+        gc.enable()

@@ -1,0 +1,40 @@
+"""What ships, in one process on virtual time, with everything going wrong that may.
+
+`make simulate-shells` runs more seeds and prints what they met.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.shell_simulation.planted import BUGS, Bug, search
+from tests.shell_simulation.world import simulate
+
+SEEDS = range(1, 5)
+FOUND_WITHIN = 20
+
+
+def kept() -> list[int]:
+    lines = (Path(__file__).parents[1] / "seeds" / "shells.txt").read_text().splitlines()
+    return [int(line.split()[0]) for line in lines if not line.startswith("#")]
+
+
+@pytest.mark.parametrize("seed", [*SEEDS, *kept()])
+def test_every_promise_is_kept_whatever_fails(seed: int) -> None:
+    outcome = simulate(seed)
+    events = "\n".join(outcome.recent)
+    assert not outcome.failure, f"{events}\nseed {seed}: {outcome.failure}"
+    assert outcome.acknowledged > 0 and outcome.delivered > 0
+
+
+def test_a_seed_gives_the_same_trace_twice() -> None:
+    assert simulate(4) == simulate(4)
+
+
+@pytest.mark.parametrize("bug", [pytest.param(bug, id=bug.name) for bug in BUGS])
+def test_a_planted_bug_is_found(bug: Bug) -> None:
+    outcome = search(bug, range(bug.first, bug.first + FOUND_WITHIN))
+    assert outcome is not None, f"nobody notices: {bug.name}"
+    print(f"{bug.name}: seed {outcome.seed}: {outcome.failure.splitlines()[0]}")

@@ -1,0 +1,354 @@
+"""A cluster and its applications, as they ship, in one process: war, then peace, then what has to hold."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import gc
+import io
+import shutil
+import sys
+import tempfile
+import traceback
+import warnings
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+from zlib import crc32
+
+from qmq import Message
+from qmq.log import RealDisk
+from qmq.metaserver.db.engine import open_database
+from qmq.rights import Caller, TokenRole
+from tests.shell_simulation.applications import ConsumerProgram, ProducerProgram
+from tests.shell_simulation.loop import current
+from tests.shell_simulation.machines import (
+    SERVE_PORT,
+    SYNC_PORT,
+    Application,
+    BrokerMachine,
+    CopyMachine,
+    DelayMachine,
+    Machine,
+    MetaserverMachine,
+)
+from tests.shell_simulation.nemesis import Nemesis
+from tests.shell_simulation.network import Network, NetworkLoop
+from tests.shell_simulation.oracle import Oracle
+from tests.shell_simulation.stand_ins import replaced
+from tests.simulation.coverage import Met, states_of_node
+from tests.simulation.events import KEPT_EVENTS, Violation
+from tests.simulation.world import Outcome
+
+PEACE_S = 90.0
+CATCH_UP_S = 180.0
+"""How much longer a delay group may take whose due times fell behind: by a year, if two of three clocks did."""
+SLICE_S = 0.5
+OPERATOR = Caller("operator", TokenRole.CLUSTER)
+
+
+@dataclass(frozen=True)
+class Swarm:
+    """What one seed's world is like."""
+
+    copies: int
+    min_copies: int
+    metaservers: int
+    fails_over: bool
+    segment_bytes: int
+    tail_bytes: int
+    war_s: float
+    strike_s: float
+    sends_per_s: float
+    fails: float
+    keys: float
+    buffer_bytes: int
+    delays: bool
+    """Whether there is a delay group."""
+
+    @staticmethod
+    def draw(rng: Random) -> Swarm:
+        copies = rng.choice((2, 2, 2, 3))
+        return Swarm(
+            copies=copies,
+            min_copies=2 if copies == 2 or rng.random() < 0.7 else 3,
+            metaservers=rng.choice((1, 1, 2)),
+            fails_over=rng.random() < 0.5,
+            segment_bytes=rng.choice((16 << 10, 64 << 10, 1 << 20)),
+            tail_bytes=rng.choice((0, 4096, 1 << 20)),
+            war_s=rng.uniform(5, 40),
+            strike_s=rng.choice((1.0, 4.0, 10.0)),
+            sends_per_s=rng.choice((2.0, 8.0)),
+            fails=rng.choice((0.0, 0.05)),
+            keys=rng.choice((0.0, 0.3)),
+            buffer_bytes=rng.choice((1 << 10, 1 << 16)),
+            delays=rng.random() < 0.5,
+        )
+
+
+class World:
+    """Everything that belongs to one seed."""
+
+    def __init__(self, seed: int, folder: Path, favoured: str = "", skipped: Collection[int] = ()) -> None:
+        self.loop = NetworkLoop(seed)
+        self.seed, self.favoured, self.skipped = seed, favoured, skipped
+        self.nemesis: Nemesis | None = None
+        self.counts: Counter[str] = Counter()
+        self.met: Met = Counter()
+        self.recent: deque[str] = deque(maxlen=KEPT_EVENTS)
+        self.hash = 0
+        self.failure = ""
+        self.is_at_war, self.is_producing = True, True
+        self.token = ""
+        self.swarm = Swarm.draw(self.loop.rng)
+        self.network = self.loop.network = Network(self.loop, self.note)
+        self.network.buffer_bytes = self.swarm.buffer_bytes
+        self.oracle = Oracle(self)
+        self.metaservers = [
+            MetaserverMachine(self, f"meta{i}", f"10.0.0.{i + 1}", folder) for i in range(self.swarm.metaservers)
+        ]
+        self.brokers = [BrokerMachine(self, f"g1-{'abc'[i]}", f"10.0.1.{i + 1}") for i in range(self.swarm.copies)]
+        self.delays = [DelayMachine(self, f"d1-{'ab'[i]}", f"10.0.4.{i + 1}") for i in range(2 * self.swarm.delays)]
+        self.copies: list[CopyMachine] = [*self.brokers, *self.delays]
+        self.groups: dict[str, list[CopyMachine]] = {"g1": list(self.brokers)}
+        if self.delays:
+            self.groups["d1"] = list(self.delays)
+        self.applications = [
+            *(
+                Application(self, f"p{i}", f"10.0.2.{i + 1}", lambda me: ProducerProgram(self, me).run())
+                for i in (0, 1)
+            ),
+            *(
+                Application(self, f"c{i}", f"10.0.3.{i + 1}", lambda me: ConsumerProgram(self, me).run())
+                for i in (0, 1)
+            ),
+        ]
+        self.machines: list[Machine] = [*self.metaservers, *self.copies, *self.applications]
+        self._by_name = {machine.name: machine for machine in self.machines}
+        self._messages = 0
+        self._term, self._master = 0, ""
+
+    def machine(self, name: str) -> Machine:
+        return self._by_name[name]
+
+    def new_message(self, subject: str, name: str) -> Message:
+        self._messages += 1
+        key = self.loop.rng.choice(("red", "blue")) if self.loop.rng.random() < self.swarm.keys else None
+        text = f"<{name}.{self._messages}>"
+        return Message(subject, {"text": text}, id=text, order_key=key)
+
+    def disk(self, root: Path, *, cached_bytes: int | None = None) -> RealDisk:
+        """The disk of the copy that asks for one."""
+        process = current()
+        assert process is not None
+        copy = self.machine(process.name)
+        assert isinstance(copy, CopyMachine)
+        return copy.disk(root, cached_bytes=cached_bytes)
+
+    def later(self, low_s: float, high_s: float, call: Callable[[], object]) -> None:
+        self.loop.at(self.loop.now_s + self.loop.rng.uniform(low_s, high_s), call)
+
+    def note(self, what: str) -> None:
+        self.recent.append(f"{self.loop.now_s - 1000:10.4f}  {what}")
+        self.hash = crc32(f"{self.loop.now_s:.6f} {what}".encode(), self.hash)
+
+    def fail(self, what: str) -> None:
+        if not self.failure:
+            self.failure = what
+            self.note(f"FAILED {what}")
+
+    def states(self) -> list[str]:
+        logs = [copy.node for copy in self.copies if copy.is_running and copy.node is not None]
+        return [state for node in logs for state in states_of_node(node)]
+
+    # The run.
+
+    async def run(self) -> None:
+        await self._set_up()
+        await self._lasts(2.0)
+        self.nemesis = nemesis = Nemesis(self, self.seed, self.skipped)
+        await self._lasts(self.swarm.war_s)
+        nemesis.stop()
+        self._make_peace()
+        peace_s = PEACE_S + (CATCH_UP_S if self.delays and self.counts["clock"] else 0.0)
+        if not await self._lasts(peace_s, self._is_well):
+            raise Violation(f"I20: not well {peace_s:.0f} s after the last fault: {self.describe()}")
+        self._check_end()
+
+    async def _lasts(self, seconds: float, done: Callable[[], bool] | None = None) -> bool:
+        end_s = self.loop.now_s + seconds
+        while self.loop.now_s < end_s:
+            await asyncio.sleep(SLICE_S)
+            self.oracle.check_always()
+            self._note_roles()
+            if self.loop.errors:
+                self.fail(f"an error that nobody took: {self.loop.errors[0]}")
+            if self.failure:
+                raise Violation(self.failure)
+            if done is not None and done():
+                return True
+        return False
+
+    def _note_roles(self) -> None:
+        for machine in self.metaservers:
+            if machine.metaserver is not None and (group := machine.metaserver.registry.directory.groups.get("g1")):
+                master = group.master.hostname if group.master is not None else ""
+                if group.term > self._term:
+                    self.counts["role change"] += bool(self._master) and master != self._master
+                    self._term, self._master = group.term, master
+
+    async def _set_up(self) -> None:
+        for metaserver in self.metaservers:
+            metaserver.start()
+            await metaserver.is_serving.wait()
+        for group, roles in (("g1", (0, 1, 1)), ("d1", (5, 6))):
+            for role, copy in zip(roles, self.groups.get(group, ()), strict=False):
+                place = {"hostname": copy.name, "ip": copy.ip, "servePort": SERVE_PORT, "syncPort": SYNC_PORT}
+                await self._act("AddBroker", brokerGroup=group, role=role, **place)
+        if self.swarm.min_copies > 2:
+            await self._act("SetCopies", brokerGroup="g1", minCopies=self.swarm.min_copies)
+        answer = await self._act("AddToken", name="applications", role="client")
+        self.token = answer["token"]
+        for machine in self.machines:
+            machine.start()
+
+    async def _act(self, action: str, **words: object) -> Any:
+        """Have the first metaserver carry out an operator's action."""
+        machine = self.metaservers[0]
+        assert machine.process is not None and machine.metaserver is not None
+        given = {name: str(word) for name, word in words.items()}
+        answer = await machine.process.start(machine.metaserver._actions.run(action, given, OPERATOR))
+        if answer.status.name != "DONE":
+            raise RuntimeError(f"{action}: {answer}")
+        return answer.data
+
+    def operate(self, action: str, **words: object) -> None:
+        """An operator tries something at some metaserver; it may be refused."""
+        machine = self.loop.rng.choice(self.metaservers)
+        if machine.is_running and machine.is_serving.is_set() and machine.process and machine.metaserver:
+            given = {name: str(word) for name, word in words.items()}
+
+            async def act() -> None:
+                assert machine.metaserver is not None
+                answer = await machine.metaserver._actions.run(action, given, OPERATOR)
+                self.note(f"{action}: {answer.status.name}")
+                self.counts[f"{action} {answer.status.name}"] += 1
+
+            machine.process.start(act())
+
+    def _make_peace(self) -> None:
+        self.note("peace")
+        self.is_at_war = self.is_producing = False
+        self._heal()
+
+    def _heal(self) -> None:
+        """Again and again: what was struck late lasts for a while."""
+        self.network.heal()
+        self.database_is_well()
+        for copy in self.copies:
+            copy.system.heal()
+            copy.disk_is_well()
+        for machine in self.machines:
+            machine.step_clock(-machine.clock_s)
+        self.later(1.0, 1.0, self._heal)
+
+    def database_is_well(self) -> None:
+        self.loop.database = ""
+
+    def _is_well(self) -> bool:
+        if not all(machine.is_running for machine in self.machines) or self.oracle.forgotten or self.oracle.missing:
+            return False
+        return all(map(_is_equal_and_writable, self.groups.values()))
+
+    def _check_end(self) -> None:
+        self.oracle.check_logs({broker.name: broker.message_log for broker in self.brokers if broker.message_log})
+
+    def describe(self) -> str:
+        oracle = self.oracle
+        return "; ".join(
+            [
+                *(copy.describe() for copy in self.copies),
+                f"gone: {[machine.name for machine in self.machines if not machine.is_running]}",
+                f"without outcome: {sorted(oracle.forgotten)[:5]}",
+                f"not consumed: {sorted(oracle.missing)[:5]} of {len(oracle.acked)}",
+            ]
+        )
+
+
+def _is_equal_and_writable(copies: list[CopyMachine]) -> bool:
+    logs = [copy.message_log for copy in copies]
+    ends = {(log.end, log.chain, log.damage is None, log.is_idle) for log in logs if log is not None}
+    return len(ends) == 1 and any(copy.is_writable for copy in copies)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """What is collected of processes that were killed complains about it."""
+    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        sys.unraisablehook = hook
+
+
+def simulate(seed: int, *, favoured: str = "", skipped: Collection[int] = ()) -> Outcome:
+    """Run one seed to its end; a failure is in the outcome. `favoured`: the fault that half of the strikes are;
+    `skipped`: numbers of strikes that are left out."""
+    folder = Path(tempfile.mkdtemp(prefix="qmq-simulation-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
+    (folder / "metaserver.db").write_bytes(_empty_database())
+    world = World(seed, folder, favoured, skipped)
+    failure = ""
+    _freeze()
+    try:
+        with _quiet():
+            with replaced(world.loop, world.network, world.disk, seed):
+                try:
+                    world.loop.run_until_complete(world.run())
+                except Violation as error:
+                    failure = str(error)
+                except Exception as error:
+                    failure = f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-14)}"
+                outcome = _outcome(seed, world, failure)
+                world.loop.abandon()
+            del world
+            gc.collect()
+    finally:
+        shutil.rmtree(folder)
+    return outcome
+
+
+@functools.cache
+def _freeze() -> None:
+    """What is imported stays: the collector need not look at it after each seed."""
+    gc.collect()
+    gc.freeze()
+
+
+@functools.cache
+def _empty_database() -> bytes:
+    """Migrated once: it takes longer than a war."""
+    with tempfile.TemporaryDirectory() as folder:
+        open_database(f"sqlite:///{folder}/metaserver.db").dispose()
+        return Path(folder, "metaserver.db").read_bytes()
+
+
+def _outcome(seed: int, world: World, failure: str) -> Outcome:
+    world.counts["strike"] += world.nemesis.strikes if world.nemesis is not None else 0
+    world.counts["killed within a call"] += sum(copy.system.kills for copy in world.copies)
+    return Outcome(
+        seed,
+        world.hash,
+        world.loop.steps,
+        len(world.oracle.acked),
+        len(world.oracle.done),
+        world.counts,
+        world.met,
+        failure,
+        tuple(world.recent) if failure else (),
+    )

@@ -1,0 +1,44 @@
+"""Shell. Copies are held against each other byte by byte, in whatever parts they give their bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from random import Random
+from shutil import copytree
+
+import pytest
+
+from qmq.audit.copies import PathCopy
+from qmq.audit.reading import ALL, LogRange, Reading
+from qmq.types import Epoch
+from tests.unit.audit.logs import LogWriter
+from tests.unit.audit.test_walk import flip
+
+
+class InOddParts(PathCopy):
+    def window(self, offset: int, size: int) -> bytes:
+        return super().window(offset, min(size, 1001))
+
+
+@pytest.mark.parametrize("kind", [PathCopy, InOddParts])
+def test_copy_with_another_byte_anywhere_is_judged_by_itself(tmp_path: Path, kind: type[PathCopy]) -> None:
+    log = LogWriter(tmp_path / "master")
+    log.mastership(Epoch(1, 1))
+    for _ in range(20):
+        log.batch("s", 2)
+    log.close()
+    reading = Reading({name: LogRange(0, log.end, 0) for name in ("master", "slave")})
+    copytree(tmp_path / "master", tmp_path / "slave")
+
+    def said() -> Mapping[str, object]:
+        with closing(PathCopy(tmp_path / "master")) as master, closing(kind(tmp_path / "slave")) as slave:
+            return reading.read({"master": master, "slave": slave}, 0, log.end)
+
+    assert said().keys() == {ALL}
+    rng = Random(5)
+    for at in [0, 999, 1000, 1001, log.end - 1, *(rng.randrange(log.end) for _ in range(20))]:
+        flip(tmp_path / "slave", at)
+        assert said().keys() == {"master", "slave"}, at
+        flip(tmp_path / "slave", at)

@@ -1,0 +1,50 @@
+"""Core. How much of a frame fits into what a pull may still get."""
+
+from __future__ import annotations
+
+import pytest
+
+from qmq.broker.choosing import Budget
+from qmq.log.index import FrameRef
+
+LIMIT = 1 << 30
+
+
+def frame(*, begin: int = 0, messages: int = 10, size: int = 1000) -> FrameRef:
+    return FrameRef(begin, begin + messages, 4096, size)
+
+
+@pytest.mark.parametrize("begin", [0, 1_000_000])
+def test_bytes_are_counted_by_the_mean_of_the_frames_messages(begin):
+    budget = Budget(100, 1500, LIMIT)
+    assert budget.allows(frame(begin=begin), 10) == 10
+    assert (budget.messages, budget.bytes) == (90, 500)
+
+
+def test_the_first_message_fits_however_large_it_is():
+    budget = Budget(100, 10, LIMIT)
+    assert budget.allows(frame(messages=2), 2) == 1
+    assert budget.allows(frame(begin=2), 10) == 0 and budget.is_stopped
+
+
+@pytest.mark.parametrize(
+    ("messages", "size", "is_cut"),
+    [
+        (10, 100_000, True),
+        (60, 100_000, False),
+        (10, 600_000, False),
+    ],
+)
+def test_a_frame_is_cut_only_for_a_pull_that_has_less_than_half_of_what_it_asked_for(messages, size, is_cut):
+    """Of messages and of bytes: either is enough to leave the frame whole for the next pull."""
+    budget = Budget(100, 1_000_000, LIMIT)
+    assert budget.allows(frame(messages=messages, size=size), messages) == messages
+    following = frame(begin=messages, messages=1000, size=1_000_000)
+    assert bool(budget.allows(following, 1000)) is is_cut
+    assert budget.is_stopped
+
+
+def test_nothing_is_given_of_a_frame_beyond_the_limit_and_nothing_behind_it():
+    budget = Budget(100, 1 << 20, 4096 + 999)
+    assert budget.allows(frame(), 10) == 0 and budget.is_stopped
+    assert Budget(100, 1 << 20, 4096 + 1000).allows(frame(), 10) == 10

@@ -1,0 +1,25 @@
+"""Core. Subjects that operators chose for dead letters are served wherever those are stored."""
+
+from __future__ import annotations
+
+from qmq.metaserver.db.changes import SetRoute
+from qmq.metaserver.dead_letter_routes import wider_routes
+from qmq.metaserver.model import Route
+from qmq.operator_limits import OperatorLimits
+
+ROUTES = {name: Route(name, groups, 3) for name, groups in {"a": ("g1", "g2"), "b": ("g3",), "t": ("g2",)}.items()}
+
+
+def to(subject: str, group: str, other: str) -> OperatorLimits:
+    return OperatorLimits(subject, group, dead_letters_to=other)
+
+
+def test_a_route_gets_all_groups_that_dead_letters_come_from_at_once():
+    limits = [to("a", "x", "t"), to("b", "x", "t"), to("a", "y", "t"), OperatorLimits("a", "z", per_second=3)]
+    assert wider_routes(limits, ROUTES) == [SetRoute("t", ("g1", "g2", "g3"), 3)]
+
+
+def test_a_route_that_has_them_or_is_not_there_is_left_alone():
+    wide = ROUTES | {"t": Route("t", ("g1", "g2", "g4"), 3), "removed": Route("removed", (), 5)}
+    limits = [to("a", "x", "t"), to("gone", "x", "t"), to("a", "x", "nowhere"), to("a", "y", "removed")]
+    assert wider_routes(limits, wide) == []
