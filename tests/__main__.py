@@ -1,4 +1,4 @@
-"""Shell. `python -m tests [pytest's arguments]`: the suite, and once more what failed of tests with real processes.
+"""Shell. `python -m tests [pytest's arguments]`: the suite, and once more what failed.
 
 Exit status: pytest's, except that a run in which only unstable tests failed ends with 0. Their outputs are appended to
 `.run/unstable.txt`, which stays, and are printed at the end.
@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> int:
         again = to_run_again(first) if status == FAILED else []
         if not again:
             return status
-        print(f"\nonce more, one after the other: {len(again)} tests with real processes", flush=True)
+        print(f"\nonce more, one after the other: {len(again)} tests", flush=True)
         command = [sys.executable, "-m", "pytest", f"--failures={second_path}", *again]
         ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         print(ended.stdout, flush=True)

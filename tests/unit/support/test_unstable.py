@@ -11,27 +11,20 @@ import pytest
 from tests.support.unstable import AGAIN_MAX, describe, judge, to_run_again
 
 ROOT = Path(__file__).parents[3]
-ONE, TWO = "tests/integration/test_a.py::test_one", "tests/chaos/test_b.py::test_two"
+ONE, TWO = "tests/integration/test_a.py::test_one", "tests/unit/test_b.py::test_two"
 
 
 @pytest.mark.parametrize(
     ("failed", "again"),
     [
-        pytest.param([ONE, TWO], [ONE, TWO], id="processes"),
-        pytest.param([ONE, "tests/unit/test_c.py::test_three"], [], id="one without processes fails the run"),
+        pytest.param([ONE, TWO], [ONE, TWO], id="some"),
         pytest.param(["tests/integration/test_a.py"], [], id="a file that cannot be imported"),
         pytest.param([f"{ONE}[{number}]" for number in range(AGAIN_MAX + 1)], [], id="too many"),
         pytest.param([], [], id="none"),
     ],
 )
-def test_second_runs_are_for_few_tests_with_processes(failed, again):
+def test_second_runs_are_for_few_tests(failed, again):
     assert to_run_again(dict.fromkeys(failed, "")) == again
-
-
-def test_what_an_earlier_test_left_open_is_no_fault_of_the_test_that_found_it():
-    core, found = "tests/unit/test_c.py::test_three", "setup:\nE  pytest.PytestUnraisableExceptionWarning: ...\n"
-    assert to_run_again({core: found, ONE: ""}) == [core, ONE]
-    assert to_run_again({core: found, "tests/unit/test_c.py::test_four": "call:\nE  assert False\n"}) == []
 
 
 def test_what_fails_twice_is_red_and_what_passes_then_is_unstable():
