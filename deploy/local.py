@@ -64,7 +64,13 @@ def run(run_dir: Path, port: int | None, *, prometheus: bool) -> int:
         check_port(run_dir, port)
     say(f"starting a metaserver, two broker groups, delay servers and a watchdog; data and logs are in {run_dir}/")
     cluster = Cluster(
-        run_dir, delay_groups=("d1",), watchdog=True, prometheus=prometheus, http_port=port or HTTP_PORT, say=say
+        run_dir,
+        delay_groups=("d1",),
+        watchdog=True,
+        prometheus=prometheus,
+        metaserver={"failover": True},
+        http_port=port or HTTP_PORT,
+        say=say,
     )
     try:
         with cluster:

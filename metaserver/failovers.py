@@ -47,7 +47,7 @@ TRIES_MAX = 10
 
 
 class Failovers:
-    """Made by main; `run` ends when it is cancelled, and does nothing unless it is switched on."""
+    """Made by main; `run` ends when it is cancelled, and leaves groups alone that do not fail over by themselves."""
 
     def __init__(self, registry: Registry, brokers: Brokers, settings: MetaserverSettings) -> None:
         self._registry, self._brokers, self._settings = registry, brokers, settings
@@ -58,8 +58,6 @@ class Failovers:
 
     async def run(self) -> None:
         """Look after all groups."""
-        if not self._settings.failover:
-            await asyncio.Event().wait()
         try:
             with self._registry.changes.watch() as wake:
                 while True:
@@ -74,9 +72,12 @@ class Failovers:
             for task in self._running.values():
                 task.cancel()
 
-    def _pause_s(self) -> float:
-        """Until a master may have been silent for long enough; not long, while one is gone."""
+    def _pause_s(self) -> float | None:
+        """Until a master may have been silent for long enough; not long, while one is gone. None: until a change, as no
+        group fails over by itself."""
         registry = self._registry
+        if not any(map(self._is_on, registry.directory.groups.values())):
+            return None
         now_ms, silence_ms = registry.now_ms(), self._settings.failover_silence_ms
         quiet_s = 0.0 if self._again_at else registry.liveness.quiet_ms(now_ms=now_ms, silence_ms=silence_ms) / 1000
         return max(LOOK_S, min(quiet_s, until_next_second(asyncio.get_running_loop().time())))
@@ -86,7 +87,7 @@ class Failovers:
         if registry.is_stopping:
             return
         for name, group in registry.directory.groups.items():
-            if not self._cause(group):
+            if not self._is_on(group) or not self._cause(group):
                 self._again_at.pop(name, None)
                 self._tries.pop(name, None)
                 registry.no_failover.pop(name, None)
@@ -97,6 +98,9 @@ class Failovers:
                 task.add_done_callback(lambda _, name=name: self._running.pop(name))  # type: ignore[misc]
         for name in registry.no_failover.keys() - registry.directory.groups.keys():
             del registry.no_failover[name]
+
+    def _is_on(self, group: Group) -> bool:
+        return group.failover == "on" or (self._settings.failover and group.failover != "off")
 
     def _cause(self, group: Group) -> str:
         """Say why the master counts as gone; empty: it does not, or there is none."""
@@ -125,7 +129,7 @@ class Failovers:
         """
         await self._registry.reload()
         group = self._registry.directory.groups.get(name)
-        if group is None or not self._cause(group):
+        if group is None or not self._is_on(group) or not self._cause(group):
             return
         try:
             await self._once(group, AuditRow("metaserver", "", "Failover", {"brokerGroup": name}, result="done"))

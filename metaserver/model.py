@@ -19,6 +19,8 @@ COPIES_MAX = 5
 """Of a group, the master among them."""
 ALL_SUBJECTS = "*"
 """As the subject of a readonly mark: the whole broker group."""
+AS_SETTING = "default"
+"""Of a group's failover: as the metaservers' setting says."""
 
 NORMAL, DELAY = GroupKind.NORMAL.value, GroupKind.DELAY.value
 
@@ -104,6 +106,8 @@ class Group:
     """So many of them, the master's among them, have a message on disk when it is acknowledged."""
     lost_term: int = 0
     """In this term an operator accepted a loss, and nobody said since that he knows of it; 0: there is none."""
+    failover: str = ""
+    """`on` or `off`: whether it fails over by itself; empty: as the metaservers' setting says."""
 
     @property
     def brokers(self) -> tuple[Broker, ...]:

@@ -83,7 +83,8 @@ class MetaserverSettings:
         15_000, unit="ms", least=100, most=300_000, why="SwapRoles waits so long for the new master to report"
     )
     failover: bool = setting(
-        False, why="a slave that has everything becomes the master by itself when its master is gone; docs/failover.md"
+        False,
+        why="a slave that has all becomes the master by itself when its master is gone; SetFailover for one group",
     )
     failover_silence_ms: int = setting(
         2000, unit="ms", least=200, most=60_000, why="a master silent for two beats, to us and to its slave, is gone"

@@ -128,6 +128,22 @@ _BROKERS = (
         wait_ms=60_000,
     ),
     Action(
+        "SetFailover",
+        "say whether a group fails over by itself when its master is gone",
+        ADMIN,
+        (
+            _GROUP,
+            Parameter(
+                "failover",
+                "default: as the metaservers' setting `failover` says",
+                required=True,
+                kind=Kind.CHOICE,
+                choices=("on", "off", "default"),
+            ),
+        ),
+        changes=True,
+    ),
+    Action(
         "AcknowledgeLoss",
         "end the finding and the alert about a loss that an operator accepted; the audit trail keeps it",
         ADMIN,

@@ -17,7 +17,7 @@ from qmq.metaserver.db.changes import (
     UnsetOffline,
 )
 from qmq.metaserver.dead_letter_routes import why_not, wider_routes
-from qmq.metaserver.model import ALL_SUBJECTS, DELAY, Directory, Offline, ReadonlyMark, Routes
+from qmq.metaserver.model import ALL_SUBJECTS, AS_SETTING, DELAY, Directory, Offline, ReadonlyMark, Routes
 from qmq.operator_limits import OperatorLimits
 from qmq.rights import CONSUME, PRODUCE
 from qmq.subjects import real_subject
@@ -109,6 +109,22 @@ def set_tag(directory: Directory, group: str, tag: str) -> Plan:
         before={"tag": known.tag},
         after={"tag": tag},
         data={"brokerGroup": group, "tag": tag},
+    )
+
+
+def set_failover(directory: Directory, group: str, failover: str) -> Plan:
+    """Say whether a group fails over by itself; `failover` is `on`, `off` or `default`."""
+    known = directory.groups.get(group)
+    if known is None:
+        return refused(_no_group(group))
+    wanted = failover.removesuffix(AS_SETTING)
+    return Plan(
+        (SetGroupState(group, failover=wanted),) if known.failover != wanted else (),
+        groups=frozenset({group}),
+        whole_groups=True,
+        before={"failover": known.failover or AS_SETTING},
+        after={"failover": failover},
+        data={"brokerGroup": group, "failover": failover},
     )
 
 

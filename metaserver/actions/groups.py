@@ -135,6 +135,10 @@ async def _set_tag(desk: Desk, words: Words) -> Plan:
     return group_plans.set_tag(desk.registry.directory, words["brokerGroup"], words["tag"])
 
 
+async def _set_failover(desk: Desk, words: Words) -> Plan:
+    return group_plans.set_failover(desk.registry.directory, words["brokerGroup"], words["failover"])
+
+
 async def _acknowledge_loss(desk: Desk, words: Words) -> Plan:
     return group_plans.acknowledge_loss(desk.registry.directory, words["brokerGroup"])
 
@@ -158,6 +162,7 @@ HANDLERS = {
     "DrainGroup": Handler(plan=_drain, afterwards=_after_drain),
     "UndrainGroup": Handler(plan=_undrain),
     "SetGroupTag": Handler(plan=_set_tag),
+    "SetFailover": Handler(plan=_set_failover),
     "AcknowledgeLoss": Handler(plan=_acknowledge_loss),
     "Rates": Handler(look=_rates),
 }

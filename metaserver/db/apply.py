@@ -132,4 +132,5 @@ def _order(change: c.Change) -> routes.RouteOrder:
 
 def _set_group_state(connection: Connection, change: c.SetGroupState) -> None:
     given = {"draining": change.draining, "is_full": change.full, "tag": change.tag, "lost_term": change.lost_term}
+    given |= {"failover": change.failover}
     groups.set_state(connection, change.group, **{name: value for name, value in given.items() if value is not None})

@@ -122,6 +122,7 @@ class SetGroupState:
     full: bool | None = None
     tag: str | None = None
     lost_term: int | None = None
+    failover: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

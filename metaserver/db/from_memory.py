@@ -77,6 +77,7 @@ def _group(group: Group, term: int, now: int) -> dict[str, Any]:
         "is_full": group.full,
         "min_copies": group.min_copies,
         "lost_term": group.lost_term,
+        "failover": group.failover,
         "create_time": now,
         "update_time": group.update_time_ms,
     }

@@ -159,7 +159,7 @@ def _raise_term(connection: Connection, change: RoleChange, now: int) -> None:
 
 def _create(connection: Connection, change: RoleChange, now: int) -> None:
     fresh: dict[str, Any] = {"kind": change.kind, "half_swapped": False, "tag": "", "draining": False, "is_full": False}
-    fresh |= {"min_copies": change.min_copies, "lost_term": 0, "create_time": now, "update_time": now}
+    fresh |= {"min_copies": change.min_copies, "lost_term": 0, "failover": "", "create_time": now, "update_time": now}
     removed = (broker_group.c.group_name == change.group, broker_group.c.kind == REMOVED)
     term_before = connection.scalars(select(broker_group.c.term).where(*removed)).one_or_none()
     if term_before is not None:
@@ -230,6 +230,7 @@ def _group(row: Row[Any], holders: dict[tuple[str, Role], list[Broker]]) -> Grou
         full=row.is_full,
         min_copies=row.min_copies,
         lost_term=row.lost_term,
+        failover=row.failover,
     )
 
 

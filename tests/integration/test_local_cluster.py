@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -114,6 +115,18 @@ def test_a_signal_ends_all_of_it(tmp_path, number):
         assert all(is_gone(pid) for pid in running)
     finally:
         subprocess.run(command(tmp_path / "run", "stop"), cwd=ROOT, check=True, capture_output=True)
+
+
+def test_when_a_master_dies_its_slave_becomes_the_master_by_itself(tmp_path):
+    run_dir = tmp_path / "run"
+    runner = start_runner(run_dir)
+    try:
+        group = read(run_dir)["groups"]["g1"]
+        os.kill(group["master"]["pid"], signal.SIGKILL)
+        until(lambda: read(run_dir)["groups"]["g1"]["master"]["hostname"] == group["slave"]["hostname"], "no failover")
+    finally:
+        subprocess.run(command(run_dir, "stop"), cwd=ROOT, check=True, capture_output=True)
+        runner.wait(60)
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["runner lives", "runner was killed"])

@@ -71,6 +71,11 @@ def _loss_acknowledged(data: Any) -> Iterable[Block]:
         yield f"{data['brokerGroup']}: no loss was accepted that is not acknowledged"
 
 
+def _failover_set(data: Any) -> Iterable[Block]:
+    how = {"on": "by itself", "off": "only by Failover"}.get(data["failover"], "as the metaservers' setting says")
+    yield good(f"{data['brokerGroup']} fails over {how}")
+
+
 def _copies(data: Any) -> Iterable[Block]:
     yield good(f"{data['brokerGroup']}: {data['minCopies']} of {data['copies']} copies acknowledge")
 
@@ -255,6 +260,15 @@ BROKERS = (
         _failed_over,
         changes=True,
         look="ReplicaStatus --brokerGroup={brokerGroup}",
+    ),
+    Command(
+        "SetFailover",
+        "say whether a group fails over by itself",
+        "--brokerGroup=g1 --failover=off",
+        (GROUP, Option("failover", "default: as the metaservers' setting says", choices=("on", "off", "default"))),
+        _failover_set,
+        changes=True,
+        look="ListBrokerGroups",
     ),
     Command(
         "AcknowledgeLoss",

@@ -21,6 +21,7 @@ from qmq.metaserver.rpc.brokers import BrokerRpc
 from qmq.proto import qmq_pb2 as pb
 from qmq.replication.points import Point
 from qmq.types import Epoch, Role
+from tests.support.waiting import until_async
 from tests.unit.metaserver.actions_world import ADMIN, World, place
 
 
@@ -60,6 +61,47 @@ def test_the_slave_becomes_the_master_and_the_trail_has_the_report(tmp_path, mon
         assert (newest.before["term"], newest.after["term"]) == (2, 3)
         await fail_over(world, failovers, monkeypatch)
         assert row(world)[0] == 3, "the new master is there"
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    ("setting", "of_the_group", "new_master"),
+    [
+        (True, "default", "g1-b"),
+        (True, "off", "g1-a"),
+        (False, "default", "g1-a"),
+        (False, "on", "g1-b"),
+    ],
+)
+def test_a_group_decides_or_leaves_it_to_the_setting(tmp_path, monkeypatch, setting, of_the_group, new_master):
+    async def test() -> None:
+        world, failovers = await a_master_is_gone(tmp_path)
+        failovers._settings = replace(world.settings, failover=setting)
+        await world.done("SetFailover", brokerGroup="g1", failover=of_the_group)
+        (group,) = await world.done("ListBrokerGroups")
+        assert group["failover"] == of_the_group
+        failovers._look()
+        assert bool(failovers._running) == (new_master == "g1-b")
+        failovers._running.clear()
+        await fail_over(world, failovers, monkeypatch)
+        assert row(world)[1] == new_master
+
+    asyncio.run(test())
+
+
+def test_what_is_switched_on_while_a_master_is_gone_is_done_at_once(tmp_path, monkeypatch):
+    async def test() -> None:
+        world, failovers = await a_master_is_gone(tmp_path)
+        failovers._settings = world.settings
+        monkeypatch.setattr("qmq.metaserver.failovers._is_at_work", lambda registry, group: True)
+        running = asyncio.create_task(failovers.run())
+        await asyncio.sleep(0)
+        assert failovers._pause_s() is None and row(world)[1] == "g1-a"
+        await world.done("SetFailover", brokerGroup="g1", failover="on")
+        await until_async(lambda: row(world)[1] == "g1-b")
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
     asyncio.run(test())
 
