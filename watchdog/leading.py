@@ -63,7 +63,8 @@ class Leading:
     async def run(self) -> None:
         while not self._is_stopping:
             began = time.monotonic()
-            await self._elect()
+            if self.lease.is_due(now_ms()):
+                await self._elect()
             if self.lease.term != self._term or not self.is_leader:
                 await self._depose()
             if self.is_leader:
@@ -75,7 +76,7 @@ class Leading:
         asked_ms = now_ms()
         request = self.lease.request(asked_ms)
         try:
-            row = await self._link.hold(self.lease.node, self._address, request)
+            row = await self._link.hold(self.lease.node, self._address, request, patience_ms=self.lease.patience_ms)
         except NotServed as error:
             if not self.metaserver_trouble:
                 log.warning("no metaserver reason=%s", error)

@@ -1,15 +1,21 @@
 """Core. Who of several watchdogs acts: a lease at the metaserver, a row with term and beat, changed by compare-and-set.
 
-The holder raises the beat every second. Whoever sees the same (term, beat) for the whole lease, by its own clock, takes
-the row with the next term; no two clocks are compared. The holder counts its lease from before it asked, the others
-from after they saw the beat that this raised: it ends for the holder first. After any number of elections the same
-process may hold it again.
+The holder raises the beat when a third of its lease is over: each time costs the metaserver a transaction with its
+fsync, and what is left is long enough for a question that nobody answers and another one. Whoever sees the same (term,
+beat) for the whole lease, by its own clock, takes the row with the next term; no two clocks are compared. The holder
+counts its lease from before it asked, the others from after they saw the beat that this raised: it ends for the holder
+first. After any number of elections the same process may hold it again.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
+
+KEPT_SHARE = 0.3
+"""Of a lease: so long its holder asks no more. With the usual second between two looks it asks every two seconds."""
+PATIENCE_SHARE = 0.4
+"""Of a lease: a question that is not answered by then is given up, while there is time for another one."""
 
 
 class LeaseRow(NamedTuple):
@@ -43,6 +49,15 @@ class Lease:
     def holds(self, now_ms: int) -> bool:
         """Whether this process may act now."""
         return self.term != 0 and now_ms < self._held_until_ms
+
+    def is_due(self, now_ms: int) -> bool:
+        """Whether to ask the metaserver now: who waits for the lease, always; its holder, when some of it is over."""
+        return not self.holds(now_ms) or self._held_until_ms - now_ms <= (1 - KEPT_SHARE) * self.lease_ms
+
+    @property
+    def patience_ms(self) -> int:
+        """How long to wait for an answer."""
+        return int(PATIENCE_SHARE * self.lease_ms)
 
     @property
     def holder(self) -> str:

@@ -33,18 +33,17 @@ class MetaLink:
         self._channel: grpc.aio.Channel | None = None
         self._stub: Any = None
 
-    async def hold(self, node: str, address: str, request: LeaseRequest) -> LeaseRow:
+    async def hold(self, node: str, address: str, request: LeaseRequest, *, patience_ms: int) -> LeaseRow:
         """Keep the lease, or take it; return the row as it is then."""
-        return await self._lease(
-            pb.LeaseRequest(node=node, address=address, take=request.take, term=request.term, beat=request.beat)
-        )
+        asked = pb.LeaseRequest(node=node, address=address, take=request.take, term=request.term, beat=request.beat)
+        return await self._lease(asked, min(ANSWER_S, patience_ms / 1000))
 
     async def release(self, node: str) -> None:
         await self._lease(pb.LeaseRequest(node=node, release=True))
 
-    async def _lease(self, request: pb.LeaseRequest) -> LeaseRow:
+    async def _lease(self, request: pb.LeaseRequest, answer_s: float = ANSWER_S) -> LeaseRow:
         request.name = WATCHDOGS + self._settings.room
-        answer = await self._ask(lambda stub, more: stub.HoldLease(request, **more))
+        answer = await self._ask(lambda stub, more: stub.HoldLease(request, **more), answer_s)
         return LeaseRow(answer.node, answer.term, answer.beat)
 
     async def sources(self) -> tuple[list[Source], dict[str, str]]:
@@ -80,10 +79,10 @@ class MetaLink:
             raise NotServed("a broker group of its subject has no master now")
         return [(group.broker_group, f"{group.master.ip}:{group.master.control_port}") for group in groups]
 
-    async def _ask(self, question: Callable[[Any, dict[str, Any]], Awaitable[T]]) -> T:
-        more = {"metadata": (("x-api-token", self._settings.token),), "timeout": ANSWER_S}
+    async def _ask(self, question: Callable[[Any, dict[str, Any]], Awaitable[T]], answer_s: float = ANSWER_S) -> T:
+        more = {"metadata": (("x-api-token", self._settings.token),), "timeout": answer_s}
         try:
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout(answer_s):
                 if self._stub is None:
                     await self._connect()
                 return await question(self._stub, more)

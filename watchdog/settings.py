@@ -31,7 +31,7 @@ class WatchdogSettings:
         most=300_000,
         why="QMQ's; a leader that died is replaced so long after its last beat",
     )
-    beat_ms: int = setting(1000, unit="ms", least=50, most=60_000, why="five beats within a lease")
+    beat_ms: int = setting(1000, unit="ms", least=50, most=60_000, why="how often it looks at its lease")
     refresh_ms: int = setting(5000, unit="ms", least=100, most=600_000, why="how soon AddDb and RemoveDb take effect")
     scan_ms: int = setting(
         1000, unit="ms", least=10, most=600_000, why="between two passes; one over nothing costs a look at an index"

@@ -51,7 +51,7 @@ class Link:
     def __init__(self, *sources):
         self.registered, self.row, self.is_away, self.released = list(sources), LeaseRow("", 0, 0), False, 0
 
-    async def hold(self, node, address, request):
+    async def hold(self, node, address, request, *, patience_ms):
         if self.is_away:
             raise NotServed("away")
         if self.row.node in ("", node):

@@ -65,6 +65,31 @@ def test_a_late_answer_gives_no_longer_lease_than_the_question_had():
     assert a.holds(4_950) and not a.holds(5_000)
 
 
+def test_a_holder_asks_every_second_look_and_who_waits_at_each():
+    row, a, b = Row(), Lease("a", LEASE_MS), Lease("b", LEASE_MS)
+    asked = {"a": [], "b": []}
+    for now_ms in range(0, 9_000, 1_000):
+        for lease in (a, b):
+            if lease.is_due(now_ms):
+                asked[lease.node].append(now_ms)
+                turn(lease, row, now_ms)
+        assert a.holds(now_ms) and not b.holds(now_ms)
+    assert asked == {"a": [0, 2_000, 4_000, 6_000, 8_000], "b": list(range(0, 9_000, 1_000))}
+
+
+@pytest.mark.parametrize("beats", [3, 5, 30])
+def test_a_question_that_nobody_answers_leaves_time_for_another_one(beats):
+    """Of a lease of so many looks, the shortest and the usual one among them."""
+    beat_ms = LEASE_MS // beats
+    row, a = Row(), Lease("a", LEASE_MS)
+    turn(a, row, 0)
+    lost_ms = next(now_ms for now_ms in range(beat_ms, LEASE_MS, beat_ms) if a.is_due(now_ms))
+    again_ms = lost_ms + a.patience_ms
+    assert a.is_due(again_ms) and a.holds(again_ms)
+    turn(a, row, again_ms, took_ms=200)
+    assert a.holds(LEASE_MS + 1)
+
+
 def test_what_is_given_back_is_taken_at_once():
     row, a, b = Row(), Lease("a", LEASE_MS), Lease("b", LEASE_MS)
     turn(a, row, 0)
@@ -95,7 +120,8 @@ def test_no_two_hold_it_at_once(seed):
     for _ in range(3_000):
         now_ms += rng.randrange(200)
         lease = rng.choice(leases)
-        if now_ms >= paused[lease.node] and rng.random() < 0.4:
+        is_due = lease.is_due(now_ms + shift[lease.node])
+        if now_ms >= paused[lease.node] and is_due and rng.random() < 0.4:
             own_ms, lag = now_ms + shift[lease.node], rng.randrange(800)
             answer = row.hold(lease.node, lease.request(own_ms))
             if rng.random() < 0.9:
