@@ -27,6 +27,7 @@ from qmq.metaserver.actions.vault import Vault
 from qmq.metaserver.actions.watchdogs import Watchdogs
 from qmq.metaserver.awake import AwakeClock
 from qmq.metaserver.console.attempts import ProviderPort
+from qmq.metaserver.console.nights import Nights
 from qmq.metaserver.console.routes import Console
 from qmq.metaserver.console.sessions import Sessions
 from qmq.metaserver.database import Database, DatabaseAway, DatabaseSetAside
@@ -260,7 +261,7 @@ class Metaserver:
             self._refusals,
             open_lists=settings.open_lists,
             database_trouble=lambda: self._database.trouble,
-            ledger=Path(settings.audit_ledger) if settings.audit_ledger else None,
+            nights=Nights(Path(settings.audit_ledger)) if settings.audit_ledger else None,
             provider=make_provider(settings),
         )
         return build_app(

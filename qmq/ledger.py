@@ -38,6 +38,8 @@ from qmq.errors import QmqError
 
 PROVEN, FINDINGS, NOT_READ = "proven equal", "findings", "could not read"
 SUFFIX = ".jsonl"
+TAIL_BYTES = 1 << 14
+"""So much of a file's end is read first for its newest entries."""
 
 
 class LedgerDamaged(QmqError):
@@ -121,22 +123,29 @@ class Ledger:
         Raises:
             LedgerDamaged: another line is damaged.
         """
-        path = self._path(group)
-        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-        found: list[Entry] = []
-        for number, line in enumerate(lines, 1):
-            entry = _decode(line)
-            if entry is not None:
-                found.append(entry)
-            elif number < len(lines) or line.endswith(b"\n"):
-                raise LedgerDamaged(f"{path}, line {number}: it does not match its CRC")
-        return found
+        path = self.path(group)
+        return _entries(path, path.read_bytes().splitlines(keepends=True) if path.exists() else [])
+
+    def newest(self, group: str, count: int) -> list[Entry]:
+        """As `entries`, the last ones alone; what is before them is not read."""
+        lines, block, begin = list[bytes](), TAIL_BYTES, 1
+        with self.path(group).open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            while begin and len(lines) <= count:
+                begin = max(0, size - block)
+                file.seek(begin)
+                lines = file.read(size - begin).splitlines(keepends=True)[
+                    bool(begin) :
+                ]  # the first one lacks its begin
+                block *= 4
+        last = lines[-count - 1 :]  # one more, as the last one may be torn
+        return _entries(self.path(group), last, f" of the last {len(last)}")[-count:]
 
     def append(self, entry: Entry) -> None:
         """Add a run's line, durably; a torn last line is cut off first."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        with self._path(entry.group).open("ab") as file:
-            if (size := file.tell()) and (whole := self._path(entry.group).read_bytes().rfind(b"\n") + 1) < size:
+        with self.path(entry.group).open("ab") as file:
+            if (size := file.tell()) and (whole := self.path(entry.group).read_bytes().rfind(b"\n") + 1) < size:
                 file.truncate(whole)
             file.write(encode_entry(entry))
             file.flush()
@@ -146,8 +155,20 @@ class Ledger:
         """Return what the entries of a group say together; raises LedgerDamaged."""
         return known_from(self.entries(group))
 
-    def _path(self, group: str) -> Path:
+    def path(self, group: str) -> Path:
+        """The file of a broker group; it need not be there."""
         return self._folder / f"{group}{SUFFIX}"
+
+
+def _entries(path: Path, lines: list[bytes], among: str = "") -> list[Entry]:
+    found: list[Entry] = []
+    for number, line in enumerate(lines, 1):
+        entry = _decode(line)
+        if entry is not None:
+            found.append(entry)
+        elif number < len(lines) or line.endswith(b"\n"):
+            raise LedgerDamaged(f"{path}, line {number}{among}: it does not match its CRC")
+    return found
 
 
 def known_from(entries: Iterable[Entry]) -> Known:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from qmq.metaserver.actions import ACTIONS, Answer, Status
+from qmq.metaserver.console.nights import Nights
 from qmq.metaserver.http.management import ANYBODY
 from qmq.metaserver.http.running import ActionsPort, run_within
 from qmq.metaserver.rates import Looks
@@ -23,14 +23,20 @@ class Asking:
         caller: who is logged in; None: nobody.
         open_lists: what QMQ lists without a token is shown without one, as the tools get it.
         looks: what is kept of subjects that somebody looks at.
-        ledger: directory of the audit's ledger; None: it is not set.
+        nights: the audit's ledger; None: nobody said where it is.
     """
 
     def __init__(
-        self, actions: ActionsPort, caller: Caller | None, looks: Looks, *, open_lists: bool, ledger: Path | None = None
+        self,
+        actions: ActionsPort,
+        caller: Caller | None,
+        looks: Looks,
+        *,
+        open_lists: bool,
+        nights: Nights | None = None,
     ) -> None:
         self._actions, self.caller, self._open_lists = actions, caller, open_lists
-        self.looks, self.ledger = looks, ledger
+        self.looks, self.nights = looks, nights
 
     async def ask(self, name: str, words: Mapping[str, Any] | None = None) -> Answer:
         """Run an action; empty words are left out. Nobody logged in: an answer that says so."""

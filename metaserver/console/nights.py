@@ -2,44 +2,111 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from threading import Lock
+from typing import Any, NamedTuple
 
-from qmq.ledger import PROVEN, Ledger
+from qmq.ledger import PROVEN, Entry, Ledger
 from qmq.ledger_status import status_of
 
-GROUPS_MAX = 200
+GROUPS_MAX = 100
 RUNS_MAX = 100
 """So many runs are listed, over all groups, the newest first."""
 FINDINGS_MAX = 20
 
+Stamp = tuple[int, int, int]
+"""Of a file: another one after each line that was appended, or when it was put back."""
 
-def nights_of(folder: Path, only: str, now_ms: int) -> dict[str, Any]:
-    """Read a ledger; `only`: one broker group, empty: all. Raises LedgerDamaged, OSError."""
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is no directory: has the audit run here, or is it mounted?")
-    ledger = Ledger(folder)
-    names = [name for name in ledger.groups() if only in ("", name)]
-    entries = {name: found for name in names[:GROUPS_MAX] if (found := ledger.entries(name))}
-    status = sorted((status_of(found, now_ms) for found in entries.values()), key=lambda row: row["verdict"] == PROVEN)
-    runs = sorted((entry for found in entries.values() for entry in found), key=lambda one: (-one.at_ms, one.group))
+
+class _Read(NamedTuple):
+    stamp: Stamp
+    status: dict[str, Any]
+    runs: list[dict[str, Any]]
+    """The newest ones; empty while the group is not among those whose runs are listed."""
+
+
+class Nights:
+    """The ledger in a directory. A group's file is read again only when it has changed: of thousands of groups the
+    reading would take longer than the page. Made by main; `shown` is called on any thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._ledger, self._lock = folder, Ledger(folder), Lock()
+        self._read: dict[str, _Read] = {}
+
+    def shown(self, only: str, *, now_ms: int, there: Collection[str] | None = None) -> dict[str, Any]:
+        """Return what the page shows; raises LedgerDamaged, OSError.
+
+        Args:
+            only: one broker group; empty: all.
+            there: the broker groups that there are; None: nobody knows. One that no run has read is not proven,
+                whatever the ledger says of others; one that was removed counts no more.
+        """
+        if not self._folder.is_dir():
+            raise FileNotFoundError(f"{self._folder} is no directory: has the audit run here, or is it mounted?")
+        with self._lock:
+            found = self._refresh()
+            counted = [name for name in found if name == only or (not only and (there is None or name in there))]
+            status = [self._read[name].status for name in counted]
+            status.sort(key=lambda row: (row["verdict"] == PROVEN, row["runMs"]))
+            newest = sorted(status, key=lambda row: (-row["runMs"], row["group"]))[:RUNS_MAX]
+            runs = [run for row in newest for run in self._runs(row["group"])]
+        missing = sorted(name for name in set(there or ()) - set(found) if only in ("", name))
+        runs.sort(key=lambda run: (-run["atMs"], run["group"]))
+        return {
+            "status": [_aged(row, now_ms) for row in status[:GROUPS_MAX]],
+            "unshown": max(0, len(status) - GROUPS_MAX),
+            "proven": sum(row["verdict"] == PROVEN for row in status),
+            "total": len(status) + len(missing),
+            "missing": missing,
+            "removed": sorted(set(found) - set(there)) if there is not None and not only else [],
+            "oldest_ms": min((row["runMs"] for row in status), default=0),
+            "runs": runs[:RUNS_MAX],
+        }
+
+    def _refresh(self) -> list[str]:
+        """Read the files that changed; return the groups that have entries."""
+        names = self._ledger.groups()
+        read = {name: found for name in names if (found := self._group(name)) is not None}
+        self._read = read
+        return list(read)
+
+    def _group(self, name: str) -> _Read | None:
+        stamp, known = self._stamp(name), self._read.get(name)
+        if known is not None and known.stamp == stamp:
+            return known
+        entries = self._ledger.newest(name, 1)
+        if entries and not entries[0].verified:  # that run verified nothing; an earlier one may have
+            entries = self._ledger.entries(name)
+        return _Read(stamp, status_of(entries, 0), []) if entries else None
+
+    def _runs(self, name: str) -> list[dict[str, Any]]:
+        """The newest runs of one of the groups that were read last: no other group has one of those that are listed."""
+        known = self._read[name]
+        if not known.runs:
+            runs = [_run_of(entry) for entry in self._ledger.newest(name, RUNS_MAX)]
+            known = self._read[name] = known._replace(runs=runs)
+        return known.runs
+
+    def _stamp(self, name: str) -> Stamp:
+        found = self._ledger.path(name).stat()
+        return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _aged(row: dict[str, Any], now_ms: int) -> dict[str, Any]:
+    return row | {"ageS": (now_ms - row["verifiedMs"]) // 1000 if row["verifiedRun"] else None}
+
+
+def _run_of(entry: Entry) -> dict[str, Any]:
     return {
-        "status": status,
-        "proven": sum(row["verdict"] == PROVEN for row in status),
-        "oldest_ms": min((row["runMs"] for row in status), default=0),
-        "left_out": len(names) - len(names[:GROUPS_MAX]),
-        "runs": [
-            {
-                "run": one.run,
-                "group": one.group,
-                "verdict": one.verdict,
-                "why": one.why,
-                "verified": one.verified,
-                "found": one.found,
-                "findings": one.findings[:FINDINGS_MAX],
-                "read": sum(one.read.values()),
-                "by": one.by,
-            }
-            for one in runs[:RUNS_MAX]
-        ],
+        "run": entry.run,
+        "atMs": entry.at_ms,
+        "group": entry.group,
+        "verdict": entry.verdict,
+        "why": entry.why,
+        "verified": entry.verified,
+        "found": entry.found,
+        "findings": entry.findings[:FINDINGS_MAX],
+        "read": sum(entry.read.values()),
+        "by": entry.by,
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,6 @@ from qmq.ledger import LedgerDamaged
 from qmq.metaserver.console.asking import Asking
 from qmq.metaserver.console.drawing import bars_of
 from qmq.metaserver.console.live import drawn_of_subject, group_rates
-from qmq.metaserver.console.nights import nights_of
 from qmq.metaserver.console.shown import moment_ms
 from qmq.metaserver.rpc.tokens import wall_ms
 
@@ -80,7 +79,9 @@ async def _consumers(asking: Asking, query: Query) -> dict[str, Any]:
     if subject:
         words = {"subject": subject, "group": group}
         lag, consumers = await asyncio.gather(asking.ask("Lag", words), asking.ask("Consumers", words))
-        return {"lag": lag, "consumers": consumers, "count": 0, **drawn_of_subject(asking, subject, group, consumers)}
+        each = [(row, one) for row in (consumers.data or {}).get("groups", ()) for one in row["consumers"]]
+        drawn = drawn_of_subject(asking, subject, group, consumers)
+        return {"lag": lag, "consumers": consumers, "each": each, "count": 0, **drawn}
     count = len((await asking.ask("ListBrokerGroups")).data or ())
     if count > ASKED_MAX and query["all"] != "yes":
         return {"lag": None, "consumers": None, "count": count}
@@ -97,10 +98,12 @@ async def _audit(asking: Asking, query: Query) -> dict[str, Any]:
     """The ledger is a directory that nobody is asked for; who may see the trail of everything sees it."""
     if asking.caller is None or asking.caller.scope.subjects or asking.caller.scope.groups:
         return {"set": True, "trouble_of_ledger": "this needs a token for all subjects and groups", "status": []}
-    if asking.ledger is None:
+    if asking.nights is None:
         return {"set": False, "trouble_of_ledger": "", "status": []}
+    groups = await asking.ask("ListBrokerGroups")
+    there = {row["groupName"] for row in groups.data} if groups.done else None
     try:
-        nights = await asyncio.to_thread(nights_of, asking.ledger, query["group"], wall_ms())
+        nights = await asyncio.to_thread(asking.nights.shown, query["group"], now_ms=wall_ms(), there=there)
     except (LedgerDamaged, OSError) as error:
         return {"set": True, "trouble_of_ledger": str(error), "status": []}
     return {"set": True, "trouble_of_ledger": "", **nights}
@@ -135,7 +138,18 @@ async def _outbox(asking: Asking, query: Query) -> dict[str, Any]:
     databases, watchdogs, stuck = await asyncio.gather(
         asking.ask("ListDbs"), asking.ask("ListWatchdogs"), asking.ask_for(seconds, "OutboxStuck", words)
     )
-    return {"databases": databases, "watchdogs": watchdogs, "stuck": stuck}
+    shown = list(_of_rows((stuck.data or {}).get("databases", ()), ROWS))
+    return {"databases": databases, "watchdogs": watchdogs, "stuck": stuck, "stuck_shown": shown}
+
+
+def _of_rows(databases: Iterable[dict[str, Any]], rows_max: int) -> Iterator[dict[str, Any]]:
+    """The first databases, as long as they have no more than so many rows together; a heading counts as one."""
+    rows = 0
+    for one in databases:
+        if rows >= rows_max:
+            return
+        rows += 1 + len(one.get("rows", ()))
+        yield one
 
 
 def _times(query: Query) -> tuple[int | None, int | None, str]:

@@ -10,7 +10,6 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, quote, urlencode
 
@@ -24,6 +23,7 @@ from qmq.metaserver.console import changes, shown
 from qmq.metaserver.console.asking import LOG_IN, Asking
 from qmq.metaserver.console.attempts import ATTEMPT_MS, Attempt, ProviderPort
 from qmq.metaserver.console.live import group_rates, subject_rates
+from qmq.metaserver.console.nights import Nights
 from qmq.metaserver.console.pages import PAGES, Page
 from qmq.metaserver.console.sessions import LASTS_MS, Sessions
 from qmq.metaserver.http.guard import PEER_CHARS_MAX, open_to_all
@@ -91,11 +91,11 @@ class Console:
         *,
         open_lists: bool = False,
         database_trouble: Callable[[], str] = lambda: "",
-        ledger: Path | None = None,
+        nights: Nights | None = None,
         provider: ProviderPort | None = None,
     ) -> None:
         self._actions, self._sessions, self._refusals = actions, sessions, refusals
-        self._open_lists, self._database_trouble, self._ledger = open_lists, database_trouble, ledger
+        self._open_lists, self._database_trouble, self._nights = open_lists, database_trouble, nights
         loader = PackageLoader("qmq.metaserver.console")
         self._templates = Environment(
             loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -238,7 +238,7 @@ class Console:
         return show
 
     def _asks(self, visit: Visit) -> Asking:
-        return Asking(self._actions, visit.caller, self._looks, open_lists=self._open_lists, ledger=self._ledger)
+        return Asking(self._actions, visit.caller, self._looks, open_lists=self._open_lists, nights=self._nights)
 
     async def _renew_rates(self, visit: Visit) -> Response:
         """The part of a page that its script renews."""

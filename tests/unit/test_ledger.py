@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -122,3 +123,19 @@ def all_status_of(entry: Entry) -> dict[str, object]:
     from qmq.ledger_status import status_of
 
     return status_of([entry], 3_000_000)
+
+
+@pytest.mark.parametrize("count", [1, 2, 99, 200, 1000])
+def test_the_newest_entries_are_those_that_all_entries_end_with(tmp_path, count):
+    """Lines of any length, and the last one torn."""
+    ledger, dice = Ledger(tmp_path), random.Random(count)
+    with (tmp_path / "g.jsonl").open("ab", buffering=0) as file:
+        for number in range(200):
+            why = "x" * dice.choice([0, 100, 40_000 * (number % 50 == 0)])
+            file.write(encode_entry(Entry(f"run {number}", number, "g", PROVEN, why=why)))
+        assert ledger.newest("g", count) == ledger.entries("g")[-count:]
+        file.write(b'{"crc": 1, "run')
+        assert ledger.newest("g", count) == ledger.entries("g")[-count:]
+        file.write(b"\n")
+        with pytest.raises(LedgerDamaged, match="of the last"):
+            ledger.newest("g", count)

@@ -13,6 +13,7 @@ import httpx
 from qmq.ledger import FINDINGS, PROVEN, Entry, Ledger
 from qmq.metaserver.access import Access, new_token
 from qmq.metaserver.actions import Answer, Status
+from qmq.metaserver.console.nights import Nights
 from qmq.metaserver.console.routes import Console
 from qmq.metaserver.console.sessions import Sessions
 from qmq.metaserver.http.app import build_app
@@ -157,7 +158,7 @@ async def with_something_on_every_page(world, folder):
     for name, verdict in (("g1", PROVEN), ("g2", FINDINGS)):
         more = {"found": {"lost": 1}, "findings": [{"what": "lost", "id": "m-7"}]} if verdict == FINDINGS else {}
         ledger.append(Entry("2026-11-22", now - 9_000_000, name, verdict, verified=4096, by="audit@mq1", **more))
-    world.console._ledger = folder
+    world.console._nights = Nights(folder)
     _play_messages(world, now)
 
 

@@ -10,6 +10,7 @@ from qmq.errors import NotServed, OutcomeUnknown
 from qmq.ledger import FINDINGS, PROVEN, Entry, Ledger
 from qmq.metaserver.actions import Answer, Status
 from qmq.metaserver.console import live
+from qmq.metaserver.console.nights import Nights
 from qmq.metaserver.rpc.tokens import wall_ms
 from qmq.proto import qmq_pb2 as pb
 from tests.unit.metaserver.actions_world import left
@@ -120,8 +121,10 @@ def test_the_nightly_audit_is_shown_night_by_night(tmp_path):
     @in_console
     async def test(world):
         assert "does not know where" in await world.read("/audit")
-        world.console._ledger = tmp_path / "ledger"
+        world.console._nights = Nights(tmp_path / "ledger")
         assert "is no directory" in await world.read("/audit")
+        await world.copies("g1")
+        await world.copies("g2")
         night(ledger, "g1", 1)
         night(ledger, "g1", 2)
         night(ledger, "g2", 2)

@@ -1,0 +1,198 @@
+"""Shell. Pages of large installations: however long an answer is, a page is short, and says what it leaves out."""
+
+from __future__ import annotations
+
+import asyncio
+
+from qmq.ledger import FINDINGS, PROVEN, Entry, Ledger
+from qmq.metaserver.actions import Answer, Status
+from qmq.metaserver.console.nights import Nights
+from qmq.metaserver.console.pages import PAGES
+from tests.unit.metaserver.console_world import ConsoleWorld, text_of
+
+MANY = 10_000
+ROWS_MAX, BYTES_MAX = 400, 400_000
+"""What a page may have: a few tables of a hundred rows."""
+
+LAG = {
+    "subject": "s",
+    "group": "g",
+    "messages": 7,
+    "ageSeconds": 9,
+    "oldest": 1,
+    "causes": {"no_consumer": 7},
+    "brokerGroups": {"g1": 7},
+}
+CONSUMER = {"consumer": "c", "connected": True, "unacked": 1, "peer": "10.0.0.1:5", "offline": False}
+PROGRESS = {"subject": "s", "group": "g", "brokerGroup": "g1", "nextSequence": 9, "messages": 1}
+GROUP = {
+    "groupName": "g",
+    "kind": "NORMAL",
+    "writable": False,
+    "why": ["operator"],
+    "copies": [
+        {"role": role, "hostname": "h", "servePort": 1, "up": True, "logEnd": 1, "lagBytes": 0}
+        for role in ("MASTER", "SLAVE")
+    ],
+    "readonlySubjects": [],
+    "term": 1,
+    "tag": "",
+    "updateTime": 1,
+    "lostTerm": 0,
+}
+DATABASE = {"url": "mmm://db:1", "room": "default", "table": "t", "status": "ONLINE", "rate": 1, "age": 1}
+STUCK_ROW = {"id": 1, "state": "parked", "age": 1.0, "errors": 1, "subject": "s", "messageId": "m", "reason": "r"}
+STUCK = {
+    "database": "mmm://db:1",
+    "room": "default",
+    "parked": 200,
+    "pending": 0,
+    "claimed": 0,
+    "oldest": 0.0,
+    "rows": [STUCK_ROW] * 100,
+}
+DELAY = {
+    "brokerGroup": "d",
+    "pendingMessages": 1,
+    "dueMessages": 1,
+    "dueAgeMs": 61_000,
+    "nextDue": 1,
+    "inFlight": {f"g{number}": 1 for number in range(MANY)},
+    "waiting": [],
+}
+CHECK = {"name": "n", "ok": False, "found": "f", "remedy": "r"}
+WATCHDOG = {"room": "r", "active": "w", "address": "a:1", "term": 1, "updateTime": 1}
+SILENT = {f"g{number}": "it does not answer" for number in range(MANY)}
+ANSWERS = {
+    "ListBrokerGroups": [GROUP] * MANY,
+    "Doctor": {"checks": [CHECK] * MANY, "ok": False},
+    "Lag": {"lag": [LAG] * MANY, "unasked": SILENT},
+    "Consumers": {"groups": [PROGRESS | {"consumers": [CONSUMER] * 10}] * (MANY // 10), "unasked": SILENT},
+    "ListDbs": [DATABASE] * MANY,
+    "ListWatchdogs": [WATCHDOG] * MANY,
+    "OutboxStuck": {"databases": [STUCK] * MANY, "unasked": SILENT},
+    "DelayStats": {"groups": [DELAY] * MANY, "hours": [], "unasked": SILENT},
+    "ListReadonly": {"marks": [{"subject": "s", "producers": 1}] * MANY},
+    "ReplicaStatus": [],
+    "Rates": {"rates": [], "unasked": {}},
+}
+"""What the actions say that have no limit of their own; the others say what they say of an empty installation."""
+
+
+async def _in_large_world(folder, test, answers=ANSWERS):
+    world = ConsoleWorld(folder / "metaserver.db")
+    await world.open()
+    await world.log_in("admin")
+    run = world.actions.run
+
+    async def answer(name, words, caller):
+        return Answer(Status.DONE, data=answers[name]) if name in answers else await run(name, words, caller)
+
+    world.actions.run = answer
+    try:
+        await test(world)
+    finally:
+        world.database.close()
+
+
+QUERIES = {"/group": {"name": "g"}, "/messages": {"subject": "s"}}
+ADDRESSES = [(page.path, QUERIES.get(page.path, {})) for page in PAGES]
+ADDRESSES += [("/consumers", {"subject": "s"}), ("/consumers", {"all": "yes"})]
+
+
+SAID = [
+    ("", {}, "Page 1 Next"),
+    ("/consumers", {"all": "yes"}, "And 9,900 more, which are less behind."),
+    ("/consumers", {"all": "yes"}, "And 9,980 more broker groups were not asked."),
+    ("/consumers", {"subject": "s"}, "And 9,900 more consumers: name a consumer group."),
+    ("/outbox", {}, "And 9,900 more databases"),
+    ("/outbox", {}, "And 9,900 more rooms"),
+    ("/outbox", {}, "And 9,999 more databases have rows of their own"),
+    ("/doctor", {}, "And 9,900 more that are wrong"),
+    ("/delayed", {}, "And 9,900 more groups of delay servers."),
+    ("/group", {"name": "g"}, "And 9,900 more subjects"),
+]
+
+
+def test_ten_thousand_rows_make_a_page_no_longer_and_it_says_what_it_leaves_out(tmp_path):
+    async def test(world):
+        for path, words in ADDRESSES:
+            page = await world.see(path, **words)
+            rows = page.count("<tr") + page.count("<p") + page.count("<h3")
+            assert rows < ROWS_MAX and len(page) < BYTES_MAX, (path, words, rows, len(page))
+        for path, words, said in SAID:
+            assert said in text_of(await world.see(path, **words)), (path, words)
+
+    asyncio.run(_in_large_world(tmp_path, test))
+
+
+def test_consumers_behind_many_groups_without_any_are_shown(tmp_path):
+    nobody, somebody = PROGRESS | {"consumers": []}, PROGRESS | {"consumers": [CONSUMER | {"consumer": "the one"}]}
+    consumers = {"groups": [nobody] * 300 + [somebody], "unasked": {}}
+
+    async def test(world):
+        text = text_of(await world.see("/consumers", subject="s"))
+        assert "the one" in text and "None is known" not in text
+
+    asyncio.run(_in_large_world(tmp_path, test, ANSWERS | {"Consumers": consumers}))
+
+
+def night(ledger, group, at_ms, verdict=PROVEN):
+    ledger.append(Entry(f"run {at_ms}", at_ms, group, verdict, verified=at_ms, by="audit@mq1"))
+
+
+def test_of_more_groups_than_a_page_shows_the_one_with_findings_is_counted_and_comes_first(tmp_path):
+    ledger = Ledger(tmp_path / "ledger")
+    for number in range(300):
+        night(ledger, f"g{number:03d}", 1000)
+    night(ledger, "g299", 2000, FINDINGS)
+
+    async def test(world):
+        world.console._nights = Nights(tmp_path / "ledger")
+        page = await world.see("/audit")
+        text = text_of(page)
+        assert "299 of 300 broker groups were proven equal" in text and "And 200 more groups" in text
+        assert text.index("g299") < text.index("g000") and page.count("<tr") < ROWS_MAX
+
+    there = [GROUP | {"groupName": f"g{number:03d}"} for number in range(300)]
+    asyncio.run(_in_large_world(tmp_path, test, {"ListBrokerGroups": there}))
+
+
+def test_a_group_that_no_audit_ever_read_is_named(tmp_path):
+    """ "All are proven" was said although the third one was in no run."""
+    ledger = Ledger(tmp_path / "ledger")
+    night(ledger, "g1", 1000)
+
+    async def test(world):
+        world.console._nights = Nights(tmp_path / "ledger")
+        await world.running_copies("g1")
+        await world.running_copies("g2")
+        text = text_of(await world.see("/audit"))
+        assert "1 of 2 broker groups were proven equal" in text and "Never audited: g2" in text
+        assert "Never audited" not in text_of(await world.see("/audit", group="g1"))
+        night(ledger, "g2", 2000)
+        night(ledger, "g0", 1)
+        text = text_of(await world.see("/audit"))
+        assert "All 2 broker groups were" in text and "removed since: g0" in text and "began 55 y" not in text
+        assert "run 1" in text_of(await world.see("/audit", group="g0"))
+
+    asyncio.run(_in_large_world(tmp_path, test, {}))
+
+
+def test_the_newest_runs_are_shown_and_files_are_read_again_when_they_change_only(tmp_path, monkeypatch):
+    ledger = Ledger(tmp_path / "ledger")
+    for number in range(150):
+        night(ledger, f"g{number:03d}", 1000 + number)
+    nights = Nights(tmp_path / "ledger")
+    first = nights.shown("", now_ms=10_000)
+    assert [row["run"] for row in first["runs"]] == [f"run {1149 - number}" for number in range(100)]
+    read = []
+    newest = Ledger.newest
+    monkeypatch.setattr(Ledger, "newest", lambda self, group, count: read.append(group) or newest(self, group, count))
+    night(ledger, "g000", 5000)
+    again = nights.shown("", now_ms=20_000)
+    assert set(read) == {"g000"} and again["runs"][0]["run"] == "run 5000"
+    assert again["status"][0]["ageS"] == 18 and nights.shown("g000", now_ms=20_000)["status"][0]["ageS"] == 15
+    (tmp_path / "ledger" / "g001.jsonl").unlink()
+    assert nights.shown("", now_ms=20_000)["proven"] == 149
+    assert [row["run"] for row in nights.shown("g149", now_ms=20_000)["runs"]] == ["run 1149"]
