@@ -307,7 +307,8 @@ def cause_of(error: BaseException) -> str:
     if isinstance(inner := getattr(error, "reason", None), BaseException):
         return cause_of(inner)  # urllib's: its own text is "<urlopen error …>"
     if text := str(error).strip():
-        return text
+        is_pair = len(error.args) == 2 and text == str(error.args)  # MariaDB's: (2003, "Can't connect")
+        return f"{error.args[1]} ({error.args[0]})" if is_pair else text
     return "no answer in time" if isinstance(error, TimeoutError) else type(error).__name__
 
 

@@ -32,14 +32,18 @@ async def make(world, role, name=None, *, token=TOKEN, **words):
 
 async def call(world, method, token, request=b"", *, timeout=20):
     """Call a method of the service by its name, with bytes; return the status that it ends with."""
+    return (await call_with_words(world, method, token, request, timeout=timeout))[0]
+
+
+async def call_with_words(world, method, token, request, *, timeout=20):
     path = f"/{SERVICE.full_name}/{method}"
     stream = world.channel.stream_stream(path)(iter([request]), metadata=metadata(token), timeout=timeout)
     try:
         async for _ in stream:
-            return grpc.StatusCode.OK
-        return await stream.code()
+            return grpc.StatusCode.OK, ""
+        return await stream.code(), await stream.details()
     except grpc.aio.AioRpcError as error:
-        return error.code()
+        return error.code(), error.details()
 
 
 def printed(capsys):
@@ -65,6 +69,46 @@ def test_no_method_answers_without_a_token_and_each_asks_for_its_role(tmp_path):
             assert await call(world, unknown, TOKEN) == grpc.StatusCode.PERMISSION_DENIED
 
     in_world(body)(tmp_path)
+
+
+REQUESTS = {
+    "Register": pb.BrokerIdentity(
+        hostname="a", ip="127.0.0.1", serve_port=20001, sync_port=2, incarnation="another disk"
+    ),
+    "Heartbeat": pb.BrokerState(hostname="a", serve_port=20001, incarnation="disk of a"),
+    "WatchRoutes": pb.RouteRequest(subjects=["new"], app="x", client_id="y", produces=True),
+    "CheckToken": pb.TokenQuestion(token=TOKEN),
+    "CountOldRoutes": pb.OldRoutesQuestion(broker_group="g1", subject="*"),
+    "HoldLease": pb.LeaseRequest(name="watchdog/default", node="x", address="127.0.0.1:1"),
+    "ListSources": pb.SourcesQuestion(room="default"),
+}
+"""Method -> a question that would change something, or tell something, if it were answered."""
+
+
+async def kept(world):
+    """All that the metaserver keeps, but what the clock or heartbeats change."""
+    leases = await world.server._database.read(lambda repository: repository.leases())
+    return (await world.server._database.read(lambda repository: repository.dump()))["tables"], leases
+
+
+@in_world
+async def test_a_call_without_the_right_is_refused_by_name_and_changes_nothing(world):
+    assert REQUESTS.keys() == {method.name for method in SERVICE.methods}, "each method has its question"
+    await world.add("g1", 0, "a", 20001)
+    tokens = {role: (await make(world, role, f"the {role}"))["token"] for role in ROLES}
+    before, refused = await kept(world), 0
+    for name, request in REQUESTS.items():
+        for role, token in tokens.items():
+            if any(includes(role, one) for one in RPC_ROLES[name]):
+                continue
+            code, words = await call_with_words(world, name, token, request.SerializeToString())
+            assert code == grpc.StatusCode.PERMISSION_DENIED, (name, role)
+            assert words.startswith(f"token 'the {role}' has the role {role}; this needs "), words
+            assert all(one in words.partition("needs")[2] for one in RPC_ROLES[name]), words
+            refused += 1
+    assert refused > len(REQUESTS) and await kept(world) == before
+    lease = REQUESTS["HoldLease"].SerializeToString()
+    assert await call(world, "HoldLease", TOKEN, lease) == grpc.StatusCode.OK and await kept(world) != before
 
 
 STATIC = tuple(f"/console/{name}" for name in ("console.css", "console.js", "icon.svg"))

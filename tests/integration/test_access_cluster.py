@@ -54,14 +54,19 @@ def subscribe(wire, subject):
 
 def call(plan, method, token):
     """Call a control method by its name, with an empty request; return how it ends, OK as soon as it answers."""
+    return call_with_words(plan, method, token, b"")[0]
+
+
+def call_with_words(plan, method, token, request):
     metadata = [("x-api-token", token)] if token else []
     with grpc.insecure_channel(f"{HOST}:{plan.control_port}") as channel:
-        stream = channel.unary_stream(f"/{SERVICE.full_name}/{method}")(b"", metadata=metadata, timeout=WAIT_S)
+        path = f"/{SERVICE.full_name}/{method}"
+        stream = channel.unary_stream(path)(request, metadata=metadata, timeout=WAIT_S)
         try:
             next(stream, None)  # HoldLog lasts until the caller goes
-            return grpc.StatusCode.OK
+            return grpc.StatusCode.OK, ""
         except grpc.RpcError as error:
-            return error.code()
+            return error.code(), error.details()
 
 
 def test_each_port_lets_in_its_roles_and_no_others(cluster, tokens):
@@ -89,6 +94,58 @@ def test_every_control_method_asks_for_its_role(cluster, tokens):
                 assert denied is not allowed, (method.name, role)
     assert call(master, "Nothing", cluster.token) == grpc.StatusCode.PERMISSION_DENIED
     assert state(cluster, master).term == term and state(cluster, master).writable
+
+
+def requests(term, subject):
+    """Method -> a question that would change something, or tell something, if it were answered."""
+    nothing = pb.Nothing()
+    return {
+        "ReplicaStatus": nothing,
+        "Rates": nothing,
+        "PrepareSwap": pb.PrepareSwapRequest(term=term, hold_ms=60_000, timeout_ms=1000),
+        "CancelSwap": nothing,
+        "PrepareFailover": pb.PrepareFailoverRequest(term=term, hold_ms=60_000, master_gone=True),
+        "DescribeLog": nothing,
+        "ReadLog": pb.ReadLogRequest(begin=0, end=1 << 40),
+        "ReadDerived": pb.ReadDerivedRequest(base=0),
+        "HoldLog": nothing,
+        "Consumers": pb.ConsumersRequest(),
+        "ResetOffset": pb.ResetOffsetRequest(subject=subject, group="g", to="latest"),
+        "Browse": pb.BrowseRequest(subject=subject),
+        "DelayStats": pb.DelayStatsRequest(),
+        "ListDelayed": pb.ListDelayedRequest(),
+        "CancelDelayed": pb.CancelDelayedRequest(subject=subject, ids=["m"]),
+    }
+
+
+def test_a_control_call_without_the_right_is_refused_by_name_and_changes_nothing(cluster, tokens):
+    master, subject = cluster.broker("g1", "master"), "wrong.roles"
+    with Wire(master.serve_port, token=cluster.token) as wire:
+        assert wire.ask(Command.PRODUCE, produce_body(subject, {"a": 1})).code == ErrorCode.SUCCESS
+        assert subscribe(wire, subject).code == ErrorCode.SUCCESS
+    until(lambda: state(cluster, master).log_end == state(cluster, master).high_watermark, "all is in sync")
+    questions = requests(state(cluster, master).term, subject)
+    assert questions.keys() == {method.name for method in SERVICE.methods}, "each method has its question"
+    before, refused = unchanged(cluster, master, subject), 0
+    for name, request in questions.items():
+        for role, token in tokens.items():
+            if any(includes(role, one) for one in CONTROL_ROLES[name]):
+                continue
+            code, words = call_with_words(master, name, token, request.SerializeToString())
+            assert code == grpc.StatusCode.PERMISSION_DENIED, (name, role)
+            assert words.startswith(f"token 'plain {role}' has the role {role}; this needs "), words
+            assert all(one in words.partition("needs")[2] for one in CONTROL_ROLES[name]), words
+            refused += 1
+    assert refused > len(questions) and unchanged(cluster, master, subject) == before
+    changes = questions["ResetOffset"].SerializeToString()
+    assert call_with_words(master, "ResetOffset", cluster.token, changes)[0] == grpc.StatusCode.OK
+    assert unchanged(cluster, master, subject) != before
+
+
+def unchanged(cluster, master, subject):
+    """What a call that is refused leaves as it is."""
+    now = state(cluster, master)
+    return now.role, now.term, now.writable, now.log_end, cluster.manage("Consumers")["groups"]
 
 
 def test_a_scope_decides_what_a_client_produces_and_consumes(cluster):

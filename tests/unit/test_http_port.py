@@ -95,6 +95,27 @@ def test_a_connection_without_a_whole_head_is_closed_in_time(monkeypatch):
     asyncio.run(test())
 
 
+def test_who_sends_a_byte_at_a_time_is_ended_and_others_are_served_meanwhile(monkeypatch):
+    """Each byte is progress, and no reason to wait for longer."""
+    monkeypatch.setattr(http_port, "HEAD_S", 0.5)
+
+    async def test():
+        async with port_of(Starlette(routes=[Route("/", ok)])) as port:
+            reader, writer = await opened(port, b"GET / HTTP/1.1\r\nX: ")
+            ended, served = asyncio.create_task(reader.read()), 0
+            async with asyncio.timeout(WAIT_S):
+                while not ended.done():
+                    writer.write(b"x")
+                    assert (await get(port)).text == "ok"
+                    served += 1
+            with suppress(ConnectionResetError):
+                assert await ended == b""
+            assert served > 1
+            writer.close()
+
+    asyncio.run(test())
+
+
 def test_a_request_that_is_being_answered_is_not_ended_for_others():
     async def test():
         begun, go_on = asyncio.Event(), asyncio.Event()

@@ -93,6 +93,7 @@ def test_each_module_that_applications_use_has_a_bounded_logger(folder):
         (TimeoutError(), "no answer in time"),
         (ConnectionResetError(), "ConnectionResetError"),
         (NotServed("x"), "x"),
+        (Exception(2003, "Can't connect to MySQL server"), "Can't connect to MySQL server (2003)"),
         (urllib.error.URLError(TimeoutError()), "no answer in time"),
         (urllib.error.URLError(ConnectionRefusedError(111, "Connection refused")), "[Errno 111] Connection refused"),
     ],
