@@ -2,6 +2,8 @@
 
     python -m tests.mutants                             a sample of 300 of all that there are
     python -m tests.mutants qmq/replication --sample 0  all of a folder
+    python -m tests.mutants --required                  only those that are planted in each run
+    python -m tests.mutants --again                     what the last run did not catch
 
 Survivors must be in `tests/mutants/explained.txt`, with the reason why nobody can notice them; else the run fails.
 """
@@ -14,10 +16,11 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
-from tests.mutants.explained import EXPLAINED, read_explained
-from tests.mutants.hunt import ROOT, hunt
+from tests.mutants.explained import EXPLAINED, REQUIRED, read_table
+from tests.mutants.hunt import ROOT, Catch, hunt
 from tests.mutants.operators import Mutant, mutants
 
 AREAS = ("qmq/log", "qmq/replication", "broker")
@@ -30,7 +33,10 @@ TESTS = [
     "tests/transcripts",
     "tests/property",
     "tests/golden",
-    "tests/unit/server/test_metrics.py",
+    "tests/unit/server",
+    "tests/unit/delayserver",
+    "tests/unit/testing",
+    "tests/unit/audit",
     "tests/unit/tools/test_inspect.py",
 ]
 
@@ -42,15 +48,43 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--choice", type=int, default=1, help="which sample")
     parser.add_argument("--seeds", type=int, default=500, help="of the simulator, for what the tests miss")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--tests", nargs="+", default=TESTS, help="what may catch them (default: all that could)")
+    parser.add_argument("--required", action="store_true", help="only what is planted in each run (required.txt)")
+    parser.add_argument("--again", action="store_true", help="only what the run before, in --output, did not catch")
     parser.add_argument("--output", type=Path, default=ROOT / ".run" / "mutants.json")
     options = parser.parse_args(arguments)
-    found = [mutant for path in product_files(options.areas) for mutant in mutants(ROOT, path)]
-    if options.sample:
-        found = random.Random(options.choice).sample(found, min(options.sample, len(found)))
-    catches = hunt(found, TESTS, seeds=options.seeds, jobs=options.jobs)
+    found = chosen(options)
+    catches: list[Catch] = []
+
+    def noted(catch: Catch) -> None:
+        catches.append(catch)
+        rows = [[c.mutant.name, c.mutant.line, c.by, round(c.took_s, 1)] for c in catches]
+        options.output.write_text(json.dumps(rows, indent=0))  # each time: who stops it wants to know what it found
+
     options.output.parent.mkdir(exist_ok=True)
-    options.output.write_text(json.dumps([[c.mutant.name, c.mutant.line, c.by, c.took_s] for c in catches], indent=0))
+    hunt(found, options.tests, seeds=options.seeds, jobs=options.jobs, noted=noted)
     return report([c.mutant for c in catches if not c.by], len(catches))
+
+
+def chosen(options: argparse.Namespace) -> list[Mutant]:
+    found = [mutant for path in product_files(options.areas) for mutant in mutants(ROOT, path)]
+    if options.again:
+        missed = {name for name, _, by, _ in json.loads(options.output.read_text()) if not by}
+        return [mutant for mutant in found if mutant.name in missed]
+    required = read_table(REQUIRED)
+    always = [mutant for path in paths_of(required) for mutant in mutants(ROOT, path) if mutant.name in required]
+    if options.required:
+        return always
+    others = [mutant for mutant in found if mutant.name not in required]
+    if options.sample:
+        others = random.Random(options.choice).sample(others, min(options.sample, len(others)))
+    elif options.areas != AREAS:
+        always = [mutant for mutant in found if mutant.name in required]
+    return always + others
+
+
+def paths_of(names: Iterable[str]) -> list[str]:
+    return sorted({name.split(":", 1)[0] for name in names})
 
 
 def product_files(areas: tuple[str, ...] | list[str]) -> list[str]:
@@ -59,7 +93,7 @@ def product_files(areas: tuple[str, ...] | list[str]) -> list[str]:
 
 
 def report(survivors: list[Mutant], planted: int) -> int:
-    explained = read_explained(EXPLAINED)
+    explained = read_table(EXPLAINED)
     unexplained = [mutant for mutant in survivors if mutant.name not in explained]
     caught = planted - len(survivors)
     print(

@@ -1,4 +1,5 @@
-"""Core. The mutants that no check can notice, with the reason: a table under version control.
+"""Core. Two tables of mutants, under version control: those that no check can notice, with the reason; and those that
+must be noticed, with the fault that they are.
 
 path:function: change
     reason
@@ -9,9 +10,10 @@ from __future__ import annotations
 from pathlib import Path
 
 EXPLAINED = Path(__file__).with_name("explained.txt")
+REQUIRED = Path(__file__).with_name("required.txt")
 
 
-def read_explained(path: Path) -> dict[str, str]:
+def read_table(path: Path) -> dict[str, str]:
     """Return name -> reason.
 
     Raises:

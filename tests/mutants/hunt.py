@@ -1,8 +1,9 @@
 """Shell. Plants one mutant after the other in a process of its own, and runs what might notice it.
 
-One process imports everything and collects the tests once. The first run of all tests tells which functions each of
-them calls, and how long it takes. For a mutant the process forks; the child replaces the function's code, runs the
-tests that call it, the quick ones first, and then the simulator, until something fails.
+One process imports everything and collects the tests once. The first run of all tests, and of some seeds of the
+simulator, tells which lines each of them executes, and how long it takes. For a mutant the process forks; the child
+replaces the function's code, and runs the tests that execute the changed lines, the quick ones first, and then the
+simulator, the seeds that come there first, until something fails.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType
 from typing import Any
@@ -30,14 +32,22 @@ from tests.mutants.operators import Mutant
 
 ROOT = Path(__file__).parents[2]
 TESTS_S_MAX = 15
-"""So long the tests of one mutant take together: the slow ones that are left find less than the simulator does."""
-TEST_S_MAX = 60
-"""A test that takes longer in a child hangs, unless it took a tenth of that before."""
-SEED_S_MAX = 120
+"""So much CPU the tests of one mutant take together: the slow ones that are left find less than the simulator does."""
+TEST_S_MAX = 5
+"""So much CPU a test takes in a child, or twenty times what it took before: then it loops."""
+SEED_S_MAX = 30
+WAIT_S_MAX = 120
+"""A test or a seed that takes so long waits for what does not come: the machine may be busy."""
+SEEDS_WATCHED = 40
+"""A line that none of these seeds reaches is looked for in no other."""
 BYTES_MAX = 8 << 30
 """Address space of a child: a mutant may loop and fill the machine's memory."""
 Key = tuple[str, str, int]
 """(real path, qualified name, first line) of a function"""
+Line = tuple[str, int]
+"""(real path, number)"""
+Lines = dict[Line, list[tuple[float, int]]]
+"""Line -> (seconds of CPU, which) of the tests that execute it: their places among the collected; or of the seeds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,38 +67,27 @@ class Hunter:
     mutants: list[Mutant]
     seeds: int
     jobs: int
-    catches: list[Catch] = field(default_factory=list)
-    _calls: dict[Key, list[tuple[float, int]]] = field(default_factory=lambda: defaultdict(list))
-    """Function -> (seconds, place among the collected) of the tests that call it."""
-    _simulate: Any = None
+    noted: Callable[[Catch], None]
+    _tests: Lines = field(default_factory=dict)
+    _seeds: Lines = field(default_factory=dict)
+    _simulate: Callable[[int], bool] = lambda seed: False
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        self._calls.update(_in_child(lambda: self._watched(session.items)))
-        from tests.simulation.world import simulate  # not before pytest has begun: it rewrites what it imports first
+        from tests.simulation.run import of_mix  # not before pytest has begun: it rewrites what it imports first
 
-        self._simulate = simulate
+        self._simulate = lambda seed: bool(of_mix(seed, **_kinds(seed)).failure)
         functions = _live_functions()
+        gc.collect()
+        gc.freeze()  # what is collected in a child would be copied
+        watched = _watched_lines(self.mutants)
+        self._tests.update(_in_child(lambda: _lines_of_tests(session.items, watched)))
+        self._seeds.update(_in_child(lambda: _lines_of_seeds(self._simulate, min(self.seeds, SEEDS_WATCHED), watched)))
         print(f"\n{len(session.items)} tests, {len(self.mutants)} mutants", flush=True)
         for mutant, by, took_s in self._all(session, functions):
-            self.catches.append(Catch(mutant, by, took_s))
-            print(f"{took_s:6.1f} s  {by[:70] or 'SURVIVES':<70}  {mutant.name}", flush=True)
+            self.noted(Catch(mutant, by, took_s))
+            print(f"{took_s:6.1f} s  {by[:70] or 'SURVIVES':<70}  {mutant.line} {mutant.name}", flush=True)
         return True
-
-    def _watched(self, items: list[pytest.Item]) -> dict[Key, list[tuple[float, int]]]:
-        """Run all tests as they are. One that fails would call every mutant caught: it takes no part."""
-        calls: dict[Key, list[tuple[float, int]]] = defaultdict(list)
-        for place, item in enumerate(items):
-            with _calls_noted() as called:
-                began = time.monotonic()
-                failed = _failure(item, items[place + 1] if place + 1 < len(items) else None)
-                took_s = time.monotonic() - began
-            if failed:
-                print(f"takes no part, it fails without a mutant: {item.nodeid}", flush=True)
-                continue
-            for code in called:
-                calls[_key(code)].append((took_s, place))
-        return dict(calls)
 
     def _all(
         self, session: pytest.Session, functions: dict[Key, list[FunctionType]]
@@ -132,21 +131,64 @@ class Hunter:
 
     def _caught_by(self, items: list[pytest.Item], mutant: Mutant) -> str:
         spent_s = 0.0
-        for took_s, place in sorted(self._calls[_key(mutant.original)]):
+        for took_s, place in _reaching(mutant, self._tests):
             spent_s += took_s
             if spent_s > TESTS_S_MAX:
                 break
-            with _alarm(max(TEST_S_MAX, 10 * took_s)) as late:
+            with _alarm(max(TEST_S_MAX, 20 * took_s)) as late:
                 failed = _failure(items[place], None)
             if failed or late:
                 return items[place].nodeid
         logging.disable(logging.CRITICAL)
-        for seed in range(1, self.seeds + 1):
+        first = [seed for _, seed in _reaching(mutant, self._seeds)]
+        rest = [seed for seed in range(1, self.seeds + 1) if seed not in first] if first else []
+        for seed in [*first, *rest]:
             with _alarm(SEED_S_MAX):
-                # Every fifth one with an operator who moves groups, every tenth with failover: CI has them so, too.
-                if self._simulate(seed, moves=seed % 5 == 0, fails_over=seed % 10 == 1).failure:
+                if self._simulate(seed):
                     return f"seed {seed}"
         return ""
+
+
+def _reaching(mutant: Mutant, lines: Lines) -> list[tuple[float, int]]:
+    """Return what executes the mutant's lines, the quick ones first."""
+    path = _real(mutant.original.co_filename)
+    return sorted({one for line in mutant.lines for one in lines.get((path, line), ())})
+
+
+def _kinds(seed: int) -> dict[str, bool]:
+    """Every fifth one with an operator who moves groups, every tenth with failover; the rest is the mix of
+    `make simulate`. CI has them so, too."""
+    kinds = {"moves": seed % 5 == 0, "fails_over": seed % 10 == 1}
+    return {**kinds, "copies": 2} if any(kinds.values()) else {}
+
+
+def _lines_of_tests(items: list[pytest.Item], watched: dict[str, set[int]]) -> Lines:
+    """Run all tests as they are. One that fails would call every mutant caught: it takes no part."""
+    lines: Lines = defaultdict(list)
+    for place, item in enumerate(items):
+        began = time.process_time()
+        with _lines_noted(watched) as executed:
+            failed = _failure(item, items[place + 1] if place + 1 < len(items) else None)
+        if failed:
+            print(f"takes no part, it fails without a mutant: {item.nodeid}", flush=True)
+            continue
+        for line in executed:
+            lines[line].append((time.process_time() - began, place))
+    return dict(lines)
+
+
+def _lines_of_seeds(simulate: Callable[[int], bool], seeds: int, watched: dict[str, set[int]]) -> Lines:
+    logging.disable(logging.CRITICAL)
+    lines: Lines = defaultdict(list)
+    for seed in range(1, seeds + 1):
+        began = time.process_time()
+        with _lines_noted(watched) as executed:
+            failed = simulate(seed)
+        if failed:
+            raise SystemExit(f"seed {seed} fails without a mutant")
+        for line in executed:
+            lines[line].append((time.process_time() - began, seed))
+    return dict(lines)
 
 
 def _failure(item: pytest.Item, following: pytest.Item | None) -> bool:
@@ -169,40 +211,67 @@ def _failure(item: pytest.Item, following: pytest.Item | None) -> bool:
 
 
 @contextmanager
-def _alarm(seconds: float) -> Iterator[list[bool]]:
+def _alarm(cpu_s: float) -> Iterator[list[bool]]:
     """End what runs too long by an exception, and, if that is caught as well, the process."""
     late: list[bool] = []
 
     def ring(*_: object) -> None:
         late.append(True)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(5)
+        for kind in (signal.SIGALRM, signal.SIGVTALRM):
+            signal.signal(kind, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_VIRTUAL, TEST_S_MAX)
+        signal.alarm(WAIT_S_MAX)
         raise TimeoutError("hangs")
 
-    signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    timers = ((signal.SIGVTALRM, signal.ITIMER_VIRTUAL, cpu_s), (signal.SIGALRM, signal.ITIMER_REAL, WAIT_S_MAX))
+    for kind, timer, seconds in timers:
+        signal.signal(kind, ring)
+        signal.setitimer(timer, seconds)
     try:
         yield late
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        for _, timer, _ in timers:
+            signal.setitimer(timer, 0)
+
+
+def _watched_lines(mutants: list[Mutant]) -> dict[str, set[int]]:
+    """Return, by real path, all lines of the functions that are changed."""
+    watched: dict[str, set[int]] = defaultdict(set)
+    for mutant in mutants:
+        path = _real(mutant.original.co_filename)
+        watched[path].update(_lines_in(mutant.original))
+    return watched
+
+
+def _lines_in(code: CodeType) -> Iterator[int]:
+    """Yield the lines of a function, and of those inside it."""
+    yield code.co_firstlineno
+    yield from (line for _, _, line in code.co_lines() if line is not None)
+    for const in code.co_consts:
+        if isinstance(const, CodeType):
+            yield from _lines_in(const)
 
 
 @contextmanager
-def _calls_noted() -> Iterator[set[CodeType]]:
-    """Collect the code of every function that is called meanwhile, on any thread."""
-    called: set[CodeType] = set()
+def _lines_noted(watched: dict[str, set[int]]) -> Iterator[set[Line]]:
+    """Collect which of the watched lines are executed meanwhile, on any thread."""
+    executed: set[Line] = set()
 
-    def note(frame: FrameType, event: str, _: object) -> None:
-        if event == "call":
-            called.add(frame.f_code)
+    def called(frame: FrameType, event: str, _: object) -> Any:
+        code = frame.f_code
+        return line if code.co_firstlineno in watched.get(_real(code.co_filename), ()) else None
 
-    threading.setprofile(note)
-    sys.setprofile(note)
+    def line(frame: FrameType, event: str, _: object) -> Any:
+        executed.add((_real(frame.f_code.co_filename), frame.f_lineno))
+        return line
+
+    threading.settrace(called)
+    sys.settrace(called)
     try:
-        yield called
+        yield executed
     finally:
-        sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]
+        sys.settrace(None)
+        threading.settrace(None)  # type: ignore[arg-type]
 
 
 def _live_functions() -> dict[Key, list[FunctionType]]:
@@ -214,15 +283,14 @@ def _live_functions() -> dict[Key, list[FunctionType]]:
     return found
 
 
-_REAL: dict[str, str] = {}
+@cache
+def _real(path: str) -> str:
+    """The folders of the repo are imported by way of links: their files have two names."""
+    return os.path.realpath(path)
 
 
 def _key(code: CodeType) -> Key:
-    """The folders of the repo are imported by way of links: their files have two names."""
-    real = _REAL.get(code.co_filename)
-    if real is None:
-        real = _REAL[code.co_filename] = os.path.realpath(code.co_filename)
-    return real, code.co_qualname, code.co_firstlineno
+    return _real(code.co_filename), code.co_qualname, code.co_firstlineno
 
 
 def _in_child(work: Any) -> Any:
@@ -243,11 +311,11 @@ def _in_child(work: Any) -> Any:
         os._exit(0)
 
 
-def hunt(mutants: Iterable[Mutant], tests: list[str], *, seeds: int, jobs: int) -> list[Catch]:
-    """Return, for each mutant, who caught it: one of `tests`, or one of the first `seeds` seeds."""
-    hunter = Hunter(list(mutants), seeds, jobs)
-    quiet = ["-o", "addopts=", "-p", "no:cacheprovider", "-p", "no:terminal", "--hypothesis-seed=0"]
+def hunt(mutants: Iterable[Mutant], tests: list[str], *, seeds: int, jobs: int, noted: Callable[[Catch], None]) -> None:
+    """Tell, for each mutant, who caught it: one of `tests`, or one of the first `seeds` seeds."""
+    hunter = Hunter(list(mutants), seeds, jobs, noted)
+    quiet = ["-o", "addopts=", "-p", "no:cacheprovider", "-p", "no:terminal", "--hypothesis-profile=no shrinking"]
+    quiet += ["-o", "timeout=0"]  # it would take the alarm clock
     code = pytest.main([*quiet, *tests], plugins=[hunter])
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         raise SystemExit(f"the tests could not be collected: {code!r}")
-    return hunter.catches

@@ -3,7 +3,8 @@
 Operators are those that lost messages elsewhere: a call, a check or an effect that is missing, two effects in the wrong
 order, a bound that is one off, a condition that is turned round or lacks a part, a value that is not stored.
 
-Left alone, because nobody can tell the difference: what is logged, what errors say, and assertions.
+Left alone, because nobody can tell the difference: what is logged, what errors and reasons say, assertions, and what is
+checked only to raise `BrokenInvariant`, which cannot be unless the product has another fault.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ class Mutant:
     function: str
     change: str
     line: int
+    lines: range
+    """Those of the statement, without its body: a test that executes none of them cannot notice the fault."""
     code: CodeType
     original: CodeType
 
@@ -59,6 +62,7 @@ def mutants(root: Path, path: str) -> Iterator[Mutant]:
     tree = ast.parse(place.read_bytes())
     for function, module in _functions(tree):
         original = _compiled(module, function, place)
+        spans = _spans(function)
         seen: dict[str, int] = {}
         for node, change, edit in _edits(function):
             undo = edit()
@@ -68,7 +72,8 @@ def mutants(root: Path, path: str) -> Iterator[Mutant]:
                 continue
             seen[change] = seen.get(change, 0) + 1
             numbered = change if seen[change] == 1 else f"{change} ({seen[change]})"
-            yield Mutant(path, original.co_qualname, numbered, getattr(node, "lineno", 0), code, original)
+            line = getattr(node, "lineno", 0)
+            yield Mutant(path, original.co_qualname, numbered, line, _span(spans, line), code, original)
 
 
 def _functions(tree: ast.Module) -> Iterator[tuple[Function, ast.Module]]:
@@ -93,6 +98,25 @@ def _compiled(module: ast.Module, function: Function, place: Path) -> CodeType:
     while found.co_name != function.name:
         found = next(const for const in reversed(found.co_consts) if isinstance(const, CodeType))
     return found
+
+
+def _spans(function: Function) -> list[range]:
+    """Return the lines of each statement, of a compound one only those before its body."""
+    spans = []
+    for node in ast.walk(function):
+        if isinstance(node, ast.stmt) and node is not function:
+            body = getattr(node, "body", None)
+            end = body[0].lineno if isinstance(body, list) and body[0].lineno > node.lineno else _end(node)
+            spans.append(range(node.lineno, end))
+    return spans
+
+
+def _end(node: ast.stmt) -> int:
+    return (node.end_lineno or node.lineno) + 1
+
+
+def _span(spans: list[range], line: int) -> range:
+    return min((span for span in spans if line in span), key=len, default=range(line, line + 1))
 
 
 def _same(one: CodeType, other: CodeType) -> bool:
@@ -132,13 +156,18 @@ def _of_statements(statements: list[ast.stmt], *, ordered: bool) -> Iterator[tup
             yield node, f"without `{_text(node)}`", _replaced(statements, place, ast.copy_location(ast.Pass(), node))
         following = statements[place + 1] if place + 1 < len(statements) else None
         effects = ordered and following is not None and _is_effect(node) and _is_effect(following)
-        if effects and following is not None and _calls(node, following):
+        if effects and following is not None and _calls(node, following) and not _are_checks(node, following):
             yield node, f"`{_text(following)}` before `{_text(node)}`", _swapped(statements, place)
 
 
 def _calls(*nodes: ast.stmt) -> bool:
     """Whether the order of these may matter: two values that are stored next to each other are, in either order."""
     return any(isinstance(part, ast.Call) for node in nodes for part in ast.walk(node))
+
+
+def _are_checks(*nodes: ast.stmt) -> bool:
+    """Whether these only raise: of two that would, their order says which error is told."""
+    return all(_text(node).split("(")[0].rpartition(".")[2].lstrip("_").startswith("check_") for node in nodes)
 
 
 def _is_effect(node: ast.stmt) -> bool:
@@ -158,7 +187,7 @@ def _seen_nodes(function: Function) -> Iterator[ast.expr | ast.stmt]:
     stack: list[ast.AST] = list(reversed(function.body))
     while stack:
         node = stack.pop()
-        if isinstance(node, ast.Assert | ast.Raise):
+        if isinstance(node, ast.Assert | ast.Raise) or _is_tripwire(node) or _is_saying(node):
             continue
         if isinstance(node, ast.Call) and _text(node).startswith(UNSEEN):
             continue
@@ -170,6 +199,23 @@ def _seen_nodes(function: Function) -> Iterator[ast.expr | ast.stmt]:
         if isinstance(node, ast.JoinedStr):
             continue
         stack.extend(reversed(list(ast.iter_child_nodes(node))))
+
+
+def _is_tripwire(node: ast.AST) -> bool:
+    """Whether this does nothing unless the product has another fault."""
+    if not isinstance(node, ast.If) or node.orelse or len(node.body) > 1 or not isinstance(node.body[0], ast.Raise):
+        return False
+    return node.body[0].exc is not None and _text(node.body[0].exc).startswith("BrokenInvariant(")
+
+
+def _is_saying(node: ast.AST) -> bool:
+    """Whether this chooses between two texts."""
+    if not isinstance(node, ast.IfExp):
+        return False
+    return all(
+        isinstance(part, ast.JoinedStr) or (isinstance(part, ast.Constant) and isinstance(part.value, str))
+        for part in (node.body, node.orelse)
+    )
 
 
 def _of_expression(node: ast.expr | ast.stmt) -> Iterator[tuple[ast.AST, str, Edit]]:

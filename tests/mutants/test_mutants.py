@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants.__main__ import product_files
-from tests.mutants.explained import EXPLAINED, read_explained
+from tests.mutants.__main__ import paths_of, product_files
+from tests.mutants.explained import EXPLAINED, REQUIRED, read_table
 from tests.mutants.operators import Mutant, mutants
 
 ROOT = Path(__file__).parents[2]
@@ -47,9 +47,25 @@ def test_order_of_two_effects_is_turned_round_where_it_may_matter(tmp_path):
     assert swaps == ["`self.sync()` before `self.x = a`", "`self.y = a` before `self.sync()`"]
 
 
+def test_order_of_two_checks_is_left_alone(tmp_path):
+    checks = "def f(self, a):\n    check_name(a)\n    self._check_held(a)\n"
+    assert all(" before " not in mutant.change for mutant in made_of(tmp_path, checks))
+
+
 def test_what_is_only_said_is_left_alone(tmp_path):
     source = 'def f(a):\n    """1"""\n    log.info("%d", a + 1)\n    assert a > 1\n    if a:\n        raise E(1)\n'
     assert {mutant.change for mutant in made_of(tmp_path, source)} == {"`if a` -> `if False`", "`if a` -> `if True`"}
+
+
+def test_what_is_checked_only_for_a_tripwire_is_left_alone(tmp_path):
+    source = "def f(a):\n    if a > 1:\n        raise BrokenInvariant('I6')\n    return 'x' if a else 'y'\n"
+    assert made_of(tmp_path, source) == []
+
+
+def test_lines_of_a_fault_are_those_of_its_statement(tmp_path):
+    source = "def f(a):\n    if (\n        a\n        and g(1)\n    ):\n        a.x(\n            2\n        )\n"
+    lines = {mutant.change: mutant.lines for mutant in made_of(tmp_path, source)}
+    assert lines["`1` -> `2`"] == range(2, 6) and lines["`2` -> `3`"] == range(6, 9)
 
 
 def test_mutated_function_does_what_the_change_says(tmp_path):
@@ -69,17 +85,22 @@ def test_equal_changes_in_one_function_have_names_of_their_own(tmp_path):
     assert names == ["module.py:f: without `a.x()`", "module.py:f: without `a.x()` (2)"]
 
 
-def test_table_of_the_explained_names_mutants_that_exist():
-    names = {name.split(":", 1)[0] for name in read_explained(EXPLAINED)}
-    existing = {mutant.name for path in names for mutant in mutants(ROOT, path)}
-    assert sorted(set(read_explained(EXPLAINED)) - existing) == []
+@pytest.mark.parametrize("table", [EXPLAINED, REQUIRED])
+def test_tables_name_mutants_that_exist(table):
+    names = read_table(table)
+    existing = {mutant.name for path in paths_of(names) for mutant in mutants(ROOT, path)}
+    assert sorted(set(names) - existing) == []
+
+
+def test_what_must_be_caught_is_not_explained():
+    assert read_table(EXPLAINED).keys().isdisjoint(read_table(REQUIRED))
 
 
 @pytest.mark.parametrize("text", ["a.py:f: x\n", "    a reason\n", "a.py:f: x\na.py:g: y\n    a reason\n"])
 def test_table_without_reasons_is_refused(tmp_path, text):
     (tmp_path / "t").write_text(text)
     with pytest.raises(ValueError, match="reason"):
-        read_explained(tmp_path / "t")
+        read_table(tmp_path / "t")
 
 
 def test_areas_are_the_modules_that_promises_rest_on():
