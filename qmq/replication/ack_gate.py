@@ -61,8 +61,6 @@ class AckGate:
         if end <= self.high_watermark:  # nobody knows for how long those would hold it up
             answer(None)
             return
-        if self._stored and end < self._stored[-1][0]:
-            end = self._stored[-1][0]
         self._stored.append((end, answer))
 
     def progress(self, end: int, data_end: int, answer: Answer) -> None:
@@ -111,12 +109,11 @@ class AckGate:
         return len(self._stored) + len(self._progress)
 
     def refuse_unsafe(self, error: QmqError) -> None:
-        """Answer with `error` who waits for messages above the high watermark; behind it, nobody is held up by them."""
+        """Answer with `error` who waits for messages above the high watermark."""
         unsafe = [waiting for waiting in self._progress if waiting.data_end > self.high_watermark]
         self._progress = deque(waiting for waiting in self._progress if waiting.data_end <= self.high_watermark)
         for waiting in unsafe:
             waiting.answer(error)
-        self._release()
 
     def abandon(self, *, stored: QmqError, progress: QmqError) -> None:
         """The mastership ends: nobody waits in vain."""
@@ -144,7 +141,7 @@ class AckGate:
             stored.popleft()[1](None)
         while progress and progress[0].end <= high:
             progress.popleft().answer(None)
-        if self.too_few_in_sync and progress:
+        if self.too_few_in_sync:
             ready: list[_Progress] = []
             self._progress = deque()
             for waiting in progress:

@@ -135,6 +135,14 @@ def test_what_holds_alone_is_named_alone(cause, changed):
     assert causes.causes(facts(**changed, new=0)) == [], "nobody waits for anything"
 
 
+@pytest.mark.parametrize(("changed", "kept"), [({"may_progress": False}, 2), ({"is_slowed": True}, 4)])
+def test_causes_of_so_many_groups_are_kept_and_of_as_many_more_that_have_an_alarm(monkeypatch, changed, kept):
+    monkeypatch.setattr(causes, "NAMED_MAX", 2)
+    looked = causes.Causes(lambda key: facts(**changed))
+    looked.look([("s", str(number)) for number in range(6)])
+    assert len(looked.found) == kept
+
+
 def test_every_cause_is_in_the_table_and_doctor_has_what_to_do_about_each_alarm():
     assert list(CAUSES) == list(Cause)
     assert {str(cause) for cause, rule in CAUSES.items() if rule.is_alarm} == set(GROUP_CAUSES)

@@ -120,3 +120,75 @@ def test_whoever_waits_when_the_mastership_ends_hears_what_to_do():
     gate.flushed(30, 0)
     gate.confirmed(30, 0)
     assert stored.answers == [unknown] and progress.answers == [another] and not gate.waiting
+
+
+def test_progress_is_answered_in_its_order_also_without_a_slave():
+    gate, first, second = AckGate(Epoch(1, 1)), Waiter(), Waiter()
+    gate.progress(200, 0, first)
+    gate.progress(150, 0, second)
+    assert gate.waiting == 2
+    gate.flushed(150, 0)
+    assert not first.answers and not second.answers
+    gate.flushed(200, 0)
+    assert first.is_safe and second.is_safe and not gate.waiting
+
+
+def test_waiting_counts_produces_and_progress():
+    gate = followed()
+    gate.stored(10, Waiter())
+    gate.progress(10, 0, Waiter())
+    assert gate.waiting == 2
+
+
+def test_older_flush_or_confirmation_takes_nothing_back():
+    gate = followed()
+    gate.flushed(100, 0)
+    gate.confirmed(80, 0)
+    gate.confirmed(60, 0)
+    gate.flushed(50, 0)
+    assert (gate.flushed_end, gate.matched_end, gate.high_watermark) == (100, 80, 80)
+
+
+def test_chain_at_the_end_that_was_flushed_already_is_learnt():
+    gate = AckGate(Epoch(1, 1), flushed_end=100, flushed_chain=None)
+    gate.flushed(100, 7)
+    assert gate.flushed_chain == 7
+
+
+@pytest.mark.parametrize("ours, theirs, chain", [((8, 1), (10, 2), 1), ((10, 1), (8, 2), 2)])
+def test_acknowledged_point_has_the_chain_of_the_copy_that_ends_there(ours, theirs, chain):
+    gate = followed()
+    gate.flushed(*ours)
+    gate.confirmed(*theirs)
+    assert gate.point is not None and (gate.point.end, gate.point.chain) == (8, chain)
+
+
+def test_what_was_acknowledged_before_this_mastership_is_no_point_of_its_own():
+    gate = AckGate(Epoch(2, 1), high_watermark=8, flushed_end=8, flushed_chain=5)
+    gate.slave_matched(8, 5)
+    assert gate.point is None
+
+
+def test_nothing_counts_before_the_end_of_the_epoch_frame():
+    gate, stored = AckGate(Epoch(2, 1), counts_from=8), Waiter()
+    gate.slave_matched(0, 0)
+    gate.stored(6, stored)
+    gate.flushed(7, 0)
+    gate.confirmed(7, 0)
+    assert gate.high_watermark == 0 and not stored.answers
+    gate.flushed(8, 0)
+    gate.confirmed(8, 0)
+    assert gate.high_watermark == 8 and stored.is_safe
+
+
+def test_pulls_of_what_one_copy_has_are_refused_when_the_slave_is_gone_and_no_others():
+    gate, missing, safe, unsafe = followed(), NotMaster("ask"), Waiter(), Waiter()
+    gate.flushed(50, 0)
+    gate.confirmed(50, 0)
+    gate.progress(70, 50, safe)
+    gate.progress(80, 51, unsafe)
+    gate.slave_gone()
+    gate.refuse_unsafe(missing)
+    assert unsafe.answers == [missing] and not safe.answers and gate.waiting == 1
+    gate.flushed(70, 0)
+    assert safe.is_safe and unsafe.answers == [missing]

@@ -229,6 +229,13 @@ def test_a_master_gives_way_once_all_slaves_said_that_they_have_nothing_of_its_o
     assert copies.a.master.has_begun and copies.a.log.chain == copies.b.log.chain == copies.c.log.chain
 
 
+def test_the_only_slave_knows_best_and_one_of_several_does_not():
+    only, several = Group.made().start().a, Copies().start().a
+    for broker in (only, several):
+        broker.master.slaves.holds(broker.log.end)
+    assert only.master.slaves.may_yield(0) and not several.master.slaves.may_yield(0)
+
+
 def test_a_slave_that_was_away_was_not_rolled_back():
     copies = Copies().start()
     copies.cut("c")
