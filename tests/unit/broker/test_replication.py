@@ -12,6 +12,7 @@ from qmq.log.frame import FRAME_BYTES_MAX
 from qmq.remoting import commands
 from qmq.remoting.commands import Command, Confirmation
 from qmq.remoting.packet import Packet
+from qmq.replication import slave_watch
 from qmq.replication.agreement import Action, Agreement, Hello
 from qmq.types import Epoch, Role
 from tests.unit.broker.world import SETTINGS, Broker, Client, FakeLink, Group
@@ -391,6 +392,55 @@ def test_slave_that_catches_up_counts_for_nothing_before_it_has_what_is_acknowle
     assert group.a.node.writable and equal(group)
 
 
+def test_slave_that_joins_does_not_count_while_much_is_still_under_way(monkeypatch):
+    """It has what is acknowledged, and consumers would wait until it has the rest."""
+    monkeypatch.setattr(slave_watch, "CAUGHT_UP_BYTES", 100)
+    group, client = a_group()
+    client.produce("m", size=200)
+    group.a.host.settle()
+    group.cut()
+    group.connect()
+    assert group.deliver_hello() and group.to_master()
+    assert group.b.log.end == group.a.master.gate.high_watermark and group.a.master.gate.too_few_in_sync
+    group.settle()
+    assert not group.a.master.gate.too_few_in_sync and equal(group)
+
+
+@pytest.mark.parametrize("term", [0, 2])
+def test_slave_of_another_row_counts_for_nothing(term):
+    """Another broker may be the slave by now: no acknowledgement may rest on this one's copy."""
+    group, _ = a_group()
+    group.cut()
+    group.connect()
+    hello = replace(Hello.decode(memoryview(group.b.host.hellos.pop())), assigned_term=term)
+    packet = Packet(Command.HELLO, 1, 0, Command.HELLO, memoryview(hello.encode()))
+    group.a.node.packet_received(group.at_master, packet)
+    assert group.at_master.answers[1][0] == ErrorCode.INVALID_REQUEST
+    assert group.a.master.slaves.of(group.at_master) is None and group.a.master.gate.too_few_in_sync
+
+
+def test_slave_that_is_seeded_is_incomplete_from_then_on_also_after_a_restart():
+    group = filled()
+    group.cut()
+    group.connect()
+    end, epoch = group.b.log.end, group.b.node.identity.value.epoch
+    seed = Agreement(epoch, Action.SEED, end + 4096, 0, end + 4096)
+    group.b.node.agreed(group.at_slave, memoryview(seed.encode()))
+    assert not group.b.node.identity.value.complete and group.b.log.end == end
+    group.b.crash()
+    assert not group.b.node.identity.value.complete
+
+
+def test_slave_is_not_seeded_from_before_what_it_confirmed():
+    group = filled()
+    group.cut()
+    group.connect()
+    seed = Agreement(group.b.node.identity.value.epoch, Action.SEED, group.b.log.end - 8, 0, group.b.log.end)
+    group.b.node.agreed(group.at_slave, memoryview(seed.encode()))
+    assert "diverged" in group.b.node.readonly_reasons
+    assert group.b.node.identity.value.complete and group.b.disk.names("quarantine") == []
+
+
 def test_slave_never_cuts_below_what_it_knows_to_be_acknowledged():
     """W3: the master's disk was put back; it is the master that gives way, and gets all again."""
     group, client = a_group()
@@ -592,6 +642,29 @@ def test_draining_takes_nothing_new_until_both_copies_are_equal_and_ends_by_itse
         group.a.node.prepare_swap(1, hold_ms=1_000)
     with pytest.raises(OperatorError):
         group.b.node.prepare_swap(1, hold_ms=1_000)
+
+
+def test_master_is_not_drained_before_its_own_disk_has_everything():
+    group, client = a_group()
+    client.produce("m")
+    group.a.host.turn()
+    while group.to_slave():
+        group.b.host.settle()
+    while group.to_master():
+        pass
+    assert group.a.master.slaves.confirmed_end == group.a.log.end and not group.a.master.is_drained
+    group.settle()
+    assert group.a.master.is_drained
+
+
+def test_master_that_promised_a_swap_takes_nothing_although_the_time_for_it_was_over():
+    group, client = a_group()
+    group.a.node.prepare_swap(1, hold_ms=1_000)
+    group.a.wait(1_001)
+    assert group.a.node.writable
+    group.a.node.promise_swap(2)
+    group.a.wait(5_000)
+    assert client.code(client.produce("m")) == ErrorCode.READ_ONLY and group.a.master.is_drained
 
 
 def test_swap_answers_pulls_that_wait_and_serves_them_if_it_is_called_off():

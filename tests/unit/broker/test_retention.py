@@ -162,9 +162,23 @@ def test_no_copy_deletes_before_the_decision_is_acknowledged():
     group.a.host.settle()  # on the master's disk alone
     assert group.a.log.state.kept.start > 0 and not group.a.node.oldest_may_go(group.a.keeper, ())
     assert not group.a.log.frames("s", 0, 1)[0].offset < group.a.log.state.kept.start, "to readers it is gone"
+    end = group.a.log.end
+    group.a.node.decide_retention(group.a.keeper)
+    assert group.a.log.end == end, "one decision at a time"
     group.settle()
     assert group.b.log.state.kept.start > 0 and not group.b.node.oldest_may_go(group.b.keeper, ())
     assert group.look_after_logs() > 10, "the next frame says that it is acknowledged"
+
+
+def test_segment_that_is_still_read_stays_until_its_reader_is_through():
+    group = a_group()
+    days_pass(group, 9)
+    group.hear_clocks()
+    for _ in range(2):
+        group.a.node.decide_retention(group.a.keeper)
+        group.settle()
+    node, end = group.a.node, group.a.log.bases[1]
+    assert node.oldest_may_go(group.a.keeper, [end]) and not node.oldest_may_go(group.a.keeper, [end - 1])
 
 
 def test_what_a_group_has_not_consumed_stays():
