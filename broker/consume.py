@@ -70,11 +70,11 @@ class Subscription:
     """When somebody looks which of its pulls have waited long enough."""
     over: InvalidAck | None = None
     """Why nothing that was delivered before counts any more: its group was moved, or its consumer's lease ended."""
+    key: tuple[str, str, str] = field(init=False)
+    """(subject, consumer group, consumer)"""
 
-    @property
-    def key(self) -> tuple[str, str, str]:
-        """(subject, consumer group, consumer)"""
-        return self.subject, self.group, self.consumer
+    def __post_init__(self) -> None:
+        self.key = self.subject, self.group, self.consumer
 
     def answer_in_order(self) -> None:
         """Send what can be sent. A consumer takes a later pull sequence as the end of the earlier ones: an answer that

@@ -19,6 +19,7 @@ from zlib import crc32
 from qmq.broker.consume import Consumption
 from qmq.broker.counters import Counters
 from qmq.broker.labels import labels_of
+from qmq.broker.passes import Passes
 from qmq.codec import Buffer, encode_labels, join_batch, slice_batch, split_batch
 from qmq.dead_letters import PRUNER, letters_producer, with_fate
 from qmq.errors import CorruptFrame, InvalidAck, LogError, NotServed, QmqError
@@ -38,8 +39,6 @@ READ_BYTES = 4 << 20
 READ_FRAMES = 64
 COPIES_PER_ACK = BATCHES_PER_PRODUCER
 """Whoever finds copies without the ack behind them knows no more of them."""
-COPIES_PER_TURN = 500
-"""A consumer may give up on 200,000 messages at once; meanwhile the loop goes on with everybody else."""
 
 
 @dataclass(eq=False, slots=True)
@@ -59,12 +58,16 @@ class DeadLetters:
     """Made by `broker.delivery`; ends with the mastership. `wake(subject)` is called when a subject got messages."""
 
     def __init__(
-        self, mastership: Mastership, counters: Counters, consumption: Consumption, wake: Callable[[str], None]
+        self,
+        mastership: Mastership,
+        counters: Counters,
+        consumption: Consumption,
+        passes: Passes,
+        wake: Callable[[str], None],
     ) -> None:
-        self._mastership, self._counters = mastership, counters
+        self._mastership, self._counters, self._passes = mastership, counters, passes
         self._consumption, self._wake = consumption, wake
         self._burials: deque[_Burial] = deque()
-        self._left = COPIES_PER_TURN
         self._is_over = False
         self._chosen: dict[tuple[str, str], str] = {}
         self._former: dict[int, dict[int, StoredBatch]] = {}
@@ -85,19 +88,13 @@ class DeadLetters:
             burial.ranges += [one for one in ranges if one not in known]
         self._go_on(burial)
 
-    def new_turn(self) -> None:
-        """Begin a pass of the loop; go on if the last one had enough."""
-        is_tired, self._left = self._left <= 0, COPIES_PER_TURN
-        if is_tired:
-            self.go_on()
-
     @property
     def has_any(self) -> bool:
         """Whether messages are on their way to becoming dead letters."""
         return bool(self._burials)
 
     def go_on(self) -> None:
-        """Take up what had to wait: for the slave, or for a swap that did not come."""
+        """Take up what had to wait: for the next pass, for the slave, or for a swap that did not come."""
         is_damaged = self._mastership.log.damage is not None
         for burial in list(self._burials):
             burial.rests = burial.rests and is_damaged
@@ -113,7 +110,7 @@ class DeadLetters:
 
     def _go_on(self, burial: _Burial) -> None:
         while burial.ranges and not burial.is_reading and not burial.rests and self._may_store():
-            if self._left <= 0:
+            if self._passes.copies_left <= 0:
                 self._mastership.host.pass_soon()
                 return
             self._step(burial)
@@ -131,7 +128,7 @@ class DeadLetters:
         mastership, log, (subject, *_) = self._mastership, self._mastership.log, burial.key
         found = self._held(burial)
         if found is None:
-            self._left -= 1
+            self._passes.copies_left -= 1
             burial.ranges.popleft()
             return
         sequence, messages = found
@@ -200,14 +197,14 @@ class DeadLetters:
                 begin = sequence - frame.first_sequence
                 if begin >= frame.count:
                     break  # the next frame has it
-                end = min(begin + min(messages, self._left, COPIES_PER_ACK), frame.count)
+                end = min(begin + min(messages, self._passes.copies_left, COPIES_PER_ACK), frame.count)
                 if not 0 <= begin < end:
                     return  # it was settled meanwhile, or this pass had enough: look anew
                 cut = slice_batch(body, frame.count, begin, end)
                 labels = labels_of(frame, body)[begin:end]
                 for at, data in enumerate(split_batch(cut, end - begin)):
                     self._copy(burial, sequence + at, bytes(data), labels[at : at + 1])
-                self._left -= end - begin
+                self._passes.copies_left -= end - begin
                 self._settle(burial, end - begin, DEAD)
 
     def _copy(self, burial: _Burial, sequence: int, data: bytes, labels: Sequence[int]) -> None:

@@ -14,7 +14,7 @@ from functools import partial
 
 from qmq.broker import causes, progress
 from qmq.broker.backlogs import Backlogs
-from qmq.broker.choosing import Chosen, choose
+from qmq.broker.choosing import UNACKED_MESSAGES_MAX, Chosen, choose
 from qmq.broker.consume import Consumption, Subscription, WaitingPull
 from qmq.broker.counters import Counters
 from qmq.broker.dead_letters import DeadLetters
@@ -57,12 +57,12 @@ class Delivery:
         self.consumption = Consumption(
             mastership.log, lease_ms=settings.lease_ms, now_ms=mastership.host.monotonic_ms()
         )
-        self._dead_letters = DeadLetters(mastership, counters, self.consumption, self.wake)
+        self._passes = Passes()
+        self._dead_letters = DeadLetters(mastership, counters, self.consumption, self._passes, self.wake)
         self.pruning = Pruning(mastership, clocks, self._dead_letters, self.wake)
-        self._filtering = Filtering(mastership.log, lambda: self.consumption.connected)
+        self._filtering = Filtering(mastership.log, lambda: self.consumption.connected, self._passes)
         mastership.before_progress, mastership.at_begin = self._changing, self._take_over
         self._woken: dict[str, None] = {}
-        self._passes = Passes()
         self._sending = Sending(mastership, counters, self._passes, self.writable_again)
         self._offline, self._rates = Offline(), Rates()
         self._forgot_ms = 0
@@ -153,10 +153,12 @@ class Delivery:
         subscription = self.consumption.find(link, ack.subscription, mastership.host.monotonic_ms())
         consumer = self._consumer(subscription)
         held = [one for begin, end in ack.ranges for one in consumer.unacked_in(begin, end)]
+        was_full = consumer.has_as_many_as(UNACKED_MESSAGES_MAX)
         if held:
             mastership.append_progress(FrameKind.ACK, subscription.key, _entries(held))
             self._counters.acked_messages += sum(end - begin for begin, end in held)
-            self._freed(subscription)
+            if was_full:  # else its pulls do not wait for acks
+                self._offer(subscription)
         mastership.answer_when_safe(link, packet, commands.encode_acked(consumer.acked_end))
 
     def nack(self, link: Link, packet: Packet) -> None:
@@ -199,7 +201,7 @@ class Delivery:
             if error is not None:
                 link.refuse(packet, error)
                 return
-            self._freed(subscription)
+            self._offer(subscription)
             mastership.answer_when_safe(link, packet, commands.encode_acked(self._consumer(subscription).acked_end))
 
         self._dead_letters.bury(subscription.key, dead, nack.reason, answer)
@@ -266,19 +268,14 @@ class Delivery:
     def _consumer(self, subscription: Subscription) -> Consumer:
         return self.consumption.consumer(*subscription.key) or Consumer()
 
-    def _freed(self, subscription: Subscription) -> None:
-        """Messages were settled: the consumer may have waited at its limit."""
-        self._offer(subscription)
-
     def _changing(self, kind: FrameKind, key: tuple[str, str, str], entries: list[Entry]) -> None:
         """Progress is about to be written: what is settled frees its key, for others of the group too."""
         self._filtering.changing(kind, key, entries)
-        self.pruning.changing(kind, key, entries)
-        if (
-            kind == FrameKind.POSITION and not key[2] and not entries
-        ):  # the group is forgotten: nobody looks at it again
-            self.backlogs.forget(key[:2])
-            self.causes.found.pop(key[:2], None)
+        if kind == FrameKind.POSITION and not key[2]:
+            self.pruning.changing(key[:2], is_known=bool(entries))
+            if not entries:  # nobody looks at the group again
+                self.backlogs.forget(key[:2])
+                self.causes.found.pop(key[:2], None)
         if kind != FrameKind.PULL and key[0] in self._mastership.log.state.ordered:
             self.wake(key[0])
 
@@ -350,11 +347,14 @@ class Delivery:
 
     def run_pass(self) -> None:
         """At the end of a pass of the loop: serve who waits for what came, as long as one of ours may take."""
-        passes = self._passes
+        passes, tired = self._passes, self._filtering.tired
+        has_more_letters = passes.copies_left <= 0
         passes.begin()
-        self._dead_letters.new_turn()
-        for subject in self._filtering.new_turn():
-            self.wake(subject)
+        if has_more_letters:
+            self._dead_letters.go_on()
+        if tired:
+            self._woken |= tired
+            tired.clear()
         if self._woken:
             woken, self._woken = self._woken, {}
             for subject in woken:
@@ -523,7 +523,7 @@ class Delivery:
 
     def _read_on(self) -> None:
         """Read what pulls wait for, to see which messages are theirs."""
-        if self._filtering.is_tired:
+        if self._filtering.tired:
             self._mastership.host.pass_soon()
         for reading in self._filtering.take_readings():
             self._mastership.host.read(reading.job, partial(self._was_read, reading))

@@ -25,6 +25,7 @@ from qmq.broker.consume import Subscription
 from qmq.broker.filtered_scan import FilteredScan
 from qmq.broker.group_filter import GroupFilter, sequences_unacked
 from qmq.broker.labels import LabelCache, LabelsRead, read_labels_of
+from qmq.broker.passes import Passes
 from qmq.broker.tags import TagRule
 from qmq.errors import LogError
 from qmq.log import MessageLog
@@ -33,9 +34,6 @@ from qmq.log.group import Consumer
 from qmq.log.progress import EXPIRED, OVERFLOWED, Entry
 
 log = logging.getLogger(__name__)
-
-LOOKS_PER_TURN = 20_000
-"""Messages looked at in one pass of the loop, over all groups: about 2 ms."""
 
 
 class Reading(NamedTuple):
@@ -49,8 +47,10 @@ class Reading(NamedTuple):
 class Filtering:
     """Made by `broker.delivery`; ends with the mastership. `connected` says who has a connection now."""
 
-    def __init__(self, message_log: MessageLog, connected: Callable[[], Iterable[Subscription]]) -> None:
-        self._log, self._connected = message_log, connected
+    def __init__(
+        self, message_log: MessageLog, connected: Callable[[], Iterable[Subscription]], passes: Passes
+    ) -> None:
+        self._log, self._connected, self._passes = message_log, connected, passes
         self._label_cache = LabelCache(message_log)
         self._filters: dict[tuple[str, str], GroupFilter] = {}
         self._asked: dict[tuple[str, str], TagRule | None] = {}
@@ -59,14 +59,8 @@ class Filtering:
         """What consumers asked for when they were last delivered anything, by group, until they leave."""
         self._warned: set[tuple[str, str]] = set()
         self._readings: list[Reading] = []
-        self._tired: dict[str, None] = {}
-        self._looks = LOOKS_PER_TURN
-        """How many messages may still be looked at in this pass."""
-
-    @property
-    def is_tired(self) -> bool:
-        """Whether another pass is needed, for there is more to look at."""
-        return bool(self._tired)
+        self.tired: dict[str, None] = {}
+        """Subjects of which there is more to look at, in another pass."""
 
     def concerns(self, subscription: Subscription) -> bool:
         """Return whether single messages have to be chosen for it."""
@@ -75,7 +69,7 @@ class Filtering:
     def is_looking(self, subscription: Subscription) -> bool:
         """Return whether nobody knows yet if there is something for it."""
         group_filter = self._filters.get(subscription.key[:2])
-        return group_filter is not None and (group_filter.is_reading or subscription.subject in self._tired)
+        return group_filter is not None and (group_filter.is_reading or subscription.subject in self.tired)
 
     def joined(self, subscription: Subscription) -> None:
         """A consumer subscribed; one group whose consumers ask for different tags is most likely a mistake."""
@@ -108,26 +102,33 @@ class Filtering:
         group_filter = self._filters.setdefault(key, GroupFilter(*key))
         if group_filter.is_reading or group_filter.rests(now_ms):
             return
-        if self._looks <= 0:
-            self._tired[subscription.subject] = None
+        if self._passes.looks_left <= 0:
+            self.tired[subscription.subject] = None
             return
         if group_filter.is_idle(subscription.rule, self._log.end, cut.data_limit, now_ms):
             return
         group_filter.idle_at = None
         scan = FilteredScan(
-            self._log, self._label_cache, group_filter, subscription, cut, made, now_ms=now_ms, looks=self._looks
+            self._log,
+            self._label_cache,
+            group_filter,
+            subscription,
+            cut,
+            made,
+            now_ms=now_ms,
+            looks=self._passes.looks_left,
         )
         try:
             scan.go()
         except BaseException:
             del self._filters[key]  # half a decision is none; what it did to the keys must not stay
             raise
-        self._looks = scan.looks
+        self._passes.looks_left = scan.looks
         if scan.wanted is not None:
             group_filter.is_reading = True
             self._readings.append(Reading(*key, partial(read_labels_of, self._log, *scan.wanted)))
         elif scan.looks <= 0:
-            self._tired[subscription.subject] = None
+            self.tired[subscription.subject] = None
         elif made.is_empty:
             group_filter.idle_at = subscription.rule, self._log.end, cut.data_limit
 
@@ -178,12 +179,6 @@ class Filtering:
             self._label_cache.took(found)
             if group_filter is not None and group_filter.keys is None:
                 group_filter.labels_before.update(found.labels)
-
-    def new_turn(self) -> list[str]:
-        """Begin a pass; return the subjects whose pulls have to be served for there is more to look at."""
-        self._looks = LOOKS_PER_TURN
-        tired, self._tired = self._tired, {}
-        return list(tired)
 
     @property
     def has_unwritten(self) -> bool:

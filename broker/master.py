@@ -30,7 +30,9 @@ class BrokerMaster(Master):
     def __init__(self, promotion: Promotion, settings: BrokerSettings, counters: Counters) -> None:
         super().__init__(promotion)
         self._delivery = Delivery(self._mastership, settings, counters, promotion.clocks)
-        producing = Producing(self._mastership, counters, self._delivery.wake, self._delivery.pruning.check_room)
+        producing = Producing(
+            self._mastership, counters, wake=self._delivery.wake, check_room=self._delivery.pruning.check_room
+        )
         self._handlers |= {
             Command.PRODUCE: producing.produce,
             Command.SUBSCRIBE: self._delivery.subscribe,

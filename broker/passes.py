@@ -1,4 +1,4 @@
-"""Core. Who is served next: pulls are served in passes of bounded work, the one served longest ago first.
+"""Core. Who is served next, and how much a pass of the loop may do: the pull served longest ago comes first.
 
 A pass ends when it has done enough, also if somebody still waits; the loop then looks at its sockets before the next
 one. So a backlog, a group of many consumers or a consumer with many pulls costs everybody else at most a pass.
@@ -16,6 +16,10 @@ TRY_BYTES = 16 << 10
 """What looking for something counts for, found or not: 256 looks are a pass."""
 DELIVERY_BYTES = 48 << 10
 """What a delivery counts for besides its bytes: frame of progress, answer, bookkeeping."""
+LOOKS_PER_PASS = 20_000
+"""Messages looked at one by one, over all groups: about 2 ms."""
+COPIES_PER_PASS = 500
+"""A consumer may give up on 200,000 messages at once; meanwhile the loop goes on with everybody else."""
 OWED_BYTES_MAX = 16 << 20
 """Answers under way to one connection; at the limit its pulls wait. One that reads nothing costs this and what its
 socket takes, however much it asks for."""
@@ -29,10 +33,14 @@ class Passes:
 
     def __init__(self) -> None:
         self._queue: dict[Entry, None] = {}
-        self._left = PASS_BYTES
+        self.begin()
 
     def begin(self) -> None:
+        """What every pass may do anew."""
         self._left = PASS_BYTES
+        self.looks_left = LOOKS_PER_PASS
+        self.copies_left = COPIES_PER_PASS
+        """Dead letters that may still be stored."""
 
     @property
     def has_time(self) -> bool:

@@ -25,7 +25,7 @@ from qmq.dead_letters import PRUNER
 from qmq.errors import CorruptFrame, SubjectFull
 from qmq.log.frame import FrameKind
 from qmq.log.group import Consumer, Group
-from qmq.log.progress import EXPIRED, OVERFLOWED, Entry
+from qmq.log.progress import EXPIRED, OVERFLOWED
 from qmq.operator_limits import OF_SUBJECT, OperatorLimits
 from qmq.replication.clocks import Clocks
 from qmq.replication.mastership import Mastership
@@ -72,18 +72,16 @@ class Pruning:
     def limit(self, limits: dict[Key, OperatorLimits]) -> None:
         self._limits = {subject: one for (subject, group), one in limits.items() if group == OF_SUBJECT}
 
-    def changing(self, kind: FrameKind, key: tuple[str, str, str], entries: list[Entry]) -> None:
-        """Progress of `key` is about to be written: a group may begin, or be forgotten."""
-        subject, name, consumer = key
-        if kind != FrameKind.POSITION or consumer:
-            return
-        if entries:
+    def changing(self, key: Key, *, is_known: bool) -> None:
+        """A group begins or is moved, or is about to be forgotten."""
+        subject, name = key
+        if is_known:
             self._groups.setdefault(subject, {})[name] = None
         else:
             self._groups.get(subject, {}).pop(name, None)
-            self.expired.pop((subject, name), None)
-            self.overflowed.pop((subject, name), None)
-            self._lengths.forget((subject, name))
+            self.expired.pop(key, None)
+            self.overflowed.pop(key, None)
+            self._lengths.forget(key)
 
     def expired_die(self, subject: str) -> bool:
         """Return whether what expires becomes a dead letter; of a group's mailbox, as of its subject."""

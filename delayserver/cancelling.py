@@ -96,7 +96,7 @@ class Cancelling:
         self._mastership, self._filing, self._decisions, self._counters = mastership, filing, decisions, counters
         self._asked: deque[_Asked] = deque()
         self._is_looking = False
-        self._looked: deque[_Looked] = deque()
+        self.looked: deque[_Looked] = deque()
         self._cancelled: dict[str, dict[int, Any]] = {}
         """Subject -> number -> record, of what this step cancels and no frame says yet."""
 
@@ -110,8 +110,8 @@ class Cancelling:
 
     def step_down(self) -> None:
         """The mastership is over; who waits asks the next master."""
-        asked, self._asked = [*(one.asked for one in self._looked), *self._asked], deque()
-        self._looked.clear()
+        asked, self._asked = [*(one.asked for one in self.looked), *self._asked], deque()
+        self.looked.clear()
         _refuse(asked, NotMaster(f"{self._mastership.group} has a newer master: fetch the route again"))
 
     # Looking.
@@ -119,7 +119,7 @@ class Cancelling:
     def _ask(self, named: Named, due_ms: int | None, answer: Fates) -> None:
         self._mastership.check_has_begun()
         self._mastership.readonly.check(self._mastership.group, named.subject)
-        if len(self._asked) + len(self._looked) >= ASKED_MAX:
+        if len(self._asked) + len(self.looked) >= ASKED_MAX:
             raise Overloaded(f"{ASKED_MAX} requests to cancel or reschedule wait already")
         hashes = [*map(id_hash, named.ids)], [*map(key_hash, named.keys)]
         self._asked.append(_Asked(named, due_ms, answer, *hashes))
@@ -158,7 +158,7 @@ class Cancelling:
                 if isinstance(result, LogError):
                     _refuse(together, self._what_to_say(result, schedule))
                 else:
-                    self._looked.extend(map(partial(_Looked, schedule, filed_end), together, result))
+                    self.looked.extend(map(partial(_Looked, schedule, filed_end), together, result))
                     self.go_on()
             finally:
                 self._look_next()
@@ -188,10 +188,10 @@ class Cancelling:
     def go_on(self) -> None:
         """Decide about some of what was found; the next pass goes on."""
         some, size = list[_Looked](), 0
-        while self._looked and size < DECIDED_AT_ONCE:
-            some.append(self._looked.popleft())
+        while self.looked and size < DECIDED_AT_ONCE:
+            some.append(self.looked.popleft())
             size += 1 + len(some[-1].found)
-        if self._looked:
+        if self.looked:
             self._mastership.host.pass_soon()
         if not some:
             return

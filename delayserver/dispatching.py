@@ -257,6 +257,8 @@ class Dispatching:
     def _plan_fairly(self, now_ms: int) -> None:
         """Let all subjects that can send go on in rounds, until nobody can or this pass is long enough."""
         queues, looks, planned = self._queues, 0, 0
+        if not self._shares:
+            return
         able = [
             subject
             for subject in self._shares

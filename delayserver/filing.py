@@ -73,24 +73,27 @@ class Filing:
 
     def go_on(self, end: int) -> None:
         """File frames before `end`, as many as one pass allows; call again while `reaches` says no."""
-        message_log, schedule = self._log, self.schedule
-        if self.is_waiting or schedule.filed_end == end:
+        message_log, filed_end = self._log, self.schedule.filed_end
+        if self.is_waiting or filed_end == end:
             return
-        if not message_log.start <= schedule.filed_end <= message_log.end or not self._is_our_history():
-            self.start_anew(f"it had {schedule.filed_end}, the log begins at {message_log.start}")
+        if not self._is_our_history(filed_end):
+            self.start_anew(f"it had {filed_end}, the log begins at {message_log.start}")
             return
-        stop = min(end, schedule.filed_end + PASS_BYTES)
-        while schedule.filed_end < stop:
-            entry = message_log.tail_body(schedule.filed_end)
+        stop = min(end, filed_end + PASS_BYTES)
+        while filed_end < stop:
+            entry = message_log.tail_body(filed_end)
             if entry is None:
                 self._read(min(end, message_log.flushed_end))
                 return
             if not self._file(*entry):
                 return
+            filed_end = entry[0].end
 
-    def _is_our_history(self) -> bool:
-        filed_end = self.schedule.filed_end
-        return filed_end == self._log.start or self._log.chain_is(filed_end, self.schedule.filed_chain)
+    def _is_our_history(self, filed_end: int) -> bool:
+        log = self._log
+        if not log.start <= filed_end <= log.end:
+            return False
+        return filed_end == log.start or log.chain_is(filed_end, self.schedule.filed_chain)
 
     def is_damaged(self, schedule: Schedule, problem: DamagedSchedule) -> None:
         """A question to a schedule met damage. What asked one that was replaced meanwhile found its files deleted."""

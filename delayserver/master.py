@@ -1,7 +1,7 @@
 """Core. The master of a group of delay servers, during one mastership: takes messages, keeps them until they are due,
 and sends them to the broker groups of their subjects.
 
-    producer ── delayserver.intake ────────┐
+    producer ── qmq.server.producing ──────┐
     cancels  ── delayserver.cancelling ────┼── the log ── delayserver.filing ── schedule ── wheel
     brokers  ◄─ delayserver.dispatching ───┘                                                 │
                         ▲────────────────────────────── what is due ─────────────────────────┘
@@ -19,13 +19,14 @@ from typing import Any
 import numpy as np
 
 from qmq.client.batch_life import BatchSender
+from qmq.codec import BatchCheck, Buffer
 from qmq.delayserver.cancelling import Cancelling, Fates, Named
 from qmq.delayserver.counters import Counters
 from qmq.delayserver.decisions import Decisions
 from qmq.delayserver.dispatching import Dispatching
+from qmq.delayserver.due import DAY_MS, check_delayed
 from qmq.delayserver.due_clock import DueClock
 from qmq.delayserver.filing import Filing
-from qmq.delayserver.intake import Intake
 from qmq.delayserver.keeping import Carrying
 from qmq.delayserver.loading import Loading
 from qmq.delayserver.messages import Records
@@ -40,6 +41,7 @@ from qmq.remoting.commands import Cancelled, Command, DelayState
 from qmq.remoting.packet import Packet
 from qmq.replication.master import Master, Promotion
 from qmq.replication.ports import QUIET_MS, Link
+from qmq.server.producing import Producing
 
 log = logging.getLogger(__name__)
 
@@ -65,9 +67,10 @@ class DelayMaster(Master):
         self._cancelling = Cancelling(mastership, filing, decisions, counters)
         self._recurring = Recurring(mastership, filing, decisions, counters, settings, self._dispatching.due)
         self._carrying = Carrying(mastership, filing, decisions, counters, settings)
-        self._intake = Intake(mastership, counters, settings, lambda subject: None)
+        self._longest_ms = int(settings.delay_days_max * DAY_MS)
+        producing = Producing(mastership, counters, check=self._check)
         self._handlers |= {
-            Command.PRODUCE: self._intake.produce,
+            Command.PRODUCE: producing.produce,
             Command.CANCEL: self._cancel,
             Command.RESCHEDULE: self._reschedule,
             Command.RECUR: self._recurring.request,
@@ -79,6 +82,13 @@ class DelayMaster(Master):
 
     def _subject(self, index: int) -> str:
         return self._filing.schedule.subjects[index]
+
+    def _check(self, batch: Buffer, count: int, message_bytes_max: int) -> BatchCheck:
+        """Check each message, and when it is due; a time that has passed is due at once."""
+        now_ms = self._mastership.retry_ms()
+        return check_delayed(
+            batch, count, message_bytes_max=message_bytes_max, now_ms=now_ms, longest_ms=self._longest_ms
+        )
 
     def _planned(self, producer: int, batch: int, records: Records) -> None:
         self._filing.schedule.planned(producer, batch, records)
@@ -132,7 +142,8 @@ class DelayMaster(Master):
                 mastership.host.pass_soon()
         elif mastership.may_progress and (self._has_begun or self._begin(flushed_end)):
             self._send_due()
-        self._cancelling.go_on()
+        if self._cancelling.looked:
+            self._cancelling.go_on()
 
     def _begin(self, flushed_end: int) -> bool:
         """Take up what earlier masterships planned, once everything they wrote is filed."""
@@ -270,8 +281,8 @@ class DelayMaster(Master):
     def check_due(self, due_ms: int) -> None:
         """Raise InvalidRequest for a time that lies too far ahead."""
         ahead_ms = due_ms - self._mastership.retry_ms()
-        if not 0 <= due_ms or ahead_ms > self._intake.longest_ms:
-            raise InvalidRequest(f"due in {ahead_ms / 86_400_000:.1f} days: at most {self._settings.delay_days_max:g}")
+        if not 0 <= due_ms or ahead_ms > self._longest_ms:
+            raise InvalidRequest(f"due in {ahead_ms / DAY_MS:.1f} days: at most {self._settings.delay_days_max:g}")
 
     # For operators.
 

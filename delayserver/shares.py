@@ -12,46 +12,32 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 K = TypeVar("K")
 
 
-class FairShares(Generic[K]):
-    """Made by its owner, used on its loop."""
+class FairShares(dict[K, int]):
+    """Key -> what it may spend, in the order of the round; only these functions change it. Used on its owner's loop."""
 
     def __init__(self, quantum: int) -> None:
+        super().__init__()
         self._quantum = quantum
-        self._credit: dict[K, int] = {}
-        """Key -> what it may spend; in the order of the round."""
-
-    def __len__(self) -> int:
-        return len(self._credit)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._credit
-
-    def __iter__(self) -> Iterator[K]:
-        """Yield all keys, in the order of the round."""
-        return iter(self._credit)
 
     def join(self, key: K) -> None:
         """It has something to send; behind the others, if it had nothing."""
-        self._credit.setdefault(key, 0)
+        self.setdefault(key, 0)
 
     def leave(self, key: K) -> None:
         """It has nothing to send any more; debts are forgotten."""
-        self._credit.pop(key, None)
-
-    def clear(self) -> None:
-        self._credit.clear()
+        self.pop(key, None)
 
     def has_credit(self, key: K) -> bool:
-        return self._credit.get(key, 0) > 0
+        return self.get(key, 0) > 0
 
     def spend(self, key: K, cost: int) -> None:
         """It has sent something; the next pass begins with the others."""
-        self._credit[key] = self._credit.pop(key) - cost
+        self[key] = self.pop(key) - cost
 
     def rounds(self, candidates: list[K]) -> Iterator[K]:
         """Yield who may spend next, round by round; whoever has spent nothing by then is out of the coming rounds.
@@ -62,11 +48,11 @@ class FairShares(Generic[K]):
         order = deque(candidates)
         while order:
             key = order.popleft()
-            if key not in self._credit:
+            if key not in self:
                 continue
-            self._credit[key] = credit = min(self._credit[key] + self._quantum, self._quantum)
+            self[key] = credit = min(self[key] + self._quantum, self._quantum)
             if credit > 0:
                 yield key
-                if self._credit.get(key) == credit:
+                if self.get(key) == credit:
                     continue
             order.append(key)

@@ -315,10 +315,6 @@ class Schedule:
         lowest = self._book.count_all().lowest()
         return self.filed_end if lowest is None else min(lowest, self.filed_end)
 
-    def in_flight_below(self, offset: int) -> bool:
-        """Return whether a message before `offset` of the log is in flight."""
-        return any((one.records["number"] < offset).any() for one in self.in_flight.values())
-
     def states_of(self, records: Records) -> dict[int, State]:
         """Return what became of messages by now, by number; of a segment that was deleted nothing, all in it was over.
 

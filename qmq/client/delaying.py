@@ -9,9 +9,9 @@ from enum import StrEnum
 from typing import NamedTuple, TypedDict
 
 from qmq.client.batching import Receipt
-from qmq.codec import with_properties
+from qmq.codec import delayed_encoder, with_properties
 from qmq.errors import CallError, InvalidRequest
-from qmq.message import DELAY_KEY
+from qmq.message import DELAY_KEY, Message
 from qmq.remoting.commands import DELAY_KEY_BYTES_MAX, DelayState
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -30,8 +30,9 @@ class Delay(NamedTuple):
     def at(self) -> datetime:
         return _EPOCH + self.due_ms * _MS
 
-    def apply(self, data: bytes) -> bytes:
-        """Put the key into an encoded message; raises InvalidMessage."""
+    def encode(self, message: Message, now_ms: int) -> bytes:
+        """Encode a message with its due time and key; raises InvalidMessage."""
+        data = delayed_encoder(message.subject, now_ms, self.due_ms)(message)
         return data if self.key is None else with_properties(data, {DELAY_KEY: self.key})
 
 

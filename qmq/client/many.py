@@ -22,10 +22,10 @@ from qmq.client.batching import (
 )
 from qmq.client.delaying import Delay
 from qmq.client.encoding import encode_run
-from qmq.client.flights import Flight
 from qmq.client.queues import SubjectQueue, Waiting
 from qmq.client.sender import Sender
-from qmq.codec import batch_encoder, delayed_encoder, join_batch, label_of_message
+from qmq.client.senders import Flight
+from qmq.codec import batch_encoder, join_batch, label_of_message
 from qmq.errors import InvalidMessage, InvalidName, InvalidRequest, QmqError
 from qmq.message import Message
 
@@ -108,7 +108,8 @@ class ManySend:
                 self._sender.queue(message.subject)
                 if message.id is None:
                     message.id = next(self._ids)
-                data = encode(message, now_ms, self._delay)
+                delay = self._delay
+                data = delay.encode(message, now_ms) if delay else batch_encoder(message.subject, now_ms)(message)
                 encoded = _Encoded(position, message.id, data, label_of_message(message))
                 if message.order_key is not None:
                     makers.append(await self._send_in_order(message.subject, encoded))
@@ -191,13 +192,6 @@ class _Later:
 
 def _not_sent() -> Receipt:
     raise InvalidRequest("the message has no outcome yet")
-
-
-def encode(message: Message, now_ms: int, delay: Delay | None) -> bytes:
-    """Encode one message, delayed or not; raises InvalidMessage."""
-    if delay is None:
-        return batch_encoder(message.subject, now_ms)(message)
-    return delay.apply(delayed_encoder(message.subject, now_ms, delay.due_ms)(message))
 
 
 def _pieces(messages: list[_Encoded]) -> Iterator[list[_Encoded]]:

@@ -19,14 +19,12 @@ from qmq.access import find_token
 from qmq.client import recalling, recurring
 from qmq.client.batching import Done, MessageIds, Outcome, Receipt, Receipts, unstored
 from qmq.client.delaying import Delay, DelayOutcome, delay_of, due_of_call, wanted
-from qmq.client.flights import Flights
 from qmq.client.journal import Journal, JournalWriter
-from qmq.client.many import CHUNK_MESSAGES, ManySend, encode
-from qmq.client.moves import Moves
+from qmq.client.many import CHUNK_MESSAGES, ManySend
 from qmq.client.queues import Backlog, SubjectQueue, Waiting
 from qmq.client.sender import Sender
 from qmq.client.senders import Senders
-from qmq.codec import label_of_message
+from qmq.codec import batch_encoder, label_of_message
 from qmq.errors import ClientClosed, InvalidRequest, QueueFull
 from qmq.message import Message
 from qmq.outbox.courier import Courier
@@ -86,7 +84,6 @@ class Producer:
         self._outbox_table, self._outbox_messages_max = table_name(outbox_table), queue_messages_max
         self._outbox: Courier | None = None
         self._journal = JournalWriter(journal, f"{app}-{self.id:016x}") if journal is not None else None
-        self._flights = Flights()
         self._ids = MessageIds(_id_prefix(metaserver))
         self._open_senders: Senders | None = None
         self._is_closing = False
@@ -119,9 +116,7 @@ class Producer:
             ClientClosed: the producer is not open.
         """
         await self.outbox.drain()
-        senders, flights = self._senders, self._flights.depart()
-        while any(flight.open for flight in flights):
-            await senders.wait()
+        await self._senders.flush()
 
     async def close(self) -> None:
         """Take nothing more, send what waits, wait for its outcome (no longer than `timeout_s`), and disconnect.
@@ -144,7 +139,7 @@ class Producer:
             if self._journal is not None:
                 self._journal.close()
 
-    def _new_sender(self, kind: GroupKind, moves: Moves) -> Sender:
+    def _new_sender(self, kind: GroupKind) -> Sender:
         return Sender(
             metaserver=self._metaserver,
             token=self._token,
@@ -154,7 +149,6 @@ class Producer:
             answer_timeout_s=self._answer_timeout_s,
             backlog=self._backlog,
             kind=kind,
-            moves=moves,
             journal=self._journal,
             readonly_wait_ms=self._readonly_wait_ms,
         )
@@ -216,7 +210,8 @@ class Producer:
         if session is not None:
             (receipt,) = await self.outbox.stage([message], session)
             return asyncio.wrap_future(receipt)
-        sender = self._senders.of(is_delayed=later is not None)
+        senders = self._senders
+        sender = senders.of(is_delayed=later is not None)
         queue, data, label = self._encode(sender, message, later)
         deadline_ms = sender.now_ms() + self._timeout_ms
         if not self._backlog.has_room(queue, len(data)):
@@ -225,7 +220,7 @@ class Producer:
                 return _due(unstored(Outcome.REFUSED, str(message.id), message.subject, "", room), later)
             queue = room
         future: asyncio.Future[Receipt] = asyncio.get_running_loop().create_future()
-        flight = self._flights.board()
+        flight = senders.board()
 
         def done(receipt: Receipt) -> None:
             flight.open -= 1
@@ -255,11 +250,12 @@ class Producer:
             ClientClosed: the producer is not open.
         """
         later = read_delay(delay, at, key)
-        sender = self._senders.of(is_delayed=later is not None)
+        senders = self._senders
+        sender = senders.of(is_delayed=later is not None)
         queue, data, label = self._encode(sender, message, later)
         if not self._backlog.has_room(queue, len(data)):
             raise self._backlog.full()
-        loop, flight = asyncio.get_running_loop(), self._flights.board()
+        loop, flight = asyncio.get_running_loop(), senders.board()
 
         def done(receipt: Receipt) -> None:
             flight.open -= 1
@@ -329,7 +325,7 @@ class Producer:
             raise ClientClosed("the producer is not open")
         sender = senders.of(is_delayed=later is not None)
         until_ms = None if timeout_ms is None else sender.now_ms() + timeout_ms
-        many = ManySend(sender, self._ids, self._timeout_ms, self._flights.board, later, until_ms)
+        many = ManySend(sender, self._ids, self._timeout_ms, senders.board, later, until_ms)
         iterator = iter(messages)
         while chunk := list(islice(iterator, CHUNK_MESSAGES)):
             await many.send(chunk)
@@ -446,7 +442,8 @@ class Producer:
         queue = sender.queue(message.subject)
         if message.id is None:
             message.id = next(self._ids)
-        data = encode(message, _now_ms(), later)
+        now_ms = _now_ms()
+        data = batch_encoder(message.subject, now_ms)(message) if later is None else later.encode(message, now_ms)
         if not message.tags and message.order_key is None:
             return queue, data, 0
         label = label_of_message(message)

@@ -8,7 +8,7 @@ its lanes are filled anew, once nothing of them is under way any more.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from qmq.client.batching import BATCH_MESSAGES_MAX, Batch, Done, Outcome, refused, unstored, with_labels
@@ -30,6 +30,8 @@ class Backlog:
     def __init__(self, messages_max: int, bytes_max: int) -> None:
         self._messages_max, self._bytes_max = messages_max, bytes_max
         self.messages = self.bytes = 0
+        self.waiters: list[Callable[[], None]] = []
+        """Called once when something moved: a batch left a queue, was resolved, or was given up."""
 
     def has_room(self, queue: SubjectQueue, size: int) -> bool:
         """Say whether `queue` may take one more message of `size` bytes; if nothing waits at all, of any size."""
@@ -37,6 +39,11 @@ class Backlog:
         if messages + SHARES * (self.messages + 1) > (SHARES + 1) * self._messages_max:
             return False
         return not self.messages or waiting + SHARES * (self.bytes + size) <= (SHARES + 1) * self._bytes_max
+
+    def moved(self) -> None:
+        waiters, self.waiters = self.waiters, []
+        for wake in waiters:
+            wake()
 
     def full(self) -> QueueFull:
         return QueueFull(f"{self.messages} messages wait already, {self.bytes} bytes")

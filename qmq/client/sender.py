@@ -15,7 +15,6 @@ from qmq.client.breaker import FAILURES_MAX, Breaker, BreakerState
 from qmq.client.in_flight import GroupBatches, Limits
 from qmq.client.journal import JournalWriter
 from qmq.client.link import Link
-from qmq.client.moves import Moves
 from qmq.client.queues import Backlog, Lanes, SubjectQueue, Waiting
 from qmq.client.refusing import Refusing
 from qmq.client.route_watch import RouteWatch
@@ -75,8 +74,8 @@ class Sender:
     """Made by a Producer; used on its event loop from `start` to `stop`.
 
     Args:
+        backlog: shared with the producer's other sender.
         kind: of the groups that it sends to: brokers, or delay servers.
-        moves: of the producer's other sender, with which it shares the backlog.
         journal: takes what was acknowledged.
         readonly_wait_ms: for how long a message waits while all groups are readonly; None: until its deadline.
     """
@@ -92,7 +91,6 @@ class Sender:
         answer_timeout_s: float,
         backlog: Backlog,
         kind: GroupKind = GroupKind.NORMAL,
-        moves: Moves | None = None,
         journal: JournalWriter | None = None,
         readonly_wait_ms: int | None = None,
     ) -> None:
@@ -122,7 +120,6 @@ class Sender:
         self._closed: ClientClosed | None = None
         """What comes after the end is refused with."""
         self._backlog, self._kind = backlog, kind
-        self.moves = moves or Moves()
         self._watch = RouteWatch(
             metaserver=metaserver,
             token=token,
@@ -151,7 +148,7 @@ class Sender:
         for queue in list(self._waiting):
             queue.expire(_NEVER_MS, self._closed)
         self._waiting.clear()
-        self.moves.wake()
+        self._backlog.moved()
 
     @property
     def is_idle(self) -> bool:
@@ -225,9 +222,11 @@ class Sender:
         return queue
 
     async def wait(self) -> None:
-        """Wait until something moved, here or in the producer's other sender."""
+        """Wait until something moved here or in the producer's other sender, or a sender looked at the clock."""
         self._has_work.set()
-        await self.moves.wait()
+        moved: asyncio.Future[None] = self._loop.create_future()
+        self._backlog.waiters.append(lambda: None if moved.done() else moved.set_result(None))
+        await moved
 
     # Asking.
 
@@ -314,7 +313,8 @@ class Sender:
                 if not any(map(self._has_room, self._groups)):
                     break  # for whichever queue: all of them stay in line
                 self._wait_for_room(queue)
-        self.moves.wake()
+        if self._backlog.waiters:
+            self._backlog.moved()
 
     def _has_room(self, name: str) -> bool:
         return bool(self._takes(name) and self._groups[name].batches.room_bytes())
@@ -455,7 +455,7 @@ class Sender:
         """Look at the clock, while there is anything to send: deadlines, connections that owe an answer, groups whose
         rest is over."""
         while True:
-            if self.is_idle and not self.moves.is_awaited:
+            if self.is_idle and not self._backlog.waiters:
                 self._has_work.clear()
                 await self._has_work.wait()
             await asyncio.sleep(TICK_S)

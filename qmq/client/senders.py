@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from qmq.client.moves import Moves
 from qmq.client.sender import Sender
 from qmq.types import GroupKind
+
+
+class Flight:
+    """Counts what was given between two flushes: `open` is how many of it have no outcome yet."""
+
+    __slots__ = ("open",)
+
+    def __init__(self) -> None:
+        self.open = 0
 
 
 class Senders:
@@ -16,17 +24,32 @@ class Senders:
         make: makes a sender to groups of a kind.
     """
 
-    def __init__(self, make: Callable[[GroupKind, Moves], Sender]) -> None:
-        self._make, self._moves = make, Moves()
-        self._all = [make(GroupKind.NORMAL, self._moves)]
+    def __init__(self, make: Callable[[GroupKind], Sender]) -> None:
+        self._make = make
+        self._all = [make(GroupKind.NORMAL)]
         self._all[0].start()
+        self._flights = [Flight()]
+        """Oldest first; the last one takes what is given now."""
 
     def of(self, *, is_delayed: bool) -> Sender:
         """Return the way that messages of a kind go."""
         if is_delayed and len(self._all) == 1:
-            self._all.append(self._make(GroupKind.DELAY, self._moves))
+            self._all.append(self._make(GroupKind.DELAY))
             self._all[1].start()
         return self._all[is_delayed]
+
+    def board(self) -> Flight:
+        """Count one more on the flight that it returns."""
+        flight = self._flights[-1]
+        flight.open += 1
+        return flight
+
+    async def flush(self) -> None:
+        """Wait until all that was given before has its outcome, and for nothing that comes later."""
+        under_way = [flight for flight in self._flights if flight.open]
+        self._flights = [*under_way, Flight()]
+        while any(flight.open for flight in under_way):
+            await self.wait()
 
     @property
     def is_idle(self) -> bool:
@@ -34,7 +57,7 @@ class Senders:
 
     async def wait(self) -> None:
         """Wait until something moved in one of them."""
-        await self._moves.wait()
+        await self._all[0].wait()
 
     async def stop(self) -> None:
         for sender in self._all:

@@ -40,7 +40,7 @@ from enum import Enum, auto
 
 from qmq.replication.points import Point
 from qmq.replication.ports import Link
-from qmq.replication.shipper import ShipLink, Shipper
+from qmq.replication.shipper import Shipper
 from qmq.states import Life, TransitionTable
 
 
@@ -114,10 +114,6 @@ class Connected:
     shipper: Shipper
     incarnation: str
 
-    @property
-    def link(self) -> ShipLink:
-        return self.shipper.link
-
 
 @dataclass(slots=True, eq=False)
 class CatchingUp(Connected):
@@ -154,22 +150,20 @@ _FACTS: dict[FollowerState, type[Facts]] = {
 class Follower(Life[FollowerState, Facts]):
     """The slave of one mastership. Made with its `SlaveWatch`, which moves it."""
 
-    __slots__ = ()
+    __slots__ = ("connected", "in_sync", "restoring")
 
     def __init__(self) -> None:
         super().__init__(FOLLOWER, _FACTS, Absent())
-
-    @property
-    def connected(self) -> Connected | None:
+        self.connected: Connected | None = None
         """The slave that frames go to; None: there is none."""
-        return self.now if isinstance(self.now, Connected) else None
-
-    @property
-    def in_sync(self) -> InSync | None:
+        self.in_sync: InSync | None = None
         """The slave that counts; None: there is none."""
-        return self.now if isinstance(self.now, InSync) else None
-
-    @property
-    def restoring(self) -> Restoring | None:
+        self.restoring: Restoring | None = None
         """The slave that sends what this master lost; None: there is none."""
-        return self.now if isinstance(self.now, Restoring) else None
+
+    def enter(self, event: object, now: Facts, *, at_ms: int) -> FollowerState:
+        after = super().enter(event, now, at_ms=at_ms)
+        self.connected = now if isinstance(now, Connected) else None
+        self.in_sync = now if isinstance(now, InSync) else None
+        self.restoring = now if isinstance(now, Restoring) else None
+        return after

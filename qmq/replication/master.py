@@ -105,8 +105,7 @@ class Master:
         self.slaves.link_lost(link)
 
     def writable_again(self, link: Link) -> None:
-        if (watch := self.slaves.of(link)) is not None:
-            watch.ship()
+        self.slaves.writable_again(link)
 
     def end_of_pass(self) -> None:
         """Everything received by now was handled: ship to the slave; the node starts the fsync next."""
@@ -241,11 +240,6 @@ class Master:
     def in_step(self) -> tuple[str, ...]:
         """Incarnations of the slaves that are in sync."""
         return tuple(watch.follower.in_sync.incarnation for watch in self.slaves.in_step if watch.follower.in_sync)
-
-    @property
-    def is_drained(self) -> bool:
-        """Whether a slave has everything, so that roles can be swapped with it."""
-        return self.is_drained_to("")
 
     def is_drained_to(self, target: str) -> bool:
         """Whether the slave with this incarnation has everything; empty: any slave."""

@@ -408,7 +408,7 @@ class Node(Generic[M]):
     # Operators and repair.
 
     def prepare_swap(self, term: int, hold_ms: int, *, target: str = "") -> None:
-        """Take nothing new, so that the slave gets everything; the host waits for `is_drained`.
+        """Take nothing new, so that the slave gets everything; the host waits for `is_drained_to`.
 
         Args:
             target: incarnation of the slave that is to be the master; empty: of the only one.

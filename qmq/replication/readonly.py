@@ -43,18 +43,18 @@ WAY_OUT = {
 """What ends each reason, for who is refused and for Doctor; docs/runbook.md says more of each."""
 
 
-class Readonly:
-    """The reasons of one broker group. Made by its master; ends with the mastership."""
+class Readonly(set[Reason]):
+    """The reasons of one broker group; only `change` changes them. Made by its master; ends with the mastership."""
 
     def __init__(self) -> None:
-        self._reasons: set[Reason] = set()
+        super().__init__()
         self._subjects: frozenset[str] = frozenset()
 
     def change(self, reason: Reason, holds: bool) -> bool:
         """Set or clear one reason; return whether that changed anything."""
-        if holds == (reason in self._reasons):
+        if holds == (reason in self):
             return False
-        (self._reasons.add if holds else self._reasons.discard)(reason)
+        (self.add if holds else self.discard)(reason)
         return True
 
     def mark_subjects(self, subjects: frozenset[str]) -> None:
@@ -64,22 +64,19 @@ class Readonly:
 
     @property
     def reasons(self) -> list[str]:
-        return sorted(self._reasons)
+        return sorted(self)
 
     @property
     def writable(self) -> bool:
-        return not self._reasons
-
-    def __contains__(self, reason: Reason) -> bool:
-        return reason in self._reasons
+        return not self
 
     def check(self, group: str, subject: str) -> None:
         """Raise BrokerReadOnly, with the reasons and the way out of each, unless `subject` may be produced to."""
-        if not self._reasons and subject not in self._subjects:
+        if not self and subject not in self._subjects:
             return
-        if not self._reasons:
+        if not self:
             raise BrokerReadOnly(f"{group} is readonly for {subject}: {WAY_OUT[Reason.OPERATOR]}")
-        why = "; ".join(f"{reason}, {WAY_OUT[reason]}" for reason in sorted(self._reasons))
+        why = "; ".join(f"{reason}, {WAY_OUT[reason]}" for reason in sorted(self))
         raise BrokerReadOnly(f"{group} is readonly: {why}")
 
 

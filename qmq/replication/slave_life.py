@@ -137,17 +137,17 @@ _FACTS: dict[SlaveState, type[Facts]] = {
 class SlaveLife(Life[SlaveState, Facts]):
     """One slave's states. Made and moved by `Slave`."""
 
-    __slots__ = ()
+    __slots__ = ("link", "restoring")
 
     def __init__(self) -> None:
         super().__init__(SLAVE, _FACTS, Disconnected())
-
-    @property
-    def link(self) -> Link | None:
+        self.link: Link | None = None
         """The connection to the master; None: there is none."""
-        return None if isinstance(self.now, Disconnected) else self.now.link
-
-    @property
-    def restoring(self) -> Shipper | None:
+        self.restoring: Shipper | None = None
         """What sends our frames to a master that lost some; None: nothing does."""
-        return self.now.shipper if isinstance(self.now, Restoring) else None
+
+    def enter(self, event: object, now: Facts, *, at_ms: int) -> SlaveState:
+        after = super().enter(event, now, at_ms=at_ms)
+        self.link = None if isinstance(now, Disconnected) else now.link
+        self.restoring = now.shipper if isinstance(now, Restoring) else None
+        return after

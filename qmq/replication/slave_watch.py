@@ -105,7 +105,7 @@ class SlaveWatch:
     def is_of(self, link: Link) -> bool:
         """Whether frames go to this link."""
         slave = self.follower.connected
-        return slave is not None and slave.link is link
+        return slave is not None and slave.shipper.link is link
 
     def _enter(self, event: FollowerEvent, now: Facts) -> None:
         """Move the slave's state, and what depends on it: a slave counts until `event` says that it does not."""
@@ -212,8 +212,8 @@ class SlaveWatch:
             found_damage=mastership.found_damage,
         )
         self._enter(FollowerEvent.FOLLOWS, CatchingUp(shipper, incarnation))
-        if older is not None and older.link is not link:
-            older.link.close("a newer connection of the slave replaces this one")
+        if older is not None and older.shipper.link is not link:
+            older.shipper.link.close("a newer connection of the slave replaces this one")
         link.answer(packet, agreement.encode())
         if agreement.action == Action.SEED:
             shipper.seed()
@@ -264,18 +264,9 @@ class SlaveWatch:
         if self.follower.may(FollowerEvent.LOST):
             self._enter(FollowerEvent.LOST, Absent())
         if slave is not None:
-            slave.link.close(why)
+            slave.shipper.link.close(why)
 
     # Events.
-
-    def ship(self) -> None:
-        if (slave := self.follower.connected) is not None:
-            slave.shipper.ship()
-
-    def committed(self, end: int, chain: int) -> None:
-        """Our disk has everything before `end`."""
-        self.confirm_restored(end, chain)
-        self.ship()
 
     def link_lost(self, link: Link) -> None:
         if self.is_restoring(link):
@@ -298,7 +289,7 @@ class SlaveWatch:
         if slave is not None and point != slave.point_sent and slave.shipper.confirmed_end >= point.end:
             slave.point_sent = point
             told = Confirmation(point.epoch, point.end, point.chain)
-            slave.link.tell(Command.ACKNOWLEDGED, commands.encode_confirmation(told))
+            slave.shipper.link.tell(Command.ACKNOWLEDGED, commands.encode_confirmation(told))
 
     def confirm_restored(self, end: int, chain: int) -> None:
         slave = self.follower.restoring
@@ -329,4 +320,4 @@ class SlaveWatch:
         elif not is_late and self.follower.state is FollowerState.LAGGING:
             self._enter(FollowerEvent.CAUGHT_UP, slave)
         if age_ms > 2 * settings.slave_lag_ms_max:
-            slave.link.close("no confirmation for too long: consumers go on without this slave")
+            slave.shipper.link.close("no confirmation for too long: consumers go on without this slave")

@@ -65,7 +65,8 @@ class Slaves:
     def of(self, link: Link) -> SlaveWatch | None:
         """Return the slave to which frames go on this link."""
         for watch in self._watches.values():
-            if watch.is_of(link):
+            slave = watch.follower.connected
+            if slave is not None and slave.shipper.link is link:
                 return watch
         return None
 
@@ -194,12 +195,19 @@ class Slaves:
 
     def ship(self) -> None:
         for watch in self._watches.values():
-            watch.ship()
+            if (slave := watch.follower.connected) is not None:
+                slave.shipper.ship()
 
     def committed(self, end: int, chain: int) -> None:
         """Our disk has everything before `end`."""
         for watch in self._watches.values():
-            watch.committed(end, chain)
+            if watch.follower.restoring is not None:
+                watch.confirm_restored(end, chain)
+        self.ship()
+
+    def writable_again(self, link: Link) -> None:
+        if (watch := self.of(link)) is not None and watch.follower.connected is not None:
+            watch.follower.connected.shipper.ship()
 
     def link_lost(self, link: Link) -> None:
         for watch in self._watches.values():

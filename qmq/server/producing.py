@@ -71,20 +71,26 @@ def _split(produce: Produce) -> tuple[memoryview, Sequence[int]]:
 
 
 class Producing:
-    """Made by the master; ends with the mastership. `wake(subject)` is called when a subject got messages.
+    """Made by the master; ends with the mastership.
 
     Args:
+        wake: called when a subject got messages.
         check_room: raises SubjectFull if a subject takes no more from producers.
+        check: says which of so many messages of a batch, of so many bytes at most, cannot be stored; raises
+            InvalidRequest.
     """
 
     def __init__(
         self,
         mastership: Mastership,
         counters: ProduceCounters,
-        wake: Callable[[str], None],
+        *,
+        wake: Callable[[str], None] = lambda subject: None,
         check_room: Callable[[str], None] = lambda subject: None,
+        check: Callable[[Buffer, int, int], BatchCheck] = check_messages,
     ) -> None:
-        self._mastership, self._counters, self._wake, self._check_room = mastership, counters, wake, check_room
+        self._mastership, self._counters = mastership, counters
+        self._wake, self._check_room, self._check = wake, check_room, check
 
     def produce(self, link: Link, packet: Packet) -> None:
         mastership = self._mastership
@@ -114,14 +120,10 @@ class Producing:
         produced = Produced(frame.first_sequence, batch.count, Durability.FSYNC, refused)
         self._hold(link, packet, len(produce.body), frame.end, commands.encode_produced(produced))
 
-    def check(self, batch: Buffer, count: int) -> BatchCheck:
-        """Say which messages of a batch cannot be stored; raises InvalidRequest."""
-        return check_messages(batch, count, self._mastership.settings.message_bytes_max)
-
     def _storable(self, produce: Produce) -> tuple[_Batch | None, list[tuple[int, str]]]:
         """Return what is left when each message that cannot be stored is taken out, and (position, reason) of those."""
         batch, labels = _split(produce)
-        refused = self.check(batch, produce.count).refused
+        refused = self._check(batch, produce.count, self._mastership.settings.message_bytes_max).refused
         flags = label_flags(labels) if labels else 0
         if not refused:
             return _Batch(produce.body, produce.count, produce.crc, flags), refused

@@ -229,7 +229,7 @@ async def test_each_copy_hears_what_time_the_other_has(tmp_path):
 @in_loop
 async def test_a_link_that_is_quiet_and_alive_stays(tmp_path):
     async with a_group(tmp_path) as (a, _, cable):
-        link = a.node.master.slaves.all[0].follower.connected.link
+        link = a.node.master.slaves.all[0].follower.connected.shipper.link
         heard = link.received_bytes
         # Ten heartbeats are longer than the silence allowed.
         await until_async(lambda: link.received_bytes > heard + 32 * 10)
@@ -247,7 +247,7 @@ async def test_a_slave_that_does_not_beat_is_of_an_older_version_and_kept(tmp_pa
 
     monkeypatch.setattr(pulse.Pulse, "_beat", of_the_master_alone)
     async with a_group(tmp_path) as (a, _, __):
-        link = a.node.master.slaves.all[0].follower.connected.link
+        link = a.node.master.slaves.all[0].follower.connected.shipper.link
         await until_async(lambda: len(masters_beats) > 15)
         assert link.is_open and a.node.writable and "slave" not in a.node.clocks_ahead_ms()
 
@@ -255,7 +255,7 @@ async def test_a_slave_that_does_not_beat_is_of_an_older_version_and_kept(tmp_pa
 @in_loop
 async def test_a_loop_that_stood_still_does_not_take_that_for_silence(tmp_path, monkeypatch):
     async with a_group(tmp_path) as (a, _, __):
-        link = a.node.master.slaves.all[0].follower.connected.link
+        link = a.node.master.slaves.all[0].follower.connected.shipper.link
         acceptor = link._acceptor
         await until_async(lambda: acceptor._pulse._beats_too)
         now_s = acceptor._pulse._loop.time()

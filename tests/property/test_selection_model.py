@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qmq.broker import filtered_scan, filtering, labels
+from qmq.broker import filtered_scan, labels, passes
 from qmq.broker.group_filter import GroupFilter
 from qmq.broker.key_making import _Making
 from qmq.broker.keys import Keys
 from qmq.broker.tags import TagRule
 from qmq.codec import tag_bits
 from qmq.errors import CorruptFrame
+from tests.support.effort import examples
 from tests.unit.broker.selecting import Consumer, Sent, produce
 from tests.unit.broker.world import Client, Group
 
@@ -183,7 +184,7 @@ class World:
 
 
 NARROW = [
-    (filtering, "LOOKS_PER_TURN", 3),
+    (passes, "LOOKS_PER_PASS", 3),
     (filtered_scan, "LOOKS_AT_ONCE", 2),
     (filtered_scan, "READ_FRAMES", 2),
     (filtered_scan, "PASSED_MESSAGES", 4),
@@ -196,7 +197,7 @@ NARROW = [
 
 @pytest.mark.parametrize("bounds", [(), NARROW], ids=["roomy", "narrow"])
 @given(st.integers(0, 1 << 32))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_pulls_get_what_a_search_of_the_whole_history_finds(bounds, seed):
     with pytest.MonkeyPatch.context() as patch:
         for module, name, value in bounds:

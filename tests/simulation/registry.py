@@ -242,7 +242,7 @@ class Metaserver:
             process = reach(master)
             if process is None or not goes_on() or events.now_ms > deadline_ms:
                 return cancel()
-            if process.node.master is None or not process.node.master.is_drained:
+            if process.node.master is None or not process.node.master.is_drained_to(""):
                 return events.between(5, 20, drained)
             at_end.append(_state(process))
             events.between(0, 50, compare)

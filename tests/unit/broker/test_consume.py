@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qmq.broker import choosing
+from qmq.broker import choosing, delivery
 from qmq.errors import ErrorCode
 from qmq.remoting import commands
 from qmq.remoting.commands import Command
@@ -285,7 +285,8 @@ def test_pulls_of_one_subscription_are_bounded():
 
 
 def test_consumer_at_its_limit_of_unacked_messages_goes_on_when_it_acks(monkeypatch):
-    monkeypatch.setattr(choosing, "UNACKED_MESSAGES_MAX", 2)
+    for module in (choosing, delivery):
+        monkeypatch.setattr(module, "UNACKED_MESSAGES_MAX", 2)
     group, client = a_group()
     client.produce("m0", "m1", "m2")
     client.subscribe()

@@ -42,7 +42,7 @@ def test_master_is_ticked_often_while_an_answer_waits_for_a_disk():
 
 def test_master_is_ticked_often_without_its_slave():
     group, _ = a_group()
-    group.a.node.link_lost(group.a.master.slaves.all[0].follower.connected.link)
+    group.a.node.link_lost(group.a.master.slaves.all[0].follower.connected.shipper.link)
     assert group.a.node.quiet_ms() == 0
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qmq.broker.dead_letters import COPIES_PER_TURN
+from qmq.broker.passes import COPIES_PER_PASS
 from qmq.errors import CorruptFrame, ErrorCode
 from qmq.log.fold import BATCHES_PER_PRODUCER
 from qmq.log.frame import FrameKind, decode_frames
@@ -198,7 +198,7 @@ def test_message_that_fails_anew_after_its_group_was_moved_becomes_a_dead_letter
 
 def test_giving_up_on_very_many_messages_takes_many_turns_and_loses_none():
     group, client = a_group(segment_bytes=1 << 20)
-    client.produce(*[f"m{i}" for i in range(2 * COPIES_PER_TURN + 10)])
+    client.produce(*[f"m{i}" for i in range(2 * COPIES_PER_PASS + 10)])
     subscribed = client.subscribe()
     group.settle()
     got = client.pull(client.subscription(subscribed), most=10_000)
@@ -209,7 +209,7 @@ def test_giving_up_on_very_many_messages_takes_many_turns_and_loses_none():
     while not counts or counts[-1] < len(pulled):
         counts.append(counters.dead_letters.total())
         assert group.a.host.turn()
-    assert counts == [COPIES_PER_TURN, 2 * COPIES_PER_TURN, len(pulled)]
+    assert counts == [COPIES_PER_PASS, 2 * COPIES_PER_PASS, len(pulled)]
     group.settle()
     assert client.code(opaque) == ErrorCode.SUCCESS and not group.a.log.state.groups["s", "g"].consumers["c1"].unacked
 

@@ -629,11 +629,11 @@ def test_draining_takes_nothing_new_until_both_copies_are_equal_and_ends_by_itse
     group.settle()
     stored = client.produce("under way")
     group.a.node.prepare_swap(1, hold_ms=1_000)
-    assert not group.a.master.is_drained
+    assert not group.a.master.is_drained_to("")
     assert client.code(client.produce("m")) == ErrorCode.READ_ONLY
     assert client.code(client.pull()) == client.code(client.ack(0, 1)) == ErrorCode.NOT_SERVED
     group.settle()
-    assert client.receipt(stored).stored == 1 and group.a.master.is_drained
+    assert client.receipt(stored).stored == 1 and group.a.master.is_drained_to("")
     assert (group.a.log.end, group.a.log.chain) == (group.b.log.end, group.b.log.chain)
     group.a.wait(1_001)
     assert group.a.node.writable

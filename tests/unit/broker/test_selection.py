@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from qmq.broker import filtered_scan, filtering
+from qmq.broker import filtered_scan, passes
 from qmq.codec import encode_labels, label_of
 from qmq.errors import ErrorCode
 from qmq.log.frame import FLAG_LABELLED, FLAG_ORDERED, FrameKind, decode_frames
@@ -218,7 +218,7 @@ def test_a_long_stretch_without_a_match_is_written_down_as_it_is_passed(monkeypa
 
 
 def test_a_turn_looks_at_a_bounded_number_of_messages(monkeypatch):
-    monkeypatch.setattr(filtering, "LOOKS_PER_TURN", 10)
+    monkeypatch.setattr(passes, "LOOKS_PER_PASS", 10)
     monkeypatch.setattr(filtered_scan, "LOOKS_AT_ONCE", 5)
     group = Group.made().start()
     for at in range(10):

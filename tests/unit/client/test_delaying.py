@@ -89,7 +89,7 @@ def test_a_run_of_delayed_messages_has_the_bytes_of_the_encoder():
 
 def test_the_key_travels_with_the_message():
     delay = delay_of(1, None, "order-42", now_ms=NOW_MS)
-    data = delay.apply(delayed_encoder("s", NOW_MS, delay.due_ms)(Message("s", {"n": 1}, id="i")))
+    data = delay.encode(Message("s", {"n": 1}, id="i"), NOW_MS)
     assert decode_message(data).properties == {"n": "1", "qmq_delayKey": "order-42"} and due_of(data) == NOW_MS + 1000
 
 

@@ -369,8 +369,6 @@ def test_retention_learns_what_lies_below():
     log.cancel(where[1:140])
     log.file_into(schedule)
     assert places(schedule.pending_below(border)()) == where[140:150]
-    assert schedule.in_flight_below(border)
-    assert not schedule.in_flight_below(where[0][0])
     assert schedule.pending_from() <= where[0][0]
     log.settled(1, 1, Outcome.STORED)
     log.cancel(where[140:])
