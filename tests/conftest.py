@@ -10,6 +10,7 @@ import pytest
 from hypothesis.internal.conjecture import providers
 
 from qmq import logs
+from tests.support.effort import examples
 
 pytest_plugins = ["tests.support.databases", "tests.support.failures"]
 
@@ -19,7 +20,7 @@ hypothesis.settings.register_profile(
     derandomize=True,
     deadline=None,
     database=None,
-    max_examples=200,
+    max_examples=examples(200),
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.register_profile(

@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import urlencode
 
 import httpx
+import pytest
 
 from qmq.metaserver.access import Access
 from qmq.metaserver.actions import ACTIONS, Answer, Status
@@ -49,6 +50,7 @@ def ask(client, exchange):
     return client.post("/management", data=exchange["request"], headers=words)
 
 
+@pytest.mark.slow
 def test_qmqs_tools_get_the_answers_they_know(tmp_path):
     """Weakness 36: three styles and mixed languages are QMQ's; ours are the same styles, in one language."""
 

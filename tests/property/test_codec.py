@@ -81,6 +81,7 @@ def test_a_slice_of_a_batch_is_the_batch_of_the_slice(messages, data):
 
 
 @given(batches, st.integers(min_value=0, max_value=200))
+@pytest.mark.slow
 def test_exactly_the_messages_of_wrong_size_are_refused(messages, message_bytes_max):
     messages = [message if position % 3 else message[:10] for position, message in enumerate(messages)]
     verdict = codec.check_batch(codec.join_batch(messages), len(messages), message_bytes_max)

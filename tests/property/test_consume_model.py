@@ -27,6 +27,7 @@ from qmq.log.message_life import LIFE, MessageEvent, MessageState
 from qmq.log.progress import DEFERRED, EXPIRED, PASSED, encode_progress
 from qmq.remoting.commands import Command, encode_json
 from qmq.types import Epoch
+from tests.support.effort import examples
 from tests.unit.broker.world import Client, Group
 from tests.unit.log.logs import Copy, a_frame, fold_of
 
@@ -139,7 +140,7 @@ def step(copy: Copy, plain: Plain, rng: Random) -> None:
 
 
 @given(st.integers(0, 1 << 32))
-@settings(max_examples=120)
+@settings(max_examples=examples(120))
 def test_ranges_agree_with_sets_and_no_pull_sequence_is_used_twice(seed):
     rng, copy, plain = Random(seed), Copy(segment_bytes=1 << 20), Plain()
     copy.begin_epoch()
@@ -157,7 +158,7 @@ def test_ranges_agree_with_sets_and_no_pull_sequence_is_used_twice(seed):
 
 
 @given(st.integers(0, 1 << 32))
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_snapshot_at_any_frame_and_the_rest_give_the_same_state(seed):
     copy, rng = Copy(segment_bytes=1 << 20), Random(seed)
     copy.begin_epoch()
@@ -279,7 +280,7 @@ def test_producers_heard_of_longest_ago_are_forgotten_first():
 
 
 @given(st.integers(0, 1 << 32))
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_every_message_reaches_the_group_once_unless_a_consumer_left(seed):
     """W1: with consumers that pull, ack, reconnect, leave and fall silent, nothing is lost and nothing is skipped."""
     rng = Random(seed)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from qmq.delayserver.cron import Cron
 from qmq.errors import InvalidRequest
+from tests.support.effort import examples
 
 MINUTE_MS = 60_000
 CHANGES = {
@@ -62,7 +63,7 @@ def matches(expression, wall):
     return next(CronSim(expression, wall - timedelta(seconds=1))) == wall
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(EXPRESSIONS, PLACES, st.integers(0, 300))
 def test_next_times_are_those_the_clock_shows_over_a_change(expression, place, before):
     zone, change = place
@@ -73,7 +74,7 @@ def test_next_times_are_those_the_clock_shows_over_a_change(expression, place, b
     assert found == shown(expression, zone, begin_ms, 600)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(EXPRESSIONS, PLACES, st.integers(0, 3_000), st.integers(0, 3_000))
 def test_latest_until_now_is_the_last_of_all_that_were_missed(expression, place, before, minutes):
     zone, change = place

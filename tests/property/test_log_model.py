@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from qmq.log.frame import FrameKind, decode_frames
 from qmq.types import Epoch
+from tests.support.effort import examples
 from tests.unit.log.logs import Copy, fold_of
 
 
@@ -158,4 +159,4 @@ class LogAndList(RuleBasedStateMachine):
 
 
 TestLogAndList = LogAndList.TestCase
-TestLogAndList.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestLogAndList.settings = settings(max_examples=examples(40), stateful_step_count=40, deadline=None)

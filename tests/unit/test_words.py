@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -34,8 +35,13 @@ EXEMPT = {
 """They name old words on purpose: the glossary, what was released before, and examples of doors that open and shut."""
 
 
+@cache
 def texts():
     """Return path and text of each file in the repo that a person writes."""
+    return list(_texts())
+
+
+def _texts():
     names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     for name in names:
         path = ROOT / name

@@ -66,6 +66,7 @@ def process(group: Group, poison: int, limit: int, *, begins: bool = True) -> bo
 
 @pytest.mark.parametrize("poison", [0, 1, 500, 999])
 @pytest.mark.parametrize("limit", [1, 3])
+@pytest.mark.slow
 def test_one_poison_message_among_a_thousand_is_one_dead_letter(poison, limit):
     group = a_group(1_000)
     crashes = 0

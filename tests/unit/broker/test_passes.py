@@ -135,6 +135,7 @@ def wait(group, ms, *alive):
     group.settle()
 
 
+@pytest.mark.slow
 def test_connection_that_reads_nothing_is_owed_so_much_and_no_more():
     group, client = a_group(message_bytes_max=1 << 20)
     (stalled,) = consumers(group, 1)

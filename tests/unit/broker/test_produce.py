@@ -16,6 +16,7 @@ def a_group(**settings) -> tuple[Group, Client]:
     return group, Client(group.a)
 
 
+@pytest.mark.slow
 def test_largest_batch_of_nothing_but_refused_messages_is_answered():
     group, client = a_group()
     most, more = client.produce_raw([b""] * 65_535), client.produce_raw([b""] * 65_536)

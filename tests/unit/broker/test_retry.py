@@ -209,6 +209,7 @@ def test_a_group_that_postpones_too_much_goes_on_with_what_is_new_and_keeps_the_
     assert len(group.a.log.state.groups["s", "g"].requeued) == 2, "there is room again"
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_postponed_ranges_hold_up_nothing():
     group, client = a_group("m0", "m1")
     number = pulled(group, client, most=1)[0][0]

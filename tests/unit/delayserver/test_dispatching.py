@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from qmq.client.batch_life import NotStored
 from qmq.codec import encode_labels, label_of
 from qmq.delayserver import dispatching
@@ -168,6 +170,7 @@ def test_no_more_is_planned_for_a_group_than_it_has_room_for(monkeypatch):
     assert len(copies.senders.delivered()) == 50
 
 
+@pytest.mark.slow
 def test_a_burst_of_one_subject_does_not_hold_up_what_is_due_behind_it():
     copies, producer = a_group()
     due_ms = copies.now_ms + 2_000
@@ -182,6 +185,7 @@ def test_a_burst_of_one_subject_does_not_hold_up_what_is_due_behind_it():
     assert len(copies.senders.delivered()) == 12_001
 
 
+@pytest.mark.slow
 def test_subjects_with_a_burst_each_go_on_in_turns():
     copies, producer = a_group()
     due_ms = copies.now_ms + 2_000

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from qmq.delayserver.schedule import schedule as schedule_module
 from tests.unit.delayserver.test_master import restart
 from tests.unit.delayserver.test_races import a_group
@@ -25,6 +27,7 @@ def test_what_came_due_during_an_outage_is_sent_in_the_order_of_its_due_times(mo
     assert numbers(copies) == list(range(1, 41))
 
 
+@pytest.mark.slow
 def test_full_wheel_keeps_what_is_due_first(monkeypatch):
     monkeypatch.setattr(schedule_module, "READ_ROWS", 4)
     copies, producer = a_group(loaded_messages_max=20)
@@ -40,6 +43,7 @@ def test_full_wheel_keeps_what_is_due_first(monkeypatch):
     assert copies.a.filing.schedule.pending_messages == 0
 
 
+@pytest.mark.slow
 def test_full_wheel_is_full_of_messages_that_are_filed_while_it_is_in_use_too(monkeypatch):
     monkeypatch.setattr(schedule_module, "READ_ROWS", 4)
     copies, producer = a_group(loaded_messages_max=20)

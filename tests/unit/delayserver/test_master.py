@@ -217,6 +217,7 @@ def test_cancel_finds_a_message_that_is_written_elsewhere_while_it_is_looked_for
 # Retention.
 
 
+@pytest.mark.slow
 def test_what_pends_is_carried_before_the_log_lets_it_go_and_a_new_copy_has_it():
     """QMQ's slave never gets messages that are older than its message log."""
     copies, producer = a_group(retention_hours=1, segment_bytes=1 << 20)

@@ -15,6 +15,7 @@ from qmq.log.frame import FLAG_LABELLED
 from qmq.log.memory_disk import MemoryDisk
 from qmq.log.segments import log_name
 from qmq.message import RECUR_CRON, RECUR_NAME, RECUR_OWNER, RECUR_ZONE, Message
+from tests.support.effort import examples
 from tests.unit.delayserver.test_master import restart
 from tests.unit.delayserver.world import HOUR_MS, Copies, Producer, delayed
 
@@ -106,7 +107,7 @@ def test_power_cut_within_any_byte_of_an_occurrence_loses_and_doubles_nothing():
         assert times(copies) == minutes(14, 3), f"{kept} bytes were kept"
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(examples(8)))
 def test_any_crashes_swaps_and_absent_brokers_leave_each_occurrence_once(seed):
     rng = random.Random(seed)
     copies, producer = a_group()
@@ -180,6 +181,7 @@ def test_broker_groups_that_are_away_do_not_stop_a_schedule_and_get_what_came_du
     assert times(copies) == minutes(14, 5)
 
 
+@pytest.mark.slow
 def test_many_schedules_of_several_subjects_that_are_due_at_once_are_all_sent_once():
     copies, producer = a_group()
     for at in range(240):
@@ -371,6 +373,7 @@ def test_put_of_a_schedule_that_cannot_go_on_now_is_refused_and_holds_up_no_othe
         assert producer.code(changed) == ErrorCode.READ_ONLY and producer.schedules(others) == []
 
 
+@pytest.mark.slow
 def test_template_is_carried_as_any_message_before_the_log_lets_it_go():
     copies, producer = a_group(retention_hours=1, segment_bytes=1 << 20)
     put(copies, producer, cron="0 8 20 11 *")

@@ -12,6 +12,7 @@ from qmq.log.fold import State, decode_snapshot
 from qmq.log.memory_disk import MemoryDisk
 from qmq.log.segments import read_raw, segment_bases, snapshot_name
 from qmq.types import Epoch
+from tests.support.effort import every
 from tests.unit.log.logs import Copy, fold_of
 
 SEGMENT_BYTES = 1024
@@ -166,7 +167,7 @@ def calls_of(steps) -> int:
 def test_crash_before_any_call_of_the_disk_loses_nothing_flushed_and_invents_nothing(steps, kind):
     calls = calls_of(steps)
     assert calls > 60
-    for at in range(1, calls + 2):
+    for at in range(1, calls + 2, every(9)):
         for luck in (None, 1, 2):
             disk = kind()
             truth = crashed(steps, disk, at, None if luck is None else Random(at * 10 + luck))

@@ -5,10 +5,13 @@ from __future__ import annotations
 import tracemalloc
 from pathlib import Path
 
+import pytest
+
 from qmq.log import RealDisk
 from tests.unit.log.logs import Copy
 
 
+@pytest.mark.slow
 def test_memory_stays_flat_while_a_backlog_grows(tmp_path: Path):
     disk = RealDisk(tmp_path)
     copy = Copy(disk, segment_bytes=256 << 10, tail_bytes=128 << 10)

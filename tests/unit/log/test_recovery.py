@@ -12,6 +12,7 @@ from qmq.log.frame import FrameKind, decode_frames
 from qmq.log.memory_disk import MemoryDisk
 from qmq.log.recovery import Recovered, recover
 from qmq.types import Epoch
+from tests.support.effort import every
 from tests.unit.log.logs import Copy, a_history, fold_of
 
 SEGMENT = f"log/{0:020d}.log"
@@ -81,13 +82,13 @@ def test_every_flipped_bit_of_a_header_is_damage_or_a_torn_tail(segment):
     ends = borders(segment)
     data = segment.whole()
     for begin in (ends[0], ends[1], ends[len(ends) // 2], ends[-2]):
-        for bit in range(8 * begin, 8 * (begin + 96)):
+        for bit in range(8 * begin, 8 * (begin + 96), every(11)):
             check_flip(segment, bit, ends, data)
 
 
 def test_flipped_bits_of_bodies_and_of_the_clean_tail_are_damage_or_a_torn_tail(segment):
     ends, data = borders(segment), segment.whole()
-    for at in range(SIZE):
+    for at in range(0, SIZE, every(11)):
         if at % 2 or at < 400 or at > ends[-2]:
             check_flip(segment, 8 * at + at // 2 % 8, ends, data)
 
@@ -95,7 +96,7 @@ def test_flipped_bits_of_bodies_and_of_the_clean_tail_are_damage_or_a_torn_tail(
 @pytest.mark.parametrize("rest", ["missing", "zeros"])
 def test_cut_at_every_byte_leaves_the_true_prefix(segment, rest):
     ends, data = borders(segment), segment.whole()
-    for size in range(0, ends[-1] + 1, 1 if rest == "missing" else 5):
+    for size in range(0, ends[-1] + 1, every(11) if rest == "missing" else 5 * every(7)):
 
         def cut(image: MemoryDisk, size: int = size) -> None:
             image.truncate(SEGMENT, size)

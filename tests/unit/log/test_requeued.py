@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from qmq.log import requeued as module
 from qmq.log.requeued import Requeued, RequeuedRange
+from tests.support.effort import examples
 
 Plain = dict[int, tuple[int, int, int]]
 """sequence -> attempts, due_ms, suspected"""
@@ -33,7 +34,7 @@ def check(requeued: Requeued, plain: Plain, now_ms: int) -> None:
 
 
 @given(st.integers(0, 1 << 32), st.sampled_from([0, 5, 1_000]))
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_ranges_agree_with_single_messages(seed, stale_min):
     rng, requeued, plain, now_ms = Random(seed), Requeued(), {}, 0
     was, module.STALE_MIN = module.STALE_MIN, stale_min

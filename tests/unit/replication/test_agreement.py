@@ -12,6 +12,7 @@ from qmq.log.frame import decode_frames
 from qmq.remoting.commands import encode_json
 from qmq.replication.agreement import Action, Agreement, Hello, Yield, agree
 from qmq.types import Epoch
+from tests.support.effort import every
 from tests.unit.log.logs import Copy
 
 PLAIN = {
@@ -132,7 +133,7 @@ def test_slave_that_knows_a_newer_epoch_fences_the_master():
 @pytest.mark.parametrize("theirs_kept, ours_kept", list(product(("nothing", "common", "all"), repeat=2)))
 def test_where_logs_part_that_copy_gives_way_whose_tail_nobody_else_confirmed(has_begun, theirs_kept, ours_kept):
     """I5: the slave first; neither, if both confirmed what they have."""
-    for ours, theirs in product(HISTORIES, HISTORIES):
+    for ours, theirs in list(product(HISTORIES, HISTORIES))[:: every(5)]:
         a, b = LOGS[ours], LOGS[theirs]
         common = common_prefix(a.whole(), b.whole())
         kept = {"nothing": (0, 0), "common": (common, common), "all": (a.log.end, b.log.end)}
