@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -20,24 +17,7 @@ from qmq.log.delays import Outcome, batch_begin
 from qmq.log.frame import FrameKind
 from tests.delay_simulation.world import simulate
 from tests.simulation.world import Outcome as Result
-
-Patch = contextlib.AbstractContextManager[Any]
-
-
-@dataclass(frozen=True)
-class Bug:
-    name: str
-    patches: Callable[[], list[Patch]]
-    first: int = 1
-    """Where a search begins: shortly before the seed that found it last, to save time."""
-
-
-@contextlib.contextmanager
-def planted(bug: Bug) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for patch in bug.patches():
-            stack.enter_context(patch)
-        yield
+from tests.support.planting import Bug, Patch, planted
 
 
 def search(bug: Bug, seeds: range) -> Result | None:

@@ -10,9 +10,10 @@ from collections import Counter
 
 import pytest
 
-from tests.delay_simulation.planted import BUGS, Bug, search
+from tests.delay_simulation.planted import BUGS, search
 from tests.delay_simulation.world import simulate
 from tests.simulation.world import Outcome
+from tests.support.planting import Bug
 
 SEEDS = range(1, 25)
 FOUND_WITHIN = 40

@@ -26,8 +26,8 @@ from qmq.remoting.packet import Packet
 from qmq.server.meta_link import MetaLink
 from qmq.server.service import Service, _MasterLink
 from tests.shell_simulation.world import simulate
-from tests.simulation.planted import Bug, Patch, planted
 from tests.simulation.world import Outcome
+from tests.support.planting import Bug, Patch, planted
 
 
 def search(bug: Bug, seeds: range) -> Outcome | None:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.shell_simulation.planted import BUGS, Bug, search
+from tests.shell_simulation.planted import BUGS, search
 from tests.shell_simulation.world import simulate
+from tests.support.planting import Bug
 
 SEEDS = range(1, 5)
 FOUND_WITHIN = 20

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -34,32 +32,18 @@ from qmq.types import Epoch
 from tests.simulation.machine import Process
 from tests.simulation.planted_disk import DISK_BUGS
 from tests.simulation.world import Outcome, simulate
-
-Patch = contextlib.AbstractContextManager[Any]
+from tests.support import planting
+from tests.support.planting import Patch, planted
 
 
 @dataclass(frozen=True)
-class Bug:
-    name: str
-    patches: Callable[[], list[Patch]]
-    first: int = 1
-    """Where a search begins: shortly before the seed that found it last, to save time."""
+class Bug(planting.Bug):
     moves: bool = False
     """Whether it takes an operator who moves consumer groups."""
     fails_over: bool = False
     """Whether it takes a metaserver that makes slaves masters by itself."""
     copies: int = 2
     min_copies: int = 2
-    favoured: str = ""
-    """The fault that half of the strikes are: without, it would take too many seeds."""
-
-
-@contextlib.contextmanager
-def planted(bug: Bug) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for patch in bug.patches():
-            stack.enter_context(patch)
-        yield
 
 
 def search(bug: Bug, seeds: range) -> Outcome | None:

@@ -11,8 +11,7 @@ from qmq.codec import Buffer
 from qmq.log import Commit, MessageLog
 from qmq.log.disk import RealDisk, failing
 from qmq.log.system import System
-
-Patch = Any
+from tests.support.planting import Patch
 
 
 def _sync(self: RealDisk, name: str) -> None: ...

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -20,24 +20,7 @@ from qmq.metaserver.failover import Refusal
 from qmq.metaserver.registry import Registry
 from qmq.metaserver.roles import RoleChange
 from tests.state_machine.boxes import Brokers, Process
-
-Patch = contextlib.AbstractContextManager[Any]
-
-
-@dataclass(frozen=True)
-class Bug:
-    name: str
-    patches: Callable[[], list[Patch]]
-    first: int = 1
-    """Where a search begins: shortly before the walk that found it last, to save time."""
-
-
-@contextlib.contextmanager
-def planted(bug: Bug) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for patch in bug.patches():
-            stack.enter_context(patch)
-        yield
+from tests.support.planting import Bug, Patch
 
 
 def _terms_are_not_compared() -> list[Patch]:

@@ -17,8 +17,9 @@ from qmq.metaserver import roles
 from tests.state_machine.database import Template
 from tests.state_machine.machine import Machine, walk
 from tests.state_machine.oracle import Violation
-from tests.state_machine.planted import BUGS, Bug, planted
+from tests.state_machine.planted import BUGS
 from tests.state_machine.world import add_groups
+from tests.support.planting import Bug, planted
 
 STEPS = 4_000
 STEPS_PER_RUN = 50
