@@ -96,19 +96,20 @@ def read_module(root: Path, path: Path) -> Module:
     parts = ("qmq", *parts) if parts[0] in LINKED else parts
     package = parts[:-1]
     name = ".".join(parts if parts[-1] != "__init__" else package)
-    calls = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
+    nodes = list(ast.walk(tree))
+    calls = (node.func for node in nodes if isinstance(node, ast.Call))
     return Module(
         name=name,
         kind=(ast.get_docstring(tree) or "").partition(" ")[0],
-        imports=frozenset(imported(tree, package)),
+        imports=frozenset(imported(nodes, package)),
         opens=any(isinstance(called, ast.Name) and called.id == "open" for called in calls),
         empty=parts[-1] == "__init__",
     )
 
 
-def imported(tree: ast.Module, package: tuple[str, ...]) -> Iterator[str]:
+def imported(nodes: list[ast.AST], package: tuple[str, ...]) -> Iterator[str]:
     """Yield dotted names of all imports, also of those within functions; `from a import b` gives `a.b`."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
