@@ -652,9 +652,9 @@ def test_master_is_not_drained_before_its_own_disk_has_everything():
         group.b.host.settle()
     while group.to_master():
         pass
-    assert group.a.master.slaves.confirmed_end == group.a.log.end and not group.a.master.is_drained
+    assert group.a.master.slaves.confirmed_end == group.a.log.end and not group.a.master.is_drained_to("")
     group.settle()
-    assert group.a.master.is_drained
+    assert group.a.master.is_drained_to("")
 
 
 def test_master_that_promised_a_swap_takes_nothing_although_the_time_for_it_was_over():
@@ -664,7 +664,7 @@ def test_master_that_promised_a_swap_takes_nothing_although_the_time_for_it_was_
     assert group.a.node.writable
     group.a.node.promise_swap(2)
     group.a.wait(5_000)
-    assert client.code(client.produce("m")) == ErrorCode.READ_ONLY and group.a.master.is_drained
+    assert client.code(client.produce("m")) == ErrorCode.READ_ONLY and group.a.master.is_drained_to("")
 
 
 def test_swap_answers_pulls_that_wait_and_serves_them_if_it_is_called_off():

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from qmq.errors import CorruptFrame
+from tests.support.effort import every
 from tests.unit.log.logs import Copy
 
 
@@ -59,7 +60,7 @@ def test_offset_within_a_frame_is_no_border_and_no_damage(tail_bytes):
     copy.begin_epoch()
     copy.fill(60)
     copy.messages("not flushed")
-    for offset in range(8, copy.log.end, 8):
+    for offset in range(8, copy.log.end, 8 * every(5)):
         assert not copy.log.chain_is(offset, 1), offset
     assert not copy.log.chain_is(copy.log.end + 8, 1)
 

@@ -16,6 +16,7 @@ from qmq.log.memory_disk import MemoryDisk
 from qmq.log.memory_system import MemorySystem
 from qmq.log.system import System
 from tests.simulation.disk import SimulatedDisk
+from tests.support.effort import examples
 
 LUCK = [None, 1, 2, 3, 4]
 
@@ -167,7 +168,7 @@ def test_system_in_memory_does_what_the_real_one_does(tmp_path: Path):
     rng = Random(1)
     disks = MemoryDisk(), RealDisk(tmp_path / "made" / "here")
     names = ["a", "log/b", "log/c", "x/y/d"]
-    for step in range(600):
+    for step in range(examples(600)):
         what, name, to = rng.choice(["create", "write", "put", "truncate", "move", "remove"]), *rng.sample(names, 2)
         offset, data = rng.randrange(50), os.urandom(rng.randrange(1, 60))
         outcomes = [_outcome(disk, what, name, to, offset, data) for disk in disks]
