@@ -142,6 +142,8 @@ class Cluster:
             self._start_prometheus()
             self._keeper.start()
             self.wait_writable()
+            if PROMETHEUS in self._groups.others:
+                self._write_targets()  # by now every broker has said where it is scraped
             self._kept.clear()  # whoever was told that it runs finds the addresses
             self._refresh_at = 0.0
             self.wait(self._kept.is_set, f"{self.run_dir / 'cluster.json'} cannot be written")
@@ -349,14 +351,17 @@ class Cluster:
         directory, port = self.run_dir / PROMETHEUS, self.plan.others[PROMETHEUS]
         directory.mkdir(exist_ok=True)
         write_atomically(directory / "token", self.token)
-        others = (f"{HOST}:{self.plan.others[name]}" for name in self._groups.others if name == WATCHDOG)
-        config = write_config(
-            directory, find_targets(self.manage, others), token_file=directory / "token", interval_s=SCRAPE_S
-        )
+        config = self._write_targets()
         log = self.run_dir / "logs" / f"{PROMETHEUS}.log"
         self._services[PROMETHEUS] = Service(PROMETHEUS, prometheus_command(config, directory / "data", port), log)
         self._services[PROMETHEUS].start()
         self.wait(lambda: answers(f"http://{HOST}:{port}/-/ready"), "Prometheus does not answer", START_S)
+
+    def _write_targets(self) -> Path:
+        directory = self.run_dir / PROMETHEUS
+        others = (f"{HOST}:{self.plan.others[name]}" for name in self._groups.others if name == WATCHDOG)
+        targets = find_targets(self.manage, others)
+        return write_config(directory, targets, token_file=directory / "token", interval_s=SCRAPE_S)
 
     def _refresh_roles(self) -> None:
         """Ask the metaserver who is what; while it is down, what was known stays."""

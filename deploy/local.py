@@ -18,7 +18,7 @@ from typing import NoReturn
 from qmq.deploy.cluster import AlreadyRunning, Cluster, lock_directory, recorded_pids
 from qmq.deploy.plan import HTTP_PORT, is_free
 from qmq.deploy.processes import end_leftovers, is_ours
-from qmq.errors import NotServed, QmqError
+from qmq.errors import NotServed, QmqError, cause_of
 
 __all__ = ["Cluster"]
 
@@ -141,7 +141,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("action", choices=["run", "stop"], nargs="?", default="run", help="default: run")
     parser.add_argument("--dir", type=Path, default=Path(os.environ.get("RUN_DIR", ".run")), help="default: .run")
     port_help = f"the metaserver's HTTP port; default: {HTTP_PORT}, or the next free one"
-    parser.add_argument("--port", type=int, help=port_help)
+    parser.add_argument("--port", type=_port, help=port_help)
     parser.add_argument("--with-prometheus", action="store_true", help="run a Prometheus, too, with all alert rules")
     options = parser.parse_args(arguments)
     try:
@@ -150,9 +150,15 @@ def main(arguments: list[str]) -> int:
             if options.action == "run"
             else stop(options.dir)
         )
-    except QmqError as error:
-        print(error, file=sys.stderr)
+    except (QmqError, OSError) as error:
+        print(f"qmq dev: {cause_of(error)}", file=sys.stderr)
         return 1
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 65_536:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port")
+    return int(text)
 
 
 if __name__ == "__main__":

@@ -80,6 +80,7 @@ class World:
         server = ThreadingHTTPServer(("127.0.0.1", free_ports(1)[0]), partial(Textfile, directory=str(self.textfiles)))
         Thread(target=server.serve_forever, daemon=True).start()
         self.close = lambda: (server.shutdown(), server.server_close())
+        self.first_targets = json.loads((cluster.run_dir / PROMETHEUS / "qmq.targets.json").read_text())
         self._configure(f"127.0.0.1:{server.server_port}")
 
     def _configure(self, node_exporter):
@@ -219,6 +220,12 @@ def names_in(expr):
 def expressions():
     rules = [rule["expr"] for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
     return rules, [query.expr for page in PAGES for panel in page.panels for query in panel.queries]
+
+
+def test_from_the_start_everybody_is_scraped(world):
+    """Of a group whose master registered after Prometheus was started, an alert said it had none."""
+    kinds = sorted(one["labels"]["kind"] for one in world.first_targets)
+    assert kinds == ["broker"] * 2 + ["delayserver"] * 2 + ["metaserver", "watchdog"]
 
 
 def test_every_metric_of_a_rule_or_a_page_is_one_that_a_process_exports(world):
