@@ -44,12 +44,12 @@ class Control(CopyControl[BrokerMaster]):
             master = node.acting_master()
             found = progress.of_groups(node.log, master.subscriptions, subject=request.subject, group=request.group)
             for number, one in enumerate(found):
-                if one.lag or not request.behind_max:
+                if one.lag or one.dead_letters or not request.behind_max:
                     groups.append(one)
                 if number % GROUPS_AT_A_TIME == GROUPS_AT_A_TIME - 1:
                     await asyncio.sleep(0)  # others want to be served meanwhile
             if request.behind_max:
-                groups = heapq.nlargest(request.behind_max, groups, key=lambda one: one.lag)
+                groups = heapq.nlargest(request.behind_max, groups, key=lambda one: (one.lag, one.dead_letters))
             causes = [master.causes.of((one.subject, one.group)) for one in groups]
             oldest_ms = await asyncio.to_thread(self._timestamps, [one.oldest_offset for one in groups])
         except CorruptFrame as problem:
@@ -148,4 +148,5 @@ def _group_message(one: progress.GroupProgress, oldest_ms: int, causes: list[Cau
         oldest_ms=oldest_ms,
         consumers=consumers,
         causes=causes,
+        dead_letters=one.dead_letters,
     )

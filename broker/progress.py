@@ -12,6 +12,7 @@ from qmq.broker.consume import Subscription
 from qmq.errors import OperatorError
 from qmq.log import MessageLog
 from qmq.log.group import Consumer, Group
+from qmq.subjects import dead_letter_subject, real_subject
 
 
 class To(StrEnum):
@@ -56,6 +57,8 @@ class GroupProgress:
     oldest_offset: int | None
     """The frame of the oldest of them that is still in the log."""
     consumers: list[ConsumerProgress]
+    dead_letters: int
+    """Messages in the group's own dead-letter subject, redriven ones as well; 0 of a derived subject."""
 
 
 def of_groups(
@@ -94,7 +97,16 @@ def _of_group(log: MessageLog, key: tuple[str, str], group: Group, peers: dict[s
         ranges.size(unacked),
         refs[0].offset if refs else None,
         consumers,
+        _dead_letters(log, subject, name),
     )
+
+
+def _dead_letters(log: MessageLog, subject: str, group: str) -> int:
+    letters = dead_letter_subject(subject, group)
+    if subject != real_subject(subject) or letters not in log.state.next_sequence:
+        return 0
+    first, end = sequences_kept(log, letters)
+    return end - first
 
 
 def sequences_kept(log: MessageLog, subject: str) -> tuple[int, int]:

@@ -153,17 +153,18 @@ async def _lag(desk: Desk, words: Words) -> Any:
     rows, unasked = await _progress(desk, words, behind_max=words.number("limit"))
     now, lags = wall_ms(), dict[tuple[str, str], dict[str, Any]]()
     for name, row in rows:
-        fresh = {"subject": row.subject, "group": row.group, "messages": 0, "oldest": 0}
+        fresh = {"subject": row.subject, "group": row.group, "messages": 0, "oldest": 0, "deadLetters": 0}
         fresh |= {"brokerGroups": {}, "causes": {}}
         lag = lags.setdefault((row.subject, row.group), fresh)
         lag["messages"] += row.lag
+        lag["deadLetters"] += row.dead_letters
         lag["oldest"] = min(filter(None, (lag["oldest"], row.oldest_ms)), default=0)
         lag["brokerGroups"][name] = row.lag
         for cause in row.causes:
             lag["causes"].setdefault(cause, []).append(name)
     for lag in lags.values():
         lag["ageSeconds"] = max(now - lag["oldest"], 0) // 1000 if lag["oldest"] else 0
-    return {"lag": sorted(lags.values(), key=lambda lag: -lag["messages"]), "unasked": unasked}
+    return {"lag": sorted(lags.values(), key=lambda lag: (-lag["messages"], -lag["deadLetters"])), "unasked": unasked}
 
 
 async def _progress(
@@ -191,6 +192,7 @@ def _progress_json(name: str, row: pb.GroupProgress, offline: frozenset[Offline]
         "messages": row.lag,
         "oldest": row.oldest_ms,
         "causes": list(row.causes),
+        "deadLetters": row.dead_letters,
         "consumers": [
             {
                 "consumer": consumer.consumer,

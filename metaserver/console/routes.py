@@ -18,7 +18,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from starlette.routing import Route
 
 from qmq.errors import AccessError, NotServed
-from qmq.metaserver.actions import Status
+from qmq.metaserver.actions import ACTIONS, Status
 from qmq.metaserver.console import changes, shown
 from qmq.metaserver.console.asking import LOG_IN, Asking
 from qmq.metaserver.console.attempts import ATTEMPT_MS, Attempt, ProviderPort
@@ -326,8 +326,8 @@ class Console:
 
 
 def _may(caller: Caller | None, name: str) -> bool:
-    """Whether a button is worth showing."""
-    action = changes.offered(name)
+    """Whether a link is worth showing: to a change that the console makes, or to what an action looks at."""
+    action = changes.offered(name) if ACTIONS[name].changes else ACTIONS[name]
     return caller is not None and action is not None and caller.may(action.role)
 
 

@@ -588,7 +588,7 @@ class ConsumerProgress(_message.Message):
     def __init__(self, consumer: _Optional[str] = ..., connected: _Optional[bool] = ..., unacked: _Optional[int] = ..., peer: _Optional[str] = ...) -> None: ...
 
 class GroupProgress(_message.Message):
-    __slots__ = ("subject", "group", "first_sequence", "next_sequence", "position", "returned", "lag", "oldest_ms", "consumers", "causes")
+    __slots__ = ("subject", "group", "first_sequence", "next_sequence", "position", "returned", "lag", "oldest_ms", "consumers", "causes", "dead_letters")
     SUBJECT_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     FIRST_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
@@ -599,6 +599,7 @@ class GroupProgress(_message.Message):
     OLDEST_MS_FIELD_NUMBER: _ClassVar[int]
     CONSUMERS_FIELD_NUMBER: _ClassVar[int]
     CAUSES_FIELD_NUMBER: _ClassVar[int]
+    DEAD_LETTERS_FIELD_NUMBER: _ClassVar[int]
     subject: str
     group: str
     first_sequence: int
@@ -609,7 +610,8 @@ class GroupProgress(_message.Message):
     oldest_ms: int
     consumers: _containers.RepeatedCompositeFieldContainer[ConsumerProgress]
     causes: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, subject: _Optional[str] = ..., group: _Optional[str] = ..., first_sequence: _Optional[int] = ..., next_sequence: _Optional[int] = ..., position: _Optional[int] = ..., returned: _Optional[int] = ..., lag: _Optional[int] = ..., oldest_ms: _Optional[int] = ..., consumers: _Optional[_Iterable[_Union[ConsumerProgress, _Mapping]]] = ..., causes: _Optional[_Iterable[str]] = ...) -> None: ...
+    dead_letters: int
+    def __init__(self, subject: _Optional[str] = ..., group: _Optional[str] = ..., first_sequence: _Optional[int] = ..., next_sequence: _Optional[int] = ..., position: _Optional[int] = ..., returned: _Optional[int] = ..., lag: _Optional[int] = ..., oldest_ms: _Optional[int] = ..., consumers: _Optional[_Iterable[_Union[ConsumerProgress, _Mapping]]] = ..., causes: _Optional[_Iterable[str]] = ..., dead_letters: _Optional[int] = ...) -> None: ...
 
 class ConsumersAnswer(_message.Message):
     __slots__ = ("groups",)

@@ -56,7 +56,7 @@ def _nights(folder):
     ledger, now = Ledger(folder), time.time_ns() // 1_000_000
     for night in (3, 2, 1):
         at_ms = now - night * NIGHT_MS + 7_200_000
-        for group in ("g1", "g2"):
+        for group in ("g1", "g2", "d1"):
             run = time.strftime("%Y-%m-%dT%H%M", time.gmtime(at_ms / 1000))
             ledger.append(Entry(run, at_ms, group, PROVEN, verified=4096 * (5 - night), by="audit@mq1"))
     return folder

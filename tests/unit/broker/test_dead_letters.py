@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from qmq.broker import progress
 from qmq.codec import decode_message, encode_labels, encode_message, label_of_message, with_properties
 from qmq.errors import ErrorCode
 from qmq.log.fold import BATCHES_PER_PRODUCER
@@ -59,6 +60,8 @@ def test_dead_letter_is_the_message_and_says_what_became_of_it():
     assert dead_letters(group.b)[0].id == "m1", "on both copies"
     assert [(one.first, one.count) for one in unacked(group)] == [(0, 1), (2, 1)]
     assert group.a.counters.dead_letters == {("s", "g"): 1}
+    told = {one.subject: one.dead_letters for one in progress.of_groups(group.a.log, ())}
+    assert told["s"] == 1 and sum(told.values()) == 1
     frames = decode_frames(group.a.log.read(0, group.a.log.end, 1 << 30).data, 0, 0)
     acked = [decode_progress(body) for frame, body in frames if frame.kind == FrameKind.ACK]
     assert acked[-1].entries == ((first + 1, first + 2, DONE_AS_DEAD),), "the audit misses it if it is gone"

@@ -193,7 +193,8 @@ class Brokers:
             if subject in ("", row.subject) and group in ("", row.group)
         ]
         if behind_max:
-            rows = sorted((row for row in rows if row.lag), key=lambda row: -row.lag)[:behind_max]
+            rows = [row for row in rows if row.lag or row.dead_letters]
+            rows = sorted(rows, key=lambda row: (-row.lag, -row.dead_letters))[:behind_max]
         return pb.ConsumersAnswer(groups=rows)
 
     async def dead_letters(self, broker, *, subject, group, to="", at=(), source=""):

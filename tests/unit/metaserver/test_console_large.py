@@ -19,6 +19,7 @@ LAG = {
     "group": "g",
     "messages": 7,
     "ageSeconds": 9,
+    "deadLetters": 0,
     "oldest": 1,
     "causes": {"no_consumer": 7},
     "brokerGroups": {"g1": 7},

@@ -27,7 +27,12 @@ async def test_consumers_that_are_behind_are_named_with_since_when_and_why(world
     stuck = left("order.changed", "billing", 1234, since)
     stuck.consumers.append(pb.ConsumerProgress(consumer="c1", connected=False, unacked=0))
     stuck.causes.append("no consumer")
-    world.brokers.progress["g1"] = [left("quiet", "idle", 0), left("order.changed", "ticket", 2, since), stuck]
+    gave_up = left("order.changed", "mail", 0)
+    gave_up.dead_letters = 3
+    world.brokers.progress["g1"] = [left("quiet", "idle", 0), left("order.changed", "ticket", 2, since), stuck, gave_up]
+    assert "messages?subject=order.changed" not in await world.see("/consumers"), "a viewer may not look at messages"
+    await world.log_in("operator")
+    assert "/messages?subject=order.changed&amp;dead=mail" in await world.see("/consumers")
     text = await world.read("/consumers")
     assert "order.changed billing 1,234 1 h 2 min" in text and "no consumer g1: 1,234" in text
     assert text.index("billing") < text.index("ticket") and "idle" not in text

@@ -121,6 +121,13 @@ async def test_lag_is_summed_up_over_brokers(world):
     assert (shop["messages"], shop["brokerGroups"]) == (12, {"g1": 5, "g2": 7}) and 90 <= shop["ageSeconds"] < 100
     assert shop["causes"] == {"order_key": ["g2"]} and bill["causes"] == {}
     assert bill["group"] == "bill" and answer["unasked"] == {}
+    for letters in (2, 3):
+        done = left("s1", "done", 0)
+        done.dead_letters = letters
+        world.brokers.progress[f"g{letters - 1}"].append(done)
+    last = (await world.done("Lag"))["lag"][-1]
+    assert (last["group"], last["messages"], last["deadLetters"]) == ("done", 0, 5)
+    assert [row["deadLetters"] for row in (await world.done("Consumers", group="done"))["groups"]] == [2, 3]
     world.brokers.silent.add("g2")
     partial = await world.done("Lag", subject="s1", group="shop")
     assert partial["lag"][0]["messages"] == 5 and "did not answer" in partial["unasked"]["g2"]
