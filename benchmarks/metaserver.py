@@ -115,6 +115,7 @@ class Metaserver:
             "GRPC_PORT": self.grpc_port,
             "CLUSTER_TOKEN": self.token,
             "LOG_LEVEL": "ERROR",
+            "AUDIT_LEDGER": self._dir / "ledger",
         }
         environ = os.environ | {f"QMQ_METASERVER_{name}": str(value) for name, value in settings.items()}
         began = time.monotonic()
@@ -230,6 +231,7 @@ class Bench:
         token = self.server.act("AddToken", name="bench", role="operator")["token"]
         for number in range(0, 20, 2):
             self.server.act("MarkReadonlyBrokerGroup", brokerGroup=group_name(number))
+        metaserver_console.fill_ledger(self._dir / "ledger", self._scale.groups)
         metaserver_console.measure(self.server.http_port, token, self._note)
         for number in range(0, 20, 2):
             self.server.act("UnMarkReadonlyBrokerGroup", brokerGroup=group_name(number))

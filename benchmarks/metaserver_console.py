@@ -5,10 +5,12 @@ from __future__ import annotations
 import http.client
 import time
 from collections.abc import Callable
+from pathlib import Path
 from urllib.parse import urlencode
 
 from benchmarks.metaserver_load import HOT, group_name, subject_name
 from qmq.errors import QmqError
+from qmq.ledger import PROVEN, SUFFIX, Entry, encode_entry
 
 TIMES = 20
 PAGES = {
@@ -27,8 +29,24 @@ PAGES = {
     "delayed": "/console/delayed",
     "outbox": "/console/outbox",
     "trail": "/console/trail",
+    "audit": "/console/audit",
     "change": "/console/change?action=DrainGroup",
 }
+
+
+NIGHTS = 30
+
+
+def fill_ledger(folder: Path, groups: int) -> None:
+    """A month of nights of every broker group."""
+    folder.mkdir()
+    for group in map(group_name, range(groups)):
+        read = {"master": 1 << 30, "slave": 1 << 30}
+        nights = [
+            Entry(f"night {night}", 1_790_000_000_000 + 86_400_000 * night, group, PROVEN, verified=4096, read=read)
+            for night in range(NIGHTS)
+        ]
+        (folder / f"{group}{SUFFIX}").write_bytes(b"".join(map(encode_entry, nights)))
 
 
 def measure(port: int, token: str, note: Callable[[str, float, str], None]) -> None:

@@ -115,7 +115,7 @@ async def _messages(asking: Asking, query: Query) -> dict[str, Any]:
     if not query["subject"]:
         return {"found": None, "wrong": wrong}
     words: dict[str, Any] = {name: query[name] for name in ("subject", "id", "tag", "brokerGroup", "sequence")}
-    words |= {"deadLettersOf": query["dead"], "since": since, "until": until}
+    words |= {"deadLettersOf": query["dead"], "since": since, "until": until, "limit": ROWS}
     return {"found": await asking.ask("Browse", words), "wrong": wrong}
 
 

@@ -61,6 +61,16 @@ DELAY = {
     "inFlight": {f"g{number}": 1 for number in range(MANY)},
     "waiting": [],
 }
+MESSAGE = {
+    "brokerGroup": "g",
+    "sequence": 1,
+    "stored": 1,
+    "id": "m",
+    "tags": [],
+    "bytes": 1,
+    "problem": "",
+    "properties": {"a": "x" * 300},
+}
 CHECK = {"name": "n", "ok": False, "found": "f", "remedy": "r"}
 WATCHDOG = {"room": "r", "active": "w", "address": "a:1", "term": 1, "updateTime": 1}
 SILENT = {f"g{number}": "it does not answer" for number in range(MANY)}
@@ -75,6 +85,7 @@ ANSWERS = {
     "DelayStats": {"groups": [DELAY] * MANY, "hours": [], "unasked": SILENT},
     "ListReadonly": {"marks": [{"subject": "s", "producers": 1}] * MANY},
     "ReplicaStatus": [],
+    "Browse": {"messages": [MESSAGE] * 100, "unasked": SILENT},
     "Rates": {"rates": [], "unasked": {}},
 }
 """What the actions say that have no limit of their own; the others say what they say of an empty installation."""
@@ -112,6 +123,8 @@ SAID = [
     ("/doctor", {}, "And 9,900 more that are wrong"),
     ("/delayed", {}, "And 9,900 more groups of delay servers."),
     ("/group", {"name": "g"}, "And 9,900 more subjects"),
+    ("/messages", {"subject": "s"}, "There may be more. These are the newest 100"),
+    ("/messages", {"subject": "s", "since": "2026-01-31T14:05"}, "These are the oldest 100"),
 ]
 
 
