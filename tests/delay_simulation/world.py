@@ -195,7 +195,7 @@ class DelayWorld(World):
         schedule, log = process.filing.schedule, process.log
         if not log.start <= schedule.filed_end <= log.flushed_end or process.filing._why_anew:
             return
-        if not process.filing._is_our_history():
+        if not process.filing._is_our_history(process.filing.schedule.filed_end):
             return
         if schedule.pending_from() < log.start and schedule.filed_end < log.flushed_end:
             return  # frames that are still to be filed say what became of messages that the log let go since
