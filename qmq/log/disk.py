@@ -55,6 +55,9 @@ class Disk(Protocol):
     def look_again(self, name: str) -> None:
         """Let the next read open the file by its name: it may be another one by now, or gone."""
 
+    def is_lost(self, name: str) -> bool:
+        """Return whether the file that is open under this name has lost it: to another one, or it is gone."""
+
     def used(self, name: str) -> int:
         """Return the size without what was only reserved at the end; all zeros behind it, maybe some before it."""
 
@@ -138,6 +141,12 @@ class RealDisk:
 
     def look_again(self, name: str) -> None:
         self._forget(name)
+
+    def is_lost(self, name: str) -> bool:
+        with failing(name):
+            file = self._descriptors.get(name)
+            is_lost = file is not None and not self._system.is_named(file.fd, self._path(name))
+        return is_lost and self._descriptors.get(name) is file  # else it was we who took it away, just now
 
     def used(self, name: str) -> int:
         # A restart read 1 GiB of zeros behind 28 MB of log: 3.0 of its 3.1 s. The file system knows where data ends.

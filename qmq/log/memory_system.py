@@ -184,6 +184,9 @@ class MemorySystem(System):
     def open_size(self, fd: int) -> int:
         return self.file(fd).size
 
+    def is_named(self, fd: int, path: str) -> bool:
+        return self.entries.get(path) is self.file(fd)
+
     def size(self, path: str) -> int | None:
         inode = self.entries.get(path)
         return None if inode is None else inode.size

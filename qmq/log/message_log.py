@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
 from qmq.codec import Buffer, decode_labels, labels_bytes
-from qmq.errors import BrokenInvariant, CorruptFrame, Diverged, ForeignSegment, require
+from qmq.errors import BrokenInvariant, CorruptFrame, DiskFailed, Diverged, ForeignSegment, require
 from qmq.log import manifest, quarantine, segments
 from qmq.log.consume_log import ConsumeLog
 from qmq.log.disk import BLOCK_BYTES, Disk
@@ -65,6 +66,7 @@ class Commit:
     steps: list[_Write | _Roll] = field(default_factory=list)
 
 
+DAMAGED_KEPT = 100
 TAIL_ENTRY_BYTES = 2048
 """What a frame in the tail counts for beside its bytes: its objects take 700, and each of them is looked at when
 Python collects cycles. A tail of 100,000 tiny frames stopped the broker for 130 ms at a time."""
@@ -89,6 +91,8 @@ class MessageLog:
         self.state = State()
         self.health = LogLife()
         self.damage: Damage | None = None
+        self.damaged: deque[Damage] = deque(maxlen=DAMAGED_KEPT)
+        """All that readers found since this object was made, the newest last, mended by now or not."""
         self.torn_bytes = 0
         self.flushed_end = 0
         self._reload()
@@ -316,6 +320,31 @@ class MessageLog:
             CorruptFrame: this copy is damaged there.
         """
         return read_chunk(self._disk, list(self._bases), begin, min(end, self.flushed_end), bytes_max)
+
+    def look_again(self, begin: int) -> None:
+        """Let the segment that `begin` is in be read from the file of its name, which may be another one by now.
+
+        Not the one that is written (`check_newest`). Blocks; may run on a thread.
+
+        Raises:
+            CorruptFrame: its file is gone.
+        """
+        bases = list(self._bases)
+        base = segment_at(bases, begin) if bases else -1
+        if base in bases[:-1]:
+            self._disk.look_again(log_name(base))
+            if not self._disk.has(log_name(base)):
+                raise CorruptFrame(base, "its file is gone")
+
+    def check_newest(self) -> None:
+        """See that the file that is written has its name. Blocks; may run on a thread.
+
+        Raises:
+            DiskFailed: what is fsynced there would be gone when this process ends.
+        """
+        name = log_name(self._bases[-1]) if self._bases else ""
+        if name and self._disk.is_lost(name):
+            raise DiskFailed(f"{name}: its file was taken away or exchanged while it was written")
 
     def verify(self, base: int, at: int, chain: int | None, bytes_max: int) -> tuple[int, int, bool]:
         """Read frames of the closed segment at `base` again, from `at`, by the name of its file. Blocks; on any thread.
@@ -621,7 +650,10 @@ class MessageLog:
             end: int | None = problem.end
         else:
             end = segments.next_frame(self._disk, self._bases, begin + 8)
-        self.damage = self.damage or Damage(begin, min(self.state.end, end or self.state.end), problem.reason)
+        found = Damage(begin, min(self.state.end, end or self.state.end), problem.reason)
+        if self.damage is None or found not in self.damaged:  # several readers may meet it
+            self.damaged.append(found)
+        self.damage = self.damage or found
         self.health.on(HealthEvent.FOUND_DAMAGE)
 
     def _not_damaged(self) -> None:

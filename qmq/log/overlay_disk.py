@@ -51,6 +51,9 @@ class OverlayDisk:
     def look_again(self, name: str) -> None:
         """No file stays open here."""
 
+    def is_lost(self, name: str) -> bool:
+        return False
+
     def used(self, name: str) -> int:
         if name in self._changed or not (size := self.size(name)):
             return self.size(name)

@@ -49,6 +49,13 @@ class System:
     def open_size(self, fd: int) -> int:
         return os.fstat(fd).st_size
 
+    def is_named(self, fd: int, path: str) -> bool:
+        """Return whether the open file is the one of this name."""
+        try:
+            return os.path.samestat(os.stat(path), os.fstat(fd))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
     def size(self, path: str) -> int | None:
         """Return the bytes of the file; None if there is none."""
         try:

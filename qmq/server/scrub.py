@@ -4,7 +4,7 @@ A copy reads each one at least every `scrub_hours`, the one first that was read 
 most. It opens the file by its name: of one that was unlinked or exchanged under a running process, an open descriptor
 would still show the old content. What it finds goes the way of any damage (qmq.server.repair): readonly on a master,
 fetched from the other copy, the old bytes kept. What was read when is forgotten with the process; a new one begins with
-the oldest.
+the oldest. The segment that is written is not read; that its file still has its name is seen once a second, at least.
 """
 
 from __future__ import annotations
@@ -42,11 +42,19 @@ class Scrub:
 
     async def run(self) -> None:
         while True:
+            await self._check_newest()
             base = None if self._log.damage is not None else self._due()
             if base is None:
                 await asyncio.sleep(LOOK_S)
             else:
                 await self._verify(base)
+
+    async def _check_newest(self) -> None:
+        """Nobody would see it before the segment is closed, and by then a restart may have lost what it holds."""
+        try:
+            await asyncio.to_thread(self._log.check_newest)
+        except DiskFailed as error:
+            self._service.fail(error)
 
     @property
     def oldest_s(self) -> float:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from qmq.errors import BrokenInvariant, CorruptFrame, Diverged, ForeignSegment
+from qmq.errors import BrokenInvariant, CorruptFrame, DiskFailed, Diverged, ForeignSegment
 from qmq.log import segments
 from qmq.log.memory_disk import MemoryDisk
 from tests.unit.log.logs import Copy
@@ -47,6 +47,22 @@ def test_damage_met_by_a_restart_is_mended_and_the_rest_is_replayed(which, more)
     log.repair(others(other, offset, log.damage.end + more))
     assert log.damage is None and log.state == state and copy.image() == other.image()
     assert copy.reopen().state == state
+
+
+def test_file_that_is_gone_is_missed_when_it_is_read_by_name():
+    copy = a_copy()
+    first, newest = copy.log.bases[0], copy.log.bases[-1]
+    copy.log.read(first, copy.log.end, 1)  # opens it
+    for base in (first, newest):
+        copy.disk.system.unlink(copy.disk._path(f"log/{base:020d}.log"))
+    assert copy.log.read(first, copy.log.end, 1).frames, "who has it open reads on"
+    with pytest.raises(CorruptFrame, match="its file is gone"):
+        copy.log.look_again(first + 8)
+    with pytest.raises(CorruptFrame):
+        copy.log.read(first, copy.log.end, 1)
+    copy.log.look_again(newest)
+    with pytest.raises(DiskFailed, match="taken away"):
+        copy.log.check_newest()
 
 
 @pytest.mark.parametrize("place", [0.1, 0.5, 0.8])

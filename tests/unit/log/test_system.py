@@ -164,6 +164,28 @@ def test_write_that_is_cut_short_goes_on():
     assert disk.read("f", 0, 99) == b"\0\0abcdefghij" and disk.read("g", 0, 99) == b"0123456789"
 
 
+def test_file_that_is_open_and_has_lost_its_name_is_known(tmp_path: Path):
+    disk = RealDisk(tmp_path)
+    for name in ("gone", "exchanged", "kept"):
+        disk.create(name, 8)
+    (tmp_path / "gone").unlink()
+    (tmp_path / "other").write_bytes(b"12345678")
+    (tmp_path / "other").replace(tmp_path / "exchanged")
+    disk.remove("never there")
+    assert [disk.is_lost(name) for name in ("gone", "exchanged", "kept", "never there")] == [True, True, False, False]
+
+
+def test_file_that_another_thread_of_ours_takes_away_is_not_lost(tmp_path: Path):
+    class Meanwhile(System):
+        def is_named(self, fd, path):
+            disk.remove("f")
+            return super().is_named(fd, path)
+
+    disk = RealDisk(tmp_path, system=Meanwhile())
+    disk.create("f", 8)
+    assert not disk.is_lost("f")
+
+
 def test_system_in_memory_does_what_the_real_one_does(tmp_path: Path):
     rng = Random(1)
     disks = MemoryDisk(), RealDisk(tmp_path / "made" / "here")
@@ -190,7 +212,7 @@ def _outcome(disk: RealDisk, what: str, name: str, to: str, offset: int, data: b
     except DiskFailed as error:
         failed = type(error.__cause__).__name__
     there = [disk.names(folder) for folder in ("log", "x", "x/y", "nowhere")]
-    files = [(disk.has(n), disk.size(n), disk.read(n, 3, 90), bytes(disk.map(n))) for n in (name, to)]
+    files = [(disk.has(n), disk.is_lost(n), disk.size(n), disk.read(n, 3, 90), bytes(disk.map(n))) for n in (name, to)]
     return failed, there, files
 
 
