@@ -46,7 +46,8 @@ class Description(NamedTuple):
     """What there is to read of a copy, at one moment.
 
     `chain` is the chain before `start`, or None if nothing tells. `high_watermark` is what this copy says was on both
-    disks. `torn_bytes` stand behind `end` and are no frame.
+    disks. `torn_bytes` stand behind `end` and are no frame. `damaged` is what a running broker has met since it began:
+    (begin, end, why).
     """
 
     start: int
@@ -55,6 +56,7 @@ class Description(NamedTuple):
     chain: int | None
     segments: tuple[int, ...]
     torn_bytes: int = 0
+    damaged: tuple[tuple[int, int, str], ...] = ()
 
 
 class Owner(NamedTuple):
@@ -263,7 +265,10 @@ class BrokerCopy:
         except grpc.RpcError as error:
             raise CannotRead(self._said(error)) from None
         chain = answer.start_chain if answer.HasField("start_chain") else None
-        return Description(answer.log_start, answer.log_end, answer.high_watermark, chain, tuple(answer.segments))
+        damaged = tuple((one.begin, one.end, one.reason) for one in answer.damaged)
+        return Description(
+            answer.log_start, answer.log_end, answer.high_watermark, chain, tuple(answer.segments), damaged=damaged
+        )
 
     def index(self, base: int) -> ClosedIndex | None:
         return None

@@ -6,7 +6,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import reduce
@@ -388,6 +388,7 @@ def _finish(spark: SparkSession, one: _Audit, options: Options) -> None:
         if (anchor := one.history.anchor) is not None:
             ends = {name: dict(anchor.ends) | rows for name, rows in ends.items()}
         _hold_against(spark, group, firsts, ends, result, options.journal)
+    _add_met(group, result)
     if result.found:
         _check_kept(group, result)
     name_findings(group.name, group.places, result.logs, result.findings)
@@ -426,6 +427,24 @@ def _check_kept(group: Group, result: Result) -> None:
         if now.end < result.logs[name].end:
             span = f"[{now.end}, {result.logs[name].end})"
             raise CannotRead(f"the {name} cut off {span} while it was read, as after a failover: audit it again")
+
+
+def _add_met(group: Group, result: Result) -> None:
+    """Add damage that a running broker has met since the audit began, and that no reader saw: of what is read twice, it
+    may be mended before the one comes by who would name it."""
+    for name, place in group.places.items():
+        met: Counter[tuple[int, int, str]] = Counter()
+        if "broker" in place:
+            with suppress(CannotRead), closing(open_copy(place)) as copy:  # one that is gone by now says nothing
+                met = Counter(copy.describe().damaged) - Counter(result.logs[name].damaged)
+        for begin, end, reason in met:
+            if not any(_is_about(row, name, begin, end) for row in result.findings):
+                result.add(Kind.DAMAGED, copy=name, offset=begin, end=end, text=reason)
+
+
+def _is_about(row: Row, copy: str, begin: int, end: int) -> bool:
+    at = row["offset"]
+    return row["copy"] in (copy, BOTH) and at is not None and at < end and (row["end"] or at + 1) > begin
 
 
 def _cause(error: Exception) -> str:

@@ -678,7 +678,7 @@ class PrepareSwapRequest(_message.Message):
     def __init__(self, term: _Optional[int] = ..., hold_ms: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., target: _Optional[str] = ..., promised_term: _Optional[int] = ...) -> None: ...
 
 class LogDescription(_message.Message):
-    __slots__ = ("broker_group", "role", "term", "boot", "log_start", "log_end", "high_watermark", "start_chain", "segments")
+    __slots__ = ("broker_group", "role", "term", "boot", "log_start", "log_end", "high_watermark", "start_chain", "segments", "damaged")
     BROKER_GROUP_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
@@ -688,6 +688,7 @@ class LogDescription(_message.Message):
     HIGH_WATERMARK_FIELD_NUMBER: _ClassVar[int]
     START_CHAIN_FIELD_NUMBER: _ClassVar[int]
     SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    DAMAGED_FIELD_NUMBER: _ClassVar[int]
     broker_group: str
     role: int
     term: int
@@ -697,7 +698,18 @@ class LogDescription(_message.Message):
     high_watermark: int
     start_chain: int
     segments: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, broker_group: _Optional[str] = ..., role: _Optional[int] = ..., term: _Optional[int] = ..., boot: _Optional[int] = ..., log_start: _Optional[int] = ..., log_end: _Optional[int] = ..., high_watermark: _Optional[int] = ..., start_chain: _Optional[int] = ..., segments: _Optional[_Iterable[int]] = ...) -> None: ...
+    damaged: _containers.RepeatedCompositeFieldContainer[DamagedRange]
+    def __init__(self, broker_group: _Optional[str] = ..., role: _Optional[int] = ..., term: _Optional[int] = ..., boot: _Optional[int] = ..., log_start: _Optional[int] = ..., log_end: _Optional[int] = ..., high_watermark: _Optional[int] = ..., start_chain: _Optional[int] = ..., segments: _Optional[_Iterable[int]] = ..., damaged: _Optional[_Iterable[_Union[DamagedRange, _Mapping]]] = ...) -> None: ...
+
+class DamagedRange(_message.Message):
+    __slots__ = ("begin", "end", "reason")
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    begin: int
+    end: int
+    reason: str
+    def __init__(self, begin: _Optional[int] = ..., end: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class ReadLogRequest(_message.Message):
     __slots__ = ("begin", "end")

@@ -13,6 +13,7 @@ import grpc.aio
 
 from qmq.control_plane import SERVER_OPTIONS
 from qmq.errors import CorruptFrame, NotServed, OperatorError
+from qmq.log.index import segment_at
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import BrokerServicer, add_BrokerServicer_to_server
 from qmq.replication.settings import CopySettings
@@ -134,11 +135,13 @@ class CopyControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generate
             log_end=node.log.flushed_end,
             high_watermark=state.high_watermark,
             segments=node.log.bases,
+            damaged=[pb.DamagedRange(begin=one.begin, end=one.end, reason=one.reason) for one in node.log.damaged],
             start_chain=await asyncio.to_thread(node.log.start_chain),
         )
 
     async def ReadLog(self, request: pb.ReadLogRequest, context: Any) -> AsyncIterator[pb.LogChunk]:
         """Stream frames as they are stored. Bytes that are damaged are sent as they are too: the reader names them.
+        Closed segments are read from the files of their names, whatever files are open.
 
         All who read share `read_log_bytes_per_s`.
 
@@ -147,14 +150,15 @@ class CopyControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generate
         await _require_all_subjects(context)
         message_log, positions, me = self._service.node.log, self._service.reader_positions, object()
         end = min(request.end, message_log.flushed_end)
-        at = await asyncio.to_thread(message_log.next_frame, max(request.begin, message_log.start))
+        at = await asyncio.to_thread(self._first_frame, request.begin)
         positions[me] = request.begin
         try:
             while at is not None and at < end:
                 positions[me] = at
                 data = await asyncio.to_thread(self._chunk, at)
-                if not data:
-                    break  # it was cut meanwhile
+                if not data:  # its file is gone, or it was cut meanwhile
+                    at = await asyncio.to_thread(message_log.next_frame, at + 8)
+                    continue
                 await asyncio.sleep(self._pace.wait_s(len(data), self._loop.time()))
                 yield pb.LogChunk(offset=at, data=data)
                 at += len(data)
@@ -181,13 +185,27 @@ class CopyControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generate
         finally:
             holders.remove(me)
 
+    def _first_frame(self, begin: int) -> int | None:
+        message_log = self._service.node.log
+        begin = max(begin, message_log.start)
+        try:
+            message_log.look_again(begin)
+        except CorruptFrame as problem:
+            self._found(problem)
+        return message_log.next_frame(begin)
+
     def _chunk(self, at: int) -> bytes:
         message_log = self._service.node.log
         try:
+            if segment_at(message_log.bases, at) == at:
+                message_log.look_again(at)
             return message_log.read(at, message_log.flushed_end, CHUNK_BYTES).data
         except CorruptFrame as problem:
-            self._loop.call_soon_threadsafe(self._service.guarded, partial(self._service.node.found_damage, problem))
+            self._found(problem)
             return message_log.read_damaged(at)
+
+    def _found(self, problem: CorruptFrame) -> None:
+        self._loop.call_soon_threadsafe(self._service.guarded, partial(self._service.node.found_damage, problem))
 
 
 async def _require_all_subjects(context: Any) -> None:

@@ -1,0 +1,65 @@
+"""Shell. Damage that a broker has met and mended before any reader of the audit came by is a finding all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import Any
+
+import grpc
+import pytest
+
+from qmq.audit.copies import open_copy, place_options
+from qmq.audit.group import Group, Result, _add_met
+from qmq.audit.kinds import Kind
+from qmq.proto import qmq_pb2, qmq_pb2_grpc
+
+OLD, SEEN, UNSEEN = ((begin, begin + 50, "wrong body CRC") for begin in (100, 200, 300))
+
+
+class Broker(qmq_pb2_grpc.BrokerServicer):  # type: ignore[misc]
+    def __init__(self) -> None:
+        self.damaged = [OLD]
+
+    def DescribeLog(self, request: Any, context: grpc.ServicerContext) -> Any:
+        ranges = [qmq_pb2.DamagedRange(begin=begin, end=end, reason=why) for begin, end, why in self.damaged]
+        return qmq_pb2.LogDescription(log_end=1_000, damaged=ranges)
+
+
+@pytest.fixture
+def broker() -> Iterator[tuple[Broker, str]]:
+    server, one = grpc.server(ThreadPoolExecutor(2)), Broker()
+    qmq_pb2_grpc.add_BrokerServicer_to_server(one, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield one, f"127.0.0.1:{port}"
+    server.stop(None).wait()
+
+
+def began(address: str) -> tuple[Group, Result]:
+    group = Group("g1", {"slave": place_options(address, "")})
+    with closing(open_copy(group.places["slave"])) as copy:
+        return group, Result("g1", {}, logs={"slave": copy.describe()})
+
+
+@pytest.mark.parametrize("again", [(), (OLD,)], ids=["once", "an old one again"])
+def test_what_a_broker_has_met_since_is_a_finding_unless_a_reader_named_it(
+    broker: tuple[Broker, str], again: tuple[tuple[int, int, str], ...]
+) -> None:
+    one, address = broker
+    group, result = began(address)
+    result.add(Kind.DAMAGED, copy="slave", offset=SEEN[0], end=SEEN[1])
+    one.damaged += [SEEN, UNSEEN, *again]
+    _add_met(group, result)
+    found = {(row["what"], row["copy"], row["offset"], row["end"], row["text"]) for row in result.findings[1:]}
+    assert found == {("damaged", "slave", *range_) for range_ in (UNSEEN, *again)}
+
+
+def test_a_broker_that_began_anew_or_is_gone_has_met_nothing(broker: tuple[Broker, str]) -> None:
+    one, address = broker
+    group, result = began(address)
+    one.damaged = []
+    _add_met(group, result)
+    _add_met(Group("g1", {"slave": place_options("127.0.0.1:1", "")}), result)
+    assert result.findings == []
