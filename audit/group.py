@@ -88,6 +88,8 @@ class Result:
     epochs: list[str] = field(default_factory=list)
     journal: int | None = None
     unreadable: str | None = None
+    unverified: int = 0
+    """Bytes that were never verified, and that retention has removed by now."""
     history: int | None = None
     """Offset from which on frames differ in their chain, as they follow a difference."""
     min_copies: int = COPIES_MIN
@@ -498,6 +500,10 @@ def _look_back(group: Group, result: Result, ledger: Ledger | None, share: int) 
         kind, copy, text = history.broken
         result.cuts = history.cuts()
         result.add(kind, copy=copy, text=text, offset=min(log.end for log in result.logs.values()))
+    verified = history.known.anchor.verified if history.known.anchor else result.start
+    if history.broken is None and verified < result.start:
+        result.unverified = result.start - verified
+        result.notes.append(f"retention has removed [{verified}, {result.start}), which no run had verified")
     if history.anchor is not None:  # it was promised, though a log that is at rest does not state it
         result.watermark = max(result.watermark, history.anchor.verified)
     result.begin, result.again = history.begin, history.again
@@ -760,6 +766,7 @@ def _line(result: Result, entry: Entry | None) -> Entry:
         findings=kept[:FINDINGS_KEPT],
         places=result.places,
         by=who(),
+        unverified=result.unverified,
         read={name: read["bytes"] for name, read in result.read.items()},
         conserved=result.conserved[:CONSERVED_KEPT],
         delayed=result.delayed[:CONSERVED_KEPT],

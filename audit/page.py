@@ -6,6 +6,7 @@ what to do about them. The same for programs is JSON.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -55,7 +56,7 @@ def page(groups: dict[str, list[Entry]], now_ms: int) -> str:
     parts = [
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>qmq audit</title>',
         f"<style>{_STYLE}</style><h1>Audit: {_badge(worst)}</h1>",
-        f'<p class="when">{len(last)} broker groups; written {_moment(now_ms)}</p>',
+        f'<p class="when">{len(last)} broker groups; written {_moment(now_ms)}; {_summary(last)}</p>',
         *_verified(groups, now_ms),
         *_nights(groups),
         *_conserved(last),
@@ -82,6 +83,19 @@ def page_json(groups: dict[str, list[Entry]], now_ms: int) -> dict[str, Any]:
 _FOR_RUNS = frozenset({"pieces", "ends", "chain", "frame"})
 
 
+def _summary(last: Sequence[Entry]) -> str:
+    """Write how many findings of which kind there are, those first of which there are most."""
+    found = sum((Counter(one.found) for one in last), Counter[str]()).most_common()
+    kinds = ", ".join(f"{number:,} {escape(kind)}" for kind, number in found)
+    return f"findings: {kinds}" if kinds else "no findings"
+
+
+def _key(named: Iterable[tuple[str, str]], before: str = "") -> str:
+    """Write what the colours of a picture mean: (colour, meaning)."""
+    marks = "".join(f'<span style="background:{colour}"></span>{text}' for colour, text in named)
+    return f'<p class="key">{before}{marks}</p>'
+
+
 def _badge(verdict: str) -> str:
     return f'<span class="badge" style="background:{COLOURS[verdict]}">{escape(verdict)}</span>'
 
@@ -101,7 +115,11 @@ def _size(number: int) -> str:
 
 
 def _verified(groups: dict[str, list[Entry]], now_ms: int) -> Iterable[str]:
-    yield "<h2>Verified up to</h2><table><tr><th>broker group<th>last run<th>log, and what of it is verified"
+    yield "<h2>Verified up to</h2>"
+    yield _key(
+        ((COLOURS[PROVEN], "verified"), (COLOURS[NOT_READ], "not verified"), (COLOURS[""], "removed by retention"))
+    )
+    yield "<table><tr><th>broker group<th>last run<th>log, and what of it is verified"
     yield '<th class="n">offset<th class="n">verified'
     for name, entries in sorted(groups.items()):
         if not entries:
@@ -110,9 +128,13 @@ def _verified(groups: dict[str, list[Entry]], now_ms: int) -> Iterable[str]:
         verified = anchor.verified if anchor else 0
         age = _age(now_ms - anchor.at_ms) if anchor else "never"
         is_old = anchor is None or now_ms - anchor.at_ms > OLD_MS
+        gone = ""
+        if last.unverified:
+            text = f"{_size(last.unverified)} were removed by retention before a run had verified them"
+            gone = f'<br><span style="color:{COLOURS[FINDINGS]}">{text}</span>'
         colour = COLOURS[NOT_READ] if is_old else "#1f2933"
         yield (
-            f'<tr><td><b>{escape(name)}</b><td>{_badge(last.verdict)} <span class="why">{escape(last.run)}</span>'
+            f'<tr><td><b>{escape(name)}</b><td>{_badge(last.verdict)} <span class="why">{escape(last.run)}</span>{gone}'
             f'<td>{_bar(last.start, verified, _end_of(entries))}<td class="n">{verified:,}'
             f'<td class="n" style="color:{colour}">{age}'
         )
@@ -147,7 +169,9 @@ def _boxes(parts: Iterable[tuple[float, float, str]], width: int, title: str) ->
 
 
 def _nights(groups: dict[str, list[Entry]]) -> Iterable[str]:
-    yield f"<h2>The last {NIGHTS} runs</h2><table><tr><th>broker group<th>oldest to newest; height: bytes read"
+    yield f"<h2>The last {NIGHTS} runs</h2>"
+    yield _key((COLOURS[one], one) for one in (PROVEN, FINDINGS, NOT_READ))
+    yield "<table><tr><th>broker group<th>oldest to newest; height: bytes read"
     yield '<th class="n">last read'
     for name, entries in sorted(groups.items()):
         nights = entries[-NIGHTS:]
@@ -176,8 +200,7 @@ def _found(entry: Entry) -> str:
 
 def _conserved(last: Sequence[Entry]) -> Iterable[str]:
     yield "<h2>What became of each message</h2>"
-    key = "".join(f'<span style="background:{STATE_COLOURS[one]}"></span>{STATE_NAMES[one]}' for one in STATES)
-    yield f'<p class="key">stored ={key}</p>'
+    yield _key(((STATE_COLOURS[one], STATE_NAMES[one]) for one in STATES), "stored =")
     # A run of an earlier version knew fewer states.
     rows = [(entry.group, dict.fromkeys(STATES, 0) | row) for entry in last for row in entry.conserved]
     if not rows:
@@ -196,8 +219,7 @@ def _delayed(last: Sequence[Entry]) -> Iterable[str]:
     if not rows:
         return
     yield "<h2>What became of each delayed message</h2>"
-    key = "".join(f'<span style="background:{DELAY_COLOURS[one]}"></span>{DELAY_NAMES[one]}' for one in DELAY_STATES)
-    yield f'<p class="key">taken ={key}</p>'
+    yield _key(((DELAY_COLOURS[one], DELAY_NAMES[one]) for one in DELAY_STATES), "taken =")
     yield '<table><tr><th>delay group<th>subject<th class="n">late<th class="n">taken<th>became'
     for group, row in rows:
         late = f'<td class="n">{row["late"]:,}'
@@ -244,13 +266,16 @@ def _findings(last: Sequence[Entry]) -> Iterable[str]:
 
 
 def _finding(entry: Entry, row: dict[str, Any]) -> str:
-    where = [entry.group, str(row.get("copy") or "")]
+    where = [entry.group, "both copies" if row.get("copy") == "both" else f"its {row.get('copy') or '?'}"]
     where += [f"{name} {row[name]}" for name in ("host", "segment", "offset", "epoch") if row.get(name) is not None]
     message = [f"{name} {row[name]}" for name in ("subject", "sequence", "id") if row.get(name) is not None]
     lines = ("<br>".join(escape(line) for line in lines) for lines in (where, message))
+    advice, command = what_to_do(row), _command(row)
+    if not command and advice.endswith(":"):
+        advice = f"{advice[:-1]}."
     return (
         f"<tr><td><b>{escape(row['what'])}</b><td>{'<td>'.join(lines)}<td>{escape(row.get('text') or '')}"
-        f'<br><span class="why">{escape(what_to_do(row))}</span> {_command(row)}'
+        f'<br><span class="why">{escape(advice)}</span> {command}'
     )
 
 
@@ -290,4 +315,6 @@ def _command(row: dict[str, Any]) -> str:
         return f"<code>qmq DelayStats --brokerGroup={escape(str(row.get('group') or ''))}</code>"
     if row["what"] in _PROMISED | _DEAD_LETTERS and row.get("id"):
         return f"<code>qmq Trail --id={escape(quote(row['id']))}</code>"
+    if row["what"] in _DEAD_LETTERS and row.get("subject") and row.get("sequence") is not None:
+        return f"<code>qmq Browse --subject={escape(quote(row['subject']))} --sequence={row['sequence']}</code>"
     return ""

@@ -22,6 +22,7 @@ and left out, and an operator reads it with any tool; a Parquet file is written 
     read       {copy: bytes read}
     places     {copy: where it was read}
     by         who ran it: user@host
+    unverified bytes that retention has removed since the run before, and that no run had verified
     conserved  [{subject, group, stored, …}]: the equation of each consumer group (docs/audit.md)
 """
 
@@ -77,6 +78,7 @@ class Entry:
     read: dict[str, int] = field(default_factory=dict)
     places: dict[str, str] = field(default_factory=dict)
     by: str = ""
+    unverified: int = 0
     conserved: list[dict[str, Any]] = field(default_factory=list)
     delayed: list[dict[str, Any]] = field(default_factory=list)
 

@@ -36,6 +36,7 @@ def status_of(entries: list[Entry], now_ms: int) -> dict[str, Any]:
         "subjects": len(anchor.ends) if anchor else 0,
         "found": last.found,
         "findings": last.findings,
+        "unverifiedBytes": last.unverified,
         "readBytes": sum(last.read.values()),
         "by": last.by,
         "runs": known.runs,

@@ -78,6 +78,32 @@ def test_page_is_one_file_and_says_what_was_verified() -> None:
     assert "subject <b>" in read.text and "b" in read.tags, "names are text, never markup"
 
 
+@pytest.mark.parametrize(
+    "row, said",
+    [
+        ({"id": "m-5"}, "dead letters:</span> <code>qmq Trail --id=m-5</code>"),
+        ({"id": None}, "dead letters:</span> <code>qmq Browse --subject=a --sequence=121</code>"),
+        ({"id": None, "sequence": None}, "dead letters.</span> \n"),
+    ],
+)
+def test_advice_comes_with_its_command_or_ends_as_a_sentence(row: dict[str, str | None], said: str) -> None:
+    about = {"what": "dead_missing", "copy": "both", "subject": "a", "sequence": 121}
+    text = page({"g1": [replace(BAD, findings=[ROW | about | row])]}, NOW_MS)
+    assert f"redrives its {said}" in text and "both copies" in text
+
+
+def test_findings_are_counted_at_the_top() -> None:
+    text = page({"g1": [replace(BAD, found={"damaged": 1, "extra": 2_000})], "g2": [GOOD]}, NOW_MS)
+    assert "; findings: 2,000 extra, 1 damaged</p>" in text
+    assert "; no findings</p>" in page({"g2": [GOOD]}, NOW_MS)
+
+
+def test_what_left_unverified_is_said() -> None:
+    said = "were removed by retention before a run had verified them"
+    assert f"7.0 kB {said}" in page({"g1": [replace(GOOD, unverified=7_000)]}, NOW_MS)
+    assert said not in page({"g1": [GOOD]}, NOW_MS)
+
+
 def test_each_run_has_its_box_and_the_newest_thirty_stay() -> None:
     entries = [replace(GOOD, run=f"run {number}") for number in range(35)]
     text = page({"g1": entries}, NOW_MS)

@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from qmq.audit.answers import Answer
-from qmq.audit.copies import Description
-from qmq.audit.group import Result, _check_all_was_read, _explain, _note_unlisted, _take_differences, verified
+from qmq.audit.copies import Description, place_options
+from qmq.audit.group import (
+    Group,
+    Result,
+    _check_all_was_read,
+    _explain,
+    _freeze,
+    _line,
+    _look_back,
+    _new,
+    _note_unlisted,
+    _take_differences,
+    verified,
+)
 from qmq.audit.history import History
 from qmq.audit.journal import not_behind
 from qmq.audit.kinds import Kind
 from qmq.audit.report import as_markdown
 from qmq.audit.said import PIECE
 from qmq.audit.schema import BOTH, FINDINGS, MASTER
-from qmq.ledger import PROVEN, Entry, Piece, known_from
+from qmq.ledger import PROVEN, Entry, Ledger, Piece, known_from
+from qmq.types import Epoch
+from tests.unit.audit.logs import LogWriter
 
 NAMES = ("master", "slave", "slave2")
 WATERMARK = 1000
@@ -95,6 +110,29 @@ def test_no_point_is_verified_at_which_no_frame_ends() -> None:
     result = result_of(WATERMARK, WATERMARK, begin=500)
     answer = answer_of(result, (500, 800))
     assert verified(answer, result, known(Piece(0, 500, 500, "c0f")), 10_000) is None
+
+
+@pytest.mark.parametrize("place, is_unverified", [(-3, False), (3, True)], ids=["behind it", "before it"])
+def test_what_retention_took_before_a_run_verified_it_is_said(tmp_path: Path, place: int, is_unverified: bool) -> None:
+    for copy in ("master", "slave"):
+        log = LogWriter(tmp_path / copy, segment_bytes=2_000)
+        log.mastership(Epoch(1, 1))
+        for _ in range(40):
+            log.batch("order.changed", 3)
+        log.close()
+        first, *gone, start = [int(path.stem) for path in sorted(log.folder.glob("*.log"))][:4]
+        for base in (first, *gone):
+            (log.folder / f"{base:020d}.log").unlink()
+    frame, ledger = log.frames[place], Ledger(tmp_path / "ledger")
+    ledger.append(replace(BEFORE, verified=frame.end, chain=f"{frame.chain:016x}", frame=frame.offset))
+    group = Group("g1", {copy: place_options(str(tmp_path / copy), "") for copy in ("master", "slave")})
+    result = _new(group)
+    _freeze(group, result)
+    _look_back(group, result, ledger, 7)
+    assert result.start == start and result.unverified == (start - frame.end if is_unverified else 0)
+    noted = [note for note in result.notes if "which no run had verified" in note]
+    assert noted == [f"retention has removed [{frame.end}, {start}), which no run had verified"][: int(is_unverified)]
+    assert _line(result, None).unverified == result.unverified
 
 
 @pytest.mark.parametrize("digest", ["c000000000000000f", "1234"])
