@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -172,3 +173,52 @@ def test_what_spark_submit_says_is_not_overridden(cluster: Cluster, tmp_path: Pa
     assert job.returncode == 0, job.stdout + job.stderr
     assert json.loads(job.stdout.splitlines()[-1]) == [cluster.url, "7", 400]
     assert len(cluster.executors() - before) == 2, "both workers took part"
+
+
+ENVIRONMENT = """
+import json, sys
+from qmq.audit.spark import start_spark
+spark = start_spark(None, "in an environment of its own")
+prefixes = spark.sparkContext.parallelize(range(2), 2).map(lambda _: __import__("sys").prefix).distinct().collect()
+messages = spark.read.format("qmq").option("path", sys.argv[1]).option("piece_bytes", "20000").load().count()
+print(json.dumps([prefixes, messages]))
+"""
+
+
+def environment_archive(folder: Path) -> Path:
+    """Pack what `venv-pack` packs, small: its packages are those of this Python, by a `.pth` file, without ours."""
+    env, packages = folder / "env", Path(pyspark.__file__).parents[1]
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", "--symlinks", str(env)], check=True)
+    [site] = env.glob("lib/python*/site-packages")
+    (site / "packages.pth").write_text(f"{packages}\n")
+    return Path(shutil.make_archive(str(folder / "environment"), "gztar", env))
+
+
+def test_executors_run_in_an_environment_that_was_sent_to_them(cluster: Cluster, tmp_path: Path) -> None:
+    """`--archives` as docs/spark.md says. Nothing of ours is in that environment."""
+    write(tmp_path / "master")
+    archive = environment_archive(tmp_path)
+    alone = [tmp_path / "env/bin/python", "-c", "import pyarrow, grpc, numpy, qmq"]
+    without = subprocess.run(alone, cwd=tmp_path, capture_output=True, text=True, env={"PATH": os.environ["PATH"]})
+    assert "No module named 'qmq'" in without.stderr
+    script = tmp_path / "job.py"
+    script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})" + ENVIRONMENT)
+    command = [str(SPARK / "bin" / "spark-submit"), "--master", cluster.url, "--archives", f"{archive}#env"]
+    for name, value in CONFS.items():
+        command += ["--conf", f"{name}={value}"]
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "SPARK_HOME")}
+    environment |= {"PYSPARK_DRIVER_PYTHON": sys.executable, "PYSPARK_PYTHON": "./env/bin/python"}
+    environment |= {"SPARK_LOCAL_IP": "127.0.0.1"}
+    job = subprocess.run(
+        [*command, str(script), str(tmp_path / "master")],
+        cwd=tmp_path,  # where `env` is: what Spark plans on the driver's machine is run by that path, too
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=JOB_S,
+    )
+    assert job.returncode == 0, job.stdout + job.stderr
+    prefixes, messages = json.loads(job.stdout.splitlines()[-1])
+    folders = {Path(prefix) for prefix in prefixes}
+    assert messages == 400 and len(folders) == 2, "one for each executor"
+    assert all(path.name == "env" and path.is_relative_to(cluster.work.resolve()) for path in folders), folders
