@@ -363,6 +363,9 @@ class Node(Generic[M]):
         a term after it was acknowledged, nobody lacks. Nor is a slave rolled back that lacks what was acknowledged
         without it (`may_be_behind`).
         """
+        own = self.identity.points.own
+        if own is not None and own.epoch.term < loss_accepted_term:
+            self._look_at_points()  # its disk may have lost that while it was stopped, so it never said so
         lacks = self.identity.points.lacks
         if lacks is not None and lacks.epoch.term < loss_accepted_term:
             log.warning("loss accepted group=%s: this copy lacks what was acknowledged up to %s", self.group, lacks)

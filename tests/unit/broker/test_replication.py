@@ -14,6 +14,7 @@ from qmq.remoting.commands import Command, Confirmation
 from qmq.remoting.packet import Packet
 from qmq.replication import slave_watch
 from qmq.replication.agreement import Action, Agreement, Hello
+from qmq.replication.points import SAVE_MS
 from qmq.types import Epoch, Role
 from tests.unit.broker.world import SETTINGS, Broker, Client, FakeLink, Group
 
@@ -321,6 +322,25 @@ def test_master_from_an_old_backup_is_refilled_from_a_slave_whose_log_begins_lat
     group.connect()
     settle_slowly(group)
     assert group.a.node.writable and equal(group) and group.b.disk.names("quarantine") == []
+
+
+def test_master_whose_loss_was_accepted_before_it_knew_of_it_goes_on_at_its_first_start():
+    """Its disk lost its end while it was stopped; from what is beside the log an operator saw what it lacks."""
+    group, client = a_group()
+    client.produce("kept")
+    group.settle()
+    kept_end = group.a.log.end
+    client.produce("lost")
+    group.settle()
+    group.cut()
+    group.a.wait(SAVE_MS)
+    group.a.node.identity.points.save()
+    group.a.log.cut(kept_end, "put back")
+    group.a.crash()
+    group.a.node.remembered_elsewhere([], loss_accepted_term=2)
+    group.a.assign(Role.MASTER, 2)
+    group.a.wait(SETTINGS.slave_wait_ms)
+    assert group.a.master.has_begun and "rolled_back" not in group.a.node.readonly_reasons
 
 
 def test_copy_that_is_kept_of_two_that_differed_becomes_a_whole_group_again():
