@@ -176,6 +176,7 @@ async def _replica_status(desk: Desk, words: Words) -> Any:
 
 
 async def _compare(desk: Desk, group: Group) -> dict[str, Any]:
+    points = await desk.registry.points_of(group.name)  # first, so that no copy is behind them because time goes by
     replicas = await asyncio.gather(*(_replica(desk, broker) for broker in group.brokers))
     asked = [replica for replica in replicas if replica["reachable"]]
     ends, chains = [replica["logEnd"] for replica in asked], {replica["chain"] for replica in asked}
@@ -189,6 +190,7 @@ async def _compare(desk: Desk, group: Group) -> dict[str, Any]:
         # Chains of different ends say nothing.
         "equal": len(chains) == 1 if every and len(set(ends)) == 1 else None,
         "lagBytes": max(ends[0] - min(ends[1:]), 0) if every else None,
+        "acknowledged": max((point.end for point in points.by_incarnation.values()), default=0),
         "replicas": replicas,
     }
 

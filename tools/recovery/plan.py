@@ -7,7 +7,7 @@ only silent nothing is decided: it may be the one that has everything.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from qmq.types import MASTERS, Role
@@ -152,7 +152,7 @@ ABOUT_SILENT = (
 )
 
 
-def decide(copies: Sequence[Copy], *, term: int = 0, min_copies: int = 2) -> Decision:
+def decide(copies: Sequence[Copy], *, term: int = 0, min_copies: int = 2, remembered: int = 0) -> Decision:
     """Choose the copy that goes on: the master's of the row, unless that is gone, or worse than a slave's.
 
     Of n copies, m of which acknowledge, n - m + 1 slaves that followed the master of the row's term have among them
@@ -160,7 +160,10 @@ def decide(copies: Sequence[Copy], *, term: int = 0, min_copies: int = 2) -> Dec
 
     Args:
         term, min_copies: of the group's row.
+        remembered: up to there, the metaserver remembers, messages were acknowledged.
     """
+    copies = [_held_against(copy, copies, remembered) for copy in copies]
+    known = max(remembered, *(copy.acknowledged for copy in copies))
     master = next((copy for copy in copies if copy.role in MASTERS), None)
     if master is None:
         return Decision(("the group has no master; AddBroker, or the second call of ReplaceBroker, gives it one",))
@@ -172,14 +175,23 @@ def decide(copies: Sequence[Copy], *, term: int = 0, min_copies: int = 2) -> Dec
         return Decision((ABOUT_SILENT.format(", ".join(silent)),))
     kept = _best(master, copies)
     if kept is None:
-        return _begin_anew(master, copies)
+        return _begin_anew(master, copies, known)
     if kept is master and not master.troubles:
         return Decision(_all_start(copies), kept)
     if is_proven and master.is_there and set(master.troubles) <= REFILLED:
         return Decision((*_all_start(copies), f"{master.who} is refilled by itself from {kept.who}"), kept)
-    if is_proven and len(copies) > 2 and not _offsets(kept, copies):
+    if is_proven and len(copies) > 2 and not _offsets(kept, known):
         return _choose_among(proof, master, kept, copies)
-    return _put_in_the_masters_place(kept, master, copies)
+    return _put_in_the_masters_place(kept, master, copies, known)
+
+
+def _held_against(copy: Copy, copies: Sequence[Copy], remembered: int) -> Copy:
+    """A disk that ends before what was acknowledged was put back; a slave of several may only be behind. A broker that
+    runs says so itself."""
+    may_be_behind = copy.role not in MASTERS and len(copies) > 2
+    if copy.state != ON_DISK or may_be_behind or (copy.end or 0) >= remembered or "rolled_back" in copy.troubles:
+        return copy
+    return replace(copy, troubles=(*copy.troubles, "rolled_back"))
 
 
 def _best(master: Copy, copies: Sequence[Copy]) -> Copy | None:
@@ -190,11 +202,11 @@ def _best(master: Copy, copies: Sequence[Copy]) -> Copy | None:
     return max(there, key=lambda copy: (not copy.troubles, copy is master, copy.reach), default=None)
 
 
-def _put_in_the_masters_place(kept: Copy, master: Copy, copies: Sequence[Copy]) -> Decision:
-    lost = _lost(kept, copies)
+def _put_in_the_masters_place(kept: Copy, master: Copy, copies: Sequence[Copy], known: int) -> Decision:
+    lost, offsets = _lost(kept, copies), _offsets(kept, known)
     steps = (f"stop {kept.who}", f"ReplaceBroker puts {kept.who} in the master's place", *_all_start(copies))
-    is_loss = bool(kept.troubles or lost or len(copies) > 2)
-    return Decision(steps, kept, "ReplaceBroker", _words(master, kept, copies), lost, _offsets(kept, copies), is_loss)
+    is_loss = bool(kept.troubles or lost or offsets or len(copies) > 2)
+    return Decision(steps, kept, "ReplaceBroker", _words(master, kept, copies), lost, offsets, is_loss)
 
 
 def _choose_among(proof: Sequence[Copy], master: Copy, kept: Copy, copies: Sequence[Copy]) -> Decision:
@@ -207,8 +219,8 @@ def _choose_among(proof: Sequence[Copy], master: Copy, kept: Copy, copies: Seque
     return Decision(steps, kept, "Failover", {"masterGone": "true"})
 
 
-def _begin_anew(master: Copy, copies: Sequence[Copy]) -> Decision:
-    end = max((max(copy.end or 0, copy.acknowledged) for copy in copies), default=0)
+def _begin_anew(master: Copy, copies: Sequence[Copy], known: int) -> Decision:
+    end = max(known, *(copy.end or 0 for copy in copies))
     steps = (f"the group begins anew with an empty disk at {master.who}", *_all_start(copies))
     return Decision(steps, None, "ReplaceBroker", _words(master, master, copies), (), (0, end), True)
 
@@ -237,8 +249,7 @@ def _all_start(copies: Sequence[Copy]) -> tuple[str, ...]:
     return tuple(map(how, copies))
 
 
-def _offsets(kept: Copy, copies: Sequence[Copy]) -> tuple[int, int] | None:
-    known = max(copy.acknowledged for copy in copies)
+def _offsets(kept: Copy, known: int) -> tuple[int, int] | None:
     return (kept.end or 0, known) if known > (kept.end or 0) else None
 
 

@@ -34,7 +34,8 @@ def run(session: Session) -> Exit:
     except CallFailed as error:
         complain(f"{error}. Nothing was changed")
         return Exit.UNREACHABLE
-    decision = decide(copies, term=row["term"], min_copies=row["minCopies"])
+    remembered = row.get("acknowledged", 0)  # a metaserver of an older version does not say
+    decision = decide(copies, term=row["term"], min_copies=row["minCopies"], remembered=remembered)
     if session.as_json and session.dry_run:
         print(json.dumps({"copies": [asdict(copy) for copy in copies], "decision": asdict(decision)}))
     else:

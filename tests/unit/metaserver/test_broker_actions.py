@@ -9,6 +9,8 @@ from types import SimpleNamespace
 from qmq.metaserver.actions import Status
 from qmq.metaserver.model import BrokerKey
 from qmq.metaserver.state_metrics import StateMetrics
+from qmq.replication.points import Point
+from qmq.types import Epoch
 from tests.unit.metaserver.actions_world import in_world, left, place
 
 
@@ -247,6 +249,19 @@ async def test_copies_are_compared(world):
     key = BrokerKey("g1-b", 20881)
     world.brokers.states[key] = replace(world.brokers.states[key], log_end=4096, chain=78)
     assert (await world.done("ReplicaStatus"))[0]["equal"] is False
+
+
+@in_world
+async def test_status_says_up_to_where_anything_is_remembered_to_be_acknowledged(world):
+    """Of copies that are gone, too: RecoverGroup says what is lost with them."""
+    await world.running_copies("g1")
+    [status] = await world.done("ReplicaStatus", brokerGroup="g1")
+    assert status["acknowledged"] == 0
+    world.beat("g1-a", incarnation="disk a", point=Point(Epoch(2, 1), 900, 7))
+    world.stop("g1-a")
+    world.beat("g1-b", incarnation="disk b", point=Point(Epoch(2, 1), 800, 6))
+    [status] = await world.done("ReplicaStatus", brokerGroup="g1")
+    assert status["acknowledged"] == 900
 
 
 @in_world

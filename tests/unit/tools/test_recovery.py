@@ -43,8 +43,8 @@ def report(name, *, end=100, lacks=None, subjects=None, group="g", troubles=(), 
     }
 
 
-def decided(*, replicas=(), reports=(), gone=()):
-    return decide(read_copies(rows(), replicas, reports, gone))
+def decided(*, replicas=(), reports=(), gone=(), remembered=0):
+    return decide(read_copies(rows(), replicas, reports, gone), remembered=remembered)
 
 
 def test_of_a_copy_that_is_only_silent_nothing_is_decided():
@@ -132,6 +132,26 @@ def test_what_is_lost_is_named_by_offset_subject_and_id():
     ]
 
 
+@pytest.mark.parametrize(
+    "kept, gone, words",
+    [
+        pytest.param("b", A, {"role": "0", "hostname": "b", "swap": "true"}, id="the slave's disk"),
+        pytest.param("a", B, {"role": "0", "hostname": "a"}, id="the master's disk"),
+    ],
+)
+def test_a_disk_that_ends_before_what_the_metaserver_remembers_was_put_back(kept, gone, words):
+    """It does not know that itself: all that stands beside its log is as old."""
+    plan = decided(reports=[report(kept, end=100)], gone=[gone], remembered=150)
+    assert plan.lost_offsets == (100, 150) and plan.needs_acceptance
+    assert {name: plan.words[name] for name in words} == words
+    whole = decided(reports=[report(kept, end=100)], gone=[gone], remembered=100)
+    assert whole.lost_offsets is None and not whole.needs_acceptance
+
+
+def test_what_is_only_remembered_by_the_metaserver_is_lost_with_both():
+    assert decided(gone=[A, B], remembered=700).lost_offsets == (0, 700)
+
+
 def test_all_that_was_acknowledged_is_lost_with_both():
     plan = decided(replicas=[replica("a", up=False, end=500)], gone=[A, B])
     assert plan.lost_offsets == (0, 500) and "begins anew" in plan.steps[0]
@@ -153,7 +173,7 @@ def test_what_fits_nothing_of_the_group_is_refused(reports, gone, words):
 # Several slaves. The row is of term 4; `4` and `3` below are the terms of the logs' last frames.
 
 
-def decided_of_three(states, *, min_copies=2):
+def decided_of_three(states, *, min_copies=2, remembered=0):
     """What is decided of a (the master), b and c: each with its state, end, term of its last frame, troubles."""
     brokers = [*rows(), {**rows()[0], "hostname": "c"}]
     replicas, reports, gone = [], [], []
@@ -165,7 +185,8 @@ def decided_of_three(states, *, min_copies=2):
             replicas.append(replica(name, up=state == "runs", end=end, term=term, reasons=troubles))
         if state == "gone":
             gone.append(f"{name}:1")
-    return decide(read_copies(brokers, replicas, reports, gone), term=4, min_copies=min_copies)
+    copies = read_copies(brokers, replicas, reports, gone)
+    return decide(copies, term=4, min_copies=min_copies, remembered=remembered)
 
 
 RUNS, DISK, GONE, SILENT = ("runs", 100, 4), ("disk", 100, 4), ("gone", 100, 4), ("silent", 100, 4)
@@ -201,6 +222,14 @@ def test_which_of_three_copies_goes_on(states, min_copies, kept, command, accept
 def test_what_a_copy_that_is_gone_had_acknowledged_is_named_by_offset():
     plan = decided_of_three([("gone", 150, 4), RUNS, RUNS])
     assert plan.lost_offsets == (100, 150)
+
+
+def test_what_the_metaserver_remembers_is_lost_with_those_who_had_it():
+    """A slave may be behind; that nobody has what it lacks shows only here."""
+    plan = decided_of_three([("gone", 0, 0), DISK, ("gone", 0, 0)], remembered=150)
+    assert plan.lost_offsets == (100, 150) and plan.keeps.who == B and plan.needs_acceptance
+    plan = decided_of_three([("silent", 0, 0), RUNS, ("runs", 160, 4)], remembered=150)
+    assert plan.lost_offsets is None
 
 
 def test_the_only_copy_is_not_refilled_from_itself():
