@@ -266,6 +266,8 @@ class ReplicaState:
     last_term: int = 0
     last_boot: int = 0
     """Of its log's last frame."""
+    incomplete: bool = False
+    """Its copy never had all that its master had, as far as it wrote down."""
 
     @property
     def reach(self) -> tuple[int, int, int]:

@@ -412,11 +412,11 @@ def slave_complete(group: Group, slave: Broker, key: BrokerKey, state: ReplicaSt
 
     A group that takes messages has `min_copies` - 1 slaves in step; of more slaves the others may be behind, or fall
     behind. Only `master` durability acknowledges without a slave. The master must name the very copy that our row
-    names: a slave whose disk was wiped may have registered before the master noticed. A slave that was rolled back says
-    so itself.
+    names: a slave whose disk was wiped may have registered before the master noticed. A slave that was rolled back, or
+    that is filled anew, says so itself.
     """
     if key == slave.key:
-        return False if is_rolled_back(state) else None
+        return False if is_rolled_back(state) or state.incomplete else None
     if group.master is None or key != group.master.key:
         return None
     if not state.writable or not state.is_master_in(group.term):
@@ -439,7 +439,7 @@ def _promote(directory: Directory, group: Group, broker: Broker, accept_loss: bo
                 f"what is left: tools.sh Failover --brokerGroup={group.name} chooses; SwapRoles, if the master runs. "
                 f"If that is impossible, --acceptLoss=true makes the best of what {broker.key} has"
             )
-        if master and master.incarnation and not slave.complete and not accept_loss:
+        if master and master.incarnation and (lacking or not slave.complete) and not accept_loss:
             why = lacking or f"{slave.key} was never seen to hold all that {group.name} acknowledged"
             raise OperatorError(
                 f"{why}, and would lose the rest as its master. Start both brokers, wait until the group takes "

@@ -67,6 +67,7 @@ def state_from_message(message: pb.BrokerState) -> ReplicaState:
         promised_term=message.promised_term,
         last_term=message.last_term,
         last_boot=message.last_boot,
+        incomplete=message.incomplete,
     )
 
 

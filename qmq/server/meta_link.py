@@ -73,6 +73,7 @@ def state_message(service: Service[Any], settings: CopySettings) -> pb.BrokerSta
         promised_term=node.identity.value.promised,
         last_term=message_log.state.epoch.term,
         last_boot=message_log.state.epoch.boot,
+        incomplete=not node.identity.value.complete,
     )
 
 

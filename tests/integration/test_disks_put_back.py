@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 
+from qmq.checked_json import decode_checked, encode_checked
 from qmq.deploy.copies import read_copy
 from qmq.errors import OperatorError
 from qmq.log import RealDisk
@@ -26,6 +27,7 @@ from tests.integration.cluster_world import (
     state,
     until,
 )
+from tests.support.standstill import stand_still
 
 BEFORE = 20
 
@@ -208,3 +210,50 @@ def test_rolled_back_slave_is_not_promoted_without_a_word(cluster, tmp_path):
     assert "rolled back" in refusal and "acknowledged up to offset" in refusal and "acceptLoss" in refusal
     begin(cluster, master.hostname, slave.hostname)
     check_nothing_is_lost(cluster, 500)
+
+
+def put_back_to_the_start(cluster, plan, *, complete):
+    """Of a stopped broker, the log is gone, and what it knew to be acknowledged; directory and term are the same."""
+    data, identity = data_of(cluster, plan), data_of(cluster, plan) / "broker.json"
+    known = decode_checked(identity.read_bytes()) | {"complete": complete}
+    shutil.rmtree(data)
+    data.mkdir()
+    identity.write_bytes(encode_checked(known, indent=1))
+
+
+def swap_words(slave):
+    place = {"hostname": slave.hostname, "ip": "127.0.0.1", "servePort": slave.serve_port, "syncPort": slave.sync_port}
+    return {"brokerGroup": "g1", "role": 0, "swap": "true"} | place
+
+
+@pytest.mark.parametrize("complete", [pytest.param(True, id="whole once"), pytest.param(False, id="from before that")])
+def test_slave_that_fell_silent_after_its_disk_was_put_back_is_not_swapped_in_without_a_word(cluster, complete):
+    """It begins while its master stands still, so only the metaserver remembers; then nobody answers any more."""
+    master, slave = copies(cluster)
+    remembered(cluster)
+    end(cluster, slave.hostname)
+    put_back_to_the_start(cluster, slave, complete=complete)
+    stand_still(cluster.service(master.hostname).pid)
+    begin(cluster, slave.hostname)
+    until(lambda: is_incomplete(cluster, slave), "the row says that the slave is not complete")
+    end(cluster, slave.hostname, master.hostname)
+    refusal = until(lambda: refused(cluster, "ReplaceBroker", swap_words(slave)), "both count as down")
+    assert ("was rolled back" if complete else "never seen to hold all") in refusal and "acceptLoss" in refusal
+    begin(cluster, master.hostname, slave.hostname)
+    check_nothing_is_lost(cluster, 0)
+
+
+@pytest.mark.parametrize("complete", [pytest.param(True, id="whole once"), pytest.param(False, id="from before that")])
+def test_master_by_a_swap_whose_disk_was_put_back_meanwhile_waits_for_the_other_copy(cluster, complete):
+    """The disk is put back while both are stopped, so nobody can know; the new master does not begin without it."""
+    master, slave = copies(cluster)
+    remembered(cluster)
+    end(cluster, slave.hostname, master.hostname)
+    put_back_to_the_start(cluster, slave, complete=complete)
+    assert until(lambda: refused(cluster, "ReplaceBroker", swap_words(slave)), "both count as down") == "it is done"
+    begin(cluster, slave.hostname)
+    until(lambda: (said := state(cluster, slave)) and said.role == 0 and said.term, "it is the master")
+    assert ("rolled_back" in reasons(cluster, slave)) == complete
+    begin(cluster, master.hostname)
+    check_nothing_is_lost(cluster, 0)
+    assert "went on without its slave" not in log_of(cluster, slave.hostname)

@@ -305,15 +305,26 @@ def test_what_a_masters_words_say_about_its_slave(state, complete):
     assert roles.slave_complete(group, group.slave, group.master.key, state) is complete
 
 
-@pytest.mark.parametrize("reasons, complete", [(("rolled_back",), False), (("corrupt",), None), ((), None)])
-def test_slave_that_was_rolled_back_says_so_itself(reasons, complete):
+@pytest.mark.parametrize(
+    "said, complete",
+    [
+        pytest.param({"readonly_reasons": ("rolled_back",)}, False, id="it was rolled back"),
+        pytest.param({"incomplete": True}, False, id="it is filled anew, or its disk is from before it was whole"),
+        pytest.param({"readonly_reasons": ("corrupt",)}, None, id="it is damaged"),
+        pytest.param({}, None, id="nothing is wrong"),
+    ],
+)
+def test_slave_that_lacks_something_says_so_itself(said, complete):
     group = directory().groups["g1"]
-    state = ReplicaState(1, 7, readonly_reasons=reasons)
+    state = ReplicaState(1, 7, **said)
     assert roles.slave_complete(group, group.slave, group.slave.key, state) is complete
 
 
-def test_slave_that_was_rolled_back_is_promoted_by_force_only():
-    known = directory(slave=replace(directory().groups["g1"].slave, complete=False))
+@pytest.mark.parametrize(
+    "complete", [False, pytest.param(True, id="which is not stored yet: the database was away when it said so")]
+)
+def test_slave_that_was_rolled_back_is_promoted_by_force_only(complete):
+    known = directory(slave=replace(directory().groups["g1"].slave, complete=complete))
     wanted = replace(known.groups["g1"].slave, role=Role.MASTER)
     with pytest.raises(OperatorError, match="was rolled back.*acceptLoss"):
         roles.replace_broker(known, wanted, lambda _: False, lacking="b:1 was rolled back")
