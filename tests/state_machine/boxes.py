@@ -8,6 +8,7 @@ the same rules.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -44,6 +45,8 @@ class Disk:
     """It had all that its master had, once."""
     point: pb.AcknowledgedPoint | None = None
     """Up to there it knows that messages are acknowledged."""
+    lacks: pb.AcknowledgedPoint | None = None
+    """Acknowledged, by what it was told, and not in its log."""
     log: Log = field(default_factory=list)
     is_old: bool = False
     """It was put back, and is not yet whole again."""
@@ -55,7 +58,22 @@ class Disk:
         if forgets:
             last = self.log[-1] if self.log else Frame(0, 0, 0)
             self.term, self.boot, self.promised = last.term, last.boot, 0
+            self.point = self.lacks = None
+
+    def look_at(self, points: Iterable[pb.AcknowledgedPoint]) -> None:
+        """Hold what somebody remembers to be acknowledged against the log, if all of it was in it once."""
+        for point in points if self.complete else ():
+            if not self.has(point) and (self.lacks is None or point.end > self.lacks.end):
+                self.lacks = point
+        if self.lacks and self.has(self.lacks):
+            self.lacks = None
+
+    def forget_before(self, term: int) -> None:
+        """An operator accepted, in that term, that what older points say is lost."""
+        if self.point and self.point.term < term:
             self.point = None
+        if self.lacks and self.lacks.term < term:
+            self.lacks = None
 
     @property
     def messages(self) -> set[int]:
@@ -75,8 +93,6 @@ class Process:
 
     disk: Disk
     assignment: pb.Assignment | None = None
-    points: list[pb.AcknowledgedPoint] = field(default_factory=list)
-    """What the metaserver remembered to be acknowledged when it registered."""
     outbox: deque[pb.BrokerState] = field(default_factory=deque)
     """Heartbeats that are under way."""
     holds_until: float = 0.0
@@ -87,16 +103,15 @@ class Process:
     """A slave's log reached the end of its master's, in this term and life."""
     slaves: list[Process] = field(default_factory=list)
     """Whom a master is linked with, and whose copies count."""
+    met: list[Process] = field(default_factory=list)
+    """Who said hello to this mastership."""
+
+    def begin_part(self) -> None:
+        self.slaves, self.met, self.holds_until, self.has_begun, self.in_sync = [], [], 0.0, False, False
 
     def is_in(self, role: Role, term: int | None = None) -> bool:
         part = self.assignment
         return part is not None and part.role == role and term in (None, part.term)
-
-    @property
-    def is_lacking(self) -> bool:
-        """What was acknowledged, by all that it knows."""
-        points = [*self.points, self.disk.point] if self.is_in(Role.MASTER) else [self.disk.point]
-        return not all(self.disk.has(point) for point in points if point)
 
 
 @dataclass(eq=False)
@@ -171,24 +186,30 @@ class Brokers:
     def take(self, process: Process, assignment: pb.Assignment) -> None:
         """A broker learns its part. An older term than it knows it does not obey."""
         disk, old = process.disk, process.assignment
-        if assignment.term < disk.term or disk.group not in ("", assignment.broker_group):
+        if disk.group not in ("", assignment.broker_group):
             return
-        if assignment.role == Role.MASTER and assignment.term < disk.promised:
+        self._heed_points(process, assignment)
+        if assignment.term < disk.term or (assignment.role == Role.MASTER and assignment.term < disk.promised):
             return
-        if assignment.points or assignment.loss_accepted_term:
-            self._heed_points(process, assignment)
         if old is None or (old.term, old.role) != (assignment.term, assignment.role):
-            process.slaves, process.holds_until, process.has_begun, process.in_sync = [], 0.0, False, False
+            process.begin_part()
+            disk.look_at([disk.point] if disk.point else [])
             if assignment.role == Role.MASTER:
                 disk.boot = disk.boot + 1 if disk.term == assignment.term else 1
         disk.term, disk.group = assignment.term, assignment.broker_group
         process.assignment = assignment
 
     def _heed_points(self, process: Process, assignment: pb.Assignment) -> None:
-        counts = assignment.loss_accepted_term
-        process.points = [point for point in assignment.points if point.term >= counts]
-        if process.disk.point and process.disk.point.term < counts:
-            process.disk.point = None
+        """A slave that may be behind lacks what was acknowledged without it; a master that has slaves lacks nothing."""
+        disk, has_slaves = process.disk, process.is_in(Role.MASTER) and bool(process.slaves)
+        disk.forget_before(assignment.loss_accepted_term)
+        may_be_behind = assignment.role == Role.SLAVE and len(assignment.slaves) >= assignment.min_copies
+        if may_be_behind or has_slaves:
+            return
+        disk.look_at(assignment.points)
+        if disk.lacks and process.is_in(Role.MASTER) and process.has_begun:
+            process.begin_part()
+            disk.boot += 1
 
     def sync(self, box: Box, number: int | None = None) -> bool:
         """The master in a box and its slaves, or the one of this number, connect, agree and catch up."""
@@ -197,38 +218,56 @@ class Brokers:
             return False
         slaves = list(self.assigned(master).slaves)
         chosen = slaves if number is None or not slaves else [slaves[number % len(slaves)]]
-        linked = [self._link(master, self.at(address.ip).process) for address in chosen]
-        return any(linked)
+        there = [slave for address in chosen if (slave := self.at(address.ip).process)]
+        met = [slave for slave in there if self._meet(master, slave)]
+        if not met or not self._begin(master):
+            return False
+        for slave in met:
+            self._link(master, slave)
+        return True
 
-    def _link(self, master: Process, slave: Process | None) -> bool:
-        assignment = self.assigned(master)
-        if slave is None or not slave.is_in(Role.SLAVE, assignment.term) or self._is_held(slave):
+    def _meet(self, master: Process, slave: Process) -> bool:
+        """They agree; before a mastership begins, the slave restores what its master lost."""
+        if not slave.is_in(Role.SLAVE, self.assigned(master).term) or self._is_held(slave):
             return False
         if slave.disk.group != master.disk.group or slave.disk is master.disk:
             return False
         mine, theirs = master.disk.log, slave.disk.log
         if not master.has_begun and theirs[: len(mine)] == mine:
             mine[:] = theirs  # what it has more may be acknowledged
-        if not self._begin(master):
-            return False
+            master.disk.look_at(())
+        if slave not in master.met:
+            master.met.append(slave)
+        return True
+
+    def _link(self, master: Process, slave: Process) -> None:
+        mine, theirs = master.disk.log, slave.disk.log
         self._look_at_cut(slave.disk, mine)
         theirs[:] = mine
         slave.disk.boot, slave.disk.complete, slave.in_sync = master.disk.boot, True, True
-        slave.disk.is_old = False
+        slave.disk.is_old, slave.disk.lacks = False, None
         if slave not in master.slaves:
             master.slaves.append(slave)
         self._acknowledge(master)
-        return True
 
     def _is_held(self, slave: Process) -> bool:
         return slave.holds_until > self.now or slave.disk.promised > slave.disk.term
 
     def _begin(self, master: Process) -> bool:
+        """Write the epoch frame, unless this copy lacks something; one that may have lost all asks enough others."""
         disk = master.disk
-        if not master.has_begun and not master.is_lacking:
+        if not master.has_begun and not disk.lacks and self._has_met_enough(master):
             disk.log.append(Frame(disk.term, disk.boot, 0))
-            master.has_begun, disk.is_old = True, False
+            master.has_begun, disk.is_old, disk.complete = True, False, True
         return master.has_begun
+
+    def _has_met_enough(self, master: Process) -> bool:
+        if master.disk.log and master.disk.complete:
+            return True
+        assignment = self.assigned(master)
+        needed = assignment.min_copies - 1
+        met = sum(self.is_linked(master, slave) for slave in master.met)
+        return met >= max(needed, len(assignment.slaves) + 1 - needed)
 
     def _look_at_cut(self, disk: Disk, log: Log) -> None:
         cut = disk.messages & self.owed(disk.group) - {frame.message for frame in log}
@@ -255,7 +294,9 @@ class Brokers:
         known = self.acknowledged.setdefault(assignment.broker_group, Acknowledged())
         known.messages |= disk.messages - {0} - known.given_up
         last = disk.log[-1]
-        disk.point = pb.AcknowledgedPoint(term=last.term, boot=last.boot, end=len(disk.log), chain=chain(disk.log))
+        point = pb.AcknowledgedPoint(term=last.term, boot=last.boot, end=len(disk.log), chain=chain(disk.log))
+        for copy in (disk, *(slave.disk for slave in master.slaves)):
+            copy.point = point
         if known.masters.setdefault(assignment.term, disk) is not disk:
             other = known.masters[assignment.term].incarnation
             self.broken = f"{other} and {disk.incarnation} of {disk.group} acknowledged in term {assignment.term}"
@@ -320,7 +361,7 @@ class Brokers:
         slave.disk.promised = max(slave.disk.promised, promised_term)
 
     def is_unfit(self, slave: Process, master_gone: bool) -> bool:
-        return not (slave.in_sync or (master_gone and slave.disk.complete)) or slave.is_lacking
+        return not (slave.in_sync or (master_gone and slave.disk.complete)) or slave.disk.lacks is not None
 
     # What they say.
 
@@ -344,6 +385,7 @@ class Brokers:
             last_term=last.term,
             last_boot=last.boot,
             in_sync=process.in_sync,
+            incomplete=not disk.complete,
             in_step=[slave.disk.incarnation for slave in process.slaves],
             role=-1,
         )
@@ -354,7 +396,7 @@ class Brokers:
         return state
 
     def _reasons(self, process: Process) -> list[str]:
-        reasons = ["rolled_back"] if process.is_lacking else []
+        reasons = ["rolled_back"] if process.disk.lacks else []
         if process.is_in(Role.MASTER):
             reasons += ["operator"] if "*" in self.assigned(process).readonly_subjects else []
             reasons += ["slave_down"] if self.are_too_few_in_sync(process) else []

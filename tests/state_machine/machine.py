@@ -282,7 +282,7 @@ class Machine(RuleBasedStateMachine):
         if also is not None and (len(parts.slaves) > 1 or how == "put back"):
             world.stop_box(slave, closes=True)
         if also is not None and how == "put back" and not self.is_old(group):
-            slave.disk.put_back(1, forgets=False)
+            slave.disk.put_back(1, forgets=bool(at))
             world.start_box(slave, server)
             world.finish()
             world.learn(slave)

@@ -472,7 +472,9 @@ class World:
     async def _serve(self, stream: Stream, rpc: Any) -> None:
         try:
             rpc_access._caller.set(Caller("the cluster", TokenRole.CLUSTER))
-            stream.inbox.append(await rpc.Register(self.brokers.identity(stream.box), Context()))
+            assignment = await rpc.Register(self.brokers.identity(stream.box), Context())
+            if stream.box.process is stream.process:  # what it says first, it says with this part
+                self.brokers.take(stream.process, assignment)
             async for assignment in rpc.Heartbeat(self._said(stream), Context()):
                 stream.inbox.append(assignment)
         except Aborted as error:
