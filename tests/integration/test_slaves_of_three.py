@@ -1,0 +1,97 @@
+"""Shell. Of three copies, a slave's differs, or its disk is full: the two others go on, and it is as they are again by
+itself, or by what docs/runbook.md says."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+from qmq.deploy.copies import read_copy
+from qmq.tools.inspect import inspect
+from tests.integration.cluster_world import begin, consume_all, data_of, end, log_of, reasons, running, send_all, state
+from tests.integration.test_readonly_of_three import remembered_end
+from tests.integration.test_recovery_of_three import key, lose, plans_of, qmq
+from tests.integration.tools_world import DONE, REFUSED
+from tests.support.small_disk import fill, small_disk
+from tests.support.waiting import until
+
+COUNT = 20
+SEGMENT_BYTES = 1 << 20
+
+
+def in_step(cluster, group="g1"):
+    """How many slaves count."""
+    said = state(cluster, cluster.broker(group, "master"))
+    return len(said.in_step) if said else 0
+
+
+def ends(cluster):
+    """Of copies that are equal, one."""
+    said = [state(cluster, plan) for plan in cluster.plan.brokers]
+    return {one and (one.log_end, one.chain) for one in said}
+
+
+def failed_checks(cluster, plan):
+    """What Doctor says is wrong with a broker: name -> what to do."""
+    checks = cluster.manage("Doctor")["checks"]
+    return {check["name"]: check["remedy"] for check in checks if not check["ok"] and plan.hostname in check["name"]}
+
+
+def test_a_slave_whose_copy_differs_is_named_and_filled_again(tmp_path):
+    """It confirmed what was taken for lost while it was away. It gives that up to nobody; it is set aside."""
+    with running(tmp_path / "cluster", copies=3) as cluster:
+        cluster.manage("AddNewSubject", subject="s.g1", tag="g1")
+        master, kept, other = plans_of(cluster, "g1")
+        end(cluster, kept.hostname)
+        send_all(cluster, "s.g1", COUNT, name="lost")
+        acknowledged = state(cluster, master).log_end
+        until(lambda: remembered_end(cluster) == acknowledged, "the metaserver remembers it")
+        end(cluster, master.hostname, other.hostname)
+        lose(cluster, master)
+        report = tmp_path / "kept.json"
+        report.write_text(json.dumps(inspect(data_of(cluster, kept))))
+        words = {"gone": f"{key(master)},{key(other)}", "reports": report}
+        refused = qmq(cluster, "RecoverGroup", "g1", **words)
+        assert refused.returncode == REFUSED and "LOST: acknowledged at offsets" in refused.stderr, refused.stderr
+        assert qmq(cluster, "RecoverGroup", "g1", "--acceptLoss", **words).returncode == DONE
+        begin(cluster, kept.hostname, master.hostname)
+        cluster.wait_writable()
+        send_all(cluster, "s.g1", COUNT, name="later")
+        begin(cluster, other.hostname)
+        until(lambda: reasons(cluster, other) == ["diverged"], "it says that it differs")
+        assert state(cluster, kept).writable and not reasons(cluster, kept)
+        send_all(cluster, "s.g1", COUNT, name="more")
+        remedies = until(lambda: failed_checks(cluster, other), "Doctor names it")
+        assert any("docs/runbook.md, diverged" in remedy for remedy in remedies.values()), remedies
+        end(cluster, other.hostname)
+        aside = shutil.move(data_of(cluster, other), tmp_path / "aside")
+        begin(cluster, other.hostname)
+        until(lambda: in_step(cluster) == 2 and len(ends(cluster)) == 1, "it is filled again")
+        assert len(consume_all(cluster, "s.g1", "check", 3 * COUNT)) == 3 * COUNT
+        end(cluster, *(plan.hostname for plan in cluster.plan.brokers))
+        assert {f"lost-{at}" for at in range(COUNT)} <= {id for _, _, id in read_copy(aside).messages}
+
+
+def test_a_slave_with_a_full_disk_is_passed_over_until_there_is_room(tmp_path):
+    with running(tmp_path / "cluster", copies=3, segment_bytes=SEGMENT_BYTES, disk_free_limit=0) as cluster:
+        until(lambda: in_step(cluster) == 2, "both slaves are in sync")
+        master, slave = cluster.broker("g1", "master"), cluster.broker("g1", "slave")
+        data = data_of(cluster, slave)
+        end(cluster, slave.hostname)
+        kept = shutil.move(data, tmp_path / "kept")
+        with small_disk(data, mib=64):
+            shutil.copytree(kept, data, dirs_exist_ok=True)
+            begin(cluster, slave.hostname)
+            until(lambda: in_step(cluster) == 2 and (data / "reserve").is_file(), "in sync, with a reserve")
+            filler = fill(data)
+            send_all(cluster, "s", 400, size=10_000)  # several segments
+            assert state(cluster, master).writable and not reasons(cluster, master)
+            until(lambda: in_step(cluster) == 1, "the full one is missed")
+            pid = cluster.service(slave.hostname).pid
+            send_all(cluster, "s", 400, size=10_000, name="more")
+            assert len(consume_all(cluster, "s", "g", 800)) == 800
+            assert cluster.service(slave.hostname).pid == pid, log_of(cluster, slave.hostname)[-3000:]
+            filler.unlink()
+            until(lambda: in_step(cluster) == 2 and len(ends(cluster)) == 1, "it has caught up")
+            assert not reasons(cluster, slave)
+            end(cluster, slave.hostname)
