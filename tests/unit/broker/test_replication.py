@@ -439,6 +439,30 @@ def test_slave_of_another_row_counts_for_nothing(term):
     assert group.a.master.slaves.of(group.at_master) is None and group.a.master.gate.too_few_in_sync
 
 
+@pytest.mark.parametrize("changed", [{"group": "g2"}, {"incarnation": "a-1"}], ids=["another group", "itself"])
+def test_hello_of_another_group_or_of_the_master_itself_is_refused(changed):
+    group, _ = a_group()
+    assert group.a.node.identity.value.incarnation == "a-1"
+    group.cut()
+    group.connect()
+    hello = replace(Hello.decode(memoryview(group.b.host.hellos.pop())), **changed)
+    packet = Packet(Command.HELLO, 1, 0, Command.HELLO, memoryview(hello.encode()))
+    group.a.node.packet_received(group.at_master, packet)
+    assert group.at_master.answers[1][0] == ErrorCode.INVALID_REQUEST
+    assert group.a.master.slaves.of(group.at_master) is None
+
+
+def test_frames_and_snapshots_that_nobody_asked_for_close_the_link_and_change_nothing():
+    group = filled()
+    log, end = group.a.log, group.a.log.end
+    base, _, snapshot = group.b.log.seed_start()
+    for command, body in ((Command.FRAMES, bytes(64)), (Command.SNAPSHOT, snapshot)):
+        link = FakeLink("anybody")
+        packet = Packet(command, 0, 2, command, memoryview(commands.offset_header(base) + body))
+        group.a.node.packet_received(link, packet)
+        assert not link.is_open and (group.a.log, group.a.log.end) == (log, end)
+
+
 def test_slave_that_is_seeded_is_incomplete_from_then_on_also_after_a_restart():
     group = filled()
     group.cut()
