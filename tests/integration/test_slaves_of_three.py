@@ -87,7 +87,8 @@ def test_a_slave_with_a_full_disk_is_passed_over_until_there_is_room(tmp_path):
             send_all(cluster, "s", 400, size=10_000)  # several segments
             assert state(cluster, master).writable and not reasons(cluster, master)
             until(lambda: in_step(cluster) == 1, "the full one is missed")
-            pid = cluster.service(slave.hostname).pid
+            until(lambda: "No space left on device" in log_of(cluster, slave.hostname), "its write fails, so it ends")
+            pid = until(lambda: state(cluster, slave) and cluster.service(slave.hostname).pid, "it is there again")
             send_all(cluster, "s", 400, size=10_000, name="more")
             assert len(consume_all(cluster, "s", "g", 800)) == 800
             assert cluster.service(slave.hostname).pid == pid, log_of(cluster, slave.hostname)[-3000:]
