@@ -36,8 +36,9 @@ from qmq.client.batch_life import (
 from qmq.codec import encode_labels, join_batch, split_batch
 from qmq.delayserver.counters import LATENESS_MS_BUCKETS, Counters
 from qmq.delayserver.decisions import Decisions
+from qmq.delayserver.leftovers import Leftovers
 from qmq.delayserver.messages import Messages, Records, read_messages
-from qmq.delayserver.overdue import Overdue
+from qmq.delayserver.overdue import Overdue, Part
 from qmq.delayserver.pending import FREE, KEY_SHIFT, Fits, PendingQueue, Piece, keys_of
 from qmq.delayserver.shares import FairShares
 from qmq.errors import CorruptFrame, InvalidMessage, LogError, QmqError
@@ -130,6 +131,7 @@ class Dispatching:
     Args:
         subject_name: says what a record's subject is.
         planned: told the numbers and messages of each batch: whoever files its frame then knows them.
+        leftovers: makes what keeps the queues short, from what says how much a subject's queue holds.
     """
 
     def __init__(
@@ -141,6 +143,7 @@ class Dispatching:
         subject_name: Callable[[int], str],
         planned: Callable[[int, int, Records], None],
         unknown_ms: int,
+        leftovers: Callable[[Callable[[int], int]], Leftovers],
     ) -> None:
         self._mastership, self._senders, self._decisions, self._counters = mastership, senders, decisions, counters
         self._subject_name, self._planned, self._unknown_ms = subject_name, planned, unknown_ms
@@ -150,6 +153,7 @@ class Dispatching:
         """Planned and not settled, by producer id and number."""
         self._queues: dict[int, PendingQueue] = {}
         self._named: dict[str, PendingQueue] = {}
+        self.leftovers = leftovers(lambda subject: self._queues[subject].count)
         self._shares = FairShares[int](QUANTUM)
         """Subjects with something in their queue, the next one first."""
         self._lanes: dict[int, dict[int, None]] = {}
@@ -181,7 +185,11 @@ class Dispatching:
         subjects = records["subject"]
         if (subjects == subjects[0]).all():
             self._put(int(subjects[0]), records)
-            return
+        else:
+            self._put_all(records, subjects)
+        self.leftovers.make_room((subject, self._queues[subject]) for subject in self._shares)
+
+    def _put_all(self, records: Records, subjects: npt.NDArray[np.uint32]) -> None:
         order = np.argsort(subjects, kind="stable")
         ordered = records.take(order)
         borders = np.flatnonzero(np.diff(ordered["subject"])) + 1
@@ -199,17 +207,21 @@ class Dispatching:
 
     def _put(self, subject: int, records: Records) -> None:
         queue = self._queue(subject)
+        if not len(records := self.leftovers.arrived(subject, records)):
+            return
         queue.put(records, self._senders.sharers(queue.subject), partial(self._senders.home, queue.subject))
         self._shares.join(subject)
 
     def remove(self, records: Records) -> None:
         """Take messages out of their queues: they were cancelled, or written again elsewhere."""
         for subject in np.unique(records["subject"]).tolist():
+            rest = self.leftovers.gone(subject, records)
             if subject in self._shares:
                 queue = self._queues[subject]
-                queue.remove(records["number"])
+                queue.remove(rest["number"])
                 if not queue.count:
                     self._shares.leave(subject)
+                self.leftovers.ran_low(subject, queue.count)
 
     def resume(self, producer: int, number: int, subject: str, group: str, records: Records) -> None:
         """Take up a batch that an earlier mastership planned and did not settle: it may be stored already."""
@@ -223,12 +235,14 @@ class Dispatching:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is due, under way, or to be written down."""
-        return not (len(self._shares) or self.open or self._settled or self._refused_messages)
+        return self.leftovers.is_empty and not (
+            len(self._shares) or self.open or self._settled or self._refused_messages
+        )
 
     @property
     def waiting(self) -> int:
         """Messages that are due and not planned."""
-        return sum(self._queues[subject].waiting for subject in self._shares)
+        return sum(self._queues[subject].waiting for subject in self._shares) + self.leftovers.messages
 
     @property
     def in_flight(self) -> dict[str, int]:
@@ -242,7 +256,8 @@ class Dispatching:
     def overdue(self, on_wheel: int, first_on_wheel_ms: int | None) -> Overdue:
         """Return what is due and not sent; see `Overdue.of`."""
         queues = (self._queues[subject] for subject in self._shares)
-        return Overdue.of(queues, self.open.values(), on_wheel, first_on_wheel_ms)
+        on_disk = [(self._queues[subject].subject, Part(*part)) for subject, *part in self.leftovers.parts()]
+        return Overdue.of(queues, self.open.values(), on_wheel, first_on_wheel_ms, on_disk)
 
     # Planning.
 
@@ -278,13 +293,14 @@ class Dispatching:
             records = self._plan_what_can_go(queue, now_ms)
             if records is None:
                 self._cannot_go(subject, queue, now_ms)
-                return planned
+                break
             planned += len(records)
             self._shares.spend(subject, 1 + _bytes(records) + MESSAGE_COST * len(records))
             if queue.failures:  # one batch tries whether it works again
                 queue.looks_ms = now_ms + REST_MS[min(queue.failures, len(REST_MS) - 1)]
         if not queue.count:
             self._shares.leave(subject)
+        self.leftovers.ran_low(subject, queue.count)
         return planned
 
     def _cannot_go(self, subject: int, queue: PendingQueue, now_ms: int) -> None:
@@ -603,6 +619,7 @@ class Dispatching:
         self._shares.clear()
         self._queues.clear()
         self._named.clear()
+        self.leftovers.forget()
         self._crowded.clear()
 
 

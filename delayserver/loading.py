@@ -34,20 +34,22 @@ class Loading:
         self._ahead_ms = int(settings.load_ahead_minutes * 60_000)
         self._most = self._full = settings.loaded_messages_max
         """`_full`: when some are dropped. More than may be, if most of them are due at one moment."""
+        self._left_from_ms = self._kept_until_ms = 0
+        """What is due from when on was dropped last; what is due before is not dropped any more."""
         self._is_reading = False
-        self._taken_ms = 0
+        self.taken_ms = 0
         """What is due by then was taken, or is next."""
 
     def take(self, now_ms: int, most: int) -> Records:
         """Take what is due off the wheel, the earliest first, as far as everything is loaded that is due before."""
         due_ms = min(now_ms, self._schedule.loaded_until_ms - 1)
-        self._taken_ms = max(self._taken_ms, due_ms)  # a clock that was wrong may have stepped back
+        self.taken_ms = max(self.taken_ms, due_ms)  # a clock that was wrong may have stepped back
         return self._wheel.take(due_ms, most)
 
     @property
     def due(self) -> int:
         """Messages that are due and still on the wheel."""
-        return self._wheel.due(self._taken_ms)
+        return self._wheel.due(self.taken_ms)
 
     @property
     def is_idle(self) -> bool:
@@ -67,6 +69,7 @@ class Loading:
             if self._wheel.rows <= self._most // 4 and self._schedule.go_further():
                 log.warning("wheel is loading again messages=%d", len(self._wheel))
                 self._full = self._most
+                self._kept_until_ms = self._left_from_ms + 1  # else many of one moment come and go for ever
                 self._host.pass_soon()
             return
         self._is_reading = True
@@ -86,8 +89,10 @@ class Loading:
         self._host.read(piece.read, done)
 
     def _drop(self) -> None:
-        """Drop a quarter, so that this is rare; nothing that is due already."""
+        """Drop a quarter, so that this is rare; nothing that is due already, and no moment for the second time."""
         count = len(self._wheel)
-        self._schedule.leave(self._wheel.cut(self._most // 4 * 3, self._taken_ms + 1))
+        kept_until_ms = max(self.taken_ms + 1, self._kept_until_ms)
+        self._left_from_ms = self._wheel.cut(self._most // 4 * 3, kept_until_ms)
+        self._schedule.leave(self._left_from_ms)
         self._full = max(self._most, len(self._wheel) + self._most // 4)
         log.warning("wheel is full messages=%d left for later=%d", count, count - len(self._wheel))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from qmq.delayserver.due import DAY_MS, check_delayed
 from qmq.delayserver.due_clock import DueClock
 from qmq.delayserver.filing import Filing
 from qmq.delayserver.keeping import Carrying
+from qmq.delayserver.leftovers import Leftovers
 from qmq.delayserver.loading import Loading
 from qmq.delayserver.messages import Records
 from qmq.delayserver.recurring import Recurring
@@ -62,7 +64,14 @@ class DelayMaster(Master):
         decisions = Decisions(mastership)
         self._decisions = decisions
         self._dispatching = Dispatching(
-            mastership, senders, decisions, counters, self._subject, self._planned, settings.unknown_ms
+            mastership,
+            senders,
+            decisions,
+            counters,
+            self._subject,
+            self._planned,
+            settings.unknown_ms,
+            partial(Leftovers, filing, mastership.host, decisions, settings.loaded_messages_max),
         )
         self._cancelling = Cancelling(mastership, filing, decisions, counters)
         self._recurring = Recurring(mastership, filing, decisions, counters, settings, self._dispatching.due)
@@ -164,6 +173,9 @@ class DelayMaster(Master):
         if len(due):
             self._due(due)
             mastership.host.pass_soon()
+        leftovers = self._dispatching.leftovers
+        if len(back := leftovers.go_on(self._loading.taken_ms, all_taken=not self._loading.due)):
+            self._dispatching.due(back)
         self._recurring.go_on(mastership.host.monotonic_ms())
         self._dispatching.go_on(mastership.host.monotonic_ms())
 
@@ -198,13 +210,13 @@ class DelayMaster(Master):
         self._watch_due()
 
     def _watch_due(self) -> None:
-        """What is due stays in memory until it is sent: operators hear of it when it is more than may be loaded."""
+        """What is due stays in memory, as much as may be loaded, and more on disk: then operators hear of it."""
         waiting, most = self._dispatching.waiting, self._settings.loaded_messages_max
         if not self._has_much_due and waiting > most:
             self._has_much_due = True
             log.warning(
-                "due messages pile up group=%s messages=%d: brokers are slower than what comes due, or take none of "
-                "some subjects; DelayStats names them",
+                "due messages pile up, most on disk alone group=%s messages=%d: brokers are slower than what comes "
+                "due, or take none of some subjects; DelayStats names them",
                 self._mastership.group,
                 waiting,
             )
@@ -282,7 +294,8 @@ class DelayMaster(Master):
         """Raise InvalidRequest for a time that lies too far ahead."""
         ahead_ms = due_ms - self._mastership.retry_ms()
         if not 0 <= due_ms or ahead_ms > self._longest_ms:
-            raise InvalidRequest(f"due in {ahead_ms / DAY_MS:.1f} days: at most {self._settings.delay_days_max:g}")
+            most = f"{self._settings.delay_days_max:g} (delay_days_max)"
+            raise InvalidRequest(f"due in {ahead_ms / DAY_MS:.1f} days: at most {most}")
 
     # For operators.
 
@@ -338,6 +351,7 @@ class DelayMaster(Master):
             "loaded_messages": len(self.wheel),
             "loaded_bytes": self.wheel.bytes,
             "waiting_messages": dispatching.waiting + self._loading.due,
+            "due_on_disk_messages": dispatching.leftovers.messages,
             "recurring_due": self._recurring.waiting,
             "overdue_messages": overdue.messages,
             "overdue_ms": 0 if overdue.oldest_ms is None else max(0, now_ms - overdue.oldest_ms),

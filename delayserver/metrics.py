@@ -63,6 +63,8 @@ class DelayCollector(CopyCollector[DelayMaster]):
         yield self.gauge(("loaded_messages", "Messages in the wheel, to be due soon", stats["loaded_messages"]))
         yield self.gauge(("loaded_bytes", "Memory of the wheel", stats["loaded_bytes"]))
         yield self.gauge(("waiting_messages", "Messages that are due and not under way", stats["waiting_messages"]))
+        on_disk = stats["due_on_disk_messages"]
+        yield self.gauge(("due_on_disk_messages", "Of those, messages that are on disk alone and come back", on_disk))
         off_s = stats["clock_off_ms"] / 1000
         yield self.gauge(("clock_difference_seconds", "How far the machine's clock is ahead of due times'", off_s))
         yield self.gauge(("clocks", "Clocks that due times go by: of this machine, copy, metaserver", stats["clocks"]))

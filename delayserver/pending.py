@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qmq.delayserver.messages import Records
+from qmq.delayserver.schedule.record import join
 
 KEY_SHIFT = 32
 """A label's upper half is the hash of its order key, 0 without one (qmq.codec)."""
@@ -46,6 +47,9 @@ class Piece:
 
     def keep(self, fits: Fits) -> Piece:
         return Piece(self.records[fits], self.homes[fits])
+
+    def followed_by(self, other: Piece) -> Piece:
+        return Piece(join([self.records, other.records]), np.concatenate((self.homes, other.homes)))
 
 
 class PendingQueue:
@@ -99,11 +103,22 @@ class PendingQueue:
         at = len(self.pieces)
         while at and self.pieces[at - 1].records["due"][0] > records["due"][0]:
             at -= 1  # these were not stored: what has their order keys stays behind them
-        homes = self._homes_of(records, home)
+        homes, is_last = self._homes_of(records, home), at == len(self.pieces)
         for begin in range(0, len(records), PIECE_MAX):
             end = begin + PIECE_MAX
             self.pieces.insert(at + begin // PIECE_MAX, Piece(records[begin:end], homes[begin:end]))
         self.count += len(records)
+        if is_last:
+            self._join_small()
+
+    def _join_small(self) -> None:
+        """What comes one by one makes few pieces: one of a single message takes ten times its 50 bytes."""
+        pieces = self.pieces
+        while len(pieces) > 1 and len(pieces[-2].records) <= 2 * len(pieces[-1].records):
+            if len(pieces[-2].records) + len(pieces[-1].records) > PIECE_MAX:
+                return
+            last = pieces.pop()
+            pieces[-1] = pieces[-1].followed_by(last)
 
     def know(self, sharers: Sequence[str], home: Home) -> None:
         """Find out anew what belongs where, if other groups share the order keys than before."""
@@ -153,6 +168,23 @@ class PendingQueue:
             self._gone.difference_update(chosen["number"].tolist())
         return chosen if fits.all() else chosen[fits]
 
+    def place(self, at: int) -> tuple[int, int]:
+        """Return due time and number of about the message with `at` others before it; there are more than that."""
+        for piece in self.pieces:
+            if at < len(piece.records):
+                one = piece.records[np.lexsort((piece.records["number"], piece.records["due"]))[at]]
+                return int(one["due"]), int(one["number"])
+            at -= len(piece.records)
+        raise IndexError(at)
+
+    def give_up(self, which: Callable[[Records], Fits]) -> int:
+        """Take messages out; return how many of them were not gone."""
+        if self._gone:
+            self._drop_gone()
+        before = self.count
+        self._keep(lambda records: ~which(records))
+        return before - self.count
+
     def remove(self, numbers: npt.NDArray[np.uint64]) -> None:
         """Leave these out from now on: they were cancelled, or written again elsewhere.
 
@@ -165,10 +197,10 @@ class PendingQueue:
 
     def _drop_gone(self) -> None:
         gone = np.array(sorted(self._gone), np.uint64)
-        kept = deque[Piece]()
-        for piece in self.pieces:
-            left = piece.keep(~np.isin(piece.records["number"], gone))
-            if len(left.records):
-                kept.append(left)
-        self.pieces, self.count = kept, sum(len(piece.records) for piece in kept)
+        self._keep(lambda records: ~np.isin(records["number"], gone))
         self._gone.clear()
+
+    def _keep(self, which: Callable[[Records], Fits]) -> None:
+        kept = (piece.keep(which(piece.records)) for piece in self.pieces)
+        self.pieces = deque(piece for piece in kept if len(piece.records))
+        self.count = sum(len(piece.records) for piece in self.pieces)

@@ -7,10 +7,11 @@ log's start: whoever removes old parts of the log sees to it that no pending mes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from qmq.codec import Buffer
 from qmq.delayserver.schedule.book import NEVER_MS, InFlight
@@ -25,6 +26,7 @@ from qmq.delayserver.schedule.search import (
     Listing,
     PendingBelow,
     PendingLabelled,
+    PendingOf,
     SegmentView,
     view_of,
 )
@@ -295,6 +297,25 @@ class Schedule:
         begin_ms = max(begin_ms, after[0] if after else 0, 0)
         views, position = self._views(begin_ms, max(end_ms, 0), subject)
         return Listing(views, begin_ms, max(end_ms, 0), position, most, after)
+
+    def pending_of(self, begins: Mapping[int, tuple[int, int]], end_ms: int, most: int) -> PendingOf:
+        """Return a question for a thread: the first `most` messages, by (due, number), that pend and are due before
+        `end_ms`, of these subjects (their position -> (due, number) of the first one that is asked for)."""
+        dues, numbers = np.full(len(self.subjects), end_ms, np.uint64), np.zeros(len(self.subjects), np.uint64)
+        for position, begin in begins.items():
+            dues[position], numbers[position] = begin
+        views, _ = self._views(min(due for due, _ in begins.values()), end_ms, None)
+        return PendingOf(views, dues, numbers, end_ms, most)
+
+    def pends(self, records: Records) -> NDArray[np.bool_]:
+        """Return which messages pend; of a segment that was deleted none does. Raises DamagedSchedule."""
+        self._book.settle()
+        timeline, pends = self._book.timeline, np.zeros(len(records), np.bool_)
+        places = timeline.index(records["due"])
+        for place in np.unique(places[places >= 0]).tolist():
+            here = np.flatnonzero(places == place)
+            pends[here] = timeline.segments[place].states_of(records["row"][here]) == State.PENDING
+        return pends
 
     def pending_below(self, offset: int) -> PendingBelow:
         """Return a question for a thread: which messages lie before `offset` of the log and pend (not in flight)?"""

@@ -209,6 +209,51 @@ class Listing:
 
 
 @dataclass(frozen=True, slots=True)
+class PendingOf:
+    """The first `most` messages that pend and are due before `end_ms`, by (due, number), of some subjects.
+
+    `dues` and `numbers` say from which place on, by the subject's position; of others, from `end_ms` on.
+    """
+
+    views: list[SegmentView]
+    dues: Numbers
+    numbers: Numbers
+    end_ms: int
+    most: int
+
+    def __call__(self) -> Records:
+        """Raises DamagedSchedule."""
+        parts, count = [no_records()], 0
+        for view in self.views:
+            parts.append(view.look(self._in_segment, no_records()))
+            count += len(parts[-1])
+            if count >= self.most:
+                break
+        return join(parts)[: self.most]
+
+    def _in_segment(self, view: SegmentView) -> Records:
+        kept, count = [no_records()], 0
+        for records in view.parts():
+            more = records[self._matching(records)]
+            kept.append(more[view.states_of(more["row"]) == State.PENDING])
+            count += len(kept[-1])
+            if count >= 2 * self.most:
+                kept = [self._first(kept)]
+                count = len(kept[0])
+        return self._first(kept)
+
+    def _first(self, parts: list[Records]) -> Records:
+        found = join(parts)
+        return found.take(np.lexsort((found["number"], found["due"]))[: self.most])
+
+    def _matching(self, records: Records) -> NDArray[np.bool_]:
+        due, begins = records["due"], self.dues[records["subject"]]
+        behind = (due == begins) & (records["number"] >= self.numbers[records["subject"]])
+        matching: NDArray[np.bool_] = ((due > begins) | behind) & (due < self.end_ms)
+        return matching
+
+
+@dataclass(frozen=True, slots=True)
 class PendingBelow:
     """Messages that pend and lie before an offset of the log, by number."""
 

@@ -71,6 +71,19 @@ def test_more_messages_of_one_moment_than_fit_are_sent_all_the_same():
     assert sorted(numbers(copies)) == list(range(101))
 
 
+def test_many_messages_of_one_moment_behind_a_few_are_not_loaded_again_and_again(caplog):
+    copies, producer = a_group(loaded_messages_max=20)
+    due_ms = copies.now_ms + 60_000
+    producer.delayed(due_ms, "m0")
+    for at in range(1, 101):
+        producer.delayed(due_ms + 1_000, f"m{at}")
+    copies.settle()
+    restart(copies)
+    copies.run(70_000, step_ms=1_000)
+    assert sorted(numbers(copies)) == list(range(101))
+    assert sum("loading again" in record.message for record in caplog.records) <= 3
+
+
 def test_route_of_a_subject_is_known_before_something_of_it_is_due():
     copies, producer = a_group()
     watched = []

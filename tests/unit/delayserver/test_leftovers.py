@@ -1,0 +1,272 @@
+"""Core. More due messages than may be loaded stay on disk, hold up nobody, and each is sent once when it can be."""
+
+from __future__ import annotations
+
+from collections import deque
+from random import Random
+
+import numpy as np
+import pytest
+
+from qmq.delayserver import leftovers
+from qmq.delayserver.leftovers import Leftovers, _level
+from qmq.delayserver.pending import PendingQueue
+from qmq.delayserver.schedule import RECORD
+from qmq.delayserver.schedule.record import no_records
+from qmq.delayserver.schedule.search import PendingOf
+from tests.unit.broker.world import FakeHost
+from tests.unit.delayserver.test_master import restart
+from tests.unit.delayserver.test_races import a_group
+from tests.unit.delayserver.world import HOUR_MS
+
+MOST = 100
+
+
+def put(copies, producer, count, *, subject, at_ms=0, name=""):
+    """Send so many messages that are due now, some at a time; return their ids."""
+    ids = [f"{name or subject}-{at}" for at in range(count)]
+    for begin in range(0, count, 50):
+        producer.delayed(copies.now_ms + at_ms, *ids[begin : begin + 50], subject=subject)
+        copies.run(100)
+    return ids
+
+
+def in_memory(copies):
+    stats = copies.a.master.stats()
+    return stats["waiting_messages"] - stats["due_on_disk_messages"] + stats["loaded_messages"]
+
+
+@pytest.mark.parametrize(
+    ("counts", "most", "level"),
+    [
+        pytest.param([1000], 100, 100, id="one queue"),
+        pytest.param([1000, 1000], 100, 50, id="two that are equal"),
+        pytest.param([10, 1000], 100, 90, id="a short one is left as it is"),
+        pytest.param([10, 20, 1000, 30], 100, 40, id="the long one gets what the short ones leave"),
+        pytest.param([2] * 100, 100, 1, id="many short ones"),
+        pytest.param([1] * 100, 50, 1, id="never down to nothing"),
+    ],
+)
+def test_the_longest_queues_are_cut(counts, most, level):
+    assert _level(np.array(counts), most) == level
+
+
+def test_memory_is_bounded_while_no_group_takes_a_subject_and_others_go_on():
+    copies, producer = a_group(loaded_messages_max=MOST)
+    copies.senders.routeless.add("stuck")
+    stuck = put(copies, producer, 2_000, subject="stuck")
+    assert in_memory(copies) <= MOST
+    stats = copies.a.master.stats()
+    assert stats["overdue_messages"] == stats["waiting_messages"] == 2_000
+    assert stats["overdue_subjects"]["stuck"][0] == 2_000
+    others = put(copies, producer, 200, subject="others")
+    assert copies.senders.delivered() == others, "a subject that can be sent waits for none that cannot"
+    copies.senders.routeless.clear()
+    while copies.a.master.stats()["waiting_messages"]:
+        copies.run(1_000)
+        assert in_memory(copies) <= MOST
+    assert copies.senders.delivered() == others + stuck, "each once, in the order in which they came due"
+    assert copies.a.master.stats()["due_on_disk_messages"] == 0
+
+
+def test_many_subjects_that_nobody_takes_are_cut_together_and_come_back_together():
+    copies, producer = a_group(loaded_messages_max=MOST)
+    names = [f"s{at}" for at in range(20)]
+    copies.senders.routeless.update(names)
+    ids = [id for name in names for id in put(copies, producer, 50, subject=name)]
+    assert in_memory(copies) <= MOST
+    copies.senders.routeless.clear()
+    copies.run(60_000, step_ms=500)
+    assert sorted(copies.senders.delivered()) == sorted(ids)
+
+
+def test_a_message_on_disk_can_be_cancelled_and_moved():
+    copies, producer = a_group(loaded_messages_max=MOST)
+    copies.senders.routeless.add("s")
+    ids = put(copies, producer, 500, subject="s")
+    cancelled = producer.cancel(*ids[400:450])
+    moved = producer.reschedule(ids[499], copies.now_ms + HOUR_MS)
+    copies.run(1_000)
+    assert producer.fates(cancelled) == ["cancelled"] * 50 and producer.fate(moved) == "rescheduled"
+    assert copies.a.master.stats()["waiting_messages"] == 449
+    copies.senders.routeless.clear()
+    copies.run(30_000, step_ms=500)
+    assert sorted(copies.senders.delivered()) == sorted(ids[:400] + ids[450:499])
+    copies.run(HOUR_MS, step_ms=60_000)
+    assert copies.senders.delivered()[-1] == ids[499]
+
+
+def test_the_next_master_finds_what_was_on_disk():
+    copies, producer = a_group(loaded_messages_max=MOST)
+    copies.senders.routeless.add("s")
+    ids = put(copies, producer, 500, subject="s")
+    copies.swap(2)
+    copies.run(1_000)
+    assert in_memory(copies) <= MOST
+    copies.senders.routeless.clear()
+    copies.run(30_000, step_ms=500)
+    assert sorted(copies.senders.delivered()) == sorted(ids)
+
+
+class SlowReads:
+    """Pages are read now or later, and come back when a test says; other reads are as fast as ever."""
+
+    def __init__(self, rng, monkeypatch):
+        self._rng, self._held = rng, deque()
+        monkeypatch.setattr(FakeHost, "read", lambda host, job, done: self._read(host, job, done))
+
+    def _read(self, host, job, done):
+        if not isinstance(job, PendingOf):
+            host.reads.append((job, done))
+        elif self._rng.random() < 0.5:
+            found = job()
+            self._held.append((lambda: found, done))
+        else:
+            self._held.append((job, done))
+
+    def release(self):
+        if self._held:
+            job, done = self._held.popleft()
+            done(job())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_each_is_sent_once_whatever_happens_while_most_are_on_disk(seed, monkeypatch):
+    rng = Random(seed)
+    reads = SlowReads(rng, monkeypatch)
+    monkeypatch.setattr(leftovers, "BACK_MAX", rng.choice((3, 20, 1000)))
+    copies, producer = a_group("g1", "g2", loaded_messages_max=rng.choice((20, 80)))
+    names, sent, cancels = ["a", "b", "c"], list[str](), list[tuple[str, int]]()
+    for step in range(40):
+        subject = rng.choice(names)
+        match rng.choice(("put", "put", "late", "cancel", "move", "block", "free", "group", "restart")):
+            case "put" | "late" as how:
+                late_ms = -rng.randrange(1, 5_000) if how == "late" else rng.randrange(3_000)
+                sent += put(copies, producer, rng.randrange(1, 40), subject=subject, at_ms=late_ms, name=f"{step}")
+            case "cancel" if sent:
+                id = rng.choice(sent)
+                cancels += [(id, producer.cancel(id, subject=name)) for name in names]
+            case "move" if sent:
+                producer.reschedule(rng.choice(sent), copies.now_ms + rng.randrange(5_000), subject=subject)
+            case "block":
+                copies.senders.routeless.add(subject)
+            case "free":
+                copies.senders.routeless.discard(subject)
+            case "group":
+                copies.senders.up["g1"] = not copies.senders.up["g1"]
+            case "restart" if step % 4 == 0:
+                restart(copies)
+                producer = type(producer)(copies.a)
+        if rng.random() < 0.5:
+            reads.release()
+        copies.run(rng.choice((100, 100, 1_500)))
+    copies.senders.routeless.clear()
+    copies.senders.up["g1"] = True
+    for _ in range(400):
+        reads.release()
+        copies.run(500, step_ms=500)
+        if not copies.a.filing.schedule.pending_messages:
+            break
+    assert copies.a.filing.schedule.pending_messages == 0
+    assert copies.a.master.stats()["due_on_disk_messages"] == 0
+    delivered = sorted(copies.senders.delivered())
+    assert delivered == sorted(set(delivered)), "none twice"
+    assert set(sent) - set(delivered) <= {id for id, _ in cancels}, "none lost"
+
+
+class World:
+    """Leftovers alone: a schedule that finds what a test says, and queues of one subject each."""
+
+    def __init__(self, most):
+        self.found, self.asked, self.named = no_records(), [], set()
+        self.queues = {}
+        self.schedule = self
+        self.leftovers = Leftovers(self, self, self, most, lambda subject: self.queues[subject].count)
+
+    def pending_of(self, begins, end_ms, most):
+        self.asked.append(begins)
+        return lambda: self.found[:most]
+
+    def pends(self, records):
+        return np.ones(len(records), np.bool_)
+
+    def not_named(self, records):
+        return records[[number not in self.named for number in records["number"].tolist()]]
+
+    def read(self, job, done):
+        self.done = lambda: done(job())
+
+    def pass_soon(self):
+        pass
+
+    def due(self, subject, *dues):
+        """These come off the wheel; return which of them go into the queue."""
+        records = self.leftovers.arrived(subject, records_of(subject, *dues))
+        queue = self.queues.setdefault(subject, PendingQueue(str(subject)))
+        if len(records):
+            queue.put(records, (), lambda label: None)
+        self.leftovers.make_room(self.queues.items())
+        return records["due"].tolist()
+
+    def send(self, subject):
+        """All that is in the queue goes; it is empty then."""
+        self.queues[subject] = PendingQueue(str(subject))
+        self.leftovers.ran_low(subject, 0)
+
+    def go_on(self):
+        back = self.leftovers.go_on(1_000, all_taken=True)
+        return [(int(one["subject"]), int(one["due"])) for one in back]
+
+
+def records_of(subject, *dues):
+    records = np.zeros(len(dues), RECORD)
+    records["due"], records["subject"] = dues, subject
+    records["number"] = records["due"] + 10_000 * subject
+    return records
+
+
+def two_cut_subjects():
+    """Of subject 1 all from 15 on is on disk, of subject 2 all from 115 on."""
+    world = World(20)
+    world.due(1, *range(10, 40))
+    world.due(2, *range(110, 140))
+    begins = {subject: begin for subject, _, begin in world.leftovers.parts()}
+    for subject in (1, 2):
+        world.send(subject)
+    world.go_on()
+    assert world.asked == [{1: (begins[1], begins[1] + 10_000), 2: (begins[2], begins[2] + 20_000)}]
+    return world, begins
+
+
+def test_a_page_that_ends_before_a_subjects_place_leaves_that_where_it_is():
+    world, begins = two_cut_subjects()
+    world.found = records_of(1, *range(begins[1], begins[1] + 5))
+    world.done()
+    assert [due for _, due in world.go_on()] == list(range(begins[1], begins[1] + 5))
+    assert world.due(2, begins[2] - 1) == [begins[2] - 1], "what lies before is in memory"
+    assert world.due(2, begins[2]) == [] and world.due(1, begins[1] + 4) == [begins[1] + 4]
+
+
+def test_what_came_off_the_wheel_while_it_was_read_comes_back_once():
+    world, begins = two_cut_subjects()
+    world.found = records_of(1, begins[1], begins[1] + 1)
+    assert world.due(1, begins[1] + 1, begins[1] + 2) == []
+    world.done()
+    assert world.go_on() == [(1, begins[1]), (1, begins[1] + 1), (1, begins[1] + 2)]
+    assert world.leftovers.is_empty
+
+
+def test_what_a_frame_decided_about_meanwhile_does_not_come_back():
+    world, begins = two_cut_subjects()
+    world.found = records_of(1, begins[1], begins[1] + 1)
+    world.done()
+    world.named = {begins[1] + 10_000}
+    assert world.go_on() == [(1, begins[1] + 1)]
+
+
+def test_nothing_comes_back_while_something_that_is_due_is_on_the_wheel():
+    world, begins = two_cut_subjects()
+    world.found = records_of(1, begins[1])
+    world.done()
+    assert not len(world.leftovers.go_on(1_000, all_taken=False))
+    assert world.go_on() == [(1, begins[1])]
