@@ -49,4 +49,5 @@ def _fault(is_delayed: bool, due_ms: int, now_ms: int, longest_ms: int) -> str:
         return "it does not say when it is due; send it to a broker, or with a delay"
     if due_ms < 0:
         return f"due time {due_ms} is before 1970"
-    return f"due in {(due_ms - now_ms) / DAY_MS:.1f} days; this delay server takes at most {longest_ms / DAY_MS:g}"
+    most = f"{longest_ms / DAY_MS:g} (delay_days_max)"
+    return f"due in {(due_ms - now_ms) / DAY_MS:.1f} days; this delay server takes at most {most}"

@@ -342,8 +342,8 @@ class Recurring:
         mastership.readonly.check(mastership.group, subject)
         if not named and count >= self._settings.recurring_max:
             raise InvalidRequest(
-                f"{subject!r} has {count} recurring schedules, and may have no more: delete some, or let one of them "
-                "send what several do"
+                f"{subject!r} has {count} recurring schedules, and may have no more (recurring_max): delete some, or "
+                "let one of them send what several do"
             )
         if any(map(self._is_about_to_fire, named)):
             self._again()  # what is due is sent before the schedule changes

@@ -95,11 +95,11 @@ class Metaserver:
         clock = AwakeClock()
         self.registry = self._make_registry(clock)
         self._brokers = Brokers(settings.cluster_token, timeout_ms=settings.broker_timeout_ms)
-        allowed = NewSubjects(settings.new_subjects_per_minute, settings.new_subjects_max)
+        self._new_subjects = NewSubjects(settings.new_subjects_per_minute, settings.new_subjects_max)
         self.hubs = RouteHubs(
             self.registry,
             self._metrics,
-            lambda who, wanted: allowed.allow(who, wanted, now_ms=self.registry.now_ms()),
+            lambda who, wanted: self._new_subjects.allowed(who, wanted, now_ms=self.registry.now_ms()),
             Quotas(Bounds(settings.watch_subjects_max, settings.token_subjects_max, settings.token_watches_max)),
         )
         self._metrics.observe(StateMetrics(self.registry, self._database, self.hubs).read)

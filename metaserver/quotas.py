@@ -59,7 +59,8 @@ class Quotas:
         """Count one watch more; return why it may not be, "" if it may."""
         used = self._used.setdefault(caller.name, _Usage())
         if caller.role != TokenRole.CLUSTER and used.watches >= self.bounds.token_watches_max:
-            return self._refuse(caller, f"has {used.watches} watches, the most that one token may have", now_s)
+            why = f"has {used.watches} watches, the most that one token may have (token_watches_max)"
+            return self._refuse(caller, why, now_s)
         used.watches += 1
         return ""
 
@@ -73,9 +74,11 @@ class Quotas:
         """Count one subject more in a watch that has `watched`; return why it may not be, "" if it may."""
         used, bounds = self._used[caller.name], self.bounds
         if watched >= bounds.subjects_max:
-            return self._refuse(caller, f"has a client that watches {watched} subjects, the most that one may", now_s)
+            why = f"has a client that watches {watched} subjects, the most that one may (watch_subjects_max)"
+            return self._refuse(caller, why, now_s)
         if caller.role != TokenRole.CLUSTER and used.subjects >= bounds.token_subjects_max:
-            return self._refuse(caller, f"watches {used.subjects} subjects, the most that one token may", now_s)
+            why = f"watches {used.subjects} subjects, the most that one token may (token_subjects_max)"
+            return self._refuse(caller, why, now_s)
         used.subjects += 1
         return ""
 
@@ -87,8 +90,12 @@ class Quotas:
         self._refusals = {name: one for name, one in self._refusals.items() if now_s - one.at_s < REFUSED_S}
         return {name: one.reason for name, one in self._refusals.items()}
 
-    def _refuse(self, caller: Caller, why: str, now_s: float) -> str:
+    def note(self, caller: Caller, reason: str, now_s: float) -> None:
+        """Take note of a refusal; also of one that is decided elsewhere."""
         self.refused += 1
-        reason = f"token {caller.name!r} {why}"
         self._refusals[caller.name] = Refusal(now_s, reason)
+
+    def _refuse(self, caller: Caller, why: str, now_s: float) -> str:
+        reason = f"token {caller.name!r} {why}"
+        self.note(caller, reason, now_s)
         return reason

@@ -62,7 +62,7 @@ class RouteHubs:
     """Made by main, which runs `run` as a task; all methods are called from the loop. Arguments: see `WatchHub`."""
 
     def __init__(
-        self, registry: RouteSource, metrics: Metrics, allow: Callable[[Caller, int], int], quotas: Quotas
+        self, registry: RouteSource, metrics: Metrics, allow: Callable[[Caller, int], tuple[int, str]], quotas: Quotas
     ) -> None:
         self._quotas = quotas
         self._hubs = {

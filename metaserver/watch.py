@@ -97,7 +97,7 @@ class WatchHub:
     """Made by main, which runs `run` as a task; all methods are called from the loop.
 
     Args:
-        allow: how many of so many new subjects a caller may bring into being now.
+        allow: how many of so many new subjects a caller may bring into being now, and why not the others.
         kind: of the groups in its routes.
     """
 
@@ -105,7 +105,7 @@ class WatchHub:
         self,
         registry: RouteSource,
         metrics: Metrics,
-        allow: Callable[[Caller, int], int],
+        allow: Callable[[Caller, int], tuple[int, str]],
         quotas: Quotas,
         kind: int = NORMAL,
     ) -> None:
@@ -430,8 +430,10 @@ class WatchHub:
                 new.setdefault(watch.caller.name, (watch.caller, []))[1].append(subject)
         waits: dict[str, str] = {}
         for caller, names in new.values():
-            reason = f"the clients of token {caller.name!r} bring too many new subjects; this one's turn comes"
-            waits |= dict.fromkeys(names[self._allow(caller, len(names)) :], reason)
+            allowed, why = self._allow(caller, len(names))
+            if later := names[allowed:]:
+                self._quotas.note(caller, why, time.monotonic())
+                waits |= dict.fromkeys(later, why)
         return waits
 
 

@@ -35,6 +35,11 @@ class NewSubjects:
             self._made[caller.name] = made + allowed
         return allowed
 
+    def allowed(self, caller: Caller, wanted: int, *, now_ms: int) -> tuple[int, str]:
+        """Return what `allow` does, and why not the others; empty if all may be made."""
+        count = self.allow(caller, wanted, now_ms=now_ms)
+        return count, "" if count == wanted else str(self.why_not(caller))
+
     def why_not(self, caller: Caller) -> Overloaded:
         """Say which bound a token has reached."""
         who = f"token {caller.name!r} made"

@@ -219,7 +219,7 @@ def _routes(desk: Desk) -> dict[str, Any]:
     if not refusals:
         return _check("routes", True, "each client gets those it asks for")
     text = f"new subjects or clients are refused: {'; '.join(refusals[:REFUSALS_SHOWN])}"
-    return _check("routes", False, text, "raise watch_subjects_max, token_subjects_max or token_watches_max")
+    return _check("routes", False, text, "raise the setting that is named, or end what needs so many")
 
 
 async def _metaservers(desk: Desk) -> dict[str, Any]:

@@ -145,16 +145,16 @@ def test_a_message_that_is_too_large_is_named_to_its_producer_and_in_the_log_and
     assert "(message_bytes_max)" in log_of(cluster, master.hostname)
 
 
-@pytest.mark.parametrize(
-    ("setting", "reach"),
-    [
-        ("connections_max", too_many_connections),
-        ("token_connections_max", too_many_of_a_token),
-        ("token_bytes_per_s", too_many_bytes),
-        ("new_subjects_per_minute", too_many_new_subjects),
-        ("packet_bytes_max", too_large_a_packet),
-    ],
-)
+REACHES = {
+    "connections_max": too_many_connections,
+    "token_connections_max": too_many_of_a_token,
+    "token_bytes_per_s": too_many_bytes,
+    "new_subjects_per_minute": too_many_new_subjects,
+    "packet_bytes_max": too_large_a_packet,
+}
+
+
+@pytest.mark.parametrize(("setting", "reach"), REACHES.items())
 def test_a_bound_that_a_client_reaches_is_named_in_the_metrics_the_log_and_by_doctor(cluster, setting, reach):
     send_all(cluster, "s", 1)
     reach(cluster)

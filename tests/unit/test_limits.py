@@ -15,11 +15,16 @@ from qmq.metaserver.settings import MetaserverSettings
 from qmq.replication.readonly import Reason
 from qmq.watchdog.settings import WatchdogSettings
 
+
+class Nobody(str):
+    """A limit that neither stops nor slows a client or a consumer group, and why not."""
+
+
 PRODUCERS = "producers alone wait, or get an error that names it; what is stored is delivered"
 REACHED = "qmq_broker_limits_reached_total, Doctor's finding `limits`, and a line of the log name it"
-DISK = "how a copy keeps its log; it stops nobody"
+DISK = Nobody("how a copy keeps its log")
 WATCHES = "a new subject alone is refused; Doctor's finding `routes` names it"
-OPERATORS = "how soon an operator's action, or a restart, goes on"
+OPERATORS = Nobody("how soon an operator's action, or a restart, goes on")
 ROWS = "rows of an outbox wait in the application's database; OutboxStuck and the watchdog's metrics have them"
 DELAYED = "due messages wait at the delay group; qmq_delayserver_due_messages, and DelayStats says why"
 
@@ -29,12 +34,12 @@ COPY = {
     "cached_bytes": DISK,
     "scrub_hours": DISK,
     "scrub_bytes_per_s": DISK,
-    "read_log_bytes_per_s": "how long an audit takes; clients do not notice it",
+    "read_log_bytes_per_s": Nobody("how long an audit takes; clients do not notice it"),
     "inline_sync_us_max": DISK,
     "retention_hours": DISK,
     "retention_bytes": DISK,
-    "metrics_subjects_max": "what /metrics shows; Lag and Doctor have all",
-    "clock_difference_ms_max": "nothing is deleted; Doctor's finding `clocks`",
+    "metrics_subjects_max": Nobody("what /metrics shows; Lag and Doctor have all"),
+    "clock_difference_ms_max": Nobody("nothing is deleted; Doctor's finding `clocks`"),
     "packet_bytes_max": REACHED,  # what is delivered is cut to 8 MiB
     "message_bytes_max": "the message alone is refused; qmq_broker_refused_messages_total, and a line of the log",
     "token_bytes_per_s": REACHED,
@@ -42,8 +47,8 @@ COPY = {
     "new_subjects_max": REACHED,
     "window_bytes": REACHED,
     "memory_limit": Reason.MEMORY,
-    "connections_max": Cause.NO_CONSUMER,
-    "token_connections_max": Cause.NO_CONSUMER,
+    "connections_max": REACHED,
+    "token_connections_max": REACHED,
     "slave_lag_bytes_max": Reason.SLAVE_LAG,
     "slave_lag_ms_max": Reason.SLAVE_LAG,
     "slave_wait_ms": Cause.MASTER,
@@ -53,16 +58,16 @@ COPY = {
 BROKER = COPY | {
     "unconsumed_hours": "old messages are dropped if so set; qmq_broker_dropped_messages_total",
     "lease_ms": Cause.NO_CONSUMER,
-    "broadcast_forget_hours": "a broadcast consumer that is away is forgotten; it begins anew",
+    "broadcast_forget_hours": Nobody("a broadcast consumer that is away is forgotten; it begins anew"),
 }
 DELAY = COPY | {
     "delay_days_max": PRODUCERS,
     "segment_minutes": DISK,
     "load_ahead_minutes": DISK,
     "loaded_messages_max": DELAYED,
-    "sent_hours": "how long a cancel is answered exactly",
+    "sent_hours": Nobody("how long a cancel is answered exactly"),
     "unknown_ms": DELAYED,
-    "clock_alarm_ms": "an alarm alone",
+    "clock_alarm_ms": Nobody("an alarm alone"),
     "recurring_max": PRODUCERS,
 }
 METASERVER = dict.fromkeys(
@@ -93,14 +98,11 @@ WATCHDOG = dict.fromkeys(
         "stats_ms",
         "stop_ms",
         "page_rows",
-        "claims_max",
-        "errors_max",
         "release_ms",
         "release_ms_max",
-        "unknown_s_max",
     ),
-    ROWS,
-)
+    Nobody("how soon a row goes again"),
+) | dict.fromkeys(("claims_max", "errors_max", "unknown_s_max"), ROWS)
 CONSUMER = {
     "drain_s": OPERATORS,
     "concurrency": Cause.PREFETCH,

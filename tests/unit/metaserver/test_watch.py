@@ -121,7 +121,11 @@ class Client:
 
 
 def with_hub(
-    *groups, subjects_max=100, token_subjects_max=10_000, token_watches_max=10_000, allow=lambda caller, wanted: wanted
+    *groups,
+    subjects_max=100,
+    token_subjects_max=10_000,
+    token_watches_max=10_000,
+    allow=lambda caller, wanted: (wanted, ""),
 ):
     """Run an async test with a hub that looks at a registry of these groups."""
 
@@ -414,7 +418,7 @@ async def test_subjects_outside_the_tokens_scope_and_illegal_ones_are_refused_on
     assert consumer.writable("b")
 
 
-@with_hub(allow=lambda caller, wanted: min(wanted, 2))
+@with_hub(allow=lambda caller, wanted: (min(wanted, 2), "" if wanted <= 2 else "too many"))
 async def test_too_many_new_subjects_of_one_token_wait_for_their_turn(registry, hub):
     client = Client(hub)
     await client.ask("a", "b", "c", "d")
