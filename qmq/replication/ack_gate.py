@@ -99,6 +99,10 @@ class AckGate:
             self.matched_end, self.matched_chain = sorted(self._matched.values(), reverse=True)[needed - 1]
         self._release()
 
+    def begins(self, high_watermark: int) -> None:
+        """The mastership begins; what slaves restored may state a higher watermark than our own disk did before."""
+        self.high_watermark = max(self.high_watermark, high_watermark)
+
     @property
     def point(self) -> Point | None:
         """The acknowledged point; None: this mastership has acknowledged nothing yet."""

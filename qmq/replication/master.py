@@ -70,19 +70,13 @@ class Master:
         last = message_log.state.epoch  # our file may have forgotten what our log knows
         above = max(promotion.boot_above, last.boot if last.term == term else 0)
         epoch = promotion.identity.next_boot(term, above=above)
-        # Frames may tell of more than our own disk has: they came from a master that was ahead of us.
-        high_watermark = min(message_log.state.high_watermark, message_log.flushed_end)
-        point = promotion.identity.points.own
-        if point is not None and high_watermark < point.end <= message_log.flushed_end:
-            if message_log.chain_is(point.end, point.chain):
-                high_watermark = point.end  # a quiet log's last frames state an older one
         gate = AckGate(
             epoch,
             min_copies=max(2, promotion.min_copies),
             counts_from=NEVER,
             flushed_end=message_log.flushed_end,
             flushed_chain=message_log.chain if message_log.flushed_end == message_log.end else None,
-            high_watermark=high_watermark,
+            high_watermark=promotion.identity.points.high_watermark(message_log),
         )
         self._mastership = Mastership(promotion.group, epoch, message_log, promotion.host, promotion.settings, gate)
         self.readonly.change(Reason.CORRUPT, message_log.damage is not None)

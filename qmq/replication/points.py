@@ -109,6 +109,18 @@ class PointFile:
         own_end = self.own.end if self.own else 0
         return min(max(self._copy.kept_end, own_end, message_log.state.high_watermark), message_log.end)
 
+    def high_watermark(self, message_log: MessageLog) -> int:
+        """Return the offset below which this copy has what it knows to be acknowledged.
+
+        Frames may state more than our own disk has: they came from a master that was ahead of us. The last ones of a
+        quiet log state an older one than the point.
+        """
+        stated = min(message_log.state.high_watermark, message_log.flushed_end)
+        point = self.own
+        if point is not None and stated < point.end <= message_log.flushed_end:
+            return point.end if message_log.chain_is(point.end, point.chain) else stated
+        return stated
+
     def acknowledged(self, point: Point) -> None:
         """Take note of a newer point; it is saved soon."""
         if self.own is None or (point.epoch, point.end) > (self.own.epoch, self.own.end):

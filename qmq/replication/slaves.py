@@ -261,6 +261,7 @@ class Slaves:
         """Write the epoch frame: from here on this mastership's bytes are its own."""
         mastership = self._mastership
         mastership.has_begun = True
+        mastership.gate.begins(self._identity.points.high_watermark(mastership.log))
         if mastership.at_begin is not None:
             mastership.at_begin()
         self._begins_at = mastership.log.end

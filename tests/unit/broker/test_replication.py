@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from qmq.errors import CorruptFrame, Diverged, ErrorCode, OperatorError
-from qmq.log.frame import FRAME_BYTES_MAX
+from qmq.log.frame import FRAME_BYTES_MAX, NO_CHAIN, decode_frames
 from qmq.remoting import commands
 from qmq.remoting.commands import Command, Confirmation
 from qmq.remoting.packet import Packet
@@ -841,6 +841,14 @@ def given_back(*, nacked: bool):
     group.settle()
     assert group.a.node.writable and equal(group)
     return group
+
+
+def test_a_master_that_got_its_log_back_states_no_lower_high_watermark_than_that_log_did():
+    """I6: its disk did not have what was on both copies when it became the master; the slave's did."""
+    group = given_back(nacked=False)
+    data = group.a.log.read(0, group.a.log.end, 1 << 30).data
+    stated = [frame.high_watermark for frame, _ in decode_frames(data, 0, NO_CHAIN)]
+    assert stated == sorted(stated)
 
 
 @pytest.mark.parametrize("nacked", [False, True], ids=["un-acked", "nacked"])
