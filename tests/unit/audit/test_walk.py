@@ -51,7 +51,7 @@ def flip(data: Path, offset: int) -> None:
 def test_end_is_behind_the_last_frame_and_not_in_the_zeros(tmp_path: Path) -> None:
     log = write(tmp_path)
     copy = PathCopy(tmp_path)
-    assert copy.describe() == (0, log.end, log.frames[-1].high_watermark, 0, copy.describe().segments, 0)
+    assert copy.describe() == (0, log.end, log.frames[-1].high_watermark, 0, copy.describe().segments, 0, ())
     assert len(copy.describe().segments) > 2
     copy.close()
 
