@@ -250,7 +250,13 @@ STORIES = [
     Story("QmqNightlyJobFailed", 0, {'qmq_nightly_exit_status{name="scrub"}': "3"}, "a copy is silent"),
     Story("QmqNightlyJobFailed", 0, {'kube_job_status_failed{job_name="qmq-backup-29"}': "1"}, "on Kubernetes"),
     Story(
-        "QmqNightlyJobMissed", 26 * 60 + 1, {'qmq_nightly_last_success_timestamp_seconds{name="backup"}': "0"}, "backup"
+        "QmqNightlyJobMissed",
+        26 * 60 + 1,
+        {
+            'qmq_nightly_last_success_timestamp_seconds{name="backup"}': "0",
+            'kube_cronjob_status_last_successful_time{cronjob="qmq-backup"}': None,
+        },
+        "backup",
     ),
     Story(
         "QmqNightlyJobMissed",
