@@ -15,19 +15,7 @@ from qmq.delayserver.schedule.book import Book
 from qmq.delayserver.schedule.record import read_batch
 from qmq.log.delays import Outcome, batch_begin
 from qmq.log.frame import FrameKind
-from tests.delay_simulation.world import simulate
-from tests.simulation.world import Outcome as Result
-from tests.support.planting import Bug, Patch, planted
-
-
-def search(bug: Bug, seeds: range) -> Result | None:
-    """Return the first seed that shows the bug."""
-    with planted(bug):
-        for seed in seeds:
-            outcome = simulate(seed)
-            if outcome.failure:
-                return outcome
-    return None
+from tests.support.planting import Bug, Patch
 
 
 def _sent_before_its_plan_is_safe() -> list[Patch]:

@@ -25,19 +25,7 @@ from qmq.remoting.connection import Connection
 from qmq.remoting.packet import Packet
 from qmq.server.meta_link import MetaLink
 from qmq.server.service import Service, _MasterLink
-from tests.shell_simulation.world import simulate
-from tests.simulation.world import Outcome
-from tests.support.planting import Bug, Patch, planted
-
-
-def search(bug: Bug, seeds: range) -> Outcome | None:
-    """Return the first seed that shows the bug."""
-    with planted(bug):
-        for seed in seeds:
-            outcome = simulate(seed, favoured=bug.favoured)
-            if outcome.failure:
-                return outcome
-    return None
+from tests.support.planting import Bug, Patch
 
 
 def _told_before_it_is_written() -> list[Patch]:

@@ -33,7 +33,7 @@ from tests.simulation.machine import Process
 from tests.simulation.planted_disk import DISK_BUGS
 from tests.simulation.world import Outcome, simulate
 from tests.support import planting
-from tests.support.planting import Patch, planted
+from tests.support.planting import Patch
 
 
 @dataclass(frozen=True)
@@ -46,21 +46,16 @@ class Bug(planting.Bug):
     min_copies: int = 2
 
 
-def search(bug: Bug, seeds: range) -> Outcome | None:
-    """Return the first seed that shows the bug."""
-    with planted(bug):
-        for seed in seeds:
-            outcome = simulate(
-                seed,
-                moves=bug.moves,
-                fails_over=bug.fails_over,
-                copies=bug.copies,
-                min_copies=bug.min_copies,
-                favoured=bug.favoured,
-            )
-            if outcome.failure:
-                return outcome
-    return None
+def simulate_with(bug: Bug, seed: int) -> Outcome:
+    """Simulate a seed in the world that the bug needs."""
+    return simulate(
+        seed,
+        moves=bug.moves,
+        fails_over=bug.fails_over,
+        copies=bug.copies,
+        min_copies=bug.min_copies,
+        favoured=bug.favoured,
+    )
 
 
 def _ack_before_fsync() -> list[Patch]:

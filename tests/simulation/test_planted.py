@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
-from tests.simulation.planted import BUGS, Bug, search
+from tests.simulation.planted import BUGS, Bug, simulate_with
+from tests.support.planting import assert_found
 
 FOUND_WITHIN = 500
 
 
 @pytest.mark.parametrize("bug", [pytest.param(bug, id=bug.name) for bug in BUGS])
 def test_a_planted_bug_is_found(bug: Bug) -> None:
-    outcome = search(bug, range(bug.first, bug.first + FOUND_WITHIN))
-    assert outcome is not None, f"nobody notices: {bug.name}"
-    print(f"{bug.name}: seed {outcome.seed}: {outcome.failure.splitlines()[0]}")
+    assert_found(bug, FOUND_WITHIN, partial(simulate_with, bug))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 Patch = contextlib.AbstractContextManager[Any]
 
@@ -26,3 +26,24 @@ def planted(bug: Bug) -> Iterator[None]:
         for patch in bug.patches():
             stack.enter_context(patch)
         yield
+
+
+class Outcome(Protocol):
+    """What came of a seed; `failure` is empty if nothing failed."""
+
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def failure(self) -> str: ...
+
+
+def assert_found(bug: Bug, seeds: int, simulate: Callable[[int], Outcome]) -> None:
+    """Simulate up to so many seeds, from the bug's first one on, until one fails. Raises AssertionError: none does."""
+    with planted(bug):
+        for seed in range(bug.first, bug.first + seeds):
+            outcome = simulate(seed)
+            if outcome.failure:
+                print(f"{bug.name}: seed {outcome.seed}: {outcome.failure.splitlines()[0]}")
+                return
+    raise AssertionError(f"nobody notices: {bug.name}")
