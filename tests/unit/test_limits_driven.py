@@ -79,10 +79,7 @@ def test_each_row_is_of_a_limit_that_is_there():
 def a_broker_group(*ids: str, **settings) -> tuple[Group, Client]:
     """A group of two brokers with a consumer, and messages that it has not asked for."""
     group = Group.made(**settings).start()
-    client = Client(group.a, "c")
-    opaque = client.subscribe("c")
-    group.settle()
-    client.subscription(opaque)
+    client = group.subscribed("c")
     if ids:
         client.produce(*ids)
         group.settle()

@@ -8,7 +8,6 @@ import pytest
 
 from qmq.log.segments import log_name
 from tests.unit.broker.test_produce import a_group
-from tests.unit.broker.world import Client
 
 FRAMES, MESSAGES = 6, 4
 
@@ -23,32 +22,24 @@ def group():
     return group
 
 
-def consumer(group, name):
-    client = Client(group.a, name)
-    opaque = client.subscribe(name, group=name)
-    group.settle()
-    client.subscription(opaque)
-    return client
-
-
 def ids(client, opaque):
     return [id for *_, id in client.pulled(opaque)]
 
 
 def test_a_frame_is_read_once_for_all_that_want_it_at_the_same_time(group):
-    one, other = consumer(group, "one"), consumer(group, "other")
+    one, other = group.subscribed("one", group="one"), group.subscribed("other", group="other")
     first, second, third = one.pull(most=2), one.pull(most=2), other.pull(most=3)
     reads = group.a.host.reads
     assert len(reads) == 1, "three pulls of one frame"
     group.settle()
     assert [ids(one, first), ids(one, second)] == [["m0", "m1"], ["m2", "m3"]]
     assert ids(other, third) == ["m0", "m1", "m2"]
-    late = consumer(group, "late").pull(most=4)
+    late = group.subscribed("late", group="late").pull(most=4)
     assert not reads and late, "it is still in memory"
 
 
 def test_who_wants_a_frame_and_one_more_waits_for_both(group):
-    one, other = consumer(group, "one"), consumer(group, "other")
+    one, other = group.subscribed("one", group="one"), group.subscribed("other", group="other")
     first, both = one.pull(most=4), other.pull(most=8)
     reads, group.a.host.reads = group.a.host.reads, deque()
     group.settle()
@@ -63,7 +54,7 @@ def test_who_wants_a_frame_and_one_more_waits_for_both(group):
 
 
 def test_all_that_wait_for_a_damaged_frame_ask_again(group):
-    one, other, healthy = (consumer(group, name) for name in ("one", "other", "healthy"))
+    one, other, healthy = (group.subscribed(name, group=name) for name in ("one", "other", "healthy"))
     (ref,) = group.a.log.frames("s", 0, 1)
     pulls = [(one, one.pull(most=4)), (other, other.pull(most=4))]
     group.a.disk.flip(log_name(0), 8 * (ref.offset + ref.length - 8))
@@ -77,7 +68,7 @@ def test_all_that_wait_for_a_damaged_frame_ask_again(group):
     [(4, [4, 4, 4]), (5, [4, 4, 4]), (9, [8, 8, 8]), (3, [3, 3, 2, 3]), (1, [1, 1, 1]), (20, [20, 4]), (100, [24])],
 )
 def test_a_frame_is_cut_only_for_a_pull_that_would_get_less_than_half(group, most, sizes):
-    client = consumer(group, "c")
+    client = group.subscribed("c", group="c")
     got = []
     for _ in sizes:
         opaque = client.pull(most=most)

@@ -16,10 +16,7 @@ KEY = ("s", "g")
 
 def a_group(*ids: str) -> tuple[Group, Client]:
     group = Group.made().start()
-    client = Client(group.a, "c")
-    opaque = client.subscribe("c")
-    group.settle()
-    client.subscription(opaque)
+    client = group.subscribed("c")
     if ids:
         client.produce(*ids)
     group.settle()

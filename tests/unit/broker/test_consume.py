@@ -76,15 +76,6 @@ def pulled_by(group: Group, client: Client, subscription: int = 0, **pull) -> li
     return ids(client, opaque) if client.link.answers[opaque][0] == 0 else []
 
 
-def subscribed(group: Group, consumer: str, **subscribe) -> Client:
-    """Return a connection that consumes as `consumer`."""
-    client = Client(group.a, consumer)
-    opaque = client.subscribe(consumer, **subscribe)
-    group.settle()
-    assert client.subscription(opaque)
-    return client
-
-
 def test_pull_that_finds_nothing_is_answered_at_its_deadline():
     group, client = a_group()
     client.subscribe()
@@ -115,7 +106,7 @@ def test_messages_of_a_consumer_that_went_away_reach_the_others():
     for way in ("lease", "unsubscribe"):
         group, producer = a_group(lease_ms=1_000)
         producer.produce(*[f"m{i}" for i in range(6)])
-        gone, stays = subscribed(group, "gone"), subscribed(group, "stays")
+        gone, stays = group.subscribed("gone"), group.subscribed("stays")
         assert pulled_by(group, gone, most=4) == ["m0", "m1", "m2", "m3"]
         first = gone.pulled(gone.opaque)[0][0]
         gone.ack(first, first + 1)
@@ -140,7 +131,7 @@ def test_messages_of_a_consumer_that_went_away_reach_the_others():
 def test_consumer_that_shows_itself_keeps_its_messages():
     group, producer = a_group(lease_ms=1_000)
     producer.produce("m")
-    busy = subscribed(group, "busy")
+    busy = group.subscribed("busy")
     pulled_by(group, busy)
     for _ in range(10):
         group.a.wait(900)
@@ -153,7 +144,7 @@ def test_consumer_that_shows_itself_keeps_its_messages():
 def test_master_that_stood_still_ends_no_lease_before_it_hears_who_lives():
     group, producer = a_group(lease_ms=1_000)
     producer.produce("m0", "m1")
-    lives, gone = subscribed(group, "lives"), subscribed(group, "gone")
+    lives, gone = group.subscribed("lives"), group.subscribed("gone")
     assert pulled_by(group, lives, most=1) == ["m0"] and pulled_by(group, gone, most=1) == ["m1"]
     group.a.stand_still(60_000)
     group.settle()
@@ -167,7 +158,7 @@ def test_master_that_stood_still_ends_no_lease_before_it_hears_who_lives():
 def test_leases_end_on_a_master_whose_every_turn_takes_long():
     group, producer = a_group(lease_ms=1_000)
     producer.produce("m")
-    pulled_by(group, subscribed(group, "gone"))
+    pulled_by(group, group.subscribed("gone"))
     for _ in range(5):
         group.a.stand_still(20_000)
     assert not group.a.log.state.groups["s", "g"].consumers
@@ -177,7 +168,7 @@ def test_ack_after_the_lease_ended_is_not_said_to_count():
     """What it names went back to the group, whatever its consumer, which is still connected, was handed since."""
     group, producer = a_group(lease_ms=1_000)
     producer.produce("m0", "m1")
-    late = subscribed(group, "late")
+    late = group.subscribed("late")
     assert pulled_by(group, late, most=1) == ["m0"]
     old = late.pulled(late.opaque)[0][0]
     group.a.wait(1_001)
@@ -187,19 +178,19 @@ def test_ack_after_the_lease_ended_is_not_said_to_count():
     again = late.subscribe("late", held_end=old + 1)
     group.settle()
     assert late.code(again) == ErrorCode.INVALID_ACK
-    assert pulled_by(group, subscribed(group, "other")) == ["m0", "m1"]
+    assert pulled_by(group, group.subscribed("other")) == ["m0", "m1"]
 
 
 def test_pull_of_a_silent_consumer_gets_nothing_after_its_lease():
     """Nobody would take it back from there."""
     group, producer = a_group(lease_ms=1_000)
-    silent = subscribed(group, "silent")
+    silent = group.subscribed("silent")
     waiting = silent.pull(timeout_ms=60_000)
     group.settle()
     group.a.wait(1_001)
     assert silent.code(waiting) == ErrorCode.INVALID_ACK
     producer.produce("m")
-    assert pulled_by(group, subscribed(group, "other")) == ["m"]
+    assert pulled_by(group, group.subscribed("other")) == ["m"]
 
 
 @pytest.mark.parametrize("change", ["departure", "swap", "restart"])
@@ -207,7 +198,7 @@ def test_late_ack_never_hits_other_messages(change):
     """W2, W13: an ack sent in another life names pull sequences that nothing has now."""
     group, producer = a_group(lease_ms=1_000)
     producer.produce("m0", "m1")
-    client = subscribed(group, "c")
+    client = group.subscribed("c")
     assert pulled_by(group, client, most=1) == ["m0"]
     old = client.pulled(client.opaque)[0][0]
     if change == "departure":
@@ -220,7 +211,7 @@ def test_late_ack_never_hits_other_messages(change):
         group.a.crash()
         group.start()
     group.settle()
-    client = subscribed(group, "c", held_end=0 if change == "departure" else old + 1)
+    client = group.subscribed("c", held_end=0 if change == "departure" else old + 1)
     assert pulled_by(group, client, most=1) == ["m0" if change == "departure" else "m1"]
     new = client.pulled(client.opaque)[0][0]
     assert new > old
@@ -239,14 +230,14 @@ def test_late_ack_never_hits_other_messages(change):
 def test_consumer_that_comes_back_gets_what_it_holds_not_again_and_what_it_lost_first():
     group, producer = a_group()
     producer.produce(*[f"m{i}" for i in range(6)])
-    client = subscribed(group, "c")
+    client = group.subscribed("c")
     assert pulled_by(group, client, most=4) == ["m0", "m1", "m2", "m3"]
     first = client.pulled(client.opaque)[0][0]
     client.lost()
-    again = subscribed(group, "c", held_end=first + 2)
+    again = group.subscribed("c", held_end=first + 2)
     assert pulled_by(group, again, most=10) == ["m2", "m3"]
     assert pulled_by(group, again, most=10) == ["m4", "m5"]
-    fresh = subscribed(group, "c", held_end=0)
+    fresh = group.subscribed("c", held_end=0)
     assert pulled_by(group, fresh, most=10) == [f"m{i}" for i in range(6)]
 
 
@@ -303,7 +294,7 @@ def test_consumer_at_its_limit_of_unacked_messages_goes_on_when_it_acks(monkeypa
 
 def test_who_waits_longest_on_a_subject_is_served_first():
     group, producer = a_group()
-    first, second = subscribed(group, "first"), subscribed(group, "second")
+    first, second = group.subscribed("first"), group.subscribed("second")
     turns = []
     pulls = [(name, client, client.pull(most=1, timeout_ms=60_000)) for name, client in (("1", first), ("2", second))]
     for i in range(4):

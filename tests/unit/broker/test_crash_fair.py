@@ -24,11 +24,7 @@ def a_group(count: int, **settings) -> Group:
 
 def joins(group: Group, begins: bool = True, **terms) -> Client:
     """A new process of the consumer c1."""
-    client = Client(group.a)
-    opaque = client.subscribe(begins=begins, **terms)
-    group.settle()
-    client.subscription(opaque)
-    return client
+    return group.subscribed(begins=begins, **terms)
 
 
 def pieces(group: Group, client: Client, most: int = 10_000) -> list[commands.Piece]:

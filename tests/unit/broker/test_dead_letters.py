@@ -99,10 +99,8 @@ def test_dead_letter_is_consumed_as_any_message_and_does_not_die_again():
 
 def test_waiting_pull_on_the_dead_letters_wakes_at_once():
     group, client, first = a_group("m0")
-    people = Client(group.a, "people")
-    opaque = people.subscribe("c9", subject=DEAD, group="people")
-    group.settle()
-    waiting = people.pull(people.subscription(opaque), timeout_ms=60_000)
+    people = group.subscribed("c9", subject=DEAD, group="people")
+    waiting = people.pull(timeout_ms=60_000)
     client.nack(first, first + 1, dead=True)
     group.settle()
     assert [id for _, _, id in people.pulled(waiting)] == ["m0"]
@@ -216,10 +214,7 @@ def test_process_that_ends_in_between_stores_a_dead_letter_once(was_stored):
         group.settle()
         assert unacked(group) and len(dead_letters(group.a)) == 1
     group.swap(2)
-    again = Client(group.a)
-    opaque = again.subscribe(held_end=first + 1)
-    group.settle()
-    again.subscription(opaque)
+    again = group.subscribed(held_end=first + 1)
     opaque = again.nack(first, first + 1, dead=True)
     group.settle()
     assert again.body(opaque)
@@ -240,10 +235,7 @@ def test_copies_whose_ack_is_missing_are_recognized_also_when_later_messages_die
     assert len(dead_letters(group.a, dead)) == 100 and sum(one.count for one in unacked(group)) == 10
     group.swap(2)
     group.a.assign(Role.MASTER, 2, limits=limits)
-    again = Client(group.a)
-    opaque = again.subscribe(held_end=first + 100)
-    group.settle()
-    again.subscription(opaque)
+    again = group.subscribed(held_end=first + 100)
     again.nack(first, first + 10, dead=True)
     group.settle()
     assert sorted(one.id for one in dead_letters(group.a, dead)) == sorted(f"m{number}" for number in range(100))
@@ -252,11 +244,8 @@ def test_copies_whose_ack_is_missing_are_recognized_also_when_later_messages_die
 
 def test_copies_whose_ack_is_missing_are_recognized_behind_more_dead_letters_than_a_producer_s_window_has():
     group, client, first = a_group(*[f"m{number}" for number in range(10)], segment_bytes=1 << 20)
-    other = Client(group.a, "other")
-    other.produce(*[f"n{number}" for number in range(BATCHES_PER_PRODUCER + 1)])
-    opaque = other.subscribe("c2")
-    group.settle()
-    other.subscription(opaque)
+    Client(group.a, "other").produce(*[f"n{number}" for number in range(BATCHES_PER_PRODUCER + 1)])
+    other = group.subscribed("c2")
     opaque = other.pull()
     group.settle()
     others_first = other.pulled(opaque)[0][0]
@@ -266,10 +255,7 @@ def test_copies_whose_ack_is_missing_are_recognized_behind_more_dead_letters_tha
     assert len(dead_letters(group.a)) == 10
     group.swap(2)
     for consumer, begin, count in (("c2", others_first, BATCHES_PER_PRODUCER + 1), ("c1", first, 10)):
-        again = Client(group.a, consumer)
-        opaque = again.subscribe(consumer, held_end=begin + count)
-        group.settle()
-        again.subscription(opaque)
+        again = group.subscribed(consumer, held_end=begin + count)
         again.nack(begin, begin + count, dead=True)
         group.settle()
         assert not group.a.log.state.groups["s", "g"].consumers[consumer].unacked
@@ -336,11 +322,9 @@ def test_those_of_the_retry_subject_go_there_and_those_of_another_group_do_not()
     client.nack(first, first + 1, dead=True)
     group.settle()
     assert [one.id for one in dead_letters(group.a, "t")] == ["m0"]
-    other = Client(group.a, "other")
     client.produce("m1")
-    opaque = other.subscribe("c9", group="h")
-    group.settle()
-    opaque = other.pull(other.subscription(opaque))
+    other = group.subscribed("c9", group="h")
+    opaque = other.pull()
     group.settle()
     number = other.pulled(opaque)[0][0]
     other.nack(number, number + 1, dead=True)
@@ -358,10 +342,8 @@ def test_consumers_of_the_chosen_subject_wake_are_limited_and_find_tags_and_orde
     opaque = client.pull()
     group.settle()
     tagged = client.pulled(opaque)[0][0]
-    people = Client(group.a, "people")
-    opaque = people.subscribe("c9", subject="t", group="people", tags=["vip"], deliveries_max=1)
-    group.settle()
-    waiting = people.pull(people.subscription(opaque), timeout_ms=60_000)
+    people = group.subscribed("c9", subject="t", group="people", tags=["vip"], deliveries_max=1)
+    waiting = people.pull(timeout_ms=60_000)
     client.nack(first, first + 1, dead=True)
     client.nack(tagged, tagged + 1, dead=True)
     group.settle()
@@ -384,10 +366,8 @@ def test_a_redrive_from_the_chosen_subject_takes_only_what_this_group_let_die():
     forged = encode_message(Message("s", id="forged"), 0)
     client.produce_raw([with_properties(forged, {"qmq_deadSubject": "s", "qmq_deadGroup": "g"})], subject="t")
     client.nack(first, first + 1, dead=True)
-    people = Client(group.a, "people")
-    opaque = people.subscribe("c9", subject="t", group="people")
-    group.settle()
-    opaque = people.pull(people.subscription(opaque))
+    people = group.subscribed("c9", subject="t", group="people")
+    opaque = people.pull()
     group.settle()
     pieces = list(commands.decode_pulled(memoryview(people.body(opaque))))
 

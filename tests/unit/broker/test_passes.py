@@ -11,18 +11,11 @@ from qmq.broker.passes import OWED_BYTES_MAX, PASS_BYTES, Passes
 from qmq.errors import ErrorCode
 from qmq.remoting.commands import Command
 from tests.unit.broker.test_produce import a_group
-from tests.unit.broker.world import Client
 
 
 def consumers(group, count, *, subject="s", name="g"):
     """Consumers of one consumer group, each on a connection of its own, that have subscribed."""
-    made = []
-    for number in range(count):
-        made.append(Client(group.a, f"{name}-{number}"))
-        opaque = made[-1].subscribe(f"{name}-{number}", subject=subject, group=name)
-        group.settle()
-        made[-1].subscription(opaque)
-    return made
+    return [group.subscribed(f"{name}-{number}", subject=subject, group=name) for number in range(count)]
 
 
 @pytest.fixture

@@ -21,11 +21,7 @@ def a_group(**settings) -> tuple[Group, Client]:
 
 
 def joined(group: Group, name: str = "c", *, held_end: int = 0, consumers: str = "g") -> Client:
-    client = Client(group.a, name)
-    opaque = client.subscribe(name, group=consumers, held_end=held_end)
-    group.settle()
-    client.subscription(opaque)
-    return client
+    return group.subscribed(name, group=consumers, held_end=held_end)
 
 
 def pulled(group: Group, client: Client, **pull) -> list[str]:

@@ -352,6 +352,14 @@ class Group:
         self.settle()
         return self
 
+    def subscribed(self, consumer: str = "c1", **terms) -> Client:
+        """Return a connection to `a` that consumes as `consumer`; `terms` are those of `Client.subscribe`."""
+        client = Client(self.a, consumer)
+        opaque = client.subscribe(consumer, **terms)
+        self.settle()
+        assert client.subscription(opaque)
+        return client
+
     def connect(self) -> None:
         self.at_master, self.at_slave = FakeLink("slave"), FakeLink("master")
         self.b.host.hellos.clear()
