@@ -358,7 +358,7 @@ def _groups(count: int) -> dict[str, list[dict[str, Any]]]:
                 "is_full": False,
                 "min_copies": 2,
                 "lost_term": 0,
-                "failover": "",
+                "failover": "default",
                 **times,
             }
         )

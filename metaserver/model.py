@@ -106,8 +106,8 @@ class Group:
     """So many of them, the master's among them, have a message on disk when it is acknowledged."""
     lost_term: int = 0
     """In this term an operator accepted a loss, and nobody said since that he knows of it; 0: there is none."""
-    failover: str = ""
-    """`on` or `off`: whether it fails over by itself; empty: as the metaservers' setting says."""
+    failover: str = AS_SETTING
+    """`on`, `off` or `default`: whether it fails over by itself."""
 
     @property
     def brokers(self) -> tuple[Broker, ...]:

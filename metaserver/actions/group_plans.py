@@ -17,7 +17,7 @@ from qmq.metaserver.db.changes import (
     UnsetOffline,
 )
 from qmq.metaserver.dead_letter_routes import why_not, wider_routes
-from qmq.metaserver.model import ALL_SUBJECTS, AS_SETTING, DELAY, Directory, Offline, ReadonlyMark, Routes
+from qmq.metaserver.model import ALL_SUBJECTS, DELAY, Directory, Offline, ReadonlyMark, Routes
 from qmq.operator_limits import OperatorLimits
 from qmq.rights import CONSUME, PRODUCE
 from qmq.subjects import real_subject
@@ -117,12 +117,11 @@ def set_failover(directory: Directory, group: str, failover: str) -> Plan:
     known = directory.groups.get(group)
     if known is None:
         return refused(_no_group(group))
-    wanted = failover.removesuffix(AS_SETTING)
     return Plan(
-        (SetGroupState(group, failover=wanted),) if known.failover != wanted else (),
+        (SetGroupState(group, failover=failover),) if known.failover != failover else (),
         groups=frozenset({group}),
         whole_groups=True,
-        before={"failover": known.failover or AS_SETTING},
+        before={"failover": known.failover},
         after={"failover": failover},
         data={"brokerGroup": group, "failover": failover},
     )

@@ -8,7 +8,6 @@ from typing import Any
 from qmq.metaserver.actions.action import Action
 from qmq.metaserver.model import (
     ALL_SUBJECTS,
-    AS_SETTING,
     DELAY,
     AuditRow,
     Broker,
@@ -70,7 +69,7 @@ def group_json(
         "full": group.full,
         "minCopies": group.min_copies,
         "lostTerm": group.lost_term,
-        "failover": group.failover or AS_SETTING,
+        "failover": group.failover,
         "why": why_not(group, state, readonly_subjects) if not writable else [],
         "copies": [_copy_json(*copy, state) for copy in copies],
     }

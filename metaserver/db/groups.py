@@ -22,7 +22,7 @@ from qmq.metaserver.db.tables import (
     readonly_broker_group_setting,
     subject_route,
 )
-from qmq.metaserver.model import DELAY, NORMAL, Broker, BrokerKey, Group
+from qmq.metaserver.model import AS_SETTING, DELAY, NORMAL, Broker, BrokerKey, Group
 from qmq.metaserver.roles import RoleChange
 from qmq.subjects import check_name
 from qmq.types import Role
@@ -159,7 +159,13 @@ def _raise_term(connection: Connection, change: RoleChange, now: int) -> None:
 
 def _create(connection: Connection, change: RoleChange, now: int) -> None:
     fresh: dict[str, Any] = {"kind": change.kind, "half_swapped": False, "tag": "", "draining": False, "is_full": False}
-    fresh |= {"min_copies": change.min_copies, "lost_term": 0, "failover": "", "create_time": now, "update_time": now}
+    fresh |= {
+        "min_copies": change.min_copies,
+        "lost_term": 0,
+        "failover": AS_SETTING,
+        "create_time": now,
+        "update_time": now,
+    }
     removed = (broker_group.c.group_name == change.group, broker_group.c.kind == REMOVED)
     term_before = connection.scalars(select(broker_group.c.term).where(*removed)).one_or_none()
     if term_before is not None:

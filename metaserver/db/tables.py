@@ -75,7 +75,9 @@ broker_group = Table(
     Column("is_full", Boolean, nullable=False, server_default=false()),
     Column("min_copies", Integer, nullable=False, server_default="2"),
     Column("lost_term", BigInteger, nullable=False, server_default="0"),
-    Column("failover", name(8), nullable=False, server_default=""),  # on, off; empty: as the metaservers' setting says
+    Column(
+        "failover", name(8), nullable=False, server_default="default"
+    ),  # on, off, or as the metaservers' setting says
     Column("create_time", BigInteger, nullable=False),
     Column("update_time", BigInteger, nullable=False),
     UniqueConstraint("group_name", name="uniq_group_name"),
