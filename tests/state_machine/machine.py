@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from tests.state_machine.boxes import Box
 from tests.state_machine.database import AWAY, FINE, LOST, Fate, Template, read_tables
-from tests.state_machine.oracle import Parts, Violation, differing
+from tests.state_machine.oracle import Key, Violation, differing
 from tests.state_machine.world import Errand, World, place, populate
 
 FATES = [FINE] * 10 + [
@@ -131,7 +131,7 @@ class Machine(RuleBasedStateMachine):
 
     def likely_roles(self, group: str, choice: int) -> Ideas:
         """What an operator may want to do with the brokers of a group as it is."""
-        parts = self.world.oracle.decided.parts().get(group, Parts())
+        parts = self.world.oracle.decided.parts_of(group)
         master, *slaves = [self.world.brokers.boxes[key[0]] if key else None for key in (parts.master, *parts.slaves)]
         slaves.sort(key=lambda box: box.name)
         slave = slaves[choice % len(slaves)] if slaves else None
@@ -217,7 +217,7 @@ class Machine(RuleBasedStateMachine):
     def box(self, who: str, group: str) -> Box:
         boxes = self.world.brokers.boxes
         decided = self.world.oracle.decided
-        parts = decided.parts().get(group, Parts())
+        parts = decided.parts_of(group)
         slave = max(parts.slaves, default=None)
         spare = next((box.key for box in boxes.values() if box.key not in decided.places), None)
         key = {"master": parts.master, "slave": slave, "spare": spare}.get(who) or (who, 0)
@@ -247,7 +247,7 @@ class Machine(RuleBasedStateMachine):
     @step(1, group=GROUPS)
     def burn(self, group: str) -> None:
         """The slave's machine burns down and comes back with an empty disk; what the master said before comes late."""
-        world, parts = self.world, self.world.oracle.decided.parts().get(group, Parts())
+        world, parts = self.world, self.world.oracle.decided.parts_of(group)
         keys = parts.master, max(parts.slaves, default=None)
         master, slave = (world.brokers.boxes[key[0]] if key else None for key in keys)
         if master and slave and master.process and slave.process:
@@ -268,18 +268,15 @@ class Machine(RuleBasedStateMachine):
     def lose_master(self, group: str, at: int, cut: int | None, also: int | None, how: str) -> None:
         """A master takes a last message, a slave perhaps without it; it ends. A slave ends, too, or its disk is put
         back; an operator acts."""
-        world, parts = self.world, self.world.oracle.decided.parts().get(group, Parts())
-        server, brokers = world.servers[at], world.brokers
-        master = self.master_to_lose(parts, at)
+        world, server, brokers = self.world, self.world.servers[at], self.world.brokers
+        master, slaves = self.master_to_lose(group, at, "loses")
         if master is None:
             return
-        world.note(f"{group} loses its master, {master.name}")
-        world.wait(0.6)
         if cut is not None:
             brokers.cut(master, cut)
         brokers.produce(master)
-        slave = brokers.boxes[sorted(parts.slaves)[(also or 0) % len(parts.slaves)][0]]
-        if also is not None and (len(parts.slaves) > 1 or how == "put back"):
+        slave = brokers.boxes[slaves[(also or 0) % len(slaves)][0]]
+        if also is not None and (len(slaves) > 1 or how == "put back"):
             world.stop_box(slave, closes=True)
         if also is not None and how == "put back" and not self.is_old(group):
             slave.disk.put_back(1, forgets=bool(at))
@@ -294,14 +291,11 @@ class Machine(RuleBasedStateMachine):
     @step(1, group=GROUPS, at=NUMBERS, number=NUMBERS)
     def doubt(self, group: str, at: int, number: int) -> None:
         """The metaserver loses a master that is there and has lost its slaves. While roles change, it goes on."""
-        world, parts = self.world, self.world.oracle.decided.parts().get(group, Parts())
-        server, brokers = world.servers[at], world.brokers
-        master = self.master_to_lose(parts, at)
+        world, server, brokers = self.world, self.world.servers[at], self.world.brokers
+        master, slaves = self.master_to_lose(group, at, "loses touch with")
         if master is None:
             return
-        world.note(f"{group} loses touch with its master, {master.name}")
-        world.wait(0.6)
-        for _ in parts.slaves:
+        for _ in slaves:
             brokers.cut(master, 0)
         master.is_cut_off = True
         world.disconnect(master)
@@ -314,16 +308,21 @@ class Machine(RuleBasedStateMachine):
             brokers.produce(master)
         master.is_cut_off = False
 
-    def master_to_lose(self, parts: Parts, at: int) -> Box | None:
-        """Let the master and its slaves catch up; return it if one follows and the first operator can act here."""
-        master = self.world.brokers.boxes[parts.master[0]] if parts.master else None
-        if self.world.servers[at].process is None or master is None or not self.world.brokers.sync(master):
-            return None
-        return None if self.world.busy(self.operators[0]) else master
+    def master_to_lose(self, group: str, at: int, loses: str) -> tuple[Box | None, list[Key]]:
+        """Let the master and its slaves catch up; return them if one follows and the first operator can act here."""
+        world, parts = self.world, self.world.oracle.decided.parts_of(group)
+        master = world.brokers.boxes[parts.master[0]] if parts.master else None
+        if world.servers[at].process is None or master is None or not world.brokers.sync(master):
+            return None, []
+        if world.busy(self.operators[0]):
+            return None, []
+        world.note(f"{group} {loses} its master, {master.name}")
+        world.wait(0.6)
+        return master, sorted(parts.slaves)
 
     def is_old(self, group: str) -> bool:
         """Whether a disk of a group was put back and is not whole again. Of two at once nothing is promised."""
-        keys = self.world.oracle.decided.parts().get(group, Parts()).all
+        keys = self.world.oracle.decided.parts_of(group).all
         return any(self.world.brokers.boxes[name].disk.is_old for name, _ in keys)
 
     @step(2, who=WHO, group=["g1", "g2", "g2"], frames=[1, 1, 2, 4], forgets=[False, True])
@@ -348,7 +347,7 @@ class Machine(RuleBasedStateMachine):
     def dissolve(self, group: str, at: int) -> None:
         """An operator removes all brokers of a group, and with the last one the group."""
         world, server = self.world, self.world.servers[at]
-        keys = world.oracle.decided.parts().get(group, Parts()).all[::-1]
+        keys = world.oracle.decided.parts_of(group).all[::-1]
         if server.process is None or not keys or self.world.busy(self.operators[0]):
             return
         for name, _ in keys:
@@ -396,7 +395,7 @@ class Machine(RuleBasedStateMachine):
     def group(self, group: str, what: str, at: int) -> None:
         """All brokers of a group stop, perhaps for long enough that everybody noticed; or they start."""
         self.world.note(f"{group}: {what}")
-        for name, _ in self.world.oracle.decided.parts().get(group, Parts()).all:
+        for name, _ in self.world.oracle.decided.parts_of(group).all:
             box = self.world.brokers.boxes[name]
             if what != "start" and box.process:
                 self.world.stop_box(box, closes=True)

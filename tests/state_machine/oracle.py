@@ -143,6 +143,9 @@ class Decided:
                 slaves[place.group].add(key)
         return {name: Parts(masters.get(name), frozenset(slaves[name])) for name in self.terms}
 
+    def parts_of(self, group: str) -> Parts:
+        return self.parts().get(group, Parts())
+
     def master(self, group: str) -> Place | None:
         return next((p for p in self.places.values() if (p.group, p.role) == (group, Role.MASTER)), None)
 
@@ -278,7 +281,7 @@ class Oracle:
         key = (wanted.get("hostname", ""), int(wanted.get("servePort", 0)))
         if errand.what == "RemoveBroker":
             group = before.places[key].group if key in before.places else ""
-        was, became = (state.parts().get(group, Parts()) for state in (before, now))
+        was, became = (state.parts_of(group) for state in (before, now))
         match errand.what, wanted.get("role"):
             case "AddBroker", "0":
                 expected = was.master is None and became == (key, was.slaves)
@@ -335,7 +338,7 @@ class Oracle:
         if status in (REFUSED, WAIT) and errand.commits:
             raise Violation(f"{errand} was not done, they said ({said}), but it is")
         if errand.what in ("SwapRoles", "Failover"):  # by this order, or by another operator's at the same moment
-            parts = [state.parts().get(errand.words["brokerGroup"], Parts()) for state in states]
+            parts = [state.parts_of(errand.words["brokerGroup"]) for state in states]
             done = any(_swapped(was, became) for was, became in pairwise(parts))
         else:
             done = any(self._is_done(errand, state) for state in states)
