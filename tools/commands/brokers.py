@@ -34,9 +34,13 @@ def _removed(data: Any) -> Iterable[Block]:
     yield good(f"{data['hostname']}:{data['servePort']} is removed from {data['group']}")
 
 
-def _adopted(data: Any) -> Iterable[Block]:
+def _new_master(data: Any) -> Iterable[Block]:
     group, master = data["brokerGroup"], data["master"]
     yield good(f"{group}: {master['hostname']}:{master['servePort']} is the master in term {data['term']}")
+
+
+def _not_yet_writable() -> Block:
+    return warning("the group does not take messages yet; ListBrokerGroups says why")
 
 
 def _swapped(data: Any) -> Iterable[Block]:
@@ -49,19 +53,17 @@ def _swapped(data: Any) -> Iterable[Block]:
     if data["writable"]:
         yield good("the group takes messages")
     else:
-        yield warning("the group does not take messages yet; ListBrokerGroups says why")
+        yield _not_yet_writable()
 
 
 def _failed_over(data: Any) -> Iterable[Block]:
-    master = data["master"]
-    who = f"{master['hostname']}:{master['servePort']}"
-    yield good(f"{data['brokerGroup']}: {who} is the master in term {data['term']}")
+    yield from _new_master(data)
     yield (
         f"its log ends at {data['logEnd']}, acknowledged was {data['acknowledged']}; promised: "
         f"{', '.join(data['promised'])}"
     )
     if not data["writable"]:
-        yield warning("the group does not take messages yet; ListBrokerGroups says why")
+        yield _not_yet_writable()
 
 
 def _loss_acknowledged(data: Any) -> Iterable[Block]:
@@ -284,7 +286,7 @@ BROKERS = (
         "choose the master where row and brokers differ",
         "--brokerGroup=g1 --hostname=mq1 --servePort=20881",
         (GROUP, _HOSTNAME, _SERVE_PORT, FORCE),
-        _adopted,
+        _new_master,
         changes=True,
         look="ListBrokerGroups",
     ),
