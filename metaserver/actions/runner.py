@@ -118,7 +118,7 @@ class Actions:
                 details = dict(plan.details)
                 data = details.pop("data", None)
                 return Answer(Status.REFUSED, one_text(plan.reasons), data, details, OperatorError.__name__)
-            if plan.changes and words[IF_PLAN] not in ("", plan.word):
+            if plan.changes and (shown := words[IF_PLAN]) and shown != plan.word:
                 raise OperatorError("something was changed since this plan was shown: look at the plan again")
             audit = _audit(action, words, caller, plan)
             try:
