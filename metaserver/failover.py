@@ -206,11 +206,15 @@ class NoFailover(OperatorError):
 
 def way_on(why: Refusal, group: Group, *, master_gone: bool = False) -> str:
     """Say what to do about a refusal; `master_gone` is as in `Facts`."""
-    text = LAST_RESORT if master_gone and WAY_ON[why].startswith(_START) else WAY_ON[why]
+    text = LAST_RESORT if master_gone and WAY_ON[why] in (_GONE, _RECOVER) else WAY_ON[why]
     if master_gone and why == Refusal.HEARS_ITS_MASTER:
         text = f"If the master was heard: {text}. If a copy is not whole: {LAST_RESORT}"
-    roles_of = {f"{role.name.lower()}_role": f"{part(role, group.kind):d}" for role in (Role.MASTER, Role.SLAVE)}
-    return text.format(group=group.name, master=group.master.key if group.master else "", **roles_of)
+    return text.format(
+        group=group.name,
+        master=group.master.key if group.master else "",
+        master_role=int(part(Role.MASTER, group.kind)),
+        slave_role=int(part(Role.SLAVE, group.kind)),
+    )
 
 
 def require(facts: Facts) -> None:

@@ -21,7 +21,7 @@ from qmq.errors import NotServed, OperatorError, OutcomeUnknown, QmqError
 from qmq.metaserver import failover
 from qmq.metaserver.actions.shapes import parts_json
 from qmq.metaserver.database import DatabaseAway
-from qmq.metaserver.db.errors import CommitUnknown, StaleTerm
+from qmq.metaserver.db.errors import CommitUnknown, StaleTerm, UnknownGroup
 from qmq.metaserver.failover import NOT_STORED, Facts, NoFailover, Refusal
 from qmq.metaserver.model import AuditRow, Broker, BrokerKey, Group, ReplicaState
 from qmq.metaserver.registry import Registry
@@ -140,7 +140,7 @@ class Failovers:
         """Say what `order` would do, as far as is known before slaves promise; raises as that does."""
         group = self._registry.directory.groups.get(name)
         if group is None:
-            raise OperatorError(f"there is no broker group {name}; ListBrokerGroups names them")
+            raise UnknownGroup(name)
         if group.master is not None and not self._cause(group):
             raise OperatorError(f"{group.master.key} is there, the master of {name}; SwapRoles exchanges the roles")
         facts = await self._learn(group, master_gone=master_gone)
