@@ -284,12 +284,13 @@ def look(copies: list[Copy], safe: Log) -> str:
     return ""
 
 
-def with_row(state: State, copies: list[Copy], bounds: Bounds, rules: Rules, **row: Any) -> dict[str, Any]:
+def with_row(
+    state: State, copies: list[Copy], bounds: Bounds, rules: Rules, *, keeps_whole: bool = False, **row: Any
+) -> dict[str, Any]:
     """The row changes: what was answered before means nothing any more. `copies` are in the order of the state's.
 
     `keeps_whole`: whom the row saw in sync still has all that was acknowledged."""
     keeps = bounds.faults > state.faults
-    keeps_whole = row.pop("keeps_whole", False)
     for i, before in enumerate(state.copies):
         answer = NO_ANSWER if rules.compare_and_set else before.answer
         copies[i] = copies[i]._replace(
