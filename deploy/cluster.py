@@ -46,6 +46,8 @@ SCRAPE_S = 2
 RESTART_S = 1.0
 REFRESH_S = 0.5
 """How old `cluster.json` may be."""
+MIN_COPIES = 2
+"""So many acknowledge in a new group. It has to be more than half, before a copy is added."""
 START_S = 120.0
 SWAP_S = 60.0
 TICK_S = 0.05
@@ -59,10 +61,6 @@ class AlreadyRunning(QmqError):
             f"a cluster runs in {run_dir} already (process {owner}); `qmq dev stop` ends it, --dir uses another place"
         )
         self.owner = owner
-
-
-MIN_COPIES = 2
-"""So many acknowledge in a new group. It has to be more than half, before a copy is added."""
 
 
 class Cluster:
