@@ -15,32 +15,31 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
-from qmq.log.frame import FRAME_BYTES_MAX, HEADER_BYTES, MAGIC, Frame, FrameKind
+from qmq.log.frame import FRAME_BYTES_MAX, HEADER, HEADER_BYTES, MAGIC, Frame, FrameKind
 from qmq.types import Epoch
 
 _SIZES = struct.Struct("<6xH4xI")
-_HEAD = np.dtype(
-    [
-        ("magic", "<u4"),
-        ("kind", "u1"),
-        ("flags", "u1"),
-        ("subject_bytes", "<u2"),
-        ("count", "<u4"),
-        ("body_bytes", "<u4"),
-        ("term", "<u4"),
-        ("boot", "<u4"),
-        ("offset", "<u8"),
-        ("high_watermark", "<u8"),
-        ("timestamp_ms", "<i8"),
-        ("first_sequence", "<u8"),
-        ("producer", "<u8"),
-        ("batch", "<u8"),
-        ("chain", "<u8"),
-        ("body_crc", "<u4"),
-        ("header_crc", "<u4"),
-    ]
+_NAMES = (
+    "magic",
+    "kind",
+    "flags",
+    "subject_bytes",
+    "count",
+    "body_bytes",
+    "term",
+    "boot",
+    "offset",
+    "high_watermark",
+    "timestamp_ms",
+    "first_sequence",
+    "producer",
+    "batch",
+    "chain",
+    "body_crc",
+    "header_crc",
 )
-"""As drawn in qmq.log.frame."""
+"""In the order in which `decode_header` unpacks them; their sizes are said there."""
+_HEAD = np.dtype([(name, f"<{code}") for name, code in zip(_NAMES, HEADER.format.removeprefix("<"), strict=True)])
 _CRC_AT, _CHAIN_AT, _CHAINED_BYTES = HEADER_BYTES - 4, HEADER_BYTES - 16, 84
 _IS_KIND = np.isin(np.arange(256), [int(kind) for kind in FrameKind])
 _epoch = lru_cache(64)(Epoch)

@@ -49,8 +49,8 @@ from qmq.errors import CorruptFrame
 from qmq.types import Epoch
 
 MAGIC = int.from_bytes(b"QMF1", "little")
-_HEADER = struct.Struct("<IBBHIIIIQQqQQQQII")
-HEADER_BYTES = _HEADER.size
+HEADER = struct.Struct("<IBBHIIIIQQqQQQQII")
+HEADER_BYTES = HEADER.size
 _CHAINED = struct.Struct("<IBBHIIIIQQqQQQ")
 _TAIL = struct.Struct("<QI")
 _U32 = struct.Struct("<I")
@@ -227,7 +227,7 @@ def decode_header(data: Buffer, at: int, offset: int, previous_chain: int | None
         chain,
         body_crc,
         header_crc,
-    ) = _HEADER.unpack_from(data, at)
+    ) = HEADER.unpack_from(data, at)
     if magic != MAGIC:
         raise CorruptFrame(offset, "no magic number")
     body_at = HEADER_BYTES + subject_bytes + (-subject_bytes % 8)

@@ -201,7 +201,7 @@ def _crc_over_body_only() -> list[Patch]:
             chain,
             body_crc,
             _,
-        ) = frames._HEADER.unpack_from(data, at)
+        ) = frames.HEADER.unpack_from(data, at)
         body_at = frames.HEADER_BYTES + subject_bytes + (-subject_bytes % 8)
         if magic != frames.MAGIC or body_bytes > frames.FRAME_BYTES_MAX or len(data) - at < body_at:
             raise CorruptFrame(offset, "no magic number")
