@@ -170,7 +170,7 @@ def _frames(copy: Segments, begin: int, end: int, state: State | None) -> Iterat
         frame = decode_header(data, 0, at, chain)
         found = []
         if FRAMES_AT_ONCE * (frame.end - at) <= len(data):
-            found = whole_frames(data, 0, at, end, chain, bodies=no_messages)
+            found = whole_frames(data, at, end, chain, bodies=no_messages)
         # Behind a large frame the next one is read for itself, behind small ones more of them at once.
         size = min(4 * size, HEADERS_BYTES_MAX) if found else HEADERS_BYTES
         if not found:

@@ -58,31 +58,31 @@ def no_messages(heads: Heads) -> Flags:
 
 def whole_frames(
     data: memoryview,
-    at: int,
     offset: int,
     end: int,
     chain: int | None,
     *,
     bodies: Callable[[Heads], Flags] = all_bodies,
 ) -> list[Frame]:
-    """Return the frames from `data[at]` on, at `offset` of a log, that begin before `end`; maybe none.
+    """Return the frames of `data`, at `offset` of a log, that begin before `end`; maybe none.
 
     Each of them is what `decode_header` takes, with the chain of the one before it; `chain` is that of the first one,
     None if it is not known. `bodies` says of which frames the body is checked.
     """
-    if at % 8 or offset % 8:
+    if offset % 8:
         return []
-    places = _places(data, at, min(len(data), at + end - offset))
+    places = _places(data, end - offset)
     words = np.frombuffer(data[: len(data) // 8 * 8], "<u8")
     rows = words[(places // 8)[:, None] + np.arange(HEADER_BYTES // 8)]
     heads = rows.view(_HEAD)[:, 0]
-    fits = (heads["magic"] == MAGIC) & (heads["offset"] == places + (offset - at)) & _IS_KIND[heads["kind"]]
+    fits = (heads["magic"] == MAGIC) & (heads["offset"] == places + offset) & _IS_KIND[heads["kind"]]
     fits &= heads["body_bytes"] <= FRAME_BYTES_MAX
     until = _first_wrong(fits)
     rows, heads, places = rows[:until], heads[:until], places[:until]
     body_at = HEADER_BYTES + (heads["subject_bytes"].astype(np.int64) + 7) // 8 * 8
     fields = [
-        bytes(data[begin:until]) for begin, until in zip((places + HEADER_BYTES).tolist(), (places + body_at).tolist())
+        bytes(data[begin:behind])
+        for begin, behind in zip((places + HEADER_BYTES).tolist(), (places + body_at).tolist())
     ]
     fits = _has_crcs(rows, heads, fields) & _has_chains(rows, heads, fields, chain)
     checked = np.flatnonzero(bodies(heads))
@@ -91,9 +91,9 @@ def whole_frames(
     return _frames(heads[:until], fields, body_at[:until])
 
 
-def _places(data: memoryview, at: int, end: int) -> npt.NDArray[np.int64]:
+def _places(data: memoryview, end: int) -> npt.NDArray[np.int64]:
     """Return where frames begin before `end`, by what they say of their sizes, and end in `data`."""
-    found, size = [], len(data)
+    found, at, size = [], 0, len(data)
     while at < end and at + HEADER_BYTES <= size:
         subject_bytes, body_bytes = _SIZES.unpack_from(data, at)
         behind = at + HEADER_BYTES + (subject_bytes + 7) // 8 * 8 + body_bytes

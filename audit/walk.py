@@ -167,7 +167,7 @@ class Walk:
             CorruptFrame: no frame at `self.at`, which is the beginning of the window.
         """
         base, size = window.offset, len(window.data)
-        window.frames = whole_frames(window.data, self.at - base, self.at, self._end, self.chain)
+        window.frames = whole_frames(window.data, self.at, self._end, self.chain)
         if window.frames:
             self.at, self.chain = window.frames[-1].end, window.frames[-1].chain
         while (offset := self.at) < self._end and (at := offset - base) < size:

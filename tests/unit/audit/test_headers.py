@@ -68,9 +68,9 @@ def one_by_one(data: bytes, chain: int | None, *, without_messages: bool = False
 
 
 def same(data: bytes, chain: int | None = NO_CHAIN) -> int:
-    found = whole_frames(memoryview(data), 0, 0, len(data), chain)
+    found = whole_frames(memoryview(data), 0, len(data), chain)
     assert found == one_by_one(data, chain)
-    only = whole_frames(memoryview(data), 0, 0, len(data), chain, bodies=no_messages)
+    only = whole_frames(memoryview(data), 0, len(data), chain, bodies=no_messages)
     assert only == one_by_one(data, chain, without_messages=True)
     return len(found)
 
@@ -103,8 +103,8 @@ def test_frame_that_is_wrong_under_right_checksums_is_not_taken(change: Change) 
 def test_frames_behind_the_end_are_not_taken() -> None:
     data = log_of()
     frames = one_by_one(data, NO_CHAIN)
-    assert whole_frames(memoryview(data), 0, 0, frames[10].offset, NO_CHAIN) == frames[:10]
-    assert whole_frames(memoryview(data), frames[3].offset, frames[3].offset, len(data), None) == frames[3:]
+    assert whole_frames(memoryview(data), 0, frames[10].offset, NO_CHAIN) == frames[:10]
+    assert whole_frames(memoryview(data)[frames[3].offset :], frames[3].offset, len(data), None) == frames[3:]
 
 
 def gathered(data: bytes) -> PieceFacts:
