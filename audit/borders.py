@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from qmq.audit.kinds import Kind
-from qmq.audit.line import Line, problem_of
-from qmq.audit.walk import Problem
+from qmq.audit.line import Line
+from qmq.audit.walk import Problem, problem_of
 from qmq.errors import CorruptFrame
 from qmq.log.frame import Frame, FrameKind, decode_header
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from qmq.audit.kinds import Kind
-from qmq.audit.walk import Problem
+from qmq.audit.walk import Problem, problem_of
 from qmq.log.frame import Frame, FrameKind
 from qmq.types import NO_EPOCH, Epoch
 
@@ -120,8 +120,3 @@ class Line:
                 frame, Kind.TIME, f"its time is {(self.time_ms - now_ms) // 1000} s before the last frame's"
             )
         self.time_ms, self._timed = now_ms, frame
-
-
-def problem_of(frame: Frame, what: Kind, text: str) -> Problem:
-    sequence = frame.first_sequence if frame.kind == FrameKind.MESSAGES else None
-    return Problem(frame.offset, frame.end, text, frame.subject or None, sequence, what)

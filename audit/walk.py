@@ -182,7 +182,7 @@ class Walk:
             try:
                 check_body(frame, window.body(frame))
             except CorruptFrame as error:
-                window.problems.append(_problem(frame, error.reason))
+                window.problems.append(problem_of(frame, Kind.DAMAGED, error.reason))
                 window.damaged.add(offset)
             window.frames.append(frame)
             self.at, self.chain = frame.end, frame.chain
@@ -195,7 +195,7 @@ class Walk:
             if self.chain is None:
                 raise
             frame = decode_header(window.data, at, self.at, None)
-            window.problems.append(_problem(frame, error.reason)._replace(what=Kind.CHAIN))
+            window.problems.append(problem_of(frame, Kind.CHAIN, error.reason))
             return frame
 
     def _damage(self, window: Window, reason: str) -> Window:
@@ -239,9 +239,9 @@ class Walk:
         return self._end, problems
 
 
-def _problem(frame: Frame, reason: str) -> Problem:
+def problem_of(frame: Frame, what: Kind, reason: str) -> Problem:
     sequence = frame.first_sequence if frame.kind == FrameKind.MESSAGES else None
-    return Problem(frame.offset, frame.end, reason, frame.subject or None, sequence)
+    return Problem(frame.offset, frame.end, reason, frame.subject or None, sequence, what)
 
 
 def tail_of(storage: Storage, begin: int, end: int) -> tuple[int, Frame | None]:
