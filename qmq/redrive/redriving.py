@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qmq.codec import decode_envelope, decode_properties, label_of, split_batch
-from qmq.dead_letters import GROUP, REASON, SEQUENCE, SUBJECT
+from qmq.dead_letters import FATE, GROUP, REASON, SUBJECT
 from qmq.errors import InvalidMessage
 from qmq.message import EXPIRES_AFTER, ORDER_KEY, TIMES
 from qmq.remoting.commands import FLAG_IS_DEAD, Piece
@@ -85,7 +85,7 @@ class Choice:
 
 def without_fate(data: bytes, begin: int, properties: Mapping[str, str]) -> bytes:
     """Return an encoded message, whose properties begin at `begin`, as it was before it became a dead letter."""
-    fate = {TIMES, REASON, SEQUENCE, SUBJECT, GROUP} | ({EXPIRES_AFTER} if not properties.get(EXPIRES_AFTER) else set())
+    fate = FATE if properties.get(EXPIRES_AFTER) else (*FATE, EXPIRES_AFTER)
     kept = [text for name, value in properties.items() if name not in fate for text in (name, value)]
     body = b"".join(len(encoded).to_bytes(2, "big") + encoded for encoded in map(str.encode, kept))
     return data[: begin - 4] + len(body).to_bytes(4, "big") + body

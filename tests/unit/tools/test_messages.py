@@ -8,8 +8,9 @@ from random import Random
 import pytest
 
 from qmq.codec import decode_message, encode_message, join_batch, label_of, with_properties
-from qmq.message import Message
-from qmq.redrive.redriving import REASON, SEQUENCE, TIMES, Choice, batches_of, others_of, ranges_of
+from qmq.dead_letters import REASON, SEQUENCE
+from qmq.message import TIMES, Message
+from qmq.redrive.redriving import Choice, batches_of, others_of, ranges_of
 from qmq.remoting.commands import Piece
 from qmq.tools.commands import COMMANDS
 from qmq.tools.messages.browse import is_newest_first
