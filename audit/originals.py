@@ -9,7 +9,7 @@ said.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -48,12 +48,13 @@ class OfLetters:
         return ()
 
 
-def check_letters(log: Log, bases: Sequence[int], end: int, letters: Iterable[Letter]) -> Iterator[dict[str, Any]]:
+def check_letters(log: Log, bases: Sequence[int], letters: Sequence[Letter]) -> Iterator[dict[str, Any]]:
     """Yield what is wrong with the content of dead letters, as rows of findings.
 
     Args:
-        bases: where the segments of this copy begin, ascending. end: no letter lies behind.
+        bases: where the segments of this copy begin, ascending.
     """
+    end = max((one.offset for one in letters), default=0)  # all originals lie before
     spans = [(base, behind) for base, behind in pairwise([*bases, max(end, *bases)]) if base < end]
     search = _Search(log, spans, end, letters)
     search.by_index()
@@ -187,12 +188,3 @@ def _frame_at(log: Log, ref: FrameRef) -> Window | None:
     except (OSError, CorruptFrame):
         return None
     return window
-
-
-def by_copy(
-    logs: Mapping[str, Log], bases: Mapping[str, Sequence[int]], end: int, letters: Sequence[Letter]
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (copy, what is wrong), of dead letters that all these copies have."""
-    for name, log in logs.items():
-        for wrong in check_letters(log, bases[name], end, letters):
-            yield name, wrong

@@ -22,10 +22,11 @@ from typing import Any
 import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 
-from qmq.audit.copies import CannotRead, open_copy
+from qmq.audit.copies import CannotRead, Copy, open_copy
 from qmq.audit.delays import OfDelays, spread_delayed
 from qmq.audit.derived import OfDerived, check_segment
-from qmq.audit.originals import OfLetters, by_copy
+from qmq.audit.facts import PieceFacts
+from qmq.audit.originals import OfLetters, check_letters
 from qmq.audit.progress import CONSERVED
 from qmq.audit.reading import ALL, Reading
 from qmq.audit.rules import Apart, OfGroup, OfStored, OfSubject, spread_stored
@@ -132,11 +133,8 @@ def _facts_of(job: Job, begin: int, end: int) -> Iterator[tuple[str, str, Any]]:
     with ExitStack() as stack:
         copies = {name: stack.enter_context(closing(open_copy(place, limit=end))) for name, place in job.places.items()}
         found = job.reading.read(copies, begin, end)
-        for copy, facts in found.items() if begin >= job.reading.begin else ():
-            if letters := facts.letters():
-                logs = copies if copy == ALL else {copy: copies[copy]}
-                for name, wrong in by_copy(logs, job.bases, max(one.offset for one in letters), letters):
-                    yield LETTERS, name, wrong
+        if begin >= job.reading.begin:
+            yield from _letters_of(job, copies, found)
     for bucket, stored in spread_stored(next(iter(found.values())), job.buckets):
         yield f"{STORED}{bucket}", ALL, stored
     for copy, facts in found.items():
@@ -146,6 +144,17 @@ def _facts_of(job: Job, begin: int, end: int) -> Iterator[tuple[str, str, Any]]:
                 yield f"{SUBJECT}{subject}", copy, said
             for bucket, delayed in spread_delayed(facts.delayed, job.buckets):
                 yield f"{DELAYED}{bucket}", copy, delayed
+
+
+def _letters_of(
+    job: Job, copies: Mapping[str, Copy], found: Mapping[str, PieceFacts]
+) -> Iterator[tuple[str, str, Any]]:
+    """Yield what is wrong with the dead letters of one piece, as `_facts_of`: on each copy that has them."""
+    for copy, facts in found.items():
+        if letters := facts.letters():
+            for name in copies if copy == ALL else (copy,):
+                for wrong in check_letters(copies[name], job.bases[name], letters):
+                    yield LETTERS, name, wrong
 
 
 def _derived_of(job: Job, base: int) -> Iterator[tuple[str, str, Any]]:

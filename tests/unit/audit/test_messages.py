@@ -60,7 +60,7 @@ def judged(data: Path) -> set[tuple[str, int, int | None]]:
 
 def of_letters(data: Path, facts: PieceFacts) -> list[dict[str, Any]]:
     with closing(PathCopy(data)) as copy:
-        return list(check_letters(copy, copy.bases, copy.describe().end, facts.letters()))
+        return list(check_letters(copy, copy.bases, facts.letters()))
 
 
 @pytest.mark.parametrize("plant", TWO_SIDED.values(), ids=TWO_SIDED.keys())
