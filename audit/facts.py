@@ -93,14 +93,11 @@ class Gathering:
         damage = iter(sorted(p.offset for p in window.problems if p.offset not in window.damaged))
         next_damage = next(damage, None)
         for (kind, _), group in groupby(window.frames, _ALIKE):
-            alike = list(group)
+            alike, taken = list(group), 0
             if kind == FrameKind.MESSAGES and next_damage is None and len(alike) >= ALIKE_MIN:
                 self._frame(alike[0], window)
-                if self._alike(alike[1:]):
-                    alike = []
-                else:
-                    del alike[0]
-            for frame in alike:
+                taken = len(alike) if self._alike(alike[1:]) else 1
+            for frame in alike[taken:]:
                 while next_damage is not None and next_damage < frame.offset:
                     self._lost()
                     next_damage = next(damage, None)

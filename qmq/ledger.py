@@ -130,18 +130,18 @@ class Ledger:
 
     def newest(self, group: str, count: int) -> list[Entry]:
         """As `entries`, the last ones alone; what is before them is not read."""
-        lines, block, begin = list[bytes](), TAIL_BYTES, 1
-        with self.path(group).open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
+        path, lines, block = self.path(group), list[bytes](), TAIL_BYTES
+        with path.open("rb") as file:
+            begin = size = file.seek(0, os.SEEK_END)
             while begin and len(lines) <= count:
                 begin = max(0, size - block)
                 file.seek(begin)
-                lines = file.read(size - begin).splitlines(keepends=True)[
-                    bool(begin) :
-                ]  # the first one lacks its begin
+                lines = file.read(size - begin).splitlines(keepends=True)
+                if begin:
+                    del lines[0]  # it lacks its begin
                 block *= 4
         last = lines[-count - 1 :]  # one more, as the last one may be torn
-        return _entries(self.path(group), last, f" of the last {len(last)}")[-count:]
+        return _entries(path, last, f" of the last {len(last)}")[-count:]
 
     def append(self, entry: Entry) -> None:
         """Add a run's line, durably; a torn last line is cut off first."""
