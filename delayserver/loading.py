@@ -52,6 +52,12 @@ class Loading:
         return self._wheel.due(self.taken_ms)
 
     @property
+    def all_taken(self) -> bool:
+        """Whether none of them is."""
+        next_ms = self._wheel.next_due_ms
+        return next_ms is None or next_ms > self.taken_ms
+
+    @property
     def is_idle(self) -> bool:
         """Whether all is loaded that is to be by now."""
         return not self._is_reading

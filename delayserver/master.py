@@ -174,7 +174,7 @@ class DelayMaster(Master):
             self._due(due)
             mastership.host.pass_soon()
         leftovers = self._dispatching.leftovers
-        if len(back := leftovers.go_on(self._loading.taken_ms, all_taken=not self._loading.due)):
+        if len(back := leftovers.go_on(self._loading.taken_ms, all_taken=self._loading.all_taken)):
             self._dispatching.due(back)
         self._recurring.go_on(mastership.host.monotonic_ms())
         self._dispatching.go_on(mastership.host.monotonic_ms())
