@@ -23,7 +23,7 @@ from qmq.delayserver.filing import Filing
 from qmq.delayserver.messages import Records
 from qmq.delayserver.pending import Fits, PendingQueue
 from qmq.delayserver.schedule import DamagedSchedule, Schedule
-from qmq.delayserver.schedule.record import join, no_records
+from qmq.delayserver.schedule.record import join, no_records, order_of
 from qmq.delayserver.templates import LABEL
 from qmq.errors import LogError
 from qmq.replication.ports import Host
@@ -249,7 +249,7 @@ class Leftovers:
 def _by_place(records: Records) -> Records:
     """Return each once, in the order in which they come due."""
     once = records[np.unique(records["number"], return_index=True)[1]]
-    return once[np.lexsort((once["number"], once["due"]))]
+    return once.take(order_of(once["due"], once["number"]))
 
 
 def _level(counts: npt.NDArray[np.int64], most: int) -> int:

@@ -17,8 +17,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from qmq.client.batch_life import BatchSender
 from qmq.codec import BatchCheck, Buffer
 from qmq.delayserver.cancelling import Cancelling, Fates, Named
@@ -34,6 +32,7 @@ from qmq.delayserver.loading import Loading
 from qmq.delayserver.messages import Records
 from qmq.delayserver.recurring import Recurring
 from qmq.delayserver.schedule import DamagedSchedule, Filed
+from qmq.delayserver.schedule.record import order_of
 from qmq.delayserver.settings import DelaySettings
 from qmq.delayserver.templates import LABEL
 from qmq.delayserver.wheel import Wheel
@@ -331,7 +330,7 @@ class DelayMaster(Master):
 
         def job() -> Records:
             records = look()
-            return records[np.lexsort((records["number"], records["due"]))][:most]
+            return records.take(order_of(records["due"], records["number"])[:most])
 
         def listed(result: Records | LogError) -> None:
             if isinstance(result, DamagedSchedule):

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qmq.delayserver.messages import Records
-from qmq.delayserver.schedule.record import join
+from qmq.delayserver.schedule.record import join, order_of
 
 KEY_SHIFT = 32
 """A label's upper half is the hash of its order key, 0 without one (qmq.codec)."""
@@ -172,7 +172,7 @@ class PendingQueue:
         """Return due time and number of about the message with `at` others before it; there are more than that."""
         for piece in self.pieces:
             if at < len(piece.records):
-                one = piece.records[np.lexsort((piece.records["number"], piece.records["due"]))[at]]
+                one = piece.records[order_of(piece.records["due"], piece.records["number"])[at]]
                 return int(one["due"]), int(one["number"])
             at -= len(piece.records)
         raise IndexError(at)

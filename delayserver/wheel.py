@@ -11,9 +11,8 @@ from bisect import bisect_left
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
-from qmq.delayserver.schedule.record import RECORD, Numbers, Records, no_records
+from qmq.delayserver.schedule.record import RECORD, Numbers, Records, no_records, order_of
 
 _REST = np.dtype(
     [("number", "<u8"), ("label", "<u8"), ("size", "<u4"), ("subject", "<u4"), ("crc", "<u4"), ("row", "<u4")]
@@ -68,23 +67,8 @@ def _join(dues: Numbers, rest: Records) -> Records:
     return joined
 
 
-def _order(dues: Numbers, numbers: Numbers) -> NDArray[np.intp]:
-    """Return the order by (due time, number).
-
-    Both go into one integer, which numpy sorts in a quarter of the time that it takes for two keys.
-    """
-    if not len(dues):
-        return np.empty(0, np.intp)
-    begin, bits = dues.min(), len(dues).bit_length()
-    if int(dues.max() - begin) >> (63 - bits):
-        return np.lexsort((numbers, dues))
-    rank = np.empty(len(dues), np.uint64)
-    rank[np.argsort(numbers)] = np.arange(len(dues), dtype=np.uint64)
-    return np.argsort((dues - begin) << np.uint64(bits) | rank)
-
-
 def _sorted_run(dues: Numbers, rest: Records) -> _Run:
-    order = _order(dues, rest["number"])
+    order = order_of(dues, rest["number"])
     return _Run(dues.take(order), rest.take(order))  # ten times as fast as indexing
 
 
@@ -185,7 +169,7 @@ class Wheel:
         self._runs = [run for run in self._runs if len(run)]
         dues = np.concatenate([dues for dues, _ in parts])
         rest = np.concatenate([rest.view(_REST_BYTES) for _, rest in parts]).view(_REST)
-        order = _order(dues, rest["number"])
+        order = order_of(dues, rest["number"])
         order = order[rest["size"][order] > 0]
         self._count -= len(order)
         return _join(dues[order], rest.take(order))
