@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from qmq.delayserver.schedule.blocks import BLOCK_ROWS, DamagedSchedule, split_marks
 from qmq.delayserver.schedule.index import Indexes
-from qmq.delayserver.schedule.record import Numbers, Records, State, join, no_records
+from qmq.delayserver.schedule.record import Numbers, Records, State, join, no_records, order_of
 from qmq.delayserver.schedule.segment import READ_ROWS, Marked, Rows, Segment, States
 
 T = TypeVar("T")
@@ -166,6 +166,37 @@ class Find:
         return found
 
 
+Matching = Callable[[Records], NDArray[np.bool_]]
+
+
+def _earliest(views: list[SegmentView], most: int, matching: Matching, below: State) -> Records:
+    """Return the first `most` records, by (due, number), that match and whose state is lower than `below`."""
+    parts, count = [no_records()], 0
+    for view in views:
+        parts.append(view.look(lambda one: _earliest_in(one, most, matching, below), no_records()))
+        count += len(parts[-1])
+        if count >= most:
+            break
+    return join(parts)[:most]
+
+
+def _earliest_in(view: SegmentView, most: int, matching: Matching, below: State) -> Records:
+    kept, count = [no_records()], 0
+    for records in view.parts():
+        more = records[matching(records)]
+        kept.append(more[view.states_of(more["row"]) < below])
+        count += len(kept[-1])
+        if count >= 2 * most:
+            kept = [_first(kept, most)]
+            count = len(kept[0])
+    return _first(kept, most)
+
+
+def _first(parts: list[Records], most: int) -> Records:
+    found = join(parts)
+    return found.take(order_of(found["due"], found["number"])[:most])
+
+
 @dataclass(frozen=True, slots=True)
 class Listing:
     """Messages that are not done, by (due, number)."""
@@ -179,23 +210,7 @@ class Listing:
 
     def __call__(self) -> Records:
         """Raises DamagedSchedule."""
-        parts, count = [no_records()], 0
-        for view in self.views:
-            found = view.look(self._in_segment, no_records())
-            parts.append(found)
-            count += len(found)
-            if count >= self.most:
-                break
-        return join(parts)[: self.most]
-
-    def _in_segment(self, view: SegmentView) -> Records:
-        kept = no_records()
-        for records in view.parts():
-            more = records[self._matching(records)]
-            more = more[view.states_of(more["row"]) < State.SENT]
-            kept = join([kept, more])
-            kept = kept[np.lexsort((kept["number"], kept["due"]))][: self.most]
-        return kept
+        return _earliest(self.views, self.most, self._matching, State.SENT)
 
     def _matching(self, records: Records) -> NDArray[np.bool_]:
         due, number = records["due"], records["number"]
@@ -223,28 +238,7 @@ class PendingOf:
 
     def __call__(self) -> Records:
         """Raises DamagedSchedule."""
-        parts, count = [no_records()], 0
-        for view in self.views:
-            parts.append(view.look(self._in_segment, no_records()))
-            count += len(parts[-1])
-            if count >= self.most:
-                break
-        return join(parts)[: self.most]
-
-    def _in_segment(self, view: SegmentView) -> Records:
-        kept, count = [no_records()], 0
-        for records in view.parts():
-            more = records[self._matching(records)]
-            kept.append(more[view.states_of(more["row"]) == State.PENDING])
-            count += len(kept[-1])
-            if count >= 2 * self.most:
-                kept = [self._first(kept)]
-                count = len(kept[0])
-        return self._first(kept)
-
-    def _first(self, parts: list[Records]) -> Records:
-        found = join(parts)
-        return found.take(np.lexsort((found["number"], found["due"]))[: self.most])
+        return _earliest(self.views, self.most, self._matching, State.IN_FLIGHT)  # PENDING alone is lower
 
     def _matching(self, records: Records) -> NDArray[np.bool_]:
         due, begins = records["due"], self.dues[records["subject"]]
