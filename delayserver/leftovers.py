@@ -235,7 +235,7 @@ class Leftovers:
 
     def _that_pend(self, page: _Page, records: Records) -> Records:
         fits = np.isin(records["subject"], list(page.subjects)) & (records["label"] != LABEL)
-        return self._decisions.not_named(records[fits & page.schedule.pends(records)])
+        return self._decisions.not_named(page.schedule.that_pend(records[fits]))
 
     def _moved(self, subject: int, end: Place | None, count: int) -> None:
         """`count` messages came back, all before `end`; None: all there are."""

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from qmq.codec import Buffer
 from qmq.delayserver.schedule.book import NEVER_MS, InFlight
@@ -19,7 +18,7 @@ from qmq.delayserver.schedule.checkpoint import Checkpoint, SavedDispatch, Saved
 from qmq.delayserver.schedule.filing import Filed, file_frame
 from qmq.delayserver.schedule.flush import Flush, SegmentWrite
 from qmq.delayserver.schedule.index import Indexes
-from qmq.delayserver.schedule.record import DUE_MAX_MS, Records, State
+from qmq.delayserver.schedule.record import DUE_MAX_MS, Records, State, join
 from qmq.delayserver.schedule.restore import discard, restore
 from qmq.delayserver.schedule.search import (
     Find,
@@ -307,15 +306,14 @@ class Schedule:
         views, _ = self._views(min(due for due, _ in begins.values()), end_ms, None)
         return PendingOf(views, dues, numbers, end_ms, most)
 
-    def pends(self, records: Records) -> NDArray[np.bool_]:
-        """Return which messages pend; of a segment that was deleted none does. Raises DamagedSchedule."""
+    def that_pend(self, records: Records) -> Records:
+        """Return those that pend, in their order if that is by due time; of a segment that was deleted none does.
+
+        Raises DamagedSchedule.
+        """
         self._book.settle()
-        timeline, pends = self._book.timeline, np.zeros(len(records), np.bool_)
-        places = timeline.index(records["due"])
-        for place in np.unique(places[places >= 0]).tolist():
-            here = np.flatnonzero(places == place)
-            pends[here] = timeline.segments[place].states_of(records["row"][here]) == State.PENDING
-        return pends
+        parts = self._book.timeline.split(records)
+        return join([part[segment.states_of(part["row"]) == State.PENDING] for segment, part in parts])
 
     def pending_below(self, offset: int) -> PendingBelow:
         """Return a question for a thread: which messages lie before `offset` of the log and pend (not in flight)?"""
