@@ -4,7 +4,7 @@ A copy reads each one at least every `scrub_hours`, the one first that was read 
 most. It opens the file by its name: of one that was unlinked or exchanged under a running process, an open descriptor
 would still show the old content. What it finds goes the way of any damage (qmq.server.repair): readonly on a master,
 fetched from the other copy, the old bytes kept. What was read when is forgotten with the process; a new one begins with
-the oldest. The segment that is written is not read; that its file still has its name is seen once a second, at least.
+the oldest. The segment that is written is not read; that its file still has its name is seen once a second.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from typing import Any
 from qmq.errors import CorruptFrame, DiskFailed
 from qmq.replication.settings import CopySettings
 from qmq.server.service import Service
+from qmq.ticking import until_next_second
 
 log = logging.getLogger(__name__)
 
 PIECE_BYTES = 1 << 20
 LOOK_S = 1.0
-"""How often it looks whether a segment is due."""
+"""How often it looks whether a segment is due, and at the name of the newest one."""
 
 
 class Scrub:
@@ -41,20 +42,29 @@ class Scrub:
         service.scrub = self
 
     async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._watch_newest())
+            tasks.create_task(self._verify_closed())
+
+    async def _verify_closed(self) -> None:
         while True:
-            await self._check_newest()
             base = None if self._log.damage is not None else self._due()
             if base is None:
-                await asyncio.sleep(LOOK_S)
+                await self._until_next_look()
             else:
                 await self._verify(base)
 
-    async def _check_newest(self) -> None:
+    async def _watch_newest(self) -> None:
         """Nobody would see it before the segment is closed, and by then a restart may have lost what it holds."""
-        try:
-            await asyncio.to_thread(self._log.check_newest)
-        except DiskFailed as error:
-            self._service.fail(error)
+        while True:
+            try:
+                await asyncio.to_thread(self._log.check_newest)
+            except DiskFailed as error:
+                self._service.fail(error)
+            await self._until_next_look()
+
+    async def _until_next_look(self) -> None:
+        await asyncio.sleep(until_next_second(self._loop.time(), LOOK_S))
 
     @property
     def oldest_s(self) -> float:
