@@ -161,17 +161,16 @@ class MetaLink:
         )
         self._last = None
         self._heard(await stub.Register(identity, metadata=self._metadata, timeout=REGISTER_S))
-        answers = aiter(stub.Heartbeat(self._beats(), metadata=self._metadata))
+        loop = asyncio.get_running_loop()
         try:
-            while True:
-                async with asyncio.timeout(SILENT_S):
-                    assignment = await anext(answers)
-                self.served(asyncio.get_running_loop().time())
-                self._heard(assignment)
-        except StopAsyncIteration:
-            raise NotServed("the metaserver ended the heartbeat") from None
+            async with asyncio.timeout(SILENT_S) as silence:
+                async for assignment in stub.Heartbeat(self._beats(), metadata=self._metadata):
+                    self.served(loop.time())
+                    self._heard(assignment)
+                    silence.reschedule(loop.time() + SILENT_S)
         except TimeoutError:
             raise NotServed(f"the metaserver said nothing for {SILENT_S:.0f} s") from None
+        raise NotServed("the metaserver ended the heartbeat")
 
     async def _beats(self) -> AsyncIterator[pb.BrokerState]:
         changed = self._service.state_changed
