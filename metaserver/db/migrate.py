@@ -28,7 +28,8 @@ from qmq.metaserver.db.errors import DatabaseUnusable
 from qmq.metaserver.db.tables import metadata
 
 WAIT_S = 20
-"""How long to wait while another metaserver migrates; shorter than what one statement may take."""
+"""How long to wait while another metaserver migrates; shorter than what one statement may take. So long may pass
+between two of its statements, too: what bounds a change of roles is too short for a machine that compiles scripts."""
 
 _LOCK_NUMBER = zlib.crc32(b"qmq migration")
 
@@ -111,7 +112,8 @@ def _alone(connection: Connection) -> Iterator[None]:
         return
     with connection.begin():  # on SQLite this waits for every other writer
         if connection.dialect.name == "postgresql":
-            connection.execute(text(f"SET LOCAL lock_timeout = {WAIT_S * 1000}"))
+            for bound in ("lock_timeout", "idle_in_transaction_session_timeout"):
+                connection.execute(text(f"SET LOCAL {bound} = {WAIT_S * 1000}"))
             connection.execute(text(f"SELECT pg_advisory_xact_lock({_LOCK_NUMBER})"))
         yield
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import time
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
@@ -62,6 +63,21 @@ def test_migrations_make_the_tables_from_an_empty_database(database_url):
         assert compare_metadata(MigrationContext.configure(connection), metadata) == []
     assert tables(engine) == {*metadata.tables, "alembic_version"}
     migrations.migrate(engine)  # a second start finds nothing to do
+    assert version(engine) == NEWEST
+    engine.dispose()
+
+
+def test_between_two_statements_a_migration_may_take_longer_than_a_change(database_url, monkeypatch):
+    """A machine that is busy stands still for some seconds; nobody's failover waits for a metaserver that starts."""
+    upgrade = command.upgrade
+
+    def late(config, revision):
+        time.sleep(2.5)  # by the server's clock
+        upgrade(config, revision)
+
+    monkeypatch.setattr("qmq.metaserver.db.engine.NEXT_STATEMENT_S", 1)
+    monkeypatch.setattr(command, "upgrade", late)
+    engine = open_database(database_url)
     assert version(engine) == NEWEST
     engine.dispose()
 
