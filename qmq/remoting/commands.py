@@ -91,8 +91,9 @@ def decode_json(body: Buffer, **kinds: type) -> dict[str, Any]:
     return fields
 
 
-# AUTHENTICATE: JSON token str, app str -> JSON broker_group str, packet_bytes_max int, message_bytes_max int,
-# window_bytes int (un-acknowledged bytes a producer may have on this connection).
+# AUTHENTICATE: JSON token str, app str, maybe wall_ms int (what time it is by the client) -> JSON broker_group str,
+# packet_bytes_max int, message_bytes_max int, window_bytes int (un-acknowledged bytes a producer may have on this
+# connection).
 
 # PRODUCE:  0 u64 producer id, 8 u64 batch number, 16 u32 messages, 20 u32 CRC-32 of the body, 24 u16 s, 26 u16 flags
 #           (2 labelled, 4 ordered: qmq.log.frame), 28 subject s, then the body: the batch, and its labels if the flags

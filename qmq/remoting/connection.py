@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import Callable
 from typing import Protocol, cast
 
@@ -228,7 +229,8 @@ async def connect(
     try:
         async with asyncio.timeout(timeout_s):
             _, connection = await loop.create_connection(make, endpoint.host, endpoint.port)
-            body = await connection.request(Command.AUTHENTICATE, commands.encode_json(token=token, app=app))
+            said = commands.encode_json(token=token, app=app, wall_ms=time.time_ns() // 1_000_000)
+            body = await connection.request(Command.AUTHENTICATE, said)
         return connection, commands.decode_json(body)
     except BaseException as error:
         if connection is not None:

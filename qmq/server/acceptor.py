@@ -72,6 +72,8 @@ class Acceptor:
         self._is_client = Command.PRODUCE in allowed
         self._is_in = False
         self.app = ""
+        self.clock_ahead_ms: int | None = None
+        """How far the client's clock was ahead of ours when it said who it is; None: it did not say."""
         self.flow = Flow(settings.window_bytes)
         self._token = ""
         self._limits: Limits | None = None
@@ -144,6 +146,8 @@ class Acceptor:
             connection.close(str(error))
             return
         token, self.app = fields["token"], fields["app"][:100]
+        if type(wall_ms := fields.get("wall_ms")) is int:
+            self.clock_ahead_ms = wall_ms - self._service.now_ms()
         if (caller := self._access.own(token)) is not None:
             self._let_in(connection, packet, token, caller)
         else:
@@ -181,6 +185,7 @@ class Acceptor:
         self._service.strangers.pop(self, None)
         if self._is_client:
             self._service.acceptors[self] = None
+            self._tell_clock()
         self._access.entered(token, self)
         connection.allow_packets(settings.packet_bytes_max if self._is_client else SYNC_PACKET_BYTES_MAX)
         connection.answer(
@@ -194,6 +199,17 @@ class Acceptor:
         )
         if not self._is_client:
             self._pulse = Pulse(self._service, connection)
+
+    @property
+    def is_clock_off(self) -> bool:
+        """Whether the client's clock was too far from ours; who waits to be read looks behind."""
+        return abs(self.clock_ahead_ms or 0) > self._settings.clock_difference_ms_max
+
+    def _tell_clock(self) -> None:
+        if self.is_clock_off and self.clock_ahead_ms is not None:
+            how = "ahead of" if self.clock_ahead_ms > 0 else "behind"
+            off_s = abs(self.clock_ahead_ms) // 1000
+            log.warning("clock of a client app=%s peer=%s: %d s %s ours", self.app, self.connection.peer, off_s, how)
 
     def _turn_away(self, connection: Connection, packet: Packet, error: QmqError) -> None:
         log.warning("connection refused peer=%s: %s", connection.peer, error)

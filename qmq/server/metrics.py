@@ -223,6 +223,8 @@ class CopyCollector(Collector, Generic[M]):
                 stops.add_metric([self.group, state.value], self._service.stops[state])
         yield now
         yield stops
+        off = sum(acceptor.is_clock_off for acceptor in self._service.acceptors)
+        yield self.gauge(("client_clocks_off", "Clients whose clock differs by more than clock_difference_ms_max", off))
         reached = self.counts("limits_reached", "How often a setting's bound stopped or refused a client", "setting")
         lately = self.gauges("limited", "1 while a setting's bound did so within the last minute", "setting")
         limits, now_ms = self._service.limits, self._service.monotonic_ms()
@@ -238,6 +240,7 @@ def connections(service: Service[Any]) -> list[dict[str, object]]:
         {
             "peer": acceptor.connection.peer,
             "app": acceptor.app,
+            "clock_ahead_ms": acceptor.clock_ahead_ms,
             "state": acceptor.flow.state.value,
             "produces": acceptor.flow.produces,
             "consumes": acceptor.flow.consumes,

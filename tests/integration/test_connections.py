@@ -4,14 +4,18 @@ is reached has its name in the log, the metrics and Doctor."""
 from __future__ import annotations
 
 import socket
+import time
 from contextlib import ExitStack
 
+import httpx
 import pytest
 
+import qmq
+import qmq.blocking
 from qmq.errors import ErrorCode
 from qmq.remoting import commands
 from qmq.remoting.commands import Command
-from qmq.tools.doctor.finding import judge_limits
+from qmq.tools.doctor.finding import judge_broker, judge_limits
 from tests.integration.cluster_world import (
     Wire,
     are_equal,
@@ -169,3 +173,38 @@ def test_a_bound_that_a_client_reaches_is_named_in_the_metrics_the_log_and_by_do
     assert setting in found.found
     lines = log_of(cluster, master.hostname).splitlines()
     assert 1 <= sum(f"limit reached setting={setting} " in line for line in lines) <= 3, "each cause once"
+
+
+HOUR_MS = 3_600_000
+OFF = 'qmq_broker_client_clocks_off{broker_group="g1"}'
+
+
+@pytest.mark.parametrize(("ahead_ms", "how"), [(HOUR_MS, "s ahead of"), (-HOUR_MS, "s behind")])
+def test_a_client_whose_clock_is_wrong_is_named_while_it_is_connected(cluster, ahead_ms, how):
+    """What it delays comes an hour late, or at once, and no other clock is to blame."""
+    master = cluster.broker("g1", "master")
+    with Wire(master.serve_port) as wire:
+        wall_ms = time.time_ns() // 1_000_000 + ahead_ms
+        said = commands.encode_json(token=cluster.token, app="off", wall_ms=wall_ms)
+        assert wire.ask(Command.AUTHENTICATE, said).code == 0
+        page = metrics(cluster, master)
+        assert page[OFF] == 1
+        named = {name.split("{")[0]: value for name, value in page.items()}
+        (found,) = [one for one in judge_broker("g1", "MASTER", named) if one.step == "clocks"]
+        assert "1 client" in found.found
+        (line,) = [line for line in log_of(cluster, master.hostname).splitlines() if how in line]
+        assert "app=off" in line
+    until(lambda: metrics(cluster, master)[OFF] == 0, "it is gone")
+
+
+def test_clients_say_what_time_it_is(cluster):
+    with qmq.blocking.Producer(metaserver=cluster.metaserver, app="right", token=cluster.token) as producer:
+        assert producer.send(qmq.Message("s", {})).is_stored
+        page = get_connections(cluster)
+        ahead_ms = [one["clock_ahead_ms"] for one in page if one["app"] == "right"]
+    assert ahead_ms and all(one is not None and abs(one) < 10_000 for one in ahead_ms)
+
+
+def get_connections(cluster):
+    url = f"http://127.0.0.1:{cluster.broker('g1', 'master').metrics_port}/connections"
+    return httpx.get(url, headers={"X-Api-Token": cluster.token}, trust_env=False, timeout=60).json()

@@ -172,16 +172,7 @@ def judge_group(group: Mapping[str, Any]) -> Iterator[Finding]:
         yield ok("copies", f"the slave of {name} is in step")
 
 
-def judge_broker(who: str, role: str, metrics: Mapping[str, float]) -> Iterator[Finding]:
-    """Judge what a broker or a delay server says of itself: its part, its disk, and the clock of due times."""
-    prefix = "qmq_delayserver" if role.startswith("DELAY_") else "qmq_broker"
-    is_master = metrics.get(f"{prefix}_is_master")
-    if is_master is not None and bool(is_master) != (role in ("MASTER", "DELAY_MASTER")):
-        found = f"{who} thinks it is {'the master' if is_master else 'no master'}, the metaserver has it as {role}"
-        yield fail("roles", found, "wait a few seconds and look again; if it stays, its link to the metaserver is down")
-    if refused := int(metrics.get(f"{prefix}_refused_routes", 0)):
-        found = f"{who} is refused the routes of {refused} subjects; what is due for these waits"
-        yield warn("routes", found, "the metaserver's check `routes`, and blocked_messages of its metrics, say why")
+def _judge_clocks(who: str, prefix: str, metrics: Mapping[str, float]) -> Iterator[Finding]:
     off_s = metrics.get("qmq_delayserver_clock_difference_seconds", 0.0)
     if abs(off_s) > CLOCK_OFF_S_MAX:
         found = (
@@ -193,15 +184,31 @@ def judge_broker(who: str, role: str, metrics: Mapping[str, float]) -> Iterator[
         yield warn(
             "clocks", found, "until all are heard, a wrong one cannot be told; look whether slave and metaserver run"
         )
+    if metrics.get(f"{prefix}_clocks_disagree"):
+        found = f"the clock of {who} differs from that of the other copy or of the metaserver: nothing is deleted"
+        do = f"{prefix}_clock_ahead_seconds says by how much; run a time service (chrony, systemd-timesyncd) on all"
+        yield fail("clocks", found, do)
+    if clients := int(metrics.get(f"{prefix}_client_clocks_off", 0)):
+        found = f"{who} and {clients} {'client' if clients == 1 else 'clients'} differ about what time it is"
+        yield warn("clocks", found, "what a client delays is off by that; its log names them: let NTP run there")
+
+
+def judge_broker(who: str, role: str, metrics: Mapping[str, float]) -> Iterator[Finding]:
+    """Judge what a broker or a delay server says of itself: its part, its disk, and the clock of due times."""
+    prefix = "qmq_delayserver" if role.startswith("DELAY_") else "qmq_broker"
+    is_master = metrics.get(f"{prefix}_is_master")
+    if is_master is not None and bool(is_master) != (role in ("MASTER", "DELAY_MASTER")):
+        found = f"{who} thinks it is {'the master' if is_master else 'no master'}, the metaserver has it as {role}"
+        yield fail("roles", found, "wait a few seconds and look again; if it stays, its link to the metaserver is down")
+    if refused := int(metrics.get(f"{prefix}_refused_routes", 0)):
+        found = f"{who} is refused the routes of {refused} subjects; what is due for these waits"
+        yield warn("routes", found, "the metaserver's check `routes`, and blocked_messages of its metrics, say why")
+    yield from _judge_clocks(who, prefix, metrics)
     if (age_s := metrics.get("qmq_delayserver_due_age_seconds", 0.0)) > DUE_AGE_S_MAX:
         found = (
             f"{who} has {int(metrics.get('qmq_delayserver_due_messages', 0)):,} messages due, one for {age_s:,.0f} s"
         )
         yield warn("delays", found, "DelayStats names the subjects and why they wait")
-    if metrics.get(f"{prefix}_clocks_disagree"):
-        found = f"the clock of {who} differs from that of the other copy or of the metaserver: nothing is deleted"
-        do = f"{prefix}_clock_ahead_seconds says by how much; run a time service (chrony, systemd-timesyncd) on all"
-        yield fail("clocks", found, do)
     held = metrics.get("qmq_broker_held_bytes", 0)
     if held:
         found = f"{who} keeps {size(held)} past retention: a consumer group has not consumed it"
