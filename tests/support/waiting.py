@@ -30,3 +30,9 @@ async def until_async(condition: Callable[[], T], what: str = "it happens", time
         assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
         await asyncio.sleep(POLL_S)
     return found
+
+
+async def settle(turns: int = 100) -> None:
+    """Let the event loop turn: all that is under way between sockets of this process, and waits for no time, comes."""
+    for _ in range(turns):
+        await asyncio.sleep(0)

@@ -104,7 +104,7 @@ class FakeBroker:
         self.subscribes: list[dict[str, object]] = []
         self.pulls: list[commands.Pull] = []
         self.ack_error: QmqError | None = None
-        self.stores_dead_letters = True
+        self.stores_dead_letters, self.refusals = True, 0
         """False: as while the slave is missing."""
         self.heartbeats = 0
         self.lease_ms = 10_000
@@ -176,6 +176,7 @@ class FakeBroker:
                 case Command.UNSUBSCRIBE:
                     self._unsubscribe(connection, packet)
         except QmqError as error:
+            self.refusals += 1
             connection.refuse(packet, error)
 
     def connection_lost(self, connection: Connection, reason: str) -> None:

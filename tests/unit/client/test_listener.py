@@ -15,7 +15,7 @@ import qmq
 from qmq.codec import batch_encoder, with_properties
 from qmq.errors import InvalidAck
 from qmq.remoting.commands import Command
-from tests.support.waiting import until_async
+from tests.support.waiting import settle, until_async
 from tests.unit.client.consuming import cancelled, consumer_of, fill, listening, subscribes
 from tests.unit.client.fakes import FakeBroker, cluster
 from tests.unit.client.test_producer import run
@@ -88,7 +88,7 @@ def test_the_end_lets_handlers_finish_acks_them_and_gives_the_rest_back(how):
                 os.kill(os.getpid(), signal.SIGTERM)
             else:
                 task.cancel()
-            await asyncio.sleep(0.01)
+            await settle()
             assert not task.done(), "handlers still run"
             gate.set()
             if how == "SIGTERM":
@@ -427,7 +427,7 @@ def test_while_no_dead_letter_can_be_stored_other_messages_are_consumed_and_retr
 
             async with listening(consumer):
                 await until_async(lambda: len(subscribes(broker)) == 1)
-                await asyncio.sleep(0.3)
+                await until_async(lambda: broker.refusals > 1)
                 for number in range(1, 20):
                     fill(broker, [number])
                     await until_async(lambda: number == 1 or number in handled)  # noqa: B023
@@ -705,8 +705,7 @@ def test_a_consumer_that_is_not_online_waits_until_it_is():
                 handled.set()
 
             async with listening(consumer):
-                for _ in range(20):
-                    await asyncio.sleep(0.001)
+                await settle()
                 assert not broker.subscribes
                 consumer.online()
                 await handled.wait()

@@ -14,7 +14,7 @@ from qmq.errors import BrokerReadOnly, Overloaded
 from qmq.message import Message
 from qmq.remoting.connection import Connection
 from qmq.remoting.packet import Packet
-from tests.support.waiting import until_async
+from tests.support.waiting import settle, until_async
 from tests.unit.client.fakes import Attempt, FakeBroker, cluster
 from tests.unit.client.test_producer import Hold, producer_of, properties, run
 
@@ -170,7 +170,7 @@ def test_a_lost_batch_in_order_is_repeated_before_anything_behind_it():
             for number in range(1, 200):
                 sends.append(asyncio.create_task(producer.send(Message("a", {"n": number}, order_key=key))))
                 if number % 20 == 0:
-                    await asyncio.sleep(0.01)
+                    await settle()
             receipts = await asyncio.gather(*sends)
             assert all(receipt.is_stored for receipt in receipts)
             assert numbers_of_keys(first)[key] == list(range(200))
@@ -193,7 +193,7 @@ def test_a_broker_group_that_comes_takes_its_share_of_the_keys_when_nothing_is_u
             await until_async(lambda: second.connections)
             for key in (moving, staying):
                 sends.append(asyncio.create_task(producer.send(Message("a", {"n": 2}, order_key=key))))
-            await asyncio.sleep(0.1)
+            await settle()
             assert not second.attempts, "the first batch of the key has no outcome yet"
             hold.release()
             assert [receipt.broker_group for receipt in await asyncio.gather(*sends)] == ["g1", "g2", "g1"]

@@ -17,7 +17,7 @@ from qmq.message import Message
 from qmq.remoting import commands
 from qmq.remoting.connection import Connection
 from qmq.remoting.packet import Packet
-from tests.support.waiting import until_async
+from tests.support.waiting import settle, until_async
 from tests.unit.client.fakes import TOKEN, Attempt, FakeBroker, FakeMetaserver, cluster
 
 WAIT_S = 120.0
@@ -350,8 +350,7 @@ def test_no_more_bytes_and_numbers_are_unacknowledged_than_the_broker_allows():
                     await asyncio.sleep(0)
                     await asyncio.sleep(0)
                 await until_async(lambda: hold.held)
-                for _ in range(50):
-                    await asyncio.sleep(0.001)
+                await settle()
                 assert sum(len(attempt.body) for _, _, attempt in hold.held) <= 40_000
                 hold.release()
                 assert all(receipt.is_stored for receipt in await asyncio.gather(*sends))

@@ -26,7 +26,7 @@ from qmq.errors import (
     SubjectFull,
 )
 from qmq.message import Message
-from tests.support.waiting import until_async
+from tests.support.waiting import settle, until_async
 from tests.unit.client.fakes import TOKEN, FakeBroker, cluster
 from tests.unit.client.test_producer import Hold, numbered, producer_of, properties, run
 
@@ -273,7 +273,7 @@ def test_closing_that_is_cancelled_leaves_nobody_without_an_outcome():
             sends.append(asyncio.create_task(producer.send(Message("a", {"n": "in order"}, order_key="k"))))
             many = asyncio.create_task(producer.send_many(numbered(10)))
             producer.send_nowait(Message("a"), receipts.append)
-            await asyncio.sleep(0.01)
+            await settle()
             closing = asyncio.create_task(producer.close())
             await asyncio.sleep(0)
             closing.cancel()

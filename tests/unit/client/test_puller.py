@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from unittest.mock import patch
 
 import pytest
 
 import qmq
 from qmq.client import group_session
 from qmq.errors import InvalidAck, NotMaster, NotServed, SubscriptionReplaced
-from tests.support.waiting import until_async
+from tests.support.waiting import settle, until_async
 from tests.unit.client.consuming import consumer_of, fill, ns, pull_all, subscribes
 from tests.unit.client.fakes import TOKEN, FakeBroker, cluster
 from tests.unit.client.test_producer import run
+
+
+def counted_sweeps():
+    """The calls that send what was done amid a piece."""
+    sweep = group_session.GroupSession._sweep
+    return patch.object(group_session.GroupSession, "_sweep", autospec=True, side_effect=sweep)
 
 
 def test_a_puller_gets_every_message_of_every_group_once_also_of_readonly_ones():
@@ -122,8 +129,9 @@ def test_what_is_done_amid_a_piece_is_acked_in_a_while_though_requests_were_all_
                 for number in range(group_session.REQUESTS_IN_FLIGHT):
                     await messages[number].ack()
                     await until_async(lambda done=number: len(broker._held_acks) == done + 1)
-                await puller.ack(messages[group_session.REQUESTS_IN_FLIGHT + 1 :])
-                await asyncio.sleep(0.1)  # the moment for it comes, and no request may be sent
+                with counted_sweeps() as sweeps:
+                    await puller.ack(messages[group_session.REQUESTS_IN_FLIGHT + 1 :])
+                    await until_async(lambda: sweeps.call_count)  # the moment for it comes, and no request may be sent
                 broker.release_acks()
                 progress = broker.subscribers["a", "g", "c1"]
                 await until_async(lambda: list(progress.pulled.values()) == [group_session.REQUESTS_IN_FLIGHT])
@@ -187,8 +195,9 @@ def test_what_was_done_amid_a_piece_while_no_broker_was_there_is_acked_once_one_
             async with consumer.pull("a", group="g", start="earliest") as puller:
                 messages = await pull_all(puller, 3)
                 await broker.stop()
-                await puller.ack(messages[1:])
-                await asyncio.sleep(0.05)  # whatever was to be sent once in a while found nobody
+                with counted_sweeps() as sweeps:
+                    await puller.ack(messages[1:])
+                    await until_async(lambda: sweeps.call_count)  # it found nobody
                 await broker.start(broker.port)
                 progress = broker.subscribers["a", "g", "c1"]
                 await until_async(lambda: list(progress.pulled.values()) == [0])
@@ -307,8 +316,7 @@ def test_prefetch_bounds_what_is_on_its_way_and_unacked_max_what_is_held():
             async with consumer.pull("a", group="g", start="earliest", prefetch_messages=40, unacked_max=100) as puller:
                 await until_async(lambda: broker.subscribers.get(("a", "g", "c1")) and len(broker.pulls) >= 4)
                 progress = broker.subscribers["a", "g", "c1"]
-                for _ in range(50):
-                    await asyncio.sleep(0.001)
+                await settle()
                 assert len(progress.pulled) <= 40
                 assert {pull.messages_max for pull in broker.pulls} == {10}
                 messages = []
@@ -330,8 +338,7 @@ def test_no_more_than_the_prefetch_waits_here_however_small_it_is(prefetch):
             async with consumer.pull("a", group="g", start="earliest", prefetch_messages=prefetch) as puller:
                 for taken in range(1, 21):
                     await puller.pull(1, timeout=10)
-                    for _ in range(5):
-                        await asyncio.sleep(0.001)
+                    await settle()
                     assert broker.positions["a", "g"] - taken <= prefetch
 
     run(test())

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import patch
 
+from qmq.metaserver import swap
 from qmq.metaserver.actions import Status
 from qmq.metaserver.model import BrokerKey
 from qmq.metaserver.state_metrics import StateMetrics
@@ -180,15 +181,15 @@ async def test_a_slave_that_lost_its_disk_during_the_swap_does_not_become_the_ma
 async def test_a_swap_is_off_once_the_master_takes_messages_again(world):
     """It holds still from the order on: what its slave takes to catch up counts, too."""
     await world.running_copies("g1")
-    object.__setattr__(world.settings, "swap_hold_ms", 100)
-    prepare = world.brokers.prepare_swap
+    prepare, clock = world.brokers.prepare_swap, SimpleNamespace(now_s=1_000.0)
 
     async def slow(*words, **more):
-        await asyncio.sleep(0.2)
+        clock.now_s += world.settings.swap_hold_ms / 1000 + 0.1
         return await prepare(*words, **more)
 
     world.brokers.prepare_swap = slow
-    assert "it took too long" in await world.refused("SwapRoles", brokerGroup="g1")
+    with patch.object(swap, "time", SimpleNamespace(monotonic=lambda: clock.now_s)):
+        assert "it took too long" in await world.refused("SwapRoles", brokerGroup="g1")
     assert parts(world) == ("g1-a", "g1-b") and world.brokers.cancelled == ["g1-a"]
 
 

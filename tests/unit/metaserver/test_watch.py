@@ -22,6 +22,7 @@ from qmq.metaserver.watchers import Counts
 from qmq.proto import qmq_pb2 as pb
 from qmq.rights import Caller, Scope, TokenRole
 from qmq.types import Role
+from tests.support.waiting import settle, until_async
 
 WAIT_S = 60
 ANYBODY = Caller("app", TokenRole.CLIENT)
@@ -568,7 +569,7 @@ async def test_a_route_of_groups_that_do_not_serve_yet_is_told_as_soon_as_they_d
     registry.routes["a"] = Route("a", ("g1", "g2", "g3"), 2)
     registry.routes_version += 1
     registry.changes.publish()
-    await asyncio.sleep(watch_module.GATHER_S * 3)
+    await until_async(lambda: hub._routes_version == registry.routes_version)
     registry.change(groups={name: _group(name) for name in ("g1", "g2", "g3")})
     await client.until_writable("a", g1=True, g2=True, g3=True)
 
@@ -584,7 +585,7 @@ async def test_a_route_that_changed_back_before_the_client_heard_of_it_is_sent_a
         registry.mark(*marks)
         while (topic.route.version == first) is bool(marks):
             await asyncio.sleep(0)
-        await asyncio.sleep(watch_module.GATHER_S)
+        await settle()
     await hub.ask(client.watch, ["a"], {"a": first})
     client.stuck.set()
     await client.until(lambda: len(client.updates) == 3)

@@ -50,8 +50,10 @@ class Link:
 
     def __init__(self, *sources):
         self.registered, self.row, self.is_away, self.released = list(sources), LeaseRow("", 0, 0), False, 0
+        self.beats = self.reads = 0
 
     async def hold(self, node, address, request, *, patience_ms):
+        self.beats += 1
         if self.is_away:
             raise NotServed("away")
         if self.row.node in ("", node):
@@ -64,6 +66,7 @@ class Link:
         self.row = LeaseRow("", self.row.term, self.row.beat)
 
     async def sources(self):
+        self.reads += 1
         return list(self.registered), {}
 
 
@@ -143,7 +146,8 @@ def test_changed_settings_begin_only_when_the_last_write_of_the_drain_before_has
         await until_async(began.is_set)
         link.registered = [replace(source, rate=7)]
         await until_async(lambda: not watchdog.drains)
-        await asyncio.sleep(0.3)  # some refreshes
+        count = link.reads
+        await until_async(lambda: link.reads > count + 2)  # some refreshes
         assert not watchdog.drains and watchdog.is_hanging
         held.set()
         await until_async(lambda: watchdog.drains)
@@ -187,11 +191,13 @@ def test_whatever_a_driver_raises_is_the_trouble_of_its_database_alone(source, m
     begin = Leading._begin
     monkeypatch.setattr(Leading, "_begin", lambda self, *of: (begun.append(of[0]), begin(self, *of)))
     wrong = Source("mysql://db1..internal:3306", "shop", "secret", age_ms=0)
+    link = Link(source, wrong)
 
     async def test(watchdog):
         await until_async(lambda: wrong.url in watchdog.drains and "label empty" in watchdog.drains[wrong.url].trouble)
         await until_async(lambda: watchdog.drains[source.url].core.last_pass_ms is not None)
-        await asyncio.sleep(3 * SETTINGS.beat_ms / 1000)
+        count = link.beats
+        await until_async(lambda: link.beats > count + 3)
         assert sorted(begun) == sorted([source.url, wrong.url]), "no drain fails and begins anew"
 
-    leading(Link(source, wrong), test)
+    leading(link, test)
