@@ -49,6 +49,9 @@ class DelayCollector(CopyCollector[DelayMaster]):
         if (master := self._service.node.master) is not None:
             yield from self._dispatch(master)
 
+    def readiness(self) -> dict[str, object]:
+        return super().readiness() | {"refusedRoutes": len(self._refusals())}
+
     def _schedule(self) -> Iterator[Reading]:
         schedule = self._filing.schedule
         behind = max(self._service.node.log.flushed_end - schedule.filed_end, 0)

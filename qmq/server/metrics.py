@@ -116,6 +116,18 @@ class CopyCollector(Collector, Generic[M]):
                 in_sync.add_metric([self.group, watch.owner], float(watch.follower.in_sync is not None))
         yield from (lag, in_sync)
 
+    def readiness(self) -> dict[str, object]:
+        """What `/health/ready` answers: ready is who has a part in its group and can do it."""
+        node = self._service.node
+        return {
+            "ready": node.role is not None,
+            "group": node.group,
+            "master": node.master is not None,
+            "writable": node.writable,
+            "readonlyReasons": sorted(map(str, node.readonly_reasons)),
+            "metaserver": self._service.is_registered,
+        }
+
     # Families, all labelled with the group first.
 
     @property
@@ -252,19 +264,6 @@ def connections(service: Service[Any]) -> list[dict[str, object]]:
     ]
 
 
-def readiness(service: Service[Any]) -> dict[str, object]:
-    """What `/health/ready` answers: ready is who has a part in its group and can do it."""
-    node = service.node
-    return {
-        "ready": node.role is not None,
-        "group": node.group,
-        "master": node.master is not None,
-        "writable": node.writable,
-        "readonlyReasons": sorted(map(str, node.readonly_reasons)),
-        "metaserver": service.is_registered,
-    }
-
-
 def http_port(collector: CopyCollector[M], service: Service[M], settings: CopySettings) -> HttpPort:
     """Open the HTTP port. Raises NotServed: it is taken."""
     registry = CollectorRegistry()
@@ -275,7 +274,7 @@ def http_port(collector: CopyCollector[M], service: Service[M], settings: CopySe
             registry,
             service.access,
             lambda: connections(service),
-            lambda: readiness(service),
+            collector.readiness,
             lambda: states(service.node, now_ms=service.monotonic_ms()),
         )
         return HttpPort(http.app(), listen(settings.ip, settings.metrics_port))

@@ -9,6 +9,7 @@ import os
 import time
 from collections import Counter
 
+import httpx
 from sqlalchemy.exc import OperationalError
 
 import qmq
@@ -50,6 +51,7 @@ def test_one_subject_too_many_harms_no_other_at_a_producer_a_delay_group_or_a_wa
             assert watchdog.metrics()["qmq_watchdog_refused_routes"] == 1
             assert list(watchdog.health()["routes"]) == ["rows.one.too.many"]
             assert metrics(cluster, _delay_master(cluster))['qmq_delayserver_refused_routes{broker_group="d1"}'] == 1
+            assert _health(_delay_master(cluster))["refusedRoutes"] == 1
         checks = {check["name"]: check for check in cluster.manage("Doctor")["checks"]}
         assert not checks["routes"]["ok"] and f"watches {SUBJECTS} subjects" in checks["routes"]["found"]
         assert "watch interrupted" not in log_of(cluster, _delay_master(cluster).hostname)
@@ -112,6 +114,10 @@ def _patiently(condition, what):
 
 def _row(subject, number):
     return encode_row(qmq.Message(subject, {"n": number}, id=f"{subject}-{number}"), 1)
+
+
+def _health(broker):
+    return httpx.get(f"http://127.0.0.1:{broker.metrics_port}/health/ready", trust_env=False, timeout=60).json()
 
 
 def _delay_master(cluster):
