@@ -6,9 +6,9 @@ import pytest
 
 from qmq.client.batch_life import NotStored
 from qmq.codec import encode_labels, label_of
-from qmq.delayserver import dispatching
+from qmq.delayserver import dispatching, filing
 from qmq.errors import MessageTooLarge, NotServed
-from qmq.log.frame import FLAG_LABELLED, FLAG_ORDERED
+from qmq.log.frame import FLAG_LABELLED, FLAG_ORDERED, FrameKind
 from tests.unit.delayserver.test_races import a_group
 from tests.unit.delayserver.world import HOUR_MS, delayed
 
@@ -197,3 +197,30 @@ def test_subjects_with_a_burst_each_go_on_in_turns():
     order = [batch[0][0] for batch in ids(copies)]
     for at in range(0, 21, 3):
         assert sorted(order[at : at + 3]) == ["a", "b", "c"], order
+
+
+def test_a_slave_files_what_frames_name_in_bounded_pieces_between_which_it_confirms(monkeypatch):
+    """It looks each message up. A mebibyte of such frames names 65,000 of them, for which its master waited."""
+    monkeypatch.setattr(filing, "PASS_MESSAGES", 100)
+    monkeypatch.setattr(dispatching, "BATCH_MESSAGES_MAX", 50)
+    copies, producer = a_group(tail_bytes=1 << 22)
+    producer.delayed(copies.now_ms + 1_000, *(f"m{at}" for at in range(500)))
+    copies.run(100)
+    slave, pieces = copies.b.filing, [0]
+    go_on, file = slave.go_on, slave.schedule.file
+
+    def noted(end):
+        pieces.append(0)
+        go_on(end)
+
+    def counted(frame, body):
+        pieces[-1] += frame.count if frame.kind == FrameKind.DISPATCH else 0
+        return file(frame, body)
+
+    monkeypatch.setattr(slave, "go_on", noted)
+    monkeypatch.setattr(slave.schedule, "file", counted)
+    copies.run(3_000)
+    producer.delayed(copies.now_ms + HOUR_MS, "what follows says what was safe")
+    copies.run(3_000)
+    assert len(copies.senders.delivered()) == 500
+    assert sum(pieces) == 500 and max(pieces) < 100 + 50
