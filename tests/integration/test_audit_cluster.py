@@ -40,8 +40,9 @@ CONFS = QUICK | {
 
 
 @contextmanager
-def running(log: Path, *arguments: str) -> Iterator[None]:
-    """Run one of Spark's own processes; it is ended by its process group, as it starts executors."""
+def running(log: Path, *arguments: str, **more: str) -> Iterator[None]:
+    """Run one of Spark's own processes, with `more` in its environment; it is ended by its process group, as it starts
+    executors."""
     environment = os.environ | {
         "SPARK_HOME": str(SPARK),
         "SPARK_LOCAL_IP": "127.0.0.1",
@@ -53,7 +54,12 @@ def running(log: Path, *arguments: str) -> Iterator[None]:
     with log.open("wb") as output:
         command = [str(SPARK / "bin" / "spark-class"), *arguments]
         process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True, cwd=log.parent
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment | more,
+            start_new_session=True,
+            cwd=log.parent,
         )
         try:
             yield
