@@ -84,7 +84,10 @@ class Copy(Storage, Protocol):
         """Return what there is now; raises CannotRead."""
 
     def index(self, base: int) -> ClosedIndex | None:
-        """Return the index of the closed segment at `base`; None if there is none that is whole."""
+        """Return the index of the closed segment at `base`; None if there is none that is whole; raises CannotRead."""
+
+    def read_until(self, limit: int) -> None:
+        """Read frames that begin below `limit` from here on, instead of those that `open_copy` was told."""
 
     def frame(self, offset: int, size: int) -> bytes:
         """Return the frame at `offset`, of `size` bytes; fewer if there is none; raises CannotRead, OSError."""
@@ -184,6 +187,9 @@ class PathCopy:
         except (OSError, ValueError):
             return None
 
+    def read_until(self, limit: int) -> None:
+        """A file is read no further than it is asked for."""
+
     def frame(self, offset: int, size: int) -> bytes:
         return self.window(offset, size)
 
@@ -271,11 +277,18 @@ class BrokerCopy:
         )
 
     def index(self, base: int) -> ClosedIndex | None:
-        return None
+        try:
+            return ClosedIndex(self._derived(base, index_only=True).index, base)
+        except ValueError:
+            return None
+
+    def read_until(self, limit: int) -> None:
+        self._cancel()
+        self._limit = limit
 
     def frame(self, offset: int, size: int) -> bytes:
         """Ask for this frame alone: a stream that is cut off has sent more than was asked for."""
-        request = qmq_pb2.ReadLogRequest(begin=offset, end=offset + 1)
+        request = qmq_pb2.ReadLogRequest(begin=offset, end=offset + size)
         try:
             return b"".join(chunk.data for chunk in self._stub.ReadLog(request, metadata=self._metadata))[:size]
         except grpc.RpcError as error:
@@ -284,8 +297,11 @@ class BrokerCopy:
             raise CannotRead(self._said(error)) from None
 
     def derived(self, base: int) -> Derived:
+        return self._derived(base)
+
+    def _derived(self, base: int, *, index_only: bool = False) -> Derived:
         """Ask the broker; one of an earlier version gives nothing."""
-        request = qmq_pb2.ReadDerivedRequest(base=base)
+        request = qmq_pb2.ReadDerivedRequest(base=base, index_only=index_only)
         try:
             parts = list(self._stub.ReadDerived(request, metadata=self._metadata))
         except grpc.RpcError as error:

@@ -40,7 +40,7 @@ class Extent(NamedTuple):
 class Segments(Protocol):
     """What a copy tells of its segments."""
 
-    def window(self, offset: int, size: int) -> bytes: ...
+    def frame(self, offset: int, size: int) -> bytes: ...
 
     def index(self, base: int) -> ClosedIndex | None:
         """Return the index of the closed segment at `base`; None if there is none that is whole."""
@@ -93,7 +93,7 @@ def _is_of_time(copy: Segments, base: int, until: int, log: Plan, times: Bounds)
 
 def _time_at(copy: Segments, offset: int) -> int | None:
     try:
-        return decode_header(copy.window(offset, HEADER_BYTES_MAX), 0, offset, None).timestamp_ms
+        return decode_header(copy.frame(offset, HEADER_BYTES_MAX), 0, offset, None).timestamp_ms
     except (CorruptFrame, OSError):
         return None
 

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, Protocol
 
-from qmq.audit.derived import Derived
 from qmq.audit.kinds import Kind
 from qmq.audit.letters import Letter
 from qmq.audit.said import Said, finding
@@ -31,7 +30,8 @@ BLOCK_BYTES = 8 << 20
 class Log(Storage, Protocol):
     """One copy of a log."""
 
-    def derived(self, base: int) -> Derived: ...
+    def index(self, base: int) -> ClosedIndex | None:
+        """Return the index of the closed segment at `base`; None if there is none that is whole."""
 
     def frame(self, offset: int, size: int) -> bytes:
         """Return the frame at `offset`, of `size` bytes; fewer if there is none. Raises OSError."""
@@ -171,11 +171,8 @@ class _Search:
 
 def _index_of(log: Log, begin: int, end: int) -> ClosedIndex | None:
     """Return the stored index of a whole segment; None if there is none, or it does not cover that."""
-    try:
-        index = ClosedIndex(log.derived(begin).index, begin)
-    except ValueError:
-        return None
-    return index if index.end == end else None
+    index = log.index(begin)
+    return index if index is not None and index.end == end else None
 
 
 def _frame_at(log: Log, ref: FrameRef) -> Window | None:

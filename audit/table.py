@@ -69,8 +69,11 @@ class _Table:
 
     def read(self, part: InputPartition) -> Iterator[pa.RecordBatch]:
         assert isinstance(part, Part)
-        for extent in part.extents:
-            with closing(open_copy(part.place, limit=extent.end)) as copy:
+        if not part.extents:
+            return
+        with closing(open_copy(part.place)) as copy:
+            for extent in part.extents:
+                copy.read_until(extent.end)
                 walk = Walk(copy, extent.begin, extent.end, chain=extent.chain, is_start=extent.is_start)
                 group = {"broker_group": part.group}
                 yield from table_batches(walk, self.name, self.columns, self.wanted, group, is_strict=self.is_strict)

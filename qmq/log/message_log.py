@@ -620,12 +620,12 @@ class MessageLog:
         data = self._disk.read(snapshot_name(base), 0, self._disk.size(snapshot_name(base)))
         return data, _check_snapshot(data, base)
 
-    def derived_files(self, base: int) -> tuple[bytes, bytes]:
-        """Return index and snapshot beside the segment at `base` as they are stored, empty where there is none. Blocks;
-        may run on a thread."""
-        disk, names = self._disk, (index_name(base), snapshot_name(base))
-        index, snapshot = (disk.read(name, 0, disk.size(name)) if disk.has(name) else b"" for name in names)
-        return index, snapshot
+    def derived_files(self, base: int, *, index_only: bool = False) -> tuple[bytes, bytes]:
+        """Return index and snapshot beside the segment at `base` as they are stored, empty where there is none, or none
+        is asked for. Blocks; may run on a thread."""
+        disk, names = self._disk, [index_name(base)] if index_only else [index_name(base), snapshot_name(base)]
+        index, *snapshot = (disk.read(name, 0, disk.size(name)) if disk.has(name) else b"" for name in names)
+        return index, b"".join(snapshot)
 
     def is_damaged(self, problem: CorruptFrame) -> bool:
         """Return whether what a reader met is so now.

@@ -722,10 +722,12 @@ class ReadLogRequest(_message.Message):
     def __init__(self, begin: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
 
 class ReadDerivedRequest(_message.Message):
-    __slots__ = ("base",)
+    __slots__ = ("base", "index_only")
     BASE_FIELD_NUMBER: _ClassVar[int]
+    INDEX_ONLY_FIELD_NUMBER: _ClassVar[int]
     base: int
-    def __init__(self, base: _Optional[int] = ...) -> None: ...
+    index_only: bool
+    def __init__(self, base: _Optional[int] = ..., index_only: _Optional[bool] = ...) -> None: ...
 
 class DerivedPart(_message.Message):
     __slots__ = ("index", "snapshot")

@@ -155,7 +155,7 @@ class CopyControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generate
         try:
             while at is not None and at < end:
                 positions[me] = at
-                data = await asyncio.to_thread(self._chunk, at)
+                data = await asyncio.to_thread(self._chunk, at, end)
                 if not data:  # its file is gone, or it was cut meanwhile
                     at = await asyncio.to_thread(message_log.next_frame, at + 8)
                     continue
@@ -168,7 +168,8 @@ class CopyControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generate
     async def ReadDerived(self, request: pb.ReadDerivedRequest, context: Any) -> AsyncIterator[pb.DerivedPart]:
         """Send index and snapshot of a segment, as ReadLog sends frames. PERMISSION_DENIED: as of ReadLog."""
         await _require_all_subjects(context)
-        index, snapshot = await asyncio.to_thread(self._service.node.log.derived_files, request.base)
+        read = partial(self._service.node.log.derived_files, request.base, index_only=request.index_only)
+        index, snapshot = await asyncio.to_thread(read)
         for at in range(0, max(len(index), len(snapshot)), CHUNK_BYTES):
             part = pb.DerivedPart(index=index[at : at + CHUNK_BYTES], snapshot=snapshot[at : at + CHUNK_BYTES])
             await asyncio.sleep(self._pace.wait_s(len(part.index) + len(part.snapshot), self._loop.time()))
@@ -194,12 +195,13 @@ class CopyControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generate
             self._found(problem)
         return message_log.next_frame(begin)
 
-    def _chunk(self, at: int) -> bytes:
+    def _chunk(self, at: int, end: int) -> bytes:
+        """Read frames from `at` on, as few as begin below `end`: a dead letter's original is asked for by itself."""
         message_log = self._service.node.log
         try:
             if segment_at(message_log.bases, at) == at:
                 message_log.look_again(at)
-            return message_log.read(at, message_log.flushed_end, CHUNK_BYTES).data
+            return message_log.read(at, message_log.flushed_end, min(CHUNK_BYTES, end - at)).data
         except CorruptFrame as problem:
             self._found(problem)
             return message_log.read_damaged(at)
