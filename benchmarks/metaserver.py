@@ -359,6 +359,7 @@ def _groups(count: int) -> dict[str, list[dict[str, Any]]]:
                 "min_copies": 2,
                 "lost_term": 0,
                 "failover": "default",
+                "sync_mode": "automatic",
                 **times,
             }
         )
@@ -375,6 +376,8 @@ def _groups(count: int) -> dict[str, list[dict[str, Any]]]:
                     "metrics_port": 20884,
                     "incarnation": f"disk{number:04d}-{role}",
                     "complete": False,
+                    "fill_id": "",
+                    "fill_allowed": False,
                     **times,
                 }
             )

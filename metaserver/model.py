@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from qmq.operator_limits import OperatorLimits
+from qmq.replication.fills import SyncMode
 from qmq.replication.points import Point
 from qmq.types import GroupKind, Role
 
@@ -72,6 +73,10 @@ class Broker:
 
     Once it does, nothing is acknowledged without it, so it stays complete until its disk or its part changes.
     """
+    fill_id: str = ""
+    """Of the newest filling of its copy that an operator spoke of (`qmq.replication.fills`); empty: of none."""
+    fill_allowed: bool = False
+    """SyncReplica allowed that filling; else CancelSync stopped it."""
     kind: int = field(default=NORMAL, compare=False)
     """Its group's, which is stored and never changes."""
 
@@ -108,6 +113,8 @@ class Group:
     """In this term an operator accepted a loss, and nobody said since that he knows of it; 0: there is none."""
     failover: str = AS_SETTING
     """`on`, `off` or `default`: whether it fails over by itself."""
+    sync_mode: str = SyncMode.AUTOMATIC
+    """Whether a slave that is not whole is filled by itself, or waits for SyncReplica."""
 
     @property
     def brokers(self) -> tuple[Broker, ...]:
@@ -268,6 +275,8 @@ class ReplicaState:
     """Of its log's last frame."""
     incomplete: bool = False
     """Its copy never had all that its master had, as far as it wrote down."""
+    fill_id: str = ""
+    """Names the filling that its copy is in or that comes next; empty from a version that does not say it."""
 
     @property
     def reach(self) -> tuple[int, int, int]:

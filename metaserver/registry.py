@@ -269,7 +269,15 @@ class Registry:
             self.liveness.claim(said.key, said.incarnation, now_ms=self.now_ms())
             same_disk = known.incarnation == said.incarnation
             complete = known.complete and same_disk
-            broker = replace(said, group=known.group, role=known.role, kind=known.kind, complete=complete)
+            broker = replace(
+                said,
+                group=known.group,
+                role=known.role,
+                kind=known.kind,
+                complete=complete,
+                fill_id=known.fill_id,
+                fill_allowed=known.fill_allowed,
+            )
             if broker == known:
                 break
             try:

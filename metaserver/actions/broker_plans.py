@@ -10,7 +10,7 @@ from qmq.metaserver import old_rows, roles
 from qmq.metaserver.actions.plan import Plan, refused
 from qmq.metaserver.actions.route_plans import NAMED_MAX, take_out_of_routes
 from qmq.metaserver.actions.shapes import broker_json, parts_json
-from qmq.metaserver.db.changes import AcceptLoss, Change, RemoveGroup, SetRoles, StoreAddresses
+from qmq.metaserver.db.changes import AcceptLoss, Change, RemoveGroup, SetGroupState, SetRoles, StoreAddresses
 from qmq.metaserver.model import DELAY, Broker, BrokerKey, Directory, Group, Routes
 from qmq.metaserver.old_rows import StateOf
 from qmq.metaserver.roles import MayBeUp, RoleChange
@@ -143,16 +143,31 @@ def fail_over(change: RoleChange) -> Plan:
     return _role_plan(change, data=None)
 
 
-def set_copies(group: Group, min_copies: int, *, reported: int = 0) -> Plan:
-    """SetCopies."""
+def set_copies(group: Group, min_copies: int | None, sync_mode: str, *, reported: int = 0) -> Plan:
+    """SetCopies.
+
+    Args:
+        min_copies, sync_mode: None and an empty text leave it as it is.
+    """
+    if min_copies is None and not sync_mode:
+        return refused("say what is to be set: --minCopies, --syncMode, or both")
     try:
-        change = roles.set_copies(group, min_copies)
+        change = roles.set_copies(group, min_copies) if min_copies is not None else None
     except OperatorError as refusal:
         return refused(str(refusal))
-    data = {"brokerGroup": group.name, "copies": len(group.brokers), "minCopies": min_copies}
+    mode, copies = sync_mode or group.sync_mode, {"brokerGroup": group.name, "copies": len(group.brokers)}
+    before = {**copies, "minCopies": group.min_copies, "syncMode": group.sync_mode}
+    data = {**copies, "minCopies": min_copies or group.min_copies, "syncMode": mode}
+    changes: tuple[Change, ...] = (SetGroupState(group.name, sync_mode=mode),) if mode != group.sync_mode else ()
     if change is None:
-        return Plan((), groups=frozenset({group.name}), before=data, after=data, data=data)
-    return _role_plan(replace(change, above=reported), data=data)
+        return Plan(changes, groups=frozenset({group.name}), before=before, after=data, data=data)
+    plan = _role_plan(replace(change, above=reported), data=data)
+    return replace(
+        plan,
+        changes=(*plan.changes, *changes),
+        before={**plan.before, "syncMode": group.sync_mode},
+        after={**plan.after, "syncMode": mode},
+    )
 
 
 def adopt_roles(group: Group, key: BrokerKey, reported: int, state_of: StateOf, *, forced: bool) -> Plan:

@@ -8,7 +8,7 @@ from typing import Any
 
 from qmq.errors import OperatorError, QmqError
 from qmq.metaserver import roles
-from qmq.metaserver.actions import broker_plans
+from qmq.metaserver.actions import broker_plans, fill_plans
 from qmq.metaserver.actions.desk import Desk, together
 from qmq.metaserver.actions.handler import Handler
 from qmq.metaserver.actions.plan import Plan, refused
@@ -53,7 +53,31 @@ async def _lacking(desk: Desk, group: Group | None, words: Words) -> str:
 
 async def _set_copies(desk: Desk, words: Words) -> Plan:
     group = desk.find_group(words["brokerGroup"])
-    return broker_plans.set_copies(group, words.number("minCopies"), reported=desk.registry.term_floor(group.name))
+    min_copies = words.number("minCopies") if words["minCopies"] else None
+    reported = desk.registry.term_floor(group.name)
+    return broker_plans.set_copies(group, min_copies, words["syncMode"], reported=reported)
+
+
+async def _sync_replica(desk: Desk, words: Words) -> Plan:
+    return await _plan_filling(desk, words, fill_plans.sync_replica)
+
+
+async def _cancel_sync(desk: Desk, words: Words) -> Plan:
+    return await _plan_filling(desk, words, fill_plans.cancel_sync)
+
+
+async def _plan_filling(desk: Desk, words: Words, plan: Callable[..., Plan]) -> Plan:
+    """The slave itself says which filling is meant; its master, whether its copy counts."""
+    group = desk.find_group(words["brokerGroup"])
+    try:
+        slave = fill_plans.slave_at(group, words["host"])
+        said = await desk.brokers.replica_status(slave)
+    except OperatorError as refusal:
+        return refused(str(refusal))
+    except QmqError as error:
+        return refused(f"{words['host']} does not answer, so what it lacks is not known: {error}. Start it first")
+    master = desk.registry.state(group.master) if group.master else None
+    return plan(slave, said, counts=master is not None and said.incarnation in master.in_step)
 
 
 async def _remove_broker(desk: Desk, words: Words) -> Plan:
@@ -187,6 +211,7 @@ async def _compare(desk: Desk, group: Group) -> dict[str, Any]:
         "writable": desk.registry.is_writable(group),
         "readonlySubjects": desk.registry.directory.readonly_subjects(group.name),
         "minCopies": group.min_copies,
+        "syncMode": group.sync_mode,
         # Chains of different ends say nothing.
         "equal": len(chains) == 1 if every and len(set(ends)) == 1 else None,
         "lagBytes": max(ends[0] - min(ends[1:]), 0) if every else None,
@@ -226,6 +251,8 @@ HANDLERS = {
     "ReplaceBroker": Handler(plan=_replace_broker),
     "RemoveBroker": Handler(plan=_remove_broker),
     "SetCopies": Handler(plan=_set_copies),
+    "SyncReplica": Handler(plan=_sync_replica),
+    "CancelSync": Handler(plan=_cancel_sync),
     "SwapRoles": Handler(plan=_plan_swap, carry_out=_swap),
     "Failover": Handler(plan=_plan_failover, carry_out=_fail_over),
     "AdoptRoles": Handler(plan=_adopt_roles),

@@ -40,6 +40,7 @@ _BROKER = (
     Parameter("servePort", "port for producers and consumers", required=True, kind=Kind.PORT),
     Parameter("syncPort", "port for slaves", required=True, kind=Kind.PORT),
 )
+_SLAVE_HOST = Parameter("host", "hostname, or hostname:port, of the slave", required=True)
 _PAGE = (
     Parameter("limit", "so many rows at most", kind=Kind.NUMBER, default="100", least=1, most=1000),
     Parameter("before", "only rows with a smaller id: the next page", kind=Kind.NUMBER),
@@ -91,12 +92,33 @@ _BROKERS = (
     ),
     Action(
         "SetCopies",
-        "set how many copies of a group, the master's among them, have a message on disk when it is acknowledged",
+        "set how many copies of a group, the master's among them, have a message on disk when it is acknowledged, and "
+        "whether slaves are filled by themselves",
         ADMIN,
         (
             _GROUP,
-            Parameter("minCopies", "more than half of the copies", required=True, kind=Kind.NUMBER, least=2, most=5),
+            Parameter("minCopies", "more than half of the copies", kind=Kind.NUMBER, least=2, most=5),
+            Parameter(
+                "syncMode",
+                "manual: a slave that is new, or not whole, is filled once SyncReplica says so",
+                kind=Kind.CHOICE,
+                choices=("automatic", "manual"),
+            ),
         ),
+        changes=True,
+    ),
+    Action(
+        "SyncReplica",
+        "let a slave be filled that waits for it",
+        ADMIN,
+        (_GROUP, _SLAVE_HOST),
+        changes=True,
+    ),
+    Action(
+        "CancelSync",
+        "stop filling a slave, until SyncReplica; never one that is in sync",
+        ADMIN,
+        (_GROUP, _SLAVE_HOST),
         changes=True,
     ),
     Action(

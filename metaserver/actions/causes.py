@@ -14,8 +14,8 @@ from typing import Any
 
 from qmq.types import MASTERS, Role
 
-FROM_A_SLAVE = frozenset({"slave_down", "slave_lag"})
-"""Reasons to be readonly that a master has because its slave does not answer."""
+FROM_A_SLAVE = frozenset({"slave_down", "slave_lag", "unfilled"})
+"""Reasons to be readonly that a master has because its slave does not answer, or is no whole copy."""
 
 Check = dict[str, Any]
 

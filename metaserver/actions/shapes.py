@@ -70,6 +70,7 @@ def group_json(
         "minCopies": group.min_copies,
         "lostTerm": group.lost_term,
         "failover": group.failover,
+        "syncMode": group.sync_mode,
         "why": why_not(group, state, readonly_subjects) if not writable else [],
         "copies": [_copy_json(*copy, state) for copy in copies],
     }

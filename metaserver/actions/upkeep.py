@@ -144,12 +144,14 @@ async def _broker(desk: Desk, broker: Broker) -> dict[str, Any]:
     if troubles := [reason for reason in state.readonly_reasons if reason != BY_OPERATOR]:
         facts["reasons"] = troubles
         found = f"{'takes no messages' if broker.role == Role.MASTER else 'is no whole copy'}: {', '.join(troubles)}"
-        return _check(name, False, found, "; ".join(map(_way_out, troubles)), facts)
+        return _check(name, False, found, "; ".join(_way_out(reason, broker) for reason in troubles), facts)
     return _check(name, True, "up", facts=facts)
 
 
-def _way_out(reason: str) -> str:
+def _way_out(reason: str, broker: Broker) -> str:
     """What ends a broker's reason; a newer version may have others."""
+    if reason == Reason.UNFILLED and broker.role == Role.SLAVE:
+        return f"tools.sh SyncReplica --brokerGroup={broker.group} --host={broker.key} (docs/runbook.md, {reason})"
     return f"{WAY_OUT[Reason(reason)]} (docs/runbook.md, {reason})" if reason in tuple(Reason) else "see its log"
 
 

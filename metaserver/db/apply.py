@@ -87,6 +87,8 @@ def _apply(connection: Connection, change: c.Change, routes_version: int) -> Non
             groups.set_state(connection, change.group, lost_term=change.term)
         case c.StoreAddresses():
             groups.store_addresses(connection, change.broker)
+        case c.OrderFill():
+            groups.store_fill_order(connection, change.slave, change.order)
         case c.SetMark():
             operators.set_mark(connection, change.mark)
         case c.UnsetMark():
@@ -132,5 +134,5 @@ def _order(change: c.Change) -> routes.RouteOrder:
 
 def _set_group_state(connection: Connection, change: c.SetGroupState) -> None:
     given = {"draining": change.draining, "is_full": change.full, "tag": change.tag, "lost_term": change.lost_term}
-    given |= {"failover": change.failover}
+    given |= {"failover": change.failover, "sync_mode": change.sync_mode}
     groups.set_state(connection, change.group, **{name: value for name, value in given.items() if value is not None})

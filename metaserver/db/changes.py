@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from qmq.metaserver.model import Broker, DataSource, Offline, ReadonlyMark, TokenRow
+from qmq.metaserver.model import Broker, BrokerKey, DataSource, Offline, ReadonlyMark, TokenRow
 from qmq.metaserver.roles import RoleChange
 from qmq.operator_limits import OperatorLimits
+from qmq.replication.fills import FillOrder
 from qmq.replication.points import Point
 
 
@@ -53,6 +54,14 @@ class StoreAddresses:
     """Where a broker listens, as an operator says; its part stays. Raises NotThere."""
 
     broker: Broker
+
+
+@dataclass(frozen=True, slots=True)
+class OrderFill:
+    """An operator allows or stops the filling of a slave's copy. Raises NotThere."""
+
+    slave: BrokerKey
+    order: FillOrder
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +132,7 @@ class SetGroupState:
     tag: str | None = None
     lost_term: int | None = None
     failover: str | None = None
+    sync_mode: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +220,7 @@ Change = (
     | RememberPoint
     | AcceptLoss
     | StoreAddresses
+    | OrderFill
     | SetMark
     | UnsetMark
     | SetRoute

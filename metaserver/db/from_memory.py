@@ -78,6 +78,7 @@ def _group(group: Group, term: int, now: int) -> dict[str, Any]:
         "min_copies": group.min_copies,
         "lost_term": group.lost_term,
         "failover": group.failover,
+        "sync_mode": group.sync_mode,
         "create_time": now,
         "update_time": group.update_time_ms,
     }
@@ -96,6 +97,8 @@ def _brokers(group: Group, now: int) -> Rows:
             "metrics_port": broker.metrics_port,
             "incarnation": broker.incarnation,
             "complete": False,
+            "fill_id": broker.fill_id,
+            "fill_allowed": broker.fill_allowed,
             "create_time": now,
             "update_time": now,
         }

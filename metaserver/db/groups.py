@@ -24,6 +24,7 @@ from qmq.metaserver.db.tables import (
 )
 from qmq.metaserver.model import AS_SETTING, DELAY, NORMAL, Broker, BrokerKey, Group
 from qmq.metaserver.roles import RoleChange
+from qmq.replication.fills import FillOrder, SyncMode
 from qmq.subjects import check_name
 from qmq.types import Role
 
@@ -99,6 +100,11 @@ def store_complete(connection: Connection, slave: Broker, *, term: int, complete
         )
 
 
+def store_fill_order(connection: Connection, slave: BrokerKey, order: FillOrder) -> None:
+    """Store what an operator said of a filling. Raises NotThere."""
+    _update_broker(connection, slave, fill_id=order.fill_id, fill_allowed=order.is_allowed)
+
+
 def set_state(connection: Connection, group: str, **values: bool | str | int) -> None:
     """Set columns of a group. Raises UnknownGroup."""
     live = (broker_group.c.group_name == group, broker_group.c.kind != REMOVED)
@@ -163,6 +169,7 @@ def _create(connection: Connection, change: RoleChange, now: int) -> None:
         "min_copies": change.min_copies,
         "lost_term": 0,
         "failover": AS_SETTING,
+        "sync_mode": str(SyncMode.AUTOMATIC),
         "create_time": now,
         "update_time": now,
     }
@@ -237,6 +244,7 @@ def _group(row: Row[Any], holders: dict[tuple[str, Role], list[Broker]]) -> Grou
         min_copies=row.min_copies,
         lost_term=row.lost_term,
         failover=row.failover,
+        sync_mode=row.sync_mode,
     )
 
 
@@ -257,6 +265,8 @@ def _broker(row: Row[Any]) -> Broker:
         metrics_port=row.metrics_port,
         incarnation=row.incarnation,
         complete=bool(row.complete),
+        fill_id=row.fill_id,
+        fill_allowed=bool(row.fill_allowed),
     )
 
 
@@ -272,6 +282,8 @@ def _broker_values(holder: Broker, now: int) -> dict[str, Any]:
         "metrics_port": holder.metrics_port,
         "incarnation": holder.incarnation,
         "complete": holder.complete,
+        "fill_id": holder.fill_id,
+        "fill_allowed": holder.fill_allowed,
         "create_time": now,
         "update_time": now,
     }

@@ -78,6 +78,7 @@ broker_group = Table(
     Column(
         "failover", name(8), nullable=False, server_default="default"
     ),  # on, off, or as the metaservers' setting says
+    Column("sync_mode", name(16), nullable=False, server_default="automatic"),  # or manual
     Column("create_time", BigInteger, nullable=False),
     Column("update_time", BigInteger, nullable=False),
     UniqueConstraint("group_name", name="uniq_group_name"),
@@ -98,6 +99,8 @@ broker = Table(
     Column("metrics_port", Integer, nullable=False),
     Column("incarnation", name(), nullable=False),
     Column("complete", Boolean, nullable=False),
+    Column("fill_id", name(120), nullable=False, server_default=""),
+    Column("fill_allowed", Boolean, nullable=False, server_default=false()),
     Column("create_time", BigInteger, nullable=False),
     Column("update_time", BigInteger, nullable=False),
     UniqueConstraint("hostname", "serve_port", name="uniq_broker"),

@@ -68,6 +68,7 @@ def state_from_message(message: pb.BrokerState) -> ReplicaState:
         last_term=message.last_term,
         last_boot=message.last_boot,
         incomplete=message.incomplete,
+        fill_id=message.fill_id,
     )
 
 
@@ -95,6 +96,8 @@ def assignment_for(directory: Directory, key: BrokerKey) -> pb.Assignment | None
         readonly_subjects=_readonly_subjects(directory, group),
         offline=[pb.Offline(subject=o.subject, group=o.group, consumer=o.consumer) for o in sorted(directory.offline)],
         limits=[pb.OperatorLimits(**one._asdict()) for one in sorted(directory.limits)],
+        sync_mode=group.sync_mode,
+        fills=[pb.FillOrder(fill_id=one.fill_id, allowed=one.fill_allowed) for one in group.brokers if one.fill_id],
     )
 
 

@@ -149,7 +149,7 @@ class BrokerAddress(_message.Message):
     def __init__(self, ip: _Optional[str] = ..., serve_port: _Optional[int] = ..., sync_port: _Optional[int] = ..., control_port: _Optional[int] = ..., metrics_port: _Optional[int] = ...) -> None: ...
 
 class Assignment(_message.Message):
-    __slots__ = ("broker_group", "term", "role", "master", "slaves", "readonly_subjects", "offline", "points", "loss_accepted_term", "min_copies", "limits", "clock_ms")
+    __slots__ = ("broker_group", "term", "role", "master", "slaves", "readonly_subjects", "offline", "points", "loss_accepted_term", "min_copies", "limits", "sync_mode", "fills", "clock_ms")
     BROKER_GROUP_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -161,6 +161,8 @@ class Assignment(_message.Message):
     LOSS_ACCEPTED_TERM_FIELD_NUMBER: _ClassVar[int]
     MIN_COPIES_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
+    SYNC_MODE_FIELD_NUMBER: _ClassVar[int]
+    FILLS_FIELD_NUMBER: _ClassVar[int]
     CLOCK_MS_FIELD_NUMBER: _ClassVar[int]
     broker_group: str
     term: int
@@ -173,8 +175,18 @@ class Assignment(_message.Message):
     loss_accepted_term: int
     min_copies: int
     limits: _containers.RepeatedCompositeFieldContainer[OperatorLimits]
+    sync_mode: str
+    fills: _containers.RepeatedCompositeFieldContainer[FillOrder]
     clock_ms: int
-    def __init__(self, broker_group: _Optional[str] = ..., term: _Optional[int] = ..., role: _Optional[int] = ..., master: _Optional[_Union[BrokerAddress, _Mapping]] = ..., slaves: _Optional[_Iterable[_Union[BrokerAddress, _Mapping]]] = ..., readonly_subjects: _Optional[_Iterable[str]] = ..., offline: _Optional[_Iterable[_Union[Offline, _Mapping]]] = ..., points: _Optional[_Iterable[_Union[AcknowledgedPoint, _Mapping]]] = ..., loss_accepted_term: _Optional[int] = ..., min_copies: _Optional[int] = ..., limits: _Optional[_Iterable[_Union[OperatorLimits, _Mapping]]] = ..., clock_ms: _Optional[int] = ...) -> None: ...
+    def __init__(self, broker_group: _Optional[str] = ..., term: _Optional[int] = ..., role: _Optional[int] = ..., master: _Optional[_Union[BrokerAddress, _Mapping]] = ..., slaves: _Optional[_Iterable[_Union[BrokerAddress, _Mapping]]] = ..., readonly_subjects: _Optional[_Iterable[str]] = ..., offline: _Optional[_Iterable[_Union[Offline, _Mapping]]] = ..., points: _Optional[_Iterable[_Union[AcknowledgedPoint, _Mapping]]] = ..., loss_accepted_term: _Optional[int] = ..., min_copies: _Optional[int] = ..., limits: _Optional[_Iterable[_Union[OperatorLimits, _Mapping]]] = ..., sync_mode: _Optional[str] = ..., fills: _Optional[_Iterable[_Union[FillOrder, _Mapping]]] = ..., clock_ms: _Optional[int] = ...) -> None: ...
+
+class FillOrder(_message.Message):
+    __slots__ = ("fill_id", "allowed")
+    FILL_ID_FIELD_NUMBER: _ClassVar[int]
+    ALLOWED_FIELD_NUMBER: _ClassVar[int]
+    fill_id: str
+    allowed: bool
+    def __init__(self, fill_id: _Optional[str] = ..., allowed: _Optional[bool] = ...) -> None: ...
 
 class AcknowledgedPoint(_message.Message):
     __slots__ = ("term", "boot", "end", "chain")
@@ -221,7 +233,7 @@ class Offline(_message.Message):
     def __init__(self, subject: _Optional[str] = ..., group: _Optional[str] = ..., consumer: _Optional[str] = ...) -> None: ...
 
 class BrokerState(_message.Message):
-    __slots__ = ("broker_group", "role", "term", "boot", "log_start", "log_end", "flushed_end", "matched_end", "high_watermark", "chain", "readonly_reasons", "hostname", "serve_port", "writable", "durability", "incarnation", "in_step", "acknowledged", "in_sync", "promised_term", "last_term", "last_boot", "incomplete")
+    __slots__ = ("broker_group", "role", "term", "boot", "log_start", "log_end", "flushed_end", "matched_end", "high_watermark", "chain", "readonly_reasons", "hostname", "serve_port", "writable", "durability", "incarnation", "in_step", "acknowledged", "in_sync", "promised_term", "last_term", "last_boot", "incomplete", "fill_id")
     BROKER_GROUP_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
@@ -245,6 +257,7 @@ class BrokerState(_message.Message):
     LAST_TERM_FIELD_NUMBER: _ClassVar[int]
     LAST_BOOT_FIELD_NUMBER: _ClassVar[int]
     INCOMPLETE_FIELD_NUMBER: _ClassVar[int]
+    FILL_ID_FIELD_NUMBER: _ClassVar[int]
     broker_group: str
     role: int
     term: int
@@ -268,7 +281,8 @@ class BrokerState(_message.Message):
     last_term: int
     last_boot: int
     incomplete: bool
-    def __init__(self, broker_group: _Optional[str] = ..., role: _Optional[int] = ..., term: _Optional[int] = ..., boot: _Optional[int] = ..., log_start: _Optional[int] = ..., log_end: _Optional[int] = ..., flushed_end: _Optional[int] = ..., matched_end: _Optional[int] = ..., high_watermark: _Optional[int] = ..., chain: _Optional[int] = ..., readonly_reasons: _Optional[_Iterable[str]] = ..., hostname: _Optional[str] = ..., serve_port: _Optional[int] = ..., writable: _Optional[bool] = ..., durability: _Optional[str] = ..., incarnation: _Optional[str] = ..., in_step: _Optional[_Iterable[str]] = ..., acknowledged: _Optional[_Union[AcknowledgedPoint, _Mapping]] = ..., in_sync: _Optional[bool] = ..., promised_term: _Optional[int] = ..., last_term: _Optional[int] = ..., last_boot: _Optional[int] = ..., incomplete: _Optional[bool] = ...) -> None: ...
+    fill_id: str
+    def __init__(self, broker_group: _Optional[str] = ..., role: _Optional[int] = ..., term: _Optional[int] = ..., boot: _Optional[int] = ..., log_start: _Optional[int] = ..., log_end: _Optional[int] = ..., flushed_end: _Optional[int] = ..., matched_end: _Optional[int] = ..., high_watermark: _Optional[int] = ..., chain: _Optional[int] = ..., readonly_reasons: _Optional[_Iterable[str]] = ..., hostname: _Optional[str] = ..., serve_port: _Optional[int] = ..., writable: _Optional[bool] = ..., durability: _Optional[str] = ..., incarnation: _Optional[str] = ..., in_step: _Optional[_Iterable[str]] = ..., acknowledged: _Optional[_Union[AcknowledgedPoint, _Mapping]] = ..., in_sync: _Optional[bool] = ..., promised_term: _Optional[int] = ..., last_term: _Optional[int] = ..., last_boot: _Optional[int] = ..., incomplete: _Optional[bool] = ..., fill_id: _Optional[str] = ...) -> None: ...
 
 class RouteRequest(_message.Message):
     __slots__ = ("subjects", "app", "client_id", "produces", "held", "kind", "forgotten", "looks_only")

@@ -8,6 +8,7 @@
         restore  the slave has more of the same history, lost by a master that restarted: it sends everything from
                  `offset`, then says hello again ("give" on the wire)
         seed     the slave is behind the master's oldest segment: a snapshot comes, then frames from there
+        wait     the slave would have to be filled, and an operator has to allow that: nothing is sent for now
 
 Equal (epoch, offset) means equal bytes, so the epoch tables tell where the logs part; chains prove it. A disk that was
 put back forgets epochs, too, so one may have been used twice: what stands behind its first frame tells.
@@ -74,6 +75,15 @@ class Hello:
     point: Point | None = None
     owner: str = ""
     """hostname:serve_port of the broker that the copy is of; empty from a version that does not say it."""
+    fill_id: str = ""
+    """Of the filling that it is in or that comes next; empty from a version that does not know `wait`."""
+    is_whole: bool = False
+    """Once it had all that its master had."""
+
+    @property
+    def would_be_filled(self) -> bool:
+        """Whether it takes part of what it lacks as a filling, not only to catch up."""
+        return bool(self.fill_id) and not (self.is_whole and self.end)
 
     def encode(self) -> bytes:
         table = [[*entry.epoch, entry.offset, entry.chain] for entry in self.epochs]
@@ -91,6 +101,8 @@ class Hello:
             kept_end=self.kept_end,
             point=_encode_point(self.point),
             owner=self.owner,
+            fill_id=self.fill_id,
+            whole=self.is_whole,
         )
 
     @classmethod
@@ -137,6 +149,8 @@ class Hello:
             f["kept_end"],
             _decode_point(f["point"]),
             str(f.get("owner", "")),
+            str(f.get("fill_id", "")),
+            bool(f.get("whole", False)),
         )
 
 
@@ -155,6 +169,7 @@ class Action(Enum):
     FOLLOW = "follow"
     RESTORE = "give"  # its name on the wire
     SEED = "seed"
+    WAIT = "wait"
 
 
 @dataclass(frozen=True, slots=True)

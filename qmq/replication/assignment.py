@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from qmq.operator_limits import OperatorLimits
+from qmq.replication.fills import FillOrders, SyncMode
 from qmq.types import Role
 
 
@@ -39,6 +40,13 @@ class Assignment:
     min_copies: int = 2
     """So many copies, the master's among them, have a frame on disk when it is acknowledged."""
     limits: tuple[OperatorLimits, ...] = ()
+    sync_mode: str = SyncMode.AUTOMATIC
+    fills: tuple[tuple[str, bool], ...] = ()
+    """(id of a filling, whether an operator allows it)."""
+
+    @property
+    def fill_orders(self) -> FillOrders:
+        return FillOrders.of(self.sync_mode, self.fills)
 
     @property
     def peers(self) -> tuple[Address, ...]:
@@ -64,6 +72,7 @@ class Assignment:
             "readonly_subjects": list(self.readonly_subjects),
             "offline": [list(rule) for rule in self.offline],
             "limits": [one._asdict() for one in self.limits],
+            "fills": [list(order) for order in self.fills],
         }
         return asdict(self) | {"role": int(self.role)} | lists
 
@@ -82,4 +91,6 @@ class Assignment:
             tuple((subject, group, consumer) for subject, group, consumer in fields.get("offline", ())),
             fields.get("min_copies", 2),
             tuple(OperatorLimits(**one) for one in fields.get("limits", ())),
+            fields.get("sync_mode", SyncMode.AUTOMATIC),
+            tuple((fill_id, is_allowed) for fill_id, is_allowed in fields.get("fills", ())),
         )

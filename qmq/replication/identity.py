@@ -4,7 +4,8 @@
                     "term": …, "boot": …, "complete": whether this copy once had all that its master had,
                     "assignment": the last one from the metaserver, or null,
                     "promised": it is no part of a mastership of an older term; 0: it promised nothing,
-                    "owner": hostname:serve_port of the broker that the assignment was for}
+                    "owner": hostname:serve_port of the broker that the assignment was for,
+                    "fills": how often this copy was filled: it became complete so often}
 
 A broker fsyncs a newer epoch here before it acts in it and refuses every message of an older one from then on.
 The last assignment lets it start while the metaserver is down. What it knows to be acknowledged is in a file of its
@@ -37,11 +38,17 @@ class Identity:
     assignment: dict[str, Any] | None = None
     owner: str = ""
     promised: int = 0
+    fills: int = 0
 
     @property
     def epoch(self) -> Epoch:
         """Newest epoch known."""
         return Epoch(self.term, self.boot)
+
+    @property
+    def fill_id(self) -> str:
+        """Names the filling that this copy is in, or that comes next; see `qmq.replication.fills`."""
+        return f"{self.incarnation}/{self.fills}"
 
 
 class IdentityFile:
@@ -76,7 +83,7 @@ class IdentityFile:
 
     def completed(self, complete: bool) -> None:
         if complete != self.value.complete:
-            self._change(complete=complete)
+            self._change(complete=complete, fills=self.value.fills + complete)
 
     def assigned(self, group: str, assignment: dict[str, Any], owner: str) -> None:
         if (group, assignment, owner) != (self.value.group, self.value.assignment, self.value.owner):

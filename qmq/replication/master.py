@@ -143,8 +143,9 @@ class Master:
         self.slaves.step_down()
 
     def heed_operators(self, assignment: Assignment) -> None:
-        """Take over what operators marked readonly."""
+        """Take over what operators marked readonly, and which slaves may be filled."""
         self.readonly.mark_subjects(frozenset(assignment.readonly_subjects))
+        self.slaves.heed(assignment.fill_orders)
 
     # What the node tells us.
 

@@ -210,6 +210,8 @@ class Node(Generic[M]):
         reasons = self.master.readonly.reasons if self.master else []
         if self.identity.points.lacks is not None:
             reasons.append(Reason.ROLLED_BACK)
+        if self.slave is not None and self.slave.is_unfilled:
+            reasons.append(Reason.UNFILLED)
         if self._is_diverged and Reason.DIVERGED not in reasons:
             reasons.append(Reason.DIVERGED)
         if self.log.damage is not None and Reason.CORRUPT not in reasons:

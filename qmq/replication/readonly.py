@@ -14,6 +14,7 @@ class Reason(StrEnum):
     OPERATOR = "operator"
     SLAVE_DOWN = "slave_down"
     SLAVE_LAG = "slave_lag"
+    UNFILLED = "unfilled"
     DISK = "disk"
     DISK_LATE = "disk_late"
     MEMORY = "memory"
@@ -28,6 +29,7 @@ WAY_OUT = {
     Reason.OPERATOR: "an operator marked or drains it: UnMarkReadonly or UndrainGroup ends it",
     Reason.SLAVE_DOWN: "its slave is missing: start it; if it never returns, Doctor names the command",
     Reason.SLAVE_LAG: "its slave is behind and catches up",
+    Reason.UNFILLED: "a slave that is not whole waits until it may be filled: SyncReplica, as Doctor says",
     Reason.DISK: "its disk is nearly full: make room",
     Reason.DISK_LATE: "its disk does not finish what it is given: if that lasts, end this broker, then ask Doctor",
     Reason.MEMORY: "its memory is over memory_limit, and consumers go on: it ends when they catch up or leave",

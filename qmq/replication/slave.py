@@ -28,6 +28,7 @@ from qmq.replication.slave_life import (
     Restoring,
     SlaveEvent,
     SlaveLife,
+    Unfilled,
 )
 
 log = logging.getLogger(__name__)
@@ -58,6 +59,11 @@ class Slave:
     @property
     def is_following(self) -> bool:
         return isinstance(self.life.now, Following)
+
+    @property
+    def is_unfilled(self) -> bool:
+        """Whether its copy would have to be filled, and an operator has not allowed that."""
+        return isinstance(self.life.now, Unfilled)
 
     @property
     def shipped_end(self) -> int | None:
@@ -95,6 +101,8 @@ class Slave:
             points.keeps(self._log),
             points.own,
             known.owner,
+            known.fill_id,
+            known.complete,
         )
         self._host.hello(hello.encode())
 
@@ -126,6 +134,10 @@ class Slave:
             self._identity.completed(False)
             self._identity.points.seeding()
             self._enter(SlaveEvent.SEED, AwaitingSnapshot(link, agreement))
+        elif agreement.action == Action.WAIT:
+            self.has_matched = False
+            self._enter(SlaveEvent.WAIT, Unfilled(link))
+            log.warning("not filled group=%s end=%d: SyncReplica allows it", self._group, self._log.end)
         else:
             self._restore(link, agreement)
 

@@ -10,9 +10,13 @@
         FOLLOW    -> FOLLOWING
         SEED      -> AWAITING_SNAPSHOT
         RESTORE   -> RESTORING
+        WAIT      -> UNFILLED
         CONNECTED -> AWAITING_FLUSH
         LOST      -> DISCONNECTED
     FOLLOWING
+        CONNECTED -> AWAITING_FLUSH
+        LOST      -> DISCONNECTED
+    UNFILLED
         CONNECTED -> AWAITING_FLUSH
         LOST      -> DISCONNECTED
     AWAITING_SNAPSHOT
@@ -44,6 +48,7 @@ class SlaveState(Enum):
     AWAITING_FLUSH = auto()  # connected; its hello says what is on its disk, and something is still being written
     HELLO_SENT = auto()
     FOLLOWING = auto()  # it takes frames and confirms them
+    UNFILLED = auto()  # the master fills it once an operator allows that; its copy stays as it is
     AWAITING_SNAPSHOT = auto()  # its copy begins anew where the master's begins
     RESTORING = auto()  # it sends the master what that one lost
 
@@ -51,9 +56,10 @@ class SlaveState(Enum):
 class SlaveEvent(Enum):
     CONNECTED = auto()
     FLUSHED = auto()
-    FOLLOW = auto()  # the agreement says so, as SEED and RESTORE
+    FOLLOW = auto()  # the agreement says so, as SEED, RESTORE and WAIT
     SEED = auto()
     RESTORE = auto()
+    WAIT = auto()
     SNAPSHOT = auto()
     RESTORED = auto()  # the master has all that this copy has: hello again
     LOST = auto()  # the connection, or the role
@@ -71,10 +77,13 @@ SLAVE = TransitionTable(
         (_S.HELLO_SENT, _E.FOLLOW): _S.FOLLOWING,
         (_S.HELLO_SENT, _E.SEED): _S.AWAITING_SNAPSHOT,
         (_S.HELLO_SENT, _E.RESTORE): _S.RESTORING,
+        (_S.HELLO_SENT, _E.WAIT): _S.UNFILLED,
         (_S.HELLO_SENT, _E.CONNECTED): _S.AWAITING_FLUSH,
         (_S.HELLO_SENT, _E.LOST): _S.DISCONNECTED,
         (_S.FOLLOWING, _E.CONNECTED): _S.AWAITING_FLUSH,
         (_S.FOLLOWING, _E.LOST): _S.DISCONNECTED,
+        (_S.UNFILLED, _E.CONNECTED): _S.AWAITING_FLUSH,
+        (_S.UNFILLED, _E.LOST): _S.DISCONNECTED,
         (_S.AWAITING_SNAPSHOT, _E.SNAPSHOT): _S.FOLLOWING,
         (_S.AWAITING_SNAPSHOT, _E.CONNECTED): _S.AWAITING_FLUSH,
         (_S.AWAITING_SNAPSHOT, _E.LOST): _S.DISCONNECTED,
@@ -109,6 +118,11 @@ class Following:
 
 
 @dataclass(slots=True, eq=False)
+class Unfilled:
+    link: Link
+
+
+@dataclass(slots=True, eq=False)
 class AwaitingSnapshot:
     link: Link
     agreement: Agreement
@@ -122,13 +136,14 @@ class Restoring:
     shipper: Shipper
 
 
-Facts = Disconnected | AwaitingFlush | HelloSent | Following | AwaitingSnapshot | Restoring
+Facts = Disconnected | AwaitingFlush | HelloSent | Following | Unfilled | AwaitingSnapshot | Restoring
 
 _FACTS: dict[SlaveState, type[Facts]] = {
     SlaveState.DISCONNECTED: Disconnected,
     SlaveState.AWAITING_FLUSH: AwaitingFlush,
     SlaveState.HELLO_SENT: HelloSent,
     SlaveState.FOLLOWING: Following,
+    SlaveState.UNFILLED: Unfilled,
     SlaveState.AWAITING_SNAPSHOT: AwaitingSnapshot,
     SlaveState.RESTORING: Restoring,
 }

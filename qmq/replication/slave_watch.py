@@ -10,6 +10,7 @@ Keeps I20.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Protocol
 
 from qmq.errors import CopyRolledBack, CorruptFrame, Diverged, Fenced, NotServed
@@ -17,6 +18,7 @@ from qmq.remoting import commands
 from qmq.remoting.commands import Command, Confirmation
 from qmq.remoting.packet import Packet
 from qmq.replication.agreement import Action, Agreement, Hello, Yield, agree
+from qmq.replication.fills import FillOrders
 from qmq.replication.follower import (
     Absent,
     CatchingUp,
@@ -27,12 +29,13 @@ from qmq.replication.follower import (
     InSync,
     Parted,
     Restoring,
+    Unfilled,
 )
 from qmq.replication.identity import IdentityFile
 from qmq.replication.mastership import Mastership
 from qmq.replication.points import Point, is_lacking
 from qmq.replication.ports import Link
-from qmq.replication.shipper import Shipper
+from qmq.replication.shipper import ShipLink, Shipper
 from qmq.types import Epoch
 
 log = logging.getLogger(__name__)
@@ -43,6 +46,8 @@ CAUGHT_UP_BYTES = 8 << 20
 
 class Others(Protocol):
     """What a slave's watch needs of its group; `qmq.replication.slaves.Slaves` is it."""
+
+    fill_orders: FillOrders
 
     def changed(self) -> None:
         """A slave's state changed, and with it what the group can do."""
@@ -101,6 +106,11 @@ class SlaveWatch:
     @property
     def is_there(self) -> bool:
         return self.follower.connected is not None or self.follower.restoring is not None
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether it is known what it has of our log, and it sends us nothing."""
+        return self.follower.connected is not None or self.follower.unfilled is not None
 
     def is_of(self, link: Link) -> bool:
         """Whether frames go to this link."""
@@ -168,8 +178,47 @@ class SlaveWatch:
             self._slaves.holds(hello.end)
             self._enter(FollowerEvent.RESTORES, Restoring(link, agreement.offset))
             link.answer(packet, agreement.encode())
+        elif self._is_to_wait(hello, agreement):
+            self._wait(link, packet, agreement, hello.fill_id)
         else:
-            self._ship_to(link, packet, agreement, hello.incarnation)
+            self._ship_to(link, packet, agreement, hello)
+
+    def _is_to_wait(self, hello: Hello, agreement: Agreement) -> bool:
+        """Whether it would have to be filled and may not. What has all that is acknowledged only catches up."""
+        is_filling = self._is_filling(hello, agreement)
+        return is_filling and not self._slaves.fill_orders.may_begin(hello.fill_id)
+
+    def _is_filling(self, hello: Hello, agreement: Agreement) -> bool:
+        is_partial = hello.would_be_filled or (bool(hello.fill_id) and agreement.action == Action.SEED)
+        return is_partial and agreement.offset < self._mastership.gate.high_watermark
+
+    def _wait(self, link: Link, packet: Packet, agreement: Agreement, fill_id: str) -> None:
+        """Send nothing to it until it may be filled. Then it counts for nothing, and holds up nothing."""
+        older = self._link
+        self._enter(FollowerEvent.WAITS, Unfilled(link, fill_id))
+        self._replace(older, link)
+        link.answer(packet, replace(agreement, action=Action.WAIT).encode())
+        log.warning("slave is not filled group=%s slave=%s: SyncReplica allows it", self._mastership.group, self.owner)
+        self._slaves.compared()
+
+    @property
+    def _link(self) -> ShipLink | None:
+        """The connection of a slave that is not restoring us."""
+        if (unfilled := self.follower.unfilled) is not None:
+            return unfilled.link
+        return None if (slave := self.follower.connected) is None else slave.shipper.link
+
+    def _replace(self, older: ShipLink | None, link: Link) -> None:
+        if older is not None and older is not link:
+            older.close("a newer connection of the slave replaces this one")
+
+    def heed(self, orders: FillOrders) -> None:
+        """Let it say hello again if it waits and may be filled, or is being filled and is to stop."""
+        now = self.follower.now
+        if isinstance(now, Unfilled) and orders.may_begin(now.fill_id):
+            self.drop("it may be filled now: say hello again")
+        elif isinstance(now, CatchingUp) and now.fill_id and orders.is_cancelled(now.fill_id):
+            self.drop("CancelSync stops the filling")
 
     def _compare(self, hello: Hello) -> None:
         """Whatever the slave knows to be acknowledged must be in our log."""
@@ -200,8 +249,8 @@ class SlaveWatch:
             text = f"a slave of {self._mastership.group} is missing: only what enough copies have is delivered"
             gate.refuse_unsafe(NotServed(text))
 
-    def _ship_to(self, link: Link, packet: Packet, agreement: Agreement, incarnation: str) -> None:
-        mastership, older = self._mastership, self.follower.connected
+    def _ship_to(self, link: Link, packet: Packet, agreement: Agreement, hello: Hello) -> None:
+        mastership, older = self._mastership, self._link
         shipper = Shipper(
             mastership.log,
             link,
@@ -211,9 +260,9 @@ class SlaveWatch:
             bytes_per_s=mastership.settings.catch_up_bytes_per_s,
             found_damage=mastership.found_damage,
         )
-        self._enter(FollowerEvent.FOLLOWS, CatchingUp(shipper, incarnation))
-        if older is not None and older.shipper.link is not link:
-            older.shipper.link.close("a newer connection of the slave replaces this one")
+        fill_id = hello.fill_id if self._is_filling(hello, agreement) else ""
+        self._enter(FollowerEvent.FOLLOWS, CatchingUp(shipper, hello.incarnation, fill_id))
+        self._replace(older, link)
         link.answer(packet, agreement.encode())
         if agreement.action == Action.SEED:
             shipper.seed()
@@ -260,16 +309,16 @@ class SlaveWatch:
 
     def drop(self, why: str) -> None:
         """Close its connection, if there is one: it says hello again."""
-        slave = self.follower.connected
+        link = self._link
         if self.follower.may(FollowerEvent.LOST):
             self._enter(FollowerEvent.LOST, Absent())
-        if slave is not None:
-            slave.shipper.link.close(why)
+        if link is not None:
+            link.close(why)
 
     # Events.
 
     def link_lost(self, link: Link) -> None:
-        if self.is_restoring(link):
+        if self.is_restoring(link) or (self.follower.unfilled is not None and link is self._link):
             self._enter(FollowerEvent.LOST, Absent())
         elif self.is_of(link):
             self._enter(FollowerEvent.LOST, Absent())

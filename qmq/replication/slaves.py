@@ -16,6 +16,7 @@ from qmq.remoting import commands
 from qmq.remoting.packet import Packet
 from qmq.replication.agreement import Hello
 from qmq.replication.clocks import SLAVE
+from qmq.replication.fills import FillOrders
 from qmq.replication.follower import FollowerState
 from qmq.replication.identity import IdentityFile
 from qmq.replication.mastership import Mastership
@@ -54,6 +55,7 @@ class Slaves:
         self._held_end = 0
         """Before it, a slave has what we have: it confirmed that in this mastership, or sends it."""
         self._watches: dict[str, SlaveWatch] = {}
+        self.fill_orders = FillOrders()
         if self._count == 1:
             self._watch("")
         mastership.readonly.change(Reason.SLAVE_DOWN, True)
@@ -156,9 +158,11 @@ class Slaves:
     def changed(self) -> None:
         needed, watches = self._mastership.gate.min_copies - 1, self._watches.values()
         connected = sum(watch.follower.connected is not None for watch in watches)
+        unfilled = sum(watch.follower.unfilled is not None for watch in watches)
         timely = sum(watch.follower.state is FollowerState.IN_SYNC for watch in watches)
         readonly = self._mastership.readonly
-        readonly.change(Reason.SLAVE_DOWN, connected < needed)
+        readonly.change(Reason.SLAVE_DOWN, connected + unfilled < needed)
+        readonly.change(Reason.UNFILLED, connected < needed <= connected + unfilled)
         readonly.change(Reason.SLAVE_LAG, timely < needed <= connected)
         has_parted = any(watch.has_parted for watch in watches)
         readonly.change(Reason.DIVERGED, has_parted and len(self.in_step) < needed)
@@ -190,6 +194,12 @@ class Slaves:
 
     def holds(self, end: int) -> None:
         self._held_end = max(self._held_end, end)
+
+    def heed(self, orders: FillOrders) -> None:
+        """Take over which slaves may be filled. One that waits or is to stop says hello again, and is answered anew."""
+        self.fill_orders = orders
+        for watch in self._watches.values():
+            watch.heed(orders)
 
     # Events.
 
@@ -240,7 +250,7 @@ class Slaves:
             return
         if any(watch.follower.restoring is not None for watch in watches):
             return
-        heard = sum(watch.follower.connected is not None for watch in watches)
+        heard = sum(watch.is_compared for watch in watches)
         waited_ms = now_ms - self._began_ms
         if heard >= self._count:
             self._begin("its slave matched" if heard == 1 else "its slaves matched")

@@ -17,6 +17,7 @@ from qmq.operator_limits import OperatorLimits
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import MetaserverStub
 from qmq.replication.assignment import Address, Assignment
+from qmq.replication.fills import SyncMode
 from qmq.replication.points import Point
 from qmq.replication.settings import CopySettings
 from qmq.server.service import Service
@@ -74,6 +75,7 @@ def state_message(service: Service[Any], settings: CopySettings) -> pb.BrokerSta
         last_term=message_log.state.epoch.term,
         last_boot=message_log.state.epoch.boot,
         incomplete=not node.identity.value.complete,
+        fill_id=node.identity.value.fill_id,
     )
 
 
@@ -206,6 +208,8 @@ class MetaLink:
             limits=tuple(
                 OperatorLimits(*(getattr(one, name) for name in OperatorLimits._fields)) for one in message.limits
             ),
+            sync_mode=message.sync_mode or SyncMode.AUTOMATIC,
+            fills=tuple((order.fill_id, order.allowed) for order in message.fills),
         )
         points = [Point(Epoch(point.term, point.boot), point.end, point.chain) for point in message.points]
         node, accepted_term = self._service.node, message.loss_accepted_term

@@ -5,7 +5,9 @@ blocks, lines with `#` are for the reader. Nothing happens between commands: no 
 passes.
 
     group                          brokers a and b, with empty disks; `group segment_bytes=4096` changes settings
-    assign a master term=1         what the metaserver says; `slave` likewise
+    assign a master term=1         what the metaserver says; `slave` likewise; sync=manual: slaves wait to be filled
+    fill b allowed                 the row says so of the filling that b is in, or that comes next; `stopped` likewise
+    empty b                        b ends, loses its directory, and starts with an empty one
     connect | cut | hello          the slave connects; the connection breaks; the slave's hello and its answer arrive
     pass a                         the loop of a ends its pass: frames leave, an fsync is asked for
     fsync a | ship | confirm       a's oldest fsync ends; the next packet reaches the slave; the next one the master
@@ -30,6 +32,7 @@ from typing import Any
 from qmq.errors import ErrorCode
 from qmq.log import MessageLog
 from qmq.log.frame import Frame, FrameKind, decode_frames
+from qmq.log.memory_disk import MemoryDisk
 from qmq.remoting import commands
 from qmq.remoting.commands import Command
 from qmq.types import Role
@@ -106,8 +109,21 @@ class Player:
         self._brokers = {"a": self._group.a, "b": self._group.b}
         self._seen = {name: Seen() for name in self._brokers}
 
-    def _do_assign(self, name: str, role: str, *, term: int) -> None:
-        self._brokers[name].assign(Role[role.upper()], term)
+    def _do_assign(self, name: str, role: str, *, term: int, sync: str = "") -> None:
+        self._brokers[name].assign(Role[role.upper()], term, sync_mode=sync)
+
+    def _do_fill(self, name: str, word: str) -> None:
+        order = (self._brokers[name].node.identity.value.fill_id, word == "allowed")
+        told = self._group.a.node.assignment
+        assert told is not None
+        self._group.a.node.assign(replace(told, fills=(order,)))
+
+    def _do_empty(self, name: str) -> None:
+        if self._group.at_master is not None and self._group.at_master.is_open:
+            self._group.cut()
+        self._brokers[name].disk = MemoryDisk()
+        self._brokers[name].start()
+        self._seen[name] = Seen()
 
     def _do_connect(self) -> None:
         self._group.connect()

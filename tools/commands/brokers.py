@@ -9,6 +9,7 @@ from qmq.tools.command import ANY_GROUP, FORCE, GROUP, Command, Kind, Option, ba
 from qmq.tools.table import Block, Cell, Column, Table, good_or_bad, moment, span
 
 _HOSTNAME = Option("hostname", "the broker's setting hostname")
+_SLAVE_HOST = Option("host", "hostname, or hostname:port, of the slave")
 _SERVE_PORT = Option("servePort", "port for producers and consumers", kind=Kind.PORT)
 _BROKER = (
     GROUP,
@@ -80,6 +81,16 @@ def _failover_set(data: Any) -> Iterable[Block]:
 
 def _copies(data: Any) -> Iterable[Block]:
     yield good(f"{data['brokerGroup']}: {data['minCopies']} of {data['copies']} copies acknowledge")
+    if data["syncMode"] == "manual":
+        yield "a slave that has to be filled waits for SyncReplica"
+
+
+def _fill_ordered(data: Any) -> Iterable[Block]:
+    who = f"{data['hostname']}:{data['servePort']} of {data['group']}"
+    if data["filling"] == "allowed":
+        yield good(f"{who} is filled; ReplicaStatus says how far it is")
+    else:
+        yield good(f"{who} is not filled until SyncReplica says so; what it has it keeps")
 
 
 def _rates(data: Any) -> Iterable[Block]:
@@ -229,10 +240,34 @@ BROKERS = (
     ),
     Command(
         "SetCopies",
-        "set how many copies a message needs",
-        "--brokerGroup=g1 --minCopies=2",
-        (GROUP, Option("minCopies", "more than half of the copies, the master's among them", kind=Kind.NUMBER)),
+        "set how many copies a message needs, and whether slaves are filled by themselves",
+        "--brokerGroup=g1 --minCopies=2 --syncMode=manual",
+        (
+            GROUP,
+            Option("minCopies", "more than half of the copies, the master's among them", "", Kind.NUMBER),
+            Option(
+                "syncMode", "manual: a slave is filled once SyncReplica says so", "", choices=("automatic", "manual")
+            ),
+        ),
         _copies,
+        changes=True,
+        look="ReplicaStatus --brokerGroup={brokerGroup}",
+    ),
+    Command(
+        "SyncReplica",
+        "let a slave be filled that waits for it",
+        "--brokerGroup=g1 --host=mq2",
+        (GROUP, _SLAVE_HOST),
+        _fill_ordered,
+        changes=True,
+        look="ReplicaStatus --brokerGroup={brokerGroup}",
+    ),
+    Command(
+        "CancelSync",
+        "stop filling a slave, until SyncReplica",
+        "--brokerGroup=g1 --host=mq2",
+        (GROUP, _SLAVE_HOST),
+        _fill_ordered,
         changes=True,
         look="ReplicaStatus --brokerGroup={brokerGroup}",
     ),

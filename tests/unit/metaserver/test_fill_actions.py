@@ -1,0 +1,129 @@
+"""Shell. SetCopies --syncMode, SyncReplica and CancelSync: what the row says, who is told, what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from qmq.metaserver.model import BrokerKey
+from qmq.metaserver.rpc.convert import assignment_for
+from qmq.replication.readonly import Reason
+from tests.unit.metaserver.actions_world import in_world, place
+
+
+async def three(world):
+    """A group of three: g1-a is the master, g1-b counts, g1-c is new and waits."""
+    await world.running_copies("g1")
+    await world.done("AddBroker", **place("g1", 1, "g1-c"))
+    await world.start("g1-c")
+    world.beat("g1-a", in_step=("disk of g1-b",))
+    world.beat("g1-b", incarnation="disk of g1-b", fill_id="disk of g1-b/1")
+    waits(world)
+
+
+def waits(world, fill_id="disk of g1-c/0", **state):
+    reasons = {"readonly_reasons": (Reason.UNFILLED,)} if not state else {}
+    world.beat("g1-c", incarnation="disk of g1-c", fill_id=fill_id, incomplete=True, **reasons, **state)
+
+
+def told(world, hostname="g1-a"):
+    """What a broker is told of fillings."""
+    said = assignment_for(world.registry.directory, BrokerKey(hostname, 20881))
+    return said.sync_mode, [(one.fill_id, one.allowed) for one in said.fills]
+
+
+@in_world
+async def test_the_mode_is_set_with_or_without_the_number(world):
+    await three(world)
+    term = world.registry.directory.groups["g1"].term
+    preview = await world.done("SetCopies", brokerGroup="g1", syncMode="manual", dryRun="true")
+    assert (preview["before"]["syncMode"], preview["after"]["syncMode"]) == ("automatic", "manual")
+    assert told(world) == ("automatic", [])
+    shown = await world.done("SetCopies", brokerGroup="g1", syncMode="manual")
+    assert (shown["syncMode"], shown["minCopies"]) == ("manual", 2) and told(world) == ("manual", [])
+    assert world.registry.directory.groups["g1"].term == term, "it changes nothing of what acknowledges"
+    (group,) = await world.done("ListBrokerGroups")
+    assert group["syncMode"] == "manual"
+    shown = await world.done("SetCopies", brokerGroup="g1", minCopies=3)
+    assert (shown["syncMode"], shown["minCopies"]) == ("manual", 3) and told(world)[0] == "manual"
+    await world.done("SetCopies", brokerGroup="g1", minCopies=2, syncMode="automatic")
+    group = world.registry.directory.groups["g1"]
+    assert (group.min_copies, group.sync_mode) == (2, "automatic")
+    refused = await world.refused("SetCopies", brokerGroup="g1")
+    assert "--syncMode" in refused
+
+
+@in_world
+async def test_an_order_is_stored_and_told_until_another_one_comes(world):
+    await three(world)
+    assert (await world.done("SyncReplica", brokerGroup="g1", host="g1-c"))["filling"] == "allowed"
+    assert told(world) == ("automatic", [("disk of g1-c/0", True)])
+    assert (await world.done("CancelSync", brokerGroup="g1", host="g1-c:20881"))["filling"] == "stopped"
+    assert told(world) == ("automatic", [("disk of g1-c/0", False)])
+    preview = await world.done("CancelSync", brokerGroup="g1", host="g1-c", dryRun="true")
+    assert not preview["wouldChange"], "it is so already"
+    await world.start("g1-c")  # registers again
+    known = world.registry.directory.find(BrokerKey("g1-c", 20881))
+    assert await world.registry.register(known, None) == known, "nothing is to be stored"
+    assert told(world)[1] == [("disk of g1-c/0", False)]
+    await world.done("SetCopies", brokerGroup="g1", minCopies=3)  # a new term: all rows are written anew
+    assert told(world)[1] == [("disk of g1-c/0", False)]
+    actions = [(row.action, row.after) for row in await world.audit() if row.action in ("SyncReplica", "CancelSync")]
+    assert sorted(actions) == [("CancelSync", {"g1-c:20881": "stopped"}), ("SyncReplica", {"g1-c:20881": "allowed"})]
+
+
+@pytest.mark.parametrize(
+    "command, host, why",
+    [
+        ("SyncReplica", "g1-b", "does not have to be filled"),
+        ("CancelSync", "g1-b", "is in sync"),
+        ("SyncReplica", "g1-a", "is no slave of g1; its slaves are g1-b:20881, g1-c:20881"),
+        ("CancelSync", "nobody", "is no slave of g1"),
+    ],
+)
+def test_who_is_not_being_filled_is_left_alone(tmp_path, command, host, why):
+    @in_world
+    async def test(world):
+        await three(world)
+        refused = await world.refused(command, brokerGroup="g1", host=host)
+        assert why in refused and told(world) == ("automatic", [])
+
+    test(tmp_path)
+
+
+@in_world
+async def test_a_copy_that_counts_is_never_stopped_though_it_calls_itself_incomplete(world):
+    await three(world)
+    waits(world, role=1)
+    world.beat("g1-a", in_step=("disk of g1-b", "disk of g1-c"))
+    refused = await world.refused("CancelSync", brokerGroup="g1", host="g1-c")
+    assert "is in sync" in refused
+    assert "does not have to be" in await world.refused("SyncReplica", brokerGroup="g1", host="g1-c")
+
+
+@in_world
+async def test_a_whole_copy_that_waits_for_a_snapshot_is_one_to_fill(world):
+    await three(world)
+    world.beat("g1-c", incarnation="disk of g1-c", fill_id="disk of g1-c/4", readonly_reasons=(Reason.UNFILLED,))
+    await world.done("SyncReplica", brokerGroup="g1", host="g1-c")
+    assert told(world)[1] == [("disk of g1-c/4", True)]
+
+
+@in_world
+async def test_a_slave_that_is_down_says_nothing_of_its_filling(world):
+    await three(world)
+    world.stop("g1-c")
+    refused = await world.refused("SyncReplica", brokerGroup="g1", host="g1-c")
+    assert "Start it first" in refused
+
+
+@in_world
+async def test_doctor_names_the_command_for_a_slave_that_waits(world):
+    await three(world)
+    checks = (await world.done("Doctor"))["checks"]
+    [check] = [check for check in checks if "g1-c" in check["name"]]
+    assert not check["ok"] and "SyncReplica --brokerGroup=g1 --host=g1-c:20881" in check["remedy"]
+    (group,) = await world.done("ListBrokerGroups")
+    assert [copy["readonlyReasons"] for copy in group["copies"]] == [[], [], ["unfilled"]]
+    world.beat("g1-a", writable=False, readonly_reasons=(Reason.UNFILLED,))  # as of two copies
+    wrong = [check["name"] for check in (await world.done("Doctor"))["checks"] if not check["ok"]]
+    assert wrong == [check["name"]], "the master's reason and the group's follow from it"

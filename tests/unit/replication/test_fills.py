@@ -1,0 +1,231 @@
+"""Core. Slaves that are filled when an operator says so: which filling may begin, which waits, which stops."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from qmq.errors import ErrorCode
+from qmq.replication.agreement import Hello
+from qmq.replication.assignment import Assignment
+from qmq.replication.fills import FillOrders
+from qmq.replication.follower import FollowerState
+from qmq.replication.readonly import Reason
+from qmq.types import Epoch, Role
+from tests.unit.broker.world import SETTINGS, Broker, Client, Group
+from tests.unit.replication.test_many_copies import Copies
+
+ROLES = {"a": Role.MASTER, "b": Role.SLAVE, "c": Role.SLAVE}
+
+
+@pytest.mark.parametrize(
+    "mode, orders, may_begin, is_cancelled",
+    [
+        ("automatic", (), True, False),
+        ("", (), True, False),
+        ("manual", (), False, False),
+        ("of-a-later-version", (), False, False),
+        ("manual", (("x/0", True),), True, False),
+        ("manual", (("x/1", True), ("y/0", True)), False, False),
+        ("automatic", (("x/0", False),), False, True),
+        ("automatic", (("x/1", False),), True, False),
+    ],
+)
+def test_what_an_operator_says_is_of_one_filling(mode, orders, may_begin, is_cancelled):
+    said = FillOrders.of(mode, orders)
+    assert (said.may_begin("x/0"), said.is_cancelled("x/0")) == (may_begin, is_cancelled)
+
+
+def heed(copies: Copies, mode: str, *orders: tuple[str, bool]) -> None:
+    """The row says so now; who has no link any more connects again, as the shell lets it."""
+    for broker in (copies.a, copies.b, copies.c):
+        fields = {"min_copies": copies.min_copies, "sync_mode": mode, "fills": orders}
+        broker.assign(ROLES[broker.name], copies.a.node.identity.value.term, slaves=2, **fields)
+    for name, wire in copies.wires.items():
+        if wire.at_master is not None and not wire.at_master.is_open:
+            wire.cut()
+            copies.connect(name)
+    copies.settle()
+
+
+def with_new_c(mode: str = "manual", *, min_copies: int = 2, messages: int = 3) -> Copies:
+    """Three copies; the directory of c is lost, and it is there again with an empty one."""
+    copies = Copies(min_copies=min_copies).start()
+    client = Client(copies.a)
+    for number in range(messages):
+        client.produce(f"m{number}")
+        copies.settle()
+    copies.cut("c")
+    copies.c = Broker("c", SETTINGS)
+    copies.c.node.identity.value = copies.c.node.identity.value.__class__("c-new")
+    copies.wires["c"].b = copies.c
+    heed(copies, mode)
+    copies.connect("c")
+    return copies
+
+
+def fill_id(broker: Broker) -> str:
+    return broker.node.identity.value.fill_id
+
+
+def test_a_new_slave_waits_and_its_group_goes_on_without_it():
+    copies = with_new_c()
+    assert copies.state("c") is FollowerState.UNFILLED and copies.c.log.is_empty
+    assert copies.c.node.readonly_reasons == [Reason.UNFILLED] and copies.a.node.writable
+    client = Client(copies.a)
+    stored = client.produce("m9")
+    copies.settle()
+    assert client.receipt(stored).stored == 1 and copies.c.log.is_empty
+    assert copies.a.master.in_step == (copies.b.node.identity.value.incarnation,)
+    assert not copies.c.slave.has_matched and copies.a.master.shipped_end == copies.a.log.end
+
+
+def test_it_is_filled_once_it_is_asked_for():
+    copies = with_new_c()
+    heed(copies, "manual", (fill_id(copies.c), True))
+    assert copies.state("c") is FollowerState.IN_SYNC and copies.c.log.chain == copies.a.log.chain
+    assert copies.c.node.readonly_reasons == []
+
+
+def test_the_next_filling_waits_again():
+    copies = with_new_c()
+    order = (fill_id(copies.c), True)
+    heed(copies, "manual", order)
+    assert fill_id(copies.c) != order[0]
+    copies.c.node.identity.completed(False)  # as a snapshot does
+    copies.cut("c")
+    Client(copies.a).produce("m8")
+    copies.settle()
+    copies.connect("c")
+    assert copies.state("c") is FollowerState.UNFILLED
+
+
+def test_who_only_catches_up_never_waits():
+    copies = Copies().start()
+    heed(copies, "manual")
+    copies.cut("c")
+    Client(copies.a).produce("m1")
+    copies.settle()
+    copies.connect("c")
+    assert copies.state("c") is FollowerState.IN_SYNC and copies.c.log.end == copies.a.log.end
+
+
+def test_a_new_group_needs_no_filling():
+    copies = Copies()
+    for broker in (copies.a, copies.b, copies.c):
+        broker.assign(ROLES[broker.name], 1, slaves=2, sync_mode="manual")
+    copies.connect("bc")
+    assert copies.state("b") is copies.state("c") is FollowerState.IN_SYNC and copies.a.node.writable
+
+
+def test_without_enough_others_the_group_is_readonly_and_says_why():
+    copies = with_new_c(min_copies=3)
+    client = Client(copies.a)
+    refused = client.produce("m9")
+    copies.settle()
+    assert client.code(refused) == ErrorCode.READ_ONLY and "SyncReplica" in client.text(refused)
+    assert copies.a.node.readonly_reasons == [Reason.UNFILLED]
+    copies.cut("b")  # now one is missing, too
+    assert copies.a.node.readonly_reasons == [Reason.SLAVE_DOWN]
+
+
+@pytest.mark.parametrize("mode", ["manual", "automatic"])
+def test_a_filling_that_is_stopped_stays_so_until_it_is_asked_for_again(mode):
+    copies = with_new_c()
+    wire, order = copies.wires["c"], fill_id(copies.c)
+    for broker in (copies.a, copies.b, copies.c):
+        broker.assign(ROLES[broker.name], 1, slaves=2, sync_mode=mode, fills=((order, True),))
+    wire.cut()
+    wire.connect()
+    wire.deliver_hello()  # and nothing that is sent to it arrives
+    assert copies.state("c") is FollowerState.CATCHING_UP
+    heed(copies, mode, (order, False))
+    assert copies.state("c") is FollowerState.UNFILLED and not copies.c.node.identity.value.complete
+    heed(copies, mode, (order, False))
+    assert copies.state("c") is FollowerState.UNFILLED
+    heed(copies, mode, (order, True))
+    assert copies.state("c") is FollowerState.IN_SYNC and copies.c.log.chain == copies.a.log.chain
+
+
+def test_manual_stops_no_filling_that_is_under_way():
+    copies = with_new_c()
+    wire = copies.wires["c"]
+    copies.a.assign(Role.MASTER, 1, slaves=2)
+    wire.cut()
+    wire.connect()
+    wire.deliver_hello()
+    heed(copies, "manual")
+    assert copies.state("c") is FollowerState.IN_SYNC
+
+
+def test_a_slave_that_counts_is_not_stopped():
+    copies = with_new_c()
+    order = fill_id(copies.c)
+    heed(copies, "manual", (order, True))
+    link = copies.wires["c"].at_master
+    heed(copies, "manual", (order, False))
+    assert copies.state("c") is FollowerState.IN_SYNC and link.is_open
+
+
+def test_the_order_outlives_a_change_of_the_master():
+    copies = with_new_c()
+    heed(copies, "manual", (fill_id(copies.c), False))
+    copies.cut("bc")
+    fields = {"slaves": 2, "sync_mode": "manual", "fills": ((fill_id(copies.c), False),)}
+    copies.b.assign(Role.MASTER, 2, **fields)
+    copies.a.assign(Role.SLAVE, 2, **fields)
+    copies.c.assign(Role.SLAVE, 2, **fields)
+    copies.wires = {"a": Group(copies.b, copies.a), "c": Group(copies.b, copies.c)}
+    copies.connect("ac")
+    (watch,) = [watch for watch in copies.b.master.slaves.all if watch.owner.startswith("c:")]
+    assert copies.b.node.writable and watch.follower.state is FollowerState.UNFILLED
+
+
+def test_a_mastership_begins_although_a_slave_waits():
+    """What an unfilled slave has was compared with the master's log: there is nothing more to wait for."""
+    copies = with_new_c(min_copies=3)
+    copies.cut("bc")
+    for broker in (copies.a, copies.b, copies.c):
+        broker.assign(ROLES[broker.name], 2, slaves=2, min_copies=3, sync_mode="manual")
+    copies.connect("bc")
+    assert copies.a.master.has_begun and copies.state("c") is FollowerState.UNFILLED
+
+
+def test_a_whole_copy_from_before_the_masters_log_begins_waits_untouched():
+    """It takes a snapshot, which sets its old copy aside: not before an operator says so."""
+    copies = Copies().start()
+    heed(copies, "manual")
+    assert copies.c.slave.has_matched
+    copies.cut("c")
+    client = Client(copies.a)
+    while len(copies.a.log.bases) < 4:
+        client.produce(*(f"m{number}" for number in range(10)))
+        copies.settle()
+    while copies.a.log.start <= copies.c.log.end:
+        copies.a.log.drop_oldest_segment()
+    end, order = copies.c.log.end, (fill_id(copies.c), True)
+    copies.connect("c")
+    assert copies.state("c") is FollowerState.UNFILLED and copies.c.log.end == end
+    assert not copies.c.slave.has_matched, "it promises nothing"
+    heed(copies, "manual", order)
+    assert copies.state("c") is FollowerState.IN_SYNC and copies.c.log.start == copies.a.log.start
+    assert copies.c.log.chain == copies.a.log.chain
+
+
+def test_an_older_slave_that_knows_no_waiting_is_filled_as_before():
+    copies = with_new_c()
+    assert Hello.decode(Hello("g1", "x", Epoch(1, 1), [], 0, 0, 0).encode()).would_be_filled is False
+    copies.cut("c")
+    wire = copies.wires["c"]
+    wire.connect()
+    fields = json.loads(copies.c.host.hellos[-1])
+    del fields["fill_id"], fields["whole"]
+    copies.c.host.hellos[-1] = json.dumps(fields).encode()
+    copies.settle()
+    assert copies.state("c") is FollowerState.IN_SYNC
+
+
+def test_the_orders_are_remembered_for_a_start_without_the_metaserver():
+    told = Assignment("g1", 1, Role.MASTER, sync_mode="manual", fills=(("x/0", True), ("y/2", False)))
+    assert Assignment.from_json(json.loads(json.dumps(told.to_json()))) == told
