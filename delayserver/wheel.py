@@ -23,6 +23,7 @@ _REST_BYTES = np.dtype((np.void, _REST.itemsize))
 RUN_MAX = 65_536
 REMOVED_MAX = 500
 """Messages removed at once: 1 to 2 ms."""
+_NEVER_MS = 1 << 63
 SAMPLES = 32_768
 """From so many due times it is told when most of the others are due."""
 
@@ -88,6 +89,8 @@ class Wheel:
         self._count = 0
         self._removed: list[Records] = []
         self._removed_rows = 0
+        self._due_from_ms = _NEVER_MS
+        """Nothing is due before; so a look costs nothing, however many runs there are."""
 
     def __len__(self) -> int:
         self._apply_removed()
@@ -116,6 +119,8 @@ class Wheel:
                 rest[name] = some[name]
             self._runs.append(_sorted_run(some["due"].copy(), rest))
         self._count += len(records)
+        if len(records):
+            self._due_from_ms = min(self._due_from_ms, int(records["due"].min()))
         runs = self._runs
         runs.sort(key=len, reverse=True)  # few are long, the others at least twice as long as the next
         while len(runs) > 1 and len(runs[-2]) <= 2 * len(runs[-1]) and len(runs[-2]) + len(runs[-1]) <= RUN_MAX:
@@ -129,12 +134,16 @@ class Wheel:
 
         The hashes that their records had are not kept.
         """
+        if now_ms < self._due_from_ms:
+            return no_records()
         now = np.uint64(max(now_ms, 0))
         while due := [run for run in self._runs if run.dues[run.begin] <= now]:
             self._apply_removed()
             taken = self._join(self._take(due, now, most))
             if len(taken):
                 return taken
+        next_ms = self.next_due_ms
+        self._due_from_ms = _NEVER_MS if next_ms is None else next_ms
         return no_records()
 
     def due(self, now_ms: int) -> int:

@@ -37,7 +37,8 @@ BLOCK_BYTES = (BLOCK_ROWS + 1) * RECORD_BYTES
 _MAGIC = int.from_bytes(b"QDR1", "little")
 _HEAD = np.dtype([("crc", "<u4"), ("magic", "<u4"), ("begin_ms", "<u8"), ("row", "<u8"), ("zeros", "V24")])
 _MARKS_HEAD = struct.Struct("<II")
-STATE_SHIFT = np.uint64(56)
+_STATE_SHIFT = 56
+STATE_SHIFT = np.uint64(_STATE_SHIFT)
 _ROW_MASK = np.uint64((1 << 56) - 1)
 
 
@@ -102,6 +103,10 @@ def decode_marks(name: str, data: Buffer) -> Numbers:
 
 def make_marks(rows: Numbers, state: int) -> Numbers:
     return rows | (np.uint64(state) << STATE_SHIFT)
+
+
+def make_mark(row: int, state: int) -> int:
+    return row | state << _STATE_SHIFT
 
 
 def split_marks(marks: Numbers) -> tuple[Numbers, Numbers]:

@@ -114,10 +114,7 @@ def _planned(book: Book, key: tuple[int, int], body: Buffer, count: int, at: int
     if records["number"].tolist() != numbers or len(set(numbers)) < count:
         return None
     parts = list(book.timeline.split(records))
-    for segment, part in parts:
-        if np.count_nonzero(segment.states_of(part["row"])):  # not all pend
-            return None
-    return _Pending(records, parts)
+    return _Pending(records, parts) if all(segment.all_pend(part["row"]) for segment, part in parts) else None
 
 
 def _settled(book: Book, frame: Frame, body: Buffer) -> Filed:

@@ -32,6 +32,27 @@ class Growing:
         room = self._room[: self._count]
         return room if room.dtype is self._dtype else room.view(self._dtype)
 
+    def item(self, at: int) -> int:
+        """Return one number; much faster than by a view."""
+        if at >= self._count:
+            raise IndexError(at)
+        number: int = self._room.item(at)
+        return number
+
+    def put(self, at: int, number: int) -> None:
+        """Replace one number, which is there; much faster than by a view."""
+        if at >= self._count:
+            raise IndexError(at)
+        self._room[at] = number
+
+    def append_one(self, number: int) -> None:
+        """Append one number; much faster than an array of one."""
+        if self._count == len(self._room):
+            self.append(np.array([number], self._dtype))
+            return
+        self._room[self._count] = number
+        self._count += 1
+
     def append(self, more: NDArray[Any]) -> None:
         """`more` has the same type."""
         end = self._count + len(more)

@@ -18,6 +18,7 @@ from qmq.delayserver.schedule.blocks import (
     DamagedSchedule,
     decode_blocks,
     decode_marks,
+    make_mark,
     make_marks,
     split_marks,
 )
@@ -196,12 +197,25 @@ class Segment:
         found[known] = states[rows[known]]
         return found
 
+    def all_pend(self, rows: NDArray[np.uint32]) -> bool:
+        """Return whether nothing became of these. Raises DamagedSchedule."""
+        if len(rows) == 1 and self._states is not None and (row := rows.item(0)) < len(self._states):
+            return not self._states.item(row)  # as most cancels ask
+        return not self.states_of(rows).any()
+
     def change(self, rows: NDArray[np.uint32], state: State) -> None:
         """Note what became of rows, which were not over before."""
-        self.states()
-        self._set(rows, state)
+        if self._states is None:
+            self.states()
+        if len(rows) == 1 and self._states is not None and (row := rows.item(0)) < len(self._states):
+            self._states.put(row, state)  # as most cancels do
+            if state >= State.SENT:
+                self.marks.append_one(make_mark(row, state))
+        else:
+            self._set(rows, state)
+            if state >= State.SENT:
+                self.marks.append(make_marks(rows.astype(np.uint64), state))
         if state >= State.SENT:
-            self.marks.append(make_marks(rows.astype(np.uint64), state))
             self.undone -= len(rows)
 
     def _set(self, rows: NDArray[np.uint32] | Numbers, states: States | int) -> None:
