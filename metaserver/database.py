@@ -79,7 +79,10 @@ class Database:
 
     def __init__(self, url: str, *, timeout_ms: int) -> None:
         self._url, self._timeout_ms = url, timeout_ms
-        self._threads = ThreadPoolExecutor(THREADS, "database")
+        self._first_thread = ThreadPoolExecutor(1, "database")
+        """For a call while there is no other. Of threads that wait for work together, each that gets some wakes another
+        for nothing."""
+        self._threads = ThreadPoolExecutor(THREADS - 1, "database")
         self._engine: Engine | None = None
         self._repository: Repository | None = None
         self._probe: asyncio.Future[dict[str, int]] | None = None
@@ -190,7 +193,8 @@ class Database:
 
     def close(self) -> None:
         """Give connections back. A thread that hangs is left to its fate: waiting for it would hang the stop."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._first_thread, self._threads):
+            threads.shutdown(wait=False, cancel_futures=True)
         if self._engine is not None and self._away_since is None:
             self._engine.dispose()
 
@@ -204,6 +208,7 @@ class Database:
             return await self._on_thread(lambda: work(repository))
 
     async def _on_thread(self, work: Callable[[], T]) -> T:
+        threads = self._threads if self._under_way else self._first_thread
         self._under_way.add(started := object())
         began = time.monotonic()
 
@@ -214,7 +219,7 @@ class Database:
                 self._under_way.discard(started)
 
         try:
-            answer = await asyncio.get_running_loop().run_in_executor(self._threads, run)
+            answer = await asyncio.get_running_loop().run_in_executor(threads, run)
             self.answer_s = time.monotonic() - began
             return answer
         except (IntegrityError, DataError):

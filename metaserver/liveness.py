@@ -229,12 +229,16 @@ class Liveness:
             elif sighting.ask_ms is None:
                 sighting.ask_ms = now_ms
 
-    def quiet_ms(self, *, now_ms: int, silence_ms: int | None = None) -> int:
-        """Return for how long nobody has been silent for `silence_ms`, by default the timeout, of those whom this
-        metaserver hears; 0: somebody is doubted, or others hear some."""
+    def quiet_ms(
+        self, *, now_ms: int, silence_ms: int | None = None, brokers: Iterable[BrokerKey] | None = None
+    ) -> int:
+        """Return for how long none of `brokers`, by default of all, has been silent for `silence_ms`, by default the
+        timeout, of those whom this metaserver hears; 0: somebody is doubted, or others hear some."""
         if self._presumed_brokers or any(not one.live or one.ask_ms is not None for one in self._sightings.values()):
             return 0
-        oldest_ms = min((one.seen_ms for one in self._sightings.values()), default=now_ms)
+        known = self._sightings
+        timed = known.values() if brokers is None else [known[key] for key in brokers if key in known]
+        oldest_ms = min((one.seen_ms for one in timed), default=now_ms)
         return max(0, oldest_ms + (silence_ms or self.timeout_ms) - now_ms)
 
     def _is_doubtful(self, sighting: Sighting, now_ms: int) -> bool:

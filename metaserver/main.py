@@ -156,7 +156,14 @@ class Metaserver:
         rpc_server, http = self._open_ports()
         upkeep = Upkeep(self.registry, self._brokers, self._snapshots, self._row(), poll_ms=self._settings.poll_ms)
         rpc = MetaserverRpc(
-            self.registry, self.hubs, self._access, self._metrics, upkeep.ask, self._database, self._vault
+            self.registry,
+            self.hubs,
+            self._access,
+            self._metrics,
+            upkeep.ask,
+            self._database,
+            self._vault,
+            self._failovers.may_rest,
         )
         add_MetaserverServicer_to_server(rpc, rpc_server)
         add_route_methods(rpc, rpc_server)

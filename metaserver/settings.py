@@ -68,7 +68,11 @@ class MetaserverSettings:
         4, least=1, most=100, why="a new subject's share of the groups; more make routes large, ExtendSubjectRoute adds"
     )
     heartbeat_timeout_ms: int = setting(
-        5000, unit="ms", least=200, most=300_000, why="five beats; a broken connection is noticed at once anyway"
+        5000,
+        unit="ms",
+        least=200,
+        most=300_000,
+        why="two beats of an idle broker; a broken line is noticed at once",
     )
     broker_timeout_ms: int = setting(
         2000, unit="ms", least=50, most=60_000, why="a broker that is well answers a question in a few ms"

@@ -26,13 +26,15 @@ from qmq.metaserver.registry import Registry
 from qmq.metaserver.renewals import Promises
 from qmq.metaserver.rpc.broker_client import Brokers
 from qmq.metaserver.snapshot import Snapshots
-from qmq.ticking import until_next_second
+from qmq.ticking import SECOND_S, until_next_second
 
 log = logging.getLogger("qmq.metaserver")
 
 TICK_S = 0.1
 STORE_GAP_S = 0.1
 """Heartbeats' news of so long a time go into one transaction."""
+ALONE_S = 2.0
+"""A metaserver looks so often whether another one came, if it takes no silence of so long amiss; each second if not."""
 STORED_AGAIN_S = 10.0
 """What did not change is stored again so often: a database that was restored may have lost it, or take nothing now."""
 EARLY_S = 0.005
@@ -120,7 +122,7 @@ class Upkeep:
             now_s = asyncio.get_running_loop().time()
             is_due = now_s >= beat_s - EARLY_S
             if is_due:
-                beat_s = now_s + until_next_second(now_s)
+                beat_s = now_s + until_next_second(now_s, self._beat_s())
             try:
                 await self._registry.catch_up(self._show_life if is_due and self._registry.database.is_up else None)
             except (DatabaseAway, CommitUnknown):
@@ -131,8 +133,12 @@ class Upkeep:
             wait_s = max(0.0, beat_s - asyncio.get_running_loop().time())
             await asyncio.sleep(wait_s if self._is_alone() else min(wait_s, self._poll_s))
 
+    def _beat_s(self) -> float:
+        rests = self._is_alone() and self._registry.liveness.timeout_ms > 2 * ALONE_S * 1000
+        return ALONE_S if rests else SECOND_S
+
     def _is_alone(self) -> bool:
-        """Whether no other metaserver uses the database: none had a row when they were read, a second ago at most."""
+        """Whether no other metaserver uses the database: none had a row when they were read, within the timeout."""
         peers = self._registry.liveness.peers
         return not peers.is_unread(now_ms=self._registry.now_ms()) and {row.id for row in peers.rows} <= {self._own.id}
 

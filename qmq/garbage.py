@@ -31,6 +31,8 @@ LOOK_EVERY = 10
 """So many collections, then one look at how much memory there is."""
 IDLE_TURNS = 10
 """After so many collections in a row that found next to nothing, it comes once a second, until one finds more."""
+FEW = 2000
+"""Objects that are not worth it to a process that has nothing to do."""
 QUICK_S = 0.0003
 """What a collection takes that finds next to nothing. A steady load that begins meanwhile makes the first one a few ms
 long: a second of objects instead of a tenth."""
@@ -45,7 +47,8 @@ async def collect_by_the_clock() -> None:
         while True:
             await asyncio.sleep(YOUNG_S if idle < IDLE_TURNS else _pause_s())
             began_s, turn = time.thread_time(), turn + 1
-            gc.collect(0 if turn % MIDDLE_EVERY else 1)
+            if idle < IDLE_TURNS or gc.get_count()[0] >= FEW:
+                gc.collect(0 if turn % MIDDLE_EVERY else 1)
             idle = idle + 1 if time.thread_time() - began_s < QUICK_S else 0
             if time.monotonic() >= full_s or (turn % LOOK_EVERY == 0 and memory_bytes() > full_bytes):
                 gc.collect()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
@@ -15,7 +15,7 @@ from qmq.metaserver import renewals
 from qmq.metaserver.db.errors import CommitUnknown
 from qmq.metaserver.liveness import PlaceTaken
 from qmq.metaserver.metrics import Metrics
-from qmq.metaserver.model import Broker, BrokerKey, Directory
+from qmq.metaserver.model import Broker, BrokerKey, Directory, Group
 from qmq.metaserver.registry import Ask, Registry
 from qmq.metaserver.rpc import convert
 from qmq.metaserver.rpc.visits import Visits
@@ -25,10 +25,11 @@ from qmq.rpc_access import caller
 log = logging.getLogger("qmq.metaserver")
 
 REMEMBERED_MAX = 10_000
-CLOCK_S = 0.9
-"""A broker beats every second, and more often when its state changes."""
+CLOCK_S = 1.5
+"""Who beats every second hears every other one what time it is; who rests, with each beat."""
 STOPPING = "this metaserver stops; ask /meta/address for another one"
 
+MayRest = Callable[[Group, Broker], bool]
 Context = Any
 """grpc.aio.ServicerContext; grpcio comes without types."""
 
@@ -39,6 +40,7 @@ class BrokerRpc:
     _registry: Registry
     _metrics: Metrics
     _ask: Ask
+    _may_rest: MayRest
     _logged: set[str]
     visits: Visits
 
@@ -53,7 +55,7 @@ class BrokerRpc:
             raise  # abort has raised already
         self._metrics.registrations.labels(broker.group, "accepted").inc()
         log.info("broker registered broker=%s broker_group=%s role=%s", key, broker.group, broker.part.name)
-        assignment = convert.assignment_for(self._registry.directory, key)
+        assignment = convert.assignment_for(self._registry.directory, key, self._may_rest)
         if assignment is None:
             text = f"{key} was replaced at this moment; register again"
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
@@ -95,7 +97,7 @@ class BrokerRpc:
                     sent = assignment
                     if seen is not self._registry.directory:
                         seen = self._registry.directory
-                        assignment = convert.assignment_for(seen, broker.key)
+                        assignment = convert.assignment_for(seen, broker.key, self._may_rest)
                     if self._registry.is_stopping:
                         await context.abort(grpc.StatusCode.UNAVAILABLE, STOPPING)
                     elif assignment is None:
@@ -103,7 +105,7 @@ class BrokerRpc:
                         await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
                     elif assignment != sent or time.monotonic() - told_s >= CLOCK_S:
                         told_s = time.monotonic()
-                        yield _with_clock(assignment)
+                        yield _with_clock(assignment if assignment != sent else None)
                     await wake.wait()
                 if not reader.cancelled() and reader.exception() is None and reader.result():
                     await context.abort(grpc.StatusCode.ABORTED, f"a newer heartbeat stream of {broker.key} took over")
@@ -160,10 +162,11 @@ class BrokerRpc:
             log.warning("%s", line)
 
 
-def _with_clock(assignment: pb.Assignment) -> pb.Assignment:
-    message = pb.Assignment()
-    message.CopyFrom(assignment)
-    message.clock_ms = time.time_ns() // 1_000_000
+def _with_clock(assignment: pb.Assignment | None) -> pb.Assignment:
+    """An answer; without an assignment what was said before still holds."""
+    message = pb.Assignment(clock_ms=time.time_ns() // 1_000_000)
+    if assignment is not None:
+        message.MergeFrom(assignment)
     return message
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from qmq.errors import InvalidRequest
 from qmq.metaserver.model import ALL_SUBJECTS, DELAY, NORMAL, Broker, BrokerKey, Directory, Group, ReplicaState
 from qmq.metaserver.roles import parse_broker
@@ -80,7 +82,9 @@ def point_message(point: Point) -> pb.AcknowledgedPoint:
     return pb.AcknowledgedPoint(term=point.epoch.term, boot=point.epoch.boot, end=point.end, chain=point.chain)
 
 
-def assignment_for(directory: Directory, key: BrokerKey) -> pb.Assignment | None:
+def assignment_for(
+    directory: Directory, key: BrokerKey, may_rest: Callable[[Group, Broker], bool] = lambda group, broker: False
+) -> pb.Assignment | None:
     """What a broker is to do; None: it has no place in any group."""
     broker = directory.find(key)
     if broker is None:
@@ -98,6 +102,7 @@ def assignment_for(directory: Directory, key: BrokerKey) -> pb.Assignment | None
         limits=[pb.OperatorLimits(**one._asdict()) for one in sorted(directory.limits)],
         sync_mode=group.sync_mode,
         fills=[pb.FillOrder(fill_id=one.fill_id, allowed=one.fill_allowed) for one in group.brokers if one.fill_id],
+        may_rest=may_rest(group, broker),
     )
 
 

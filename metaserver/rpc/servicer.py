@@ -8,7 +8,7 @@ from qmq.metaserver.database import Database
 from qmq.metaserver.metrics import Metrics
 from qmq.metaserver.registry import Ask, Registry
 from qmq.metaserver.route_hubs import RouteHubs
-from qmq.metaserver.rpc.brokers import BrokerRpc
+from qmq.metaserver.rpc.brokers import BrokerRpc, MayRest
 from qmq.metaserver.rpc.routes import RouteRpc
 from qmq.metaserver.rpc.tokens import TokenRpc
 from qmq.metaserver.rpc.visits import Visits
@@ -21,6 +21,7 @@ class MetaserverRpc(BrokerRpc, RouteRpc, TokenRpc, WatchdogRpc, MetaserverServic
 
     Args:
         ask: asks a broker whether it is there.
+        may_rest: whether a broker of a group may beat every other second while nothing changes.
     """
 
     def __init__(
@@ -32,9 +33,10 @@ class MetaserverRpc(BrokerRpc, RouteRpc, TokenRpc, WatchdogRpc, MetaserverServic
         ask: Ask,
         database: Database,
         vault: Vault,
+        may_rest: MayRest = lambda group, broker: False,
     ) -> None:
         self._registry, self._hubs, self._access, self._metrics = registry, hubs, access, metrics
         self._database, self._vault = database, vault
-        self._ask = ask
+        self._ask, self._may_rest = ask, may_rest
         self._logged: set[str] = set()
         self.visits = Visits(access)

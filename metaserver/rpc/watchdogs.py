@@ -13,6 +13,7 @@ from qmq.errors import InvalidName, NotServed, OperatorError, QmqError
 from qmq.metaserver.actions.vault import Vault
 from qmq.metaserver.database import Database
 from qmq.metaserver.model import WATCHDOGS, DataSource, LeaseRow
+from qmq.metaserver.registry import Registry
 from qmq.proto import qmq_pb2 as pb
 from qmq.subjects import check_name
 
@@ -22,8 +23,11 @@ ONLINE = 0
 class WatchdogRpc:
     """Part of the metaserver's service."""
 
+    _registry: Registry
     _database: Database
     _vault: Vault
+    _sources: tuple[int, list[DataSource]] = (-1, [])
+    """With the directory's version before they were read."""
 
     async def HoldLease(self, request: pb.LeaseRequest, context: Any) -> pb.Lease:
         try:
@@ -40,12 +44,19 @@ class WatchdogRpc:
 
     async def ListSources(self, request: pb.SourcesQuestion, context: Any) -> pb.SourceList:
         try:
-            sources = await self._database.read(lambda repository: repository.data_sources())
+            sources = await self._read_sources()
         except NotServed as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
             raise  # abort has raised already
         wanted = [one for one in sources if one.status == ONLINE and one.room == request.room]
         return pb.SourceList(sources=map(self._source, wanted))
+
+    async def _read_sources(self) -> list[DataSource]:
+        """They are asked for every few seconds, and each change of them raises the directory's version."""
+        version = self._registry.directory.version
+        if not self._database.is_up or self._sources[0] != version:
+            self._sources = version, await self._database.read(lambda repository: repository.data_sources())
+        return self._sources[1]
 
     def _source(self, source: DataSource) -> pb.Source:
         try:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 METASERVER, MASTER, SLAVE = "metaserver", "master", "slave"
 
 READING_MS_MAX = 5_000
-"""Heartbeats come every second."""
+"""The other copy says it every second, a metaserver every two."""
 
 
 class _Reading(NamedTuple):

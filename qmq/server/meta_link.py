@@ -41,8 +41,12 @@ STEADY_S = 3.0
 """Who was served for so long begins with the first wait again. Two machines with a copy of one broker's disk and name
 end each other's heartbeats; they must not do it a hundred times a second."""
 REGISTER_S = 5.0
-SILENT_S = 5.0
-"""A metaserver answers each beat. One that stands still keeps its connections, and tells of no new master."""
+REST_S = 2
+"""So often a broker beats that may rest and has nothing new to say: at the seconds that this divides."""
+SOON_S = 0.5
+"""Who said something so short a time before does not repeat it."""
+SILENT_S = 6.0
+"""A metaserver answers every two seconds. One that stands still keeps its connections, and tells of no new master."""
 ALONE_AFTER_S = 3.0
 """How long a broker that starts waits for the metaserver before it takes up the part it had."""
 
@@ -175,27 +179,33 @@ class MetaLink:
         raise NotServed("the metaserver ended the heartbeat")
 
     async def _beats(self) -> AsyncIterator[pb.BrokerState]:
-        changed = self._service.state_changed
+        changed, loop = self._service.state_changed, asyncio.get_running_loop()
+        said, said_s = pb.BrokerState(), 0.0
         while True:
             changed.clear()
-            yield state_message(self._service, self._settings)
+            state = state_message(self._service, self._settings)
+            if state != said or self._is_time_to_beat(loop.time(), said_s):
+                said, said_s = state, loop.time()
+                yield state
             try:
-                async with asyncio.timeout(until_next_second(asyncio.get_running_loop().time())):
+                async with asyncio.timeout(until_next_second(loop.time())):
                     await changed.wait()
             except TimeoutError:
                 pass
+
+    def _is_time_to_beat(self, now_s: float, said_s: float) -> bool:
+        rests = self._last is not None and self._last.may_rest
+        return not rests or (round(now_s) % REST_S == 0 and now_s - said_s >= SOON_S)
 
     def _heard(self, message: pb.Assignment) -> None:
         if message.clock_ms:
             self._service.node.heard_metaserver(message.clock_ms)
             message.clock_ms = 0
-        if message != self._last:  # else it only says what time it is
+        if message.term and message != self._last:  # else it only says what time it is, or the group has no row yet
             self._last = message
             self._assign(message)
 
     def _assign(self, message: pb.Assignment) -> None:
-        if not message.term:
-            return  # no row yet for this group
         assignment = Assignment(
             group=message.broker_group,
             term=message.term,

@@ -163,7 +163,7 @@ class FakeBroker(BrokerServicer):
         self.incarnation = incarnation or f"disk of {hostname}"
         self.beat_s, self.log_end, self.chain = beat_s, log_end, chain
         self.ready, self.reasons, self.durability = True, [], "fsync"
-        self.assignments, self.calls = [], []
+        self.assignments, self.clocks_ms, self.calls = [], [], []
         self.prepare_error, self.report_new_terms, self.before_status = None, True, None
         self.gone, self.in_step_with = None, None
         self._changed = asyncio.Event()
@@ -281,9 +281,13 @@ class FakeBroker(BrokerServicer):
     async def _listen(self):
         try:
             async for assignment in self._stream:
-                self.assignments.append(assignment)
-                self._changed.set()
-                self.say()
+                if assignment.term:
+                    self.assignments.append(assignment)
+                    self._changed.set()
+                    self.say()
+                else:
+                    self.clocks_ms.append(assignment.clock_ms)
+                    self._changed.set()
         except grpc.aio.AioRpcError as error:
             self.gone = error
             self._changed.set()

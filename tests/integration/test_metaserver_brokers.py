@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 
 import grpc
@@ -9,6 +10,7 @@ import pytest
 
 from qmq.proto import qmq_pb2 as pb
 from tests.integration.metaserver_world import METADATA, FakeBroker, in_world, place
+from tests.integration.watchdog_world import KEY
 
 
 async def refusal(call):
@@ -114,6 +116,44 @@ async def test_readonly_mark_is_pushed_to_both_brokers(world):
         await broker.until_assigned(lambda assignment: list(assignment.readonly_subjects) == ["*", "order.changed"])
     await world.done("UnMarkReadonlyBrokerGroup", brokerGroup="g1")
     await master.until_assigned(lambda assignment: list(assignment.readonly_subjects) == ["order.changed"])
+
+
+@in_world(heartbeat_timeout_ms=5000)
+async def test_beats_are_answered_with_the_time_and_the_part_only_when_it_is_another_one(world):
+    master, slave = await world.copies()
+    told = len(master.assignments)
+    async with asyncio.timeout(60):
+        while len(master.clocks_ms) < 2:
+            master._changed.clear()
+            await master._changed.wait()
+    assert len(master.assignments) == told
+    assert slave.assignment.may_rest and master.assignment.may_rest
+    await world.done("SetFailover", brokerGroup="g1", failover="on")
+    await master.until_assigned(lambda assignment: not assignment.may_rest)
+    assert slave.assignment.may_rest, "nobody acts on a slave's silence of two seconds"
+
+
+@in_world(password_keys=[KEY])
+async def test_databases_of_watchdogs_are_read_again_only_when_they_may_have_changed(world):
+    reads, database = [], world.server._database
+    read = database.read
+
+    async def counted(work, **words):
+        reads.append(work)
+        return await read(work, **words)
+
+    async def sources():
+        database.read = counted
+        try:
+            answer = await world.rpc.ListSources(pb.SourcesQuestion(room="default"), metadata=METADATA)
+        finally:
+            database.read = read
+        return [one.user for one in answer.sources]
+
+    assert await sources() == [] and len(reads) == 1
+    assert await sources() == [] and len(reads) == 1
+    await world.done("AddDb", type="mysql", host="127.0.0.1", port=1, username="u", password="p", database="d")
+    assert await sources() == ["u"] and len(reads) == 2
 
 
 @in_world

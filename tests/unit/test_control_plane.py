@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -14,6 +17,7 @@ import pytest
 from qmq.client import route_poll
 from qmq.control_plane import (
     CHANNEL_OPTIONS,
+    EXPERIMENTS,
     HANDSHAKE_MS,
     IDLE_MS,
     META_CHANNEL_OPTIONS,
@@ -177,3 +181,23 @@ def test_no_heartbeat_to_a_metaserver_is_answered_with_a_ping():
     """Each costs both ends a wake-up; without the option there are several."""
     assert asyncio.run(pings_of(META_CHANNEL_OPTIONS)) == 0 < asyncio.run(pings_of(CHANNEL_OPTIONS))
     assert NO_PROBE in RPC_OPTIONS
+
+
+def test_server_processes_read_their_channels_by_the_thread_that_waits_for_calls(monkeypatch):
+    """gRPC writes down which experiments it was told, when it begins; one that it does not know is only logged."""
+    text = (
+        "import asyncio, os, grpc.aio\n"
+        "from pathlib import Path\n"
+        "from qmq.control_plane import read_channels_singly\n"
+        "read_channels_singly()\n"
+        "async def main():\n"
+        "    async with grpc.aio.insecure_channel('127.0.0.1:9'): pass\n"
+        "asyncio.run(main())\n"
+        "print(os.environ['GRPC_EXPERIMENTS'])\n"
+    )
+    for theirs, then in (("", "-event_engine_client"), ("event_engine_client", "event_engine_client")):
+        environ = {key: value for key, value in os.environ.items() if key != EXPERIMENTS}
+        environ |= {EXPERIMENTS: theirs} if theirs else {}
+        done = subprocess.run([sys.executable, "-c", text], env=environ, capture_output=True, text=True, check=True)
+        assert done.stdout.split() == [then]
+        assert "xperiment" not in done.stderr, "this gRPC knows it"

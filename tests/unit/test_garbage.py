@@ -100,3 +100,28 @@ def test_memory_is_what_a_process_has_for_itself():
     before = garbage.memory_bytes()
     held = bytearray(b"x") * (50 << 20)
     assert 40 << 20 < garbage.memory_bytes() - before < 80 << 20 and held
+
+
+def test_an_idle_process_looks_at_nothing_while_there_is_little_new(monkeypatch):
+    monkeypatch.setattr(garbage, "YOUNG_S", 0.001)
+    monkeypatch.setattr(garbage, "QUICK_S", 60.0)
+    monkeypatch.setattr(garbage, "_pause_s", lambda: 0.001)
+    looks, few = [], asyncio.Event()
+    monkeypatch.setattr(garbage.gc, "collect", lambda generation=2: looks.append(generation))
+    counts = iter([0, garbage.FEW - 1, garbage.FEW, 0])
+
+    def count():
+        number = next(counts, 0)
+        few.set() if not number and len(looks) > garbage.IDLE_TURNS else None
+        return number, 0, 0
+
+    monkeypatch.setattr(garbage.gc, "get_count", count)
+
+    async def run():
+        task = asyncio.create_task(garbage.collect_by_the_clock())
+        await few.wait()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(run())
+    assert len(looks) == garbage.IDLE_TURNS + 1, "one for each turn at first, then one as soon as there is enough"

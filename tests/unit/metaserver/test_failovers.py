@@ -215,6 +215,46 @@ def test_a_silent_machine_is_noticed_without_a_closed_connection(tmp_path):
     asyncio.run(test())
 
 
+@pytest.mark.parametrize(
+    ("setting", "of_the_group", "timeout_ms", "rest"),
+    [
+        pytest.param(False, "", 5000, ["g1-a", "g1-b"], id="nobody acts on a silence of seconds"),
+        pytest.param(True, "", 5000, ["g1-b"], id="of a master that is watched, somebody does"),
+        pytest.param(False, "on", 5000, ["g1-b"], id="also if that is said of its group alone"),
+        pytest.param(True, "off", 5000, ["g1-a", "g1-b"], id="or of the others"),
+        pytest.param(False, "", 4999, [], id="a short time-out takes rest for silence"),
+    ],
+)
+def test_who_is_not_watched_may_beat_less_often(tmp_path, setting, of_the_group, timeout_ms, rest):
+    async def test() -> None:
+        world = World(tmp_path / "database")
+        await world.open()
+        await world.running_copies()
+        settings = replace(world.settings, failover=setting, heartbeat_timeout_ms=timeout_ms)
+        failovers = Failovers(world.registry, None, settings)
+        group = replace(world.registry.directory.groups["g1"], failover=of_the_group)
+        assert [one.hostname for one in (group.master, *group.slaves) if failovers.may_rest(group, one)] == rest
+
+    asyncio.run(test())
+
+
+def test_a_slave_that_rests_is_no_reason_to_look_for_silent_masters(tmp_path, monkeypatch):
+    async def test() -> None:
+        monkeypatch.setattr("qmq.metaserver.failovers.until_next_second", lambda now_s: 1.0)
+        world = World(tmp_path / "database")
+        await world.open()
+        await world.running_copies()
+        failovers = failovers_of(world)
+        now_ms = world.registry.now_ms()
+        world.registry.now_ms = lambda: now_ms
+        world.beat("g1-b")
+        world.registry.now_ms = lambda: now_ms + 1950
+        world.beat("g1-a")
+        assert failovers._pause_s() == 1.0
+
+    asyncio.run(test())
+
+
 # Three copies.
 
 

@@ -462,6 +462,8 @@ def test_nobody_falls_silent_before_the_timeout_of_who_spoke_longest_ago():
     assert signs.quiet_ms(now_ms=START + 100) == TIMEOUT - 100
     assert signs.quiet_ms(now_ms=START + 100, silence_ms=300) == 200
     assert signs.quiet_ms(now_ms=START + TIMEOUT + 1) == 0
+    assert signs.quiet_ms(now_ms=START + TIMEOUT + 1, brokers=[]) == TIMEOUT, "nobody who counts is known here"
+    assert signs.quiet_ms(now_ms=START + 100, silence_ms=300, brokers=[KEY]) == 200
     signs.beat(KEY, session, ACTING_MASTER, now_ms=START + 500)
     assert signs.quiet_ms(now_ms=START + 500) == TIMEOUT
 

@@ -20,6 +20,7 @@ from qmq.server import meta_link
 from qmq.server.meta_link import RETRIES_S, MetaLink
 from qmq.server.service import Service
 from qmq.types import Role
+from tests.shell_simulation.loop import VirtualLoop
 
 SETTINGS = BrokerSettings(hostname="g1-a", data="unused", token="t")
 
@@ -167,3 +168,58 @@ def test_a_metaserver_that_says_nothing_is_left(monkeypatch):
             await MetaLink(service, SETTINGS)._live(Stub())
 
     asyncio.run(test())
+
+
+RESTS = pb.Assignment(broker_group="g1", term=5, may_rest=True)
+
+
+def seconds_of_beats(monkeypatch, *, told, until_s, changes_at_s=()):
+    """Return when a broker beats whose log grows at some times, on a loop that begins at 1000 s."""
+    loop, beats = VirtualLoop(1), []
+
+    async def test() -> None:
+        node = SimpleNamespace(heard_metaserver=lambda clock_ms: None)
+        service = SimpleNamespace(node=node, guarded=lambda call: None, state_changed=asyncio.Event())
+        link = MetaLink(service, SETTINGS)
+        monkeypatch.setattr(link, "_assign", lambda message: None)
+        link._heard(told)
+        monkeypatch.setattr(
+            meta_link, "state_message", lambda *_: pb.BrokerState(log_end=sum(s <= loop.time() for s in changes_at_s))
+        )
+        async for _ in link._beats():
+            beats.append(loop.time())
+            if loop.time() >= until_s:
+                return
+
+    try:
+        loop.run_until_complete(test())
+    finally:
+        loop.close()
+    return beats
+
+
+@pytest.mark.parametrize(
+    ("told", "changes_at_s", "beats"),
+    [
+        pytest.param(pb.Assignment(term=5), (), [1000, 1001, 1002, 1003, 1004], id="each second unless it may rest"),
+        pytest.param(RESTS, (), [1000, 1002, 1004], id="every other second while nothing is new"),
+        pytest.param(RESTS, (1001,), [1000, 1001, 1002, 1004], id="with the next second what is new"),
+        pytest.param(RESTS, (1001, 1002, 1003), [1000, 1001, 1002, 1003, 1004], id="each second under load"),
+    ],
+)
+def test_a_broker_that_may_rest_beats_every_other_second_unless_it_has_something_new_to_say(
+    monkeypatch, told, changes_at_s, beats
+):
+    assert seconds_of_beats(monkeypatch, told=told, until_s=1004, changes_at_s=changes_at_s) == beats
+
+
+def test_an_answer_that_says_only_what_time_it_is_changes_no_part(monkeypatch):
+    clocks, parts = [], []
+    node = SimpleNamespace(heard_metaserver=clocks.append)
+    link = MetaLink(SimpleNamespace(node=node), SETTINGS)
+    monkeypatch.setattr(link, "_assign", lambda message: parts.append(message.term))
+    older = pb.Assignment(term=5, clock_ms=3)
+    for message in (pb.Assignment(term=5, clock_ms=1), pb.Assignment(clock_ms=2), older, pb.Assignment(term=6)):
+        link._heard(message)
+    assert clocks == [1, 2, 3]
+    assert parts == [5, 6], "also when an older metaserver says all of it again"
