@@ -28,7 +28,7 @@ from qmq.broker.sending import Sending
 from qmq.broker.settings import BrokerSettings
 from qmq.broker.tags import TagRule
 from qmq.broker.terms import read_terms
-from qmq.dead_letters import PRUNER
+from qmq.dead_letters import PRUNER, delivered
 from qmq.errors import CorruptFrame, ErrorCode, InvalidRequest, LogError, NotServed, OperatorError, QmqError
 from qmq.log.frame import FrameKind
 from qmq.log.group import Consumer, Group
@@ -559,7 +559,7 @@ class Delivery:
             self._bury(subscription, chosen.dead)
 
     def _bury(self, subscription: Subscription, dead: list[tuple[int, int]]) -> None:
-        reason = f"delivered {subscription.deliveries_max} times, and never acked"
+        reason = f"{delivered(subscription.deliveries_max)}, and never acked"
         self._dead_letters.bury(subscription.key, dead, reason, None)
 
     def _consumer_leaves(self, key: tuple[str, str, str], *, told: bool) -> None:

@@ -23,6 +23,11 @@ FATE = TIMES, REASON, SEQUENCE, SUBJECT, GROUP
 _NO_FATE = dict.fromkeys((*FATE, EXPIRES_AFTER), "")
 
 
+def delivered(attempts: int) -> str:
+    """Say how often, as the reason of a dead letter begins."""
+    return "delivered once" if attempts == 1 else f"delivered {attempts} times"
+
+
 def letters_producer(subject: str, group: str) -> int:
     """Return the producer id of the dead letters that a group makes of a subject's messages; the batch number of each
     is its original's sequence. The group's retry subject has other ones than the real subject."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import NamedTuple, Protocol
 
+from qmq.dead_letters import delivered
 from qmq.errors import DeadLetter, InvalidMessage, InvalidRequest, RetryLater
 from qmq.message import RETRIES_MAX, Value
 from qmq.remoting.commands import DELAY_MS_MAX, REASON_BYTES_MAX, Verdict
@@ -84,7 +85,7 @@ def refused(
     delay_s = policy.delay_s if delay_s is None else check_delay(delay_s, policy.delay_s_max)
     limit = _limit(message, policy)
     if limit and message.times >= limit:
-        return Refused(Verdict.DEAD_LETTER, 0.0, f"delivered {message.times} times; {reason}", True)
+        return Refused(Verdict.DEAD_LETTER, 0.0, f"{delivered(message.times)}; {reason}", True)
     return Refused(Verdict.RETRY, delay_s, reason, is_failure)
 
 
@@ -94,7 +95,7 @@ def worn_out(message: Refusable, policy: RetryPolicy) -> Refused | None:
     limit = _limit(message, policy)
     if not limit or message.times <= limit:
         return None
-    return Refused(Verdict.DEAD_LETTER, 0.0, f"delivered {limit} times, and never acked", True)
+    return Refused(Verdict.DEAD_LETTER, 0.0, f"{delivered(limit)}, and never acked", True)
 
 
 def batch_of(message: Refusable, policy: RetryPolicy, batch: int) -> int:

@@ -8,6 +8,7 @@ import pytest
 
 import qmq
 from qmq.codec import encode_message
+from qmq.dead_letters import delivered
 from qmq.testing import Broker
 from tests.support.waiting import until_async
 from tests.unit.client.consuming import consumer_of, listening
@@ -58,7 +59,7 @@ def test_a_message_whose_consumers_vanished_counts_each_time_it_was_handed_over(
                 await until_async(lambda: broker.acks or broker.nacks)
             assert handled == ([given] if is_handled else [])
             reasons = [nack.reason for nack in broker.nacks]
-            assert reasons == ([] if is_handled else [f"delivered {own or 3} times, and never acked"])
+            assert reasons == ([] if is_handled else [f"{delivered(own or 3)}, and never acked"])
             assert [reason for _, reason in broker.dead["a", "g"]] == reasons
 
     run(test())

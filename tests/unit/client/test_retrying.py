@@ -70,6 +70,11 @@ def test_retry_later_is_no_way_around_the_limit():
     assert (decision.verdict, decision.reason) == (DEAD, "delivered 3 times; retry in 1 s")
 
 
+def test_what_was_delivered_once_is_said_to_be():
+    reason = refused_by_error(Handed(1, "1"), POLICY, ValueError("x"), NOW).reason
+    assert reason == "delivered once; ValueError('x')"
+
+
 def test_a_dead_letter_has_the_handlers_reason():
     assert refused_by_error(Handed(1), POLICY, DeadLetter("no such order"), NOW)[:3] == (DEAD, 0.0, "no such order")
     assert refused_for_good(Handed(1), POLICY, "why")[:3] == (DEAD, 0.0, "why")
