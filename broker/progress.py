@@ -9,10 +9,11 @@ from typing import NamedTuple
 
 from qmq import ranges
 from qmq.broker.consume import Subscription
+from qmq.dead_letters import letters_producer
 from qmq.errors import OperatorError
 from qmq.log import MessageLog
 from qmq.log.group import Consumer, Group
-from qmq.subjects import dead_letter_subject, real_subject
+from qmq.subjects import dead_letter_subject, real_subject, retry_subject
 
 
 class To(StrEnum):
@@ -58,7 +59,8 @@ class GroupProgress:
     """The frame of the oldest of them that is still in the log."""
     consumers: list[ConsumerProgress]
     dead_letters: int
-    """Messages in the group's own dead-letter subject, redriven ones as well; 0 of a derived subject."""
+    """Messages in the group's own dead-letter subject, redriven ones as well, and the group's newest ones in a subject
+    that an operator chose: as many as are remembered of a producer. 0 of a derived subject."""
 
 
 def of_groups(
@@ -102,11 +104,22 @@ def _of_group(log: MessageLog, key: tuple[str, str], group: Group, peers: dict[s
 
 
 def _dead_letters(log: MessageLog, subject: str, group: str) -> int:
-    letters = dead_letter_subject(subject, group)
-    if subject != real_subject(subject) or letters not in log.state.next_sequence:
+    if subject != real_subject(subject):
         return 0
-    first, end = sequences_kept(log, letters)
-    return end - first
+    first, end = sequences_kept(log, dead_letter_subject(subject, group))
+    return end - first + _dead_letters_elsewhere(log, subject, group)
+
+
+def _dead_letters_elsewhere(log: MessageLog, subject: str, group: str) -> int:
+    """Others write to a chosen subject, too: whose its messages are stands in their frames, and in what the fold keeps
+    of their producers."""
+    count, own = 0, dead_letter_subject(subject, group)
+    for source in (subject, retry_subject(subject, group)):
+        for stored in log.state.producers.get(letters_producer(source, group), {}).values():
+            refs = log.frames(own, stored.first_sequence, 1) if stored.end > log.state.kept.start else []
+            is_own = bool(refs) and refs[0].offset + refs[0].length == stored.end
+            count += stored.end > log.state.kept.start and not is_own
+    return count
 
 
 def sequences_kept(log: MessageLog, subject: str) -> tuple[int, int]:

@@ -67,6 +67,26 @@ def test_dead_letter_is_the_message_and_says_what_became_of_it():
     assert acked[-1].entries == ((first + 1, first + 2, DONE_AS_DEAD),), "the audit misses it if it is gone"
 
 
+def counted(group: Group) -> int:
+    return sum(one.dead_letters for one in progress.of_groups(group.a.log, (), subject="s"))
+
+
+def test_dead_letters_in_a_chosen_subject_are_counted_with_those_in_the_groups_own():
+    group, client, first = a_group("m0", "m1", "m2")
+    client.produce("another's", subject="t")
+    client.nack(first, first + 1, dead=True)
+    group.settle()
+    group.a.assign(Role.MASTER, limits=CHOSEN)
+    client.nack(first + 1, first + 2, dead=True)
+    group.settle()
+    assert len(dead_letters(group.a)) == len(dead_letters(group.a, "t")) - 1 == 1
+    assert counted(group) == 2, "one in each, and not what others sent there"
+    group.a.assign(Role.MASTER)
+    client.nack(first + 2, first + 3, dead=True)
+    group.settle()
+    assert counted(group) == 3, "also after it was chosen no more"
+
+
 def test_dead_letters_of_a_range_from_disk_come_in_order():
     group, client, first = a_group(*[f"m{i}" for i in range(10)], tail_bytes=0)
     client.produce("n0", "n1")
