@@ -16,6 +16,7 @@ _GAUGES = {
     "qmq_audit_run_timestamp_seconds": "When the last run began, whatever came of it",
     "qmq_audit_verdict": "1 for the verdict of the last run",
     "qmq_audit_findings": "Findings of the last run",
+    "qmq_audit_unverified_bytes": "Bytes that retention had removed when the last run came, and no run had verified",
 }
 
 
@@ -61,6 +62,7 @@ def gauges(status: list[dict[str, Any]]) -> str:
         readings["qmq_audit_run_timestamp_seconds"].append((group, one["runMs"] / 1000))
         for verdict in (PROVEN, FINDINGS, NOT_READ):
             readings["qmq_audit_verdict"].append((group | {"verdict": verdict}, int(one["verdict"] == verdict)))
+        readings["qmq_audit_unverified_bytes"].append((group, one["unverifiedBytes"]))
         for kind, number in sorted(one["found"].items()):
             readings["qmq_audit_findings"].append((group | {"kind": kind}, number))
     return "".join(gauge(name, help_text, readings[name]) for name, help_text in _GAUGES.items())

@@ -306,6 +306,12 @@ AUDIT = Page(
             kind=Kind.NOW,
             says="Of the audit: 0 proven equal, 1 findings, 2 could not read.",
         ),
+        panel(
+            "Removed before an audit read it",
+            ("max by (broker_group) (qmq_audit_unverified_bytes)", "{{broker_group}}"),
+            unit=Unit.BYTES,
+            says="By retention, since the run before.",
+        ),
         panel("How long it took", ("max by (name) (qmq_nightly_seconds)", "{{name}}"), unit=Unit.SECONDS),
         panel(
             "Hours since the last success",

@@ -32,6 +32,8 @@ from qmq.deploy.cluster import PROMETHEUS, Cluster
 from qmq.deploy.dashboards.pages import PAGES
 from qmq.deploy.processes import ROOT
 from qmq.deploy.prometheus.config import RULES, find_targets, write_config
+from qmq.ledger import PROVEN, Entry, Ledger
+from qmq.ledger_status import write_gauges
 from tests.integration import broker_with_a_wrong_clock
 from tests.integration.cluster_world import COPY_SETTINGS, SETTINGS, begin, begin_as, end, settings_file, until
 from tests.integration.watchdog_world import KEY, Application, register
@@ -146,6 +148,9 @@ def world(tmp_path_factory, mariadb):
         broker_port=first + 4,
     ) as cluster:
         made = World(cluster, folder)
+        ledger = Ledger(folder / "ledger")
+        ledger.append(Entry("night", time.time_ns() // 1_000_000, "g1", PROVEN, verified=4096))
+        write_gauges(made.textfiles / "qmq_audit.prom", ledger, now_ms=time.time_ns() // 1_000_000)
         jobs = {
             "audit": made.nightly("audit", "true"),  # Spark takes its time; test_audit_cluster.py runs it
             "backup": made.nightly(

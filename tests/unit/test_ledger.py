@@ -111,7 +111,17 @@ def test_status_tells_what_was_verified_last_and_what_was_found_since(tmp_path: 
     assert 'qmq_audit_age_seconds{broker_group="g1"} 2000' in lines
     assert 'qmq_audit_findings{broker_group="g1",kind="damaged"} 2' in lines
     assert 'qmq_audit_verdict{broker_group="g1",verdict="findings"} 1' in lines
+    assert 'qmq_audit_unverified_bytes{broker_group="g1"} 0' in lines
     assert [path.name for path in tmp_path.glob("*audit.prom*")] == ["audit.prom"]
+
+
+def test_what_retention_took_unverified_is_a_gauge_until_a_run_misses_nothing(tmp_path: Path) -> None:
+    ledger, said = Ledger(tmp_path), []
+    for entry in (replace(FIRST, unverified=4096), SECOND):
+        ledger.append(entry)
+        text = gauges(all_status(ledger, now_ms=3_000_000))
+        said += [line.split()[1] for line in text.splitlines() if line.startswith("qmq_audit_unverified_bytes{")]
+    assert said == ["4096", "0"]
 
 
 def test_group_that_was_never_verified_has_no_age() -> None:
