@@ -177,7 +177,8 @@ async def _list_brokers(desk: Desk, words: Words) -> Any:
 
 
 async def _list_broker_groups(desk: Desk, words: Words) -> Any:
-    return [describe_group(desk, group) for _, group in sorted(desk.registry.directory.groups.items())]
+    groups, wanted = desk.registry.directory.groups, words["brokerGroup"]
+    return [describe_group(desk, groups[name]) for name in sorted(groups) if wanted in ("", name)]
 
 
 def describe_group(desk: Desk, group: Group) -> dict[str, Any]:

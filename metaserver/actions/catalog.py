@@ -196,6 +196,7 @@ _BROKERS = (
         "ListBrokerGroups",
         "list broker groups: term, master and slaves, whether they take messages and why not",
         VIEWER,
+        (_ANY_GROUP,),
         style=Style.RAW,
         needs_token=False,
         result_fields=GROUP_FIELDS,

@@ -54,7 +54,7 @@ async def _overview(asking: Asking, query: Query) -> dict[str, Any]:
 async def _group(asking: Asking, query: Query) -> dict[str, Any]:
     words = {"brokerGroup": query["name"]}
     groups, status, readonly, rates = await asyncio.gather(
-        asking.ask("ListBrokerGroups"),
+        asking.ask("ListBrokerGroups", words),
         asking.ask("ReplicaStatus", words),
         asking.ask("ListReadonly", words),
         group_rates(asking, query["name"]),

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
+
+from qmq.dead_letters import FATE
 
 NOTHING = "–"
 _STEPS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
@@ -44,6 +47,11 @@ def value_of(value: Any) -> str:
     if value is None or value == "":
         return NOTHING
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def without_fate(properties: Mapping[str, str]) -> dict[str, str]:
+    """The properties that a dead letter had as a message; what became of it stands in columns of its own."""
+    return {name: value for name, value in properties.items() if name not in FATE}
 
 
 def moment_ms(text: str) -> int | None:
@@ -89,4 +97,5 @@ FILTERS = {
     "duration": duration,
     "number": number,
     "value_of": value_of,
+    "without_fate": without_fate,
 }

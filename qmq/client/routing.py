@@ -14,7 +14,7 @@ from hashlib import blake2b
 
 from qmq.types import Endpoint
 
-READ_ONLY = "read only"
+READ_ONLY = "readonly"
 REST_MS_MIN, REST_MS_MAX = 20, 2_000
 """How long a group rests after it refused or failed: doubled with each failure in a row. A new master refuses until its
 slave has matched, some 50 ms after clients find it, so the first rests are short. The metaserver tells of a change

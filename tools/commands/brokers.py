@@ -350,8 +350,9 @@ BROKERS = (
     Command(
         "ListBrokerGroups",
         "list broker groups: term, master and slave, whether they take messages and why not",
-        "",
-        show=listing(_groups),
+        "--brokerGroup=g1",
+        (ANY_GROUP,),
+        listing(_groups),
         has_details=True,
     ),
     Command(

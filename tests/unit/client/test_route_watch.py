@@ -224,7 +224,7 @@ def test_producers_heed_a_route_whose_groups_are_all_readonly():
             attempts = [len(broker.attempts) for broker in brokers]
             receipt = await producer.send(Message("a", {}))
             assert receipt.outcome is qmq.Outcome.REFUSED
-            assert receipt.reason == "g1: read only; g2: read only"
+            assert receipt.reason == "g1: readonly; g2: readonly"
             assert [len(broker.attempts) for broker in brokers] == attempts
             waiting = asyncio.create_task(producer.send(Message("a", {})))
             await asyncio.sleep(0)

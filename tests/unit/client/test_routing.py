@@ -35,7 +35,7 @@ def test_full_readonly_and_resting_groups_are_not_chosen():
     assert routing.choose("a", now_ms=1001, load=idle) == "g3"
     assert routing.choose("a", now_ms=1001, load={"g3": None}.get) is None
     assert routing.choose("unknown", now_ms=1001, load=idle) is None
-    assert "g1: read only" in routing.why_not("a")
+    assert "g1: readonly" in routing.why_not("a")
     assert "g2: slave_down" in routing.why_not("a")
 
 

@@ -44,6 +44,16 @@ async def test_consumers_that_are_behind_are_named_with_since_when_and_why(world
 
 
 @in_console
+async def test_broker_groups_where_messages_wait_are_told_apart(world):
+    await world.running_copies("g1")
+    await world.running_copies("g2")
+    await world.routed("order.changed")
+    for group, messages in (("g1", 4200), ("g2", 40)):
+        world.brokers.progress[group] = [left("order.changed", "billing", messages, wall_ms())]
+    assert "g1: 4,200, g2: 40" in await world.read("/consumers")
+
+
+@in_console
 async def test_a_large_installation_is_asked_only_when_somebody_says_so(world):
     await world.running_copies("g1")
     from qmq.metaserver.console import pages
@@ -140,7 +150,7 @@ def test_the_nightly_audit_is_shown_night_by_night(tmp_path):
         page = await world.see("/audit")
         assert "1 of 2 broker groups" in page and "lost: 1" in page and "<script>" not in page
         (tmp_path / "ledger" / "g1.jsonl").write_bytes(b"x\n" + b"y\n")
-        assert "does not match its CRC" in await world.read("/audit")
+        assert "does not match its CRC" in await world.read("/audit"), "each line that is shown is checked"
 
     test(tmp_path)
 
@@ -188,6 +198,7 @@ async def test_dead_letters_are_shown_with_what_they_died_of(world):
     world.brokers.stored = [pb.BrowseAnswer(messages=[dead])]
     text = await world.read("/messages", subject="order.changed", dead="billing")
     assert "m-1 g1 / 1 ValueError: no price 5" in text and "Redrive…" in text
+    assert text.count("no price") == 1 and "qmq_" not in text, "its content is what was sent"
     assert world.brokers.browsed[0].subject == "%DEAD_RETRY%order.changed%billing"
 
 
