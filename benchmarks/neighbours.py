@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -167,6 +167,29 @@ class Noise:
         while True:
             audit_groups(spark, groups, Options())
 
+    async def audit_reads(self) -> None:
+        """What an audit asks of brokers, without Spark: the logs of both copies, as fast as they are sent, thrown away.
+
+        It keeps to one core, for an audit belongs on another machine: give the rest another one (`taskset -c 1`)."""
+        from qmq.audit.brokers import find_places
+
+        os.sched_setaffinity(0, {0})
+        await self._backlog(300_000)
+        places = find_places(self._client["metaserver"], self._client["token"])["g1"].values()
+        print(READY, flush=True)
+        await asyncio.gather(*(asyncio.to_thread(_read_on, place) for place in places))
+
+
+def _read_on(place: dict[str, str]) -> None:
+    """Read a broker's log from its begin to its end, again and again."""
+    from qmq.audit.copies import open_copy
+
+    while True:
+        with closing(open_copy(place)) as copy:
+            at = 0
+            while data := copy.window(at, 4 << 20):
+                at += len(data)
+
 
 NEIGHBOURS: dict[str, Callable[[Noise], Awaitable[None]]] = {
     "hot_subject": Noise.hot_subject,
@@ -178,6 +201,7 @@ NEIGHBOURS: dict[str, Callable[[Noise], Awaitable[None]]] = {
     "broken_clients": Noise.broken_clients,
     "cancels": Noise.cancels,
     "audit": Noise.audit,
+    "audit_reads": Noise.audit_reads,
 }
 
 

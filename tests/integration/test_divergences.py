@@ -4,18 +4,20 @@ frame and its message, and nothing else. Each alone: tests/unit/audit."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pyspark.sql import SparkSession
 
-from qmq.audit.copies import place_options
+from qmq.audit.copies import PathCopy, place_options
 from qmq.audit.group import Group, Options, Result, audit_group, audit_groups
 from tests.support.spark import local_spark
 from tests.unit.audit.beside import WRONG, bases_of
-from tests.unit.audit.divergences import RIGHT_BUT_OTHER, TWO_SIDED, Expected, Plant
-from tests.unit.audit.forged import forged, write_world
+from tests.unit.audit.divergences import RIGHT_BUT_OTHER, TWO_SIDED, Expected, Plant, frame_of
+from tests.unit.audit.forged import A, B, forged, write_world
+from tests.unit.audit.test_walk import change, flip
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::ResourceWarning")
 
@@ -127,6 +129,24 @@ def four_others(folder: Path) -> Found:
     return plant_on_slave(folder, list(RIGHT_BUT_OTHER.values())[:4])
 
 
+def eight(folder: Path) -> tuple[Found, set[int]]:
+    """Four that are other, each CRC right, and four that are damaged: a bit of a body and one of a header, bytes that
+    are gone, and some that changed places."""
+    rows = four_others(folder)
+    with forged(folder / "slave") as frames:
+        hit = [frame_of(frames, subject, at) for subject, at in ((B, 310), (A, 320), (B, 340), (A, 350))]
+    body, header, gone, swapped = (frame.at for frame in hit)
+    slave = folder / "slave"
+    flip(slave, body + 400)
+    flip(slave, header + 40)
+    change(slave, gone + 200, bytes(150))
+    with closing(PathCopy(slave)) as copy:
+        pair = copy.window(swapped + 300, 400)
+    assert pair[:200] != pair[200:]
+    change(slave, swapped + 300, pair[200:] + pair[:200])
+    return rows, {body, header, gone, swapped}
+
+
 def one_frame_more(folder: Path) -> Found:
     return plant_on_slave(folder, [RIGHT_BUT_OTHER["one frame more"]])
 
@@ -139,7 +159,7 @@ def one_frame_less(folder: Path) -> int:
     return behind.at
 
 
-ON_ONE_COPY: tuple[Callable[[Path], Any], ...] = (four_others, one_frame_more, one_frame_less)
+ON_ONE_COPY: tuple[Callable[[Path], Any], ...] = (four_others, eight, one_frame_more, one_frame_less)
 Cases = dict[Callable[[Path], Any], tuple[Any, Result]]
 
 
@@ -156,6 +176,14 @@ def cases(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Case
 def test_four_that_are_other_on_one_copy_are_found(cases: Cases) -> None:
     expected, result = cases[four_others]
     assert found(result) == expected
+
+
+def test_eight_on_one_copy_hide_nothing_of_each_other(cases: Cases) -> None:
+    (others, damaged), result = cases[eight]
+    rows = found(result)
+    assert {row for row in rows if row[0] != "damaged"} == others
+    assert {(row[1], row[2]) for row in rows if row[0] == "damaged"} == {("slave", at) for at in damaged}
+    assert len(rows) == len(others) + len(damaged) == 8
 
 
 def test_one_frame_more_on_one_copy_is_two_findings(cases: Cases) -> None:
