@@ -96,18 +96,24 @@ class Failovers:
         registry, now_s = self._registry, time.monotonic()
         if registry.is_stopping:
             return
-        for name, group in registry.directory.groups.items():
+        groups = registry.directory.groups
+        for name in self._again_at.keys() | self._tries.keys() | registry.no_failover.keys():
+            if name not in groups:
+                self._forget(name)
+        for name, group in groups.items():
             if not self._is_on(group) or not self._cause(group):
-                self._again_at.pop(name, None)
-                self._tries.pop(name, None)
-                registry.no_failover.pop(name, None)
+                self._forget(name)
             elif now_s >= self._again_at.get(name, 0.0) and name not in self._running:
                 tries = self._tries[name] = self._tries.get(name, 0) + 1
                 self._again_at[name] = now_s + AGAINS_S[min(tries, len(AGAINS_S)) - 1]
                 task = self._running[name] = asyncio.create_task(self._try(name))
                 task.add_done_callback(lambda _, name=name: self._running.pop(name))  # type: ignore[misc]
-        for name in registry.no_failover.keys() - registry.directory.groups.keys():
-            del registry.no_failover[name]
+
+    def _forget(self, group: str) -> None:
+        """Its master is there, it does not fail over by itself, or it was removed."""
+        self._again_at.pop(group, None)
+        self._tries.pop(group, None)
+        self._registry.no_failover.pop(group, None)
 
     def _is_on(self, group: Group) -> bool:
         return group.failover == "on" or (self._settings.failover and group.failover != "off")

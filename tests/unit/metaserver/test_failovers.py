@@ -106,6 +106,22 @@ def test_what_is_switched_on_while_a_master_is_gone_is_done_at_once(tmp_path, mo
     asyncio.run(test())
 
 
+def test_a_group_that_is_removed_while_its_master_is_gone_is_not_looked_for_any_more(tmp_path):
+    async def test() -> None:
+        world, failovers = await a_master_is_gone(tmp_path)
+        await world.running_copies("g2")
+        world.stop("g1-b")
+        failovers._look()
+        await asyncio.gather(*failovers._running.values())
+        assert world.registry.no_failover.keys() == failovers._again_at.keys() == failovers._tries.keys() == {"g1"}
+        for name in ("g1-b", "g1-a"):
+            await world.done("RemoveBroker", hostname=name, servePort=20881, force="true")
+        failovers._look()
+        assert not world.registry.no_failover and not failovers._again_at and not failovers._tries
+
+    asyncio.run(test())
+
+
 def test_a_slave_that_hears_its_master_stays_the_slave(tmp_path, monkeypatch):
     async def test() -> None:
         world, failovers = await a_master_is_gone(tmp_path)
