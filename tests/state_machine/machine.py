@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from random import Random
 from typing import Any, TypeVar
@@ -88,6 +89,8 @@ class Machine(RuleBasedStateMachine):
     steps = 0
     examples = 0
     counts: Any = None
+    ends: Any = Counter()
+    """What Doctor named at the end of a run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -504,6 +507,48 @@ class Machine(RuleBasedStateMachine):
         for server in self.world.servers:
             for difference in differing(read_tables(self.world.database), server.process.registry):
                 raise Violation(f"{server.name} knows {difference}")
+        self.come_to_work()
+
+    def come_to_work(self) -> None:
+        """No fault strikes any more: each group takes messages, or Doctor says what keeps it and what to do."""
+        world = self.world
+        self.all_is_well(3)
+        self.all_is_well(3)
+        world.wait(5)
+        server = world.servers[0]
+        named = {name: doctor_on(world, server, name) for name in self.not_at_work()}
+        for group, remedies in named.items():
+            type(self).ends.update(remedies)
+            if not any(remedies):
+                raise Violation(f"{group} takes no messages, and Doctor names nothing to do")
+
+    def not_at_work(self) -> list[str]:
+        """Groups that take no messages, and no operator wants that."""
+        decided, registry = self.world.oracle.decided, self.world.servers[0].process.registry
+        wanted = {name for name, (draining, *_) in decided.states.items() if draining}
+        wanted |= {group for subject, group in decided.marks if subject == "*"}
+        groups = registry.directory.groups
+        return [name for name, group in groups.items() if name not in wanted and not registry.is_writable(group)]
+
+
+def doctor_on(world: World, server: Any, group: str) -> list[str]:
+    """What Doctor says is to be done about a group."""
+    errand = world.operate(server, "Doctor", {})
+    world.finish()
+    assert errand.task and errand.task.done()
+    checks = errand.task.result().data["checks"]
+    keys = {name for name, _ in world.oracle.decided.parts_of(group).all}
+    return [
+        check["remedy"]
+        for check in checks
+        if not check["ok"] and (group in check["name"].split() or keys & set(names_in(check)))
+    ]
+
+
+def names_in(check: dict[str, Any]) -> list[str]:
+    """Hosts that a check of Doctor speaks of."""
+    facts = check["facts"]
+    return [one["hostname"] for one in [facts, *facts.get("brokers", ())] if "hostname" in one]
 
 
 NAMES = [name for name, (weight, _) in STEPS.items() for _ in range(weight)]
