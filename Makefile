@@ -1,6 +1,6 @@
 # Everything here needs Python 3.11 or newer, make, and, for the audit, Java 17. `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help venv run stop demo test quick lint types format bench bench-metaserver bench-failover bench-idle bench-scrape bench-neighbours bench-outbox outbox bench-delay transcripts drawings console-pictures simulate simulate-shells delay-simulate mutants chaos audit-live delay-ledger history proto lock clean
+.PHONY: help venv run stop demo test quick lint types format bench bench-metaserver bench-failover bench-idle bench-scrape bench-neighbours bench-outbox outbox bench-delay transcripts drawings console-pictures simulate mutants chaos audit-live delay-ledger history proto lock clean
 SHELL := /bin/bash
 
 VENV ?= .venv
@@ -68,8 +68,8 @@ bench-scrape: $(STAMP) ## a page of metrics of a broker with 10,000 subjects, ea
 bench-outbox: $(STAMP) ## ROWS (default 1000000) stuck in an outbox on MariaDB, beside an application; .run/bench-outbox.json
 	@exec $(PY) -m benchmarks.outbox --rows "$(or $(ROWS),1000000)"
 
-outbox: $(STAMP) ## random schedules of outboxes and watchdogs: SEEDS (default 1000) on SQLite, a tenth on the others
-	@$(PY) -m tests.outbox --sqlite "$(or $(SEEDS),1000)" --mariadb "$$(( $(or $(SEEDS),1000) / 10 ))" --postgresql "$$(( $(or $(SEEDS),1000) / 10 ))"
+outbox: $(STAMP) ## random schedules of outboxes and watchdogs on MariaDB and PostgreSQL: SEEDS (default 100) on each
+	@$(PY) -m tests.outbox --seeds "$(or $(SEEDS),100)"
 
 transcripts: $(STAMP) ## write tests/transcripts/*.txt anew after a change on purpose; review the diff
 	@$(PY) -m tests.transcripts
@@ -80,14 +80,8 @@ drawings: $(STAMP) ## write the drawings of docs/states.md anew from the tables
 console-pictures: $(STAMP) ## draw docs/console-*.png anew, of a real cluster on a bad night (Debian's Chromium)
 	@exec $(PY) -m tests.integration.console_story docs
 
-simulate: $(STAMP) ## crashes, partitions and disk faults for SEEDS seeds (default 2000)
-	@$(PY) -m tests.simulation --seeds "$(or $(SEEDS),2000)"
-
-simulate-shells: $(STAMP) ## brokers, metaservers and clients as they ship, on virtual time with network, process and disk faults, for SEEDS seeds (default 500)
-	@$(PY) -m tests.simulation --scenario shells --seeds "$(or $(SEEDS),500)"
-
-delay-simulate: $(STAMP) ## the same of a delay group and all that it talks to, for SEEDS seeds (default 500)
-	@$(PY) -m tests.delay_simulation --seeds "$(or $(SEEDS),500)"
+simulate: $(STAMP) ## everything that may go wrong, in virtual time, for SEEDS seeds (default 2000); SCENARIO=cores (default), delay, outbox or shells
+	@$(PY) -m tests.simulation --scenario "$(or $(SCENARIO),cores)" --seeds "$(or $(SEEDS),2000)"
 
 mutants: $(STAMP) ## plant small faults in log, replication and broker, SAMPLE (default 300, 0: all) of them; AREAS="broker/consume.py"
 	@$(PY) -m tests.mutants $(AREAS) --sample "$(or $(SAMPLE),300)"

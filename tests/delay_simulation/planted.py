@@ -1,4 +1,4 @@
-"""Known bugs, each planted into the real code for a while. A simulator that does not find them proves nothing."""
+"""Known bugs of delay servers, for `tests.simulation.bugs`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A delay group, its broker groups and its clients, with everything going wrong that may (I11).
 
-`python -m tests.delay_simulation` runs more seeds and prints what they met.
+`python -m tests.simulation --scenario delay` runs more seeds and prints what they met.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import pytest
 
 from tests.delay_simulation.planted import BUGS
 from tests.delay_simulation.world import simulate
-from tests.simulation.world import Outcome
-from tests.support.planting import Bug, assert_found
+from tests.simulation.bugs import assert_found
+from tests.simulation.outcome import Outcome, assert_well
+from tests.simulation.scenarios import SCENARIOS
+from tests.support.planting import Bug
 
 SEEDS = range(1, 25)
 FOUND_WITHIN = 40
@@ -29,8 +31,7 @@ def outcomes() -> list[Outcome]:
 
 def test_delayed_messages_are_sent_once_in_time_and_not_when_cancelled_whatever_fails(outcomes: list[Outcome]) -> None:
     for outcome in outcomes:
-        events = "\n".join(outcome.recent)
-        assert not outcome.failure, f"{events}\nseed {outcome.seed}: {outcome.failure}"
+        assert_well(outcome)
 
 
 def test_the_seeds_do_enough_work_to_mean_something(outcomes: list[Outcome]) -> None:
@@ -56,4 +57,4 @@ def test_a_seed_gives_the_same_trace_twice() -> None:
 
 @pytest.mark.parametrize("bug", [pytest.param(bug, id=bug.name) for bug in BUGS])
 def test_a_planted_bug_is_found(bug: Bug) -> None:
-    assert_found(bug, FOUND_WITHIN, simulate)
+    assert_found(SCENARIOS["delay"], bug, FOUND_WITHIN)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +20,10 @@ from tests.delay_simulation.nemesis import DelayNemesis
 from tests.delay_simulation.oracle import DelayOracle
 from tests.simulation.events import Events, Violation
 from tests.simulation.network import Network
+from tests.simulation.outcome import Outcome, failure_of
 from tests.simulation.registry import Metaserver
-from tests.simulation.world import PEACE_S, Outcome, Swarm, World
+from tests.simulation.steering import UNSTEERED, Steering
+from tests.simulation.world import PEACE_S, Swarm, World, outcome_of
 
 FAR_MS = 1 << 50
 
@@ -32,8 +33,9 @@ class DelayWorld(World):
 
     oracle: DelayOracle
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, steering: Steering = UNSTEERED) -> None:
         self.events = Events(seed)
+        self.steering = steering
         rng = self.events.rng
         self._moves = False
         swarm = Swarm.draw(rng)
@@ -253,25 +255,10 @@ def constants(values: dict[str, int]) -> Iterator[None]:
         yield
 
 
-def simulate(seed: int) -> Outcome:
+def simulate(seed: int, *, steering: Steering = UNSTEERED) -> Outcome:
     """Run one seed to its end; a failure is in the outcome."""
-    world, failure = DelayWorld(seed), ""
-    try:
-        with constants(world.constants):
-            world.run()
-    except Violation as error:
-        failure = str(error)
-    except Exception as error:  # the product must not raise anything it does not name
-        failure = f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-14)}"
-    events, oracle = world.events, world.oracle
-    return Outcome(
-        seed,
-        events.hash,
-        events.steps,
-        len(oracle.acked),
-        sum(map(len, oracle.places.values())),
-        events.counts,
-        events.met,
-        failure,
-        tuple(f"{at_us / 1000:10.2f}  {what}" for at_us, what in events.recent) if failure else (),
-    )
+    world = DelayWorld(seed, steering)
+    with constants(world.constants):
+        failure = failure_of(world.run)
+    stored = sum(map(len, world.oracle.places.values()))
+    return outcome_of(seed, world.events, len(world.oracle.acked), stored, failure)

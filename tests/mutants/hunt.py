@@ -74,7 +74,7 @@ class Hunter:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        from tests.simulation.run import of_mix  # not before pytest has begun: it rewrites what it imports first
+        from tests.simulation.scenarios import of_mix  # not before pytest has begun: it rewrites what it imports first
 
         self._simulate = lambda seed: bool(of_mix(seed, **_kinds(seed)).failure)
         functions = _live_functions()

@@ -8,6 +8,7 @@ leaders that are paused with a decision in hand and act on it when another one l
 from __future__ import annotations
 
 import random
+import tempfile
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,13 +27,32 @@ from qmq.watchdog.claims import ClaimName, batch_of, candidate_of
 from qmq.watchdog.db.engine import open_source
 from qmq.watchdog.db.outbox import Outbox
 from qmq.watchdog.draining import Draining, Limits
+from qmq.watchdog.sources import Source
 from qmq.watchdog.work import Claiming, ReadClaims, ReadPage, Settling, TakeOver
+from tests.simulation.outcome import Outcome, failure_of
+from tests.simulation.steering import UNSTEERED
 
 TABLE = "qmq_msg_queue"
 SUBJECTS = ("order.paid", "ticket.issued", "seat.moved")
 REFUSED = "refused-"
 """Ids of messages that no broker takes."""
 WINDOW = 64
+MUST_OCCUR = (
+    "crash in the transaction",
+    "crash before the send",
+    "crash before the delete",
+    "poison",
+    "leader deposed",
+    "leader killed",
+    "group down",
+    "group moved",
+    "group readonly",
+    "request lost",
+    "answer lost",
+    "request late",
+    "commit refused",
+    "commit unanswered",
+)
 
 
 @dataclass
@@ -168,6 +188,7 @@ class World:
         self.network, self.watchdogs = [], []
         self.sent_by_application, self.poison = set(), set()
         self.order_of = defaultdict(list)
+        self.counts = Counter()
         self.loses, self.fails, self.pauses = (self.rng.choice([0, 0.1, 0.4]) for _ in range(3))
 
     def close(self):
@@ -186,6 +207,7 @@ class World:
     def business(self):
         """The application's transaction, and how far it comes before it crashes."""
         crash = self.rng.choice(["none", "none", "in the transaction", "before the send", "before the delete"])
+        self.counts[f"crash {crash}"] += 1
         names, rows = [], []
         for _ in range(self.rng.choice([1, 1, 3, 8])):
             self.made += 1
@@ -232,15 +254,18 @@ class World:
             with self.engine.begin() as connection:
                 self._insert(connection, f'{{"poison": {self.made}')
                 self.poison.add(self.made)
+                self.counts["poison"] += 1
 
     def elect(self):
         """Another watchdog leads; those before may not know it yet, and go on."""
         if self.rng.random() < 0.3 or not self.watchdogs:
+            self.counts["leader deposed"] += bool(self.watchdogs)
             self.term += 1
             self.watchdogs.append(Watchdog(self.term, self))
 
     def kill(self):
         if len(self.watchdogs) > 1 and self.rng.random() < 0.5:
+            self.counts["leader killed"] += 1
             self.watchdogs.remove(self.rng.choice(self.watchdogs))
 
     def act(self):
@@ -256,16 +281,21 @@ class World:
                 answer = self.groups[attempt.group].produce(attempt.batch)
                 if lost < self.loses:
                     answer = Unknown("the answer was lost")
+                    self.counts["answer lost"] += 1
+            else:
+                self.counts["request lost"] += 1
             if (
                 isinstance(answer, Unknown) and self.rng.random() < 0.3
             ):  # its link was given up, it arrives all the same
                 self.network.append((None, attempt))
+                self.counts["request late"] += 1
             if watchdog in self.watchdogs:
                 watchdog.core.answered(attempt.claim, answer, self.now_ms)
 
     def group_changes(self):
         group = self.rng.choice(list(self.groups.values()))
         group.state = self.rng.choice(["writable", "writable", "readonly", "down", "moved"])
+        self.counts[f"group {group.state}"] += 1
 
     def pass_time(self):
         self.now_ms += self.rng.choice([5, 50, 2_000])
@@ -274,6 +304,7 @@ class World:
         """Do a watchdog's work; the connection may break before the commit or after it."""
         fate = self.rng.random()
         if fate < self.fails / 2:
+            self.counts["commit refused"] += 1
             raise OperationalError("the connection broke before the commit", {}, Exception())
         does = {
             ReadPage: self.outbox.read_page,
@@ -284,6 +315,7 @@ class World:
         }
         result = does[type(work)](work)
         if fate < self.fails:
+            self.counts["commit unanswered"] += 1
             raise OperationalError("the connection broke after the commit", {}, Exception())
         return result
 
@@ -326,7 +358,7 @@ class World:
 
 
 def play(seed, source, steps=250):
-    """Run one schedule on an empty database."""
+    """Run one schedule on an empty database; return its world."""
     world = World(seed, source)
     try:
         world.run(steps)
@@ -334,3 +366,16 @@ def play(seed, source, steps=250):
         world.check()
     finally:
         world.close()
+    return world
+
+
+def simulate(seed, *, steering=UNSTEERED):
+    """Run one seed to its end, on SQLite; a failure is in the outcome. Nothing steers it."""
+    worlds = []
+    with tempfile.TemporaryDirectory(prefix="qmq-outbox-") as folder:
+        source = Source(f"sqlite://host:1/{folder}/application.db", age_ms=0)
+        failure = failure_of(lambda: worlds.append(play(seed, source)))
+    counts = worlds[0].counts if worlds else Counter()
+    stored = sum(len(group.log) for world in worlds for group in world.groups.values())
+    made = sum(world.made for world in worlds)
+    return Outcome(seed, 0, sum(counts.values()), made, stored, counts, failure=failure)

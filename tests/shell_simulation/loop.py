@@ -94,6 +94,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """Of callbacks that belong to no process."""
         self.errors: list[str] = []
         self.processes: list[Process] = []
+        self.lives: deque[tuple[Process, Any]] = deque(maxlen=24)
+        """Whose, and the newest sessions and batches of clients."""
         self.database = ""
         """What the database does wrong at the moment."""
         self._kept: list[asyncio.Task[Any]] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -12,22 +12,21 @@ if TYPE_CHECKING:
     from tests.shell_simulation.world import World
 
 LASTS_S = 0.2, 20.0
+LOOK_S = 0.005, 0.05
+"""How often a steered seed looks whether a copy is in its state."""
 
 
 class Nemesis:
-    """Made per seed; strikes until it is told to stop. `skipped`: numbers of strikes that are left out."""
+    """Made per seed; strikes until it is told to stop."""
 
-    def __init__(self, world: World, seed: int, skipped: Collection[int] = ()) -> None:
-        self._world, self._seed, self._skipped = world, seed, skipped
+    def __init__(self, world: World, seed: int) -> None:
+        self._world, self._seed = world, seed
         self._rng = Random(f"{seed} nemesis")
         self._is_active = True
-        enabled = [name for name in FAULTS if self._rng.random() < 0.6 or name == world.favoured] or list(FAULTS)
-        self._names = enabled
-        self._weights = [self._rng.random() + 0.05 for _ in enabled]
-        if world.favoured:
-            self._weights[enabled.index(world.favoured)] = sum(self._weights)
-        self.strikes = 0
+        self._weights = world.steering.enabled(self._rng, FAULTS, {}, least=0.05)
         self._again()
+        if world.steering.state:
+            self._look()
 
     def stop(self) -> None:
         self._is_active = False
@@ -37,20 +36,32 @@ class Nemesis:
         self._world.loop.at(at_s, self._strike)
 
     def _strike(self) -> None:
+        if self._is_active:
+            self._strike_by("")
+            self._again()
+
+    def _look(self) -> None:
+        """Strike where the state is that the seed is steered to."""
+        if self._is_active:
+            between_s = LOOK_S
+            if self._world.steering.state in self._world.states():
+                self._strike_by(self._world.steering.fault)
+                between_s = (0.1, self._world.swarm.strike_s)
+            self._world.later(*between_s, self._look)
+
+    def _strike_by(self, name: str) -> None:
         """Each strike has dice of its own: it is the same whether or not another one is left out."""
-        if not self._is_active:
-            return
-        number, self.strikes = self.strikes, self.strikes + 1
+        number = self._world.counts["strike"]
+        self._world.counts["strike"] += 1
         self._rng = Random(f"{self._seed} strike {number}")
-        (name,) = self._rng.choices(self._names, self._weights)
-        if number not in self._skipped:
+        name = name or self._rng.choices(list(self._weights), self._weights.values())[0]
+        if number not in self._world.steering.skipped:
             states = self._world.states()
             self._world.note(f"nemesis {number}: {name}")
             if FAULTS[name](self):
                 self._world.counts[name] += 1
                 self._world.met.update((name, state) for state in states)
         self._rng = Random(f"{self._seed} pause {number}")
-        self._again()
 
     def _copy(self) -> CopyMachine:
         return self._rng.choice(self._world.copies)

@@ -1,4 +1,4 @@
-"""Bugs of shells, which no simulation of cores can see, each planted into the real code for a while."""
+"""Bugs of shells, which no simulation of cores can see, for `tests.simulation.bugs`."""
 
 from __future__ import annotations
 

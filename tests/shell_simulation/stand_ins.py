@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import random
@@ -15,7 +16,11 @@ from typing import Any
 from unittest import mock
 
 import grpc.aio
+from alembic.config import Config
+from alembic.script import ScriptDirectory
 
+from qmq.client.batch_life import BatchLife
+from qmq.client.session_life import SessionLife
 from tests.shell_simulation.loop import Killed, Threads, VirtualLoop, current
 from tests.shell_simulation.network import Network
 from tests.shell_simulation.rpc import Channel, RpcServer
@@ -90,6 +95,33 @@ def _no_poll(*_: Any, **__: Any) -> None:
     raise OSError(111, "Connection refused")
 
 
+@functools.cache
+def _scripts(location: str) -> ScriptDirectory:
+    config = Config()
+    config.set_main_option("script_location", location)
+    return ScriptDirectory.from_config(config)
+
+
+class Scripts:
+    """Stands in for alembic's ScriptDirectory: the migrations are read once, not by each metaserver that starts."""
+
+    @staticmethod
+    def from_config(config: Config) -> ScriptDirectory:
+        return _scripts(str(config.get_main_option("script_location")))
+
+
+def _watched(loop: VirtualLoop, kind: type) -> Any:
+    """Remember the newest lives of a kind, to look at their states."""
+    real: Any = kind.__init__  # type: ignore[misc]
+
+    def init(self: Any, *args: Any, **words: Any) -> None:
+        real(self, *args, **words)
+        if (process := current()) is not None:
+            loop.lives.append((process, self))
+
+    return mock.patch.object(kind, "__init__", init)
+
+
 @contextlib.contextmanager
 def replaced(loop: VirtualLoop, network: Network, make_disk: Any, seed: int) -> Iterator[None]:
     dice, state = Random(seed), random.getstate()
@@ -128,6 +160,9 @@ def replaced(loop: VirtualLoop, network: Network, make_disk: Any, seed: int) -> 
         mock.patch("qmq.metaserver.main.HttpPort", Nothing),
         mock.patch("qmq.metaserver.main.build_app", Nothing),
         mock.patch("qmq.metaserver.main.listen", Nothing),
+        mock.patch("qmq.metaserver.db.migrate.ScriptDirectory", Scripts),
+        _watched(loop, SessionLife),
+        _watched(loop, BatchLife),
     ]
     gc.disable()
     try:

@@ -10,17 +10,19 @@ import io
 import shutil
 import sys
 import tempfile
-import traceback
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 from zlib import crc32
 
 from qmq import Message
+from qmq.client.batch_life import BatchState
+from qmq.client.session_life import SessionState
 from qmq.log import RealDisk
 from qmq.metaserver.db.engine import open_database
 from qmq.rights import Caller, TokenRole
@@ -40,15 +42,22 @@ from tests.shell_simulation.nemesis import Nemesis
 from tests.shell_simulation.network import Network, NetworkLoop
 from tests.shell_simulation.oracle import Oracle
 from tests.shell_simulation.stand_ins import replaced
+from tests.simulation.coverage import STATES as STATES_OF_COPIES
 from tests.simulation.coverage import Met, states_of_node
 from tests.simulation.events import KEPT_EVENTS, Violation
-from tests.simulation.world import Outcome
+from tests.simulation.outcome import Outcome, failure_of
+from tests.simulation.steering import UNSTEERED, Steering
 
 PEACE_S = 90.0
 CATCH_UP_S = 180.0
 """How much longer a delay group may take whose due times fell behind: by a year, if two of three clocks did."""
 SLICE_S = 0.5
 OPERATOR = Caller("operator", TokenRole.CLUSTER)
+STATES = [
+    *STATES_OF_COPIES,
+    *(f"{type(state).__name__}.{state.name}" for kind in (SessionState, BatchState) for state in kind),
+]
+"""Those of copies, and of the client's sessions and batches."""
 
 
 @dataclass(frozen=True)
@@ -93,10 +102,9 @@ class Swarm:
 class World:
     """Everything that belongs to one seed."""
 
-    def __init__(self, seed: int, folder: Path, favoured: str = "", skipped: Collection[int] = ()) -> None:
+    def __init__(self, seed: int, folder: Path, steering: Steering) -> None:
         self.loop = NetworkLoop(seed)
-        self.seed, self.favoured, self.skipped = seed, favoured, skipped
-        self.nemesis: Nemesis | None = None
+        self.seed, self.steering = seed, steering
         self.counts: Counter[str] = Counter()
         self.met: Met = Counter()
         self.recent: deque[str] = deque(maxlen=KEPT_EVENTS)
@@ -162,15 +170,19 @@ class World:
             self.note(f"FAILED {what}")
 
     def states(self) -> list[str]:
-        logs = [copy.node for copy in self.copies if copy.is_running and copy.node is not None]
-        return [state for node in logs for state in states_of_node(node)]
+        nodes = [copy.node for copy in self.copies if copy.is_running and copy.node is not None]
+        lives = [life for process, life in self.loop.lives if not process.is_dead]
+        return [
+            *(state for node in nodes for state in states_of_node(node)),
+            *(f"{life.table.name}.{life.state.name}" for life in lives),
+        ]
 
     # The run.
 
     async def run(self) -> None:
         await self._set_up()
         await self._lasts(2.0)
-        self.nemesis = nemesis = Nemesis(self, self.seed, self.skipped)
+        nemesis = Nemesis(self, self.seed)
         await self._lasts(self.swarm.war_s)
         nemesis.stop()
         self._make_peace()
@@ -297,23 +309,16 @@ def _quiet() -> Iterator[None]:
         sys.unraisablehook = hook
 
 
-def simulate(seed: int, *, favoured: str = "", skipped: Collection[int] = ()) -> Outcome:
-    """Run one seed to its end; a failure is in the outcome. `favoured`: the fault that half of the strikes are;
-    `skipped`: numbers of strikes that are left out."""
+def simulate(seed: int, *, steering: Steering = UNSTEERED) -> Outcome:
+    """Run one seed to its end; a failure is in the outcome."""
     folder = Path(tempfile.mkdtemp(prefix="qmq-simulation-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
     (folder / "metaserver.db").write_bytes(_empty_database())
-    world = World(seed, folder, favoured, skipped)
-    failure = ""
+    world = World(seed, folder, steering)
     _freeze()
     try:
         with _quiet():
             with replaced(world.loop, world.network, world.disk, seed):
-                try:
-                    world.loop.run_until_complete(world.run())
-                except Violation as error:
-                    failure = str(error)
-                except Exception as error:
-                    failure = f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-14)}"
+                failure = failure_of(partial(world.loop.run_until_complete, world.run()))
                 outcome = _outcome(seed, world, failure)
                 world.loop.abandon()
             del world
@@ -339,7 +344,6 @@ def _empty_database() -> bytes:
 
 
 def _outcome(seed: int, world: World, failure: str) -> Outcome:
-    world.counts["strike"] += world.nemesis.strikes if world.nemesis is not None else 0
     world.counts["killed within a call"] += sum(copy.system.kills for copy in world.copies)
     return Outcome(
         seed,

@@ -34,8 +34,6 @@ def states_of_node(node: Node) -> Iterator[str]:
         yield f"{SLAVE.name}.{node.slave.life.state.name}"
 
 
-def never_met(met: Met, faults: Iterable[str]) -> Iterator[str]:
-    """Say for each fault which states it never met."""
-    for fault in faults:
-        if missing := [state for state in STATES if not met[fault, state]]:
-            yield f"{fault}: {', '.join(missing)}"
+def never_met(met: Met, faults: Iterable[str], states: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Name the (fault, state) that never met."""
+    return ((fault, state) for fault in faults for state in states if not met[fault, state])

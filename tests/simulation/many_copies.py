@@ -250,8 +250,7 @@ class ManyNemesis(Nemesis):
     """Strikes any copy, and between any two."""
 
     def faults(self) -> dict[str, Callable[[Any], bool]]:
-        names = [name for name in FAULTS if name not in _NOT_HERE]
-        return {name: getattr(type(self), name) for name in (*names, "cut_off_master")}
+        return MANY_FAULTS
 
     def _two(self) -> tuple[str, str]:
         one, other = self._rng.sample([machine.name for machine in self._world.machines], 2)
@@ -309,4 +308,6 @@ class ManyNemesis(Nemesis):
             self._cut_between(name, other, both_ways=True)
 
 
-_NOT_HERE = {"replace"}
+MANY_FAULTS: dict[str, Callable[[Any], bool]] = {
+    name: getattr(ManyNemesis, name) for name in (*FAULTS, "cut_off_master") if name != "replace"
+}

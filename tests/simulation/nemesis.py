@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from tests.simulation.machine import Machine
     from tests.simulation.world import World
 
+LOOK_MS = 1.0, 10.0
+"""How often a steered seed looks whether a copy is in its state."""
+
 
 class Nemesis:
     """Made per seed; strikes until it is told to stop."""
@@ -24,18 +27,14 @@ class Nemesis:
         self._world, self._events = world, world.events
         self._rng = world.events.rng
         self._is_active = True
-        faults = self.faults()
-        names = list(faults)
-        enabled = [name for name in names if self._rng.random() < 0.6 or name == world.favoured] or names
-        self._choices = [(faults[name], name) for name in enabled]
-        self._weights = [self._rng.random() * WEIGHTS.get(name, 1.0) + 0.02 for name in enabled]
-        if world.favoured:
-            self._weights[enabled.index(world.favoured)] = sum(self._weights)
+        self._weights = world.steering.enabled(self._rng, self.faults(), WEIGHTS, least=0.02)
         self.victim = self._rng.choice(world.machines)
         """The only machine whose disk loses what was fsynced: two lost disks are not covered."""
         self._image: SimulatedDisk | None = None
         self._image_of = ""
         self._again()
+        if world.steering.state:
+            self._look()
 
     def faults(self) -> dict[str, Callable[[Any], bool]]:
         return FAULTS
@@ -48,15 +47,31 @@ class Nemesis:
         self._events.between(low, high, self._strike)
 
     def _strike(self) -> None:
-        if not self._is_active:
-            return
-        ((fault, name),) = self._rng.choices(self._choices, self._weights)
-        states = [state for machine in self._world.machines for state in states_of(machine)]
-        if fault(self):
+        if self._is_active:
+            (name,) = self._rng.choices(list(self._weights), self._weights.values())
+            self._strike_by(name)
+            self._again()
+
+    def _look(self) -> None:
+        """Strike where a copy is in the state that the seed is steered to."""
+        if self._is_active:
+            low, high = LOOK_MS
+            if self._world.steering.state in self._states():
+                self._strike_by(self._world.steering.fault)
+                low, high = self._world.swarm.strike_ms
+            self._events.between(low, high, self._look)
+
+    def _states(self) -> list[str]:
+        return [state for machine in self._world.machines for state in states_of(machine)]
+
+    def _strike_by(self, name: str) -> None:
+        number = self._events.counts["strike"]
+        self._events.count("strike")
+        states = self._states()
+        if number not in self._world.steering.skipped and self.faults()[name](self):
             self._events.count(name)
             self._events.met.update((name, state) for state in states)
-            self._events.note(f"nemesis: {name}")
-        self._again()
+            self._events.note(f"nemesis {number}: {name}")
 
     def _machine(self) -> Machine:
         return self._rng.choice(self._world.machines)

@@ -1,8 +1,8 @@
-"""Known bugs, each planted into the real code for a while. A simulator that does not find them proves nothing."""
+"""Known bugs of cores, for `tests.simulation.bugs`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -31,31 +31,7 @@ from qmq.replication.slave_watch import SlaveWatch
 from qmq.types import Epoch
 from tests.simulation.machine import Process
 from tests.simulation.planted_disk import DISK_BUGS
-from tests.simulation.world import Outcome, simulate
-from tests.support import planting
-from tests.support.planting import Patch
-
-
-@dataclass(frozen=True)
-class Bug(planting.Bug):
-    moves: bool = False
-    """Whether it takes an operator who moves consumer groups."""
-    fails_over: bool = False
-    """Whether it takes a metaserver that makes slaves masters by itself."""
-    copies: int = 2
-    min_copies: int = 2
-
-
-def simulate_with(bug: Bug, seed: int) -> Outcome:
-    """Simulate a seed in the world that the bug needs."""
-    return simulate(
-        seed,
-        moves=bug.moves,
-        fails_over=bug.fails_over,
-        copies=bug.copies,
-        min_copies=bug.min_copies,
-        favoured=bug.favoured,
-    )
+from tests.support.planting import Bug, Patch
 
 
 def _ack_before_fsync() -> list[Patch]:
@@ -541,24 +517,24 @@ BUGS = [
     Bug("chosen messages are counted from the first", _chosen_messages_are_counted_from_the_first),
     Bug("order keys are never busy", _keys_are_never_busy),
     Bug("deliveries are not counted", _deliveries_are_not_counted),
-    Bug("moved group counts anew", _moved_group_counts_anew, moves=True),
-    Bug("move told too early", _move_told_too_early, moves=True, favoured="power_everywhere"),
+    Bug("moved group counts anew", _moved_group_counts_anew, kinds={"moves": True}),
+    Bug("move told too early", _move_told_too_early, kinds={"moves": True}, favoured="power_everywhere"),
     Bug("nobody is lacking", _nobody_is_lacking, first=50),
     Bug("no master gives way", _no_master_gives_way, favoured="forgets_last_write"),
-    Bug("any slave is chosen", _any_slave_is_chosen, fails_over=True),
+    Bug("any slave is chosen", _any_slave_is_chosen, kinds={"fails_over": True}),
     Bug(
         "a slave that restarted is chosen",
         _slave_that_restarted_is_chosen,
         first=90,
-        fails_over=True,
+        kinds={"fails_over": True},
         favoured="forgets_last_write",
     ),
     Bug("a lost slave goes on counting", _a_lost_slave_goes_on_counting),
     Bug("matched by each confirmation", _matched_by_each_confirmation),
-    Bug("the largest matched end counts", _largest_matched_end_counts, copies=3, min_copies=3),
-    Bug("promises are forgotten", _promises_are_forgotten, copies=3),
-    Bug("one promise too few", _one_promise_too_few, copies=3, favoured="cut_off_master"),
-    Bug("confirms after promising", _confirms_after_promising, copies=3, favoured="cut_off_master"),
-    Bug("a master begins in its old term", _master_begins_in_its_old_term, copies=3),
-    *(Bug(name, patches, first) for name, (patches, first) in DISK_BUGS.items()),
+    Bug("the largest matched end counts", _largest_matched_end_counts, kinds={"copies": 3, "min_copies": 3}),
+    Bug("promises are forgotten", _promises_are_forgotten, kinds={"copies": 3}),
+    Bug("one promise too few", _one_promise_too_few, kinds={"copies": 3}, favoured="cut_off_master"),
+    Bug("confirms after promising", _confirms_after_promising, kinds={"copies": 3}, favoured="cut_off_master"),
+    Bug("a master begins in its old term", _master_begins_in_its_old_term, kinds={"copies": 3}),
+    *DISK_BUGS,
 ]

@@ -11,7 +11,7 @@ from qmq.codec import Buffer
 from qmq.log import Commit, MessageLog
 from qmq.log.disk import RealDisk, failing
 from qmq.log.system import System
-from tests.support.planting import Patch
+from tests.support.planting import Bug, Patch
 
 
 def _sync(self: RealDisk, name: str) -> None: ...
@@ -125,16 +125,15 @@ def commit_is_acknowledged_before_it_was_written() -> list[Patch]:
     return [mock.patch.object(MessageLog, "perform", perform)]
 
 
-DISK_BUGS = {
-    "fsync is skipped": (fsync_is_skipped, 1),
-    "names are not lasting": (names_are_not_lasting, 1),
-    "data directory is not lasting": (data_directory_is_not_lasting, 1),
-    "put writes in place": (put_writes_in_place, 1),
-    "put does not fsync the file": (put_does_not_fsync_the_file, 1),
-    "truncate is not fsynced": (truncate_is_not_fsynced, 80),
-    "short write is taken for a whole one": (short_write_is_taken_for_a_whole_one, 1),
-    "failed fsync is tried again": (failed_fsync_is_tried_again, 20),
-    "failed fsync is read from memory": (failed_fsync_is_read_from_memory, 20),
-    "commit is acknowledged before it was written": (commit_is_acknowledged_before_it_was_written, 1),
-}
-"""Name -> the patches, and the seed with which a search begins."""
+DISK_BUGS = [
+    Bug("fsync is skipped", fsync_is_skipped),
+    Bug("names are not lasting", names_are_not_lasting),
+    Bug("data directory is not lasting", data_directory_is_not_lasting),
+    Bug("put writes in place", put_writes_in_place),
+    Bug("put does not fsync the file", put_does_not_fsync_the_file),
+    Bug("truncate is not fsynced", truncate_is_not_fsynced, 80),
+    Bug("short write is taken for a whole one", short_write_is_taken_for_a_whole_one),
+    Bug("failed fsync is tried again", failed_fsync_is_tried_again, 20),
+    Bug("failed fsync is read from memory", failed_fsync_is_read_from_memory, 20),
+    Bug("commit is acknowledged before it was written", commit_is_acknowledged_before_it_was_written),
+]

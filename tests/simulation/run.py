@@ -1,129 +1,172 @@
-"""`python -m tests.simulation --seeds 2000 --jobs 2`: many seeds, what they met, and those that break a promise."""
+"""`python -m tests.simulation --seeds 2000`: many seeds of a scenario, what they met, and those that break a promise.
+
+The last tenth of the seeds is steered: to the states that a fault has not met in those before.
+"""
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
 import os
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from functools import partial
+from dataclasses import dataclass, field
 from multiprocessing import Pool
-from typing import Any, NamedTuple
+from random import Random
+from typing import Any
 
-from tests.shell_simulation import nemesis as shells
-from tests.shell_simulation.world import simulate as simulate_shells
+from tests.simulation.bugs import search
 from tests.simulation.coverage import Met, never_met
-from tests.simulation.nemesis import FAULTS
-from tests.simulation.world import Outcome, copies_of, simulate
+from tests.simulation.outcome import Outcome, print_outcome
+from tests.simulation.scenarios import SCENARIOS, Scenario
+from tests.simulation.shrink import shrink
+from tests.simulation.steering import UNSTEERED, Steering
+from tests.support.planting import Bug
 
-MUST_OCCUR = (
-    *FAULTS,
-    "batch acknowledged",
-    "batch repeated",
-    "crash in recovery",
-    "crash within a commit",
-    "damage found in recovery",
-    "disk refused",
-    "flow control",
-    "given up",
-    "half-open connection",
-    "nacked",
-    "pulled from a master alone",
-    "recovery compared",
-    "repaired",
-    "role change",
-    "segment dropped",
-    "stale assignment",
-    "start without metaserver",
-    "swap prepared",
-    "swapped",
-    "torn tail",
-    "unsubscribe",
-)
+STEERED = 10
+"""One of so many seeds is steered."""
 
 
 def main(arguments: list[str] | None = None) -> int:
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    logging.disable(logging.CRITICAL)
+    scenario = SCENARIOS[options.scenario]
+    kinds: dict[str, Any] = _kinds_of_cores(options) if options.scenario == "cores" else {}
+    bugs, steering = {bug.name: bug for bug in scenario.bugs}, Steering.parse(options.steer)
+    if options.bug is not None and options.bug not in bugs:
+        parser.error(f"--bug: {', '.join(bugs)}")
+    if steering.fault not in ("", *scenario.faults) or steering.state not in ("", *scenario.states):
+        parser.error(f"--steer: one of {', '.join(scenario.faults)}; one of {', '.join(scenario.states)}")
+    if options.bug is not None:
+        return _run_bug(scenario, bugs[options.bug], options.seeds)
+    if options.seed is not None:
+        return _run_one(scenario, options.seed, options.shrink, {**kinds, "steering": steering})
+    return run(range(options.first, options.first + options.seeds), options.jobs, scenario, kinds)
+
+
+def _run_bug(scenario: Scenario, bug: Bug, seeds: int) -> int:
+    outcome = search(scenario, bug, seeds)
+    if outcome is None:
+        print(f"nobody notices: {bug.name}")
+        return 1
+    print_outcome(outcome)
+    return 0
+
+
+def _run_one(scenario: Scenario, seed: int, is_shrunk: bool, kinds: dict[str, Any]) -> int:
+    if is_shrunk:
+        outcome, strikes = shrink(scenario.simulate, seed, **kinds)
+        print(f"needs strikes {sorted(strikes)}:")
+    else:
+        outcome = scenario.simulate(seed, **kinds)
+    print_outcome(outcome)
+    return bool(outcome.failure)
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     parser.add_argument(
-        "--scenario", choices=SCENARIOS, default="cores", help="cores (default), or all that ships, on a virtual loop"
+        "--scenario",
+        choices=SCENARIOS,
+        default="cores",
+        help="cores of brokers (default) or of a delay group, watchdogs of an outbox, or all that ships",
     )
     parser.add_argument("--seeds", type=int, default=2000, help="how many (default 2000)")
     parser.add_argument("--first", type=int, default=1, help="the first one (default 1)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)")
     parser.add_argument("--seed", type=int, help="run this one only, and print its last events")
-    parser.add_argument("--moves", action="store_true", help="with an operator who moves consumer groups")
-    parser.add_argument("--copies", type=int, help="of each group (default: a mix of two and three)")
-    parser.add_argument("--min-copies", type=int, default=2, help="how many acknowledge (default 2)")
-    parser.add_argument("--failover", action="store_true", help="the metaserver makes slaves masters by itself")
-    options = parser.parse_args(arguments)
-    logging.disable(logging.CRITICAL)
-    scenario = SCENARIOS[options.scenario]
+    parser.add_argument("--steer", default="", metavar="FAULT[@STATE]", help="with --seed: as the report names it")
+    parser.add_argument("--shrink", action="store_true", help="with --seed: leave out strikes that it does not need")
+    parser.add_argument("--bug", help="plant this one, and print the first seed that shows it")
+    parser.add_argument("--moves", action="store_true", help="cores: with an operator who moves consumer groups")
+    parser.add_argument("--copies", type=int, help="cores: of each group (default: a mix of two and three)")
+    parser.add_argument("--min-copies", type=int, default=2, help="cores: how many acknowledge (default 2)")
+    parser.add_argument("--failover", action="store_true", help="cores: slaves are made masters by the metaserver")
+    return parser
+
+
+def _kinds_of_cores(options: argparse.Namespace) -> dict[str, Any]:
     kinds: dict[str, Any] = {"moves": options.moves, "fails_over": options.failover}
     if options.copies is not None or options.moves or options.failover:
         kinds |= {"copies": options.copies or 2, "min_copies": options.min_copies}
-    if options.scenario == "shells":  # a seed draws the rest
-        kinds = {}
-    if options.seed is not None:
-        outcome = scenario.simulate(options.seed, **kinds)
-        print_outcome(outcome)
-        return bool(outcome.failure)
-    return run(range(options.first, options.first + options.seeds), options.jobs, scenario, **kinds)
+    return kinds
 
 
-def of_mix(seed: int, **kinds: Any) -> Outcome:
-    return simulate(seed, **(kinds if "copies" in kinds else kinds | copies_of(seed)))
+@dataclass
+class Report:
+    """What all seeds of a run came to."""
 
+    seeds: int = 0
+    steps: int = 0
+    acknowledged: int = 0
+    delivered: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    met: Met = field(default_factory=Counter)
+    failed: list[str] = field(default_factory=list)
 
-class Scenario(NamedTuple):
-    simulate: Callable[..., Outcome]
-    faults: Iterable[str]
-    must_occur: tuple[str, ...]
-
-
-SCENARIOS = {
-    "cores": Scenario(of_mix, FAULTS, MUST_OCCUR),
-    "shells": Scenario(simulate_shells, shells.FAULTS, shells.MUST_OCCUR),
-}
-
-
-def run(seeds: range, jobs: int, scenario: Scenario, **kinds: Any) -> int:
-    began, counts, failed = time.monotonic(), Counter[str](), []
-    met: Met = Counter()
-    steps = acknowledged = delivered = 0
-    with Pool(jobs, initializer=logging.disable, initargs=(logging.CRITICAL,)) as pool:
-        for outcome in pool.imap_unordered(partial(scenario.simulate, **kinds), seeds, chunksize=4):
-            counts += outcome.counts
-            met.update(outcome.met)
-            steps += outcome.steps
-            acknowledged += outcome.acknowledged
-            delivered += outcome.delivered
+    def take(self, ran: Iterable[tuple[Outcome, Steering]]) -> None:
+        for outcome, steering in ran:
+            self.seeds += 1
+            self.counts += outcome.counts
+            self.met.update(outcome.met)
+            self.steps += outcome.steps
+            self.acknowledged += outcome.acknowledged
+            self.delivered += outcome.delivered
             if outcome.failure:
-                failed.append(outcome)
+                self.failed.append(f"--seed {outcome.seed}" + (f" --steer '{steering}'" if steering.fault else ""))
                 print_outcome(outcome)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Picklable: runs one seed in a process of the pool."""
+
+    simulate: Callable[..., Outcome]
+    kinds: dict[str, Any]
+
+    def __call__(self, job: tuple[int, Steering]) -> tuple[Outcome, Steering]:
+        seed, steering = job
+        return self.simulate(seed, steering=steering, **self.kinds), steering
+
+
+def run(seeds: range, jobs: int, scenario: Scenario, kinds: dict[str, Any]) -> int:
+    began, report = time.monotonic(), Report()
+    job = _Job(scenario.simulate, kinds)
+    plain = len(seeds) - (len(seeds) // STEERED if scenario.states else 0)
+    with Pool(jobs, initializer=logging.disable, initargs=(logging.CRITICAL,)) as pool:
+        report.take(pool.imap_unordered(job, ((seed, UNSTEERED) for seed in seeds[:plain]), chunksize=4))
+        goals = list(never_met(report.met, scenario.faults, scenario.states))
+        Random(seeds.start).shuffle(goals)  # or no run would ever come to the last ones
+        if goals and seeds[plain:]:
+            steered = zip(seeds[plain:], itertools.cycle(Steering(*goal) for goal in goals), strict=False)
+            report.take(pool.imap_unordered(job, steered, chunksize=1))
     took_s = time.monotonic() - began
-    for name in sorted(counts):
-        print(f"{counts[name]:>10}  {name}")
-    print("\n".join(["states that a fault never met:", *never_met(met, scenario.faults)]))
-    missing = [name for name in scenario.must_occur if not counts[name] and kinds.get("copies", 2) == 2]
-    print(
-        f"{len(seeds)} seeds in {took_s:.1f} s: {len(seeds) / took_s:.1f} seeds/s with {jobs} jobs, "
-        f"{steps / len(seeds):.0f} events and {acknowledged / len(seeds):.0f} acknowledged messages a seed, "
-        f"{delivered} messages delivered"
-    )
+    missing = [name for name in scenario.must_occur if not report.counts[name] and kinds.get("copies", 2) == 2]
+    _print(report, scenario, goals, took_s, jobs)
     if missing:
         print(f"never happened: {', '.join(missing)}", file=sys.stderr)
-    if failed:
-        print(f"FAILED seeds: {sorted(outcome.seed for outcome in failed)}", file=sys.stderr)
-    return bool(missing or failed)
+    if report.failed:
+        print("\n".join(["FAILED:", *sorted(report.failed)]), file=sys.stderr)
+    return bool(missing or report.failed)
 
 
-def print_outcome(outcome: Outcome) -> None:
-    print("\n".join(outcome.recent))
-    said = outcome.failure or "well"
-    print(f"seed {outcome.seed}: {said} (trace {outcome.hash:08x}, {outcome.steps} events)", flush=True)
+def _print(report: Report, scenario: Scenario, goals: list[tuple[str, str]], took_s: float, jobs: int) -> None:
+    for name in sorted(report.counts):
+        print(f"{report.counts[name]:>10}  {name}")
+    left = list(never_met(report.met, scenario.faults, scenario.states))
+    print("states that a fault never met:")
+    for fault, pairs in itertools.groupby(left, key=lambda pair: pair[0]):
+        print(f"{fault}: {', '.join(state for _, state in pairs)}")
+    print(
+        f"{report.seeds} seeds in {took_s:.1f} s: {report.seeds / took_s:.1f} seeds/s with {jobs} jobs, "
+        f"{report.steps / report.seeds:.0f} events and {report.acknowledged / report.seeds:.0f} acknowledged messages "
+        f"a seed, {report.delivered} messages delivered; {len(goals) - len(left)} of {len(goals)} pairs of fault and "
+        f"state that seeds may be steered to were met by those that were"
+    )
 
 
 if __name__ == "__main__":

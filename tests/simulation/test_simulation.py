@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from tests.simulation.coverage import STATES, Met
-from tests.simulation.run import MUST_OCCUR, of_mix
-from tests.simulation.world import Outcome, simulate
+from tests.simulation.outcome import Outcome, assert_well
+from tests.simulation.scenarios import SCENARIOS, kept_seeds, of_mix
+from tests.simulation.world import simulate
 
 SEEDS = range(10_001, 10_161)
 MOVES = range(10_001, 10_041)
@@ -34,13 +35,12 @@ def outcomes() -> list[Outcome]:
 
 def test_every_promise_is_kept_whatever_fails(outcomes: list[Outcome]) -> None:
     for outcome in outcomes:
-        events = "\n".join(outcome.recent)
-        assert not outcome.failure, f"{events}\nseed {outcome.seed}: {outcome.failure}"
+        assert_well(outcome)
 
 
 def test_every_kind_of_fault_occurs(outcomes: list[Outcome]) -> None:
     counts: Counter[str] = sum((outcome.counts for outcome in outcomes), Counter())
-    assert [name for name in MUST_OCCUR if not counts[name]] == []
+    assert [name for name in SCENARIOS["cores"].must_occur if not counts[name]] == []
 
 
 def test_the_seeds_do_enough_work_to_mean_something(outcomes: list[Outcome]) -> None:
@@ -53,8 +53,7 @@ def test_every_promise_is_kept_while_an_operator_moves_groups() -> None:
     counts: Counter[str] = Counter()
     for seed in MOVES:
         outcome = simulate(seed, moves=True)
-        events = "\n".join(outcome.recent)
-        assert not outcome.failure, f"{events}\nseed {outcome.seed}: {outcome.failure}"
+        assert_well(outcome)
         counts += outcome.counts
     assert min(counts[name] for name in ("move told", "move refused")) > 0
 
@@ -63,8 +62,7 @@ def test_every_promise_is_kept_while_the_metaserver_makes_slaves_masters() -> No
     counts: Counter[str] = Counter()
     for seed in FAILOVERS:
         outcome = simulate(seed, fails_over=True)
-        events = "\n".join(outcome.recent)
-        assert not outcome.failure, f"{events}\nseed {outcome.seed}: {outcome.failure}"
+        assert_well(outcome)
         counts += outcome.counts
     assert counts["failed over"] > 0
 
@@ -73,8 +71,7 @@ def test_every_promise_is_kept_with_three_copies() -> None:
     counts: Counter[str] = Counter()
     for seed in COPIES:
         outcome = simulate(seed, copies=3, min_copies=2 if seed % 4 else 3)
-        events = "\n".join(outcome.recent)
-        assert not outcome.failure, f"{events}\nseed {outcome.seed}: {outcome.failure}"
+        assert_well(outcome)
         counts += outcome.counts
     names = ("failed over", "swapped", "promised", "row raised", "cut_off_master", "batch acknowledged")
     names += ("put_back", "forgets_last_write", "flush_lies", "flip", "rotten_tail")
@@ -82,12 +79,9 @@ def test_every_promise_is_kept_with_three_copies() -> None:
 
 
 def test_seeds_that_found_something_find_it_no_more() -> None:
-    kept = (Path(__file__).parents[1] / "seeds" / "simulation.txt").read_text().splitlines()
-    seeds = [int(line.split()[0]) for line in kept if not line.startswith("#")]
-    for seed in seeds:
-        outcome = of_mix(seed)
-        events = "\n".join(outcome.recent)
-        assert not outcome.failure, f"{events}\nseed {outcome.seed}: {outcome.failure}"
+    seeds = kept_seeds("cores")
+    for seed, steering, _ in seeds:
+        assert_well(of_mix(seed, steering=steering))
     assert seeds
 
 

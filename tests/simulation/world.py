@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import traceback
-from collections import Counter
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -16,7 +14,6 @@ from qmq.log.segments import index_name, snapshot_name
 from qmq.remoting.packet import Packet
 from qmq.types import Role
 from tests.simulation.clients import Client, Consumer, Producer
-from tests.simulation.coverage import Met
 from tests.simulation.events import Events, Violation
 from tests.simulation.machine import Limits, Machine
 from tests.simulation.many_copies import ManyCopies, ManyNemesis
@@ -24,7 +21,9 @@ from tests.simulation.nemesis import Nemesis
 from tests.simulation.network import End, Network
 from tests.simulation.operator import Operator
 from tests.simulation.oracle import Oracle
+from tests.simulation.outcome import Outcome, failure_of
 from tests.simulation.registry import Metaserver
+from tests.simulation.steering import UNSTEERED, Steering
 from tests.simulation.watched_log import BesideLog, WatchedLog
 
 PEACE_S = 60
@@ -100,24 +99,8 @@ class Swarm:
         )
 
 
-@dataclass(frozen=True)
-class Outcome:
-    seed: int
-    hash: int
-    steps: int
-    acknowledged: int
-    delivered: int
-    counts: Counter[str]
-    met: Met
-    failure: str = ""
-    recent: tuple[str, ...] = ()
-
-
 class World:
     """Everything that belongs to one seed."""
-
-    favoured = ""
-    """The fault that half of the strikes are, if any."""
 
     def __init__(
         self,
@@ -127,10 +110,10 @@ class World:
         fails_over: bool = False,
         copies: int = 2,
         min_copies: int = 2,
-        favoured: str = "",
+        steering: Steering = UNSTEERED,
     ) -> None:
         self.events = Events(seed)
-        self.favoured = favoured
+        self.steering = steering
         self._moves, self._fails_over = moves, fails_over
         self.swarm = swarm = Swarm.draw(self.events.rng)
         self.oracle = Oracle(self.events)
@@ -310,28 +293,15 @@ def simulate(
     fails_over: bool = False,
     copies: int = 2,
     min_copies: int = 2,
-    favoured: str = "",
+    steering: Steering = UNSTEERED,
 ) -> Outcome:
     """Run one seed to its end; a failure is in the outcome. `moves`: with an operator who moves consumer groups;
-    `fails_over`: with a metaserver that makes the slave the master by itself, as it always does with more `copies`;
-    `favoured`: the fault that half of the strikes are."""
-    world = World(seed, moves=moves, fails_over=fails_over, copies=copies, min_copies=min_copies, favoured=favoured)
-    failure = ""
-    try:
-        world.run()
-    except Violation as error:
-        failure = str(error)
-    except Exception as error:  # the product must not raise anything it does not name
-        failure = f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-14)}"
-    events = world.events
-    return Outcome(
-        seed,
-        events.hash,
-        events.steps,
-        len(world.oracle.acked),
-        len(world.oracle.delivered),
-        events.counts,
-        events.met,
-        failure,
-        tuple(f"{at_us / 1000:10.2f}  {what}" for at_us, what in events.recent) if failure else (),
-    )
+    `fails_over`: with a metaserver that makes the slave the master by itself, as it always does with more `copies`."""
+    world = World(seed, moves=moves, fails_over=fails_over, copies=copies, min_copies=min_copies, steering=steering)
+    failure = failure_of(world.run)
+    return outcome_of(seed, world.events, len(world.oracle.acked), len(world.oracle.delivered), failure)
+
+
+def outcome_of(seed: int, events: Events, acknowledged: int, delivered: int, failure: str) -> Outcome:
+    recent = tuple(f"{at_us / 1000:10.2f}  {what}" for at_us, what in events.recent) if failure else ()
+    return Outcome(seed, events.hash, events.steps, acknowledged, delivered, events.counts, events.met, failure, recent)

@@ -1,0 +1,36 @@
+"""Known bugs of watchdogs, for `tests.simulation.bugs`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest import mock
+
+from qmq.watchdog.claims import ClaimName
+from qmq.watchdog.draining import Draining
+from tests.support.planting import Bug
+
+
+def _term_is_not_in_the_claim():
+    return [mock.patch.object(ClaimName, "of_term", lambda self, term: self)]
+
+
+def _doubt_is_dropped():
+    return [mock.patch.object(Draining, "_repeat_delay_ms", lambda self, claim: self._release(claim, "?") or 0)]
+
+
+def _sent_before_the_claim_is_stored():
+    real = Draining._compose
+
+    def compose(self, page, now_ms):
+        real(self, page, now_ms)
+        for text, claim in self._new.items():
+            self._claims[text] = replace(claim, rows=list(claim.rows))
+
+    return [mock.patch.object(Draining, "_compose", compose)]
+
+
+BUGS = [
+    Bug("a new leader does not put its term in the claim", _term_is_not_in_the_claim),
+    Bug("doubt is dropped", _doubt_is_dropped),
+    Bug("sent before the claim is stored", _sent_before_the_claim_is_stored),
+]

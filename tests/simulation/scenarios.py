@@ -1,0 +1,132 @@
+"""The scenarios of `python -m tests.simulation`: what runs a seed, what goes wrong in it, what must have happened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.delay_simulation import nemesis as delay_nemesis
+from tests.delay_simulation import planted as delay_planted
+from tests.delay_simulation import world as delay_world
+from tests.outbox import planted as outbox_planted
+from tests.outbox import world as outbox_world
+from tests.shell_simulation import nemesis as shell_nemesis
+from tests.shell_simulation import planted as shell_planted
+from tests.shell_simulation import world as shell_world
+from tests.simulation import nemesis, planted, world
+from tests.simulation.coverage import STATES
+from tests.simulation.many_copies import MANY_FAULTS
+from tests.simulation.outcome import Outcome
+from tests.simulation.steering import UNSTEERED, Steering
+from tests.support.planting import Bug
+
+SEEDS = Path(__file__).parents[1] / "seeds"
+
+
+class Scenario(NamedTuple):
+    """What the runner and the tests need to know of it."""
+
+    simulate: Callable[..., Outcome]
+    faults: Iterable[str]
+    must_occur: Sequence[str]
+    bugs: Sequence[Bug]
+    states: Sequence[str] = STATES
+    """Those which each fault should meet; a scenario without a way to see them has none."""
+    of_bugs: Mapping[str, Any] = {}
+    """In what kind of world planted bugs are looked for, unless they need another one."""
+
+
+def of_mix(seed: int, *, steering: Steering = UNSTEERED, **kinds: Any) -> Outcome:
+    """Two copies or three, as the fault that it is steered to needs, or as the seed has it."""
+    if steering.fault and steering.fault not in MANY_FAULTS:
+        kinds |= {"copies": 2, "min_copies": 2}
+    elif steering.fault and steering.fault not in nemesis.FAULTS:
+        kinds |= {"copies": 3}
+    elif "copies" not in kinds:
+        kinds |= world.copies_of(seed)
+    return world.simulate(seed, steering=steering, **kinds)
+
+
+SCENARIOS = {
+    "cores": Scenario(
+        of_mix,
+        (nemesis.FAULTS | MANY_FAULTS).keys(),
+        (
+            *nemesis.FAULTS,
+            "batch acknowledged",
+            "batch repeated",
+            "crash in recovery",
+            "crash within a commit",
+            "damage found in recovery",
+            "disk refused",
+            "flow control",
+            "given up",
+            "half-open connection",
+            "nacked",
+            "pulled from a master alone",
+            "recovery compared",
+            "repaired",
+            "role change",
+            "segment dropped",
+            "stale assignment",
+            "start without metaserver",
+            "swap prepared",
+            "swapped",
+            "torn tail",
+            "unsubscribe",
+        ),
+        planted.BUGS,
+        of_bugs={"copies": 2},
+    ),
+    "delay": Scenario(
+        delay_world.simulate,
+        delay_nemesis.FAULTS,
+        (
+            *delay_nemesis.FAULTS,
+            "batch acknowledged",
+            "batch known",
+            "crash in recovery",
+            "crash within a commit",
+            "disk refused",
+            "message refused later",
+            "outcome unknown",
+            "role change",
+            "schedule begins with its checkpoint",
+            "schedule compared",
+            "schedule made anew",
+            "segment dropped",
+            "sent by a master alone",
+            "swapped",
+            "told: cancelled",
+            "told: rescheduled",
+            "told: sent",
+        ),
+        delay_planted.BUGS,
+    ),
+    "outbox": Scenario(
+        outbox_world.simulate, outbox_world.MUST_OCCUR, outbox_world.MUST_OCCUR, outbox_planted.BUGS, states=()
+    ),
+    "shells": Scenario(
+        shell_world.simulate, shell_nemesis.FAULTS, shell_nemesis.MUST_OCCUR, shell_planted.BUGS, shell_world.STATES
+    ),
+}
+
+
+class Kept(NamedTuple):
+    """A seed that found something once."""
+
+    seed: int
+    steering: Steering
+    found: str
+
+
+def kept_seeds(scenario: str) -> list[Kept]:
+    """Read `tests/seeds`: lines `SEED [FAULT[@STATE]]  what it found`."""
+    kept = []
+    for line in (SEEDS / f"{scenario}.txt").read_text().splitlines():
+        if not line.startswith("#"):
+            name, found = line.split("  ", 1)
+            seed, _, steering = name.partition(" ")
+            kept.append(Kept(int(seed), Steering.parse(steering), found))
+    return kept

@@ -1,0 +1,81 @@
+"""Seeds go where they are steered to, and a seed that fails is made short."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tests.simulation.outcome import Outcome
+from tests.simulation.planted import BUGS
+from tests.simulation.run import main
+from tests.simulation.scenarios import SCENARIOS, kept_seeds
+from tests.simulation.shrink import shrink
+from tests.simulation.steering import Steering
+from tests.simulation.world import simulate
+from tests.support.planting import planted
+
+
+@pytest.mark.parametrize("text", ["", "kill", "put_back@SlaveState.RESTORING", "kill at a call@SessionState.RESTING"])
+def test_a_steering_is_read_as_it_is_written(text: str) -> None:
+    assert str(Steering.parse(text)) == text
+
+
+def test_a_steered_seed_strikes_where_it_is_steered_to() -> None:
+    wanted = "errs_once", "FollowerState.CATCHING_UP"
+    assert not simulate(1).met[wanted]
+    assert simulate(1, steering=Steering(*wanted)).met[wanted]
+
+
+def test_a_strike_that_is_skipped_does_not_happen() -> None:
+    every = frozenset(range(10_000))
+    assert simulate(1, steering=Steering("kill", skipped=every)).counts["kill"] == 0
+
+
+def failing(seed: int, *, steering: Steering) -> Outcome:
+    """Stands for a scenario: strikes 2 and 5 break a promise in six strikes; without one it takes 30."""
+    first = {2, 5}.isdisjoint(steering.skipped)
+    strikes = 6 if first else 30
+    return Outcome(seed, 0, 0, 0, 0, Counter(strike=strikes), failure="broken")
+
+
+def test_a_failing_seed_shrinks_to_the_strikes_that_it_needs() -> None:
+    outcome, strikes = shrink(failing, 1)
+    assert (outcome.counts["strike"], strikes) == (6, {2, 5})
+
+
+def test_a_seed_that_was_shrunk_fails_in_the_same_way_without_all_other_strikes() -> None:
+    (bug,) = [bug for bug in BUGS if bug.name == "a lost slave goes on counting"]
+    with planted(bug):
+        outcome, strikes = shrink(simulate, bug.first)
+        skipped = frozenset(range(1000)) - strikes
+        assert simulate(bug.first, steering=Steering(skipped=skipped)) == outcome
+    assert outcome.failure and strikes
+
+
+def test_a_seed_without_a_failure_needs_no_strike() -> None:
+    outcome, strikes = shrink(simulate, 1)
+    assert not outcome.failure and strikes == set()
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_names_of_a_scenarios_bugs_differ(scenario: str) -> None:
+    names = [bug.name for bug in SCENARIOS[scenario].bugs]
+    assert len(names) == len(set(names)) > 0
+    assert all(bug.favoured in ("", *SCENARIOS[scenario].faults) for bug in SCENARIOS[scenario].bugs)
+
+
+@pytest.mark.parametrize("scenario", ["cores", "shells"])
+def test_kept_seeds_can_be_read(scenario: str) -> None:
+    faults = SCENARIOS[scenario].faults
+    assert all(kept.found and kept.steering.fault in ("", *faults) for kept in kept_seeds(scenario))
+
+
+def test_the_runner_plants_a_bug_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--scenario", "outbox", "--bug", "doubt is dropped", "--seeds", "60"]) == 0
+    assert "watchdogs stored twice" in capsys.readouterr().out
+
+
+def test_the_runner_says_what_never_happened(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--scenario", "outbox", "--seeds", "1", "--jobs", "1"]) == 1
+    assert "never happened:" in capsys.readouterr().err
