@@ -14,11 +14,14 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from qmq.codec import encode_message, join_batch
+from qmq.delayserver.leftovers import Leftovers
+from qmq.delayserver.pending import PendingQueue
 from qmq.delayserver.schedule import Records, Schedule, id_hash
 from qmq.delayserver.wheel import Wheel
 from qmq.log.delays import Outcome, Place, encode_dispatch, encode_places, encode_settled
@@ -240,6 +243,75 @@ def campaign(folder: Path, messages: int) -> dict[str, float]:
     }
 
 
+class _Host:
+    """Reads when it is told to; the time that this takes is a thread's."""
+
+    def __init__(self) -> None:
+        self.jobs: list[tuple[Callable[[], Any], Callable[[Any], None]]] = []
+
+    def read(self, job: Callable[[], Any], done: Callable[[Any], None]) -> None:
+        self.jobs.append((job, done))
+
+    def pass_soon(self) -> None: ...
+
+
+class _Undecided:
+    """No frame decides about messages meanwhile."""
+
+    def not_named(self, records: Records) -> Records:
+        return records
+
+
+def leftovers(folder: Path, messages: int, most: int) -> dict[str, float]:
+    """Due messages of which `most` may be loaded: to cut the queue as they come due, and to read the others back as
+    500 at a time are sent."""
+    schedule, frames, host = opened(folder), Frames(BEGIN_MS, 60_000), _Host()
+    fill(schedule, frames, messages)
+    save(schedule)
+    wheel = Wheel()
+    while (piece := schedule.next_piece(BEGIN_MS + 1)) is not None:
+        wheel.add(schedule.handed(piece, piece.read()))
+    queue = PendingQueue(SUBJECT)
+    filing = SimpleNamespace(schedule=schedule)
+    left = Leftovers(cast(Any, filing), cast(Any, host), cast(Any, _Undecided()), most, lambda _: queue.count)
+    cutting, back, read = Stopwatch(), Stopwatch(), Stopwatch()
+
+    def put(records: Records) -> None:
+        if len(records := left.arrived(0, records)):
+            queue.put(records, (), lambda _: None)
+
+    def came_due(records: Records) -> None:
+        put(records)
+        left.make_room([(0, queue)])
+
+    while len(due := wheel.take(BEGIN_MS + 60_000, 65_536)):
+        cutting(came_due, due)
+    on_disk, sent = left.messages, 0
+
+    def go_on() -> Records:
+        return left.go_on(BEGIN_MS + 60_000, all_taken=True)
+
+    while queue.count or not left.is_empty:
+        if queue.count:
+            sent += len(queue.take(0, np.arange(min(500, len(queue.pieces[0].records)))))
+        left.ran_low(0, queue.count)
+        back(put, back(go_on))
+        while host.jobs:
+            job, done = host.jobs.pop()
+            back(done, read(job))
+    assert sent == messages, (sent, messages)
+    return {
+        "leftovers_on_disk": float(on_disk),
+        "cut_loop_ms": 1e3 * cutting.cpu_s,
+        "cut_longest_ms": 1e3 * cutting.longest_s,
+        "back_loop_ms": 1e3 * back.cpu_s,
+        "back_longest_ms": 1e3 * back.longest_s,
+        "back_reads": float(read.steps),
+        "back_read_thread_s": read.cpu_s,
+        "back_read_longest_s": read.longest_s,
+    }
+
+
 def _places(records: Records) -> list[Place]:
     return list(zip(records["number"].tolist(), records["due"].tolist(), strict=True))
 
@@ -249,7 +321,8 @@ def main() -> None:
     parser.add_argument("--messages", type=int, default=10_000_000, help="spread over 30 days")
     parser.add_argument("--hour", type=int, default=5_000_000, help="messages of one hour")
     parser.add_argument("--campaign", type=int, default=1_000_000, help="messages of one moment")
-    parser.add_argument("--only", default="", choices=("", "far", "hour", "campaign"))
+    parser.add_argument("--leftovers", type=int, default=1_000_000, help="messages due at once beyond what is loaded")
+    parser.add_argument("--only", default="", choices=("", "far", "hour", "campaign", "leftovers"))
     parser.add_argument("--folder", type=Path, default=None, help="where the files go; a temporary one by default")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(dir=options.folder))
@@ -261,6 +334,9 @@ def main() -> None:
             figures |= one_hour(folder / "hour", options.hour)
         if options.only in ("", "campaign"):
             figures |= campaign(folder / "campaign", options.campaign)
+        if options.only in ("", "leftovers"):
+            most = max(1, options.leftovers // 10)
+            figures |= leftovers(folder / "leftovers", options.leftovers + most, most)
     finally:
         shutil.rmtree(folder)
     print(json.dumps({name: round(value, 3) for name, value in figures.items()}, indent=2))
