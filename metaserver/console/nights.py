@@ -45,8 +45,8 @@ class Nights:
         if not self._folder.is_dir():
             raise FileNotFoundError(f"{self._folder} is no directory: has the audit run here, or is it mounted?")
         with self._lock:
-            found = self._refresh()
-            counted = [name for name in found if name == only or (not only and (there is None or name in there))]
+            found, known = self._refresh(), None if there is None else set(there)
+            counted = [name for name in found if name == only or (not only and (known is None or name in known))]
             status = [self._read[name].status for name in counted]
             status.sort(key=lambda row: (row["verdict"] == PROVEN, row["runMs"]))
             newest = sorted(status, key=lambda row: (-row["runMs"], row["group"]))[:RUNS_MAX]
