@@ -27,7 +27,8 @@ from qmq.server.running import Tasks
 from qmq.server.service import Service
 from tests.shell_simulation.loop import Killed, Process, current
 from tests.shell_simulation.stand_ins import GRPC_PORT, HTTP_PORT
-from tests.simulation.disk import SimulatedSystem
+from tests.simulation.medium import Medium
+from tests.simulation.system import SimulatedSystem
 
 if TYPE_CHECKING:
     from tests.shell_simulation.world import World
@@ -48,6 +49,8 @@ class MachineSystem(SimulatedSystem):
         self.kill_at: int | None = None
         self.kills = 0
         self.sync_s = 0.0001
+        self._had: list[bytes] = []
+        """What was in files of the log each time before the disk lost something."""
 
     def heal(self) -> None:
         super().heal()
@@ -71,8 +74,24 @@ class MachineSystem(SimulatedSystem):
 
     def has_durable(self, what: bytes) -> bool:
         """Whether some file of the log would have these bytes after a power cut."""
+        return any(what in durable for durable in self._durable_logs())
+
+    def _durable_logs(self) -> list[bytearray]:
         files = [file for path, file in self._durable.items() if path.startswith(f"{ROOT}/log/") and file]
-        return any(what in file.durable for file in reversed(files))
+        return [file.durable for file in reversed(files)]
+
+    def loses(self) -> None:
+        """Remember what is on the disk, or is said to be: it is about to lose some of it."""
+        self._had.extend(map(bytes, self._durable_logs()))
+
+    def has_lost(self, what: bytes) -> bool:
+        """Whether these bytes were on the disk before it lost something."""
+        return any(what in data for data in self._had)
+
+    def crash(self, rng: Random | None = None) -> None:
+        if self._lied:
+            self.loses()
+        super().crash(rng)
 
 
 class Machine:
@@ -158,6 +177,7 @@ class CopyMachine(Machine):
     def __init__(self, world: World, name: str, ip: str) -> None:
         super().__init__(world, name, ip)
         self.system = MachineSystem(Random(world.loop.rng.random()))
+        self.medium = Medium(self.system)
         self.message_log: MessageLog | None = None
         self.node: Node[Any] | None = None
         """Of the newest process, to look at."""
@@ -212,6 +232,17 @@ class CopyMachine(Machine):
         super().lose_power()
         self.system.crash(self.world.loop.rng)
         self.system.heal()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it runs, and has never been damaged or is whole again."""
+        return (
+            self.is_running
+            and self.message_log is not None
+            and self.message_log.damage is None
+            and not self.medium.flipped
+            and not self.system.is_lying
+        )
 
     def describe(self) -> str:
         message_log = self.message_log

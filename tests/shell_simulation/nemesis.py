@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,11 @@ class Nemesis:
         self._world, self._seed = world, seed
         self._rng = Random(f"{seed} nemesis")
         self._is_active = True
-        self._weights = world.steering.enabled(self._rng, FAULTS, {}, least=0.05)
+        faults = [name for name in FAULTS if not (world.is_plain and name in LOSSES)]
+        self._weights = world.steering.enabled(self._rng, faults, LOSSES, least=0.05)
+        dice = Random(f"{seed} victims")
+        self._victims = [dice.choice(copies) for copies in world.groups.values()]
+        """The one copy of each group whose disk loses what was fsynced: two lost disks are not covered."""
         self._again()
         if world.steering.state:
             self._look()
@@ -169,6 +174,57 @@ class Nemesis:
         system.fails_once_at = system.calls + self._rng.randint(1, 60)
         return True
 
+    def no_space(self) -> bool:
+        """Each call that needs space is refused."""
+        copy = self._copy()
+        copy.system.is_full = True
+        self._world.later(*LASTS_S, copy.system.heal)
+        return True
+
+    def flip(self) -> bool:
+        """One bit of one copy, whether a process uses it or not."""
+        victim = self._rng.choice(self._victims)
+        victim.system.loses()
+        log = victim.message_log if victim.is_running else None
+        return victim.medium.flip_some(self._rng, log.flushed_end if log is not None else None)
+
+    def bad_block(self) -> bool:
+        """A block of one copy cannot be read any more."""
+        victim = self._rng.choice(self._victims)
+        victim.system.loses()
+        return victim.medium.go_bad_somewhere(self._rng)
+
+    def flush_lies(self) -> bool:
+        """A disk says that data is on it that is not; then the power goes."""
+        victim = self._rng.choice(self._victims)
+        victim.system.is_lying = True
+        self._world.later(0.05, 5.0, partial(self._lose, victim, lambda: None))
+        return True
+
+    def put_back(self) -> bool:
+        """A machine comes back with the disk that it had some time ago."""
+        victim = self._rng.choice(self._victims)
+        image = victim.medium.image()
+        self._world.later(0.5, 15.0, partial(self._lose, victim, lambda: victim.medium.put_back(image)))
+        return True
+
+    def wipe(self) -> bool:
+        """A slave's disk is replaced by an empty one."""
+        victim = self._rng.choice(self._victims)
+        return victim.node is not None and victim.node.slave is not None and self._lose(victim, victim.medium.wipe)
+
+    def _lose(self, victim: CopyMachine, how: Callable[[], None]) -> bool:
+        """Unless it is the only one that has all, the copy loses power, and what its disk had."""
+        may = not victim.is_off and self._world.is_held_by_other(victim)
+        if may:
+            victim.system.loses()
+            victim.lose_power()
+            how()
+            self._world.counts["disk lost"] += 1
+            self._world.note(f"{victim.name} has another disk")
+        victim.system.is_lying = False
+        return may
+
     def clock(self) -> bool:
         steps = (-0.5, 0.5, 30.0, -30.0, 3.2e7, -3.2e7)
         self._any().step_clock(self._rng.choice(steps))
@@ -179,6 +235,22 @@ class Nemesis:
         self._world.loop.database = self._rng.choice(("refuses", "forgets", "hangs"))
         self._world.later(*LASTS_S, self._world.database_is_well)
         return True
+
+    def database_goes_back(self) -> bool:
+        """The metaservers end, and find the database as it was some time ago."""
+        self._world.back_up_database()
+        self._world.later(0.5, 15.0, self._world.restore_database)
+        return True
+
+    def failover(self) -> bool:
+        """A master dies, and an operator has a slave take its place."""
+        group, copies = self._rng.choice(list(self._world.groups.items()))
+        for copy in copies:
+            if copy.is_running and copy.process and copy.node is not None and copy.node.master is not None:
+                copy.process.kill()
+                self._world.later(0.0, 2.0, partial(self._world.operate, "Failover", brokerGroup=group))
+                return True
+        return False
 
     def swap(self) -> bool:
         self._world.operate("SwapRoles", brokerGroup=self._rng.choice(list(self._world.groups)))
@@ -199,16 +271,36 @@ FAULTS: dict[str, Callable[[Nemesis], bool]] = {
     "slow": Nemesis.slow,
     "slow disk": Nemesis.slow_disk,
     "disk fails": Nemesis.disk_fails,
+    "no space": Nemesis.no_space,
+    "flip": Nemesis.flip,
+    "bad block": Nemesis.bad_block,
+    "flush lies": Nemesis.flush_lies,
+    "put back": Nemesis.put_back,
+    "wipe": Nemesis.wipe,
     "clock": Nemesis.clock,
     "database": Nemesis.database,
+    "database goes back": Nemesis.database_goes_back,
+    "failover": Nemesis.failover,
     "swap": Nemesis.swap,
 }
+LOSSES = {
+    "no space": 0.5,
+    "flip": 0.3,
+    "bad block": 0.3,
+    "flush lies": 0.4,
+    "put back": 0.5,
+    "wipe": 0.3,
+    "database goes back": 0.3,
+    "failover": 1.0,
+}
+"""What a plain world does not have, by how often it strikes."""
 
 MUST_OCCUR = (
     *FAULTS,
     "SwapRoles DONE",
     "came again",
     "delayed",
+    "disk lost",
     "ended by its disk",
     "killed within a call",
     "not stored",

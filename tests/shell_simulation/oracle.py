@@ -36,6 +36,10 @@ class Oracle:
         self.keyed: dict[tuple[str, str], dict[str, tuple[str, str, int]]] = {}
         """(subject, order key) -> those of `acked` that have it."""
         self.done: set[str] = set()
+        self._stored: dict[str, str] = {}
+        """Message id -> the group whose log has it; of those that were not delayed."""
+        self._sent_on: set[str] = set()
+        """Delayed messages that a broker group has."""
         self._sent_after: dict[str, tuple[str, str, int] | None] = {}
         self._last_acked: dict[tuple[str, str], tuple[str, str, int]] = {}
 
@@ -75,7 +79,10 @@ class Oracle:
             self._last_acked[name, message.subject] = place
 
     def _check_disks(self, id: str, group: str) -> None:
-        disks = [copy.name for copy in self._world.groups[group] if copy.system.has_durable(id.encode())]
+        """A disk that has lost this since it was acknowledged had it then."""
+        what = id.encode()
+        systems = {copy.name: copy.system for copy in self._world.groups[group]}
+        disks = [name for name, system in systems.items() if system.has_durable(what) or system.has_lost(what)]
         if len(disks) < (self._world.swarm.min_copies if group == "g1" else 2):
             self._world.fail(f"I1: {id} is acknowledged by {group}, and on the disks of {disks}")
 
@@ -130,26 +137,34 @@ class Oracle:
             if self._world.machine(name).starts == life and self._world.machine(name).is_running
         }
 
-    def check_logs(self, logs: dict[str, MessageLog]) -> None:
+    def check_logs(self, group: str, logs: dict[str, MessageLog]) -> None:
         """At the end: each copy has each acknowledged message, once, where its receipt says; a delayed one somewhere.
 
         What a delay master without a slave sent, the next one may send again: delayed messages may be there twice.
         """
+        places: dict[str, tuple[str, int]] = {}
         for name, message_log in logs.items():
-            places: dict[str, tuple[str, int]] = {}
+            places = {}
             for subject in sorted(set(self.texts.values())):
                 for text, sequence in stored(message_log, subject):
-                    if text in places and text in self.delayed:
-                        self._world.counts["sent twice"] += 1
+                    if text in self.delayed:
+                        self._world.counts["sent twice"] += text in places
+                        self._sent_on.add(text)
                     elif text in places:
                         raise Violation(f"I18: {text} is stored twice at {name}: {places[text]}, {(subject, sequence)}")
                     places[text] = subject, sequence
-            for text, (subject, _, sequence) in self.acked.items():
-                if places.get(text) != (subject, sequence):
+            for text, elsewhere in self._stored.items():
+                if text in places and elsewhere != group:
+                    raise Violation(f"I18: {text} is stored in {elsewhere} and in {group}")
+            for text, (subject, where, sequence) in self.acked.items():
+                if where == group and places.get(text) != (subject, sequence):
                     found = places.get(text)
                     raise Violation(f"I1: {text} was acknowledged at {(subject, sequence)}; {name} has it at {found}")
-            if lost := self.kept - places.keys():
-                raise Violation(f"I11: {sorted(lost)[:5]} of {len(lost)} were acknowledged, and {name} lacks them")
+        self._stored |= dict.fromkeys(places.keys() - self.delayed.keys(), group)
+
+    def check_whole(self) -> None:
+        if lost := self.kept - self._sent_on:
+            raise Violation(f"I11: {sorted(lost)[:5]} of {len(lost)} were acknowledged, and no group has them")
 
 
 def stored(message_log: MessageLog, subject: str) -> list[tuple[str, int]]:

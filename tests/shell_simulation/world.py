@@ -8,11 +8,12 @@ import functools
 import gc
 import io
 import shutil
+import sqlite3
 import sys
 import tempfile
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,6 @@ from qmq.client.batch_life import BatchState
 from qmq.client.session_life import SessionState
 from qmq.log import RealDisk
 from qmq.metaserver.db.engine import open_database
-from qmq.rights import Caller, TokenRole
 from tests.shell_simulation.applications import ConsumerProgram, ProducerProgram
 from tests.shell_simulation.loop import current
 from tests.shell_simulation.machines import (
@@ -40,6 +40,7 @@ from tests.shell_simulation.machines import (
 )
 from tests.shell_simulation.nemesis import Nemesis
 from tests.shell_simulation.network import Network, NetworkLoop
+from tests.shell_simulation.operator import OPERATOR, Operator
 from tests.shell_simulation.oracle import Oracle
 from tests.shell_simulation.stand_ins import replaced
 from tests.simulation.coverage import STATES as STATES_OF_COPIES
@@ -52,7 +53,6 @@ PEACE_S = 90.0
 CATCH_UP_S = 180.0
 """How much longer a delay group may take whose due times fell behind: by a year, if two of three clocks did."""
 SLICE_S = 0.5
-OPERATOR = Caller("operator", TokenRole.CLUSTER)
 STATES = [
     *STATES_OF_COPIES,
     *(f"{type(state).__name__}.{state.name}" for kind in (SessionState, BatchState) for state in kind),
@@ -78,9 +78,11 @@ class Swarm:
     buffer_bytes: int
     delays: bool
     """Whether there is a delay group."""
+    second: bool
+    """Whether there is a second broker group, of two copies."""
 
     @staticmethod
-    def draw(rng: Random) -> Swarm:
+    def draw(rng: Random, *, second: bool) -> Swarm:
         copies = rng.choice((2, 2, 2, 3))
         return Swarm(
             copies=copies,
@@ -96,15 +98,16 @@ class Swarm:
             keys=rng.choice((0.0, 0.3)),
             buffer_bytes=rng.choice((1 << 10, 1 << 16)),
             delays=rng.random() < 0.5,
+            second=second,
         )
 
 
 class World:
     """Everything that belongs to one seed."""
 
-    def __init__(self, seed: int, folder: Path, steering: Steering) -> None:
+    def __init__(self, seed: int, folder: Path, steering: Steering, *, is_plain: bool) -> None:
         self.loop = NetworkLoop(seed)
-        self.seed, self.steering = seed, steering
+        self.seed, self.steering, self._folder, self.is_plain = seed, steering, folder, is_plain
         self.counts: Counter[str] = Counter()
         self.met: Met = Counter()
         self.recent: deque[str] = deque(maxlen=KEPT_EVENTS)
@@ -112,19 +115,19 @@ class World:
         self.failure = ""
         self.is_at_war, self.is_producing = True, True
         self.token = ""
-        self.swarm = Swarm.draw(self.loop.rng)
+        self.swarm = Swarm.draw(self.loop.rng, second=not is_plain and Random(f"{seed} groups").random() < 0.3)
         self.network = self.loop.network = Network(self.loop, self.note)
         self.network.buffer_bytes = self.swarm.buffer_bytes
         self.oracle = Oracle(self)
         self.metaservers = [
             MetaserverMachine(self, f"meta{i}", f"10.0.0.{i + 1}", folder) for i in range(self.swarm.metaservers)
         ]
-        self.brokers = [BrokerMachine(self, f"g1-{'abc'[i]}", f"10.0.1.{i + 1}") for i in range(self.swarm.copies)]
+        brokers = [BrokerMachine(self, f"g1-{'abc'[i]}", f"10.0.1.{i + 1}") for i in range(self.swarm.copies)]
+        others = [BrokerMachine(self, f"g2-{'ab'[i]}", f"10.0.5.{i + 1}") for i in range(2 * self.swarm.second)]
         self.delays = [DelayMachine(self, f"d1-{'ab'[i]}", f"10.0.4.{i + 1}") for i in range(2 * self.swarm.delays)]
-        self.copies: list[CopyMachine] = [*self.brokers, *self.delays]
-        self.groups: dict[str, list[CopyMachine]] = {"g1": list(self.brokers)}
-        if self.delays:
-            self.groups["d1"] = list(self.delays)
+        self.copies: list[CopyMachine] = [*brokers, *others, *self.delays]
+        groups: dict[str, Sequence[CopyMachine]] = {"g1": brokers, "g2": others, "d1": self.delays}
+        self.groups = {name: list(copies) for name, copies in groups.items() if copies}
         self.applications = [
             *(
                 Application(self, f"p{i}", f"10.0.2.{i + 1}", lambda me: ProducerProgram(self, me).run())
@@ -177,6 +180,13 @@ class World:
             *(f"{life.table.name}.{life.state.name}" for life in lives),
         ]
 
+    def is_held_by_other(self, copy: CopyMachine) -> bool:
+        """Whether another one has a whole log with everything that this one has."""
+        end = copy.message_log.flushed_end if copy.message_log is not None else 0
+        (copies,) = (copies for copies in self.groups.values() if copy in copies)
+        others = [other for other in copies if other is not copy and other.is_whole and not other.is_off]
+        return any(other.message_log is not None and other.message_log.flushed_end >= end for other in others)
+
     # The run.
 
     async def run(self) -> None:
@@ -217,8 +227,8 @@ class World:
         for metaserver in self.metaservers:
             metaserver.start()
             await metaserver.is_serving.wait()
-        for group, roles in (("g1", (0, 1, 1)), ("d1", (5, 6))):
-            for role, copy in zip(roles, self.groups.get(group, ()), strict=False):
+        for group, copies in self.groups.items():
+            for role, copy in zip((5, 6) if group == "d1" else (0, 1, 1), copies, strict=False):
                 place = {"hostname": copy.name, "ip": copy.ip, "servePort": SERVE_PORT, "syncPort": SYNC_PORT}
                 await self._act("AddBroker", brokerGroup=group, role=role, **place)
         if self.swarm.min_copies > 2:
@@ -254,6 +264,7 @@ class World:
 
     def _make_peace(self) -> None:
         self.note("peace")
+        Operator(self)
         self.is_at_war = self.is_producing = False
         self._heal()
 
@@ -271,13 +282,33 @@ class World:
     def database_is_well(self) -> None:
         self.loop.database = ""
 
+    @property
+    def _database(self) -> Path:
+        return self._folder / "metaserver.db"
+
+    @property
+    def _backup(self) -> Path:
+        return self._folder / "backup.db"
+
+    def back_up_database(self) -> None:
+        _copy_database(self._database, self._backup)
+
+    def restore_database(self) -> None:
+        for metaserver in self.metaservers:
+            if metaserver.process is not None:
+                metaserver.process.kill()
+        _copy_database(self._backup, self._database)
+
     def _is_well(self) -> bool:
         if not all(machine.is_running for machine in self.machines) or self.oracle.forgotten or self.oracle.missing:
             return False
         return all(map(_is_equal_and_writable, self.groups.values()))
 
     def _check_end(self) -> None:
-        self.oracle.check_logs({broker.name: broker.message_log for broker in self.brokers if broker.message_log})
+        for group, copies in self.groups.items():
+            if group != "d1":
+                self.oracle.check_logs(group, {copy.name: copy.message_log for copy in copies if copy.message_log})
+        self.oracle.check_whole()
 
     def describe(self) -> str:
         oracle = self.oracle
@@ -297,6 +328,15 @@ def _is_equal_and_writable(copies: list[CopyMachine]) -> bool:
     return len(ends) == 1 and any(copy.is_writable for copy in copies)
 
 
+def _copy_database(source: Path, target: Path) -> None:
+    """As a tool does that knows SQLite: while others have it open."""
+    with (
+        contextlib.closing(sqlite3.connect(source)) as read,
+        contextlib.closing(sqlite3.connect(target)) as written,
+    ):
+        read.backup(written)
+
+
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """What is collected of processes that were killed complains about it."""
@@ -309,11 +349,12 @@ def _quiet() -> Iterator[None]:
         sys.unraisablehook = hook
 
 
-def simulate(seed: int, *, steering: Steering = UNSTEERED) -> Outcome:
-    """Run one seed to its end; a failure is in the outcome."""
+def simulate(seed: int, *, steering: Steering = UNSTEERED, is_plain: bool = False) -> Outcome:
+    """Run one seed to its end; a failure is in the outcome. `is_plain`: one broker group, whose disks and database keep
+    what they have."""
     folder = Path(tempfile.mkdtemp(prefix="qmq-simulation-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
     (folder / "metaserver.db").write_bytes(_empty_database())
-    world = World(seed, folder, steering)
+    world = World(seed, folder, steering, is_plain=is_plain)
     _freeze()
     try:
         with _quiet():

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from qmq.errors import CorruptFrame
-from qmq.log.disk import BLOCK_BYTES
 from qmq.types import Role
 from tests.simulation.coverage import states_of
-from tests.simulation.disk import SimulatedDisk
+from tests.simulation.medium import Medium
 from tests.simulation.registry import META
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ class Nemesis:
         self._weights = world.steering.enabled(self._rng, self.faults(), WEIGHTS, least=0.02)
         self.victim = self._rng.choice(world.machines)
         """The only machine whose disk loses what was fsynced: two lost disks are not covered."""
-        self._image: SimulatedDisk | None = None
+        self._image: Medium | None = None
         self._image_of = ""
         self._again()
         if world.steering.state:
@@ -125,13 +124,7 @@ class Nemesis:
 
     def bad_block(self) -> bool:
         """A block of one copy cannot be read any more."""
-        disk = self.victim.disk
-        files = [name for name in disk.log_files() if disk.file_bytes(name)]
-        if not files:
-            return False
-        name = self._rng.choice(files)
-        disk.go_bad(name, self._rng.randrange(-(-disk.file_bytes(name) // BLOCK_BYTES)))
-        return True
+        return self.victim.disk.go_bad_somewhere(self._rng)
 
     def disk_full(self) -> bool:
         process = self._machine().process
@@ -230,24 +223,8 @@ class Nemesis:
 
     def flip(self) -> bool:
         """One bit of one copy, whether a process uses it or not."""
-        disk = self.victim.disk
-        files = [name for name in disk.log_files() if disk.file_bytes(name)]
-        if not files:
-            return False
-        name = self._rng.choice(files)
-        size = disk.file_bytes(name)
-        if name.endswith(".log"):
-            base = int(name[4:24])
-            process = self.victim.process
-            size = min(size, max((process.log.flushed_end if process else base + size) - base, 0))
-            if size and self._rng.random() < 0.3:
-                low = max(size - 200, 0)
-                disk.flip(name, 8 * self._rng.randrange(low, size) + self._rng.randrange(8))
-                return True
-        if not size:
-            return False
-        disk.flip(name, self._rng.randrange(8 * size))
-        return True
+        process = self.victim.process
+        return self.victim.disk.flip_some(self._rng, process.log.flushed_end if process else None)
 
     def flip_while_down(self) -> bool:
         self.victim.die("power, and its disk rots", power=True)

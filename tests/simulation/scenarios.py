@@ -108,7 +108,12 @@ SCENARIOS = {
         outbox_world.simulate, outbox_world.MUST_OCCUR, outbox_world.MUST_OCCUR, outbox_planted.BUGS, states=()
     ),
     "shells": Scenario(
-        shell_world.simulate, shell_nemesis.FAULTS, shell_nemesis.MUST_OCCUR, shell_planted.BUGS, shell_world.STATES
+        shell_world.simulate,
+        shell_nemesis.FAULTS,
+        shell_nemesis.MUST_OCCUR,
+        shell_planted.BUGS,
+        shell_world.STATES,
+        of_bugs={"is_plain": True},
     ),
 }
 
