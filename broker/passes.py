@@ -10,9 +10,9 @@ from typing import TypeAlias
 
 from qmq.broker.consume import Subscription
 
-PASS_BYTES = 4 << 20
-"""What a pass may deliver: 2 to 5 ms of work."""
-TRY_BYTES = 16 << 10
+PASS_BYTES = 1 << 20
+"""What a pass may deliver. With four times as much, a group beside a large backlog waited half as long again."""
+TRY_BYTES = 4 << 10
 """What looking for something counts for, found or not: 256 looks are a pass."""
 DELIVERY_BYTES = 48 << 10
 """What a delivery counts for besides its bytes: frame of progress, answer, bookkeeping."""
