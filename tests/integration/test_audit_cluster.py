@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ import pytest
 from qmq.types import Epoch
 from tests.support.ports import free_ports
 from tests.support.spark import QUICK, submit_arguments
+from tests.support.waiting import until
 from tests.unit.audit.logs import LogWriter
 from tests.unit.audit.test_walk import flip
 
@@ -70,10 +70,7 @@ def running(log: Path, *arguments: str, **more: str) -> Iterator[None]:
 
 def wait_for(log: Path, text: str, times: int = 1) -> None:
     """Wait until a process has said so. It has no other way to tell that it is ready."""
-    deadline = time.monotonic() + START_S
-    while log.read_text(errors="replace").count(text) < times:
-        assert time.monotonic() < deadline, log.read_text(errors="replace")[-2000:]
-        time.sleep(0.1)
+    until(lambda: log.read_text(errors="replace").count(text) >= times, f"{log} says {text}", START_S)
 
 
 class Cluster(NamedTuple):

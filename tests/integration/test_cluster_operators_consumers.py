@@ -105,7 +105,7 @@ def test_connected_consumer_gets_what_the_new_position_says(cluster, subject, ho
                 first = await take(puller, COUNT if holds == "everything acked" else 4)
                 await puller.flush()
                 if holds == "a full buffer":
-                    await until_async(lambda: progress(cluster, subject)[0].position > 8)
+                    await asyncio.to_thread(until, lambda: progress(cluster, subject)[0].position > 8)
                 changed = await asyncio.to_thread(reset, cluster, subject, "sequence", 10)
                 again = []
                 while not again or again[-1] != COUNT - 1:
@@ -127,11 +127,6 @@ async def take(puller, count):
         got += messages
         await puller.ack(messages)
     return got
-
-
-async def until_async(condition):
-    while not await asyncio.to_thread(condition):
-        await asyncio.sleep(0.05)
 
 
 def test_group_is_moved_to_a_time_and_that_survives_a_swap_and_kills(cluster, subject):
