@@ -58,6 +58,7 @@ class DelayProcess(Process):
         world, limits = self.world, self.world.swarm.limits
         self.is_alive = True
         self.performing = self.seen_master = None
+        self.heard_points = []
         self.seen_high = 0
         self.alone_end = 0
         """Up to here it wrote without a slave, or had one that was lost: plans before this may go without it."""

@@ -27,8 +27,8 @@ class BadBlocks:
         os.pread, os.pwritev, os.ftruncate = self.pread, self.pwritev, self.ftruncate
 
     def pread(self, fd: int, size: int, offset: int) -> bytes:
-        size = min(size, max(os.fstat(fd).st_size - offset, 0))
-        met = [block for block in self._of(fd) if block * BLOCK < offset + size and offset < (block + 1) * BLOCK]
+        end = min(offset + size, os.fstat(fd).st_size)  # 0 of a file of the kernel, which is read all the same
+        met = [block for block in self._of(fd) if block * BLOCK < end and offset < (block + 1) * BLOCK]
         if met and met[0] * BLOCK <= offset:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return self._pread(fd, met[0] * BLOCK - offset if met else size, offset)
