@@ -94,6 +94,7 @@ def a_service():
         guarded=lambda call: call(),
         has_lost=has_lost,
         tell_once=lambda peer, error: None,
+        now_ms=lambda: 0,
     )
 
 
