@@ -143,7 +143,7 @@ async def rounds(world, upkeep, monkeypatch, *, second_s):
 
     for name in ("write", "read", "probe"):
         counted(name)
-    monkeypatch.setattr(module, "until_next_second", lambda now_s: second_s)
+    monkeypatch.setattr(module, "until_next_second", lambda now_s, every_s: second_s)
     following = asyncio.create_task(upkeep._follow())
     await enough.wait()
     following.cancel()
