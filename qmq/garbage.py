@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import mmap
 import time
-from pathlib import Path
 
+from qmq import memory
 from qmq.ticking import until_next_second
 
 YOUNG_S = 0.1
@@ -65,10 +64,9 @@ def _full_is_due() -> tuple[float, int]:
 def memory_bytes() -> int:
     """Return how much memory this process has for itself, without what it shares with files; 0: nobody can tell."""
     try:
-        _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
+        return memory.used_bytes()
     except OSError:
         return 0
-    return (int(resident) - int(shared)) * mmap.PAGESIZE
 
 
 def _pause_s() -> float:

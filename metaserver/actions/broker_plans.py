@@ -155,16 +155,17 @@ def set_copies(group: Group, min_copies: int | None, sync_mode: str, *, reported
         change = roles.set_copies(group, min_copies) if min_copies is not None else None
     except OperatorError as refusal:
         return refused(str(refusal))
-    mode, copies = sync_mode or group.sync_mode, {"brokerGroup": group.name, "copies": len(group.brokers)}
-    before = {**copies, "minCopies": group.min_copies, "syncMode": group.sync_mode}
-    data = {**copies, "minCopies": min_copies or group.min_copies, "syncMode": mode}
-    changes: tuple[Change, ...] = (SetGroupState(group.name, sync_mode=mode),) if mode != group.sync_mode else ()
+    mode = sync_mode or group.sync_mode
+    copies = {"brokerGroup": group.name, "copies": len(group.brokers), "minCopies": min_copies or group.min_copies}
+    data = {**copies, "syncMode": mode}
     if change is None:
-        return Plan(changes, groups=frozenset({group.name}), before=before, after=data, data=data)
-    plan = _role_plan(replace(change, above=reported), data=data)
+        plan = Plan((), groups=frozenset({group.name}), before=copies, after=copies, data=data)
+    else:
+        plan = _role_plan(replace(change, above=reported), data=data)
+    of_mode = (SetGroupState(group.name, sync_mode=mode),) if mode != group.sync_mode else ()
     return replace(
         plan,
-        changes=(*plan.changes, *changes),
+        changes=(*plan.changes, *of_mode),
         before={**plan.before, "syncMode": group.sync_mode},
         after={**plan.after, "syncMode": mode},
     )

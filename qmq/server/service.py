@@ -18,6 +18,7 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from qmq import memory
 from qmq.errors import (
     AccessError,
     BrokenInvariant,
@@ -37,7 +38,6 @@ from qmq.replication.master import Master, Promotion
 from qmq.replication.node import Node
 from qmq.replication.retention import Keeper
 from qmq.replication.settings import CopySettings
-from qmq.server import memory
 from qmq.server.acceptor import SYNC_PACKET_BYTES_MAX, Acceptor
 from qmq.server.access import Access
 from qmq.server.overload import ConnectionState, DiskWatch, LimitsReached, MemoryAlarm, Shares

@@ -18,7 +18,7 @@ import pytest
 
 from qmq.types import Epoch
 from tests.support.ports import free_ports
-from tests.support.spark import QUICK, submit_arguments
+from tests.support.spark import QUICK, run_job, submit_arguments
 from tests.support.waiting import until
 from tests.unit.audit.logs import LogWriter
 from tests.unit.audit.test_walk import flip
@@ -165,16 +165,8 @@ def test_what_spark_submit_says_is_not_overridden(cluster: Cluster, tmp_path: Pa
         command += ["--conf", f"{name}={value}"]
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "SPARK_HOME")}
     environment |= {"PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1"}
-    job = subprocess.run(
-        [*command, str(script), str(tmp_path / "master")],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=JOB_S,
-    )
-    assert job.returncode == 0, job.stdout + job.stderr
-    assert json.loads(job.stdout.splitlines()[-1]) == [cluster.url, "7", 400]
+    command += [str(script), str(tmp_path / "master")]
+    assert run_job(command, tmp_path, environment, timeout_s=JOB_S) == [cluster.url, "7", 400]
     assert len(cluster.executors() - before) == 2, "both workers took part"
 
 
@@ -212,16 +204,9 @@ def test_executors_run_in_an_environment_that_was_sent_to_them(cluster: Cluster,
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "SPARK_HOME")}
     environment |= {"PYSPARK_DRIVER_PYTHON": sys.executable, "PYSPARK_PYTHON": "./env/bin/python"}
     environment |= {"SPARK_LOCAL_IP": "127.0.0.1"}
-    job = subprocess.run(
-        [*command, str(script), str(tmp_path / "master")],
-        cwd=tmp_path,  # where `env` is: what Spark plans on the driver's machine is run by that path, too
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=JOB_S,
-    )
-    assert job.returncode == 0, job.stdout + job.stderr
-    prefixes, messages = json.loads(job.stdout.splitlines()[-1])
+    # `env` is in `tmp_path`: what Spark plans on the driver's machine is run by that path, too.
+    command += [str(script), str(tmp_path / "master")]
+    prefixes, messages = run_job(command, tmp_path, environment, timeout_s=JOB_S)
     folders = {Path(prefix) for prefix in prefixes}
     assert messages == 400 and len(folders) == 2, "one for each executor"
     assert all(path.name == "env" and path.is_relative_to(cluster.work.resolve()) for path in folders), folders

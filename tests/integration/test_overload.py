@@ -13,10 +13,10 @@ import pytest
 
 import qmq
 from qmq.errors import ErrorCode
+from qmq.memory import ram_bytes
 from qmq.remoting import commands
 from qmq.remoting.commands import Command, Pull
 from qmq.remoting.packet import PacketReader
-from qmq.server.memory import ram_bytes
 from qmq.server.overload import SHARED_BYTES
 from tests.integration.cluster_world import (
     WAIT_S,

@@ -3,9 +3,7 @@ not have: without it, nothing here runs."""
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +12,7 @@ import pytest
 
 from tests.integration.test_audit_cluster import JOB_S, ROOT, environment_archive, running, wait_for, write
 from tests.support.ports import free_ports
+from tests.support.spark import run_job
 
 pytest.importorskip("grpc_status", reason="needs pyspark[connect]")
 
@@ -51,15 +50,7 @@ def test_tables_are_read_by_a_client_of_spark_connect(server: str, tmp_path: Pat
     script = tmp_path / "client.py"
     script.write_text(CLIENT)
     environment = {name: value for name, value in os.environ.items() if name not in ("SPARK_HOME", "SPARK_REMOTE")}
-    job = subprocess.run(
-        [sys.executable, str(script), str(ROOT), server, str(tmp_path / "master")],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=JOB_S,
-    )
-    assert job.returncode == 0, job.stdout + job.stderr
-    module, some, frames = json.loads(job.stdout.splitlines()[-1])
+    command = [sys.executable, str(script), str(ROOT), server, str(tmp_path / "master")]
+    module, some, frames = run_job(command, tmp_path, environment, timeout_s=JOB_S)
     assert module.startswith("pyspark.sql.connect")
     assert (some, frames) == (list(range(390, 400)), len(good.frames))

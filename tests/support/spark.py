@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 from pyspark.sql import SparkSession
 
@@ -20,6 +24,13 @@ QUICK = {
 def submit_arguments(confs: Mapping[str, str] = QUICK) -> str:
     """Return PYSPARK_SUBMIT_ARGS for a job that is a process of its own."""
     return " ".join(f"--conf {name}={value}" for name, value in confs.items()) + " pyspark-shell"
+
+
+def run_job(command: Sequence[str], folder: Path, environment: Mapping[str, str], *, timeout_s: float) -> Any:
+    """Run a job as a process of its own, in `folder`; return what its last line says, as JSON."""
+    job = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout_s)
+    assert job.returncode == 0, job.stdout + job.stderr
+    return json.loads(job.stdout.splitlines()[-1])
 
 
 @contextmanager
