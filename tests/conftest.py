@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 
 import hypothesis
 import pytest
@@ -11,6 +12,7 @@ from hypothesis.internal.conjecture import providers
 
 from qmq import logs
 from tests.support.effort import examples
+from tests.support.zygote import ReadyPopen
 
 pytest_plugins = ["tests.support.databases", "tests.support.failures"]
 
@@ -54,6 +56,9 @@ for name in [name for name in os.environ if name.lower() in ("http_proxy", "http
 # A shell makes commands in the background deaf to Ctrl-C, and whom they start: tests of Ctrl-C would wait for nothing.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+subprocess.Popen = ReadyPopen  # type: ignore[misc]
 
 
 @pytest.fixture(autouse=True)

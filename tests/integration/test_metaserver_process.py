@@ -56,6 +56,7 @@ def add(process, hostname="a", role=0):
 
 def test_the_installed_grpc_knows_the_engine_that_the_metaserver_chooses(tmp_path, monkeypatch):
     monkeypatch.delenv("GRPC_EXPERIMENTS", raising=False)
+    monkeypatch.setenv("GRPC_VERBOSITY", "error")  # its default; who has another environment imports grpc itself
     assert "experiment" not in said(tmp_path).lower()
     monkeypatch.setenv("GRPC_EXPERIMENTS", "-no_such_engine")
     assert "no_such_engine" in said(tmp_path), "gRPC says when it does not know one, and the operator's choice counts"
