@@ -22,6 +22,8 @@ TAIL_CUT = f"{FOLDER}/tail-cut"
 """Exists while bytes at the log's end were cut off, or all of it was set aside, that may have been acknowledged, and
 this copy has not yet had everything that the other one has."""
 CHUNK_BYTES = 4 << 20
+SEARCH_BYTES, HEADER_BYTES_MAX = 4096, 65536
+"""Read first where a frame is looked for: mostly one begins right there. / More than any header has."""
 
 
 @lru_cache  # each commit asks for it twice
@@ -95,14 +97,15 @@ def read_chunk(disk: Disk, bases: list[int], begin: int, end: int, bytes_max: in
 def next_frame(disk: Disk, bases: list[int], begin: int) -> int | None:
     """Return the offset of the first valid header at or after `begin`, over all segments; None if nothing follows."""
     for base in bases[max(bisect_right(bases, begin) - 1, 0) :]:
-        at, size = max(begin, base), disk.used(log_name(base))
-        while at < base + size:
-            data = disk.read(log_name(base), at - base, CHUNK_BYTES + 65536)
+        at, end, size = max(begin, base), base + disk.used(log_name(base)), SEARCH_BYTES
+        while at < end:
+            data = disk.read(log_name(base), at - base, size)
             if (found := find_frame(data, at)) is not None:
                 return at + found
-            if len(data) < CHUNK_BYTES + 65536:
+            if len(data) < size:
                 break
-            at += CHUNK_BYTES
+            at += max(0, size - HEADER_BYTES_MAX)  # a header may begin at the end of what was read
+            size = min(4 * size, CHUNK_BYTES + HEADER_BYTES_MAX)
     return None
 
 

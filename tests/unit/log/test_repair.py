@@ -149,6 +149,27 @@ def test_a_frame_is_found_behind_more_than_is_read_at_once(monkeypatch):
     assert segments.next_frame(copy.disk, [0], behind.offset + 8) is None
 
 
+@pytest.mark.parametrize(("size", "bytes_max"), [(100, 4096), (20_000, 10 * 20_000)])
+def test_to_find_a_frame_little_more_is_read_than_lies_before_it(monkeypatch, size, bytes_max):
+    """Who reads single frames asks for each by where it begins; behind damage, the next one is near."""
+    copy = Copy(segment_bytes=8 << 20)
+    copy.begin_epoch()
+    frames = [copy.messages("m", size=size) for _ in range(100)]
+    copy.flush()
+    sizes, read = [], copy.disk.read
+
+    def counted(*args):
+        data = read(*args)
+        sizes.append(len(data))
+        return data
+
+    monkeypatch.setattr(copy.disk, "read", counted)
+    assert segments.next_frame(copy.disk, [0], frames[0].offset) == frames[0].offset
+    assert sum(sizes) <= 4096
+    assert segments.next_frame(copy.disk, [0], frames[0].offset + 8) == frames[1].offset
+    assert sum(sizes) <= 4096 + bytes_max
+
+
 @pytest.mark.parametrize(("behind", "is_known"), [(-1, False), (0, False), (1, True)])
 def test_damage_below_a_known_high_watermark_may_have_been_acknowledged(behind, is_known):
     """Exactly at it is not below it: what begins there was never safe."""
