@@ -730,12 +730,14 @@ class DamagedRange(_message.Message):
     def __init__(self, begin: _Optional[int] = ..., end: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class ReadLogRequest(_message.Message):
-    __slots__ = ("begin", "end")
+    __slots__ = ("begin", "end", "for_repair")
     BEGIN_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
+    FOR_REPAIR_FIELD_NUMBER: _ClassVar[int]
     begin: int
     end: int
-    def __init__(self, begin: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
+    for_repair: bool
+    def __init__(self, begin: _Optional[int] = ..., end: _Optional[int] = ..., for_repair: _Optional[bool] = ...) -> None: ...
 
 class ReadDerivedRequest(_message.Message):
     __slots__ = ("base", "index_only")

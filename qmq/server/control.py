@@ -41,7 +41,7 @@ class CopyControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generate
     def __init__(self, service: Service[M], settings: CopySettings, samples: Samples) -> None:
         self._service, self._settings, self._samples = service, settings, samples
         self._loop = asyncio.get_running_loop()
-        self._pace = Pace(settings.read_log_bytes_per_s)
+        self._pace, self._repairs_pace = Pace(settings.read_log_bytes_per_s), Pace(settings.catch_up_bytes_per_s)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Put what is served on `server`."""
@@ -143,12 +143,13 @@ class CopyControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generate
         """Stream frames as they are stored. Bytes that are damaged are sent as they are too: the reader names them.
         Closed segments are read from the files of their names, whatever files are open.
 
-        All who read share `read_log_bytes_per_s`.
+        All who read share `read_log_bytes_per_s`, but for copies that are being repaired: their group waits for them.
 
         PERMISSION_DENIED: the token is limited to some subjects, and these are frames of all.
         """
         await _require_all_subjects(context)
         message_log, positions, me = self._service.node.log, self._service.reader_positions, object()
+        pace = self._repairs_pace if request.for_repair else self._pace
         end = min(request.end, message_log.flushed_end)
         at = await asyncio.to_thread(self._first_frame, request.begin)
         positions[me] = request.begin
@@ -159,7 +160,7 @@ class CopyControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generate
                 if not data:  # its file is gone, or it was cut meanwhile
                     at = await asyncio.to_thread(message_log.next_frame, at + 8)
                     continue
-                await asyncio.sleep(self._pace.wait_s(len(data), self._loop.time()))
+                await asyncio.sleep(pace.wait_s(len(data), self._loop.time()))
                 yield pb.LogChunk(offset=at, data=data)
                 at += len(data)
         finally:

@@ -24,8 +24,7 @@ from qmq.ticking import until_next_second
 log = logging.getLogger(__name__)
 
 SILENT_S = 60.0
-"""A copy that sends no frames for so long is asked anew. Not how long all may take: a segment that is gone is a GiB,
-and audits read at the same rate (`read_log_bytes_per_s`)."""
+"""A copy that sends no frames for so long is asked anew. Not how long all may take: a segment that is gone is a GiB."""
 
 Metadata = tuple[tuple[str, str], ...]
 
@@ -82,7 +81,7 @@ async def _describe(peer: Address, metadata: Metadata) -> Any | None:
 async def _fetch(peer: Address, metadata: Metadata, begin: int, end: int) -> tuple[int, bytes]:
     """Return the frames that begin in [begin, end), and where the first one does; `end` if there are none."""
     async with _channel(peer) as channel:
-        request, loop = pb.ReadLogRequest(begin=begin, end=end), asyncio.get_running_loop()
+        request, loop = pb.ReadLogRequest(begin=begin, end=end, for_repair=True), asyncio.get_running_loop()
         chunks: list[pb.LogChunk] = []
         try:
             async with asyncio.timeout(SILENT_S) as silence:

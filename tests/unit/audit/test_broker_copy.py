@@ -57,7 +57,7 @@ def broker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[st
     found: list[tuple[str, Served]] = []
 
     async def serve() -> None:
-        settings: Any = SimpleNamespace(read_log_bytes_per_s=1 << 40)
+        settings: Any = SimpleNamespace(read_log_bytes_per_s=1 << 40, catch_up_bytes_per_s=1 << 40)
         served, server = Served(service, settings, SimpleNamespace()), grpc.aio.server()  # type: ignore[arg-type]
         served.add_to(server)
         found.append((f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}", served))
@@ -119,3 +119,29 @@ def test_segments_of_another_time_are_passed_over_by_their_first_frames(
     assert [row["sequence"] for row in found] == list(range(100))
     first, second, *_ = bases(tmp_path)
     assert served.sent < served.end / 2
+
+
+async def _repair_behind_an_audit(data: Path, timeout_s: float) -> tuple[int, int]:
+    """Read a log for a repair, while an audit has used up its share of minutes; return what each got."""
+    disk = RealDisk(data)
+    message_log = MessageLog(disk, segment_bytes=1 << 30, tail_bytes=0)
+    service = SimpleNamespace(node=SimpleNamespace(group="g1", log=message_log), reader_positions={})
+    settings = SimpleNamespace(read_log_bytes_per_s=16, catch_up_bytes_per_s=1 << 40)
+    served = CopyControl[Any](service, settings, SimpleNamespace())  # type: ignore[arg-type]
+    audit = served.ReadLog(pb.ReadLogRequest(end=message_log.end), None)
+    first = len((await anext(audit)).data)
+    got = 0
+    async with asyncio.timeout(timeout_s):
+        async for chunk in served.ReadLog(pb.ReadLogRequest(end=message_log.end, for_repair=True), None):
+            got += len(chunk.data)
+    await audit.aclose()  # type: ignore[attr-defined]
+    disk.close()
+    return first, message_log.end - got
+
+
+def test_a_copy_that_is_repaired_does_not_wait_for_audits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its group has a master less meanwhile, or takes no messages."""
+    monkeypatch.setattr(control, "caller", lambda: SimpleNamespace(scope=SimpleNamespace(all_subjects=True)))
+    write(tmp_path)
+    first, missing = asyncio.run(_repair_behind_an_audit(tmp_path, timeout_s=30))
+    assert first > 16 * 60 and missing == 0

@@ -46,7 +46,7 @@ class World:
         monkeypatch.setattr(control, "state_message", lambda service, settings: pb.BrokerState())
 
         async def run():
-            served = CopyControl(self, SimpleNamespace(read_log_bytes_per_s=1_024), None)
+            served = CopyControl(self, SimpleNamespace(read_log_bytes_per_s=1_024, catch_up_bytes_per_s=1_024), None)
             await getattr(served, name)(order, None)
 
         asyncio.run(run())
