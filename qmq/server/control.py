@@ -27,7 +27,7 @@ from qmq.server.tokens import CONTROL_ROLES
 
 log = logging.getLogger(__name__)
 
-CHUNK_BYTES = 2 << 20
+CHUNK_BYTES = 512 << 10
 CONNECTIONS_MAX = 1_000
 """Of a control port: metaservers, the other copies, audits and tools."""
 POLL_S = 0.005
