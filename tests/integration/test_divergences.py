@@ -13,7 +13,8 @@ from pyspark.sql import SparkSession
 
 from qmq.audit.copies import PathCopy, place_options
 from qmq.audit.group import Group, Options, Result, audit_group, audit_groups
-from tests.support.spark import local_spark
+from qmq.ledger import Ledger
+from tests.support.spark import actions, local_spark
 from tests.unit.audit.beside import WRONG, bases_of
 from tests.unit.audit.divergences import RIGHT_BUT_OTHER, TWO_SIDED, Expected, Plant, frame_of
 from tests.unit.audit.forged import A, B, forged, write_world
@@ -164,13 +165,24 @@ Cases = dict[Callable[[Path], Any], tuple[Any, Result]]
 
 
 @pytest.fixture(scope="module")
-def cases(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Cases:
-    """What was planted, and what the audit says, of groups that are audited in one run: one comparison is planned."""
+def run(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> tuple[Cases, int]:
+    """What was planted, and what the audit says, of groups that are audited in one run; and its actions."""
     root = tmp_path_factory.mktemp("on one copy")
     planted = {plant: plant(root / plant.__name__) for plant in ON_ONE_COPY}
     groups = [Group(plant.__name__, places_of(root / plant.__name__)) for plant in ON_ONE_COPY]
-    results = audit_groups(spark, groups, Options(piece_bytes=PIECE_BYTES))
-    return {plant: (planted[plant], result) for plant, result in zip(ON_ONE_COPY, results)}
+    before = actions(spark)
+    results = audit_groups(spark, groups, Options(piece_bytes=PIECE_BYTES, ledger=Ledger(root / "ledger")))
+    return {plant: (planted[plant], one) for plant, one in zip(ON_ONE_COPY, results)}, actions(spark) - before
+
+
+@pytest.fixture(scope="module")
+def cases(run: tuple[Cases, int]) -> Cases:
+    return run[0]
+
+
+def test_all_groups_whose_copies_differ_take_two_actions(run: tuple[Cases, int]) -> None:
+    """One reads and judges them all, one compares what differs, frame by frame."""
+    assert run[1] == 2
 
 
 def test_four_that_are_other_on_one_copy_are_found(cases: Cases) -> None:

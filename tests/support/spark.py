@@ -43,3 +43,9 @@ def local_spark(name: str) -> Iterator[SparkSession]:
         yield session
     finally:
         session.stop()
+
+
+def actions(session: SparkSession) -> int:
+    """Return how many actions a session has run: each is one execution of a plan, whatever jobs Spark makes of it."""
+    session.sparkContext._jsc.sc().listenerBus().waitUntilEmpty()
+    return int(session._jsparkSession.sharedState().statusStore().executionsCount())
