@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from qmq.log.memory_disk import MemoryDisk
-from qmq.log.segments import log_name
+from qmq.log.segments import log_name, segment_bases
 from tests.simulation.medium import Medium
 from tests.simulation.system import SimulatedSystem
 
@@ -16,6 +16,14 @@ class SimulatedDisk(Medium, MemoryDisk):
     def __init__(self, rng: Random) -> None:
         MemoryDisk.__init__(self, SimulatedSystem(rng))
         self.flipped = []
+        self._bases: list[int] = []
+        self._bases_at = -1
+
+    def bases(self) -> list[int]:
+        """Return the segments that are there. After each commit somebody asks; few change a name."""
+        if self._bases_at != self.system.namings:
+            self._bases_at, self._bases = self.system.namings, segment_bases(self)
+        return self._bases
 
     def durable(self, bases: list[int], begin: int, end: int) -> bytes:
         """Return bytes `[begin, end)` of the log that would survive a power cut."""

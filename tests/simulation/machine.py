@@ -31,7 +31,7 @@ from qmq.log import Commit
 from qmq.log.fold import State, apply
 from qmq.log.frame import decode_frames
 from qmq.log.recovery import recover
-from qmq.log.segments import read_raw, segment_bases
+from qmq.log.segments import read_raw
 from qmq.remoting.commands import Command, decode_produced
 from qmq.remoting.packet import Packet
 from qmq.replication.assignment import Assignment
@@ -125,7 +125,7 @@ class Machine:
         raise AssertionError("a connection belongs to a process")
 
     def bases(self) -> list[int]:
-        return segment_bases(self.disk)
+        return self.disk.bases()
 
     def has_frame(self, offset: int, chain: int) -> bool:
         """Whether its log holds this frame; while it is down, what its disk has of it."""

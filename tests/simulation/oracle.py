@@ -255,9 +255,7 @@ class Oracle:
         self._check_disks(log, max(self.committed.end, log.start), high)
         at = self.committed.end
         while at < high and (data := log.frame_bytes.get(at)) is not None:
-            frame = log.frame_at(at)
-            assert frame is not None
-            self._committed_frames[at] = frame.chain
+            self._committed_frames[at] = log.chains[at + len(data)]
             at += len(data)
         self.committed = Committed(high, chain, epoch)
 
@@ -412,7 +410,9 @@ class Oracle:
             raise Violation(f"I22: {group}'s dead letter of {subject} {sequence} is another message, {identity}")
 
     def _check_messages(self, stored: dict[tuple[str, int], str], log: WatchedLog) -> None:
-        kept = {subject: min(sequence for name, sequence in stored if name == subject) for subject, _ in stored}
+        kept: dict[str, int] = {}
+        for subject, sequence in stored:
+            kept[subject] = min(sequence, kept.get(subject, sequence))
         seen: dict[str, tuple[str, int]] = {}
         for place, identity in stored.items():
             if seen.setdefault(identity, place) != place:

@@ -33,8 +33,18 @@ class SimulatedSystem(MemorySystem):
         """What of a file is on the disk in truth."""
         self.forgot_synced = False
         """Whether the last crash took what an fsync was said to have kept."""
+        self.namings = 0
+        """How often a name came to mean something else."""
         self.bad: dict[Inode, set[int]] = {}
         """Blocks of a file that cannot be read."""
+
+    def copy_from(self, other: MemorySystem) -> None:
+        super().copy_from(other)
+        self.namings += 1
+
+    def _rename(self, *change: tuple[str, Inode | None | bool]) -> None:
+        super()._rename(*change)
+        self.namings += 1
 
     def heal(self) -> None:
         super().heal()
@@ -136,5 +146,6 @@ class SimulatedSystem(MemorySystem):
             file.durable, file.durable_size = bytearray(durable), size
         self._lied.clear()
         super().crash(rng)
+        self.namings += 1
         for file, blocks in self.bad.items():
             blocks.intersection_update(range(-(-len(file.data) // BLOCK_BYTES)))
