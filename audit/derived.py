@@ -112,18 +112,17 @@ def _check(copy: Segments, bases: Sequence[int], is_first: bool, known: list[_Fo
     if is_first and bases[0] == 0:
         state: State | None = State()
     else:
-        state = _state_of(start, bases[0])
-    if state is None:
-        if not is_first and not _is_of_other_version(start):
+        state, problem = _read(start, bases[0])
+        if state is None and not is_first and not _is_of_other_version(start):
             return  # who began before comes by here
-        if (problem := _damage(start, bases[0])) is not None:
+        if problem is not None:
             yield problem
     since = bases[0]
     for begin, end in pairwise(bases):
         after = copy.derived(end)
         if beside == after == NOTHING:
             return  # so it is of all segments of a broker that does not send them: the whole log would be folded here
-        found = _state_of(after.snapshot, end)
+        found, problem = _read(after.snapshot, end)
         folded = next((one for one in known if _is_same(one, start, begin, end, found)), None)
         if folded is None:
             try:
@@ -133,7 +132,7 @@ def _check(copy: Segments, bases: Sequence[int], is_first: bool, known: list[_Fo
             folded = _Folded(start, begin, end, index, state)
             known.append(folded)
         yield from _of_index(beside.index, folded)
-        if (problem := _damage(after.snapshot, end)) is not None:
+        if problem is not None:
             yield problem
         if found is not None and folded.state is not None and (fields := _different(found, folded.state)):
             text = f"it says something else of {fields} than the log from the snapshot at {since} on"
@@ -204,25 +203,15 @@ def _is_of_other_version(snapshot: bytes) -> bool:
     return bool(snapshot) and not is_current_snapshot(snapshot)
 
 
-def _state_of(snapshot: bytes, base: int) -> State | None:
-    """Return the state that a broker of this version would start from; None: there is none."""
+def _read(snapshot: bytes, base: int) -> tuple[State | None, Wrong | None]:
+    """Return the state that a broker of this version would start from, None if there is none; and what is damaged."""
     if not snapshot or _is_of_other_version(snapshot):
-        return None
+        return None, None
     try:
         state = decode_snapshot(snapshot)
-    except _DAMAGE:
-        return None
-    return state if state.end == base else None
-
-
-def _damage(snapshot: bytes, base: int) -> Wrong | None:
-    if not snapshot or _is_of_other_version(snapshot):
-        return None
-    try:
-        decode_snapshot(snapshot)
     except _DAMAGE as error:
-        return Wrong(Kind.SNAPSHOT, base, str(error))
-    return None
+        return None, Wrong(Kind.SNAPSHOT, base, str(error))
+    return state if state.end == base else None, None
 
 
 def _different(found: State, due: State) -> str:
