@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from random import Random
 
 from qmq.log.memory_disk import MemoryDisk
@@ -28,7 +29,8 @@ class SimulatedDisk(Medium, MemoryDisk):
     def durable(self, bases: list[int], begin: int, end: int) -> bytes:
         """Return bytes `[begin, end)` of the log that would survive a power cut."""
         parts = []
-        for i, base in enumerate(bases):
+        for i in range(max(bisect_right(bases, begin) - 1, 0), bisect_left(bases, end)):
+            base = bases[i]
             stop = bases[i + 1] if i + 1 < len(bases) else end
             first, last = max(begin, base), min(end, stop)
             if first < last:

@@ -44,8 +44,9 @@ class Events:
         return self._hash
 
     def after(self, ms: float, call: Call) -> None:
-        self._asked += 1
-        heapq.heappush(self._queue, (self.now_us + max(int(ms * 1000), 0), self._asked, call))
+        self._asked = asked = self._asked + 1
+        us = int(ms * 1000)
+        heapq.heappush(self._queue, (self.now_us + us if us > 0 else self.now_us, asked, call))
 
     def between(self, low_ms: float, high_ms: float, call: Call) -> None:
         self.after(low_ms + (high_ms - low_ms) * self.rng.random(), call)
@@ -63,14 +64,13 @@ class Events:
 
     def run_until(self, end_us: int, done: Callable[[], bool] | None = None) -> bool:
         """Let time go by; return whether `done` came true (it is asked every 50 ms of virtual time)."""
-        next_look = self.now_us
-        while self._queue and self._queue[0][0] <= end_us:
-            at_us = self._queue[0][0]
-            if done is not None and at_us >= next_look:
+        queue, next_look = self._queue, self.now_us if done is not None else end_us + 1
+        while queue and (at_us := queue[0][0]) <= end_us:
+            if at_us >= next_look and done is not None:
                 next_look = at_us + 50_000
                 if done():
                     return True
-            at_us, _, call = heapq.heappop(self._queue)
+            _, _, call = heapq.heappop(queue)
             self.now_us = at_us
             self.steps += 1
             call()
