@@ -24,9 +24,9 @@ def frame_offsets(copy: Copy, base: int) -> list[int]:
     return sorted(ref.offset for ref in refs if ref.offset >= base)
 
 
-def damage(copy: Copy, offset: int) -> None:
+def damage(copy: Copy, offset: int, at: int = 120) -> None:
     base = max(base for base in copy.log.bases if base <= offset)
-    copy.disk.flip(f"log/{base:020d}.log", 8 * (offset - base + 120))
+    copy.disk.flip(f"log/{base:020d}.log", 8 * (offset - base + at))
 
 
 def others(copy: Copy, begin: int, end: int) -> bytes:
@@ -100,6 +100,25 @@ def test_frames_that_do_not_join_are_refused_and_nothing_changes(at_run_time):
         with pytest.raises((Diverged, CorruptFrame)):
             copy.log.repair(wrong)
     assert copy.image() == image and copy.log.damage == found
+
+
+def test_frames_of_another_history_are_refused_that_end_within_the_damage():
+    """Nothing behind them tells: what tells is the chain before."""
+    copy, other, stranger = a_copy(), a_copy(), Copy(MemoryDisk(), tail_bytes=0)
+    stranger.begin_epoch()
+    stranger.fill(60, name="n")
+    first, second, third = frame_offsets(copy, 0)[20:23]
+    assert frame_offsets(stranger, 0) == frame_offsets(copy, 0)
+    damage(copy, first)
+    damage(copy, second, at=8)  # its header: no frame begins there
+    copy.log.damaged_at(CorruptFrame(first, "test"))
+    image, found = copy.image(), copy.log.damage
+    assert found[:2] == (first, third)
+    with pytest.raises(Diverged):
+        copy.log.repair(others(stranger, first, second))
+    assert copy.image() == image and copy.log.damage == found
+    copy.log.repair(others(other, first, second))
+    assert copy.log.damage[:2] == (second, third)
 
 
 def test_last_frame_is_mended_too_when_a_reader_meets_its_damage():

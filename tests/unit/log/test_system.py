@@ -78,6 +78,19 @@ def test_file_that_is_moved_has_one_of_its_names(luck):
 
 
 @pytest.mark.parametrize("luck", LUCK)
+@pytest.mark.parametrize("name", ["log/new", "made/just/new"])
+def test_name_of_a_file_that_was_created_stays(name, luck):
+    def create(disk: MemoryDisk) -> None:
+        disk.create(name, 5)
+
+    for call in each_call(create):
+        disk = MemoryDisk()
+        disk.put("log/old", b"old")
+        if crashed(disk, call, create, luck):
+            assert disk.has(name) and disk.read(name, 0, 9) == bytes(5)
+
+
+@pytest.mark.parametrize("luck", LUCK)
 def test_file_that_was_removed_cut_or_created_stays_so(luck):
     works = {
         "removed": (lambda disk: disk.remove("log/old"), b""),
