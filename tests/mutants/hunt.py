@@ -1,9 +1,8 @@
 """Shell. Plants one mutant after the other in a process of its own, and runs what might notice it.
 
-One process imports everything and collects the tests once. The first run of all tests, and of some seeds of the
-simulator, tells which lines each of them executes, and how long it takes. For a mutant the process forks; the child
-replaces the function's code, and runs the tests that execute the changed lines, the quick ones first, and then the
-simulator, the seeds that come there first, until something fails.
+One process imports everything and collects the tests once. For a mutant it forks; the child replaces the function's
+code, and runs the tests that execute the changed lines (reach.py), the quick ones first, and then the simulator, the
+seeds that come there first, until something fails.
 """
 
 from __future__ import annotations
@@ -11,26 +10,22 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import pickle
 import resource
 import signal
 import sys
-import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
-from types import CodeType, FrameType, FunctionType
-from typing import Any
+from functools import partial
+from itertools import groupby
 
 import pytest
 
 from tests.mutants.operators import Mutant
+from tests.mutants.reach import ROOT, Functions, Line, Reach, in_child, key_of, live_functions
 
-ROOT = Path(__file__).parents[2]
 TESTS_S_MAX = 15
 """So much CPU the tests of one mutant take together: the slow ones that are left find less than the simulator does."""
 TEST_S_MAX = 5
@@ -42,10 +37,6 @@ SEEDS_WATCHED = 40
 """A line that none of these seeds reaches is looked for in no other."""
 BYTES_MAX = 8 << 30
 """Address space of a child: a mutant may loop and fill the machine's memory."""
-Key = tuple[str, str, int]
-"""(real path, qualified name, first line) of a function"""
-Line = tuple[str, int]
-"""(real path, number)"""
 Lines = dict[Line, list[tuple[float, int]]]
 """Line -> (seconds of CPU, which) of the tests that execute it: their places among the collected; or of the seeds."""
 
@@ -62,42 +53,70 @@ class Catch:
 
 @dataclass(slots=True)
 class Hunter:
-    """A pytest plugin: what it collected is run for each mutant. `catches` is filled by `pytest.main`."""
+    """A pytest plugin: what it collected is run for each mutant. `noted` hears of each that was judged."""
 
     mutants: list[Mutant]
     seeds: int
     jobs: int
+    reach: Reach
     noted: Callable[[Catch], None]
-    _tests: Lines = field(default_factory=dict)
-    _seeds: Lines = field(default_factory=dict)
+    _tests: Lines = field(default_factory=lambda: defaultdict(list))
+    _seeds: Lines = field(default_factory=lambda: defaultdict(list))
+    _named: dict[str, Callable[[], bool]] = field(default_factory=dict)
+    _passed: set[str] = field(default_factory=set)
+    """Tests and seeds that were seen to pass on the product as it is: only these can call a mutant caught."""
     _simulate: Callable[[int], bool] = lambda seed: False
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        from tests.simulation.scenarios import of_mix  # not before pytest has begun: it rewrites what it imports first
+        if self.seeds:
+            from tests.simulation.scenarios import of_mix  # not before pytest begins: it rewrites what it imports first
 
-        self._simulate = lambda seed: bool(of_mix(seed, **_kinds(seed)).failure)
-        functions = _live_functions()
+            self._simulate = lambda seed: bool(of_mix(seed, **_kinds(seed)).failure)
+        functions = live_functions()
         gc.collect()
         gc.freeze()  # what is collected in a child would be copied
-        watched = _watched_lines(self.mutants)
-        self._tests.update(_in_child(lambda: _lines_of_tests(session.items, watched)))
-        self._seeds.update(_in_child(lambda: _lines_of_seeds(self._simulate, min(self.seeds, SEEDS_WATCHED), watched)))
+        self._learn(session.items, functions)
         print(f"\n{len(session.items)} tests, {len(self.mutants)} mutants", flush=True)
-        for mutant, by, took_s in self._all(session, functions):
+        for mutant, by, took_s in self._all(session.items, functions):
             self.noted(Catch(mutant, by, took_s))
             print(f"{took_s:6.1f} s  {by[:70] or 'SURVIVES':<70}  {mutant.line} {mutant.name}", flush=True)
         return True
 
-    def _all(
-        self, session: pytest.Session, functions: dict[Key, list[FunctionType]]
-    ) -> Iterator[tuple[Mutant, str, float]]:
+    def _learn(self, items: list[pytest.Item], functions: Functions) -> None:
+        """Fill in which lines each test executes, and some of the seeds."""
+        self.reach.load()
+        self._named = {item.nodeid: partial(_failure, item, None) for item in items}
+        self._named |= {f"seed {seed}": partial(self._simulate, seed) for seed in range(1, self.seeds + 1)}
+        places = {item.nodeid: place for place, item in enumerate(items)}
+        for file, group in groupby(items, key=lambda item: item.path):
+            self._note(
+                self._tests,
+                str(file.relative_to(ROOT)),
+                {item.nodeid: places[item.nodeid] for item in group},
+                functions,
+            )
+        for seed in range(1, min(self.seeds, SEEDS_WATCHED) + 1):
+            self._note(self._seeds, "tests/simulation/scenarios.py", {f"seed {seed}": seed}, functions)
+
+    def _note(self, lines: Lines, file: str, places: dict[str, int], functions: Functions) -> None:
+        """What fails without a mutant would call every one caught: it takes no part."""
+        runs, was_known = self.reach.of(file, [(name, self._named[name]) for name in places], functions)
+        for run in runs:
+            if run.failed:
+                print(f"takes no part, it fails without a mutant: {run.name}", flush=True)
+            elif run.name in places:
+                self._passed |= set() if was_known else {run.name}
+                for line in run.lines:
+                    lines[line].append((run.took_s, places[run.name]))
+
+    def _all(self, items: list[pytest.Item], functions: Functions) -> Iterator[tuple[Mutant, str, float]]:
         running: dict[int, tuple[Mutant, int, float]] = {}
         waiting = list(reversed(self.mutants))
         while waiting or running:
             while waiting and len(running) < self.jobs:
                 mutant = waiting.pop()
-                pid, pipe = self._start(session.items, mutant, functions)
+                pid, pipe = self._start(items, mutant, functions)
                 running[pid] = (mutant, pipe, time.monotonic())
             pid, status = os.wait()
             mutant, pipe, began = running.pop(pid)
@@ -105,11 +124,23 @@ class Hunter:
                 by = answer.read().decode()
             if os.WIFSIGNALED(status) and not by:
                 by = f"ended by signal {os.WTERMSIG(status)}"
-            yield mutant, by, time.monotonic() - began
+            if self._passes(by):
+                yield mutant, by, time.monotonic() - began
+            else:
+                waiting.append(mutant)
 
-    def _start(
-        self, items: list[pytest.Item], mutant: Mutant, functions: dict[Key, list[FunctionType]]
-    ) -> tuple[int, int]:
+    def _passes(self, by: str) -> bool:
+        """Whether who caught a mutant is green without it. What was learnt of it may be of another day."""
+        if by not in self._named or by in self._passed:
+            return True
+        if in_child(self._named[by]):
+            print(f"takes no part, it fails without a mutant: {by}", flush=True)
+            del self._named[by]
+            return False
+        self._passed.add(by)
+        return True
+
+    def _start(self, items: list[pytest.Item], mutant: Mutant, functions: Functions) -> tuple[int, int]:
         """Fork a child for the mutant; return its process id and where its answer can be read."""
         reader, writer = os.pipe()
         sys.stdout.flush()
@@ -119,7 +150,7 @@ class Hunter:
         by = "fails while it is planted"
         try:
             resource.setrlimit(resource.RLIMIT_AS, (BYTES_MAX, BYTES_MAX))
-            made = functions.get(_key(mutant.original), [])
+            made = functions.get(key_of(mutant.original), [])
             for function in made:
                 function.__code__ = mutant.code
             by = self._caught_by(items, mutant) if made else ""
@@ -135,6 +166,8 @@ class Hunter:
             spent_s += took_s
             if spent_s > TESTS_S_MAX:
                 break
+            if items[place].nodeid not in self._named:
+                continue
             with _alarm(max(TEST_S_MAX, 20 * took_s)) as late:
                 failed = _failure(items[place], None)
             if failed or late:
@@ -142,7 +175,7 @@ class Hunter:
         logging.disable(logging.CRITICAL)
         first = [seed for _, seed in _reaching(mutant, self._seeds)]
         rest = [seed for seed in range(1, self.seeds + 1) if seed not in first] if first else []
-        for seed in [*first, *rest]:
+        for seed in (seed for seed in [*first, *rest] if f"seed {seed}" in self._named):
             with _alarm(SEED_S_MAX):
                 if self._simulate(seed):
                     return f"seed {seed}"
@@ -151,8 +184,7 @@ class Hunter:
 
 def _reaching(mutant: Mutant, lines: Lines) -> list[tuple[float, int]]:
     """Return what executes the mutant's lines, the quick ones first."""
-    path = _real(mutant.original.co_filename)
-    return sorted({one for line in mutant.lines for one in lines.get((path, line), ())})
+    return sorted({one for line in mutant.lines for one in lines.get((mutant.path, line), ())})
 
 
 def _kinds(seed: int) -> dict[str, bool]:
@@ -160,35 +192,6 @@ def _kinds(seed: int) -> dict[str, bool]:
     `make simulate`. CI has them so, too."""
     kinds = {"moves": seed % 5 == 0, "fails_over": seed % 10 == 1}
     return {**kinds, "copies": 2} if any(kinds.values()) else {}
-
-
-def _lines_of_tests(items: list[pytest.Item], watched: dict[str, set[int]]) -> Lines:
-    """Run all tests as they are. One that fails would call every mutant caught: it takes no part."""
-    lines: Lines = defaultdict(list)
-    for place, item in enumerate(items):
-        began = time.process_time()
-        with _lines_noted(watched) as executed:
-            failed = _failure(item, items[place + 1] if place + 1 < len(items) else None)
-        if failed:
-            print(f"takes no part, it fails without a mutant: {item.nodeid}", flush=True)
-            continue
-        for line in executed:
-            lines[line].append((time.process_time() - began, place))
-    return dict(lines)
-
-
-def _lines_of_seeds(simulate: Callable[[int], bool], seeds: int, watched: dict[str, set[int]]) -> Lines:
-    logging.disable(logging.CRITICAL)
-    lines: Lines = defaultdict(list)
-    for seed in range(1, seeds + 1):
-        began = time.process_time()
-        with _lines_noted(watched) as executed:
-            failed = simulate(seed)
-        if failed:
-            raise SystemExit(f"seed {seed} fails without a mutant")
-        for line in executed:
-            lines[line].append((time.process_time() - began, seed))
-    return dict(lines)
 
 
 def _failure(item: pytest.Item, following: pytest.Item | None) -> bool:
@@ -234,86 +237,8 @@ def _alarm(cpu_s: float) -> Iterator[list[bool]]:
             signal.setitimer(timer, 0)
 
 
-def _watched_lines(mutants: list[Mutant]) -> dict[str, set[int]]:
-    """Return, by real path, all lines of the functions that are changed."""
-    watched: dict[str, set[int]] = defaultdict(set)
-    for mutant in mutants:
-        path = _real(mutant.original.co_filename)
-        watched[path].update(_lines_in(mutant.original))
-    return watched
-
-
-def _lines_in(code: CodeType) -> Iterator[int]:
-    """Yield the lines of a function, and of those inside it."""
-    yield code.co_firstlineno
-    yield from (line for _, _, line in code.co_lines() if line is not None)
-    for const in code.co_consts:
-        if isinstance(const, CodeType):
-            yield from _lines_in(const)
-
-
-@contextmanager
-def _lines_noted(watched: dict[str, set[int]]) -> Iterator[set[Line]]:
-    """Collect which of the watched lines are executed meanwhile, on any thread."""
-    executed: set[Line] = set()
-
-    def called(frame: FrameType, event: str, _: object) -> Any:
-        code = frame.f_code
-        return line if code.co_firstlineno in watched.get(_real(code.co_filename), ()) else None
-
-    def line(frame: FrameType, event: str, _: object) -> Any:
-        executed.add((_real(frame.f_code.co_filename), frame.f_lineno))
-        return line
-
-    threading.settrace(called)
-    sys.settrace(called)
-    try:
-        yield executed
-    finally:
-        sys.settrace(None)
-        threading.settrace(None)  # type: ignore[arg-type]
-
-
-def _live_functions() -> dict[Key, list[FunctionType]]:
-    """Return all functions of the product that exist; decorated and copied ones are found as well as named ones."""
-    found: dict[Key, list[FunctionType]] = defaultdict(list)
-    for thing in gc.get_objects():
-        if type(thing) is FunctionType and thing.__code__.co_filename.startswith(str(ROOT)):
-            found[_key(thing.__code__)].append(thing)
-    return found
-
-
-@cache
-def _real(path: str) -> str:
-    """The folders of the repo are imported by way of links: their files have two names."""
-    return os.path.realpath(path)
-
-
-def _key(code: CodeType) -> Key:
-    return _real(code.co_filename), code.co_qualname, code.co_firstlineno
-
-
-def _in_child(work: Any) -> Any:
-    """Return what `work` returns in a fork: it leaves nothing behind here."""
-    reader, writer = os.pipe()
-    sys.stdout.flush()
-    if pid := os.fork():
-        os.close(writer)
-        with os.fdopen(reader, "rb") as answer:
-            data = answer.read()
-        os.waitpid(pid, 0)
-        return pickle.loads(data)
-    try:
-        with os.fdopen(writer, "wb") as answer:
-            pickle.dump(work(), answer)
-    finally:
-        sys.stdout.flush()
-        os._exit(0)
-
-
-def hunt(mutants: Iterable[Mutant], tests: list[str], *, seeds: int, jobs: int, noted: Callable[[Catch], None]) -> None:
-    """Tell, for each mutant, who caught it: one of `tests`, or one of the first `seeds` seeds."""
-    hunter = Hunter(list(mutants), seeds, jobs, noted)
+def hunt(hunter: Hunter, tests: list[str]) -> None:
+    """Tell the hunter's `noted`, for each mutant, who caught it: one of `tests`, or one of the seeds."""
     quiet = ["-o", "addopts=", "-p", "no:cacheprovider", "-p", "no:terminal", "--hypothesis-profile=no shrinking"]
     quiet += ["-o", "timeout=0"]  # it would take the alarm clock
     code = pytest.main([*quiet, *tests], plugins=[hunter])

@@ -60,13 +60,13 @@ def mutants(root: Path, path: str) -> Iterator[Mutant]:
     """Yield all mutants of the module `path`, which is relative to `root`, in the order of its lines."""
     place = root / path
     tree = ast.parse(place.read_bytes())
-    for function, module in _functions(tree):
-        original = _compiled(module, function, place)
+    for function, module in functions_of(tree):
+        original = compiled(module, function, place)
         spans = _spans(function)
         seen: dict[str, int] = {}
         for node, change, edit in _edits(function):
             undo = edit()
-            code = _compiled(module, function, place)
+            code = compiled(module, function, place)
             undo()
             if code.co_freevars != original.co_freevars or _same(code, original):
                 continue
@@ -76,7 +76,7 @@ def mutants(root: Path, path: str) -> Iterator[Mutant]:
             yield Mutant(path, original.co_qualname, numbered, line, _span(spans, line), code, original)
 
 
-def _functions(tree: ast.Module) -> Iterator[tuple[Function, ast.Module]]:
+def functions_of(tree: ast.Module) -> Iterator[tuple[Function, ast.Module]]:
     """Yield each outermost function, with a module in which it stands alone in its classes."""
     future = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
 
@@ -93,7 +93,7 @@ def _functions(tree: ast.Module) -> Iterator[tuple[Function, ast.Module]]:
     yield from walk(tree.body, [])
 
 
-def _compiled(module: ast.Module, function: Function, place: Path) -> CodeType:
+def compiled(module: ast.Module, function: Function, place: Path) -> CodeType:
     found = compile(module, str(place), "exec", dont_inherit=True)
     while found.co_name != function.name:
         found = next(const for const in reversed(found.co_consts) if isinstance(const, CodeType))
