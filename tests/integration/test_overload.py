@@ -170,3 +170,10 @@ def test_full_disk_refuses_producers_and_serves_consumers(cluster):
         answer = wire.ask(Command.PRODUCE, produce_body("s", {"n": 1}))
         assert answer.code == ErrorCode.READ_ONLY and b"disk is nearly full" in bytes(answer.body)
     assert len(consume_all(cluster, "s", "g", 500)) == 500
+
+
+READONLY = {
+    "memory_limit": test_memory_over_its_limit_stops_producers_and_no_consumer_and_ends_by_itself,
+    "disk_free_limit": test_full_disk_refuses_producers_and_serves_consumers,
+}
+"""Setting -> what drives it over; tests/unit/test_limits_driven.py looks that each limit is in such a table."""

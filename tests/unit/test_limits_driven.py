@@ -1,5 +1,11 @@
 """Shell. Each limit that stops or slows somebody is driven over once, and what is stopped then has the name that
-tests/unit/test_limits.py says: as `Lag`, Doctor, a metric or an error show it."""
+tests/unit/test_limits.py says: as `Lag`, Doctor, a metric or an error show it.
+
+Most rows ask a core, as that is what pages show: a cause of the core is on the page of metrics, and in Doctor if it is
+an alarm (tests/unit/broker/test_causes.py, tests/unit/tools/test_finding.py). Limits that are the process's own, and
+not its core's, are driven on processes (`ON_PROCESSES`). A row marked `Nobody` is not driven: nobody is stopped there,
+so there is nothing to look for.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +23,10 @@ from qmq.rations import NewSubjects
 from qmq.remoting.packet import PacketReader
 from qmq.replication.readonly import Reason
 from qmq.rights import Caller, TokenRole
-from qmq.server.overload import DiskWatch, MemoryAlarm
 from qmq.testing import Broker as BrokerInMemory
 from qmq.types import Role
 from tests.integration.test_connections import REACHES
+from tests.integration.test_overload import READONLY
 from tests.support.waiting import until_async
 from tests.unit.broker import test_retention
 from tests.unit.broker.world import Broker, Client, FakeLink, Group
@@ -35,8 +41,9 @@ KEY = ("s", "g")
 ANYBODY = Caller("app", TokenRole.CLIENT)
 TABLES = {"broker": BROKER, "delay": DELAY, "metaserver": METASERVER, "watchdog": WATCHDOG, "consumer": CONSUMER}
 DRIVES: dict[tuple[str, str], Callable[[], Seen]] = {}
-ON_PROCESSES = set(REACHES)
-"""Driven by tests/integration/test_connections.py on a real broker, which looks at metrics, log and Doctor."""
+ON_PROCESSES = REACHES.keys() | READONLY.keys()
+"""Driven on a real broker by tests/integration/test_connections.py, which looks at metrics, log and Doctor, and
+test_overload.py, which fills memory, has no disk left, and asks for its reasons."""
 
 
 def drives(process: str, *settings: str) -> Callable[[Callable[[], Seen]], Callable[[], Seen]]:
@@ -127,24 +134,6 @@ def too_much_without_an_answer() -> Seen:
     while not link.limits:
         client.produce("m", size=30_000)
     return link.limits
-
-
-@drives("broker", "memory_limit")
-def memory_is_short() -> Seen:
-    group, _ = a_broker_group()
-    alarm = MemoryAlarm(limit_bytes=1 << 20)
-    alarm.measured((1 << 20) + 1)
-    group.a.node.set_memory_short(alarm.is_on)
-    return group.a.node.readonly_reasons
-
-
-@drives("broker", "disk_free_limit")
-def the_disk_is_nearly_full() -> Seen:
-    group, _ = a_broker_group()
-    watch = DiskWatch(limit_bytes=1 << 30)
-    watch.measured((1 << 30) - 1, now_ms=0, log_end=0)
-    group.a.node.set_disk_full(watch.is_full)
-    return group.a.node.readonly_reasons
 
 
 def slave_lags(**settings) -> Seen:
@@ -341,7 +330,8 @@ def nobody_can_say_whether_a_batch_is_stored() -> Seen:
 
 
 def listening(until: Callable[[BrokerInMemory], bool], *, fails: bool = False, **words) -> None:
-    """Let a consumer have ten messages whose handlers do not end, or fail, until the broker says so."""
+    """Let a consumer have ten messages whose handlers do not end, or fail, until the broker says so, and still says so
+    when one more message is there."""
 
     async def test() -> None:
         async with BrokerInMemory() as broker, qmq.Producer(metaserver=broker.metaserver, app="test") as producer:
@@ -357,6 +347,8 @@ def listening(until: Callable[[BrokerInMemory], bool], *, fails: bool = False, *
 
             running = asyncio.create_task(consumer.run())
             await until_async(lambda: until(broker))
+            await producer.send(qmq.Message("s", {"n": 10}))
+            assert fails or until(broker), "what stops it was there in passing only"
             ends.set()
             consumer.stop()
             await running
@@ -364,20 +356,38 @@ def listening(until: Callable[[BrokerInMemory], bool], *, fails: bool = False, *
     asyncio.run(test())
 
 
-def seen_of_consumers(cause: Cause, **words) -> Seen:
+def unacked_messages(broker: BrokerInMemory) -> int:
+    """Of all consumers of the group."""
+    facts = broker._ask(lambda machine: machine._copies.master.causes._facts(KEY))
+    return sum(one.unacked_messages for one in facts.group.consumers.values()) if facts is not None else 0
+
+
+def seen_of_consumers(cause: Cause, unacked: int | None = None, **words) -> Seen:
+    """Return the causes of a group once it has this one, and as many messages as the limit leaves it."""
     seen: list[Cause] = []
 
     def until(broker: BrokerInMemory) -> bool:
         seen[:] = broker._ask(lambda machine: machine._copies.master.causes.of(KEY))
-        return cause in seen
+        return cause in seen and unacked in (None, unacked_messages(broker))
 
     listening(until, **words)
     return seen
 
 
-@drives("consumer", "concurrency", "prefetch_messages")
+def test_without_these_limits_a_consumer_has_all_messages():
+    """Else what drives its limits over would show the same."""
+    listening(lambda broker: unacked_messages(broker) >= 10, concurrency=10)
+
+
+@drives("consumer", "concurrency")
 def handlers_do_not_end() -> Seen:
-    return seen_of_consumers(Cause.PREFETCH, concurrency=1, prefetch_messages=1)
+    """Four messages ahead of what the handlers have."""
+    return seen_of_consumers(Cause.PREFETCH, 4 + 2, concurrency=2)
+
+
+@drives("consumer", "prefetch_messages")
+def no_room_for_more_ahead() -> Seen:
+    return seen_of_consumers(Cause.PREFETCH, 2 + 2, concurrency=2, prefetch_messages=2)
 
 
 @drives("consumer", "batch")
@@ -392,7 +402,7 @@ def no_room_for_bytes() -> Seen:
 
 @drives("consumer", "unacked_max")
 def no_room_for_more_without_ack() -> Seen:
-    return seen_of_consumers(Cause.PREFETCH, unacked_max=2)
+    return seen_of_consumers(Cause.PREFETCH, 2, unacked_max=2)
 
 
 @drives("consumer", "retry_delay")
