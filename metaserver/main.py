@@ -22,6 +22,7 @@ from qmq.logs import configure
 from qmq.metaserver.access import Access, first_admin
 from qmq.metaserver.actions.clients import Clients
 from qmq.metaserver.actions.desk import Desk
+from qmq.metaserver.actions.doctor import examine_reported
 from qmq.metaserver.actions.runner import Actions
 from qmq.metaserver.actions.vault import Vault
 from qmq.metaserver.actions.watchdogs import Watchdogs
@@ -33,6 +34,7 @@ from qmq.metaserver.console.sessions import Sessions
 from qmq.metaserver.database import Database, DatabaseAway, DatabaseSetAside
 from qmq.metaserver.db.changes import AddToken
 from qmq.metaserver.db.errors import DatabaseUnusable
+from qmq.metaserver.doctor_metrics import DoctorMetrics
 from qmq.metaserver.failovers import Failovers
 from qmq.metaserver.http.app import build_app
 from qmq.metaserver.http.guard import Limits
@@ -103,7 +105,10 @@ class Metaserver:
             Quotas(Bounds(settings.watch_subjects_max, settings.token_subjects_max, settings.token_watches_max)),
         )
         self._metrics.observe(StateMetrics(self.registry, self._database, self.hubs).read)
-        self._actions = self._make_actions()
+        desk = self._make_desk()
+        self._actions = Actions(desk, self._metrics)
+        self._doctor = DoctorMetrics(lambda: examine_reported(desk))
+        self._metrics.observe(self._doctor.read)
         self.grpc_port = 0
         self.http_port = 0
 
@@ -120,7 +125,7 @@ class Metaserver:
             groups_new=settings.groups_per_subject_new,
         )
 
-    def _make_actions(self) -> Actions:
+    def _make_desk(self) -> Desk:
         settings = self._settings
         clients = Clients(
             self.hubs,
@@ -130,7 +135,7 @@ class Metaserver:
         )
         swaps = Swaps(self.registry, self._brokers, settings)
         self._failovers = Failovers(self.registry, self._brokers, settings)
-        desk = Desk(
+        return Desk(
             self.registry,
             self._database,
             self._brokers,
@@ -144,7 +149,6 @@ class Metaserver:
             version=VERSION,
             own_id=self.id,
         )
-        return Actions(desk, self._metrics)
 
     async def serve(self, stop: asyncio.Event, started: asyncio.Event | None = None) -> None:
         """Open both ports, serve until `stop`, close them.
@@ -169,7 +173,7 @@ class Metaserver:
         add_route_methods(rpc, rpc_server)
         await rpc_server.start()
         self.registry.liveness.serve(self.registry.directory.brokers(), now_ms=self.registry.now_ms())
-        works = (upkeep.run(), self.hubs.run(), rpc.visits.run(), self._failovers.run())
+        works = (upkeep.run(), self.hubs.run(), rpc.visits.run(), self._failovers.run(), self._doctor.run())
         tasks = [asyncio.create_task(work) for work in works]
         serving = asyncio.create_task(http.run())
         log.info("metaserver serving http=%s:%d grpc_port=%d", self._settings.host, self.http_port, self.grpc_port)

@@ -49,6 +49,12 @@ CLUSTER = Page(
             says="Each has a section in docs/runbook.md.",
         ),
         panel(
+            "What Doctor finds",
+            ("max by (check) (qmq_metaserver_doctor_findings)", "{{check}}"),
+            kind=Kind.NOW,
+            says="0: all is well. `qmq Doctor` names each, and the command that ends it.",
+        ),
+        panel(
             "Groups that take messages",
             ("min by (broker_group) (qmq_metaserver_group_writable)", "{{broker_group}}"),
             unit=Unit.UP,

@@ -10,6 +10,7 @@ a group takes no messages, and a broker of it has a finding follows from that
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from enum import StrEnum
 from typing import Any
 
 from qmq.types import MASTERS, Role
@@ -18,22 +19,39 @@ FROM_A_SLAVE = frozenset({"slave_down", "slave_lag", "unfilled"})
 """Reasons to be readonly that a master has because its slave does not answer, or is no whole copy."""
 
 Check = dict[str, Any]
+Groups = Mapping[str, Sequence[Check]]
+"""Of each broker group, the checks of its brokers."""
+
+
+class Kind(StrEnum):
+    """What a check looks at: few words, whatever the size of the installation, so they are labels of a metric."""
+
+    DATABASE = "database"
+    MACHINE = "machine"
+    BROKER = "broker"
+    GROUP = "group"
+    LOSS = "loss"
+    TOKENS = "tokens"
+    PASSWORDS = "passwords"
+    ROUTES = "routes"
+    METASERVERS = "metaservers"
 
 
 def one_per_cause(checks: Sequence[Check]) -> list[Check]:
     """Merge checks as `Doctor` makes them; those of brokers say among their facts whether the broker `answers`."""
     brokers = [check for check in checks if "answers" in check["facts"]]
     away = [check for check in brokers if not check["facts"]["answers"]]
-    lacking = {check["facts"]["group"] for check in brokers if check in away or _is_troubled_slave(check["facts"])}
+    lacking = {check["facts"]["group"] for check in away}
+    lacking |= {check["facts"]["group"] for check in brokers if _is_troubled_slave(check["facts"])}
     wrong = {check["facts"]["group"] for check in brokers if not check["ok"]}
-    causes = _causes(away, brokers)
-    kept = []
+    causes = {id(cause["of"][0]): cause for cause in _causes(away, brokers)}
+    gone, kept = set(map(id, away)), []
     for check in checks:
-        if check in away:
-            kept += [cause for cause in causes if cause["of"][0] is check]
+        if id(check) in gone:
+            kept += [causes[id(check)]] if id(check) in causes else []
         elif check["ok"] or not _follows(check, lacking, wrong):
             kept.append(check)
-    for cause in causes:
+    for cause in causes.values():
         del cause["of"]
     return kept
 
@@ -50,23 +68,29 @@ def _follows(check: Check, lacking: Collection[str], wrong: Collection[str]) -> 
 
 
 def _causes(away: Sequence[Check], brokers: Sequence[Check]) -> list[Check]:
-    causes, machines = [], dict[str, list[Check]]()
-    for check in away:
-        machines.setdefault(check["facts"]["ip"], []).append(check)
+    causes, machines, groups = [], _by("ip", away), _by("group", brokers)
+    at_each = {address: len(at_it) for address, at_it in _by("ip", brokers).items()}
     for address, gone in machines.items():
-        at_it = [check for check in brokers if check["facts"]["ip"] == address]
-        if len(gone) > 1 and len(gone) == len(at_it):
-            causes.append(_machine(address, gone, brokers))
+        if len(gone) > 1 and len(gone) == at_each[address]:
+            causes.append(_machine(address, gone, groups))
         else:
-            causes += [{**check, "remedy": _remedy(check["facts"], brokers), "of": [check]} for check in gone]
+            causes += [{**check, "remedy": _remedy(check["facts"], groups), "of": [check]} for check in gone]
     return causes
 
 
-def _machine(address: str, gone: Sequence[Check], brokers: Sequence[Check]) -> Check:
+def _by(fact: str, brokers: Sequence[Check]) -> dict[str, list[Check]]:
+    found: dict[str, list[Check]] = {}
+    for check in brokers:
+        found.setdefault(check["facts"][fact], []).append(check)
+    return found
+
+
+def _machine(address: str, gone: Sequence[Check], groups: Groups) -> Check:
     named = ", ".join(_name(check["facts"]) for check in gone)
-    commands = "; ".join(_command(check["facts"], brokers) for check in gone)
+    commands = "; ".join(_command(check["facts"], groups) for check in gone)
     return {
-        "name": f"machine {address}",
+        "kind": Kind.MACHINE,
+        "name": f"{Kind.MACHINE} {address}",
         "ok": False,
         "found": f"none of its brokers answers: {named}",
         "remedy": f"start the machine or its brokers, or open its ports; if it is gone for good: {commands}",
@@ -75,19 +99,19 @@ def _machine(address: str, gone: Sequence[Check], brokers: Sequence[Check]) -> C
     }
 
 
-def _remedy(facts: Mapping[str, Any], brokers: Sequence[Check]) -> str:
+def _remedy(facts: Mapping[str, Any], groups: Groups) -> str:
     if not facts["incarnation"]:
         return f"start it on {facts['ip']}; its log says what keeps it"
     return (
         f"start it on {facts['ip']}, or open its control port to the metaservers; if it is gone for good: "
-        f"{_command(facts, brokers)}"
+        f"{_command(facts, groups)}"
     )
 
 
-def _command(facts: Mapping[str, Any], brokers: Sequence[Check]) -> str:
+def _command(facts: Mapping[str, Any], groups: Groups) -> str:
     """What puts another broker in its place: a slave in the master's, a new one in a slave's."""
     role, group = Role[facts["role"]], facts["group"]
-    others = [one["facts"] for one in brokers if one["facts"]["group"] == group and one["facts"] is not facts]
+    others = [one["facts"] for one in groups[group] if one["facts"] is not facts]
     recover = f"tools.sh RecoverGroup --brokerGroup={group}"
     if role in MASTERS:
         if not others:

@@ -16,6 +16,7 @@ from qmq.metaserver.actions import (
     consumers,
     databases,
     delays,
+    doctor,
     groups,
     messages,
     outbox,
@@ -50,6 +51,7 @@ HANDLERS: Mapping[str, Handler] = {
     **outbox.HANDLERS,
     **tokens.HANDLERS,
     **upkeep.HANDLERS,
+    **doctor.HANDLERS,
 }
 
 TRIES_MAX = 5

@@ -91,6 +91,9 @@ WELL = {
     'qmq_metaserver_token_expiry_timestamp_seconds{name="shop",id="new"}': "31536000",
     'qmq_metaserver_management_actions_total{action="SwapRoles",result="done"}': "0+1x3000",
     'qmq_metaserver_management_actions_total{action="SwapRoles",result="unknown"}': "1",
+    'qmq_metaserver_doctor_findings{check="group",instance="m1"}': "0",
+    'qmq_metaserver_doctor_findings{check="broker",instance="m1"}': "0",
+    'qmq_metaserver_doctor_findings{check="tokens",instance="m1"}': "2",
     'qmq_nightly_exit_status{name="audit"}': "0",
     'qmq_nightly_exit_status{name="backup"}': "0",
     'qmq_nightly_exit_status{name="scrub"}': "0",
@@ -244,6 +247,7 @@ STORIES = [
         1,
         {'qmq_metaserver_management_actions_total{action="SwapRoles",result="unknown"}': "1 2x500"},
     ),
+    Story("QmqDoctorFinds", 30, {'qmq_metaserver_doctor_findings{check="group",instance="m1"}': "1"}),
     Story("QmqAuditFoundDifferences", 0, {'qmq_nightly_exit_status{name="audit"}': "1"}),
     Story("QmqAuditUnverified", 0, {'qmq_audit_unverified_bytes{broker_group="g1"}': "4096"}),
     Story("QmqNightlyJobFailed", 0, {'qmq_nightly_exit_status{name="backup"}': "1"}, "backup"),
@@ -321,6 +325,17 @@ def test_what_is_wrong_fires_its_alert_in_its_time_and_no_other(tmp_path, story)
     series = {name: values for name, values in (WELL | story.changed).items() if values is not None}
     before = {story.after_m - 1: []} if story.after_m else {}
     assert promtool(tmp_path, [test_group(series, before | {story.after_m: [story.alert]})]) == ""
+
+
+def test_what_doctor_finds_is_not_alerted_beside_the_alert_that_names_it(tmp_path):
+    """A broker is down for ten hours; then what follows stands for half an hour more."""
+    down = "1 0x600 1x300"
+    series = WELL | {
+        'qmq_metaserver_broker_up{broker_group="g1",role="slave",instance="m1"}': down,
+        'qmq_metaserver_doctor_findings{check="broker",instance="m1"}': "0 1x900",
+    }
+    expected = {10: ["QmqBrokerDown"], 500: ["QmqBrokerDown"], 625: [], 640: ["QmqDoctorFinds"]}
+    assert promtool(tmp_path, [test_group(series, expected)]) == ""
 
 
 def rules():

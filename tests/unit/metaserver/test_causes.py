@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qmq.metaserver.actions.causes import one_per_cause
+from qmq.metaserver.actions.causes import Kind, one_per_cause
 
 
 def broker(name, group, role, ip, *, ok=True, answers=True, found="up", reasons=(), incarnation="disk", min_copies=2):
@@ -18,12 +18,12 @@ def broker(name, group, role, ip, *, ok=True, answers=True, found="up", reasons=
         "incarnation": incarnation,
         "minCopies": min_copies,
     }
-    return {"name": f"broker {name}", "ok": ok, "found": found, "remedy": "", "facts": facts}
+    return {"kind": Kind.BROKER, "name": f"broker {name}", "ok": ok, "found": found, "remedy": "", "facts": facts}
 
 
 def group(name, *, ok=True):
     facts = {} if ok else {"group": name, "takesNothing": True}
-    return {"name": f"group {name}", "ok": ok, "found": "", "remedy": "", "facts": facts}
+    return {"kind": Kind.GROUP, "name": f"group {name}", "ok": ok, "found": "", "remedy": "", "facts": facts}
 
 
 def away(name, group, role, ip, **more):

@@ -1,4 +1,4 @@
-"""Shell. Databases, tokens, backup and restore, the installation's health."""
+"""Shell. Databases, tokens, backup and restore."""
 
 from __future__ import annotations
 
@@ -216,36 +216,6 @@ async def test_metaservers_are_listed_with_who_answers(world):
     world.liveness.peers.read(rows[:1], now_ms=world.registry.now_ms())
     listed = await world.done("ListMetaservers")
     assert [(one["id"], one["up"], one["answersThis"]) for one in listed] == [("m1", True, True), ("m2", False, False)]
-
-
-@in_world
-async def test_the_doctor_names_what_is_wrong_and_what_to_do(world):
-    await world.running_copies("g1")
-    healthy = await world.done("Doctor")
-    assert healthy["healthy"], [check for check in healthy["checks"] if not check["ok"]]
-    world.beat("g1-a", writable=False, readonly_reasons=("operator",))
-    assert (await world.done("Doctor"))["checks"][1]["ok"], "a mark is no trouble"
-    await world.copies("g2")
-    await world.done("AddToken", name="ending", role="client", days=3)
-    world.stop("g1-b")
-    world.refusals["shop"] = "token 'shop' has 3 watches, the most that one token may have"
-    sick = await world.done("Doctor")
-    wrong = {check["name"]: check for check in sick["checks"] if not check["ok"]}
-    assert not sick["healthy"] and all(check["remedy"] for check in wrong.values())
-    assert wrong["broker g2-a:20881 (MASTER of g2)"]["found"] == "never registered"
-    assert "did not answer" in wrong["broker g1-b:20881 (SLAVE of g1)"]["found"]
-    assert "ending" in wrong["tokens"]["found"]
-    assert "token 'shop' has 3 watches" in wrong["routes"]["found"]
-
-
-@in_world
-async def test_the_doctor_names_a_slave_that_was_rolled_back_and_the_way_out(world):
-    await world.running_copies("g1")
-    world.beat("g1-b", role=1, readonly_reasons=("rolled_back",))
-    world.beat("g1-a", writable=False, readonly_reasons=("slave_down",))
-    [wrong] = [check for check in (await world.done("Doctor"))["checks"] if not check["ok"]]
-    assert wrong["name"] == "broker g1-b:20881 (SLAVE of g1)" and wrong["found"] == "is no whole copy: rolled_back"
-    assert "start the other copy, which refills it" in wrong["remedy"] and "docs/runbook.md" in wrong["remedy"]
 
 
 @in_world

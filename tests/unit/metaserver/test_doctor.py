@@ -1,0 +1,228 @@
+"""Shell. Doctor's checks: as an action, as JSON at `/api/doctor`, as metrics."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import cache
+
+import pytest
+
+from qmq.metaserver.actions.causes import Kind
+from qmq.metaserver.actions.doctor import examine_reported
+from qmq.metaserver.database import DatabaseAway
+from qmq.metaserver.doctor_metrics import DoctorMetrics
+from qmq.metaserver.model import MetaserverRow
+from qmq.rights import TokenRole
+from tests.unit.metaserver.actions_world import in_world
+from tests.unit.metaserver.http_world import HttpWorld
+
+
+def never_registered(world):
+    return world.copies("g2")
+
+
+async def killed(world):
+    world.stop("g1-b")
+    world.beat("g1-a", writable=False, readonly_reasons=("slave_down",))
+
+
+async def machine_lost(world):
+    world.stop("g1-a")
+    world.stop("g1-b")
+
+
+async def no_whole_copy(world):
+    world.beat("g1-b", role=1, readonly_reasons=("rolled_back",))
+
+
+async def disk_full(world):
+    world.beat("g1-a", writable=False, readonly_reasons=("disk",))
+
+
+async def no_slave(world):
+    world.stop("g1-b")
+    await world.done("RemoveBroker", hostname="g1-b", servePort=20881, force="true")
+
+
+async def token_ends(world):
+    await world.done("AddToken", name="ending", role="client", days=3)
+
+
+async def refused(world):
+    world.refusals["shop"] = "token 'shop' has 3 watches, the most that one token may have"
+
+
+async def database_away(world):
+    async def away(*_, **__):
+        raise DatabaseAway("killed")
+
+    world.registry.reload = world.database.read = away
+
+
+async def metaserver_silent(world):
+    gone = MetaserverRow("m2", "10.0.0.2:8080", "10.0.0.2:8081", beat=1, version="1")
+    await world.database.write(lambda repository: repository.beat(gone))
+
+
+CAUSES = {
+    never_registered: {Kind.MACHINE: 0, Kind.BROKER: 2},
+    killed: {Kind.BROKER: 1},
+    machine_lost: {Kind.MACHINE: 1},
+    no_whole_copy: {Kind.BROKER: 1},
+    disk_full: {Kind.BROKER: 1},
+    no_slave: {Kind.GROUP: 1},
+    token_ends: {Kind.TOKENS: 1},
+    refused: {Kind.ROUTES: 1},
+    database_away: {Kind.DATABASE: 1},
+    metaserver_silent: {Kind.METASERVERS: 1},
+}
+"""What goes wrong in an installation of one group -> how many findings of which check."""
+
+
+_http = cache(HttpWorld)
+"""Made once: it takes longer than a test."""
+
+
+def http_of(world):
+    """The HTTP side with these real actions behind it."""
+    http = _http()
+    http.actions.run = world.actions.run
+    return http
+
+
+def series(metrics):
+    """Samples as Prometheus gets them: label of the check, or nothing, -> value."""
+    return {
+        (metric.name, sample.labels.get("check", "")): sample.value
+        for metric in metrics.read()
+        for sample in metric.samples
+    }
+
+
+async def findings(metrics):
+    """What the gauges say after the next look, without those that are 0."""
+    task = asyncio.create_task(metrics.run())
+    name = "qmq_metaserver_doctor_findings"
+    while (name, Kind.DATABASE) not in (found := series(metrics)):
+        await asyncio.sleep(0)
+    task.cancel()
+    assert {check for at, check in found if at == name} == set(Kind)
+    return {check: value for (at, check), value in found.items() if at == name and value}
+
+
+@pytest.mark.parametrize("spoil", CAUSES, ids=lambda spoil: spoil.__name__)
+def test_each_cause_is_one_finding_for_the_action_for_monitoring_and_as_a_metric(spoil, tmp_path):
+    @in_world
+    async def body(world):
+        await world.running_copies("g1")
+        await spoil(world)
+        http = http_of(world)
+        answer = await http.client.get("/api/doctor", headers=http.headers(TokenRole.VIEWER))
+        data = answer.json()["data"]
+        wrong = [check for check in data["checks"] if not check["ok"]]
+        expected = {kind: number for kind, number in CAUSES[spoil].items() if number}
+        assert {kind: [check["kind"] for check in wrong].count(kind) for kind in expected} == expected
+        assert len(wrong) == sum(expected.values()) and not data["healthy"]
+        assert all(check["remedy"] and check["found"] for check in wrong)
+        assert await findings(DoctorMetrics(lambda: examine_reported(world.desk))) == expected
+
+    body(tmp_path)
+
+
+@in_world
+async def test_an_installation_that_is_well_has_no_findings(world):
+    await world.running_copies("g1")
+    http = http_of(world)
+    for role, status in ((None, 401), (TokenRole.CLIENT, 403), (TokenRole.VIEWER, 200), (TokenRole.ADMIN, 200)):
+        answer = await http.client.get("/api/doctor", headers=http.headers(role))
+        assert answer.status_code == status, role
+    data = answer.json()["data"]
+    assert data["healthy"] and all(check["ok"] for check in data["checks"])
+    assert {check["kind"] for check in data["checks"]} <= set(Kind)
+    assert await findings(DoctorMetrics(lambda: examine_reported(world.desk))) == {}
+
+
+@in_world
+async def test_the_metrics_ask_no_broker(world):
+    await world.running_copies("g1")
+    world.brokers.silent.add("g1")  # a question would find it
+    assert all(check["ok"] for check in await examine_reported(world.desk))
+    assert not (await world.done("Doctor"))["healthy"]
+
+
+def test_nobody_looks_before_a_scrape_and_a_scrape_waits_for_no_look():
+    looks, may_end = [], asyncio.Event()
+
+    async def examine():
+        looks.append(None)
+        await may_end.wait()
+        return [
+            {"kind": Kind.BROKER, "ok": False},
+            {"kind": Kind.BROKER, "ok": False},
+            {"kind": Kind.GROUP, "ok": True},
+        ]
+
+    async def body():
+        metrics = DoctorMetrics(examine)
+        task = asyncio.create_task(metrics.run())
+        await asyncio.sleep(0)
+        assert not looks
+        for _ in range(3):
+            assert series(metrics) == {("qmq_metaserver_doctor_checked_timestamp_seconds", ""): 0}
+            await asyncio.sleep(0)
+        assert len(looks) == 1
+        may_end.set()
+        while len(found := series(metrics)) == 1:
+            await asyncio.sleep(0)
+        assert found["qmq_metaserver_doctor_findings", Kind.BROKER] == 2
+        assert found["qmq_metaserver_doctor_findings", Kind.GROUP] == 0
+        assert found["qmq_metaserver_doctor_checked_timestamp_seconds", ""] > 0 and len(looks) == 1
+        task.cancel()
+
+    asyncio.run(body())
+
+
+def test_a_defect_of_a_check_ends_no_metaserver_and_shows_by_a_time_that_stands_still(caplog):
+    async def examine():
+        raise ValueError("a defect")
+
+    async def body():
+        metrics = DoctorMetrics(examine)
+        task = asyncio.create_task(metrics.run())
+        series(metrics)
+        while "a defect" not in caplog.text:
+            await asyncio.sleep(0)
+        assert not task.done() and series(metrics) == {("qmq_metaserver_doctor_checked_timestamp_seconds", ""): 0}
+        task.cancel()
+
+    asyncio.run(body())
+
+
+@in_world
+async def test_the_doctor_names_what_is_wrong_and_what_to_do(world):
+    await world.running_copies("g1")
+    healthy = await world.done("Doctor")
+    assert healthy["healthy"], [check for check in healthy["checks"] if not check["ok"]]
+    world.beat("g1-a", writable=False, readonly_reasons=("operator",))
+    assert (await world.done("Doctor"))["checks"][1]["ok"], "a mark is no trouble"
+    await world.copies("g2")
+    await world.done("AddToken", name="ending", role="client", days=3)
+    world.stop("g1-b")
+    world.refusals["shop"] = "token 'shop' has 3 watches, the most that one token may have"
+    sick = await world.done("Doctor")
+    wrong = {check["name"]: check for check in sick["checks"] if not check["ok"]}
+    assert not sick["healthy"] and all(check["remedy"] for check in wrong.values())
+    assert wrong["broker g2-a:20881 (MASTER of g2)"]["found"] == "never registered"
+    assert "did not answer" in wrong["broker g1-b:20881 (SLAVE of g1)"]["found"]
+    assert "ending" in wrong["tokens"]["found"]
+    assert "token 'shop' has 3 watches" in wrong["routes"]["found"]
+
+
+@in_world
+async def test_the_doctor_names_a_slave_that_was_rolled_back_and_the_way_out(world):
+    await world.running_copies("g1")
+    world.beat("g1-b", role=1, readonly_reasons=("rolled_back",))
+    world.beat("g1-a", writable=False, readonly_reasons=("slave_down",))
+    [wrong] = [check for check in (await world.done("Doctor"))["checks"] if not check["ok"]]
+    assert wrong["name"] == "broker g1-b:20881 (SLAVE of g1)" and wrong["found"] == "is no whole copy: rolled_back"
+    assert "start the other copy, which refills it" in wrong["remedy"] and "docs/runbook.md" in wrong["remedy"]
