@@ -86,8 +86,9 @@ class Batch:
 
 
 TAG = "t"
-KEYED_MAX = 800
-"""Messages of a seed with order keys: one at a time is done per key, and all must be done in a minute of peace."""
+MESSAGES_MAX = 300
+"""Messages of a seed, spread over its war: what a fault meets depends on what is under way, not on how much was before,
+and all must be done in a minute of peace, those with order keys one at a time."""
 
 
 def is_tagged(identity: str) -> bool:
@@ -114,8 +115,7 @@ class Producer(Client):
 
     def act(self) -> None:
         oldest = min(self.outstanding, default=self._next)
-        is_enough = self.world.swarm.keys and len(self.world.oracle.sent) >= KEYED_MAX
-        if self.is_producing and not is_enough and len(self.outstanding) < self.world.swarm.window:
+        if self.is_producing and not self._is_early() and len(self.outstanding) < self.world.swarm.window:
             if self._next - oldest < 60:
                 self._make()
         if self.link is None:
@@ -130,6 +130,10 @@ class Producer(Client):
                     return self.drop_link()
             if batch.sent_ms is None and batch.not_before_ms <= now_ms:
                 self._send(batch)
+
+    def _is_early(self) -> bool:
+        """Whether the seed's messages would be used up too soon."""
+        return len(self.world.oracle.sent) * self.world.swarm.war_ms > MESSAGES_MAX * self._events.now_ms
 
     def _make(self) -> None:
         rng, number = self._events.rng, self._next
