@@ -11,10 +11,11 @@ from collections import Counter
 import pytest
 
 from tests.delay_simulation.planted import BUGS
-from tests.delay_simulation.world import simulate
+from tests.delay_simulation.world import DelayWorld, simulate
 from tests.simulation.bugs import assert_found
 from tests.simulation.outcome import Outcome, assert_well
 from tests.simulation.scenarios import SCENARIOS
+from tests.simulation.steering import Steering
 from tests.support.planting import Bug
 
 SEEDS = range(1, 25)
@@ -58,3 +59,9 @@ def test_a_seed_gives_the_same_trace_twice() -> None:
 @pytest.mark.parametrize("bug", [pytest.param(bug, id=bug.name) for bug in BUGS])
 def test_a_planted_bug_is_found(bug: Bug) -> None:
     assert_found(SCENARIOS["delay"], bug, FOUND_WITHIN)
+
+
+def test_a_seed_is_as_wild_as_the_fault_that_it_is_steered_to() -> None:
+    seed = next(seed for seed in range(1, 100) if DelayWorld(seed).is_calm)
+    outcome = simulate(seed, steering=Steering("put_back"))
+    assert not outcome.failure and outcome.counts["strike"] > 0

@@ -16,7 +16,7 @@ from qmq.log.memory_disk import MemoryDisk
 from tests.delay_simulation.brokers import BrokerGroups
 from tests.delay_simulation.clients import Asker, DelayProducer
 from tests.delay_simulation.machine import DelayMachine, DelayProcess
-from tests.delay_simulation.nemesis import DelayNemesis
+from tests.delay_simulation.nemesis import CALM, DelayNemesis
 from tests.delay_simulation.oracle import DelayOracle
 from tests.simulation.events import Events, Violation
 from tests.simulation.network import Network
@@ -35,7 +35,7 @@ class DelayWorld(World):
 
     def __init__(self, seed: int, steering: Steering = UNSTEERED) -> None:
         self.events = Events(seed)
-        self.steering = steering
+        self.steering, self.watch = steering, None
         rng = self.events.rng
         self._moves = False
         swarm = Swarm.draw(rng)
@@ -67,7 +67,7 @@ class DelayWorld(World):
         self.unknown_ms = rng.choice((300, 1500, 5000))
         self.loaded_max = rng.choice((20, 1 << 20, 1 << 20))
         self.refusing = rng.random() < 0.2
-        self.is_calm = rng.random() < 0.3
+        self.is_calm = rng.random() < 0.3 and self.steering.fault in ("", *CALM)
         self._is_peace = self.is_quiet = False
         self.constants = {
             "qmq.delayserver.schedule.schedule.FLUSH_ROWS": rng.choice((64, 200)),

@@ -22,8 +22,8 @@ from typing import Any
 from zlib import crc32
 
 from qmq import Message
-from qmq.client.batch_life import BatchState
-from qmq.client.session_life import SessionState
+from qmq.client.batch_life import BATCH_LIFE
+from qmq.client.session_life import SESSION
 from qmq.log import RealDisk
 from qmq.metaserver.db.engine import open_database
 from tests.shell_simulation.applications import ConsumerProgram, ProducerProgram
@@ -44,7 +44,7 @@ from tests.shell_simulation.operator import OPERATOR, Operator
 from tests.shell_simulation.oracle import Oracle
 from tests.shell_simulation.stand_ins import replaced
 from tests.simulation.coverage import STATES as STATES_OF_COPIES
-from tests.simulation.coverage import Met, states_of_node
+from tests.simulation.coverage import Met, states_of_node, states_to_meet
 from tests.simulation.events import KEPT_EVENTS, Violation
 from tests.simulation.outcome import Outcome, failure_of
 from tests.simulation.steering import UNSTEERED, Steering
@@ -53,10 +53,7 @@ PEACE_S = 90.0
 CATCH_UP_S = 180.0
 """How much longer a delay group may take whose due times fell behind: by a year, if two of three clocks did."""
 SLICE_S = 0.5
-STATES = [
-    *STATES_OF_COPIES,
-    *(f"{type(state).__name__}.{state.name}" for kind in (SessionState, BatchState) for state in kind),
-]
+STATES = [*STATES_OF_COPIES, *states_to_meet(SESSION, BATCH_LIFE)]
 """Those of copies, and of the client's sessions and batches."""
 
 

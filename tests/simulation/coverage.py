@@ -4,24 +4,37 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from qmq.log.health import HEALTH
-from qmq.replication.follower import FOLLOWER, FollowerState
-from qmq.replication.slave_life import SLAVE, SlaveState
+from qmq.replication.follower import FOLLOWER
+from qmq.replication.slave_life import SLAVE
+from qmq.states import TransitionTable
 
 if TYPE_CHECKING:
     from qmq.replication.node import Node
     from tests.simulation.machine import Machine
 
-BY_HAND = FollowerState.UNFILLED, SlaveState.UNFILLED
-"""No group of the simulations waits until an operator has its slaves filled."""
-STATES = [
-    f"{table.name}.{state.name}"
-    for table in (FOLLOWER, SLAVE, HEALTH)
-    for state in type(table.initial)
-    if state not in BY_HAND
-]
+_BY_HAND = "no group of the simulations waits until an operator has its slaves filled"
+_OVER = "it is over: nothing is under way any more that a fault could meet"
+NOT_MET = {
+    "FollowerState.UNFILLED": _BY_HAND,
+    "SlaveState.UNFILLED": _BY_HAND,
+    "SessionState.CLOSED": _OVER,
+    "BatchState.STORED": _OVER,
+    "BatchState.NOT_STORED": _OVER,
+    "BatchState.GIVEN_UP": _OVER,
+}
+"""States that no fault can meet, with the reason. Any other may be met by each: a fault meets those of all copies."""
+
+
+def states_to_meet(*tables: TransitionTable[Any]) -> list[str]:
+    """Name the states of these tables that faults should meet."""
+    names = (f"{table.name}.{state.name}" for table in tables for state in type(table.initial))
+    return [name for name in names if name not in NOT_MET]
+
+
+STATES = states_to_meet(FOLLOWER, SLAVE, HEALTH)
 
 Met = Counter[tuple[str, str]]
 """(fault, state) -> how often."""

@@ -315,6 +315,8 @@ class Process:
             raise Violation(f"BrokenInvariant at {self.name}: {error}") from error
         else:
             self.world.oracle.look(self)
+            if self.world.watch is not None:
+                self.world.watch(self)
 
     # qmq.replication.ports.Host.
 

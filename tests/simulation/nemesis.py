@@ -7,16 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 from qmq.errors import CorruptFrame
 from qmq.types import Role
-from tests.simulation.coverage import states_of
+from tests.simulation.coverage import states_of, states_of_node
 from tests.simulation.medium import Medium
 from tests.simulation.registry import META
+from tests.simulation.ways import way_to
 
 if TYPE_CHECKING:
-    from tests.simulation.machine import Machine
+    from tests.simulation.machine import Machine, Process
     from tests.simulation.world import World
 
-LOOK_MS = 1.0, 10.0
-"""How often a steered seed looks whether a copy is in its state."""
+REACHED_MS = 0.0, 0.0, 0.1, 1.0, 10.0
+"""How long at most after a copy came to its state a steered seed strikes: some states end with the next packet."""
+RETRY_MS = 0.0, 20.0
+"""How long it rests if the state was over by then, or the fault could do nothing."""
 
 
 class Nemesis:
@@ -26,14 +29,17 @@ class Nemesis:
         self._world, self._events = world, world.events
         self._rng = world.events.rng
         self._is_active = True
-        self._weights = world.steering.enabled(self._rng, self.faults(), WEIGHTS, least=0.02)
-        self.victim = self._rng.choice(world.machines)
+        way = way_to(world.steering.state)
+        self._weights = world.steering.enabled(self._rng, self.faults(), WEIGHTS, least=0.02, ways=way.faults)
+        self.victim = self._rng.choice(world.machines) if way.victim is None else world.machines[way.victim]
         """The only machine whose disk loses what was fsynced: two lost disks are not covered."""
         self._image: Medium | None = None
         self._image_of = ""
+        self._rests = False
+        """Whether it has just struck in its state, or is about to."""
         self._again()
         if world.steering.state:
-            self._look()
+            world.watch = self._watch
 
     def faults(self) -> dict[str, Callable[[Any], bool]]:
         return FAULTS
@@ -51,26 +57,34 @@ class Nemesis:
             self._strike_by(name)
             self._again()
 
-    def _look(self) -> None:
-        """Strike where a copy is in the state that the seed is steered to."""
-        if self._is_active:
-            low, high = LOOK_MS
-            if self._world.steering.state in self._states():
-                self._strike_by(self._world.steering.fault)
-                low, high = self._world.swarm.strike_ms
-            self._events.between(low, high, self._look)
+    def _watch(self, process: Process) -> None:
+        """Strike soon where a copy is in the state that the seed is steered to."""
+        if self._rests or not self._is_active or self._world.steering.state not in states_of_node(process.node):
+            return
+        self._rests = True
+        self._events.between(0, self._rng.choice(REACHED_MS), self._strike_there)
+
+    def _strike_there(self) -> None:
+        def again() -> None:
+            self._rests = False
+
+        is_there = self._is_active and self._world.steering.state in self._states()
+        has_struck = is_there and self._strike_by(self._world.steering.fault)
+        self._events.between(*(self._world.swarm.strike_ms if has_struck else RETRY_MS), again)
 
     def _states(self) -> list[str]:
         return [state for machine in self._world.machines for state in states_of(machine)]
 
-    def _strike_by(self, name: str) -> None:
+    def _strike_by(self, name: str) -> bool:
         number = self._events.counts["strike"]
         self._events.count("strike")
         states = self._states()
-        if number not in self._world.steering.skipped and self.faults()[name](self):
+        has_struck = number not in self._world.steering.skipped and self.faults()[name](self)
+        if has_struck:
             self._events.count(name)
             self._events.met.update((name, state) for state in states)
             self._events.note(f"nemesis {number}: {name}")
+        return has_struck
 
     def _machine(self) -> Machine:
         return self._rng.choice(self._world.machines)

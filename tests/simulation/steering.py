@@ -6,11 +6,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from random import Random
 
+CALM = 4
+"""How many times as often as all others the faults strike that lead to a state: others lead away from it."""
+
 
 @dataclass(frozen=True)
 class Steering:
-    """`fault`: half of the strikes are this one. `state`: it strikes besides whenever a copy is in this state.
-    `skipped`: numbers of strikes that are left out."""
+    """`fault`: half of the strikes are this one. `state`: it strikes whenever a copy is in this state, and most other
+    strikes are those which bring copies there (`tests.simulation.ways`). `skipped`: numbers of strikes left out."""
 
     fault: str = ""
     state: str = ""
@@ -26,14 +29,17 @@ class Steering:
         return f"{self.fault}@{self.state}" if self.state else self.fault
 
     def enabled(
-        self, rng: Random, faults: Iterable[str], weights: Mapping[str, float], least: float
+        self, rng: Random, faults: Iterable[str], weights: Mapping[str, float], least: float, ways: Iterable[str] = ()
     ) -> dict[str, float]:
-        """Draw the faults of a seed, with how often they strike: up to their weight more than `least`."""
+        """Draw the faults of a seed, with how often they strike: up to their weight more than `least`. `ways`: faults
+        that bring copies to the state."""
         names = list(faults)
-        chosen = [name for name in names if rng.random() < 0.6 or name == self.fault] or names
+        favoured = [name for name in names if name in ways] or [self.fault]
+        chosen = [name for name in names if rng.random() < 0.6 or name in favoured] or names
         drawn = {name: rng.random() * weights.get(name, 1.0) + least for name in chosen}
         if self.fault:
-            drawn[self.fault] = sum(drawn.values())
+            times = CALM if self.state else 1
+            drawn |= dict.fromkeys(favoured, times * sum(drawn.values()) / len(favoured))
         return drawn
 
 

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 from collections import Counter
+from random import Random
 
 import pytest
 
+from qmq.client.batch_life import BATCH_LIFE
+from qmq.client.session_life import SESSION
+from qmq.log.health import HEALTH
+from qmq.replication.follower import FOLLOWER
+from qmq.replication.slave_life import SLAVE
+from tests.simulation.coverage import NOT_MET, STATES
+from tests.simulation.many_copies import MANY_FAULTS
+from tests.simulation.nemesis import FAULTS
 from tests.simulation.outcome import Outcome
 from tests.simulation.planted import BUGS
 from tests.simulation.run import main
 from tests.simulation.scenarios import SCENARIOS, kept_seeds
 from tests.simulation.shrink import shrink
 from tests.simulation.steering import Steering
-from tests.simulation.world import simulate
+from tests.simulation.ways import WAYS
+from tests.simulation.world import Swarm, simulate
 from tests.support.planting import planted
+
+TABLES = FOLLOWER, SLAVE, HEALTH, SESSION, BATCH_LIFE
 
 
 @pytest.mark.parametrize("text", ["", "kill", "put_back@SlaveState.RESTORING", "kill at a call@SessionState.RESTING"])
@@ -25,6 +37,19 @@ def test_a_steered_seed_strikes_where_it_is_steered_to() -> None:
     wanted = "errs_once", "FollowerState.CATCHING_UP"
     assert not simulate(1).met[wanted]
     assert simulate(1, steering=Steering(*wanted)).met[wanted]
+
+
+def test_ways_to_states_are_made_of_what_there_is() -> None:
+    drawn = Swarm.draw(Random(1))
+    for state, way in WAYS.items():
+        assert state in STATES and set(way.faults) <= FAULTS.keys() & MANY_FAULTS.keys()
+        assert drawn.on_the_way(state) != drawn or not (way.limits or way.settings)
+
+
+def test_states_that_no_fault_can_meet_are_nobodys_goal() -> None:
+    every = {f"{table.name}.{state.name}" for table in TABLES for state in type(table.initial)}
+    assert NOT_MET.keys() <= every
+    assert NOT_MET.keys().isdisjoint(state for scenario in SCENARIOS.values() for state in scenario.states)
 
 
 def test_a_strike_that_is_skipped_does_not_happen() -> None:

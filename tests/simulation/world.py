@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -15,7 +16,7 @@ from qmq.remoting.packet import Packet
 from qmq.types import Role
 from tests.simulation.clients import Client, Consumer, Producer
 from tests.simulation.events import Events, Violation
-from tests.simulation.machine import Limits, Machine
+from tests.simulation.machine import Limits, Machine, Process
 from tests.simulation.many_copies import ManyCopies, ManyNemesis
 from tests.simulation.nemesis import Nemesis
 from tests.simulation.network import End, Network
@@ -25,6 +26,7 @@ from tests.simulation.outcome import Outcome, failure_of
 from tests.simulation.registry import Metaserver
 from tests.simulation.steering import UNSTEERED, Steering
 from tests.simulation.watched_log import BesideLog, WatchedLog
+from tests.simulation.ways import way_to
 
 PEACE_S = 60
 """Virtual seconds after the last fault within which everything is well again (I20)."""
@@ -98,6 +100,11 @@ class Swarm:
             keys=rng.choice((False, False, True)),
         )
 
+    def on_the_way(self, state: str) -> Swarm:
+        """Return it with what it takes to get to a state."""
+        way = way_to(state)
+        return replace(self, limits=replace(self.limits, **way.limits), **way.settings)
+
 
 class World:
     """Everything that belongs to one seed."""
@@ -115,7 +122,9 @@ class World:
         self.events = Events(seed)
         self.steering = steering
         self._moves, self._fails_over = moves, fails_over
-        self.swarm = swarm = Swarm.draw(self.events.rng)
+        self.watch: Callable[[Process], None] | None = None
+        """Told of each copy that something happened to."""
+        self.swarm = swarm = Swarm.draw(self.events.rng).on_the_way(steering.state)
         self.oracle = Oracle(self.events)
         self.oracle.has_operator, self.oracle.deliveries_max = moves, swarm.deliveries_max
         self.oracle.is_counted = not moves and not swarm.unsubscribe
