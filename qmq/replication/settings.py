@@ -49,7 +49,7 @@ class CopySettings:
     scrub_bytes_per_s: int = setting(16 * MIB, unit="bytes/s", least=1024, why="rate at which it is, beside all else")
 
     read_log_bytes_per_s: int = setting(
-        256 * MIB, unit="bytes/s", least=1024, why="rate at which audits read the log, all together"
+        16 * MIB, unit="bytes/s", least=1024, why="rate at which audits read the log, all together"
     )
 
     packet_bytes_max: int = setting(16 * MIB, unit="bytes", least=64 * 1024, most=48 * MIB, why="largest packet taken")
