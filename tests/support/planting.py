@@ -15,7 +15,7 @@ class Bug:
     name: str
     patches: Callable[[], list[Patch]]
     first: int = 1
-    """Where a search begins: shortly before the seed that found it last, to save time."""
+    """Where a search begins: at the seed that found it last, or shortly before, to save time."""
     favoured: str = ""
     """The fault that half of the strikes are: without, it would take too many seeds."""
     kinds: Mapping[str, Any] = field(default_factory=dict)
