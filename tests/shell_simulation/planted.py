@@ -160,7 +160,7 @@ BUGS = [
     Bug(
         "a batch of a delay server is forgotten with its connection",
         _delayed_batch_is_forgotten_with_its_connection,
-        7,
+        9,
         favoured="isolate",
     ),
     Bug("a message is done before it is handled", _message_is_done_before_it_is_handled, favoured="kill"),
