@@ -125,7 +125,9 @@ class DeadLetters:
 
     def _step(self, burial: _Burial) -> None:
         """Bury what lies in the next few frames; read them first if they are not in memory."""
-        mastership, log, (subject, *_) = self._mastership, self._mastership.log, burial.key
+        mastership, log, (subject, group, _) = self._mastership, self._mastership.log, burial.key
+        if letters_producer(subject, group) not in self._former:
+            self._settle_former(subject, group)
         found = self._held(burial)
         if found is None:
             self._passes.copies_left -= 1
@@ -211,8 +213,6 @@ class DeadLetters:
         """Store the copy of one message; `labels`: its own, if it has one."""
         mastership, (subject, group, _) = self._mastership, burial.key
         state, producer = mastership.log.state, letters_producer(subject, group)
-        if producer not in self._former:  # the copies of this mastership push those out of the fold's window
-            self._former[producer] = dict(state.producers.get(producer, {}))
         stored = state.repeated(producer, sequence) or self._former[producer].get(sequence)
         if stored is not None and stored.end > state.groups[subject, group].began:
             return  # one from before the group was moved may be dealt with already: what fails anew is a new one
@@ -246,6 +246,25 @@ class DeadLetters:
         consumer = self._consumption.consumer(*burial.key)
         deliveries = consumer.range_of(burial.ranges[0][0]).deliveries if consumer is not None else 0
         return deliveries - (burial.key[2] == PRUNER)  # no consumer got them for that
+
+    def _settle_former(self, subject: str, group: str) -> None:
+        """Ack messages whose copies are older than this mastership, and have no ack behind them.
+
+        The copies of this mastership push those out of the fold's window: it remembers them, the next one cannot.
+        """
+        state, producer = self._mastership.log.state, letters_producer(subject, group)
+        progress = state.groups.get((subject, group))
+        if progress is None:
+            return
+        former = self._former[producer] = dict(state.producers.get(producer, {}))
+        stored = sorted(sequence for sequence, batch in former.items() if batch.end > progress.began)
+        for name, consumer in list(progress.consumers.items()):
+            pulls = [
+                one.pull + at - one.first for one in consumer.unacked for at in stored if one.first <= at < one.end
+            ]
+            entries = [(pull, pull + 1, DEAD) for pull in pulls]
+            if entries:
+                self._mastership.append_progress(FrameKind.ACK, (subject, group, name), entries)
 
     def _settle(self, burial: _Burial, messages: int, settled: int) -> None:
         """Ack the first messages of the burial's first range; `settled`: whether dead letters of them are stored."""

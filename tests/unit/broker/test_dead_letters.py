@@ -262,7 +262,8 @@ def test_copies_whose_ack_is_missing_are_recognized_also_when_later_messages_die
     assert not unacked(group)
 
 
-def test_copies_whose_ack_is_missing_are_recognized_behind_more_dead_letters_than_a_producer_s_window_has():
+@pytest.mark.parametrize("masterships", [2, 3], ids=["asked for then", "asked for by the next mastership only"])
+def test_copies_whose_ack_is_missing_are_recognized_behind_more_dead_letters_than_a_producer_s_window_has(masterships):
     group, client, first = a_group(*[f"m{number}" for number in range(10)], segment_bytes=1 << 20)
     Client(group.a, "other").produce(*[f"n{number}" for number in range(BATCHES_PER_PRODUCER + 1)])
     other = group.subscribed("c2")
@@ -275,6 +276,8 @@ def test_copies_whose_ack_is_missing_are_recognized_behind_more_dead_letters_tha
     assert len(dead_letters(group.a)) == 10
     group.swap(2)
     for consumer, begin, count in (("c2", others_first, BATCHES_PER_PRODUCER + 1), ("c1", first, 10)):
+        if consumer == "c1" and masterships == 3:
+            group.swap(3)
         again = group.subscribed(consumer, held_end=begin + count)
         again.nack(begin, begin + count, dead=True)
         group.settle()
