@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 
@@ -13,6 +14,8 @@ from qmq.proto import qmq_pb2 as pb
 from qmq.server import control
 from qmq.server.control import CopyControl
 from qmq.server.service import Service
+from tests.support.ports import free_ports
+from tests.support.waiting import WAIT_S
 
 ORDERS = [
     pytest.param("PrepareSwap", pb.PrepareSwapRequest(term=1, timeout_ms=1_000), id="swap"),
@@ -71,3 +74,50 @@ def test_a_disk_that_fails_at_an_order_ends_the_process(monkeypatch, name, order
     world = World(fails)
     world.carry_out(monkeypatch, name, order)
     assert [str(error) for error in world.ended] == ["no space left"]
+
+
+HTTP2_BEGIN = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+
+
+async def let_in(port):
+    """Begin as HTTP/2 does; return the connection if the server answers with its settings."""
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    except OSError:
+        return None
+    with suppress(OSError):
+        writer.write(HTTP2_BEGIN)
+        if await reader.read(9):
+            return writer
+    writer.close()
+    return None
+
+
+async def until_let_in(port):
+    async with asyncio.timeout(WAIT_S):
+        while (writer := await let_in(port)) is None:
+            await asyncio.sleep(0)  # it is about to listen, or to notice that another has left
+    return writer
+
+
+def test_a_control_port_takes_so_many_connections_and_another_when_one_has_ended(monkeypatch):
+    """What anybody opens there must not use up the files of a process that has a log to write."""
+    monkeypatch.setattr(control, "CONNECTIONS_MAX", 2)
+    (port,) = free_ports(1)
+    settings = SimpleNamespace(
+        ip="127.0.0.1", control_port=port, read_log_bytes_per_s=1_024, catch_up_bytes_per_s=1_024
+    )
+
+    async def run():
+        serving = asyncio.create_task(CopyControl(None, settings, None).serve())
+        first, second = await until_let_in(port), await let_in(port)
+        assert second is not None
+        assert await let_in(port) is None
+        first.close()
+        third = await until_let_in(port)
+        for writer in (second, third):
+            writer.close()
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+    asyncio.run(run())
