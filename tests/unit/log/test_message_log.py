@@ -149,3 +149,15 @@ def test_what_retention_gave_up_is_passed_over_at_once_while_its_files_are_still
     assert len(asked) == 2
     log.state.kept.start = log.end
     assert log.frames("s", 0, 1) == []
+
+
+def test_frame_that_is_not_flushed_stays_in_the_tail_however_small_that_is():
+    """The disk may not have it yet: who ships it to a slave would read what was there before."""
+    copy = Copy(tail_bytes=0)
+    flushed = copy.begin_epoch()
+    commit = copy.log.take_commit()
+    copy.log.perform(commit)
+    waiting = copy.messages("a")
+    copy.log.flushed(commit)
+    assert copy.log.tail_frames(flushed.offset, 1 << 20) is None
+    assert copy.log.tail_frames(waiting.offset, 1 << 20) is not None

@@ -44,6 +44,14 @@ def test_damaged_or_missing_snapshots_are_made_again_from_an_earlier_one(bad, mi
     assert decode_snapshot(made[bases[-1]]) == fold_of(copy.whole()[: bases[-1]])
 
 
+def test_log_that_goes_back_to_its_beginning_needs_no_snapshot():
+    copy = a_log()
+    before = copy.log.state
+    for base in copy.log.bases:
+        copy.disk.flip(f"log/{base:020d}.snap", 77)
+    assert copy.reopen().state == before and copy.log.damage is None
+
+
 @pytest.fixture(scope="module")
 def segment() -> Copy:
     """One segment of 16 KiB, full but for a clean tail of some zeros."""
