@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
@@ -39,11 +40,13 @@ class Done(BaseModel):
     message: str
 
 
+@cache  # making one costs milliseconds, and a process may have several metaservers
 def body_model(action: Action) -> type[BaseModel]:
     """The JSON body of an action: of the very types that it names."""
     return _model(action, action.name, is_text=False)
 
 
+@cache
 def query_model(action: Action) -> type[BaseModel]:
     """The query of an action, whose numbers and flags are text."""
     return _model(action, f"{action.name}Query", is_text=True)
