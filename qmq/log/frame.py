@@ -53,6 +53,8 @@ HEADER = struct.Struct("<IBBHIIIIQQqQQQQII")
 HEADER_BYTES = HEADER.size
 _CHAINED = struct.Struct("<IBBHIIIIQQqQQQ")
 _TAIL = struct.Struct("<QI")
+_SEALED = struct.Struct("<6xH4xI8xQ48xII")
+"""Of a header: subject bytes, body bytes, own offset, body CRC, header CRC."""
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 _epoch = lru_cache(8)(Epoch)
@@ -287,6 +289,27 @@ def decode_frames(data: Buffer, offset: int, previous_chain: int | None) -> Iter
         check_body(frame, body)
         yield frame, body
         at, chain = end, frame.chain
+
+
+def intact_bytes(data: memoryview, offset: int) -> int:
+    """Return how many bytes of `data`, which begins at `offset` of a log, are whole frames by their CRCs.
+
+    For bytes that are passed on to somebody who decodes them: it takes a quarter of what `decode_frames` does, and no
+    chain is looked at.
+    """
+    at = 0
+    while len(data) - at >= HEADER_BYTES:
+        subject_bytes, body_bytes, own_offset, body_crc, header_crc = _SEALED.unpack_from(data, at)
+        body_at = at + HEADER_BYTES + subject_bytes + (-subject_bytes % 8)
+        end = body_at + body_bytes
+        if end > len(data) or own_offset != offset + at:
+            break
+        if crc32(data[at + HEADER_BYTES : body_at], crc32(data[at : at + HEADER_BYTES - 4])) != header_crc:
+            break
+        if crc32(data[body_at:end]) != body_crc:
+            break
+        at = end
+    return at
 
 
 def find_frame(data: Buffer, offset: int, begin: int = 0) -> int | None:

@@ -321,6 +321,14 @@ class MessageLog:
         """
         return read_chunk(self._disk, list(self._bases), begin, min(end, self.flushed_end), bytes_max)
 
+    def read_intact(self, begin: int, end: int, bytes_max: int) -> bytes:
+        """As `read`, for bytes that are passed on (`segments.read_intact`). Blocks; may run on a thread.
+
+        Raises:
+            CorruptFrame: this copy is damaged there.
+        """
+        return segments.read_intact(self._disk, list(self._bases), begin, min(end, self.flushed_end), bytes_max)
+
     def look_again(self, begin: int) -> None:
         """Let the segment that `begin` is in be read from the file of its name, which may be another one by now.
 

@@ -202,7 +202,7 @@ class CopyControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generate
         try:
             if segment_at(message_log.bases, at) == at:
                 message_log.look_again(at)
-            return message_log.read(at, message_log.flushed_end, min(CHUNK_BYTES, end - at)).data
+            return message_log.read_intact(at, message_log.flushed_end, min(CHUNK_BYTES, end - at))
         except CorruptFrame as problem:
             self._found(problem)
             return message_log.read_damaged(at)

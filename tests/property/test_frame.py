@@ -19,6 +19,7 @@ from qmq.log.frame import (
     decode_header,
     encode_header,
     find_frame,
+    intact_bytes,
     subject_field,
 )
 from qmq.message import Message
@@ -77,6 +78,11 @@ def test_the_segment_is_as_large_as_it_says():
     assert [frame for frame, _ in decode_frames(SEGMENT, BASE, 0)] == FRAMES
 
 
+@given(st.integers(0, len(SEGMENT)))
+def test_whole_frames_are_intact_and_what_follows_them_is_none(size):
+    assert intact_bytes(memoryview(SEGMENT)[:size], BASE) == max(start for start in STARTS if start <= size)
+
+
 @pytest.mark.parametrize("bit", range(8))
 def test_every_flipped_bit_of_a_segment_is_noticed_and_told_from_a_torn_tail(bit):
     segment = bytearray(SEGMENT)
@@ -90,6 +96,7 @@ def test_every_flipped_bit_of_a_segment_is_noticed_and_told_from_a_torn_tail(bit
                 list(decode_frames(with_flip, BASE + begin, CHAINS[number]))
             assert damage.value.offset == BASE + begin
             behind = with_flip + (b"" if is_last else SEGMENT[end : end + 300])
+            assert intact_bytes(memoryview(behind), BASE + begin) == 0
             assert find_frame(behind, BASE + begin, 1) == (None if is_last else end - begin)
 
 
@@ -100,6 +107,7 @@ def test_every_cut_of_a_segment_is_a_torn_tail():
             with pytest.raises(CorruptFrame) as torn:
                 list(decode_frames(SEGMENT[begin:cut], BASE + begin, CHAINS[number]))
             assert torn.value.offset == BASE + begin
+            assert intact_bytes(memoryview(SEGMENT)[begin:cut], BASE + begin) == 0
             assert find_frame(SEGMENT[begin:cut], BASE + begin, 1) is None
 
 
@@ -157,6 +165,7 @@ def test_garbage_is_no_frame(data, offset):
     for garbage in (data, b"QMF1" + data, SEGMENT[:84] + data):
         with pytest.raises(CorruptFrame):
             decode_header(garbage, 0, offset + 8, None)
+        assert intact_bytes(memoryview(garbage), offset + 8) == 0
     assert find_frame(b"QMF1" + data, offset) is None
 
 

@@ -161,3 +161,29 @@ def test_frame_that_is_not_flushed_stays_in_the_tail_however_small_that_is():
     copy.log.flushed(commit)
     assert copy.log.tail_frames(flushed.offset, 1 << 20) is None
     assert copy.log.tail_frames(waiting.offset, 1 << 20) is not None
+
+
+@pytest.mark.parametrize("bytes_max", [1, 300, 2048, 1 << 20])
+def test_bytes_that_are_passed_on_are_those_that_are_read(bytes_max):
+    """Whole frames, never over the end of a segment, at least one."""
+    copy = Copy(tail_bytes=0)
+    copy.begin_epoch()
+    copy.fill(30)
+    at = 0
+    while at < copy.log.end:
+        data = copy.log.read_intact(at, copy.log.end, bytes_max)
+        assert data == copy.log.read(at, copy.log.end, bytes_max).data
+        at += len(data)
+    assert at == copy.log.end
+
+
+def test_what_is_passed_on_ends_at_damage_and_does_not_begin_there():
+    copy = Copy(tail_bytes=0)
+    copy.begin_epoch()
+    copy.fill(3)
+    bad = copy.messages("bad")
+    copy.flush()
+    copy.disk.flip(f"log/{0:020d}.log", 8 * bad.end - 1)
+    assert copy.log.read_intact(0, copy.log.end, 1 << 20) == copy.whole()[: bad.offset]
+    with pytest.raises(CorruptFrame, match="wrong body CRC"):
+        copy.log.read_intact(bad.offset, copy.log.end, 1 << 20)
