@@ -29,7 +29,9 @@ and left out, and an operator reads it with any tool; a Parquet file is written 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -144,7 +146,8 @@ class Ledger:
         return _entries(path, last, f" of the last {len(last)}")[-count:]
 
     def append(self, entry: Entry) -> None:
-        """Add a run's line, durably; a torn last line is cut off first."""
+        """Add a run's line, durably; a torn last line is cut off first. The folder is touched, so that readers of all
+        groups see by one look that there is something new."""
         self._folder.mkdir(parents=True, exist_ok=True)
         with self.path(entry.group).open("ab") as file:
             if (size := file.tell()) and (whole := self.path(entry.group).read_bytes().rfind(b"\n") + 1) < size:
@@ -152,6 +155,9 @@ class Ledger:
             file.write(encode_entry(entry))
             file.flush()
             os.fsync(file.fileno())
+        now_ns = time.time_ns()  # not the file system's own time, whose ticks are coarse
+        with suppress(PermissionError):  # the folder is somebody else's: readers look into the files now and then, too
+            os.utime(self._folder, ns=(now_ns, now_ns))
 
     def known(self, group: str) -> Known:
         """Return what the entries of a group say together; raises LedgerDamaged."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection
 from pathlib import Path
 from threading import Lock
@@ -14,6 +15,9 @@ GROUPS_MAX = 100
 RUNS_MAX = 100
 """So many runs are listed, over all groups, the newest first."""
 FINDINGS_MAX = 20
+LOOK_AGAIN_S = 60.0
+"""A run touches the folder after each line (`Ledger.append`); what others did to the files shows within so long. To
+look at 2,000 files, a thread gives the interpreter away 2,000 times: beside a busy loop, a page took 390 ms for it."""
 
 Stamp = tuple[int, int, int]
 """Of a file: another one after each line that was appended, or when it was put back."""
@@ -27,12 +31,14 @@ class _Read(NamedTuple):
 
 
 class Nights:
-    """The ledger in a directory. A group's file is read again only when it has changed: of thousands of groups the
-    reading would take longer than the page. Made by main; `shown` is called on any thread."""
+    """The ledger in a directory. A group's file is read again only when it has changed, and files are looked at only
+    after a run: with thousands of groups either would take longer than the page. Made by main; `shown` is called on any
+    thread."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._ledger, self._lock = folder, Ledger(folder), Lock()
         self._read: dict[str, _Read] = {}
+        self._touched_ns, self._look_again_s = 0, 0.0
 
     def shown(self, only: str, *, now_ms: int, there: Collection[str] | None = None) -> dict[str, Any]:
         """Return what the page shows; raises LedgerDamaged, OSError.
@@ -66,10 +72,15 @@ class Nights:
 
     def _refresh(self) -> list[str]:
         """Read the files that changed; return the groups that have entries."""
-        names = self._ledger.groups()
-        read = {name: found for name in names if (found := self._group(name)) is not None}
-        self._read = read
-        return list(read)
+        touched_ns, now_s = (
+            self._folder.stat().st_mtime_ns,
+            time.monotonic(),
+        )  # before the files, which a run writes first
+        if touched_ns != self._touched_ns or now_s >= self._look_again_s:
+            names = self._ledger.groups()
+            self._read = {name: found for name in names if (found := self._group(name)) is not None}
+            self._touched_ns, self._look_again_s = touched_ns, now_s + LOOK_AGAIN_S
+        return list(self._read)
 
     def _group(self, name: str) -> _Read | None:
         stamp, known = self._stamp(name), self._read.get(name)

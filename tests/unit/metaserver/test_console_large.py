@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from qmq.ledger import FINDINGS, PROVEN, Entry, Ledger
+from qmq.ledger import FINDINGS, PROVEN, Entry, Ledger, encode_entry
 from qmq.metaserver.actions import Answer, Status
+from qmq.metaserver.console import nights as console_nights
 from qmq.metaserver.console.nights import Nights
 from qmq.metaserver.console.pages import PAGES
 from tests.unit.metaserver.console_world import ConsoleWorld, text_of
@@ -210,3 +211,25 @@ def test_the_newest_runs_are_shown_and_files_are_read_again_when_they_change_onl
     (tmp_path / "ledger" / "g001.jsonl").unlink()
     assert nights.shown("", now_ms=20_000)["proven"] == 149
     assert [row["run"] for row in nights.shown("g149", now_ms=20_000)["runs"]] == ["run 1149"]
+
+
+def test_files_are_looked_at_after_a_run_or_now_and_then(tmp_path, monkeypatch):
+    """To look at each file for each page took longer than all the rest of it, where there are 2,000."""
+    ledger, stamps = Ledger(tmp_path / "ledger"), []
+    nights, stamp = Nights(tmp_path / "ledger"), Nights._stamp
+    monkeypatch.setattr(Nights, "_stamp", lambda self, name: stamps.append(name) or stamp(self, name))
+    night(ledger, "g0", 1000)
+    night(ledger, "g1", 1000)
+    assert [nights.shown("", now_ms=0)["proven"] for _ in range(3)] == [2, 2, 2]
+    assert stamps == ["g0", "g1"]
+    night(ledger, "g1", 2000, FINDINGS)
+    assert nights.shown("", now_ms=0)["proven"] == 1
+    with ledger.path("g0").open("ab") as file:  # a ledger that is copied here, say
+        file.write(encode_entry(Entry("run 3000", 3000, "g0", FINDINGS)))
+    assert nights.shown("", now_ms=0)["proven"] == 1
+    monkeypatch.setattr(console_nights, "LOOK_AGAIN_S", 0.0)
+    nights = Nights(tmp_path / "ledger")
+    assert nights.shown("", now_ms=0)["proven"] == 0
+    with ledger.path("g0").open("ab") as file:
+        file.write(encode_entry(Entry("run 4000", 4000, "g0", PROVEN)))
+    assert nights.shown("", now_ms=0)["proven"] == 1

@@ -149,6 +149,7 @@ def test_the_nightly_audit_is_shown_night_by_night(tmp_path):
         night(ledger, "g2", 3, FINDINGS, found={"lost": 1}, findings=[{"what": "lost", "text": HOSTILE}])
         page = await world.see("/audit")
         assert "1 of 2 broker groups" in page and "lost: 1" in page and "<script>" not in page
+        (tmp_path / "ledger" / "g1.jsonl").unlink()
         (tmp_path / "ledger" / "g1.jsonl").write_bytes(b"x\n" + b"y\n")
         assert "does not match its CRC" in await world.read("/audit"), "each line that is shown is checked"
 
