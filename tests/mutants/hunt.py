@@ -96,6 +96,8 @@ class Hunter:
                 {item.nodeid: places[item.nodeid] for item in group},
                 functions,
             )
+        if items and not self._tests:
+            raise SystemExit("no test executes a line of the product: every mutant would survive")
         for seed in range(1, min(self.seeds, SEEDS_WATCHED) + 1):
             self._note(self._seeds, "tests/simulation/scenarios.py", {f"seed {seed}": seed}, functions)
 

@@ -112,6 +112,7 @@ def _marked(modules: tuple[str, ...]) -> list[tuple[Key, CodeType]]:
 def live_functions() -> Functions:
     """Return all functions of the product that exist; decorated and copied ones are found as well as named ones."""
     found: Functions = defaultdict(list)
+    gc.unfreeze()  # tests/conftest.py freezes what was imported, and what is frozen is not listed
     for thing in gc.get_objects():
         if type(thing) is FunctionType and thing.__code__.co_filename.startswith(str(ROOT)):
             found[key_of(thing.__code__)].append(thing)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -106,3 +109,13 @@ def test_table_without_reasons_is_refused(tmp_path, text):
 def test_areas_are_the_modules_that_promises_rest_on():
     files = product_files(["qmq/replication", "broker"])
     assert {"qmq/replication/ack_gate.py", "broker/consume.py"} <= set(files)
+
+
+def test_a_run_plants_faults_and_sees_a_test_fail(tmp_path):
+    """Whatever pytest and its plugins do around it: a runner that plants nothing finds survivors only."""
+    tests, output = "tests/unit/replication/test_ack_gate.py", tmp_path / "mutants.json"
+    options = ["--sample", "5", "--seeds", "0", "--jobs", "1", "--output", str(output), "--tests", tests]
+    command = [sys.executable, "-m", "tests.mutants", "qmq/replication/ack_gate.py", *options]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert output.exists(), ran.stdout + ran.stderr
+    assert any(by.startswith(tests) for _, by, _ in json.loads(output.read_text())), ran.stdout

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import builtins
+import gc
 from types import FunctionType
 
 import pytest
 
+from qmq.replication.ack_gate import AckGate
 from tests.mutants import reach
 from tests.mutants.__main__ import AREAS, drawn, interval
 from tests.mutants.hunt import Hunter
 from tests.mutants.marks import MARK, marked
-from tests.mutants.reach import Reach
+from tests.mutants.reach import Reach, key_of, live_functions
 
 SOURCE = """def f(a):
     if a > 1:
@@ -37,6 +39,15 @@ def test_marked_function_does_the_same_and_notes_its_statements(tmp_path, monkey
     monkeypatch.setattr(builtins, MARK, reached.add, raising=False)
     assert FunctionType(code, {})(argument) == value
     assert reached == {("module.py", line) for line in lines}
+
+
+def test_functions_are_found_that_the_collector_of_circles_does_not_look_at_any_more():
+    """As all are that were imported before the tests began (tests/conftest.py)."""
+    gc.freeze()
+    try:
+        assert live_functions()[key_of(AckGate.stored.__code__)] == [AckGate.stored]
+    finally:
+        gc.freeze()
 
 
 @pytest.fixture
