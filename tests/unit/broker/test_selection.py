@@ -399,6 +399,20 @@ def pulls_of(group: Group, name: str) -> list[list[tuple[int, int, int]]]:
     return [[tuple(entry) for entry in one.entries] for one in pulls if one.consumer == name]
 
 
+def test_what_waited_in_two_ranges_and_what_is_new_are_three_entries_though_they_follow_on_each_other():
+    """The fold takes each of them from one place."""
+    group = stored(PAY, PAY, PAY)
+    consumer = Consumer(group, "c1", tags=["pay"])
+    assert consumer.sequences(2) == [0, 1]
+    consumer.nack(0)
+    assert consumer.sequences(1) == [0]
+    consumer.nack(0)
+    consumer.nack(1)
+    again = consumer.pull()
+    assert [(got.sequence, got.times) for got in again] == [(0, 3), (1, 2), (2, 1)]
+    assert [entry[1:] for entry in pulls_of(group, "c1")[-1]] == [(0, 1), (1, 1), (2, 1)]
+
+
 @pytest.mark.parametrize("moves_on", ["changed", "the same", "left"])
 def test_consumer_that_asks_for_other_tags_is_written_down_before_its_next_pull(moves_on):
     group = stored(PAY, CANCEL, PAY, CANCEL)

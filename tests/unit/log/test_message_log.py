@@ -187,3 +187,20 @@ def test_what_is_passed_on_ends_at_damage_and_does_not_begin_there():
     assert copy.log.read_intact(0, copy.log.end, 1 << 20) == copy.whole()[: bad.offset]
     with pytest.raises(CorruptFrame, match="wrong body CRC"):
         copy.log.read_intact(bad.offset, copy.log.end, 1 << 20)
+
+
+def test_frames_that_came_in_one_packet_are_kept_each_by_itself():
+    """A slave that becomes the master ships and delivers them one by one."""
+    master, slave = Copy(), Copy()
+    frames = [master.begin_epoch(), *(master.messages(id) for id in "abc")]
+    master.flush()
+    whole, first = master.whole(), frames[0].end
+    slave.log.append_frames(0, memoryview(whole)[:first])
+    slave.log.append_frames(first, memoryview(whole)[first:])
+    for frame in frames:
+        buffers, end, chain = slave.log.tail_frames(frame.offset, 1)
+        assert (b"".join(buffers), end, chain) == (whole[frame.offset : frame.end], frame.end, frame.chain)
+    slave.flush()
+    assert slave.whole() == whole
+    with pytest.raises(CorruptFrame, match="this log ends at"):
+        slave.log.append_frames(first, memoryview(whole)[first:])
