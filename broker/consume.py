@@ -37,6 +37,10 @@ LOOKING_MS = 1_000
 """How much longer a pull waits while the broker looks for messages that its consumer asks for."""
 
 
+def _replaced(consumer: str) -> SubscriptionReplaced:
+    return SubscriptionReplaced(f"another connection consumes as consumer_id {consumer!r}: each needs one of its own")
+
+
 class WaitingPull(NamedTuple):
     link: Link
     packet: Packet
@@ -153,7 +157,7 @@ class Consumption:
         self._next_id += 1
         if (older := self._by_consumer.get(key)) is not None:
             for waiting in older.waiting:
-                older.link.refuse(waiting.packet, SubscriptionReplaced(f"another connection consumes as {consumer}"))
+                older.link.refuse(waiting.packet, _replaced(consumer))
             self._stop_waiting(older)
             if older.link is link:
                 del self._by_link[link][older.id]
@@ -183,7 +187,7 @@ class Consumption:
             raise UnknownSubscription(f"this connection has no subscription {id}; subscribe again")
         key = subscription.key
         if self._by_consumer.get(key) is not subscription:
-            raise SubscriptionReplaced(f"another connection consumes {subscription.subject} as {subscription.consumer}")
+            raise _replaced(subscription.consumer)
         self._seen[key] = now_ms
         return subscription
 

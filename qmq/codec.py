@@ -96,7 +96,12 @@ def _name(name: str) -> bytes:
 def _properties(message: Message) -> bytes:
     parts = []
     names = _names
-    for name, value in message.properties.items():
+    try:
+        properties = message.properties.items()
+    except AttributeError:
+        kind = type(message.properties).__name__
+        raise InvalidMessage(f"properties are a dict, such as {{'orderNo': '42'}}, not a {kind}") from None
+    for name, value in properties:
         key = names.get(name) or _name(name)
         if value.__class__ is not str:
             try:
@@ -106,9 +111,11 @@ def _properties(message: Message) -> bytes:
         try:
             data = value.encode()
             parts.append(key + _LENGTHS[len(data)] + data)
-        except (IndexError, UnicodeEncodeError):
+        except UnicodeEncodeError:
+            raise InvalidMessage(f"property {name!r} is not valid Unicode") from None
+        except IndexError:
             raise InvalidMessage(
-                f"property {name!r} is not valid Unicode or longer than {VALUE_BYTES_MAX} bytes"
+                f"property {name!r} has {len(data)} bytes, more than {VALUE_BYTES_MAX}: set_large cuts it into parts"
             ) from None
     if message.order_key is not None or message.retries_max is not None or message.expires_after is not None:
         parts.append(encode_own(message))
@@ -152,8 +159,9 @@ def encode_tags(tags: Iterable[str]) -> TagSection:
     if section is None:
         if len(tags) > TAGS_MAX:
             raise InvalidMessage(f"{len(tags)} tags are more than {TAGS_MAX}")
-        if not all(isinstance(tag, str) and tag for tag in tags):
-            raise InvalidMessage("a tag is not a word")
+        for tag in tags:
+            if not isinstance(tag, str) or not tag:
+                raise InvalidMessage(f"a tag is a word, not {tag!r:.50}")
         data = bytes([len(tags)]) + b"".join(_string("a tag", tag) for tag in sorted(tags))
         section = TagSection(data, tag_bits(tags))
         if len(_tags) < KEPT_MAX and len(data) < 100:

@@ -6,7 +6,9 @@ import http.client
 import os
 import urllib.error
 import urllib.request
+from urllib.parse import urlsplit
 
+from qmq.errors import InvalidRequest
 from qmq.types import Endpoint
 
 HANDSHAKE_MS = "grpc.server_handshake_timeout_ms"
@@ -83,6 +85,20 @@ def _after_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
+
+
+def metaserver_url(address: str) -> str:
+    """Return the URL of a metaserver that an application names; `http://` may be left out.
+
+    Raises:
+        InvalidRequest: it is none, as what an environment's missing variable gives.
+    """
+    if isinstance(address, str):
+        url = (address if "://" in address else f"http://{address}").rstrip("/")
+        parts = urlsplit(url)
+        if parts.scheme in ("http", "https") and parts.hostname:
+            return url
+    raise InvalidRequest(f"metaserver= is its HTTP address, such as http://127.0.0.1:8080, not {address!r:.100}")
 
 
 def find_metaserver(url: str, *, timeout_s: float = 3.0) -> str:

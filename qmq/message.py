@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime, timedelta
-from typing import Any, overload
+from typing import Any, ClassVar, overload
 
 from qmq.errors import InvalidMessage
 
@@ -133,6 +133,9 @@ class Message:
 
     # Properties.
 
+    __iter__: ClassVar[None] = None
+    """One message is not several: without this, Python would ask for `[0]`, `[1]` and so on."""
+
     def __getitem__(self, name: str) -> Value:
         return self.properties[name]
 
@@ -233,6 +236,11 @@ class Message:
         return f"Message({self.subject!r}, {dict(self.properties)!r}, tags={set(self.tags)!r}, id={self.id!r}{key})"
 
 
+def not_a_message(given: object) -> InvalidMessage:
+    """Return what to raise where a message was to be given."""
+    return InvalidMessage(f"what is sent is a qmq.Message, not a {type(given).__name__}")
+
+
 def text_of(value: object) -> str:
     """QMQ's spelling of a value.
 
@@ -244,9 +252,12 @@ def text_of(value: object) -> str:
     if isinstance(value, str | int | float):
         return str(value)
     if not isinstance(value, datetime):
-        raise InvalidMessage(f"a property is a str, int, float, bool or datetime, not {type(value).__name__}")
+        kind = type(value).__name__
+        raise InvalidMessage(
+            f"a property is a str, int, float, bool or datetime, not {kind}; Message.of_json takes what JSON can hold"
+        )
     if value.tzinfo is None:
-        raise InvalidMessage("a datetime without time zone names no moment")
+        raise InvalidMessage("a datetime without time zone names no moment: write .astimezone() if it is local time")
     return str((value - _EPOCH) // _MS)
 
 

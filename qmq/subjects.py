@@ -28,6 +28,8 @@ def check_name(what: str, name: str) -> str:
     Raises:
         InvalidName: says which rule is broken. `what` names the argument, for instance "subject".
     """
+    if not isinstance(name, str):
+        raise InvalidName(f"{what} is a str, not {name!r:.100}")
     if not name:
         raise InvalidName(f"{what} is empty")
     if len(name) > NAME_BYTES_MAX or len(name.encode("utf-8", "surrogatepass")) > NAME_BYTES_MAX:
@@ -105,7 +107,7 @@ def check_subject(name: str) -> str:
     Raises:
         InvalidName: says which rule is broken.
     """
-    derived = parse_derived(name)
+    derived = parse_derived(name) if isinstance(name, str) else None
     if derived is None:
         return check_name("subject", name)
     check_name("subject", derived.real)

@@ -21,7 +21,8 @@ from qmq.client.listener import Listener
 from qmq.client.membership import Membership
 from qmq.client.puller import Puller
 from qmq.client.signals import on_sigterm
-from qmq.client.terms import Terms, check_batch, check_concurrency, make_terms
+from qmq.client.terms import Terms, check_batch, check_concurrency, check_seconds, make_terms
+from qmq.control_plane import metaserver_url
 from qmq.errors import InvalidRequest
 from qmq.logs import bounded
 from qmq.subjects import check_name
@@ -58,10 +59,10 @@ class Consumer:
         drain_s: float = 20.0,
         online: bool = True,
     ) -> None:
-        self._metaserver, self._app = metaserver, app
+        self._metaserver, self._app = metaserver_url(metaserver), app
         self._token = find_token(token)
         self.id = check_name("consumer id", consumer_id or _default_id())
-        self._drain_s = drain_s
+        self._drain_s = check_seconds("drain_s", drain_s)
         self._is_online = online
         self._listeners: dict[tuple[str, str], Listener] = {}
         self._members: dict[tuple[str, str], Membership] = {}
@@ -159,7 +160,7 @@ class Consumer:
         def register(handler: H) -> H:
             listener = Listener(
                 terms,
-                Handling(handler, filters),
+                Handling(handler, filters, is_batch=batch is not None),
                 concurrency=concurrency,
                 batch=batch,
                 auto_ack=auto_ack,

@@ -112,7 +112,7 @@ def encode_run(
                 size += len(own)
             parts[size_at] = small_sizes[size] if size < small_sizes_end else size.to_bytes(4, "big").decode("latin-1")
             size += front
-        except (InvalidMessage, UnicodeEncodeError, IndexError):
+        except (InvalidMessage, UnicodeEncodeError, IndexError, AttributeError):  # the last: of what is no dict
             del parts[mark:]
             try:
                 data = encoder(message)

@@ -39,13 +39,14 @@ class Handling:
     """A handler with its filters, checked. Made for a listener; `route` makes the way of each of its workers.
 
     Raises:
-        InvalidRequest: a plain function as a filter where no thread runs it.
+        InvalidRequest: a plain function as a filter where no thread runs it; a handler that cannot be called.
     """
 
-    def __init__(self, handler: Handler, filters: Sequence[Filter]) -> None:
+    def __init__(self, handler: Handler, filters: Sequence[Filter], *, is_batch: bool = False) -> None:
         for one in (handler, *filters):
             if not callable(one):
                 raise InvalidRequest(f"a handler or filter is a function, not {one!r}")
+        _check_call(handler, is_batch)
         self.is_blocking = not _is_coroutine_function(handler)
         outer = [one for one in filters if _is_coroutine_function(one)]
         inner = [one for one in filters if not _is_coroutine_function(one)]
@@ -70,6 +71,19 @@ class Handling:
 
 def _call_filter(one: Callable[..., Any], handle: Callable[[Any], object], message: ReceivedMessage) -> Any:
     return one(message, handle)
+
+
+def _check_call(handler: Handler, is_batch: bool) -> None:
+    """Refuse a handler whose parameters are others than it is called with: each message would fail, and die of it."""
+    try:
+        signature = inspect.signature(handler)
+    except (TypeError, ValueError):  # some that are written in C do not tell
+        return
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        given = "a list of messages" if is_batch else "the message"
+        raise InvalidRequest(f"{handler!r:.100} is called with {given} alone: {error}") from None
 
 
 def _is_coroutine_function(one: object) -> bool:

@@ -27,7 +27,7 @@ from qmq.client.sender import Sender
 from qmq.client.senders import Flight
 from qmq.codec import batch_encoder, join_batch, label_of_message
 from qmq.errors import InvalidMessage, InvalidName, InvalidRequest, QmqError
-from qmq.message import Message
+from qmq.message import Message, not_a_message
 
 READY_BATCHES_MAX = 2
 """Whole batches that are kept ready per subject, so that one can leave while the next is encoded."""
@@ -69,7 +69,10 @@ class ManySend:
         """Subjects whose last batch waited until its deadline: the rest need not wait as long again."""
 
     async def send(self, chunk: list[Message]) -> None:
-        subjects = {message.subject for message in chunk}
+        try:
+            subjects = {message.subject for message in chunk}
+        except AttributeError:
+            raise next(not_a_message(one) for one in chunk if not isinstance(one, Message)) from None
         try:
             if len(subjects) == 1 and (self._delay is None or self._delay.key is None):
                 await self._send_uniform(self._sender.queue(subjects.pop()), chunk)

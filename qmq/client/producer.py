@@ -24,9 +24,11 @@ from qmq.client.many import CHUNK_MESSAGES, ManySend
 from qmq.client.queues import Backlog, SubjectQueue, Waiting
 from qmq.client.sender import Sender
 from qmq.client.senders import Senders
+from qmq.client.terms import check_seconds
 from qmq.codec import batch_encoder, label_of_message
+from qmq.control_plane import metaserver_url
 from qmq.errors import ClientClosed, InvalidRequest, QueueFull
-from qmq.message import Message
+from qmq.message import Message, not_a_message
 from qmq.outbox.courier import Courier
 from qmq.outbox.table import DEFAULT_TABLE, table_name
 from qmq.remoting.commands import RecurringSchedule
@@ -74,10 +76,10 @@ class Producer:
         if readonly_wait_s is not None and not readonly_wait_s >= 0:
             raise InvalidRequest("readonly_wait_s must be 0 or more; leave it out to wait for timeout_s")
         self.id = random.SystemRandom().randrange(1, 1 << 64)
-        self._metaserver, self._app = metaserver, app
+        self._metaserver, self._app = metaserver_url(metaserver), app
         self._token = find_token(token)
-        self._timeout_ms = int(timeout_s * 1000)
-        self._answer_timeout_s = answer_timeout_s
+        self._timeout_ms = int(check_seconds("timeout_s", timeout_s, is_zero_allowed=False) * 1000)
+        self._answer_timeout_s = check_seconds("answer_timeout_s", answer_timeout_s, is_zero_allowed=False)
         self._readonly_wait_ms = None if readonly_wait_s is None else int(min(readonly_wait_s, timeout_s) * 1000)
         self._in_flight_max = in_flight_max
         self._backlog = Backlog(queue_messages_max, queue_bytes_max)
@@ -156,15 +158,20 @@ class Producer:
     @property
     def _senders(self) -> Senders:
         if self._open_senders is None or self._is_closing:
-            raise ClientClosed("the producer is not open")
+            raise self._not_open()
         return self._open_senders
 
     @property
     def outbox(self) -> Courier:
         """What takes messages of transactions, from any thread: `send` and `send_many` with a `session` use it."""
         if self._outbox is None or self._is_closing:
-            raise ClientClosed("the producer is not open")
+            raise self._not_open()
         return self._outbox
+
+    def _not_open(self) -> ClientClosed:
+        if self._is_closing:
+            return ClientClosed("the producer was closed: a new one has to be opened")
+        return ClientClosed("the producer is not open: use it within `async with producer:`")
 
     # Sending.
 
@@ -246,7 +253,7 @@ class Producer:
 
         Raises:
             QueueFull: nothing was queued; send it again later.
-            InvalidName, InvalidMessage, InvalidRequest: it can never be sent as it is.
+            InvalidName, InvalidRequest: it can never be sent as it is.
             ClientClosed: the producer is not open.
         """
         later = read_delay(delay, at, key)
@@ -306,7 +313,7 @@ class Producer:
         if session is not None:
             return [asyncio.wrap_future(receipt) for receipt in await self.outbox.stage(messages, session)]
         if self._is_closing:
-            raise ClientClosed("the producer is not open")
+            raise self._not_open()
         return await self._send_all(messages, later)
 
     async def _send_committed(self, messages: Iterable[Message]) -> Receipts:
@@ -322,7 +329,7 @@ class Producer:
             timeout_ms: when all is given up; None: each batch has the producer's, from when there is room for it.
         """
         if (senders := self._open_senders) is None:
-            raise ClientClosed("the producer is not open")
+            raise self._not_open()
         sender = senders.of(is_delayed=later is not None)
         until_ms = None if timeout_ms is None else sender.now_ms() + timeout_ms
         many = ManySend(sender, self._ids, self._timeout_ms, senders.board, later, until_ms)
@@ -439,15 +446,19 @@ class Producer:
 
     def _encode(self, sender: Sender, message: Message, later: Delay | None) -> tuple[SubjectQueue, bytes, int]:
         """Return where a message waits, its bytes and its label; sets its id."""
-        queue = sender.queue(message.subject)
+        try:
+            subject = message.subject
+        except AttributeError:
+            raise not_a_message(message) from None
+        queue = sender.queue(subject)
         if message.id is None:
             message.id = next(self._ids)
         now_ms = _now_ms()
-        data = batch_encoder(message.subject, now_ms)(message) if later is None else later.encode(message, now_ms)
+        data = batch_encoder(subject, now_ms)(message) if later is None else later.encode(message, now_ms)
         if not message.tags and message.order_key is None:
             return queue, data, 0
         label = label_of_message(message)
-        return sender.queue(message.subject, label), data, label
+        return sender.queue(subject, label), data, label
 
 
 def read_delay(

@@ -24,7 +24,7 @@ import grpc.aio
 
 from qmq.client import route_poll
 from qmq.client.routing import GroupRoute, SubjectRoute
-from qmq.control_plane import META_CHANNEL_OPTIONS, find_metaserver, grpc_begins, has_grpc
+from qmq.control_plane import META_CHANNEL_OPTIONS, find_metaserver, grpc_begins, has_grpc, metaserver_url
 from qmq.errors import AccessError
 from qmq.logs import bounded
 from qmq.proto import qmq_pb2 as pb
@@ -82,7 +82,7 @@ class RouteWatch:
         on_idle: Callable[[set[str]], Iterable[str]] | None = None,
         kind: GroupKind = GroupKind.NORMAL,
     ) -> None:
-        self._metaserver = metaserver.rstrip("/") if "://" in metaserver else f"http://{metaserver.rstrip('/')}"
+        self._metaserver = metaserver_url(metaserver)
         self._token = token
         self._app, self._client_id, self._produces, self._kind = app, client_id, produces, kind
         self._on_routes, self._on_idle = on_routes, on_idle
@@ -135,6 +135,13 @@ class RouteWatch:
             return ""
         is_long = asyncio.get_running_loop().time() - self._failed_at >= TROUBLE_S
         return self._failure if is_long else ""
+
+    @property
+    def silence(self) -> str:
+        """Where no metaserver answers now, and why; "" while one does."""
+        if self._streams or self._polls or not self._failure:
+            return ""
+        return f"no metaserver answers at {self._metaserver}: {self._failure}"
 
     def refresh(self) -> None:
         """Ask for all routes again: something showed that they are old. Seldom needed: the metaserver sends changes."""

@@ -183,6 +183,10 @@ class Routing:
         health = self._health.get(broker_group)
         return health.reason if health else ""
 
+    def has_route(self, subject: str) -> bool:
+        """Return whether the metaserver said anything about a subject."""
+        return subject in self._subjects
+
     def why_not(self, subject: str) -> str:
         """Say why no group took a batch of `subject`, for the receipt."""
         route = self._subjects.get(subject)

@@ -211,6 +211,8 @@ class Sender:
         why, groups = self._routing.why_not(subject), self._routing.groups_of(subject)
         if groups:
             return NotServed(why)
+        if not self._routing.has_route(subject) and self._watch.silence:
+            return NoRoute(self._watch.silence)
         return NoRoute(why if self._kind is not GroupKind.DELAY else f"{NO_DELAY_GROUP} ({why})")
 
     async def room(self, subject: str, label: int, size: int, deadline_ms: int) -> SubjectQueue | QueueFull:

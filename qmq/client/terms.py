@@ -70,7 +70,9 @@ def make_terms(
         InvalidRequest: anything else.
     """
     check_subject(subject)
-    broadcast = broadcast or not group
+    if broadcast and group:
+        raise InvalidRequest("a broadcast's group is the consumer itself: leave out group=, or broadcast=True")
+    broadcast = not group
     group = consumer if broadcast else check_name("consumer group", group)
     begin, since_ms = _start(start)
     if tag_mode not in ("any", "all"):
@@ -106,6 +108,14 @@ def _mailbox(subject: str, group: str, broadcast: bool) -> str | None:
     return None if broadcast or parse_derived(subject) is not None else retry_subject(subject, group)
 
 
+def check_seconds(name: str, seconds: float, *, is_zero_allowed: bool = True) -> float:
+    """Return the value of an argument that says how long; raises InvalidRequest, which names it."""
+    if not isinstance(seconds, int | float) or not (seconds > 0 or (is_zero_allowed and seconds == 0)):
+        least = "0 or more" if is_zero_allowed else "more than 0"
+        raise InvalidRequest(f"{name} is seconds, {least}, not {seconds!r}")
+    return seconds
+
+
 def check_concurrency(concurrency: int) -> int:
     if not 1 <= concurrency <= CONCURRENCY_MAX:
         raise InvalidRequest(f"concurrency is 1 to {CONCURRENCY_MAX}, not {concurrency}")
@@ -130,7 +140,7 @@ def check_batch(batch: int | None, *, concurrency: int, prefetch_messages: int) 
 def _start(start: str | datetime) -> tuple[str, int]:
     if isinstance(start, datetime):
         if start.tzinfo is None:
-            raise InvalidRequest(f"start {start} has no time zone, so it names no moment")
+            raise InvalidRequest(f"start={start} has no time zone, so it names no moment: write start.astimezone()")
         return "since", max(0, (start - _EPOCH) // timedelta(milliseconds=1))
     if start not in ("latest", "earliest"):
         raise InvalidRequest(f'start is "latest", "earliest" or a datetime with its time zone, not {start!r}')

@@ -135,7 +135,7 @@ def test_a_property_of_40_000_bytes_is_refused_with_the_id_of_its_message():
     """Gap of QMQ: the producer takes it, and every consumer drops it without a word."""
     assert sent(Message("s", {"x": "x" * VALUE_BYTES_MAX}))["x"] == "x" * VALUE_BYTES_MAX
     for value in ("x" * 40_000, "é" * 16_384, "x" * (VALUE_BYTES_MAX + 1)):
-        assert "message the-id: property 'x' is" in refusal(Message("s", {"n": 1, "x": value}))
+        assert "message the-id: property 'x' has" in refusal(Message("s", {"n": 1, "x": value}))
     assert "a property's name has 40000 bytes" in refusal(Message("s", {"x" * 40_000: "x"}))
 
 

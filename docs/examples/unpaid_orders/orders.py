@@ -107,8 +107,9 @@ async def show(metaserver: str, token: str, pay_within: timedelta) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Orders that nobody pays are cancelled.")
     parser.add_argument("--minutes", type=float, default=30.0, help="within which an order has to be paid")
+    pay_within = timedelta(minutes=parser.parse_args().minutes)
     metaserver, token = local_cluster()
-    asyncio.run(show(metaserver, token, timedelta(minutes=parser.parse_args().minutes)))
+    asyncio.run(show(metaserver, token, pay_within))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,188 @@
+"""Shell. What a beginner types wrong is refused where it stands, in words that say what to write instead."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from datetime import datetime
+from functools import partial
+from typing import Any
+
+import pytest
+
+import qmq
+import qmq.blocking
+import qmq.testing
+from tests.support.ports import free_ports
+from tests.unit.client.fakes import TOKEN
+
+NOWHERE = "http://127.0.0.1:9"
+
+
+def producer(**options: Any) -> qmq.Producer:
+    return qmq.Producer(**{"metaserver": NOWHERE, "app": "test", "token": TOKEN} | options)
+
+
+def consumer(**options: Any) -> qmq.Consumer:
+    return qmq.Consumer(**{"metaserver": NOWHERE, "app": "test", "token": TOKEN} | options)
+
+
+async def handler(message: qmq.ReceivedMessage) -> None: ...
+
+
+@pytest.mark.parametrize("make", [qmq.Producer, qmq.Consumer, qmq.blocking.Producer, qmq.blocking.Consumer])
+@pytest.mark.parametrize("address", [None, "", "ftp://10.0.0.1", "http://", 8080])
+def test_what_is_no_address_of_a_metaserver_is_refused_with_one_that_is(make, address):
+    with pytest.raises(qmq.InvalidRequest, match="http://127.0.0.1:8080"):
+        make(metaserver=address, app="test", token=TOKEN)
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1:8080", "http://10.0.0.1:8080", "https://qmq.example.com", "localhost"])
+def test_an_address_may_leave_out_what_is_always_the_same(address):
+    producer(metaserver=address)
+
+
+@pytest.mark.parametrize("name", ["timeout_s", "answer_timeout_s"])
+@pytest.mark.parametrize("seconds", ["3", -1, 0, float("nan"), None])
+def test_a_time_that_no_answer_could_keep_is_refused_by_its_name(name, seconds):
+    with pytest.raises(qmq.InvalidRequest, match=rf"^{name} is seconds, more than 0"):
+        producer(**{name: seconds})
+
+
+@pytest.mark.parametrize("seconds", ["3", -1, float("nan")])
+def test_a_time_to_drain_may_be_nothing_and_not_less(seconds):
+    consumer(drain_s=0)
+    with pytest.raises(qmq.InvalidRequest, match="^drain_s is seconds, 0 or more"):
+        consumer(drain_s=seconds)
+
+
+def test_a_producer_that_was_not_opened_says_how_and_one_that_was_closed_says_so():
+    async def test() -> None:
+        one = producer()
+        with pytest.raises(qmq.ClientClosed, match="async with"):
+            await one.send(qmq.Message("a"))
+        with pytest.raises(qmq.ClientClosed, match="async with"):
+            await one.send_many([qmq.Message("a")])
+        async with one:
+            pass
+        with pytest.raises(qmq.ClientClosed, match="was closed"):
+            await one.send(qmq.Message("a"))
+        with pytest.raises(qmq.ClientClosed, match="was closed"):
+            await one.send_many([qmq.Message("a")])
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("wrong", [{"orderNo": 42}, "paid", None])
+def test_what_is_no_message_is_not_sent(wrong):
+    async def test() -> None:
+        async with producer() as one:
+            with pytest.raises(qmq.InvalidMessage, match="is a qmq.Message"):
+                await one.send(wrong)
+            with pytest.raises(qmq.InvalidMessage, match="is a qmq.Message"):
+                await one.send_many([wrong])
+            with pytest.raises(qmq.InvalidMessage, match="is a qmq.Message"):
+                one.send_nowait(wrong, print)
+
+    asyncio.run(test())
+
+
+def test_one_message_is_not_taken_for_several():
+    """It has `[name]`, by which Python would iterate over it."""
+
+    async def test() -> None:
+        async with producer() as one:
+            with pytest.raises(TypeError, match="not iterable"):
+                await one.send_many(qmq.Message("a", {"n": 1}))  # type: ignore[call-overload]
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        (lambda: qmq.Message("a", "paid"), "properties are a dict"),
+        (lambda: qmq.Message("a", [("n", 1)]), "properties are a dict"),
+        (lambda: qmq.Message("a", {"n": {"deep": 1}}), "Message.of_json"),
+        (lambda: qmq.Message("a", {"n": "x" * 32_768}), "32768 bytes.*set_large"),
+        (lambda: qmq.Message("a", {"n": "\ud800"}), "not valid Unicode"),
+        (lambda: qmq.Message("a", {"n": datetime(2026, 1, 1)}), "astimezone"),
+        (lambda: qmq.Message("a", tags=["pay", ""]), "a tag is a word, not ''"),
+    ],
+    ids=["a text as properties", "a list as properties", "a dict within", "long", "half a letter", "no zone", "no tag"],
+)
+def test_content_that_does_not_travel_is_refused_with_what_does(message: Callable[[], qmq.Message], says: str):
+    async def test() -> None:
+        async with producer() as one:
+            with pytest.raises(qmq.InvalidMessage, match=says) as sent:
+                await one.send(message())
+            (receipt,) = await one.send_many([message()])
+            assert receipt.outcome is qmq.Outcome.REFUSED
+            assert receipt.reason.partition(": ")[2] == str(sent.value).partition(": ")[2]
+
+    asyncio.run(test())
+
+
+def test_a_wrong_address_is_named_in_the_receipt():
+    async def test() -> None:
+        address = f"http://127.0.0.1:{free_ports(1)[0]}"
+        async with producer(metaserver=address, timeout_s=0.3) as one:
+            receipt = await one.send(qmq.Message("a"))
+        assert receipt.outcome is qmq.Outcome.REFUSED
+        assert isinstance(receipt.error, qmq.NoRoute)
+        assert f"no metaserver answers at {address}" in receipt.reason
+
+    asyncio.run(test())
+
+
+def test_a_decorator_without_its_arguments_says_which():
+    with pytest.raises(qmq.InvalidName, match="subject is a str"):
+        consumer().listen(handler)  # type: ignore[arg-type]
+
+
+def test_a_handler_that_could_never_be_called_is_refused_before_it_has_a_message():
+    async def none() -> None: ...
+
+    async def two(message: qmq.ReceivedMessage, session: object) -> None: ...
+
+    def named(*, message: qmq.ReceivedMessage) -> None: ...
+
+    for one in (none, two, named):
+        with pytest.raises(qmq.InvalidRequest, match="is called with the message alone"):
+            consumer().listen("a", group="g")(one)  # type: ignore[arg-type]
+    with pytest.raises(qmq.InvalidRequest, match="is called with a list of messages alone"):
+        consumer().listen("a", group="g", batch=2)(none)  # type: ignore[arg-type]
+
+
+def test_a_handler_may_have_more_parameters_than_it_needs():
+    async def more(message: qmq.ReceivedMessage, *rest: object, seats: int = 1, **others: object) -> None: ...
+
+    class Tickets:
+        async def on_order(self, message: qmq.ReceivedMessage) -> None: ...
+
+        async def __call__(self, message: qmq.ReceivedMessage) -> None: ...
+
+    def with_session(session: object, message: qmq.ReceivedMessage) -> None: ...
+
+    for one in (more, Tickets().on_order, Tickets(), partial(with_session, None), print, [].append, lambda _: None):
+        consumer().listen("a", group="g")(one)
+
+
+@pytest.mark.parametrize("way", ["listen", "pull"])
+def test_a_broadcast_with_a_group_is_refused(way):
+    with pytest.raises(qmq.InvalidRequest, match="leave out group="):
+        getattr(consumer(), way)("a", group="g", broadcast=True)
+
+
+def test_two_consumers_with_one_id_are_told_so():
+    async def test() -> None:
+        async with qmq.testing.Broker() as broker:
+            first, second = (qmq.Consumer(metaserver=broker.metaserver, app="a", consumer_id="c1") for _ in range(2))
+            async with first.pull("a", group="g") as puller:
+                await broker.wait_until_subscribed("a", "g")
+                async with second.pull("a", group="g"):
+                    with pytest.raises(qmq.QmqError, match="consumer_id 'c1'.*of its own"):
+                        while True:
+                            await puller.pull(1, timeout=10.0)
+
+    asyncio.run(test())
