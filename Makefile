@@ -31,7 +31,7 @@ test: $(STAMP) ## all tests, JOBS (default 3) files at a time; ARGS="-k name" fo
 	@deploy/test_packages.sh
 	@$(PY) -m tests -n $(or $(JOBS),3) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-quick: $(STAMP) ## cores, properties, formats and stories, with fewer random cases than `make test`: under a minute
+quick: $(STAMP) ## cores, properties, formats and stories, with fewer random cases than `make test`: about a minute
 	@QUICK=1 $(PY) -m pytest -q -n 2 --dist loadfile -m "not slow" $(QUICK) $(ARGS)
 
 lint: $(STAMP) ## ruff: rules and format

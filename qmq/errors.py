@@ -33,7 +33,7 @@ QmqError
     ├── DiskFailed            fence and end the process; never retry that descriptor
     ├── Diverged              the other copy differs: stop, call the operator
     ├── CopyRolledBack        this copy lacks what was acknowledged: start the other one, which refills it
-    ├── Fenced                a newer epoch masterships
+    ├── Fenced                a newer epoch has begun
     └── BrokenInvariant       our own bug: stop before it spreads
 """
 
@@ -264,7 +264,7 @@ class CopyRolledBack(LogError):
 
 
 class Fenced(LogError):
-    """A newer epoch masterships; this broker must not act in its own any more."""
+    """A newer epoch has begun; this broker must not act in its own any more."""
 
     code = ErrorCode.FENCED
 

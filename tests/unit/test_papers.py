@@ -9,7 +9,10 @@ from textwrap import indent
 
 import pytest
 
+from qmq.cli import PROGRAMS
 from qmq.states import draw
+from qmq.tools.command import Kind
+from qmq.tools.commands import COMMANDS
 from tests import drawings
 
 ROOT = Path(__file__).parents[2]
@@ -77,6 +80,54 @@ def test_every_file_that_a_paper_names_exists(paper):
     targets = [target for target in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in target]
     wrong = [name for name in named if name.split("/")[0] in FOLDERS and not (ROOT / name).exists()]
     assert wrong + [target for target in targets if not (ROOT / paper).parent.joinpath(target).exists()] == []
+
+
+def anchors(page):
+    """What a link may name of a page, as GitHub makes it of the headings."""
+    headings = re.findall(r"(?m)^#+ (.+)$", re.sub(r"(?ms)^```.*?^```", "", page.read_text()))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", sources(".md"), ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_of_a_page_leads_somewhere(page):
+    wrong = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"(?ms)^```.*?^```", "", page.read_text())):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        if "://" not in link and (not target.exists() or (anchor and anchor not in anchors(target))):
+            wrong.append(link)
+    assert wrong == []
+
+
+OF_EVERY_COMMAND = {"metaserver", "token-file", "token", "json", "dry-run", "yes", "help"}
+TYPED = re.compile(r"(?:\bqmq|tools\.sh) ([A-Za-z][A-Za-z-]+)((?:(?! qmq )[^`|;#])*)|`([A-Z][A-Za-z]+) (--[^`]*)`")
+
+
+@pytest.mark.parametrize("page", sources(".md"), ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_command_that_a_page_types_exists_with_its_options(page):
+    """What is typed begins a line of code or stands between backticks; `qmq` in a sentence is no command."""
+    wrong = []
+    for line in page.read_text().replace("\\\n", " ").splitlines():
+        for typed in TYPED.finditer(line):
+            before = line[: typed.start()].strip()
+            if before and not before.endswith(("`", "(", "&&", "--", '-c "')):
+                continue
+            name, options = (typed[1], typed[2]) if typed[1] else (typed[3], typed[4])
+            if command := COMMANDS.get(name):
+                known = {option.name for option in command.options} | OF_EVERY_COMMAND
+                known |= {f"{option.name}-file" for option in command.options if option.kind is Kind.SECRET}
+                wrong += [f"{name} --{one}" for one in re.findall(r"--([A-Za-z-]+)", options) if one not in known]
+            elif name not in PROGRAMS and name not in ("completion", "COMMAND", "NAME"):
+                wrong.append(name)
+    assert wrong == []
+
+
+@pytest.mark.parametrize("page", sources(".md"), ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_target_of_make_that_a_page_names_exists(page):
+    targets = set(re.findall(r"(?m)^([a-z-]+):", (ROOT / "Makefile").read_text()))
+    named = [one for text in re.findall(r"`make ([^`]+)`", page.read_text()) for one in text.split()]
+    named = [one for one in named if re.fullmatch(r"[a-z][a-z-]*", one)]
+    assert sorted(set(named) - targets) == []
 
 
 def test_every_decision_has_a_status():

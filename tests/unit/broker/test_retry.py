@@ -243,7 +243,7 @@ def test_nacks_and_their_times_are_the_same_on_the_slave_and_after_a_restart():
 
 @pytest.mark.parametrize("skew_ms", [-86_400_000, 86_400_000], ids=["behind", "ahead"])
 def test_a_clock_that_is_wrong_by_a_day_moves_no_retry(skew_ms):
-    """Neither a clock that is set while its broker masterships, nor one that differs from the former master's."""
+    """Neither a clock that is set while its broker is master, nor one that differs from the former master's."""
     group, client = a_group("m0", "m1")
     first = pulled(group, client)[0][0]
     client.nack(first, first + 1, delay_ms=5_000)
