@@ -94,7 +94,7 @@ class Producer:
 
     async def __aenter__(self) -> Producer:
         if self._open_senders is not None or self._is_closing:
-            raise ClientClosed("a producer is opened once")
+            raise ClientClosed("a producer is opened once: make another one")
         self._open_senders = Senders(self._new_sender)
         self._outbox = Courier(
             self._send_committed,

@@ -24,6 +24,7 @@ def find(session: object) -> Transaction | AsyncTransaction | Database:
     for library, module in _FINDERS.items():
         if library in sys.modules and (found := import_module(module).find(session)) is not None:
             return found  # type: ignore[no-any-return]
-    raise InvalidRequest(
-        f"expected a SQLAlchemy session, a Django connection or a DB-API transaction, got {type(session).__name__}"
-    )
+    got = f"{type(session).__module__}.{type(session).__qualname__}"
+    if hasattr(session, "cursor") and hasattr(session, "commit"):
+        raise InvalidRequest(f"{got} does not say when it commits: use qmq.outbox.dbapi.Database(…).transaction()")
+    raise InvalidRequest(f"expected a SQLAlchemy session, a Django connection or a DB-API transaction, got {got}")

@@ -9,6 +9,7 @@ import pytest
 from qmq import Outcome
 from qmq.errors import InvalidRequest
 from qmq.outbox.dbapi import Database
+from qmq.outbox.session import find
 from tests.unit.outbox.test_transactions import Failed, paid, sent
 from tests.unit.outbox.worlds import DbapiWorld, connect
 
@@ -124,3 +125,10 @@ def test_an_unknown_driver_is_refused():
     with pytest.raises(InvalidRequest, match="not known"):
         with Database(lambda: object()).transaction(object()):
             pass
+
+
+def test_a_bare_connection_is_refused_with_what_to_wrap_it_in():
+    connection = sqlite3.connect(":memory:")
+    with pytest.raises(InvalidRequest, match=r"sqlite3\.Connection .* use qmq\.outbox\.dbapi\.Database"):
+        find(connection)
+    connection.close()
