@@ -42,7 +42,7 @@ _BROKER = (
 )
 _SLAVE_HOST = Parameter("host", "hostname, or hostname:port, of the slave", required=True)
 _PAGE = (
-    Parameter("limit", "so many rows at most", kind=Kind.NUMBER, default="100", least=1, most=1000),
+    Parameter("limit", "at most this many rows", kind=Kind.NUMBER, default="100", least=1, most=1000),
     Parameter("before", "only rows with a smaller id: the next page", kind=Kind.NUMBER),
 )
 
@@ -186,7 +186,7 @@ _BROKERS = (
     ),
     Action(
         "ListBrokers",
-        "list brokers: their parts and addresses, and whether they are up",
+        "list brokers: their roles and addresses, and whether they are up",
         VIEWER,
         (_ANY_GROUP,),
         needs_token=False,
@@ -220,10 +220,10 @@ _ROUTES = (
         "list which broker groups serve which subjects",
         VIEWER,
         (
-            Parameter("prefix", "only subjects that begin so", kind=Kind.NAME),
+            Parameter("prefix", "only subjects that begin with this", kind=Kind.NAME),
             _ANY_GROUP,
-            Parameter("after", "only subjects behind this one: the next page", kind=Kind.NAME),
-            Parameter("limit", "so many routes at most; 0: all", kind=Kind.NUMBER, default="0"),
+            Parameter("after", "only subjects after this one: the next page", kind=Kind.NAME),
+            Parameter("limit", "at most this many routes; 0: all", kind=Kind.NUMBER, default="0"),
         ),
         style=Style.RAW,
         needs_token=False,
@@ -347,7 +347,7 @@ _CONSUMERS = (
             _ANY_CONSUMER_GROUP,
             Parameter(
                 "limit",
-                "only groups that are behind, so many of each broker group, the largest lag first; 0: all",
+                "only groups that are behind, at most this many of each broker group, the largest lag first; 0: all",
                 kind=Kind.NUMBER,
                 default="0",
                 most=10_000,
@@ -387,13 +387,13 @@ _CONSUMERS = (
             ),
             Parameter(
                 "messagesMax",
-                "so many messages of a broker group may wait for a consumer group; 0: no limit",
+                "how many messages of a broker group may wait for a consumer group; 0: no limit",
                 kind=Kind.NUMBER,
                 most=1_000_000_000_000,
             ),
             Parameter(
                 "bytesMax",
-                "so many bytes of messages of a broker group may wait for a consumer group; 0: no limit",
+                "how many bytes of messages of a broker group may wait for a consumer group; 0: no limit",
                 kind=Kind.NUMBER,
                 most=1_000_000_000_000_000,
             ),
@@ -431,7 +431,7 @@ _CONSUMERS = (
             _ANY_SUBJECT,
             Parameter("app", "only clients of this application"),
             Parameter("here", "only clients of the metaserver that is asked", kind=Kind.FLAG, default="false"),
-            Parameter("limit", "so many at most", kind=Kind.NUMBER, default="1000", least=1, most=100_000),
+            Parameter("limit", "at most this many", kind=Kind.NUMBER, default="1000", least=1, most=100_000),
         ),
     ),
 )
@@ -449,7 +449,7 @@ _DELAYS = (
             _ANY_GROUP,
             _ANY_SUBJECT,
             Parameter(
-                "hours", "count messages per hour, so many hours ahead", kind=Kind.NUMBER, default="24", most=26_280
+                "hours", "count messages per hour, this many hours ahead", kind=Kind.NUMBER, default="24", most=26_280
             ),
         ),
     ),
@@ -462,7 +462,7 @@ _DELAYS = (
             _ANY_GROUP,
             Parameter("since", "only what is due then or later, milliseconds since 1970", kind=Kind.NUMBER),
             Parameter("until", "only what is due before", kind=Kind.NUMBER),
-            Parameter("limit", "so many messages at most", kind=Kind.NUMBER, default="100", least=1, most=1000),
+            Parameter("limit", "at most this many messages", kind=Kind.NUMBER, default="100", least=1, most=1000),
         ),
         installation=True,
     ),
@@ -474,7 +474,7 @@ _DELAYS = (
             _ANY_SUBJECT,
             _ANY_GROUP,
             Parameter("owner", "only schedules of this application"),
-            Parameter("limit", "so many schedules at most", kind=Kind.NUMBER, default="1000", least=1, most=1000),
+            Parameter("limit", "at most this many schedules", kind=Kind.NUMBER, default="1000", least=1, most=1000),
         ),
         installation=True,
     ),
@@ -495,7 +495,7 @@ _DELAYS = (
 _DATABASES = (
     Action(
         "AddDb",
-        "register a database of a business for the watchdog",
+        "register an application's database for the watchdog",
         ADMIN,
         (
             Parameter("type", "kind of the database", default="mmm", kind=Kind.NAME),
@@ -545,7 +545,9 @@ _DATABASES = (
             Parameter(
                 "older", "waiting rows count once they are older, seconds", default="600", kind=Kind.NUMBER, most=10**9
             ),
-            Parameter("limit", "so many rows of each database", default="20", kind=Kind.NUMBER, least=1, most=1000),
+            Parameter(
+                "limit", "at most this many rows of each database", default="20", kind=Kind.NUMBER, least=1, most=1000
+            ),
         ),
         installation=True,
         wait_ms=30_000,
@@ -578,7 +580,7 @@ _MESSAGES = (
             Parameter("sequence", "from this sequence of the broker group on", kind=Kind.NUMBER),
             Parameter("since", "only what was stored then or later, milliseconds since 1970", kind=Kind.NUMBER),
             Parameter("until", "only what was stored before", kind=Kind.NUMBER),
-            Parameter("limit", "so many messages at most", kind=Kind.NUMBER, default="50", least=1, most=1000),
+            Parameter("limit", "at most this many messages", kind=Kind.NUMBER, default="50", least=1, most=1000),
         ),
     ),
     Action(
@@ -593,7 +595,7 @@ _MESSAGES = (
             Parameter("reason", "only those whose reason has this text in it", chars_max=1000),
             Parameter("id", "only the message with this id"),
             Parameter("brokerGroup", "only in this broker group of its route", kind=Kind.NAME),
-            Parameter("limit", "so many at most", kind=Kind.NUMBER, default="1000", least=1, most=10_000),
+            Parameter("limit", "at most this many", kind=Kind.NUMBER, default="1000", least=1, most=10_000),
         ),
         changes=True,
         wait_ms=MANY_WAIT_MS,
@@ -620,7 +622,7 @@ _TOKENS = (
                 chars_max=4000,
             ),
             Parameter("groups", "only these broker groups (prefix*), separated by commas", chars_max=4000),
-            Parameter("days", "valid so many days; 0: for ever", kind=Kind.NUMBER, default="0", most=36_500),
+            Parameter("days", "days for which it is valid; 0: for ever", kind=Kind.NUMBER, default="0", most=36_500),
         ),
         changes=True,
     ),

@@ -22,7 +22,7 @@ SECTIONS: Mapping[str, tuple[Command, ...]] = {
     "consumers and clients": CONSUMERS,
     "messages": MESSAGES,
     "delayed messages": DELAYS,
-    "databases of businesses": DATABASES,
+    "databases of applications": DATABASES,
     "outboxes": OUTBOX,
     "tokens": TOKENS,
     "metadata and its history": UPKEEP,

@@ -50,7 +50,7 @@ def _watchdogs(rows: Any) -> Table:
 DATABASES = (
     Command(
         "AddDb",
-        "register a database of a business for the watchdog",
+        "register an application's database for the watchdog",
         "--host=db1 --port=3306 --username=qmq --password-file=db1.password",
         (
             *_DB,
@@ -76,7 +76,9 @@ DATABASES = (
         look="ListDbs",
     ),
     Command("ListDbs", "list registered databases, without passwords", "", show=listing(_dbs)),
-    Command("ListWatchdogs", "list watchdogs' namespaces, and who is active in each", "", show=listing(_watchdogs)),
+    Command(
+        "ListWatchdogs", "list rooms of watchdogs, and which watchdog is active in each", "", show=listing(_watchdogs)
+    ),
 )
 
 
@@ -128,7 +130,7 @@ TOKENS = (
                 default="",
             ),
             Option("groups", "only these broker groups (prefix*), separated by commas", default=""),
-            Option("days", "valid so many days; default: for ever", default="", kind=Kind.NUMBER),
+            Option("days", "days for which it is valid; default: for ever", default="", kind=Kind.NUMBER),
             Option("out", "write the token's text to this file, readable by you alone", "", Kind.PATH, local=True),
         ),
         _new_token,
@@ -203,7 +205,7 @@ UPKEEP = (
             ANY_SUBJECT,
             Option("since", "only from then on (2026-01-31T12:00:00Z; 24h: ago)", "", Kind.MOMENT),
             Option("until", "only before then", "", Kind.MOMENT),
-            Option("limit", "so many rows at most; default: 100", default="", kind=Kind.NUMBER),
+            Option("limit", "at most this many rows; default: 100", default="", kind=Kind.NUMBER),
             Option("before", "only rows with a smaller id: the next page", default="", kind=Kind.NUMBER),
         ),
         _trail,

@@ -155,7 +155,7 @@ AUDIT = (
             ANY_SUBJECT,
             SINCE,
             UNTIL,
-            Option("limit", "so many messages, the oldest ones", "1000", Kind.NUMBER),
+            Option("limit", "at most this many messages, the oldest ones", "1000", Kind.NUMBER),
             *_SOURCES,
         ),
         runs="qmq.tools.logs",

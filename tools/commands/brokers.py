@@ -333,7 +333,9 @@ BROKERS = (
             GROUP,
             Option("gone", "hostname:servePort of brokers whose disks never return, with commas", default=""),
             Option("reports", "files with what `qmq inspect DIR --json` printed, with commas", default=""),
-            Option("acceptLoss", "what no copy has that goes on is lost", default="", kind=Kind.FLAG, alone="true"),
+            Option(
+                "acceptLoss", "give up what none of the copies has that go on", default="", kind=Kind.FLAG, alone="true"
+            ),
         ),
         runs="qmq.tools.recovery.run",
         changes=True,
@@ -341,7 +343,7 @@ BROKERS = (
     ),
     Command(
         "ListBrokers",
-        "list brokers: their parts and addresses, and whether they are up",
+        "list brokers: their roles and addresses, and whether they are up",
         "--brokerGroup=g1",
         (ANY_GROUP,),
         listing(_brokers),

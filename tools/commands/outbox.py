@@ -14,7 +14,7 @@ from qmq.tools.table import Block, Cell
 
 _ROOM = Option("room", "namespace of the watchdog", default="default")
 _DATABASE = Option("database", "only this one, as ListDbs names it", default="")
-_OLDER = Option("older", "waiting rows count once they are older than so many seconds", "60", Kind.NUMBER)
+_OLDER = Option("older", "waiting rows count once they are older than this many seconds", "60", Kind.NUMBER)
 _WATCHDOG = Option("watchdog", "host:port of the active watchdog, if it cannot be reached as it says", default="")
 
 
@@ -39,14 +39,26 @@ OUTBOX = (
         "OutboxStuck",
         "list rows of outboxes that are parked, or wait long",
         "--older=600",
-        (_ROOM, _DATABASE, _OLDER, Option("limit", "so many rows of each database", "20", Kind.NUMBER), _WATCHDOG),
+        (
+            _ROOM,
+            _DATABASE,
+            _OLDER,
+            Option("limit", "at most this many rows of each database", "20", Kind.NUMBER),
+            _WATCHDOG,
+        ),
         runs="qmq.tools.outbox.stuck",
     ),
     Command(
         "OutboxReconcile",
         "say of stuck rows which are in a broker's log; reads only",
         "--older=600 --limit=100",
-        (_ROOM, _DATABASE, _OLDER, Option("limit", "so many rows of each database", "100", Kind.NUMBER), _WATCHDOG),
+        (
+            _ROOM,
+            _DATABASE,
+            _OLDER,
+            Option("limit", "at most this many rows of each database", "100", Kind.NUMBER),
+            _WATCHDOG,
+        ),
         runs="qmq.tools.outbox.reconcile",
     ),
     Command(

@@ -13,7 +13,7 @@ _EVERY_SUBJECT = Option("subject", "one subject, or * for all")
 _SUBJECTS = Option("subject", "one subject; default: *, all of them", default="*")
 WAIT = Option(
     "wait",
-    "wait until no producer holds the old route, so many seconds at most (60 if none are given)",
+    "wait until no producer holds the old route, at most this many seconds (60 if no number is given)",
     default="",
     kind=Kind.SECONDS,
     sent_as="waitMs",
@@ -82,10 +82,10 @@ ROUTES = (
         "list which broker groups serve which subjects",
         "--prefix=order.",
         (
-            Option("prefix", "only subjects that begin so", default=""),
+            Option("prefix", "only subjects that begin with this", default=""),
             ANY_GROUP,
-            Option("after", "only subjects behind this one: the next page", default=""),
-            Option("limit", "so many routes at most; default: all", default="", kind=Kind.NUMBER),
+            Option("after", "only subjects after this one: the next page", default=""),
+            Option("limit", "at most this many routes; default: all", default="", kind=Kind.NUMBER),
         ),
         listing(_routes),
         has_details=True,
