@@ -37,7 +37,7 @@ def test_each_mastership_has_one_end_of_what_it_gave_out_as_far_as_any_of_it_is_
         pytest.param(0, 3, [(0, 10, 3, 1)], [(3, 20, 3, 2), (6, 30, 3, 1)], id="a whole range"),
         pytest.param(3, 6, [(3, 20, 3, 2)], [(0, 10, 3, 1), (6, 30, 3, 1)], id="the one in the middle"),
         pytest.param(1, 2, [(1, 11, 1, 1)], [(0, 10, 1, 1), (2, 12, 1, 1), (3, 20, 3, 2), (6, 30, 3, 1)], id="within"),
-        pytest.param(2, 7, [(2, 12, 1, 1), (3, 20, 3, 2), (6, 30, 1, 1)], [(0, 10, 2, 1), (7, 31, 2, 1)], id="over all"),
+        pytest.param(2, 7, [(2, 12, 1, 1), (3, 20, 3, 2), (6, 30, 1, 1)], [(0, 10, 2, 1), (7, 31, 2, 1)], id="overall"),
     ],
 )
 def test_what_is_taken_is_what_lies_within_and_the_rest_stays(begin, end, taken, left):
