@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -201,14 +202,22 @@ class Connection(asyncio.BufferedProtocol):
             answered(from_code(packet.code, str(packet.body, "utf-8", "replace")))
 
 
+_KEEPALIVE = [
+    (getattr(socket, name), value)
+    for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 5), ("TCP_USER_TIMEOUT", 15_000))
+    if hasattr(socket, name)
+]
+
+
 def _notice_a_dead_peer(sock: socket.socket | None) -> None:
     """A peer whose machine is gone sends nothing: let the kernel ask, and end the connection within 15 s."""
     if sock is None:
         return
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 5), ("TCP_USER_TIMEOUT", 15_000)):
-        if hasattr(socket, name):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    # One of our own on the same connection: uvloop's makes one for each call.
+    with socket.socket(sock.family, sock.type, sock.proto, os.dup(sock.fileno())) as own:
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE:
+            own.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 async def connect(

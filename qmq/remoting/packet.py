@@ -73,12 +73,14 @@ class PacketReader:
     buffer of its own. A packet's body never changes after it was returned.
     """
 
-    STAGING_BYTES = 256 * 1024
+    FIRST_BYTES, STAGING_BYTES = 4 * 1024, 256 * 1024
+    """The staging area grows while reads fill it: most connections say little, some nothing, and 256 KiB for each took
+    more time than all else that one costs which is refused."""
 
     def __init__(self, packet_bytes_max: int) -> None:
         self.packet_bytes_max = packet_bytes_max
         """May be raised, for instance once the other end has said who it is."""
-        self._staging = memoryview(bytearray(self.STAGING_BYTES))
+        self._staging = memoryview(bytearray(self.FIRST_BYTES))
         self._filled = 0
         self._large: memoryview | None = None
         self._large_filled = 0
@@ -103,6 +105,7 @@ class PacketReader:
             large, self._large = self._large, None
             return [self._parse(large)]
         self._filled += count
+        was_full = self._filled == len(self._staging)
         packets: list[Packet] = []
         at = 0
         while self._filled - at >= PACKET_HEADER_BYTES:
@@ -114,8 +117,10 @@ class PacketReader:
                 break
             packets.append(self._parse(memoryview(bytes(self._staging[at : at + size]))))
             at += size
-        if at:
+        if at or was_full:
             rest = bytes(self._staging[at : self._filled])
+            if was_full and len(self._staging) < self.STAGING_BYTES:
+                self._staging = memoryview(bytearray(min(4 * len(self._staging), self.STAGING_BYTES)))
             self._staging[: len(rest)] = rest
             self._filled = len(rest)
         return packets

@@ -23,7 +23,7 @@ names = st.text(max_size=30)
 class SmallReader(PacketReader):
     """Has a staging area so small that packets of some hundred bytes take the path of large ones."""
 
-    STAGING_BYTES = 512
+    FIRST_BYTES, STAGING_BYTES = PACKET_HEADER_BYTES, 512
 
 
 def feed(reader, data, sizes):
@@ -75,6 +75,14 @@ def test_a_packet_over_the_limit_is_refused_before_its_body_arrives():
         feed(reader, packet_header(201, 1, 0, 201, 981), [PACKET_HEADER_BYTES])
     [largest] = feed(PacketReader(1000), packet_header(1, 7, 0, 1, 980) + bytes(980), [99])
     assert largest.opaque == 7
+
+
+def test_who_says_little_gets_little_memory_and_who_fills_it_gets_more():
+    """A thousand connections that say nothing took 256 MB."""
+    reader, small = PacketReader(10_000), packet_header(201, 1, 0, 201, 40) + bytes(40)
+    assert len(feed(reader, 100 * small, [len(small)])) == 100 and len(reader.buffer()) == PacketReader.FIRST_BYTES
+    assert len(feed(reader, 10_000 * small, [1 << 20])) == 10_000
+    assert PacketReader.STAGING_BYTES - len(small) < len(reader.buffer()) <= PacketReader.STAGING_BYTES
 
 
 def test_a_large_packet_does_not_change_after_it_was_returned():
