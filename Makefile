@@ -27,9 +27,9 @@ stop: $(STAMP) ## stop what `make run` started
 demo: $(STAMP) ## produce, consume, lose a master, swap, audit; INPUT=file.csv or file.ndjson for your own rows
 	@exec $(PY) -m qmq demo $(if $(INPUT),--input "$(INPUT)")
 
-test: $(STAMP) ## all tests, JOBS (default 3) files at a time; ARGS="-k name" for some of them
+test: $(STAMP) ## all tests, JOBS (default 4) files at a time; ARGS="-k name" for some of them
 	@deploy/test_packages.sh
-	@$(PY) -m tests -n $(or $(JOBS),3) --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(PY) -m tests -n $(or $(JOBS),4) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 quick: $(STAMP) ## cores, properties, formats and stories, with fewer random cases than `make test`: about a minute
 	@QUICK=1 $(PY) -m pytest -q -n 2 --dist loadfile -m "not slow" $(QUICK) $(ARGS)
