@@ -228,7 +228,8 @@ class Acceptor:
         self._service.acceptors.pop(self, None)
         self._service.shares.lost(self)
         self._access.left(self._token, self)
-        self._service.guarded(lambda: self._service.node.link_lost(connection))
+        if self._is_in:  # else no core has heard of it
+            self._service.guarded(lambda: self._service.node.link_lost(connection))
 
     def writable_again(self, connection: Connection) -> None:
         self._service.guarded(lambda: self._service.node.writable_again(connection))

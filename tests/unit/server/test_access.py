@@ -265,3 +265,19 @@ async def test_a_connection_says_once_who_it_is(metaserver, access):
         mine.close("done")
         await service.has_lost.wait()
     assert (access.connections_of("a"), access.connections_of("b")) == (0, 0)
+
+
+@in_world
+async def test_the_end_of_a_stranger_is_not_told_to_the_core(metaserver, access):
+    """It never heard of one; each time it hears something, it goes through all that waits."""
+    service = a_service()
+    acceptor = Acceptor(service, frozenset({Command.PRODUCE}), access._settings, access)
+    server = await asyncio.get_running_loop().create_server(lambda: acceptor.connection, "127.0.0.1", 0)
+    async with server:
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        writer.write(b"GET / HTTP/1.1\r\n\r\n")
+        assert await reader.read() == b""
+        writer.close()
+        while service.connections:
+            await asyncio.sleep(0)
+    assert not service.has_lost.is_set() and not service.strangers
