@@ -3,8 +3,11 @@
 Brokers write each term down before they act in it, and ignore rows of older terms. So a row that went back is proven by
 one broker that reports a newer term; what it has to say again is what all brokers of the group agree on:
 
-    all of them report the same newest term, one as the master, the others as slaves   the row is raised to that
+    all of them report the same newest term, one as the master, the others as slaves   it gets these roles
     anything else                                                                      an operator decides: AdoptRoles
+
+Either way in a term above all that was reported or given out: the old row may have other copies, or another number that
+acknowledge, and a master must not count by one rule while a failover counts by another.
 """
 
 from __future__ import annotations
@@ -29,13 +32,17 @@ class OldRow:
     reported: int
     """The newest term that any broker reported."""
     change: RoleChange | None
-    """Raises the row to what the brokers agree on; None: they do not."""
+    """Raises the row above them, with the roles that they agree on; None: they do not."""
     found: str
     remedy: str
 
 
-def judge(group: Group, reported: int, state_of: StateOf) -> OldRow | None:
-    """Hold a row against the newest term that any broker reported; None: the row is no older."""
+def judge(group: Group, reported: int, state_of: StateOf, *, given: int = 0) -> OldRow | None:
+    """Hold a row against the newest term that any broker reported; None: the row is no older.
+
+    Args:
+        given: the newest one that is known to be given out or promised, whether or not a broker has it.
+    """
     if reported <= group.term:
         return None
     said = {broker: state_of(broker) for broker in group.brokers}
@@ -44,7 +51,7 @@ def judge(group: Group, reported: int, state_of: StateOf) -> OldRow | None:
     )
     master = _newest_master(said, reported)
     if master is not None and all(state is not None and state.term == reported for state in said.values()):
-        change = _with_master(group, master, above=reported - 1)
+        change = _with_master(group, master, above=max(reported, given))
         return OldRow(group, reported, change, found, "the metaserver raises the row by itself")
     told = ", ".join(_report(broker, state) for broker, state in said.items())
     return OldRow(group, reported, None, f"{found} ({told})", _remedy(group, master, said))

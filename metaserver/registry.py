@@ -350,7 +350,9 @@ class Registry:
     def old_row(self, group: str) -> OldRow | None:
         """What is to be said of a group whose row is older than its brokers; None: it is not."""
         row = self.directory.groups.get(group)
-        return old_rows.judge(row, self.reported_term(group), self.own_state) if row else None
+        if row is None:
+            return None
+        return old_rows.judge(row, self.reported_term(group), self.own_state, given=self.term_floor(group))
 
     def old_rows(self) -> list[str]:
         """Names of groups whose row is older than their brokers."""

@@ -62,7 +62,7 @@ def restore(connection: Connection, dumped: Mapping[str, Any], changed: int, *, 
     present = {table.name: _rows(connection, table) for table in (tables.broker_group, tables.broker)}
     if not is_newer and (lost := lost_masters(present, content)):
         raise ValueRefused("; ".join(lost))
-    _continue_terms(connection, content["broker_group"])
+    _continue_terms(connection, content["broker_group"], is_newer=is_newer)
     _continue_routes(connection, content["subject_route"], changed)
     content["broker"] = with_disks(present, content)
     content["api_token"] = _merge_tokens(connection, content["api_token"])
@@ -112,15 +112,19 @@ def _check_rows(table: Table, rows: Any) -> Rows:
     return [checked(table, row) for row in rows]
 
 
-def _continue_terms(connection: Connection, rows: Rows) -> None:
+def _continue_terms(connection: Connection, rows: Rows, *, is_newer: bool) -> None:
     """Raise each group's term above both what is stored and what the dump says; keep terms of groups that go.
+
+    A group of which nothing is stored comes back with the term that it had: if its brokers have a newer one, they say
+    so, and the row is repaired. One term more may be just theirs, of a row with other roles or copies.
 
     A loss that either of them tells of goes on to be told: nobody may have acknowledged it.
     """
     stored = {row["group_name"]: row for row in _rows(connection, tables.broker_group)}
     for row in rows:
         before = stored.pop(row["group_name"], None)
-        row["term"] = max(row["term"], before["term"] if before else 0) + 1
+        if before is not None or is_newer:
+            row["term"] = max(row["term"], before["term"] if before else 0) + 1
         row["lost_term"] = max(row["lost_term"], before["lost_term"] if before else 0)
     rows.extend({**row, "kind": REMOVED} for row in stored.values())
 

@@ -207,7 +207,7 @@ class RevokeToken:
 class RestoreAll:
     """Put what `Repository.dump` gave in the place of everything. Raises ValueRefused for what is no such thing.
 
-    Terms never go back: a group's term becomes one more than the larger of the two.
+    Terms never go back: a group's term becomes one more than the larger of the two; without a row it is the dump's.
     """
 
     dump: Mapping[str, Any]

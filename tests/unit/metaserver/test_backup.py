@@ -64,7 +64,7 @@ def test_dump_makes_an_empty_database_the_same(filled, tmp_path):
     before, after = filled.load(), other.load()
     assert (after.marks, after.offline, after.subjects) == (before.marks, before.offline, before.subjects)
     assert after.limits == before.limits == {OperatorLimits("s", "g", per_second=7)}
-    assert after.groups["g1"].term == before.groups["g1"].term + 1
+    assert after.groups["g1"].term == before.groups["g1"].term, "one more may be of a row that came after the dump"
     assert [broker.key for broker in after.groups["g1"].brokers] == [b.key for b in before.groups["g1"].brokers]
     assert [(route.subject, route.groups) for route in other.load_routes()[1]] == [
         (route.subject, route.groups) for route in filled.load_routes()[1]

@@ -39,13 +39,13 @@ def said(**states):
         pytest.param({"a": (MASTER, 4), "b": (SLAVE, 4)}, 6, None, id="a third broker reports a newer term"),
     ],
 )
-def test_a_row_is_raised_to_exactly_what_all_brokers_of_the_group_agree_on(states, reported, agreed):
+def test_a_row_is_raised_above_its_brokers_with_the_roles_that_all_of_them_agree_on(states, reported, agreed):
     old = old_rows.judge(ROW, reported, said(**states))
     if agreed is None:
         assert old.change is None and "AdoptRoles --brokerGroup=g1 --hostname=" in old.remedy
         return
     change = old.change
-    assert (change.term, change.new_term) == (2, reported)
+    assert (change.term, change.new_term) == (2, reported + 1)
     assert (change.master.hostname, change.slave.hostname) == agreed
     assert (change.master.role, change.slave.role, change.slave.complete) == (MASTER, SLAVE, False)
 
@@ -68,6 +68,13 @@ def test_of_three_copies_without_a_part_the_one_that_has_most_is_named(up, comma
 
 def test_a_row_as_new_as_its_brokers_is_left_alone():
     assert old_rows.judge(ROW, 2, said(a=(MASTER, 2), b=(SLAVE, 2))) is None
+
+
+def test_a_row_with_fewer_copies_than_its_brokers_have_does_not_get_their_term():
+    """a counted c still, in that term, and b alone was chosen by the rule of two."""
+    states = said(a=(MASTER, 4), b=(SLAVE, 4))
+    assert old_rows.judge(ROW, 4, states).change.new_term == 5
+    assert old_rows.judge(ROW, 4, states, given=7).change.new_term == 8, "nor one that was given out"
 
 
 def upkeep_of(world):
@@ -98,12 +105,14 @@ def test_the_row_of_a_group_that_was_swapped_since_is_repaired_from_its_brokers(
         assert not before["ok"] and "term 2, brokers report term 5" in before["found"]
         await upkeep_of(world).raise_row("g1")
         group = world.registry.directory.groups["g1"]
-        assert (group.term, group.master.hostname, group.slave.hostname) == (5, "g1-b", "g1-a")
-        assert world.registry.is_writable(group) and world.registry.old_rows() == []
+        assert (group.term, group.master.hostname, group.slave.hostname) == (6, "g1-b", "g1-a")
+        assert world.registry.old_rows() == []
+        world.beat("g1-b", role=MASTER, writable=True)
+        assert world.registry.is_writable(group)
         [row] = await world.database.read(lambda repository: repository.audit_trail(action="AdoptRoles"))
-        assert (row.who, row.before["term"], row.after["term"]) == ("metaserver", 2, 5)
+        assert (row.who, row.before["term"], row.after["term"]) == ("metaserver", 2, 6)
         await upkeep_of(world).raise_row("g1")
-        assert world.registry.directory.groups["g1"].term == 5, "once is enough"
+        assert world.registry.directory.groups["g1"].term == 6, "once is enough"
 
     on(migrated_url, test)
 
