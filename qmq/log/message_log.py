@@ -496,8 +496,12 @@ class MessageLog:
         set_aside(self._disk, self.start, self.end, why)
         self._reload()
 
-    def seed(self, base: int, snapshot: Buffer, why: str) -> None:
+    def seed(self, base: int, snapshot: Buffer, why: str, *, start: int | None = None) -> None:
         """Set this whole copy aside and begin a new one at `base`, from the master's snapshot of the state there.
+
+        Args:
+            start: where the other copy's log begins. What is before `base`, of which it has no whole snapshot, counts
+                as damage here: this copy is whole once it has that, too.
 
         Raises:
             CorruptFrame: that is no snapshot of the state at `base`. Nothing was changed.
@@ -507,8 +511,8 @@ class MessageLog:
         self._flush_now()
         set_aside(self._disk, self.start, self.end, why)
         self._disk.put(snapshot_name(base), snapshot)
+        write_manifest(self._disk, [base] if start is None or start >= base else [start, base])
         self._disk.create(log_name(base), self._segment_bytes)
-        write_manifest(self._disk, [base])
         self._reload()
 
     def read_bodies(self, refs: list[FrameRef]) -> list[tuple[Frame, Buffer]]:

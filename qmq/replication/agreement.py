@@ -7,7 +7,8 @@
                  is cut, after it went to quarantine
         restore  the slave has more of the same history, lost by a master that restarted: it sends everything from
                  `offset`, then says hello again ("give" on the wire)
-        seed     the slave is behind the master's oldest segment: a snapshot comes, then frames from there
+        seed     the slave is behind the master's oldest segment: a snapshot comes, then frames from there; where that
+                 is not the begin of the master's log, as a snapshot is damaged, the slave has what is before repaired
         wait     the slave would have to be filled, and an operator has to allow that: nothing is sent for now
 
 Equal (epoch, offset) means equal bytes, so the epoch tables tell where the logs part; chains prove it. A disk that was
@@ -181,6 +182,8 @@ class Agreement:
     master_end: int
     """Where the master's log ended: a copy that reached it once has everything that was acknowledged."""
     point: Point | None = None
+    master_start: int | None = None
+    """Where the master's log begins; None from a version that does not say it."""
 
     def encode(self) -> bytes:
         return encode_json(
@@ -191,6 +194,7 @@ class Agreement:
             chain=self.chain,
             master_end=self.master_end,
             point=_encode_point(self.point),
+            master_start=self.master_start,
         )
 
     @classmethod
@@ -203,8 +207,10 @@ class Agreement:
             action = Action(f["action"])
         except ValueError:
             raise InvalidRequest(f"unknown action {f['action']!r}") from None
-        point = _decode_point(f["point"])
-        return cls(Epoch(f["term"], f["boot"]), action, f["offset"], f["chain"], f["master_end"], point)
+        point, start = _decode_point(f["point"]), f.get("master_start")
+        if not isinstance(start, int | None):
+            raise InvalidRequest("field 'master_start' must be an offset, or null")
+        return cls(Epoch(f["term"], f["boot"]), action, f["offset"], f["chain"], f["master_end"], point, start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +254,7 @@ def agree(
         return Yield(offset)
     if offset < log.start:
         base, chain, _ = log.seed_start()
-        return Agreement(epoch, Action.SEED, base, chain, log.end, point)
+        return Agreement(epoch, Action.SEED, base, chain, log.end, point, log.start)
     return Agreement(epoch, Action.FOLLOW, offset, chain, log.end, point)
 
 

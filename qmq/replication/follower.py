@@ -134,10 +134,11 @@ class Unfilled:
 
 @dataclass(slots=True, eq=False)
 class Restoring:
-    """`begin`: offset from which it sends."""
+    """`begin`: offset from which it sends. `start`: where its log begins."""
 
     link: Link
     begin: int
+    start: int
 
 
 @dataclass(slots=True, eq=False)

@@ -245,7 +245,7 @@ class Slave:
     def _seed(self, awaiting: AwaitingSnapshot, base: int, snapshot: memoryview) -> None:
         if base != awaiting.agreement.offset:
             raise CorruptFrame(base, f"a snapshot at {awaiting.agreement.offset} was agreed on")
-        self._log.seed(base, snapshot, "seeded-anew")
+        self._log.seed(base, snapshot, "seeded-anew", start=awaiting.agreement.master_start)
         log.warning("seeding group=%s from=%d: the old copy is in quarantine", self._group, base)
         self._enter(SlaveEvent.SNAPSHOT, Following(awaiting.link, awaiting.agreement))
         self._confirm(self._log.end, self._log.chain)

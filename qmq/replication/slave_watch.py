@@ -176,7 +176,7 @@ class SlaveWatch:
         )
         if agreement.action == Action.RESTORE:
             self._slaves.holds(hello.end)
-            self._enter(FollowerEvent.RESTORES, Restoring(link, agreement.offset))
+            self._enter(FollowerEvent.RESTORES, Restoring(link, agreement.offset, hello.start))
             link.answer(packet, agreement.encode())
         elif self._is_to_wait(hello, agreement):
             self._wait(link, packet, agreement, hello.fill_id)

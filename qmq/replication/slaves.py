@@ -147,7 +147,9 @@ class Slaves:
             if other is not watch:
                 other.drop("the master's log begins anew: say hello again")
         # What was restored on an earlier link may end before the slave's log begins by now: retention went on there.
-        mastership.log.seed(base, snapshot, "taken-back")
+        restoring = watch.follower.restoring
+        mastership.log.seed(base, snapshot, "taken-back", start=restoring.start if restoring is not None else None)
+        mastership.readonly.change(Reason.CORRUPT, mastership.log.damage is not None)
         watch.confirm_restored(base, mastership.log.chain)
 
     def _restoring_on(self, link: Link) -> SlaveWatch | None:

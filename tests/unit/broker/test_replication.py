@@ -113,7 +113,15 @@ def test_new_slave_is_seeded_from_the_oldest_segment_kept():
     assert group.b.log.start == group.a.log.start > 0
 
 
-def test_new_slave_is_seeded_from_the_next_segment_if_the_oldest_snapshot_is_damaged():
+def mend(damaged: Broker, whole: Broker) -> None:
+    """What qmq.server.repair does."""
+    wanted = damaged.node.mend(whole.log.start, whole.log.flushed_end)
+    if wanted is not None:
+        damaged.node.repair(wanted[0], whole.log.read_bytes(*wanted))
+
+
+def test_new_slave_that_is_seeded_behind_a_damaged_snapshot_is_whole_once_it_has_what_is_before():
+    """It counted as whole without the master's oldest segment, whose messages nobody else had then."""
     group = filled(tail_bytes=0)
     group.a.log.drop_oldest_segment()
     first, second = group.a.log.bases[:2]
@@ -121,7 +129,31 @@ def test_new_slave_is_seeded_from_the_next_segment_if_the_oldest_snapshot_is_dam
     replace_slave(group)
     settle_slowly(group)
     assert group.a.node.writable and equal(group)
-    assert group.b.log.start == second
+    assert group.b.node.readonly_reasons == ["corrupt"] and group.b.log.damage[:2] == (first, second)
+    group.b.crash()
+    assert group.b.log.damage[:2] == (first, second), "after a restart as well"
+    mend(group.b, group.a)
+    assert group.b.node.readonly_reasons == [] and group.b.log.bases == group.a.log.bases
+    assert group.b.log.frames("s", 0, 1) == group.a.log.frames("s", 0, 1) != []
+
+
+def test_master_that_takes_a_log_back_from_behind_a_damaged_snapshot_is_readonly_until_it_has_what_is_before():
+    group = filled(tail_bytes=0)
+    group.b.log.drop_oldest_segment()
+    first, second = group.b.log.bases[:2]
+    group.b.disk.flip(f"log/{first:020d}.snap", 100)
+    group.cut()
+    group.a = Broker("new master", group.a.settings)
+    group.a.assign(Role.MASTER, 2)
+    group.b.assign(Role.SLAVE, 2)
+    group.connect()
+    settle_slowly(group)
+    assert group.a.master.has_begun and equal(group)
+    assert group.a.node.readonly_reasons == ["corrupt"] and group.a.log.damage[:2] == (first, second)
+    client = Client(group.a)
+    assert client.code(client.produce("one more")) == ErrorCode.READ_ONLY
+    mend(group.a, group.b)
+    assert group.a.node.writable and group.a.log.bases == group.b.log.bases
 
 
 def test_snapshot_damaged_on_its_way_does_not_cost_the_slave_its_copy():

@@ -70,7 +70,7 @@ def test_each_state_has_its_own_facts():
     follower = Follower()
     with pytest.raises(IllegalTransition):
         follower.enter(FollowerEvent.MATCHED, Absent(), at_ms=0)
-    follower.enter(FollowerEvent.RESTORES, Restoring(object(), 7), at_ms=0)
+    follower.enter(FollowerEvent.RESTORES, Restoring(object(), 7, 0), at_ms=0)
     assert follower.restoring.begin == 7 and follower.connected is None and follower.is_legal
     follower.now = CatchingUp(object(), "b")
     assert not follower.is_legal
