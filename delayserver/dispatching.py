@@ -162,6 +162,7 @@ class Dispatching:
         self._producers: dict[tuple[str, int], int] = {}
         self._ordered: dict[tuple[str, str], set[tuple[int, int]]] = {}
         """(subject, group) -> batches with order keys that hold up the next one: open, or not stored and not filed."""
+        self._began_ms = mastership.host.now_ms()
         self._settled: list[Settlement] = []
         self._refused_messages: list[tuple[str, Records, bytes]] = []
         self._retry: dict[_Batch, None] = {}
@@ -393,11 +394,16 @@ class Dispatching:
             batch.unsent_bytes = 0
 
     def _producer(self, group: str, subject: str) -> int:
-        """The producer id of a lane: of this mastership alone, so that its numbers begin with 1."""
+        """The producer id of a lane: of this mastership alone, so that its numbers begin with 1.
+
+        Its epoch alone does not name it: a disk that was put back uses that again. A group would take other messages
+        for the batch that had their number, and they would count as sent.
+        """
         mastership, lane = self._mastership, crc32(subject.encode()) % LANES
         producer = self._producers.get((group, lane))
         if producer is None:
-            name = f"{mastership.group}/{mastership.epoch.term}/{mastership.epoch.boot}/{group}/{lane}"
+            epoch = f"{mastership.epoch.term}/{mastership.epoch.boot}/{self._began_ms}"
+            name = f"{mastership.group}/{epoch}/{group}/{lane}"
             digest = blake2b(name.encode(), digest_size=8).digest()
             producer = self._producers[group, lane] = int.from_bytes(digest, "little") or 1
         return producer

@@ -94,6 +94,26 @@ def test_dispatch_without_outcome_is_repeated_under_its_numbers_after_a_swap():
     assert copies.senders.delivered() == ["a", "b", "c"]
 
 
+def test_a_master_whose_disk_was_put_back_does_not_use_numbers_of_its_epoch_again():
+    """It was alone, so nobody knows that it had begun already. What it sent as number 1 then was something else."""
+    copies, producer = a_group()
+    producer.delayed(copies.now_ms + 60_000, "first")
+    producer.delayed(copies.now_ms + 120_000, "second")
+    copies.run(2_000)  # that both have them is written down, too
+    copies.cut()
+    disk, shelf = copies.a.disk.copy(), copies.a.shelf.copy()
+    for wait_ms in (70_000, 70_000):
+        clock_ms = copies.b.host.clock_ms = copies.a.host.clock_ms + wait_ms
+        copies.a.disk.put_back(disk)
+        copies.a.shelf.put_back(shelf)
+        copies.a.start()
+        copies.a.host.clock_ms = clock_ms
+        copies.a.assign(0, 1)
+        copies.run(10_000, step_ms=1_000)
+        assert copies.a.master.epoch == (1, 2)
+    assert sorted(copies.senders.delivered()) == ["first", "first", "second"]
+
+
 def test_dead_group_and_subject_without_route_hold_up_nothing_else():
     copies, producer = a_group("g1", "g2")
     copies.senders.up["g1"] = False
