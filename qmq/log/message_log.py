@@ -113,6 +113,7 @@ class MessageLog:
         self._tail_bytes = 0
         self._pending = Commit(end=self.state.end)
         self._writing: Commit | None = None
+        self._rolls_next = False
         self.flushed_end = self.state.end
 
     # Where it stands.
@@ -208,7 +209,7 @@ class MessageLog:
         size = frame.end - frame.offset
         if not self._bases:
             self._open_first(frame.offset)
-        elif frame.end - self._bases[-1] > self._segment_bytes and frame.offset > self._bases[-1]:
+        elif (self._rolls_next or frame.end - self._bases[-1] > self._segment_bytes) and frame.offset > self._bases[-1]:
             self._roll()
         apply(self.state, frame, body)
         if frame.kind == FrameKind.MESSAGES:
@@ -232,6 +233,7 @@ class MessageLog:
         write_manifest(self._disk, self._bases)
 
     def _roll(self) -> None:
+        self._rolls_next = False
         base, end = self._bases[-1], self.state.end
         index_file = self._consume_log.roll(base, end)
         self._bases.append(end)
@@ -394,6 +396,47 @@ class MessageLog:
             return self._snapshot(base)[1] if base else NO_CHAIN
         except CorruptFrame:
             return None
+
+    # Snapshots that were damaged: whoever restarts, or is filled, begins at one.
+
+    def state_before_lost_snapshot(self, base: int) -> tuple[State, int] | None:
+        """Return the state at the begin of the closed segment at `base`, and its end, if the snapshot there is damaged
+        and can be made again (`fold_on`, `put_snapshot`). Blocks; on any thread."""
+        bases = list(self._bases)
+        if base not in bases[:-1]:
+            return None
+        end = bases[bisect_right(bases, base)]
+        if end >= self.flushed_end or self._chain_by_snapshot(end) is not None:
+            return None  # it is still to be written, or whole
+        try:
+            return decode_snapshot(self._snapshot(base)[0]) if base else State(), end
+        except CorruptFrame:
+            return None
+
+    def fold_on(self, state: State, end: int, bytes_max: int) -> None:
+        """Fold the next frames before `end` into a state of its own. Blocks; on any thread.
+
+        Raises:
+            CorruptFrame: they do not continue it; it is of no more use.
+        """
+        chunk = read_chunk(self._disk, list(self._bases), state.end, end, bytes_max)
+        try:
+            for frame, body in decode_frames(chunk.data, state.end, state.chain):
+                apply(state, frame, body)
+        except ValueError as problem:
+            raise CorruptFrame(state.end, str(problem)) from None
+
+    def put_snapshot(self, base: int, chain: int, snapshot: Buffer) -> None:
+        """Store the snapshot of the state at `base`, where the chain is `chain`, if a segment still begins there."""
+        if base in self._bases and self.chain_is(base, chain):
+            self._disk.put(snapshot_name(base), snapshot)
+
+    def roll_if_no_snapshot(self) -> bool:
+        """See whether the only segment's snapshot is damaged, which nothing makes again; then the next frame begins a
+        segment with a whole one. Blocks."""
+        base = self._bases[0] if len(self._bases) == 1 else 0
+        self._rolls_next = bool(base) and self.flushed_end > base and self._chain_by_snapshot(base) is None
+        return self._rolls_next
 
     def frames(self, subject: str, sequence: int, most: int) -> list[FrameRef]:
         """Return up to `most` frames of `subject` from the one that holds `sequence`; retention may have taken some."""

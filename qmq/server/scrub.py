@@ -5,6 +5,9 @@ most. It opens the file by its name: of one that was unlinked or exchanged under
 would still show the old content. What it finds goes the way of any damage (qmq.server.repair): readonly on a master,
 fetched from the other copy, the old bytes kept. What was read when is forgotten with the process; a new one begins with
 the oldest. The segment that is written is not read; that its file still has its name is seen once a second.
+
+The snapshot behind each segment is looked at as well, and made again from that segment and the snapshot before it: once
+the segment is gone, nothing tells any more what it said, and a copy without any whole one is none after a restart.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from functools import partial
 from typing import Any
 
 from qmq.errors import CorruptFrame, DiskFailed
+from qmq.log.fold import encode_snapshot
 from qmq.replication.settings import CopySettings
 from qmq.server.service import Service
 from qmq.ticking import until_next_second
@@ -22,6 +26,7 @@ from qmq.ticking import until_next_second
 log = logging.getLogger(__name__)
 
 PIECE_BYTES = 1 << 20
+LOST_SNAPSHOT = "the snapshot of the state there is damaged, or gone"
 LOOK_S = 1.0
 """How often it looks whether a segment is due, and at the name of the newest one."""
 
@@ -37,6 +42,8 @@ class Scrub:
         self._verified_s: dict[int, float] = {}
         self._older = set(self._log.bases[:-1])
         """Segments that this process did not write: nobody has read them since it began."""
+        self._looked_s = self._began_s
+        """When the snapshot of an only segment was looked at; the start has read it."""
         self.bytes = self.findings = 0
         self._found_s: float | None = None
         service.scrub = self
@@ -50,6 +57,7 @@ class Scrub:
         while True:
             base = None if self._log.damage is not None else self._due()
             if base is None:
+                self._service.guarded(self._look_at_only_snapshot)
                 await self._until_next_look()
             else:
                 await self._verify(base)
@@ -99,8 +107,7 @@ class Scrub:
                 at, chain, is_whole = await asyncio.to_thread(self._log.verify, base, at, chain, PIECE_BYTES)
             except CorruptFrame as problem:
                 if self._log.is_damaged(problem):
-                    self.findings, self._found_s = self.findings + 1, self._loop.time()
-                    log.error("scrub found damage offset=%d reason=%s", problem.offset, problem.reason)
+                    self._note(problem.offset, problem.reason)
                     self._service.guarded(partial(self._service.node.found_damage, problem))
                     return
                 is_whole = True  # retention, a cut or a repair came in between
@@ -109,7 +116,39 @@ class Scrub:
                 return
             self.bytes += at - begin
             if is_whole:
+                await self._renew_snapshot(base)
                 break
             await asyncio.sleep((at - begin) / self._bytes_per_s)
         self._older.discard(base)
         self._verified_s[base] = self._loop.time()
+
+    async def _renew_snapshot(self, base: int) -> None:
+        """Make the snapshot behind the segment at `base`, which is whole, again if that is damaged."""
+        try:
+            found = await asyncio.to_thread(self._log.state_before_lost_snapshot, base)
+            if found is None:
+                return
+            state, end = found
+            self._note(end, LOST_SNAPSHOT)
+            while state.end < end:
+                begin = state.end
+                await asyncio.to_thread(self._log.fold_on, state, end, PIECE_BYTES)
+                await asyncio.sleep((state.end - begin) / self._bytes_per_s)
+        except CorruptFrame:
+            return  # retention, a cut or a repair came in between
+        except DiskFailed as error:
+            self._service.fail(error)
+            return
+        snapshot = await asyncio.to_thread(encode_snapshot, state)
+        self._service.guarded(partial(self._log.put_snapshot, end, state.chain, snapshot))
+        log.warning("snapshot made again offset=%d", end)
+
+    def _look_at_only_snapshot(self) -> None:
+        if self._loop.time() - self._looked_s >= self.every_s:
+            self._looked_s = self._loop.time()
+            if self._log.roll_if_no_snapshot():
+                self._note(self._log.bases[0], LOST_SNAPSHOT)
+
+    def _note(self, offset: int, reason: str) -> None:
+        self.findings, self._found_s = self.findings + 1, self._loop.time()
+        log.error("scrub found damage offset=%d reason=%s", offset, reason)

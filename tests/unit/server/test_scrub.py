@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 
+import pytest
+
 from qmq.errors import DiskFailed
 from qmq.log.memory_disk import MemoryDisk
+from qmq.log.segments import snapshot_name
 from qmq.server import scrub
 from tests.unit.log.logs import Copy
 
@@ -41,3 +44,58 @@ def test_newest_file_that_is_gone_is_missed_while_a_closed_segment_is_read(monke
         await asyncio.gather(reading, return_exceptions=True)
 
     asyncio.run(run())
+
+
+def scrubbed(copy, until, *, hours=168):
+    """Let a scrub read what is due, until something is so."""
+
+    async def run():
+        failures = []
+        node = SimpleNamespace(log=copy.log, found_damage=copy.log.damaged_at)
+        service = SimpleNamespace(node=node, fail=failures.append, guarded=lambda call: call())
+        settings = SimpleNamespace(scrub_hours=hours, scrub_bytes_per_s=1 << 30)
+        made = scrub.Scrub(service, settings)
+        reading = asyncio.ensure_future(made.run())
+        async with asyncio.timeout(10):
+            while not until():
+                await asyncio.sleep(0)
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        assert failures == []
+        return made.findings
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("which", [1, 2, -1], ids=["an old one", "the next one as well", "that of the newest segment"])
+def test_a_damaged_snapshot_is_made_again_while_the_segment_before_it_is_there(which):
+    copy = Copy(MemoryDisk(), tail_bytes=0)
+    copy.begin_epoch()
+    copy.fill(60, size=100)
+    names = [snapshot_name(base) for base in copy.log.bases]
+    before = copy.image()
+    for name in {names[1], names[which]}:
+        copy.disk.flip(name, 100)
+    assert scrubbed(copy, lambda: copy.image() == before) == len({names[1], names[which]})
+    assert copy.log.damage is None
+
+
+def test_an_only_segment_whose_snapshot_is_damaged_gets_a_successor_with_a_whole_one(monkeypatch):
+    """It was found out by a restart, which set the whole copy aside."""
+    monkeypatch.setattr(scrub, "LOOK_S", 0.01)
+    copy = Copy(MemoryDisk(), tail_bytes=0)
+    copy.begin_epoch()
+    copy.fill(60, size=100)
+    while len(copy.log.bases) > 1:
+        copy.log.drop_oldest_segment()
+    [base], end = copy.log.bases, copy.log.end
+    copy.disk.flip(snapshot_name(base), 100)
+    looked = []
+    look = copy.log.roll_if_no_snapshot
+    monkeypatch.setattr(copy.log, "roll_if_no_snapshot", lambda: looked.append(look()) or looked[-1])
+    assert scrubbed(copy, lambda: bool(looked), hours=0) == 1
+    copy.messages("next")
+    copy.flush()
+    state = copy.log.state
+    assert copy.log.bases == [base, end]
+    assert copy.reopen().bases == [base, end] and copy.log.state == state
