@@ -85,8 +85,13 @@ class Liveness:
 
     # -- sessions here --------------------------------------------------------------------------------------------
 
-    def check_free(self, key: BrokerKey, incarnation: str, *, now_ms: int) -> None:
-        """Raise PlaceTaken if another incarnation holds the place."""
+    def check_free(self, key: BrokerKey, incarnation: str, *, now_ms: int, has_moved: bool = False) -> None:
+        """Raise PlaceTaken if another incarnation holds the place.
+
+        Args:
+            has_moved: it comes from another machine than the one that was heard last. With one data directory, both
+                would be given the same part, in the same term.
+        """
         claimed, claimed_ms = self._claims.get(key, ("", 0))
         sighting = self._sightings.get(key)
         holders = {claimed} if now_ms - claimed_ms <= self.timeout_ms else set()
@@ -96,6 +101,11 @@ class Liveness:
             raise PlaceTaken(
                 f"another process serves as {key} at this moment, with another data directory. Stop it first, or give "
                 "this process a hostname and serve_port of its own and add it with AddBroker"
+            )
+        if has_moved and sighting is not None and sighting.up:
+            raise PlaceTaken(
+                f"another process serves as {key} at this moment, from another address, with the data directory that "
+                "this one has a copy of. Stop one of them"
             )
 
     def claim(self, key: BrokerKey, incarnation: str, *, now_ms: int) -> None:

@@ -258,10 +258,10 @@ class Registry:
             if self.directory.find(said.key) is None:
                 self._judge()
             known = self.directory.find(said.key) or roles.refuse_unknown(said, self.directory)
-        doubt = self.liveness.doubt(said.key)
-        if doubt is not None and doubt.incarnation != said.incarnation:
+        doubt, has_moved = self.liveness.doubt(said.key), known.ip != said.ip
+        if doubt is not None and (doubt.incarnation != said.incarnation or has_moved):
             await ask(doubt)
-        self.liveness.check_free(said.key, said.incarnation, now_ms=self.now_ms())
+        self.liveness.check_free(said.key, said.incarnation, now_ms=self.now_ms(), has_moved=has_moved)
         for attempt in range(REGISTER_TRIES):
             known = self.directory.find(said.key) or roles.refuse_unknown(said, self.directory)
             roles.check_kind(known, said)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from qmq.metaserver.database import DatabaseAway
 from qmq.metaserver.db.changes import RemoveRoute, SetMark, SetRoute
+from qmq.metaserver.liveness import PlaceTaken, Question
 from qmq.metaserver.model import AuditRow, ReadonlyMark
 from tests.unit.metaserver.actions_world import World
 
@@ -105,5 +107,29 @@ def test_routes_of_a_group_are_those_that_list_it(tmp_path):
         assert registry.routes_of(["g1"]) == registry.routes and registry.routes_of(["g2"]) == {}
         await registry.change([RemoveRoute("a", 1)], ANOTHER)
         assert registry.routes_of(["g1", "g2"]).keys() == {"b"}
+
+    asyncio.run(test())
+
+
+def test_a_copy_of_a_data_directory_gets_no_part_while_the_broker_that_it_is_of_is_heard(tmp_path):
+    """Both were masters of the same term, and of three copies each found another slave that confirmed."""
+
+    async def test() -> None:
+        world = await opened(tmp_path)
+        await world.start("g1-a")
+        registry, asked = world.registry, []
+        known = registry.directory.groups["g1"].master
+        assert known is not None
+        moved = replace(known, ip="10.0.0.9")
+        with pytest.raises(PlaceTaken, match="from another address"):
+            await registry.register(moved, asked.append)
+        assert registry.directory.find(known.key) == known and asked == []
+        await registry.register(known, asked.append)
+
+        async def is_gone(question: Question) -> None:
+            registry.liveness.answered(question, None, now_ms=registry.now_ms())
+
+        registry.leave(known.key, world.sessions["g1-a"])  # the machine is another one now, and the old one is off
+        assert (await registry.register(moved, is_gone)).ip == "10.0.0.9"
 
     asyncio.run(test())
