@@ -1,0 +1,359 @@
+"""Shell. The control port of a broker: what operators see of consumers and messages, and what they are refused."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import grpc
+import pytest
+
+from qmq.broker import browse, browsing, control
+from qmq.broker.control import Control
+from qmq.errors import DiskFailed
+from qmq.proto import qmq_pb2 as pb
+from qmq.rights import Caller, Scope, TokenRole
+from qmq.types import Role
+from tests.unit.broker.world import SETTINGS, Broker, Client, Group
+
+PRECONDITION = grpc.StatusCode.FAILED_PRECONDITION
+COUNT = 12
+
+
+class Refused(Exception):
+    def __init__(self, status: grpc.StatusCode, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class Context:
+    async def abort(self, status: grpc.StatusCode, text: str) -> None:
+        raise Refused(status, text)
+
+
+class Port:
+    """The control port of one broker. After what an operator changes, `then` happens."""
+
+    def __init__(self, broker: Broker, then=lambda: None, subjects: tuple[str, ...] = ()) -> None:
+        self.ended: list[Exception] = []
+        self.caller = Caller("t", TokenRole.CLIENT, Scope(subjects))
+        self.service = SimpleNamespace(
+            node=broker.node, guarded=lambda call: (call(), then())[0], fail=self.ended.append
+        )
+
+    def ask(self, name: str, request):
+        async def run():
+            return await getattr(Control(self.service, SETTINGS, None), name)(request, Context())
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(control, "caller", lambda: self.caller)
+            return asyncio.run(run())
+
+    def refused(self, name: str, request) -> grpc.StatusCode:
+        with pytest.raises(Refused) as error:
+            self.ask(name, request)
+        return error.value.status
+
+
+def stored(*, size: int = 900, **changes) -> Group:
+    """A group with messages in several segments, one each second."""
+    group = Group.made(**changes).start()
+    client = Client(group.a)
+    for number in range(COUNT):
+        client.produce(f"m{number}", size=size)
+        group.settle()
+        group.a.wait(1_000)
+    assert len(group.a.log.bases) > 3
+    return group
+
+
+def stored_ms(group: Group, sequence: int) -> int:
+    (ref,) = group.a.log.frames("s", sequence, 1)
+    return group.a.log.timestamp_at(ref.offset)
+
+
+def drop_old_segments(group: Group) -> int:
+    """Return the first sequence that is left."""
+    while len(group.a.log.bases) > 1:
+        group.a.log.drop_oldest_segment()
+    return group.a.log.frames("s", 0, 1)[0].begin
+
+
+def damage(group: Group, sequence: int) -> None:
+    """Flip a bit of a message's header."""
+    (ref,) = group.a.log.frames("s", sequence, 1)
+    base = max(base for base in group.a.log.bases if base <= ref.offset)
+    group.a.disk.flip(f"log/{base:020d}.log", 8 * (ref.offset - base + 20))
+
+
+# Browse.
+
+
+def look(group: Group, **fields) -> pb.BrowseAnswer:
+    return Port(group.a).ask("Browse", pb.BrowseRequest(subject="s", **fields))
+
+
+def sequences(answer: pb.BrowseAnswer) -> list[int]:
+    assert [one.id for one in answer.messages] == [f"m{one.sequence}" for one in answer.messages]
+    return [one.sequence for one in answer.messages]
+
+
+@pytest.mark.parametrize("tail_bytes", [0, 1 << 20], ids=["from disk", "from memory"])
+def test_all_messages_are_shown_with_the_bounds_of_what_there_is(tail_bytes):
+    group = stored(tail_bytes=tail_bytes)
+    answer = look(group)
+    assert sequences(answer) == list(range(COUNT))
+    assert (answer.begin, answer.end, answer.first_sequence, answer.end_sequence) == (COUNT, COUNT, 0, COUNT)
+    assert [one.stored_ms for one in answer.messages] == [stored_ms(group, at) for at in range(COUNT)]
+    first = drop_old_segments(group)
+    assert first > 0
+    later = look(group)
+    assert sequences(later) == list(range(first, COUNT)) and later.first_sequence == first
+
+
+@pytest.mark.parametrize("tail_bytes", [0, 1 << 20], ids=["from disk", "from memory"])
+def test_bounds_of_sequences_and_of_time_hold_together(tail_bytes):
+    group = stored(tail_bytes=tail_bytes)
+    since, until = stored_ms(group, 4), stored_ms(group, 9)
+    assert sequences(look(group, begin=2, end=5)) == [2, 3, 4]
+    assert sequences(look(group, since_ms=since, until_ms=until)) == [4, 5, 6, 7, 8]
+    assert sequences(look(group, begin=6, since_ms=since, end=8, until_ms=until)) == [6, 7]
+    assert sequences(look(group, begin=2, since_ms=since, end=11, until_ms=until)) == [4, 5, 6, 7, 8]
+    assert sequences(look(group, messages_max=2, newest_first=True)) == [11, 10]
+
+
+def test_only_what_is_asked_for_is_shown():
+    group = stored()
+    assert [one.sequence for one in look(group, id="m7").messages] == [7]
+    assert look(group, tags=["pay"]).messages == [] and look(group, properties={"x": "z"}).messages == []
+    assert len(look(group, properties={"x": "y" * 900}).messages) == COUNT
+
+
+def test_properties_are_shown_to_who_asks_for_them():
+    group = stored()
+    (with_them,) = look(group, begin=1, end=2, with_properties=True).messages
+    assert [(one.name, one.value) for one in with_them.properties] == [("x", "y" * 900)]
+    (without,) = look(group, begin=1, end=2).messages
+    assert not without.properties and without.bytes == with_them.bytes > 900
+
+
+def test_a_look_that_takes_too_long_says_how_far_it_came(monkeypatch):
+    monkeypatch.setattr(browsing, "CALL_S", -1.0)
+    answer = look(stored())
+    assert (list(answer.messages), answer.begin, answer.end) == ([], 0, COUNT)
+
+
+@pytest.mark.parametrize(("at_once", "pauses"), [(COUNT, 1), (COUNT + 1, 0), (5, 2)])
+def test_others_run_while_messages_are_written_into_an_answer(monkeypatch, at_once, pauses):
+    slept = []
+    monkeypatch.setattr(browsing, "MESSAGES_AT_ONCE", at_once)
+    monkeypatch.setattr(browsing.time, "sleep", slept.append)
+    look(stored())
+    assert slept == [browsing.PAUSE_S] * pauses
+
+
+def test_others_run_while_messages_are_looked_through(monkeypatch):
+    slept = []
+    monkeypatch.setattr(browse, "PAUSE_BYTES", 1)
+    monkeypatch.setattr(browsing.time, "sleep", slept.append)
+    look(stored())
+    assert len(slept) == 2 * COUNT  # each frame is searched, and each message
+
+
+def test_what_retention_takes_during_a_look_is_passed_over(monkeypatch):
+    group, step, first = stored(tail_bytes=0), browsing._step, []
+
+    def late(*args):
+        first.append(drop_old_segments(group))
+        step(*args)
+
+    monkeypatch.setattr(browsing, "_step", late)
+    assert sequences(look(group)) == list(range(first[0], COUNT))
+
+
+def test_what_retention_takes_while_a_time_is_looked_for_was_older(monkeypatch):
+    group = stored(tail_bytes=0)
+    timestamp_at, until_ms, first = group.a.log.timestamp_at, stored_ms(group, COUNT - 1), []
+
+    def late(offset):
+        first.append(drop_old_segments(group))
+        return timestamp_at(offset)
+
+    monkeypatch.setattr(group.a.log, "timestamp_at", late)
+    assert sequences(look(group, until_ms=until_ms)) == list(range(first[0], COUNT - 1))
+
+
+@pytest.mark.parametrize("fields", [{}, {"since_ms": 1}], ids=["where it is read", "where a time is looked for"])
+@pytest.mark.parametrize("is_oldest", [False, True])
+def test_damage_is_repaired_and_not_passed_over(fields, is_oldest):
+    group = stored(tail_bytes=0)
+    damage(group, drop_old_segments(group) if is_oldest else COUNT // 2)
+    port = Port(group.a)
+    assert port.refused("Browse", pb.BrowseRequest(subject="s", **fields)) is PRECONDITION
+    assert "corrupt" in group.a.node.readonly_reasons and not port.ended
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        pytest.param(pb.BrowseRequest(subject="other"), grpc.StatusCode.PERMISSION_DENIED, id="of another subject"),
+        pytest.param(
+            pb.BrowseRequest(subject="s", messages_max=5_000), grpc.StatusCode.INVALID_ARGUMENT, id="too many"
+        ),
+    ],
+)
+def test_what_may_not_be_looked_at_is_refused(request_, status):
+    assert Port(stored().a, subjects=("s",)).refused("Browse", request_) is status
+
+
+def test_a_slave_shows_nothing_and_moves_nobody():
+    group = stored()
+    for name, request in (
+        ("Browse", pb.BrowseRequest(subject="s")),
+        ("Consumers", pb.ConsumersRequest()),
+        ("ResetOffset", pb.ResetOffsetRequest(subject="s", group="g", to="latest")),
+    ):
+        assert Port(group.b).refused(name, request) is PRECONDITION
+
+
+def test_a_disk_that_fails_while_somebody_looks_ends_the_process(monkeypatch):
+    group = stored(tail_bytes=0)
+
+    def fails(*args):
+        raise DiskFailed("it is gone")
+
+    monkeypatch.setattr(browsing, "_step", fails)
+    port = Port(group.a)
+    port.ask("Browse", pb.BrowseRequest(subject="s"))
+    assert [str(error) for error in port.ended] == ["it is gone"]
+
+
+# Consumers.
+
+
+def consumed(group: Group, name: str, count: int, *, subject: str = "s") -> Client:
+    """A consumer of the group `name` acks so many messages."""
+    client = group.subscribed("c", group=name, subject=subject)
+    if count:
+        opaque = client.pull(most=count)
+        group.settle()
+        pull_sequence = client.pulled(opaque)[0][0]
+        client.ack(pull_sequence, pull_sequence + count)
+        group.settle()
+    return client
+
+
+def consumers(of: Group, **fields) -> list[pb.GroupProgress]:
+    return list(Port(of.a).ask("Consumers", pb.ConsumersRequest(**fields)).groups)
+
+
+def test_each_group_is_shown_with_its_consumers_and_what_it_lacks():
+    group = stored(tail_bytes=0)
+    consumed(group, "half", 5)
+    client = consumed(group, "none", 0)
+    opaque = client.pull(most=3)
+    group.settle()
+    first = client.pulled(opaque)[0][0]
+    client.nack(first, first + 1, delay_ms=60_000)
+    client.lost()
+    half, none = consumers(group)
+    assert (half.subject, half.group, half.lag, half.position, half.returned) == ("s", "half", 7, 5, 0)
+    assert (half.first_sequence, half.next_sequence, half.dead_letters) == (0, COUNT, 0)
+    assert [(one.consumer, one.connected, one.unacked, one.peer) for one in half.consumers] == [("c", True, 0, "c")]
+    assert half.oldest_ms == stored_ms(group, 5)
+    assert (none.group, none.lag, none.position, none.returned) == ("none", COUNT, 3, 1)
+    assert [(one.consumer, one.connected, one.unacked, one.peer) for one in none.consumers] == [("c", False, 2, "")]
+    assert none.oldest_ms == stored_ms(group, 0)
+    assert [one.group for one in consumers(group, group="none")] == ["none"] and not consumers(group, subject="t")
+
+
+def test_those_that_are_furthest_behind_are_shown_first_and_who_has_all_is_left_out():
+    group = stored()
+    for name, count in (("a", COUNT), ("b", 5), ("c", 11), ("d", 0)):
+        consumed(group, name, count)
+    assert [one.group for one in consumers(group, behind_max=2)] == ["d", "b"]
+    assert [one.group for one in consumers(group, behind_max=9)] == ["d", "b", "c"]
+    everybody = consumers(group)
+    assert [one.group for one in everybody] == ["a", "b", "c", "d"] and everybody[0].oldest_ms == 0
+
+
+def test_a_group_that_gave_messages_up_is_behind_too():
+    group = stored()
+    client = consumed(group, "a", 0)
+    opaque = client.pull(most=COUNT)
+    group.settle()
+    first = client.pulled(opaque)[0][0]
+    client.nack(first, first + 1, dead=True)
+    client.ack(first + 1, first + COUNT)
+    group.settle()
+    (shown,) = consumers(group, behind_max=5, subject="s")
+    assert (shown.group, shown.lag, shown.dead_letters) == ("a", 0, 1)
+
+
+def test_others_are_served_while_many_groups_are_looked_up(monkeypatch):
+    group, pauses, sleep = stored(), [], asyncio.sleep
+    for name in "abcde":
+        consumed(group, name, 0)
+
+    async def pause(seconds):
+        pauses.append(seconds)
+        await sleep(0)
+
+    monkeypatch.setattr(control, "GROUPS_AT_A_TIME", 2)
+    monkeypatch.setattr(control.asyncio, "sleep", pause)
+    assert len(consumers(group)) == 5 and pauses == [0, 0]
+
+
+def test_a_group_whose_oldest_message_retention_takes_meanwhile_is_shown_without_its_age(monkeypatch):
+    group = stored(tail_bytes=0)
+    consumed(group, "a", 0)
+    timestamp_at = group.a.log.timestamp_at
+    monkeypatch.setattr(group.a.log, "timestamp_at", lambda at: (drop_old_segments(group), timestamp_at(at))[1])
+    (shown,) = consumers(group)
+    assert (shown.group, shown.oldest_ms) == ("a", 0)
+
+
+@pytest.mark.parametrize("is_oldest", [False, True])
+def test_damage_at_a_groups_oldest_message_is_repaired(is_oldest):
+    group = stored(tail_bytes=0)
+    consumed(group, "a", 0)
+    damage(group, drop_old_segments(group) if is_oldest else 0)
+    assert Port(group.a).refused("Consumers", pb.ConsumersRequest()) is PRECONDITION
+    assert "corrupt" in group.a.node.readonly_reasons
+
+
+# ResetOffset.
+
+
+def move(**fields) -> pb.ResetOffsetRequest:
+    return pb.ResetOffsetRequest(subject="s", group="g", **({"to": "sequence", "value": 3} | fields))
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_a_group_is_moved_once_both_copies_have_it_and_a_dry_run_says_what_would_change(dry_run):
+    group = stored()
+    consumed(group, "g", 5)
+    done = Port(group.a, then=lambda: None if dry_run else group.settle()).ask("ResetOffset", move(dry_run=dry_run))
+    assert (done.before, done.after, done.skipped, done.repeated) == (5, 3, 0, 2)
+    for broker in (group.a, group.b):
+        assert broker.log.state.groups["s", "g"].position == (5 if dry_run else 3)
+
+
+def test_a_group_that_is_not_there_is_not_moved():
+    assert Port(stored().a).refused("ResetOffset", move()) is PRECONDITION
+
+
+def test_who_moves_a_group_is_told_if_the_slave_does_not_confirm_it_in_time(monkeypatch):
+    monkeypatch.setattr(control, "SAFE_S", 0)
+    group = stored()
+    consumed(group, "g", 5)
+    assert Port(group.a).refused("ResetOffset", move()) is grpc.StatusCode.DEADLINE_EXCEEDED
+    group.settle()  # the answer that nobody waits for any more harms nobody
+    assert group.b.log.state.groups["s", "g"].position == 3
+
+
+def test_who_moves_a_group_is_told_if_the_master_changes_meanwhile():
+    group = stored()
+    consumed(group, "g", 5)
+    port = Port(group.a, then=lambda: group.a.assign(Role.SLAVE, 2))
+    assert port.refused("ResetOffset", move()) is grpc.StatusCode.UNAVAILABLE
