@@ -68,7 +68,9 @@ class Hunter:
     _simulate: Callable[[int], bool] = lambda seed: False
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
+        if session.testsfailed:
+            return None  # a file could not be collected: pytest's own loop ends the run
         if self.seeds:
             from tests.simulation.scenarios import of_mix  # not before pytest begins: it rewrites what it imports first
 
@@ -242,6 +244,7 @@ def _alarm(cpu_s: float) -> Iterator[list[bool]]:
 def hunt(hunter: Hunter, tests: list[str]) -> None:
     """Tell the hunter's `noted`, for each mutant, who caught it: one of `tests`, or one of the seeds."""
     quiet = ["-o", "addopts=", "-p", "no:cacheprovider", "-p", "no:terminal", "--hypothesis-profile=no shrinking"]
+    quiet += ["--import-mode=importlib"]  # as everywhere: files of one name in two folders are two
     quiet += ["-o", "timeout=0"]  # it would take the alarm clock
     code = pytest.main([*quiet, *tests], plugins=[hunter])
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
