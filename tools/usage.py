@@ -25,6 +25,7 @@ exit status:
   2  wrong usage
   3  the metaserver, or what it needs, does not answer: nothing was changed
   4  outcome unknown: done or not; the command that shows which is named"""
+METASERVER_VARIABLE = "QMQ_METASERVER"
 _EXAMPLE_METASERVER = "--metaserver=127.0.0.1:8080"
 _AWAY = re.compile(r"(\+?)(\d{1,6})([smhd])", re.ASCII)
 _UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -42,6 +43,8 @@ class _Parser(argparse.ArgumentParser):
     """Raises in place of ending the process."""
 
     def error(self, message: str) -> NoReturn:
+        if message.startswith("the following arguments are required") and "--metaserver" in message:
+            message += f"; or, for all commands: export {METASERVER_VARIABLE}=HOST:PORT"
         raise WrongUsage(message, self.format_usage())
 
 
@@ -172,7 +175,7 @@ def example(command: Command, program: str = TOOLS_SH) -> str:
 
 def _add_common(sub: argparse.ArgumentParser, command: Command, environ: Mapping[str, str]) -> None:
     common = sub.add_argument_group("common options")
-    default = environ.get("QMQ_METASERVER") or None
+    default = environ.get(METASERVER_VARIABLE) or None
     common.add_argument(
         "--metaserver",
         action=_Once,
@@ -180,7 +183,8 @@ def _add_common(sub: argparse.ArgumentParser, command: Command, environ: Mapping
         required=default is None and not command.is_local,
         metavar="HOST:PORT",
         default=default,
-        help="host:port or URL of a metaserver, or of the balancer before them; default: the variable QMQ_METASERVER",
+        help="host:port or URL of a metaserver, or of the balancer before them; "
+        f"default: the variable {METASERVER_VARIABLE}",
     )
     common.add_argument(
         "--token-file",

@@ -62,7 +62,7 @@ def test_metaserver_may_come_from_the_environment():
         pytest.param(["Explode"], "--help lists them", id="unknown command"),
         pytest.param(["markReadonly", "--metaserver=m"], "did you mean MarkReadonly?", id="case matters"),
         pytest.param(["MarkReadonly", "--metaserver=m:1"], "--brokerGroup", id="required option missing"),
-        pytest.param(["ListBrokers"], "--metaserver", id="metaserver missing"),
+        pytest.param(["ListBrokers"], "export QMQ_METASERVER=HOST:PORT", id="metaserver missing"),
         pytest.param(["ListBrokers", "--metaserver=m:1", "--broker=g"], "--broker=g", id="abbreviated option"),
         pytest.param(["ListBrokers", "--metaserver=m:x"], "m:x", id="wrong address"),
         pytest.param(["ListBrokers", "--metaserver=m", "--color=red"], "--color=red", id="unknown option"),
