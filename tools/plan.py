@@ -34,7 +34,7 @@ def show_plan(command: Command, words: Mapping[str, str], preview: Any) -> Itera
     if refusal(preview):
         yield bad("it would be refused")
     elif not preview.get("wouldChange", True) and preview.get("before") == preview.get("after"):
-        yield good("nothing would change: all is so already")
+        yield good("nothing would change: it is so already")
 
 
 def _reach(preview: Mapping[str, Any]) -> Iterable[Block]:

@@ -42,7 +42,7 @@ def test_plan_names_the_reach_and_only_what_changes():
 
 def test_what_is_so_already_changes_nothing():
     same = {"wouldChange": False, "before": {"a": 1}, "after": {"a": 1}}
-    assert shown(**same).endswith("nothing would change: all is so already")
+    assert shown(**same).endswith("nothing would change: it is so already")
 
 
 def test_a_refusal_is_named_and_so_are_objections():
