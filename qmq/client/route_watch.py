@@ -138,10 +138,10 @@ class RouteWatch:
 
     @property
     def silence(self) -> str:
-        """Where no metaserver answers now, and why; "" while one does."""
+        """Why no routes come now, and from where; "" while they come."""
         if self._streams or self._polls or not self._failure:
             return ""
-        return f"no metaserver answers at {self._metaserver}: {self._failure}"
+        return f"the metaserver at {self._metaserver} sent no route: {self._failure}"
 
     def refresh(self) -> None:
         """Ask for all routes again: something showed that they are old. Seldom needed: the metaserver sends changes."""
