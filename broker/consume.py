@@ -261,7 +261,9 @@ class Consumption:
         gone = [key for key, seen_ms in self._seen.items() if now_ms - seen_ms > self._lease_ms]
         for key in gone:
             if (subscription := self._by_consumer.get(key)) is not None:
-                self._end(subscription, InvalidAck(f"the lease of {subscription.consumer} has ended; begin anew"))
+                silent_s = self._lease_ms / 1000
+                error = InvalidAck(f"nothing came from {subscription.consumer} for a lease, {silent_s:g} s; begin anew")
+                self._end(subscription, error)
             self.left(*key)
         return [key for key in gone if self.consumer(*key) is not None]
 

@@ -189,6 +189,7 @@ def test_pull_of_a_silent_consumer_gets_nothing_after_its_lease():
     group.settle()
     group.a.wait(1_001)
     assert silent.code(waiting) == ErrorCode.INVALID_ACK
+    assert silent.text(waiting) == "nothing came from silent for a lease, 1 s; begin anew"
     producer.produce("m")
     assert pulled_by(group, group.subscribed("other")) == ["m"]
 
