@@ -230,13 +230,13 @@ class RouteWatch:
             except grpc.aio.AioRpcError as error:
                 reason = f"{error.code().name} {error.details()}"
                 if error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
-                    self.refused = AccessError(f"the metaserver does not accept the token: {error.details()}")
+                    self._refused_by(AccessError(f"the metaserver does not accept the token: {error.details()}"))
             except (OSError, ValueError, TimeoutError) as error:
                 reason = str(error) or "no answer in time"
             self._asked_at = None
             self._set_streams(False)
             self._failed(reason)
-            if failures == 0:
+            if failures == 0 and self.refused is None:
                 log.warning("route watch interrupted metaserver=%s reason=%s", self._metaserver, reason)
             wait_s = min(RETRY_S_MIN * 2 ** min(failures, 10), RETRY_S_MAX)
             failures += 1
@@ -300,6 +300,11 @@ class RouteWatch:
         """Ask where the gRPC endpoint is; raises OSError or ValueError."""
         return await asyncio.to_thread(find_metaserver, self._metaserver, timeout_s=HTTP_TIMEOUT_S)
 
+    def _refused_by(self, error: AccessError) -> None:
+        """A consumer waits until the token is known, so its log says once a minute for what."""
+        self.refused = error
+        log.error("%s metaserver=%s", error, self._metaserver)
+
     def _failed(self, reason: str) -> None:
         if not self._failure:
             self._failed_at = asyncio.get_running_loop().time()
@@ -352,7 +357,7 @@ class RouteWatch:
                 timeout_s=HTTP_TIMEOUT_S,
             )
         except AccessError as error:
-            self.refused = error
+            self._refused_by(error)
             self._polls = False
             self._failed(str(error))
         except (OSError, ValueError) as error:

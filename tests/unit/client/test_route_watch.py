@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
+import grpc
 import pytest
 
 import qmq
@@ -198,6 +199,38 @@ def test_a_wrong_token_is_told_apart_from_silence_over_http_too():
                 assert "unknown token" in str(client.watch.refused)
 
     run(test())
+
+
+@pytest.mark.parametrize("way", ["a stream", "a stream, behind an error of gRPC's own", "HTTP"])
+def test_a_token_that_is_not_accepted_is_in_the_log(way, caplog):
+    """A consumer has no receipt that could say so, and waits: a metaserver may not know a new token yet."""
+
+    class Hasty(FakeMetaserver):
+        """What a client sends may break on a call that has ended: then the first end is gRPC's own."""
+
+        calls = 0
+
+        async def WatchRoutes(self, requests, context):
+            self.calls += 1
+            if self.calls == 1 and way.endswith("own"):
+                await context.abort(grpc.StatusCode.INTERNAL, "Internal error from Core")
+            async for update in super().WatchRoutes(requests, context):
+                yield update
+
+    async def test() -> None:
+        metaserver = Hasty()
+        await metaserver.start()
+        try:
+            if way == "HTTP":
+                await metaserver.block_grpc()
+            async with watching(metaserver, "a", token="wrong"):
+                said = f"does not accept the token: unknown token metaserver={metaserver.url}"
+                await until_async(lambda: said in caplog.text)
+        finally:
+            await metaserver.stop()
+
+    run(test())
+    assert [record.levelname for record in caplog.records if "accept the token" in record.message][0] == "ERROR"
 
 
 def test_many_subjects_are_polled_in_several_requests():
