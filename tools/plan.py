@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from qmq.differences import differences
 from qmq.tools.command import Command, bad, good, warning
 from qmq.tools.table import Block, Cell, Column, Table, to_cell, utc
 
@@ -49,11 +50,9 @@ def _reach(preview: Mapping[str, Any]) -> Iterable[Block]:
 
 def _changes(before: Any, after: Any) -> Iterable[Block]:
     """Show what differs, field by field."""
-    old, new = dict(_flat("", before)), dict(_flat("", after))
     rows = [
-        {"field": name, "before": old.get(name), "after": new.get(name)}
-        for name in dict.fromkeys([*old, *new])
-        if old.get(name) != new.get(name)
+        {"field": one.path, "before": _cell(one.path, one.before), "after": _cell(one.path, one.after)}
+        for one in differences(before, after)
     ]
     if rows:
         yield Table(
@@ -66,15 +65,13 @@ def _changes(before: Any, after: Any) -> Iterable[Block]:
         )
 
 
-def _flat(path: str, value: Any) -> Iterable[tuple[str, Cell]]:
-    if isinstance(value, Mapping):
-        for name, item in value.items():
-            yield from _flat(f"{path}.{name}" if path else str(name), item)
-    elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
-        yield path or "value", Cell("; ".join(to_cell(item).text for item in value))
-    elif value is not None:
-        last = path.rpartition(".")[2]
-        yield path or "value", to_cell(utc(value) if last in _TIMES and isinstance(value, int) else value)
+def _cell(path: str, value: Any) -> Cell | None:
+    if value is None:
+        return None
+    if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+        return Cell("; ".join(to_cell(item).text for item in value))
+    last = path.rpartition(".")[2]
+    return to_cell(utc(value) if last in _TIMES and isinstance(value, int) else value)
 
 
 def _short(value: str) -> str:

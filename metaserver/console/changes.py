@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from qmq.differences import differences
 from qmq.metaserver.actions import ACTIONS, Action, Answer, Kind
 from qmq.metaserver.actions.action import DETAILS, DRY_RUN, IF_PLAN
 from qmq.metaserver.console.asking import Asking
-from qmq.metaserver.console.shown import differences
 
 NOT_HERE = frozenset({"AddToken", "AdoptDatabase"})
 """A token's text would stand on a page; a database that lost groups is decided about where its commands are typed."""

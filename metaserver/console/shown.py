@@ -64,19 +64,6 @@ def moment_ms(text: str) -> int | None:
     return int(moment.timestamp() * 1000)
 
 
-def differences(before: Any, after: Any) -> list[tuple[str, Any, Any]]:
-    """The fields of a plan that differ: (path, before, after)."""
-    old, new = dict(_flat("", before)), dict(_flat("", after))
-    names = dict.fromkeys([*old, *new])
-    return [(name, old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name)]
-
-
-def _flat(path: str, value: Any) -> list[tuple[str, Any]]:
-    if isinstance(value, dict):
-        return [pair for name, item in value.items() for pair in _flat(f"{path}.{name}" if path else str(name), item)]
-    return [] if value is None else [(path or "value", value)]
-
-
 def rate(value: float) -> str:
     """Messages a second: small ones with a digit behind the point."""
     return f"{value:,.1f}" if value < 100 else f"{value:,.0f}"
