@@ -238,6 +238,7 @@ async def _replica(desk: Desk, broker: Broker) -> dict[str, Any]:
         "servePort": broker.serve_port,
         "up": desk.registry.is_up(broker),
         "reachable": reachable,
+        "otherDirectory": reachable and state is not None and state.incarnation not in ("", broker.incarnation),
         "error": error,
         **state_json(state),
     }

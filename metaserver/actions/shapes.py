@@ -141,6 +141,7 @@ def state_json(state: ReplicaState | None) -> dict[str, Any]:
         "readonlyReasons": state and list(state.readonly_reasons),
         "durability": state and state.durability,
         "lastEpoch": state and [state.last_term, state.last_boot],
+        "incomplete": state and state.incomplete,
     }
 
 

@@ -12,9 +12,13 @@ from typing import Any
 
 from qmq.types import MASTERS, Role
 
-RUNS, ON_DISK, GONE, SILENT = "runs", "on disk", "gone", "silent"
+RUNS, ON_DISK, GONE, SILENT, OTHER = "runs", "on disk", "gone", "silent", "other directory"
+MISSED = frozenset({SILENT, OTHER})
+"""Nobody said yet whether its disk is lost."""
 SERIOUS = frozenset({"rolled_back", "file_damaged", "empty"})
 """Troubles with which a copy is no master on its own word."""
+INCOMPLETE = "incomplete"
+"""Of a slave: it never had all that its master had, and may be empty."""
 REFILLED = frozenset({"rolled_back", "empty"})
 """Of a master, those that end by themselves once the other copy is there."""
 
@@ -121,7 +125,11 @@ def _copy(row: Mapping[str, Any], said: Mapping[str, Any], report: Mapping[str, 
     place = (Role[row["role"]], row["hostname"], row["ip"], row["servePort"], row["syncPort"])
     if said.get("reachable") and not is_gone:
         troubles = tuple(reason for reason in said["readonlyReasons"] or () if reason in SERIOUS)
+        if said.get("incomplete") and place[0] not in MASTERS:  # a metaserver of an older version does not say
+            troubles += (INCOMPLETE,)
         epoch = _epoch(said["lastEpoch"])
+        if said.get("otherDirectory") and report is None:
+            return Copy(*place, OTHER)
         return Copy(*place, RUNS, said["logEnd"], epoch, said["highWatermark"] or 0, troubles)
     if report is None:
         known = said.get("highWatermark") or 0
@@ -146,9 +154,9 @@ def _epoch(said: Sequence[int] | None) -> tuple[int, int]:
     return (said[0], said[1]) if said else (0, 0)
 
 
-ABOUT_SILENT = (
-    "{}: start it. If its disk is at hand, `qmq inspect DIR --json` and name the file in --reports; if it never "
-    "returns, name it in --gone"
+ABOUT_MISSED = (
+    "{}: start it with the data directory that it had. If its disk is at hand, `qmq inspect DIR --json` and name the "
+    "file in --reports; if it never returns, name it in --gone"
 )
 
 
@@ -170,9 +178,9 @@ def decide(copies: Sequence[Copy], *, term: int = 0, min_copies: int = 2, rememb
     slaves = [copy for copy in copies if copy is not master and copy.is_whole]
     proof = slaves if len(copies) == 2 else [slave for slave in slaves if slave.epoch[0] == term]
     is_proven = len(proof) > max(len(copies) - max(min_copies, 2), 0)
-    is_missed = master.state == SILENT or len(copies) == 2 or not (master.is_whole or is_proven)
-    if is_missed and (silent := [copy.who for copy in copies if copy.state == SILENT]):
-        return Decision((ABOUT_SILENT.format(", ".join(silent)),))
+    is_missed = master.state in MISSED or len(copies) == 2 or not (master.is_whole or is_proven)
+    if is_missed and (silent := [copy.who for copy in copies if copy.state in MISSED]):
+        return Decision((ABOUT_MISSED.format(", ".join(silent)),))
     kept = _best(master, copies)
     if kept is None:
         return _begin_anew(master, copies, known)
@@ -204,7 +212,9 @@ def _best(master: Copy, copies: Sequence[Copy]) -> Copy | None:
 
 def _put_in_the_masters_place(kept: Copy, master: Copy, copies: Sequence[Copy], known: int) -> Decision:
     lost, offsets = _lost(kept, copies), _offsets(kept, known)
-    steps = (f"stop {kept.who}", f"ReplaceBroker puts {kept.who} in the master's place", *_all_start(copies))
+    stopped = [copy for copy in copies if copy in (master, kept) and copy.state == RUNS]
+    stop = (f"stop {', '.join(copy.who for copy in stopped)}",) if stopped else ()
+    steps = (*stop, f"ReplaceBroker puts {kept.who} in the master's place", *_all_start(copies, stopped))
     is_loss = bool(kept.troubles or lost or offsets or len(copies) > 2)
     return Decision(steps, kept, "ReplaceBroker", _words(master, kept, copies), lost, offsets, is_loss)
 
@@ -237,12 +247,15 @@ def _words(master: Copy, kept: Copy, copies: Sequence[Copy]) -> dict[str, str]:
     } | swap
 
 
-def _all_start(copies: Sequence[Copy]) -> tuple[str, ...]:
+def _all_start(copies: Sequence[Copy], stopped: Sequence[Copy] = ()) -> tuple[str, ...]:
     def how(copy: Copy) -> str:
+        if copy in stopped:
+            return f"start {copy.who}"
         return {
             GONE: f"start {copy.who} with an empty data directory",
             RUNS: f"{copy.who} runs",
             SILENT: f"start {copy.who}",
+            OTHER: f"start {copy.who} with the data directory that it had",
             ON_DISK: f"start {copy.who} with the disk that was inspected",
         }[copy.state]
 

@@ -16,8 +16,8 @@ def rows():
     ]
 
 
-def replica(name, *, up, end=100, reasons=(), term=4):
-    return {
+def replica(name, *, up, end=100, reasons=(), term=4, **more):
+    return more | {
         "hostname": name,
         "servePort": 1,
         "reachable": up,
@@ -95,6 +95,15 @@ def test_of_a_copy_that_is_only_silent_nothing_is_decided():
             id="the master was rolled back, and is refilled",
         ),
         pytest.param(
+            [replica("a", up=True, reasons=["rolled_back"]), replica("b", up=True, end=0, incomplete=True)],
+            [],
+            [],
+            A,
+            {"role": "0", "hostname": "a"},
+            True,
+            id="the master was rolled back, and the slave is an empty broker that it never filled",
+        ),
+        pytest.param(
             [replica("b", up=True)],
             [report("a", troubles=["file_damaged"])],
             [],
@@ -120,6 +129,21 @@ def test_which_copy_goes_on(replicas, reports, gone, kept, words, accepted):
     assert (plan.keeps and plan.keeps.who, plan.needs_acceptance) == (kept, accepted)
     chosen = {name: value for name, value in plan.words.items() if name in ("role", "hostname", "swap")}
     assert chosen == words
+
+
+def test_an_empty_master_is_not_the_one_that_the_row_names():
+    """What runs there has another directory: it is not let in, and whether its disk is lost a person has to say."""
+    replicas = [replica("a", up=True, end=0, otherDirectory=True), replica("b", up=True)]
+    plan = decided(replicas=replicas)
+    assert not plan.words and "a:1: start it with the data directory" in plan.steps[0] and "--gone" in plan.steps[0]
+    assert decided(replicas=replicas, gone=[A]).keeps.who == B
+
+
+def test_whoever_runs_in_a_place_that_changes_is_stopped_first():
+    """ReplaceBroker refuses while one of them runs."""
+    plan = decided(replicas=[replica("a", up=True, reasons=["file_damaged"]), replica("b", up=True)])
+    assert plan.keeps.who == B and plan.steps[0] == "stop a:1, b:1"
+    assert plan.steps[2:] == ("start a:1", "start b:1")
 
 
 def test_what_is_lost_is_named_by_offset_subject_and_id():
