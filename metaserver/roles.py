@@ -394,10 +394,8 @@ def check_registration(broker: Broker, incarnation: str) -> None:
     if broker.role == Role.MASTER and broker.incarnation and broker.incarnation != incarnation:
         raise OperatorError(
             f"{broker.key} was the master of {broker.group} with another data directory. Give it that one back; if it "
-            f"is lost, stop both brokers of the group, put the slave in its place with ReplaceBroker "
-            f"--role={part(Role.MASTER, broker.kind):d}, then {broker.key} in the slave's with ReplaceBroker "
-            f"--role={part(Role.SLAVE, broker.kind):d}, and start both: it will be filled from the other. If the "
-            f"slave's is lost, too: ReplaceBroker with {broker.key} in its own place and --acceptLoss=true"
+            f"is lost: tools.sh RecoverGroup --brokerGroup={broker.group} --gone={broker.key} makes the best copy that "
+            "is left the master, from which this broker is filled. Whose disk is lost, too, is named in --gone as well"
         )
 
 

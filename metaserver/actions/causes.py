@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
+from qmq.metaserver.model import COPIES_MAX
 from qmq.types import MASTERS, Role
 
 FROM_A_SLAVE = frozenset({"slave_down", "slave_lag", "unfilled"})
@@ -115,7 +116,8 @@ def _command(facts: Mapping[str, Any], groups: Groups) -> str:
     recover = f"tools.sh RecoverGroup --brokerGroup={group}"
     if role in MASTERS:
         if not others:
-            return "restore its data directory: it was the only copy"
+            lost = f"{recover} --gone={facts['hostname']}:{facts['servePort']}"
+            return f"restore its data directory: it was the only copy; if that is lost, too: {lost}"
         if any(one["answers"] for one in others):
             return f"tools.sh Failover --brokerGroup={group} --masterGone=true"
         return recover if len(others) > 1 else f"stop the slave, {_call('ReplaceBroker', role, others[0])} --swap"
@@ -127,7 +129,11 @@ def _command(facts: Mapping[str, Any], groups: Groups) -> str:
         return recover
     remove = f"tools.sh RemoveBroker --hostname={facts['hostname']} --servePort={facts['servePort']}"
     calls = [remove, _call("AddBroker", role, new)]
-    return ", then ".join(calls if len(others) >= facts["minCopies"] else reversed(calls))
+    if len(others) < facts["minCopies"] and len(others) + 1 < COPIES_MAX:
+        calls.reverse()
+    elif len(others) < facts["minCopies"]:  # there is no room for another one
+        calls.insert(0, f"tools.sh SetCopies --brokerGroup={group} --minCopies={len(others)}")
+    return ", then ".join(calls)
 
 
 def _call(command: str, role: Role, facts: Mapping[str, Any]) -> str:

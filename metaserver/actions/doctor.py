@@ -29,6 +29,7 @@ from qmq.types import Role
 
 BY_OPERATOR = "operator"
 """A broker's reason to take no messages that is no trouble: a mark or a drain, which its group's line tells."""
+NOT_HEARD = "its log says why: what the metaserver says contradicts its data directory, or it does not reach it"
 REFUSALS_SHOWN = 3
 EXPIRES_SOON_MS = 14 * 24 * 3600 * 1000
 AT_ONCE = 100
@@ -109,7 +110,7 @@ async def _broker(desk: Desk, broker: Broker, ask: Ask) -> Check:
     except OperatorError as other_disk:
         return check(False, "runs on another data directory than before", str(other_disk))
     if not facts["up"]:
-        return check(False, "answers, but sends no heartbeats", "look whether it reaches the metaserver")
+        return check(False, "answers, but sends no heartbeats", NOT_HEARD)
     if troubles := [reason for reason in state.readonly_reasons if reason != BY_OPERATOR]:
         facts["reasons"] = troubles
         found = f"{'takes no messages' if broker.role == Role.MASTER else 'is no whole copy'}: {', '.join(troubles)}"

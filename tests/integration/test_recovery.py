@@ -225,7 +225,7 @@ def test_neither_disk_returns(cluster):
 
     def other_disk():
         found = findings(cluster, "none").get(master.hostname)
-        return found if found and "--acceptLoss" in found["remedy"] else None
+        return found if found and f"--gone={master.hostname}:{master.serve_port}" in found["remedy"] else None
 
     check = until(other_disk, "Doctor says that this is another disk")
     assert check["found"] == "runs on another data directory than before"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from qmq.metaserver.actions import causes
 from qmq.metaserver.actions.causes import Kind, one_per_cause
 
 
@@ -128,6 +129,19 @@ def test_each_of_three_copies_is_named_with_the_command_for_several():
     assert "RemoveBroker --hostname=c --servePort=1, then tools.sh AddBroker --brokerGroup=g1 --role=1" in remedy
     (remedy,) = of_three("c", min_copies=3).values()
     assert remedy.index("AddBroker") < remedy.index("RemoveBroker"), "else too few would be left"
+
+
+def test_where_there_is_room_for_no_other_copy_fewer_acknowledge_first(monkeypatch):
+    """AddBroker refuses more copies than there may be, and RemoveBroker fewer than acknowledge."""
+    monkeypatch.setattr(causes, "COPIES_MAX", 3)
+    (remedy,) = of_three("c", min_copies=3).values()
+    assert "SetCopies --brokerGroup=g1 --minCopies=2, then tools.sh RemoveBroker --hostname=c" in remedy
+    assert "SetCopies" not in of_three("c")["broker c"]
+
+
+def test_of_an_only_copy_recovery_says_what_is_lost_with_it():
+    found = wrong([away("a", "g1", "MASTER", "10.0.0.1"), group("g1", ok=False)])
+    assert "RecoverGroup --brokerGroup=g1 --gone=a:1" in found["broker a"]["remedy"]
 
 
 def test_with_the_master_away_as_well_recovery_asks_what_is_left():

@@ -346,8 +346,9 @@ def test_master_comes_back_with_its_own_disk_only():
     roles.check_registration(MASTER, "disk a")
     roles.check_registration(broker("a"), "first disk ever")
     roles.check_registration(SLAVE, "emptied")
-    with pytest.raises(OperatorError, match="another data directory"):
+    with pytest.raises(OperatorError, match="another data directory") as refused:
         roles.check_registration(MASTER, "emptied")
+    assert f"RecoverGroup --brokerGroup=g1 --gone={MASTER.key}" in str(refused.value), "for two copies and for more"
 
 
 def test_swap_of_two_stopped_brokers_is_one_change():
