@@ -101,12 +101,10 @@ def _machine(address: str, gone: Sequence[Check], groups: Groups) -> Check:
 
 
 def _remedy(facts: Mapping[str, Any], groups: Groups) -> str:
+    gone = f"if it is gone for good: {_command(facts, groups)}"
     if not facts["incarnation"]:
-        return f"start it on {facts['ip']}; its log says what keeps it"
-    return (
-        f"start it on {facts['ip']}, or open its control port to the metaservers; if it is gone for good: "
-        f"{_command(facts, groups)}"
-    )
+        return f"start it on {facts['ip']}; its log says what keeps it; {gone}"
+    return f"start it on {facts['ip']}, or open its control port to the metaservers; {gone}"
 
 
 def _command(facts: Mapping[str, Any], groups: Groups) -> str:
@@ -114,6 +112,8 @@ def _command(facts: Mapping[str, Any], groups: Groups) -> str:
     role, group = Role[facts["role"]], facts["group"]
     others = [one["facts"] for one in groups[group] if one["facts"] is not facts]
     recover = f"tools.sh RecoverGroup --brokerGroup={group}"
+    if role in MASTERS and not facts["incarnation"]:  # it never had a message
+        return f"{recover} --gone={facts['hostname']}:{facts['servePort']}"
     if role in MASTERS:
         if not others:
             lost = f"{recover} --gone={facts['hostname']}:{facts['servePort']}"

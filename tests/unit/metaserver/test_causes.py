@@ -104,9 +104,13 @@ def test_a_slave_that_was_rolled_back_is_the_finding_and_its_master_is_none():
     assert list(wrong([master, slave, group("g1", ok=False)])) == ["broker b"]
 
 
-def test_a_broker_that_never_registered_is_started_not_replaced():
+def test_a_broker_that_never_registered_is_started_or_another_one_takes_its_place():
     found = wrong([away("a", "g1", "MASTER", "10.0.0.1", incarnation=""), group("g1", ok=False)])
     assert list(found) == ["broker a"] and "its log" in found["broker a"]["remedy"]
+    assert "RecoverGroup --brokerGroup=g1 --gone=a:1" in found["broker a"]["remedy"]
+    slave = away("b", "g1", "SLAVE", "10.0.0.2", incarnation="")
+    remedy = wrong([broker("a", "g1", "MASTER", "10.0.0.1"), slave])["broker b"]["remedy"]
+    assert "its log" in remedy and "ReplaceBroker --brokerGroup=g1 --role=1 --hostname=NEW" in remedy
 
 
 # Three copies.
