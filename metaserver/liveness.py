@@ -12,7 +12,7 @@ moves to another metaserver is up all the time. While the database is away, sess
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from qmq.errors import OperatorError
@@ -154,8 +154,15 @@ class Liveness:
 
     # -- what others see ------------------------------------------------------------------------------------------
 
-    def take_rows(self, rows: Iterable[SightingRow], *, now_ms: int) -> None:
-        """Take in rows that were read from the database, in any order."""
+    def take_rows(self, rows: Sequence[SightingRow], *, now_ms: int, are_all: bool = False) -> None:
+        """Take in rows that were read from the database, in any order.
+
+        Args:
+            are_all: the database has no others. What it lacks of ours it has lost: it was put back.
+        """
+        if are_all:
+            for key in self._sightings.keys() - {row.key for row in rows}:
+                self._store_again(key)
         for row in rows:
             sighting = self._sightings.get(row.key)
             if sighting is None or (sighting.session != row.session and not self._stays(sighting, row)):
@@ -172,6 +179,12 @@ class Liveness:
         sighting.stored = row.session  # ours began later, or the other one is over: our row will replace this one
         self._dirty[row.key] = None
         return True
+
+    def _store_again(self, key: BrokerKey) -> None:
+        sighting = self._sightings[key]
+        if sighting.live and sighting.stored:
+            sighting.stored = ""
+            self._dirty[key] = None
 
     def _adopt(self, row: SightingRow, *, now_ms: int) -> None:
         ours = row.up and row.metaserver == self.own  # a session of ours that ended before its row came back to us
@@ -197,6 +210,8 @@ class Liveness:
                 stream, _, number = sighting.session.partition("+")
                 sighting.session = f"{stream}+{int(number or 0) + 1}"
                 self._changed(row.key)
+            elif sighting.state and (row.state is None or essence(sighting.state) != essence(row.state)):
+                self._dirty[row.key] = None  # we stored what it says now: the row was put back
             return
         if row.up and sighting.metaserver == self.own:
             return  # our own words

@@ -261,6 +261,22 @@ def test_stored_up_is_presumed_for_a_timeout_then_asked():
     assert [(each.session, each.up, each.begins) for each in flush(signs)] == [("m2.1", False, False)]
 
 
+def test_what_a_database_that_was_put_back_has_forgotten_is_stored_again():
+    """Others read it: they took a broker for what it was then, until it said something new."""
+    signs, _ = beating()
+    (stored,) = flush(signs)
+    signs.take_rows([replace(stored, state=replace(ACTING_MASTER, term=6))], now_ms=START)
+    (again,) = flush(signs)
+    assert (again.session, again.state.term, again.begins) == (stored.session, 7, False)
+    signs.take_rows([again], now_ms=START)
+    assert not signs.has_news, "once is enough"
+    signs.take_rows([], now_ms=START)
+    assert not signs.has_news, "those that changed since"
+    signs.take_rows([], now_ms=START, are_all=True)
+    (again,) = flush(signs)
+    assert (again.session, again.begins) == (stored.session, True)
+
+
 def test_metaserver_that_comes_back_is_believed_again():
     signs = liveness()
     signs.take_rows([row()], now_ms=START)
