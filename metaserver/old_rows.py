@@ -57,8 +57,10 @@ def judge(group: Group, reported: int, state_of: StateOf, *, given: int = 0) -> 
     return OldRow(group, reported, None, f"{found} ({told})", _remedy(group, master, said))
 
 
-def adopt(group: Group, key: BrokerKey, reported: int, state_of: StateOf, *, forced: bool) -> RoleChange:
-    """Make the broker that an operator names the master, in a term above all that any broker reported.
+def adopt(
+    group: Group, key: BrokerKey, reported: int, state_of: StateOf, *, forced: bool, given: int = 0
+) -> RoleChange:
+    """Make the broker that an operator names the master, in a term above all that any broker reported, and `given`.
 
     Raises:
         OperatorError: the row is no older than the brokers; the broker is no part of the group, or down; without
@@ -79,7 +81,7 @@ def adopt(group: Group, key: BrokerKey, reported: int, state_of: StateOf, *, for
             f"{_report(named, state)}, and the newest term is {reported}: another copy may hold messages that this one "
             "lacks. Name the master of the newest term, or repeat with --force=true if no other copy can be started"
         )
-    return _with_master(group, named, above=reported)
+    return _with_master(group, named, above=max(reported, given))
 
 
 def _newest_master(said: dict[Broker, ReplicaState | None], reported: int) -> Broker | None:
@@ -113,16 +115,17 @@ def _report(broker: Broker, state: ReplicaState | None) -> str:
 def _remedy(group: Group, master: Broker | None, said: dict[Broker, ReplicaState | None]) -> str:
     """Name the one command; without a master of the newest term it makes the broker the master that has most.
 
-    Several copies that stopped have no part before the row is right, and the row's master does not even report.
-    n - m + 1 are enough, as in a failover; that no other master runs, an operator has to know.
+    Copies that stopped have no part before the row is right, and the row's master does not even report. All of them are
+    enough, and of several n - m + 1, as in a failover; that no other master runs, an operator has to know.
     """
     up = {broker: state for broker, state in said.items() if state is not None}
     named = master or max(up, key=lambda broker: up[broker].reach, default=None)
     host, port = named.key if named else ("HOSTNAME", "PORT")
     command = f"tools/tools.sh AdoptRoles --brokerGroup={group.name} --hostname={host} --servePort={port}"
+    command += "" if master else " --force=true"
     down = [str(broker.key) for broker, state in said.items() if state is None]
-    if master is None and len(said) > 2 and len(up) > len(said) - group.min_copies:
-        return f"{named and named.key} has most of those that report. If no other master runs: {command} --force=true"
+    if master is None and up and (not down or len(said) > 2 and len(up) > len(said) - group.min_copies):
+        return f"{named and named.key} has most of those that report. If no other master runs: {command}"
     if down:
         return f"start {', '.join(down)}: once all agree, the row is raised by itself; if that is impossible: {command}"
     return f"choose the master: {command}"

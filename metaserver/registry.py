@@ -79,6 +79,8 @@ class Registry:
         self._table = RouteTable(groups_min=groups_min, groups_new=groups_new)
         self._commits = Commits(database, self.catch_up)
         self._reported = ReportedTerms()
+        self._known_terms: dict[BrokerKey, int] = {}
+        """What brokers wrote down, by their newest registration here: without a part they do not say it again."""
         self._registered: frozenset[str] = frozenset()
         """Groups whose brokers are registered, here or by the snapshot."""
         self._rows: frozenset[str] | None = None
@@ -197,7 +199,9 @@ class Registry:
         after = self._seen["sightings"] if 0 <= self._seen["sightings"] < version else 0
         async with self.storing:
             seen, rows = await self.database.read(lambda r: r.load_sightings(after), timeout_ms=LOAD_MS)
-            self.liveness.take_rows(rows, now_ms=self.now_ms())
+            self.liveness.take_rows(rows, now_ms=self.now_ms(), are_all=not after)
+            if self.liveness.has_news:
+                self.news.set()
         self._note_terms(rows)
         self._seen["sightings"] = seen
 
@@ -287,6 +291,7 @@ class Registry:
                 if attempt + 1 == REGISTER_TRIES:
                     raise
                 await self.catch_up()
+        self._known_terms[said.key] = term
         return broker
 
     async def _store_registration(self, broker: Broker, before: Broker) -> None:
@@ -302,6 +307,8 @@ class Registry:
 
     def beat(self, key: BrokerKey, session: str, state: ReplicaState) -> bool:
         """Note a heartbeat; False: that session was replaced by a newer one. Never waits for the database."""
+        if not state.term:
+            state = replace(state, known_term=self._known_terms.get(key, 0))
         if not self.liveness.beat(key, session, state, now_ms=self.now_ms()):
             return False
         if broker := self.directory.find(key):
@@ -367,7 +374,7 @@ class Registry:
         for row in rows:
             broker = self.directory.find(row.key)
             if broker is not None and row.state is not None:
-                self._reported.note(broker.group, row.state.term)
+                self._reported.note(broker.group, max(row.state.term, row.state.known_term))
 
     def _note_completeness(self, key: BrokerKey, state: ReplicaState) -> None:
         """Let it be stored what a heartbeat says about slaves of its group, when that is news."""

@@ -171,10 +171,12 @@ def set_copies(group: Group, min_copies: int | None, sync_mode: str, *, reported
     )
 
 
-def adopt_roles(group: Group, key: BrokerKey, reported: int, state_of: StateOf, *, forced: bool) -> Plan:
+def adopt_roles(
+    group: Group, key: BrokerKey, reported: int, state_of: StateOf, *, forced: bool, given: int = 0
+) -> Plan:
     """AdoptRoles: choose the master of a group whose row is older than its brokers, which do not agree."""
     try:
-        change = old_rows.adopt(group, key, reported, state_of, forced=forced)
+        change = old_rows.adopt(group, key, reported, state_of, forced=forced, given=given)
     except OperatorError as refusal:
         return refused(str(refusal))
     assert change.master, "it was named"

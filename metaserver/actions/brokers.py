@@ -166,8 +166,8 @@ async def _fail_over(desk: Desk, words: Words, plan: Plan, audit: AuditRow) -> A
 async def _adopt_roles(desk: Desk, words: Words) -> Plan:
     registry, group = desk.registry, desk.find_group(words["brokerGroup"])
     key = BrokerKey(words["hostname"], words.number("servePort"))
-    reported = registry.reported_term(group.name)
-    return broker_plans.adopt_roles(group, key, reported, registry.own_state, forced=words.flag("force"))
+    reported, given = registry.reported_term(group.name), registry.term_floor(group.name)
+    return broker_plans.adopt_roles(group, key, reported, registry.own_state, forced=words.flag("force"), given=given)
 
 
 async def _list_brokers(desk: Desk, words: Words) -> Any:

@@ -98,6 +98,7 @@ def _parse_state(text: str) -> ReplicaState | None:
     words = from_json(text)
     if words is None:
         return None
+    last_term, last_boot, flushed_end = map(int, words.get("reach", (0, 0, 0)))  # of who has no part, it stays so
     return ReplicaState(
         role=int(words["role"]),
         term=int(words["term"]),
@@ -107,6 +108,10 @@ def _parse_state(text: str) -> ReplicaState | None:
         durability=str(words["durability"]),
         incarnation=str(words["incarnation"]),
         in_step=_in_step(words),
+        known_term=int(words.get("knownTerm", 0)),  # an older version does not write it, nor what follows
+        last_term=last_term,
+        last_boot=last_boot,
+        flushed_end=flushed_end,
     )
 
 
@@ -128,6 +133,8 @@ def _values(row: SightingRow, changed: int) -> dict[str, Any]:
         "durability": state.durability,
         "incarnation": state.incarnation,
         "inStep": list(state.in_step),
+        "knownTerm": state.known_term,
+        "reach": list(state.reach),
         "slaveIncarnation": state.in_step[0] if state.in_step else "",  # for versions that know one slave
     }
     values = {

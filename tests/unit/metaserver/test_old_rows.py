@@ -57,6 +57,11 @@ def test_a_row_is_raised_above_its_brokers_with_the_roles_that_all_of_them_agree
         pytest.param({"b": 300, "c": 400}, "--hostname=c --servePort=1 --force=true", id="c has more"),
         pytest.param({"a": 900, "b": 300, "c": 400}, "--hostname=a --servePort=1 --force=true", id="all report"),
         pytest.param({"b": 300}, "start a:1, c:1", id="one of three may lack what the others have"),
+        pytest.param(
+            {"b": 300},
+            "impossible: tools/tools.sh AdoptRoles --brokerGroup=g1 --hostname=b --servePort=1 --force=true",
+            id="no master",
+        ),
     ],
 )
 def test_of_three_copies_without_a_part_the_one_that_has_most_is_named(up, command):
@@ -64,6 +69,14 @@ def test_of_three_copies_without_a_part_the_one_that_has_most_is_named(up, comma
     row = Group("g1", 2, A, (B, Broker("g1", Role.SLAVE, "c", "10.0.0.3", 1, 2, incarnation="disk c")), 0)
     states = {name: ReplicaState(SLAVE, 0, flushed_end=end, last_term=4) for name, end in up.items()}
     assert command in old_rows.judge(row, 4, lambda broker: states.get(broker.hostname)).remedy
+
+
+def test_of_two_copies_that_are_no_masters_the_one_that_has_most_is_named():
+    """Both wait for a row that is as new as they are. That was AdoptRoles without --force, which is refused."""
+    states = {"a": ReplicaState(SLAVE, 4, flushed_end=200, last_term=4), "b": ReplicaState(SLAVE, 4, flushed_end=300)}
+    remedy = old_rows.judge(ROW, 4, lambda broker: states[broker.hostname]).remedy
+    assert "AdoptRoles --brokerGroup=g1 --hostname=a --servePort=1 --force=true" in remedy
+    assert old_rows.adopt(ROW, A.key, 4, said(a=(SLAVE, 4), b=(SLAVE, 4)), forced=True, given=9).new_term == 10
 
 
 def test_a_row_as_new_as_its_brokers_is_left_alone():
