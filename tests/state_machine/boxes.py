@@ -19,6 +19,10 @@ from qmq.types import Role
 SERVE_PORT = 20881
 
 
+class Refused(Exception):
+    """A broker does not take the part that it is given, and says why in its log."""
+
+
 class Frame(NamedTuple):
     """A frame of a log. `message` 0: with it, a mastership begins."""
 
@@ -38,6 +42,8 @@ class Disk:
     group: str = ""
     term: int = 0
     """The newest term that it knows; an older one is refused."""
+    role: int = -1
+    """In that term."""
     boot: int = 0
     promised: int = 0
     """It follows no master of an older term, and is none."""
@@ -57,7 +63,7 @@ class Disk:
         self.is_old = True
         if forgets:
             last = self.log[-1] if self.log else Frame(0, 0, 0)
-            self.term, self.boot, self.promised = last.term, last.boot, 0
+            self.term, self.boot, self.promised, self.role = last.term, last.boot, 0, -1
             self.point = self.lacks = None
 
     def look_at(self, points: Iterable[pb.AcknowledgedPoint]) -> None:
@@ -125,6 +131,8 @@ class Box:
     process: Process | None = None
     is_cut_off: bool = False
     """No metaserver hears it, and the other way round."""
+    is_lost: bool = False
+    """The machine never returns. One with an empty disk may get its name."""
 
     @property
     def key(self) -> tuple[str, int]:
@@ -148,13 +156,19 @@ class Brokers:
     def __init__(self, names: str) -> None:
         self._disks = 0
         self._messages = 0
-        self.boxes = {name: Box(name, f"10.0.0.{number}", self._new_disk()) for number, name in enumerate(names, 1)}
-        for box in self.boxes.values():
-            box.disks.append(box.disk)
+        self.boxes: dict[str, Box] = {}
+        for name in names:
+            self.add_box(name)
         self.acknowledged: dict[str, Acknowledged] = {}
         self.now = 0.0
         self.broken = ""
         """The promise that brokers broke."""
+
+    def add_box(self, name: str) -> Box:
+        """A new machine."""
+        disk = self._new_disk()
+        box = self.boxes[name] = Box(name, f"10.0.0.{len(self.boxes) + 1}", disk, [disk])
+        return box
 
     def _new_disk(self) -> Disk:
         self._disks += 1
@@ -184,19 +198,23 @@ class Brokers:
     # What brokers do.
 
     def take(self, process: Process, assignment: pb.Assignment) -> None:
-        """A broker learns its part. An older term than it knows it does not obey."""
+        """A broker learns its part. An older term than it knows it does not obey. Raises Refused."""
         disk, old = process.disk, process.assignment
+        if not assignment.term:
+            return  # it only says what time it is
         if disk.group not in ("", assignment.broker_group):
-            return
+            raise Refused("start this broker with an empty one")
         self._heed_points(process, assignment)
         if assignment.term < disk.term or (assignment.role == Role.MASTER and assignment.term < disk.promised):
             return
+        if disk.term == assignment.term and disk.role not in (-1, assignment.role):
+            raise Refused(f"term {disk.term} has two different rows")
         if old is None or (old.term, old.role) != (assignment.term, assignment.role):
             process.begin_part()
             disk.look_at([disk.point] if disk.point else [])
             if assignment.role == Role.MASTER:
                 disk.boot = disk.boot + 1 if disk.term == assignment.term else 1
-        disk.term, disk.group = assignment.term, assignment.broker_group
+        disk.term, disk.role, disk.group = assignment.term, assignment.role, assignment.broker_group
         process.assignment = assignment
 
     def _heed_points(self, process: Process, assignment: pb.Assignment) -> None:
@@ -406,6 +424,8 @@ class Brokers:
     def identity(self, box: Box) -> pb.BrokerIdentity:
         assert box.process
         return pb.BrokerIdentity(
+            broker_group=box.process.disk.group,
+            term=box.process.disk.term,
             hostname=box.name,
             ip=box.ip,
             serve_port=SERVE_PORT,

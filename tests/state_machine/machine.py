@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from tests.state_machine.boxes import Box
 from tests.state_machine.database import AWAY, FINE, LOST, Fate, Template, read_tables
 from tests.state_machine.oracle import Key, Violation, differing
+from tests.state_machine.remedies import Operator
 from tests.state_machine.world import Errand, World, place, populate
 
 FATES = [FINE] * 10 + [
@@ -33,6 +34,8 @@ SUBJECTS = ["s1", "s2", "*", "*"]
 NUMBERS = [0, 1]
 FLAGS = ["false", "false", "true"]
 CHOICES = list(range(100))
+OFTEN = 0.25
+"""How often a fault follows a step, in walks that have some."""
 
 ACTIONS = [
     (["AddBroker", "ReplaceBroker"], WHO, GROUPS, NUMBERS, FLAGS, FLAGS),
@@ -74,6 +77,18 @@ STEPS: dict[str, tuple[int, dict[str, Any]]] = {}
 def step(weight: int, **values: Any) -> Callable[[F], F]:
     def note(method: F) -> F:
         STEPS[method.__name__] = weight, values
+        return method
+
+    return note
+
+
+FAULTS: dict[str, list[tuple[str, int, dict[str, Any]]]] = {}
+"""What else may happen in walks of one kind: names of methods, how often, and with which values."""
+
+
+def fault(kind: str, weight: int, **values: Any) -> Callable[[F], F]:
+    def note(method: F) -> F:
+        FAULTS.setdefault(kind, []).append((method.__name__, weight, values))
         return method
 
     return note
@@ -253,7 +268,7 @@ class Machine(RuleBasedStateMachine):
         world, parts = self.world, self.world.oracle.decided.parts_of(group)
         keys = parts.master, max(parts.slaves, default=None)
         master, slave = (world.brokers.boxes[key[0]] if key else None for key in keys)
-        if master and slave and master.process and slave.process:
+        if master and slave and master.process and slave.process and not world.went_back:
             world.note(f"{slave.name} burns down")
             world.speak(master)
             world.stop_box(slave, closes=True)
@@ -324,7 +339,10 @@ class Machine(RuleBasedStateMachine):
         return master, sorted(parts.slaves)
 
     def is_old(self, group: str) -> bool:
-        """Whether a disk of a group was put back and is not whole again. Of two at once nothing is promised."""
+        """Whether a disk of a group was put back and is not whole again. Of two at once nothing is promised, nor of a
+        disk and the database."""
+        if self.world.went_back:
+            return True
         keys = self.world.oracle.decided.parts_of(group).all
         return any(self.world.brokers.boxes[name].disk.is_old for name, _ in keys)
 
@@ -392,6 +410,57 @@ class Machine(RuleBasedStateMachine):
             case "away" | "back":
                 server.is_away = what == "away"
 
+    # The database goes back.
+
+    @fault("database", 3)
+    def keep_copy(self) -> None:
+        self.world.keep_copy()
+
+    @fault("database", 3, which=CHOICES, restarts=[False, False, True])
+    def put_database_back(self, which: int, restarts: bool) -> None:
+        """The database becomes what it was; metaservers go on meanwhile, or are stopped for that."""
+        world = self.world
+        if not world.copies or any(box.disk.is_old for box in world.brokers.boxes.values()):
+            return
+        copy = world.copies[-1 - which % min(len(world.copies), 3)]
+        world.note(f"the database is put back, {restarts=}")
+        for server in world.servers if restarts else ():
+            world.jobs = [job for job in world.jobs if job.whose.server is not server]
+            server.kill()
+        world.put_database_back(copy)
+        for server in world.servers if restarts else ():
+            server.start()
+            world.run()
+
+    @fault("database", 6, group=GROUPS, at=NUMBERS, choice=CHOICES, heard=[True, True, False], restarts=FLAGS)
+    def lose_a_change(self, group: str, at: int, choice: int, heard: bool, restarts: str) -> None:
+        """An operator changes roles; brokers hear of that, or not yet; the database forgets it."""
+        world, server = self.world, self.world.servers[at]
+        ideas = self.likely_roles(group, choice // 10)
+        if server.process is None or server.is_away or self.world.busy(self.operators[0]) or not ideas:
+            return
+        world.keep_copy()
+        what, words = ideas[choice % len(ideas)]
+        self.operators[0] = errand = world.operate(server, what, words)
+        world.finish()
+        while heard and world.busy(errand):
+            world.wait(0.2)
+        if heard:
+            world.wait(0.6)
+        self.put_database_back(0, restarts == "true")
+
+    @fault("database", 2, group=GROUPS, at=NUMBERS, who=NUMBERS)
+    def adopt(self, group: str, at: int, who: int) -> None:
+        """An operator chooses the master of a group whose row is old, as Doctor names it, or another one."""
+        server = self.world.servers[at]
+        if server.process is None or self.world.busy(self.operators[who]):
+            return
+        keys = self.world.oracle.decided.parts_of(group).all
+        if keys:
+            host, port = keys[(at + who) % len(keys)]
+            words = {"brokerGroup": group, "hostname": host, "servePort": str(port), "force": "false"}
+            self.operators[who] = self.world.operate(server, "AdoptRoles", words, f"operator {who}")
+
     # Brokers and clients.
 
     @step(2, group=GROUPS, what=["stop", "outage", "start"], at=NUMBERS)
@@ -425,7 +494,7 @@ class Machine(RuleBasedStateMachine):
                 self.world.start_box(box, server)
             case "reconnect" if box.process:
                 self.world.connect(box, server)
-            case "new disk" | "old disk":
+            case "new disk" | "old disk" if not self.world.went_back:
                 for other in self.world.brokers.boxes.values():  # what was said before, and comes late
                     self.world.speak(other)
                 self.world.stop_box(box, closes=True)
@@ -445,7 +514,7 @@ class Machine(RuleBasedStateMachine):
         world.finish()
         for key in list(world.oracle.decided.places):
             box = world.brokers.boxes[key[0]]
-            if not box.process:
+            if not box.process and not box.is_lost:
                 world.start_box(box, world.servers[0])
         world.wait(seconds)
         for box in world.brokers.boxes.values():
@@ -511,16 +580,25 @@ class Machine(RuleBasedStateMachine):
 
     def come_to_work(self) -> None:
         """No fault strikes any more: each group takes messages, or Doctor says what keeps it and what to do."""
-        world = self.world
+        world, dice = self.world, self.world.loop.state.dice
         self.all_is_well(3)
-        self.all_is_well(3)
-        world.wait(5)
-        server = world.servers[0]
-        named = {name: doctor_on(world, server, name) for name in self.not_at_work()}
-        for group, remedies in named.items():
-            type(self).ends.update(remedies)
-            if not any(remedies):
-                raise Violation(f"{group} takes no messages, and Doctor names nothing to do")
+        for group in list(world.oracle.decided.states):
+            self.lose_for_good(group, how_many=dice.choice([0, 0, 1, 1, 2]))
+        self.all_is_well(1)
+        world.wait(1.5)
+        for group in self.not_at_work():
+            operator = Operator(world, world.servers[0], group)
+            operator.bring_to_work(lambda group=group: group not in self.not_at_work())
+            type(self).ends.update(operator.followed)
+
+    def lose_for_good(self, group: str, how_many: int) -> None:
+        """Machines of a group burn down, and nobody brings their disks back."""
+        keys = self.world.oracle.decided.parts_of(group).all
+        for name, _ in self.world.loop.state.dice.sample(keys, min(how_many, len(keys))):
+            box = self.world.brokers.boxes[name]
+            self.world.note(f"{name} of {group} is lost for good")
+            self.world.stop_box(box, closes=True)
+            box.is_lost = True
 
     def not_at_work(self) -> list[str]:
         """Groups that take no messages, and no operator wants that."""
@@ -528,27 +606,8 @@ class Machine(RuleBasedStateMachine):
         wanted = {name for name, (draining, *_) in decided.states.items() if draining}
         wanted |= {group for subject, group in decided.marks if subject == "*"}
         groups = registry.directory.groups
-        return [name for name, group in groups.items() if name not in wanted and not registry.is_writable(group)]
-
-
-def doctor_on(world: World, server: Any, group: str) -> list[str]:
-    """What Doctor says is to be done about a group."""
-    errand = world.operate(server, "Doctor", {})
-    world.finish()
-    assert errand.task and errand.task.done()
-    checks = errand.task.result().data["checks"]
-    keys = {name for name, _ in world.oracle.decided.parts_of(group).all}
-    return [
-        check["remedy"]
-        for check in checks
-        if not check["ok"] and (group in check["name"].split() or keys & set(names_in(check)))
-    ]
-
-
-def names_in(check: dict[str, Any]) -> list[str]:
-    """Hosts that a check of Doctor speaks of."""
-    facts = check["facts"]
-    return [one["hostname"] for one in [facts, *facts.get("brokers", ())] if "hostname" in one]
+        with self.world.loop.own_clock():
+            return [name for name, group in groups.items() if name not in wanted and not registry.is_writable(group)]
 
 
 NAMES = [name for name, (weight, _) in STEPS.items() for _ in range(weight)]
@@ -557,14 +616,22 @@ CHOSEN = st.sampled_from(NAMES).flatmap(
 )
 
 
-def walk(kind: type[Machine], seed: int, steps: int) -> None:
-    """A run by plain dice: Hypothesis likes small and repeated values, which shows well and searches badly."""
+def walk(kind: type[Machine], seed: int, steps: int, faults: str = "") -> None:
+    """A run by plain dice: Hypothesis likes small and repeated values, which shows well and searches badly.
+
+    Args:
+        faults: what may happen besides. It takes dice of its own, so that the other walks stay as they are.
+    """
     dice, machine = Random(seed), kind()
+    more, others = Random(f"{seed} {faults}"), [one for one in FAULTS.get(faults, ()) for _ in range(one[1])]
     try:
         machine.begin(populated=dice.random() < 0.8)
         for _ in range(steps):
             name = dice.choice(NAMES)
             machine.step((name, {key: pick(values, dice) for key, values in STEPS[name][1].items()}))
+            if others and more.random() < OFTEN:
+                name, _, offered = more.choice(others)
+                machine.step((name, {key: pick(values, more) for key, values in offered.items()}))
     except BaseException:
         machine.world.close()
         raise

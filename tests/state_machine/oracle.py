@@ -159,6 +159,8 @@ class Oracle:
         self.decided = Decided.of(tables)
         self._terms: dict[str, int] = {}
         self._masterships: dict[tuple[str, int], tuple[Parts, int]] = {}
+        self._lost: dict[str, int] = {}
+        """Groups whose row went back, with the newest term that was lost by that."""
         self._found: Violation | None = None
         self._rows: dict[Any, Record] = {}
         self._states: dict[Any, list[Decided]] = {}
@@ -175,6 +177,16 @@ class Oracle:
             self._look(errand, before, self.decided, old_tables, tables)
         except Violation as violation:
             self._found = self._found or violation
+
+    def went_back(self, tables: Tables) -> None:
+        """The database is what it was at an earlier moment. Brokers know newer terms, or nobody does."""
+        before, self.decided, self._tables = self.decided, Decided.of(tables), tables
+        for group, term in before.terms.items():
+            if term > self.decided.terms.get(group, 0):
+                self._lost[group] = max(term, self._lost.get(group, 0))
+        self._terms = dict(self.decided.terms)
+        for states in self._states.values():
+            states.append(self.decided)
 
     def raise_what_was_found(self) -> None:
         if self._found:
@@ -212,8 +224,11 @@ class Oracle:
                 raise Violation(f"the term of {group} went back from {self._terms[group]} to {term}: {errand}")
             self._terms[group] = term
             parts, m = now.parts()[group], now.min_copies.get(group, 2)
-            if self._masterships.setdefault((group, term), (parts, m)) != (parts, m):
-                had = self._masterships[group, term]
+            had = self._masterships.setdefault((group, term), (parts, m))
+            is_free = not had[0].all or term > errand.process.heard[group]  # no broker ever had a part, or said so
+            if had != (parts, m) and self._lost.get(group, 0) >= term and is_free:
+                self._masterships[group, term] = had = parts, m
+            if had != (parts, m):
                 raise Violation(f"term {term} of {group} had brokers and minCopies {had}, now {parts, m}: {errand}")
             if 2 * m <= len(parts.all):
                 raise Violation(f"{m} of {len(parts.all)} acknowledge in {group}, and the others may, too: {errand}")
@@ -227,9 +242,12 @@ class Oracle:
             master, old = now.master(group), before.master(group)
             if master is None or (old and (old.key, old.incarnation) == (master.key, master.incarnation)):
                 continue
-            disk = self._brokers.disk(master.incarnation)
-            missing = self._brokers.owed(group) - (disk.messages if disk else set())
-            if missing and errand.words.get("acceptLoss") == "true":
+            goes_on = old is not None and (old.key, old.incarnation) == (master.key, "")  # with whatever disk it has
+            disk = self._brokers.disk(master.incarnation) or self._brokers.boxes[master.key[0]].disk
+            missing = self._brokers.owed(group) - disk.messages
+            if errand.what == "AdoptRoles" and errand.words.get("force") == "true":
+                continue  # it is not at work before it has all that is remembered
+            if missing and (goes_on or errand.words.get("acceptLoss") == "true"):
                 self._brokers.acknowledged[group].given_up |= missing
             elif missing:
                 raise Violation(f"{master.key} became the master of {group} without {len(missing)} messages: {errand}")
@@ -237,9 +255,12 @@ class Oracle:
     def _look_at_who(self, errand: Any, changed: list[str], before: Decided, now: Decided) -> None:
         if not changed:
             return
-        if not errand.is_action:
+        if not errand.is_action and changed == ["terms", "roles"]:
+            self._look_at_raised_rows(errand, before, now)
+        elif not errand.is_action:
             if changed != ["terms"] and (changed != ["routes"] or not errand.what.startswith("route of")):
                 raise Violation(f"{changed} were changed by {errand}")
+        if not errand.is_action:
             return
         errand.commits += 1
         if errand.commits > 1:
@@ -247,14 +268,29 @@ class Oracle:
         if errand.status in (REFUSED, WAIT):
             raise Violation(f"{errand} was not done, they said, but is done later")
 
+    def _look_at_raised_rows(self, errand: Any, before: Decided, now: Decided) -> None:
+        """A row that went back gets the master that it had in the newest term that brokers know; its copies stay."""
+        for group in now.terms:
+            was, became = before.parts_of(group), now.parts_of(group)
+            if was == became:
+                continue
+            later = [
+                parts.master
+                for (name, term), (parts, _) in self._masterships.items()
+                if name == group and before.terms[group] < term <= now.terms[group]
+            ]
+            if became.master not in later or set(was.all) != set(became.all):
+                raise Violation(f"the row of {group} was raised from {was} to {became}: {errand}")
+
     def _look_at_trail(self, errand: Any, changed: list[str], old: Tables, new: Tables) -> None:
         """Every change has one row of the audit trail, stored with it; no row is without a change."""
         if old["audit_trail"] - new["audit_trail"]:
             raise Violation(f"rows of the audit trail were changed by {errand}")
         rows = records({"audit_trail": new["audit_trail"] - old["audit_trail"]}, "audit_trail")
         done = [row for row in rows if row["result"] == "done"]
-        if changed == ["terms"] and not errand.is_action:  # the metaserver's own doing
-            if [row["action"] for row in done] != ["NewTerm"]:
+        if changed in (["terms"], ["terms", "roles"]) and not errand.is_action:  # the metaserver's own doing
+            raises = ["AdoptRoles"] if "roles" in changed else ["AdoptRoles", "NewTerm"]
+            if len(done) != 1 or done[0]["action"] not in raises:
                 raise Violation(f"{errand} began a term and the audit trail says {done}")
         elif changed and errand.is_action:
             if len(done) != 1 or (done[0]["action"], done[0]["who"]) != (errand.what, errand.who):
@@ -297,6 +333,8 @@ class Oracle:
                 expected = len(was.slaves) < 2 and became == (was.master, {key})
             case "SwapRoles" | "Failover", _:
                 expected = _swapped(was, became)
+            case "AdoptRoles", _:
+                expected = became.master == key and set(became.all) == set(was.all)
             case "RemoveBroker", _:
                 expected = became == (None if was.master == key else was.master, was.slaves - {key})
             case _:
@@ -357,6 +395,8 @@ class Oracle:
             case "AddBroker" | "ReplaceBroker":
                 place = state.places.get(key)
                 return place is not None and (place.group, place.role) == (group, int(words["role"]))
+            case "AdoptRoles":
+                return state.parts_of(group).master == key
             case "RemoveBroker":
                 return key not in state.places
             case "MarkReadonlyBrokerGroup" | "UnMarkReadonlyBrokerGroup":

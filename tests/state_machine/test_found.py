@@ -8,7 +8,8 @@ import pytest
 
 from tests.state_machine.database import Template
 from tests.state_machine.oracle import DONE, REFUSED, UNKNOWN
-from tests.state_machine.world import Errand, World, add_groups, populate
+from tests.state_machine.remedies import Operator
+from tests.state_machine.world import Errand, World, add_groups, place, populate
 
 
 @pytest.fixture
@@ -112,3 +113,47 @@ def test_a_group_that_is_removed_while_its_swap_is_finished_is_no_error_of_ours(
         assert removing.status == DONE
     world.wait(1)
     assert swapping.status == UNKNOWN
+
+
+def lose_a_swap(world: World, group: str) -> None:
+    """The database forgets it while its brokers and all metaservers are stopped."""
+    world.keep_copy()
+    swapped = world.operate(world.servers[0], "SwapRoles", {"brokerGroup": group})
+    world.wait(2)
+    assert swapped.commits and world.oracle.decided.terms[group] > 2
+    boxes = [world.brokers.boxes[name] for name, _ in world.oracle.decided.parts_of(group).all]
+    for box in boxes:
+        world.stop_box(box, closes=True)
+    world.finish()
+    for server in world.servers:
+        server.kill()
+    world.jobs.clear()
+    world.put_database_back(world.copies[-1])
+    for server in world.servers:
+        server.start()
+    world.wait(1)
+    for box in boxes:
+        world.start_box(box, world.servers[1])
+    world.wait(2)
+
+
+@pytest.mark.parametrize("group", ["g1", "g2"])
+def test_any_metaserver_names_the_way_out_of_an_old_row(world: World, group: str) -> None:
+    """Brokers without a part say which term they wrote down only where they register."""
+    lose_a_swap(world, group)
+    operator = Operator(world, world.servers[0], group)
+    assert "AdoptRoles" in operator.doctor()[-1] and "--force=true" in operator.doctor()[-1]
+    registry = world.servers[0].process.all.registry  # type: ignore[union-attr]
+    operator.bring_to_work(lambda: registry.is_writable(registry.directory.groups[group]))
+
+
+def test_a_row_that_went_back_counts_copies_in_a_term_of_its_own(world: World) -> None:
+    """A third copy came, and the database forgot it: of that term nobody knows how many acknowledge."""
+    world.keep_copy()
+    f = world.brokers.boxes["f"]
+    world.operate(world.servers[0], "AddBroker", place(f, "g1", 1))
+    world.wait(1)
+    assert world.oracle.decided.terms["g1"] == 3
+    world.put_database_back(world.copies[-1])
+    world.wait(3)
+    assert world.oracle.decided.terms["g1"] == 4

@@ -14,6 +14,7 @@ from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from qmq.metaserver import roles
+from qmq.metaserver.actions import causes
 from tests.state_machine.database import Template
 from tests.state_machine.machine import Machine, walk
 from tests.state_machine.oracle import Violation
@@ -51,7 +52,8 @@ MUST_OCCUR = [
 @pytest.fixture(autouse=True)
 def of_three(monkeypatch: pytest.MonkeyPatch) -> None:
     """There are six brokers, and two groups of them."""
-    monkeypatch.setattr(roles, "COPIES_MAX", 3)
+    for module in (roles, causes):
+        monkeypatch.setattr(module, "COPIES_MAX", 3)
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
@@ -23,7 +24,7 @@ from qmq.metaserver.settings import MetaserverSettings
 from qmq.proto import qmq_pb2 as pb
 from qmq.rights import Caller, TokenRole
 from qmq.types import Role
-from tests.state_machine.boxes import Box, Brokers, Disk, Process
+from tests.state_machine.boxes import Box, Brokers, Disk, Process, Refused
 from tests.state_machine.database import AWAY, FINE, Access, Fate, Template, read_tables
 from tests.state_machine.loop import WRITES, Job, Loop
 from tests.state_machine.oracle import Oracle
@@ -118,6 +119,8 @@ class Running:
         ):
             settings = MetaserverSettings(**SETTINGS, database=f"sqlite:///{name}")  # type: ignore[arg-type]
             self.all = main.Metaserver(settings)
+        self.heard: Counter[str] = Counter()
+        """The newest term of each group that it told brokers, or was told by them."""
         row = self.all._row()
         self.upkeep = upkeep.Upkeep(
             self.registry, self.all._brokers, self.all._snapshots, row, poll_ms=settings.poll_ms
@@ -257,6 +260,10 @@ class World:
     def __init__(self, template: Template) -> None:
         self.loop = Loop()
         self.loop.on_job = self._job
+        self.copies: list[sqlite3.Connection] = []
+        """Of the database, the newest last."""
+        self.went_back = False
+        """The database was put back. Of a disk and the database at once nothing is promised."""
         self.uri, self.database = template.copy()
         self.brokers = Brokers("abcdef")
         self.trace: list[str] = []
@@ -300,7 +307,8 @@ class World:
         for patch in self._patches:
             patch.stop()
         self.loop.close()
-        self.database.close()
+        for connection in (self.database, *self.copies):
+            connection.close()
 
     # Jobs.
 
@@ -362,6 +370,22 @@ class World:
     def committed(self) -> None:
         assert self._now
         self.oracle.committed(self._now, read_tables(self.database))
+
+    # The database.
+
+    def keep_copy(self) -> None:
+        copy = sqlite3.connect(":memory:")
+        self.database.backup(copy)
+        self.copies.append(copy)
+
+    def put_database_back(self, copy: sqlite3.Connection) -> None:
+        """What is under way meanwhile may fail, and what was stored since is not stored any more."""
+        copy.backup(self.database)
+        self.went_back = True
+        for errand in self.actions:
+            errand.failures += 1
+            errand.commits = 0
+        self.oracle.went_back(read_tables(self.database))
 
     def bury(self, process: Running) -> None:
         """A metaserver died. Its jobs may still be carried out; its tasks do nothing more."""
@@ -441,10 +465,12 @@ class World:
                     self.connect(box, running[self.loop.state.dice.randrange(len(running))])
             if box.name in self.streams:
                 self.learn(box)
+            if box.name in self.streams:
                 self.speak(box)
                 self.deliver(box)
 
     def start_box(self, box: Box, server: Server) -> None:
+        assert not box.is_lost
         box.process = Process(box.disk)
         self.connect(box, server)
 
@@ -472,12 +498,16 @@ class World:
     async def _serve(self, stream: Stream, rpc: Any) -> None:
         try:
             rpc_access._caller.set(Caller("the cluster", TokenRole.CLUSTER))
-            assignment = await rpc.Register(self.brokers.identity(stream.box), Context())
+            identity = self.brokers.identity(stream.box)
+            self._hears(stream, identity.broker_group, identity.term)
+            assignment = await rpc.Register(identity, Context())
+            self._hears(stream, assignment.broker_group, assignment.term)
             if stream.box.process is stream.process:  # what it says first, it says with this part
                 self.brokers.take(stream.process, assignment)
             async for assignment in rpc.Heartbeat(self._said(stream), Context()):
+                self._hears(stream, assignment.broker_group, assignment.term)
                 stream.inbox.append(assignment)
-        except Aborted as error:
+        except (Aborted, Refused) as error:
             self.note(f"  {stream.box.name} is refused: {error}")
         finally:
             if self.streams.get(stream.box.name) is stream:
@@ -498,15 +528,25 @@ class World:
         stream = self.streams.get(box.name)
         if stream:
             while stream.process.outbox:
-                stream.sent.put_nowait(stream.process.outbox.popleft())
+                said = stream.process.outbox.popleft()
+                self._hears(stream, said.broker_group, said.term)
+                stream.sent.put_nowait(said)
             self.run()
+
+    def _hears(self, stream: Stream, group: str, term: int) -> None:
+        heard = stream.errand.process.heard
+        heard[group] = max(heard[group], term)
 
     def learn(self, box: Box) -> None:
         """What the metaserver said arrives."""
         stream = self.streams.get(box.name)
         if stream and box.process is stream.process:
-            for assignment in stream.inbox:
-                self.brokers.take(stream.process, assignment)
+            try:
+                for assignment in stream.inbox:
+                    self.brokers.take(stream.process, assignment)
+            except Refused as refused:
+                self.note(f"  {box.name} refuses: {refused}")
+                self.disconnect(box)
         if stream:
             stream.inbox.clear()
 
