@@ -7,6 +7,7 @@ import json
 import pytest
 
 from qmq.errors import CorruptFrame
+from qmq.log import message_log
 from tests.support.effort import every
 from tests.unit.log.logs import Copy
 
@@ -204,3 +205,16 @@ def test_frames_that_came_in_one_packet_are_kept_each_by_itself():
     assert slave.whole() == whole
     with pytest.raises(CorruptFrame, match="this log ends at"):
         slave.log.append_frames(first, memoryview(whole)[first:])
+
+
+def test_bodies_of_neighbours_are_read_at_one_go(monkeypatch):
+    copy = Copy(tail_bytes=0)
+    copy.begin_epoch()
+    for id, subject in (("a", "s"), ("b", "s"), ("c", "s"), ("x", "t"), ("d", "s")):
+        copy.messages(id, subject=subject)
+    copy.flush()
+    refs, read, read_raw = copy.log.frames("s", 0, 9), [], message_log.read_raw
+    monkeypatch.setattr(message_log, "read_raw", lambda *args: read.append(args[2:]) or read_raw(*args))
+    assert [frame.offset for frame, _ in copy.log.read_bodies(refs)] == [ref.offset for ref in refs]
+    ends = [ref.offset + ref.length for ref in refs]
+    assert read == [(refs[0].offset, ends[2]), (refs[3].offset, ends[3])]

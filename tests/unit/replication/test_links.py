@@ -1,0 +1,114 @@
+"""Core. Links between copies: they take more again, and carry the other end's clock and the state of its disk."""
+
+from __future__ import annotations
+
+import pytest
+
+from qmq.log.frame import FrameKind
+from qmq.remoting.commands import Command
+from qmq.replication.clocks import MASTER, SLAVE
+from qmq.replication.readonly import Reason
+from qmq.types import Role
+from tests.unit.broker.world import Broker, Client, FakeLink, Group
+from tests.unit.replication.test_many_copies import Copies
+
+
+def stored(**changes) -> Group:
+    group = Group.made(**changes).start()
+    for number in range(12):
+        Client(group.a).produce(f"m{number}", size=900)
+        group.settle()
+    return group
+
+
+def frames_told(link: FakeLink) -> int:
+    return sum(command == Command.FRAMES for command, _ in link.told)
+
+
+def test_a_master_ships_on_when_the_slaves_link_takes_more_again():
+    group = stored()
+    group.at_master.writable = False
+    Client(group.a).produce("m")
+    group.a.host.settle()
+    assert not frames_told(group.at_master)
+    group.at_master.writable = True
+    group.a.node.writable_again(FakeLink("a client"))
+    assert not frames_told(group.at_master)
+    group.a.node.writable_again(group.at_master)
+    assert frames_told(group.at_master)
+
+
+def test_a_slave_that_restores_its_master_sends_on_when_the_link_takes_more_again():
+    group = stored()
+    group.cut()
+    group.a = Broker("new master", group.a.settings)
+    group.a.assign(Role.MASTER, 2)
+    group.b.assign(Role.SLAVE, 2)
+    group.connect()
+    group.at_slave.writable = False
+    group.settle()
+    assert not group.a.log.end and group.b.log.end
+    group.at_slave.writable = True
+    group.b.node.writable_again(group.at_slave)
+    group.settle()
+    assert group.a.master.has_begun and group.a.log.chain == group.b.log.chain
+
+
+def test_a_link_that_takes_more_again_is_nothing_to_who_follows_or_has_no_part():
+    group = stored()
+    group.b.node.writable_again(group.at_slave)
+    Broker("new").node.writable_again(FakeLink("anybody"))
+    assert not group.at_slave.told
+
+
+def test_clocks_of_the_other_copy_are_heard_on_its_own_link_only():
+    group = stored()
+    for broker, link, whose in ((group.a, group.at_master, SLAVE), (group.b, group.at_slave, MASTER)):
+        broker.node.heard_copy(FakeLink("a stranger"), broker.host.now_ms() - 7, is_disk_full=True)
+        assert broker.node.clocks_ahead_ms() == {}
+        broker.node.heard_copy(link, broker.host.now_ms() - 7, is_disk_full=True)
+        assert broker.node.clocks_ahead_ms() == {whose: 7}
+
+
+def test_a_slave_whose_disk_is_full_makes_its_group_readonly():
+    group = stored()
+    for is_full, reasons in ((True, [Reason.DISK]), (False, [])):
+        group.a.node.heard_copy(group.at_master, group.a.host.now_ms(), is_disk_full=is_full)
+        group.a.node.set_disk_full(False)
+        assert group.a.node.readonly_reasons == reasons
+
+
+def test_a_group_is_not_at_rest_while_one_of_its_slaves_catches_up():
+    copies = Copies().start(connected="b")
+    copies.a.wait(1_000)
+    copies.settle()
+    assert copies.a.master.slaves.are_level
+    wire = copies.wires["c"]
+    wire.connect()
+    assert wire.deliver_hello()
+    assert not copies.a.master.slaves.are_level and copies.a.master.quiet_ms() == 0
+    copies.settle()
+    copies.a.wait(1_000)
+    copies.settle()
+    assert copies.a.master.slaves.are_level
+
+
+@pytest.mark.parametrize("is_damaged", [True, False])
+def test_a_master_that_cannot_tell_whether_a_slave_has_its_log_is_damaged(is_damaged):
+    """It says so, and does not call the slave's log another one."""
+    group = stored(tail_bytes=0)
+    group.cut()
+    end, base = group.a.log.end, group.a.log.bases[-1]
+    (before,) = group.a.log.frames("s", 11, 1)
+    assert base <= before.offset and before.offset + before.length == end
+    group.a.master._mastership.append(FrameKind.EPOCH, "", b"{}      ")
+    group.a.host.settle()
+    if is_damaged:
+        for offset, at in ((before.offset, before.length // 2), (end, 20)):
+            group.a.disk.flip(f"log/{base:020d}.log", 8 * (offset - base + at))
+    group.connect()
+    for _ in range(3):
+        group.deliver_hello()
+    assert ("corrupt" in group.a.node.readonly_reasons) == is_damaged
+    assert "diverged" not in group.a.node.readonly_reasons
+    assert (group.a.master.slaves.of(group.at_master) is None) == is_damaged

@@ -1,0 +1,261 @@
+"""Core. A node whose log is damaged: what it fetches from the other copy, what it gives up, and what it keeps."""
+
+from __future__ import annotations
+
+import pytest
+
+from qmq.errors import CorruptFrame, Diverged
+from qmq.log.frame import FrameKind
+from qmq.replication.points import Point
+from qmq.types import Epoch, Role
+from tests.unit.broker.world import Broker, Client, Group
+
+COUNT = 12
+
+
+def stored(**changes) -> Group:
+    """A group with messages in several segments, and nothing of them in memory."""
+    group = Group.made(tail_bytes=0, **changes).start()
+    client = Client(group.a)
+    for number in range(COUNT):
+        client.produce(f"m{number}", size=900)
+        group.settle()
+    assert len(group.a.log.bases) > 3 and group.a.node.writable
+    return group
+
+
+def damage(broker: Broker, sequence: int) -> int:
+    """Flip a bit of a message's body; return where its frame begins."""
+    (ref,) = broker.log.frames("s", sequence, 1)
+    base = max(base for base in broker.log.bases if base <= ref.offset)
+    broker.disk.flip(f"log/{base:020d}.log", 8 * (ref.offset - base + ref.length // 2))
+    return ref.offset
+
+
+def met(broker: Broker, sequence: int) -> int:
+    """A reader meets a damaged message, as the scrub does."""
+    offset = damage(broker, sequence)
+    with pytest.raises(CorruptFrame) as found:
+        broker.log.read(offset, broker.log.end, 1)
+    broker.node.found_damage(found.value)
+    assert broker.log.damage.begin == offset
+    return offset
+
+
+def unreplayed(broker: Broker, sequence: int, role: Role = Role.SLAVE) -> int:
+    """A start meets a damaged message in the newest segment: the log ends there until it is mended."""
+    offset = damage(broker, sequence)
+    broker.crash()
+    assert broker.log.damage is not None and broker.log.end == offset
+    broker.assign(role, 1)
+    assert broker.node.role is None and broker.node.readonly_reasons == ["corrupt"] and not broker.node.writable
+    return offset
+
+
+def first_of_newest(broker: Broker) -> int:
+    """The first message of the newest segment."""
+    return next(ref.begin for ref in broker.log.frames("s", 0, COUNT) if ref.offset >= broker.log.bases[-1])
+
+
+def quarantined(broker: Broker, folder: str = "") -> bool:
+    return bool(broker.disk.names(f"quarantine{folder}"))
+
+
+def test_a_log_that_is_whole_needs_nothing():
+    group = stored()
+    assert group.a.node.mend(0, group.b.log.end) is None
+    group.a.node.repair(0, b"what nobody asked for")
+    assert group.a.node.writable
+
+
+@pytest.mark.parametrize("is_master", [True, False])
+def test_what_a_reader_meets_is_fetched_and_the_copy_is_whole_again(is_master):
+    group = stored()
+    broken, whole = (group.a, group.b) if is_master else (group.b, group.a)
+    offset = met(broken, 1)
+    assert broken.node.readonly_reasons == ["corrupt"]
+    begin, end = broken.node.mend(whole.log.start, whole.log.flushed_end)
+    assert begin == offset and broken.log.damage.end == end
+    broken.node.repair(begin, whole.log.read_bytes(begin, end))
+    assert broken.log.damage is None and broken.node.readonly_reasons == []
+    assert quarantined(broken) and group.a.node.writable
+
+
+def test_a_broker_begins_once_what_it_could_not_replay_is_fetched():
+    group = stored()
+    end, begin = group.b.log.end, unreplayed(group.b, first_of_newest(group.b))
+    wanted = group.b.node.mend(0, group.a.log.flushed_end)
+    group.b.node.repair(begin, group.a.log.read_bytes(*wanted))
+    assert group.b.node.slave is not None and group.b.log.end == end and group.b.node.readonly_reasons == []
+
+
+@pytest.mark.parametrize("is_agreed", [True, False])
+def test_a_damaged_segment_that_the_other_copy_has_not_goes(is_agreed):
+    """What copies agreed to delete is deleted; else it may be all that there is of it, and goes to quarantine."""
+    group = stored()
+    met(group.a, 1)
+    second = group.a.log.bases[1]
+    if is_agreed:
+        group.a.log.state.kept.start = second
+    assert group.a.node.mend(second, group.b.log.end) is None
+    assert group.a.log.start == second and group.a.log.damage is None and group.a.node.writable
+    aside = f"/{0:020d}-{second:020d}-damaged-and-not-at-the-other-copy-0"
+    assert quarantined(group.a, aside) is not is_agreed
+
+
+def test_segments_that_the_other_copy_has_stay_though_damage_lies_before_its_start():
+    group = stored()
+    met(group.a, 1)
+    bases = list(group.a.log.bases)
+    assert group.a.node.mend(bases[1] - 8, group.b.log.end) is None
+    assert group.a.log.bases == bases and group.a.node.readonly_reasons == ["corrupt"]
+
+
+def test_a_log_that_ends_before_the_other_copy_begins_is_set_aside_whole():
+    group = stored()
+    begin = unreplayed(group.b, first_of_newest(group.b))
+    assert group.b.node.mend(begin + 8, group.a.log.end) is None
+    assert group.b.log.is_empty and group.b.node.slave is not None
+    assert quarantined(group.b, f"/{0:020d}-{begin:020d}-damaged-and-dropped-by-the-other-copy-0")
+
+
+def test_damage_that_the_other_copy_does_not_reach_is_cut_if_it_was_never_acknowledged():
+    group = stored()
+    group.cut()
+    offset = group.a.log.end
+    for _ in range(2):
+        group.a.master._mastership.append(FrameKind.EPOCH, "", b"{}      ")
+    group.a.host.settle()
+    base = group.a.log.bases[-1]
+    group.a.disk.flip(f"log/{base:020d}.log", 8 * (offset - base + 20))
+    group.a.crash()
+    assert group.a.log.damage.begin == offset
+    group.a.assign(Role.MASTER, 1)
+    assert group.a.node.role is None and group.a.node.mend(0, offset) is None
+    assert group.a.log.damage is None and group.a.log.end == offset and quarantined(group.a)
+    assert group.a.node.master is not None
+
+
+def test_damage_that_was_acknowledged_is_never_cut():
+    group = stored()
+    begin = unreplayed(group.b, first_of_newest(group.b))
+    assert group.b.node.mend(0, begin) is None  # the other copy lost it, too
+    assert group.b.log.damage is not None and not quarantined(group.b) and group.b.node.role is None
+
+
+def test_of_acknowledged_damage_that_the_other_copy_has_in_part_that_part_is_fetched():
+    group = stored()
+    begin = unreplayed(group.b, first_of_newest(group.b))
+    assert begin + 8 < group.b.log.damage.end
+    assert group.b.node.mend(0, begin + 8) == (begin, begin + 8)
+
+
+def test_a_master_leaves_its_role_before_it_mends_damage_in_part():
+    group = stored()
+    begin = met(group.a, 1)
+    group.a.log.state.high_watermark = group.a.log.end
+    assert group.a.node.mend(0, begin + 8) == (begin, begin + 8)
+    assert group.a.node.role is None
+
+
+def other_history(group: Group) -> bytes:
+    """Frames of another log, of as many bytes."""
+    other = Group.made(tail_bytes=0).start(term=7)
+    client = Client(other.a)
+    for number in range(COUNT):
+        client.produce(f"n{number}", size=900)
+        other.settle()
+    assert other.a.log.bases == group.a.log.bases
+    return other.a.log.read_bytes(0, other.a.log.end)
+
+
+def test_frames_of_another_history_mend_nothing_in_a_log_that_is_used():
+    group = stored()
+    begin = met(group.a, 1)
+    wanted = group.a.node.mend(0, group.b.log.end)
+    strange = other_history(group)
+    with pytest.raises((CorruptFrame, Diverged)):
+        group.a.node.repair(begin, strange[slice(*wanted)])
+    assert group.a.log.damage.begin == begin and group.a.node.role is not None and not quarantined(group.a)
+
+
+def test_a_log_that_could_not_be_replayed_is_cut_where_the_other_copy_has_another_history():
+    """Unless it was acknowledged: then both copies had it, and no other history is."""
+    group = stored()
+    begin = unreplayed(group.b, first_of_newest(group.b))
+    damaged, strange = group.b.log.damage, other_history(group)
+    group.b.node.repair(begin, strange[begin : damaged.end])
+    assert group.b.log.damage is damaged and not quarantined(group.b)
+
+
+def test_frames_that_are_damaged_themselves_prove_no_other_history():
+    group = stored()
+    begin = unreplayed(group.b, first_of_newest(group.b))
+    with pytest.raises(CorruptFrame):
+        group.b.node.repair(begin, bytes(group.b.log.damage.end - begin))
+    assert group.b.log.damage.begin == begin and not quarantined(group.b)
+
+
+# What is remembered outside the log.
+
+
+def lacked(group: Group) -> Point:
+    return Point(Epoch(1, 1), group.a.log.end + 800, 7)
+
+
+def test_a_copy_that_lacks_what_the_metaserver_remembers_says_so():
+    group = stored()
+    group.b.node.remembered_elsewhere([lacked(group)])
+    assert group.b.node.readonly_reasons == ["rolled_back"]
+    assert group.b.node.identity.points.lacks == lacked(group)
+
+
+def test_a_master_with_a_slave_in_sync_lacks_nothing_that_any_copy_has():
+    group = stored()
+    group.a.node.remembered_elsewhere([lacked(group)])
+    assert group.a.node.writable
+
+
+def test_a_master_without_a_slave_that_lacks_something_begins_anew_and_waits():
+    group = stored()
+    group.cut()
+    before = group.a.master
+    group.a.node.remembered_elsewhere([lacked(group)])
+    assert group.a.master is not before and not group.a.master.has_begun
+    assert "rolled_back" in group.a.node.readonly_reasons
+    group.a.wait(60_000)
+    assert not group.a.master.has_begun
+
+
+def test_what_a_copy_lacked_and_has_again_is_forgotten_when_it_takes_its_part():
+    group = stored()
+    own = Point(group.a.master.epoch, group.a.log.end, group.a.log.chain)
+    group.b.node.identity.points.rolled_back(own)
+    assert group.b.node.readonly_reasons == ["rolled_back"]
+    group.b.crash()
+    group.b.assign(Role.SLAVE, 1)
+    assert group.b.node.identity.points.lacks is None
+
+
+def test_who_waits_for_a_failover_goes_on_when_it_does_not_come():
+    group = stored()
+    group.b.node.prepare_failover(1, hold_ms=1_000, silent_ms=0, heard_ms_ago=None)
+    changes = group.b.host.role_changes
+    assert group.b.node.is_held
+    group.b.wait(1_000)
+    assert group.b.node.is_held and group.b.host.role_changes == changes
+    group.b.wait(1)
+    assert not group.b.node.is_held and group.b.host.role_changes == changes + 1
+
+
+# What the oldest segment is still needed for.
+
+
+def test_the_oldest_segment_stays_while_the_slave_or_a_reader_needs_it():
+    group = stored()
+    second = group.a.log.bases[1]
+    group.a.log.state.high_watermark = group.a.log.end
+    assert not group.a.node.is_pinned([]) and not group.a.node.is_pinned([second])
+    assert group.a.node.is_pinned([second - 1]) and group.a.node.is_pinned([1 << 60, 0])
+    met(group.a, COUNT - 5)
+    assert group.a.node.is_pinned([])
