@@ -679,7 +679,7 @@ class MessageLog:
         """Return index and snapshot beside the segment at `base` as they are stored, empty where there is none, or none
         is asked for. Blocks; may run on a thread."""
         disk, names = self._disk, [index_name(base)] if index_only else [index_name(base), snapshot_name(base)]
-        index, *snapshot = (disk.read(name, 0, disk.size(name)) if disk.has(name) else b"" for name in names)
+        index, *snapshot = (disk.read(name, 0, disk.size(name)) for name in names)
         return index, b"".join(snapshot)
 
     def is_damaged(self, problem: CorruptFrame) -> bool:

@@ -55,19 +55,38 @@ def learning(tmp_path, monkeypatch):
     """Return (a folder with a test file and a module, what asks for the test and says whether it was known)."""
     monkeypatch.setattr(reach, "ROOT", tmp_path)
     monkeypatch.setattr(
-        reach, "runs_of", lambda named, *_: [reach.Run(named[0][0], 0, False, frozenset({("m.py", 1)}))]
+        reach, "runs_of", lambda named, *_: [reach.Run(named[0][0], 0, False, frozenset({("m.py", 7), ("m.py", 8)}))]
     )
-    for name in ("t.py", "m.py", "other.py"):
+    (tmp_path / "m.py").write_text(MODULE)
+    for name in ("t.py", "other.py"):
         (tmp_path / name).write_text(name)
 
-    def is_known(test: str = "a") -> bool:
-        reach.digest_of.cache_clear()
+    def is_known(test: str = "a", lines: tuple[int, ...] = (7, 8)) -> bool:
+        forget()
         learnt = Reach(tmp_path / ".run" / "reach", ("m.py",))
         learnt.load()
-        return learnt.of("t.py", [(test, bool)], {})[1]
+        (run,), was_known = learnt.of("t.py", [(test, bool)], {})
+        assert run.lines == {("m.py", line) for line in lines}
+        return was_known
 
     yield tmp_path, is_known
-    reach.digest_of.cache_clear()
+    forget()
+
+
+def forget() -> None:
+    for one in (reach.digest_of, reach.parts_of, reach._lines_of, reach._names_by_line):
+        one.cache_clear()
+
+
+MODULE = """LIMIT = 1
+
+class A:
+    def before(self): return 1
+    @property
+    def reached(self):
+        a = 1
+        return a
+"""
 
 
 def test_what_is_learnt_is_kept_for_the_next_run(learning):
@@ -78,12 +97,35 @@ def test_what_is_learnt_is_kept_for_the_next_run(learning):
     assert not is_known("b")
 
 
-@pytest.mark.parametrize("changed", ["t.py", "m.py"])
-def test_what_is_learnt_ends_when_the_test_or_what_it_executes_changes(learning, changed):
+def test_what_is_learnt_ends_when_the_test_changes(learning):
     folder, is_known = learning
     is_known()
-    (folder / changed).write_text("changed")
+    (folder / "t.py").write_text("changed")
     assert not is_known()
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        pytest.param("return a\n", "return 2\n", id="a line"),
+        pytest.param("    @property\n", "", id="how it is wrapped"),
+        pytest.param("LIMIT = 1", "LIMIT = 2", id="what stands around it"),
+        pytest.param("def reached", "def renamed", id="its name"),
+    ],
+)
+def test_what_is_learnt_ends_when_a_function_that_was_executed_changes(learning, old, new):
+    folder, is_known = learning
+    is_known()
+    assert old in MODULE
+    (folder / "m.py").write_text(MODULE.replace(old, new))
+    assert not is_known()
+
+
+def test_what_is_learnt_goes_along_when_another_function_changes(learning):
+    folder, is_known = learning
+    is_known()
+    (folder / "m.py").write_text(MODULE.replace("return 1\n", "\n        a = 1\n        return a\n"))
+    assert is_known(lines=(9, 10))
 
 
 def test_who_fails_without_a_mutant_catches_none(tmp_path):

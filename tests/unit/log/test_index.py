@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from qmq.log import RealDisk
+from qmq.log import RealDisk, consume_log
+from qmq.log.index import ClosedIndex
 from tests.support.effort import IS_QUICK
 from tests.unit.log.logs import Copy
 
@@ -41,6 +42,21 @@ def test_index_that_is_damaged_or_missing_is_made_again(tmp_path: Path, damage: 
     assert places(copy) == wanted
     assert path.read_bytes() == whole
     disk.close()
+
+
+def test_segments_that_have_messages_of_a_subject_are_looked_for_once(monkeypatch):
+    copy, looked, look = Copy(tail_bytes=0), [], ClosedIndex.first_sequence
+    copy.begin_epoch()
+    copy.fill(60)
+    monkeypatch.setattr(
+        ClosedIndex, "first_sequence", lambda self, subject: looked.append(subject) or look(self, subject)
+    )
+    assert copy.log.frames("s1", 0, 5) == copy.log.frames("s1", 0, 5)
+    assert looked == ["s1"] * (len(copy.log.bases) - 1)
+    monkeypatch.setattr(consume_log, "CHAPTERS_MAX", 2)
+    found = [copy.log.frames(subject, 0, 1_000) for subject in ("s0", "s1", "s2")]
+    assert len(copy.log._consume_log._chapters) <= 2
+    assert [copy.log.frames(subject, 0, 1_000) for subject in ("s0", "s1", "s2")] == found
 
 
 def test_hundred_thousand_subjects_need_no_more_files_than_one():

@@ -207,6 +207,19 @@ def test_frames_that_came_in_one_packet_are_kept_each_by_itself():
         slave.log.append_frames(first, memoryview(whole)[first:])
 
 
+def test_a_subject_begins_with_its_first_message_that_is_left_or_with_the_next_one():
+    copy = Copy()
+    copy.begin_epoch()
+    copy.fill(60)
+    base = copy.log.bases[2]
+    first = next(ref.begin for ref in copy.log.frames("s1", 0, 60) if ref.offset >= base)
+    assert 0 < first == copy.log.first_kept("s1", base) and copy.log.first_kept("s1", 0) == 0
+    assert copy.log.first_kept("nobody wrote to it", base) == 0
+    copy.messages("a", subject="only before")
+    copy.fill(60)
+    assert copy.log.first_kept("only before", copy.log.bases[-1]) == 1
+
+
 def test_bodies_of_neighbours_are_read_at_one_go(monkeypatch):
     copy = Copy(tail_bytes=0)
     copy.begin_epoch()
