@@ -17,20 +17,28 @@ import qmq
 from qmq.access import add_token_options, find_token
 from qmq.errors import QmqError
 
+SUBJECT, WAIT_S = "order.changed", 5.0
+
 
 async def hello(metaserver: str, token: str) -> None:
     async with qmq.Producer(metaserver=metaserver, app="hello", token=token) as producer:
-        receipt = await producer.send(qmq.Message("order.changed", {"orderNo": "42"}, tags={"pay"}))
+        receipt = await producer.send(qmq.Message(SUBJECT, {"orderNo": "42"}, tags={"pay"}))
         print(f"sent: {receipt.outcome} {receipt.reason}".rstrip())
         if not receipt.is_stored:
             sys.exit(1)
         print(f"      in {receipt.broker_group}, sequence {receipt.sequence}, id {receipt.message_id}")
 
     consumer = qmq.Consumer(metaserver=metaserver, app="hello", token=token)
-    async with consumer.pull("order.changed", group="hello", start="earliest") as puller:
-        for message in await puller.pull(100, timeout=5.0):
-            print(f"got:  {dict(message.properties)} {set(message.tags)}, id {message.id}")
-            await message.ack()
+    async with consumer.pull(SUBJECT, group="hello", start="earliest") as puller:
+        while messages := await puller.pull(100, timeout=WAIT_S):
+            for message in messages:
+                print(f"got:  {dict(message.properties)} {set(message.tags)}, id {message.id}")
+                await message.ack()
+                if message.id == receipt.message_id:
+                    return
+    sys.exit(
+        f"the message did not come within {WAIT_S:g} s: `qmq Lag --subject={SUBJECT}` says what its group waits for"
+    )
 
 
 def local_cluster() -> tuple[str, str]:

@@ -23,6 +23,8 @@ from qmq.tools.plan import refusal, show_plan
 from qmq.tools.table import Block
 from qmq.tools.terminal import complain, confirm, is_interactive, program, show
 
+TOKEN_PLACES = "QMQ_TOKEN, QMQ_TOKEN_FILE or --token-file (- is standard input)"
+
 
 class CannotAsk(Exception):
     """A change has to be confirmed, and there is no terminal to ask at."""
@@ -54,8 +56,7 @@ class Session:
             )
         token = read_token(options.token, options.token_file)
         if (command.changes or command.runs) and not token and not command.is_local:
-            places = "QMQ_TOKEN, QMQ_TOKEN_FILE or --token-file (- is standard input)"
-            raise NoInput(f"{command.name} needs a token: {places}")
+            raise NoInput(f"{command.name} needs a token: {TOKEN_PLACES}")
         values = _values(command, options)
         return cls(command, options.metaserver, token, values, options.json, dry_run, yes)
 
@@ -111,7 +112,8 @@ class Session:
         if answer.exit is Exit.UNKNOWN:
             return self._unknown(answer.message) if command.changes else _fail(Exit.UNREACHABLE, answer.message)
         if answer.exit is not Exit.DONE:
-            return _fail(answer.exit, answer.message)
+            hint = "" if self.token else f"; a token comes from {TOKEN_PLACES}"
+            return _fail(answer.exit, answer.message + hint)
         try:
             self._show(answer, kept)
         except (OSError, KeyboardInterrupt) as error:

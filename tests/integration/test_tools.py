@@ -324,6 +324,14 @@ def test_a_change_without_a_token_is_wrong_usage():
     assert ended.returncode == USAGE and "needs a token" in ended.stderr
 
 
+def test_a_list_that_is_refused_without_a_token_says_where_one_comes_from():
+    """It is asked all the same: metaservers may leave their lists open."""
+    with Stub(lambda _: {"status": -1, "message": "the API token is missing"}) as stub:
+        ended = run("ListBrokers", stub.address, token=None)
+    assert ended.returncode == REFUSED
+    assert ended.stderr.startswith("tools.sh: the API token is missing; a token comes from QMQ_TOKEN, ")
+
+
 DB = {"host": "db1", "port": 3306, "username": "qmq"}
 
 

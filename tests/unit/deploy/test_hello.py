@@ -1,0 +1,38 @@
+"""Shell. `qmq hello`: what it sent is what it gets, whatever else lies in the subject."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+import qmq
+import qmq.testing
+from qmq.deploy import hello
+
+
+def test_it_gets_its_own_message_from_behind_others(capsys):
+    async def test() -> None:
+        async with qmq.testing.Broker() as broker:
+            async with qmq.Producer(metaserver=broker.metaserver, app="shop") as producer:
+                assert (await producer.send_many(qmq.Message(hello.SUBJECT) for _ in range(250))).all_stored
+            await hello.hello(broker.metaserver, "any")
+
+    asyncio.run(test())
+    said = capsys.readouterr().out.splitlines()
+    own = said[1].partition(" id ")[2]
+    assert len(said) == 253 and said[0] == "sent: stored" and said[-1].endswith(f" id {own}")
+
+
+def test_a_message_that_does_not_come_is_a_failure(monkeypatch):
+    monkeypatch.setattr(hello, "WAIT_S", 0.3)
+
+    async def test() -> None:
+        async with qmq.testing.Broker() as broker:
+            other = qmq.Consumer(metaserver=broker.metaserver, app="other")
+            async with other.pull(hello.SUBJECT, group="hello", exclusive=True):
+                await broker.wait_until_subscribed(hello.SUBJECT, "hello")
+                await hello.hello(broker.metaserver, "any")
+
+    with pytest.raises(SystemExit, match="qmq Lag"):
+        asyncio.run(test())
