@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from qmq import ranges
 from qmq.broker.consume import Subscription
-from qmq.dead_letters import letters_producer
+from qmq.dead_letters import REDRIVER, letters_producer
 from qmq.errors import OperatorError
 from qmq.log import MessageLog
 from qmq.log.group import Consumer, Group
@@ -59,8 +59,8 @@ class GroupProgress:
     """The frame of the oldest of them that is still in the log."""
     consumers: list[ConsumerProgress]
     dead_letters: int
-    """Messages in the group's own dead-letter subject, redriven ones as well, and the group's newest ones in a subject
-    that an operator chose: as many as are remembered of a producer. 0 of a derived subject."""
+    """Messages in the group's own dead-letter subject that were not given back; and the group's newest ones in a
+    subject that an operator chose, as many as are remembered of a producer, given back or not. 0 of a derived one."""
 
 
 def of_groups(
@@ -106,8 +106,12 @@ def _of_group(log: MessageLog, key: tuple[str, str], group: Group, peers: dict[s
 def _dead_letters(log: MessageLog, subject: str, group: str) -> int:
     if subject != real_subject(subject):
         return 0
-    first, end = sequences_kept(log, dead_letter_subject(subject, group))
-    return end - first + _dead_letters_elsewhere(log, subject, group)
+    own = dead_letter_subject(subject, group)
+    first, end = sequences_kept(log, own)
+    redriver = log.state.groups.get((own, REDRIVER))
+    left = [(first, end)] if redriver is None else redriver.unconsumed(end)
+    kept = sum(until - max(begin, first) for begin, until in left if until > first)
+    return kept + _dead_letters_elsewhere(log, subject, group)
 
 
 def _dead_letters_elsewhere(log: MessageLog, subject: str, group: str) -> int:

@@ -97,7 +97,9 @@ def _welcome(cluster: Cluster) -> str:
         for kind in (False, True)
     )
     return (
-        f"metaserver  {cluster.metaserver}\nbrokers     {brokers}\ndelay       {delay}\n"
+        f"metaserver  {cluster.metaserver}\n"
+        f"console     {cluster.metaserver}/console, with a token of `qmq AddToken --name=me --role=operator`\n"
+        f"brokers     {brokers}\ndelay       {delay}\n"
         + "".join(f"{name:12}{url}\n" for name, url in cluster.others.items())
         + f"addresses   {cluster.run_dir / 'cluster.json'}\n\n"
         f"for commands and programs in another terminal:\n"

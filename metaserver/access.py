@@ -140,7 +140,10 @@ class Access:
 
     def find(self, text: str, *, now_ms: int) -> TokenRow:
         """The row of a valid token. The key of the installation has none. Raises AccessError."""
-        token = self._proven(text.encode("utf-8", "replace"))
+        given = text.encode("utf-8", "replace")
+        if self._is_key(given):
+            raise AccessError("this is the key of the installation, which is for its processes and has no page")
+        token = self._proven(given)
         if token is None:
             raise UnknownToken("the API token is not valid")
         return _valid(token, now_ms)
@@ -157,13 +160,16 @@ class Access:
         given = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text or b""
         if not given:
             raise AccessError("the API token is missing")
-        equal = [hmac.compare_digest(given, known) for known in self._cluster_tokens]  # all, whatever the first says
-        if any(equal):
+        if self._is_key(given):
             return Caller("cluster", TokenRole.CLUSTER, peer=peer), 0
         token = self._proven(given)
         if token is None:
             raise UnknownToken("the API token is not valid")
         return _caller(_valid(token, now_ms), peer), token.expires_ms
+
+    def _is_key(self, given: bytes) -> bool:
+        equal = [hmac.compare_digest(given, known) for known in self._cluster_tokens]  # all, whatever the first says
+        return any(equal)
 
     def _proven(self, given: bytes) -> TokenRow | None:
         """The row that `given` is the token of. For an unknown id a hash is computed and compared as well."""

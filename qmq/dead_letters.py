@@ -18,6 +18,8 @@ SUBJECT, GROUP = "qmq_deadSubject", "qmq_deadGroup"
 """Of a dead letter in a subject that an operator chose: the real subject and the consumer group that gave it up."""
 PRUNER = "/expired"
 """The consumer of what expires and becomes a dead letter (broker.pruning); a slash is in no name."""
+REDRIVER = "qmq.redrive"
+"""The consumer group of dead-letter subjects that gives back: what it has acked is no dead letter any more."""
 FATE = TIMES, REASON, SEQUENCE, SUBJECT, GROUP
 """Properties that a broker adds to a message that becomes a dead letter; a fingerprint has them in this order."""
 _NO_FATE = dict.fromkeys((*FATE, EXPIRES_AFTER), "")

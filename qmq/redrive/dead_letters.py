@@ -16,6 +16,7 @@ from typing import NamedTuple
 from zlib import crc32
 
 from qmq.codec import encode_labels, join_batch, with_subject
+from qmq.dead_letters import REDRIVER
 from qmq.errors import OutcomeUnknown, QmqError
 from qmq.log.frame import label_flags
 from qmq.redrive.redriving import Chosen, ranges_of
@@ -28,8 +29,6 @@ from qmq.types import Endpoint
 
 APP = "qmq.redrive"
 ANSWER_S = 10.0
-GROUP = "qmq.redrive"
-"""The consumer group of all Redrives: what it acked has gone back, what it did not is a dead letter still."""
 PACKET_BYTES_MAX = 64 << 20
 PULL_MESSAGES, PULL_BYTES = 1_000, 4 << 20
 BATCH_BYTES_MAX = 1 << 20
@@ -116,7 +115,7 @@ class DeadLetters:
     def _terms(self) -> bytes:
         # A name of its own: two Redrives at once share the dead letters, and none of them is handed to both.
         consumer = f"{socket.gethostname()[:60]}-{os.getpid()}-{secrets.token_hex(4)}"
-        return commands.encode_subscribe(subject=self._dead, group=GROUP, consumer=consumer, start="earliest")
+        return commands.encode_subscribe(subject=self._dead, group=REDRIVER, consumer=consumer, start="earliest")
 
     async def take(self) -> list[Piece]:
         """Return more dead letters, which stay ours until `close`; none: there are no more. Raises QmqError."""

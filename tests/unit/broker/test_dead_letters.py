@@ -6,6 +6,7 @@ import pytest
 
 from qmq.broker import progress
 from qmq.codec import decode_message, encode_labels, encode_message, label_of_message, with_properties
+from qmq.dead_letters import REDRIVER
 from qmq.errors import ErrorCode
 from qmq.log.fold import BATCHES_PER_PRODUCER
 from qmq.log.frame import FLAG_DEAD, FLAG_ORDERED, FrameKind, decode_frames, label_flags
@@ -85,6 +86,25 @@ def test_dead_letters_in_a_chosen_subject_are_counted_with_those_in_the_groups_o
     client.nack(first + 2, first + 3, dead=True)
     group.settle()
     assert counted(group) == 3, "also after it was chosen no more"
+
+
+def test_dead_letters_that_were_given_back_are_not_counted_any_more():
+    """Or it would look as if a Redrive had done nothing."""
+    group, client, first = a_group("m0", "m1", "m2")
+    client.nack(first, first + 3, dead=True)
+    group.settle()
+    assert counted(group) == 3
+    redriver = Client(group.a, REDRIVER)
+    opaque = redriver.subscribe("r", subject=DEAD, group=REDRIVER, start="earliest")
+    group.settle()
+    subscription = redriver.subscription(opaque)
+    opaque = redriver.pull(subscription)
+    group.settle()
+    held = redriver.pulled(opaque)[0][0]
+    assert counted(group) == 3, "it has them, and may give none back"
+    redriver.ack(held + 1, held + 2, subscription)
+    group.settle()
+    assert counted(group) == 2
 
 
 def test_dead_letters_of_a_range_from_disk_come_in_order():

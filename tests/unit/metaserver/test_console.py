@@ -156,7 +156,13 @@ async def test_the_cookie_is_for_this_browser_alone(world):
 
 @pytest.mark.parametrize(
     "token, why",
-    [("", "not valid"), ("qmq_x_y", "not valid"), ("ä", "not valid"), (CLUSTER, "not valid"), ("client", "role")],
+    [
+        ("", "not valid"),
+        ("qmq_x_y", "not valid"),
+        ("ä", "not valid"),
+        (CLUSTER, "key of the installation"),
+        ("client", "role"),
+    ],
 )
 def test_a_login_is_refused(tmp_path, token, why):
     @in_console
