@@ -28,7 +28,7 @@ from qmq.codec import (
     label_of,
 )
 from qmq.errors import QmqError
-from qmq.log.frame import FLAG_DEAD, FLAG_LABELLED, HEADER_BYTES, Frame
+from qmq.log.frame import FLAG_DEAD, FLAG_LABELLED, FLAG_ORDERED, HEADER_BYTES, Frame
 from qmq.message import ORDER_KEY
 from qmq.subjects import DEAD_LETTER, is_dead_letter_subject, parse_derived, real_subject, retry_subject
 
@@ -88,14 +88,20 @@ class Messages:
 
     def problems(self) -> Iterator[Problem]:
         """Yield what no consumer can decode, what belongs to another subject, and labels that are not the message's."""
+        dead = [number for number, frame in enumerate(self._frames) if frame.flags & FLAG_DEAD]
+        copies = {letter.offset for letter in self.letters()} if dead else set()
         bad = set(np.flatnonzero(~self.fields.whole).tolist()) | set(self._not_text())
         for at in sorted(bad):
             yield self._undecodable(at)
         for at in np.flatnonzero(self.fields.whole & ~self._same_subject()).tolist():
             frame = self._frames[self._of[at]]
             subject = self._text(self.fields.subject_at, self.fields.subject_bytes, at)
-            if not frame.flags & FLAG_DEAD and subject not in _subjects_of(frame.subject):
+            if frame.offset not in copies and subject not in _subjects_of(frame.subject):
                 yield self._problem(at, Kind.FOREIGN, f"a message of {subject} in a frame of {frame.subject}")
+        for number in dead:
+            if self._frames[number].offset not in copies:
+                text = "it is called a dead letter, and is no broker's copy of a message"
+                yield self._problem(int(self._first[number]), Kind.DEAD_UNFOUNDED, text)
         yield from self._wrong_labels()
 
     def stored(self) -> tuple[bytes, bytes]:
@@ -240,10 +246,16 @@ class Messages:
     def _wrong_labels(self) -> Iterator[Problem]:
         fields = self.fields
         for number, frame in enumerate(self._frames):
-            if not frame.flags & FLAG_LABELLED:
+            if not frame.flags & (FLAG_LABELLED | FLAG_ORDERED):
                 continue
-            labels = decode_labels(self._window.body(frame), frame.count)
+            labels = decode_labels(self._window.body(frame), frame.count) if frame.flags & FLAG_LABELLED else ()
             first = int(self._first[number])
+            keyed = next((at for at, label in enumerate(labels, first) if label >> 32), None)
+            if keyed is not None and not frame.flags & FLAG_ORDERED:
+                yield self._problem(keyed, Kind.LABELS, "it has an order key, and its frame is not flagged as ordered")
+            elif keyed is None and frame.flags & FLAG_ORDERED:
+                text = "its frame is flagged as ordered, and none of its messages has an order key"
+                yield self._problem(first, Kind.LABELS, text)
             for at, label in enumerate(labels, first):
                 if not fields.whole[at]:
                     continue

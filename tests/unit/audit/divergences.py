@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from qmq.codec import encode_message, label_of, with_properties
-from qmq.log.frame import FrameKind
+from qmq.log.frame import FLAG_DEAD, FLAG_ORDERED, FrameKind
 from qmq.log.progress import PASSED, encode_progress
 from qmq.message import Message
 from qmq.types import Epoch
@@ -78,6 +78,37 @@ def no_labels(frames: list[Draft]) -> Expected:
     labels[frame.of(62)] = 0
     frame.labels = labels
     return [("labels", frame, 62)]
+
+
+def order_untold(frames: list[Draft]) -> Expected:
+    """Message and label are right, and brokers deliver as if nobody had asked for an order."""
+    message = encode_message(Message(A, {"text": "y"}, id=f"{A}-174", tags=("even", "more"), order_key="k"), 1)
+    frame = change_message(frames, A, 174, message)
+    labels = frame.labels
+    labels[frame.of(174)] = label_of(("even", "more"), "k")
+    frame.labels = labels
+    frame.flags &= ~FLAG_ORDERED
+    return [("labels", frame, 174)]
+
+
+def order_of_nothing(frames: list[Draft]) -> Expected:
+    frame = frame_of(frames, C, 4 * 46)
+    frame.flags |= FLAG_ORDERED
+    return [("labels", frame, 4 * 46)]
+
+
+def called_dead(frames: list[Draft]) -> Expected:
+    frame = frame_of(frames, B, 180)
+    frame.flags |= FLAG_DEAD
+    return [("dead_unfounded", frame, 180)]
+
+
+def called_dead_and_foreign(frames: list[Draft]) -> Expected:
+    """What a broker copies to a chosen subject keeps the one it came from: only a copy may."""
+    message = encode_message(Message("order.deleted", {"text": "x"}, id=f"{B}-195", tags=("odd",)), 1)
+    frame = change_message(frames, B, 195, message)
+    frame.flags |= FLAG_DEAD
+    return [("dead_unfounded", frame, 190), ("foreign", frame, 195)]
 
 
 def batch_twice(frames: list[Draft]) -> Expected:
@@ -234,6 +265,10 @@ TWO_SIDED: dict[str, Plant] = {
     "a message that is cut": torn_fields,
     "of another subject": foreign,
     "labels that are zero": no_labels,
+    "an order key and no flag": order_untold,
+    "a flag and no order key": order_of_nothing,
+    "called a dead letter": called_dead,
+    "called a dead letter of another subject": called_dead_and_foreign,
     "a batch twice": batch_twice,
     "an id twice": id_twice,
     "a watermark of 2^40": watermark_ahead,

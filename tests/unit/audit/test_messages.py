@@ -17,7 +17,7 @@ from qmq.audit.rules import OfGroup, OfSubject
 from qmq.audit.said import FINDING
 from qmq.audit.walk import Walk
 from qmq.codec import delayed_encoder, encode_labels, encode_message, join_batch, label_of
-from qmq.log.frame import FLAG_DEAD, FrameKind, label_flags
+from qmq.log.frame import FrameKind, label_flags
 from qmq.message import Message
 from qmq.types import Epoch
 from tests.unit.audit.divergences import TWO_SIDED, Plant
@@ -179,11 +179,8 @@ def test_tagged_messages_are_facts(tmp_path: Path) -> None:
     assert tagged["tags"][0] == tagged["tags"][1] != tagged["tags"][2]
 
 
-@pytest.mark.parametrize(("flags", "found"), [(FLAG_DEAD, []), (0, ["foreign"])])
-def test_a_dead_letter_in_a_chosen_subject_keeps_the_one_it_came_from(
-    tmp_path: Path, flags: int, found: list[str]
-) -> None:
-    log = LogWriter(tmp_path)
-    body = join_batch([encode_message(Message("s", id="m1"), 0)])
-    log.frame(FrameKind.MESSAGES, "t", body, count=1, first=0, flags=flags)
-    assert [what for what, *_ in problems(log.close())] == found
+def test_a_dead_letter_in_a_chosen_subject_keeps_the_one_it_came_from(tmp_path: Path) -> None:
+    log, message = LogWriter(tmp_path), encode_message(Message("s", id="m1"), 0)
+    log.dead_letter("s", "g", 0, message, 2, to="t")
+    plain = log.messages("t", [message])
+    assert [(what, offset) for what, offset, *_ in problems(log.close())] == [("foreign", plain.offset)]
