@@ -10,6 +10,7 @@ what brokers pass over, or make again: nobody is misled by them.
 
 from __future__ import annotations
 
+import struct
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ FRAMES_AT_ONCE = 8
 """Of frames as small as this part of what was read, many are parsed at once."""
 _DAMAGE = (ValueError, LookupError, TypeError, zlib.error)
 """What a snapshot raises that is none."""
+_NO_LOG = (CorruptFrame, ValueError, LookupError, OSError, OverflowError, RecursionError, struct.error)
+"""What the fold raises, and whoever reads its frames and writes an index of them."""
 _FIELDS = (
     "chain",
     "high_watermark",
@@ -127,7 +130,7 @@ def _check(copy: Segments, bases: Sequence[int], is_first: bool, known: list[_Fo
         if folded is None:
             try:
                 index = _fold(copy, begin, end, state)
-            except (CorruptFrame, ValueError, LookupError, OSError):
+            except _NO_LOG:
                 return  # it is no log: what is wrong with that is for others to say
             folded = _Folded(start, begin, end, index, state)
             known.append(folded)

@@ -39,6 +39,10 @@ from qmq.log.frame import DELAYS, FLAG_LABELLED, FRAME_BYTES_MAX, PROGRESS, Fram
 from qmq.log.retention import decode_retention
 
 HOUR_MS = 3_600_000
+HOUR_MAX = 253_402_300_799_999 // HOUR_MS
+"""The last one of the year 9999: no calendar has the hour of a time that is quite wrong."""
+NO_JSON = (ValueError, OverflowError, RecursionError)
+"""What JSON raises that is not what is expected, or a number of it."""
 PROBLEMS_MAX = 1000
 """Problems of one kind that a piece lists."""
 
@@ -165,7 +169,7 @@ class Gathering:
         last = frames[-1]
         run, hours = self._runs[last.subject], self._of(last.subject)[1]
         run["last"], run["end"] = last.first_sequence + last.count, last.end
-        for hour, some in groupby(frames, lambda frame: frame.timestamp_ms // HOUR_MS):
+        for hour, some in groupby(frames, _hour):
             of = list(some)
             said = hours.setdefault(hour, [0, 0, of[0].first_sequence])
             said[0] += sum(frame.count for frame in of)
@@ -188,11 +192,9 @@ class Gathering:
             self._runs[subject] = run
             said.append(run)
         run["last"], run["end"] = begin + frame.count, frame.end
-        hour = hours.get(frame.timestamp_ms // HOUR_MS)
-        if hour is None:
-            hour = hours[frame.timestamp_ms // HOUR_MS] = [0, 0, begin]
-        hour[0] += frame.count
-        hour[1] += frame.body_bytes
+        total = hours.setdefault(_hour(frame), [0, 0, begin])
+        total[0] += frame.count
+        total[1] += frame.body_bytes
 
     def _progress(self, frame: Frame, window: Window) -> None:
         run = self._runs.get(frame.subject)
@@ -209,7 +211,7 @@ class Gathering:
     def _retention(self, frame: Frame, window: Window) -> None:
         try:
             self._facts.retention.append((frame.offset, frame.end, decode_retention(window.body(frame)).start))
-        except ValueError as error:
+        except NO_JSON as error:
             self._problem(Problem(frame.offset, frame.end, str(error), what=Kind.RETENTION))
 
     def _delays(self, frame: Frame, window: Window) -> None:
@@ -269,6 +271,10 @@ class Gathering:
 
 def _place(fact: Row) -> int:
     return int(fact["offset"])
+
+
+def _hour(frame: Frame) -> int:
+    return min(max(frame.timestamp_ms // HOUR_MS, 0), HOUR_MAX)
 
 
 def cut(window: Window, batches: list[Frame], refuse: Any) -> tuple[list[Frame], Ints, Ints]:

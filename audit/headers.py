@@ -44,6 +44,9 @@ _CRC_AT, _CHAIN_AT, _CHAINED_BYTES = HEADER_BYTES - 4, HEADER_BYTES - 16, 84
 _IS_KIND = np.isin(np.arange(256), [int(kind) for kind in FrameKind])
 _epoch = lru_cache(64)(Epoch)
 
+NUMBER_MAX = (1 << 63) - 1
+"""No sequence and no offset is higher: tables and arrays have a sign."""
+
 Heads = npt.NDArray[np.void]
 Flags = npt.NDArray[np.bool_]
 
@@ -77,6 +80,7 @@ def whole_frames(
     heads = rows.view(_HEAD)[:, 0]
     fits = (heads["magic"] == MAGIC) & (heads["offset"] == places + offset) & _IS_KIND[heads["kind"]]
     fits &= heads["body_bytes"] <= FRAME_BYTES_MAX
+    fits &= (heads["first_sequence"] <= NUMBER_MAX) & (heads["high_watermark"] <= NUMBER_MAX)
     until = _first_wrong(fits)
     rows, heads, places = rows[:until], heads[:until], places[:until]
     body_at = HEADER_BYTES + (heads["subject_bytes"].astype(np.int64) + 7) // 8 * 8

@@ -81,12 +81,17 @@ class Job:
 
 def judged(spark: SparkSession, jobs: Sequence[Job], piece_bytes: int) -> DataFrame:
     """Return what the judges say of all broker groups; see the module's text."""
-    tasks: list[list[Task]] = [[(number, base, None)] for number, job in enumerate(jobs) for base in job.segments]
-    tasks += _tasks(jobs, piece_bytes)
+    tasks = tasks_of(jobs, piece_bytes)
     parts = int(str(spark.conf.get("spark.sql.shuffle.partitions")))
     facts = spark.range(0, len(tasks), 1, len(tasks)).mapInArrow(partial(_read, tuple(jobs), tasks), _FACTS)
     ordered = facts.repartition(parts, "job", "key").sortWithinPartitions("job", "key", "piece", "copy")
     return ordered.mapInArrow(partial(_judge, tuple(jobs)), _JUDGED)
+
+
+def tasks_of(jobs: Sequence[Job], piece_bytes: int) -> list[list[Task]]:
+    """Return what each of Spark's tasks reads."""
+    tasks: list[list[Task]] = [[(number, base, None)] for number, job in enumerate(jobs) for base in job.segments]
+    return [*tasks, *_tasks(jobs, piece_bytes)]
 
 
 def _tasks(jobs: Sequence[Job], piece_bytes: int) -> Iterator[list[Task]]:

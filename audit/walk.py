@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from qmq.audit.headers import whole_frames
+from qmq.audit.headers import NUMBER_MAX, whole_frames
 from qmq.audit.kinds import Kind
 from qmq.codec import decode_labels, labels_bytes
 from qmq.errors import CorruptFrame
@@ -190,11 +190,11 @@ class Walk:
     def _header(self, window: Window, at: int) -> Frame:
         """Parse a header. A valid one that continues another history is a problem, and its own history goes on."""
         try:
-            return decode_header(window.data, at, self.at, self.chain)
+            return _within_reach(decode_header(window.data, at, self.at, self.chain))
         except CorruptFrame as error:
             if self.chain is None:
                 raise
-            frame = decode_header(window.data, at, self.at, None)
+            frame = _within_reach(decode_header(window.data, at, self.at, None))
             window.problems.append(problem_of(frame, Kind.CHAIN, error.reason))
             return frame
 
@@ -237,6 +237,13 @@ class Walk:
             else:  # a header may begin at the end of what was read
                 offset = max(offset + 8, begin + len(data) - HEADER_BYTES_MAX // 8 * 8)
         return self._end, problems
+
+
+def _within_reach(frame: Frame) -> Frame:
+    """Raises CorruptFrame."""
+    if (number := max(frame.first_sequence, frame.high_watermark)) > NUMBER_MAX:
+        raise CorruptFrame(frame.offset, f"it states {number}, which no log reaches")
+    return frame
 
 
 def problem_of(frame: Frame, what: Kind, reason: str) -> Problem:

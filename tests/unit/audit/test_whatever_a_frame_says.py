@@ -1,0 +1,62 @@
+"""Shell. A frame that says what no broker writes, every CRC and chain right, is named, and ends no audit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from qmq.audit.report import as_markdown
+from qmq.log.frame import FrameKind
+from qmq.log.retention import RetentionDecision, encode_retention
+from tests.unit.audit.divergences import frame_of, in_place_of, nth
+from tests.unit.audit.forged import A, Draft, forged, write_world
+from tests.unit.audit.without_spark import COPIES, audit, named
+
+KEPT = RetentionDecision(1 << 70, "", {}, {})
+Wrong = Callable[[list[Draft]], Draft]
+
+
+def header(**fields: int) -> Wrong:
+    def change(frames: list[Draft]) -> Draft:
+        frame = frame_of(frames, A, 25)
+        for name, value in fields.items():
+            setattr(frame, name, value)
+        return frame
+
+    return change
+
+
+def retention(body: bytes) -> Wrong:
+    def add(frames: list[Draft]) -> Draft:
+        at = frames.index(frame_of(frames, A, 25))
+        of = nth(frames, FrameKind.POSITION, A, 0)
+        frame = in_place_of(frames[at], of, kind=FrameKind.RETENTION, subject="", body=body + bytes(-len(body) % 8))
+        frames.insert(at, frame)
+        return frame
+
+    return add
+
+
+@pytest.mark.parametrize(
+    "what, wrong",
+    [
+        pytest.param("time", header(timestamp_ms=1 << 62), id="a time after all years"),
+        pytest.param("time", header(timestamp_ms=-(1 << 63)), id="a time before all years"),
+        pytest.param("damaged", header(first_sequence=1 << 63), id="a sequence beyond all"),
+        pytest.param("damaged", header(high_watermark=(1 << 64) - 1), id="a watermark beyond all"),
+        pytest.param("retention", retention(b'{"start": Infinity, "unconsumed": []}'), id="kept from no number"),
+        pytest.param("retention", retention(b"[" * 5000), id="lists in lists"),
+        pytest.param("retention", retention(encode_retention(KEPT)), id="kept from 2^70"),
+    ],
+)
+def test_frame_that_no_broker_writes_is_named(tmp_path: Path, what: str, wrong: Wrong) -> None:
+    for copy in COPIES:
+        write_world(tmp_path / copy, rounds=4)
+        with forged(tmp_path / copy) as frames:
+            frame = wrong(frames)
+    result = audit(tmp_path)
+    assert result.unreadable is None
+    assert (what, "both", frame.at) in named(result)
+    assert "findings" in as_markdown([result], 1.0)
