@@ -182,7 +182,10 @@ def audit_groups(spark: SparkSession, groups: Sequence[Group], options: Options)
             break
     if options.ledger is not None:
         for one in audits:
-            options.ledger.append(_line(one.result, one.entry))
+            try:
+                options.ledger.append(_line(one.result, one.entry))
+            except OSError as error:  # what was found is reported all the same
+                one.result.unreadable = one.result.unreadable or f"the ledger cannot be written: {error}"
     return [one.result for one in audits]
 
 
@@ -261,9 +264,11 @@ def _prepare(one: _Audit, options: Options) -> None:
         _pieces(result, options.piece_bytes),
         frozenset(begins),
         result.whole_until(),
-        dict(anchor.ends) if anchor is not None and result.begin == anchor.verified else None,
-        bases,
-        _segments(result, bases),
+        ends=dict(anchor.ends) if anchor is not None and result.begin == anchor.verified else None,
+        before=history.before,
+        kept=history.known.kept if anchor is not None else None,
+        bases=bases,
+        segments=_segments(result, bases),
     )
 
 
@@ -498,7 +503,6 @@ def _look_back(group: Group, result: Result, ledger: Ledger | None, share: int) 
         history = look_back(ledger.known(group.name), group.places, result.logs, share=share)
     if history.broken is not None:
         kind, copy, text = history.broken
-        result.cuts = history.cuts()
         result.add(kind, copy=copy, text=text, offset=min(log.end for log in result.logs.values()))
     verified = history.known.anchor.verified if history.known.anchor else result.start
     if history.broken is None and verified < result.start:
@@ -506,7 +510,7 @@ def _look_back(group: Group, result: Result, ledger: Ledger | None, share: int) 
         result.notes.append(f"retention has removed [{verified}, {result.start}), which no run had verified")
     if history.anchor is not None:  # it was promised, though a log that is at rest does not state it
         result.watermark = max(result.watermark, history.anchor.verified)
-    result.begin, result.again = history.begin, history.again
+    result.begin, result.again, result.cuts = history.begin, history.again, history.cuts()
     if result.watermark <= result.start and not result.found:
         raise CannotRead(f"nothing lies below the high watermark {result.watermark}: nothing is proven")
     return history
@@ -612,13 +616,27 @@ def _hold_against_before(answer: Answer, result: Result, history: History) -> No
             if now.get(subject, end) < end:
                 text = f"it ends at sequence {now[subject]}; the run of {before.run} found it at {end}"
                 result.add(Kind.REWOUND, copy=BOTH, text=text, subject=subject, sequence=now[subject])
-    oldest = min(log.start for log in result.logs.values())
-    if answer.kept_from is not None and result.begin == result.start and answer.kept_from < oldest:
-        text = f"both logs begin at {oldest}, and frames are kept from {answer.kept_from} on"
+    oldest, kept = _oldest(result), _kept_from(answer, result)
+    if kept is not None and kept < oldest:
+        text = f"both logs begin at {oldest}, and frames are kept from {kept} on"
         result.add(Kind.RETENTION, copy=BOTH, text=text, offset=oldest)
     if changed:
         text = f"{len(changed)} ranges, of {sum(p.bytes for p in changed)} bytes, are not what was read before"
         result.add(Kind.REWRITTEN, copy=BOTH, text=text, offset=changed[0].begin, end=changed[0].end)
+
+
+def _oldest(result: Result) -> int:
+    return min(log.start for log in result.logs.values())
+
+
+def _kept_from(answer: Answer, result: Result) -> int | None:
+    """Return from where on frames are kept, by the retention frames; None if nothing tells.
+
+    The frame that gave up what is gone is in what is left: a log without one gave up nothing.
+    """
+    if answer.kept_from is None and result.begin == result.start and not answer.is_hurt():
+        return 0
+    return answer.kept_from
 
 
 def _digests(answer: Answer, result: Result) -> dict[int, tuple[int, int]]:
@@ -728,6 +746,7 @@ def verified(answer: Answer, result: Result, history: History, piece_bytes: int)
         for begin, end in _pieces(result, piece_bytes)
         if begin in read and result.begin <= begin and end <= until
     ]
+    kept = _kept_from(answer, result)
     rows = [copies[MASTER] for at, copies in answer.pieces.items() if result.begin <= at < until]
     last = next((row for row in rows if row.get("end") == until), None)
     if last is not None:
@@ -744,6 +763,7 @@ def verified(answer: Answer, result: Result, history: History, piece_bytes: int)
         start=result.start,
         begin=result.begin,
         verified=until,
+        kept=None if kept is None else max(kept, _oldest(result)),
         chain=chain,
         frame=frame,
         ends=ends,

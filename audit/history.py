@@ -14,13 +14,13 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-from qmq.audit.copies import CannotRead, Copy, Description, open_copy
+from qmq.audit.copies import Description, open_copy
 from qmq.audit.kinds import Kind
 from qmq.audit.schema import BOTH
-from qmq.audit.walk import WINDOW_BYTES
+from qmq.audit.walk import HEADER_BYTES_MAX
 from qmq.errors import CorruptFrame
 from qmq.ledger import FINDINGS, NOT_READ, PROVEN, Entry, Known, Piece, pieces_due
-from qmq.log.frame import decode_header
+from qmq.log.frame import Frame, decode_header
 
 SHARE = 7
 """Of what was verified before, one part in so many is read again by each run."""
@@ -50,6 +50,8 @@ class History:
     """(kind, copy, why): the log is not the one that was verified."""
     start: int = 0
     """Where both logs begin by now: of a piece that retention entered, what is left is another piece."""
+    before: Frame | None = None
+    """The last frame that was verified, if all is read that lies behind it."""
 
     @property
     def anchor(self) -> Entry | None:
@@ -99,36 +101,32 @@ def look_back(
         ends = " and ".join(str(logs[name].end) for name in logs)
         text = f"the logs end at {ends}; the run of {anchor.run} verified them up to {anchor.verified}"
         return History(known, start, start=start, broken=(Kind.REWOUND, BOTH, text))
-    wrong = [
-        name
+    found = {
+        name: _frame_at(places[name], anchor.frame)
         for name, log in logs.items()
-        if log.start <= anchor.frame and log.end >= anchor.verified and not _has(places[name], anchor)
-    ]
-    if wrong:
+        if log.start <= anchor.frame and log.end >= anchor.verified
+    }
+    whole = {name: frame for name, frame in found.items() if frame is not None}
+    last = anchor.verified, anchor.chain
+    if wrong := [name for name, frame in whole.items() if (frame.end, f"{frame.chain:016x}") != last]:
         text = f"the frame at {anchor.frame} is not the one that the run of {anchor.run} verified"
         return History(
             known, start, start=start, broken=(Kind.REWRITTEN, BOTH if len(wrong) == len(logs) else wrong[0], text)
         )
-    if start >= anchor.verified:
-        return History(known, start, start=start)  # retention took all that was verified
-    return History(known, anchor.verified, pieces_due(known, start, share), start=start)
+    is_damaged = len(whole) < len(found)  # whoever reads everything names it
+    if is_damaged or not known.since <= start < anchor.verified:
+        return History(known, start, start=start)
+    before = next(iter(whole.values()), None)
+    return History(known, anchor.verified, pieces_due(known, start, share), start=start, before=before)
 
 
-def _has(place: dict[str, str], anchor: Entry) -> bool:
-    """Return whether a copy has the last frame that was verified, with the same chain."""
+def _frame_at(place: dict[str, str], offset: int) -> Frame | None:
+    """Return the header of the frame that a copy has there; None if there is none. Raises CannotRead."""
     with closing(open_copy(place)) as copy:
         try:
-            frame = decode_header(_read(copy, anchor.frame), 0, anchor.frame, None)
+            return decode_header(copy.window(offset, HEADER_BYTES_MAX), 0, offset, None)
         except (CorruptFrame, OSError):
-            return False
-    return (frame.end, f"{frame.chain:016x}") == (anchor.verified, anchor.chain)
-
-
-def _read(copy: Copy, offset: int) -> bytes:
-    data = copy.window(offset, WINDOW_BYTES)
-    if not data:
-        raise CannotRead(f"nothing is stored at {offset}")
-    return data
+            return None
 
 
 def moment(at_ms: int) -> str:

@@ -31,6 +31,7 @@ from qmq.audit.progress import CONSERVED
 from qmq.audit.reading import ALL, Reading
 from qmq.audit.rules import Apart, OfGroup, OfStored, OfSubject, spread_stored
 from qmq.audit.said import FINDING, HOUR, MORE, UNREAD, Judging, Said
+from qmq.log.frame import Frame
 
 HOURS_MAX = 20_000
 """Counts per subject and hour that are listed: of 100,000 subjects, a week has 17 million for each copy."""
@@ -69,6 +70,10 @@ class Job:
     watermark: int
     ends: Mapping[str, int] | None = None
     """Where each subject ended at `reading.begin`, if that was verified; those that are not in it did not exist."""
+    before: Frame | None = None
+    """The frame that ends there, if that was verified."""
+    kept: int | None = None
+    """From where on frames were kept there, by the retention frames before it."""
     bases: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Of each copy, where its segments begin, up to the watermark."""
     segments: Sequence[int] = ()
@@ -182,7 +187,7 @@ class _Unread:
 
 def _judge_of(job: Job, key: str) -> Judging:
     if key == GROUP:
-        return OfGroup(job.reading.until_ms, job.begins, job.reading.begin)
+        return OfGroup(job.reading.until_ms, job.begins, job.reading.begin, before=job.before, kept=job.kept)
     if key == PROBLEM:
         return _Unread()
     if key == DERIVED:

@@ -83,20 +83,27 @@ def _section(result: Result) -> list[str]:
 
 
 def _proven(result: Result) -> list[str]:
-    span = f"[{result.start}, {result.watermark})"
     if result.status == 0:
         behind = [
             f"{name} as far as it goes, to {log.end}" for name, log in result.logs.items() if result.is_behind(name)
         ]
         all_copies = ", ".join(["all copies", *behind])
+        new = f"[{result.begin}, {result.watermark})"
         yes = (
-            f"Every byte of {span} was read on {all_copies}, and they are the same bytes; each frame's CRCs and chain "
+            f"Every byte of {new} was read on {all_copies}, and they are the same bytes; each frame's CRCs and chain "
             "were computed again from them. Every message decodes, belongs to its frame's subject and has the labels "
             "of its tags; no batch and no id was stored twice; sequences are dense, epochs only grow, pulls and acks "
             "follow from the log; no delayed message went early, twice, or after it was cancelled."
         )
         lines = [yes]
+        if result.begin > result.start:
+            again = sum(piece.bytes for piece in result.again)
+            lines.append(
+                f"What lies before, from {result.start} on, was verified by earlier runs: the frame that ends it is the "
+                f"one that they read, and so are the {again} bytes that were read again."
+            )
     else:
+        span = f"[{result.start}, {result.watermark})"
         lines = [f"{sum(result.found.values())} findings; due on both copies was {span}."]
     if result.journal is not None:
         lost = result.found.get("lost", 0)

@@ -23,6 +23,7 @@ from qmq.audit.messages import STORED
 from qmq.audit.progress import ANY, CONSERVED, Judge
 from qmq.audit.reading import ALL
 from qmq.audit.said import ACCOUNT, EPOCHS, FINDING, HOUR, KEPT, MORE, PIECE, SUBJECT, Judging, Said, finding
+from qmq.log.frame import Frame
 
 TWICE_MAX = 20_000
 """Of what is stored twice, more are listed: a batch's ids are left out where the batch is named."""
@@ -56,15 +57,24 @@ class OfGroup:
     """Judges what is said of the whole log: problems that readers met, borders of pieces, epochs, retention.
 
     Args:
-        until_ms, begins: of `Borders`. begin: what lies before was judged by an earlier run.
+        until_ms, begins, before: of `Borders`. begin: what lies before was judged by an earlier run.
+        kept: from where on frames were kept there, if anything tells.
     """
 
-    def __init__(self, until_ms: int, begins: Collection[int], begin: int) -> None:
-        self._borders, self._begin = Borders(until_ms, begins), begin
+    def __init__(
+        self,
+        until_ms: int,
+        begins: Collection[int],
+        begin: int,
+        *,
+        before: Frame | None = None,
+        kept: int | None = None,
+    ) -> None:
+        self._borders, self._begin = Borders(until_ms, begins, before), begin
         self._problems: dict[tuple[str, int, int | None], Row] = {}
         self._more: Counter[str] = Counter()
         self._epochs: dict[str, int] = {}
-        self._kept: int | None = None
+        self._kept = kept
 
     def take(self, piece: int, said: PieceFacts) -> Iterator[Said]:
         read = {name: getattr(said, name) for name in ("frames", "messages", "apart")}
@@ -73,8 +83,9 @@ class OfGroup:
         for problem in said.problems:
             self._problem(problem | {"sequence": problem["first"]})
         self._more.update(said.more)
+        self._borders.enter(piece)
         if said.piece is not None:
-            for found in self._borders.judge(said.piece | {"piece": piece}):
+            for found in self._borders.judge(said.piece):
                 self._problem(found._asdict() | {"text": found.reason})
         for term, boot, offset in said.epochs:
             self._epochs.setdefault(f"{term}.{boot}", offset)

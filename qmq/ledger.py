@@ -24,13 +24,14 @@ and left out, and an operator reads it with any tool; a Parquet file is written 
     by         who ran it: user@host
     unverified bytes that retention has removed since the run before, and that no run had verified
     conserved  [{subject, group, stored, …}]: the equation of each consumer group (docs/audit.md)
+    kept       from where on frames are kept, by the retention frames so far; null if none was read
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -83,16 +84,19 @@ class Entry:
     unverified: int = 0
     conserved: list[dict[str, Any]] = field(default_factory=list)
     delayed: list[dict[str, Any]] = field(default_factory=list)
+    kept: int | None = None
 
 
 @dataclass(frozen=True)
 class Known:
-    """What all runs together say of a broker group: `anchor` is the last one that verified anything; each piece comes
-    with the number of the run that read it last."""
+    """What all runs together say of a broker group: `anchor` is the last one that verified anything, `since` from where
+    on all was verified up to there; each piece comes with the number of the run that read it last."""
 
     runs: int
     anchor: Entry | None
     pieces: dict[tuple[int, int], tuple[Piece, int]]
+    since: int = 0
+    kept: int | None = None
 
 
 def encode_entry(entry: Entry) -> bytes:
@@ -181,27 +185,47 @@ def _entries(path: Path, lines: list[bytes], among: str = "") -> list[Entry]:
 
 def known_from(entries: Iterable[Entry]) -> Known:
     """Fold the entries of one group, oldest first."""
-    runs, anchor = 0, None
+    runs, since = 0, 0
+    anchor: Entry | None = None
+    kept: int | None = None
     pieces: dict[tuple[int, int], tuple[Piece, int]] = {}
     for runs, entry in enumerate(entries, 1):
         if entry.verified:
-            anchor = entry
+            begins_anew = anchor is None or entry.begin > anchor.verified
+            anchor, since = entry, entry.begin if begins_anew else min(since, entry.begin)
+        if entry.kept is not None:
+            kept = max(entry.kept, kept or 0)
         for piece in entry.pieces:
             pieces[piece.begin, piece.end] = piece, runs
-    return Known(runs, anchor, pieces)
+    return Known(runs, anchor, _without_overlaps(pieces), since, kept)
+
+
+def _without_overlaps(pieces: Mapping[tuple[int, int], tuple[Piece, int]]) -> dict[tuple[int, int], tuple[Piece, int]]:
+    """Of two that overlap, keep the one that was read last: runs at one time begin at the same point, and each has an end
+    of its own."""
+    found: list[tuple[Piece, int]] = []
+    for piece, run in sorted(pieces.values()):
+        while found and found[-1][0].end > piece.begin:
+            if found[-1][1] > run:
+                break
+            found.pop()
+        else:
+            found.append((piece, run))
+    return {(piece.begin, piece.end): (piece, run) for piece, run in found}
 
 
 def pieces_due(known: Known, start: int, share: int) -> list[Piece]:
     """Return what of the old is to be read again now: those that nobody has read for longest, up to one part in `share`
     of what there is; at least one. `start`: where the logs begin by now; what a piece still has behind it has no
     digest before it was read as a piece of its own."""
-    kept: dict[tuple[int, int], tuple[int, Piece]] = {}
-    for piece, run in sorted(known.pieces.values(), key=lambda one: (one[1], one[0].begin)):
+    verified = known.anchor.verified if known.anchor is not None else 0
+    old: list[tuple[int, Piece]] = []
+    for piece, run in known.pieces.values():
         if piece.begin < start < piece.end:
             piece = Piece(start, piece.end, piece.end - start, "")
-        if piece.begin >= start:
-            kept[piece.begin, piece.end] = run, piece  # who read it last, and read no more than this of it
-    old = sorted(kept.values())
+        if piece.begin >= start and piece.end <= verified:
+            old.append((run, piece))
+    old.sort()
     left = sum(piece.bytes for _, piece in old) // share
     chosen: list[Piece] = []
     for _, piece in old:

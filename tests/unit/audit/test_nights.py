@@ -1,0 +1,197 @@
+"""Shell. Night after night with a ledger: what was verified once is believed no further than it was read."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from qmq.audit.group import Result
+from qmq.audit.report import as_markdown
+from qmq.ledger import PROVEN, Ledger
+from qmq.log.frame import FrameKind
+from qmq.log.retention import RetentionDecision, encode_retention
+from qmq.types import Epoch
+from tests.unit.audit.logs import LogWriter
+from tests.unit.audit.test_walk import change, flip
+from tests.unit.audit.without_spark import COPIES, audit, named
+
+Plant = Callable[[LogWriter], object]
+KEPT, FIRST = 12, 30
+"""Frames behind which a retention frame stands, and how many there are in the first night."""
+
+
+def write(folder: Path, frames: int, *, at: int = -1, plant: Plant | None = None, kept: int = 0) -> LogWriter:
+    """Write both copies; what they had is there again, byte for byte. `plant`: before frame `at`."""
+    for copy in COPIES:
+        shutil.rmtree(folder / copy, ignore_errors=True)
+        log = LogWriter(folder / copy, segment_bytes=4_000)
+        log.mastership(Epoch(2, 1))
+        for number in range(frames):
+            log.timestamp_ms += 1_000
+            if number == at and plant is not None:
+                plant(log)
+            log.batch("order.changed", 4)
+            if number == KEPT:
+                body = encode_retention(RetentionDecision(kept, "age" if kept else "", {}, {}))
+                log.frame(FrameKind.RETENTION, "", body)
+        log.close()
+    return log
+
+
+def night(folder: Path) -> Result:
+    result = audit(folder, ledger=Ledger(folder / "ledger"), piece_bytes=2_048)
+    assert result.unreadable is None
+    return result
+
+
+def lines(folder: Path) -> list[bytes]:
+    return (folder / "ledger" / "g1.jsonl").read_bytes().splitlines(keepends=True)
+
+
+def other_chain(log: LogWriter) -> None:
+    log.chain ^= 1
+
+
+def older_epoch(log: LogWriter) -> None:
+    log.epoch = Epoch(1, 9)
+
+
+def newer_epoch(log: LogWriter) -> None:
+    log.epoch = Epoch(3, 1)
+
+
+def hour_back(log: LogWriter) -> None:
+    log.timestamp_ms -= 3_600_000
+
+
+@pytest.mark.parametrize(
+    "what, plant",
+    [("chain", other_chain), ("epoch", older_epoch), ("epoch_frame", newer_epoch), ("time", hour_back)],
+)
+def test_first_frame_behind_what_was_verified_has_to_continue_it(tmp_path: Path, what: str, plant: Plant) -> None:
+    """Where the last night ended, on both copies alike."""
+    write(tmp_path, FIRST)
+    verified = night(tmp_path).watermark
+    # A log states as high watermark where its last frame begins: that one is the first of the next night.
+    log = write(tmp_path, FIRST + 10, at=FIRST - 1, plant=plant)
+    assert verified in [frame.offset for frame in log.frames]
+    result = night(tmp_path)
+    assert result.begin == verified
+    assert named(result) == {(what, "both", verified)}
+
+
+def test_damage_right_behind_what_was_verified_is_named_from_its_first_byte(tmp_path: Path) -> None:
+    write(tmp_path, FIRST)
+    verified = night(tmp_path).watermark
+    log = write(tmp_path, FIRST + 10)
+    for copy in COPIES:
+        change(tmp_path / copy, verified, bytes(200))
+    result = night(tmp_path)
+    (row,) = result.findings
+    assert named(result) == {("damaged", "both", verified)}
+    assert row["end"] in [frame.offset for frame in log.frames]
+
+
+def test_what_copies_have_again_that_no_night_read_is_read(tmp_path: Path) -> None:
+    """In the first night, the slave lacked the beginning, as if retention had been there."""
+    log = write(tmp_path, FIRST)
+    bases = sorted((tmp_path / "slave" / "log").glob("*.log"))
+    aside = tmp_path / "aside"
+    bases[0].rename(aside)
+    assert night(tmp_path).start == int(bases[1].stem)
+    aside.rename(bases[0])
+    for copy in COPIES:
+        flip(tmp_path / copy, log.frames[2].end - 30)
+    result = night(tmp_path)
+    assert (result.start, result.begin) == (0, 0)
+    assert named(result) == {("damaged", "both", log.frames[2].offset)}
+
+
+def test_report_does_not_say_of_what_earlier_nights_read_that_this_one_did(tmp_path: Path) -> None:
+    write(tmp_path, FIRST)
+    first = night(tmp_path)
+    assert f"Every byte of [0, {first.watermark}) was read" in as_markdown([first], 1.0)
+    write(tmp_path, FIRST + 10)
+    second = night(tmp_path)
+    report, again = as_markdown([second], 1.0), sum(piece.bytes for piece in second.again)
+    assert f"Every byte of [{first.watermark}, {second.watermark}) was read" in report
+    assert 0 < again < first.watermark and f"the {again} bytes that were read again" in report
+
+
+def test_findings_are_reported_though_the_ledger_cannot_be_written(tmp_path: Path) -> None:
+    log = write(tmp_path, FIRST)
+    flip(tmp_path / "slave", log.frames[9].end - 30)
+    (tmp_path / "ledger").write_text("a file")
+    result = audit(tmp_path, ledger=Ledger(tmp_path / "ledger"))
+    assert result.status == 2 and "the ledger cannot be written" in str(result.unreadable)
+    assert ("damaged", "slave", log.frames[9].offset) in named(result)
+    assert "| damaged | slave |" in as_markdown([result], 1.0)
+
+
+ORDERS = {
+    "the later one ends first": "0ba",
+    "the earlier one ends first": "0ab",
+    "the first line once more": "0ab0",
+    "all lines twice": "0ab0ab",
+    "one line twice": "0aab",
+}
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS.keys())
+def test_runs_at_one_time_and_lines_twice_are_no_findings(tmp_path: Path, order: str) -> None:
+    """Two runs went on from the same point, each up to where the log was then."""
+    ledger = tmp_path / "ledger" / "g1.jsonl"
+    write(tmp_path, FIRST)
+    night(tmp_path)
+    said = {"0": lines(tmp_path)[0]}
+    for run, frames in (("a", FIRST + 3), ("b", FIRST + 12)):
+        ledger.write_bytes(said["0"])
+        write(tmp_path, frames)
+        night(tmp_path)
+        said[run] = lines(tmp_path)[1]
+    ledger.write_bytes(b"".join(said[run] for run in order))
+    for more in (20, 30, 40):
+        write(tmp_path, FIRST + more)
+        assert (night(tmp_path).found, Ledger(ledger.parent).entries("g1")[-1].verdict) == ({}, PROVEN)
+
+
+def test_segments_that_no_retention_frame_gave_up_are_missed(tmp_path: Path) -> None:
+    """On both copies, whether they were read before or not; and it is said once."""
+    log = write(tmp_path, FIRST)
+    assert night(tmp_path).found == {}
+    write(tmp_path, FIRST + 10)
+    second = sorted(int(path.stem) for path in log.folder.glob("*.log"))[1]
+    for copy in COPIES:
+        (tmp_path / copy / "log" / f"{0:020d}.log").unlink()
+    result = night(tmp_path)
+    assert result.begin > result.start == second
+    assert named(result) == {("retention", "both", second)}
+    assert night(tmp_path).found == {}
+    shutil.rmtree(tmp_path / "ledger")
+    assert named(night(tmp_path)) == {("retention", "both", second)}
+
+
+def test_segments_that_a_retention_frame_gave_up_are_not_missed(tmp_path: Path) -> None:
+    log = write(tmp_path, FIRST)
+    second = sorted(int(path.stem) for path in log.folder.glob("*.log"))[1]
+    write(tmp_path, FIRST, kept=second)
+    assert night(tmp_path).found == {}
+    write(tmp_path, FIRST + 10, kept=second)
+    for copy in COPIES:
+        (tmp_path / copy / "log" / f"{0:020d}.log").unlink()
+    assert night(tmp_path).found == {}
+
+
+def test_last_frame_that_was_verified_and_is_damaged_is_damage(tmp_path: Path) -> None:
+    write(tmp_path, FIRST)
+    verified = night(tmp_path).watermark
+    log = write(tmp_path, FIRST + 10)
+    last = next(frame for frame in log.frames if frame.end == verified)
+    flip(tmp_path / "slave", last.offset + 40)
+    assert named(night(tmp_path)) == {("damaged", "slave", last.offset)}
+    base = max(int(path.stem) for path in log.folder.glob("*.log") if int(path.stem) <= last.offset)
+    (tmp_path / "slave" / "log" / f"{base:020d}.log").unlink()
+    assert named(night(tmp_path)) == {("damaged", "slave", base)}
