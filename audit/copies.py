@@ -19,13 +19,17 @@ import grpc
 
 from qmq.audit.derived import NOTHING, Derived
 from qmq.audit.walk import Storage, tail_of
+from qmq.checked_json import decode_checked
 from qmq.control_plane import CHANNEL_OPTIONS
 from qmq.errors import QmqError
+from qmq.log import manifest
 from qmq.log.index import ClosedIndex
 from qmq.proto import qmq_pb2, qmq_pb2_grpc
+from qmq.replication.points import COPY, POINTS, Point
 
 SEGMENT_SUFFIX, INDEX_SUFFIX, SNAPSHOT_SUFFIX = ".log", ".idx", ".snap"
-IDENTITY = "broker.json"
+IDENTITY, MANIFEST = "broker.json", Path(manifest.NAME).name
+GONE = "this segment is listed, and its file is gone"
 OFFSET_MAX = (1 << 63) - 1
 CALL_TIMEOUT_S = 60.0
 BROKER_WINDOW_BYTES = 8 << 20
@@ -46,8 +50,8 @@ class Description(NamedTuple):
     """What there is to read of a copy, at one moment.
 
     `chain` is the chain before `start`, or None if nothing tells. `high_watermark` is what this copy says was on both
-    disks. `torn_bytes` stand behind `end` and are no frame. `damaged` is what a running broker has met since it began:
-    (begin, end, why).
+    disks. `torn_bytes` stand behind `end` and are no frame. `damaged` is (begin, end, why): what a running broker has
+    met since it began; of a directory, segments that it should have.
     """
 
     start: int
@@ -135,17 +139,28 @@ class PathCopy:
     def __init__(self, data: Path) -> None:
         self._folder = _folder_of(data)
         self._files: dict[int, int] = {}
-        self.bases = self._list()
+        there, listed = self._list()
+        self._gone = sorted(listed - there)
+        """Where segments begin that should be there, and are not."""
+        self.bases = sorted(there | listed)
 
-    def _list(self) -> list[int]:
+    def _list(self) -> tuple[set[int], set[int]]:
+        """Return the bases of the segments that are there, and of those that the broker has listed."""
+        listed = self._listed()
         try:
             names = [name for name in os.listdir(self._folder) if name.endswith(SEGMENT_SUFFIX)]
         except OSError as error:
             raise CannotRead(f"{self._folder}: {error.strerror}") from None
-        bases = sorted(int(stem) for name in names if (stem := name.removesuffix(SEGMENT_SUFFIX)).isdigit())
-        if not bases:
+        there = {int(stem) for name in names if (stem := name.removesuffix(SEGMENT_SUFFIX)).isdigit()}
+        if not there:
             raise CannotRead(f"{self._folder}: there is no segment of a message log")
-        return bases
+        return there, listed & self._listed()  # what a broker begins or removes at this moment is in one of them
+
+    def _listed(self) -> set[int]:
+        try:
+            return set(manifest.decode_manifest((self._folder / MANIFEST).read_bytes()))
+        except (OSError, ValueError):
+            return set()  # it is from before there were lists, or believes what is there
 
     def owner(self) -> Owner:
         """Read the broker's own file beside the log; a copy of the log alone has none."""
@@ -158,28 +173,43 @@ class PathCopy:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CannotRead(f"{path}: {error}") from None
 
-    def file_of(self, base: int) -> tuple[int, int]:
-        """Return device and number of a segment's file, which are the same under another name of it."""
-        status = os.fstat(self._file(base))
-        return status.st_dev, status.st_ino
+    def files(self) -> Iterator[tuple[int, int, int]]:
+        """Yield each segment, with device and number of its file, which are the same under another name of it."""
+        for base in self.bases:
+            if base not in self._gone:
+                status = os.fstat(self._file(base))
+                yield base, status.st_dev, status.st_ino
 
     def hold(self) -> None:
         """Nobody is there to be asked: a broker that runs on this directory removes what its retention tells it to."""
 
     def describe(self) -> Description:
-        last, size = self.bases[-1], 0
+        acknowledged = self._acknowledged()  # before the end, which goes on
+        there = [base for base in self.bases if base not in self._gone]
+        last, size = there[-1], 0
         try:
             size = os.fstat(self._file(last)).st_size
             end, frame = tail_of(self, last, last + size)
             torn = self._stored_behind(end, last + size)
-            if frame is None and len(self.bases) > 1:
-                before = self.bases[-2]
-                _, frame = tail_of(self, before, last)
+            if frame is None and len(there) > 1:
+                _, frame = tail_of(self, there[-2], last)
         except OSError as error:
             raise CannotRead(f"{self._folder}: {error.strerror or error}") from None
-        watermark = min(frame.high_watermark, frame.offset) if frame else 0
+        watermark = max(acknowledged, min(frame.high_watermark, frame.offset) if frame else 0)
         chain = 0 if self.bases[0] == 0 else None
-        return Description(self.bases[0], end, watermark, chain, tuple(self.bases), torn)
+        gone = tuple((base, base + 8, GONE) for base in self._gone)
+        return Description(self.bases[0], end, watermark, chain, tuple(self.bases), torn, gone)
+
+    def _acknowledged(self) -> int:
+        """Return up to where the broker wrote down, beside its log, that messages were acknowledged; 0: it did not."""
+        life, own = self._beside(COPY).get("life", 0), self._beside(POINTS)
+        return Point.from_list(own["own"]).end if own.get("own") and own["life"] == life else 0
+
+    def _beside(self, name: str) -> dict[str, Any]:
+        try:
+            return decode_checked((self._folder.parent / name).read_bytes())
+        except (OSError, ValueError):
+            return {}
 
     def index(self, base: int) -> ClosedIndex | None:
         try:
@@ -221,6 +251,8 @@ class PathCopy:
         if at < 0:
             return b""
         base = self.bases[at]
+        if base in self._gone:
+            return b""
         if at + 1 < len(self.bases):
             size = min(size, self.bases[at + 1] - offset)
         return os.pread(self._file(base), size, offset - base)

@@ -483,6 +483,9 @@ def _freeze(group: Group, result: Result) -> None:
     logs = result.logs
     result.start = max(log.start for log in logs.values())
     for name, log in logs.items():
+        for begin, end, why in log.damaged if "path" in group.places[name] else ():
+            if begin >= log.end:  # what is gone further in front is not read
+                result.add(Kind.DAMAGED, copy=name, offset=begin, end=max(end, result.watermark), text=why)
         if log.start < result.start:
             kept = f"[{log.start}, {result.start})"
             result.notes.append(f"the {name} keeps {kept}, which the other's retention removed: not compared")

@@ -29,9 +29,8 @@ def _check_two(group: str, names: tuple[str, str], one: Mapping[str, str], other
         raise CannotRead(f"{both} of {group} are the same place: one copy proves nothing")
     with closing(open_copy(one)) as ours, closing(open_copy(other)) as theirs:
         if isinstance(ours, PathCopy) and isinstance(theirs, PathCopy):
-            for base in {*ours.bases} & {*theirs.bases}:
-                if ours.file_of(base) == theirs.file_of(base):
-                    raise CannotRead(f"{both} of {group} share the file of the segment at {base}")
+            for base, *_ in {*ours.files()} & {*theirs.files()}:
+                raise CannotRead(f"{both} of {group} share the file of the segment at {base}")
         first, second = ours.owner(), theirs.owner()
     for name, owner in zip(names, (first, second)):
         if owner.group and owner.group != group:

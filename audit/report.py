@@ -99,8 +99,8 @@ def _proven(result: Result) -> list[str]:
         if result.begin > result.start:
             again = sum(piece.bytes for piece in result.again)
             lines.append(
-                f"What lies before, from {result.start} on, was verified by earlier runs: the frame that ends it is the "
-                f"one that they read, and so are the {again} bytes that were read again."
+                f"What lies before, from {result.start} on, was verified by earlier runs: the frame that ends it is "
+                f"the one that they read, and so are the {again} bytes that were read again."
             )
     else:
         span = f"[{result.start}, {result.watermark})"

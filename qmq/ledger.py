@@ -201,8 +201,8 @@ def known_from(entries: Iterable[Entry]) -> Known:
 
 
 def _without_overlaps(pieces: Mapping[tuple[int, int], tuple[Piece, int]]) -> dict[tuple[int, int], tuple[Piece, int]]:
-    """Of two that overlap, keep the one that was read last: runs at one time begin at the same point, and each has an end
-    of its own."""
+    """Of two that overlap, keep the one that was read last: runs at one time begin at the same point, and each has an
+    end of its own."""
     found: list[tuple[Piece, int]] = []
     for piece, run in sorted(pieces.values()):
         while found and found[-1][0].end > piece.begin:

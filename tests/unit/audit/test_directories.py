@@ -1,0 +1,92 @@
+"""Shell. What a broker wrote down beside its log says what a directory has to hold: files that are gone are no
+retention, and a log that was cut is no shorter log."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qmq.checked_json import encode_checked
+from qmq.log.manifest import encode_manifest
+from qmq.types import Epoch
+from tests.unit.audit.beside import bases_of
+from tests.unit.audit.logs import LogWriter
+from tests.unit.audit.test_walk import change
+from tests.unit.audit.without_spark import COPIES, audit, named
+
+
+def write(folder: Path, **points: Any) -> LogWriter:
+    """Write both copies, with a list of segments each, and `points` as brokers write down what was acknowledged."""
+    for copy in COPIES:
+        log = LogWriter(folder / copy, segment_bytes=4_000)
+        log.mastership(Epoch(2, 1))
+        for _ in range(30):
+            log.batch("order.changed", 4)
+        log.close()
+        (log.folder / "manifest").write_bytes(encode_manifest(bases_of(folder / copy)))
+        if points:
+            (folder / copy / "points.json").write_bytes(encode_checked({"life": 0} | points))
+    return log
+
+
+def remove(data: Path, base: int) -> None:
+    (data / "log" / f"{base:020d}.log").unlink()
+
+
+@pytest.mark.parametrize("number", [0, 2], ids=["the oldest", "one between"])
+@pytest.mark.parametrize("copies", [("slave",), COPIES], ids=["on one copy", "on both"])
+def test_listed_segment_that_is_gone_is_damage(tmp_path: Path, copies: tuple[str, ...], number: int) -> None:
+    write(tmp_path)
+    base = bases_of(tmp_path / "slave")[number]
+    for copy in copies:
+        remove(tmp_path / copy, base)
+    result = audit(tmp_path)
+    assert (result.unreadable, result.start) == (None, 0)
+    assert named(result) == {("damaged", "both" if copies == COPIES else "slave", base)}
+
+
+def test_newest_segment_that_is_gone_on_both_copies_is_damage_of_both(tmp_path: Path) -> None:
+    write(tmp_path)
+    newest = bases_of(tmp_path / "slave")[-1]
+    for copy in COPIES:
+        remove(tmp_path / copy, newest)
+    assert named(audit(tmp_path)) == {("damaged", copy, newest) for copy in COPIES}
+
+
+def test_list_that_is_damaged_says_nothing(tmp_path: Path) -> None:
+    write(tmp_path)
+    for copy in COPIES:
+        (tmp_path / copy / "log" / "manifest").write_text("{}")
+    assert audit(tmp_path).status == 0
+
+
+def test_what_was_acknowledged_is_due_to_the_last_frame_of_a_log_at_rest(tmp_path: Path) -> None:
+    stated = write(tmp_path / "without").frames[-1].offset
+    assert audit(tmp_path / "without").watermark == stated
+    log = write(tmp_path)
+    write(tmp_path / "with", own=[2, 1, log.end, log.chain])
+    result = audit(tmp_path / "with")
+    assert (result.status, result.watermark) == (0, log.end) and stated < log.end
+
+
+def test_logs_that_both_end_before_what_was_acknowledged_lack_it(tmp_path: Path) -> None:
+    log = write(tmp_path / "elsewhere")
+    write(tmp_path, own=[2, 1, log.end, log.chain])
+    last = next(frame for frame in log.frames if frame.offset >= bases_of(tmp_path / "slave")[-1])
+    for copy in COPIES:
+        change(tmp_path / copy, last.offset, bytes(log.end - last.offset))
+    result = audit(tmp_path)
+    assert {(row["what"], row["copy"]) for row in result.findings} == {("unread", copy) for copy in COPIES}
+
+
+@pytest.mark.parametrize("copy", [{"life": 1}, None], ids=["of a log before this one", "damaged"])
+def test_point_that_says_nothing_of_this_log_is_not_due(tmp_path: Path, copy: dict[str, int] | None) -> None:
+    write(tmp_path, own=[2, 1, 1 << 40, 7])
+    for name in COPIES:
+        if copy is not None:
+            (tmp_path / name / "copy.json").write_bytes(encode_checked(copy))
+        else:
+            (tmp_path / name / "points.json").write_text('{"crc": 1}')
+    assert audit(tmp_path).status == 0
