@@ -30,11 +30,23 @@ _COMPARED = (
     "body_crc",
     "body_bytes",
 )
-COLUMNS = ("offset", *_COMPARED, "chain")
-"""What is to be known of a frame."""
+COLUMNS = ("offset", *_COMPARED, "chain", "body")
+"""What is to be known of a frame; `body` is a hash of it, or null if it is damaged."""
 _MESSAGES = ("pair", "subject", "first_sequence", "count")
 """What names the messages of a frame, wherever it stands."""
-_SAME = ("pair", "kind", "subject", "first_sequence", "count", "timestamp_ms", "body_crc", "body_bytes")
+_SAME = (
+    "pair",
+    "kind",
+    "flags",
+    "subject",
+    "first_sequence",
+    "count",
+    "timestamp_ms",
+    "producer",
+    "batch",
+    "body_crc",
+    "body_bytes",
+)
 """What a frame keeps when it stands elsewhere; its high watermark, epoch and chain need not be the same."""
 SHIFTED_FRAMES_MIN, SHIFTS_MAX = 3, 5
 """Fewer frames that stand elsewhere are named one by one; more distances than that are no shift."""
@@ -53,8 +65,8 @@ def finding(what: Column | Kind, text: Column | str, **columns: Column) -> list[
 def compare(frames: DataFrame, damaged: DataFrame) -> DataFrame:
     """Compare the two copies of each pair frame by frame.
 
-    in: pair int, side string (of COPIES), due boolean: below the high watermark, COLUMNS as in `audit.tables.FRAMES`;
-    damaged ranges: d_pair int, d_copy string, d_offset, d_end long.
+    in: pair int, side string (of COPIES), due boolean: below the high watermark, COLUMNS, of which subject, producer,
+    batch, chain and body are string, others long; damaged ranges: d_pair int, d_copy string, d_offset, d_end long.
     out: pair, findings, frames long: how many each of them stands for.
 
     Frames that stand in both copies one distance apart are one finding, and so are neighbours that one copy lacks;
@@ -69,8 +81,11 @@ def compare(frames: DataFrame, damaged: DataFrame) -> DataFrame:
         _only(sides[SLAVE], sides[MASTER], hurt[MASTER], Kind.EXTRA),
     ]
     m, s = sides[MASTER].alias("m"), sides[SLAVE].alias("s")
+    other_body = (F.col("m.body_crc") == F.col("s.body_crc")) & (F.col("m.body") != F.col("s.body"))
     named = F.concat_ws(
-        ", ", *(F.when(~F.col(f"m.{name}").eqNullSafe(F.col(f"s.{name}")), F.lit(name)) for name in _COMPARED)
+        ", ",
+        *(F.when(~F.col(f"m.{name}").eqNullSafe(F.col(f"s.{name}")), F.lit(name)) for name in _COMPARED),
+        F.when(other_body, F.lit("body")),  # with the same CRC, and so the headers and chains are the same
     )
     same_place = (F.col("m.pair") == F.col("s.pair")) & (F.col("m.offset") == F.col("s.offset"))
     pairs = m.join(s, same_place).withColumn("differs", named)

@@ -232,7 +232,7 @@ class OfDerived:
     def take(self, piece: int, said: Wrong, /) -> Iterator[Said]:
         """Take what was found from the segment at `piece` on."""
         if said.since not in self._wrong:
-            yield finding(said.what, said.text, offset=said.base, seen=said.base)
+            yield finding(said.what, said.text, offset=said.base)
         if said.what is Kind.SNAPSHOT:
             self._wrong.add(said.base)
 

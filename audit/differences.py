@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from hashlib import blake2b
 from typing import Any
 
 import pyarrow as pa
@@ -17,12 +18,12 @@ from qmq.audit.comparison import COLUMNS, compare
 from qmq.audit.copies import open_copy
 from qmq.audit.reading import LogRange
 from qmq.audit.schema import COPIES
-from qmq.audit.tables import FRAMES, table_batches
-from qmq.audit.walk import Walk
-from qmq.audit.wanted import Wanted
+from qmq.audit.walk import Walk, Window
+from qmq.log.frame import Frame
 
+_TEXTS = frozenset({"subject", "producer", "batch", "chain", "body"})
 _OF_PAIR = pa.schema([("pair", pa.int32()), ("side", pa.string()), ("due", pa.bool_())])
-_ROWS = pa.schema([*_OF_PAIR, *(FRAMES.field(name) for name in COLUMNS)])
+_ROWS = pa.schema([*_OF_PAIR, *((name, pa.string() if name in _TEXTS else pa.int64()) for name in COLUMNS)])
 _NO_RANGE = "SELECT 0 AS d_pair, '' AS d_copy, 0L AS d_offset, 0L AS d_end WHERE false"
 _RANGES = "d_pair int, d_copy string, d_offset long, d_end long"
 
@@ -51,7 +52,7 @@ def differences(spark: SparkSession, pairs: Sequence[Pair]) -> list[list[Row]]:
     damaged = spark.createDataFrame(ranges, _RANGES) if ranges else spark.sql(_NO_RANGE)
     rows = spark.range(0, len(tasks), 1, len(tasks))
     frames = rows.mapInArrow(partial(_frames, tuple(pairs), tasks), from_arrow_schema(_ROWS))
-    frames = frames.where("kind is not null").persist(StorageLevel.MEMORY_AND_DISK)
+    frames = frames.persist(StorageLevel.MEMORY_AND_DISK)
     try:
         for row in compare(frames, damaged).collect():
             said = row.asDict()
@@ -73,9 +74,21 @@ def _of_copy(pair: Pair, number: int, side: str, begin: int, end: int) -> Iterat
     log = pair.logs[side]
     is_start, until = begin == log.start, max(begin, min(end, log.end))
     with closing(open_copy(pair.places[side], limit=end)) as copy:
-        walk = Walk(copy, begin, until, chain=log.chain if is_start else None, is_start=is_start)
-        for rows in table_batches(walk, "frames", COLUMNS, Wanted(), {}):
-            due = [offset is not None and offset < pair.watermark for offset in rows.column("offset").to_pylist()]
-            about = [[number] * len(due), [side] * len(due), due]
-            columns = [pa.array(values, field.type) for values, field in zip(about, _OF_PAIR)]
-            yield pa.RecordBatch.from_arrays([*columns, *rows.columns], schema=_ROWS)
+        for window in Walk(copy, begin, until, chain=log.chain if is_start else None, is_start=is_start).windows():
+            rows = [_row(window, frame) | {"pair": number, "side": side} for frame in window.frames]
+            for row in rows:
+                row["due"] = row["offset"] < pair.watermark
+            yield pa.RecordBatch.from_pylist(rows, _ROWS)
+
+
+def _row(window: Window, frame: Frame) -> Row:
+    """Return COLUMNS of a frame; without a hash of its body, if that is damaged."""
+    is_whole = frame.offset not in window.damaged
+    return frame._asdict() | {
+        "term": frame.epoch.term,
+        "boot": frame.epoch.boot,
+        "producer": f"{frame.producer:016x}",
+        "batch": f"{frame.batch:016x}",
+        "chain": f"{frame.chain:016x}",
+        "body": blake2b(window.body(frame), digest_size=16).hexdigest() if is_whole else None,
+    }

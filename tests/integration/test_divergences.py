@@ -16,8 +16,17 @@ from qmq.audit.group import Group, Options, Result, audit_group, audit_groups
 from qmq.ledger import Ledger
 from tests.support.spark import actions, local_spark
 from tests.unit.audit.beside import WRONG, bases_of
-from tests.unit.audit.divergences import RIGHT_BUT_OTHER, TWO_SIDED, Expected, Plant, frame_of
-from tests.unit.audit.forged import A, B, forged, write_world
+from tests.unit.audit.divergences import (
+    RIGHT_BUT_OTHER,
+    TWO_SIDED,
+    Expected,
+    Plant,
+    frame_of,
+    one_frame_less,
+    one_frame_more,
+    other_payload,
+)
+from tests.unit.audit.forged import A, B, C, forged, write_world
 from tests.unit.audit.test_walk import change, flip
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::ResourceWarning")
@@ -34,7 +43,7 @@ def spark() -> Iterator[SparkSession]:
 
 
 def places_of(folder: Path) -> dict[str, dict[str, str]]:
-    return {copy: place_options(str(folder / copy), "") for copy in ("master", "slave")}
+    return {copy.name: place_options(str(copy), "") for copy in sorted(folder.iterdir())}
 
 
 def audit(spark: SparkSession, folder: Path) -> Result:
@@ -61,6 +70,10 @@ def due(expected: Expected, copy: str) -> Found:
 def without_id(rows: Found, whats: set[str]) -> Found:
     """What cannot be decoded has an id as far as it goes; a message forged under another's sequence has that one's."""
     return {(what, *rest[:3], None if what in whats else rest[3]) for what, *rest in rows}  # type: ignore[misc]
+
+
+def without_message(rows: Found, whats: set[str]) -> Found:
+    return {(what, copy, at, *((None, None) if what in whats else rest)) for what, copy, at, *rest in rows}  # type: ignore[misc]
 
 
 def plant_on_both(folder: Path, plants: Iterable[Plant]) -> Found:
@@ -126,41 +139,64 @@ def plant_on_slave(folder: Path, plants: Iterable[Plant]) -> Found:
     return due(planted, "slave")
 
 
-def four_others(folder: Path) -> Found:
-    return plant_on_slave(folder, list(RIGHT_BUT_OTHER.values())[:4])
+def others(folder: Path) -> Found:
+    return plant_on_slave(folder, RIGHT_BUT_OTHER.values())
 
 
-def eight(folder: Path) -> tuple[Found, set[int]]:
-    """Four that are other, each CRC right, and four that are damaged: a bit of a body and one of a header, bytes that
-    are gone, and some that changed places."""
-    rows = four_others(folder)
-    with forged(folder / "slave") as frames:
-        hit = [frame_of(frames, subject, at) for subject, at in ((B, 310), (A, 320), (B, 340), (A, 350))]
-    body, header, gone, swapped = (frame.at for frame in hit)
-    slave = folder / "slave"
-    flip(slave, body + 400)
-    flip(slave, header + 40)
-    change(slave, gone + 200, bytes(150))
+def eight(folder: Path) -> Found:
+    """Four messages are other on the slave, each CRC right; on each copy two frames are damaged: a bit of a body and
+    one of a header, bytes that are gone, and some that changed places. Beside the log, a file is wrong on each copy."""
+    master, slave = folder / "master", folder / "slave"
+    rows = plant_on_slave(folder, [other_payload(*one) for one in ((A, 26), (B, 153), (C, 114), (A, 475))])
+    with forged(slave) as frames:
+        body, header, gone, swapped = (
+            frame_of(frames, subject, at) for subject, at in ((B, 85), (A, 325), (C, 154), (B, 525))
+        )
+    bases = bases_of(master)
+    rows.add((WRONG["a frame left out"](master, bases[6]), "master", bases[6], None, None))
+    rows.add((WRONG["another position"](slave, bases[7]), "slave", bases[7], None, None))
+    flip(master, body.at + 400)
+    flip(master, header.at + 40)
+    change(slave, gone.at + 200, bytes(150))
     with closing(PathCopy(slave)) as copy:
-        pair = copy.window(swapped + 300, 400)
+        pair = copy.window(swapped.at + 300, 400)
     assert pair[:200] != pair[200:]
-    change(slave, swapped + 300, pair[200:] + pair[:200])
-    return rows, {body, header, gone, swapped}
+    change(slave, swapped.at + 300, pair[200:] + pair[:200])
+    rows |= due([("damaged", frame, None) for frame in (body, header)], "master")
+    rows |= due([("damaged", frame, None) for frame in (gone, swapped)], "slave")
+    return rows
 
 
-def one_frame_more(folder: Path) -> Found:
-    return plant_on_slave(folder, [RIGHT_BUT_OTHER["one frame more"]])
+def two_slaves(folder: Path) -> Found:
+    """What one of them has wrong says nothing of the other one."""
+    rows: Found = set()
+    for slave, number in (("slave", 206), ("slave2", 330)):
+        write_world(folder / slave)
+        with forged(folder / slave) as frames:
+            planted = other_payload(A, number)(frames)
+        rows |= due(planted, slave)
+    write_world(folder / "master")
+    return rows
 
 
-def one_frame_less(folder: Path) -> int:
+def one_more(folder: Path) -> tuple[Found, set[int]]:
+    """Of the frames that stand further on by that, one is another producer's: it is named where each copy has it."""
+    rows = plant_on_slave(folder, [one_frame_more])
+    with forged(folder / "master") as ours, forged(folder / "slave") as theirs:
+        pair = [frame_of(frames, B, 500) for frames in (ours, theirs)]
+        pair[1].producer += 1
+    return rows, {frame.at for frame in pair}
+
+
+def one_less(folder: Path) -> int:
     write_world(folder / "master")
     write_world(folder / "slave")
     with forged(folder / "slave") as frames:
-        _, (_, behind, _) = RIGHT_BUT_OTHER["one frame less"](frames)
+        _, (_, behind, _) = one_frame_less(frames)
     return behind.at
 
 
-ON_ONE_COPY: tuple[Callable[[Path], Any], ...] = (four_others, eight, one_frame_more, one_frame_less)
+ON_ONE_COPY: tuple[Callable[[Path], Any], ...] = (others, eight, two_slaves, one_more, one_less)
 Cases = dict[Callable[[Path], Any], tuple[Any, Result]]
 
 
@@ -185,29 +221,41 @@ def test_all_groups_whose_copies_differ_take_two_actions(run: tuple[Cases, int])
     assert run[1] == 2
 
 
-def test_four_that_are_other_on_one_copy_are_found(cases: Cases) -> None:
-    expected, result = cases[four_others]
+def test_all_that_are_other_on_one_copy_are_found(cases: Cases) -> None:
+    expected, result = cases[others]
     assert found(result) == expected
 
 
-def test_eight_on_one_copy_hide_nothing_of_each_other(cases: Cases) -> None:
-    (others, damaged), result = cases[eight]
-    rows = found(result)
-    assert {row for row in rows if row[0] != "damaged"} == others
-    assert {(row[1], row[2]) for row in rows if row[0] == "damaged"} == {("slave", at) for at in damaged}
-    assert len(rows) == len(others) + len(damaged) == 8
+def test_eight_in_many_places_of_both_copies_hide_nothing_of_each_other(cases: Cases) -> None:
+    """Pieces, segments, subjects, copies: of each, more than one has something that nothing else tells of."""
+    expected, result = cases[eight]
+    about = {"damaged"}  # where in the frame it begins, and so which message it is about, is not what this is for
+    assert without_message(found(result), about) == without_message(expected, about)
+    assert len(result.findings) == 10
+    for what, pieces in (("different", 4), ("damaged", 4)):
+        rows = [row for row in result.findings if row["what"] == what]
+        assert len({row["offset"] // PIECE_BYTES for row in rows}) == len({row["segment"] for row in rows}) == pieces
+        assert {row["subject"] for row in rows} == {A, B, C}
+    assert {row["copy"] for row in result.findings if row["what"] == "damaged"} == {"master", "slave"}
 
 
-def test_one_frame_more_on_one_copy_is_two_findings(cases: Cases) -> None:
-    expected, result = cases[one_frame_more]
+def test_each_slave_is_named_for_what_it_has_other(cases: Cases) -> None:
+    expected, result = cases[two_slaves]
+    assert found(result) == expected
+
+
+def test_one_frame_more_on_one_copy_is_two_findings_and_hides_no_other(cases: Cases) -> None:
+    (expected, moved), result = cases[one_more]
+    begin = min(at for _, _, at, _, _ in expected)
     assert {(row["what"], row["offset"]) for row in result.findings} == {
-        (what, min(at for _, _, at, _, _ in expected)) for what in ("extra", "shifted")
+        *((what, begin) for what in ("extra", "shifted")),
+        *(("reordered", at) for at in moved),
     }
     assert "bytes further on" in next(row["text"] for row in result.findings if row["what"] == "shifted")
 
 
 def test_one_frame_less_on_one_copy_is_two_findings(cases: Cases) -> None:
-    behind, result = cases[one_frame_less]
+    behind, result = cases[one_less]
     missing, shifted = result.findings
     assert (missing["what"], missing["offset"], shifted["what"]) == ("missing", behind, "shifted")
     assert "bytes further back" in shifted["text"]
