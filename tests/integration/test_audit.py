@@ -24,6 +24,7 @@ from qmq.audit.table import TableReader
 from qmq.codec import encode_message, join_batch
 from qmq.log.delays import Outcome, encode_dispatch, encode_places, encode_settled
 from qmq.log.frame import Frame, FrameKind
+from qmq.log.retention import RetentionDecision, encode_retention
 from qmq.message import Message
 from qmq.proto import qmq_pb2, qmq_pb2_grpc
 from qmq.types import Epoch, Role
@@ -475,10 +476,15 @@ def test_acknowledged_message_that_both_copies_lack_is_lost_and_one_with_another
     }
 
 
+def _give_up_the_first_segment(log: LogWriter) -> None:
+    start = sorted(int(path.stem) for path in log.folder.glob("*.log"))[1]
+    log.frame(FrameKind.RETENTION, "", encode_retention(RetentionDecision(start, "age", {}, {})))
+
+
 def test_messages_of_the_journal_that_the_log_is_too_young_for_are_not_called_present(
     spark: SparkSession, tmp_path: Path
 ) -> None:
-    for log in both(tmp_path):
+    for log in both(tmp_path, plant=_give_up_the_first_segment):
         log.folder.joinpath(f"{0:020d}.log").unlink()
     lines = [{"subject": A, "group": "g1", "sequence": s, "id": f"{A}-{s}"} for s in (3, 399)]
     lines.append({"subject": "older", "group": "g1", "sequence": 0, "id": "x"})
