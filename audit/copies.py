@@ -125,11 +125,12 @@ def place_options(place: str, token: str) -> dict[str, str]:
 def is_same_place(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
     """Return whether two options name one copy."""
     if "path" in one and "path" in other:
-        return _folder_of(Path(one["path"])).resolve() == _folder_of(Path(other["path"])).resolve()
+        return folder_of(Path(one["path"])).resolve() == folder_of(Path(other["path"])).resolve()
     return one.get("broker") == other.get("broker")
 
 
-def _folder_of(data: Path) -> Path:
+def folder_of(data: Path) -> Path:
+    """Return where the segments are of a data directory, or of its folder `log` itself."""
     return data / "log" if (data / "log").is_dir() else data
 
 
@@ -137,7 +138,7 @@ class PathCopy:
     """A data directory. Reads are `pread`s: a bad sector is an error of one range, not the death of the worker."""
 
     def __init__(self, data: Path) -> None:
-        self._folder = _folder_of(data)
+        self._folder = folder_of(data)
         self._files: dict[int, int] = {}
         there, listed = self._list()
         self._gone = sorted(listed - there)

@@ -13,7 +13,7 @@ from pyspark.sql import functions as F
 from pyspark.storagelevel import StorageLevel
 
 from qmq.audit import due
-from qmq.audit.copies import CannotRead, open_copy
+from qmq.audit.copies import CannotRead, folder_of, open_copy
 from qmq.audit.extents import CLOCK_MS
 from qmq.audit.kinds import Kind
 from qmq.audit.spark import read_copy
@@ -51,7 +51,7 @@ class Account(NamedTuple):
 def is_delay_group(place: Mapping[str, str]) -> bool:
     """Return whether a copy is a delay server's; raises CannotRead."""
     if path := place.get("path"):
-        return (Path(path) / SCHEDULE).is_dir()
+        return (folder_of(Path(path)).parent / SCHEDULE).is_dir()
     with closing(open_copy(place)) as copy:
         return copy.owner().role in _DELAYS
 
@@ -84,7 +84,7 @@ def account_for(
         sums = [F.sum(name).alias(name) for name in names] + [F.max("late_ms_max").alias("late_ms_max")]
         listed = hours.groupBy("subject").agg(*sums).orderBy("subject").limit(SUBJECTS_MAX).collect()
         unsent = due.unsent(found).where(~due.waits_for(closed or {})).drop("targets")
-        broken = {Kind.UNSENT: unsent, Kind.LOST: _not_there(spark, rows, targets)}
+        broken = {Kind.EARLY: due.early(rows), Kind.UNSENT: unsent, Kind.LOST: _not_there(spark, rows, targets)}
         findings, more = _listed({kind: table for kind, table in broken.items() if table is not None})
         return Account([row.asDict() for row in listed], findings, [*_waiting(found, closed or {})], more)
     finally:

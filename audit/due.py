@@ -102,6 +102,20 @@ def unsent(found: DataFrame) -> DataFrame:
     )
 
 
+def early(delays: DataFrame) -> DataFrame:
+    """Return messages that were planned before they say themselves that they are due, whatever the plan says.
+
+    out: as `unsent`, without targets.
+    """
+    planned = delays.where("event = 'planned'").select(
+        "subject", F.col("number").alias("sequence"), "offset", F.col("due_ms").alias("said_ms"), "timestamp_ms"
+    )
+    taken = delays.where("event = 'taken'").select(F.col("number").alias("sequence"), "due_ms")
+    found = planned.join(taken, "sequence").where("timestamp_ms < due_ms and said_ms != due_ms")
+    text = F.format_string("planned %d ms before it is due by itself", F.col("due_ms") - F.col("timestamp_ms"))
+    return found.select("subject", "sequence", "offset", text.alias("text"))
+
+
 def waits_for(closed: Collection[str]) -> Column:
     """Return whether `targets` are there, and are all of these broker groups."""
     if not closed:

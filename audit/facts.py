@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from qmq.audit import delays
+from qmq.audit.headers import TIME_MS_MAX
 from qmq.audit.kinds import Kind
 from qmq.audit.letters import Letter
 from qmq.audit.line import FOREVER_MS, Line
@@ -39,8 +40,7 @@ from qmq.log.frame import DELAYS, FLAG_LABELLED, FRAME_BYTES_MAX, PROGRESS, Fram
 from qmq.log.retention import decode_retention
 
 HOUR_MS = 3_600_000
-HOUR_MAX = 253_402_300_799_999 // HOUR_MS
-"""The last one of the year 9999: no calendar has the hour of a time that is quite wrong."""
+HOUR_MAX = TIME_MS_MAX // HOUR_MS
 NO_JSON = (ValueError, OverflowError, RecursionError)
 """What JSON raises that is not what is expected, or a number of it."""
 PROBLEMS_MAX = 1000

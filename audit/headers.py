@@ -46,6 +46,8 @@ _epoch = lru_cache(64)(Epoch)
 
 NUMBER_MAX = (1 << 63) - 1
 """No sequence and no offset is higher: tables and arrays have a sign."""
+TIME_MS_MAX = 253_402_300_799_999
+"""The end of the year 9999: a time that is quite wrong may be any number, and no calendar goes on."""
 
 Heads = npt.NDArray[np.void]
 Flags = npt.NDArray[np.bool_]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from qmq.audit.headers import NUMBER_MAX, TIME_MS_MAX
 from qmq.audit.walk import Walk, Window
 from qmq.audit.wanted import Wanted
 from qmq.codec import check_batch, decode_envelope, decode_properties, due_of, labels_bytes, split_batch
@@ -305,18 +306,19 @@ def _decisions(frame: Frame, body: memoryview) -> Iterator[dict[str, Any]]:
     """Yield what a frame of a delay server's log says of each message or batch (qmq.log.delays)."""
     if frame.kind == FrameKind.DISPATCH:
         group, places = decode_dispatch(body, frame.count)
-        yield from ({"event": "planned", "number": number, "due_ms": due, "target": group} for number, due in places)
+        for number, due_ms in places:
+            yield {"event": "planned", "number": _number(number), "due_ms": _time(due_ms), "target": group}
     elif frame.kind == FrameKind.SETTLED:
         for producer, batch, outcome in decode_settled(body, frame.count):
             event = "stored" if outcome == Outcome.STORED else "not_stored"
             yield {"event": event, "producer": f"{producer:016x}", "batch": batch - (1 << 64 if batch >> 63 else 0)}
     elif frame.kind == FrameKind.CANCEL:
-        yield from ({"event": "cancelled", "number": number} for number, _ in decode_places(body, frame.count))
+        yield from ({"event": "cancelled", "number": _number(at)} for at, _ in decode_places(body, frame.count))
     else:
         is_carry = frame.kind == FrameKind.CARRY
         if is_carry:
             yield from (
-                {"event": "replaced", "number": number} for number, _ in decode_places(body, frame.count) if number
+                {"event": "replaced", "number": _number(at)} for at, _ in decode_places(body, frame.count) if at
             )
         yield from _taken(frame, body, batch_begin(frame.count, is_carry))
 
@@ -329,4 +331,12 @@ def _taken(frame: Frame, body: memoryview, begin: int) -> Iterator[dict[str, Any
     for at in ends[:-1]:
         number, due_ms = frame.offset + frame.body_at + data + at, due_of(body[data + at :])
         if due_ms is not None:
-            yield {"event": "taken", "number": number, "due_ms": due_ms}
+            yield {"event": "taken", "number": number, "due_ms": _time(due_ms)}
+
+
+def _number(stated: int) -> int:
+    return min(stated, NUMBER_MAX)
+
+
+def _time(stated_ms: int) -> int:
+    return min(stated_ms, TIME_MS_MAX)

@@ -144,10 +144,11 @@ def test_every_cell_of_the_notebook_runs(
     assert {f"|{A}|10|2023-11-1422:00:00|", "|g|2|0.0|", "|%DEAD_RETRY%order.changed%g|no|1|"} <= shown
 
 
-def delayed(data: Path) -> tuple[LogWriter, list[int]]:
+def delayed(data: Path, *, is_early: bool = False) -> tuple[LogWriter, list[int]]:
     """Write a delay group's log with seven messages due at once; return their numbers.
 
     Of 0 to 2 the batch is stored, of 3 nobody knows, 4 is cancelled, 5 written again for tomorrow, 6 forgotten.
+    `is_early`: what is written again is planned at once, as if it were due.
     """
     log = LogWriter(data)
     log.mastership(Epoch(1, 1))
@@ -165,7 +166,10 @@ def delayed(data: Path) -> tuple[LogWriter, list[int]]:
     log.frame(FrameKind.SETTLED, "", encode_settled([(sent.producer, sent.batch, Outcome.STORED)]), count=1)
     log.frame(FrameKind.CANCEL, A, encode_places([(numbers[4], due_ms)]), count=1)
     tomorrow = join_batch([with_due(messages[5], due_ms + 24 * HOUR_MS)])
-    log.frame(FrameKind.CARRY, A, encode_places([(numbers[5], due_ms)]) + tomorrow, count=1)
+    carried = log.frame(FrameKind.CARRY, A, encode_places([(numbers[5], due_ms)]) + tomorrow, count=1)
+    if is_early:
+        numbers.append(carried.offset + carried.body_at + 16 + 4 * 2)
+        log.frame(FrameKind.DISPATCH, A, encode_dispatch("g1", encode_places([(numbers[7], due_ms)])), count=1)
     log.close()
     return log, numbers
 
@@ -210,6 +214,12 @@ def test_every_delayed_message_is_in_one_state_and_what_was_sent_is_where_it_was
     assert [("planned for g1 at" in row["text"], row["sequence"]) for row in later.findings] == [
         (True, numbers[3]),
         (False, numbers[6]),
+    ]
+    log, numbers = delayed(tmp_path / "d2", is_early=True)
+    early = account_for(spark, Source("d2", {"path": str(tmp_path / "d2")}), []).findings
+    assert [(row["what"], row["sequence"], row["offset"]) for row in early] == [
+        ("early", numbers[7], log.frames[-1].offset),
+        ("unsent", numbers[6], log.frames[1].offset),
     ]
     monkeypatch.setattr("qmq.audit.delay_groups.FINDINGS_MAX", 1)
     few = account_for(spark, Source("d1", places["d1"]["master"]), [], now_ms=log.timestamp_ms + 2 * HOUR_MS)
