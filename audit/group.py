@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -251,7 +251,8 @@ def _prepare(one: _Audit, options: Options) -> None:
     _hold(group, one.held)
     _freeze(group, result)
     one.history = history = _look_back(group, result, options.ledger, options.share)
-    begins = {begin for begin, _ in _reads(result)} - {until for _, until in _reads(result)}
+    reads = _reads(result)
+    begins = {begin for begin, _ in reads} - {until for _, until in reads}
     anchor = history.anchor
     bases = {name: [base for base in log.segments if base <= result.watermark] for name, log in result.logs.items()}
     one.job = Job(
@@ -505,8 +506,8 @@ def _look_back(group: Group, result: Result, ledger: Ledger | None, share: int) 
     if ledger is not None:
         history = look_back(ledger.known(group.name), group.places, result.logs, share=share)
     if history.broken is not None:
-        kind, copy, text = history.broken
-        result.add(kind, copy=copy, text=text, offset=min(log.end for log in result.logs.values()))
+        for copy in history.broken.copies:
+            result.add(history.broken.what, copy=copy, text=history.broken.text, offset=history.broken.offset)
     verified = history.known.anchor.verified if history.known.anchor else result.start
     if history.broken is None and verified < result.start:
         result.unverified = result.start - verified
@@ -519,7 +520,7 @@ def _look_back(group: Group, result: Result, ledger: Ledger | None, share: int) 
     return history
 
 
-def _ranges(result: Result) -> str:
+def _reads(result: Result) -> list[tuple[int, int]]:
     """Return what is read of both copies, cut at the high watermark, and where a copy that is behind ends, so that no
     piece lies on both sides."""
     end = max(log.end for log in result.logs.values())
@@ -527,12 +528,7 @@ def _ranges(result: Result) -> str:
     inner = sorted(cut for cut in {*result.cuts, result.whole_until()} if result.begin < cut < result.watermark)
     cuts = [result.begin, *inner, result.watermark]
     parts += [*pairwise(cuts), (result.watermark, end)]
-    return ",".join(f"{begin}-{until}" for begin, until in parts if begin < until)
-
-
-def _reads(result: Result) -> list[tuple[int, int]]:
-    parts = [part.split("-") for part in _ranges(result).split(",") if part]
-    return [(int(begin), int(until)) for begin, until in parts]
+    return [(begin, until) for begin, until in parts if begin < until]
 
 
 def _pieces(result: Result, piece_bytes: int) -> list[tuple[int, int]]:
@@ -605,8 +601,8 @@ def _take_differences(found: Sequence[Row], result: Result) -> None:
 
 
 def _hold_against_before(answer: Answer, result: Result, history: History) -> None:
-    """Make findings of what both copies have alike, and not as it was before: the first range that was exchanged,
-    subjects that end lower, frames that are gone although no retention frame gave them up."""
+    """Make findings of what both copies have alike, and not as it was before: ranges that were exchanged, subjects that
+    end lower, frames that are gone although no retention frame gave them up."""
     changed = [
         piece
         for piece in history.exchanged(_digests(answer, result))
@@ -623,9 +619,18 @@ def _hold_against_before(answer: Answer, result: Result, history: History) -> No
     if kept is not None and kept < oldest:
         text = f"both logs begin at {oldest}, and frames are kept from {kept} on"
         result.add(Kind.RETENTION, copy=BOTH, text=text, offset=oldest)
-    if changed:
-        text = f"{len(changed)} ranges, of {sum(p.bytes for p in changed)} bytes, are not what was read before"
-        result.add(Kind.REWRITTEN, copy=BOTH, text=text, offset=changed[0].begin, end=changed[0].end)
+    for begin, end in _together((piece.begin, piece.end) for piece in changed):
+        result.add(Kind.REWRITTEN, copy=BOTH, text="it is not what was read here before", offset=begin, end=end)
+
+
+def _together(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return neighbours as one."""
+    found: list[tuple[int, int]] = []
+    for begin, end in ranges:
+        if found and found[-1][1] == begin:
+            begin, _ = found.pop()
+        found.append((begin, end))
+    return found
 
 
 def _oldest(result: Result) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from typing import NamedTuple
 
 from qmq.audit.copies import Description, open_copy
 from qmq.audit.kinds import Kind
@@ -36,6 +37,15 @@ Digests = Mapping[int, tuple[int, int]]
 """Where a piece begins -> (its bytes, its digest)."""
 
 
+class Broken(NamedTuple):
+    """The log is not the one that was verified."""
+
+    what: Kind
+    copies: tuple[str, ...]
+    offset: int
+    text: str
+
+
 @dataclass(slots=True)
 class History:
     """What is known of one broker group before it is read. Made by `look_back`.
@@ -46,8 +56,7 @@ class History:
     known: Known
     begin: int
     again: list[Piece] = field(default_factory=list)
-    broken: tuple[Kind, str, str] | None = None
-    """(kind, copy, why): the log is not the one that was verified."""
+    broken: Broken | None = None
     start: int = 0
     """Where both logs begin by now: of a piece that retention entered, what is left is another piece."""
     before: Frame | None = None
@@ -99,8 +108,9 @@ def look_back(
         return History(known, start, start=start)
     if all(log.end < anchor.verified for log in logs.values()):
         ends = " and ".join(str(logs[name].end) for name in logs)
-        text = f"the logs end at {ends}; the run of {anchor.run} verified them up to {anchor.verified}"
-        return History(known, start, start=start, broken=(Kind.REWOUND, BOTH, text))
+        text = f"the logs end at {ends}; {_run(anchor)} verified them up to {anchor.verified}"
+        end = min(log.end for log in logs.values())
+        return History(known, start, start=start, broken=Broken(Kind.REWOUND, (BOTH,), end, text))
     found = {
         name: _frame_at(places[name], anchor.frame)
         for name, log in logs.items()
@@ -109,15 +119,20 @@ def look_back(
     whole = {name: frame for name, frame in found.items() if frame is not None}
     last = anchor.verified, anchor.chain
     if wrong := [name for name, frame in whole.items() if (frame.end, f"{frame.chain:016x}") != last]:
-        text = f"the frame at {anchor.frame} is not the one that the run of {anchor.run} verified"
-        return History(
-            known, start, start=start, broken=(Kind.REWRITTEN, BOTH if len(wrong) == len(logs) else wrong[0], text)
-        )
+        text = f"the frame at {anchor.frame} is not the one that {_run(anchor)} verified"
+        of = (BOTH,) if len(wrong) == len(logs) else tuple(wrong)
+        return History(known, start, start=start, broken=Broken(Kind.REWRITTEN, of, anchor.frame, text))
     is_damaged = len(whole) < len(found)  # whoever reads everything names it
     if is_damaged or not known.since <= start < anchor.verified:
         return History(known, start, start=start)
     before = next(iter(whole.values()), None)
     return History(known, anchor.verified, pieces_due(known, start, share), start=start, before=before)
+
+
+def _run(entry: Entry) -> str:
+    """Name a run, by where it read, too: a ledger may be another installation's."""
+    places = f" of {' and '.join(entry.places.values())}" if entry.places else ""
+    return f"the run of {entry.run}{places}"
 
 
 def _frame_at(place: dict[str, str], offset: int) -> Frame | None:

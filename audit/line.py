@@ -18,7 +18,8 @@ AHEAD_MS_MAX = 300_000
 """So far a broker's clock may be ahead of the audit's."""
 FOREVER_MS = 1 << 62
 _OTHER_CLOCK = frozenset({FrameKind.NACK, FrameKind.DISPATCH, FrameKind.RETENTION})
-"""Their times are by other clocks: the mastership's own, which nobody sets, and what several clocks agreed on."""
+"""Their times are by other clocks: the mastership's own, which nobody sets, and what several clocks agreed on, which is
+not ahead of all of them."""
 
 
 @dataclass(slots=True)
@@ -66,6 +67,8 @@ class Line:
             self.watermark = frame.high_watermark
         if frame.kind not in _OTHER_CLOCK:
             yield from self._time(frame)
+        elif frame.kind == FrameKind.RETENTION and frame.timestamp_ms > self.until_ms:
+            yield self._ahead(frame)
 
     def take(self, frames: Sequence[Frame]) -> bool:
         """Take frames of messages of the last one's epoch, all at once; False, and none of them, if one is wrong."""
@@ -101,11 +104,14 @@ class Line:
                 self._forget_times()
             self.epoch = frame.epoch
 
+    def _ahead(self, frame: Frame) -> Problem:
+        ahead_s = (frame.timestamp_ms - self.until_ms) // 1000
+        return problem_of(frame, Kind.TIME, f"its time is more than {ahead_s} s ahead of the audit's clock")
+
     def _time(self, frame: Frame) -> Iterator[Problem]:
         now_ms = frame.timestamp_ms
         if now_ms > self.until_ms:
-            ahead_s = (now_ms - self.until_ms) // 1000
-            yield problem_of(frame, Kind.TIME, f"its time is more than {ahead_s} s ahead of the audit's clock")
+            yield self._ahead(frame)
             return
         if now_ms >= self.time_ms - BACK_MS_MAX:
             self._before_ms, self.time_ms, self._timed = self.time_ms, now_ms, frame

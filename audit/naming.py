@@ -11,15 +11,18 @@ from typing import Any
 from qmq.audit.copies import CannotRead, Copy, Description, open_copy
 from qmq.audit.kinds import DERIVED, Kind
 from qmq.audit.schema import BOTH, COPIES, MASTER, SLAVE
-from qmq.audit.walk import Walk, Window
+from qmq.audit.walk import HEADER_BYTES_MAX, Walk, Window
 from qmq.codec import batch_ends, decode_envelope, labels_bytes
 from qmq.errors import QmqError
-from qmq.log.frame import FLAG_LABELLED, Frame, FrameKind
+from qmq.log.frame import FLAG_LABELLED, FRAME_BYTES_MAX, Frame, FrameKind
 
 _OF_FRAMES = frozenset({Kind.DIFFERENT, Kind.MISSING, Kind.EXTRA, Kind.SHIFTED, Kind.HISTORY})
 """Their `sequence` is that of the frame's header, which says nothing where it is no frame of messages."""
 NAMED_MAX = 200
 """Findings for which both copies are read again."""
+COMPARED_BYTES_MAX = FRAME_BYTES_MAX + HEADER_BYTES_MAX
+"""Of a range that is damaged, which may be a whole segment."""
+BLOCK_BYTES = 1 << 16
 _COMPARED = frozenset({Kind.DIFFERENT, Kind.DAMAGED, Kind.CHAIN, Kind.REORDERED})
 _BY_PLACE = frozenset({Kind.BATCH_TWICE, Kind.ID_TWICE})
 """Their `sequence` is the place of the message in its frame, until it is read here."""
@@ -104,7 +107,8 @@ class _Naming:
     def _first_difference(self) -> int | None:
         """Return the offset of the first byte that the copies do not share: in a body, if they differ there, because
         a header that was written for another body differs as well."""
-        begin, end = self._row["offset"], self._row["end"] or self._row["offset"] + 1
+        begin = self._row["offset"]
+        end = min(self._row["end"] or begin + 1, begin + COMPARED_BYTES_MAX)
         try:
             ours, theirs = (self._copies[name].window(begin, end - begin)[: end - begin] for name in COPIES)
         except (OSError, CannotRead):
@@ -143,7 +147,9 @@ def _differs(ours: bytes, theirs: bytes) -> int | None:
     if ours == theirs:
         return None
     common = min(len(ours), len(theirs))
-    return next((at for at in range(common) if ours[at] != theirs[at]), common)
+    blocks = range(0, common, BLOCK_BYTES)
+    block = next((at for at in blocks if ours[at : at + BLOCK_BYTES] != theirs[at : at + BLOCK_BYTES]), common)
+    return next((at for at in range(block, common) if ours[at] != theirs[at]), common)
 
 
 def _place_of(window: Window, frame: Frame, byte: int | None) -> int:

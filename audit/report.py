@@ -179,6 +179,11 @@ def _table_of_hours(result: Result) -> list[str]:
 
 def _table(names: list[str], rows: list[list[Any]]) -> list[str]:
     def line(cells: Iterable[Any]) -> str:
-        return "| " + " | ".join("" if cell is None else str(cell).replace("|", "\\|") for cell in cells) + " |"
+        return "| " + " | ".join("" if cell is None else _cell(str(cell)) for cell in cells) + " |"
 
     return [line(names), line("---" for _ in names), *(line(row) for row in rows)]
+
+
+def _cell(text: str) -> str:
+    """An application's ids may have any characters: each stays within its cell."""
+    return " ".join(text.split()).replace("|", "\\|")

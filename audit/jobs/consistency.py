@@ -44,17 +44,23 @@ def _parser() -> argparse.ArgumentParser:
         "--journal", type=Path, help="what producers were told is stored: a file of NDJSON, or a folder"
     )
     parser.add_argument("--ledger", type=Path, help="directory of what was verified: read what is new, some of the old")
-    parser.add_argument("--share", type=int, default=SHARE, help="with --ledger: one part in so many of the old")
+    parser.add_argument("--share", type=_positive, default=SHARE, help="with --ledger: one part in so many of the old")
     parser.add_argument("--metrics", type=Path, help="with --ledger: write gauges here, for node_exporter (*.prom)")
     parser.add_argument(
         "--page", type=Path, help="with --ledger: write the morning page here (HTML), and beside it the same as JSON"
     )
     parser.add_argument("--spark-master", help="spark://host:port, yarn, …; by default spark-submit's, or local[*]")
-    parser.add_argument("--piece-bytes", type=int, default=PIECE_BYTES, help="bytes of log per task")
+    parser.add_argument("--piece-bytes", type=_positive, default=PIECE_BYTES, help="bytes of log per task")
     parser.add_argument("--report", type=Path, help="write the report for people here (Markdown)")
     parser.add_argument("--result", type=Path, help="write the machine-readable result here (JSON)")
     parser.add_argument("--parquet", type=Path, help="write counts and findings into this directory")
     return parser
+
+
+def _positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise ValueError(text)
+    return number
 
 
 def groups_of(options: argparse.Namespace) -> list[Group]:

@@ -73,3 +73,11 @@ def test_files_that_cannot_be_written_are_told_before_anything_is_read(
     words = ["--group", "g1", "--master", "a", "--slave", "b", "--token", "t"]
     assert consistency.main([*words, "--result", str(tmp_path / "nowhere" / "audit.json")]) == 2
     assert "No such file or directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [("--share", "0"), ("--piece-bytes", "0"), ("--piece-bytes", "-8")])
+def test_parts_of_no_size_are_wrong_usage(words: tuple[str, str]) -> None:
+    """A grid that goes back never comes to an end."""
+    with pytest.raises(SystemExit) as ended:
+        consistency.main(["--group", "g1", "--master", "a", "--slave", "b", *words])
+    assert ended.value.code == 2

@@ -67,3 +67,10 @@ def test_what_was_found_before_a_copy_went_away_is_reported() -> None:
     report = as_markdown([result], 1.0)
     assert "Nothing is proven: broker 10.0.0.1:20883: UNAVAILABLE" in report
     assert "| missing | slave | 77 |" in report
+
+
+def test_id_of_an_application_stays_within_its_cell() -> None:
+    result = Result("g1", {"master": "a", "slave": "b"}, unreadable="gone")
+    row = dict.fromkeys(FINDINGS.fieldNames()) | {"what": "missing", "copy": "slave", "id": "a\n| b |\r\u2028c"}
+    result.findings, result.found = [row], {"missing": 1}
+    assert "| missing | slave |  |  |  | a \\| b \\| c |  |" in as_markdown([result], 1.0).splitlines()

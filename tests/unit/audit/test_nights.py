@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -23,9 +23,17 @@ KEPT, FIRST = 12, 30
 """Frames behind which a retention frame stands, and how many there are in the first night."""
 
 
-def write(folder: Path, frames: int, *, at: int = -1, plant: Plant | None = None, kept: int = 0) -> LogWriter:
+def write(
+    folder: Path,
+    frames: int,
+    *,
+    at: int = -1,
+    plant: Plant | None = None,
+    kept: int = 0,
+    copies: Sequence[str] = COPIES,
+) -> LogWriter:
     """Write both copies; what they had is there again, byte for byte. `plant`: before frame `at`."""
-    for copy in COPIES:
+    for copy in copies:
         shutil.rmtree(folder / copy, ignore_errors=True)
         log = LogWriter(folder / copy, segment_bytes=4_000)
         log.mastership(Epoch(2, 1))
@@ -41,8 +49,8 @@ def write(folder: Path, frames: int, *, at: int = -1, plant: Plant | None = None
     return log
 
 
-def night(folder: Path) -> Result:
-    result = audit(folder, ledger=Ledger(folder / "ledger"), piece_bytes=2_048)
+def night(folder: Path, copies: Sequence[str] = COPIES) -> Result:
+    result = audit(folder, copies, ledger=Ledger(folder / "ledger"), piece_bytes=2_048)
     assert result.unreadable is None
     return result
 
@@ -108,6 +116,16 @@ def test_what_copies_have_again_that_no_night_read_is_read(tmp_path: Path) -> No
     result = night(tmp_path)
     assert (result.start, result.begin) == (0, 0)
     assert named(result) == {("damaged", "both", log.frames[2].offset)}
+
+
+def test_each_copy_that_was_written_anew_is_named_where_that_was_seen(tmp_path: Path) -> None:
+    three = (*COPIES, "slave2")
+    write(tmp_path, FIRST, copies=three)
+    night(tmp_path, three)
+    last = Ledger(tmp_path / "ledger").entries("g1")[-1].frame
+    write(tmp_path, FIRST + 5, at=3, plant=other_chain, copies=three[1:])
+    rewritten = {(copy, at) for what, copy, at in named(night(tmp_path, three)) if what == "rewritten"}
+    assert rewritten == {("slave", last), ("slave2", last)}
 
 
 def test_report_does_not_say_of_what_earlier_nights_read_that_this_one_did(tmp_path: Path) -> None:

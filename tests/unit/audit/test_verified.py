@@ -16,6 +16,7 @@ from qmq.audit.group import (
     _check_all_was_read,
     _explain,
     _freeze,
+    _hold_against_before,
     _line,
     _look_back,
     _new,
@@ -133,6 +134,17 @@ def test_what_retention_took_before_a_run_verified_it_is_said(tmp_path: Path, pl
     noted = [note for note in result.notes if "which no run had verified" in note]
     assert noted == [f"retention has removed [{frame.end}, {start}), which no run had verified"][: int(is_unverified)]
     assert _line(result, None).unverified == result.unverified
+
+
+def test_each_range_that_was_exchanged_is_a_finding() -> None:
+    result = result_of(WATERMARK, WATERMARK, begin=500)
+    as_now, other = "c000000000000000f", "c0000000000000001"
+    old = [Piece(at, at + 100, 100, as_now if at == 200 else other) for at in range(0, 400, 100)]
+    answer = answer_of(result, *((piece.begin, piece.end) for piece in old), (500, WATERMARK))
+    result.again = old
+    _hold_against_before(answer, result, known(*old))
+    found = [(row["what"], row["offset"], row["end"]) for row in result.findings]
+    assert found == [(Kind.REWRITTEN, 0, 200), (Kind.REWRITTEN, 300, 400)]
 
 
 @pytest.mark.parametrize("digest", ["c000000000000000f", "1234"])

@@ -7,14 +7,19 @@ from pathlib import Path
 
 import pytest
 
+from qmq.audit.headers import NUMBER_MAX, TIME_MS_MAX
 from qmq.audit.report import as_markdown
+from qmq.audit.table import TableReader
+from qmq.log.delays import encode_dispatch, encode_places
 from qmq.log.frame import FrameKind
 from qmq.log.retention import RetentionDecision, encode_retention
-from tests.unit.audit.divergences import frame_of, in_place_of, nth
+from qmq.types import Epoch
+from tests.unit.audit.divergences import TEN_YEARS_MS, frame_of, in_place_of, nth
 from tests.unit.audit.forged import A, Draft, forged, write_world
+from tests.unit.audit.logs import LogWriter
 from tests.unit.audit.without_spark import COPIES, audit, named
 
-KEPT = RetentionDecision(1 << 70, "", {}, {})
+KEPT, ALL_KEPT = RetentionDecision(1 << 70, "", {}, {}), RetentionDecision(0, "", {}, {})
 Wrong = Callable[[list[Draft]], Draft]
 
 
@@ -28,11 +33,12 @@ def header(**fields: int) -> Wrong:
     return change
 
 
-def retention(body: bytes) -> Wrong:
+def retention(body: bytes, later_ms: int = 0) -> Wrong:
     def add(frames: list[Draft]) -> Draft:
         at = frames.index(frame_of(frames, A, 25))
         of = nth(frames, FrameKind.POSITION, A, 0)
-        frame = in_place_of(frames[at], of, kind=FrameKind.RETENTION, subject="", body=body + bytes(-len(body) % 8))
+        frame = in_place_of(frames[at], of, kind=FrameKind.RETENTION, subject="", body=body + b" " * (-len(body) % 8))
+        frame.timestamp_ms += later_ms
         frames.insert(at, frame)
         return frame
 
@@ -49,6 +55,7 @@ def retention(body: bytes) -> Wrong:
         pytest.param("retention", retention(b'{"start": Infinity, "unconsumed": []}'), id="kept from no number"),
         pytest.param("retention", retention(b"[" * 5000), id="lists in lists"),
         pytest.param("retention", retention(encode_retention(KEPT)), id="kept from 2^70"),
+        pytest.param("time", retention(encode_retention(ALL_KEPT), TEN_YEARS_MS), id="clocks of a decade ahead"),
     ],
 )
 def test_frame_that_no_broker_writes_is_named(tmp_path: Path, what: str, wrong: Wrong) -> None:
@@ -60,3 +67,13 @@ def test_frame_that_no_broker_writes_is_named(tmp_path: Path, what: str, wrong: 
     assert result.unreadable is None
     assert (what, "both", frame.at) in named(result)
     assert "findings" in as_markdown([result], 1.0)
+
+
+def test_delay_that_no_calendar_has_is_a_row(tmp_path: Path) -> None:
+    log = LogWriter(tmp_path)
+    log.mastership(Epoch(1, 1))
+    log.frame(FrameKind.DISPATCH, "s", encode_dispatch("g1", encode_places([(1 << 63, (1 << 64) - 1)])), count=1)
+    log.close()
+    reader = TableReader({"path": str(tmp_path), "rows": "delays"}, ["event", "number", "due_ms"])
+    (row,) = [row for part in reader.partitions() for batch in reader.read(part) for row in batch.to_pylist()]
+    assert row == {"event": "planned", "number": NUMBER_MAX, "due_ms": TIME_MS_MAX}
