@@ -34,6 +34,7 @@ class Cause(StrEnum):
     RATE = "rate"
     EXCLUSIVE = "exclusive"
     NO_CONSUMER = "no_consumer"
+    AWAY = "away"
     NO_SLAVE = "no_slave"
     UNACKED = "unacked"
     POSTPONED = "postponed"
@@ -113,9 +114,14 @@ CAUSES: dict[Cause, Rule] = {
         "the exclusive consumer before has un-acked messages and is away: the next one begins when its lease ends",
     ),
     Cause.NO_CONSUMER: Rule(
-        lambda f: f.has_backlog and not f.connected,
+        lambda f: f.has_backlog and not f.connected and not f.group.is_broadcast,
         False,
         "no consumer is connected",
+    ),
+    Cause.AWAY: Rule(
+        lambda f: f.has_backlog and not f.connected and f.group.is_broadcast,
+        False,
+        "the one consumer of this broadcast is away: it is forgotten after broadcast_forget_hours",
     ),
     Cause.NO_SLAVE: Rule(
         lambda f: f.has_backlog and not f.has_slave,

@@ -44,6 +44,15 @@ def test_consumers_that_ask_for_no_more_are_the_bound_and_one_that_is_gone_is_no
     assert of(group) == [Cause.NO_CONSUMER]
 
 
+def test_a_broadcast_whose_consumer_is_gone_waits_for_nobody_else():
+    """Each process that listens to a broadcast leaves one behind, unless its id is always the same."""
+    group, _ = a_group("m0")
+    one = group.subscribed("host-1", group="host-1", broadcast=True)
+    assert group.a.master.causes.of(("s", "host-1")) == [Cause.PREFETCH]
+    one.lost()
+    assert group.a.master.causes.of(("s", "host-1")) == [Cause.AWAY]
+
+
 def test_consumers_that_are_switched_off_are_named_logged_once_and_gone_when_they_are_on(monkeypatch):
     said: list[str] = []
     monkeypatch.setattr(causes.log, "warning", lambda text, *values: said.append(text % values))

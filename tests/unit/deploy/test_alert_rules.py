@@ -36,6 +36,8 @@ REASONS = (
 )
 LAG = 'qmq_broker_lag_messages{broker_group="g1",subject="a",consumer_group="c",instance="b1"}'
 DEAD = 'qmq_broker_dead_letters_total{broker_group="g1",subject="a",consumer_group="c",instance="b1"}'
+AWAY = 'broker_group="g1",subject="a",consumer_group="h1-ab",instance="b1"'
+"""A broadcast consumer that is gone: each start of a process may leave one, and so does the command Consume."""
 DAY_M = 24 * 60
 
 WELL = {
@@ -55,6 +57,10 @@ WELL = {
     'qmq_metaserver_broker_up{broker_group="g1",role="slave",instance="m1"}': "1",
     'qmq_metaserver_broker_up{broker_group="d",role="master",instance="m1"}': "1",
     'qmq_metaserver_group_row_old{broker_group="g1"}': "0",
+    f"qmq_broker_lag_messages{{{AWAY}}}": "50+1x3000",
+    f'qmq_broker_group_cause{{{AWAY},cause="away"}}': "1",
+    'qmq_broker_oldest_unacked_seconds{broker_group="g1",subject="b",consumer_group="h1-ab",instance="b1"}': "9999",
+    'qmq_broker_group_cause{broker_group="g1",subject="b",consumer_group="h1-ab",instance="b1",cause="away"}': "1",
     **{f'qmq_broker_readonly{{broker_group="g1",reason="{reason}",instance="b1"}}': "0" for reason in REASONS},
     **{f'qmq_delayserver_readonly{{broker_group="d",reason="{reason}",instance="d1"}}': "0" for reason in REASONS},
     **{
