@@ -126,8 +126,8 @@ class Scrub:
         """Make the snapshot behind the segment at `base`, which is whole, again if that is damaged."""
         try:
             found = await asyncio.to_thread(self._log.state_before_lost_snapshot, base)
-            if found is None:
-                return
+            if found is None or self._service.disk_free_bytes < self._service.disk_free_limit:
+                return  # a snapshot may be large, and a disk that is full ends the process: next time
             state, end = found
             self._note(end, LOST_SNAPSHOT)
             while state.end < end:

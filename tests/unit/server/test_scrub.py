@@ -46,13 +46,14 @@ def test_newest_file_that_is_gone_is_missed_while_a_closed_segment_is_read(monke
     asyncio.run(run())
 
 
-def scrubbed(copy, until, *, hours=168):
-    """Let a scrub read what is due, until something is so."""
+def scrubbed(copy, until, *, hours=168, free=1 << 30):
+    """Let a scrub read what is due, until something is so; `free`: of a disk that is to have a MiB."""
 
     async def run():
         failures = []
         node = SimpleNamespace(log=copy.log, found_damage=copy.log.damaged_at)
         service = SimpleNamespace(node=node, fail=failures.append, guarded=lambda call: call())
+        service.disk_free_bytes, service.disk_free_limit = free, 1 << 20
         settings = SimpleNamespace(scrub_hours=hours, scrub_bytes_per_s=1 << 30)
         made = scrub.Scrub(service, settings)
         reading = asyncio.ensure_future(made.run())
@@ -78,6 +79,19 @@ def test_a_damaged_snapshot_is_made_again_while_the_segment_before_it_is_there(w
         copy.disk.flip(name, 100)
     assert scrubbed(copy, lambda: copy.image() == before) == len({names[1], names[which]})
     assert copy.log.damage is None
+
+
+def test_no_snapshot_is_made_again_on_a_full_disk():
+    """The process would end by it, and begin with the same one again."""
+    copy = Copy(MemoryDisk(), tail_bytes=0)
+    copy.begin_epoch()
+    copy.fill(60, size=100)
+    copy.disk.flip(snapshot_name(copy.log.bases[1]), 100)
+    verify, verified = copy.log.verify, []
+    copy.log.verify = lambda *args: verified.append(args[0]) or verify(*args)
+    before = copy.image()
+    assert scrubbed(copy, lambda: copy.log.bases[-2] in verified, free=1 << 10) == 0
+    assert copy.image() == before
 
 
 def test_an_only_segment_whose_snapshot_is_damaged_gets_a_successor_with_a_whole_one(monkeypatch):
