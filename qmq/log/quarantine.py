@@ -22,8 +22,10 @@ def keep_bytes(disk: Disk, begin: int, data: bytes, why: str) -> str:
     """Keep bytes that stood at `begin`, durably; return the file's name."""
     ids = list(_message_ids(data, begin))  # before the zeros go: some of them may end the last frame
     data = data.rstrip(b"\0")
-    taken = len(disk.names(FOLDER))
-    name = f"{FOLDER}/{begin:020d}-{begin + len(data):020d}-{taken}"
+    label, taken = f"{FOLDER}/{begin:020d}-{begin + len(data):020d}", len(disk.names(FOLDER))
+    while disk.has(f"{label}-{taken}.bytes"):
+        taken += 1  # somebody has tidied up here since
+    name = f"{label}-{taken}"
     disk.put(f"{name}.bytes", data)
     report = {"begin": begin, "end": begin + len(data), "why": why, "message_ids": ids}
     disk.put(f"{name}.json", json.dumps(report, indent=1).encode())

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from qmq.errors import BrokenInvariant, CorruptFrame, DiskFailed, Diverged, ForeignSegment
-from qmq.log import segments
+from qmq.log import quarantine, segments
 from qmq.log.memory_disk import MemoryDisk
 from tests.unit.log.logs import Copy
 
@@ -47,6 +47,15 @@ def test_damage_met_by_a_restart_is_mended_and_the_rest_is_replayed(which, more)
     log.repair(others(other, offset, log.damage.end + more))
     assert log.damage is None and log.state == state and copy.image() == other.image()
     assert copy.reopen().state == state
+
+
+def test_what_is_kept_takes_nobody_elses_place_after_somebody_tidied_up():
+    disk = MemoryDisk()
+    names = [quarantine.keep_bytes(disk, begin, data, "test") for begin, data in ((0, b"other"), (8, b"first"))]
+    for suffix in (".bytes", ".json"):
+        disk.remove(names[0].replace(".bytes", suffix))
+    assert disk.read(quarantine.keep_bytes(disk, 8, b"again", "test"), 0, 5) == b"again"
+    assert disk.read(names[1], 0, 5) == b"first"
 
 
 def test_file_that_is_gone_is_missed_when_it_is_read_by_name():
