@@ -87,6 +87,9 @@ SECTIONS: Mapping[str, Mapping[str, Program]] = {
             "say what a data directory of a stopped broker holds",
             ("--json", "--verify", "--subjects=", "--above="),
         ),
+        "give-up": Program(
+            "qmq.tools.give_up", "", "let a damaged log be whole without what no copy has any more", ("--accept-loss",)
+        ),
         "nightly": Program(
             "qmq.deploy.nightly", "", "run a nightly job and tell Prometheus how it ended", ("--name=", "--textfile=")
         ),

@@ -431,6 +431,11 @@ class MessageLog:
         if base in self._bases and self.chain_is(base, chain):
             self._disk.put(snapshot_name(base), snapshot)
 
+    def whole_snapshot_behind(self, base: int) -> int:
+        """Return the base of the first segment behind that at `base` which has a whole snapshot; the log's end if none
+        has one. Blocks."""
+        return next((at for at in self._bases if at > base and self._chain_by_snapshot(at) is not None), self.end)
+
     def roll_if_no_snapshot(self) -> bool:
         """See whether the only segment's snapshot is damaged, which nothing makes again; then the next frame begins a
         segment with a whole one. Blocks."""

@@ -33,7 +33,9 @@ WAY_OUT = {
     Reason.DISK: "its disk is nearly full: make room",
     Reason.DISK_LATE: "its disk does not finish what it is given: if that lasts, end this broker, then ask Doctor",
     Reason.MEMORY: "its memory is over memory_limit, and consumers go on: it ends when they catch up or leave",
-    Reason.CORRUPT: "its log is damaged and is being repaired from another copy",
+    Reason.CORRUPT: (
+        "its log is damaged and is being repaired from another copy; if none has it any more: stop it, qmq give-up DIR"
+    ),
     Reason.DIVERGED: "its copies differ: read their logs with the audit before anything else",
     Reason.ROLLED_BACK: (
         "its disk was put back or forgot what it had fsynced: start the other copy, which refills it; if none returns: "

@@ -9,6 +9,7 @@ import pytest
 
 from qmq.errors import CorruptFrame, Diverged, ErrorCode, OperatorError
 from qmq.log.frame import FRAME_BYTES_MAX, NO_CHAIN, decode_frames
+from qmq.log.giving_up import give_up, plan
 from qmq.remoting import commands
 from qmq.remoting.commands import Command, Confirmation
 from qmq.remoting.packet import Packet
@@ -135,6 +136,27 @@ def test_new_slave_that_is_seeded_behind_a_damaged_snapshot_is_whole_once_it_has
     mend(group.b, group.a)
     assert group.b.node.readonly_reasons == [] and group.b.log.bases == group.a.log.bases
     assert group.b.log.frames("s", 0, 1) == group.a.log.frames("s", 0, 1) != []
+
+
+def test_a_group_whose_last_copy_is_damaged_gets_a_second_one_once_the_damage_was_given_up():
+    """A slave's disk was lost, and what the new one is filled with cannot be read: how rebuilds end."""
+    group = filled(tail_bytes=0)
+    base, behind = group.a.log.bases[1:3]
+    group.a.disk.flip(f"log/{base:020d}.log", 8 * 150)
+    replace_slave(group)
+    settle_slowly(group)
+    assert group.a.node.readonly_reasons == ["corrupt", "slave_down"] and group.b.log.end < behind
+    mend(group.a, group.b)
+    assert group.a.log.damage is not None, "nobody else has it"
+    group.a.node.role.step_down()  # it is stopped
+    give_up(group.a.log, plan(group.a.log))
+    group.a.crash()
+    group.a.assign(Role.MASTER, 1)
+    group.b.crash()
+    group.b.assign(Role.SLAVE, 1)
+    group.connect()
+    settle_slowly(group)
+    assert group.a.node.writable and equal(group) and group.b.log.start == behind
 
 
 def test_master_that_takes_a_log_back_from_behind_a_damaged_snapshot_is_readonly_until_it_has_what_is_before():

@@ -1,0 +1,71 @@
+"""Core. A log whose damage no copy can mend becomes whole without it, and nothing is deleted."""
+
+from __future__ import annotations
+
+import pytest
+
+from qmq.log.giving_up import give_up, plan
+from qmq.log.memory_disk import MemoryDisk
+from qmq.log.segments import log_name, snapshot_name
+from tests.unit.log.logs import Copy
+
+
+def a_copy() -> Copy:
+    copy = Copy(MemoryDisk(), tail_bytes=0)
+    copy.begin_epoch()
+    copy.fill(60)
+    return copy
+
+
+def test_a_whole_log_gives_up_nothing():
+    assert plan(a_copy().log) is None
+
+
+@pytest.mark.parametrize("how", ["flipped", "gone"])
+def test_damage_of_a_closed_segment_goes_with_what_is_before_it(how):
+    copy = a_copy()
+    first, second, third, *_ = copy.log.bases
+    if how == "gone":
+        copy.disk.remove(log_name(second))
+    else:
+        copy.disk.flip(log_name(second), 8 * 150)
+    log = copy.reopen()
+    state, kept = log.state, log.first_kept("s0", third)
+    what = plan(log)
+    assert (what.start, what.cut) == (third, None) and what.subjects["s0"] == (0, kept)
+    give_up(log, what)
+    assert plan(log) is None and log.damage is None and log.start == third and log.state == state
+    assert copy.reopen().bases[0] == third and copy.log.state == state
+    names = {name for folder in ("quarantine",) for name in copy.disk.all_names() if name.startswith(folder)}
+    assert any(log_name(first).partition("/")[2] in name for name in names), "nothing is deleted"
+
+
+def test_what_a_copy_can_be_filled_from_has_a_whole_snapshot():
+    copy = a_copy()
+    _, second, third, fourth, *_ = copy.log.bases
+    copy.disk.flip(log_name(second), 8 * 150)
+    copy.disk.flip(snapshot_name(third), 100)
+    log = copy.reopen()
+    give_up(log, plan(log))
+    assert log.start == fourth == log.seed_start()[0]
+
+
+def test_without_any_whole_snapshot_behind_it_all_goes():
+    copy = a_copy()
+    copy.disk.flip(log_name(copy.log.bases[-2]), 8 * 150)
+    copy.disk.flip(snapshot_name(copy.log.bases[-1]), 100)
+    log = copy.log
+    give_up(log, plan(log))
+    assert log.bases == [] and log.is_tail_cut
+
+
+def test_damage_that_kept_the_log_from_being_replayed_goes_with_what_is_behind_it():
+    copy = a_copy()
+    newest = copy.log.bases[-1]
+    copy.disk.flip(log_name(newest), 8 * 150)
+    log = copy.reopen()
+    assert log.health.is_unreplayed
+    what = plan(log)
+    assert what.cut == log.damage.begin
+    give_up(log, what)
+    assert plan(log) is None and log.end == what.cut and log.is_tail_cut, "it asks others before it goes on"

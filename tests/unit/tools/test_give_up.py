@@ -1,0 +1,55 @@
+"""Shell. `qmq give-up` on a directory: it says first what would go, and does nothing under a broker that runs."""
+
+from __future__ import annotations
+
+import fcntl
+
+import pytest
+
+from qmq.log import RealDisk
+from qmq.log.frame import FrameKind
+from qmq.log.segments import log_name
+from qmq.tools.answer import Exit
+from qmq.tools.give_up import main
+from tests.unit.log.logs import Copy
+
+
+@pytest.fixture
+def data(tmp_path):
+    """The directory of a broker that was stopped, with a damaged frame in its second segment."""
+    folder = tmp_path / "data"
+    disk = RealDisk(folder)
+    copy = Copy(disk)
+    copy.begin_epoch()
+    copy.progress(FrameKind.POSITION, "", (0, 0, 0), subject="s0")
+    copy.fill(40)
+    path = folder / log_name(copy.log.bases[1])
+    whole = bytearray(path.read_bytes())
+    whole[150] ^= 1
+    path.write_bytes(whole)
+    disk.close()
+    return folder
+
+
+def test_it_says_what_would_go_and_does_it_when_the_loss_is_accepted(data, capsys):
+    before = {path: path.read_bytes() for path in data.rglob("*") if path.is_file()}
+    assert main([str(data)]) == Exit.REFUSED
+    said = capsys.readouterr().out
+    assert "wrong body CRC" in said and "s0: sequences 0 to " in said and "not consumed by g: " in said
+    assert "--accept-loss" in said
+    assert {path: path.read_bytes() for path in before} == before
+    assert main([str(data), "--accept-loss"]) == Exit.DONE
+    assert "quarantine" in capsys.readouterr().out
+    assert main([str(data)]) == Exit.DONE
+    assert capsys.readouterr().out.startswith("the log is whole from ")
+
+
+def test_it_does_nothing_under_a_broker_that_runs_and_where_there_is_no_log(data, tmp_path, capsys):
+    with open(data / "lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert main([str(data), "--accept-loss"]) == Exit.REFUSED
+    assert "stop it first" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert main([str(tmp_path / "empty"), "--accept-loss"]) == Exit.REFUSED
+    assert main([str(tmp_path / "none")]) == Exit.REFUSED
+    assert capsys.readouterr().err.count("qmq give-up: ") == 2

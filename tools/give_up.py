@@ -1,0 +1,96 @@
+"""Shell. `qmq give-up DIR`: what of a stopped broker's damaged log goes, if no copy has it any more.
+
+Without `--accept-loss` it only says so. With it, that goes to quarantine: nothing is deleted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from qmq.errors import DiskFailed
+from qmq.log import MessageLog, RealDisk
+from qmq.log.disk import Disk
+from qmq.log.giving_up import GivingUp, give_up, plan
+from qmq.log.overlay_disk import OverlayDisk
+from qmq.log.segments import segment_bases
+from qmq.tools.answer import Exit
+
+SEGMENT_BYTES = 1 << 30
+"""Not used: no segment is begun here."""
+
+
+class _Refused(Exception):
+    """Nothing was changed."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print what goes; the exit status is 0 if nothing has to, or it went, 1 if it would have to, 2 for wrong usage."""
+    options = _parser().parse_args(arguments)
+    logging.disable(logging.CRITICAL)
+    try:
+        with _locked(options.directory):
+            return _give_up(options.directory, accept_loss=options.accept_loss)
+    except (_Refused, DiskFailed, OSError) as error:
+        print(f"qmq give-up: {options.directory}: {error}", file=sys.stderr)
+        return Exit.REFUSED
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _give_up(directory: Path, *, accept_loss: bool) -> int:
+    disk: Disk = RealDisk(directory) if accept_loss else OverlayDisk(directory)
+    if not segment_bases(disk):
+        raise _Refused("it has no log: this is no data directory of a broker or delay server")
+    log, steps = MessageLog(disk, segment_bytes=SEGMENT_BYTES, tail_bytes=0), 0
+    while (what := plan(log)) is not None:
+        steps += 1
+        print("\n".join(_shown(log, what)))
+        if not accept_loss:
+            print("nothing was changed; if no copy of the group has this, add --accept-loss")
+            return Exit.REFUSED
+        give_up(log, what)
+    print(f"the log is whole from {log.start} to {log.end}" + ("; what went is in quarantine/" if steps else ""))
+    return Exit.DONE
+
+
+def _shown(log: MessageLog, what: GivingUp) -> Iterator[str]:
+    yield from (f"damaged: {problem}" for problem in what.problems)
+    goes = f"from {what.cut} on" if what.cut is not None else f"from {log.start} to {what.start}"
+    yield f"goes to quarantine: the log {goes}"
+    for subject, (begin, end) in what.subjects.items():
+        yield f"  {subject}: sequences {begin} to {end - 1}"
+    for (subject, group), count in what.unconsumed.items():
+        yield f"  not consumed by {group}: {count} messages of {subject}"
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """As a broker does: it must not run."""
+    if not directory.is_dir():
+        raise _Refused("there is no such directory")
+    with open(directory / "lock", "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise _Refused("a process runs on it: stop it first") from None
+        yield
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="qmq give-up",
+        description="Let a stopped broker's log be whole without what is damaged in it, if no copy has that any more.",
+    )
+    parser.add_argument("directory", type=Path, metavar="DIR", help="the setting data of that broker")
+    parser.add_argument("--accept-loss", action="store_true", help="do it; without this, only say what would go")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
