@@ -183,7 +183,7 @@ class Chromium:
         """
         name = (
             "(e => e.tagName + ' ' + (e.name || '') + ' ' + (e.innerText || e.value || '').trim().slice(0, 60)"
-            " + ' #' + (e.walked ??= window.walked = (window.walked || 0) + 1))"  # rates that are drawn anew move others
+            " + ' #' + (e.walked ??= window.walked = (window.walked || 0) + 1))"  # what is drawn anew moves others
         )
         shown = "e => e.checkVisibility() && !e.disabled && (!e.closest('details:not([open])') || e.matches('summary'))"
         wanted = self.run(f"[...document.querySelectorAll({FOCUSABLE!r})].filter({shown}).map({name})")
