@@ -74,7 +74,8 @@ def main(arguments: list[str] | None = None) -> int:
 
     options.output.parent.mkdir(exist_ok=True)
     left = [mutant for mutant in found if mutant.name not in before]
-    modules = sorted({*product_files(AREAS), *(mutant.path for mutant in found)})
+    always = paths_of(read_table(REQUIRED))  # whatever this run plants: what is learnt serves the next one
+    modules = sorted({*product_files(AREAS), *always, *(mutant.path for mutant in found)})
     reach = Reach(options.output.with_name("mutants-reached.pickle"), tuple(modules))
     hunt(Hunter(left, options.seeds, options.jobs, reach, noted), options.tests)
     return report(catches, read_table(EXPLAINED), groups)

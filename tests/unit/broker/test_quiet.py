@@ -40,6 +40,17 @@ def test_master_is_ticked_often_while_an_answer_waits_for_a_disk():
     assert group.a.node.quiet_ms() == QUIET_MS
 
 
+def test_a_slave_is_ticked_often_while_its_disk_writes():
+    group, client = a_group()
+    client.produce("m1")
+    group.a.host.turn()
+    assert group.to_slave() and group.b.node.quiet_ms() == 0
+    assert group.b.host.turn() and group.b.node.quiet_ms() == 0
+    group.settle()
+    settled(group)
+    assert group.b.node.quiet_ms() == QUIET_MS
+
+
 def test_master_is_ticked_often_without_its_slave():
     group, _ = a_group()
     group.a.node.link_lost(group.a.master.slaves.all[0].follower.connected.shipper.link)

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from qmq.log import page_cache
-from qmq.log.disk import RealDisk
+from qmq.log.disk import COLD_READ_BYTES, RealDisk
 from qmq.log.page_cache import STEP_BYTES, PageCache
 from qmq.log.system import System
 
@@ -78,3 +78,12 @@ def test_a_disk_forgets_what_was_synced_from_the_first_write_to_the_last(tmp_pat
     disk.write("log/0.log", 2 * STEP_BYTES, [bytes(5 * STEP_BYTES)])
     disk.sync("log/0.log")
     assert [(begin, end) for _, begin, end in dropped] == [(0, 2 * STEP_BYTES)]
+
+
+def test_a_disk_that_leaves_it_to_the_system_drops_nothing(dropped, tmp_path):
+    disk = RealDisk(tmp_path, cached_bytes=None)
+    disk.put("file", bytes(COLD_READ_BYTES))
+    disk.write("file", 0, [b"x"])
+    disk.sync("file")
+    assert len(disk.read("file", 0, COLD_READ_BYTES)) == COLD_READ_BYTES and dropped == []
+    disk.close()

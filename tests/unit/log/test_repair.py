@@ -58,6 +58,17 @@ def test_what_is_kept_takes_nobody_elses_place_after_somebody_tidied_up():
     assert disk.read(names[1], 0, 5) == b"first"
 
 
+def test_a_segment_is_verified_in_the_file_that_has_its_name_now():
+    """Who has it open reads on in one that was taken away."""
+    copy = a_copy()
+    base = copy.log.bases[0]
+    assert copy.log.verify(base, base, None, 1 << 20)[0] == copy.log.bases[1]
+    copy.disk.system.unlink(copy.disk._path(f"log/{base:020d}.log"))
+    assert copy.log.read(base, copy.log.end, 1).frames
+    with pytest.raises(CorruptFrame):
+        copy.log.verify(base, base, None, 1 << 20)
+
+
 def test_file_that_is_gone_is_missed_when_it_is_read_by_name():
     copy = a_copy()
     first, newest = copy.log.bases[0], copy.log.bases[-1]

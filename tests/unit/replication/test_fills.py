@@ -13,7 +13,7 @@ from qmq.replication.fills import FillOrders
 from qmq.replication.follower import FollowerState
 from qmq.replication.readonly import Reason
 from qmq.types import Epoch, Role
-from tests.unit.broker.world import SETTINGS, Broker, Client, Group
+from tests.unit.broker.world import SETTINGS, Broker, Client, FakeLink, Group
 from tests.unit.replication.test_many_copies import Copies
 
 ROLES = {"a": Role.MASTER, "b": Role.SLAVE, "c": Role.SLAVE}
@@ -79,6 +79,14 @@ def test_a_new_slave_waits_and_its_group_goes_on_without_it():
     assert client.receipt(stored).stored == 1 and copies.c.log.is_empty
     assert copies.a.master.in_step == (copies.b.node.identity.value.incarnation,)
     assert not copies.c.slave.has_matched and copies.a.master.shipped_end == copies.a.log.end
+
+
+def test_who_waits_is_away_once_its_own_link_is_lost():
+    copies = with_new_c()
+    copies.a.node.link_lost(FakeLink("a stranger"))
+    assert copies.state("c") is FollowerState.UNFILLED
+    copies.cut("c")
+    assert copies.state("c") is FollowerState.ABSENT
 
 
 def test_it_is_filled_once_it_is_asked_for():

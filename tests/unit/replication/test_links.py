@@ -6,6 +6,7 @@ import pytest
 
 from qmq.log.frame import FrameKind
 from qmq.remoting.commands import Command
+from qmq.replication import shipper
 from qmq.replication.clocks import MASTER, SLAVE
 from qmq.replication.readonly import Reason
 from qmq.types import Role
@@ -50,6 +51,34 @@ def test_a_slave_that_restores_its_master_sends_on_when_the_link_takes_more_agai
     assert not group.a.log.end and group.b.log.end
     group.at_slave.writable = True
     group.b.node.writable_again(group.at_slave)
+    group.settle()
+    assert group.a.master.has_begun and group.a.log.chain == group.b.log.chain
+
+
+def test_a_slave_hears_nothing_of_what_it_sent_its_master_on_an_earlier_link(monkeypatch):
+    """It would take that for the confirmation of another log."""
+    monkeypatch.setattr(shipper, "PACKET_BYTES", 2_000)
+    group = stored()
+    group.cut()
+    group.a = Broker("new master", group.a.settings)
+    group.a.assign(Role.MASTER, 2)
+    group.b.assign(Role.SLAVE, 2)
+    group.connect()
+    while not frames_told(group.at_slave):
+        group.b.host.settle()
+        assert group.deliver_hello()
+    group.to_master()
+    group.a.host.turn()  # its commit is on its way to the disk
+    begin = group.a.log.end
+    assert begin and not group.a.log.flushed_end
+    group.cut()
+    group.connect()
+    group.b.host.settle()
+    assert group.deliver_hello()
+    (watch,) = group.a.master.slaves.all
+    assert watch.follower.restoring.begin == begin
+    group.a.host.settle()
+    assert group.a.log.flushed_end == begin and not group.at_master.told
     group.settle()
     assert group.a.master.has_begun and group.a.log.chain == group.b.log.chain
 

@@ -236,6 +236,20 @@ def test_the_only_slave_knows_best_and_one_of_several_does_not():
     assert only.master.slaves.may_yield(0) and not several.master.slaves.may_yield(0)
 
 
+def test_what_a_slave_restores_is_held_by_more_than_the_master_from_its_hello_on():
+    copies = Copies().start()
+    Client(copies.a).produce("m1")
+    copies.settle()
+    end = copies.b.log.end
+    copies.cut()
+    copies.a = Broker("a", SETTINGS)
+    copies.start(term=2, connected="")
+    copies.wires["b"].connect()
+    copies.b.host.settle()
+    assert copies.wires["b"].deliver_hello() and copies.state("b") is FollowerState.RESTORING
+    assert copies.a.master.slaves._held_end == end
+
+
 def test_a_slave_that_was_away_was_not_rolled_back():
     copies = Copies().start()
     copies.cut("c")

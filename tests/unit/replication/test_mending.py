@@ -6,6 +6,8 @@ import pytest
 
 from qmq.errors import CorruptFrame, Diverged
 from qmq.log.frame import FrameKind
+from qmq.log.recovery import Damage
+from qmq.replication.node import _is_other_history
 from qmq.replication.points import Point
 from qmq.types import Epoch, Role
 from tests.unit.broker.world import Broker, Client, Group
@@ -194,6 +196,25 @@ def test_frames_that_are_damaged_themselves_prove_no_other_history():
     with pytest.raises(CorruptFrame):
         group.b.node.repair(begin, bytes(group.b.log.damage.end - begin))
     assert group.b.log.damage.begin == begin and not quarantined(group.b)
+
+
+@pytest.mark.parametrize(
+    ("first", "end", "is_other"),
+    [
+        pytest.param(3, 6, True, id="over all of the damage"),
+        pytest.param(3, 7, True, id="and on"),
+        pytest.param(3, 5, False, id="within it only"),
+        pytest.param(2, 4, True, id="from before it, into it"),
+        pytest.param(2, 3, False, id="up to it"),
+        pytest.param(4, 7, False, id="from within it"),
+    ],
+)
+def test_frames_that_do_not_join_prove_another_history_where_they_lie_over_the_damage(first, end, is_other):
+    group = stored()
+    refs = group.a.log.frames("s", 0, COUNT)
+    inside = Damage(refs[3].offset, refs[6].offset, "")
+    data = group.a.log.read_bytes(refs[first].offset, refs[end].offset)
+    assert _is_other_history(refs[first].offset, data, inside) is is_other
 
 
 # What is remembered outside the log.

@@ -47,6 +47,16 @@ def test_what_is_saved_is_known_after_a_restart_and_costs_nothing_before_it_is_d
     assert PointFile(disk).own == Point(Epoch(1, 1), 400, 4)
 
 
+def test_a_point_is_saved_no_more_often_than_it_has_to_be():
+    file = PointFile(MemoryDisk())
+    for number, now_ms in enumerate((SAVE_MS, 2 * SAVE_MS, 3 * SAVE_MS), start=1):
+        file.acknowledged(Point(Epoch(1, 1), 100 * number, number))
+        assert file.due(now_ms - 1) is None and file.due(now_ms) is not None
+        file.saved()
+        file.acknowledged(Point(Epoch(1, 1), 100 * number + 1, number))
+        assert file.due(now_ms + SAVE_MS - 1) is None
+
+
 def test_an_older_point_changes_nothing():
     file = PointFile(MemoryDisk())
     newest = Point(Epoch(2, 1), 300, 3)

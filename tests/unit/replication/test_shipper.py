@@ -81,6 +81,17 @@ def test_catching_up_keeps_to_its_rate():
     assert shipper.position - shipping_bytes[-1] <= 1_000 + copy.segment_bytes, "an idle hour saves nothing up"
 
 
+@pytest.mark.parametrize(("more", "reads"), [(1, 2), (0, 1)])
+def test_catching_up_begins_with_a_tenth_of_a_seconds_bytes(more, reads):
+    copy = a_copy(tail_bytes=0)
+    size = len(copy.log.read(0, copy.log.end, shipping.PACKET_BYTES).data)
+    shipper, link, host = shipped_from(copy, bytes_per_s=10 * (size + more))
+    shipper.ship()
+    while host.do_read():
+        pass
+    assert len(link.told) == reads
+
+
 def test_not_more_is_under_way_than_the_receiver_may_hold(monkeypatch):
     monkeypatch.setattr(shipping, "WINDOW_BYTES", 3_000)
     monkeypatch.setattr(shipping, "PACKET_BYTES", 500)
