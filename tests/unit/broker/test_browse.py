@@ -107,6 +107,14 @@ def test_a_range_of_sequences_is_kept_to(newest_first):
     assert look(copy, 20, 30).found == [] and look(copy, 9, 3).found == []
 
 
+def test_frames_that_lack_what_is_looked_for_are_not_taken_apart(monkeypatch):
+    copy, split, taken_apart = a_log(), browse.split_batch, []
+    for at in range(5):
+        add(copy, order(f"a{at}"), order(f"b{at}"))
+    monkeypatch.setattr(browse, "split_batch", lambda body, count: taken_apart.append(count) or split(body, count))
+    assert [one.id for one in look(copy, wanted=Filter("b3")).found] == ["b3"] and taken_apart == [2]
+
+
 def test_nothing_above_the_high_watermark_is_shown():
     copy = a_log()
     frames = [add(copy, order(f"m{at}"), order(f"n{at}")) for at in range(9)]

@@ -59,6 +59,21 @@ def test_the_count_is_that_of_all_frames_from_the_groups_position_on(seed, monke
     assert counts.waiting(KEY, group.a.log.state.groups[KEY]) == obvious(group), f"seed {seed}"
 
 
+def test_what_is_not_counted_yet_counts_nothing():
+    group, client = started()
+    producer = Client(group.a)
+    for number in range(12):
+        producer.produce(f"m{number}", size=100)
+        group.settle()
+    counts, state = Lengths(group.a.log), group.a.log.state
+    assert counts.waiting(KEY, state.groups[KEY]) == obvious(group) and not counts.has_unfinished
+    counts._left = 0  # of this tick
+    state.groups[KEY].position = 9
+    assert counts.waiting(KEY, state.groups[KEY]) == 0 and counts.has_unfinished
+    counts.new_tick()
+    assert counts.waiting(KEY, state.groups[KEY]) == obvious(group) > 0 and not counts.has_unfinished
+
+
 def test_a_long_backlog_is_counted_in_pieces_and_never_too_high(monkeypatch):
     monkeypatch.setattr(lengths, "FRAMES_PER_TICK", 10)
     group, client = started()

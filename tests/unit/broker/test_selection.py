@@ -7,10 +7,14 @@ import logging
 import pytest
 
 from qmq.broker import filtered_scan, passes
+from qmq.broker.group_filter import GroupFilter
+from qmq.broker.keys import Keys
 from qmq.codec import encode_labels, label_of
 from qmq.errors import ErrorCode
 from qmq.log.frame import FLAG_LABELLED, FLAG_ORDERED, FrameKind, decode_frames
-from qmq.log.progress import decode_progress
+from qmq.log.group import Group as LogGroup
+from qmq.log.progress import PASSED, decode_progress
+from qmq.log.requeued import Requeued, RequeuedRange
 from qmq.remoting import commands
 from qmq.remoting.commands import Command
 from tests.unit.broker.selecting import Consumer, Sent, produce
@@ -397,6 +401,27 @@ def pulls_of(group: Group, name: str) -> list[list[tuple[int, int, int]]]:
     data = log.read(0, log.end, 1 << 30).data
     pulls = [decode_progress(body) for frame, body in decode_frames(data, 0, 0) if frame.kind == FrameKind.PULL]
     return [[tuple(entry) for entry in one.entries] for one in pulls if one.consumer == name]
+
+
+def test_what_is_passed_over_in_a_row_is_one_entry_over_all_frames():
+    group = stored(NONE, NONE)
+    more(group, CANCEL, first=2)
+    more(group, NONE, PAY, NONE, first=3)
+    consumer = Consumer(group, "c1", tags=["pay"])
+    assert consumer.sequences() == [4]
+    (entries,) = [one for one in pulls_of(group, "c1") if one]
+    assert [entry[1:] for entry in entries] == [(0, 4), (4, 1), (5, 1)]
+    assert [entry[0] == PASSED for entry in entries] == [True, False, True]
+
+
+def test_what_changes_before_the_keys_are_known_is_looked_up_when_they_are():
+    group_filter, group = GroupFilter("s", "g"), LogGroup(9, requeued=Requeued([RequeuedRange(2, 3, 1, 0)]))
+    group_filter.changing = [(0, 9)]
+    group_filter.catch_up(group)
+    assert group_filter.pop_ready(0) is None and not group_filter.changing
+    group_filter.keys, group_filter.changing = Keys(), [(0, 9)]
+    group_filter.catch_up(group)
+    assert group_filter.pop_ready(0) == (2, 5)
 
 
 def test_what_waited_in_two_ranges_and_what_is_new_are_three_entries_though_they_follow_on_each_other():

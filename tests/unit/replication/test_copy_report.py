@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from qmq.log.manifest import write_manifest
+from qmq.log.memory_disk import MemoryDisk
 from qmq.replication.copy_report import NoCopy, report
+from qmq.replication.identity import IdentityFile
 from tests.unit.log.logs import Copy
 
 
@@ -50,6 +52,12 @@ def test_messages_above_an_offset_are_named_by_subject_and_id(at):
     assert ["s1", at // 3, f"m{3 * (at // 3) + 1}"] in above["ids"]
     assert len(above["ids"]) == sum(last - first + 1 for first, last in above["subjects"].values())
     assert "above" not in report(copy.disk)
+
+
+def test_a_copy_that_never_had_a_frame_says_so():
+    disk = MemoryDisk()
+    IdentityFile(disk, new_incarnation="b-1")
+    assert [one["name"] for one in report(disk)["troubles"]] == ["incomplete", "empty"]
 
 
 def test_a_disk_without_a_copy_is_none():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qmq.errors import CorruptFrame, Diverged
+from qmq.errors import CorruptFrame, Diverged, OperatorError
 from qmq.log.frame import FrameKind
 from qmq.log.recovery import Damage
 from qmq.replication.node import _is_other_history
@@ -103,6 +103,15 @@ def test_a_damaged_segment_that_the_other_copy_has_not_goes(is_agreed):
     assert group.a.log.start == second and group.a.log.damage is None and group.a.node.writable
     aside = f"/{0:020d}-{second:020d}-damaged-and-not-at-the-other-copy-0"
     assert quarantined(group.a, aside) is not is_agreed
+
+
+def test_segments_that_are_whole_stay_though_the_other_copy_has_them_no_more():
+    group = stored()
+    met(group.a, 1)
+    _, second, third = group.a.log.bases[:3]
+    group.a.log.state.kept.start = third
+    assert group.a.node.mend(third, group.b.log.end) is None
+    assert group.a.log.start == second and group.a.log.damage is None
 
 
 def test_segments_that_the_other_copy_has_stay_though_damage_lies_before_its_start():
@@ -231,6 +240,15 @@ def test_a_copy_that_lacks_what_the_metaserver_remembers_says_so():
     assert group.b.node.identity.points.lacks == lacked(group)
 
 
+def test_a_copy_that_lacks_what_it_remembers_itself_says_so_when_it_takes_a_part():
+    group = stored()
+    group.b.node.identity.points.acknowledged(lacked(group))
+    assert group.b.node.readonly_reasons == []
+    group.b.assign(Role.SLAVE, 2)
+    assert group.b.node.readonly_reasons == ["rolled_back"]
+    assert group.b.node.identity.points.lacks == lacked(group)
+
+
 def test_a_master_with_a_slave_in_sync_lacks_nothing_that_any_copy_has():
     group = stored()
     group.a.node.remembered_elsewhere([lacked(group)])
@@ -256,6 +274,14 @@ def test_what_a_copy_lacked_and_has_again_is_forgotten_when_it_takes_its_part():
     group.b.crash()
     group.b.assign(Role.SLAVE, 1)
     assert group.b.node.identity.points.lacks is None
+
+
+def test_an_order_to_wait_for_a_failover_is_of_one_term():
+    group = stored()
+    for broker, term in ((group.b, 2), (group.b, 0), (group.a, 1)):
+        with pytest.raises(OperatorError, match=f"not the slave of g1 in term {term}"):
+            broker.node.prepare_failover(term, hold_ms=1_000, silent_ms=0, heard_ms_ago=None)
+    assert not group.b.node.is_held
 
 
 def test_who_waits_for_a_failover_goes_on_when_it_does_not_come():

@@ -47,6 +47,26 @@ def test_what_is_saved_is_known_after_a_restart_and_costs_nothing_before_it_is_d
     assert PointFile(disk).own == Point(Epoch(1, 1), 400, 4)
 
 
+def test_the_high_watermark_is_what_frames_state_or_a_later_point_that_is_on_disk():
+    copy, points = a_log()
+    file, state = PointFile(MemoryDisk()), copy.log.state
+    state.high_watermark = points[1].end
+    assert file.high_watermark(copy.log) == points[1].end
+    for own, high in (
+        (points[0], points[1].end),
+        (points[2], points[2].end),
+        (points[2]._replace(chain=7), points[1].end),
+        (points[2]._replace(end=copy.log.end + 8), points[1].end),
+    ):
+        file.own = own
+        assert file.high_watermark(copy.log) == high, own
+    copy.messages("not on disk")
+    file.own = Point(copy.epoch, copy.log.end, copy.log.chain)
+    assert file.high_watermark(copy.log) == points[1].end
+    state.high_watermark = copy.log.end
+    assert file.high_watermark(copy.log) == copy.log.flushed_end
+
+
 def test_a_point_is_saved_no_more_often_than_it_has_to_be():
     file = PointFile(MemoryDisk())
     for number, now_ms in enumerate((SAVE_MS, 2 * SAVE_MS, 3 * SAVE_MS), start=1):

@@ -31,6 +31,15 @@ def test_refusal_names_every_reason_and_its_way_out():
     assert "UnMarkReadonly" in str(refusal.value)
 
 
+def test_refusal_of_a_subject_that_is_marked_names_it():
+    readonly = Readonly()
+    readonly.mark_subjects(frozenset({"s"}))
+    readonly.check("g1", "other")
+    with pytest.raises(BrokerReadOnly, match="g1 is readonly for s: .*UnMarkReadonly"):
+        readonly.check("g1", "s")
+    assert readonly.writable
+
+
 def test_unmarking_subjects_leaves_what_checkers_found():
     readonly = Readonly()
     readonly.change(Reason.DISK, True)
@@ -51,7 +60,7 @@ def test_operators_mark_survives_a_slave_that_goes_and_comes_and_a_new_mastershi
     assert group.a.node.readonly_reasons == [Reason.OPERATOR]
 
 
-def test_own_disk_that_does_not_finish_makes_readonly_until_it_does():
+def test_own_disk_that_does_not_finish_makes_readonly_until_it_does(caplog):
     """The slave confirms all of it meanwhile, so it does not lag; and nothing is acknowledged."""
     group = Group.made(slave_lag_ms_max=50).start()
     client = Client(group.a)
@@ -70,6 +79,7 @@ def test_own_disk_that_does_not_finish_makes_readonly_until_it_does():
     group.settle()
     group.a.wait(1)
     assert group.a.node.writable and client.receipt(stored).stored == 1
+    assert caplog.text.count("disk late") == 1
 
 
 def test_slave_that_lags_in_bytes_or_time_makes_readonly_until_it_caught_up():
