@@ -115,7 +115,7 @@ def _check(copy: Segments, bases: Sequence[int], is_first: bool, known: list[_Fo
     if is_first and bases[0] == 0:
         state: State | None = State()
     else:
-        state, problem = _read(start, bases[0])
+        state, problem = read_snapshot(start, bases[0])
         if state is None and not is_first and not _is_of_other_version(start):
             return  # who began before comes by here
         if problem is not None:
@@ -125,7 +125,7 @@ def _check(copy: Segments, bases: Sequence[int], is_first: bool, known: list[_Fo
         after = copy.derived(end)
         if beside == after == NOTHING:
             return  # so it is of all segments of a broker that does not send them: the whole log would be folded here
-        found, problem = _read(after.snapshot, end)
+        found, problem = read_snapshot(after.snapshot, end)
         folded = next((one for one in known if _is_same(one, start, begin, end, found)), None)
         if folded is None:
             try:
@@ -206,7 +206,7 @@ def _is_of_other_version(snapshot: bytes) -> bool:
     return bool(snapshot) and not is_current_snapshot(snapshot)
 
 
-def _read(snapshot: bytes, base: int) -> tuple[State | None, Wrong | None]:
+def read_snapshot(snapshot: bytes, base: int) -> tuple[State | None, Wrong | None]:
     """Return the state that a broker of this version would start from, None if there is none; and what is damaged."""
     if not snapshot or _is_of_other_version(snapshot):
         return None, None

@@ -32,10 +32,11 @@ from qmq.audit.headers import TIME_MS_MAX
 from qmq.audit.kinds import Kind
 from qmq.audit.letters import Letter
 from qmq.audit.line import FOREVER_MS, Line
-from qmq.audit.messages import Ints, Messages
+from qmq.audit.messages import Ints, Messages, id_if_any, subjects_of, why_not
 from qmq.audit.walk import Problem, Window
-from qmq.codec import BATCH_MESSAGES_MAX, check_batch
+from qmq.codec import BATCH_MESSAGES_MAX, check_batch, decode_envelope, split_batch
 from qmq.errors import QmqError
+from qmq.log.delays import batch_begin
 from qmq.log.frame import DELAYS, FLAG_LABELLED, FRAME_BYTES_MAX, PROGRESS, Frame, FrameKind
 from qmq.log.retention import decode_retention
 
@@ -217,8 +218,25 @@ class Gathering:
     def _delays(self, frame: Frame, window: Window) -> None:
         try:
             self._facts.delayed.extend(delays.facts_of(frame, window.body(frame)))
-        except ValueError as error:
+            if frame.kind == FrameKind.CARRY:
+                self._carried(frame, window)
+        except (QmqError, ValueError) as error:
             self._problem(Problem(frame.offset, frame.end, str(error), frame.subject))
+
+    def _carried(self, frame: Frame, window: Window) -> None:
+        """Look at messages that were written again; raises QmqError, ValueError: there is no batch of them."""
+        begin = batch_begin(frame.count, is_carry=True)
+        batch = window.batch(frame)[begin:]
+        ends, _ = check_batch(batch, frame.count, FRAME_BYTES_MAX)
+        data = frame.offset + frame.body_at + begin + 4 * len(ends)
+        for at, view in zip(ends, split_batch(batch, frame.count)):
+            message, what = bytes(view), Kind.UNDECODABLE
+            reason = why_not(message)
+            if reason is None and (subject := decode_envelope(message).subject) not in subjects_of(frame.subject):
+                what, reason = Kind.FOREIGN, f"a message of {subject} in a frame of {frame.subject}"
+            if reason is not None:
+                about = frame.subject, data + at, what, id_if_any(message)
+                self._problem(Problem(frame.offset, frame.end, reason, *about))
 
     def _batches(self, window: Window, batches: list[Frame]) -> None:
         """Look at the messages of these frames, whose bodies are whole."""

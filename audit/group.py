@@ -23,6 +23,7 @@ from qmq.audit.answers import Answer, together
 from qmq.audit.conservation import STATES
 from qmq.audit.copies import CannotRead, Copy, Description, open_copy
 from qmq.audit.delay_groups import Source, account_for, is_delay_group, write_by_day
+from qmq.audit.derived import read_snapshot
 from qmq.audit.differences import Pair, differences
 from qmq.audit.extents import PIECE_BYTES, split_range
 from qmq.audit.history import CHAINS, CONSERVED_KEPT, FINDINGS_KEPT, SHARE, VERDICTS, History, look_back, moment, who
@@ -391,11 +392,15 @@ def _finish(spark: SparkSession, one: _Audit, options: Options) -> None:
     group, result = one.group, one.result
     if options.journal is not None:
         subjects = {name: one.answer.subjects[name] for name in group.places}
-        firsts = {name: {subject: row["first"] for subject, row in rows.items()} for name, rows in subjects.items()}
         ends = {name: {subject: row["end"] for subject, row in rows.items()} for name, rows in subjects.items()}
         if (anchor := one.history.anchor) is not None:
             ends = {name: dict(anchor.ends) | rows for name, rows in ends.items()}
-        _hold_against(spark, group, firsts, ends, result, options.journal)
+        known = {name: _firsts(place, result.logs[name].start) for name, place in group.places.items()}
+        if are_all := None not in known.values():
+            firsts = {name: found or {} for name, found in known.items()}
+        else:
+            firsts = {name: {subject: row["first"] for subject, row in rows.items()} for name, rows in subjects.items()}
+        _hold_against(spark, group, firsts, ends, result, options.journal, are_all=are_all)
     _add_met(group, result)
     if result.found:
         _check_kept(group, result)
@@ -408,6 +413,19 @@ def _finish(spark: SparkSession, one: _Audit, options: Options) -> None:
         spark.createDataFrame(rows, FINDINGS).write.mode("overwrite").parquet(str(path))
     if options.ledger is not None:
         one.entry = verified(one.answer, result, one.history, options.piece_bytes)
+
+
+def _firsts(place: Mapping[str, str], start: int) -> dict[str, int] | None:
+    """Return the first sequence of each subject that had messages before a copy's log begins, by the snapshot there;
+    None if there is none."""
+    if start == 0:
+        return {}
+    try:
+        with closing(open_copy(place)) as copy:
+            state, _ = read_snapshot(copy.derived(start).snapshot, start)
+    except OSError:
+        return None
+    return state.next_sequence if state is not None else None
 
 
 def _hold(group: Group, held: ExitStack) -> None:
@@ -704,8 +722,11 @@ def _hold_against(
     ends: dict[str, dict[str, int]],
     result: Result,
     journal: Path,
+    *,
+    are_all: bool,
 ) -> None:
-    """Look for every acknowledged message of the journal in both copies, to the very end of each."""
+    """Look for every acknowledged message of the journal in both copies, to the very end of each. `firsts`, `are_all`:
+    of `due_messages`."""
     if not journal.exists():
         raise CannotRead(f"journal {journal}: there is no such file, nor a folder of them")
     acked = spark.read.schema(JOURNAL).json(str(journal), recursiveFileLookup=True)
@@ -718,7 +739,7 @@ def _hold_against(
         raise CannotRead(f"journal {journal}: {broken} lines lack subject, sequence or id")
     result.journal = lines - broken
     acked = acked.where("subject is not null and sequence is not null and id is not null")
-    due = journals.due_messages(acked, firsts, result.start)
+    due = journals.due_messages(acked, firsts, result.start, are_all=are_all)
     sides = [
         journals.stored(spark, place, with_hash=hashed > 0).withColumn("copy", F.lit(name))
         for name, place in group.places.items()

@@ -21,11 +21,13 @@ BROADCAST_MAX = 1_000_000
 _KEY = ["copy", "subject", "sequence", "id"]
 
 
-def due_messages(journal: DataFrame, firsts: Mapping[str, Mapping[str, int]], start: int) -> DataFrame:
+def due_messages(
+    journal: DataFrame, firsts: Mapping[str, Mapping[str, int]], start: int, *, are_all: bool = False
+) -> DataFrame:
     """Return what of the journal is due on which copy: not what the copy's retention may have removed.
 
     in: journal subject string, sequence long, id string, hash string; out: the same, copy string. `firsts`: by copy and
-    subject its first sequence, in a log that begins at `start`.
+    subject its first sequence, in a log that begins at `start`; `are_all`: of other subjects, all messages are due.
     """
     spark = journal.sparkSession
     copies = spark.createDataFrame([(copy,) for copy in firsts], "copy string")
@@ -33,7 +35,8 @@ def due_messages(journal: DataFrame, firsts: Mapping[str, Mapping[str, int]], st
     if start > 0:
         rows = [(copy, subject, first) for copy, subjects in firsts.items() for subject, first in subjects.items()]
         kept = spark.createDataFrame(rows, "copy string, subject string, kept long")
-        due = due.join(kept, ["copy", "subject"]).where("sequence >= kept").drop("kept")
+        due = due.join(kept, ["copy", "subject"], "left" if are_all else "inner")
+        due = due.where("sequence >= coalesce(kept, 0)").drop("kept")
     return due
 
 

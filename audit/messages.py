@@ -96,7 +96,7 @@ class Messages:
         for at in np.flatnonzero(self.fields.whole & ~self._same_subject()).tolist():
             frame = self._frames[self._of[at]]
             subject = self._text(self.fields.subject_at, self.fields.subject_bytes, at)
-            if frame.offset not in copies and subject not in _subjects_of(frame.subject):
+            if frame.offset not in copies and subject not in subjects_of(frame.subject):
                 yield self._problem(at, Kind.FOREIGN, f"a message of {subject} in a frame of {frame.subject}")
         for number in dead:
             if self._frames[number].offset not in copies:
@@ -225,7 +225,7 @@ class Messages:
         try:
             text.tobytes().decode()
         except UnicodeDecodeError:
-            yield from (at for at in rows.tolist() if _why_not(self._message(at)) is not None)
+            yield from (at for at in rows.tolist() if why_not(self._message(at)) is not None)
 
     # Judging.
 
@@ -286,9 +286,9 @@ class Messages:
 
     def _undecodable(self, at: int) -> Problem:
         frame = self._frames[self._of[at]]
-        reason = _why_not(self._message(at)) or "it is no message"
+        reason = why_not(self._message(at)) or "it is no message"
         sequence = frame.first_sequence + at - int(self._first[self._of[at]])
-        identity = _id_if_any(self._message(at))
+        identity = id_if_any(self._message(at))
         return Problem(frame.offset, frame.end, reason, frame.subject, sequence, Kind.UNDECODABLE, identity)
 
     def _problem(self, at: int, what: Kind, reason: str) -> Problem:
@@ -322,7 +322,7 @@ def _salt(producer: int, subject: str) -> int:
 
 
 @lru_cache(4096)
-def _subjects_of(subject: str) -> frozenset[str]:
+def subjects_of(subject: str) -> frozenset[str]:
     """Return the subjects that messages of a frame may name: a copy for a group keeps that of its original."""
     derived = parse_derived(subject)
     mailbox = {retry_subject(derived.real, derived.group)} if derived else set()
@@ -340,7 +340,7 @@ def _label(tags: bytes, key: str | None) -> int:
     return label_of(words, key)
 
 
-def _why_not(message: bytes) -> str | None:
+def why_not(message: bytes) -> str | None:
     """Return why a consumer cannot decode a message; None if it can."""
     try:
         decode_properties(message, decode_envelope(message).body_begin)
@@ -349,7 +349,7 @@ def _why_not(message: bytes) -> str | None:
     return None
 
 
-def _id_if_any(message: bytes) -> str | None:
+def id_if_any(message: bytes) -> str | None:
     try:
         return decode_envelope(message).id
     except QmqError:

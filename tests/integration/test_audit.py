@@ -30,6 +30,7 @@ from qmq.proto import qmq_pb2, qmq_pb2_grpc
 from qmq.types import Epoch, Role
 from tests.integration.cluster_world import until
 from tests.support.spark import local_spark
+from tests.unit.audit.forged import derive
 from tests.unit.audit.logs import LogWriter
 from tests.unit.audit.test_walk import change, flip
 
@@ -484,8 +485,13 @@ def _give_up_the_first_segment(log: LogWriter) -> None:
 def test_messages_of_the_journal_that_the_log_is_too_young_for_are_not_called_present(
     spark: SparkSession, tmp_path: Path
 ) -> None:
-    for log in both(tmp_path, plant=_give_up_the_first_segment):
+    logs, snapshots = both(tmp_path, plant=_give_up_the_first_segment), dict[Path, bytes]()
+    for log in logs:
+        derive(log.folder.parent)
         log.folder.joinpath(f"{0:020d}.log").unlink()
+        snapshots |= {path: path.read_bytes() for path in log.folder.glob("*.snap")}
+    for path in snapshots:
+        path.unlink()
     lines = [{"subject": A, "group": "g1", "sequence": s, "id": f"{A}-{s}"} for s in (3, 399)]
     lines.append({"subject": "older", "group": "g1", "sequence": 0, "id": "x"})
     journal = tmp_path / "acknowledged.ndjson"
@@ -493,6 +499,12 @@ def test_messages_of_the_journal_that_the_log_is_too_young_for_are_not_called_pr
     result = audit(spark, tmp_path, journal=journal)
     assert (result.status, result.found, result.journal) == (0, {}, 3)
     assert any(note.startswith("2 of the journal's messages") for note in result.notes)
+    # A snapshot says which subjects there were before the log begins.
+    for path, content in snapshots.items():
+        path.write_bytes(content)
+    result = audit(spark, tmp_path, journal=journal)
+    assert [(row["what"], row["copy"], row["subject"]) for row in result.findings] == [("lost", "both", "older")]
+    assert any(note.startswith("1 of the journal's messages") for note in result.notes)
 
 
 def test_copies_with_other_retention_are_compared_from_the_later_start(spark: SparkSession, tmp_path: Path) -> None:

@@ -10,9 +10,11 @@ import pytest
 from qmq.audit.headers import NUMBER_MAX, TIME_MS_MAX
 from qmq.audit.report import as_markdown
 from qmq.audit.table import TableReader
+from qmq.codec import encode_message, join_batch
 from qmq.log.delays import encode_dispatch, encode_places
 from qmq.log.frame import FrameKind
 from qmq.log.retention import RetentionDecision, encode_retention
+from qmq.message import Message
 from qmq.types import Epoch
 from tests.unit.audit.divergences import TEN_YEARS_MS, frame_of, in_place_of, nth
 from tests.unit.audit.forged import A, Draft, forged, write_world
@@ -77,3 +79,25 @@ def test_delay_that_no_calendar_has_is_a_row(tmp_path: Path) -> None:
     reader = TableReader({"path": str(tmp_path), "rows": "delays"}, ["event", "number", "due_ms"])
     (row,) = [row for part in reader.partitions() for batch in reader.read(part) for row in batch.to_pylist()]
     assert row == {"event": "planned", "number": NUMBER_MAX, "due_ms": TIME_MS_MAX}
+
+
+@pytest.mark.parametrize(
+    "what, message",
+    [
+        pytest.param("undecodable", encode_message(Message("s", {"text": "x"}, id="m1"), 1)[:-3], id="cut"),
+        pytest.param("foreign", encode_message(Message("t", {"text": "x"}, id="m1"), 1), id="of another subject"),
+    ],
+)
+def test_message_that_a_delay_server_wrote_again_is_one_of_its_subject(
+    tmp_path: Path, what: str, message: bytes
+) -> None:
+    whole = encode_message(Message("s", {"text": "x"}, id="m0"), 1)
+    for copy in COPIES:
+        log = LogWriter(tmp_path / copy)
+        log.mastership(Epoch(1, 1))
+        frame = log.frame(FrameKind.CARRY, "s", encode_places([(0, 1), (0, 1)]) + join_batch([whole, message]), count=2)
+        log.batch("s", 1)
+        log.close()
+    (row,) = audit(tmp_path).findings
+    number = frame.offset + frame.body_at + 2 * 16 + 4 * 3 + len(whole)
+    assert (row["what"], row["copy"], row["offset"], row["sequence"]) == (what, "both", frame.offset, number)
