@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from qmq.audit.headers import NUMBER_MAX
 from qmq.audit.kinds import Kind
 from qmq.audit.said import Said, finding
 from qmq.codec import Buffer
@@ -71,7 +72,7 @@ class OfDelays:
 def _finding(fact: dict[str, Any], what: Kind, text: str) -> Said:
     """`sequence` is the message's number: the offset at which it lies."""
     fields = {name: fact[name] for name in ("offset", "end", "subject")}
-    return finding(what, text, sequence=fact["first"], **fields)
+    return finding(what, text, sequence=min(fact["first"], NUMBER_MAX), **fields)
 
 
 def spread_delayed(facts: list[dict[str, Any]], buckets: int) -> Iterator[tuple[int, list[dict[str, Any]]]]:

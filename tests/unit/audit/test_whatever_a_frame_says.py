@@ -71,14 +71,17 @@ def test_frame_that_no_broker_writes_is_named(tmp_path: Path, what: str, wrong: 
     assert "findings" in as_markdown([result], 1.0)
 
 
-def test_delay_that_no_calendar_has_is_a_row(tmp_path: Path) -> None:
-    log = LogWriter(tmp_path)
-    log.mastership(Epoch(1, 1))
-    log.frame(FrameKind.DISPATCH, "s", encode_dispatch("g1", encode_places([(1 << 63, (1 << 64) - 1)])), count=1)
-    log.close()
-    reader = TableReader({"path": str(tmp_path), "rows": "delays"}, ["event", "number", "due_ms"])
+def test_delay_that_no_calendar_has_is_a_row_and_a_finding(tmp_path: Path) -> None:
+    for copy in COPIES:
+        log = LogWriter(tmp_path / copy)
+        log.mastership(Epoch(1, 1))
+        log.frame(FrameKind.DISPATCH, "s", encode_dispatch("g1", encode_places([(1 << 63, (1 << 64) - 1)])), count=1)
+        log.batch("s", 1)
+        log.close()
+    reader = TableReader({"path": str(tmp_path / "slave"), "rows": "delays"}, ["event", "number", "due_ms"])
     (row,) = [row for part in reader.partitions() for batch in reader.read(part) for row in batch.to_pylist()]
     assert row == {"event": "planned", "number": NUMBER_MAX, "due_ms": TIME_MS_MAX}
+    assert [(row["what"], row["sequence"]) for row in audit(tmp_path).findings] == [("early", NUMBER_MAX)]
 
 
 @pytest.mark.parametrize(
