@@ -171,15 +171,15 @@ BEHIND = "no slave has all that is remembered as acknowledged"
 NOT_STORED = "the change of roles could not be stored"
 
 _START = "start the master, {master}; if it never returns: "
-_GONE = _START + "tools.sh Failover --brokerGroup={group} --masterGone=true"
-_RECOVER = _START + "tools.sh RecoverGroup --brokerGroup={group} --gone={master}"
+_GONE = _START + "qmq Failover --brokerGroup={group} --masterGone=true"
+_RECOVER = _START + "qmq RecoverGroup --brokerGroup={group} --gone={master}"
 WAY_ON: Mapping[Refusal, str] = {
     **dict.fromkeys(Refusal, _RECOVER),
     Refusal.NO_SLAVE: "AddBroker adds one; what the master's disk held comes back with that disk only",
     Refusal.HALF_SWAPPED: "finish that with ReplaceBroker --role={slave_role}",
     Refusal.OLD_ROW: "Doctor names the AdoptRoles that decides",
     Refusal.SLAVE_DOWN: (
-        "start slaves, or the master, {master}; those that never return are named to tools.sh RecoverGroup "
+        "start slaves, or the master, {master}; those that never return are named to qmq RecoverGroup "
         "--brokerGroup={group} --gone=…"
     ),
     Refusal.NOT_IN_SYNC_AT_THE_END: _GONE,
@@ -189,8 +189,8 @@ WAY_ON: Mapping[Refusal, str] = {
 }
 """What an operator does about each; `way_on` fills in the names."""
 LAST_RESORT = (
-    "tools.sh RecoverGroup --brokerGroup={group} --gone={master} --dry-run says which copy has most; stop that one, "
-    "and make it the master: tools.sh ReplaceBroker --brokerGroup={group} --role={master_role} --acceptLoss=true"
+    "qmq RecoverGroup --brokerGroup={group} --gone={master} --dry-run says which copy has most; stop that one, "
+    "and make it the master: qmq ReplaceBroker --brokerGroup={group} --role={master_role} --acceptLoss=true"
 )
 """In place of who waits for a master that never returns."""
 

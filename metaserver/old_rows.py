@@ -121,7 +121,7 @@ def _remedy(group: Group, master: Broker | None, said: dict[Broker, ReplicaState
     up = {broker: state for broker, state in said.items() if state is not None}
     named = master or max(up, key=lambda broker: up[broker].reach, default=None)
     host, port = named.key if named else ("HOSTNAME", "PORT")
-    command = f"tools/tools.sh AdoptRoles --brokerGroup={group.name} --hostname={host} --servePort={port}"
+    command = f"qmq AdoptRoles --brokerGroup={group.name} --hostname={host} --servePort={port}"
     command += "" if master else " --force=true"
     down = [str(broker.key) for broker, state in said.items() if state is None]
     if master is None and up and (not down or len(said) > 2 and len(up) > len(said) - group.min_copies):

@@ -369,7 +369,7 @@ def refuse_unknown(said: Broker, directory: Directory) -> NoReturn:
     if vacant and vacant.kind == said.kind and said.group in ("", vacant.name):
         command, group, role = "ReplaceBroker", vacant.name, f"{slave:d}"
     raise OperatorError(
-        f"{said.key} is no broker here. Run: tools/tools.sh {command} --metaserver=HOST:PORT --token=TOKEN "
+        f"{said.key} is no broker here. Run: qmq {command} --metaserver=HOST:PORT --token=TOKEN "
         f"--brokerGroup={group} --role={role} --hostname={said.hostname} --ip={said.ip} "
         f"--servePort={said.serve_port} --syncPort={said.sync_port}"
     )
@@ -394,7 +394,7 @@ def check_registration(broker: Broker, incarnation: str) -> None:
     if broker.role == Role.MASTER and broker.incarnation and broker.incarnation != incarnation:
         raise OperatorError(
             f"{broker.key} was the master of {broker.group} with another data directory. Give it that one back; if it "
-            f"is lost: tools.sh RecoverGroup --brokerGroup={broker.group} --gone={broker.key} makes the best copy that "
+            f"is lost: qmq RecoverGroup --brokerGroup={broker.group} --gone={broker.key} makes the best copy that "
             "is left the master, from which this broker is filled. Whose disk is lost, too, is named in --gone as well"
         )
 
@@ -434,7 +434,7 @@ def _promote(directory: Directory, group: Group, broker: Broker, accept_loss: bo
         if others and not accept_loss:
             raise OperatorError(
                 f"{group.name} has {len(group.slaves)} slaves, and another one may hold what {broker.key} lacks. Start "
-                f"what is left: tools.sh Failover --brokerGroup={group.name} chooses; SwapRoles, if the master runs. "
+                f"what is left: qmq Failover --brokerGroup={group.name} chooses; SwapRoles, if the master runs. "
                 f"If that is impossible, --acceptLoss=true makes the best of what {broker.key} has"
             )
         if master and master.incarnation and (lacking or not slave.complete) and not accept_loss:

@@ -259,7 +259,7 @@ def _without(group: Group, gone: Broker) -> str:
         return "use ReplaceBroker"
     if gone.role == Role.SLAVE:
         return "name another slave with --to"
-    return f"tools.sh Failover --brokerGroup={group.name}"
+    return f"qmq Failover --brokerGroup={group.name}"
 
 
 def _disks(group: Group) -> set[tuple[BrokerKey, str]]:

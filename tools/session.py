@@ -21,7 +21,7 @@ from qmq.tools.files import PrivateFile
 from qmq.tools.inputs import STANDARD_STREAM, NoInput, read_document, read_password, read_token
 from qmq.tools.plan import refusal, show_plan
 from qmq.tools.table import Block
-from qmq.tools.terminal import complain, confirm, is_interactive, program, show
+from qmq.tools.terminal import as_typed, complain, confirm, is_interactive, program, show
 
 TOKEN_PLACES = "QMQ_TOKEN, QMQ_TOKEN_FILE or --token-file (- is standard input)"
 
@@ -155,7 +155,7 @@ class Session:
         if self.as_json:
             _print_json(shown)
         else:
-            show(self.command.show(shown))
+            show(self.command.show([{name: as_typed(text) for name, text in one.items()} for one in shown]))
         return Exit.REFUSED if worst(findings) is Level.FAIL else Exit.DONE
 
     def _path(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterable
 from typing import TextIO
@@ -14,6 +15,7 @@ from rich.text import Text
 
 from qmq.tools.table import GAP, Block, Cell, Table, Tone, lay, left_out, plain, printable
 
+_COMMAND = re.compile(r"\bqmq (?=[A-Z])")
 _STYLES = {Tone.PLAIN: "", Tone.GOOD: "green", Tone.WARN: "yellow", Tone.BAD: "bold red"}
 
 
@@ -29,8 +31,13 @@ def program() -> str:
     return "qmq" if os.path.basename(sys.argv[0]) == "qmq" else "tools.sh"
 
 
+def as_typed(text: str) -> str:
+    """Let a metaserver's text name commands as they are typed here: it says `qmq Failover`."""
+    return _COMMAND.sub(f"{program()} ", text)
+
+
 def complain(text: str) -> None:
-    print(f"{program()}: {printable(text, lines=True)}", file=sys.stderr)
+    print(f"{program()}: {printable(as_typed(text), lines=True)}", file=sys.stderr)
 
 
 def confirm(question: str) -> bool:

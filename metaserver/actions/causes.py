@@ -111,7 +111,7 @@ def _command(facts: Mapping[str, Any], groups: Groups) -> str:
     """What puts another broker in its place: a slave in the master's, a new one in a slave's."""
     role, group = Role[facts["role"]], facts["group"]
     others = [one["facts"] for one in groups[group] if one["facts"] is not facts]
-    recover = f"tools.sh RecoverGroup --brokerGroup={group}"
+    recover = f"qmq RecoverGroup --brokerGroup={group}"
     if role in MASTERS and not facts["incarnation"]:  # it never had a message
         return f"{recover} --gone={facts['hostname']}:{facts['servePort']}"
     if role in MASTERS:
@@ -119,7 +119,7 @@ def _command(facts: Mapping[str, Any], groups: Groups) -> str:
             lost = f"{recover} --gone={facts['hostname']}:{facts['servePort']}"
             return f"restore its data directory: it was the only copy; if that is lost, too: {lost}"
         if any(one["answers"] for one in others):
-            return f"tools.sh Failover --brokerGroup={group} --masterGone=true"
+            return f"qmq Failover --brokerGroup={group} --masterGone=true"
         return recover if len(others) > 1 else f"stop the slave, {_call('ReplaceBroker', role, others[0])} --swap"
     new = {**facts, "hostname": "NEW", "ip": "IP"}
     if len(others) < 2:
@@ -127,18 +127,18 @@ def _command(facts: Mapping[str, Any], groups: Groups) -> str:
         return recover if is_last else _call("ReplaceBroker", role, new)
     if any(Role[one["role"]] in MASTERS and not one["answers"] for one in others):
         return recover
-    remove = f"tools.sh RemoveBroker --hostname={facts['hostname']} --servePort={facts['servePort']}"
+    remove = f"qmq RemoveBroker --hostname={facts['hostname']} --servePort={facts['servePort']}"
     calls = [remove, _call("AddBroker", role, new)]
     if len(others) < facts["minCopies"] and len(others) + 1 < COPIES_MAX:
         calls.reverse()
     elif len(others) < facts["minCopies"]:  # there is no room for another one
-        calls.insert(0, f"tools.sh SetCopies --brokerGroup={group} --minCopies={len(others)}")
+        calls.insert(0, f"qmq SetCopies --brokerGroup={group} --minCopies={len(others)}")
     return ", then ".join(calls)
 
 
 def _call(command: str, role: Role, facts: Mapping[str, Any]) -> str:
     return (
-        f"tools.sh {command} --brokerGroup={facts['group']} --role={int(role)} --hostname={facts['hostname']} "
+        f"qmq {command} --brokerGroup={facts['group']} --role={int(role)} --hostname={facts['hostname']} "
         f"--ip={facts['ip']} --servePort={facts['servePort']} --syncPort={facts['syncPort']}"
     )
 

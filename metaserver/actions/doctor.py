@@ -103,7 +103,7 @@ async def _broker(desk: Desk, broker: Broker, ask: Ask) -> Check:
     try:
         state = await ask(broker)
     except QmqError as error:
-        return check(False, str(error))
+        return check(False, str(error).removeprefix(f"{of} "))
     facts["answers"] = True
     try:
         roles.check_registration(broker, state.incarnation or broker.incarnation)
@@ -121,7 +121,7 @@ async def _broker(desk: Desk, broker: Broker, ask: Ask) -> Check:
 def _way_out(reason: str, broker: Broker) -> str:
     """What ends a broker's reason; a newer version may have others."""
     if reason == Reason.UNFILLED and broker.role == Role.SLAVE:
-        return f"tools.sh SyncReplica --brokerGroup={broker.group} --host={broker.key} (docs/runbook.md, {reason})"
+        return f"qmq SyncReplica --brokerGroup={broker.group} --host={broker.key} (docs/runbook.md, {reason})"
     return f"{WAY_OUT[Reason(reason)]} (docs/runbook.md, {reason})" if reason in tuple(Reason) else "see its log"
 
 
@@ -140,8 +140,8 @@ def _loss(group: Group) -> Check:
         Kind.LOSS,
         False,
         f"an operator accepted in term {group.lost_term} that acknowledged messages are lost",
-        f"tools.sh AuditTrail --brokerGroup={group.name} says which; "
-        f"tools.sh AcknowledgeLoss --brokerGroup={group.name} ends this",
+        f"qmq AuditTrail --brokerGroup={group.name} says which; "
+        f"qmq AcknowledgeLoss --brokerGroup={group.name} ends this",
         of=f"of {group.name}",
     )
 

@@ -35,7 +35,7 @@ async def test_registered_broker_gets_its_part_and_both_addresses(world):
 async def test_unknown_broker_is_refused_with_the_command_to_run(world):
     error = await refusal(world.broker("stranger", 3001))
     assert error.code() == grpc.StatusCode.FAILED_PRECONDITION
-    assert "tools.sh AddBroker" in error.details() and "--hostname=stranger" in error.details()
+    assert "qmq AddBroker" in error.details() and "--hostname=stranger" in error.details()
     assert "--servePort=3001" in error.details()
 
 

@@ -82,7 +82,7 @@ def _installation(ask: Ask, token: str, transitions: bool) -> Iterator[Finding]:
             for findings in threads.map(partial(_states, token), answering):
                 yield from findings
     if not brokers:
-        yield fail("brokers", "no broker is added", "add a master and a slave with tools.sh AddBroker, then start them")
+        yield fail("brokers", "no broker is added", "add a master and a slave with qmq AddBroker, then start them")
     for group in ask("ReplicaStatus").data or []:
         yield from judge_group(group)
     yield from judge_versions(_versions(metaservers, brokers))

@@ -153,7 +153,8 @@ class Brokers:
 
     def _reach(self, broker):
         if broker.key not in self.states or broker.group in self.silent:
-            raise NotServed(f"{broker.key} did not answer")
+            who = f"{broker.key} ({broker.part.name} of {broker.group})"  # as qmq.metaserver.rpc.broker_client has it
+            raise NotServed(f"{who} did not answer at {broker.ip}:{broker.control_port}")
         return self.states[broker.key]
 
     async def replica_status(self, broker):

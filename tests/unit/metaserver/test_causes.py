@@ -49,9 +49,7 @@ def test_a_slave_that_is_down_is_one_finding_and_its_group_and_master_none():
     assert list(found) == ["broker b"]
     remedy = found["broker b"]["remedy"]
     assert "start it on 10.0.0.2" in remedy
-    assert (
-        "tools.sh ReplaceBroker --brokerGroup=g1 --role=1 --hostname=NEW --ip=IP --servePort=1 --syncPort=2" in remedy
-    )
+    assert "qmq ReplaceBroker --brokerGroup=g1 --role=1 --hostname=NEW --ip=IP --servePort=1 --syncPort=2" in remedy
 
 
 def test_a_master_that_is_down_is_named_with_the_failover():
@@ -59,12 +57,12 @@ def test_a_master_that_is_down_is_named_with_the_failover():
         [away("a", "g1", "MASTER", "10.0.0.1"), broker("b", "g1", "SLAVE", "10.0.0.2"), group("g1", ok=False)]
     )
     assert list(found) == ["broker a"]
-    assert "tools.sh Failover --brokerGroup=g1 --masterGone=true" in found["broker a"]["remedy"]
+    assert "qmq Failover --brokerGroup=g1 --masterGone=true" in found["broker a"]["remedy"]
 
 
 def test_a_slave_whose_master_is_down_as_well_may_be_the_last_copy():
     found = wrong([away("a", "g1", "MASTER", "10.0.0.1"), away("b", "g1", "SLAVE", "10.0.0.2"), group("g1", ok=False)])
-    assert "tools.sh RecoverGroup --brokerGroup=g1" in found["broker b"]["remedy"]
+    assert "qmq RecoverGroup --brokerGroup=g1" in found["broker b"]["remedy"]
     assert "ReplaceBroker" in found["broker a"]["remedy"] and "ReplaceBroker" not in found["broker b"]["remedy"]
 
 
@@ -130,7 +128,7 @@ def test_each_of_three_copies_is_named_with_the_command_for_several():
     found = of_three("a")
     assert "Failover --brokerGroup=g1 --masterGone=true" in found["broker a"]
     (remedy,) = of_three("c").values()
-    assert "RemoveBroker --hostname=c --servePort=1, then tools.sh AddBroker --brokerGroup=g1 --role=1" in remedy
+    assert "RemoveBroker --hostname=c --servePort=1, then qmq AddBroker --brokerGroup=g1 --role=1" in remedy
     (remedy,) = of_three("c", min_copies=3).values()
     assert remedy.index("AddBroker") < remedy.index("RemoveBroker"), "else too few would be left"
 
@@ -139,7 +137,7 @@ def test_where_there_is_room_for_no_other_copy_fewer_acknowledge_first(monkeypat
     """AddBroker refuses more copies than there may be, and RemoveBroker fewer than acknowledge."""
     monkeypatch.setattr(causes, "COPIES_MAX", 3)
     (remedy,) = of_three("c", min_copies=3).values()
-    assert "SetCopies --brokerGroup=g1 --minCopies=2, then tools.sh RemoveBroker --hostname=c" in remedy
+    assert "SetCopies --brokerGroup=g1 --minCopies=2, then qmq RemoveBroker --hostname=c" in remedy
     assert "SetCopies" not in of_three("c")["broker c"]
 
 

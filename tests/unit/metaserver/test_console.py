@@ -97,7 +97,7 @@ async def test_doctors_findings_stand_on_the_overview_with_machine_and_command(w
     world.stop("g1-a")
     text = await world.read()
     assert "broker g1-a:20881 (MASTER of g1)" in text and "start it on 10.0.0.1" in text
-    assert "tools.sh Failover --brokerGroup=g1 --masterGone=true" in text
+    assert "qmq Failover --brokerGroup=g1 --masterGone=true" in text
 
 
 @in_console

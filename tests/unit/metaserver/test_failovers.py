@@ -591,7 +591,7 @@ def test_why_a_copy_does_not_promise_is_told_in_its_own_words(tmp_path, monkeypa
 
         monkeypatch.setattr(world.brokers, "prepare_failover", not_whole)
         refused = await world.refused("Failover", brokerGroup="g1", masterGone="true")
-        assert words in refused and "If a copy is not whole: tools.sh RecoverGroup" in refused
+        assert words in refused and "If a copy is not whole: qmq RecoverGroup" in refused
 
     asyncio.run(test())
 

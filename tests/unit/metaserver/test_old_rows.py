@@ -59,7 +59,7 @@ def test_a_row_is_raised_above_its_brokers_with_the_roles_that_all_of_them_agree
         pytest.param({"b": 300}, "start a:1, c:1", id="one of three may lack what the others have"),
         pytest.param(
             {"b": 300},
-            "impossible: tools/tools.sh AdoptRoles --brokerGroup=g1 --hostname=b --servePort=1 --force=true",
+            "impossible: qmq AdoptRoles --brokerGroup=g1 --hostname=b --servePort=1 --force=true",
             id="no master",
         ),
     ],

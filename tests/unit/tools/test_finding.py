@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from qmq.tools.doctor.finding import (
@@ -23,6 +25,7 @@ from qmq.tools.doctor.finding import (
     warn,
     worst,
 )
+from qmq.tools.terminal import as_typed
 
 
 @pytest.mark.parametrize(
@@ -179,3 +182,10 @@ def test_states_are_shown_with_their_last_moves_and_fail_by_an_illegal_one():
     assert fine.found.startswith("LAGGING, E6 -> LAGGING 6.0 s ago,") and fine.found.endswith("2.5 s ago")
     bad = judge_states("b:1", {**machine, "illegal": 2})
     assert bad.level is Level.FAIL and "2 illegal moves" in bad.found and bad.do
+
+
+@pytest.mark.parametrize(("typed", "named"), [("/usr/bin/qmq", "qmq"), ("/opt/qmq/tools/__main__.py", "tools.sh")])
+def test_commands_are_named_as_they_are_typed_here(monkeypatch, typed, named):
+    monkeypatch.setattr(sys, "argv", [typed])
+    assert as_typed("start it; or qmq Failover --brokerGroup=g1") == f"start it; or {named} Failover --brokerGroup=g1"
+    assert as_typed("a newer qmq has used it; qmq 0.2.0") == "a newer qmq has used it; qmq 0.2.0"
