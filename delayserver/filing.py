@@ -2,7 +2,8 @@
 
 A master files what is on its own disk, a slave what lies below the high watermark, which nothing ever cuts. If a master
 that filed more is cut when it becomes a slave, its schedule is made anew from its log; that is rare, and nobody waits
-for a slave's schedule. A schedule that is damaged, or behind the log's start, is made anew as well.
+for a slave's schedule. One that is damaged, or behind the log's start, is made anew as well. So is one with what went
+with a segment that was given up: nobody could read these messages, and batches would wait for them.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ class Filing:
         self.is_reading = self._is_flushing = False
         self._why_anew = ""
         """Why the schedule is to be made anew as soon as nothing is written."""
+        self._log_start = -1
+        """Where the log began when it was last looked whether all is in it that pends."""
 
     def reaches(self, end: int) -> bool:
         """Return whether all frames before `end` are filed."""
@@ -77,7 +80,14 @@ class Filing:
     def go_on(self, end: int) -> None:
         """File frames before `end`, as many as one pass allows; call again while `reaches` says no."""
         message_log, filed_end = self._log, self.schedule.filed_end
-        if self.is_waiting or filed_end == end:
+        if self.is_waiting:
+            return
+        if message_log.start != self._log_start:
+            self._log_start = message_log.start
+            if self.schedule.pending_from() < message_log.start:
+                self.start_anew(f"messages pend that were given up with the log before {message_log.start}")
+                return
+        if filed_end == end:
             return
         if not self._is_our_history(filed_end):
             self.start_anew(f"it had {filed_end}, the log begins at {message_log.start}")

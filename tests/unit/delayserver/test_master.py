@@ -264,6 +264,27 @@ def test_what_pends_is_carried_before_the_log_lets_it_go_and_a_new_copy_has_it()
     assert sorted(copies.senders.delivered()) == sorted(f"m{i}" for i in range(20))
 
 
+@pytest.mark.parametrize("how", ["while it runs", "before it starts"])
+def test_messages_whose_segment_was_given_up_hold_up_no_others(how):
+    """They pended, and could not be read: batches with them were planned and tried for ever."""
+    copies, producer = a_group(segment_bytes=1 << 14)
+    due_ms = copies.now_ms + HOUR_MS
+    producer.delayed(due_ms, *(f"lost{i}" for i in range(10)), size=900)
+    copies.run(100)
+    while len(copies.a.log.bases) < 4:
+        producer.delayed(due_ms, f"kept{len(copies.a.log.bases)}-{copies.now_ms}", size=900)
+        copies.run(100)
+    copies.run(60_000, step_ms=10_000)  # the schedule has a checkpoint
+    kept = copies.a.log.state.next_sequence["s"] - copies.a.log.first_kept("s", copies.a.log.bases[1])
+    for server in (copies.a, copies.b):
+        server.log.set_aside_oldest_segment("given-up")
+    if how == "before it starts":
+        restart(copies)
+    copies.run(2 * HOUR_MS, step_ms=60_000)
+    assert len(copies.senders.delivered()) == kept and not any("lost" in id for id in copies.senders.delivered())
+    assert copies.a.master.stats()["pending_messages"] == 0
+
+
 # Clocks.
 
 
