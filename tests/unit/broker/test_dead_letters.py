@@ -18,6 +18,7 @@ from qmq.redrive.redriving import Choice
 from qmq.remoting import commands
 from qmq.subjects import dead_letter_subject, retry_subject
 from qmq.types import Role
+from tests.unit.broker.selecting import Consumer, Sent, produce
 from tests.unit.broker.world import Broker, Client, Group
 
 DEAD = dead_letter_subject("s", "g")
@@ -420,3 +421,19 @@ def test_a_redrive_from_the_chosen_subject_takes_only_what_this_group_let_die():
     assert chosen(("s", "g")) == ["m0"] and chosen(("s", "h")) == chosen(("other", "g")) == []
     (back,) = Choice(whose=("s", "g")).of("g1", pieces, (0, 1 << 62))
     assert not decode_message(back.data).properties
+
+
+def test_what_was_delivered_more_often_than_a_consumer_that_comes_back_allows_is_not_delivered_again():
+    group = Group.made().start()
+    produce(Client(group.a), [Sent(), Sent()], first=0)
+    group.settle()
+    consumer = Consumer(group, "c1")
+    assert consumer.sequences(1) == [0]
+    consumer.nack(0)
+    assert consumer.sequences(1) == [0]
+    consumer.client.lost()
+    consumer.held.clear()
+    consumer.terms["deliveries_max"] = 1
+    consumer.join()
+    assert consumer.sequences() == [1]
+    assert group.a.log.state.next_sequence["%DEAD_RETRY%s%g"] == 1

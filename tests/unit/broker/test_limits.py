@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from qmq.broker import pruning
 from qmq.broker.causes import Cause
+from qmq.broker.pruning import Pruning
 from qmq.codec import decode_message, encode_labels, encode_message, label_of_message, split_batch
-from qmq.errors import ErrorCode
+from qmq.errors import CorruptFrame, ErrorCode
+from qmq.log.fold import State
 from qmq.log.frame import NO_CHAIN, FrameKind, decode_frames, label_flags
+from qmq.log.group import Group as LogGroup
 from qmq.log.progress import EXPIRED, decode_progress
 from qmq.message import Message
 from qmq.operator_limits import OF_SUBJECT, OperatorLimits
@@ -435,3 +440,20 @@ def test_of_too_many_ranges_the_requeued_ones_go_before_what_is_new(monkeypatch)
         group.settle()
         seen.append((group.a.master.overflowed[KEY], group.a.log.state.groups[KEY].position))
     assert seen == [(1, 3), (4, 5), (4, 5)], "a second later it goes on"
+
+
+def test_damage_that_is_met_while_what_waits_is_counted_is_told_of():
+    """It is repaired then; until it is, what cannot be counted counts nothing."""
+    problem, found = CorruptFrame(88, "test"), []
+
+    def fails(*_):
+        raise problem
+
+    message_log = SimpleNamespace(state=State(next_sequence={"s": 9}), frames=fails)
+    mastership = SimpleNamespace(log=message_log, found_damage=found.append)
+    made = Pruning(mastership, None, None, lambda subject: None)
+    assert made._gone("s", LogGroup(3)) == made._bytes(KEY, LogGroup(3)) == made._covering("s", [(3, 6)], 100) == 0
+    assert found == [problem] * 3
+    made._lengths = SimpleNamespace(new_tick=fails)
+    made.tick(0)
+    assert found == [problem] * 4

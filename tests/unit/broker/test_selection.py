@@ -424,6 +424,13 @@ def test_what_changes_before_the_keys_are_known_is_looked_up_when_they_are():
     assert group_filter.pop_ready(0) == (2, 5)
 
 
+def test_that_something_was_passed_over_is_written_down_a_second_later_or_if_the_clock_went_back():
+    group_filter = GroupFilter("s", "g")
+    assert not group_filter.is_overdue(10_000)
+    group_filter.seen_ms = 10_000
+    assert [group_filter.is_overdue(now_ms) for now_ms in (9_999, 10_000, 10_999, 11_000)] == [True, False, False, True]
+
+
 def test_what_waited_in_two_ranges_and_what_is_new_are_three_entries_though_they_follow_on_each_other():
     """The fold takes each of them from one place."""
     group = stored(PAY, PAY, PAY)
