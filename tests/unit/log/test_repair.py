@@ -58,6 +58,19 @@ def test_what_is_kept_takes_nobody_elses_place_after_somebody_tidied_up():
     assert disk.read(names[1], 0, 5) == b"first"
 
 
+@pytest.mark.parametrize("is_damaged", [True, False])
+def test_a_log_that_is_cut_at_damage_says_that_its_tail_was(is_damaged):
+    """What is behind it may have been acknowledged: as a master it waits for its slave."""
+    copy = a_copy()
+    offset = frame_offsets(copy, copy.log.bases[-1])[0]
+    if is_damaged:
+        damage(copy, offset)
+        copy.reopen()
+    copy.log.cut(offset, "test")
+    assert copy.log.end == offset and copy.log.damage is None
+    assert copy.log.is_tail_cut == is_damaged == copy.reopen().is_tail_cut
+
+
 def test_a_segment_is_verified_in_the_file_that_has_its_name_now():
     """Who has it open reads on in one that was taken away."""
     copy = a_copy()
