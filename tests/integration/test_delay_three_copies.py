@@ -7,7 +7,7 @@ import shutil
 
 import qmq
 from qmq.types import Role
-from tests.integration.cluster_world import begin, data_of, end, producer, running, state
+from tests.integration.cluster_world import begin, data_of, end, producer, reasons, running, state
 from tests.support.waiting import until
 
 COUNT = 20
@@ -70,8 +70,13 @@ def test_a_delay_group_of_three_copies_is_swapped_failed_over_recovered_and_fill
         cluster.manage("RemoveBroker", hostname=lost.hostname, servePort=lost.serve_port)
         place = {"hostname": lost.hostname, "servePort": lost.serve_port, "syncPort": lost.sync_port}
         cluster.manage("AddBroker", brokerGroup="d1", role=int(Role.DELAY_SLAVE), ip="127.0.0.1", **place)
+        cluster.manage("SetCopies", brokerGroup="d1", syncMode="manual")
         begin(cluster, lost.hostname)
+        until(lambda: reasons(cluster, lost) == ["unfilled"], "an empty one waits until it may be filled")
+        asyncio.run(send_delayed(cluster, "while it waits"))
+        cluster.manage("SyncReplica", brokerGroup="d1", host=lost.hostname)
         all_in_step(cluster)
+        assert pending(cluster) == 3 * COUNT
 
 
 def test_a_group_of_four_copies_has_three_that_acknowledge(tmp_path):
