@@ -69,12 +69,13 @@ class BrokerRpc:
         if self._registry.is_stopping:
             raise NotServed(STOPPING)
         caller().require_group(_known_group(self._registry, key))
+        if (known := self._registry.directory.find(key)) is not None:
+            _check_group(known, request)  # before it claims the place: who is refused is not up
         broker = await self._registry.register(
             convert.broker_from_identity(request), self._ask, term=max(request.term, 0)
         )
         caller().require_group(broker.group)
-        if request.broker_group not in ("", broker.group):
-            raise OperatorError(f"{key} belongs to {broker.group}, not to {request.broker_group}")
+        _check_group(broker, request)
         if request.begins:
             await renewals.begin_life(self._registry, broker)
         return broker
@@ -160,6 +161,14 @@ class BrokerRpc:
                 self._logged.clear()
             self._logged.add(line)
             log.warning("%s", line)
+
+
+def _check_group(broker: Broker, said: pb.BrokerIdentity) -> None:
+    if said.broker_group not in ("", broker.group):
+        raise OperatorError(
+            f"{broker.key} belongs to {broker.group}, not to {said.broker_group}, whose data directory it has: start "
+            "it with an empty one"
+        )
 
 
 def _with_clock(assignment: pb.Assignment | None) -> pb.Assignment:

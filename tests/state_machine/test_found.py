@@ -157,3 +157,19 @@ def test_a_row_that_went_back_counts_copies_in_a_term_of_its_own(world: World) -
     world.put_database_back(world.copies[-1])
     world.wait(3)
     assert world.oracle.decided.terms["g1"] == 4
+
+
+def test_a_broker_with_the_data_of_another_group_is_not_up(world: World) -> None:
+    """It came again each second and claimed its place, so Doctor found nothing wrong with it."""
+    for name in "ab":
+        world.stop_box(world.brokers.boxes[name], closes=True)
+    world.wait(1)
+    for name in "ba":
+        words = {"hostname": name, "servePort": "20881", "force": "true"}
+        world.operate(world.servers[0], "RemoveBroker", words)
+        world.finish()
+    world.operate(world.servers[0], "AddBroker", place(world.brokers.boxes["a"], "g3", 0))
+    world.finish()
+    world.start_box(world.brokers.boxes["a"], world.servers[0])
+    world.wait(2)
+    assert any("its log says" in remedy for remedy in Operator(world, world.servers[0], "g3").doctor())
