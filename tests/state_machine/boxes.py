@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import NamedTuple
 
 from qmq.errors import OperatorError
@@ -49,6 +50,8 @@ class Disk:
     """It follows no master of an older term, and is none."""
     complete: bool = False
     """It had all that its master had, once."""
+    fills: int = 0
+    """How often it was filled."""
     point: pb.AcknowledgedPoint | None = None
     """Up to there it knows that messages are acknowledged."""
     lacks: pb.AcknowledgedPoint | None = None
@@ -82,6 +85,10 @@ class Disk:
             self.lacks = None
 
     @property
+    def fill_id(self) -> str:
+        return f"{self.incarnation}/{self.fills}"
+
+    @property
     def messages(self) -> set[int]:
         return {frame.message for frame in self.log}
 
@@ -111,8 +118,11 @@ class Process:
     """Whom a master is linked with, and whose copies count."""
     met: list[Process] = field(default_factory=list)
     """Who said hello to this mastership."""
+    is_unfilled: bool = False
+    """A slave that would have to be filled waits for an operator's word."""
 
     def begin_part(self) -> None:
+        self.is_unfilled = False
         self.slaves, self.met, self.holds_until, self.has_begun, self.in_sync = [], [], 0.0, False, False
 
     def is_in(self, role: Role, term: int | None = None) -> bool:
@@ -260,13 +270,27 @@ class Brokers:
 
     def _link(self, master: Process, slave: Process) -> None:
         mine, theirs = master.disk.log, slave.disk.log
+        slave.is_unfilled = self._is_to_wait(master, slave)
+        if slave.is_unfilled:
+            return
         self._look_at_cut(slave.disk, mine)
         theirs[:] = mine
+        slave.disk.fills += not slave.disk.complete
         slave.disk.boot, slave.disk.complete, slave.in_sync = master.disk.boot, True, True
         slave.disk.is_old, slave.disk.lacks = False, None
         if slave not in master.slaves:
             master.slaves.append(slave)
         self._acknowledge(master)
+
+    def _is_to_wait(self, master: Process, slave: Process) -> bool:
+        """Whether it was never whole, lacks something that is acknowledged, and may not be filled."""
+        part, disk, point = self.assigned(master), slave.disk, master.disk.point
+        pairs = zip(master.disk.log, disk.log, strict=False)
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        if disk.complete or point is None or same >= point.end:
+            return False
+        said = [order.allowed for order in part.fills if order.fill_id == disk.fill_id]
+        return not (said[0] if said else part.sync_mode != "manual")
 
     def _is_held(self, slave: Process) -> bool:
         return slave.holds_until > self.now or slave.disk.promised > slave.disk.term
@@ -404,6 +428,7 @@ class Brokers:
             last_boot=last.boot,
             in_sync=process.in_sync,
             incomplete=not disk.complete,
+            fill_id=disk.fill_id,
             in_step=[slave.disk.incarnation for slave in process.slaves],
             role=-1,
         )
@@ -415,9 +440,13 @@ class Brokers:
 
     def _reasons(self, process: Process) -> list[str]:
         reasons = ["rolled_back"] if process.disk.lacks else []
+        reasons += ["unfilled"] if process.is_unfilled else []
         if process.is_in(Role.MASTER):
             reasons += ["operator"] if "*" in self.assigned(process).readonly_subjects else []
-            reasons += ["slave_down"] if self.are_too_few_in_sync(process) else []
+            waits = sum(self.is_linked(process, slave) and slave.is_unfilled for slave in process.met)
+            needed = max(self.assigned(process).min_copies, 2) - 1
+            if self.are_too_few_in_sync(process):
+                reasons += ["unfilled" if len(process.slaves) + waits >= needed else "slave_down"]
             reasons += ["draining"] if self.is_draining(process) else []
         return reasons
 

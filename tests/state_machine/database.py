@@ -131,6 +131,9 @@ class Template:
             "INSERT INTO api_token VALUES ('first', 'first-admin', 'admin', 'salt', 'hash', '[]', '[]', 1, 0, 0)"
         )
         self._empty.commit()
+        self.bare = sqlite3.connect(":memory:", check_same_thread=False)
+        """It stays empty."""
+        self._empty.backup(self.bare)
 
     def keep(self, database: sqlite3.Connection) -> None:
         """From now on, copy this one."""
@@ -146,3 +149,4 @@ class Template:
 
     def close(self) -> None:
         self._empty.close()
+        self.bare.close()

@@ -288,7 +288,7 @@ class Machine(RuleBasedStateMachine):
         back; an operator acts."""
         world, server, brokers = self.world, self.world.servers[at], self.world.brokers
         master, slaves = self.master_to_lose(group, at, "loses")
-        if master is None:
+        if master is None or not slaves:
             return
         if cut is not None:
             brokers.cut(master, cut)
@@ -422,7 +422,24 @@ class Machine(RuleBasedStateMachine):
         world = self.world
         if not world.copies or any(box.disk.is_old for box in world.brokers.boxes.values()):
             return
-        copy = world.copies[-1 - which % min(len(world.copies), 3)]
+        self.replace_database(world.copies[-1 - which % min(len(world.copies), 3)], restarts)
+
+    @fault("emptied", 1, restarts=[False, False, True])
+    def empty_database(self, restarts: bool) -> None:
+        """Another database is in its place, which has no groups. What was under way is over."""
+        world = self.world
+        if world.oracle.decided.terms and not any(box.disk.is_old for box in world.brokers.boxes.values()):
+            world.finish()
+            world.release()
+            world.finish()
+            self.replace_database(world.bare, restarts)
+
+    @fault("emptied", 2, at=NUMBERS, who=NUMBERS, keep=["memory", "memory", "database"])
+    def adopt_database(self, at: int, who: int, keep: str) -> None:
+        self.order(who, at, "AdoptDatabase", {"keep": keep})
+
+    def replace_database(self, copy: Any, restarts: bool) -> None:
+        world = self.world
         world.note(f"the database is put back, {restarts=}")
         for server in world.servers if restarts else ():
             world.jobs = [job for job in world.jobs if job.whose.server is not server]
@@ -452,14 +469,47 @@ class Machine(RuleBasedStateMachine):
     @fault("database", 2, group=GROUPS, at=NUMBERS, who=NUMBERS)
     def adopt(self, group: str, at: int, who: int) -> None:
         """An operator chooses the master of a group whose row is old, as Doctor names it, or another one."""
-        server = self.world.servers[at]
-        if server.process is None or self.world.busy(self.operators[who]):
-            return
         keys = self.world.oracle.decided.parts_of(group).all
         if keys:
             host, port = keys[(at + who) % len(keys)]
             words = {"brokerGroup": group, "hostname": host, "servePort": str(port), "force": "false"}
-            self.operators[who] = self.world.operate(server, "AdoptRoles", words, f"operator {who}")
+            self.order(who, at, "AdoptRoles", words)
+
+    # Fillings that wait, and losses that are accepted.
+
+    @fault("fillings", 3, group=GROUPS, at=NUMBERS, who=NUMBERS, mode=["manual", "manual", "automatic"])
+    def set_mode(self, group: str, at: int, who: int, mode: str) -> None:
+        self.order(who, at, "SetCopies", {"brokerGroup": group, "syncMode": mode})
+
+    @fault("fillings", 3, group=GROUPS, at=NUMBERS, who=NUMBERS, what=["SyncReplica", "SyncReplica", "CancelSync"])
+    def order_filling(self, group: str, at: int, who: int, what: str) -> None:
+        slaves = sorted(self.world.oracle.decided.parts_of(group).slaves)
+        if slaves:
+            self.order(who, at, what, {"brokerGroup": group, "host": slaves[at % len(slaves)][0]})
+
+    @fault("fillings", 2, group=GROUPS)
+    def empty_slave(self, group: str) -> None:
+        self.burn(group)
+
+    @fault("losses", 3, group=GROUPS, at=NUMBERS, number=NUMBERS, swap=FLAGS)
+    def accept_loss(self, group: str, at: int, number: int, swap: str) -> None:
+        """All brokers of a group are stopped, and an operator makes do with one copy, or with none."""
+        keys = self.world.oracle.decided.parts_of(group).all
+        if keys and self.world.servers[at].process and not self.world.busy(self.operators[0]):
+            for name, _ in keys:
+                self.world.stop_box(self.world.brokers.boxes[name], closes=True)
+            self.world.wait(0.6)
+            box = self.world.brokers.boxes[keys[number % len(keys)][0]]
+            self.order(0, at, "ReplaceBroker", place(box, group, 0) | {"swap": swap, "acceptLoss": "true"})
+
+    @fault("losses", 2, group=GROUPS, at=NUMBERS, who=NUMBERS)
+    def acknowledge(self, group: str, at: int, who: int) -> None:
+        self.order(who, at, "AcknowledgeLoss", {"brokerGroup": group})
+
+    def order(self, who: int, at: int, what: str, words: dict[str, str]) -> None:
+        server = self.world.servers[at]
+        if server.process and not self.world.busy(self.operators[who]):
+            self.operators[who] = self.world.operate(server, what, words, f"operator {who}")
 
     # Brokers and clients.
 
@@ -568,6 +618,7 @@ class Machine(RuleBasedStateMachine):
         self.world.finish()
         self.world.release()
         self.world.finish()
+        self.use_database()
         for _ in range(20):
             decided = self.world.oracle.decided
             self.world.wait(1.7)
@@ -578,6 +629,24 @@ class Machine(RuleBasedStateMachine):
                 raise Violation(f"{server.name} knows {difference}")
         self.come_to_work()
 
+    def use_database(self) -> None:
+        """A database that was set aside is used again by what Doctor names."""
+        world, servers = self.world, self.world.servers
+        if not world.went_back:
+            return
+        for keep in ("memory", "database"):
+            for server in servers:
+                world.wait(1.7)
+                if not any(one.process.all._database.set_aside_because for one in servers):
+                    return
+                operator = Operator(world, server, "")
+                if server.process.all._database.set_aside_because and keep not in operator.adopted_database():
+                    raise Violation(f"Doctor does not name AdoptDatabase --keep={keep}")
+                operator.type("AdoptDatabase", {"keep": keep})
+        world.wait(1.7)
+        if aside := [one.name for one in servers if one.process.all._database.set_aside_because]:
+            raise Violation(f"{aside} use no database, whatever is decided")
+
     def come_to_work(self) -> None:
         """No fault strikes any more: each group takes messages, or Doctor says what keeps it and what to do."""
         world, dice = self.world, self.world.loop.state.dice
@@ -586,10 +655,29 @@ class Machine(RuleBasedStateMachine):
             self.lose_for_good(group, how_many=dice.choice([0, 0, 1, 1, 2]))
         self.all_is_well(1)
         world.wait(1.5)
+        self.look_at_parts()
+        self.look_at_losses()
         for group in self.not_at_work():
             operator = Operator(world, world.servers[0], group)
             operator.bring_to_work(lambda group=group: group not in self.not_at_work())
             type(self).ends.update(operator.followed)
+
+    def look_at_parts(self) -> None:
+        """What brokers were told last is what the database holds."""
+        decided = self.world.oracle.decided
+        for box in self.world.brokers.boxes.values():
+            part = box.process.assignment if box.process and box.name in self.world.streams else None
+            if part is None or part.term != decided.terms.get(part.broker_group):
+                continue
+            told = part.min_copies, part.sync_mode, {(order.fill_id, order.allowed) for order in part.fills}
+            mode, orders = decided.fillings[part.broker_group]
+            if told != (decided.min_copies[part.broker_group], mode, orders):
+                raise Violation(f"{box.name} was told {told}, and stored is {mode}, {set(orders)}")
+
+    def look_at_losses(self) -> None:
+        for group, term in self.world.oracle.decided.losses.items():
+            if term and not Operator(self.world, self.world.servers[0], group).is_told_of_a_loss():
+                raise Violation(f"Doctor tells nobody that messages of {group} were given up in term {term}")
 
     def lose_for_good(self, group: str, how_many: int) -> None:
         """Machines of a group burn down, and nobody brings their disks back."""

@@ -82,6 +82,10 @@ class Decided:
     offline: frozenset[tuple[str, str, str]]
     tags: dict[str, str]
     min_copies: dict[str, int]
+    losses: dict[str, int]
+    """The term in which an operator accepted one; 0: none, or somebody said that it is known."""
+    fillings: dict[str, tuple[str, frozenset[tuple[str, bool]]]]
+    """The mode, and what was said last of one filling of each slave."""
 
     @classmethod
     def of(cls, tables: Tables) -> Decided:
@@ -96,6 +100,11 @@ class Decided:
             )
             for row in records(tables, "broker")
         ]
+        orders: dict[str, frozenset[tuple[str, bool]]] = {}
+        for row in records(tables, "broker"):
+            if row["fill_id"]:
+                order = row["fill_id"], bool(row["fill_allowed"])
+                orders[row["group_name"]] = orders.get(row["group_name"], frozenset()) | {order}
         masters = [place.group for place in places if place.role == Role.MASTER]
         if len(set(masters)) != len(masters):
             raise Violation("a group has two masters")
@@ -121,11 +130,17 @@ class Decided:
             ),
             tags={row["name"]: row["tag"] for row in records(tables, "subject_info")},
             min_copies={row["group_name"]: row["min_copies"] for row in groups if row["kind"]},
+            losses={row["group_name"]: row["lost_term"] for row in groups if row["kind"]},
+            fillings={
+                row["group_name"]: (row["sync_mode"], orders.get(row["group_name"], frozenset()))
+                for row in groups
+                if row["kind"]
+            },
         )
 
     def changed(self, before: Decided) -> list[str]:
         """What differs, by name. A broker's disk and addresses are its own affair."""
-        names = ["terms", "gone", "marks", "routes", "states", "offline", "tags", "min_copies"]
+        names = ["terms", "gone", "marks", "routes", "states", "offline", "tags", "min_copies", "losses", "fillings"]
         changed = [name for name in names if getattr(self, name) != getattr(before, name)]
         return changed + (["roles"] if self.parts() != before.parts() else [])
 
@@ -207,6 +222,10 @@ class Oracle:
         self._look_at_terms(errand, now)
         self._look_at_masters(errand, before, now)
         self._look_at_who(errand, changed, before, now)
+        if self._lost and not before.terms and changed and errand.what != "AdoptDatabase":
+            if any(errand.process.heard.values()):
+                raise Violation(f"{errand} changed {changed} of a database that lost all groups")
+        self._look_at_losses(errand, before, now)
         self._look_at_trail(errand, changed, old, new)
         if before.parts() != now.parts() and errand.is_action:
             self._look_at_roles(errand, before, now)
@@ -224,6 +243,8 @@ class Oracle:
                 raise Violation(f"the term of {group} went back from {self._terms[group]} to {term}: {errand}")
             self._terms[group] = term
             parts, m = now.parts()[group], now.min_copies.get(group, 2)
+            if group in now.gone:
+                continue  # its term is kept
             had = self._masterships.setdefault((group, term), (parts, m))
             is_free = not had[0].all or term > errand.process.heard[group]  # no broker ever had a part, or said so
             if had != (parts, m) and self._lost.get(group, 0) >= term and is_free:
@@ -247,8 +268,13 @@ class Oracle:
             missing = self._brokers.owed(group) - disk.messages
             if errand.what == "AdoptRoles" and errand.words.get("force") == "true":
                 continue  # it is not at work before it has all that is remembered
+            if missing and group not in before.terms and self._lost and not errand.process.heard[group]:
+                self._brokers.acknowledged[group].given_up |= missing  # nobody is left who knows of the group
+                continue
             if missing and (goes_on or errand.words.get("acceptLoss") == "true"):
                 self._brokers.acknowledged[group].given_up |= missing
+                if not goes_on and now.losses[group] != now.terms[group]:
+                    raise Violation(f"{errand} gives up {len(missing)} messages of {group}, and nobody will be told")
             elif missing:
                 raise Violation(f"{master.key} became the master of {group} without {len(missing)} messages: {errand}")
 
@@ -267,6 +293,22 @@ class Oracle:
             raise Violation(f"{errand} is done in more than one transaction")
         if errand.status in (REFUSED, WAIT):
             raise Violation(f"{errand} was not done, they said, but is done later")
+
+    def _look_at_losses(self, errand: Any, before: Decided, now: Decided) -> None:
+        """An accepted loss is shown until somebody says that it is known."""
+        for group in before.losses.keys() & now.losses.keys():
+            was, became = before.losses[group], now.losses[group]
+            accepted = errand.words.get("acceptLoss") == "true" and became == now.terms[group] > before.terms[group]
+            known = errand.what == "AcknowledgeLoss" and errand.words["brokerGroup"] == group and not became
+            if was != became and not accepted and not known:
+                raise Violation(f"the loss of {group} in term {was} became one in term {became}: {errand}")
+
+    def _look_at_adopted_rows(self, errand: Any, now: Decided) -> None:
+        """What a metaserver has in memory was so once, and its brokers heard of no other term of this number."""
+        for group, became in now.parts().items():
+            known = [parts for (name, _), (parts, _) in self._masterships.items() if name == group]
+            if became.all and became not in known[:-1]:
+                raise Violation(f"{errand} made {became} of {group}, which it never was")
 
     def _look_at_raised_rows(self, errand: Any, before: Decided, now: Decided) -> None:
         """A row that went back gets the master that it had in the newest term that brokers know; its copies stay."""
@@ -311,6 +353,8 @@ class Oracle:
 
     def _look_at_roles(self, errand: Any, before: Decided, now: Decided) -> None:
         """Nothing but what was ordered was changed, compared with how it was right before: no update was lost."""
+        if errand.what == "AdoptDatabase":
+            return self._look_at_adopted_rows(errand, now)
         group = errand.words.get("brokerGroup", "")
         differing = {name for name in before.terms | now.terms if before.parts().get(name) != now.parts().get(name)}
         wanted = errand.words
@@ -345,6 +389,8 @@ class Oracle:
     def _look_at_routes(self, errand: Any, before: Decided, now: Decided) -> None:
         """Routes are as before, but for what was ordered."""
         words, none = errand.words, frozenset[str]()
+        if errand.what == "AdoptDatabase":
+            return  # as the metaserver had them in memory
         group, subject = words.get("brokerGroup", ""), words.get("subject", "*")
         for name in before.routes.keys() | now.routes.keys():
             was, became = before.routes.get(name, none), now.routes.get(name, none)
@@ -404,7 +450,11 @@ class Oracle:
             case "DrainGroup" | "UndrainGroup":
                 return group in state.states and state.states[group][0] == (errand.what == "DrainGroup")
             case "SetCopies":
-                return state.min_copies.get(group) == int(words["minCopies"])
+                copies, mode = words.get("minCopies"), words.get("syncMode")
+                is_mode = not mode or state.fillings.get(group, ("",))[0] == mode
+                return is_mode and (not copies or state.min_copies.get(group) == int(copies))
+            case "AcknowledgeLoss":
+                return not state.losses.get(group)
             case "SetGroupTag":
                 return group in state.states and state.states[group][2] == words["tag"]
             case "AddSubjectBrokerGroup":
@@ -438,6 +488,15 @@ def differing(tables: Tables, registry: Any) -> Iterator[str]:
         yield f"terms {terms}, stored {alive}"
     states = {name: (group.draining, group.full, group.tag) for name, group in directory.groups.items()}
     copies = {name: group.min_copies for name, group in directory.groups.items()}
+    losses = {name: group.lost_term for name, group in directory.groups.items()}
+    if losses != decided.losses:
+        yield f"accepted losses {losses}, stored {decided.losses}"
+    fillings = {
+        name: (group.sync_mode, frozenset((one.fill_id, one.fill_allowed) for one in group.brokers if one.fill_id))
+        for name, group in directory.groups.items()
+    }
+    if fillings != decided.fillings:
+        yield f"fillings {fillings}, stored {decided.fillings}"
     if copies != decided.min_copies:
         yield f"minCopies {copies}, stored {decided.min_copies}"
     if states != decided.states:

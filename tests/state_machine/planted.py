@@ -9,7 +9,8 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-from qmq.metaserver import failover, roles
+from qmq.errors import OperatorError
+from qmq.metaserver import failover, old_rows, roles
 from qmq.metaserver.actions import routes as actions
 from qmq.metaserver.commits import Commits
 from qmq.metaserver.database import Database, DatabaseAway
@@ -19,8 +20,12 @@ from qmq.metaserver.db.repository import Repository
 from qmq.metaserver.failover import Refusal
 from qmq.metaserver.registry import Registry
 from qmq.metaserver.roles import RoleChange
+from qmq.metaserver.rpc import convert
+from qmq.tools.recovery import plan
 from tests.state_machine.boxes import Brokers, Process
 from tests.support.planting import Bug, Patch
+
+DATABASE = {"faults": "database"}
 
 
 def _terms_are_not_compared() -> list[Patch]:
@@ -226,6 +231,75 @@ def _delete_group(connection: Any, group: str, term: int) -> None:
     connection.execute(groups.delete(named).where(named.c.group_name == group))
 
 
+def _rows_are_raised_to_what_was_reported() -> list[Patch]:
+    """In the term in which brokers run by other copies, or another number that acknowledge."""
+    real = old_rows._with_master
+    raised = lambda group, named, *, above: real(group, named, above=above - 1)
+    return [mock.patch.object(old_rows, "_with_master", raised)]
+
+
+def _a_database_that_lost_groups_is_used() -> list[Patch]:
+    return [mock.patch.object(Registry, "_judge", lambda self: None)]
+
+
+def _adopting_is_named_without_the_word_that_it_needs() -> list[Patch]:
+    real = old_rows._remedy
+    return [mock.patch.object(old_rows, "_remedy", lambda *said: real(*said).replace(" --force=true", ""))]
+
+
+def _what_brokers_wrote_down_stays_where_they_registered() -> list[Patch]:
+    """Another metaserver does not know that a row is old."""
+    return [mock.patch.object(Registry, "_note_terms", lambda self, rows: None)]
+
+
+def _a_slave_that_was_never_filled_counts_as_whole() -> list[Patch]:
+    real = plan._copy
+
+    def copy(*known: Any) -> plan.Copy:
+        made = real(*known)
+        return replace(made, troubles=tuple(trouble for trouble in made.troubles if trouble != plan.INCOMPLETE))
+
+    return [mock.patch.object(plan, "_copy", copy)]
+
+
+def _a_master_with_another_disk_is_told_what_is_for_two_copies() -> list[Patch]:
+    """Both commands are refused where there are several slaves."""
+    real = roles.check_registration
+
+    def check(broker: Any, incarnation: str) -> None:
+        try:
+            real(broker, incarnation)
+        except OperatorError as refused:
+            text = str(refused).partition("tools.sh RecoverGroup")[0]
+            call = f"tools.sh ReplaceBroker --brokerGroup={broker.group} --role=1 --hostname={broker.hostname}"
+            raise OperatorError(
+                f"{text}{call} --ip={broker.ip} --servePort={broker.serve_port} --syncPort={broker.sync_port}"
+            ) from None
+
+    return [mock.patch.object(roles, "check_registration", check)]
+
+
+def _an_accepted_loss_is_not_noted() -> list[Patch]:
+    real = groups.set_state
+
+    def set_state(connection: Any, group: str, **values: Any) -> None:
+        if rest := {name: value for name, value in values.items() if name != "lost_term"}:
+            real(connection, group, **rest)
+
+    return [mock.patch.object(groups, "set_state", set_state)]
+
+
+def _what_is_said_of_a_filling_is_not_told() -> list[Patch]:
+    real = convert.assignment_for
+
+    def assignment_for(*known: Any) -> Any:
+        if (assignment := real(*known)) is not None:
+            del assignment.fills[:]
+        return assignment
+
+    return [mock.patch.object(convert, "assignment_for", assignment_for)]
+
+
 BUGS = [
     Bug("terms are not compared", _terms_are_not_compared),
     Bug("versions of routes are not compared", _versions_of_routes_are_not_compared, first=115),
@@ -250,4 +324,19 @@ BUGS = [
     Bug("changes are not announced", _changes_are_not_announced),
     Bug("a mark is forgotten", _a_mark_is_forgotten),
     Bug("terms begin anew with a group", _terms_begin_anew_with_a_group),
+    Bug("rows are raised to what was reported", _rows_are_raised_to_what_was_reported, kinds=DATABASE),
+    Bug("a database that lost groups is used", _a_database_that_lost_groups_is_used, kinds={"faults": "emptied"}),
+    Bug(
+        "adopting is named without --force", _adopting_is_named_without_the_word_that_it_needs, first=43, kinds=DATABASE
+    ),
+    Bug(
+        "what brokers wrote down stays there",
+        _what_brokers_wrote_down_stays_where_they_registered,
+        first=43,
+        kinds=DATABASE,
+    ),
+    Bug("a slave that was never filled is whole", _a_slave_that_was_never_filled_counts_as_whole, first=18),
+    Bug("another disk is for two copies only", _a_master_with_another_disk_is_told_what_is_for_two_copies),
+    Bug("an accepted loss is not noted", _an_accepted_loss_is_not_noted, kinds={"faults": "losses"}),
+    Bug("a filling is not told", _what_is_said_of_a_filling_is_not_told, kinds={"faults": "fillings"}),
 ]

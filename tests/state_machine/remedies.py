@@ -67,8 +67,20 @@ class Operator:
         return [
             check["remedy"]
             for check in checks
-            if not check["ok"] and (self.group in check["name"].split() or keys & set(_keys_in(check)))
+            if not check["ok"]
+            and check["kind"] != "loss"
+            and (self.group in check["name"].split() or keys & set(_keys_in(check)))
         ]
+
+    def adopted_database(self) -> list[str]:
+        """What Doctor says that AdoptDatabase may keep."""
+        checks = self.type("Doctor", {})["checks"]
+        remedies = [check["remedy"] for check in checks if check["kind"] == "database" and not check["ok"]]
+        return re.findall(r"AdoptDatabase --keep=(\w+)", " ".join(remedies))
+
+    def is_told_of_a_loss(self) -> bool:
+        checks = self.type("Doctor", {})["checks"]
+        return any(check["kind"] == "loss" and self.group in check["name"].split() for check in checks)
 
     def follow(self, remedy: str) -> None:
         if OTHER_DISK in remedy:
@@ -87,7 +99,7 @@ class Operator:
                 self.type_named(command)
             if not commands and "RecoverGroup" in named:
                 self.recover()
-            if "its log says why" in remedy:
+            if "its log says" in remedy:
                 self.heed_logs()
             self.start_all()
 
@@ -133,7 +145,9 @@ class Operator:
         owed, given_up = known.messages - known.given_up, set(known.given_up)
         left = {box.name: owed - box.disk.messages for box in self.boxes if not box.is_lost}
         loss = {"acceptLoss": "true"} if is_loss else {}
-        self.type(command, {"brokerGroup": self.group, **loss, **words})
+        said = self.type(command, {"brokerGroup": self.group, **loss, **words})
+        if not loss and said is None and command == "ReplaceBroker":  # it is refused, and the refusal names that word
+            self.type(command, {"brokerGroup": self.group, "acceptLoss": "true", **words})
         lost = known.given_up - given_up
         for name, missing in left.items():
             if missing < lost:
@@ -152,8 +166,8 @@ class Operator:
             world.start_box(master, self.server)
         else:
             world.note(f"the disk of {master.name} is lost")
-            command = COMMAND.search(remedy)
-            assert command, remedy
+            if (command := COMMAND.search(remedy)) is None:
+                raise Violation(f"no command: {remedy}")
             self.type_named(command)
 
     def heed_logs(self) -> None:

@@ -25,6 +25,8 @@ from tests.support.planting import Bug, planted
 STEPS = 4_000
 STEPS_PER_RUN = 50
 WALKS = 80
+FAULTS = ["", "database", "", "fillings", "", "losses", "", "emptied"]
+"""Half of the walks are without those."""
 FOUND_WITHIN = 300
 
 MUST_OCCUR = [
@@ -46,6 +48,9 @@ MUST_OCCUR = [
     "SetCopies DONE",
     "SwapRoles WAIT",
     "ReplaceBroker WAIT",
+    "AdoptDatabase DONE",
+    "SyncReplica DONE",
+    "AcknowledgeLoss DONE",
 ]
 
 
@@ -88,7 +93,7 @@ def test_what_operators_are_told_is_true_and_no_change_is_half_done(template: Te
     """
     done = counting(template)
     for seed in range(WALKS):
-        walk(done, seed, STEPS_PER_RUN)
+        walk(done, seed, STEPS_PER_RUN, FAULTS[seed % len(FAULTS)])
     assert [name for name in MUST_OCCUR if not done.counts[name]] == []
     few = settings(stateful_step_count=STEPS_PER_RUN, max_examples=settings().max_examples // 10)
     run_state_machine_as_test(done, settings=few)  # type: ignore[arg-type]
@@ -100,5 +105,5 @@ def test_a_planted_bug_is_found(bug: Bug, template: Template) -> None:
     kind = type("Run", (Machine,), {"template": template})
     with planted(bug), pytest.raises(Violation) as found:
         for seed in range(bug.first, bug.first + FOUND_WITHIN):
-            walk(kind, seed, STEPS_PER_RUN)
+            walk(kind, seed, STEPS_PER_RUN, **bug.kinds)
     print(f"{bug.name}: walk {seed}: {found.value}")

@@ -119,6 +119,8 @@ class Running:
         ):
             settings = MetaserverSettings(**SETTINGS, database=f"sqlite:///{name}")  # type: ignore[arg-type]
             self.all = main.Metaserver(settings)
+        self.has_learned = False
+        """Before, its ports are not open."""
         self.heard: Counter[str] = Counter()
         """The newest term of each group that it told brokers, or was told by them."""
         row = self.all._row()
@@ -141,6 +143,7 @@ class Running:
 
     async def work(self) -> None:
         await self.all._learn()
+        self.has_learned = True
         await self.upkeep.run()
 
 
@@ -264,6 +267,7 @@ class World:
         """Of the database, the newest last."""
         self.went_back = False
         """The database was put back. Of a disk and the database at once nothing is promised."""
+        self.bare = template.bare
         self.uri, self.database = template.copy()
         self.brokers = Brokers("abcdef")
         self.trace: list[str] = []
@@ -482,7 +486,7 @@ class World:
     def connect(self, box: Box, server: Server) -> None:
         assert box.process
         self.disconnect(box)
-        if server.process is None:
+        if server.process is None or (self.went_back and not server.process.has_learned):
             return
         stream = Stream(box, box.process, server, asyncio.Queue())
         self.streams[box.name] = stream
