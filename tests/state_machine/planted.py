@@ -270,8 +270,8 @@ def _a_master_with_another_disk_is_told_what_is_for_two_copies() -> list[Patch]:
         try:
             real(broker, incarnation)
         except OperatorError as refused:
-            text = str(refused).partition("tools.sh RecoverGroup")[0]
-            call = f"tools.sh ReplaceBroker --brokerGroup={broker.group} --role=1 --hostname={broker.hostname}"
+            text = str(refused).partition("qmq RecoverGroup")[0]
+            call = f"qmq ReplaceBroker --brokerGroup={broker.group} --role=1 --hostname={broker.hostname}"
             raise OperatorError(
                 f"{text}{call} --ip={broker.ip} --servePort={broker.serve_port} --syncPort={broker.sync_port}"
             ) from None

@@ -15,7 +15,7 @@ FOLLOWED_MAX = 3
 """So many things that are named one after the other may be needed."""
 ANSWERED_S = 30.0
 
-COMMAND = re.compile(r"tools\.sh (\w+)((?: --\w+(?:=\S+)?)*)")
+COMMAND = re.compile(r"(?:tools\.sh|qmq) ([A-Z]\w+)((?: --\w+(?:=\S+)?)*)")
 GONE = "gone for good: "
 OTHER_DISK = "with another data directory. Give it that one back"
 ADDS = re.compile(r"^AddBroker adds a (master|slave)$")
