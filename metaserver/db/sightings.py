@@ -98,6 +98,8 @@ def _parse_state(text: str) -> ReplicaState | None:
     words = from_json(text)
     if words is None:
         return None
+    if not isinstance(words, dict):
+        raise TypeError("a state is an object")
     last_term, last_boot, flushed_end = map(int, words.get("reach", (0, 0, 0)))  # of who has no part, it stays so
     return ReplicaState(
         role=int(words["role"]),

@@ -72,7 +72,7 @@ async def test_master_with_an_emptied_disk_is_refused_and_a_slave_is_not(world):
     await slave.stop()
     error = await refusal(world.broker("g1-a", incarnation="empty"))
     assert error.code() == grpc.StatusCode.FAILED_PRECONDITION
-    assert "ReplaceBroker --role=0" in error.details()
+    assert "qmq RecoverGroup --brokerGroup=g1" in error.details()
     await world.broker("g1-b", incarnation="empty")
 
 
