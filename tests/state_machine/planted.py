@@ -301,9 +301,9 @@ def _what_is_said_of_a_filling_is_not_told() -> list[Patch]:
 
 
 BUGS = [
-    Bug("terms are not compared", _terms_are_not_compared),
+    Bug("terms are not compared", _terms_are_not_compared, first=11),
     Bug("versions of routes are not compared", _versions_of_routes_are_not_compared, first=115),
-    Bug("routes are compared one by one only", _routes_are_compared_one_by_one_only),
+    Bug("routes are compared one by one only", _routes_are_compared_one_by_one_only, first=20),
     Bug("an answer from before the question counts", _an_answer_from_before_the_question_counts),
     Bug("a change that was given up is stored", _a_change_that_was_given_up_is_stored),
     Bug("audit row is stored afterwards", _audit_row_is_stored_afterwards),
