@@ -6,17 +6,16 @@ Without `--accept-loss` it only says so. With it, that goes to quarantine: nothi
 from __future__ import annotations
 
 import argparse
-import fcntl
 import logging
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
-from qmq.errors import DiskFailed
+from qmq.errors import QmqError
 from qmq.log import MessageLog, RealDisk
 from qmq.log.disk import Disk
 from qmq.log.giving_up import GivingUp, give_up, plan
+from qmq.log.one_process import one_process
 from qmq.log.overlay_disk import OverlayDisk
 from qmq.log.segments import segment_bases
 from qmq.tools.answer import Exit
@@ -34,9 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     logging.disable(logging.CRITICAL)
     try:
-        with _locked(options.directory):
+        if not segment_bases(OverlayDisk(options.directory)):
+            raise _Refused("it has no log: this is no data directory of a broker or delay server")
+        with one_process(options.directory, "process"):
             return _give_up(options.directory, accept_loss=options.accept_loss)
-    except (_Refused, DiskFailed, OSError) as error:
+    except (QmqError, _Refused, OSError) as error:
         print(f"qmq give-up: {options.directory}: {error}", file=sys.stderr)
         return Exit.REFUSED
     finally:
@@ -45,8 +46,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _give_up(directory: Path, *, accept_loss: bool) -> int:
     disk: Disk = RealDisk(directory) if accept_loss else OverlayDisk(directory)
-    if not segment_bases(disk):
-        raise _Refused("it has no log: this is no data directory of a broker or delay server")
     log, steps = MessageLog(disk, segment_bytes=SEGMENT_BYTES, tail_bytes=0), 0
     while (what := plan(log)) is not None:
         steps += 1
@@ -67,19 +66,6 @@ def _shown(log: MessageLog, what: GivingUp) -> Iterator[str]:
         yield f"  {subject}: sequences {begin} to {end - 1}"
     for (subject, group), count in what.unconsumed.items():
         yield f"  not consumed by {group}: {count} messages of {subject}"
-
-
-@contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """As a broker does: it must not run."""
-    if not directory.is_dir():
-        raise _Refused("there is no such directory")
-    with open(directory / "lock", "a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise _Refused("a process runs on it: stop it first") from None
-        yield
 
 
 def _parser() -> argparse.ArgumentParser:

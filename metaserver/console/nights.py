@@ -72,10 +72,8 @@ class Nights:
 
     def _refresh(self) -> list[str]:
         """Read the files that changed; return the groups that have entries."""
-        touched_ns, now_s = (
-            self._folder.stat().st_mtime_ns,
-            time.monotonic(),
-        )  # before the files, which a run writes first
+        touched_ns = self._folder.stat().st_mtime_ns  # before the files, which a run writes first
+        now_s = time.monotonic()
         if touched_ns != self._touched_ns or now_s >= self._look_again_s:
             names = self._ledger.groups()
             self._read = {name: found for name in names if (found := self._group(name)) is not None}

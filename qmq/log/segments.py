@@ -62,9 +62,7 @@ def read_chunk(disk: Disk, bases: list[int], begin: int, end: int, bytes_max: in
     Raises:
         CorruptFrame: no frame begins at `begin`.
     """
-    base = segment_at(bases, begin)
-    later = [other for other in bases if other > base]
-    stop = min(end, later[0]) if later else end
+    base, stop = _within(bases, begin, end)
     data = disk.read(log_name(base), begin - base, min(bytes_max, stop - begin))
     frames: list[Frame] = []
     at, chain = 0, None
@@ -96,12 +94,17 @@ def read_chunk(disk: Disk, bases: list[int], begin: int, end: int, bytes_max: in
 
 def read_intact(disk: Disk, bases: list[int], begin: int, end: int, bytes_max: int) -> bytes:
     """As `read_chunk`, for bytes that are passed on: of the frames, nothing but their CRCs is checked."""
-    base, following = segment_at(bases, begin), bases[bisect_right(bases, begin) :]
-    stop = min(end, following[0]) if following else end
+    base, stop = _within(bases, begin, end)
     data = disk.read(log_name(base), begin - base, min(bytes_max, stop - begin))
     if whole := intact_bytes(memoryview(data), begin):
         return data[:whole]
     return read_chunk(disk, bases, begin, end, bytes_max).data  # a frame that is longer, or damage, with its reason
+
+
+def _within(bases: list[int], begin: int, end: int) -> tuple[int, int]:
+    """Return the base of the segment that holds `begin`, and where it or the range ends."""
+    base, at = segment_at(bases, begin), bisect_right(bases, begin)
+    return base, min(end, bases[at]) if at < len(bases) else end
 
 
 def next_frame(disk: Disk, bases: list[int], begin: int) -> int | None:

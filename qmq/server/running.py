@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
-import fcntl
 import gc
 import logging
 import os
@@ -13,7 +11,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -21,6 +19,7 @@ from qmq.control_plane import read_channels_singly
 from qmq.errors import QmqError
 from qmq.garbage import collect_by_the_clock
 from qmq.log import MessageLog, RealDisk
+from qmq.log.one_process import one_process
 from qmq.logs import configure
 from qmq.replication.identity import IdentityFile
 from qmq.replication.settings import CopySettings
@@ -52,7 +51,8 @@ def run(name: str, settings_type: type[S], prefix: str, description: str, build:
         return 2
     configure(settings.log_level, settings.log_format)
     try:
-        with _one_process(settings.data, name), asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        settings.data.mkdir(parents=True, exist_ok=True)
+        with one_process(settings.data, name), asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(_serve(settings, build))
     except (QmqError, OSError) as error:
         log.critical("%s cannot start: %s", name, error)
@@ -66,18 +66,6 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     except ImportError:
         return None
     return cast(Callable[[], asyncio.AbstractEventLoop], uvloop.new_event_loop)
-
-
-@contextlib.contextmanager
-def _one_process(data: Path, name: str) -> Iterator[None]:
-    """Two processes on one data directory would destroy it."""
-    data.mkdir(parents=True, exist_ok=True)
-    with open(data / "lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise QmqError(f"another {name} runs on {data}; stop it first") from None
-        yield
 
 
 async def _serve(settings: S, build: Build[S]) -> None:

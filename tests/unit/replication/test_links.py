@@ -39,13 +39,19 @@ def test_a_master_ships_on_when_the_slaves_link_takes_more_again():
     assert frames_told(group.at_master)
 
 
-def test_a_slave_that_restores_its_master_sends_on_when_the_link_takes_more_again():
+def with_an_empty_master():
+    """The slave has messages that the new master takes from it."""
     group = stored()
     group.cut()
     group.a = Broker("new master", group.a.settings)
     group.a.assign(Role.MASTER, 2)
     group.b.assign(Role.SLAVE, 2)
     group.connect()
+    return group
+
+
+def test_a_slave_that_restores_its_master_sends_on_when_the_link_takes_more_again():
+    group = with_an_empty_master()
     group.at_slave.writable = False
     group.settle()
     assert not group.a.log.end and group.b.log.end
@@ -58,12 +64,7 @@ def test_a_slave_that_restores_its_master_sends_on_when_the_link_takes_more_agai
 def test_a_slave_hears_nothing_of_what_it_sent_its_master_on_an_earlier_link(monkeypatch):
     """It would take that for the confirmation of another log."""
     monkeypatch.setattr(shipper, "PACKET_BYTES", 2_000)
-    group = stored()
-    group.cut()
-    group.a = Broker("new master", group.a.settings)
-    group.a.assign(Role.MASTER, 2)
-    group.b.assign(Role.SLAVE, 2)
-    group.connect()
+    group = with_an_empty_master()
     while not frames_told(group.at_slave):
         group.b.host.settle()
         assert group.deliver_hello()

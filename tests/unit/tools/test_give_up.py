@@ -53,3 +53,4 @@ def test_it_does_nothing_under_a_broker_that_runs_and_where_there_is_no_log(data
     assert main([str(tmp_path / "empty"), "--accept-loss"]) == Exit.REFUSED
     assert main([str(tmp_path / "none")]) == Exit.REFUSED
     assert capsys.readouterr().err.count("qmq give-up: ") == 2
+    assert not list((tmp_path / "empty").iterdir()) and not (tmp_path / "none").exists()
