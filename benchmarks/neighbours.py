@@ -44,16 +44,21 @@ GOAL = 1.2
 """For the p99 beside a neighbour over the p99 with it elsewhere."""
 SETTLED_S = 2.0
 """After a neighbour was killed: its connections are closed, what it was sent is over."""
+DIRTY_BYTES_MAX, DIRTY_S_MAX = 32 << 20, 60.0
+"""What the machine may still have to write when a phase begins (it would measure the one before); how long to wait."""
 READ_BYTES, WRITTEN_S = 256 << 20, 5.0
 """Of a log that is read on and on; and what brokers and disks get to be done with writing it."""
+
+LOG_BYTES = 3 << 30
+"""What a copy keeps of its log: a hot subject writes ten GiB and more into each, and a full disk is readonly."""
 
 
 @dataclass(frozen=True)
 class Sizes:
     """Rounds of three phases: without a neighbour, with it elsewhere, with it here."""
 
-    rounds: int = 5
-    phase_s: float = 10.0
+    rounds: int = 9
+    phase_s: float = 8.0
 
 
 QUICK = Sizes(rounds=3, phase_s=4.0)
@@ -265,18 +270,20 @@ async def _compared(cluster: Cluster, elsewhere: Cluster, quiet: Quiet, name: st
     """Measure phases without a neighbour, with it elsewhere and with it here, in turns; return medians, for this
     machine has neighbours, too."""
     alone, control, beside = [], [], []
-    for _ in range(sizes.rounds):
+    for number in range(sizes.rounds):
         alone.append(await quiet.p99_ms(sizes.phase_s))
-        control.append(await _beside(elsewhere, quiet, name, sizes))
-        beside.append(await _beside(cluster, quiet, name, sizes))
-    ratios = [after / before for before, after in zip(alone, beside, strict=True)]
-    of_control = [after / before for before, after in zip(control, beside, strict=True)]
+        turns = [(control, elsewhere), (beside, cluster)]
+        for found, where in turns if number % 2 else reversed(turns):  # whatever drifts meets both alike
+            found.append(await _beside(where, quiet, name, sizes))
+    of_control = sorted(after / before for before, after in zip(control, beside, strict=True))
     return {
         "alone_p99_ms": median(alone),
         "elsewhere_p99_ms": median(control),
         "beside_p99_ms": median(beside),
-        "ratio": median(ratios),
+        "ratio": median(after / before for before, after in zip(alone, beside, strict=True)),
         "ratio_to_elsewhere": median(of_control),
+        "quarter_below": of_control[len(of_control) // 4],
+        "quarter_above": of_control[-1 - len(of_control) // 4],
     }
 
 
@@ -289,13 +296,23 @@ async def _beside(cluster: Cluster, quiet: Quiet, name: str, sizes: Sizes) -> fl
         neighbour.send_signal(signal.SIGKILL)
         neighbour.wait()
         await asyncio.sleep(SETTLED_S)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DIRTY_S_MAX):
+                while _dirty_bytes() > DIRTY_BYTES_MAX:
+                    await asyncio.sleep(0.2)
+
+
+def _dirty_bytes() -> int:
+    """Return what the kernel has not written yet."""
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return sum(int(fields[name].split()[0]) << 10 for name in ("Dirty", "Writeback"))
 
 
 def _shown(figure: dict[str, float]) -> str:
-    alone, control, beside, ratio, of_control = figure.values()
+    alone, control, beside, ratio, of_control, below, above = figure.values()
     return (
         f"p99 {alone:8.2f} ms alone {control:8.2f} ms with it elsewhere {beside:8.2f} ms beside it "
-        f"{ratio:6.2f} of alone {of_control:6.2f} of elsewhere"
+        f"{ratio:6.2f} of alone {of_control:6.2f} of elsewhere ({below:.2f} to {above:.2f})"
     )
 
 
@@ -339,7 +356,8 @@ def main() -> int:
 
 def _installation(directory: Path, ports: int, read_log_mib: int) -> Cluster:
     directory.mkdir()
-    settings = {"read_log_bytes_per_s": read_log_mib << 20} if read_log_mib else {}
+    settings: dict[str, Any] = {"retention_bytes": LOG_BYTES}
+    settings |= {"read_log_bytes_per_s": read_log_mib << 20} if read_log_mib else {}
     groups, delay_groups = ("g1",), ("d1",)
     return Cluster(
         directory, groups=groups, delay_groups=delay_groups, broker=settings, http_port=ports, broker_port=ports + 2
