@@ -269,7 +269,9 @@ async def measure(cluster: Cluster, elsewhere: Cluster, names: list[str], sizes:
 async def _compared(cluster: Cluster, elsewhere: Cluster, quiet: Quiet, name: str, sizes: Sizes) -> dict[str, float]:
     """Measure phases without a neighbour, with it elsewhere and with it here, in turns; return medians, for this
     machine has neighbours, too."""
-    alone, control, beside = [], [], []
+    alone: list[float] = []
+    control: list[float] = []
+    beside: list[float] = []
     for number in range(sizes.rounds):
         alone.append(await quiet.p99_ms(sizes.phase_s))
         turns = [(control, elsewhere), (beside, cluster)]
