@@ -8,9 +8,20 @@ from itertools import combinations_with_replacement, product
 import pytest
 
 from qmq.errors import Diverged, Fenced, InvalidRequest
+from qmq.log.fold import EpochStart
 from qmq.log.frame import decode_frames
 from qmq.remoting.commands import encode_json
-from qmq.replication.agreement import Action, Agreement, Hello, Yield, agree
+from qmq.replication.agreement import (
+    EPOCHS_PROVEN,
+    Action,
+    Agreement,
+    EpochProof,
+    Hello,
+    Yield,
+    agree,
+    proofs_of,
+)
+from qmq.replication.points import Point
 from qmq.types import Epoch
 from tests.support.effort import every
 from tests.unit.log.logs import Copy
@@ -58,13 +69,25 @@ def test_hello_that_makes_no_sense_is_refused(wrong):
 
 def test_hello_arrives_as_it_was_sent():
     hello = Hello.decode(encode_json(**PLAIN, chain=(1 << 64) - 1))
-    assert (hello.known, hello.chain) == (Epoch(1, 1), (1 << 64) - 1)
+    table, proofs = [EpochStart(Epoch(1, 1), 0, 0)], [EpochProof(0, 40, 7)]
+    point = Point(Epoch(1, 1), 40, 5)
+    assert hello == Hello("g1", "b", Epoch(1, 1), table, 0, 40, (1 << 64) - 1, 1, proofs, 40, point), "of before fills"
     assert Hello.decode(hello.encode()) == hello
+    whole = replace(hello, point=None, owner="b:20881", fill_id="b/0", is_whole=True)
+    assert Hello.decode(whole.encode()) == whole
 
 
-def history(epochs: tuple[int, ...], *, size: int = 20, drop: int = 0) -> Copy:
+@pytest.mark.parametrize(
+    "fill_id, is_whole, end, would_be",
+    [("b/0", False, 40, True), ("b/0", True, 0, True), ("b/0", True, 40, False), ("", False, 0, False)],
+)
+def test_a_copy_is_filled_that_was_never_whole_or_is_empty(fill_id, is_whole, end, would_be):
+    assert Hello("g1", "b", Epoch(1, 1), [], 0, end, 0, fill_id=fill_id, is_whole=is_whole).would_be_filled is would_be
+
+
+def history(epochs: tuple[int, ...], *, size: int = 20, drop: int = 0, **changes: int) -> Copy:
     """A log with one frame per entry, of that term; its bytes follow from term, place and what is before."""
-    copy = Copy(segment_bytes=200)
+    copy = Copy(**({"segment_bytes": 200} | changes))
     for place, term in enumerate(epochs):
         copy.epoch = Epoch(term, 1)
         copy.messages(f"{place} in {term}", size=size)
@@ -158,7 +181,104 @@ def test_equal_epochs_with_other_bytes_are_divergence_not_a_conflict(ours, their
 
 def test_agreement_arrives_as_it_was_sent():
     for action in Action:
-        agreement = Agreement(Epoch(4, 2), action, 816, (1 << 64) - 1, 4096)
-        assert Agreement.decode(agreement.encode()) == agreement
+        for more in ((), (Point(Epoch(4, 1), 800, 5), 96)):
+            agreement = Agreement(Epoch(4, 2), action, 816, (1 << 64) - 1, 4096, *more)
+            assert Agreement.decode(agreement.encode()) == agreement
+
+
+@pytest.mark.parametrize("part, wrong", [(b'"seed"', b'"need"'), (b"96", b'"96"'), (b"[4, 1,", b"[4,")])
+def test_agreement_that_makes_no_sense_is_refused(part, wrong):
+    whole = Agreement(Epoch(4, 2), Action.SEED, 0, 0, 0, Point(Epoch(4, 1), 800, 5), 96).encode()
+    assert whole.count(part) == 1
     with pytest.raises(InvalidRequest):
-        Agreement.decode(Agreement(Epoch(4, 2), Action.SEED, 0, 0, 0).encode().replace(b"seed", b"need"))
+        Agreement.decode(whole.replace(part, wrong))
+
+
+def test_an_empty_slave_that_has_a_chain_is_not_of_this_log():
+    stranger = Hello("g1", "b", Epoch(1, 1), [], 0, 0, 7)
+    with pytest.raises(Diverged):
+        agree(stranger, LOGS[1, 1].log, Epoch(9, 1), has_begun=True, kept_end=0)
+
+
+def test_a_boot_of_which_the_slave_has_frames_is_used_no_second_time():
+    """This disk forgot it. Of a master that has begun they are its own frames."""
+    hello, log = hello_of(LOGS[1, 3]), LOGS[1, 3].log
+    with pytest.raises(Fenced):
+        agree(hello, log, Epoch(3, 1), has_begun=False, kept_end=0)
+    assert agree(hello, log, Epoch(3, 2), has_begun=False, kept_end=0).offset == log.end
+    assert agree(hello, log, Epoch(3, 1), has_begun=True, kept_end=0).offset == log.end
+
+
+def test_where_our_own_epoch_begins_nothing_need_be_read_to_agree():
+    ours, theirs = history((1, 1, 2), tail_bytes=0, segment_bytes=4096), LOGS[1, 1, 1]
+    begin = ours.log.state.epochs[1].offset
+    for at in (begin - 80, begin + 20):
+        ours.disk.flip(f"log/{0:020d}.log", 8 * at)
+    assert agree(hello_of(theirs), ours.log, Epoch(9, 1), has_begun=True, kept_end=0).offset == begin
+
+
+# What proves epochs.
+
+
+def used_again(*, common: int = 1) -> tuple[Copy, Copy]:
+    """Two logs with so many frames in common, behind which one epoch begins at one place of one history twice."""
+    copies = Copy(tail_bytes=0), Copy(tail_bytes=0)
+    for copy, name in zip(copies, ("here", "away"), strict=True):
+        for number in range(common):
+            copy.messages(f"{number}")
+        copy.epoch = Epoch(2, 1)
+        copy.messages(name)
+        copy.messages("more")
+        copy.flush()
+    return copies
+
+
+def proven(copy: Copy) -> Hello:
+    return replace(hello_of(copy), proofs=proofs_of(copy.log))
+
+
+def test_the_newest_epochs_are_proven_by_their_first_frames_as_far_as_they_can_be_read():
+    copy = Copy(segment_bytes=512, tail_bytes=0)
+    for term in range(1, EPOCHS_PROVEN + 1):
+        copy.begin_epoch(Epoch(term, 1))
+        copy.fill(3)
+    table, frames = copy.log.state.epochs, {}
+    for more in range(1, 4):
+        frames = {frame.offset: frame for frame, _ in decode_frames(copy.whole(), 0, 0)}
+        proofs = [EpochProof(at, frames[at].end, frames[at].chain) for _, at, _ in table[-EPOCHS_PROVEN:]]
+        assert proofs_of(copy.log) == proofs
+        copy.begin_epoch(Epoch(EPOCHS_PROVEN + more, 1))
+        assert proofs_of(copy.log) == proofs[1:], "the newest is not on disk"
+        copy.flush()
+    proofs = proofs_of(copy.log)
+    damaged = proofs[-2].offset
+    base = max(base for base in copy.log.bases if base <= damaged)
+    copy.disk.flip(f"log/{base:020d}.log", 8 * (damaged - base + 20))
+    while copy.log.start <= proofs[0].offset:
+        copy.log.drop_oldest_segment()
+    there = [proof for proof in proofs if proof.offset >= copy.log.start]
+    assert 2 < len(there) < len(proofs) and proofs_of(copy.log) == [*there[:-2], there[-1]]
+
+
+@pytest.mark.parametrize("common", [0, 1, 2])
+def test_an_epoch_that_was_used_twice_is_not_common(common):
+    here, away = used_again(common=common)
+    begin = here.log.state.epochs[-1].offset
+    answer = agree(proven(away), here.log, Epoch(9, 1), has_begun=True, kept_end=0)
+    assert (answer.action, answer.offset) == (Action.FOLLOW, begin)
+    assert agree(proven(here), here.log, Epoch(9, 1), has_begun=True, kept_end=0).offset == here.log.end
+
+
+def test_what_cannot_be_read_here_proves_no_second_use():
+    (here, _), (written, _) = used_again(), used_again()
+    hello, begin = proven(here), here.log.state.epochs[-1].offset
+    here.disk.flip(f"log/{0:020d}.log", 8 * (begin + 20))
+    assert agree(hello, here.log, Epoch(9, 1), has_begun=True, kept_end=0).offset == here.log.end
+    fresh = Copy()
+    fresh.messages("0")
+    fresh.flush()
+    fresh.epoch = Epoch(2, 1)
+    fresh.messages("here")
+    fresh.messages("more")  # neither is on disk
+    assert fresh.log.flushed_end == begin and fresh.log.chain == written.log.chain
+    assert agree(proven(written), fresh.log, Epoch(9, 1), has_begun=True, kept_end=0).offset == written.log.end

@@ -6,8 +6,12 @@ import pytest
 
 from qmq.log.manifest import write_manifest
 from qmq.log.memory_disk import MemoryDisk
+from qmq.replication import copy_report
+from qmq.replication.assignment import Assignment
 from qmq.replication.copy_report import NoCopy, report
 from qmq.replication.identity import IdentityFile
+from qmq.replication.points import Point
+from qmq.types import Epoch, Role
 from tests.unit.log.logs import Copy
 
 
@@ -16,6 +20,109 @@ def a_copy() -> Copy:
     copy.begin_epoch()
     copy.fill(60)
     return copy
+
+
+def test_a_report_says_all_that_the_files_of_a_copy_hold():
+    copy = a_copy()
+    identity = IdentityFile(copy.disk, new_incarnation="b-1")
+    identity.assigned("g1", Assignment("g1", 2, Role.SLAVE).to_json(), "mq2:20883")
+    identity.learn(Epoch(2, 3))
+    identity.completed(True)
+    own = Point(Epoch(1, 1), copy.log.end, copy.log.chain)
+    identity.points.acknowledged(own)
+    identity.points.save()
+    log, point = copy.log, {"term": 1, "boot": 1, "end": own.end, "chain": f"{own.chain:016x}"}
+    assert report(copy.disk, verify=True) == {
+        "group": "g1",
+        "hostname": "mq2",
+        "servePort": 20883,
+        "role": "SLAVE",
+        "incarnation": "b-1",
+        "term": 2,
+        "boot": 3,
+        "complete": True,
+        "epochs": [{"term": 1, "boot": 1, "offset": 0, "incarnation": "b", "why": "test"}],
+        "epochCount": 1,
+        "log": {
+            "begin": 0,
+            "end": log.end,
+            "chain": f"{log.chain:016x}",
+            "epoch": [1, 1],
+            "highWatermark": 0,
+            "lastFrameMs": 5,
+            "segments": len(log.bases),
+            "tornBytes": 0,
+        },
+        "acknowledged": point,
+        "lacks": None,
+        "confirmedEnd": log.end,
+        "manifest": {"listed": True, "agrees": True, "missing": [], "notListed": []},
+        "subjects": {"s0": 20, "s1": 20, "s2": 20},
+        "troubles": [],
+    }
+    lost = own._replace(end=own.end + 8)
+    for remember in (identity.points.acknowledged, identity.points.rolled_back):
+        remember(lost)
+        identity.points.save()
+        found = report(copy.disk)
+        assert [one["name"] for one in found["troubles"]] == ["rolled_back"] and str(lost) in str(found["troubles"])
+    assert found["lacks"] == point | {"end": lost.end}
+
+
+def test_a_copy_that_nobody_owns_yet_has_no_part():
+    disk = MemoryDisk()
+    IdentityFile(disk, new_incarnation="b-1")
+    found = report(disk, above=0)
+    assert (found["group"], found["hostname"], found["servePort"], found["role"]) == ("", "", None, "")
+    assert found["above"] == {"offset": 0, "subjects": {}, "ids": [], "stopped": ""}
+
+
+@pytest.mark.parametrize("name", ["broker.json", "points.json", "copy.json", "log/manifest", "log"])
+def test_one_file_of_a_copy_is_enough_for_a_report(name):
+    copy, disk = a_copy(), MemoryDisk()
+    identity = IdentityFile(copy.disk, new_incarnation="b-1")
+    identity.points.following()
+    identity.points.acknowledged(Point(Epoch(1, 1), 8, 7))
+    identity.points.save()
+    for one in [f"log/{base:020d}.log" for base in copy.log.bases] if name == "log" else [name]:
+        disk.put(one, copy.disk.read(one, 0, copy.disk.size(one)))
+    assert report(disk)["incarnation"] == ("b-1" if name == "broker.json" else "")
+
+
+def test_a_file_that_is_empty_is_damaged():
+    copy = a_copy()
+    copy.disk.put("points.json", b"")
+    assert [one["name"] for one in report(copy.disk)["troubles"]] == ["file_damaged", "incomplete"]
+
+
+def test_of_an_epoch_whose_frame_cannot_be_read_only_its_place_is_known():
+    copy = a_copy()
+    copy.disk.flip(f"log/{0:020d}.log", 8 * 20)
+    assert report(copy.disk)["epochs"] == [{"term": 1, "boot": 1, "offset": 0, "incarnation": "", "why": ""}]
+
+
+def test_messages_are_named_up_to_damage_and_no_more_of_them_than_people_read(monkeypatch):
+    copy = a_copy()
+    copy.messages("a", "b", "c", subject="of three")
+    copy.flush()
+    last = copy.log.frames("of three", 0, 1)[0]
+    for ids_max, named in ((2, ["a", "b"]), (3, ["a", "b", "c"])):
+        monkeypatch.setattr(copy_report, "IDS_MAX", ids_max)
+        above = report(copy.disk, above=last.offset)["above"]
+        assert (above["offset"], above["subjects"], above["stopped"]) == (last.offset, {"of three": [0, 2]}, "")
+        assert above["ids"] == [["of three", at, id] for at, id in enumerate(named)]
+    base = copy.log.bases[2]
+    copy.disk.flip(f"log/{base:020d}.log", 8 * 200)
+    above = report(copy.disk, above=copy.log.bases[1])["above"]
+    assert str(base) in above["stopped"] or above["stopped"]
+    assert 0 < sum(last - first + 1 for first, last in above["subjects"].values()) < 60
+
+
+def test_messages_above_what_retention_took_are_those_that_are_left():
+    copy = a_copy()
+    copy.log.drop_oldest_segment()
+    left = sum(20 - first[0].begin for first in (copy.log.frames(f"s{at}", 0, 1) for at in range(3)))
+    assert len(report(copy.disk, above=8)["above"]["ids"]) == left < 60
 
 
 def test_segments_that_are_not_listed_and_files_of_listed_ones_that_are_gone_are_named():
@@ -35,9 +142,10 @@ def test_of_a_copy_without_a_list_no_segment_is_missing():
     assert report(copy.disk)["manifest"] == {"listed": False, "agrees": False, "missing": [], "notListed": []}
 
 
-def test_closed_segments_are_read_to_who_asks_for_that():
+@pytest.mark.parametrize("at", [0, 1, -3])
+def test_closed_segments_are_read_to_who_asks_for_that(at):
     copy = a_copy()
-    base = copy.log.bases[1]
+    base = copy.log.bases[at]
     copy.disk.flip(f"log/{base:020d}.log", 8 * 200)
     names = [[one["name"] for one in report(copy.disk, verify=verify)["troubles"]] for verify in (False, True)]
     assert ["corrupt" in one for one in names] == [False, True]

@@ -169,6 +169,48 @@ def test_a_master_leaves_its_role_before_it_mends_damage_in_part():
     assert group.a.node.role is None
 
 
+def test_what_the_other_copy_has_from_the_damage_on_to_its_end_is_fetched():
+    group = stored()
+    (first,) = (ref.begin for ref in group.a.log.frames("s", 0, COUNT) if ref.offset == group.a.log.bases[1])
+    begin = met(group.a, first)
+    assert group.a.node.mend(begin, group.a.log.damage.end) == (begin, group.a.log.damage.end)
+    assert group.a.log.start == 0 and group.a.node.role is not None
+
+
+def test_who_leaves_its_role_saves_what_it_knows_to_be_acknowledged():
+    group = stored()
+    begin = met(group.a, 1)
+    group.a.log.state.high_watermark = group.a.log.end
+    group.a.node.mend(0, begin + 8)
+    points = group.a.node.identity.points
+    assert points.own.end == group.a.log.end and not points.is_newer_than_saved
+
+
+@pytest.mark.parametrize("theirs_start, why", [(0, ""), (1 << 40, "damaged-and-dropped-by-the-other-copy")])
+def test_what_is_still_being_written_is_on_disk_before_damage_goes(theirs_start, why):
+    group = stored()
+    group.cut()
+    offset, base = group.a.log.end, group.a.log.bases[-1]
+    for _ in range(2):
+        group.a.master._mastership.append(FrameKind.EPOCH, "", b"{}      ")
+    group.a.host.settle()
+    group.a.disk.flip(f"log/{base:020d}.log", 8 * (offset - base + 20))
+    with pytest.raises(CorruptFrame) as found:
+        group.a.log.read(offset, group.a.log.end, 1)
+    group.a.node.found_damage(found.value)
+    group.a.master._mastership.append(FrameKind.EPOCH, "", b"{}      ")
+    assert group.a.host.turn() and not group.a.log.is_idle
+    end = group.a.log.end
+    for start in (0, theirs_start):
+        assert group.a.node.mend(start, max(start, offset)) is None
+        assert group.a.node.role is None and group.a.log.end == end and not quarantined(group.a)
+    group.a.host.fsync()
+    assert group.a.node.mend(theirs_start, max(theirs_start, offset)) is None
+    assert group.a.log.damage is None and group.a.node.master is not None
+    assert group.a.log.end == (0 if theirs_start else offset)
+    assert any(name.startswith("quarantine/") and why in name for name in group.a.disk.all_names())
+
+
 def other_history(group: Group) -> bytes:
     """Frames of another log, of as many bytes."""
     other = Group.made(tail_bytes=0).start(term=7)

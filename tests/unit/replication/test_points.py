@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from qmq.log.memory_disk import MemoryDisk
@@ -28,6 +30,33 @@ def test_a_log_lacks_a_point_behind_its_end_or_of_another_history():
     assert is_lacking(copy.log, points[1]._replace(chain=7))
     copy.log.cut(points[1].end, "lost")
     assert [is_lacking(copy.log, point) for point in points] == [False, False, True, True]
+
+
+def test_nobody_lacks_what_retention_took_or_what_cannot_be_read():
+    copy = Copy(tail_bytes=0)
+    copy.begin_epoch()
+    copy.fill(60)
+    first, second = copy.log.bases[1:3]
+    inside = copy.log.read(first, second, 1).frames[0].end
+    copy.log.drop_oldest_segment()
+    assert copy.log.start == first
+    assert not any(is_lacking(copy.log, Point(copy.epoch, end, 7)) for end in (0, first - 8, first))
+    assert is_lacking(copy.log, Point(copy.epoch, inside, 7))
+    for at in (first, inside):
+        copy.disk.flip(f"log/{first:020d}.log", 8 * (at - first + 20))
+    assert not is_lacking(copy.log, Point(copy.epoch, inside, 7)), "damage is not another history"
+
+
+@pytest.mark.parametrize("number", [0, (1 << 64) - 1])
+def test_a_point_is_read_as_it_was_written(number):
+    point = Point(Epoch(number, number), number, number)
+    assert Point.from_list(point.to_list()) == point
+
+
+@pytest.mark.parametrize("wrong", [[1, 1, 40], [1, 1, 40, 5, 6], [1, 1, 40, -1], [1, 1, 40, 1 << 64], [1.0, 1, 40, 5]])
+def test_what_is_no_point_is_refused(wrong):
+    with pytest.raises(ValueError):
+        Point.from_list(wrong)
 
 
 def test_what_is_saved_is_known_after_a_restart_and_costs_nothing_before_it_is_due():
@@ -77,11 +106,64 @@ def test_a_point_is_saved_no_more_often_than_it_has_to_be():
         assert file.due(now_ms + SAVE_MS - 1) is None
 
 
+def test_only_what_is_new_is_written():
+    disk = MemoryDisk()
+    file = PointFile(disk)
+
+    def is_written(act) -> bool:
+        before = disk.calls
+        act()
+        return disk.calls > before
+
+    assert not is_written(file.save) and not file.is_newer_than_saved and file.due(1 << 60) is None
+    file.acknowledged(Point(Epoch(1, 1), 300, 3))
+    assert file.is_newer_than_saved and is_written(file.save)
+    assert not file.is_newer_than_saved and not is_written(file.save) and file.due(1 << 60) is None
+    file.acknowledged(Point(Epoch(1, 1), 301, 4))
+    job = file.due(1 << 60)
+    assert file.is_newer_than_saved, "a thread writes it now"
+    file.acknowledged(Point(Epoch(1, 1), 302, 5))
+    assert not is_written(file.save), "not while a thread does"
+    job()
+    file.saved()
+    assert file.is_newer_than_saved and is_written(file.save) and PointFile(disk).own.end == 302
+    for act in (file.following, partial(file.rolled_back, Point(Epoch(1, 1), 300, 3))):
+        assert is_written(act) and not is_written(act)
+
+
+def test_a_new_copy_remembers_nothing_and_complains_of_nothing(caplog):
+    file = PointFile(MemoryDisk())
+    assert (file.own, file.lacks, file.is_newer_than_saved, caplog.text) == (None, None, False, "")
+
+
+def test_of_points_that_a_copy_lacks_the_newest_is_kept_until_it_is_refilled():
+    disk = MemoryDisk()
+    file = PointFile(disk)
+    for end, newest in ((300, 300), (200, 300), (400, 400)):
+        file.rolled_back(Point(Epoch(1, 1), end, end))
+        assert PointFile(disk).lacks == file.lacks == Point(Epoch(1, 1), newest, newest)
+    file.refilled()
+    assert file.lacks is None and PointFile(disk).lacks is None
+
+
+def test_what_an_operator_gave_up_is_lacking_and_remembered_no_more():
+    disk = MemoryDisk()
+    file = PointFile(disk)
+    file.following()
+    file.acknowledged(Point(Epoch(1, 1), 300, 3))
+    file.save()
+    file.rolled_back(Point(Epoch(1, 1), 300, 3))
+    file.forget()
+    assert (file.own, file.lacks) == (PointFile(disk).own, PointFile(disk).lacks) == (None, None)
+    file.seeding()
+    assert PointFile(disk).own is None, "of no log before this one"
+
+
 def test_an_older_point_changes_nothing():
     file = PointFile(MemoryDisk())
     newest = Point(Epoch(2, 1), 300, 3)
     file.acknowledged(newest)
-    for older in (Point(Epoch(2, 1), 299, 9), Point(Epoch(1, 9), 1000, 9)):
+    for older in (Point(Epoch(2, 1), 299, 9), Point(Epoch(2, 1), 300, 9), Point(Epoch(1, 9), 1000, 9)):
         file.acknowledged(older)
     assert file.own == newest
 
@@ -93,8 +175,10 @@ def test_a_point_of_the_log_before_is_not_one_of_the_log_that_is_seeded():
     late = file.due(SAVE_MS)
     file.seeding()
     late()  # on its thread, only now
+    file.saved()
+    file.save()
     again = PointFile(disk)
-    assert again.own is None and again.lacks is None
+    assert file.own is None and again.own is None and again.lacks is None
 
 
 def test_a_slave_keeps_all_and_a_master_what_it_had_followed_or_knows_to_be_acknowledged():

@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 
 from qmq.errors import BrokerReadOnly, ErrorCode
-from qmq.replication.readonly import Readonly, Reason
+from qmq.replication.readonly import Readonly, Reason, explain
 from tests.unit.broker.world import Client, Group
 
 
@@ -38,6 +38,11 @@ def test_refusal_of_a_subject_that_is_marked_names_it():
     with pytest.raises(BrokerReadOnly, match="g1 is readonly for s: .*UnMarkReadonly"):
         readonly.check("g1", "s")
     assert readonly.writable
+
+
+def test_a_reason_is_explained_and_one_of_a_later_version_stays_as_it_is():
+    assert explain("draining") == "its roles are being swapped"
+    assert explain("of a later version") == "of a later version"
 
 
 def test_unmarking_subjects_leaves_what_checkers_found():

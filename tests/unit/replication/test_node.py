@@ -1,0 +1,338 @@
+"""Core. A node takes the part that a row gives it, keeps it while another order stands, and lets go of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from qmq.errors import DiskFailed, Diverged, ErrorCode, OperatorError
+from qmq.log.frame import FrameKind
+from qmq.replication.assignment import Assignment
+from qmq.replication.points import Point
+from qmq.replication.ports import QUIET_MS
+from qmq.replication.readonly import Reason
+from qmq.types import Epoch, Role
+from tests.unit.broker.world import Broker, Client, FakeLink, Group
+
+HOLD_MS = 1_000
+
+
+def a_group(**changes) -> Group:
+    """A group at rest: all is acknowledged, and both copies have saved that."""
+    group = Group.made(**changes).start()
+    Client(group.a).produce("m")
+    group.settle()
+    for _ in range(20):
+        for broker in (group.a, group.b):
+            broker.wait(100)
+        group.settle()
+    return group
+
+
+def hold(broker: Broker, term: int = 1, **words) -> None:
+    broker.node.prepare_failover(term, **({"hold_ms": HOLD_MS, "silent_ms": 500, "heard_ms_ago": None} | words))
+
+
+# Rows.
+
+
+def test_a_row_changes_nothing_that_is_older_than_an_epoch_or_another_row_that_is_known():
+    group = a_group()
+    node, role = group.b.node, group.b.node.role
+    node.identity.learn(Epoch(3, 1))
+    group.b.assign(Role.MASTER, 2)
+    assert node.role is role and node.assignment.term == 1
+    group.b.assign(Role.SLAVE, 5)
+    group.b.assign(Role.MASTER, 4)
+    assert node.slave is not None and node.assignment.term == 5
+
+
+def test_a_directory_of_another_group_takes_no_part():
+    group = a_group()
+    with pytest.raises(OperatorError, match="belongs to a:.* of g1, not to g2"):
+        group.a.node.assign(Assignment("g2", 2, Role.MASTER))
+    assert group.a.node.writable
+
+
+def test_a_part_is_told_to_who_connects_once_it_is_taken(monkeypatch):
+    group, told = a_group(), []
+    node, host = group.b.node, group.b.host
+    monkeypatch.setattr(host, "role_changed", lambda: told.append((type(node.role).__name__, node.is_held)))
+    hold(group.b)
+    group.b.assign(Role.SLAVE, 2)
+    hold(group.b, 1, master_gone=True)
+    group.b.assign(Role.MASTER, 3)
+    assert told == [("Slave", True), ("Slave", False), ("Slave", True), ("BrokerMaster", False)]
+
+
+def test_a_new_part_forgets_what_the_one_before_was_told():
+    group = a_group()
+    group.a.node.prepare_swap(1, HOLD_MS)
+    assert group.a.node.quiet_ms() == 0
+    group.cut()
+    group.a.assign(Role.SLAVE, 2)
+    assert group.a.node.quiet_ms() == QUIET_MS
+
+
+def test_copies_that_differed_are_compared_anew_in_the_next_part(caplog):
+    group = a_group()
+    for _ in range(2):
+        group.b.node.agreed(group.at_slave, Diverged("they differ"))
+        assert group.b.node.readonly_reasons == [Reason.DIVERGED] and not group.at_slave.is_open
+    assert caplog.text.count("copies differ group=g1") == 1
+    group.b.assign(Role.SLAVE, 2)
+    assert group.b.node.readonly_reasons == []
+
+
+def test_copies_that_agree_again_do_not_differ():
+    group = a_group()
+    group.b.node.agreed(group.at_slave, Diverged("they differ"))
+    group.cut()
+    group.connect()
+    group.settle()
+    assert group.b.node.readonly_reasons == [] and group.a.node.writable
+
+
+def test_a_broker_without_a_part_sends_everybody_away():
+    broker = Broker("new")
+    client = Client(broker)
+    assert client.code(client.produce("m")) == ErrorCode.NOT_MASTER and broker.node.quiet_ms() == 0
+    broker.node.link_lost(client.link)
+    broker.wait(100)
+    broker.host.settle()
+    assert broker.node.role is None and broker.node.readonly_reasons == []
+
+
+# Failover.
+
+
+def test_a_slave_whose_master_is_gone_follows_nobody_and_begins_at_once():
+    group = a_group()
+    hold(group.b)
+    assert not group.at_slave.is_open and group.b.node.quiet_ms() == 0
+    group.cut()
+    group.b.assign(Role.MASTER, 2)
+    assert group.b.master.has_begun and not group.b.node.is_held
+
+
+def test_a_slave_that_was_told_nothing_of_a_failover_waits_for_the_other_copy():
+    group = a_group()
+    group.cut()
+    group.b.assign(Role.MASTER, 2)
+    assert not group.b.master.has_begun
+
+
+@pytest.mark.parametrize("heard_ms_ago, is_gone", [(0, False), (499, False), (500, True), (None, True)])
+def test_a_master_that_is_heard_is_not_gone(heard_ms_ago, is_gone):
+    group = a_group()
+    if is_gone:
+        hold(group.b, heard_ms_ago=heard_ms_ago)
+    else:
+        with pytest.raises(OperatorError, match=f"was heard {heard_ms_ago} ms ago"):
+            hold(group.b, heard_ms_ago=heard_ms_ago)
+    assert group.b.node.is_held is is_gone and group.at_slave.is_open is not is_gone
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        pytest.param(lambda node: node.identity.points.rolled_back(Point(Epoch(1, 1), 1 << 40, 7)), id="rolled back"),
+        pytest.param(lambda node: setattr(node.slave, "has_matched", False), id="not in sync since it began"),
+    ],
+)
+def test_a_copy_that_may_lack_something_takes_no_part_in_a_failover(harm):
+    group = a_group()
+    harm(group.b.node)
+    with pytest.raises(OperatorError, match="was not in sync since it began, or is not whole"):
+        hold(group.b, promised_term=2)
+    assert not group.b.node.is_held and group.b.node.identity.value.promised == 0
+
+
+@pytest.mark.parametrize(
+    "harm, may",
+    [
+        pytest.param(lambda node: None, True, id="whole"),
+        pytest.param(lambda node: node.identity.completed(False), False, id="never whole"),
+        pytest.param(lambda node: node.log.cut(node.log.state.epochs[0].offset + 8, ""), False, id="cut"),
+    ],
+)
+def test_an_operator_who_knows_that_the_master_is_gone_is_believed_of_a_whole_copy(harm, may):
+    group = a_group()
+    group.b.crash()
+    group.b.assign(Role.SLAVE, 1)
+    harm(group.b.node)
+    if may:
+        hold(group.b, master_gone=True)
+    else:
+        with pytest.raises(OperatorError, match="is not whole"):
+            hold(group.b, master_gone=True)
+    assert group.b.node.is_held is may
+
+
+# Swap.
+
+
+def test_a_swap_that_does_not_come_is_over_after_its_time():
+    group = a_group()
+    group.a.node.prepare_swap(1, HOLD_MS)
+    group.a.wait(HOLD_MS)
+    assert group.a.node.readonly_reasons == [Reason.DRAINING]
+    group.a.wait(1)
+    assert group.a.node.writable
+    group.settle()
+    group.a.wait(100)
+    group.settle()
+    assert group.a.node.quiet_ms() == QUIET_MS
+
+
+@pytest.mark.parametrize("term", [0, 2])
+def test_a_swap_of_another_term_is_refused(term):
+    group = a_group()
+    with pytest.raises(OperatorError, match=f"not the master of g1 in term {term}"):
+        group.a.node.prepare_swap(term, HOLD_MS)
+    assert group.a.node.writable
+
+
+def test_a_master_that_waits_for_its_slave_swaps_with_nobody():
+    group = a_group()
+    group.cut()
+    group.a.crash()
+    group.a.assign(Role.MASTER, 1)
+    with pytest.raises(OperatorError, match="not the master of g1"):
+        group.a.node.prepare_swap(1, HOLD_MS)
+    with pytest.raises(OperatorError, match="took new messages"):
+        group.a.node.promise_swap(2)
+
+
+def test_a_swap_that_is_called_off_in_the_promised_term_goes_on_taking_messages():
+    group = a_group()
+    group.a.node.prepare_swap(1, HOLD_MS)
+    group.a.node.promise_swap(2)
+    assert group.a.node.identity.value.promised == 2
+    group.a.wait(10 * HOLD_MS)
+    assert group.a.node.readonly_reasons == [Reason.DRAINING]
+    group.start(2)
+    group.a.node.prepare_swap(2, HOLD_MS)
+    group.a.node.cancel_swap()
+    assert group.a.node.writable
+
+
+def test_a_slave_has_no_swap_to_call_off():
+    group = a_group()
+    group.b.node.cancel_swap()
+    with pytest.raises(OperatorError, match="not the master of g1 any more"):
+        group.b.node.promise_swap(2)
+    assert group.b.node.identity.value.promised == 0
+
+
+# What is acknowledged, remembered outside the log.
+
+
+def test_a_point_is_written_soon_and_a_disk_that_fails_at_it_ends_the_process(monkeypatch):
+    group, told = a_group(), []
+    node, host = group.a.node, group.a.host
+    Client(group.a).produce("n")
+    group.settle()
+    monkeypatch.setattr(host, "write", lambda job, done: told.append((job, done)))
+    group.a.wait(1_000)
+    ((job, done),) = told
+    assert node.identity.points.is_newer_than_saved and node.quiet_ms() == 0
+    job()
+    done(None)
+    assert not node.identity.points.is_newer_than_saved and node.quiet_ms() == QUIET_MS
+    with pytest.raises(DiskFailed):
+        done(DiskFailed("no room"))
+
+
+def test_a_copy_that_was_never_whole_lacks_nothing_by_a_point_of_the_others():
+    group = a_group()
+    group.b.node.identity.completed(False)
+    group.b.node.remembered_elsewhere([Point(Epoch(1, 1), group.b.log.end + 8, 7)])
+    assert group.b.node.readonly_reasons == []
+
+
+@pytest.mark.parametrize("term, reasons", [(1, [Reason.ROLLED_BACK]), (2, [])])
+def test_nobody_lacks_what_an_operator_gave_up_in_a_later_term(term, reasons):
+    group = a_group()
+    lacks = Point(Epoch(1, 1), group.b.log.end + 8, 7)
+    group.b.node.remembered_elsewhere([lacks])
+    group.b.node.remembered_elsewhere([], loss_accepted_term=term)
+    assert group.b.node.readonly_reasons == reasons
+
+
+# A master that gives way.
+
+
+def wrote_alone() -> Group:
+    """A master whose disk was put back, and that has written without its slave since."""
+    group = Group.made().start()
+    older = group.a.disk.copy()
+    for number in range(5):
+        Client(group.a).produce(f"acknowledged {number}")
+        group.settle()
+    group.cut()
+    group.a.disk.put_back(older)
+    group.a.start()
+    group.a.alone()
+    return group
+
+
+def test_a_master_gives_way_once_what_it_is_writing_is_on_its_disk():
+    group = wrote_alone()
+    group.a.master._mastership.append(FrameKind.EPOCH, "", b"{}      ")
+    assert group.a.host.turn() and not group.a.log.is_idle
+    group.connect()
+    group.b.host.settle()
+    group.deliver_hello()
+    end = group.a.log.end
+    assert group.a.node.role is None and not group.a.disk.names("quarantine")
+    group.a.assign(Role.MASTER, 1)
+    assert group.a.node.role is None and group.a.log.end == end, "not before its end is cut"
+    group.a.host.fsync()
+    assert group.a.node.role is not None and group.a.log.end < end and group.a.disk.names("quarantine")
+    for _ in range(2):
+        group.connect()
+        group.settle()
+    assert group.a.node.writable and group.a.log.chain == group.b.log.chain
+
+
+# What its host says.
+
+
+def test_a_disk_or_a_memory_that_is_short_is_said_once_and_stops_a_master(caplog):
+    group = a_group()
+    for say, reason in ((group.a.node.set_disk_full, Reason.DISK), (group.a.node.set_memory_short, Reason.MEMORY)):
+        caplog.clear()
+        for is_short in (True, True, False, False):
+            say(is_short)
+            assert group.a.node.readonly_reasons == ([reason] if is_short else [])
+        assert len(caplog.records) == 1
+    for say in (group.b.node.set_disk_full, group.b.node.set_memory_short):
+        say(True)
+    assert group.b.node.is_disk_full and group.b.node.readonly_reasons == []
+
+
+def test_clocks_that_disagree_are_said_once_and_when_they_agree_again(caplog):
+    group = a_group()
+    for skew_ms, said in ((0, 0), (1 << 30, 1), (1 << 30, 1), (0, 2), (0, 2)):
+        group.hear_clocks(skew_ms)
+        group.a.node.decide_retention(group.a.keeper)
+        assert caplog.text.count("clocks ") == said, skew_ms
+
+
+def test_nobody_is_the_copy_that_replicates_with_a_broker_without_a_part():
+    broker = Broker("new")
+    broker.node.heard_copy(FakeLink("anybody"), broker.host.now_ms(), is_disk_full=True)
+    assert broker.node.clocks_ahead_ms() == {} and broker.node.readonly_reasons == []
+
+
+def test_what_arrives_while_the_disk_writes_is_the_next_commit():
+    group = a_group()
+    client = Client(group.a)
+    client.produce("n")
+    assert group.a.host.turn() and group.a.host.commits
+    client.produce("o")
+    group.a.host.pass_is_due = False
+    group.a.host.fsync()
+    assert group.a.host.pass_is_due
+    group.settle()
+    assert group.a.log.is_idle and group.b.log.end == group.a.log.end

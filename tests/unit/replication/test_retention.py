@@ -1,0 +1,95 @@
+"""Core. Which segments are due, and what a master writes down about them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from qmq.log.frame import FrameKind
+from qmq.log.retention import RetentionDecision, encode_retention
+from qmq.replication.retention import AGE, HOUR_MS, SIZE, Due, decide, old_segments
+from tests.unit.broker.world import SETTINGS
+from tests.unit.log.logs import Copy
+
+SAID_MS = 1_000_000
+ENOUGH = replace(SETTINGS, retention_bytes=1 << 40, retention_hours=2)
+
+
+def a_log(*, states_the_time: bool = True) -> Copy:
+    copy = Copy()
+    copy.begin_epoch()
+    copy.fill(60)
+    assert len(copy.log.bases) > 3
+    if states_the_time:
+        state_the_time(copy)
+    return copy
+
+
+def state_the_time(copy: Copy, start: int = 0) -> None:
+    said = encode_retention(RetentionDecision(start, SIZE if start else "", {}, {}))
+    copy.append(FrameKind.RETENTION, "", said, timestamp_ms=SAID_MS)
+    copy.flush()
+
+
+def test_a_closed_segment_is_old_when_more_time_went_by_than_is_kept():
+    copy = a_log()
+    bases, old_ms = copy.log.bases, SAID_MS + 2 * HOUR_MS
+    assert list(old_segments(copy.log, ENOUGH, old_ms)) == []
+    closed = [(begin, end, AGE) for begin, end in zip(bases, bases[1:], strict=False)]
+    assert list(old_segments(copy.log, ENOUGH, old_ms + 1)) == closed
+    state_the_time(copy, bases[1])
+    assert list(old_segments(copy.log, ENOUGH, old_ms + 1)) == closed[1:], "the first one goes as it is"
+
+
+def test_a_closed_segment_is_too_much_if_more_bytes_than_are_kept_stand_behind_its_begin():
+    copy = a_log(states_the_time=False)
+    bases, end = copy.log.bases, copy.log.end
+    for kept, much in ((end, 0), (end - 1, 1), (end - bases[1], 1), (end - bases[1] - 1, 2)):
+        settings = replace(ENOUGH, retention_bytes=kept)
+        found = list(old_segments(copy.log, settings, SAID_MS + 9 * HOUR_MS))
+        assert found == [(bases[at], bases[at + 1], SIZE) for at in range(much)], kept
+
+
+class Keeper:
+    def __init__(self, due: Due | None) -> None:
+        self.is_due, self.asked_ms = due, -1
+
+    def due(self, message_log, now_ms):
+        self.asked_ms = now_ms
+        return self.is_due
+
+
+def decided(copy: Copy, due: Due | None = None, *, high_watermark: int = 0) -> RetentionDecision | None:
+    return decide(copy.log, Keeper(due), now_ms=7, ahead_ms={"slave": 3}, high_watermark=high_watermark)
+
+
+def test_what_is_due_is_written_down_with_whose_clock_said_so():
+    due = Due(8, AGE, {("s", "g"): 5})
+    assert decided(a_log(), due) == RetentionDecision(8, AGE, {"slave": 3}, {("s", "g"): 5})
+
+
+def test_the_time_is_stated_once_for_each_segment_that_was_closed():
+    copy, states_the_time = a_log(states_the_time=False), RetentionDecision(0, "", {"slave": 3}, {})
+    assert decided(copy) == states_the_time
+    state_the_time(copy)
+    assert decided(copy) is None
+    alone = Copy()
+    alone.begin_epoch()
+    alone.flush()
+    assert decided(alone) is None, "none is closed"
+
+
+@pytest.mark.parametrize("behind", [0, 1])
+def test_one_decision_follows_another_once_a_frame_says_that_it_is_acknowledged(behind):
+    copy = a_log()
+    start = copy.log.bases[1]
+    state_the_time(copy, start)
+    kept, due = copy.log.state.kept, Due(copy.log.bases[2], AGE, {})
+    copy.log.state.high_watermark = kept.decided_end - behind
+    if not behind:
+        assert decided(copy, due) == RetentionDecision(due.start, AGE, {"slave": 3}, {})
+    else:
+        assert decided(copy, due, high_watermark=kept.decided_end - 1) is None
+        says_so = RetentionDecision(start, "", {"slave": 3}, {})
+        assert decided(copy, due, high_watermark=kept.decided_end) == says_so
