@@ -159,8 +159,9 @@ class CatchingUp(Connected):
 class InSync(Connected):
     """Also of LAGGING."""
 
-    oldest_unconfirmed: tuple[int, int] | None = None
-    """A log end that it has not confirmed, and since when (ms)."""
+    noted_end: int = 0
+    """A log end, noted when it had confirmed the one noted before; `noted_ms`: when that was."""
+    noted_ms: int = 0
     point_sent: Point | None = None
     """The newest acknowledged point that it was sent."""
 

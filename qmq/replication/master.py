@@ -12,7 +12,6 @@ The end of a pass ships what was written to the slaves and starts the fsync; the
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -26,7 +25,7 @@ from qmq.replication.ack_gate import AckGate
 from qmq.replication.assignment import Assignment
 from qmq.replication.clocks import METASERVER, Clocks
 from qmq.replication.identity import IdentityFile
-from qmq.replication.mastership import Mastership
+from qmq.replication.mastership import NEVER, Mastership
 from qmq.replication.ports import QUIET_MS, Host, Link
 from qmq.replication.readonly import Readonly, Reason
 from qmq.replication.retention import Keeper, decide
@@ -35,9 +34,6 @@ from qmq.replication.slaves import Slaves
 from qmq.types import Epoch
 
 log = logging.getLogger(__name__)
-
-NEVER = sys.maxsize
-"""Nothing counts before the epoch frame is written."""
 
 Handler = Callable[[Link, Packet], None]
 
@@ -82,7 +78,8 @@ class Master:
         self.readonly.change(Reason.CORRUPT, message_log.damage is not None)
         wait_ms = 0 if promotion.is_failover else promotion.settings.slave_wait_ms
         self.slaves = Slaves(self._mastership, promotion.identity, self.go_on, wait_ms=wait_ms, count=promotion.slaves)
-        self._oldest_unflushed: tuple[int, int] | None = None
+        self._noted_end = self._noted_ms = 0
+        """A log end, noted when our disk had the one noted before, and when that was (ms)."""
         self._handlers: dict[int, Handler] = {
             Command.HELLO: self.slaves.hello,
             Command.CONFIRM: self.slaves.confirm,
@@ -127,10 +124,9 @@ class Master:
     def _check_own_disk(self, now_ms: int) -> None:
         """Readonly while our disk does not finish: nothing is acknowledged then, whatever the slave confirms."""
         message_log = self._mastership.log
-        if self._oldest_unflushed is None or self._oldest_unflushed[0] <= message_log.flushed_end:
-            is_behind = message_log.end > message_log.flushed_end
-            self._oldest_unflushed = (message_log.end, now_ms) if is_behind else None
-        age_ms = now_ms - self._oldest_unflushed[1] if self._oldest_unflushed else 0
+        if self._noted_end <= message_log.flushed_end:
+            self._noted_end, self._noted_ms = message_log.end, now_ms
+        age_ms = now_ms - self._noted_ms
         is_late = age_ms > self._mastership.settings.slave_lag_ms_max
         if self.readonly.change(Reason.DISK_LATE, is_late) and is_late:
             log.error("disk late group=%s age_ms=%d: the group is readonly", self._mastership.group, age_ms)
@@ -234,16 +230,12 @@ class Master:
     @property
     def in_step(self) -> tuple[str, ...]:
         """Incarnations of the slaves that are in sync."""
-        return tuple(watch.follower.in_sync.incarnation for watch in self.slaves.in_step if watch.follower.in_sync)
+        return tuple(watch.incarnation for watch in self.slaves.in_step)
 
     def is_drained_to(self, target: str) -> bool:
         """Whether the slave with this incarnation has everything; empty: any slave."""
         end, gate = self._mastership.log.end, self.gate
-        has_all = any(
-            watch.confirmed_end == end
-            for watch in self.slaves.in_step
-            if (slave := watch.follower.in_sync) is not None and target in ("", slave.incarnation)
-        )
+        has_all = any(watch.confirmed_end == end for watch in self.slaves.in_step if target in ("", watch.incarnation))
         return self.has_begun and not gate.too_few_in_sync and gate.high_watermark == end and has_all
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from zlib import crc32
@@ -21,6 +22,8 @@ from qmq.types import Epoch
 
 log = logging.getLogger(__name__)
 
+NEVER = sys.maxsize
+"""An offset that no log reaches: before the epoch frame is written nothing counts, and nothing is this master's own."""
 _BY_THE_MASTERS_CLOCK = frozenset({FrameKind.NACK, FrameKind.DISPATCH})
 """Frames that say what was due when."""
 

@@ -22,6 +22,7 @@ from qmq.replication.fills import FillOrders
 from qmq.replication.follower import (
     Absent,
     CatchingUp,
+    Connected,
     Facts,
     Follower,
     FollowerEvent,
@@ -96,16 +97,19 @@ class SlaveWatch:
         return None if slave is None else slave.shipper.confirmed_end
 
     @property
-    def is_level(self) -> bool:
-        """Whether the slave has confirmed all that there is, and knows what was acknowledged."""
-        slave, gate = self.follower.in_sync, self._mastership.gate
-        if slave is None or self.follower.state is not FollowerState.IN_SYNC:
-            return False
-        return self.confirmed_end == self._mastership.log.end and gate.point == slave.point_sent
+    def incarnation(self) -> str:
+        """Of the data directory of a slave that is connected."""
+        slave = self.follower.connected
+        assert slave is not None
+        return slave.incarnation
 
     @property
-    def is_there(self) -> bool:
-        return self.follower.connected is not None or self.follower.restoring is not None
+    def is_level(self) -> bool:
+        """Whether the slave has confirmed all that there is, and knows what was acknowledged."""
+        slave, mastership = self.follower.in_sync, self._mastership
+        if slave is None:
+            return False
+        return slave.shipper.confirmed_end == mastership.log.end and mastership.gate.point == slave.point_sent
 
     @property
     def is_compared(self) -> bool:
@@ -174,6 +178,7 @@ class SlaveWatch:
             agreement.action.value,
             agreement.offset,
         )
+        older = self._link
         if agreement.action == Action.RESTORE:
             self._slaves.holds(hello.end)
             self._enter(FollowerEvent.RESTORES, Restoring(link, agreement.offset, hello.start))
@@ -182,6 +187,8 @@ class SlaveWatch:
             self._wait(link, packet, agreement, hello.fill_id)
         else:
             self._ship_to(link, packet, agreement, hello)
+        if older is not None and older is not link:
+            older.close("a newer connection of the slave replaces this one")
 
     def _is_to_wait(self, hello: Hello, agreement: Agreement) -> bool:
         """Whether it would have to be filled and may not. What has all that is acknowledged only catches up."""
@@ -194,30 +201,25 @@ class SlaveWatch:
 
     def _wait(self, link: Link, packet: Packet, agreement: Agreement, fill_id: str) -> None:
         """Send nothing to it until it may be filled. Then it counts for nothing, and holds up nothing."""
-        older = self._link
         self._enter(FollowerEvent.WAITS, Unfilled(link, fill_id))
-        self._replace(older, link)
         link.answer(packet, replace(agreement, action=Action.WAIT).encode())
         log.warning("slave is not filled group=%s slave=%s: SyncReplica allows it", self._mastership.group, self.owner)
         self._slaves.compared()
 
     @property
     def _link(self) -> ShipLink | None:
-        """The connection of a slave that is not restoring us."""
-        if (unfilled := self.follower.unfilled) is not None:
-            return unfilled.link
-        return None if (slave := self.follower.connected) is None else slave.shipper.link
-
-    def _replace(self, older: ShipLink | None, link: Link) -> None:
-        if older is not None and older is not link:
-            older.close("a newer connection of the slave replaces this one")
+        """The slave's connection; None: there is none."""
+        now = self.follower.now
+        if isinstance(now, Unfilled | Restoring):
+            return now.link
+        return now.shipper.link if isinstance(now, Connected) else None
 
     def heed(self, orders: FillOrders) -> None:
         """Let it say hello again if it waits and may be filled, or is being filled and is to stop."""
         now = self.follower.now
         if isinstance(now, Unfilled) and orders.may_begin(now.fill_id):
             self.drop("it may be filled now: say hello again")
-        elif isinstance(now, CatchingUp) and now.fill_id and orders.is_cancelled(now.fill_id):
+        elif isinstance(now, CatchingUp) and orders.is_cancelled(now.fill_id):
             self.drop("CancelSync stops the filling")
 
     def _compare(self, hello: Hello) -> None:
@@ -250,7 +252,7 @@ class SlaveWatch:
             gate.refuse_unsafe(NotServed(text))
 
     def _ship_to(self, link: Link, packet: Packet, agreement: Agreement, hello: Hello) -> None:
-        mastership, older = self._mastership, self._link
+        mastership = self._mastership
         shipper = Shipper(
             mastership.log,
             link,
@@ -262,7 +264,6 @@ class SlaveWatch:
         )
         fill_id = hello.fill_id if self._is_filling(hello, agreement) else ""
         self._enter(FollowerEvent.FOLLOWS, CatchingUp(shipper, hello.incarnation, fill_id))
-        self._replace(older, link)
         link.answer(packet, agreement.encode())
         if agreement.action == Action.SEED:
             shipper.seed()
@@ -272,8 +273,9 @@ class SlaveWatch:
     def confirm(self, link: Link, packet: Packet) -> None:
         mastership, slave = self._mastership, self.follower.connected
         confirmation: Confirmation = commands.decode_confirmation(packet.body)
-        if slave is None or confirmation.epoch != mastership.epoch:
-            link.close("a confirmation of another link or epoch proves nothing here")
+        assert slave is not None
+        if confirmation.epoch != mastership.epoch:
+            link.close("a confirmation of another epoch proves nothing here")
             return
         try:
             slave.shipper.confirm(confirmation.matched_end, confirmation.chain)
@@ -309,21 +311,22 @@ class SlaveWatch:
 
     def drop(self, why: str) -> None:
         """Close its connection, if there is one: it says hello again."""
-        link = self._link
-        if self.follower.may(FollowerEvent.LOST):
+        if (link := self._link) is not None:
             self._enter(FollowerEvent.LOST, Absent())
-        if link is not None:
             link.close(why)
 
     # Events.
 
     def link_lost(self, link: Link) -> None:
-        if self.is_restoring(link) or (self.follower.unfilled is not None and link is self._link):
-            self._enter(FollowerEvent.LOST, Absent())
-        elif self.is_of(link):
+        if link is self._link:
             self._enter(FollowerEvent.LOST, Absent())
             too_few = ": the group is readonly" if self._mastership.gate.too_few_in_sync else ""
             log.warning("slave lost group=%s peer=%s%s", self._mastership.group, link.peer, too_few)
+
+    def ship(self) -> None:
+        """Send what there is, if frames go to this slave."""
+        if (slave := self.follower.connected) is not None:
+            slave.shipper.ship()
 
     def tick(self, now_ms: int) -> None:
         elapsed_ms, self._ticked_ms = now_ms - self._ticked_ms, now_ms
@@ -359,9 +362,9 @@ class SlaveWatch:
             return
         confirmed_end = slave.shipper.confirmed_end
         behind = mastership.log.end - confirmed_end
-        if slave.oldest_unconfirmed is None or slave.oldest_unconfirmed[0] <= confirmed_end:
-            slave.oldest_unconfirmed = (mastership.log.end, now_ms) if behind else None
-        age_ms = now_ms - slave.oldest_unconfirmed[1] if slave.oldest_unconfirmed else 0
+        if slave.noted_end <= confirmed_end:
+            slave.noted_end, slave.noted_ms = mastership.log.end, now_ms
+        age_ms = now_ms - slave.noted_ms
         is_late = behind > settings.slave_lag_bytes_max or age_ms > settings.slave_lag_ms_max
         if is_late and self.follower.state is FollowerState.IN_SYNC:
             self._enter(FollowerEvent.FELL_BEHIND, slave)

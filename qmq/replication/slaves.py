@@ -19,7 +19,7 @@ from qmq.replication.clocks import SLAVE
 from qmq.replication.fills import FillOrders
 from qmq.replication.follower import FollowerState
 from qmq.replication.identity import IdentityFile
-from qmq.replication.mastership import Mastership
+from qmq.replication.mastership import NEVER, Mastership
 from qmq.replication.ports import Link
 from qmq.replication.readonly import Reason
 from qmq.replication.slave_watch import SlaveWatch
@@ -50,7 +50,7 @@ class Slaves:
         self.yields_from: int | None = None
         self._must_match = mastership.log.is_empty or mastership.log.is_tail_cut or not identity.value.complete
         self._began_ms = mastership.host.monotonic_ms()
-        self._begins_at = 0
+        self._begins_at = NEVER
         """Offset of our epoch frame, once we have begun."""
         self._held_end = 0
         """Before it, a slave has what we have: it confirmed that in this mastership, or sends it."""
@@ -66,11 +66,7 @@ class Slaves:
 
     def of(self, link: Link) -> SlaveWatch | None:
         """Return the slave to which frames go on this link."""
-        for watch in self._watches.values():
-            slave = watch.follower.connected
-            if slave is not None and slave.shipper.link is link:
-                return watch
-        return None
+        return next((watch for watch in self._watches.values() if watch.is_of(link)), None)
 
     @property
     def in_step(self) -> list[SlaveWatch]:
@@ -93,7 +89,7 @@ class Slaves:
     @property
     def are_level(self) -> bool:
         """Whether enough slaves count, and each that is there has all and knows what was acknowledged."""
-        there = [watch for watch in self._watches.values() if watch.is_there]
+        there = [watch for watch in self._watches.values() if watch.follower.connected is not None]
         return not self._mastership.gate.too_few_in_sync and all(watch.is_level for watch in there)
 
     def clock(self, watch: SlaveWatch) -> str:
@@ -137,7 +133,7 @@ class Slaves:
     def restore_snapshot(self, link: Link, packet: Packet) -> None:
         mastership, watch = self._mastership, self._restoring_on(link)
         base, snapshot = commands.split_offset(packet.body)
-        if watch is None or not (mastership.log.is_empty or base > mastership.log.end):
+        if watch is None or base <= mastership.log.end:
             link.close("nobody asked for this snapshot")
             return
         if not mastership.log.is_idle:
@@ -148,7 +144,8 @@ class Slaves:
                 other.drop("the master's log begins anew: say hello again")
         # What was restored on an earlier link may end before the slave's log begins by now: retention went on there.
         restoring = watch.follower.restoring
-        mastership.log.seed(base, snapshot, "taken-back", start=restoring.start if restoring is not None else None)
+        assert restoring is not None
+        mastership.log.seed(base, snapshot, "taken-back", start=restoring.start)
         mastership.readonly.change(Reason.CORRUPT, mastership.log.damage is not None)
         watch.confirm_restored(base, mastership.log.chain)
 
@@ -183,10 +180,9 @@ class Slaves:
     def may_yield(self, offset: int) -> bool:
         """The only slave knows best. One of several does not: another may have confirmed what an earlier mastership of
         ours wrote there, until all of the row have said that they have nothing of it."""
-        mine = self._mastership.has_begun and offset >= self._begins_at and self._held_end <= offset
         shared = [watch.shared_end for watch in self._watches.values() if watch.shared_end is not None]
-        nobodys = len(shared) == self._count and max(shared) <= offset and self._held_end <= offset
-        return self._count == 1 or mine or nobodys
+        is_nobodys = len(shared) == self._count and max(shared) <= offset
+        return self._count == 1 or (self._held_end <= offset and (offset >= self._begins_at or is_nobodys))
 
     def is_restoring_from(self, other: SlaveWatch) -> bool:
         return any(watch.follower.restoring is not None for watch in self._watches.values() if watch is not other)
@@ -207,19 +203,17 @@ class Slaves:
 
     def ship(self) -> None:
         for watch in self._watches.values():
-            if (slave := watch.follower.connected) is not None:
-                slave.shipper.ship()
+            watch.ship()
 
     def committed(self, end: int, chain: int) -> None:
         """Our disk has everything before `end`."""
         for watch in self._watches.values():
-            if watch.follower.restoring is not None:
-                watch.confirm_restored(end, chain)
+            watch.confirm_restored(end, chain)
         self.ship()
 
     def writable_again(self, link: Link) -> None:
-        if (watch := self.of(link)) is not None and watch.follower.connected is not None:
-            watch.follower.connected.shipper.ship()
+        if (watch := self.of(link)) is not None:
+            watch.ship()
 
     def link_lost(self, link: Link) -> None:
         for watch in self._watches.values():

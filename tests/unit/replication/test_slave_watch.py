@@ -1,0 +1,186 @@
+"""Core. What a master makes of one slave: when it lags, how fast it is filled, and when it counts again."""
+
+from __future__ import annotations
+
+import pytest
+
+from qmq.remoting import commands
+from qmq.remoting.commands import Command, Confirmation
+from qmq.remoting.packet import ONE_WAY, Packet
+from qmq.replication.follower import FollowerState
+from qmq.replication.readonly import Reason
+from qmq.types import Epoch, Role
+from tests.unit.broker.test_replication import a_master_that_takes_back_piece_by_piece, filled, replace_slave
+from tests.unit.broker.world import SETTINGS, Broker, Client, FakeLink, Group
+from tests.unit.replication.test_many_copies import Copies
+
+S = FollowerState
+
+
+def state(group: Group) -> FollowerState:
+    (watch,) = group.a.master.slaves.all
+    return watch.follower.state
+
+
+def unconfirmed(group: Group) -> None:
+    """A message leaves to the slave, which does not confirm it."""
+    Client(group.a).produce("m")
+    group.a.host.settle()
+
+
+@pytest.mark.parametrize(
+    ("ms", "expected", "is_open"),
+    [
+        pytest.param(1_000, S.IN_SYNC, True, id="as long as it may be silent"),
+        pytest.param(1_001, S.LAGGING, True, id="longer"),
+        pytest.param(2_000, S.LAGGING, True, id="twice as long"),
+        pytest.param(2_001, S.LAGGING, False, id="for good"),
+    ],
+)
+def test_a_slave_lags_while_it_is_silent_and_is_given_up_in_the_end(ms, expected, is_open):
+    group = Group.made(slave_lag_ms_max=1_000).start()
+    unconfirmed(group)
+    group.a.wait(100)
+    group.a.wait(ms)
+    assert (state(group), group.at_master.is_open) == (expected, is_open)
+
+
+@pytest.mark.parametrize(("less", "expected"), [(0, S.IN_SYNC), (1, S.LAGGING)])
+def test_a_slave_lags_while_it_is_too_many_bytes_behind(less, expected):
+    measured = Group.made().start()
+    before = measured.a.log.end
+    unconfirmed(measured)
+    group = Group.made(slave_lag_bytes_max=measured.a.log.end - before - less).start()
+    unconfirmed(group)
+    group.a.wait(100)
+    assert state(group) is expected
+    group.a.wait(100)
+    assert state(group) is expected, "until it has confirmed something"
+    group.settle()
+    assert state(group) is S.IN_SYNC
+
+
+def test_what_a_slave_confirmed_is_not_what_it_is_late_with():
+    group = Group.made(slave_lag_ms_max=1_000).start()
+    unconfirmed(group)
+    group.a.wait(100)
+    group.a.wait(900)
+    group.settle()
+    unconfirmed(group)
+    for _ in range(2):
+        group.a.wait(900)
+        assert state(group) is S.IN_SYNC
+    group.a.wait(101)
+    assert state(group) is S.LAGGING
+
+
+def filling() -> tuple[Broker, Broker]:
+    """A new slave takes its master's log."""
+    group = filled(tail_bytes=0, catch_up_bytes_per_s=20_000)
+    replace_slave(group)
+    group.settle()
+    return group.a, group.b
+
+
+def restoring() -> tuple[Broker, Broker]:
+    group = filled(tail_bytes=0, catch_up_bytes_per_s=20_000)
+    group.cut()
+    group.a = Broker("new master", group.a.settings)
+    group.a.assign(Role.MASTER, 2)
+    group.b.assign(Role.SLAVE, 2)
+    group.connect()
+    group.settle()
+    return group.b, group.a
+
+
+@pytest.mark.parametrize("begun", [filling, restoring])
+def test_who_sends_from_its_disk_reads_on_as_soon_as_its_rate_allows_it_and_not_before(begun):
+    sender, receiver = begun()
+    owed = receiver.log.end - 2_000  # it began with a tenth of a second's bytes
+    assert owed > 0
+    for _ in range(owed // 20):  # bytes in a millisecond
+        sender.wait(1)
+        assert not sender.host.reads
+    sender.wait(1)
+    assert sender.host.reads
+
+
+def test_a_slave_that_was_never_there_is_missing_and_one_that_joins_is_behind():
+    group = Group.made()
+    group.a.assign(Role.MASTER)
+    assert group.a.node.readonly_reasons == [Reason.SLAVE_DOWN]
+    group.b.assign(Role.SLAVE)
+    group.connect()
+    group.deliver_hello()
+    assert group.a.node.readonly_reasons == [Reason.SLAVE_LAG]
+    group.settle()
+    group.a.node.set_disk_full(False)
+    assert group.a.node.readonly_reasons == []
+
+
+def test_copies_that_differed_do_so_no_more_once_the_slave_matched_whoever_else_is_missing():
+    copies = Copies(min_copies=3).start()
+    copies.cut("c")
+    wire, log = copies.wires["b"], copies.a.log
+    wrong = commands.encode_confirmation(Confirmation(copies.a.master.epoch, log.end, log.chain ^ 1))
+    copies.a.node.packet_received(wire.at_master, Packet(Command.CONFIRM, 0, ONE_WAY, Command.CONFIRM, wrong))
+    assert copies.a.node.readonly_reasons == [Reason.DIVERGED, Reason.SLAVE_DOWN]
+    copies.settle()
+    copies.connect("b")
+    assert copies.state("b") is S.IN_SYNC and copies.a.node.readonly_reasons == [Reason.SLAVE_DOWN]
+
+
+def test_a_newer_connection_of_a_slave_replaces_the_older_one_whatever_it_was_for():
+    group = Group.made().start()
+    older = group.at_master
+    group.connect()
+    group.deliver_hello()
+    assert not older.is_open and group.at_master.is_open
+    same = group.at_master
+    group.b.slave.connected(group.at_slave)
+    group.deliver_hello()
+    assert same.is_open
+
+
+def test_frames_are_taken_from_a_slave_only_until_the_mastership_begins():
+    group = a_master_that_takes_back_piece_by_piece()
+    end = group.a.log.end
+    group.a.master._mastership.has_begun = True  # as if it had not waited
+    while not group.at_slave.told:
+        group.b.wait(100)
+        group.b.host.settle()
+    group.to_master()
+    assert not group.at_master.is_open and group.a.log.end == end
+
+
+def test_a_slave_that_restores_a_master_that_begins_anew_says_hello_again():
+    """Else it would wait for ever, on a link that stands, for a confirmation of what it sent the former mastership."""
+    copies = Copies().start()
+    Client(copies.a).produce("m1")
+    copies.settle()
+    copies.cut()
+    copies.a = Broker("a", SETTINGS)
+    copies.start(term=2, connected="")
+    wire = copies.wires["b"]
+    wire.connect()
+    wire.b.host.settle()
+    wire.deliver_hello()
+    copies.b.host.settle()
+    while wire.to_master():
+        pass
+    assert copies.state("b") is S.RESTORING and copies.a.log.end == copies.b.log.end
+    link = wire.at_master
+    copies.c.node.identity.learn(Epoch(2, 7))  # the master's disk was put back
+    copies.wires["c"].connect()
+    copies.wires["c"].deliver_hello()
+    assert copies.a.master.epoch.boot == 8 and not link.is_open
+    copies.settle()
+    copies.connect("bc")
+    assert copies.a.node.writable and copies.a.log.chain == copies.b.log.chain == copies.c.log.chain
+
+
+def test_a_link_that_is_no_slaves_of_this_mastership_is_nothing_to_it():
+    group = Group.made().start()
+    for link in (FakeLink("a client"), group.at_slave):
+        group.a.node.link_lost(link)
+        assert state(group) is S.IN_SYNC
