@@ -6,7 +6,7 @@ import pytest
 
 from qmq.errors import BrokenInvariant, CorruptFrame
 from qmq.log.memory_disk import MemoryDisk
-from qmq.replication.identity import NAME, IdentityFile
+from qmq.replication.identity import NAME, Identity, IdentityFile
 from qmq.types import Epoch
 
 
@@ -68,3 +68,37 @@ def test_boot_is_raised_at_each_start_and_above_what_others_saw():
     assert used == [Epoch(5, 1), Epoch(5, 2), Epoch(5, 8), Epoch(5, 9), Epoch(5, 10), Epoch(6, 1)]
     with pytest.raises(BrokenInvariant):
         opened(disk).next_boot(5)
+
+
+def test_what_is_known_already_is_not_written_again():
+    disk = MemoryDisk()
+    identity = opened(disk)
+
+    def said() -> tuple[int, Identity]:
+        identity.learn(Epoch(3, 2))
+        identity.promise(4)
+        identity.promise(3)
+        identity.completed(True)
+        identity.assigned("g1", {"term": 3}, "a:1")
+        return disk.calls, identity.value
+
+    assert said() == said() and identity.value.promised == 4
+
+
+def test_each_filling_has_a_name_of_its_own():
+    identity = opened(MemoryDisk())
+    names = [identity.value.fill_id]
+    for complete in (True, False, True):
+        identity.completed(complete)
+        names.append(identity.value.fill_id)
+    assert names == ["first/0", "first/1", "first/1", "first/2"]
+
+
+@pytest.mark.parametrize("other", [("g2", {"term": 3}, "a:1"), ("g1", {"term": 4}, "a:1"), ("g1", {"term": 3}, "b:1")])
+def test_each_part_of_an_assignment_is_remembered(other):
+    disk = MemoryDisk()
+    identity = opened(disk)
+    identity.assigned("g1", {"term": 3}, "a:1")
+    identity.assigned(*other)
+    found = opened(disk).value
+    assert (found.group, found.assignment, found.owner) == other

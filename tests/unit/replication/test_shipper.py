@@ -148,3 +148,33 @@ def test_copy_that_cannot_be_read_closes_the_link():
     assert not link.is_open or shipper.position < copy.log.end
     with pytest.raises(CorruptFrame):
         copy.log.read(shipper.position, copy.log.end, 1 << 20)
+
+
+def test_reading_goes_on_with_the_byte_that_the_rate_allows():
+    copy = a_copy(tail_bytes=0)
+    shipper, _, host = shipped_from(copy, bytes_per_s=1_000)  # a byte a millisecond, 100 at first
+    for _ in range(2):
+        begin = shipper.position
+        shipper.ship()
+        assert host.do_read() and not host.reads
+        shipper.allow(shipper.position - begin - 100)
+        shipper.ship()
+        assert not host.reads
+        shipper.allow(1)
+        shipper.ship()
+        assert host.do_read() and not host.reads
+        shipper.allow(3_600_000)  # an idle hour saves up 100
+
+
+def test_the_window_is_filled_and_then_left_by_one_packet(monkeypatch):
+    monkeypatch.setattr(shipping, "PACKET_BYTES", 1)
+    copy = a_copy()
+    every, _, _ = shipped_from(copy)
+    every.ship()
+    _, first, second, third, *_ = [end for end, _ in every._sent]
+    for confirmed, window, sent in ((0, second - 1, second), (0, second, third), (first, second - first, third)):
+        monkeypatch.setattr(shipping, "WINDOW_BYTES", window)
+        shipper, _, _ = shipped_from(copy)
+        shipper.confirmed_end = confirmed
+        shipper.ship()
+        assert shipper.position == sent

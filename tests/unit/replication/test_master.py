@@ -1,0 +1,134 @@
+"""Core. One mastership: with which epoch it begins, when its own disk is late, when its slave has all, how it ends."""
+
+from __future__ import annotations
+
+import pytest
+
+from qmq.errors import ErrorCode
+from qmq.remoting.commands import Command
+from qmq.replication.points import SAVE_MS
+from qmq.replication.readonly import Reason
+from qmq.types import Epoch, Role
+from tests.unit.broker.world import SETTINGS, Broker, Client, Group
+from tests.unit.replication.test_many_copies import Copies
+
+
+def test_the_first_mastership_of_a_term_has_the_first_boot_whatever_the_log_knows_of_other_terms():
+    group = Group.made().start()
+    for _ in range(3):
+        group.a.crash()
+        group.a.alone()
+    assert group.a.master.epoch == Epoch(1, 4)
+    group.a.assign(Role.MASTER, 2)
+    assert group.a.master.epoch == Epoch(2, 1)
+
+
+@pytest.mark.parametrize("is_flushed", [True, False])
+def test_a_master_knows_the_chain_at_the_end_of_its_disk_if_nothing_is_being_written(is_flushed):
+    group = Group.made().start()
+    Client(group.a).produce("m")
+    group.a.host.settle()
+    group.to_slave()
+    if is_flushed:
+        group.b.host.settle()
+    group.b.assign(Role.MASTER, 2)
+    gate, log = group.b.master.gate, group.b.log
+    assert (gate.flushed_end == log.end) is is_flushed
+    assert gate.flushed_chain == (log.chain if is_flushed else None)
+
+
+def test_an_own_disk_is_late_once_it_has_had_something_for_longer_than_a_slave_may():
+    group = Group.made().start()
+    fresh = Broker("fresh")
+    fresh.assign(Role.MASTER)
+    fresh.wait(2 * SETTINGS.slave_lag_ms_max)
+    assert Reason.DISK_LATE not in fresh.master.readonly
+    client = Client(group.a)
+    for number in range(2):
+        client.produce(f"m{number}")
+        group.a.host.turn()
+        group.a.wait(100)
+        group.a.wait(SETTINGS.slave_lag_ms_max)
+        assert Reason.DISK_LATE not in group.a.master.readonly
+        group.a.wait(1)
+        assert Reason.DISK_LATE in group.a.master.readonly
+        group.settle()
+        group.a.wait(100)
+        assert Reason.DISK_LATE not in group.a.master.readonly
+
+
+def test_what_a_disk_has_by_now_is_not_what_it_is_late_with():
+    group = Group.made().start()
+    client = Client(group.a)
+    for number in range(3):
+        client.produce(f"m{number}")
+        group.a.host.turn()
+        group.a.wait(100)
+        group.a.wait(SETTINGS.slave_lag_ms_max - 100)
+        assert Reason.DISK_LATE not in group.a.master.readonly
+        group.settle()
+
+
+def test_a_master_that_waits_for_its_other_slave_has_nothing_to_give_away():
+    copies = Copies().start()
+    Client(copies.a).produce("m")
+    copies.settle()
+    copies.a.wait(SAVE_MS)
+    copies.settle()
+    copies.cut()
+    copies.a.node.identity.points.save()
+    copies.a.crash()
+    copies.start(connected="b")
+    gate, end = copies.a.master.gate, copies.a.log.end
+    assert not gate.too_few_in_sync and copies.a.master.slaves.confirmed_end == gate.high_watermark == end
+    assert not copies.a.master.has_begun and not copies.a.master.is_drained_to("")
+
+
+def test_a_slave_has_all_only_if_enough_slaves_are_there():
+    copies = Copies(min_copies=3).start()
+    master, target = copies.a.master, copies.b.node.identity.value.incarnation
+    assert master.is_drained_to(target) and not master.is_drained_to("another")
+    copies.cut("c")
+    assert master.gate.high_watermark == copies.a.log.end and not master.is_drained_to(target)
+
+
+def test_any_slave_that_has_all_will_do_if_none_is_named():
+    copies = Copies().start()
+    Client(copies.a).produce("m")
+    copies.wires["b"].settle()  # what is sent to c stays on its way
+    b, c = (broker.node.identity.value.incarnation for broker in (copies.b, copies.c))
+    assert [copies.a.master.is_drained_to(target) for target in ("", b, c)] == [True, True, False]
+    assert copies.a.master.in_step == (b, c)
+
+
+def test_a_pull_that_waits_for_the_slave_when_the_mastership_ends_goes_to_the_next_master():
+    group = Group.made().start()
+    client = group.subscribed()
+    client.produce("m")
+    waiting = client.pull(timeout_ms=60_000)
+    group.a.host.settle()
+    assert group.a.master.gate.waiting == 2
+    group.a.assign(Role.SLAVE, 2)
+    assert client.code(waiting) == ErrorCode.NOT_MASTER
+
+
+def test_a_consumer_joins_though_nothing_was_acknowledged_yet_and_the_slave_is_gone_again():
+    group = Group.made()
+    group.a.assign(Role.MASTER)
+    group.b.assign(Role.SLAVE)
+    group.connect()
+    group.deliver_hello()
+    assert group.a.master.has_begun
+    group.cut()
+    client = Client(group.a)
+    asked = client.subscribe()
+    group.a.host.settle()
+    assert group.a.master.gate.high_watermark == 0 and client.subscription(asked)
+
+
+def test_a_command_of_a_later_version_is_answered_with_its_number():
+    group = Group.made().start()
+    client = Client(group.a)
+    asked = client.send(30_000, b"")
+    assert client.code(asked) == ErrorCode.UNKNOWN_COMMAND and "30000" in client.text(asked)
+    assert 30_000 not in set(Command)
