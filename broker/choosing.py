@@ -67,6 +67,15 @@ class Chosen:
         return sum(part.ref.length * (part.end - part.begin) // (part.ref.end - part.ref.begin) for part in self.parts)
 
     @property
+    def pull_ends(self) -> list[int]:
+        """Where the pull sequences end that are answered, gone and dead, of those that there are."""
+        ends = [kind[-1][1] for kind in (self.gone, self.dead) if kind]
+        if self.parts:
+            last = self.parts[-1]
+            ends.append(last.pull_sequence + last.end - last.begin)
+        return ends
+
+    @property
     def is_empty(self) -> bool:
         return not (self.parts or self.entries or self.gone or self.dead)
 
@@ -161,9 +170,9 @@ class Choice:
         while at < end and not self.is_over:
             part, at_next = self._next(at, end, pull_sequence, attempts, suspected)
             if part is not None:
-                last = entries[-1] if entries else (PASSED, 0, 0)
-                if at > begin and last[0] != PASSED:
-                    entries[-1] = last[0], last[1], last[2] + at_next - at
+                if at > begin and entries[-1][0] != PASSED:
+                    number, first, count = entries[-1]
+                    entries[-1] = number, first, count + at_next - at
                 else:
                     entries.append((pull_sequence, at, at_next - at))
                 pull_sequence += at_next - at
@@ -179,9 +188,8 @@ class Choice:
         None: what lies before that is gone, because retention took it; or nothing more fits.
         """
         ref = self.cut.frame_at(self._log, self._subscription.subject, begin)
-        first = min(ref.begin, end) if ref else end
-        if ref is None or first > begin:
-            return None, first
+        if ref is None or ref.begin > begin:
+            return None, min(ref.begin, end) if ref else end
         last = begin + self.cut.allows(ref, min(end, ref.end) - begin)
         if last == begin:
             return None, begin
@@ -223,7 +231,7 @@ class Budget:
         while refs and refs[-1].end <= sequence:
             refs.pop()
         if not refs or refs[-1].begin > sequence:  # perhaps there are others before it
-            self._refs = refs = log.frames(subject, sequence, min(self.messages, most, self._ahead) or 1)[::-1]
+            self._refs = refs = log.frames(subject, sequence, min(self.messages, most, self._ahead))[::-1]
             self._ahead = min(2 * self._ahead, FRAMES_AT_ONCE)
         return refs[-1] if refs else None
 

@@ -222,8 +222,6 @@ class Consumption:
             self._end(subscription, InvalidAck(f"an operator moved {group}; begin anew"))
         for key in [key for key in self._seen if key[:2] == (subject, group)]:
             self.left(*key)
-            self._begun.pop(key, None)
-            self._silent.discard(key)
 
     def _end(self, subscription: Subscription, why: InvalidAck) -> None:
         """What it was handed is others' from now on; who still holds it must not hear that an ack of it counts."""
@@ -268,7 +266,15 @@ class Consumption:
         return [key for key in gone if self.consumer(*key) is not None]
 
     def left(self, subject: str, group: str, consumer: str) -> None:
-        self._seen.pop((subject, group, consumer), None)
+        """Its lease is over. What it said counts until its departure is written down, if the log knows it."""
+        key = (subject, group, consumer)
+        self._seen.pop(key, None)
+        if self.consumer(*key) is None:
+            self._forget_said(key)
+
+    def _forget_said(self, key: tuple[str, str, str]) -> None:
+        self._begun.pop(key, None)
+        self._silent.discard(key)
 
     def says(self, subscription: Subscription) -> None:
         """From now on its client decides what counts if the consumer vanishes."""
@@ -276,26 +282,21 @@ class Consumption:
 
     def begin(self, subscription: Subscription, begun: list[Range]) -> None:
         """Its consumer begins with these pull sequences, and may be gone the next moment."""
-        if subscription.key not in self._silent:
-            self._begun[subscription.key] = ranges.union([*self._begun.get(subscription.key, ()), *begun])
+        self._begun[subscription.key] = ranges.union([*self._begun.get(subscription.key, ()), *begun])
 
     def departure(self, key: tuple[str, str, str], *, told: bool) -> list[Entry]:
         """Return how the departure of a consumer is written down, and forget what it began with.
 
         A new master knows neither who says it nor what was said: it counts nothing, and goes on suspecting.
         """
-        begun, is_silent = self._begun.pop(key, []), key in self._silent
-        self._silent.discard(key)
+        begun, is_silent = self._begun.get(key, []), key in self._silent
+        self._forget_said(key)
         if told or is_silent:
             return [(Departure.TOLD if told else Departure.VANISHED, 0, 0)]
-        consumer = self.consumer(*key) or Consumer()
-        unacked = [(one.pull, one.pull_end) for one in consumer.unacked]
+        subject, group, name = key
+        unacked = [(one.pull, one.pull_end) for one in self._log.state.groups[subject, group].consumers[name].unacked]
         counted = ranges.difference(unacked, ranges.difference(unacked, begun))
         return [(Departure.SUSPECTED, 0, 0), *((begin, end, 0) for begin, end in counted)]
-
-    def groups_present(self) -> set[tuple[str, str]]:
-        """Return (subject, consumer group) of those with a consumer whose lease goes on."""
-        return {key[:2] for key in self._seen}
 
     def consumer(self, subject: str, group: str, consumer: str) -> Consumer | None:
         known = self._log.state.groups.get((subject, group))
@@ -306,22 +307,19 @@ class Consumption:
         return list(self._by_group.get((subject, group), {}))
 
     def has_its_turn(self, subscription: Subscription, is_offline: Callable[[Subscription], bool]) -> bool:
-        """Return whether a subscription may get messages of its group now.
+        """Return whether an exclusive subscription may get messages of its group now.
 
-        Of exclusive ones, it is the one that began first, by its own clock: so all broker groups choose the same one.
-        And nobody else of the group has anything un-acked: the former one may still be at work.
+        It is the one that began first, by its own clock: so all broker groups choose the same one. And nobody else of
+        the group has anything un-acked: the former one may still be at work.
         """
-        if not subscription.exclusive_ms:
-            return True
         subject, group = subscription.key[:2]
-        others = self._by_group.get((subject, group), {})
+        others = self._by_group[subject, group]
         began = subscription.exclusive_ms, subscription.consumer
         if any(
             0 < one.exclusive_ms and (one.exclusive_ms, one.consumer) < began and not is_offline(one) for one in others
         ):
             return False
-        known = self._log.state.groups.get((subject, group))
-        consumers = known.consumers.items() if known is not None else ()
+        consumers = self._log.state.groups[subject, group].consumers.items()
         return not any(one.unacked for name, one in consumers if name not in (subscription.consumer, PRUNER))
 
     @property

@@ -39,7 +39,7 @@ from qmq.remoting.commands import RANGES_MAX, Pull, Verdict
 from qmq.remoting.packet import Packet
 from qmq.replication.ack_gate import Answer
 from qmq.replication.clocks import Clocks
-from qmq.replication.mastership import Mastership, answering
+from qmq.replication.mastership import Mastership
 from qmq.replication.ports import Link
 from qmq.subjects import is_dead_letter_subject
 
@@ -81,7 +81,7 @@ class Delivery:
         f = read_terms(packet)
         subject, group, consumer = f["subject"], f["group"], f["consumer"]
         is_new = (subject, group) not in mastership.log.state.groups
-        position = self._first_position(subject, f["start"], f["since_ms"]) if is_new else 0
+        position = self._first_position(subject, f["start"], f["since_ms"]) if is_new else None
         subscription = self.consumption.subscribe(
             link,
             subject=subject,
@@ -96,7 +96,7 @@ class Delivery:
         )
         self._filtering.joined(subscription)
         known = self.consumption.consumer(*subscription.key)
-        if is_new:
+        if position is not None:
             # The position of a new group is written down at once, or a restart would move it (W8).
             entry = position, int(f["broadcast"]), 0
             mastership.append_progress(FrameKind.POSITION, (subject, group, ""), [entry])
@@ -276,6 +276,7 @@ class Delivery:
             if not entries:  # nobody looks at the group again
                 self.backlogs.forget(key[:2])
                 self.causes.found.pop(key[:2], None)
+                self.consumption.skipped.pop(key[:2], None)
         if kind != FrameKind.PULL and key[0] in self._mastership.log.state.ordered:
             self.wake(key[0])
 
@@ -322,7 +323,7 @@ class Delivery:
         self.consumption.left(*subscription.key)
         if subscription.consumer in mastership.log.state.groups[subscription.subject, subscription.group].consumers:
             self._consumer_leaves(subscription.key, told=True)
-            mastership.gate.progress(mastership.log.end, 0, answering(link, packet, b""))
+            mastership.answer_when_safe(link, packet, b"")
         else:
             link.answer(packet)
 
@@ -340,9 +341,9 @@ class Delivery:
         """The connection takes answers again."""
         self._line_up(self.consumption.waiting_at(link))
 
-    def _line_up(self, subscriptions: list[Subscription]) -> None:
-        for subscription in subscriptions:
-            self._passes.add(subscription)
+    def _line_up(self, entries: Iterable[Subscription | tuple[str, str]]) -> None:
+        for entry in entries:
+            self._passes.add(entry)
         self._mastership.host.pass_soon()
 
     def run_pass(self) -> None:
@@ -352,14 +353,11 @@ class Delivery:
         passes.begin()
         if has_more_letters:
             self._dead_letters.go_on()
-        if tired:
-            self._woken |= tired
-            tired.clear()
-        if self._woken:
-            woken, self._woken = self._woken, {}
-            for subject in woken:
-                for key in self.consumption.groups_waiting_on(subject):
-                    passes.add(key)
+        woken, self._woken = self._woken | tired, {}
+        tired.clear()
+        for subject in woken:
+            for key in self.consumption.groups_waiting_on(subject):
+                passes.add(key)
         while (entry := passes.next()) is not None:
             if self._take_turn(entry):
                 passes.add(entry)
@@ -378,8 +376,8 @@ class Delivery:
 
     def _may_have_more(self, subject: str, name: str) -> bool:
         state = self._mastership.log.state
-        group = state.groups.get((subject, name))
-        return group is not None and (bool(group.requeued) or group.position < state.next_sequence.get(subject, 0))
+        group = state.groups[subject, name]
+        return bool(group.requeued) or group.position < state.next_sequence[subject]
 
     def switch_off(self, rules: Iterable[tuple[str, str, str]]) -> None:
         """From now on hand nothing to these consumers; who is not among them any more is served at once."""
@@ -420,29 +418,23 @@ class Delivery:
                 self._consumer_leaves(key, told=False)
             self._dead_letters.go_on()
             self.pruning.tick(now_ms)
-            self._line_up(self.consumption.exclusive_waiting)
-            for slowed in self._rates.take_dry():
-                self._passes.add(slowed)
-                self._mastership.host.pass_soon()
+            self._line_up([*self.consumption.exclusive_waiting, *self._rates.take_dry()])
+            if now_ms - self._forgot_ms >= FORGET_EVERY_MS:
+                self._forgot_ms = now_ms
+                self._forget_broadcasts()
         looked_at = self.causes.look(self._mastership.log.state.groups)
         try:
             self.backlogs.look(looked_at)
         except CorruptFrame as problem:
             self._mastership.found_damage(problem)
-        if self._mastership.may_progress:
-            if now_ms - self._forgot_ms >= FORGET_EVERY_MS:
-                self._forgot_ms = now_ms
-                self._forget_broadcasts()
 
     def _forget_broadcasts(self) -> None:
         """A broadcast consumer that stays away would pin the log, and its like would fill the memory (W20)."""
         mastership = self._mastership
         oldest_ms = mastership.host.now_ms() - int(self._settings.broadcast_forget_hours * 3_600_000)
-        present = self.consumption.groups_present()
         for (subject, name), group in list(mastership.log.state.groups.items()):
             if group.is_broadcast and group.left_ms < oldest_ms and not _is_held(group):
-                if (subject, name) not in present:
-                    mastership.append_progress(FrameKind.POSITION, (subject, name, ""), [])
+                mastership.append_progress(FrameKind.POSITION, (subject, name, ""), [])
 
     def step_down(self, error: QmqError) -> None:
         """The mastership is over: whoever waits asks the next master."""
@@ -474,7 +466,7 @@ class Delivery:
 
     def _serve(self, subscription: Subscription) -> bool:
         """Answer the oldest pull that waits, if there is something for it; return whether there was."""
-        if not self._mastership.may_progress or subscription.key in self._offline:
+        if not subscription.waiting or not self._mastership.may_progress or subscription.key in self._offline:
             return False
         if subscription.exclusive_ms and not self.consumption.has_its_turn(subscription, self._is_offline):
             return False
@@ -552,9 +544,7 @@ class Delivery:
             mastership.append_progress(FrameKind.ACK, subscription.key, _entries(chosen.gone))
         if chosen.skipped:
             self.consumption.note_skipped(subscription.subject, subscription.group, chosen.skipped)
-        ends = [part.pull_sequence + part.end - part.begin for part in chosen.parts[-1:]]
-        ends += [end for _, end in (*chosen.gone[-1:], *chosen.dead[-1:])]
-        subscription.resend = max((subscription.resend, *ends))
+        subscription.resend = max([subscription.resend, *chosen.pull_ends])
         if chosen.dead:
             self._bury(subscription, chosen.dead)
 
@@ -575,7 +565,8 @@ class Delivery:
 
 
 def _is_held(group: Group) -> bool:
-    """Return whether the group has a consumer; what expires may be with one that is none."""
+    """Return whether the group, a broadcast, has a consumer: each is written down when it subscribes, and when it is
+    gone. What expires may be with one that is none."""
     return any(name != PRUNER or consumer.unacked for name, consumer in group.consumers.items())
 
 

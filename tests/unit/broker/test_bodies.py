@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from types import SimpleNamespace
 
 import pytest
 
+from qmq.broker import bodies
+from qmq.broker.bodies import Bodies
+from qmq.errors import CorruptFrame, LogError
+from qmq.log.index import FrameRef
 from qmq.log.segments import log_name
 from tests.unit.broker.test_produce import a_group
 
@@ -61,6 +66,66 @@ def test_all_that_wait_for_a_damaged_frame_ask_again(group):
     group.settle()
     assert not any(client.answered(opaque) for client, opaque in pulls)
     assert not one.link.is_open and not other.link.is_open and healthy.link.is_open
+    assert group.a.log.damage is not None and not group.a.node.writable
+
+
+class Reads:
+    """A log of frames of these sizes, by offset, none of them in its tail, and the host that reads them."""
+
+    def __init__(self, *sizes: int) -> None:
+        self.sizes, self.under_way, self.done = sizes, [], []
+        self.bodies = Bodies(self, self)
+
+    def tail_body(self, offset):
+        return None
+
+    def read_bodies(self, refs):
+        return [(SimpleNamespace(offset=ref.offset), bytes(self.sizes[ref.offset])) for ref in refs]
+
+    def read(self, job, done):
+        self.under_way.append((job, done))
+
+    def ask(self, *offsets: int) -> None:
+        self.bodies.read([FrameRef(offset, offset + 1, offset, 1) for offset in offsets], self.done.append)
+
+    def finish(self, error: LogError | None = None) -> None:
+        job, done = self.under_way.pop(0)
+        done(job() if error is None else error)
+
+    @property
+    def at_hand(self) -> list[int]:
+        return [offset for offset in range(len(self.sizes)) if offset in self.bodies._kept]
+
+
+def test_frames_that_were_used_last_stay_in_memory_up_to_so_many_bytes(monkeypatch):
+    monkeypatch.setattr(bodies, "KEPT_BYTES", 100)
+    reads = Reads(40, 60, 1, 100, 101)
+    reads.ask(0, 1)
+    reads.finish()
+    assert reads.at_hand == [0, 1]
+    for _ in range(2):
+        found = reads.bodies.at_hand(0)
+        assert found is not None and len(found[1]) == 40
+    for offset, left in ((2, [0, 2]), (3, [3]), (4, [])):
+        reads.ask(offset)
+        reads.finish()
+        assert reads.at_hand == left
+
+
+def test_who_waits_for_frames_that_cannot_be_read_is_told_so_once():
+    reads, error = Reads(1, 1, 1), CorruptFrame(0, "flipped")
+    reads.ask(0)
+    reads.ask(1)
+    reads.ask(0, 1, 2)
+    assert len(reads.under_way) == 3, "each frame is read once"
+    reads.finish(error)
+    assert reads.done == [error, error]
+    reads.finish()
+    reads.finish()
+    assert len(reads.done) == 3 and [frame.offset for frame, _ in reads.done[2]] == [1]
+    reads.ask(0)
+    reads.finish()
+    assert len(reads.done) == 4, "it can be asked for again"
 
 
 @pytest.mark.parametrize(

@@ -24,15 +24,17 @@ def test_bytes_are_counted_by_the_mean_of_the_frames_messages(begin):
 def test_the_first_message_fits_however_large_it_is():
     budget = Budget(100, 10, LIMIT)
     assert budget.allows(frame(messages=2), 2) == 1
-    assert budget.allows(frame(begin=2), 10) == 0 and budget.is_stopped
+    assert budget.allows(frame(begin=2, messages=1), 1) == 0 and budget.is_stopped
+    assert Budget(100, 0, LIMIT).allows(frame(), 10) == 1
 
 
 @pytest.mark.parametrize(
     ("messages", "size", "is_cut"),
     [
         (10, 100_000, True),
-        (60, 100_000, False),
-        (10, 600_000, False),
+        (49, 499_999, True),
+        (50, 100_000, False),
+        (10, 500_000, False),
     ],
 )
 def test_a_frame_is_cut_only_for_a_pull_that_has_less_than_half_of_what_it_asked_for(messages, size, is_cut):
@@ -48,3 +50,9 @@ def test_nothing_is_given_of_a_frame_beyond_the_limit_and_nothing_behind_it():
     budget = Budget(100, 1 << 20, 4096 + 999)
     assert budget.allows(frame(), 10) == 0 and budget.is_stopped
     assert Budget(100, 1 << 20, 4096 + 1000).allows(frame(), 10) == 10
+
+
+def test_a_pull_that_has_as_many_as_it_asked_for_looks_no_further():
+    budget = Budget(10, 1 << 20, LIMIT)
+    assert budget.allows(frame(messages=4), 4) == 4 and not budget.is_stopped
+    assert budget.allows(frame(begin=4, messages=6), 6) == 6 and budget.is_stopped

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from qmq.broker import choosing, delivery
 from qmq.errors import ErrorCode
 from qmq.remoting import commands
 from qmq.remoting.commands import Command
+from qmq.replication.readonly import Reason
 from tests.unit.broker.world import Client, Group
 
 
@@ -307,3 +310,71 @@ def test_who_waits_longest_on_a_subject_is_served_first():
                 pulls.remove((name, client, pull))
                 pulls.append((name, client, client.pull(most=1, timeout_ms=60_000)))
     assert turns == ["1", "2", "1", "2"]
+
+
+@pytest.mark.parametrize("way", ["dead", "later"])
+def test_consumer_at_its_limit_of_unacked_messages_goes_on_when_it_gives_one_back(way, monkeypatch):
+    for module in (choosing, delivery):
+        monkeypatch.setattr(module, "UNACKED_MESSAGES_MAX", 2)
+    group, client = a_group()
+    client.produce("m0", "m1", "m2")
+    client.subscribe()
+    group.settle()
+    pulled_by(group, client, most=2)
+    first = client.pulled(client.opaque)[0][0]
+    waiting = client.pull(timeout_ms=60_000)
+    client.nack(first, first + 1, dead=way == "dead", delay_ms=0 if way == "dead" else 60_000)
+    group.settle()
+    assert ids(client, waiting) == ["m2"]
+
+
+def test_subscription_is_answered_with_what_its_consumer_has():
+    group, client = a_group()
+    client.produce(*[f"m{i}" for i in range(4)])
+    first = client.subscribe()
+    group.settle()
+    terms = {"lease_ms": 30_000, "begins": True, "expires": True}
+    assert json.loads(client.body(first)) == {"subscription": 1, "acked_end": 0, "unacked": [], **terms}
+    pulled_by(group, client)
+    begin = client.pulled(client.opaque)[0][0]
+    client.ack(begin, begin + 1)
+    again = client.subscribe(held_end=begin + 3, is_new=False)
+    group.settle()
+    expected = {"subscription": 2, "acked_end": begin + 1, "unacked": [[begin + 1, begin + 3]], **terms}
+    assert json.loads(client.body(again)) == expected
+
+
+@pytest.mark.parametrize("what", ["subscribe", "pull", "ack", "nack", "unsubscribe"])
+@pytest.mark.parametrize(("why", "code"), [("swap", ErrorCode.NOT_SERVED), ("fenced", ErrorCode.NOT_MASTER)])
+def test_nothing_of_consumers_is_done_by_a_master_that_may_not(what, why, code):
+    group, client = a_group()
+    client.produce("m0", "m1")
+    client.subscribe()
+    group.settle()
+    pulled_by(group, client, most=1)
+    begin = client.pulled(client.opaque)[0][0]
+    if why == "swap":
+        group.a.node.prepare_swap(1, hold_ms=1_000)
+    else:
+        group.a.master.readonly.change(Reason.FENCED, True)
+    end = group.a.log.end
+    send = {
+        "subscribe": lambda: client.subscribe("other", group="new"),
+        "pull": lambda: client.pull(timeout_ms=60_000),
+        "ack": lambda: client.ack(begin, begin + 1),
+        "nack": lambda: client.nack(begin, begin + 1),
+        "unsubscribe": lambda: client.send(Command.UNSUBSCRIBE, commands.encode_json(subscription=1)),
+    }
+    refused = send[what]()
+    assert client.code(refused) == code and group.a.log.end == end
+
+
+def test_pull_is_refused_after_its_consumer_unsubscribed():
+    group, client = a_group()
+    client.produce("m0")
+    client.subscribe()
+    group.settle()
+    for _ in range(2):
+        client.send(Command.UNSUBSCRIBE, commands.encode_json(subscription=1))
+    assert client.code(client.opaque - 1) == ErrorCode.SUCCESS, "the log knows nothing of it: there is nothing to write"
+    assert client.code(client.opaque) == client.code(client.pull()) == ErrorCode.UNKNOWN_SUBSCRIPTION

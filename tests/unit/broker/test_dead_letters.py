@@ -167,11 +167,12 @@ def test_message_that_is_only_ever_abandoned_becomes_a_dead_letter_after_its_las
     assert not unacked(group)
 
 
-def test_answers_that_never_left_do_not_make_dead_letters():
+@pytest.mark.parametrize("limit", [1, 3])
+def test_answers_that_never_left_do_not_make_dead_letters(limit):
     """A consumer that reconnects again and again, because a damaged copy cannot be read, was handed nothing."""
-    group, client, _ = a_group("m0", deliveries_max=3)
+    group, client, _ = a_group("m0", deliveries_max=limit)
     for _ in range(10):
-        opaque = client.subscribe(deliveries_max=3, is_new=False)
+        opaque = client.subscribe(deliveries_max=limit, is_new=False)
         group.settle()
         opaque = client.pull(client.subscription(opaque))
         group.settle()
@@ -437,3 +438,37 @@ def test_what_was_delivered_more_often_than_a_consumer_that_comes_back_allows_is
     consumer.join()
     assert consumer.sequences() == [1]
     assert group.a.log.state.next_sequence["%DEAD_RETRY%s%g"] == 1
+
+
+def test_what_lies_before_a_message_that_waits_to_become_a_dead_letter_is_delivered_again_to_the_last():
+    group, client, first = a_group("m0", "m1", "m2")
+    client.nack(first + 2, first + 3)
+    group.settle()
+    client.pull()
+    group.settle()
+    group.cut()  # nothing dies without the slave
+    again = Client(group.a, "again")
+    opaque = again.subscribe(deliveries_max=1, is_new=False)
+    group.a.host.settle()
+    again.subscription(opaque)
+    got = [again.pull(most=1) for _ in range(3)]
+    group.a.host.settle()
+    assert [again.pulled(opaque)[0][2] for opaque in got[:2]] == ["m0", "m1"]
+    assert again.code(got[2]) == ErrorCode.NO_MESSAGE and len(unacked(group)) == 2
+
+
+def test_a_pull_that_has_enough_lets_nothing_die_that_lies_behind():
+    group, client, first = a_group("m0", "m1", deliveries_max=2)
+    client.nack(first + 1, first + 2)
+    group.settle()
+    opaque = client.pull()
+    group.settle()
+    client.nack(client.pulled(opaque)[0][0], client.pulled(opaque)[0][0] + 1)
+    client.nack(first, first + 1)
+    group.settle()
+    opaque = client.pull(most=1)
+    group.settle()
+    assert client.pulled(opaque)[0][2] == "m0" and not dead_letters(group.a)
+    client.pull(most=1)
+    group.settle()
+    assert [one.id for one in dead_letters(group.a)] == ["m1"]

@@ -115,3 +115,15 @@ def test_others_of_the_broker_share_as_ever():
     other = joined(world, "c", 0, group="shared")
     Client(world.a).produce("m0")
     assert ids(other, asked(world, other)) == ["m0"]
+
+
+def test_one_that_is_gone_when_it_would_be_its_turn_holds_up_nobody():
+    world = Group.made().start()
+    first, second = two(world)
+    waiting = asked(world, second)
+    asked(world, first)
+    world.a.node.tick()  # both are lined up for the next pass
+    first.lost()
+    Client(world.a).produce("m0")
+    world.settle()
+    assert ids(second, waiting) == ["m0"]

@@ -45,6 +45,21 @@ def test_turn_ends_when_it_has_done_enough_and_the_next_one_goes_on_behind_it():
     assert served == ["a", "b", "c", "a"] and not passes.is_over
 
 
+def test_turn_is_over_when_it_has_done_just_enough_and_the_next_one_may_do_as_much():
+    passes = Passes()
+    for name in "aba":
+        passes.add(("s", name))
+    before = passes.looks_left, passes.copies_left
+    passes.spend(PASS_BYTES - 1)
+    assert passes.has_time and passes.next() == ("s", "a")
+    passes.spend(1)
+    passes.looks_left = passes.copies_left = 0
+    assert not passes.has_time and passes.next() is None and not passes.is_over
+    passes.begin()
+    assert (passes.looks_left, passes.copies_left) == before and passes.has_time
+    assert passes.next() == ("s", "b") and passes.is_over and passes.next() is None
+
+
 def test_message_for_a_group_of_200_consumers_is_looked_for_once(looks):
     group, client = a_group()
     for consumer in [*consumers(group, 200, name="many"), *consumers(group, 2, name="few")]:
@@ -142,3 +157,43 @@ def test_connection_that_reads_nothing_is_owed_so_much_and_no_more():
     assert OWED_BYTES_MAX <= link.owed_bytes < OWED_BYTES_MAX + (1 << 20) and not link.answers.keys() - {1}
     group.settle()
     assert link.owed_bytes == 0 and reads and len(link.answers) > 30
+
+
+def test_consumers_of_a_group_share_what_came_back_in_one_pass():
+    group, client = a_group()
+    client.produce("m0", "m1")
+    first, second = consumers(group, 2)
+    opaque = first.pull()
+    group.settle()
+    number = first.pulled(opaque)[0][0]
+    waiting = [one.pull(most=1, timeout_ms=60_000) for one in (first, second)]
+    first.nack(number, number + 2)
+    group.settle()
+    assert [one.pulled(opaque)[0][2] for one, opaque in zip((first, second), waiting, strict=True)] == ["m0", "m1"]
+
+
+def test_an_ack_looks_for_nothing_while_its_consumer_may_have_more(looks):
+    group, client = a_group()
+    client.produce("m0")
+    (one,) = consumers(group, 1)
+    opaque = one.pull()
+    group.settle()
+    number = one.pulled(opaque)[0][0]
+    one.pull(timeout_ms=60_000)
+    looks.clear()
+    one.ack(number, number + 1)
+    assert not looks
+
+
+def test_connection_that_takes_nothing_more_is_served_when_it_does():
+    group, client = a_group()
+    (one,) = consumers(group, 1)
+    waiting = one.pull(timeout_ms=60_000)
+    one.link.writable = False
+    client.produce("m0")
+    group.settle()
+    assert not one.answered(waiting) and not group.a.log.state.groups["s", "g"].consumers
+    one.link.writable = True
+    group.a.node.writable_again(one.link)
+    group.settle()
+    assert [id for *_, id in one.pulled(waiting)] == ["m0"]

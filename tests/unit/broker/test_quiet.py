@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from qmq.broker import causes
 from qmq.operator_limits import OF_SUBJECT, OperatorLimits
 from qmq.replication.ports import QUIET_MS
 from qmq.types import Role
@@ -135,3 +138,58 @@ def test_what_expires_is_looked_for_each_second():
     settled(group)
     pruned_ms = group.a.master._delivery.pruning._pruned_ms
     assert group.a.node.quiet_ms() == pruned_ms + 1_000 - group.a.host.clock_ms
+
+
+@pytest.mark.parametrize(("exclusive_ms", "quiet_ms"), [(0, QUIET_MS), (5, 0)])
+def test_master_is_ticked_often_while_an_exclusive_consumer_waits_for_its_turn(exclusive_ms, quiet_ms):
+    group, _ = a_group()
+    one = group.subscribed("e", group="e", start="latest", exclusive_ms=exclusive_ms)
+    one.pull(timeout_ms=60_000)
+    group.settle()
+    settled(group)
+    assert group.a.node.quiet_ms() == quiet_ms
+
+
+def test_master_is_ticked_often_while_a_message_is_read_to_become_a_dead_letter():
+    group, client = a_group(tail_bytes=0)
+    opaque = client.pull()
+    group.settle()
+    first = client.pulled(opaque)[0][0]
+    read, group.a.host.do_read = group.a.host.do_read, lambda: False
+    client.nack(first, first + 1, dead=True)
+    group.settle()
+    settled(group)
+    assert group.a.node.quiet_ms() == 0
+    group.a.host.do_read = read
+    group.settle()
+    settled(group)
+    assert group.a.node.quiet_ms() == QUIET_MS
+
+
+def test_master_is_ticked_often_while_it_is_not_written_down_what_was_passed_over():
+    group, client = a_group()
+    one = group.subscribed("e", group="e", tags=["pay"])
+    one.pull(timeout_ms=60_000)
+    group.settle()
+    assert group.a.master._delivery.quiet_ms() == 0 == group.a.log.state.groups["s", "e"].position
+    settled(group)
+    assert group.a.node.quiet_ms() == QUIET_MS and group.a.log.state.groups["s", "e"].position == 1
+
+
+@pytest.mark.parametrize(("most", "quiet_ms"), [(2, QUIET_MS), (1, 0)])
+def test_master_is_ticked_often_while_it_has_more_groups_than_are_looked_at_in_a_tick(most, quiet_ms, monkeypatch):
+    monkeypatch.setattr(causes, "LOOKED_AT_ONCE", most)
+    group, _ = a_group()
+    group.subscribed("e", group="e")
+    settled(group)
+    assert group.a.node.quiet_ms() == quiet_ms
+
+
+def test_nobody_asks_for_the_time_of_retries_before_the_mastership_begins():
+    """It goes on from the last one that the log knows, and the slave may still restore some of that."""
+    group = Group.made()
+    group.a.assign(Role.MASTER)
+    master = group.a.master
+    assert group.a.node.quiet_ms() == 0 and not master.causes.of(("s", "g"))
+    group.a.wait(100)
+    assert master._mastership.retry_begin_ms is None

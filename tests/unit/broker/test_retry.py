@@ -8,7 +8,7 @@ from qmq.broker import causes
 from qmq.errors import ErrorCode
 from qmq.log.frame import FrameKind, decode_frames
 from qmq.log.group import UnackedRange
-from qmq.log.progress import decode_progress
+from qmq.log.progress import Departure, decode_progress
 from qmq.log.requeued import Requeued, RequeuedRange
 from qmq.remoting import commands
 from qmq.remoting.commands import Command
@@ -309,6 +309,44 @@ def test_a_broadcast_consumer_that_only_listens_is_not_forgotten():
     assert ("s", "host1") in group.a.log.state.groups
 
 
+@pytest.mark.parametrize(("away_ms", "is_forgotten"), [(3_600_000, False), (3_600_001, True)])
+def test_a_broadcast_consumer_is_forgotten_when_it_was_away_for_longer(away_ms, is_forgotten):
+    group, client = a_group(broadcast_forget_hours=1.0)
+    opaque = client.subscribe("host1", group="host1", broadcast=True)
+    group.settle()
+    client.send(Command.UNSUBSCRIBE, commands.encode_json(subscription=client.subscription(opaque)))
+    group.settle()
+    group.a.stand_still(away_ms)
+    assert (("s", "host1") not in group.a.log.state.groups) is is_forgotten
+    group.a.stand_still(59_999)
+    assert (("s", "host1") not in group.a.log.state.groups) is is_forgotten, "it is looked at once a minute"
+    group.a.stand_still(1)
+    assert ("s", "host1") not in group.a.log.state.groups
+
+
+@pytest.mark.parametrize("who", ["broadcast", "other", "idle", "holds"])
+def test_who_subscribes_and_changes_nothing_leaves_nothing_in_the_log(who):
+    group, client = a_group("m0", "m1")
+    client.subscribe("host1", group="host1", broadcast=True)
+    held = pulled(group, client, subscription=1)
+    if who != "holds":
+        client.ack(held[0][0], held[-1][0] + 1, subscription=1)
+    group.settle()
+    end = group.a.log.end
+    again = Client(group.a, "again")
+    match who:
+        case "broadcast":
+            again.subscribe("host1", group="host1", broadcast=True)
+        case "other":
+            again.subscribe("c2")
+        case "idle":
+            again.subscribe("c1")
+        case "holds":
+            again.subscribe("c1", held_end=held[-1][0] + 1)
+    group.settle()
+    assert again.subscription(again.opaque) and group.a.log.end == end
+
+
 def listened_for(group: Group, client: Client, seconds: int) -> None:
     """Let time go by in which a consumer says that it lives, and nothing comes for it."""
     for _ in range(seconds // 20):
@@ -385,6 +423,28 @@ def test_frames_of_a_retry_say_what_happened():
     frame, body = next(found for found in decode_frames(data, 0, 0) if found[0].kind == FrameKind.NACK)
     assert decode_progress(body) == ("g", "c1", ((first, first + 1, group.a.host.now_ms() + 1_000),))
     assert frame.subject == "s"
+
+
+def test_frames_of_progress_say_what_happened():
+    group, client = a_group("m0", "m1")
+    first = pulled(group, client)[0][0]
+    client.ack(first, first + 1)
+    group.a.node.acting_master().move_group("s", "g", "latest", 0, dry_run=False, answer=lambda _: None)
+    client.subscribe("host1", group="host1", broadcast=True, start="latest")
+    client.send(Command.UNSUBSCRIBE, commands.encode_json(subscription=2))
+    group.settle()
+    data = group.a.log.read(0, group.a.log.end, 1 << 20).data
+    kinds = (FrameKind.POSITION, FrameKind.PULL, FrameKind.ACK)
+    frames = [(frame.kind, decode_progress(body)) for frame, body in decode_frames(data, 0, 0) if frame.kind in kinds]
+    assert frames == [
+        (FrameKind.POSITION, ("g", "", ((0, 0, 0),))),
+        (FrameKind.PULL, ("g", "c1", ((first, 0, 2),))),
+        (FrameKind.ACK, ("g", "c1", ((first, first + 1, 0),))),
+        (FrameKind.POSITION, ("g", "", ((2, 0, 0),))),
+        (FrameKind.POSITION, ("host1", "", ((2, 1, 0),))),
+        (FrameKind.PULL, ("host1", "host1", ())),
+        (FrameKind.POSITION, ("host1", "host1", ((Departure.TOLD, 0, 0),))),
+    ]
 
 
 def test_consumer_is_told_what_its_broker_takes_for_unacked():

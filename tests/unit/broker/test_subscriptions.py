@@ -1,0 +1,395 @@
+"""Core. Subscriptions, leases and pulls that wait, by their own clock, without a master around them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from qmq.broker.consume import LOOKING_MS, LOOKS_WITHIN_MS, PULLS_IN_FLIGHT_MAX, Consumption, Subscription, WaitingPull
+from qmq.dead_letters import PRUNER
+from qmq.errors import ErrorCode, InvalidAck, InvalidName, Overloaded, SubscriptionReplaced, UnknownSubscription
+from qmq.log.fold import State
+from qmq.log.group import Consumer, Group, UnackedRange
+from qmq.log.progress import Departure
+from qmq.log.requeued import RequeuedRange
+from qmq.remoting.commands import Command, Pull
+from qmq.remoting.packet import Packet
+from qmq.replication.ports import QUIET_MS
+from tests.unit.broker.world import FakeLink
+
+KEY = ("s", "g", "c")
+LEASE_MS = 10_000
+
+
+class Consumers:
+    """A `Consumption` over a fold that a test fills."""
+
+    def __init__(self, lease_ms: int = LEASE_MS) -> None:
+        self.state = State()
+        self.state.groups["s", "g"] = Group(0)
+        self.now = Consumption(SimpleNamespace(state=self.state), lease_ms=lease_ms, now_ms=0)
+        self.pulls = 0
+
+    def joined(self, name: str = "c", link: FakeLink | None = None, now_ms: int = 0, **terms) -> Subscription:
+        terms = {"held_end": 0, **terms}
+        return self.now.subscribe(link or FakeLink(name), subject="s", group="g", consumer=name, now_ms=now_ms, **terms)
+
+    def waits(self, subscription: Subscription, deadline_ms: int, now_ms: int = 0) -> WaitingPull:
+        self.pulls += 1
+        packet = Packet(Command.PULL, self.pulls, 0, Command.PULL, memoryview(b""))
+        pull = Pull(subscription.id, 1, 1, deadline_ms - now_ms)
+        waiting = WaitingPull(subscription.link, packet, pull, deadline_ms)
+        self.now.wait(subscription, waiting, now_ms)
+        return waiting
+
+    def has(self, name: str, *unacked: tuple[int, int]) -> None:
+        """These pull sequences are un-acked."""
+        ranges = [UnackedRange(begin, begin, end - begin, 1) for begin, end in unacked]
+        self.state.groups["s", "g"].consumers[name] = Consumer(max((end for _, end in unacked), default=0), ranges)
+
+    @property
+    def alive(self) -> set[str]:
+        """Those whose lease goes on."""
+        return {consumer for _, _, consumer in self.now._seen}
+
+    def left(self) -> dict[str, object]:
+        """What is remembered of anybody."""
+        kept = {name: value for name, value in vars(self.now).items() if isinstance(value, (dict, list, set))}
+        return {name: value for name, value in kept.items() if value}
+
+
+def is_looking(_: Subscription) -> bool:
+    return True
+
+
+def is_done(_: Subscription) -> bool:
+    return False
+
+
+# Subscriptions.
+
+
+@pytest.mark.parametrize("field", ["subject", "group", "consumer"])
+def test_names_that_are_none_are_refused(field):
+    names = {"subject": "s", "group": "g", "consumer": "c", field: "a/b"}
+    consumers = Consumers()
+    with pytest.raises(InvalidName):
+        consumers.now.subscribe(FakeLink("c"), **names, held_end=0, now_ms=0)
+    assert not consumers.left()
+
+
+def test_who_takes_the_place_of_its_own_subscription_has_one():
+    consumers, link = Consumers(), FakeLink("c")
+    old = consumers.joined(link=link)
+    new = consumers.joined(link=link)
+    assert consumers.now.find(link, new.id, 0) is new
+    with pytest.raises(UnknownSubscription):
+        consumers.now.find(link, old.id, 0)
+    assert list(consumers.now.connected) == consumers.now.connected_to("s", "g") == [new]
+
+
+def test_who_takes_the_place_of_another_connection_outlives_it():
+    consumers = Consumers()
+    old = consumers.joined()
+    replaced = consumers.waits(old, 400)
+    new = consumers.joined()
+    assert old.link.answers[replaced.packet.opaque][0] == ErrorCode.SUBSCRIPTION_REPLACED
+    assert not consumers.now.all_waiting() and not old.waiting
+    waiting = consumers.waits(new, 500)
+    with pytest.raises(SubscriptionReplaced):
+        consumers.now.find(old.link, old.id, 0)
+    consumers.now.link_lost(old.link)
+    with pytest.raises(UnknownSubscription):
+        consumers.now.find(old.link, old.id, 0)
+    assert consumers.now.find(new.link, new.id, 0) is new and list(consumers.now.connected) == [new]
+    assert consumers.now.waiting_in("s", "g") == [new] and list(new.waiting) == [waiting]
+
+
+def test_of_a_connection_that_is_lost_only_the_lease_is_left_and_it_ends():
+    consumers = Consumers()
+    lost = consumers.joined(exclusive_ms=1)
+    consumers.waits(lost, 500)
+    assert consumers.now.exclusive_waiting == consumers.now.waiting_at(lost.link) == [lost]
+    assert consumers.now.groups_waiting_on("s") == [("s", "g")]
+    consumers.now.link_lost(lost.link)
+    assert consumers.now.overdue(LOOKS_WITHIN_MS, is_done) == []
+    assert consumers.left() == {"_seen": {KEY: 0}}
+    assert consumers.now.expired(LEASE_MS + 1) == [] and not consumers.left()
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_of_a_client_that_got_nothing_nothing_is_left_when_its_lease_ends(begins):
+    """Each process of an application has a name of its own."""
+    consumers = Consumers()
+    one = consumers.joined(begins=begins)
+    consumers.now.says(one)
+    consumers.now.link_lost(one.link)
+    assert consumers.now.expired(LEASE_MS + 1) == [] and not consumers.left()
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_of_a_group_that_is_moved_nothing_is_left(begins):
+    consumers = Consumers()
+    one = consumers.joined(begins=begins)
+    consumers.now.says(one)
+    consumers.now.begin(one, [(0, 1)])
+    consumers.now.move("s", "g")
+    consumers.now.link_lost(one.link)
+    assert not consumers.left() and "an operator moved g" in str(one.over)
+
+
+def test_a_group_that_is_moved_takes_no_other_along():
+    consumers = Consumers()
+    for subject, name in (("s", "g"), ("s", "h"), ("t", "g")):
+        consumers.now.subscribe(FakeLink("c"), subject=subject, group=name, consumer="c", held_end=0, now_ms=0)
+    consumers.now.move("s", "g")
+    assert {one.key[:2] for one in consumers.now.connected} == {("s", "h"), ("t", "g")}
+    assert consumers.alive == {"c"}
+
+
+@pytest.mark.parametrize("held_end", [0, 2, 3])
+def test_who_holds_what_it_was_given_goes_on(held_end):
+    consumers = Consumers()
+    consumers.state.groups["s", "g"].consumers["c"] = Consumer(3, [UnackedRange(2, 2, 1, 1)], [3])
+    assert consumers.joined(held_end=held_end).resend == held_end
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["others", "nothing"])
+def test_who_holds_what_it_was_not_given_begins_anew(is_known):
+    consumers = Consumers()
+    if is_known:
+        consumers.state.groups["s", "g"].consumers["c"] = Consumer(3, [UnackedRange(2, 2, 1, 1)], [3])
+    with pytest.raises(InvalidAck):
+        consumers.joined(held_end=4)
+    assert not consumers.left()
+
+
+# Whose turn it is.
+
+
+def test_those_that_share_hold_up_no_exclusive_one_but_by_what_they_have():
+    consumers = Consumers()
+    consumers.joined("a")
+    one = consumers.joined("b", exclusive_ms=5)
+    assert consumers.now.has_its_turn(one, is_done)
+    consumers.has("a")
+    consumers.has("b", (0, 1))
+    consumers.has(PRUNER, (0, 1))
+    assert consumers.now.has_its_turn(one, is_done)
+    consumers.has("a", (0, 1))
+    assert not consumers.now.has_its_turn(one, is_done)
+
+
+@pytest.mark.parametrize("others", [(1, "b"), (2, "a")], ids=["by its clock", "by its name"])
+def test_the_exclusive_one_that_began_first_comes_first(others):
+    consumers = Consumers()
+    first = consumers.joined(others[1], exclusive_ms=others[0])
+    second = consumers.joined("c", exclusive_ms=2)
+    assert consumers.now.has_its_turn(first, is_done) and not consumers.now.has_its_turn(second, is_done)
+    assert consumers.now.has_its_turn(second, lambda one: one is first), "a switched-off one is passed over"
+
+
+# Leases.
+
+
+def test_a_lease_ends_when_nothing_was_heard_for_longer():
+    consumers = Consumers()
+    consumers.has("c", (0, 1))
+    consumers.joined()
+    assert consumers.now.expired(LEASE_MS) == [] and consumers.alive == {"c"}
+    assert consumers.now.expired(LEASE_MS + 1) == [KEY] and not consumers.alive
+    assert not list(consumers.now.connected), "it subscribes again"
+
+
+@pytest.mark.parametrize("how", ["request", "heartbeat", "subscribe"])
+def test_a_lease_begins_anew_with_whatever_is_heard(how):
+    consumers = Consumers()
+    one = consumers.joined()
+    if how == "request":
+        consumers.now.find(one.link, one.id, 6_000)
+    elif how == "heartbeat":
+        consumers.now.heartbeat(one.link, 6_000)
+    else:
+        consumers.joined(now_ms=6_000)
+    consumers.now.expired(16_000)
+    assert consumers.alive
+    consumers.now.expired(16_001)
+    assert not consumers.alive
+
+
+def test_a_mastership_begins_with_a_lease_of_all_that_the_log_knows_and_with_their_retries():
+    consumers = Consumers()
+    consumers.has("c", (0, 1))
+    consumers.state.groups["s", "g"].requeued.add(RequeuedRange(5, 1, 1, 2_048_500))
+    consumers.state.groups["t", "g"] = Group(0)
+    consumers.now.take_over(3_000)
+    assert 0 < consumers.now.due_in_ms(2_047_900) <= 600
+    assert consumers.now.expired(13_000) == [] and consumers.now.expired(13_001) == [KEY]
+
+
+@pytest.mark.parametrize(("ticks", "end_ms"), [((2_500,), 10_000), ((2_501,), 10_001), ((100, 12_600), 20_000)])
+def test_a_tick_that_is_late_by_more_than_a_quarter_of_a_lease_is_added_to_each(ticks, end_ms):
+    consumers = Consumers()
+    consumers.joined()
+    for now_ms in ticks:
+        consumers.now.ticked(now_ms)
+    consumers.now.expired(end_ms)
+    assert consumers.alive
+    consumers.now.expired(end_ms + 1)
+    assert not consumers.alive
+
+
+def test_no_lease_begins_later_than_now_however_late_a_tick_is():
+    consumers = Consumers()
+    consumers.joined(now_ms=59_000)
+    consumers.now.ticked(60_000)
+    consumers.now.expired(70_001)
+    assert not consumers.alive
+
+
+# How long nothing is due.
+
+
+@pytest.mark.parametrize(("lease_ms", "quiet_ms"), [(4_000, 0), (8_003, 0), (8_004, QUIET_MS), (60_000, QUIET_MS)])
+def test_a_clock_is_looked_at_seldom_only_if_no_lease_takes_that_for_a_stop(lease_ms, quiet_ms):
+    assert Consumers(lease_ms).now.quiet_ms(0) == quiet_ms
+
+
+def test_nothing_is_due_before_the_first_lease_ends():
+    consumers = Consumers()
+    consumers.joined("a")
+    consumers.joined("b", now_ms=5_000)
+    quiet = [consumers.now.quiet_ms(now_ms) for now_ms in (5_000, 9_000, 9_400, 10_000, 10_500)]
+    assert quiet == [QUIET_MS, QUIET_MS, 600, 0, 0]
+
+
+def test_nothing_is_due_before_the_first_pull_has_waited_long_enough():
+    consumers = Consumers()
+    one, other = consumers.joined("a"), consumers.joined("b")
+    consumers.waits(one, 900)
+    consumers.waits(other, 700)
+    assert [consumers.now.quiet_ms(now_ms) for now_ms in (0, 600, 700, 701)] == [700, 100, 0, 0]
+
+
+# Pulls that wait.
+
+
+def test_pulls_that_wait_and_those_under_way_are_so_many_and_no_more():
+    consumers = Consumers()
+    one = consumers.joined()
+    one.in_flight = PULLS_IN_FLIGHT_MAX - 2
+    consumers.waits(one, 500)
+    consumers.waits(one, 500)
+    with pytest.raises(Overloaded):
+        consumers.waits(one, 500)
+    assert len(one.waiting) == 2
+
+
+def test_pulls_are_over_at_their_deadlines_and_looked_at_once_then():
+    consumers = Consumers()
+    one = consumers.joined()
+    soon, same, late = (consumers.waits(one, ms) for ms in (200, 200, 300))
+    assert len(consumers.now._deadlines) == 1, "a thousand subscriptions cost a tick nothing"
+    assert consumers.now.overdue(199, is_done) == []
+    assert consumers.now.overdue(200, is_done) == [soon, same] and consumers.now.waiting_in("s", "g") == [one]
+    assert consumers.now.quiet_ms(200) == 100
+    assert consumers.now.overdue(300, is_done) == [late] and consumers.now.waiting_in("s", "g") == []
+    assert consumers.now.overdue(LOOKS_WITHIN_MS, is_done) == [] and consumers.now.quiet_ms(300) == QUIET_MS
+
+
+def test_looks_at_pulls_do_not_pile_up_when_one_that_came_later_ends_earlier():
+    consumers = Consumers()
+    one = consumers.joined()
+    pulls = [consumers.waits(one, ms) for ms in (300, 200, 500)]
+    assert [consumers.now.overdue(now_ms, is_done) for now_ms in (200, 300)] == [[pulls[1]], [pulls[0]]]
+    assert len(consumers.now._deadlines) == 1
+
+
+def test_a_pull_for_which_something_is_looked_for_waits_a_little_longer_and_no_longer_than_the_look():
+    consumers = Consumers()
+    one = consumers.joined()
+    pull = consumers.waits(one, 100)
+    for now_ms in (100, 101, 99 + LOOKING_MS):
+        assert consumers.now.overdue(now_ms, is_looking) == []
+    assert consumers.now.overdue(100 + LOOKING_MS, is_looking) == [pull]
+    pull = consumers.waits(one, 2_000, now_ms=1_900)
+    assert consumers.now.overdue(2_000, is_looking) == []
+    assert consumers.now.overdue(2_001, is_done) == [pull]
+
+
+def test_a_subscription_that_ended_is_looked_at_no_later_than_a_while_after_it_asked():
+    consumers = Consumers(lease_ms=1 << 40)
+    one = consumers.joined()
+    consumers.waits(one, 10_000_000, now_ms=50)
+    consumers.now.forget(one)
+    assert consumers.now.quiet_ms(LOOKS_WITHIN_MS - 450) == 500
+    assert consumers.now.overdue(LOOKS_WITHIN_MS + 50, is_done) == []
+    assert consumers.now.quiet_ms(LOOKS_WITHIN_MS + 50) == QUIET_MS
+
+
+def test_who_was_served_is_behind_the_others_of_its_group():
+    consumers = Consumers()
+    one, other = consumers.joined("a"), consumers.joined("b")
+    first, second, last = (consumers.waits(who, 500) for who in (one, one, other))
+    assert consumers.now.waiting_in("s", "g") == consumers.now.all_waiting() == [one, other]
+    assert consumers.now.take_waiting(one) is first and consumers.now.waiting_in("s", "g") == [other, one]
+    assert consumers.now.take_waiting(other) is last and consumers.now.waiting_in("s", "g") == [one]
+    consumers.now.give_up(one, second)
+    assert consumers.now.waiting_in("s", "g") == consumers.now.groups_waiting_on("s") == []
+
+
+# What comes again.
+
+
+def test_a_group_is_due_once_when_its_first_message_is():
+    consumers = Consumers()
+    for due_ms in (500, 500, 900, None, 0):
+        consumers.now.note_due("s", "g", due_ms)
+    assert len(consumers.now._due) == 1, "however much of it waits"
+    consumers.now.note_due("s", "g", 300)
+    consumers.now.note_due("gone", "g", 400)
+    assert consumers.now.due_in_ms(0) == 300 and consumers.now.due(299) == []
+    assert consumers.now.due(300) == ["s"] and consumers.now.due(400) == ["gone"]
+    assert consumers.now.due(900) == [] and consumers.now.due_in_ms(900) == QUIET_MS
+
+
+def test_what_is_due_after_that_is_noted_then():
+    consumers = Consumers()
+    requeued = consumers.state.groups["s", "g"].requeued
+    for first, due_ms in ((0, 2_048_100), (2, 2_048_300), (4, 9_000_000)):
+        requeued.add(RequeuedRange(first, 1, 1, due_ms))
+        consumers.now.note_due("s", "g", due_ms)
+    assert consumers.now.due_in_ms(2_048_000) == 100 and consumers.now.due_in_ms(2_048_200) == 0
+    assert consumers.now.due(2_048_100) == ["s"] and consumers.now.due_in_ms(2_048_100) == 200
+    assert consumers.now.due(2_048_300) == ["s"] and consumers.now.due_in_ms(2_048_300) == QUIET_MS
+
+
+# How a consumer leaves.
+
+
+@pytest.mark.parametrize(
+    ("begins", "told", "expected"),
+    [
+        (True, True, [(Departure.TOLD, 0, 0)]),
+        (False, True, [(Departure.TOLD, 0, 0)]),
+        (False, False, [(Departure.VANISHED, 0, 0)]),
+        (True, False, [(Departure.SUSPECTED, 0, 0), (3, 5, 0), (8, 9, 0)]),
+    ],
+)
+def test_what_counts_of_a_consumer_that_leaves_is_what_it_said_and_is_forgotten_then(begins, told, expected):
+    consumers = Consumers()
+    one = consumers.joined(begins=begins)
+    consumers.now.says(one)
+    consumers.has("c", (0, 5), (8, 12))
+    for begun in ([(3, 6)], [(8, 9), (20, 30)]):
+        consumers.now.begin(one, begun)
+    assert consumers.now.departure(KEY, told=told) == expected
+    assert consumers.now.departure(KEY, told=False) == [(Departure.SUSPECTED, 0, 0)]
+
+
+def test_messages_that_nobody_gets_any_more_are_counted_by_group():
+    consumers = Consumers()
+    for group, messages in (("g", 2), ("h", 5), ("g", 3)):
+        consumers.now.note_skipped("s", group, messages)
+    assert consumers.now.skipped == {("s", "g"): 5, ("s", "h"): 5}

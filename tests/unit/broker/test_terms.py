@@ -1,0 +1,63 @@
+"""Core. What a consumer may ask for when it subscribes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from qmq.broker.terms import read_terms
+from qmq.codec import TAGS_MAX
+from qmq.errors import InvalidRequest
+from qmq.remoting.commands import Command, encode_subscribe
+from qmq.remoting.packet import Packet
+from qmq.subjects import dead_letter_subject
+
+WORDS = [f"tag{number}" for number in range(TAGS_MAX)]
+
+
+def read(**changed):
+    fields = json.loads(encode_subscribe(subject="s", group="g", consumer="c"))
+    body = memoryview(json.dumps(fields | changed).encode())
+    return read_terms(Packet(Command.SUBSCRIBE, 1, 0, Command.SUBSCRIBE, body))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"start": "tomorrow"},
+        {"tag_mode": "some"},
+        {"tags": [*WORDS, "more"]},
+        *({"tags": ["pay", none]} for none in ("", 1, None, "\ud800", "a\udfff")),
+        *({name: -1} for name in ("deliveries_max", "held_end", "since_ms")),
+    ],
+    ids=str,
+)
+def test_what_nobody_can_be_given_is_refused(changed):
+    with pytest.raises(InvalidRequest):
+        read(**changed)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        *({"start": start} for start in ("latest", "earliest", "since")),
+        *({"tag_mode": mode} for mode in ("any", "all")),
+        *({"tags": tags} for tags in ([], WORDS, ["\ud7ff\ue000"])),
+        {"deliveries_max": 0, "held_end": 1, "since_ms": 2},
+        {"begins": True, "exclusive_ms": 5},
+    ],
+    ids=str,
+)
+def test_what_a_consumer_asks_for_is_read_as_it_was_said(changed):
+    assert changed.items() <= read(**changed).items()
+
+
+@pytest.mark.parametrize("said", [{}, {"begins": 1, "exclusive_ms": "5"}], ids=["nothing", "nonsense"])
+def test_an_older_client_neither_says_what_it_begins_with_nor_is_exclusive(said):
+    assert {"begins": False, "exclusive_ms": 0}.items() <= read(**said).items()
+
+
+def test_a_dead_letter_has_no_limit_of_deliveries():
+    assert read(deliveries_max=3)["deliveries_max"] == 3
+    assert read(deliveries_max=3, subject=dead_letter_subject("s", "g"))["deliveries_max"] == 0
