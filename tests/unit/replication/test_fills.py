@@ -167,6 +167,27 @@ def test_manual_stops_no_filling_that_is_under_way():
     assert copies.state("c") is FollowerState.IN_SYNC
 
 
+def test_who_waits_keeps_its_connection_while_nothing_new_is_said_of_it():
+    copies = with_new_c()
+    link = copies.wires["c"].at_master
+    heed(copies, "manual", ("another/0", True))
+    assert copies.state("c") is FollowerState.UNFILLED and link.is_open
+
+
+def test_who_only_catches_up_is_not_stopped():
+    copies = Copies().start()
+    copies.cut("c")
+    Client(copies.a).produce("m1")
+    copies.settle()
+    wire = copies.wires["c"]
+    wire.connect()
+    wire.deliver_hello()
+    link = wire.at_master
+    assert copies.state("c") is FollowerState.CATCHING_UP
+    copies.a.assign(Role.MASTER, 1, slaves=2, fills=((fill_id(copies.c), False),))
+    assert copies.state("c") is FollowerState.CATCHING_UP and link.is_open
+
+
 def test_a_slave_that_counts_is_not_stopped():
     copies = with_new_c()
     order = fill_id(copies.c)
@@ -221,8 +242,12 @@ def test_a_whole_copy_from_before_the_masters_log_begins_waits_untouched():
     assert copies.c.log.chain == copies.a.log.chain
 
 
-def test_an_older_slave_that_knows_no_waiting_is_filled_as_before():
-    copies = with_new_c()
+@pytest.mark.parametrize("begins_late", [False, True])
+def test_an_older_slave_that_knows_no_waiting_is_filled_as_before(begins_late):
+    copies = with_new_c(messages=30 if begins_late else 3)
+    while begins_late and len(copies.a.log.bases) > 1:
+        copies.a.log.drop_oldest_segment()
+    assert (copies.a.log.start > 0) is begins_late
     assert Hello.decode(Hello("g1", "x", Epoch(1, 1), [], 0, 0, 0).encode()).would_be_filled is False
     copies.cut("c")
     wire = copies.wires["c"]

@@ -124,26 +124,6 @@ def test_a_lagging_third_copy_stops_nobody_and_is_shown():
     assert copies.state("c") is FollowerState.IN_SYNC
 
 
-def test_frames_of_an_older_epoch_count_with_the_own_epoch_frame_only():
-    copies = Copies().start()
-    copies.cut()
-    Client(copies.a).produce("m1")  # on a's disk alone
-    copies.a.host.settle()
-    high = copies.a.master.gate.high_watermark
-    alone = copies.a.log.end
-    copies.start(connected="", term=2)
-    copies.wires["b"].connect()
-    copies.a.wait(OTHERS_WAIT_MS)
-    sent = []
-    while copies.a.master.gate.high_watermark == high:
-        copies.a.host.settle()
-        copies.b.host.settle()
-        wire = copies.wires["b"]
-        assert wire.deliver_hello() or wire.to_slave() or wire.to_master()
-        sent.append(copies.a.master.slaves.confirmed_end)
-    assert copies.a.master.gate.high_watermark > alone
-
-
 def test_a_master_takes_back_what_any_slave_has_before_it_begins():
     copies = Copies().start()
     Client(copies.a).produce("m1")

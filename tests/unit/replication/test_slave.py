@@ -15,6 +15,7 @@ from qmq.replication.slave_life import SlaveState
 from qmq.types import Epoch, Role
 from tests.unit.broker.test_replication import a_master_that_takes_back_piece_by_piece
 from tests.unit.broker.world import SETTINGS, Broker, Client, FakeLink, Group
+from tests.unit.replication.test_many_copies import Copies
 
 
 def stored() -> Group:
@@ -31,14 +32,27 @@ def sent(broker: Broker, link: FakeLink, command: Command, body: bytes) -> int:
     return code
 
 
-@pytest.mark.parametrize("is_following", [True, False])
-def test_a_slave_takes_what_belongs_to_its_state_and_refuses_the_rest(is_following):
+@pytest.mark.parametrize(
+    ("action", "taken"),
+    [
+        pytest.param(Action.FOLLOW, {Command.FRAMES, Command.ACKNOWLEDGED}, id="it follows"),
+        pytest.param(None, set(), id="it has said hello"),
+        pytest.param(Action.WAIT, set(), id="it waits until it may be filled"),
+        pytest.param(Action.SEED, {Command.SNAPSHOT}, id="it is seeded"),
+        pytest.param(Action.RESTORE, {Command.CONFIRM}, id="it restores its master"),
+    ],
+)
+def test_a_slave_takes_what_belongs_to_its_state_and_refuses_the_rest(action, taken):
     group = stored()
     end, chain, epoch = group.b.log.end, group.b.log.chain, group.a.master.epoch
-    if not is_following:
+    if action is not Action.FOLLOW:
         group.connect()
+    if action not in (None, Action.FOLLOW):
+        agreement = Agreement(epoch, action, end, chain, end)
+        group.b.node.agreed(group.at_slave, memoryview(agreement.encode()))
     confirmation = commands.encode_confirmation(Confirmation(epoch, end, chain))
     base, _, snapshot = group.a.log.seed_start()
+    state = group.b.slave.life.state
     packets = {
         Command.FRAMES: bytes(commands.offset_header(end)),
         Command.ACKNOWLEDGED: confirmation,
@@ -46,10 +60,12 @@ def test_a_slave_takes_what_belongs_to_its_state_and_refuses_the_rest(is_followi
         Command.SNAPSHOT: bytes(commands.offset_header(base)) + bytes(snapshot),
         Command.HELLO: b"",
     }
-    refused = {command for command, body in packets.items() if sent(group.b, group.at_slave, command, body)}
-    assert refused == set(packets) - ({Command.FRAMES, Command.ACKNOWLEDGED} if is_following else set())
-    assert sent(group.b, group.at_slave, Command.HELLO, b"") == ErrorCode.INVALID_REQUEST
+    for command in sorted(set(packets) - taken):
+        assert sent(group.b, group.at_slave, command, packets[command]) == ErrorCode.INVALID_REQUEST
+        assert group.b.slave.life.state is state
     assert (group.b.log.end, group.b.log.chain) == (end, chain) and not group.b.disk.names("quarantine")
+    for command in taken:
+        assert sent(group.b, group.at_slave, command, packets[command]) == 0
 
 
 @pytest.mark.parametrize(
@@ -126,3 +142,168 @@ def test_who_leaves_its_master_confirms_nothing_more_on_that_link():
     assert not link.is_open and not link.told
     assert group.b.slave.life.state is SlaveState.DISCONNECTED
     group.b.slave.step_down()
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_an_answer_that_is_not_to_its_last_hello_is_nothing_to_a_slave(is_late):
+    group = stored()
+    slave, end = group.b.slave, group.b.log.end
+    if not is_late:
+        group.connect()
+    follow = Agreement(Epoch(1, 9), Action.FOLLOW, end, group.b.log.chain, end)
+    state, link = slave.life.state, group.at_slave if is_late else FakeLink("an earlier connection")
+    group.b.node.agreed(link, memoryview(follow.encode()))
+    assert group.b.slave is slave and slave.life.state is state and slave.life.link is group.at_slave
+    assert group.b.node.identity.value.epoch == Epoch(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("more", "is_complete", "slaves", "says_so"),
+    [
+        pytest.param(8, True, 1, True, id="it lacks it"),
+        pytest.param(0, True, 1, False, id="it has it"),
+        pytest.param(None, True, 1, False, id="its master knows nothing"),
+        pytest.param(8, False, 1, False, id="it never had all"),
+        pytest.param(8, True, 2, False, id="others have it"),
+    ],
+)
+def test_a_slave_that_lacks_what_its_master_knows_to_be_acknowledged_says_so(more, is_complete, slaves, says_so):
+    group = stored()
+    group.cut()
+    group.b.assign(Role.SLAVE, 2, slaves=slaves)
+    group.b.node.identity.completed(is_complete)
+    group.connect()
+    end, chain = group.b.log.end, group.b.log.chain
+    point = None if more is None else Point(Epoch(2, 1), end + more, chain)
+    wait = Agreement(Epoch(2, 1), Action.WAIT, end, chain, end + 800, point)
+    group.b.node.agreed(group.at_slave, memoryview(wait.encode()))
+    assert group.b.node.identity.points.lacks == (point if says_so else None)
+
+
+def test_a_copy_that_has_all_its_master_has_lacks_nothing_from_then_on():
+    group = stored()
+    group.cut()
+    lacked = Point(group.a.master.epoch, group.a.log.end, group.a.log.chain)
+    group.b.log.set_aside("test")
+    group.b.crash()
+    group.b.node.identity.points.rolled_back(lacked)
+    assert group.b.log.is_tail_cut
+    group.b.assign(Role.SLAVE)
+    group.connect()
+    assert group.deliver_hello() and group.b.log.is_tail_cut and group.b.node.identity.points.lacks == lacked
+    group.settle()
+    assert not group.b.log.is_tail_cut and group.b.node.identity.points.lacks is None and group.a.node.writable
+
+
+def test_a_copy_that_is_to_be_seeded_promises_nothing_and_begins_where_it_was_agreed():
+    copies = Copies().start()
+    copies.c.node.identity.points.own = Point(Epoch(1, 1), copies.c.log.end, copies.c.log.chain)
+    assert copies.c.slave.has_matched
+    copies.cut("c")
+    client = Client(copies.a)
+    while len(copies.a.log.bases) < 5:
+        client.produce(*(f"m{number}" for number in range(10)))
+        copies.settle()
+    while copies.a.log.start <= copies.c.log.end:
+        copies.a.log.drop_oldest_segment()
+    wire, c, end = copies.wires["c"], copies.c, copies.c.log.end
+
+    def agreed() -> None:
+        wire.connect()
+        c.host.settle()
+        wire.deliver_hello()
+        assert c.slave.life.state is SlaveState.AWAITING_SNAPSHOT
+
+    agreed()
+    assert not c.slave.has_matched and not c.node.identity.value.complete and c.node.identity.points.own is None
+    other = copies.a.log.bases[1]
+    snapshot = copies.a.disk.read(f"log/{other:020d}.snap", 0, 1 << 20)
+    wire.at_master.told[0] = (Command.SNAPSHOT, bytes(commands.offset_header(other)) + snapshot)
+    assert wire.to_slave() and not wire.at_slave.is_open and c.log.end == end
+    wire.cut()
+    agreed()
+    assert wire.to_slave() and c.log.start == copies.a.log.start
+    assert [command for command, _ in wire.at_slave.told] == [Command.CONFIRM]
+    copies.settle()
+    assert c.slave.has_matched and c.log.chain == copies.a.log.chain
+
+
+@pytest.mark.parametrize("action", [Action.FOLLOW, Action.RESTORE])
+@pytest.mark.parametrize("is_damaged", [True, False])
+def test_a_slave_that_cannot_tell_whether_its_log_is_its_masters_is_damaged(action, is_damaged):
+    """It says so, and does not call the master's log another one."""
+    group = Group.made(tail_bytes=0).start()
+    for number in range(6):
+        Client(group.a).produce(f"m{number}", size=900)
+        group.settle()
+    group.cut()
+    b, at = group.b, group.b.log.end
+    b.assign(Role.MASTER, 2)
+    b.wait(SETTINGS.slave_wait_ms)
+    b.host.settle()
+    assert b.log.bases[-1] < at < b.log.end
+    chain = b.log.read(0, at, 1 << 20).chain if b.log.bases == [0] else b.log.state.epochs[-1].chain
+    b.assign(Role.SLAVE, 3)
+    b.slave.connected(link := FakeLink("master"))
+    if is_damaged:
+        (before,) = b.log.frames("s", 5, 1)
+        for offset, inside in ((before.offset, before.length // 2), (at, 20)):
+            b.disk.flip(f"log/{b.log.bases[-1]:020d}.log", 8 * (offset - b.log.bases[-1] + inside))
+    agreement = Agreement(Epoch(3, 1), action, at, chain if is_damaged else chain ^ 1, at)
+    b.node.agreed(link, memoryview(agreement.encode()))
+    assert b.node.readonly_reasons == (["corrupt"] if is_damaged else ["diverged"])
+    assert not link.is_open and not link.told and not b.disk.names("quarantine")
+
+
+def test_a_slave_follows_from_before_its_log_begins_by_no_agreement():
+    group = stored()
+    b = group.b
+    while len(b.log.bases) < 3:
+        Client(group.a).produce("m", size=900)
+        group.settle()
+    b.log.drop_oldest_segment()
+    group.connect()
+    follow = Agreement(group.a.master.epoch, Action.FOLLOW, 0, 0, b.log.end)
+    b.node.agreed(group.at_slave, memoryview(follow.encode()))
+    assert not group.at_slave.is_open and "corrupt" not in b.node.readonly_reasons and not b.slave.is_following
+
+
+def test_a_slave_whose_log_is_damaged_before_a_cut_confirms_nothing():
+    group = Group.made(tail_bytes=0).start()
+    Client(group.a).produce("m0", size=900)
+    group.settle()
+    group.cut()
+    b, at, chain = group.b, group.b.log.end, group.b.log.chain
+    b.assign(Role.MASTER, 2)
+    b.wait(SETTINGS.slave_wait_ms)
+    b.host.settle()
+    assert at < b.log.end
+    b.assign(Role.SLAVE, 3)
+    b.slave.connected(link := FakeLink("master"))
+    (message,) = b.log.frames("s", 0, 1)
+    b.disk.flip(f"log/{0:020d}.log", 8 * (message.offset + message.length // 2))
+    b.node.agreed(link, memoryview(Agreement(Epoch(3, 1), Action.FOLLOW, at, chain, at).encode()))
+    assert not link.is_open and not link.told and b.log.end < at
+
+
+def test_a_slave_that_follows_from_its_end_cuts_nothing_though_its_log_is_damaged():
+    group = Group.made(tail_bytes=0).start()
+    for number in range(6):
+        Client(group.a).produce(f"m{number}", size=900)
+        group.settle()
+    (message,) = group.b.log.frames("s", 1, 1)
+    group.b.disk.flip(f"log/{0:020d}.log", 8 * (message.offset + message.length // 2))
+    group.b.node.found_damage(CorruptFrame(message.offset, "met"))
+    damage = group.b.log.damage
+    assert damage is not None
+    group.connect()
+    group.settle()
+    assert group.b.slave.is_following and group.b.log.damage is damage and not group.b.disk.names("quarantine")
+
+
+def test_a_slave_is_disconnected_by_the_loss_of_its_own_link_only():
+    group = stored()
+    group.b.node.link_lost(FakeLink("a client"))
+    assert group.b.slave.is_following
+    group.b.node.link_lost(group.at_slave)
+    assert group.b.slave.life.state is SlaveState.DISCONNECTED

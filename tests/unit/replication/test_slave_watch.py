@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from qmq.errors import ErrorCode
 from qmq.remoting import commands
 from qmq.remoting.commands import Command, Confirmation
 from qmq.remoting.packet import ONE_WAY, Packet
+from qmq.replication import shipper, slave_watch
 from qmq.replication.follower import FollowerState
 from qmq.replication.readonly import Reason
 from qmq.types import Epoch, Role
@@ -184,3 +188,179 @@ def test_a_link_that_is_no_slaves_of_this_mastership_is_nothing_to_it():
     for link in (FakeLink("a client"), group.at_slave):
         group.a.node.link_lost(link)
         assert state(group) is S.IN_SYNC
+
+
+def told(link: FakeLink, command: Command) -> int:
+    return sum(each == command for each, _ in link.told)
+
+
+def test_frames_leave_with_the_answer_to_a_hello_and_go_on_with_each_confirmation(monkeypatch):
+    copies = Copies().start()
+    copies.cut("c")
+    for number in range(8):
+        Client(copies.a).produce(f"m{number}", size=200)
+        copies.settle()
+    monkeypatch.setattr(shipper, "WINDOW_BYTES", 1)
+    monkeypatch.setattr(shipper, "PACKET_BYTES", 1)
+    wire = copies.wires["c"]
+    wire.connect()
+    wire.deliver_hello()
+    copies.a.host.settle()
+    assert told(wire.at_master, Command.FRAMES) == 1
+    while wire.to_slave():
+        copies.c.host.settle()
+        while wire.to_master():
+            pass
+    assert copies.c.log.end == copies.a.log.end and copies.state("c") is S.IN_SYNC
+
+
+def test_a_slave_that_restores_its_master_goes_on_with_each_confirmation(monkeypatch):
+    monkeypatch.setattr(shipper, "WINDOW_BYTES", 1_000)
+    monkeypatch.setattr(shipper, "PACKET_BYTES", 1)
+    group = filled()
+    end = group.a.log.end
+    group.cut()
+    group.a = Broker("new master", group.a.settings)
+    group.a.assign(Role.MASTER, 2)
+    group.b.assign(Role.SLAVE, 2)
+    group.connect()
+    group.settle()
+    assert group.a.node.writable and group.a.log.end == group.b.log.end > end
+
+
+@pytest.mark.parametrize(("less", "expected"), [(0, S.IN_SYNC), (1, S.CATCHING_UP)])
+def test_a_slave_joins_as_soon_as_it_is_near_enough(monkeypatch, less, expected):
+    group = Group.made().start()
+    unconfirmed(group)
+    group.cut()
+    group.connect()
+    monkeypatch.setattr(slave_watch, "CAUGHT_UP_BYTES", group.a.log.end - group.b.log.end - less)
+    assert group.deliver_hello() and group.to_master()
+    assert state(group) is expected
+
+
+def test_a_slave_is_told_only_of_what_it_confirmed_itself():
+    copies = Copies().start()
+    Client(copies.a).produce("m")
+    copies.wires["b"].settle()  # what is sent to c stays on its way
+    copies.a.wait(100)
+    links = [copies.wires[name].at_master for name in "bc"]
+    assert [told(link, Command.ACKNOWLEDGED) for link in links] == [1, 0]
+    copies.settle()
+    copies.a.wait(100)
+    assert [told(link, Command.ACKNOWLEDGED) for link in links] == [0, 1]
+
+
+def rolled_back() -> Group:
+    """The master's disk was put back to before a message that its slave remembers to be acknowledged."""
+    group = Group.made().start()
+    older = group.a.disk.copy()
+    Client(group.a).produce("m")
+    group.settle()
+    group.a.wait(100)
+    group.settle()
+    assert group.b.node.identity.points.own.end == group.a.log.end
+    group.cut()
+    group.a.disk.put_back(older)
+    group.a.start()
+    group.a.assign(Role.MASTER)
+    group.connect()
+    return group
+
+
+def test_a_master_learns_from_its_slave_that_its_disk_was_put_back():
+    group = rolled_back()
+    point = group.b.node.identity.points.own
+    assert group.deliver_hello() and group.a.node.identity.points.lacks == point
+    assert state(group) is S.RESTORING and Reason.ROLLED_BACK in group.a.node.readonly_reasons
+    group.settle()
+    assert group.a.node.writable and group.a.node.identity.points.lacks is None
+
+
+def test_a_master_that_lacks_nothing_is_not_put_back_whatever_its_slave_remembers():
+    group = Group.made().start()
+    Client(group.a).produce("m")
+    group.settle()
+    group.a.wait(100)
+    group.settle()
+    group.connect()
+    assert group.deliver_hello() and group.a.node.identity.points.lacks is None
+
+
+def test_a_slave_that_lacks_it_as_well_is_not_what_a_master_that_was_put_back_goes_on_with():
+    group = rolled_back()
+    lacked = group.b.node.identity.points.own
+    group.b.log.cut(group.a.log.end, "test")
+    group.b.node.identity.points.own = None
+    group.a.node.identity.points.rolled_back(lacked)
+    group.connect()
+    group.b.host.settle()
+    body = memoryview(group.b.host.hellos.pop())
+    group.a.node.packet_received(group.at_master, Packet(Command.HELLO, 1, 0, Command.HELLO, body))
+    assert group.at_master.answers[1][0] == ErrorCode.ROLLED_BACK
+    group.a.wait(2 * SETTINGS.slave_wait_ms)
+    assert not group.a.master.has_begun and group.a.node.identity.points.lacks == lacked
+
+
+def with_a_new_master() -> Copies:
+    """The master's directory is lost; b and c have what it had, and neither has said hello."""
+    copies = Copies().start()
+    Client(copies.a).produce("m1")
+    copies.settle()
+    copies.cut()
+    copies.a = Broker("a", SETTINGS)
+    return copies.start(term=2, connected="")
+
+
+def said_hello(copies: Copies, name: str) -> int:
+    """Return the code of the answer."""
+    wire = copies.wires[name]
+    wire.connect()
+    wire.b.host.settle()
+    body = memoryview(wire.b.host.hellos[-1])
+    copies.a.node.packet_received(wire.at_master, Packet(Command.HELLO, 1, 0, Command.HELLO, body))
+    code, _ = wire.at_master.answers.pop(1)
+    return code
+
+
+def test_one_slave_restores_its_master_at_a_time():
+    copies = with_a_new_master()
+    assert said_hello(copies, "b") == 0 and copies.state("b") is S.RESTORING
+    assert said_hello(copies, "c") == ErrorCode.NOT_SERVED and copies.state("c") is S.ABSENT
+    copies.cut()
+    copies.connect("bc")
+    assert copies.a.node.writable and copies.a.log.chain == copies.b.log.chain == copies.c.log.chain
+
+
+def test_a_slave_that_has_no_more_follows_while_another_one_restores_and_nothing_begins_meanwhile():
+    copies = with_a_new_master()
+    copies.c = Broker("c", SETTINGS)
+    copies.c.assign(Role.SLAVE, 2, slaves=2)
+    copies.wires["c"].b = copies.c
+    copies.a.node.identity.completed(True)
+    assert said_hello(copies, "b") == said_hello(copies, "c") == 0
+    assert (copies.state("b"), copies.state("c")) == (S.RESTORING, S.CATCHING_UP)
+    copies.a.wait(2 * SETTINGS.slave_wait_ms)
+    assert not copies.a.master.has_begun
+
+
+def test_frames_of_another_link_are_none_of_the_slave_that_restores():
+    copies = with_a_new_master()
+    assert said_hello(copies, "b") == 0
+    stranger, data = FakeLink("stranger"), copies.b.log.read(0, copies.b.log.end, 1 << 20).data
+    for command in (Command.FRAMES, Command.SNAPSHOT):
+        body = memoryview(bytes(commands.offset_header(0)) + data)
+        copies.a.node.packet_received(stranger, Packet(command, 0, ONE_WAY, command, body))
+    assert not stranger.is_open and stranger.reason == "nobody asked for these frames" and copies.a.log.end == 0
+
+
+def test_slaves_of_an_older_version_are_told_apart_by_their_directories():
+    copies = Copies(min_copies=3).start(connected="")
+    for wire in copies.wires.values():
+        wire.connect()
+        fields = json.loads(wire.b.host.hellos[-1])
+        del fields["owner"]
+        wire.b.host.hellos[-1] = json.dumps(fields).encode()
+    copies.settle()
+    assert [watch.owner for watch in copies.a.master.slaves.all] == ["b-1", "c-1"]
+    assert len(copies.a.master.in_step) == 2

@@ -13,7 +13,7 @@ from qmq.replication.follower import FollowerState
 from qmq.replication.slaves import OTHERS_WAIT_MS
 from qmq.types import Role
 from tests.unit.broker.test_replication import a_master_that_takes_back_piece_by_piece
-from tests.unit.broker.world import SETTINGS, Broker, Client, Group
+from tests.unit.broker.world import SETTINGS, Broker, Client, FakeLink, Group
 from tests.unit.replication.test_many_copies import Copies
 
 S = FollowerState
@@ -72,6 +72,7 @@ def test_a_mastership_begins_early_with_as_many_slaves_as_one_of_must_have_what_
         pytest.param((80, 160), 0, 152, False, id="one has some of it"),
         pytest.param((80, 160), 160, 160, True, id="what is held stands before it"),
         pytest.param((80, 160), 168, 160, False, id="it is held"),
+        pytest.param((0, 0), 0, 0, True, id="nobody has anything of it"),
     ],
 )
 def test_one_of_several_slaves_gets_its_way_if_nobody_has_what_the_master_wrote(shared, held_end, offset, yields):
@@ -111,28 +112,137 @@ def test_a_slave_whose_disk_is_empty_does_not_say_that_it_had_nothing():
         copies.a.host.settle()
     copies.a.crash()
     copies.c = Broker("c", SETTINGS)
-    copies.start(connected="c")
-    copies.connect("b")
-    assert copies.state("b") is S.DIVERGED and copies.a.master.yields_from is None
+    copies.start(connected="")
+    for name in "cb":
+        copies.wires[name].connect()
+        assert copies.wires[name].deliver_hello()
+    assert (copies.state("b"), copies.state("c")) == (S.DIVERGED, S.CATCHING_UP)
+    assert copies.a.master.yields_from is None
 
 
-def test_a_snapshot_that_a_slave_sends_takes_no_place_of_what_the_master_has():
+def sends_snapshot(group: Group, link: FakeLink, base: int) -> None:
+    """The slave's snapshot at the segment `base` arrives."""
+    snapshot = group.b.disk.read(f"log/{base:020d}.snap", 0, 1 << 20)
+    body = memoryview(bytes(offset_header(base)) + snapshot)
+    group.a.node.packet_received(link, Packet(Command.SNAPSHOT, 0, ONE_WAY, Command.SNAPSHOT, body))
+
+
+def test_a_snapshot_takes_no_place_of_what_the_master_has_and_comes_from_who_restores_only():
+    for at in (0, 2, None):
+        group = a_master_that_takes_back_piece_by_piece()
+        end, bases = group.a.log.end, group.b.log.bases
+        assert end == bases[2] < bases[3]
+        link = group.at_master if at is not None else FakeLink("a stranger")
+        sends_snapshot(group, link, bases[3 if at is None else at])
+        assert link.reason == "nobody asked for this snapshot" and group.a.log.end == end
+        assert not group.a.disk.names("quarantine")
+
+
+def test_a_snapshot_waits_until_what_came_on_an_earlier_link_is_written():
     group = a_master_that_takes_back_piece_by_piece()
-    base, _, snapshot = group.b.log.seed_start()
+    while not group.at_slave.told:
+        group.b.wait(100)
+        group.b.host.settle()
+    assert group.to_master() and not group.a.log.is_idle
     end = group.a.log.end
-    for offset in (base, end):
-        body = memoryview(bytes(offset_header(offset)) + bytes(snapshot))
-        group.a.node.packet_received(group.at_master, Packet(Command.SNAPSHOT, 0, ONE_WAY, Command.SNAPSHOT, body))
-        assert group.at_master.reason == "nobody asked for this snapshot" and group.a.log.end == end
+    group.cut()
+    while group.b.log.start <= end:
+        group.b.log.drop_oldest_segment()
+    group.connect()
+    group.b.host.settle()
+    assert group.deliver_hello() and group.to_master()
+    assert not group.at_master.is_open and "say hello again" in group.at_master.reason and group.a.log.end == end
+    group.settle()
+    group.connect()
+    for _ in range(30):
+        group.b.wait(100)
+        group.settle()
+    assert group.a.node.writable and group.a.log.chain == group.b.log.chain
+
+
+def test_slaves_that_follow_a_master_whose_log_begins_anew_say_hello_again():
+    copies = Copies().start()
+    client = Client(copies.a)
+    while len(copies.a.log.bases) < 4:
+        client.produce("m", size=900)
+        copies.settle()
+    copies.cut()
+    copies.a, copies.c = Broker("a", SETTINGS), Broker("c", SETTINGS)
+    copies.b.log.drop_oldest_segment()
+    copies.start(term=2, connected="")
+    b, c = copies.wires["b"], copies.wires["c"]
+    for wire, expected in ((c, S.CATCHING_UP), (b, S.RESTORING)):
+        wire.connect()
+        wire.b.host.settle()
+        assert wire.deliver_hello() and copies.state(wire.b.name) is expected
+    assert b.to_master() and copies.a.log.start == copies.b.log.start
+    assert not c.at_master.is_open and copies.state("c") is S.ABSENT and b.at_master.is_open
+    copies.settle()
+    copies.connect("c")
+    assert copies.a.node.writable and copies.a.log.chain == copies.b.log.chain == copies.c.log.chain
+
+
+def test_a_mastership_does_not_begin_while_its_slave_restores_what_it_lost():
+    group = Group.made().start()
+    Client(group.a).produce("m")
+    group.a.host.turn()  # shipped; its own disk has nothing yet
+    group.to_slave()
+    group.b.host.settle()
+    group.a.crash()
+    group.a.assign(Role.MASTER)
+    group.connect()
+    group.b.host.settle()
+    assert group.deliver_hello()
+    group.a.wait(2 * SETTINGS.slave_wait_ms)
+    assert not group.a.master.has_begun
+    group.settle()
+    assert group.a.node.writable and group.a.log.chain == group.b.log.chain
+
+
+def test_a_copy_that_was_whole_and_has_no_log_waits_for_its_slave():
+    fresh = Broker("a")
+    fresh.alone()
+    assert fresh.node.identity.value.complete and not fresh.master.has_begun
+
+
+def test_a_slaves_full_disk_is_no_reason_while_others_have_room_or_none_is_there():
+    copies = Copies(min_copies=3).start()
+    copies.cut("c")
+    copies.a.node.set_disk_full(False)
+    assert copies.a.node.readonly_reasons == ["slave_down"], "room is not what is missing"
+    copies.cut("b")
+    copies.a.node.set_disk_full(False)
+    assert copies.a.node.readonly_reasons == ["slave_down"]
+
+
+def test_a_group_is_not_at_rest_while_too_few_slaves_count_or_one_is_behind():
+    copies = Copies().start()
+    Client(copies.a).produce("m")
+    copies.wires["b"].settle()
+    copies.a.wait(100)
+    copies.wires["b"].settle()
+    slaves, behind = copies.a.master.slaves, copies.wires["c"].at_master
+    assert [watch.is_level for watch in slaves.all] == [True, False] and not slaves.are_level
+    assert behind.told and slaves.confirmed_end < copies.a.log.end
+    copies.settle()
+    copies.a.wait(100)
+    copies.settle()
+    assert slaves.are_level and slaves.confirmed_end == copies.a.log.end
+    three = Copies(min_copies=3).start()
+    three.a.wait(100)
+    three.settle()
+    assert three.a.master.slaves.are_level
+    three.cut("c")
+    assert not three.a.master.slaves.are_level
 
 
 def test_frames_of_an_older_epoch_count_with_the_whole_epoch_frame_only(monkeypatch):
     """Raft, figure 8: until then a copy that lacks them may still be chosen."""
     monkeypatch.setattr(shipper, "PACKET_BYTES", 1)
     copies = Copies().start()
-    copies.cut()
-    Client(copies.a).produce("m1")  # on a's disk alone
+    Client(copies.a).produce("m1")
     copies.a.host.settle()
+    copies.cut()  # it is on a's disk alone
     high, alone = copies.a.master.gate.high_watermark, copies.a.log.end
     copies.start(connected="", term=2)
     wire = copies.wires["b"]
@@ -144,7 +254,7 @@ def test_frames_of_an_older_epoch_count_with_the_whole_epoch_frame_only(monkeypa
         copies.b.host.settle()
         assert wire.deliver_hello() or wire.to_slave() or wire.to_master()
         confirmed.add(copies.a.master.slaves.confirmed_end)
-    assert alone in confirmed and copies.a.master.gate.high_watermark == copies.a.log.end > alone
+    assert high < alone in confirmed and copies.a.master.gate.high_watermark == copies.a.log.end > alone
 
 
 def test_settings_of_a_row_with_one_slave_hold_whatever_that_slave_is_called():

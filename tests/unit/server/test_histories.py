@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from qmq.server.histories import states
+from qmq.types import Role
 from tests.unit.broker.world import Group
 
 
@@ -25,3 +26,9 @@ def test_master_and_slave_show_what_they_are_towards_each_other():
         "b: log": ("WHOLE", ["RECOVERED_WHOLE"]),
         "b: slave": ("FOLLOWING", ["CONNECTED", "FLUSHED", "FOLLOW"]),
     }
+
+
+def test_the_only_slave_of_a_group_is_shown_though_it_was_never_there():
+    group = Group.made()
+    group.a.assign(Role.MASTER)
+    assert shown(group)["a: its slave"] == ("ABSENT", [])
