@@ -68,7 +68,6 @@ class DeadLetters:
         self._mastership, self._counters, self._passes = mastership, counters, passes
         self._consumption, self._wake = consumption, wake
         self._burials: deque[_Burial] = deque()
-        self._is_over = False
         self._chosen: dict[tuple[str, str], str] = {}
         self._former: dict[int, dict[int, StoredBatch]] = {}
         """What is known of copies from before this mastership, by producer: some may have no ack behind them."""
@@ -102,7 +101,6 @@ class DeadLetters:
 
     def step_down(self, error: QmqError) -> None:
         """The mastership is over: what is not done is still un-acked, and the next master's."""
-        self._is_over = True
         burials, self._burials = self._burials, deque()
         for burial in burials:
             if burial.answer is not None:
@@ -114,14 +112,14 @@ class DeadLetters:
                 self._mastership.host.pass_soon()
                 return
             self._step(burial)
-        if not burial.ranges and not burial.is_reading and burial in self._burials:
+        if not burial.ranges and burial in self._burials:
             self._burials.remove(burial)
             if burial.answer is not None:
                 burial.answer(None)
 
     def _may_store(self) -> bool:
         """Nothing new is stored on one copy alone, and nothing at all by whom is no master any more."""
-        return self._mastership.may_progress and not self._mastership.gate.too_few_in_sync and not self._is_over
+        return self._mastership.may_progress and not self._mastership.gate.too_few_in_sync
 
     def _step(self, burial: _Burial) -> None:
         """Bury what lies in the next few frames; read them first if they are not in memory."""
@@ -140,9 +138,9 @@ class DeadLetters:
             self._damaged(burial, problem)
             return
         if not refs or refs[0].begin > sequence:
-            gone = min(refs[0].begin - sequence if refs else messages, messages)
+            gone = refs[0].begin - sequence if refs else messages
             self._settle(burial, gone, 0)
-            self._consumption.note_skipped(subject, burial.key[1], gone)
+            self._consumption.note_skipped(subject, group, gone)
             return
         refs = _few(refs)
         bodies = [log.tail_body(ref.offset) for ref in refs]
@@ -154,8 +152,8 @@ class DeadLetters:
 
     def _read(self, burial: _Burial, bodies: list[tuple[Frame, Buffer]] | LogError) -> None:
         burial.is_reading = False
-        if self._is_over:
-            return
+        if burial not in self._burials:
+            return  # the mastership is over
         if isinstance(bodies, CorruptFrame):
             self._damaged(burial, bodies)
             return
@@ -172,9 +170,8 @@ class DeadLetters:
             burial.rests = True
             return
         burial.ranges.clear()
-        if burial in self._burials:
-            self._burials.remove(burial)
-            burial.answer(NotServed("this copy is damaged where it had to be read, and is being repaired; ask again"))
+        self._burials.remove(burial)
+        burial.answer(NotServed("this copy is damaged where it had to be read, and is being repaired; ask again"))
 
     def _held(self, burial: _Burial) -> tuple[int, int] | None:
         """Return (sequence, messages) of what the consumer still holds at the beginning of the first range; None if

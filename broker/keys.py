@@ -30,10 +30,6 @@ class Keys:
     def is_busy(self, key: int) -> bool:
         return key in self._holder
 
-    def holds(self, sequence: int) -> bool:
-        """Return whether this message holds its key."""
-        return sequence in self._key
-
     def hold(self, key: int, sequence: int) -> None:
         """A message of a key that nobody holds is delivered."""
         self._holder[key] = sequence

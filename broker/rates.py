@@ -42,8 +42,9 @@ class Rates:
         for key, one in limits.items():
             if one.per_second:
                 before = known.get(key)
-                is_same = before is not None and before.per_second == one.per_second
-                self._buckets[key] = before if before and is_same else _Bucket(one.per_second, now_ms)
+                if before is None or before.per_second != one.per_second:
+                    before = _Bucket(one.per_second, now_ms)
+                self._buckets[key] = before
 
     def allows(self, key: Key, now_ms: int) -> int | None:
         """Return how many messages the group may get now; None: as many as there are."""

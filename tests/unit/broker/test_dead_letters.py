@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
-from qmq.broker import progress
+from qmq.broker import dead_letters as module
+from qmq.broker import passes, progress
 from qmq.codec import decode_message, encode_labels, encode_message, label_of_message, with_properties
 from qmq.dead_letters import REDRIVER
-from qmq.errors import ErrorCode
+from qmq.errors import CorruptFrame, DiskFailed, ErrorCode
 from qmq.log.fold import BATCHES_PER_PRODUCER
 from qmq.log.frame import FLAG_DEAD, FLAG_ORDERED, FrameKind, decode_frames, label_flags
 from qmq.log.progress import DEAD as DONE_AS_DEAD
@@ -38,13 +41,10 @@ def a_group(*ids: str, deliveries_max: int = 0, subject: str = "s", **settings) 
 
 
 def dead_letters(broker: Broker, subject: str = DEAD) -> list[Message]:
-    found = []
-    data = broker.log.read(0, broker.log.end, 1 << 30).data
-    for frame, body in decode_frames(data, 0, 0):
-        if frame.kind == FrameKind.MESSAGES and frame.subject == subject:
-            assert frame.count == 1
-            found.append(decode_message(bytes(body[8 : 8 + int.from_bytes(body[4:8], "little")])))
-    return found
+    refs = broker.log.frames(subject, 0, 1_000)
+    assert all(ref.end == ref.begin + 1 for ref in refs)
+    bodies = [bytes(body) for _, body in broker.log.read_bodies(refs)]
+    return [decode_message(body[8 : 8 + int.from_bytes(body[4:8], "little")]) for body in bodies]
 
 
 def unacked(group: Group) -> list[list[int]]:
@@ -308,6 +308,30 @@ def test_copies_whose_ack_is_missing_are_recognized_behind_more_dead_letters_tha
     assert len(died) == len(set(died)) == 10 + BATCHES_PER_PRODUCER + 1
 
 
+def test_a_copy_whose_ack_is_missing_is_recognized_when_its_message_was_given_back_and_dies_much_later():
+    group, client, first = a_group("m0", segment_bytes=1 << 20)
+    Client(group.a, "other").produce(*[f"n{number}" for number in range(BATCHES_PER_PRODUCER + 1)])
+    other = group.subscribed("c2")
+    opaque = other.pull()
+    group.settle()
+    others_first = other.pulled(opaque)[0][0]
+    group.a.master._delivery._dead_letters._settle = lambda burial, *_: burial.ranges.clear()
+    client.nack(first, first + 1, dead=True)
+    group.settle()
+    group.swap(2)
+    client = group.subscribed("c1", held_end=first + 1)
+    client.nack(first, first + 1)
+    again = group.subscribed("c2", held_end=others_first + BATCHES_PER_PRODUCER + 1)
+    again.nack(others_first, others_first + BATCHES_PER_PRODUCER + 1, dead=True)
+    opaque = client.pull()
+    group.settle()
+    ((number, _, id),) = client.pulled(opaque)
+    client.nack(number, number + 1, dead=True)
+    group.settle()
+    assert id == "m0" and not any(one.unacked for one in group.a.log.state.groups["s", "g"].consumers.values())
+    assert [one.id for one in dead_letters(group.a)].count("m0") == 1
+
+
 def test_next_master_buries_what_the_former_one_was_about_to():
     """Its consumer holds later messages: nothing else would ever ask for the one that is dead."""
     group, client, first = a_group("m0", deliveries_max=1, tail_bytes=0)
@@ -472,3 +496,199 @@ def test_a_pull_that_has_enough_lets_nothing_die_that_lies_behind():
     client.pull(most=1)
     group.settle()
     assert [one.id for one in dead_letters(group.a)] == ["m1"]
+
+
+def in_frames_of_their_own(count: int, **settings) -> tuple[Group, Client, int]:
+    """A group whose consumer holds so many messages, each in its own frame, none of them in the log's tail."""
+    group = Group.made(**{"tail_bytes": 0, "segment_bytes": 1024} | settings).start()
+    client = Client(group.a)
+    for number in range(count):
+        client.produce(f"m{number}")
+        group.settle()
+    client.produce("last", subject="t")
+    client.subscribe()
+    group.settle()
+    opaque = client.pull()
+    group.settle()
+    assert len(client.pulled(opaque)) == count
+    return group, client, client.pulled(opaque)[0][0]
+
+
+@pytest.mark.parametrize("is_all", [False, True], ids=["the first ones", "all of them"])
+def test_what_retention_took_is_over_and_counted_and_the_rest_dies(is_all):
+    group, client, first = in_frames_of_their_own(12)
+    while len(group.a.log.bases) > 2:
+        group.a.log.drop_oldest_segment()
+    gone = group.a.log.frames("s", 0, 1)[0].begin
+    assert 1 < gone < 11
+    end = gone if is_all else 12
+    opaque = client.nack(first, first + end, dead=True)
+    group.settle()
+    assert commands.decode_acked(memoryview(client.body(opaque))) == first + end
+    assert [one.id for one in dead_letters(group.b)] == [f"m{number}" for number in range(gone, end)]
+    assert group.a.master.skipped == {("s", "g"): gone}
+    assert sum(one.count for one in unacked(group)) == 12 - end
+
+
+def test_frames_are_read_for_dead_letters_up_to_a_number_of_bytes_but_one_at_least(monkeypatch):
+    group, client, first = in_frames_of_their_own(6)
+    sizes = [ref.length for ref in group.a.log.frames("s", 0, 9)]
+    readings, read = [], group.a.log.read_bodies
+    group.a.log.read_bodies = lambda refs: readings.append([ref.begin for ref in refs]) or read(refs)
+    monkeypatch.setattr(module, "READ_BYTES", sum(sizes[:2]))
+    client.nack(first, first + 4, dead=True)
+    group.settle()
+    monkeypatch.setattr(module, "READ_BYTES", 1)
+    client.nack(first + 4, first + 6, dead=True)
+    group.settle()
+    assert readings == [[0, 1], [2, 3], [4], [5]] and len(dead_letters(group.a)) == 6
+
+
+def test_as_many_frames_are_read_at_once_as_may_and_none_behind_the_last_message(monkeypatch):
+    group, client, first = in_frames_of_their_own(6)
+    readings, read = [], group.a.log.read_bodies
+    group.a.log.read_bodies = lambda refs: readings.append([ref.begin for ref in refs]) or read(refs)
+    monkeypatch.setattr(module, "READ_FRAMES", 3)
+    client.nack(first, first + 5, dead=True)
+    group.settle()
+    assert readings == [[0, 1, 2], [3, 4]]
+
+
+@pytest.mark.parametrize("where", ["frame", "index"])
+def test_who_gives_up_what_a_damaged_copy_cannot_read_is_told_so_once_and_keeps_it(monkeypatch, where):
+    group, client, first = in_frames_of_their_own(4)
+    (ref,) = group.a.log.frames("s", 1, 1)
+    base = max(base for base in group.a.log.bases if base <= ref.offset)
+    group.a.disk.flip(f"log/{base:020d}.log", 8 * (ref.offset - base + ref.length - 1))
+    if where == "index":
+        monkeypatch.setattr(group.a.log, "frames", lambda *_: raises(CorruptFrame(ref.offset, "test")))
+    opaque = client.nack(first, first + 4, dead=True)
+    group.settle()
+    assert client.code(opaque) == ErrorCode.NOT_SERVED and "is being repaired" in client.text(opaque)
+    assert not dead_letters(group.b) and sum(one.count for one in unacked(group)) == 4
+    assert "corrupt" in group.a.node.readonly_reasons and not waiting(group)
+
+
+def raises(error: Exception) -> None:
+    raise error
+
+
+def waiting(group: Group) -> list:
+    return list(group.a.master._delivery._dead_letters._burials)
+
+
+def stopped(group: Group) -> Callable[[], None]:
+    """Nothing is read from now on; call what this returns to go on."""
+    read, group.a.host.do_read = group.a.host.do_read, lambda: False
+    return lambda: setattr(group.a.host, "do_read", read)
+
+
+def test_what_a_former_master_could_not_read_is_no_business_of_its_own_any_more():
+    group, client, first = in_frames_of_their_own(2)
+    go_on = stopped(group)
+    opaque = client.nack(first, first + 1, dead=True)
+    group.settle()
+    *_, (_, done) = group.a.host.reads
+    group.swap(2)
+    done(CorruptFrame(88, "test"))
+    done(DiskFailed("test"))
+    assert client.code(opaque) == ErrorCode.NOT_MASTER and not group.b.node.readonly_reasons
+    go_on()
+    group.settle()
+    assert not dead_letters(group.a)
+
+
+def test_a_disk_that_fails_while_messages_die_is_the_process_s_end():
+    group, client, first = in_frames_of_their_own(2)
+    stopped(group)
+    client.nack(first, first + 1, dead=True)
+    group.settle()
+    *_, (_, done) = group.a.host.reads
+    with pytest.raises(DiskFailed):
+        done(DiskFailed("test"))
+
+
+def test_what_is_partly_in_memory_still_dies_in_order():
+    group, client, first = in_frames_of_their_own(12)
+    refs = group.a.log.frames("s", 5, 12)
+    group.a.log.tail_body = {found[0].offset: found for found in group.a.log.read_bodies(refs)}.get
+    client.nack(first, first + 12, dead=True)
+    group.settle()
+    assert [one.id for one in dead_letters(group.a)] == [f"m{number}" for number in range(12)]
+
+
+def bury(group: Group, consumer: str, *pulls: int, answer=None) -> None:
+    """Let die what its consumer holds, as a broker does by itself if there is nobody to `answer`."""
+    ranges = [(one, one + 1) for one in pulls]
+    group.a.master._delivery._dead_letters.bury(("s", "g", consumer), ranges, "test", answer)
+
+
+def test_what_dies_while_nothing_can_be_stored_is_remembered_once_whoever_finds_it_and_answered_by_itself():
+    group, client, first = a_group("m0", "m1", "m2", "m3")
+    client.produce("n0")
+    other = group.subscribed("c2")
+    opaque = other.pull()
+    group.settle()
+    theirs = other.pulled(opaque)[0][0]
+    group.cut()
+    bury(group, "c1", first)
+    bury(group, "c1", first, first + 1)
+    bury(group, "c2", theirs)
+    said = []
+    bury(group, "c1", first + 2, answer=said.append)
+    bury(group, "c1", first + 1, first + 3)
+    assert [list(one.ranges) for one in waiting(group)] == [
+        [(at, at + 1) for at in (first, first + 1, first + 3)],
+        [(theirs, theirs + 1)],
+        [(first + 2, first + 3)],
+    ]
+    assert not said and not dead_letters(group.a)
+    group.connect()
+    group.settle()
+    group.a.wait(100)
+    group.settle()
+    assert said == [None] and [one.id for one in dead_letters(group.a)] == ["m0", "m1", "m3", "n0", "m2"]
+    assert not waiting(group) and not unacked(group)
+
+
+def test_what_is_settled_by_the_time_that_it_would_die_is_passed_over_however_many_passes_that_takes(monkeypatch):
+    monkeypatch.setattr(passes, "COPIES_PER_PASS", 4)
+    group, client, first = a_group(*[f"m{number}" for number in range(16)])
+    group.cut()
+    bury(group, "c1", *range(first, first + 16))
+    client.ack_ranges((first, first + 3), (first + 4, first + 14))
+    group.connect()
+    group.settle()
+    group.a.node.tick()
+    assert group.a.counters.dead_letters.total() == 1, "to find that out counts as much as to store one"
+    group.settle()
+    assert [one.id for one in dead_letters(group.a)] == ["m3", "m14", "m15"]
+    assert not waiting(group) and not unacked(group)
+
+
+def test_one_copy_a_pass_is_enough_to_get_on(monkeypatch):
+    monkeypatch.setattr(passes, "COPIES_PER_PASS", 1)
+    group, client, first = a_group("m0", "m1", "m2")
+    opaque = client.nack(first, first + 3, dead=True)
+    group.settle()
+    assert client.body(opaque) and [one.id for one in dead_letters(group.a)] == ["m0", "m1", "m2"]
+
+
+def test_of_those_that_wait_for_a_repair_nobody_reads_again_and_others_die_meanwhile():
+    group, client, first = in_frames_of_their_own(4)
+    (ref,) = group.a.log.frames("s", 0, 1)
+    group.a.disk.flip(f"log/{0:020d}.log", 8 * (ref.offset + ref.length - 1))
+    readings, read = [], group.a.log.read_bodies
+    group.a.log.read_bodies = lambda refs: readings.append([ref.begin for ref in refs]) or read(refs)
+    go_on = stopped(group)
+    bury(group, "c1", first)
+    bury(group, "c2", first)  # it has nothing
+    said = []
+    bury(group, "c1", first + 3, answer=said.append)
+    go_on()
+    for _ in range(3):
+        group.settle()
+        group.a.wait(100)
+    assert group.a.log.damage is not None and readings.count([0]) == 1
+    assert said == [None] and [one.id for one in dead_letters(group.b)] == ["m3"]
+    assert [one.rests for one in waiting(group)] == [True]

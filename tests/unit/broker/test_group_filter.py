@@ -1,0 +1,98 @@
+"""Core. What is kept of a group whose messages are chosen singly: when it is looked at again, and what is ready."""
+
+from __future__ import annotations
+
+import pytest
+
+from qmq.broker.group_filter import FAILED_MS, GroupFilter
+from qmq.broker.keys import Keys
+from qmq.broker.tags import TagRule
+from qmq.log.group import Group
+from qmq.log.requeued import Requeued, RequeuedRange
+
+RULE, OTHER = TagRule.of(["pay"], is_all=False), TagRule.of(["cancel"], is_all=False)
+
+
+def test_after_a_reading_that_failed_nothing_is_read_for_a_while_and_then_it_is_overdue():
+    group_filter, until_ms = GroupFilter("s", "g"), 5_000 + FAILED_MS
+    assert not group_filter.will_be_overdue and not group_filter.rests(5_000)
+    group_filter.has_failed = True
+    assert group_filter.will_be_overdue
+    assert [group_filter.rests(now_ms) for now_ms in (5_000, until_ms - 1)] == [True, True]
+    assert [group_filter.is_overdue(now_ms) for now_ms in (until_ms - 1, until_ms)] == [False, True]
+    assert group_filter.will_be_overdue
+    assert not group_filter.rests(until_ms)
+    assert not group_filter.will_be_overdue and not group_filter.is_overdue(until_ms)
+
+
+def test_nothing_is_looked_for_where_nothing_was_found_until_something_changes():
+    group_filter = GroupFilter("s", "g")
+    assert not group_filter.is_idle(RULE, 88, 77, 0)
+    group_filter.idle_at = RULE, 88, 77
+    assert group_filter.is_idle(RULE, 88, 77, 0)
+    assert not group_filter.is_idle(OTHER, 88, 77, 0), "another consumer asks for something else"
+    assert not group_filter.is_idle(RULE, 89, 77, 0), "the log has more"
+    assert not group_filter.is_idle(RULE, 88, 78, 0), "more of it may leave"
+    group_filter.note(3, 4, 1_000)
+    assert [group_filter.is_idle(RULE, 88, 77, now_ms) for now_ms in (999, 1_000)] == [True, False]
+    assert group_filter.pop_ready(1_000) == (3, 4)
+    group_filter.seen_ms = 5
+    assert not group_filter.is_idle(RULE, 88, 77, 0), "what was passed over has to be written down"
+    assert group_filter.will_be_overdue
+
+
+def test_what_waits_is_ready_in_the_order_of_its_messages_once_it_is_due():
+    group_filter = GroupFilter("s", "g")
+    for begin, due_ms in ((7, 0), (1, 2_000), (5, 0), (3, 1_000)):
+        group_filter.note(begin, begin + 1, due_ms)
+    assert group_filter.soon_ready(9) == [(5, 6), (7, 8)] and group_filter.soon_ready(1) == [(5, 6)]
+    assert [group_filter.pop_ready(999), group_filter.pop_ready(1_000), group_filter.pop_ready(1_000)] == [
+        (5, 6),
+        (3, 4),
+        (7, 8),
+    ]
+    assert [group_filter.pop_ready(now_ms) for now_ms in (1_999, 2_000, 2_000)] == [None, (1, 2), None]
+
+
+def keyed(*ranges: RequeuedRange, holders: dict[int, int], behind: list[tuple[int, int]]) -> tuple[GroupFilter, Group]:
+    """A filter whose keys are held by these messages, with others behind them; `ranges` wait in the group."""
+    group_filter, keys = GroupFilter("s", "g"), Keys()
+    for key, sequence in holders.items():
+        keys.hold(key, sequence)
+    for key, sequence in behind:
+        keys.defer(key, sequence)
+    group_filter.keys = keys
+    return group_filter, Group(20, requeued=Requeued(list(ranges)))
+
+
+def ready(group_filter: GroupFilter) -> list[tuple[int, int]]:
+    found = []
+    while (one := group_filter.pop_ready(0)) is not None:
+        found.append(one)
+    return found
+
+
+def test_of_what_changed_all_that_waits_is_noted_and_all_else_frees_its_key():
+    waiting = RequeuedRange(4, 2, 1, 0), RequeuedRange(8, 1, 1, 5_000)
+    group_filter, group = keyed(
+        *waiting,
+        *(RequeuedRange(sequence, 1, 0, 0) for sequence in (11, 12, 13, 14)),
+        holders={1: 3, 2: 4, 3: 7, 4: 9},
+        behind=[(1, 11), (2, 12), (3, 13), (4, 14)],
+    )
+    group_filter.changing = [(3, 10)]
+    group_filter.catch_up(group)
+    assert ready(group_filter) == [(4, 6), (11, 12), (13, 14), (14, 15)]
+    assert group_filter.pop_ready(5_000) == (8, 9)
+    assert [group_filter.keys.is_busy(key) for key in (1, 2, 3, 4)] == [True] * 4
+    assert group_filter.keys.deferred == 1 and not group_filter.changing
+
+
+@pytest.mark.parametrize(("waiting", "expected"), [([6], [(6, 7)]), ([5, 6], [(5, 6)]), ([], [])])
+def test_what_was_given_up_behind_another_message_of_its_key_is_passed_over_when_it_is_free(waiting, expected):
+    group_filter, group = keyed(
+        *(RequeuedRange(sequence, 1, 0, 0) for sequence in waiting), holders={1: 3}, behind=[(1, 5), (1, 6)]
+    )
+    group_filter.settle(group, 3, 4)
+    assert ready(group_filter) == expected and group_filter.keys.is_busy(1) == bool(expected)
+    assert group_filter.keys.deferred == len(waiting) // 2

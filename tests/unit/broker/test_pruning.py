@@ -1,0 +1,274 @@
+"""Core. What is given up for a group without being delivered: which messages, when, and what is counted."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+from qmq.broker import pruning
+from qmq.broker.pruning import PRUNE_EVERY_MS, PRUNER, Pruning, _before, _oldest
+from qmq.errors import CorruptFrame, ErrorCode
+from qmq.log.fold import State
+from qmq.log.group import Group as LogGroup
+from qmq.log.requeued import Requeued, RequeuedRange
+from qmq.operator_limits import OF_SUBJECT, OperatorLimits, by_key
+from qmq.replication.mastership import Mastership
+from qmq.subjects import dead_letter_subject, retry_subject
+from qmq.types import Role
+from tests.unit.broker.test_limits import HOUR, KEY, TEN, hours_pass, joined, pulled, started
+from tests.unit.broker.world import Client, Group
+
+WAITING = Requeued([RequeuedRange(2, 2, 1, 0), RequeuedRange(5, 1, 1, 9_000), RequeuedRange(8, 1, 1, 0)])
+
+
+@pytest.mark.parametrize(
+    ("end", "expected"),
+    [
+        (2, []),
+        (3, [(2, 1)]),
+        (8, [(2, 2), (5, 1)]),
+        (10, [(2, 2), (5, 1), (8, 1)]),
+        (13, [(2, 2), (5, 1), (8, 1), (10, 3)]),
+    ],
+)
+def test_what_has_expired_is_what_is_requeued_before_the_end_and_then_what_is_new(end, expected):
+    assert list(_before(LogGroup(10, requeued=WAITING), end)) == expected
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        (-1, []),
+        (0, []),
+        (1, [(2, 1)]),
+        (2, [(2, 2)]),
+        (3, [(2, 2), (5, 1)]),
+        (4, [(2, 2), (5, 1), (8, 1)]),
+        (9, [(2, 2), (5, 1), (8, 1), (10, 5)]),
+    ],
+)
+def test_the_oldest_are_those_requeued_and_then_new_ones(messages, expected):
+    assert list(_oldest(LogGroup(10, requeued=WAITING), messages)) == expected
+
+
+@pytest.mark.parametrize(("most", "expected"), [(2, [(2, 2), (5, 1)]), (3, [(2, 2), (5, 1), (8, 1), (10, 5)])])
+def test_new_ones_are_not_the_oldest_while_more_ranges_wait_than_are_looked_at(monkeypatch, most, expected):
+    monkeypatch.setattr(pruning, "RANGES_AT_ONCE", most)
+    assert list(_oldest(LogGroup(10, requeued=WAITING), 9)) == expected
+
+
+def made(log: object = None) -> Pruning:
+    """A pruning whose log has no messages."""
+    return Pruning(SimpleNamespace(log=log or SimpleNamespace(state=State())), None, None, lambda subject: None)
+
+
+def limits(*some: OperatorLimits) -> dict[tuple[str, str], OperatorLimits]:
+    return by_key(some)
+
+
+def test_limited_subjects_are_looked_at_once_a_second_and_those_left_over_in_the_next_tick(monkeypatch):
+    monkeypatch.setattr(pruning, "SUBJECTS_AT_ONCE", 2)
+    one = made()
+    assert [one.due_in_ms(now_ms) for now_ms in (0, 7_000)] == [PRUNE_EVERY_MS] * 2, "nothing is limited"
+    one.limit(limits(*(HOUR._replace(subject=subject) for subject in "abc"), OperatorLimits("d", "g", per_second=1)))
+    assert [one.due_in_ms(now_ms) for now_ms in (0, 400, 1_000, 2_000)] == [1_000, 600, 0, 0]
+    one.tick(999)
+    assert one.due_in_ms(999) == 1
+    one.tick(1_000)
+    assert one.due_in_ms(1_000) == 0, "of three there is one left"
+    one.tick(1_100)
+    assert one.due_in_ms(1_100) == 900
+
+
+def test_a_count_that_is_not_finished_is_gone_on_with_in_the_next_tick():
+    one = made()
+    one._lengths = SimpleNamespace(has_unfinished=True)
+    assert one.due_in_ms(0) == 0
+
+
+def test_no_subject_is_looked_at_when_a_tick_has_walked_enough():
+    group, client = started(HOUR)
+    client.produce("m0")
+    group.settle()
+    lengths = group.a.master._delivery.pruning._lengths
+    lengths.new_tick = lambda: setattr(lengths, "_walk_left", 0)
+    hours_pass(group)
+    assert not group.a.master.expired
+    del lengths.new_tick
+    group.a.node.tick()
+    assert group.a.master.expired == {KEY: 1}
+
+
+@pytest.mark.parametrize(
+    ("subject", "expected"),
+    [
+        ("s", True),
+        (retry_subject("s", "g"), True),
+        (dead_letter_subject("s", "g"), False),
+        ("t", False),
+        ("u", False),
+    ],
+)
+def test_what_expires_dies_where_its_subject_says_so_but_a_dead_letter_does_not_die_again(subject, expected):
+    one = made()
+    one.limit(limits(HOUR._replace(expired_die=True), HOUR._replace(subject="t")))
+    assert one.expired_die(subject) is expected
+
+
+def test_a_group_that_is_forgotten_is_counted_no_more_and_one_that_begins_anew_begins_at_nothing(caplog):
+    one, forgotten = made(), []
+    one._lengths = SimpleNamespace(forget=forgotten.append)
+    one.changing(KEY, is_known=True)
+    with caplog.at_level(logging.WARNING, "qmq.broker.pruning"):
+        for _ in range(2):
+            one.note_expired(KEY, 3)
+        assert one.expired == {KEY: 6} and len(caplog.records) == 1, "the log names it once"
+        one.overflowed[KEY] = 1
+        one.changing(KEY, is_known=False)
+        one.changing(("t", "g"), is_known=False)
+        assert not one.expired and not one.overflowed and forgotten == [KEY, ("t", "g")]
+        one.note_expired(KEY, 2)
+    assert one.expired == {KEY: 2} and len(caplog.records) == 2
+
+
+def test_a_new_master_goes_on_with_the_groups_that_it_finds():
+    group, client = started(HOUR)
+    client.produce("m0")
+    group.settle()
+    group.b.host.clock_ms = group.a.host.clock_ms
+    group.swap(2)
+    group.a.assign(Role.MASTER, 2, limits=(HOUR,))
+    hours_pass(group)
+    assert group.a.master.expired == {KEY: 1}
+
+
+def segments_of_ten() -> tuple[Group, Client]:
+    group, client = started(TEN)
+    for number in range(10):
+        Client(group.a).produce(f"m{number}", size=900)
+        group.settle()
+    assert len(group.a.log.bases) > 2
+    return group, client
+
+
+@pytest.mark.parametrize("is_requeued", [False, True], ids=["new", "requeued"])
+def test_what_retention_took_does_not_wait_any_more(is_requeued):
+    group, client = segments_of_ten()
+    if is_requeued:
+        assert len(pulled(group, client)) == 10
+        begin = group.a.log.state.groups[KEY].consumers["c"].unacked[0].pull
+        client.nack(begin, begin + 10, delay_ms=60_000)
+        group.settle()
+    while len(group.a.log.bases) > 2:
+        group.a.log.drop_oldest_segment()
+    first = group.a.log.frames("s", 0, 1)[0].begin
+    assert first > 1
+    producer = Client(group.a)
+    for number in range(first):
+        stored = producer.produce(f"n{number}")
+        group.settle()
+        assert producer.receipt(stored).stored == 1
+    refused = producer.produce("more")
+    group.settle()
+    assert producer.code(refused) == ErrorCode.SUBJECT_FULL and "10 messages" in producer.text(refused)
+
+
+@pytest.mark.parametrize(
+    ("messages_max", "bytes_max", "expected"),
+    [(8, 0, 2), (0, 3_000, 7), (8, 3_000, 7), (2, 3_000, 8), (10, 1 << 20, 0), (0, 1 << 20, 0)],
+)
+def test_of_two_limits_the_one_that_gives_up_more_counts(messages_max, bytes_max, expected):
+    group, _ = started()
+    for number in range(10):
+        Client(group.a).produce(f"m{number}", size=700)
+        group.settle()
+    size = group.a.log.frames("s", 0, 1)[0].length
+    assert 3 * size < 3_000 < 4 * size
+    one = OperatorLimits("s", OF_SUBJECT, messages_max=messages_max, bytes_max=bytes_max, drops_oldest=True)
+    group.a.assign(Role.MASTER, limits=(one,))
+    group.a.wait(1_000)
+    group.settle()
+    assert group.a.master.overflowed.get(KEY, 0) == expected
+
+
+def test_that_messages_are_given_up_is_logged_once_for_each_group(caplog):
+    group, client = started(TEN._replace(drops_oldest=True))
+    with caplog.at_level(logging.WARNING, "qmq.broker.pruning"):
+        for number in range(3):
+            client.produce(*(f"m{number}-{at}" for at in range(11)))
+            group.settle()
+            group.a.wait(1_000)
+            group.settle()
+    assert group.a.master.overflowed == {KEY: 23} and len(caplog.records) == 1
+
+
+def test_a_subject_may_have_a_length_and_an_age():
+    group, client = started(HOUR._replace(messages_max=2, drops_oldest=True))
+    client.produce("m0", "m1", "m2")
+    group.settle()
+    hours_pass(group)
+    assert (group.a.master.overflowed, group.a.master.expired) == ({KEY: 1}, {KEY: 2})
+
+
+def test_consumers_are_woken_when_something_is_given_up():
+    """The order key that it had may be free."""
+    group, client = started(HOUR)
+    woken = []
+    wake = group.a.master._delivery.pruning._wake
+    group.a.master._delivery.pruning._wake = lambda subject: woken.append(subject) or wake(subject)
+    client.produce("m0")
+    group.settle()
+    hours_pass(group)
+    assert woken == ["s"]
+
+
+def test_damage_that_is_met_while_what_expires_is_looked_for_is_told_of_and_other_subjects_go_on(monkeypatch):
+    group, client = started(HOUR, HOUR._replace(subject="t"))
+    joined(group, "c", subject="t").produce("n0", subject="t")
+    client.produce("m0")
+    group.settle()
+    found, first_since = [], pruning.progress.first_since
+    monkeypatch.setattr(Mastership, "found_damage", lambda self, problem: found.append(problem))
+
+    def damaged(log, subject, since_ms):
+        if subject == "s":
+            raise CorruptFrame(88, "test")
+        return first_since(log, subject, since_ms)
+
+    monkeypatch.setattr(pruning.progress, "first_since", damaged)
+    hours_pass(group)
+    assert len(found) == 1 and group.a.master.expired == {("t", "g"): 1}
+
+
+def test_expired_messages_that_wait_for_their_burial_are_not_given_twice_and_others_as_there_is_room(monkeypatch):
+    monkeypatch.setattr(pruning, "BURIED_AT_ONCE", 5)
+    group, client = started(HOUR._replace(expired_die=True))
+    client.produce(*(f"m{number}" for number in range(9)))
+    group.settle()
+    assert len(pulled(group, client, most=4)) == 4
+    begin = group.a.log.state.groups[KEY].consumers["c"].unacked[0].pull
+    client.nack(begin, begin + 1, delay_ms=80_000_000)
+    client.nack(begin + 2, begin + 4, delay_ms=80_000_000)
+    client.ack(begin + 1, begin + 2)
+    group.settle()
+    buried, dead_letters = [], group.a.master._delivery.pruning._dead_letters
+    group.a.master._delivery.pruning._dead_letters = SimpleNamespace(bury=lambda *args: buried.append(args))
+    hours_pass(group)
+    group.hear_clocks()
+    group.a.wait(1_000)
+    group.settle()
+    pruner = group.a.log.state.groups[KEY].consumers[PRUNER]
+    assert [(one.first, one.count) for one in pruner.unacked] == [(0, 1), (2, 2), (4, 2)]
+    ((key, ranges, *rest),) = buried
+    assert (key, rest) == ((*KEY, PRUNER), ["expired", None])
+    assert ranges == [(one.pull, one.pull_end) for one in pruner.unacked]
+    assert group.a.master.expired == {KEY: 5}
+    group.a.master._delivery.pruning._dead_letters = dead_letters
+    dead_letters.bury(key, ranges, *rest)
+    for _ in range(3):
+        group.hear_clocks()
+        group.a.wait(1_000)
+        group.settle()
+    assert group.a.master.expired == {KEY: 8} and not pruner.unacked

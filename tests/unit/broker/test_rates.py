@@ -1,0 +1,69 @@
+"""Core. A group's bucket of messages: how it is spent and fills, who finds it empty, and what a new limit changes."""
+
+from __future__ import annotations
+
+import pytest
+
+from qmq.broker.rates import DRY_MS, Rates
+from qmq.operator_limits import OperatorLimits, by_key
+from qmq.subjects import dead_letter_subject, retry_subject
+
+KEY = ("s", "g")
+
+
+def limit(rates: Rates, now_ms: int, *limits: OperatorLimits) -> None:
+    rates.limit(by_key(limits), now_ms)
+
+
+def limited(per_second: int, now_ms: int = 1_000) -> Rates:
+    rates = Rates()
+    limit(rates, now_ms, OperatorLimits(*KEY, per_second=per_second))
+    return rates
+
+
+def test_a_bucket_begins_with_one_message_and_fills_up_to_a_burst():
+    rates = limited(10)
+    assert [rates.allows(KEY, now_ms) for now_ms in (1_000, 1_100, 1_200, 1_300, 9_000)] == [1, 2, 3, 3, 3]
+    assert not rates.has_dry and not rates.is_slowed(KEY, 9_000)
+
+
+def test_what_was_spent_is_missing_until_it_has_come_in_again():
+    rates = limited(4)
+    rates.spend(KEY, 1)
+    assert [rates.allows(KEY, now_ms) for now_ms in (1_000, 1_125, 1_249, 1_250)] == [0, 0, 0, 1]
+
+
+def test_who_finds_the_bucket_empty_is_served_again_once_and_counts_as_slowed_for_a_while():
+    rates, mailbox = limited(10), (retry_subject("s", "g"), "g")
+    rates.spend(KEY, 1)
+    assert [rates.allows(mailbox, 1_010), rates.allows(KEY, 1_020), rates.has_dry] == [0, 0, True]
+    assert rates.take_dry() == [mailbox, KEY], "each under the subject that it asked for"
+    assert rates.take_dry() == [] and not rates.has_dry
+    assert [rates.is_slowed(KEY, 1_020 + DRY_MS + ms) for ms in (-1, 0)] == [True, False]
+
+
+@pytest.mark.parametrize(
+    "key", [("s", "h"), ("t", "g"), (dead_letter_subject("s", "g"), "g")], ids=["group", "subject", "dead letters"]
+)
+def test_others_have_no_bucket(key):
+    rates = limited(10)
+    rates.spend(key, 5)
+    assert rates.allows(key, 1_000) is None and not rates.is_slowed(key, 1_000)
+    assert rates.allows(KEY, 1_000) == 1
+
+
+@pytest.mark.parametrize(
+    ("after", "expected"),
+    [
+        ([OperatorLimits(*KEY, per_second=10)], 0),
+        ([OperatorLimits(*KEY, per_second=20)], 1),
+        ([OperatorLimits(*KEY, dead_letters_to="t")], None),
+        ([], None),
+    ],
+    ids=["the same rate", "another rate", "no rate", "no limit"],
+)
+def test_a_rate_that_stays_goes_on_and_another_one_begins_anew(after, expected):
+    rates = limited(10)
+    rates.spend(KEY, 1)
+    limit(rates, 1_050, *after)
+    assert rates.allows(KEY, 1_050) == expected

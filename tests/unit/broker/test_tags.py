@@ -1,0 +1,64 @@
+"""Core. Which tags an encoded message has, also if it is damaged, and which rules ask for the same."""
+
+from __future__ import annotations
+
+from array import array
+from itertools import product
+
+import pytest
+
+from qmq.broker.tags import TagRule, tag_words
+
+LONG = b"x" * 300
+
+
+def string(data: bytes) -> bytes:
+    return len(data).to_bytes(2, "big") + data
+
+
+def encoded(*tags: bytes, flags: int = 4) -> bytes:
+    """A message up to its tags."""
+    times = bytes(16)
+    return bytes([flags]) + times + string(LONG) + string(LONG) + bytes([len(tags)]) + b"".join(map(string, tags))
+
+
+@pytest.mark.parametrize("tags", [(), (b"a",), (LONG, b"b", b"")])
+def test_tags_are_read_once_all_of_them_are_there_and_never_behind_the_end(tags):
+    message = encoded(*tags)
+    for size in range(len(message) + 9):
+        found = tag_words((message + bytes(9))[:size])
+        assert tuple(found) == (tags if size >= len(message) else ()), size
+
+
+@pytest.mark.parametrize(("flags", "expected"), [(0, ()), (3, ()), (7, (b"a",))])
+def test_only_a_message_that_says_so_has_tags(flags, expected):
+    assert tuple(tag_words(encoded(b"a", flags=flags))) == expected
+
+
+@pytest.mark.parametrize(
+    ("asked", "is_all", "expected"),
+    [
+        (["a", "b"], False, [True, True, True, False]),
+        (["a", "b"], True, [False, False, True, False]),
+        (["a"], True, [True, False, True, False]),
+    ],
+)
+def test_a_rule_matches_any_or_all_of_its_words(asked, is_all, expected):
+    rule = TagRule.of(asked, is_all=is_all)
+    assert [rule.matches(encoded(*tags)) for tags in ((b"a",), (b"b",), (b"a", b"b", b"c"), (b"c",))] == expected
+
+
+@pytest.mark.parametrize("is_all", [False, True])
+@pytest.mark.parametrize("bits", [0x1, 0x100_0000, 0x101, 0x1_0101, 0x101_0101])
+def test_candidates_are_found_in_a_part_of_a_batch_whichever_bytes_of_its_labels_matter(bits, is_all):
+    some = [int.from_bytes(bytes(one), "little") for one in product((0, 1, 2), repeat=4)]
+    found = TagRule(frozenset([b"a"]), is_all, bits).candidates(array("Q", some), 5, len(some) - 6)
+    wanted = [one & bits == bits if is_all else bool(one & bits) for one in some]
+    assert found == [at for at in range(5, len(some) - 6) if wanted[at]] != []
+
+
+def test_rules_that_ask_for_the_same_are_equal():
+    assert TagRule.of(["a"], is_all=True) == TagRule.of(["a"], is_all=False)
+    assert TagRule.of(["a", "b"], is_all=True) == TagRule.of(["b", "a"], is_all=True)
+    assert TagRule.of(["a", "b"], is_all=True) != TagRule.of(["a", "b"], is_all=False)
+    assert TagRule.of([], is_all=True) is None
