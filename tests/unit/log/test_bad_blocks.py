@@ -49,7 +49,9 @@ def test_what_can_be_read_is_and_a_bad_block_is_read_as_such(disk, bad):
 
 def test_disk_with_bad_blocks_everywhere_has_failed(disk, bad):
     disk.put("f", bytes(BLOCK_BYTES * (UNREADABLE_BLOCKS_MAX + 1)))
-    bad("f", *range(UNREADABLE_BLOCKS_MAX + 1))
+    bad("f", *range(UNREADABLE_BLOCKS_MAX))
+    assert disk.read("f", 0, 1 << 30) == UNREADABLE * UNREADABLE_BLOCKS_MAX + bytes(BLOCK_BYTES)
+    bad("f", UNREADABLE_BLOCKS_MAX)
     with pytest.raises(DiskFailed, match="Input/output error"):
         disk.read("f", 0, 1 << 30)
 
@@ -61,8 +63,9 @@ def test_other_errors_of_a_read_end_the_process(disk, monkeypatch):
         raise OSError(errno.EBADF, os.strerror(errno.EBADF))
 
     monkeypatch.setattr(os, "pread", refused)
-    with pytest.raises(DiskFailed):
-        disk.read("f", 0, 4)
+    for call in (lambda: disk.read("f", 0, 4), lambda: disk.map("f")):
+        with pytest.raises(DiskFailed):
+            call()
 
 
 def test_file_with_a_bad_block_is_not_mapped(disk, bad):

@@ -30,6 +30,7 @@ def disk(tmp_path: Path):
 
 
 def test_segment_takes_no_more_than_it_needs_of_a_nearly_full_disk(disk: NearlyFull):
+    disk.left = 2 * SEGMENT_BYTES
     copy = Copy(disk, segment_bytes=SEGMENT_BYTES)
     copy.begin_epoch()
     copy.flush()

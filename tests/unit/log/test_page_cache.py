@@ -80,6 +80,14 @@ def test_a_disk_forgets_what_was_synced_from_the_first_write_to_the_last(tmp_pat
     assert [(begin, end) for _, begin, end in dropped] == [(0, 2 * STEP_BYTES)]
 
 
+@pytest.mark.parametrize(("size", "is_dropped"), [(COLD_READ_BYTES - 1, False), (COLD_READ_BYTES, True)])
+def test_a_disk_forgets_what_is_read_at_length(tmp_path, dropped, size, is_dropped):
+    disk = RealDisk(tmp_path, cached_bytes=KEEP)
+    disk.put("file", bytes(2 * COLD_READ_BYTES))
+    assert len(disk.read("file", 100, size)) == size
+    assert [(begin, end) for _, begin, end in dropped] == [(100, 100 + size)] * is_dropped
+
+
 def test_a_disk_that_leaves_it_to_the_system_drops_nothing(dropped, tmp_path):
     disk = RealDisk(tmp_path, cached_bytes=None)
     disk.put("file", bytes(COLD_READ_BYTES))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 from pathlib import Path
 from random import Random
 
@@ -12,6 +13,7 @@ import pytest
 
 from qmq.errors import DiskFailed
 from qmq.log import RealDisk
+from qmq.log import disk as disk_module
 from qmq.log.memory_disk import MemoryDisk
 from qmq.log.memory_system import MemorySystem
 from qmq.log.system import System
@@ -266,3 +268,146 @@ def test_folder_above_that_cannot_be_fsynced_is_no_fault_of_the_disk(tmp_path: P
             RealDisk(tmp_path / "data", system=Above())
     else:
         RealDisk(tmp_path / "data", system=Above()).put("f", b"data")
+
+
+def test_what_is_only_reserved_is_not_used(tmp_path: Path):
+    for disk in (MemoryDisk(), RealDisk(tmp_path)):
+        assert disk.used("nowhere") == 0
+        disk.create("empty", 0)
+        disk.create("reserved", 1 << 20)
+        assert disk.used("empty") == disk.used("reserved") == 0
+        disk.put("f", b"data")
+        assert disk.used("f") == 4
+        disk.write("reserved", 0, [b"data"])
+        assert 4 <= disk.used("reserved") <= 4096
+
+
+def test_file_system_that_cannot_tell_what_is_used_has_failed():
+    class Deaf(MemorySystem):
+        def seek(self, fd, at, whence):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    disk = MemoryDisk(Deaf())
+    disk.put("f", b"data")
+    with pytest.raises(DiskFailed):
+        disk.used("f")
+
+
+@pytest.mark.parametrize("call", ["put", "move", "remove"])
+def test_a_reader_in_the_midst_of_a_change_does_not_keep_the_old_file_open(call):
+    """Or it is read for ever in place of the new one, and its room on the disk is not given back."""
+
+    class Read(MemorySystem):
+        def rename(self, path, to):
+            disk.read("log/f", 0, 9)
+            super().rename(path, to)
+
+        def unlink(self, path):
+            disk.read("log/f", 0, 9)
+            super().unlink(path)
+
+    disk = MemoryDisk(Read())
+    disk.create("log/f", 0)
+    disk.write("log/f", 0, [b"old"])
+    arguments = {"put": ("log/f", b"new"), "move": ("log/f", "log/g"), "remove": ("log/f",)}
+    getattr(disk, call)(*arguments[call])
+    assert disk.read("log/f", 0, 9) == (b"new" if call == "put" else b"")
+
+
+@pytest.mark.parametrize("call", ["move", "remove"])
+def test_file_is_not_called_lost_while_we_take_it_away(call):
+    lost = []
+
+    class Asked(MemorySystem):
+        def rename(self, path, to):
+            super().rename(path, to)
+            lost.append(disk.is_lost("log/f"))
+
+        def unlink(self, path):
+            super().unlink(path)
+            lost.append(disk.is_lost("log/f"))
+
+    disk = MemoryDisk(Asked())
+    disk.create("log/f", 8)
+    getattr(disk, call)(*["log/f", "log/g"][: 2 if call == "move" else 1])
+    assert lost == [False]
+
+
+def test_no_more_files_stay_open_than_may(monkeypatch):
+    monkeypatch.setattr(disk_module, "OPEN_FILES_MAX", 3)
+    disk = MemoryDisk()
+    for n in range(5):
+        disk.create(f"f{n}", 1)
+    assert len(disk.system._open) == 3
+    for n in range(5):
+        disk.write(f"f{n}", 0, [b"%d" % n])
+        disk.put(f"p{n}", b"%d" % n)
+        disk.move(f"p{n}", f"q{n}")
+        assert len(disk.system._open) == 3
+    assert [disk.read(f"{kind}{n}", 0, 9) for kind in "fq" for n in range(5)] == [b"%d" % n for n in range(5)] * 2
+    disk.reopen()
+    assert not disk.system._open
+
+
+@pytest.mark.parametrize("root", ["here", "made/here"])
+def test_data_directory_may_be_of_the_working_directory(tmp_path: Path, monkeypatch, root):
+    monkeypatch.chdir(tmp_path)
+    RealDisk(Path(root)).put("f", b"data")
+    assert (tmp_path / root / "f").read_bytes() == b"data"
+
+
+def test_file_that_need_not_last_costs_no_fsync_and_lasts_with_the_next_one_beside_it():
+    disk = MemoryDisk()
+    disk.put("log/other", b"")
+    before = disk.calls
+    disk.create("log/f", 8, lasting=False)
+    assert disk.calls == before + 2, "it is made, and its room is taken"
+    disk.put("log/other", b"again")
+    disk.crash()
+    disk.reopen()
+    assert disk.has("log/f")
+
+
+def test_of_a_file_that_was_not_fsynced_nothing_stays_in_memory():
+    dropped = []
+
+    class Failing(MemorySystem):
+        def fdatasync(self, fd):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        def drop_cached(self, fd, begin, end):
+            dropped.append((begin, end))
+
+    disk = MemoryDisk(Failing())
+    disk.create("f", 0)
+    disk.write("f", 0, [b"data"])
+    with pytest.raises(DiskFailed):
+        disk.sync("f")
+    assert dropped == [disk_module.WHOLE_FILE]
+
+
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_more_buffers_than_one_call_takes_are_written_all_the_same(monkeypatch, most):
+    monkeypatch.setattr(disk_module, "_IOV_MAX", most)
+    disk = MemoryDisk()
+    disk.create("f", 0)
+    disk.write("f", 2, [b"ab", b"", b"cde", b"f", b"gh"])
+    assert disk.read("f", 0, 99) == b"\0\0abcdefgh"
+
+
+def test_each_call_is_the_system_s(tmp_path: Path, monkeypatch):
+    called = []
+    for name in ("fsync", "fdatasync", "posix_fadvise"):
+        monkeypatch.setattr(os, name, lambda *args, name=name: called.append((name, *args)))
+    system = System()
+    system.fsync(7)
+    system.fdatasync(8)
+    system.drop_cached(9, 100, 250)
+    assert called == [("fsync", 7), ("fdatasync", 8), ("posix_fadvise", 9, 100, 150, os.POSIX_FADV_DONTNEED)]
+
+
+def test_files_may_be_read_by_others_and_a_folder_is_no_file(tmp_path: Path):
+    disk = RealDisk(tmp_path)
+    disk.put("log/f", b"data")
+    assert stat.S_IMODE((tmp_path / "log" / "f").stat().st_mode) == 0o644
+    assert not disk.has("log") and disk.size("log") == 0 and not disk.has("log/f/g") and disk.names("log/f") == []
