@@ -88,13 +88,10 @@ class MessageLog:
         self._disk = disk
         self._segment_bytes = segment_bytes
         self._tail_bytes_max = tail_bytes
-        self.state = State()
         self.health = LogLife()
-        self.damage: Damage | None = None
         self.damaged: deque[Damage] = deque(maxlen=DAMAGED_KEPT)
         """All that readers found since this object was made, the newest last, mended by now or not."""
         self.torn_bytes = 0
-        self.flushed_end = 0
         self._reload()
 
     def _reload(self) -> None:
@@ -340,8 +337,7 @@ class MessageLog:
             CorruptFrame: its file is gone.
         """
         bases = list(self._bases)
-        base = segment_at(bases, begin) if bases else -1
-        if base in bases[:-1]:
+        if bases and (base := segment_at(bases, begin)) in bases[:-1]:
             self._disk.look_again(log_name(base))
             if not self._disk.has(log_name(base)):
                 raise CorruptFrame(base, "its file is gone")
@@ -352,8 +348,7 @@ class MessageLog:
         Raises:
             DiskFailed: what is fsynced there would be gone when this process ends.
         """
-        name = log_name(self._bases[-1]) if self._bases else ""
-        if name and self._disk.is_lost(name):
+        if self._bases and self._disk.is_lost(name := log_name(self._bases[-1])):
             raise DiskFailed(f"{name}: its file was taken away or exchanged while it was written")
 
     def verify(self, base: int, at: int, chain: int | None, bytes_max: int) -> tuple[int, int, bool]:
@@ -439,8 +434,8 @@ class MessageLog:
     def roll_if_no_snapshot(self) -> bool:
         """See whether the only segment's snapshot is damaged, which nothing makes again; then the next frame begins a
         segment with a whole one. Blocks."""
-        base = self._bases[0] if len(self._bases) == 1 else 0
-        self._rolls_next = bool(base) and self.flushed_end > base and self._chain_by_snapshot(base) is None
+        base = self.start
+        self._rolls_next = len(self._bases) == 1 and self.flushed_end > base and self._chain_by_snapshot(base) is None
         return self._rolls_next
 
     def frames(self, subject: str, sequence: int, most: int) -> list[FrameRef]:
@@ -521,7 +516,7 @@ class MessageLog:
         self._flush_now()
         if self.damage is not None:
             self._disk.put(segments.TAIL_CUT, b"damage")
-        name = quarantine.keep_bytes(self._disk, to, read_raw(self._disk, self._bases, to, 1 << 63), why)
+        name = quarantine.keep_bytes(self._disk, to, read_raw(self._disk, self._bases, to, segments.NO_END), why)
         kept = [base for base in self._bases if base < to] or self._bases[:1]
         write_manifest(self._disk, kept)
         for base in reversed(self._bases[len(kept) :]):
@@ -610,20 +605,21 @@ class MessageLog:
 
     def next_frame(self, begin: int) -> int | None:
         """Return the offset of the first frame that begins at or after `begin`. Blocks; may run on a thread."""
-        return segments.next_frame(self._disk, list(self._bases), begin) if self._bases else None
+        return segments.next_frame(self._disk, list(self._bases), begin)
 
     def read_bytes(self, begin: int, end: int) -> bytes:
         """Return what stands in `[begin, end)`, as it is: whoever asks checks it. Blocks; may run on a thread."""
-        end = min(end, self.flushed_end)
-        base = segment_at(self._bases, begin)
-        if base == segment_at(self._bases, max(begin, end - 1)):
+        bases, end = list(self._bases), min(end, self.flushed_end)
+        base, stop = segments.within(bases, begin, end)
+        if stop == end:
             return self._disk.read(log_name(base), begin - base, max(0, end - begin))
-        return read_raw(self._disk, list(self._bases), begin, end)
+        return read_raw(self._disk, bases, begin, end)
 
     def read_damaged(self, begin: int) -> bytes:
         """Return the bytes from `begin`, where no frame is, up to the next frame. Blocks; may run on a thread."""
-        end = self.next_frame(begin + 8)
-        return read_raw(self._disk, list(self._bases), begin, self.flushed_end if end is None else end)
+        bases = list(self._bases)
+        end = segments.frame_behind(self._disk, bases, begin)
+        return read_raw(self._disk, bases, begin, self.flushed_end if end is None else end)
 
     def may_be_acknowledged(self, damage: Damage) -> bool:
         """Return whether the damage lies below a high watermark that this log knows, so that both copies had it.
@@ -639,7 +635,7 @@ class MessageLog:
                 chunk = read_chunk(disk, bases, at, end)
                 at, high = chunk.end, max(frame.high_watermark for frame in chunk.frames)
             except CorruptFrame:  # the end, or more damage
-                at = segments.next_frame(disk, bases, at + 8)
+                at = segments.frame_behind(disk, bases, at)
         return damage.begin < high
 
     def timestamp_at(self, offset: int) -> int:
@@ -709,7 +705,7 @@ class MessageLog:
         if isinstance(problem, ForeignSegment):
             end: int | None = problem.end
         else:
-            end = segments.next_frame(self._disk, self._bases, begin + 8)
+            end = segments.frame_behind(self._disk, self._bases, begin)
         found = Damage(begin, min(self.state.end, end or self.state.end), problem.reason)
         if self.damage is None or found not in self.damaged:  # several readers may meet it
             self.damaged.append(found)

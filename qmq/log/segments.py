@@ -8,13 +8,14 @@ log/manifest      which segments there should be (qmq.log.manifest)
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 from qmq.errors import CorruptFrame
 from qmq.log.disk import Disk
-from qmq.log.frame import FRAME_BYTES_MAX, Frame, check_body, decode_header, find_frame, intact_bytes
+from qmq.log.frame import FRAME_BYTES_MAX, HEADER_BYTES, Frame, check_body, decode_header, find_frame, intact_bytes
 from qmq.log.index import segment_at
 
 FOLDER = "log"
@@ -22,8 +23,10 @@ TAIL_CUT = f"{FOLDER}/tail-cut"
 """Exists while bytes at the log's end were cut off, or all of it was set aside, that may have been acknowledged, and
 this copy has not yet had everything that the other one has."""
 CHUNK_BYTES = 4 << 20
-SEARCH_BYTES, HEADER_BYTES_MAX = 4096, 65536
-"""Read first where a frame is looked for: mostly one begins right there. / More than any header has."""
+SEARCH_BYTES, HEADER_BYTES_MAX = 4096, HEADER_BYTES + (1 << 16)
+"""Read first where a frame is looked for: mostly one begins right there. / No header has more."""
+NO_END = 1 << 63
+"""Behind every log."""
 
 
 @lru_cache  # each commit asks for it twice
@@ -62,7 +65,7 @@ def read_chunk(disk: Disk, bases: list[int], begin: int, end: int, bytes_max: in
     Raises:
         CorruptFrame: no frame begins at `begin`.
     """
-    base, stop = _within(bases, begin, end)
+    base, stop = within(bases, begin, end)
     data = disk.read(log_name(base), begin - base, min(bytes_max, stop - begin))
     frames: list[Frame] = []
     at, chain = 0, None
@@ -70,9 +73,9 @@ def read_chunk(disk: Disk, bases: list[int], begin: int, end: int, bytes_max: in
         try:
             frame = decode_header(data, at, begin + at, chain)
         except CorruptFrame:
-            if at or len(data) >= stop - begin:
+            if at or len(data) >= min(HEADER_BYTES_MAX, stop - begin):
                 break
-            more = disk.read(log_name(base), begin - base, min(2 * len(data) + 65536, stop - begin))
+            more = disk.read(log_name(base), begin - base, min(HEADER_BYTES_MAX, stop - begin))
             if len(more) == len(data):
                 break  # the file is shorter than it was
             data = more
@@ -81,8 +84,6 @@ def read_chunk(disk: Disk, bases: list[int], begin: int, end: int, bytes_max: in
             if at:
                 break
             data = disk.read(log_name(base), begin - base, frame.end - begin)
-            if len(data) < frame.end - begin:
-                raise CorruptFrame(begin, "the file ends within the frame")
         check_body(frame, memoryview(data)[at + frame.body_at : frame.end - begin])
         frames.append(frame)
         at, chain = frame.end - begin, frame.chain
@@ -94,14 +95,14 @@ def read_chunk(disk: Disk, bases: list[int], begin: int, end: int, bytes_max: in
 
 def read_intact(disk: Disk, bases: list[int], begin: int, end: int, bytes_max: int) -> bytes:
     """As `read_chunk`, for bytes that are passed on: of the frames, nothing but their CRCs is checked."""
-    base, stop = _within(bases, begin, end)
+    base, stop = within(bases, begin, end)
     data = disk.read(log_name(base), begin - base, min(bytes_max, stop - begin))
     if whole := intact_bytes(memoryview(data), begin):
         return data[:whole]
     return read_chunk(disk, bases, begin, end, bytes_max).data  # a frame that is longer, or damage, with its reason
 
 
-def _within(bases: list[int], begin: int, end: int) -> tuple[int, int]:
+def within(bases: list[int], begin: int, end: int) -> tuple[int, int]:
     """Return the base of the segment that holds `begin`, and where it or the range ends."""
     base, at = segment_at(bases, begin), bisect_right(bases, begin)
     return base, min(end, bases[at]) if at < len(bases) else end
@@ -112,7 +113,7 @@ def next_frame(disk: Disk, bases: list[int], begin: int) -> int | None:
     for base in bases[max(bisect_right(bases, begin) - 1, 0) :]:
         at, end, size = max(begin, base), base + disk.used(log_name(base)), SEARCH_BYTES
         while at < end:
-            data = disk.read(log_name(base), at - base, size)
+            data = disk.read(log_name(base), at - base, min(size, end - at))
             if (found := find_frame(data, at)) is not None:
                 return at + found
             if len(data) < size:
@@ -122,14 +123,18 @@ def next_frame(disk: Disk, bases: list[int], begin: int) -> int | None:
     return None
 
 
+def frame_behind(disk: Disk, bases: list[int], offset: int) -> int | None:
+    """Return the offset of the first valid header behind `offset`, where there is no frame; None if nothing follows."""
+    return next_frame(disk, bases, offset + 8)
+
+
 def read_raw(disk: Disk, bases: list[int], begin: int, end: int) -> bytes:
     """Return the bytes `[begin, end)` as they are, whatever they are; shorter where the used part of a file is."""
     parts = []
-    bases = bases[bisect_right(bases, begin) - 1 if bases and begin >= bases[0] else 0 :]
-    for base, following in zip(bases, [*bases[1:], end]):  # a file may have zeros behind the segment's end
-        if base < end:
-            first, last = max(begin, base), min(end, following, base + disk.used(log_name(base)))
-            parts.append(disk.read(log_name(base), first - base, max(last - first, 0)))
+    inside = bases[max(bisect_right(bases, begin) - 1, 0) : bisect_left(bases, end)]
+    for base, following in pairwise([*inside, end]):  # a file may have zeros behind the segment's end
+        first, last = max(begin, base), min(following, base + disk.used(log_name(base)))
+        parts.append(disk.read(log_name(base), first - base, max(last - first, 0)))
     return b"".join(parts)
 
 

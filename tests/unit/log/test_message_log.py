@@ -7,7 +7,10 @@ import json
 import pytest
 
 from qmq.errors import CorruptFrame
-from qmq.log import message_log
+from qmq.log import message_log, segments
+from qmq.log.frame import Frame, FrameKind, decode_frames
+from qmq.log.segments import index_name, log_name, snapshot_name
+from qmq.types import Epoch
 from tests.support.effort import every
 from tests.unit.log.logs import Copy
 
@@ -231,3 +234,333 @@ def test_bodies_of_neighbours_are_read_at_one_go(monkeypatch):
     assert [frame.offset for frame, _ in copy.log.read_bodies(refs)] == [ref.offset for ref in refs]
     ends = [ref.offset + ref.length for ref in refs]
     assert read == [(refs[0].offset, ends[2]), (refs[3].offset, ends[3])]
+
+
+def a_log(*sizes: int, subject: str = "s", segment_bytes: int = 1 << 20) -> tuple[Copy, list[Frame]]:
+    """Frames of these sizes, in one segment."""
+    copy = Copy(segment_bytes=segment_bytes, tail_bytes=0)
+    frames = [copy.begin_epoch(), *(copy.messages(f"m{i}", size=size, subject=subject) for i, size in enumerate(sizes))]
+    copy.flush()
+    return copy, frames
+
+
+def watched(copy: Copy, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the sizes of what is read from now on."""
+    sizes, read = [], copy.disk.read
+    monkeypatch.setattr(copy.disk, "read", lambda *args: sizes.append(len(data := read(*args))) or data)
+    return sizes
+
+
+@pytest.mark.parametrize("bytes_max", [1, 120, 1000, 5000, 30_000, 1 << 20])
+@pytest.mark.parametrize("at", range(5))
+def test_a_chunk_is_as_long_as_was_asked_for_or_one_frame(at, bytes_max):
+    """Of less than its header nobody can tell how long a frame is: then as much is read as any header has."""
+    copy, frames = a_log(20, 20_000, 20, 20_000, 20)
+    begin = frames[at].offset
+    most = bytes_max if bytes_max >= frames[at].body_at else segments.HEADER_BYTES_MAX
+    for end in (frame.end for frame in frames[at:]):
+        chunk = copy.log.read(begin, end, bytes_max)
+        inside = [one for one in frames if begin <= one.offset and one.end <= min(end, begin + most)]
+        assert chunk.frames == (inside or [frames[at]]) and chunk.chain == chunk.frames[-1].chain
+        assert (chunk.begin, chunk.end) == (begin, chunk.frames[-1].end)
+        assert chunk.data == copy.whole()[begin : chunk.end]
+
+
+def test_damage_is_found_without_reading_all_that_is_behind_it(monkeypatch):
+    copy, frames = a_log(*[20_000] * 40)
+    copy.disk.flip(log_name(0), 8 * (frames[3].offset + 88))  # its subject
+    sizes = watched(copy, monkeypatch)
+    with pytest.raises(CorruptFrame, match="wrong header CRC"):
+        copy.log.read(frames[3].offset, copy.log.end, 1)
+    assert sum(sizes) < 70_000
+
+
+def test_header_of_any_length_is_read_and_found():
+    """Names are checked before; whatever a frame can hold, a log can read."""
+    copy, frames = a_log(0, 0, 0, subject="x" * 65_529)
+    for at, frame in enumerate(frames):
+        assert copy.log.read(frame.offset, copy.log.end, 1).frames == [frame]
+        assert copy.log.next_frame(frame.offset) == frame.offset
+        assert copy.log.next_frame(frame.offset + 8) == (frames[at + 1].offset if frame is not frames[-1] else None)
+
+
+def test_a_frame_is_found_right_behind_the_smallest_damage():
+    """Frames begin at multiples of 8."""
+    copy, frames = a_log(20, 20)
+    assert segments.frame_behind(copy.disk, [0], frames[1].offset - 8) == frames[1].offset
+    assert segments.frame_behind(copy.disk, [0], frames[1].offset) == frames[2].offset
+    assert segments.frame_behind(copy.disk, [0], frames[2].offset) is None
+
+
+def test_where_nothing_follows_the_rest_is_read_once(monkeypatch):
+    copy, frames = a_log(20, 20)
+    sizes = watched(copy, monkeypatch)
+    assert copy.log.next_frame(frames[-1].offset + 8) is None
+    assert sizes == [copy.log.end - frames[-1].offset - 8]
+
+
+def test_any_range_is_read_as_it_is_over_the_ends_of_segments():
+    copy = Copy(segment_bytes=700, tail_bytes=0)
+    copy.begin_epoch()
+    copy.fill(12)
+    whole, borders = copy.whole(), [*copy.log.bases, copy.log.end]
+    around = sorted({max(border + by, 0) for border in borders for by in (-9, -1, 0, 1, 9)})
+    for begin in around:
+        for end in around:
+            assert segments.read_raw(copy.disk, copy.log.bases, begin, end) == whole[begin:end]
+            if begin < copy.log.end:
+                assert copy.log.read_bytes(begin, end) == whole[begin:end]
+    assert segments.read_raw(copy.disk, [], 0, 9) == b""
+    copy.log.drop_oldest_segment()
+    assert segments.read_raw(copy.disk, copy.log.bases, 0, copy.log.end) == whole[copy.log.start :]
+
+
+@pytest.mark.parametrize("who", ["master", "slave"])
+def test_the_tail_has_whole_frames_and_their_bodies(who):
+    master, slave = Copy(), Copy()
+    frames = [master.begin_epoch(), *(master.messages(id, size=size) for id, size in (("a", 20), ("b", 500), ("c", 0)))]
+    master.flush()
+    whole = master.whole()
+    slave.log.append_frames(0, memoryview(whole))
+    log = (master if who == "master" else slave).log
+    for at, frame in enumerate(frames):
+        found, body = log.tail_body(frame.offset)
+        assert found == frame and bytes(body) == whole[frame.offset + frame.body_at : frame.end]
+        for last in frames[at:]:
+            size = last.end - frame.offset
+            for bytes_max in (size, size + 87):  # less than a frame more
+                buffers, end, chain = log.tail_frames(frame.offset, bytes_max)
+                assert b"".join(buffers) == whole[frame.offset : last.end] and (end, chain) == (last.end, last.chain)
+        buffers, end, _ = log.tail_frames(frame.offset, 1)
+        assert (len(b"".join(buffers)), end) == (frame.end - frame.offset, frame.end), "at least one"
+    for nowhere in (8, log.end):
+        assert log.tail_body(nowhere) is None and log.tail_frames(nowhere, 1) is None
+
+
+@pytest.mark.parametrize("too_few", [0, 1])
+def test_the_tail_keeps_as_many_frames_as_it_may_each_with_what_its_objects_take(too_few):
+    size = 160 + message_log.TAIL_ENTRY_BYTES
+    copy = Copy(tail_bytes=5 * size - too_few)
+    copy.begin_epoch()
+    frames = [copy.messages(f"{i}", size=20) for i in range(10)]
+    assert {frame.end - frame.offset for frame in frames} == {160}
+    copy.flush()
+    kept = [frame for frame in frames if copy.log.tail_body(frame.offset) is not None]
+    assert kept == frames[too_few - 5 :]
+    copy.messages("m", size=20)
+    copy.flush()
+    assert copy.log.tail_body(kept[0].offset) is None and copy.log.tail_body(kept[1].offset) is not None
+
+
+def test_a_segment_takes_what_fits_exactly_and_a_frame_that_is_larger_has_its_own():
+    copy = Copy(segment_bytes=120 + 160 + 160)
+    epoch, small = copy.begin_epoch(), [copy.messages(f"{i}", size=20) for i in range(3)]
+    assert (epoch.end, copy.log.bases) == (120, [0, small[2].offset])
+    large = [copy.messages(f"l{i}", size=5000) for i in range(2)]
+    copy.messages("m", size=20)
+    copy.flush()
+    assert copy.log.bases == [0, small[2].offset, large[0].offset, large[1].offset, large[1].end]
+    assert copy.reopen().end == copy.log.end and copy.log.state.next_sequence == {"s": 6}
+    alone = Copy(segment_bytes=100)
+    first = alone.begin_epoch()
+    assert alone.log.bases == [0] and alone.messages("a").offset == alone.log.bases[1] == first.end
+
+
+def test_each_frame_says_when_it_was_written():
+    copy = Copy(tail_bytes=0)
+    frames = [copy.begin_epoch()]
+    for i in range(60):
+        frames.append(copy.messages(f"m{i}", timestamp_ms=1000 + i))
+        if i != 59:
+            copy.flush()
+    for frame in frames:
+        assert copy.log.timestamp_at(frame.offset) == frame.timestamp_ms
+    assert copy.log.timestamp_at(copy.log.end) == frames[-1].timestamp_ms
+
+
+def test_chain_before_the_oldest_frame_is_told():
+    copy = Copy(tail_bytes=0)
+    assert copy.log.start_chain() == 0
+    copy.begin_epoch()
+    copy.fill(60)
+    assert copy.log.start_chain() == 0 and copy.log.seed_start()[:2] == (0, 0)
+    copy.log.drop_oldest_segment()
+    base, chain, snapshot = copy.log.seed_start()
+    assert base == copy.log.start and copy.log.start_chain() == chain != 0 and copy.log.chain_is(base, chain)
+    assert copy.disk.read(snapshot_name(base), 0, 1 << 20) == snapshot
+    copy.disk.flip(snapshot_name(base), 100)
+    assert copy.log.seed_start()[0] == copy.log.bases[1]
+    for base in copy.log.bases:
+        copy.disk.remove(snapshot_name(base))
+    with pytest.raises(CorruptFrame, match="no snapshot"):
+        copy.log.seed_start()
+
+
+@pytest.mark.parametrize("tail_bytes", [0, 1 << 20])
+def test_chains_are_those_of_the_frames(tail_bytes):
+    copy = Copy(tail_bytes=tail_bytes)
+    assert copy.log.chain_is(0, 0) and not copy.log.chain_is(0, 1)
+    frames = [copy.begin_epoch(), *(copy.messages(f"m{i}", size=100) for i in range(30))]
+    copy.flush()
+    for before, frame in zip([None, *frames], [*frames, None]):
+        offset, chain = before.end if before else 0, before.chain if before else 0
+        assert copy.log.chain_is(offset, chain) and not copy.log.chain_is(offset, chain + 1), frame
+
+
+def test_index_and_snapshot_are_given_as_they_are_stored():
+    copy = Copy()
+    copy.begin_epoch()
+    copy.fill(60)
+    base = copy.log.bases[1]
+    index, snapshot = (copy.disk.read(name(base), 0, 1 << 20) for name in (index_name, snapshot_name))
+    assert index and snapshot and copy.log.derived_files(base) == (index, snapshot)
+    assert copy.log.derived_files(base, index_only=True) == (index, b"")
+    copy.disk.remove(index_name(base))
+    assert copy.log.derived_files(base) == (b"", snapshot) and copy.log.derived_files(8) == (b"", b"")
+
+
+def test_a_file_is_looked_at_again_only_where_a_closed_segment_is():
+    copy = Copy()
+    copy.log.look_again(0)
+    copy.log.check_newest()
+    copy.begin_epoch()
+    copy.log.check_newest()
+    copy.fill(60)
+    for base in copy.log.bases:
+        copy.log.look_again(base)
+    copy.disk.remove(log_name(copy.log.bases[-1]))
+    copy.log.look_again(copy.log.bases[-1])
+    second = copy.log.bases[1]
+    copy.disk.remove(log_name(second))
+    copy.log.look_again(second - 8)
+    with pytest.raises(CorruptFrame, match="its file is gone"):
+        copy.log.look_again(second)
+
+
+def test_what_is_appended_and_not_written_goes_to_quarantine_as_well():
+    for change in ("cut", "set aside", "seed"):
+        copy = Copy()
+        copy.begin_epoch()
+        kept = copy.messages("kept")
+        copy.flush()
+        copy.messages("not written")
+        other = Copy()
+        other.begin_epoch()
+        other.fill(60)
+        other.log.drop_oldest_segment()
+        base, _, snapshot = other.log.seed_start()
+        if change == "cut":
+            copy.log.cut(kept.end, "test")
+        elif change == "set aside":
+            copy.log.set_aside("test")
+        else:
+            copy.log.seed(base, snapshot, "test")
+        assert copy.log.is_idle and copy.log.end == copy.log.flushed_end == {"cut": kept.end, "seed": base}.get(
+            change, 0
+        )
+        kept_aside = [name for name in copy.disk.all_names() if name.startswith("quarantine/")]
+        assert any(b"not written" in copy.disk.read(name, 0, 1 << 20) for name in kept_aside)
+        assert copy.log.is_tail_cut == (change != "cut")
+
+
+def test_a_snapshot_of_another_place_seeds_nothing():
+    copy, other = Copy(), Copy()
+    for one in (copy, other):
+        one.begin_epoch()
+        one.fill(60)
+    copy.messages("not written")
+    before, snapshot = copy.image(), other.disk.read(snapshot_name(other.log.bases[1]), 0, 1 << 20)
+    for wrong in (snapshot, snapshot[:-1]):
+        with pytest.raises(CorruptFrame):
+            copy.log.seed(other.log.bases[2], wrong, "test")
+    assert copy.image() == before and not copy.log.is_idle
+
+
+@pytest.mark.parametrize("where", ["before", "at", "behind"])
+def test_seeded_copy_is_whole_once_it_has_what_the_other_one_has_before_the_snapshot(where):
+    copy, other = Copy(), Copy()
+    other.begin_epoch()
+    other.fill(60)
+    base = other.log.bases[2]
+    start = {"before": 0, "at": base, "behind": base + 8}[where]
+    copy.log.seed(base, other.disk.read(snapshot_name(base), 0, 1 << 20), "test", start=start)
+    assert copy.log.end == base and copy.log.bases == ([0, base] if where == "before" else [base])
+    assert (copy.log.damage and copy.log.damage[:2]) == ((0, base) if where == "before" else None)
+    copy.log.append_frames(base, memoryview(other.whole()[base:]))
+    copy.flush()
+    if where == "before":
+        copy.log.repair(other.whole()[:base])
+    assert copy.log.damage is None and copy.whole() == other.whole()[copy.log.start :]
+
+
+def test_a_cut_behind_the_end_changes_nothing_and_one_at_the_begin_leaves_an_empty_segment():
+    copy = Copy()
+    copy.begin_epoch()
+    copy.fill(60)
+    copy.log.drop_oldest_segment()
+    before, end = copy.image(), copy.log.end
+    for behind in (end, end + 8):
+        assert copy.log.cut(behind, "test") is None
+    assert copy.image() == before and copy.disk.names("quarantine") == []
+    start, chain = copy.log.start, copy.log.start_chain()
+    assert copy.log.cut(start, "test") is not None
+    assert (copy.log.bases, copy.log.start, copy.log.end, copy.log.chain) == ([start], start, start, chain)
+    copy.fill(60)
+    assert copy.reopen().state == copy.log.state and copy.log.bases[0] == start
+    for base in copy.log.bases[1:]:
+        assert copy.log.frames("s0", 0, 1000) and copy.disk.size(log_name(base))
+
+
+def test_after_a_cut_no_index_tells_of_what_was_cut():
+    """The segment may be closed once more, at the same offset."""
+    copy = Copy()
+    copy.begin_epoch()
+    copy.fill(60)
+    base, following = copy.log.bases[1:3]
+    cut_at = copy.log.read(base, following, 1 << 20).frames[2].offset
+    copy.log.cut(cut_at, "test")
+    assert copy.disk.size(index_name(base)) == 0
+    copy.fill(60, name="n")
+    refs = [ref for subject in ("s0", "s1", "s2") for ref in copy.reopen().frames(subject, 0, 1000)]
+    frames = [frame for frame, _ in decode_frames(copy.whole(), 0, 0) if frame.kind == FrameKind.MESSAGES]
+    assert sorted(ref.offset for ref in refs) == [frame.offset for frame in frames]
+
+
+def test_a_segment_is_read_up_to_a_frame_and_no_further_to_see_whether_it_can_be():
+    copy = Copy(tail_bytes=0)
+    copy.log.check_readable(0)
+    copy.begin_epoch()
+    copy.fill(60)
+    copy.log.drop_oldest_segment()
+    frames = copy.log.read(copy.log.start, copy.log.end, 1 << 20).frames
+    bad = frames[5]
+    copy.disk.flip(log_name(copy.log.start), 8 * (bad.offset - copy.log.start + 50))
+    for fine in (0, *(frame.offset for frame in frames[:5])):
+        copy.log.check_readable(fine)
+    for offset in (bad.offset, frames[6].offset):
+        with pytest.raises(CorruptFrame) as found:
+            copy.log.check_readable(offset)
+        assert found.value.offset == bad.offset
+    copy.log.check_readable(copy.log.end)
+
+
+def test_the_messages_of_what_is_cut_are_named_whatever_stands_between_them():
+    copy = Copy()
+    kept = copy.begin_epoch()
+    copy.messages("a")
+    copy.begin_epoch(Epoch(1, 2))
+    copy.messages("b")
+    copy.flush()
+    end = copy.log.end
+    report = report_of(copy, copy.log.cut(kept.end, "conflict"))
+    assert report["message_ids"] == ["a", "b"] and (report["begin"], report["why"]) == (kept.end, "conflict")
+    assert end - 8 < report["end"] <= end
+
+
+def test_what_is_set_aside_again_has_a_folder_of_its_own():
+    copy = Copy()
+    for _ in range(3):
+        copy.begin_epoch()
+        copy.log.set_aside("test")
+    folders = {name.split("/")[1] for name in copy.disk.all_names() if name.startswith("quarantine/")}
+    assert folders == {f"{0:020d}-{120:020d}-test-{n}" for n in range(3)}

@@ -8,6 +8,8 @@ import pytest
 
 from qmq.errors import BrokenInvariant, CorruptFrame, DiskFailed, Diverged, ForeignSegment
 from qmq.log import quarantine, segments
+from qmq.log.fold import State, encode_snapshot
+from qmq.log.health import LogHealth
 from qmq.log.memory_disk import MemoryDisk
 from tests.unit.log.logs import Copy
 
@@ -276,3 +278,156 @@ def test_a_closed_segment_that_is_whole_and_of_another_history_is_mended(common)
     assert theirs.rstrip(b"\0") in [
         copy.disk.read(f"quarantine/{name}", 0, size) for name in copy.disk.names("quarantine")
     ]
+
+
+def test_whether_it_is_damaged_now_is_seen_only_where_the_log_is():
+    copy = a_copy()
+    copy.log.drop_oldest_segment()
+    copy.messages("not flushed")
+    log, start, end = copy.log, copy.log.start, copy.log.flushed_end
+    problem = {offset: CorruptFrame(offset, "test") for offset in (0, start, end - 8, end)}
+    assert [log.is_damaged(problem[offset]) for offset in (0, start, end - 8, end)] == [False, False, True, False]
+    damage(copy, start)
+    assert log.is_damaged(problem[start])
+    first, second, third = log.bases[:3]
+    foreign = [ForeignSegment(first, second), ForeignSegment(first, third), ForeignSegment(0, first)]
+    assert [log.is_damaged(one) for one in foreign] == [True, False, False]
+
+
+def test_damage_that_several_readers_meet_is_told_once_and_mended_first_come_first():
+    copy, other = a_copy(), a_copy()
+    first, second, behind = (frame_offsets(copy, 0)[at] for at in (10, 20, 21))
+    for offset in (first, second):
+        damage(copy, offset)
+    for offset in (second, first, second, first):
+        copy.log.damaged_at(CorruptFrame(offset, "test"))
+    assert [one.begin for one in copy.log.damaged] == [second, first]
+    assert copy.log.damage == (second, behind, "test") and copy.log.health.is_of(copy.log.damage)
+    copy.log.repair(others(other, second, behind))
+    assert copy.log.damage is None and copy.log.health.is_of(None)
+    copy.log.damaged_at(CorruptFrame(second, "test"))
+    assert [one.begin for one in copy.log.damaged] == [second, first, second], "it came back"
+    assert copy.log.damage.begin == second
+
+
+@pytest.mark.parametrize("segments_damaged", [1, 2, 3])
+def test_damage_of_several_segments_is_mended_by_what_the_other_copy_has_piece_by_piece(segments_damaged):
+    """The other copy's pieces end anywhere, and one may hold frames of two segments."""
+    copy, other = a_copy(), a_copy()
+    bases = copy.log.bases
+    begin, end = frame_offsets(copy, bases[1])[2], bases[1 + segments_damaged]
+    for base in bases[1 : 1 + segments_damaged]:
+        copy.disk.truncate(f"log/{base:020d}.log", max(begin - base, 0))
+    copy.log.damaged_at(CorruptFrame(begin, "test"))
+    copy.log.damage = copy.log.damage._replace(end=end)
+    whole = other.whole()
+    ends = [frame for frame in frame_offsets(other, begin) if begin < frame <= end]
+    for stop in (ends[1], ends[-3], end):
+        assert copy.log.damage[:2] == (begin, end)
+        copy.log.repair(whole[begin:stop])
+        begin = stop
+    assert copy.log.damage is None and copy.whole() == whole
+    sizes = [
+        (disk.size(name), name) for disk in (copy.disk, other.disk) for name in map("log/{:020d}.log".format, bases)
+    ]
+    assert sizes[: len(bases)] == sizes[len(bases) :]
+
+
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_damage_that_goes_with_its_segment_is_over(is_cut):
+    copy = a_copy()
+    if is_cut:
+        copy.log.cut(copy.log.end - 8, "test")
+        copy.disk.put(segments.TAIL_CUT, b"test")
+    second = copy.log.bases[1]
+    for offset, is_over in ((second, False), (second - 8, True)):
+        again = Copy(copy.disk.copy(), tail_bytes=0)
+        again.log.damaged_at(CorruptFrame(offset, "test"))
+        again.log.drop_oldest_segment()
+        assert again.log.start == second and (again.log.damage is None) == is_over
+        assert again.log.health.is_of(again.log.damage) and again.log.is_tail_cut == is_cut
+        if is_over:
+            assert (again.log.health.state is LogHealth.TAIL_CUT) == is_cut
+
+
+def test_a_high_watermark_is_looked_for_behind_all_damage():
+    """In any segment, whichever frame says it."""
+    for behind, is_known in ((-8, False), (0, False), (8, True)):
+        copy = Copy(MemoryDisk(), segment_bytes=700, tail_bytes=0)
+        copy.begin_epoch()
+        copy.messages("a", size=100)
+        offset = copy.log.end
+        second = [copy.messages(f"m{i}", size=100) for i in range(9)][4].offset
+        copy.messages("b", size=100, high_watermark=offset + behind)
+        copy.messages("c", size=100)
+        copy.flush()
+        for bad in (offset, second):
+            damage(copy, bad)
+        for base in copy.log.bases[1:]:
+            copy.disk.remove(segments.snapshot_name(base))
+        log = copy.reopen()
+        assert log.health.is_unreplayed and log.damage.begin == offset and log.state.high_watermark == 0
+        assert log.may_be_acknowledged(log.damage) is is_known
+
+
+def test_what_stands_at_damage_is_read_up_to_the_next_frame_or_to_the_end():
+    copy = a_copy()
+    whole, (first, behind, *_, last) = copy.whole(), frame_offsets(copy, 0)
+    assert copy.log.read_damaged(first) == whole[first:behind]
+    assert copy.log.read_damaged(last) == whole[last:]
+
+
+@pytest.mark.parametrize("is_only", [True, False])
+@pytest.mark.parametrize("is_bad", [True, False])
+def test_only_segment_without_a_whole_snapshot_ends_with_the_next_frame(is_only, is_bad):
+    copy = a_copy()
+    while is_only and len(copy.log.bases) > 1:
+        copy.log.drop_oldest_segment()
+    assert copy.log.start or not is_only
+    if is_bad:
+        for base in copy.log.bases:
+            copy.disk.flip(segments.snapshot_name(base), 100)
+    segments_before, rolls = len(copy.log.bases), is_only and is_bad
+    assert copy.log.roll_if_no_snapshot() is rolls
+    copy.messages("a", size=0)
+    assert len(copy.log.bases) == segments_before + rolls
+    copy.messages("b", size=0)
+    assert len(copy.log.bases) == segments_before + rolls, "once"
+
+
+def test_snapshot_is_made_again_only_where_its_segment_begins_and_of_this_history():
+    copy, other = a_copy(), a_copy()
+    base, chain, _ = other.log.verify(0, 0, None, 1 << 20)
+    snapshot = other.disk.read(segments.snapshot_name(base), 0, 1 << 20)
+    copy.disk.remove(segments.snapshot_name(base))
+    for wrong in ((base, chain + 1), (base + 8, chain)):
+        copy.log.put_snapshot(*wrong, snapshot)
+        assert not copy.disk.has(segments.snapshot_name(wrong[0]))
+    copy.log.put_snapshot(base, chain, snapshot)
+    assert copy.image() == other.image()
+
+
+def test_state_before_a_lost_snapshot_is_told_where_it_can_be_made_again():
+    copy = a_copy()
+    zero, first, second, third, *_, closed, newest = copy.log.bases
+    names = {base: segments.snapshot_name(base) for base in copy.log.bases}
+    for base in (zero, first, newest, first + 8):
+        assert copy.log.state_before_lost_snapshot(base) is None, "it is whole, or nothing ends there"
+    for base in (first, third):
+        copy.disk.flip(names[base], 100)
+    state, end = copy.log.state_before_lost_snapshot(zero)
+    assert (state, end) == (State(), first)
+    copy.log.fold_on(state, end, 500)
+    while state.end < end:
+        copy.log.fold_on(state, end, 500)
+    assert encode_snapshot(state) == a_copy().disk.read(names[first], 0, 1 << 20)
+    assert copy.log.state_before_lost_snapshot(first) is None, "it begins with none"
+    state, end = copy.log.state_before_lost_snapshot(second)
+    assert (state.end, end) == (second, third)
+    state.chain += 1
+    with pytest.raises(CorruptFrame, match="another history"):
+        copy.log.fold_on(state, end, 500)
+    copy.disk.flip(names[newest], 100)
+    assert copy.log.state_before_lost_snapshot(closed)[1] == newest
+    copy.log.cut(newest, "test")
+    assert copy.log.state_before_lost_snapshot(closed) is None
