@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from qmq import ranges
 from qmq.errors import CorruptFrame
 from qmq.log.message_log import MessageLog
+from qmq.log.segments import NO_END
 
 WHY = "given-up"
 PIECE_BYTES = 4 << 20
@@ -36,8 +37,9 @@ class GivingUp:
 
 def plan(log: MessageLog) -> GivingUp | None:
     """Return what has to go next for this log to be whole; None: it is. Reads all closed segments."""
-    damage = log.damage
-    if damage is not None and log.health.is_unreplayed:
+    if log.health.is_unreplayed:
+        damage = log.damage
+        assert damage is not None
         return GivingUp(log.start, damage.begin, [f"no frames at [{damage.begin}, {damage.end}): {damage.reason}"])
     problems = {base: problem for base in log.bases[:-1] if (problem := _problem(log, base)) is not None}
     if not problems:
@@ -82,6 +84,6 @@ def _lost(log: MessageLog, start: int) -> tuple[dict[str, tuple[int, int]], dict
         if subject in subjects:
             begin, end = subjects[subject]
             left = group.unconsumed(state.next_sequence.get(subject, 0))
-            if count := ranges.size(ranges.difference(left, [(0, begin), (end, 1 << 63)])):
+            if count := ranges.size(ranges.difference(left, [(0, begin), (end, NO_END)])):
                 unconsumed[subject, name] = count
     return subjects, unconsumed

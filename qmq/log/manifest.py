@@ -63,8 +63,6 @@ def expected_bases(disk: Disk) -> tuple[list[int], list[int]]:
     """Return the bases of the segments that this copy should have, and of files that are left over from a deletion."""
     there, listed = segment_bases(disk), read_manifest(disk)
     if listed is None:
-        if there:
-            write_manifest(disk, there)
         return there, []
     newer = [base for base in there if not listed or base > listed[-1]]
     return [*listed, *newer], [base for base in there if base not in listed and base not in newer]

@@ -16,6 +16,7 @@ Keeps I14.
 from __future__ import annotations
 
 import contextlib
+from bisect import bisect_right
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -28,9 +29,10 @@ from qmq.log.index import SegmentIndex
 from qmq.log.manifest import expected_bases
 from qmq.log.segments import (
     CHUNK_BYTES,
+    NO_END,
+    frame_behind,
     index_name,
     log_name,
-    next_frame,
     read_chunk,
     read_raw,
     snapshot_name,
@@ -60,10 +62,11 @@ def recover(disk: Disk) -> Recovered:
     and this copy must be seeded. If the newest segment's file is gone, the tail counts as cut.
     """
     bases, leftover = expected_bases(disk)
-    state, first = _newest_snapshot(disk, bases)
-    if state is None:
+    begin = _newest_snapshot(disk, bases)
+    if begin is None:
         set_aside(disk, bases[0], bases[-1], "no-beginning")
-        return Recovered(State(), [], SegmentIndex(0), None, 0)
+        return recover(disk)  # of nothing
+    state, first = begin
     index, damage, torn = SegmentIndex(0), None, 0
     for position in range(first, len(bases)):
         base = bases[position]
@@ -72,21 +75,19 @@ def recover(disk: Disk) -> Recovered:
             break
         if position > first:  # or whoever is seeded from here, once the segments before are gone, gets nothing
             disk.put(snapshot_name(base), encode_snapshot(state))
-        index = SegmentIndex(base)
-        if position == len(bases) - 1 and not disk.has(log_name(base)):
+        index, is_last = SegmentIndex(base), base == bases[-1]
+        if is_last and not disk.has(log_name(base)):
             disk.put(segments.TAIL_CUT, b"the newest segment's file is gone")
             disk.create(log_name(base), 0)
         problem = _replay(disk, base, state, index)
-        is_last = position == len(bases) - 1
-        if problem is None and not is_last and not disk.size(index_name(base)):
+        if not is_last and state.end == bases[position + 1]:  # zeros may follow
             disk.put(index_name(base), index.encode(state.end))
-        if problem is not None and not (not is_last and state.end == bases[position + 1]):
-            following = next_frame(disk, bases, state.end + 8)
+        elif problem is not None:
+            following = frame_behind(disk, bases, state.end)
             if following is not None:
                 damage = Damage(state.end, following, problem.reason)
             else:
-                torn = _cut_torn_tail(disk, bases, state.end)
-                bases = [kept for kept in bases if kept <= state.end]
+                bases, torn = _cut_torn_tail(disk, bases, state.end)
             break
     if bases and damage is None:
         disk.sync(log_name(bases[-1]))
@@ -118,17 +119,16 @@ def _clear_away(disk: Disk, leftover: list[int], all_bases: list[int], kept_from
             disk.remove(name)
 
 
-def _newest_snapshot(disk: Disk, bases: list[int]) -> tuple[State | None, int]:
-    """Return the state to start from and the position of the segment it belongs to."""
-    for position in range(len(bases) - 1, -1, -1):
-        base = bases[position]
+def _newest_snapshot(disk: Disk, bases: list[int]) -> tuple[State, int] | None:
+    """Return the state to start from and the position of the segment it belongs to; None: nothing says so."""
+    for position, base in reversed(list(enumerate(bases))):
         try:
             state = decode_snapshot(disk.read(snapshot_name(base), 0, disk.size(snapshot_name(base))))
         except (ValueError, KeyError):
             continue
         if state.end == base:
             return state, position
-    return (State(), 0) if not bases or bases[0] == 0 else (None, 0)
+    return None if bases and bases[0] else (State(), 0)
 
 
 def missing(disk: Disk, bases: list[int]) -> Damage | None:
@@ -177,17 +177,18 @@ def _frame_bytes(data: bytes, offset: int) -> int:
     return frame.end - offset
 
 
-def _cut_torn_tail(disk: Disk, bases: list[int], end: int) -> int:
-    """Remove what a crash left behind `end`; return how many bytes that was, without zeros at its end."""
-    torn = read_raw(disk, bases, end, 1 << 63).rstrip(b"\0")
+def _cut_torn_tail(disk: Disk, bases: list[int], end: int) -> tuple[list[int], int]:
+    """Remove what a crash left behind `end`; return which segments stay, and how many bytes that was, without zeros at
+    its end."""
+    torn = read_raw(disk, bases, end, NO_END).rstrip(b"\0")
     if torn:
         disk.put(segments.TAIL_CUT, b"torn tail")
         quarantine.keep_bytes(disk, end, torn, "torn tail")
-    manifest.write_manifest(disk, [base for base in bases if base <= end])
-    for base in reversed([base for base in bases if base > end]):
+    kept = bases[: bisect_right(bases, end)]
+    manifest.write_manifest(disk, kept)
+    for base in reversed(bases[len(kept) :]):
         for stale in (index_name(base), snapshot_name(base), log_name(base)):
             disk.remove(stale)
     if torn:
-        base = [base for base in bases if base <= end][-1]
-        disk.truncate(log_name(base), end - base)
-    return len(torn)
+        disk.truncate(log_name(kept[-1]), end - kept[-1])
+    return kept, len(torn)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from qmq.log.frame import FrameKind
 from qmq.log.giving_up import give_up, plan
 from qmq.log.memory_disk import MemoryDisk
 from qmq.log.segments import log_name, snapshot_name
@@ -69,3 +70,28 @@ def test_damage_that_kept_the_log_from_being_replayed_goes_with_what_is_behind_i
     assert what.cut == log.damage.begin
     give_up(log, what)
     assert plan(log) is None and log.end == what.cut and log.is_tail_cut, "it asks others before it goes on"
+
+
+@pytest.mark.parametrize("all_goes", [True, False])
+def test_what_goes_is_told_by_subject_and_by_who_has_not_consumed_it(all_goes):
+    copy = a_copy()
+    bases = list(copy.log.bases)
+    copy.messages("n", subject="new")
+    for subject, taken, acked in (("s0", 3, 2), ("s1", 12, 12), ("new", 0, 0)):
+        copy.progress(FrameKind.POSITION, "", (0, 0, 0), subject=subject)
+        if taken:
+            copy.progress(FrameKind.PULL, "c", (0, 0, taken), subject=subject)
+            copy.progress(FrameKind.ACK, "c", (0, acked, 0), subject=subject)
+    copy.flush()
+    bad = copy.log.bases[-2] if all_goes else bases[1]
+    copy.disk.flip(log_name(bad), 8 * 150)
+    if all_goes:
+        copy.disk.flip(snapshot_name(copy.log.bases[-1]), 100)
+    what, start = plan(copy.log), bases[2]
+    ends = copy.log.state.next_sequence
+    kept = {subject: ends[subject] if all_goes else copy.log.first_kept(subject, start) for subject in sorted(ends)}
+    assert what.start == (copy.log.end if all_goes else start) and len(what.problems) == 1
+    assert what.subjects == {subject: (0, end) for subject, end in kept.items() if end}
+    assert ("new" in what.subjects) == all_goes
+    unconsumed = {("s0", "g"): kept["s0"] - 2, ("s1", "g"): max(kept["s1"] - 12, 0), ("new", "g"): kept["new"]}
+    assert what.unconsumed == {key: messages for key, messages in unconsumed.items() if messages}

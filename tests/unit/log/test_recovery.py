@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from random import Random
 
 import pytest
 
-from qmq.errors import CorruptFrame
+from qmq.errors import CorruptFrame, DiskFailed
+from qmq.log import manifest, recovery
 from qmq.log.fold import decode_snapshot
-from qmq.log.frame import FrameKind, decode_frames
+from qmq.log.frame import Frame, FrameKind, decode_frames
 from qmq.log.memory_disk import MemoryDisk
 from qmq.log.recovery import Recovered, recover
+from qmq.log.segments import index_name, log_name, segment_bases, snapshot_name
 from qmq.types import Epoch
 from tests.support.effort import every
 from tests.unit.log.logs import Copy, a_history, fold_of
@@ -119,6 +122,7 @@ def test_cut_at_every_byte_leaves_the_true_prefix(segment, rest):
         assert image.read(SEGMENT, 0, border) == data[:border]
         torn = len(data[border:size].rstrip(b"\0"))
         assert found.torn_bytes == torn and bool(image.names("quarantine")) == bool(torn)
+        assert torn or rest == "missing" or image.size(SEGMENT) == SIZE, "what was reserved stays so"
 
 
 @pytest.mark.parametrize("to_border", range(0, 12, 2))
@@ -253,3 +257,180 @@ def test_recovering_twice_is_recovering_once_after_any_damage():
             files,
         ), seed
         assert again.torn_bytes == 0
+
+
+@pytest.mark.parametrize("frames", [1, 60])
+def test_a_start_where_nothing_is_missing_writes_nothing(frames):
+    copy = Copy(tail_bytes=0)
+    copy.reopen()
+    assert copy.disk.all_names() == [], "an empty copy stays empty"
+    copy.begin_epoch()
+    copy.fill(frames)
+    state, calls = copy.log.state, copy.disk.calls
+    assert copy.reopen().state == state and copy.disk.calls == calls + 1, "one fsync"
+
+
+def test_what_a_start_has_read_outlives_a_power_cut():
+    """It was written by a process that was killed before the fsync: whoever read it acts on it."""
+    copy = a_log()
+    copy.messages("written and not fsynced")
+    (step,) = copy.log.take_commit().steps
+    copy.disk.write(log_name(step.base), step.offset - step.base, step.buffers)
+    end = copy.reopen().end
+    copy.disk.crash()
+    copy.disk.reopen()
+    assert copy.reopen().end == end > step.offset
+
+
+def test_snapshot_of_another_place_is_none():
+    copy = a_log()
+    before, (older, newest) = copy.log.state, copy.log.bases[-2:]
+    copy.disk.put(snapshot_name(newest), copy.disk.read(snapshot_name(older), 0, 1 << 20))
+    assert copy.reopen().state == before and copy.log.damage is None
+    assert decode_snapshot(copy.disk.read(snapshot_name(newest), 0, 1 << 20)).end == newest
+
+
+def test_an_index_that_a_start_replays_over_is_there_again():
+    """Or the first who reads far behind would wait for it."""
+    copy = a_log()
+    closed, newest = copy.log.bases[-2:]
+    index = copy.disk.read(index_name(closed), 0, 1 << 20)
+    for name in (index_name(closed), snapshot_name(newest)):
+        copy.disk.remove(name)
+    copy.reopen()
+    assert copy.disk.read(index_name(closed), 0, 1 << 20) == index
+
+
+def test_segment_that_was_begun_and_not_listed_is_listed_by_the_next_start():
+    copy = a_log()
+    bases = list(copy.log.bases)
+    manifest.write_manifest(copy.disk, bases[:-1])
+    assert copy.reopen().bases == bases == manifest.read_manifest(copy.disk)
+
+
+def with_large_frames() -> tuple[Copy, list[Frame]]:
+    copy = Copy(segment_bytes=96_400, tail_bytes=0)
+    copy.begin_epoch()
+    copy.messages("it", "fills", "a segment", size=32_000)
+    frames = [copy.messages(f"m{i}", size=size) for i, size in enumerate((100, 20_000, 100, 3000, 3000, 20_000))]
+    copy.flush()
+    assert copy.log.bases == [0, frames[0].offset]
+    return copy, frames
+
+
+def test_a_start_reads_piece_by_piece_and_frames_that_are_larger_than_a_piece(monkeypatch):
+    monkeypatch.setattr(recovery, "CHUNK_BYTES", 4096)
+    copy, frames = with_large_frames()
+    before, sizes, read = copy.log.state, [], copy.disk.read
+
+    def watched(name: str, offset: int, size: int) -> bytes:
+        sizes.append(size if name.endswith(".log") else 0)
+        return read(name, offset, size)
+
+    monkeypatch.setattr(copy.disk, "read", watched)
+    assert copy.reopen().state == before and copy.log.torn_bytes == 0
+    assert max(sizes) == frames[-1].end - frames[-1].offset
+
+
+@pytest.mark.parametrize("left", [50, 100, 5000, -8], ids="{} bytes of it are left".format)
+def test_large_frame_that_is_torn_is_cut(monkeypatch, left):
+    monkeypatch.setattr(recovery, "CHUNK_BYTES", 4096)
+    copy, (*_, last) = with_large_frames()
+    size = last.offset + left if left > 0 else last.end + left
+    torn, base = copy.whole()[last.offset : size].rstrip(b"\0"), copy.log.bases[-1]
+    copy.disk.truncate(log_name(base), size - base)
+    log = copy.reopen()
+    assert (log.end, log.damage, log.torn_bytes) == (last.offset, None, len(torn)) and log.is_tail_cut
+
+
+def torn_before_two_empty_segments() -> tuple[Copy, Frame]:
+    """The last frame of a closed segment is no frame any more, and nothing follows: neither frames nor snapshots."""
+    copy = a_log()
+    closed, *newer = copy.log.bases[-3:]
+    for base in newer:
+        copy.disk.remove(snapshot_name(base))
+        copy.disk.truncate(log_name(base), 0)
+    last = copy.log.read(closed, newer[0], 1 << 20).frames[-1]
+    copy.disk.flip(log_name(closed), 8 * (last.offset - closed + 20))
+    return copy, last
+
+
+def test_interrupted_cut_of_a_torn_tail_lists_no_file_that_is_gone():
+    whole, (torn, last) = a_log(), torn_before_two_empty_segments()
+    bases = torn.log.bases[:-2]
+    for call in range(1, 40):
+        copy = Copy(tail_bytes=0)
+        copy.disk.put_back(torn.disk)
+        copy.disk.fail_after(call)
+        with contextlib.suppress(DiskFailed):
+            copy.reopen()
+        copy.disk.heal()
+        copy.disk.crash()
+        listed = manifest.read_manifest(copy.disk)
+        assert listed is not None and set(listed) <= set(segment_bases(copy.disk)), call
+        copy.disk.reopen()
+        log = copy.reopen()
+        assert (log.end, log.bases, log.damage, log.is_tail_cut) == (last.offset, bases, None, True), call
+        assert copy.whole() == whole.whole()[: last.offset] and manifest.read_manifest(copy.disk) == bases
+        names = {name(base) for base in whole.log.bases[-2:] for name in (log_name, index_name, snapshot_name)}
+        assert names.isdisjoint(copy.disk.all_names()) and copy.disk.names("quarantine")
+
+
+def test_torn_first_frame_of_a_segment_leaves_the_segment_to_go_on_in():
+    copy = a_log()
+    bases = list(copy.log.bases)
+    while len(copy.log.bases) == len(bases):
+        bases = list(copy.log.bases)
+        copy.fill(1)
+    bases = list(copy.log.bases)
+    copy.disk.flip(log_name(bases[-1]), 8 * 20)
+    log = copy.reopen()
+    assert (log.end, log.bases, log.damage, log.is_tail_cut) == (bases[-1], bases, None, True)
+    copy.fill(1)
+    assert copy.reopen().end == copy.log.end > bases[-1] and copy.log.bases == bases
+
+
+def test_that_the_newest_file_was_gone_is_known_however_a_start_is_interrupted():
+    whole = a_log()
+    newest = whole.log.bases[-1]
+    whole.disk.remove(log_name(newest))
+    for call in range(1, 12):
+        copy = Copy(tail_bytes=0)
+        copy.disk.put_back(whole.disk)
+        copy.disk.fail_after(call)
+        with contextlib.suppress(DiskFailed):
+            copy.reopen()
+        copy.disk.heal()
+        copy.disk.crash()
+        copy.disk.reopen()
+        log = copy.reopen()
+        assert log.is_tail_cut and log.end == newest and copy.disk.size(log_name(newest)) == 0, call
+
+
+@pytest.mark.parametrize("is_gone", [True, False], ids=["gone", "cut short"])
+def test_closed_segment_that_ends_too_early_is_damage_for_who_replays_over_it(is_gone):
+    """At the border of a frame, so that nothing looks torn; and no snapshot behind it is left."""
+    copy, other = a_log(), a_log()
+    base, following = copy.log.bases[1:3]
+    border = base if is_gone else copy.log.read(base, following, 1 << 20).frames[3].end
+    copy.disk.truncate(log_name(base), border - base)
+    if is_gone:
+        copy.disk.remove(log_name(base))
+    for newer in copy.log.bases[2:]:
+        copy.disk.remove(snapshot_name(newer))
+    log = copy.reopen()
+    assert log.health.is_unreplayed and log.damage[:2] == (border, following) and log.end == border
+    assert not log.is_tail_cut
+    log.repair(other.log.read(border, following, 1 << 20).data)
+    assert log.damage is None and log.state == other.log.state and copy.image() == other.image()
+
+
+def test_zeros_behind_the_end_of_a_closed_segment_are_replayed_over():
+    """A crash may leave some of what was reserved for it."""
+    copy = a_log()
+    before = copy.log.state
+    for base in copy.log.bases[1:]:
+        copy.disk.remove(snapshot_name(base))
+    name = log_name(copy.log.bases[0])
+    copy.disk.write(name, copy.disk.size(name), [bytes(80)])
+    assert copy.reopen().state == before and copy.log.damage is None and copy.log.torn_bytes == 0
