@@ -209,7 +209,6 @@ class Slaves:
         """Our disk has everything before `end`."""
         for watch in self._watches.values():
             watch.confirm_restored(end, chain)
-        self.ship()
 
     def writable_again(self, link: Link) -> None:
         if (watch := self.of(link)) is not None:

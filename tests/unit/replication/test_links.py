@@ -8,6 +8,7 @@ from qmq.log.frame import FrameKind
 from qmq.remoting.commands import Command
 from qmq.replication import shipper
 from qmq.replication.clocks import MASTER, SLAVE
+from qmq.replication.ports import QUIET_MS
 from qmq.replication.readonly import Reason
 from qmq.types import Role
 from tests.unit.broker.world import Broker, Client, FakeLink, Group
@@ -109,10 +110,11 @@ def test_a_slave_whose_disk_is_full_makes_its_group_readonly():
 
 
 def test_a_group_is_not_at_rest_while_one_of_its_slaves_catches_up():
-    copies = Copies().start(connected="b")
+    copies = Copies().start()
+    copies.cut("c")
     copies.a.wait(1_000)
     copies.settle()
-    assert copies.a.master.slaves.are_level
+    assert copies.a.master.slaves.are_level and copies.a.master.quiet_ms() == QUIET_MS
     wire = copies.wires["c"]
     wire.connect()
     assert wire.deliver_hello()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qmq.errors import CorruptFrame, Diverged
+from qmq.errors import CorruptFrame, Diverged, LogError
 from qmq.remoting.commands import Command, split_offset
 from qmq.replication import shipper as shipping
 from qmq.replication.shipper import Shipper
@@ -178,3 +178,17 @@ def test_the_window_is_filled_and_then_left_by_one_packet(monkeypatch):
         shipper.confirmed_end = confirmed
         shipper.ship()
         assert shipper.position == sent
+
+
+@pytest.mark.parametrize("error", [CorruptFrame(8, "met"), LogError("the file is gone")])
+def test_what_cannot_be_read_closes_the_link_and_is_damage_if_it_is_no_frame(error):
+    copy, found, link, host = a_copy(tail_bytes=0), [], FakeLink("slave"), FakeHost()
+    shipper = Shipper(copy.log, link, host.read, begin=0, chain=0, bytes_per_s=1 << 30, found_damage=found.append)
+    shipper.ship()
+    _, done = host.reads.popleft()
+    done(error)
+    assert not link.is_open and link.reason == str(error) and not link.told
+    assert found == ([error] if isinstance(error, CorruptFrame) else [])
+    link.is_open = True
+    shipper.ship()
+    assert host.reads, "nothing is being read any more"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qmq.errors import CorruptFrame, ErrorCode
+from qmq.errors import CorruptFrame, DiskFailed, ErrorCode
 from qmq.remoting import commands
 from qmq.remoting.commands import Command, Confirmation
 from qmq.remoting.packet import Packet
@@ -265,7 +265,7 @@ def test_a_slave_follows_from_before_its_log_begins_by_no_agreement():
     group.connect()
     follow = Agreement(group.a.master.epoch, Action.FOLLOW, 0, 0, b.log.end)
     b.node.agreed(group.at_slave, memoryview(follow.encode()))
-    assert not group.at_slave.is_open and "corrupt" not in b.node.readonly_reasons and not b.slave.is_following
+    assert not group.at_slave.is_open and b.node.readonly_reasons == ["diverged"] and not b.slave.is_following
 
 
 def test_a_slave_whose_log_is_damaged_before_a_cut_confirms_nothing():
@@ -307,3 +307,25 @@ def test_a_slave_is_disconnected_by_the_loss_of_its_own_link_only():
     assert group.b.slave.is_following
     group.b.node.link_lost(group.at_slave)
     assert group.b.slave.life.state is SlaveState.DISCONNECTED
+
+
+def test_a_copy_that_was_put_back_is_not_whole_again_wherever_its_process_dies_before_it_is_seeded():
+    lacked, survived, calls = Point(Epoch(1, 1), 800, 7), False, 0
+    while not survived:
+        broker, link = Broker("b"), FakeLink("master")
+        broker.assign(Role.SLAVE)
+        broker.node.identity.completed(True)
+        broker.node.identity.points.rolled_back(lacked)
+        broker.slave.connected(link)
+        seed = Agreement(Epoch(1, 1), Action.SEED, 800, 7, 800)
+        broker.disk.fail_after(calls)
+        try:
+            broker.node.agreed(link, memoryview(seed.encode()))
+            survived = True
+        except DiskFailed:
+            calls += 1
+        broker.disk.heal()
+        broker.crash()
+        identity = broker.node.identity
+        assert not identity.value.complete or identity.points.lacks == lacked, f"call {calls}"
+    assert calls > 2 and not identity.value.complete and identity.points.lacks is None

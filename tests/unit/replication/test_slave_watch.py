@@ -112,7 +112,8 @@ def test_who_sends_from_its_disk_reads_on_as_soon_as_its_rate_allows_it_and_not_
 def test_a_slave_that_was_never_there_is_missing_and_one_that_joins_is_behind():
     group = Group.made()
     group.a.assign(Role.MASTER)
-    assert group.a.node.readonly_reasons == [Reason.SLAVE_DOWN]
+    (watch,) = group.a.master.slaves.all
+    assert group.a.node.readonly_reasons == [Reason.SLAVE_DOWN] and watch.owner == ""
     group.b.assign(Role.SLAVE)
     group.connect()
     group.deliver_hello()
@@ -364,3 +365,33 @@ def test_slaves_of_an_older_version_are_told_apart_by_their_directories():
     copies.settle()
     assert [watch.owner for watch in copies.a.master.slaves.all] == ["b-1", "c-1"]
     assert len(copies.a.master.in_step) == 2
+
+
+def test_a_pull_that_got_what_one_copy_has_asks_again_once_too_few_slaves_are_left_and_not_before():
+    copies = Copies().start()
+    client = Client(copies.a)
+    subscribed = client.subscribe()
+    copies.settle()
+    client.subscription(subscribed)
+    client.produce("m")
+    waiting = client.pull(timeout_ms=60_000)
+    copies.a.host.settle()
+    assert copies.a.master.gate.waiting == 2
+    copies.cut("c")
+    assert not client.answered(waiting)
+    copies.cut("b")
+    assert client.code(waiting) == ErrorCode.NOT_SERVED
+
+
+def test_a_pull_gets_what_waited_for_a_slave_as_soon_as_one_matched():
+    group = Group.made().start()
+    client = group.subscribed()
+    client.produce("m")
+    group.a.host.settle()
+    group.cut()
+    waiting = client.pull(timeout_ms=60_000)
+    group.a.host.settle()
+    assert not client.answered(waiting)
+    group.connect()
+    group.settle()
+    assert [id for _, _, id in client.pulled(waiting)] == ["m"] and client.flags(waiting) == {0}

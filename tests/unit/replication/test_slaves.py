@@ -184,6 +184,9 @@ def test_slaves_that_follow_a_master_whose_log_begins_anew_say_hello_again():
 
 def test_a_mastership_does_not_begin_while_its_slave_restores_what_it_lost():
     group = Group.made().start()
+    group.a.wait(100)
+    group.settle()
+    assert group.b.node.identity.points.own is not None  # the slave remembers what both have
     Client(group.a).produce("m")
     group.a.host.turn()  # shipped; its own disk has nothing yet
     group.to_slave()
@@ -194,7 +197,7 @@ def test_a_mastership_does_not_begin_while_its_slave_restores_what_it_lost():
     group.b.host.settle()
     assert group.deliver_hello()
     group.a.wait(2 * SETTINGS.slave_wait_ms)
-    assert not group.a.master.has_begun
+    assert not group.a.master.has_begun and group.a.node.identity.points.lacks is None
     group.settle()
     assert group.a.node.writable and group.a.log.chain == group.b.log.chain
 
@@ -228,6 +231,8 @@ def test_a_group_is_not_at_rest_while_too_few_slaves_count_or_one_is_behind():
     copies.a.wait(100)
     copies.settle()
     assert slaves.are_level and slaves.confirmed_end == copies.a.log.end
+    Client(copies.a).produce("m2")
+    assert not slaves.are_level
     three = Copies(min_copies=3).start()
     three.a.wait(100)
     three.settle()

@@ -1,0 +1,128 @@
+"""Core. What the parts of a master share: what it may do when, by which clock it writes, whom it answers with what."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from zlib import crc32
+
+import pytest
+
+from qmq.errors import BrokerReadOnly, CorruptFrame, ErrorCode, NotMaster, NotServed, QmqError
+from qmq.log.frame import FLAG_LABELLED, FLAG_NO_SLAVE_IN_SYNC, FrameKind
+from qmq.log.progress import encode_progress
+from qmq.remoting.packet import Packet
+from qmq.replication.ack_gate import AckGate
+from qmq.replication.mastership import Mastership, answering
+from qmq.replication.readonly import Reason
+from qmq.types import Epoch
+from tests.unit.broker.world import SETTINGS, FakeHost, FakeLink
+
+
+class FakeLog:
+    """Takes down what it is told."""
+
+    def __init__(self) -> None:
+        self.state, self.end = SimpleNamespace(retry_ms=0), 0
+        self.appended, self.damages = [], []
+        self.is_damaged = lambda problem: True
+        self.damaged_at = self.damages.append
+
+    def append(self, kind, subject, body, **fields):
+        self.appended.append((kind, subject, body))
+        return SimpleNamespace(**fields)
+
+
+def mastership(**fields) -> Mastership:
+    epoch = Epoch(1, 2)
+    return Mastership("g1", epoch, FakeLog(), FakeHost(), SETTINGS, AckGate(epoch, high_watermark=80), **fields)
+
+
+def refusal(check) -> type[QmqError] | None:
+    try:
+        check()
+    except QmqError as error:
+        return type(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("has_begun", "reason", "begun", "store", "progress"),
+    [
+        (True, None, None, None, None),
+        (True, Reason.DISK, None, None, None),
+        (True, Reason.DRAINING, None, None, NotServed),
+        (True, Reason.FENCED, NotMaster, NotMaster, NotMaster),
+        (False, None, NotServed, BrokerReadOnly, NotServed),
+        (False, Reason.FENCED, NotMaster, NotMaster, NotMaster),
+    ],
+)
+def test_who_asks_before_the_mastership_begins_and_after_it_ends_hears_where_to_go(
+    has_begun, reason, begun, store, progress
+):
+    one = mastership(has_begun=has_begun)
+    if reason:
+        one.readonly.change(reason, True)
+    checks = one.check_has_begun, one.check_may_store, one.check_may_progress
+    assert [refusal(check) for check in checks] == [begun, store, progress]
+    assert one.may_progress is (progress is None)
+
+
+@pytest.mark.parametrize("ahead_ms", [5_000, -5_000])
+def test_retries_become_due_by_a_clock_that_never_goes_back(ahead_ms):
+    one = mastership()
+    began_ms = one.host.now_ms()
+    one.log.state.retry_ms = began_ms + ahead_ms
+    first = one.retry_ms()
+    assert first == began_ms + max(0, ahead_ms)
+    one.log.state.retry_ms += 60_000
+    one.host.wall_skew_ms -= 3_600_000
+    one.host.clock_ms += 700
+    assert one.retry_ms() == first + 700
+
+
+@pytest.mark.parametrize("kind", FrameKind)
+def test_frames_say_what_time_it_is_and_those_of_what_was_due_say_it_by_the_masters_clock(kind):
+    one = mastership()
+    retry_ms = one.retry_ms()
+    one.host.wall_skew_ms -= 3_600_000
+    frame = one.append(kind, "s", b"body")
+    is_masters = kind in (FrameKind.NACK, FrameKind.DISPATCH)
+    assert frame.timestamp_ms == (retry_ms if is_masters else one.host.now_ms())
+    assert (frame.epoch, frame.high_watermark, frame.body_crc) == (one.epoch, 80, crc32(b"body"))
+    assert one.host.pass_is_due
+
+
+@pytest.mark.parametrize("too_few_in_sync", [True, False])
+def test_a_frame_without_a_slave_says_so_beside_its_own_flags(too_few_in_sync):
+    one = mastership()
+    one.gate.too_few_in_sync = too_few_in_sync
+    frame = one.append(FrameKind.MESSAGES, "s", b"", flags=FLAG_LABELLED)
+    assert frame.flags == FLAG_LABELLED | (FLAG_NO_SLAVE_IN_SYNC if too_few_in_sync else 0)
+
+
+def test_progress_is_told_before_it_is_written():
+    one, seen = mastership(), []
+    key, entries = ("s", "g", "c1"), [(1, 2, 3)]
+    written = (FrameKind.ACK, "s", encode_progress("g", "c1", entries))
+    one.append_progress(FrameKind.ACK, key, entries)
+    one.before_progress = lambda *told: seen.append((told, list(one.log.appended)))
+    one.append_progress(FrameKind.ACK, key, entries)
+    assert seen == [((FrameKind.ACK, key, entries), [written])] and one.log.appended == [written, written]
+
+
+def test_a_request_is_answered_as_soon_as_what_is_written_is_safe_or_with_what_came_instead():
+    one, link, packet = mastership(), FakeLink("client"), Packet(1, 7, 0, 1, memoryview(b""))
+    one.gate.high_watermark = 0  # nothing was acknowledged yet
+    one.answer_when_safe(link, packet, b"done")
+    assert link.answers == {7: (0, b"done")}
+    other = FakeLink("another client")
+    answering(other, packet, b"done")(NotMaster("ask again"))
+    assert other.answers == {7: (ErrorCode.NOT_MASTER, b"ask again")}
+
+
+@pytest.mark.parametrize("is_damaged", [True, False])
+def test_what_cannot_be_read_now_makes_the_group_readonly(is_damaged):
+    one, problem = mastership(), CorruptFrame(8, "met")
+    one.log.is_damaged = lambda asked: asked is problem and is_damaged
+    one.found_damage(problem)
+    assert (Reason.CORRUPT in one.readonly) is is_damaged and one.log.damages == [problem] * is_damaged
