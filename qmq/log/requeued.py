@@ -165,11 +165,9 @@ class Requeued:
         while len(found) < most and (first := schedule.pop_ready()) is not None:
             if (at := self._at(first)) is None or ready[-1:] == [first]:
                 continue
-            if self._dues[at] <= now_ms:
+            if self._dues[at] <= now_ms:  # else it was given back anew, and is named for later, too
                 ready.append(first)
                 found.append(self[at])
-            else:  # it was given back anew; or another mastership's clock is behind the last one's
-                schedule.add(first, self._dues[at])
         schedule.put_back(ready)
         return found
 
@@ -179,7 +177,7 @@ class Requeued:
 
     def _scheduled(self, now_ms: int) -> _Schedule:
         schedule = self._schedule
-        if schedule is None:
+        if schedule is None or now_ms < schedule.now_ms:  # another mastership's clock is behind the last one's
             schedule = self._schedule = _Schedule()
             for first, due_ms in zip(self._firsts, self._dues, strict=True):
                 schedule.add(first, due_ms)
@@ -195,11 +193,8 @@ class Requeued:
         return at if at < len(self._firsts) and self._firsts[at] == first else None
 
     def _insert(self, at: int, one: RequeuedRange) -> None:
-        self._firsts.insert(at, one.first)
-        self._counts.insert(at, one.count)
-        self._attempts.insert(at, one.attempts)
-        self._dues.insert(at, one.due_ms)
-        self._suspected.insert(at, one.suspected)
+        for column, value in zip(self._columns, one, strict=True):
+            column.insert(at, value)
         self.messages += one.count
         if self._schedule is not None:
             self._schedule.add(one.first, one.due_ms)
@@ -216,7 +211,7 @@ class _Schedule:
     """Which ranges are due when, by their first sequence. It may name ranges that are gone or changed: whoever asks
     looks them up. Later ones lie in a bucket for each second, those of this second in a heap, ready ones in another."""
 
-    __slots__ = ("_buckets", "_order", "_soon", "_ready", "_opened", "_size")
+    __slots__ = ("_buckets", "_order", "_soon", "_ready", "_size", "now_ms")
 
     def __init__(self) -> None:
         self._buckets: dict[int, array[int]] = {}
@@ -224,8 +219,6 @@ class _Schedule:
         """Heap of the buckets' numbers."""
         self._soon: list[tuple[int, int]] = []
         self._ready: list[int] = []
-        self._opened = 0
-        """Buckets up to this one are no more."""
         self._size = 0
 
     def __len__(self) -> int:
@@ -241,23 +234,19 @@ class _Schedule:
     def add(self, first: int, due_ms: int) -> None:
         self._size += 1
         number = due_ms >> BUCKET_BITS
-        if not due_ms:
-            heappush(self._ready, first)
-        elif number <= self._opened:
-            heappush(self._soon, (due_ms, first))
-        else:
-            if (bucket := self._buckets.get(number)) is None:
-                bucket = self._buckets[number] = array("q")
-                heappush(self._order, number)
-            bucket.append(first)
+        if (bucket := self._buckets.get(number)) is None:
+            bucket = self._buckets[number] = array("q")
+            heappush(self._order, number)
+        bucket.append(first)
 
     def advance(self, now_ms: int, due_of: Callable[[int], int | None]) -> None:
         """Make ready what is due by now; `due_of` says when the range that begins there is."""
+        self.now_ms = now_ms
         while self._order and self._order[0] << BUCKET_BITS <= now_ms:
-            self._opened = heappop(self._order)
-            bucket = self._buckets.pop(self._opened)
+            number = heappop(self._order)
+            bucket = self._buckets.pop(number)
             dues = [(due_ms, first) for first in bucket if (due_ms := due_of(first)) is not None]
-            current = [one for one in dues if one[0] >> BUCKET_BITS == self._opened]  # others are named elsewhere too
+            current = [one for one in dues if one[0] >> BUCKET_BITS == number]  # others are named elsewhere too
             self._size -= len(bucket) - len(current)
             for one in current:
                 heappush(self._soon, one)

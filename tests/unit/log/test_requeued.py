@@ -25,12 +25,20 @@ def check(requeued: Requeued, plain: Plain, now_ms: int) -> None:
     assert messages(rows) == plain and requeued.messages == len(plain)
     assert all(before.end <= after.first for before, after in zip(rows, rows[1:])), "ascending and disjoint"
     assert requeued.first == min(plain, default=None)
+    for begin, end in ((0, 250), (now_ms % 200, now_ms % 200 + 5), (100, 101)):
+        within = [one.part(begin, end) for one in rows if one.end > begin and one.first < end]
+        assert [requeued.overlapping(begin, end, most) for most in (1, 2, 300)] == [within[:1], within[:2], within]
+        below = [one.part(0, end) for one in rows if one.first < end]
+        assert [requeued.before(end, most) for most in (1, 2, 300)] == [below[:1], below[:2], below]
     due = requeued.due(now_ms, 1_000)
-    assert messages(due) == {s: one for s, one in plain.items() if one[1] <= now_ms}
-    assert due == sorted(due) and requeued.due(now_ms, 2) == due[:2], "in order, and the same when asked again"
+    assert due == [one for one in rows if one.due_ms <= now_ms], "each once, and in order"
+    assert requeued.due(now_ms, 2) == due[:2], "and the same when asked again"
     later = [one[1] for one in plain.values() if one[1] > now_ms]
     assert (wakes := requeued.next_due_ms(now_ms)) is not None or not later
     assert wakes is None or now_ms < wakes and (not later or wakes <= min(later))
+    schedule = requeued._schedule
+    assert schedule is not None
+    assert len(schedule) == len(schedule._soon) + len(schedule._ready) + sum(map(len, schedule._buckets.values()))
 
 
 @given(st.integers(0, 1 << 32), st.sampled_from([0, 5, 1_000]))
@@ -71,6 +79,61 @@ def test_what_does_not_wait_in_one_range_is_not_taken(first, count):
     assert requeued.take(first, count) is None and requeued.messages == 10
 
 
+def test_ranges_that_wait_alike_are_one_as_long_as_their_count_has_room():
+    longest = RequeuedRange(10, module.COUNT_MAX, 1, 7)
+    for begin in (RequeuedRange(10, module.COUNT_MAX - 1, 1, 7), longest):
+        requeued = Requeued([begin])
+        requeued.add(RequeuedRange(begin.end, 1, 1, 7))
+        assert list(requeued) == ([longest] if begin is not longest else [longest, RequeuedRange(longest.end, 1, 1, 7)])
+        assert requeued.messages == begin.count + 1
+
+
+@pytest.mark.parametrize("other", [(1, 2, 7), (1, 1, 8), (1, 1, 7, 1)])
+def test_ranges_that_wait_otherwise_stay_apart(other):
+    before, new, behind = RequeuedRange(10, 5, 1, 7), RequeuedRange(15, *other), RequeuedRange(16, 5, 1, 7)
+    far = RequeuedRange(100, 5, 1, 7)
+    requeued = Requeued([before, behind, far])
+    requeued.add(new)
+    assert list(requeued) == [before, new, behind, far]
+    requeued.take(15, 1)
+    requeued.add(RequeuedRange(15, 1, 1, 7))
+    assert list(requeued) == [RequeuedRange(10, 11, 1, 7), far]
+
+
+def test_it_is_seen_when_other_messages_wait_than_before():
+    requeued = Requeued()
+    seen = [requeued.changes]
+    requeued.add(RequeuedRange(10, 5, 1, 0))
+    seen.append(requeued.changes)
+    requeued.take(12, 1)
+    seen.append(requeued.changes)
+    assert seen == sorted(set(seen))
+    assert requeued.take(12, 1) is None and requeued.due(0, 9) and requeued.changes == seen[-1]
+
+
+def test_it_is_known_until_when_nothing_more_becomes_due():
+    requeued = Requeued()
+    assert requeued.next_due_ms(0) is None
+    for first, due_ms in ((10, 0), (20, 5_000), (30, 5_100), (40, 9_000)):
+        requeued.add(RequeuedRange(first, 1, 1, due_ms))
+    assert [requeued.next_due_ms(now_ms) for now_ms in (0, 4_999, 5_000, 5_100, 9_000)] == [
+        4_096,
+        5_000,
+        5_100,
+        8_192,
+        None,
+    ]
+    assert requeued.due(9_000, 9) == list(requeued)
+
+
+def test_a_clock_that_is_behind_the_last_one_finds_again_what_was_due():
+    """A broker is the master again, with a clock that was put back: what was ready has to be waited for."""
+    requeued = Requeued([RequeuedRange(10, 1, 1, 5_000), RequeuedRange(20, 1, 1, 5_100)])
+    assert requeued.due(6_000, 1) == [RequeuedRange(10, 1, 1, 5_000)]
+    assert requeued.next_due_ms(0) == 4_096
+    assert requeued.due(5_050, 9) == [RequeuedRange(10, 1, 1, 5_000)] and requeued.next_due_ms(5_050) == 5_100
+
+
 def test_a_slave_that_never_asks_keeps_no_schedule():
     requeued = Requeued()
     for sequence in range(100):
@@ -85,3 +148,61 @@ def test_a_schedule_of_ranges_that_are_gone_is_made_anew():
         requeued.add(RequeuedRange(sequence, 1, 1, 5_000 + sequence))
         requeued.take(sequence, 1)
     assert len(requeued._schedule or ()) <= module.STALE_MIN
+
+
+def test_a_schedule_lasts_while_it_names_few_that_are_gone(monkeypatch):
+    monkeypatch.setattr(module, "STALE_MIN", 10)
+    requeued = Requeued([RequeuedRange(10 * at, 1, 1, 5_000) for at in range(3)])
+    requeued.due(0, 1)
+    lasts = []
+    for _ in range(16):
+        requeued.add(RequeuedRange(100, 1, 1, 5_000))
+        lasts.append(requeued._schedule is not None)
+        requeued.take(100, 1)
+    assert lasts == [True] * 15 + [False], "3 and 15 it names, 4 wait"
+
+
+def test_a_schedule_is_made_once_while_time_goes_on():
+    requeued = Requeued([RequeuedRange(10 * at, 1, 1, 5_000 + at) for at in range(3)])
+    requeued.due(5_000, 9)
+    made = requeued._schedule
+    for now_ms in (5_000, 5_001, 9_000):
+        requeued.due(now_ms, 9)
+        requeued.add(RequeuedRange(now_ms, 1, 1, 9_000))
+        assert requeued._schedule is made
+
+
+def test_what_was_given_back_anew_before_it_was_delivered_is_due_once():
+    requeued = Requeued([RequeuedRange(10, 1, 1, 0), RequeuedRange(20, 1, 1, 0)])
+    assert len(requeued.due(1, 9)) == 2
+    for due_ms in (0, 5):
+        requeued.take(20, 1)
+        requeued.add(RequeuedRange(20, 1, 2, due_ms))
+    assert requeued.due(4, 9) == [RequeuedRange(10, 1, 1, 0)]
+    requeued.take(20, 1)
+    requeued.add(RequeuedRange(20, 1, 3, 0))
+    assert requeued.due(5, 9) == [RequeuedRange(10, 1, 1, 0), RequeuedRange(20, 1, 3, 0)]
+
+
+@pytest.mark.parametrize("ranges", [[], [(10, 5, 1, 7)], [(10, 5, 1, 7), (20, 1, 2, 0, 3)]])
+def test_a_snapshot_holds_columns_and_once_held_ranges(ranges):
+    requeued = Requeued([RequeuedRange(*one) for one in ranges])
+    for plain in (requeued.plain(), [list(one) for one in ranges]):
+        again = Requeued.from_plain(plain)
+        assert (again, again.messages) == (requeued, requeued.messages)
+
+
+def test_deliveries_are_those_that_count_and_those_that_are_suspected():
+    assert RequeuedRange(10, 5, 2, 7, 1).deliveries == 3
+
+
+def test_a_range_that_is_due_this_second_is_waited_for_even_if_others_are_later():
+    requeued = Requeued([RequeuedRange(10, 1, 1, 5_100)])
+    assert requeued.due(5_000, 9) == []
+    requeued.add(RequeuedRange(20, 1, 1, 5_050))
+    assert requeued.next_due_ms(5_000) == 5_050
+
+
+def test_what_waits_is_equal_to_nothing_else():
+    assert Requeued() == Requeued() != []
+    assert Requeued() != Requeued([RequeuedRange(10, 1, 1, 0)])
