@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import struct
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from typing import NamedTuple
 from zlib import crc32
 
@@ -45,10 +45,26 @@ class FrameRef(NamedTuple):
 
 
 class _Entries:
+    """The frames of one subject. `sequences` has one more than they are: where the last one ends."""
+
     __slots__ = ("sequences", "offsets", "lengths")
 
-    def __init__(self) -> None:
-        self.sequences, self.offsets, self.lengths = array("Q"), array("Q"), array("I")
+    def __init__(self, begin: int) -> None:
+        self.sequences, self.offsets, self.lengths = array("Q", [begin]), array("Q"), array("I")
+
+
+def _refs(
+    sequences: array[int] | memoryview,
+    offsets: array[int] | memoryview,
+    lengths: array[int] | memoryview,
+    sequence: int,
+    most: int,
+) -> list[FrameRef]:
+    """Return up to `most` frames in order, from the one that holds `sequence` on."""
+    first = max(bisect_right(sequences, sequence) - 1, 0)
+    last = first + most
+    columns = sequences[first:last], sequences[first + 1 : last + 1], offsets[first:last], lengths[first:last]
+    return list(map(FrameRef, *columns))
 
 
 class SegmentIndex:
@@ -57,17 +73,15 @@ class SegmentIndex:
     def __init__(self, base: int) -> None:
         self.base = base
         self._subjects: dict[str, _Entries] = {}
-        self._ends: dict[str, int] = {}
 
     def add(self, frame: Frame) -> None:
-        """Note a messages frame."""
+        """Note a messages frame, which goes on where its subject's last one ended."""
         entries = self._subjects.get(frame.subject)
         if entries is None:
-            entries = self._subjects[frame.subject] = _Entries()
-        entries.sequences.append(frame.first_sequence)
+            entries = self._subjects[frame.subject] = _Entries(frame.first_sequence)
+        entries.sequences.append(frame.first_sequence + frame.count)
         entries.offsets.append(frame.offset)
         entries.lengths.append(frame.end - frame.offset)
-        self._ends[frame.subject] = frame.first_sequence + frame.count
 
     def first_sequence(self, subject: str) -> int | None:
         entries = self._subjects.get(subject)
@@ -76,16 +90,7 @@ class SegmentIndex:
     def frames(self, subject: str, sequence: int, most: int) -> list[FrameRef]:
         """Return up to `most` frames of `subject` in order, from the one that holds `sequence` on."""
         entries = self._subjects.get(subject)
-        if entries is None:
-            return []
-        sequences = entries.sequences
-        first = max(bisect_right(sequences, sequence) - 1, 0)
-        last = min(first + most, len(sequences))
-        ends = sequences[first + 1 : last + 1]
-        if len(ends) < last - first:
-            ends.append(self._ends[subject])
-        refs = map(FrameRef, sequences[first:last], ends, entries.offsets[first:last], entries.lengths[first:last])
-        return [ref for ref in refs if ref.end > sequence]
+        return _refs(entries.sequences, entries.offsets, entries.lengths, sequence, most) if entries else []
 
     def encode(self, end: int) -> bytes:
         """Pack the index of a segment that is complete and ends at `end`."""
@@ -97,7 +102,6 @@ class SegmentIndex:
             table += _SUBJECT.pack(len(blob), len(data), len(offsets), len(entries.offsets))
             blob += data
             sequences += entries.sequences
-            sequences.append(self._ends[name])
             offsets += entries.offsets
             lengths += entries.lengths
         rest = b"".join((table, sequences.tobytes(), offsets.tobytes(), lengths.tobytes(), blob))
@@ -124,21 +128,19 @@ class ClosedIndex:
         self._lengths = view[at + 8 * frames : at + 12 * frames].cast("I")
         self._names = view[at + 12 * frames :]
 
+    def _subject(self, position: int) -> tuple[bytes, int, int]:
+        """Return (name, first entry, frames) of a subject."""
+        at, size, first, frames = _SUBJECT.unpack_from(self._view, _HEAD.size + _SUBJECT.size * position)
+        return bytes(self._names[at : at + size]), first, frames
+
     def _find(self, subject: str) -> tuple[int, int, int] | None:
         """Return (position among the subjects, first entry, frames) of `subject`."""
         wanted = subject.encode()
-        low, high = 0, self._count
-        while low < high:
-            middle = (low + high) // 2
-            at, size, first, frames = _SUBJECT.unpack_from(self._view, _HEAD.size + _SUBJECT.size * middle)
-            name = bytes(self._names[at : at + size])
-            if name == wanted:
-                return middle, first, frames
-            if name < wanted:
-                low = middle + 1
-            else:
-                high = middle
-        return None
+        position = bisect_left(range(self._count), wanted, key=lambda position: self._subject(position)[0])
+        if position == self._count:
+            return None
+        name, first, frames = self._subject(position)
+        return (position, first, frames) if name == wanted else None
 
     def first_sequence(self, subject: str) -> int | None:
         found = self._find(subject)
@@ -152,13 +154,9 @@ class ClosedIndex:
         position, entry, count = found
         begin = entry + position  # each subject before this one has one sequence more than it has frames
         sequences = self._sequences[begin : begin + count + 1]
-        first = max(bisect_right(sequences, sequence, 0, count) - 1, 0)
-        refs = []
-        for i in range(first, min(first + most, count)):
-            if sequences[i + 1] > sequence:
-                at = entry + i
-                refs.append(FrameRef(sequences[i], sequences[i + 1], self._offsets[at], self._lengths[at]))
-        return refs
+        return _refs(
+            sequences, self._offsets[entry : entry + count], self._lengths[entry : entry + count], sequence, most
+        )
 
 
 class Chapters:

@@ -6,8 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from qmq.errors import CorruptFrame
 from qmq.log import RealDisk, consume_log
-from qmq.log.index import ClosedIndex
+from qmq.log.index import ClosedIndex, FrameRef, SegmentIndex, segment_at
+from qmq.log.segments import index_name
+from qmq.types import Epoch
+from tests.property.test_frame import frame_of
 from tests.support.effort import IS_QUICK
 from tests.unit.log.logs import Copy
 
@@ -18,13 +22,68 @@ def places(copy: Copy) -> dict[str, list]:
     return {subject: copy.log.frames(subject, 0, 1_000) for subject in ("s0", "s1", "s2", "nobody's")}
 
 
-@pytest.mark.parametrize("damage", ["missing", "empty", "flipped", "another segment's"])
+BASE = 4096
+COUNTS = {"b": (2,), "a": (1, 3, 1), "größe": (1, 1, 1, 5), "bb": (4, 1), "": (1,)}
+"""subject -> how many messages its frames have"""
+
+
+def an_index() -> tuple[SegmentIndex, dict[str, list[FrameRef]]]:
+    """An index of frames of several subjects, one after the other; and what it should find."""
+    index, refs, offset = SegmentIndex(BASE), {subject: [] for subject in COUNTS}, BASE
+    for turn in range(4):
+        for at, (subject, counts) in enumerate(COUNTS.items()):
+            if turn < len(counts):
+                begin = 10 * at + sum(counts[:turn])
+                fields = {"offset": offset, "count": counts[turn], "first_sequence": begin}
+                _, frame = frame_of(subject, bytes(8 * turn), previous_chain=0, **fields)
+                index.add(frame)
+                refs[subject].append(FrameRef(begin, begin + counts[turn], offset, frame.end - offset))
+                offset = frame.end
+    return index, refs
+
+
+def test_an_index_finds_the_same_before_and_after_it_is_closed():
+    index, refs = an_index()
+    closed = ClosedIndex(index.encode(1 << 20), BASE)
+    assert (closed.base, closed.end) == (BASE, 1 << 20)
+    for one in (index, closed):
+        for subject in (*COUNTS, "aa", "c", "\U00010000"):
+            wanted = refs.get(subject, [])
+            assert one.first_sequence(subject) == (wanted[0].begin if wanted else None)
+            for sequence in range(60):
+                behind = [ref for ref in wanted if ref.end > sequence]
+                assert [one.frames(subject, sequence, most) for most in (1, 2, 9)] == [behind[:1], behind[:2], behind]
+
+
+def test_an_index_of_a_segment_without_messages_is_one():
+    closed = ClosedIndex(SegmentIndex(BASE).encode(BASE + 8), BASE)
+    assert (closed.end, closed.first_sequence("a"), closed.frames("a", 0, 9)) == (BASE + 8, None, [])
+
+
+def test_no_flipped_bit_and_no_cut_of_an_index_goes_unnoticed():
+    whole = an_index()[0].encode(1 << 20)
+    damaged = [whole[:size] for size in range(len(whole))]
+    damaged += [whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :] for at in range(len(whole))]
+    for data, base in [*((one, BASE) for one in damaged), (whole, BASE + 8)]:
+        with pytest.raises(ValueError, match="index"):
+            ClosedIndex(data, base)
+
+
+def test_a_segment_holds_what_lies_between_its_base_and_the_next():
+    assert [segment_at([8, 24, 32], offset) for offset in (8, 23, 24, 31, 32, 99)] == [8, 8, 24, 24, 32, 32]
+    with pytest.raises(CorruptFrame, match="the log begins behind it"):
+        segment_at([8, 24], 7)
+
+
+@pytest.mark.parametrize("damage", ["missing", "empty", "flipped", "another segment's", "of a shorter one"])
 @pytest.mark.parametrize("reopened", [False, True])
 def test_index_that_is_damaged_or_missing_is_made_again(tmp_path: Path, damage: str, reopened: bool):
     disk = RealDisk(tmp_path)
     copy = Copy(disk, tail_bytes=0)
     copy.begin_epoch()
-    copy.fill(60)
+    copy.fill(12)
+    copy.begin_epoch(Epoch(1, 2))
+    copy.fill(48)
     wanted, base, next_base = places(copy), copy.log.bases[1], copy.log.bases[2]
     copy.reopen()
     path = tmp_path / f"log/{base:020d}.idx"
@@ -35,6 +94,8 @@ def test_index_that_is_damaged_or_missing_is_made_again(tmp_path: Path, damage: 
         path.write_bytes(b"")
     elif damage == "flipped":
         path.write_bytes(whole[:50] + bytes([whole[50] ^ 4]) + whole[51:])
+    elif damage == "of a shorter one":
+        path.write_bytes(SegmentIndex(base).encode(next_base - 8))
     else:
         path.write_bytes((tmp_path / f"log/{next_base:020d}.idx").read_bytes())
     if reopened:
@@ -57,6 +118,31 @@ def test_segments_that_have_messages_of_a_subject_are_looked_for_once(monkeypatc
     found = [copy.log.frames(subject, 0, 1_000) for subject in ("s0", "s1", "s2")]
     assert len(copy.log._consume_log._chapters) <= 2
     assert [copy.log.frames(subject, 0, 1_000) for subject in ("s0", "s1", "s2")] == found
+
+
+def test_who_reads_looks_into_no_more_segments_than_it_needs(monkeypatch):
+    copy, looked, look = Copy(tail_bytes=0), [], ClosedIndex.frames
+    copy.begin_epoch()
+    copy.fill(60)
+    monkeypatch.setattr(ClosedIndex, "frames", lambda self, *asked: looked.append(self.base) or look(self, *asked))
+    begin = copy.log._consume_log.newest.first_sequence("s1")
+    assert len(copy.log.frames("s1", begin, 9)) == 20 - begin and looked == []
+    assert len(copy.log.frames("s1", 0, 1)) == 1 and looked == copy.log.bases[:1]
+    looked.clear()
+    assert len(copy.log.frames("s1", begin - 1, 9)) == 21 - begin and len(looked) == 1
+
+
+def test_an_index_is_read_from_its_file_once_there_is_one():
+    copy = Copy(tail_bytes=0)
+    copy.begin_epoch()
+    copy.fill(60)
+    base = copy.log.bases[1]
+    copy.disk.remove(index_name(base))
+    copy.log.frames("s1", 0, 1_000)
+    assert copy.disk.has(index_name(base)), "it was made again"
+    assert set(copy.log._consume_log._closed) == set(copy.log.bases[:-1])
+    copy.log.drop_oldest_segment()
+    assert set(copy.log._consume_log._closed) == set(copy.log.bases[:-1])
 
 
 def test_hundred_thousand_subjects_need_no_more_files_than_one():
