@@ -12,7 +12,6 @@ import json
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 from qmq.codec import Buffer
@@ -145,7 +144,7 @@ def _remember(state: State, frame: Frame, first_sequence: int) -> None:
 
 
 def _is_sorted(window: dict[int, StoredBatch]) -> bool:
-    return all(one < other for one, other in pairwise(window))
+    return list(window) == sorted(window)
 
 
 def _pull(state: State, frame: Frame, body: Buffer) -> None:
@@ -194,10 +193,9 @@ def _take_waiting(group: Group, frame: Frame, event: MessageEvent, sequence: int
 
 def _holder(state: State, frame: Frame, progress: Progress) -> tuple[Group, Consumer]:
     group = state.groups.get((frame.subject, progress.group))
-    consumer = group.consumers.get(progress.consumer) if group else None
-    if group is None or consumer is None:
-        raise CorruptFrame(frame.offset, f"{progress.consumer} of {progress.group} holds nothing of {frame.subject}")
-    return group, consumer
+    if group is not None and (consumer := group.consumers.get(progress.consumer)) is not None:
+        return group, consumer
+    raise CorruptFrame(frame.offset, f"{progress.consumer} of {progress.group} holds nothing of {frame.subject}")
 
 
 def _take(consumer: Consumer, frame: Frame, begin: int, end: int) -> list[UnackedRange]:
@@ -334,14 +332,14 @@ def is_current_snapshot(data: Buffer) -> bool:
 def decode_snapshot(data: Buffer) -> State:
     """Read a snapshot back; raises ValueError if it is damaged: replay from an earlier one."""
     data = bytes(data)
-    if len(data) < 8 or zlib.crc32(data[4:]) != int.from_bytes(data[:4], "little"):
+    if zlib.crc32(data[4:]) != int.from_bytes(data[:4], "little"):
         raise ValueError("snapshot does not match its CRC")
     if int.from_bytes(data[4:8], "little") not in _VERSIONS_READ:
-        raise ValueError("snapshot of another version")
+        raise ValueError("snapshot of another version")  # or none: no bytes match their CRC, too
     plain = json.loads(zlib.decompress(data[8:]))
-    state = State(plain["end"], plain["chain"], plain["high_watermark"], plain["timestamp_ms"])
-    state.epochs = [EpochStart(Epoch(term, boot), offset, chain) for term, boot, offset, chain in plain["epochs"]]
-    state.next_sequence = plain["next_sequence"]
+    epochs = [EpochStart(Epoch(term, boot), offset, chain) for term, boot, offset, chain in plain["epochs"]]
+    numbers = plain["end"], plain["chain"], plain["high_watermark"], plain["timestamp_ms"]
+    state = State(*numbers, epochs, plain["next_sequence"])
     for subject, name, position, floor, returned, is_broadcast, left_ms, began, consumers in plain["groups"]:
         state.groups[subject, name] = Group(
             position,

@@ -312,15 +312,14 @@ def intact_bytes(data: memoryview, offset: int) -> int:
     return at
 
 
-def find_frame(data: Buffer, offset: int, begin: int = 0) -> int | None:
+def find_frame(data: bytes | bytearray, offset: int, begin: int = 0) -> int | None:
     """Find the first position at or after `begin` where a valid header stands; `data` begins at `offset` of a log.
 
     A header names its own offset under a CRC, so a body that quotes a frame is not taken for one. Body CRC and
     chain are not looked at: a frame with a damaged body still ends a damaged range.
     """
-    haystack = data if isinstance(data, bytes | bytearray) else bytes(data)
     magic = _U32.pack(MAGIC)
-    at = haystack.find(magic, begin)
+    at = data.find(magic, begin)
     while at >= 0:
         if (offset + at) % 8 == 0:
             try:
@@ -328,5 +327,5 @@ def find_frame(data: Buffer, offset: int, begin: int = 0) -> int | None:
                 return at
             except CorruptFrame:
                 pass
-        at = haystack.find(magic, at + 1)
+        at = data.find(magic, at + 1)
     return None

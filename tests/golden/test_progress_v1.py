@@ -30,6 +30,21 @@ ROWS = [
         "0100020001000000" + PULL + "0600000001000000" + "ff" * 8 + NAMES + "00" * 5,
         id="nack: not begun",
     ),
+    pytest.param(Progress("g", "c1", ()), "0100020000000000" + NAMES + "00" * 5, id="pull: a consumer is there"),
+    pytest.param(
+        Progress("group", "c12", ()), "0500030000000000" + "67726f7570" + "633132", id="names without padding"
+    ),
+    pytest.param(
+        Progress("g", "", ((5, 1, 0),)),
+        "0100000001000000" + "05" + "00" * 7 + "01" + "00" * 15 + "67" + "00" * 7,
+        id="position: where a broadcast group begins",
+    ),
+]
+REFUSED = [
+    pytest.param("01000200000000", id="cut in the head"),
+    pytest.param("0100020001000000" + "00" * 16 + NAMES + "00" * 4, id="fewer entries than it says"),
+    pytest.param("0100080000000000" + NAMES + "00" * 5, id="a consumer's name ends past the end"),
+    pytest.param("0900000000000000" + NAMES + "00" * 5, id="a group's name ends past the end"),
 ]
 
 
@@ -37,3 +52,9 @@ ROWS = [
 def test_these_bytes_have_this_meaning(meaning, text):
     assert encode_progress(meaning.group, meaning.consumer, meaning.entries).hex() == text
     assert decode_progress(bytes.fromhex(text)) == meaning
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_these_bytes_have_none(text):
+    with pytest.raises(ValueError, match="body of a progress frame"):
+        decode_progress(bytes.fromhex(text))

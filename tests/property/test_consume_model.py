@@ -67,6 +67,9 @@ class Plain:
             assert known.acked_end == min(held, default=known.next_pull)
             assert known.unacked_messages == len(held)
         assert [group.state_of(s) for s in range(self.stored)] == [self.states[s] for s in range(self.stored)]
+        left = {s for begin, end in group.unconsumed(self.stored) for s in range(begin, end)}
+        assert left == set(range(self.stored)) - self.acked
+        assert group.first_unconsumed(self.stored) == min(left, default=None)
         parts = [self.new, self.returned, self.acked, *(set(held.values()) for held in self.held.values())]
         assert sum(map(len, parts)) == self.stored == len(set().union(*parts)), "each message is in one place"
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import pytest
 
+from qmq import ranges
+from qmq.errors import InvalidAck
 from qmq.log.fold import EpochStart, State
 from qmq.log.group import MASTERSHIP_BITS, Consumer, Group, UnackedRange
+from qmq.log.message_life import MessageState
+from qmq.log.requeued import Requeued, RequeuedRange
 from qmq.types import Epoch
 
 
@@ -46,6 +52,121 @@ def test_what_is_taken_is_what_lies_within_and_the_rest_stays(begin, end, taken,
         consumer.deliver(UnackedRange(*one))
     assert consumer.take(begin, end) == [UnackedRange(*one) for one in taken]
     assert consumer.unacked == [UnackedRange(*one) for one in left]
+
+
+DELIVERED = ((0, 10, 3, 1, 0), (3, 20, 5, 2, 0), (8, 30, 3, 1, 1), (11, 40, 2, 0, 2))
+END = 13
+
+
+def a_consumer() -> tuple[Consumer, dict[int, UnackedRange]]:
+    """A consumer with gaps in what it has; and each of its messages for itself, by pull sequence."""
+    consumer = Consumer()
+    for one in DELIVERED:
+        consumer.deliver(UnackedRange(*one))
+    consumer.take(0, 1)
+    consumer.take(5, 7)
+    plain = {
+        one.pull + at: one.part(one.pull + at, one.pull + at + 1) for one in consumer.unacked for at in range(one.count)
+    }
+    assert sorted(plain) == [*range(1, 5), *range(7, END)]
+    return consumer, plain
+
+
+def test_what_a_consumer_has_of_a_range_agrees_with_single_messages():
+    for begin, end in combinations(range(END + 1), 2):
+        check_range(begin, end)
+
+
+def check_range(begin: int, end: int) -> None:
+    consumer, plain = a_consumer()
+    within = [pull for pull in plain if begin <= pull < end]
+    assert consumer.unacked_in(begin, end) == ranges.union((pull, pull + 1) for pull in within)
+    overlapping = [one for one in consumer.unacked if begin < one.pull_end and one.pull < end]
+    assert list(consumer.overlapping(begin, end)) == overlapping
+    taken = consumer.take(begin, end)
+    assert taken == [one.part(begin, end) for one in overlapping]
+    singly = [one.part(at, at + 1) for one in [*taken, *consumer.unacked] for at in range(one.pull, one.pull_end)]
+    assert sorted(singly) == sorted(plain.values())
+    assert not any(begin < one.pull_end and one.pull < end for one in consumer.unacked)
+    assert consumer.unacked == sorted(consumer.unacked) and all(one.count for one in consumer.unacked)
+
+
+@pytest.mark.parametrize("limit", range(5))
+def test_what_was_delivered_too_often_is_told_from_the_rest(limit):
+    consumer, plain = a_consumer()
+    often = [pull for pull, one in plain.items() if limit and one.attempts + one.suspected > limit]
+    found = consumer.delivered_more_than(limit)
+    assert ranges.union(found) == ranges.union((pull, pull + 1) for pull in often) and ranges.size(found) == len(often)
+    for end in range(END + 2):
+        rest = [pull for pull in plain if pull < end and pull not in often]
+        assert consumer.unacked_below(end, limit) == ranges.union((pull, pull + 1) for pull in rest)
+
+
+def test_a_consumer_has_as_many_as_are_not_acked():
+    consumer, plain = a_consumer()
+    assert [consumer.has_as_many_as(limit) for limit in range(END + 1)] == [
+        limit <= len(plain) for limit in range(END + 1)
+    ]
+    consumer = Consumer()
+    consumer.deliver(UnackedRange(0, 0, 3, 1))
+    assert [consumer.has_as_many_as(limit) for limit in (2, 3, 4)] == [True, True, False]
+
+
+def test_the_range_of_each_message_is_found():
+    consumer, plain = a_consumer()
+    assert all(consumer.range_of(pull).part(pull, pull + 1) == one for pull, one in plain.items())
+
+
+@pytest.mark.parametrize(("begin", "end"), [(3, 3), (4, 3), (END, END + 1), (0, END + 1)])
+def test_a_range_that_is_empty_or_was_not_delivered_is_refused(begin, end):
+    consumer, _ = a_consumer()
+    with pytest.raises(InvalidAck):
+        consumer.check_given(begin, end)
+    with pytest.raises(InvalidAck):
+        consumer.unacked_in(begin, end)
+    consumer.check_given(0, END)
+
+
+@pytest.mark.parametrize(
+    ("end", "was_given"),
+    [
+        pytest.param(0, True, id="nothing"),
+        pytest.param(5, True, id="what is settled"),
+        pytest.param(1 << MASTERSHIP_BITS, True, id="all below the first that is left"),
+        pytest.param((1 << MASTERSHIP_BITS) + 3, True, id="all of an earlier mastership"),
+        pytest.param((1 << MASTERSHIP_BITS) + 4, False, id="more than an earlier mastership gave out"),
+        pytest.param((2 << MASTERSHIP_BITS) + 2, False, id="of a mastership that gave out nothing"),
+        pytest.param((3 << MASTERSHIP_BITS) + 1, True, id="the first of a mastership"),
+        pytest.param((3 << MASTERSHIP_BITS) + 7, True, id="all that a mastership gave out"),
+        pytest.param(4 << MASTERSHIP_BITS, False, id="all that it could have given out"),
+        pytest.param((4 << MASTERSHIP_BITS) + 1, True, id="all of one that gave out one"),
+        pytest.param(6 << MASTERSHIP_BITS, True, id="all of one that gave out as many as there are"),
+        pytest.param((6 << MASTERSHIP_BITS) + 1, False, id="of one that is to come"),
+    ],
+)
+def test_numbers_were_given_out_by_their_mastership(end, was_given):
+    consumer = Consumer()
+    for mastership, count in ((0, 5), (1, 3), (3, 7), (4, 1), (5, 1 << MASTERSHIP_BITS)):
+        consumer.deliver(UnackedRange(mastership << MASTERSHIP_BITS, mastership << MASTERSHIP_BITS, count, 1))
+    consumer.take(0, 5)
+    assert consumer.was_given(end) is was_given
+
+
+def test_messages_of_a_group_are_new_requeued_delivered_or_acked():
+    requeued = Requeued([RequeuedRange(2, 2, 1, 0)])
+    first, second = UnackedRange(7, 4, 2, 1), UnackedRange(9, 8, 1, 1)
+    group = Group(10, 0, requeued, {"c1": Consumer(9, [first]), "c2": Consumer(10, [second])})
+    names = "acked acked requeued requeued delivered delivered acked acked delivered acked new new"
+    assert [group.state_of(sequence) for sequence in range(12)] == [
+        MessageState[name.upper()] for name in names.split()
+    ]
+    assert (sorted(group.unconsumed(12)), group.first_unconsumed(12)) == ([(2, 4), (4, 6), (8, 9), (10, 12)], 2)
+    assert (sorted(group.unconsumed(10)), group.first_unconsumed(10)) == ([(2, 4), (4, 6), (8, 9)], 2)
+    requeued.take(2, 2)
+    assert group.first_unconsumed(10) == 4
+    group.consumers.clear()
+    assert (group.unconsumed(10), group.first_unconsumed(10)) == ([], None)
+    assert (group.unconsumed(11), group.first_unconsumed(11)) == ([(10, 11)], 10)
 
 
 OF_2_3 = 2 << 48 | 3 << 32

@@ -1,0 +1,100 @@
+"""Core. Frames at their borders: where one is cut, the shortest and the longest, and what stands where no frame may."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from zlib import crc32
+
+import pytest
+
+from qmq.errors import CorruptFrame
+from qmq.log.frame import (
+    FLAG_LABELLED,
+    FLAG_ORDERED,
+    FRAME_BYTES_MAX,
+    HEADER_BYTES,
+    FrameKind,
+    check_body,
+    decode_frames,
+    decode_header,
+    encode_header,
+    encode_json_body,
+    find_frame,
+    intact_bytes,
+    label_flags,
+)
+from qmq.types import Epoch
+from tests.property.test_frame import BASE, FRAMES, SEGMENT, STARTS, frame_of
+
+KEYED = 1 << 32
+"""The least label of a message that has an order key."""
+
+
+def test_what_is_read_of_a_cut_log_ends_with_its_last_whole_frame():
+    for number, (begin, end) in enumerate(pairwise(STARTS[:4])):
+        for cut in range(begin + 1, end):
+            within = "a header" if cut < begin + FRAMES[number].body_at else "the body"
+            with pytest.raises(CorruptFrame, match=f"end within {within}") as torn:
+                list(decode_frames(SEGMENT[:cut], BASE, 0))
+            assert torn.value.offset == BASE + begin
+            assert intact_bytes(memoryview(SEGMENT)[:cut], BASE) == begin
+
+
+def test_a_part_of_a_body_is_none_although_it_has_the_crc_of_the_whole():
+    """Whatever ends with its own CRC has one and the same CRC."""
+    part = b"messages" + crc32(b"messages").to_bytes(4, "little")
+    body = part + crc32(part).to_bytes(4, "little")
+    assert crc32(part) == crc32(body)
+    raw, frame = frame_of("s", body, offset=BASE, previous_chain=0)
+    with pytest.raises(CorruptFrame, match="end within the body"):
+        check_body(frame, part)
+    assert intact_bytes(memoryview(raw)[:-4], BASE) == 0
+
+
+def test_frames_that_stand_elsewhere_are_not_intact():
+    assert intact_bytes(memoryview(SEGMENT), BASE + 8) == 0
+    assert intact_bytes(memoryview(SEGMENT[: STARTS[1]] + SEGMENT[STARTS[2] :]), BASE) == STARTS[1]
+
+
+def test_the_shortest_frame_is_a_header():
+    raw, frame = frame_of("", b"", offset=BASE, previous_chain=0, kind=FrameKind.EPOCH, count=0)
+    assert len(raw) == HEADER_BYTES and decode_header(raw, 0, BASE, 0) == frame
+    assert intact_bytes(memoryview(raw), BASE) == HEADER_BYTES and find_frame(raw, BASE) == 0
+
+
+def test_the_longest_frame_has_all_the_bytes_that_one_may_have():
+    fields = {"kind": FrameKind.MESSAGES, "flags": 0, "subject": "", "field": b"", "count": 1, "body_crc": 0}
+    numbers = {"epoch": Epoch(1, 1), "high_watermark": 0, "timestamp_ms": 0, "first_sequence": 0}
+    head, frame = encode_header(
+        **fields, **numbers, body_bytes=FRAME_BYTES_MAX, offset=0, producer=0, batch=0, previous_chain=0
+    )
+    assert decode_header(head, 0, 0, 0) == frame
+
+
+@pytest.mark.parametrize(
+    ("data", "offset", "begin", "found"),
+    [
+        pytest.param(SEGMENT, BASE, 0, 0, id="the first byte"),
+        pytest.param(SEGMENT, BASE, 1, STARTS[1], id="the one behind"),
+        pytest.param(SEGMENT, BASE, STARTS[1], STARTS[1], id="where the search begins"),
+        pytest.param(bytes(3) + SEGMENT, BASE - 3, 0, 3, id="in bytes that begin where none can"),
+        pytest.param(b"QMF1" + SEGMENT, BASE - 4, 0, 4, id="right behind a magic number where none can"),
+        pytest.param(b"QMF1QMF1" + SEGMENT, BASE - 8, 0, 8, id="behind a magic number where one could"),
+        pytest.param(frame_of("s", b"", offset=BASE + 4, previous_chain=0)[0], BASE + 4, 0, None, id="where none can"),
+        pytest.param(SEGMENT[: STARTS[1]], BASE + 8, 0, None, id="of another place"),
+    ],
+)
+def test_the_first_frame_is_found_where_one_may_stand(data, offset, begin, found):
+    assert find_frame(data, offset, begin) == found
+
+
+@pytest.mark.parametrize(
+    ("labels", "is_ordered"), [([0], 0), ([KEYED - 1], 0), ([KEYED], 1), ([0, KEYED], 1), ([KEYED, 0], 1)]
+)
+def test_a_batch_is_ordered_if_any_of_its_messages_has_an_order_key(labels, is_ordered):
+    assert label_flags(labels) == FLAG_LABELLED + is_ordered * FLAG_ORDERED
+
+
+def test_a_body_in_json_is_the_same_whatever_the_order_of_its_fields():
+    assert encode_json_body(b=1, a=2) == b'{"a": 2, "b": 1}'
+    assert encode_json_body(c=10, a=2) == b'{"a": 2, "c": 10}       '

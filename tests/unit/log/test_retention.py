@@ -1,0 +1,49 @@
+"""Core. What the retention frames of a log say together."""
+
+from __future__ import annotations
+
+import pytest
+
+from qmq.log.retention import Kept, RetentionDecision
+
+
+def decision(start: int, **lost: int) -> RetentionDecision:
+    return RetentionDecision(start, "age", {}, {("s", group): messages for group, messages in lost.items()})
+
+
+def a_kept() -> Kept:
+    """Frames at 100, 200 and 300 that keep all, and one at 400 that gives up what is before 200."""
+    kept = Kept()
+    for offset in (100, 200, 300):
+        kept.take(decision(0), offset=offset, end=offset + 50, time_ms=offset * 10)
+    kept.take(decision(200, g=3), offset=400, end=450, time_ms=4_000)
+    return kept
+
+
+def test_what_frames_say_together():
+    kept = a_kept()
+    assert kept == Kept(200, 450, [(300, 3_000), (400, 4_000)], {("s", "g"): 3})
+    kept.take(decision(200, h=1), offset=500, end=550, time_ms=5_000)
+    assert kept == Kept(200, 450, [(300, 3_000), (400, 4_000), (500, 5_000)], {("s", "g"): 3, ("s", "h"): 1})
+    kept.take(decision(600, g=4), offset=600, end=650, time_ms=6_000)
+    assert kept == Kept(600, 650, [(600, 6_000)], {("s", "g"): 7, ("s", "h"): 1})
+
+
+@pytest.mark.parametrize("start", [199, 501])
+def test_a_frame_that_gives_back_or_gives_up_itself_is_refused(start):
+    kept = a_kept()
+    with pytest.raises(ValueError, match="frames are kept from 200"):
+        kept.take(decision(start), offset=500, end=550, time_ms=5_000)
+    assert kept == a_kept()
+
+
+@pytest.mark.parametrize(
+    ("offset", "written_ms"), [(200, 3_000), (300, 3_000), (301, 4_000), (400, 4_000), (401, None)]
+)
+def test_the_first_time_that_was_agreed_behind_an_offset_is_known(offset, written_ms):
+    assert a_kept().written_before_ms(offset) == written_ms
+
+
+@pytest.mark.parametrize(("high_watermark", "start"), [(449, 0), (450, 200), (451, 200)])
+def test_copies_may_delete_once_the_frame_that_says_so_is_acknowledged(high_watermark, start):
+    assert a_kept().agreed_start(high_watermark) == start
