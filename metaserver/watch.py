@@ -114,7 +114,7 @@ class WatchHub:
         self._views = GroupViews(kind)
         self._marks: frozenset[ReadonlyMark] = frozenset()
         self._routes_version = -1
-        self._short: set[Topic] = set()
+        self._short: dict[Topic, None] = {}
         self._wanted: dict[str, str] = {}
         """Real subjects that need the database, and why they still wait."""
         self._problem = ""
@@ -150,7 +150,7 @@ class WatchHub:
         if why := self._quotas.open(caller, time.monotonic()):
             raise TooManyWatches(why)
         watch = Watch(app, client_id, produces, caller, send, looks_only)
-        self._audience.watches.add(watch)
+        self._audience.watches[watch] = None
         self._metrics.watches.inc()
         return watch
 
@@ -164,7 +164,8 @@ class WatchHub:
     def forget(self, watch: Watch, subjects: Iterable[str]) -> None:
         """A client uses these routes no more."""
         before = len(watch.seats)
-        self._short.difference_update(self._audience.drop(watch, subjects))
+        for topic in self._audience.drop(watch, subjects):
+            self._short.pop(topic, None)
         self._quotas.remove(watch.caller, before - len(watch.seats))
 
     async def ask(self, watch: Watch, subjects: Sequence[str], held: Mapping[str, int]) -> None:
@@ -293,9 +294,9 @@ class WatchHub:
         """Have a missing or short route made, unless that was tried since the groups last changed."""
         groups = route.groups if route else ()
         if route and not self._registry.is_short(topic.real, groups):
-            self._short.discard(topic)
+            self._short.pop(topic, None)
             return
-        self._short.add(topic)
+        self._short[topic] = None
         if topic.tried != self._views.state and self._views.has_more_than(groups):
             self._wanted.setdefault(topic.real, self._problem)
             self._want_some.set()
@@ -328,7 +329,7 @@ class WatchHub:
             self._routes_version = self._registry.routes_version
             concerned += [topic for topic in audience.topics.values() if find(topic.real) is not topic.source]
         changed = self._views.look(directory, self._registry.is_writable)
-        for name in changed:
+        for name in sorted(changed):
             concerned += audience.topics_of_group(name)
         marks, self._marks = directory.marks ^ self._marks, directory.marks
         if marks:

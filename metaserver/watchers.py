@@ -9,7 +9,7 @@ that it was sent. So a route counts as old until its watcher says otherwise, nev
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -58,7 +58,8 @@ class Topic:
     groups: tuple[str, ...] = ()
     offered: tuple[str, ...] = ()
     """Groups that producers may use."""
-    seats: set[Seat] = field(default_factory=set)
+    seats: dict[Seat, None] = field(default_factory=dict)
+    """In the order in which they came, as everything here that is gone through: so they are told."""
     source: object = None
     """The stored route that the content was made of."""
     tried: int = -1
@@ -125,18 +126,18 @@ class Audience:
 
     def __init__(self) -> None:
         self.topics: dict[str, Topic] = {}
-        self.watches: set[Watch] = set()
-        self._by_group: dict[str, set[Topic]] = {}
-        self._more: dict[str, set[Topic]] = {}
+        self.watches: dict[Watch, None] = {}
+        self._by_group: dict[str, dict[Topic, None]] = {}
+        self._more: dict[str, dict[Topic, None]] = {}
         """Topics of retry and dead-letter subjects, by their real subject."""
 
-    def topics_of_group(self, group: str) -> set[Topic]:
-        return self._by_group.get(group, set())
+    def topics_of_group(self, group: str) -> Collection[Topic]:
+        return self._by_group.get(group, {}).keys()
 
-    def topics_of_subject(self, real: str) -> set[Topic]:
+    def topics_of_subject(self, real: str) -> list[Topic]:
         """The subject's own topic, and those of its retry and dead-letter subjects."""
-        own, more = self.topics.get(real), self._more.get(real, set())
-        return more if own is None else {own, *more}
+        own, more = self.topics.get(real), self._more.get(real, {})
+        return [*more] if own is None else [own, *more]
 
     def take_seat(self, watch: Watch, name: str, real: str) -> Seat:
         """Let a watcher watch one more topic."""
@@ -144,9 +145,9 @@ class Audience:
         if topic is None:
             topic = self.topics[name] = Topic(name, real)
             if name != real:
-                self._more.setdefault(real, set()).add(topic)
+                self._more.setdefault(real, {})[topic] = None
         seat = watch.seats[topic.name] = Seat(watch, topic)
-        topic.seats.add(seat)
+        topic.seats[seat] = None
         return seat
 
     def take_refusal(self, watch: Watch, name: str, route: RouteBytes) -> Seat:
@@ -156,7 +157,7 @@ class Audience:
 
     def leave(self, watch: Watch) -> None:
         """Forget a watcher, which has no seats any more."""
-        self.watches.discard(watch)
+        self.watches.pop(watch, None)
         watch.owed.clear()  # no circles: the collector of those stops the process for long
 
     def drop(self, watch: Watch, names: Iterable[str]) -> list[Topic]:
@@ -166,7 +167,7 @@ class Audience:
             if (seat := watch.seats.pop(name, None)) is None:
                 continue
             topic = seat.topic
-            topic.seats.discard(seat)
+            topic.seats.pop(seat, None)
             if not topic.seats and self.topics.get(topic.name) is topic:
                 del self.topics[topic.name]
                 self._index(topic, ())
@@ -215,10 +216,10 @@ class Audience:
             self._remove(self._by_group, name, topic)
         topic.groups = groups
         for name in groups:
-            self._by_group.setdefault(name, set()).add(topic)
+            self._by_group.setdefault(name, {})[topic] = None
 
     @staticmethod
-    def _remove(index: dict[str, set[Topic]], key: str, topic: Topic) -> None:
-        index[key].discard(topic)
+    def _remove(index: dict[str, dict[Topic, None]], key: str, topic: Topic) -> None:
+        index[key].pop(topic, None)
         if not index[key]:
             del index[key]

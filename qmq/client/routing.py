@@ -7,7 +7,7 @@ only ever makes a group *rest* for a while; it never removes a route, so nothing
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import blake2b
@@ -82,14 +82,14 @@ class Routing:
         self._health: dict[str, _Health] = {}
         self._turn = 0
 
-    def update(self, routes: Iterable[SubjectRoute]) -> set[str]:
-        """Take over what the metaserver says; return the broker groups whose master or term is new.
+    def update(self, routes: Iterable[SubjectRoute]) -> Collection[str]:
+        """Take over what the metaserver says; return the broker groups whose master or term is new, in its order.
 
         A route of an older term than one already known keeps the newer master: after a reconnect to another metaserver
         an old picture may come first. A refusal never takes a route away: it says that something went wrong, not that
         the groups are gone.
         """
-        changed = set()
+        changed: dict[str, None] = {}
         for route in routes:
             if route.refused and self.groups_of(route.subject):
                 self._subjects[route.subject] = replace(self._subjects[route.subject], refused=route.refused)
@@ -102,10 +102,10 @@ class Routing:
                 if known is None or known.term <= group.term:
                     self._masters[name] = group
                     if known is None or (known.master, known.term) != (group.master, group.term):
-                        changed.add(name)
+                        changed[name] = None
                 if group.writable and (name in changed or not before.get(name, True)):
                     self._health.pop(name, None)  # the metaserver's news is newer: it takes messages again
-        return changed
+        return changed.keys()
 
     def forget(self, subjects: Iterable[str]) -> None:
         """Drop routes that nobody uses; the groups' masters stay."""

@@ -506,7 +506,7 @@ class Sender:
             elif name in changed:
                 self._groups[name].breaker = Breaker()
                 self._groups[name].link.route_changed()
-        for subject in {route.subject for route in routes}:
+        for subject in dict.fromkeys(route.subject for route in routes):
             if subject in self._queues:
                 self._note(self._queues[subject])
             if (lanes := self._lanes.get(subject)) is not None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from qmq import Consumer, Producer
 from qmq.client.received import ReceivedMessage
+from qmq.outbox.dbapi import Database
 from tests.shell_simulation.machines import URL, Application
 from tests.shell_simulation.stand_ins import SINCE_1970_S
 
@@ -53,6 +55,45 @@ class ProducerProgram:
         oracle.sent(self._name, message, due_s)
         receipt = await producer.send(message, at=None if due_s is None else datetime.fromtimestamp(due_s, UTC))
         oracle.received(self._name, message, receipt)
+
+
+class ShopProgram:
+    """Changes its own database, and sends by its outbox: both happen, or neither, whenever it is killed."""
+
+    def __init__(self, world: World, application: Application) -> None:
+        self._world, self._name = world, application.name
+
+    async def run(self) -> None:
+        world, rng = self._world, self._world.loop.rng
+        async with Producer(
+            metaserver=URL, app=self._name, token=world.token, timeout_s=TIMEOUT_S, answer_timeout_s=2.0
+        ) as producer:
+            database = Database(world.shop.connect)
+            while True:
+                await asyncio.sleep(rng.expovariate(world.swarm.sends_per_s / 2))
+                if world.is_producing:
+                    await self._sell(producer, database)
+
+    async def _sell(self, producer: Producer, database: Database) -> None:
+        """One transaction, which may end in the middle of it: it is given up, or the process is killed."""
+        world, rng = self._world, self._world.loop.rng
+        messages = [world.new_message(rng.choice(SUBJECTS), self._name) for _ in range(rng.choice((1, 1, 3)))]
+        world.oracle.staged(messages)
+        try:
+            with database.transaction() as transaction:
+                transaction.connection.executemany("INSERT INTO orders VALUES (?)", [(one.id,) for one in messages])
+                for message in messages:
+                    await producer.send(message, session=transaction)
+                if rng.random() < 0.2:
+                    await asyncio.sleep(rng.uniform(0, 0.02))
+                if rng.random() < 0.1:
+                    raise _GivenUp
+        except (_GivenUp, sqlite3.OperationalError):
+            world.counts["rolled back"] += 1
+
+
+class _GivenUp(Exception):
+    pass
 
 
 class ConsumerProgram:

@@ -25,6 +25,8 @@ from qmq.replication.settings import CopySettings
 from qmq.server import running
 from qmq.server.running import Tasks
 from qmq.server.service import Service
+from qmq.watchdog import main as watchdog_main
+from qmq.watchdog.settings import WatchdogSettings
 from tests.shell_simulation.loop import Killed, Process, current
 from tests.shell_simulation.stand_ins import GRPC_PORT, HTTP_PORT
 from tests.simulation.medium import Medium
@@ -39,6 +41,7 @@ METASERVERS = "10.0.0.9"
 URL = f"http://{METASERVERS}:{HTTP_PORT}"
 SERVE_PORT, SYNC_PORT, CONTROL_PORT = 20881, 20882, 20883
 ROOT = "/data"
+PASSWORD_KEY = "0" * 43 + "="
 
 
 class MachineSystem(SimulatedSystem):
@@ -284,11 +287,19 @@ class MetaserverMachine(Machine):
             database=f"sqlite:///{self._folder}/metaserver.db",
             snapshot=f"{self._folder}/{self.name}.snapshot",
             cluster_token=CLUSTER_TOKEN,
+            password_keys=(PASSWORD_KEY,),
             failover=self.world.swarm.fails_over,
         )
         self.metaserver, stop = Metaserver(settings), asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
         await self.metaserver.serve(stop, self.is_serving)
+
+
+class WatchdogMachine(Machine):
+    """It has no disk: what it knows is in the applications' databases, and in its lease at the metaserver."""
+
+    async def work(self) -> None:
+        await watchdog_main._run(WatchdogSettings(metaserver=URL, token=CLUSTER_TOKEN, refresh_ms=1000))
 
 
 class Application(Machine):

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from qmq.client.batch_life import Unknown
+from qmq.client.batch_life import Stored, Unknown
 from qmq.client.batching import Batch
 from qmq.client.group_session import GroupSession
 from qmq.client.in_flight import GroupBatches
@@ -21,10 +21,15 @@ from qmq.delayserver.due_clock import DueClock
 from qmq.errors import OutcomeUnknown
 from qmq.log import Commit
 from qmq.log.disk import RealDisk
+from qmq.outbox.courier import Courier
+from qmq.outbox.unit import Item, Unit, Written
 from qmq.remoting.connection import Connection
 from qmq.remoting.packet import Packet
 from qmq.server.meta_link import MetaLink
 from qmq.server.service import Service, _MasterLink
+from qmq.watchdog.db.outbox import Outbox
+from qmq.watchdog.drain import Drain
+from qmq.watchdog.draining import Attempt
 from tests.support.planting import Bug, Patch
 
 
@@ -144,6 +149,40 @@ def _delayed_batch_is_forgotten_with_its_connection() -> list[Patch]:
     return [mock.patch.object(NumberedSender, "_end", end)]
 
 
+def _messages_are_sent_before_their_commit() -> list[Patch]:
+    original = Unit.add
+
+    def add(self: Unit, items: list[Item]) -> None:
+        original(self, items)
+        items[0].courier.committed(Written(self._database, items, None))
+
+    return [mock.patch.object(Unit, "add", add)]
+
+
+def _row_goes_before_its_message() -> list[Patch]:
+    original = Courier._deliver
+
+    async def deliver(self: Courier, written: Written) -> None:
+        await self._delete(written.database, written.ids or [])
+        await original(self, written)
+
+    return [mock.patch.object(Courier, "_deliver", deliver)]
+
+
+def _watchdog_takes_sent_for_stored() -> list[Patch]:
+    original = Drain._send
+
+    def send(self: Drain, attempt: Attempt) -> None:
+        original(self, attempt)
+        self._answered(attempt, Stored(0, attempt.batch.count))
+
+    return [mock.patch.object(Drain, "_send", send)]
+
+
+def _claims_of_a_dead_watchdog_stay() -> list[Patch]:
+    return [mock.patch.object(Outbox, "read_claims", lambda self, work: [])]
+
+
 BUGS = [
     Bug("commit told before it is written", _told_before_it_is_written),
     Bug("sync does nothing", _sync_does_nothing),
@@ -163,5 +202,9 @@ BUGS = [
         9,
         favoured="isolate",
     ),
+    Bug("messages of an outbox are sent before their commit", _messages_are_sent_before_their_commit),
+    Bug("a row goes before its message", _row_goes_before_its_message, 4, favoured="kill"),
+    Bug("a watchdog takes sent for stored", _watchdog_takes_sent_for_stored, 4, favoured="kill"),
+    Bug("claims of a dead watchdog stay", _claims_of_a_dead_watchdog_stay, 31, favoured="kill"),
     Bug("a message is done before it is handled", _message_is_done_before_it_is_handled, favoured="kill"),
 ]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import gc
 import os
 import random
+import sqlite3
 import sys
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +24,7 @@ from alembic.script import ScriptDirectory
 
 from qmq.client.batch_life import BatchLife
 from qmq.client.session_life import SessionLife
+from qmq.watchdog.db import engine
 from tests.shell_simulation.loop import Killed, Threads, VirtualLoop, current
 from tests.shell_simulation.network import Network
 from tests.shell_simulation.rpc import Channel, RpcServer
@@ -63,8 +67,6 @@ class Nothing:
         return "", HTTP_PORT
 
     async def run(self) -> None:
-        import asyncio
-
         await asyncio.Event().wait()
 
 
@@ -110,6 +112,43 @@ class Scripts:
         return _scripts(str(config.get_main_option("script_location")))
 
 
+def _with_virtual_time(prepare: Any) -> Any:
+    def prepared(connection: Any, record: Any) -> None:
+        prepare(connection, record)
+        give_virtual_time(connection)
+
+    return prepared
+
+
+def give_virtual_time(connection: sqlite3.Connection) -> None:
+    """SQLite's own clock is the world's: by what it tells, rows are old enough for a watchdog."""
+
+    def now() -> str:
+        return datetime.fromtimestamp(_wall_of_all(), UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
+
+    def real(function: str) -> Any:
+        def call(*words: Any) -> Any:
+            given = [now() if word == "now" else word for word in words]
+            return _CLOCK.execute(f"SELECT {function}({', '.join('?' * len(given))})", given).fetchone()[0]
+
+        return call
+
+    for function in ("strftime", "julianday"):
+        connection.create_function(function, -1, real(function))
+    connection.create_function("current_timestamp", 0, lambda: now()[:19])
+
+
+_CLOCK = sqlite3.connect(":memory:")
+"""Reckons with dates as SQLite does."""
+
+
+def _wall_of_all() -> float:
+    """The time at a database, which is on a machine of its own."""
+    loop = asyncio.get_event_loop()
+    assert isinstance(loop, VirtualLoop)
+    return SINCE_1970_S + loop.now_s
+
+
 def _watched(loop: VirtualLoop, kind: type) -> Any:
     """Remember the newest lives of a kind, to look at their states."""
     real: Any = kind.__init__  # type: ignore[misc]
@@ -140,11 +179,18 @@ def replaced(loop: VirtualLoop, network: Network, make_disk: Any, seed: int) -> 
         mock.patch.object(grpc.aio, "server", lambda interceptors=(), options=(): RpcServer(network, interceptors)),
         *(
             mock.patch(f"qmq.{name}.ThreadPoolExecutor", Threads)
-            for name in ("server.service", "metaserver.database", "metaserver.snapshot", "metaserver.actions.watchdogs")
+            for name in (
+                "server.service",
+                "metaserver.database",
+                "metaserver.snapshot",
+                "metaserver.actions.watchdogs",
+                "watchdog.drain",
+                "watchdog.watcher",
+            )
         ),
         *(
             mock.patch(f"qmq.{name}.find_metaserver", _find(network))
-            for name in ("server.meta_link", "server.access", "client.route_watch")
+            for name in ("server.meta_link", "server.access", "client.route_watch", "watchdog.meta_link")
         ),
         mock.patch("qmq.client.route_watch.route_poll.poll", _no_poll),
         mock.patch("qmq.client.route_watch.grpc_begins", lambda: None),
@@ -157,6 +203,10 @@ def replaced(loop: VirtualLoop, network: Network, make_disk: Any, seed: int) -> 
         mock.patch("qmq.server.running.collect_by_the_clock", _never),
         mock.patch("qmq.broker.main.open_http", Nothing),
         mock.patch("qmq.delayserver.main.open_http", Nothing),
+        mock.patch("qmq.watchdog.main.HttpPort", Nothing),
+        mock.patch("qmq.watchdog.main.listen", Nothing),
+        mock.patch("qmq.watchdog.db.engine.LOCK_S", 0),  # who has the lock has it until this very call is over
+        mock.patch("qmq.watchdog.db.engine._prepare_sqlite", _with_virtual_time(engine._prepare_sqlite)),
         mock.patch("qmq.metaserver.main.HttpPort", Nothing),
         mock.patch("qmq.metaserver.main.build_app", Nothing),
         mock.patch("qmq.metaserver.main.listen", Nothing),

@@ -26,7 +26,7 @@ from qmq.client.batch_life import BATCH_LIFE
 from qmq.client.session_life import SESSION
 from qmq.log import RealDisk
 from qmq.metaserver.db.engine import open_database
-from tests.shell_simulation.applications import ConsumerProgram, ProducerProgram
+from tests.shell_simulation.applications import ConsumerProgram, ProducerProgram, ShopProgram
 from tests.shell_simulation.loop import current
 from tests.shell_simulation.machines import (
     SERVE_PORT,
@@ -37,11 +37,13 @@ from tests.shell_simulation.machines import (
     DelayMachine,
     Machine,
     MetaserverMachine,
+    WatchdogMachine,
 )
 from tests.shell_simulation.nemesis import Nemesis
 from tests.shell_simulation.network import Network, NetworkLoop
 from tests.shell_simulation.operator import OPERATOR, Operator
 from tests.shell_simulation.oracle import Oracle
+from tests.shell_simulation.shop import Shop
 from tests.shell_simulation.stand_ins import replaced
 from tests.simulation.coverage import STATES as STATES_OF_COPIES
 from tests.simulation.coverage import Met, states_of_node, states_to_meet
@@ -77,9 +79,11 @@ class Swarm:
     """Whether there is a delay group."""
     second: bool
     """Whether there is a second broker group, of two copies."""
+    watchdogs: int
+    """Of a shop with an outbox; 0: there is no shop."""
 
     @staticmethod
-    def draw(rng: Random, *, second: bool) -> Swarm:
+    def draw(rng: Random, *, second: bool, watchdogs: int) -> Swarm:
         copies = rng.choice((2, 2, 2, 3))
         return Swarm(
             copies=copies,
@@ -96,6 +100,7 @@ class Swarm:
             buffer_bytes=rng.choice((1 << 10, 1 << 16)),
             delays=rng.random() < 0.5,
             second=second,
+            watchdogs=watchdogs,
         )
 
 
@@ -112,10 +117,15 @@ class World:
         self.failure = ""
         self.is_at_war, self.is_producing = True, True
         self.token = ""
-        self.swarm = Swarm.draw(self.loop.rng, second=not is_plain and Random(f"{seed} groups").random() < 0.3)
+        self.swarm = Swarm.draw(
+            self.loop.rng,
+            second=not is_plain and Random(f"{seed} groups").random() < 0.3,
+            watchdogs=Random(f"{seed} outbox").choice((0, 0, 1, 2)),
+        )
         self.network = self.loop.network = Network(self.loop, self.note)
         self.network.buffer_bytes = self.swarm.buffer_bytes
         self.oracle = Oracle(self)
+        self.shop = Shop(folder / "shop.db")
         self.metaservers = [
             MetaserverMachine(self, f"meta{i}", f"10.0.0.{i + 1}", folder) for i in range(self.swarm.metaservers)
         ]
@@ -135,13 +145,22 @@ class World:
                 for i in (0, 1)
             ),
         ]
-        self.machines: list[Machine] = [*self.metaservers, *self.copies, *self.applications]
+        if self.swarm.watchdogs:
+            shop = Application(self, "s0", "10.0.6.1", lambda me: ShopProgram(self, me).run())
+            self.applications.append(shop)
+        self.watchdogs = [WatchdogMachine(self, f"w{i}", f"10.0.7.{i + 1}") for i in range(self.swarm.watchdogs)]
+        self.machines: list[Machine] = [*self.metaservers, *self.copies, *self.applications, *self.watchdogs]
         self._by_name = {machine.name: machine for machine in self.machines}
         self._messages = 0
         self._term, self._master = 0, ""
 
     def machine(self, name: str) -> Machine:
         return self._by_name[name]
+
+    def copy(self, name: str) -> CopyMachine:
+        copy = self.machine(name)
+        assert isinstance(copy, CopyMachine)
+        return copy
 
     def new_message(self, subject: str, name: str) -> Message:
         self._messages += 1
@@ -153,9 +172,7 @@ class World:
         """The disk of the copy that asks for one."""
         process = current()
         assert process is not None
-        copy = self.machine(process.name)
-        assert isinstance(copy, CopyMachine)
-        return copy.disk(root, cached_bytes=cached_bytes)
+        return self.copy(process.name).disk(root, cached_bytes=cached_bytes)
 
     def later(self, low_s: float, high_s: float, call: Callable[[], object]) -> None:
         self.loop.at(self.loop.now_s + self.loop.rng.uniform(low_s, high_s), call)
@@ -230,6 +247,10 @@ class World:
                 await self._act("AddBroker", brokerGroup=group, role=role, **place)
         if self.swarm.min_copies > 2:
             await self._act("SetCopies", brokerGroup="g1", minCopies=self.swarm.min_copies)
+        if self.watchdogs:
+            self.shop.create()
+            place = {"type": "sqlite", "host": "shop", "port": 1, "database": self.shop.path}
+            await self._act("AddDb", **place, username="u", password="p", age=self.loop.rng.choice((0, 3)))
         answer = await self._act("AddToken", name="applications", role="client")
         self.token = answer["token"]
         for machine in self.machines:
@@ -299,6 +320,8 @@ class World:
     def _is_well(self) -> bool:
         if not all(machine.is_running for machine in self.machines) or self.oracle.forgotten or self.oracle.missing:
             return False
+        if self.shop.rows():
+            return False
         return all(map(_is_equal_and_writable, self.groups.values()))
 
     def _check_end(self) -> None:
@@ -315,6 +338,7 @@ class World:
                 f"gone: {[machine.name for machine in self.machines if not machine.is_running]}",
                 f"without outcome: {sorted(oracle.forgotten)[:5]}",
                 f"not consumed: {sorted(oracle.missing)[:5]} of {len(oracle.acked)}",
+                f"rows of the outbox: {self.shop.rows()}",
             ]
         )
 
@@ -359,6 +383,7 @@ def simulate(seed: int, *, steering: Steering = UNSTEERED, is_plain: bool = Fals
                 failure = failure_of(partial(world.loop.run_until_complete, world.run()))
                 outcome = _outcome(seed, world, failure)
                 world.loop.abandon()
+            world.shop.close()
             del world
             gc.collect()
     finally:
