@@ -106,12 +106,8 @@ def choose(
     choice = Choice(log, subscription, pull, data_limit)
     if consumer is not None and subscription.resend < consumer.next_pull:
         choice.again(consumer)
-        if not choice.made.is_empty:
-            return choice.made
-        if choice.is_over:
-            return None
-        subscription.resend = consumer.next_pull
-    if consumer is None or not consumer.has_as_many_as(UNACKED_MESSAGES_MAX):
+    is_full = consumer is not None and consumer.has_as_many_as(UNACKED_MESSAGES_MAX)
+    if choice.made.is_empty and not choice.is_over and not is_full:
         if single is not None:
             single(choice.cut, choice.made)
         else:

@@ -18,7 +18,7 @@ from qmq.dead_letters import PRUNER
 from qmq.errors import InvalidAck, Overloaded, SubscriptionReplaced, UnknownSubscription
 from qmq.log import MessageLog
 from qmq.log.group import Consumer
-from qmq.log.progress import Departure, Entry
+from qmq.log.progress import NOT_BEGUN, Departure, Entry
 from qmq.ranges import Range
 from qmq.remoting.commands import Pull
 from qmq.remoting.packet import Packet
@@ -32,7 +32,8 @@ LOOKS_WITHIN_MS = 30_000
 """A subscription that ended is remembered no longer than this, however long its pulls were to wait."""
 LOOKS_IN_LEASE = 4
 """Consumers say that they live thrice in a lease, so that one is never ended by what it said in time."""
-NEVER_MS = 1 << 64
+NEVER_MS = NOT_BEGUN
+"""Later than all times; what is not begun with is due at once."""
 LOOKING_MS = 1_000
 """How much longer a pull waits while the broker looks for messages that its consumer asks for."""
 

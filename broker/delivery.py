@@ -183,7 +183,7 @@ class Delivery:
                 later += [(*one, due_ms) for one in held]
         if any(due_ms not in (0, NOT_BEGUN) for _, _, due_ms in later):
             self._check_may_postpone(subscription)
-        if expired and self.pruning.expired_die(subscription.subject):
+        if self.pruning.expired_die(subscription.subject):
             dead += expired
         if dead:
             self._check_may_bury(subscription)
@@ -193,8 +193,7 @@ class Delivery:
             mastership.append_progress(FrameKind.NACK, subscription.key, later)
             self._counters.nacked_messages += sum(end - begin for begin, end, _ in later)
             for _, _, due_ms in later:
-                if due_ms != NOT_BEGUN:
-                    self.consumption.note_due(subscription.subject, subscription.group, due_ms)
+                self.consumption.note_due(subscription.subject, subscription.group, due_ms)
             self.wake(subscription.subject)
 
         def answer(error: QmqError | None) -> None:
@@ -271,7 +270,7 @@ class Delivery:
     def _changing(self, kind: FrameKind, key: tuple[str, str, str], entries: list[Entry]) -> None:
         """Progress is about to be written: what is settled frees its key, for others of the group too."""
         self._filtering.changing(kind, key, entries)
-        if kind == FrameKind.POSITION and not key[2]:
+        if not key[2]:  # the group's own position
             self.pruning.changing(key[:2], is_known=bool(entries))
             if not entries:  # nobody looks at the group again
                 self.backlogs.forget(key[:2])
@@ -379,16 +378,12 @@ class Delivery:
         group = state.groups[subject, name]
         return bool(group.requeued) or group.position < state.next_sequence[subject]
 
-    def switch_off(self, rules: Iterable[tuple[str, str, str]]) -> None:
-        """From now on hand nothing to these consumers; who is not among them any more is served at once."""
-        self._offline = Offline(rules)
-        self.serve_all()
-
-    def limit(self, limits: tuple[OperatorLimits, ...]) -> None:
-        """From now on these are the operators' limits, and no others."""
+    def heed_operators(self, *, limits: tuple[OperatorLimits, ...], offline: Iterable[tuple[str, str, str]]) -> None:
+        """From now on these are the operators' limits, and those that are handed nothing; all others are served."""
         self.pruning.limit(by_key(limits))
         self._dead_letters.limit(limits)
         self._rates.limit(by_key(limits), self._mastership.host.monotonic_ms())
+        self._offline = Offline(offline)
         self.serve_all()
 
     def answer_overdue(self, now_ms: int) -> None:
@@ -522,11 +517,8 @@ class Delivery:
 
     def _was_read(self, reading: Reading, found: LabelsRead | LogError) -> None:
         self._filtering.was_read(reading, found)
-        if isinstance(found, CorruptFrame):
-            self._mastership.found_damage(found)  # who waits asks again
-            if found.offset < self._mastership.log.start:  # no damage: retention took it meanwhile
-                self.wake(reading.subject)
-                self._mastership.host.pass_soon()
+        if isinstance(found, CorruptFrame):  # or retention took it meanwhile; who waits is served soon in either case
+            self._mastership.found_damage(found)
         elif isinstance(found, LogError):
             raise found
         else:

@@ -70,7 +70,7 @@ class GroupFilter:
     def is_overdue(self, now_ms: int) -> bool:
         """Return whether its pulls are to be served, though nothing came for them."""
         is_unwritten = self.seen_ms and not 0 <= now_ms - self.seen_ms < PASSED_MS
-        return bool(is_unwritten) or 0 < self._again_ms <= now_ms
+        return bool(is_unwritten) or self.has_failed or 0 < self._again_ms <= now_ms
 
     def is_idle(self, rule: TagRule | None, log_end: int, data_limit: int, now_ms: int) -> bool:
         """Return whether nothing happened since nothing was found: a group's consumers ask one after the other."""

@@ -76,8 +76,7 @@ class BrokerMaster(Master):
     def heed_operators(self, assignment: Assignment) -> None:
         """Take over what operators marked readonly, switched off and limited."""
         super().heed_operators(assignment)
-        self._delivery.limit(assignment.limits)
-        self._delivery.switch_off(assignment.offline)
+        self._delivery.heed_operators(limits=assignment.limits, offline=assignment.offline)
 
     def move_group(
         self, subject: str, group: str, to: str, value: int, *, dry_run: bool, answer: Answer

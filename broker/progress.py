@@ -110,8 +110,7 @@ def _dead_letters(log: MessageLog, subject: str, group: str) -> int:
     first, end = sequences_kept(log, own)
     redriver = log.state.groups.get((own, REDRIVER))
     left = [(first, end)] if redriver is None else redriver.unconsumed(end)
-    kept = sum(until - max(begin, first) for begin, until in left if until > first)
-    return kept + _dead_letters_elsewhere(log, subject, group)
+    return ranges.size(ranges.difference(left, [(0, first)])) + _dead_letters_elsewhere(log, subject, group)
 
 
 def _dead_letters_elsewhere(log: MessageLog, subject: str, group: str) -> int:

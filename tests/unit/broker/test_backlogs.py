@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from qmq.broker import backlogs
+from qmq.errors import CorruptFrame
+from qmq.log.segments import log_name
 from tests.unit.broker.world import Client, Group
 
 KEY = ("s", "g")
@@ -95,3 +97,18 @@ def test_the_oldest_are_shown(monkeypatch):
         group.settle()
         group.a.wait(1_000)
     assert {subject for subject, _ in looked(group)} == {"s0", "s1", "s4"}
+
+
+def test_damage_that_is_met_while_backlogs_are_looked_at_is_told_of(monkeypatch):
+    group, client = a_group(tail_bytes=0)
+    client.produce("m0")
+    group.settle()
+    (ref,) = group.a.log.frames("s", 0, 1)
+    group.a.disk.flip(log_name(0), 8 * ref.offset)
+
+    def fails(*_):
+        raise CorruptFrame(ref.offset, "an index had to be made again")
+
+    monkeypatch.setattr(backlogs.Backlogs, "look", fails)
+    group.a.wait(100)
+    assert group.a.log.damage is not None and not group.a.node.writable

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qmq.broker.choosing import Budget
+from qmq.broker.choosing import Budget, Chosen, Part
 from qmq.log.index import FrameRef
 
 LIMIT = 1 << 30
@@ -56,3 +56,10 @@ def test_a_pull_that_has_as_many_as_it_asked_for_looks_no_further():
     budget = Budget(10, 1 << 20, LIMIT)
     assert budget.allows(frame(messages=4), 4) == 4 and not budget.is_stopped
     assert budget.allows(frame(begin=4, messages=6), 6) == 6 and budget.is_stopped
+
+
+def test_what_was_chosen_says_how_large_it_is_and_where_it_ends():
+    chosen = Chosen(gone=[(2, 4), (6, 7)], dead=[(1, 2)])
+    assert chosen.bytes() == 0 and chosen.pull_ends == [7, 2]
+    chosen.parts = [Part(7, 18, 22, FrameRef(16, 24, 4096, 800), 1), Part(11, 22, 23, FrameRef(22, 23, 1024, 50), 1)]
+    assert (chosen.bytes(), chosen.data_end, chosen.pull_ends) == (450, 4896, [7, 2, 12])

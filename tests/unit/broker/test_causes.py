@@ -82,6 +82,18 @@ def test_what_asked_to_come_again_later_waits_for_that():
     client.pull(timeout_ms=60_000)
     group.settle()
     assert of(group) == [Cause.LATER]
+    group.a.node.prepare_swap(1, hold_ms=1_000)
+    assert of(group) == [Cause.MASTER, Cause.LATER]
+
+
+def test_what_came_back_and_may_come_again_waits_for_a_consumer_to_ask():
+    group, client = a_group("m0")
+    pull = client.pull()
+    group.settle()
+    number = client.pulled(pull)[0][0]
+    client.nack(number, number + 1)
+    group.settle()
+    assert of(group) == [Cause.PREFETCH]
 
 
 def test_un_acked_messages_at_their_bound_are_named(monkeypatch):

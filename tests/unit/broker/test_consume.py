@@ -7,7 +7,10 @@ import json
 import pytest
 
 from qmq.broker import choosing, delivery
-from qmq.errors import ErrorCode
+from qmq.errors import CorruptFrame, ErrorCode
+from qmq.log.frame import NO_CHAIN, FrameKind, decode_frames
+from qmq.log.progress import PASSED, decode_progress
+from qmq.log.segments import log_name
 from qmq.remoting import commands
 from qmq.remoting.commands import Command
 from qmq.replication.readonly import Reason
@@ -138,7 +141,7 @@ def test_consumer_that_shows_itself_keeps_its_messages():
     pulled_by(group, busy)
     for _ in range(10):
         group.a.wait(900)
-        busy.send(Command.HEARTBEAT, b"")
+        assert busy.body(busy.send(Command.HEARTBEAT, b"")) == b""
         group.settle()
     held = group.a.log.state.groups["s", "g"].consumers["busy"]
     assert held.unacked_messages == 1
@@ -239,10 +242,57 @@ def test_consumer_that_comes_back_gets_what_it_holds_not_again_and_what_it_lost_
     first = client.pulled(client.opaque)[0][0]
     client.lost()
     again = group.subscribed("c", held_end=first + 2)
-    assert pulled_by(group, again, most=10) == ["m2", "m3"]
+    end = group.a.log.end
+    assert pulled_by(group, again, most=10) == ["m2", "m3"] and group.a.log.end == end, "it is written down already"
     assert pulled_by(group, again, most=10) == ["m4", "m5"]
     fresh = group.subscribed("c", held_end=0)
     assert pulled_by(group, fresh, most=10) == [f"m{i}" for i in range(6)]
+
+
+def test_consumer_that_comes_back_gets_each_message_under_its_number():
+    group, producer = a_group()
+    producer.produce(*[f"m{i}" for i in range(6)])
+    client = group.subscribed("c")
+    assert len(pulled_by(group, client)) == 6
+    given = {id: (number, sequence) for number, sequence, id in client.pulled(client.opaque)}
+    first = given["m0"][0]
+    client.ack_ranges((first, first + 1), (first + 3, first + 4))
+    for held_end, expected in ((0, "1245"), (first + 2, "245"), (first + 5, "5")):
+        again = group.subscribed("c", held_end=held_end, is_new=False)
+        opaque = again.pull()
+        group.settle()
+        got = {id: (number, sequence) for number, sequence, id in again.pulled(opaque)}
+        assert got == {f"m{i}": given[f"m{i}"] for i in expected}
+
+
+def test_a_pull_gets_no_more_than_a_broker_gives_at_once(monkeypatch):
+    monkeypatch.setattr(choosing, "PULL_BYTES_MAX", 500)
+    monkeypatch.setattr(choosing, "PULL_MESSAGES_MAX", 3)
+    group, client = a_group()
+    for number in range(2):
+        client.produce(f"m{number}", size=300)
+    client.produce("n0", "n1", "n2", "n3", "n4", "n5", "n6", "n7")
+    client.subscribe()
+    group.settle()
+    pulls = [client.pull(most=100, bytes_max=1 << 20) for _ in range(4)]
+    group.settle()
+    assert [len(ids(client, pull)) for pull in pulls] == [1, 1, 3, 3]
+
+
+def test_what_retention_took_before_a_group_came_to_it_is_passed_over_and_counted():
+    group, client = a_group()
+    for number in range(5):
+        client.produce(f"m{number}")
+        group.settle()
+    client.subscribe()
+    group.settle()
+    assert pulled_by(group, client, most=1) == ["m0"]
+    first = client.pulled(client.opaque)[0][0]
+    group.a.log.state.kept.start = group.a.log.frames("s", 3, 1)[0].offset
+    assert pulled_by(group, client) == ["m3", "m4"] and group.a.master.skipped == {("s", "g"): 2}
+    frames = decode_frames(group.a.log.read_bytes(0, group.a.log.end), 0, NO_CHAIN)
+    *_, said = [decode_progress(body) for frame, body in frames if frame.kind == FrameKind.PULL]
+    assert said.entries == ((PASSED, 1, 2), (first + 1, 3, 2))
 
 
 def test_alone_consumption_below_the_high_watermark_goes_on_and_says_so():
@@ -378,3 +428,104 @@ def test_pull_is_refused_after_its_consumer_unsubscribed():
         client.send(Command.UNSUBSCRIBE, commands.encode_json(subscription=1))
     assert client.code(client.opaque - 1) == ErrorCode.SUCCESS, "the log knows nothing of it: there is nothing to write"
     assert client.code(client.opaque) == client.code(client.pull()) == ErrorCode.UNKNOWN_SUBSCRIPTION
+    assert not group.a.master._delivery.consumption._seen, "its lease is over"
+
+
+def test_consumer_that_left_is_told_so_when_both_copies_know_it():
+    group, client = a_group()
+    client.produce("m0")
+    client.subscribe()
+    group.settle()
+    pulled_by(group, client)
+    opaque = client.send(Command.UNSUBSCRIBE, commands.encode_json(subscription=1))
+    group.a.host.settle()
+    assert not client.answered(opaque)
+    group.settle()
+    assert client.body(opaque) == b"" and not group.b.log.state.groups["s", "g"].consumers
+
+
+def test_what_a_consumer_has_and_retention_took_is_over_and_counted_once():
+    group, client = a_group()
+    for number in range(4):
+        client.produce(f"m{number}")
+        group.settle()
+    client.subscribe()
+    group.settle()
+    assert len(pulled_by(group, client)) == 4 and group.a.master.skipped == {}
+    first = client.pulled(client.opaque)[0][0]
+    client.ack(first, first + 1)
+    group.a.log.state.kept.start = group.a.log.frames("s", 2, 1)[0].offset
+    for _ in range(2):
+        again = group.subscribed("c1", is_new=False)
+        assert pulled_by(group, again) == ["m2", "m3"]
+        assert group.a.log.state.groups["s", "g"].consumers["c1"].unacked_messages == 2
+        assert group.a.master.skipped == {("s", "g"): 1}
+    assert group.b.log.state.groups["s", "g"].consumers["c1"].unacked_messages == 2
+
+
+def test_damage_that_is_met_while_messages_are_chosen_is_told_of(monkeypatch):
+    group, client = a_group(tail_bytes=0)
+    client.produce("m0")
+    client.subscribe()
+    group.settle()
+    (ref,) = group.a.log.frames("s", 0, 1)
+    group.a.disk.flip(log_name(0), 8 * ref.offset)
+
+    def fails(*_, **more):
+        raise CorruptFrame(ref.offset, "an index had to be made again")
+
+    monkeypatch.setattr(delivery, "choose", fails)
+    client.pull(timeout_ms=60_000)
+    assert group.a.log.damage is not None and not group.a.node.writable
+
+
+def test_what_a_consumer_has_and_all_of_it_is_gone_is_over():
+    group, client = a_group()
+    client.produce("m0")
+    client.subscribe()
+    group.settle()
+    assert pulled_by(group, client) == ["m0"]
+    group.a.log.state.kept.start = group.a.log.end
+    assert pulled_by(group, group.subscribed("c1", is_new=False)) == []
+    assert not group.a.log.state.groups["s", "g"].consumers["c1"].unacked and group.a.master.skipped == {("s", "g"): 1}
+
+
+def test_what_waits_for_the_slave_is_delivered_before_anything_behind_it_dies():
+    group, client = a_group()
+    client.produce("poison")
+    client.subscribe(deliveries_max=1)
+    group.settle()
+    assert pulled_by(group, client) == ["poison"]
+    first = client.pulled(client.opaque)[0][0]
+    client.produce("safe")
+    group.settle()
+    client.produce("on one disk")
+    refused = client.pull(timeout_ms=60_000)
+    client.nack(first, first + 1)
+    group.a.host.turn()
+    group.cut()
+    group.a.host.settle()
+    assert client.code(refused) == ErrorCode.NOT_SERVED
+    safe, waiting = client.pull(timeout_ms=60_000), client.pull(timeout_ms=60_000)
+    group.a.host.settle()
+    assert ids(client, safe) == ["safe"] and not client.answered(waiting)
+    group.connect()
+    group.settle()
+    assert ids(client, waiting) == ["on one disk"]
+
+
+def test_what_was_given_back_and_retention_took_is_passed_over_and_nothing_else():
+    group, client = a_group()
+    for number in range(4):
+        client.produce(f"m{number}")
+        group.settle()
+    client.subscribe()
+    group.settle()
+    pulled_by(group, client)
+    first = client.pulled(client.opaque)[0][0]
+    client.nack(first, first + 1)
+    group.settle()
+    group.a.log.state.kept.start = group.a.log.frames("s", 3, 1)[0].offset
+    assert pulled_by(group, client) == [] and group.a.master.skipped == {("s", "g"): 1}
+    assert not group.a.log.state.groups["s", "g"].requeued
+    assert group.a.log.state.groups["s", "g"] == group.b.log.state.groups["s", "g"]

@@ -114,6 +114,17 @@ def test_a_lease_that_ends_counts_no_more_than_a_crash():
     assert list(group.b.log.state.groups["s", "g"].requeued) == requeued, "the slave counts the same"
 
 
+def test_a_lease_of_a_client_that_says_nothing_counts_for_all_that_it_had():
+    group = a_group(2, lease_ms=1_000)
+    client = joins(group, begins=False)
+    pieces(group, client)
+    client.lost()
+    group.a.wait(5_000)
+    assert [(one.count, one.attempts, one.suspected) for one in group.a.log.state.groups["s", "g"].requeued] == [
+        (2, 1, 0)
+    ]
+
+
 def test_what_was_not_begun_comes_again_at_once_and_does_not_count():
     group = a_group(5)
     client = joins(group)

@@ -108,6 +108,24 @@ def test_dead_letters_that_were_given_back_are_not_counted_any_more():
     assert counted(group) == 2
 
 
+@pytest.mark.parametrize(("acked", "gone", "left"), [((), 0, 3), ((), 2, 1), ((1,), 1, 1), ((0,), 2, 1), ((2,), 1, 1)])
+def test_dead_letters_that_retention_took_are_not_counted(acked, gone, left):
+    group, client, first = a_group("m0", "m1", "m2")
+    client.nack(first, first + 3, dead=True)
+    group.settle()
+    if acked:
+        redriver = group.subscribed("r", subject=DEAD, group=REDRIVER)
+        opaque = redriver.pull()
+        group.settle()
+        held = redriver.pulled(opaque)[0][0]
+        for one in acked:
+            redriver.ack(held + one, held + one + 1)
+        group.settle()
+    if gone:
+        group.a.log.state.kept.start = group.a.log.frames(DEAD, gone, 1)[0].offset
+    assert counted(group) == left
+
+
 def test_dead_letters_of_a_range_from_disk_come_in_order():
     group, client, first = a_group(*[f"m{i}" for i in range(10)], tail_bytes=0)
     client.produce("n0", "n1")
@@ -482,20 +500,20 @@ def test_what_lies_before_a_message_that_waits_to_become_a_dead_letter_is_delive
 
 
 def test_a_pull_that_has_enough_lets_nothing_die_that_lies_behind():
-    group, client, first = a_group("m0", "m1", deliveries_max=2)
-    client.nack(first + 1, first + 2)
+    group, client, first = a_group("m0", "m1", "m2", deliveries_max=2)
+    client.nack(first + 2, first + 3)
     group.settle()
     opaque = client.pull()
     group.settle()
     client.nack(client.pulled(opaque)[0][0], client.pulled(opaque)[0][0] + 1)
-    client.nack(first, first + 1)
+    client.nack(first, first + 2)
     group.settle()
-    opaque = client.pull(most=1)
+    opaque = client.pull(most=2)
     group.settle()
-    assert client.pulled(opaque)[0][2] == "m0" and not dead_letters(group.a)
-    client.pull(most=1)
+    assert [id for _, _, id in client.pulled(opaque)] == ["m0", "m1"] and not dead_letters(group.a)
+    client.pull(most=2)
     group.settle()
-    assert [one.id for one in dead_letters(group.a)] == ["m1"]
+    assert [one.id for one in dead_letters(group.a)] == ["m2"]
 
 
 def in_frames_of_their_own(count: int, **settings) -> tuple[Group, Client, int]:

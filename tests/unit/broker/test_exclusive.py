@@ -119,11 +119,23 @@ def test_others_of_the_broker_share_as_ever():
 
 def test_one_that_is_gone_when_it_would_be_its_turn_holds_up_nobody():
     world = Group.made().start()
-    first, second = two(world)
-    waiting = asked(world, second)
+    first = joined(world, "z", 1_000)
     asked(world, first)
-    world.a.node.tick()  # both are lined up for the next pass
+    world.a.node.tick()  # it is lined up for the next pass
     first.lost()
     Client(world.a).produce("m0")
     world.settle()
-    assert ids(second, waiting) == ["m0"]
+    second = joined(world, "a", 2_000)
+    assert ids(second, asked(world, second)) == ["m0"]
+
+
+def test_only_who_waits_for_another_one_s_messages_is_said_to_wait_for_its_turn():
+    world = Group.made().start()
+    two(world)
+    shared = [joined(world, name, 0, group="shared") for name in "ab"]
+    Client(world.a).produce("m0", "m1", "m2")
+    for one in shared:
+        one.pull(most=1)
+    world.settle()
+    for key in (KEY, ("s", "shared")):
+        assert world.a.master.causes.of(key) and Cause.EXCLUSIVE not in world.a.master.causes.of(key)

@@ -82,6 +82,25 @@ def test_what_was_stored_too_long_ago_is_over_for_each_group_and_counted():
     assert group.a.log.state.groups[KEY] == group.b.log.state.groups[KEY], "the slave folds the same"
 
 
+def test_a_new_master_limits_the_groups_that_are_in_its_log():
+    group, client = started()
+    client.produce("m0")
+    group.settle()
+    group.swap(2)
+    group.a.assign(Role.MASTER, 2, limits=(HOUR,))
+    hours_pass(group)
+    assert group.a.master.expired == {KEY: 1}
+
+
+def test_a_broadcast_is_limited_from_when_its_consumer_is_there():
+    group, _ = started(HOUR)
+    joined(group, "host", group="host", broadcast=True)
+    Client(group.a).produce("m0")
+    group.settle()
+    hours_pass(group)
+    assert group.a.master.expired == {KEY: 1, ("s", "host"): 1}
+
+
 def test_of_many_limited_subjects_some_are_looked_at_in_each_tick(monkeypatch):
     monkeypatch.setattr(pruning, "SUBJECTS_AT_ONCE", 2)
     subjects = [f"s{number}" for number in range(5)]
@@ -178,6 +197,26 @@ def test_a_broadcast_that_stays_away_is_forgotten_though_its_messages_expire_int
     assert not group.a.log.state.groups and not group.a.master.expired
 
 
+def test_a_broadcast_is_not_forgotten_while_what_expired_is_read_to_become_dead_letters():
+    group = Group.made(lease_ms=7_200_000, tail_bytes=0, broadcast_forget_hours=1.0).start()
+    group.a.assign(Role.MASTER, limits=(HOUR._replace(expired_die=True),))
+    host = joined(group, "b", group="b", broadcast=True)
+    host.send(Command.UNSUBSCRIBE, commands.encode_json(subscription=host.last_subscription))
+    host.produce("m")
+    group.settle()
+    host.produce("o", subject="other")
+    group.settle()
+    read, group.a.host.do_read = group.a.host.do_read, lambda: False
+    for _ in range(2):
+        hours_pass(group)
+    assert ("s", "b") in group.a.log.state.groups
+    group.a.host.do_read = read
+    group.settle()
+    assert group.a.log.state.next_sequence[dead_letter_subject("s", "b")] == 1
+    hours_pass(group)
+    assert ("s", "b") not in group.a.log.state.groups
+
+
 def test_dead_letters_of_many_expired_messages_are_made_in_bounded_pieces(monkeypatch):
     monkeypatch.setattr(pruning, "BURIED_AT_ONCE", 3)
     group, client = started(HOUR._replace(expired_die=True))
@@ -255,6 +294,16 @@ def test_what_a_consumer_finds_expired_is_acked_as_such_and_counted():
     (said,) = [decode_progress(body) for frame, body in frames if frame.kind == FrameKind.ACK]
     assert [settled for _, _, settled in said.entries] == [EXPIRED], "the audit knows it from what was handled"
     assert group.a.log.state.groups[KEY].consumers["c"].unacked_messages == 1
+
+
+def test_what_a_consumer_finds_expired_needs_no_slave_to_be_over():
+    group, client = started()
+    client.produce("m0")
+    group.settle()
+    assert pulled(group, client) == ["m0"]
+    group.cut()
+    assert client.code(expire(group, client)) == ErrorCode.SUCCESS
+    assert not group.a.log.state.groups[KEY].consumers["c"].unacked_messages
 
 
 def test_what_a_consumer_finds_expired_becomes_a_dead_letter_if_the_subject_says_so():

@@ -6,10 +6,12 @@ from collections import Counter
 
 import pytest
 
-from qmq.broker import delivery
+from qmq.broker import delivery, passes
 from qmq.broker.passes import OWED_BYTES_MAX, PASS_BYTES, Passes
 from qmq.errors import ErrorCode
 from qmq.remoting.commands import Command
+from qmq.subjects import dead_letter_subject
+from tests.unit.broker.selecting import Sent, produce
 from tests.unit.broker.test_produce import a_group
 
 
@@ -32,32 +34,32 @@ def looks(monkeypatch):
 
 
 def test_turn_ends_when_it_has_done_enough_and_the_next_one_goes_on_behind_it():
-    passes = Passes()
+    queue = Passes()
     for name in "abc":
-        passes.add(("s", name))
+        queue.add(("s", name))
     served = []
     for _ in range(2):
-        passes.begin()
-        while (entry := passes.next()) is not None:
+        queue.begin()
+        while (entry := queue.next()) is not None:
             served.append(entry[1])
-            passes.spend(PASS_BYTES // 2)
-            passes.add(entry)
-    assert served == ["a", "b", "c", "a"] and not passes.is_over
+            queue.spend(PASS_BYTES // 2)
+            queue.add(entry)
+    assert served == ["a", "b", "c", "a"] and not queue.is_over
 
 
 def test_turn_is_over_when_it_has_done_just_enough_and_the_next_one_may_do_as_much():
-    passes = Passes()
+    queue = Passes()
     for name in "aba":
-        passes.add(("s", name))
-    before = passes.looks_left, passes.copies_left
-    passes.spend(PASS_BYTES - 1)
-    assert passes.has_time and passes.next() == ("s", "a")
-    passes.spend(1)
-    passes.looks_left = passes.copies_left = 0
-    assert not passes.has_time and passes.next() is None and not passes.is_over
-    passes.begin()
-    assert (passes.looks_left, passes.copies_left) == before and passes.has_time
-    assert passes.next() == ("s", "b") and passes.is_over and passes.next() is None
+        queue.add(("s", name))
+    before = queue.looks_left, queue.copies_left
+    queue.spend(PASS_BYTES - 1)
+    assert queue.has_time and queue.next() == ("s", "a")
+    queue.spend(1)
+    queue.looks_left = queue.copies_left = 0
+    assert not queue.has_time and queue.next() is None and not queue.is_over
+    queue.begin()
+    assert (queue.looks_left, queue.copies_left) == before and queue.has_time
+    assert queue.next() == ("s", "b") and queue.is_over and queue.next() is None
 
 
 def test_message_for_a_group_of_200_consumers_is_looked_for_once(looks):
@@ -109,11 +111,27 @@ def test_pull_that_nobody_waits_for_any_more_gets_no_message():
     group, client = a_group()
     (late,) = consumers(group, 1)
     overdue, patient = late.pull(timeout_ms=50), late.pull(timeout_ms=60_000)
-    group.a.host.clock_ms += 51
-    client.produce("m")
+    group.a.host.clock_ms += 50
+    client.produce("m0")
     group.settle()
     assert late.code(overdue) == ErrorCode.NO_MESSAGE
-    assert [id for *_, id in late.pulled(patient)] == ["m"]
+    assert [id for *_, id in late.pulled(patient)] == ["m0"]
+    overdue = late.pull(timeout_ms=50)
+    group.a.host.clock_ms += 50
+    client.produce("m1")
+    group.settle()
+    assert late.code(overdue) == ErrorCode.NO_MESSAGE and group.a.log.state.groups["s", "g"].position == 1
+
+
+@pytest.mark.parametrize(("owed_bytes", "is_served"), [(OWED_BYTES_MAX - 1, True), (OWED_BYTES_MAX, False)])
+def test_connection_that_is_owed_as_much_as_it_may_waits(owed_bytes, is_served):
+    group, client = a_group()
+    (one,) = consumers(group, 1)
+    waiting = one.pull(timeout_ms=60_000)
+    one.link.owed_bytes = owed_bytes
+    client.produce("m0")
+    group.settle()
+    assert one.answered(waiting) is is_served
 
 
 def test_pulls_end_in_their_own_time_whatever_order_they_came_in():
@@ -159,17 +177,19 @@ def test_connection_that_reads_nothing_is_owed_so_much_and_no_more():
     assert link.owed_bytes == 0 and reads and len(link.answers) > 30
 
 
-def test_consumers_of_a_group_share_what_came_back_in_one_pass():
+@pytest.mark.parametrize("comes", ["new", "back"])
+def test_consumers_of_a_group_share_what_comes_at_once(comes):
     group, client = a_group()
+    former, *others = consumers(group, 3)
+    first = former.pull(timeout_ms=60_000) if comes == "back" else 0
+    waiting = [one.pull(most=1, timeout_ms=60_000) for one in others]
     client.produce("m0", "m1")
-    first, second = consumers(group, 2)
-    opaque = first.pull()
     group.settle()
-    number = first.pulled(opaque)[0][0]
-    waiting = [one.pull(most=1, timeout_ms=60_000) for one in (first, second)]
-    first.nack(number, number + 2)
-    group.settle()
-    assert [one.pulled(opaque)[0][2] for one, opaque in zip((first, second), waiting, strict=True)] == ["m0", "m1"]
+    if comes == "back":
+        number = former.pulled(first)[0][0]
+        former.nack(number, number + 2)
+        group.settle()
+    assert [one.pulled(opaque)[0][2] for one, opaque in zip(others, waiting, strict=True)] == ["m0", "m1"]
 
 
 def test_an_ack_looks_for_nothing_while_its_consumer_may_have_more(looks):
@@ -182,18 +202,60 @@ def test_an_ack_looks_for_nothing_while_its_consumer_may_have_more(looks):
     one.pull(timeout_ms=60_000)
     looks.clear()
     one.ack(number, number + 1)
+    group.settle()
     assert not looks
+
+
+def test_what_a_pass_has_no_time_for_is_the_next_ones(looks, monkeypatch):
+    group, _ = a_group()
+    for name in "abc":
+        consumers(group, 1, name=name)[0].pull(timeout_ms=60_000)
+    monkeypatch.setattr(passes, "PASS_BYTES", passes.TRY_BYTES)
+    looks.clear()
+    group.a.master.go_on()
+    group.a.host.turn()
+    assert looks == {"a": 1}
+    group.settle()
+    assert looks == {"a": 1, "b": 1, "c": 1}
+
+
+def test_dead_letters_that_a_pass_has_no_time_for_are_the_next_ones(monkeypatch):
+    monkeypatch.setattr(passes, "COPIES_PER_PASS", 2)
+    group, client = a_group()
+    for number in range(5):
+        client.produce(f"m{number}")
+    (one,) = consumers(group, 1)
+    opaque = one.pull()
+    group.settle()
+    number = one.pulled(opaque)[0][0]
+    one.nack(number, number + 5, dead=True)
+    group.settle()
+    assert group.a.log.state.next_sequence[dead_letter_subject("s", "g")] == 5
+
+
+def test_a_message_with_an_order_key_is_looked_for_once_too(looks):
+    group, client = a_group()
+    produce(client, [Sent(key="k")], first=0)
+    group.settle()
+    some = consumers(group, 2)
+    some[0].pull()
+    group.settle()
+    waiting = [one.pull(timeout_ms=60_000) for one in some]
+    looks.clear()
+    produce(client, [Sent(key="l")], first=1)
+    group.settle()
+    assert looks == {"g": 1} and [one.answered(pull) for one, pull in zip(some, waiting, strict=True)] == [True, False]
 
 
 def test_connection_that_takes_nothing_more_is_served_when_it_does():
     group, client = a_group()
     (one,) = consumers(group, 1)
-    waiting = one.pull(timeout_ms=60_000)
+    waiting = [one.pull(most=1, timeout_ms=60_000) for _ in range(2)]
     one.link.writable = False
-    client.produce("m0")
+    client.produce("m0", "m1")
     group.settle()
-    assert not one.answered(waiting) and not group.a.log.state.groups["s", "g"].consumers
+    assert not any(map(one.answered, waiting)) and not group.a.log.state.groups["s", "g"].consumers
     one.link.writable = True
     group.a.node.writable_again(one.link)
     group.settle()
-    assert [id for *_, id in one.pulled(waiting)] == ["m0"]
+    assert [one.pulled(opaque)[0][2] for opaque in waiting] == ["m0", "m1"]

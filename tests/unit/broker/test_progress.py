@@ -7,6 +7,7 @@ import pytest
 from qmq.broker import progress
 from qmq.errors import ErrorCode, NotMaster, NotServed, OperatorError, OutcomeUnknown
 from qmq.log.frame import FrameKind
+from qmq.log.segments import log_name
 from qmq.remoting import commands
 from qmq.remoting.commands import Command
 from qmq.replication.readonly import Reason
@@ -96,6 +97,36 @@ def test_moved_group_stays_where_it_is(change):
         group.start()
     group.settle()
     assert pulled(group, joined(group)) == ["m1", "m2"]
+
+
+def test_what_clients_said_is_forgotten_when_their_group_is_moved():
+    group, _ = a_group()
+    joined(group)
+    consumption = group.a.master._delivery.consumption
+    assert consumption._silent
+    move(group, "latest")
+    assert not consumption._silent and not consumption._seen
+
+
+def test_damage_that_is_met_while_a_group_is_moved_is_told_of():
+    group, client = a_group(tail_bytes=0)
+    for number in range(3):
+        client.produce(f"m{number}")
+        group.settle()
+    joined(group)
+    ref = group.a.log.frames("s", 1, 1)[0]
+    group.a.disk.flip(log_name(0), 8 * ref.offset)
+    with pytest.raises(NotServed, match="damaged"):
+        move(group, "time", 1)
+    assert group.a.log.damage is not None and not group.a.node.writable
+
+
+def test_what_is_counted_of_a_group_goes_on_when_it_is_moved():
+    group, _ = a_group()
+    joined(group)
+    group.a.master.skipped["s", "g"] = 3
+    move(group, "latest")
+    assert group.a.master.skipped == {("s", "g"): 3}
 
 
 def test_it_is_answered_once_both_copies_know_it():

@@ -11,7 +11,7 @@ from qmq.log.group import UnackedRange
 from qmq.log.progress import Departure, decode_progress
 from qmq.log.requeued import Requeued, RequeuedRange
 from qmq.remoting import commands
-from qmq.remoting.commands import Command
+from qmq.remoting.commands import Command, Nack, NackEntry, Verdict
 from tests.unit.broker.world import Client, Group
 
 
@@ -190,8 +190,10 @@ def test_a_group_that_postpones_too_much_goes_on_with_what_is_new_and_keeps_the_
     first = pulled(group, client)
     assert [id for _, _, id in first] == ["m2", "m3", "m4"], "new ones come"
     third = first[0][0]
-    for _ in range(2):
-        refused = client.nack(third, third + 1, delay_ms=3_000)
+    now = NackEntry(third, third + 1, 0, Verdict.RETRY)
+    later = NackEntry(third + 1, third + 2, 3_000, Verdict.RETRY)
+    for entries in ([later], [now, later]):
+        refused = client.send(Command.NACK, commands.encode_nack(Nack(client.last_subscription, entries, "")))
         group.settle()
         assert client.code(refused) == ErrorCode.NOT_SERVED, "its consumer keeps it, and asks again"
     group.a.wait(500)
@@ -423,6 +425,18 @@ def test_frames_of_a_retry_say_what_happened():
     frame, body = next(found for found in decode_frames(data, 0, 0) if found[0].kind == FrameKind.NACK)
     assert decode_progress(body) == ("g", "c1", ((first, first + 1, group.a.host.now_ms() + 1_000),))
     assert frame.subject == "s"
+
+
+def test_what_consumers_do_is_counted():
+    group, client = a_group("m0", "m1", "m2", "m3", "m4", "m5")
+    first = pulled(group, client, most=5)[0][0]
+    client.ack_ranges((first, first + 1), (first + 2, first + 4))
+    client.nack(first, first + 2)
+    client.send(Command.UNSUBSCRIBE, commands.encode_json(subscription=1))
+    group.settle()
+    done = group.a.counters
+    counts = done.pulled_messages, done.acked_messages, done.nacked_messages, done.returned_consumers
+    assert counts == (5, 3, 1, 1), "of what is nacked, one is acked already"
 
 
 def test_frames_of_progress_say_what_happened():

@@ -10,7 +10,7 @@ from qmq.broker import filtered_scan, passes
 from qmq.broker.group_filter import GroupFilter
 from qmq.broker.keys import Keys
 from qmq.codec import encode_labels, label_of
-from qmq.errors import ErrorCode
+from qmq.errors import ErrorCode, LogError
 from qmq.log.frame import FLAG_LABELLED, FLAG_ORDERED, FrameKind, decode_frames
 from qmq.log.group import Group as LogGroup
 from qmq.log.progress import PASSED, decode_progress
@@ -249,6 +249,9 @@ def test_a_turn_looks_at_a_bounded_number_of_messages(monkeypatch):
         turns += 1
     assert turns >= 10
     assert [got.sequence for got in consumer.got(waiting)] == [100]
+    nothing = consumer.ask()
+    group.settle()
+    assert consumer.client.code(nothing) == ErrorCode.NO_MESSAGE, "all is looked at"
 
 
 def test_consumers_of_a_group_that_ask_for_different_tags_are_served_as_they_ask_with_one_warning(caplog):
@@ -292,7 +295,8 @@ def test_a_pull_that_nothing_matches_is_told_so_when_all_is_looked_at():
     assert consumer.client.code(pull) == ErrorCode.NO_MESSAGE
 
 
-def test_a_damaged_copy_is_not_read_again_for_each_packet_and_goes_on_after_its_repair():
+@pytest.mark.parametrize("asks", [0, 20])
+def test_a_damaged_copy_is_not_read_again_for_each_packet_and_goes_on_after_its_repair(asks):
     group = stored(A, A, tail_bytes=0)
     more(group, PLAIN, first=2)
     consumer = Consumer(group, "c1")
@@ -303,7 +307,7 @@ def test_a_damaged_copy_is_not_read_again_for_each_packet_and_goes_on_after_its_
     waiting = consumer.ask(timeout_ms=60_000)
     group.settle()
     assert ["corrupt"] == [str(reason) for reason in group.a.master.readonly.reasons]
-    for _ in range(20):
+    for _ in range(asks):
         consumer.ask(timeout_ms=60_000)
         group.settle()
     assert len(readings) == 1
@@ -312,6 +316,32 @@ def test_a_damaged_copy_is_not_read_again_for_each_packet_and_goes_on_after_its_
         group.a.wait(600)
         group.settle()
     assert [got.sequence for got in consumer.got(waiting)] == [0, 2]
+
+
+def a_reading() -> tuple[Group, Consumer, int]:
+    """A pull that waits, and the labels that it waits for are on disk."""
+    group = stored(A, A, tail_bytes=0)
+    more(group, PLAIN, first=2)
+    consumer = Consumer(group, "c1")
+    waiting = consumer.ask(timeout_ms=60_000)
+    assert len(group.a.host.reads) == 1
+    return group, consumer, waiting
+
+
+def test_what_retention_took_while_it_was_to_be_read_is_no_damage_and_holds_up_nobody():
+    group, consumer, waiting = a_reading()
+    group.a.log.state.kept.start = group.a.log.frames("s", 2, 1)[0].offset
+    for _ in range(3):
+        group.a.wait(600)
+        group.settle()
+    assert group.a.log.damage is None and [got.sequence for got in consumer.got(waiting)] == [2]
+
+
+def test_a_disk_that_fails_while_labels_are_read_ends_the_process():
+    group, _, _ = a_reading()
+    _, done = group.a.host.reads.popleft()
+    with pytest.raises(LogError):
+        done(LogError("the disk is gone"))
 
 
 def test_frames_in_which_nothing_may_match_are_not_read():

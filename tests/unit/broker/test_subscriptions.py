@@ -11,7 +11,7 @@ from qmq.dead_letters import PRUNER
 from qmq.errors import ErrorCode, InvalidAck, InvalidName, Overloaded, SubscriptionReplaced, UnknownSubscription
 from qmq.log.fold import State
 from qmq.log.group import Consumer, Group, UnackedRange
-from qmq.log.progress import Departure
+from qmq.log.progress import NOT_BEGUN, Departure
 from qmq.log.requeued import RequeuedRange
 from qmq.remoting.commands import Command, Pull
 from qmq.remoting.packet import Packet
@@ -344,8 +344,8 @@ def test_who_was_served_is_behind_the_others_of_its_group():
 
 def test_a_group_is_due_once_when_its_first_message_is():
     consumers = Consumers()
-    for due_ms in (500, 500, 900, None, 0):
-        consumers.now.note_due("s", "g", due_ms)
+    for group, due_ms in (("g", 500), ("g", 500), ("g", 900), ("other", None), ("other", 0), ("other", NOT_BEGUN)):
+        consumers.now.note_due("s", group, due_ms)
     assert len(consumers.now._due) == 1, "however much of it waits"
     consumers.now.note_due("s", "g", 300)
     consumers.now.note_due("gone", "g", 400)
