@@ -245,5 +245,5 @@ class Budget:
         self.is_stopped = taken < wanted or taken == self.messages
         self.messages -= taken
         self.bytes -= int(mean * taken)
-        self.is_untouched = self.is_untouched and not taken
+        self.is_untouched = not taken  # once it is stopped, nobody asks
         return taken

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from qmq.broker import choosing
 from qmq.broker.choosing import Budget, Chosen, Part
 from qmq.log.index import FrameRef
 
@@ -63,3 +64,33 @@ def test_what_was_chosen_says_how_large_it_is_and_where_it_ends():
     assert chosen.bytes() == 0 and chosen.pull_ends == [7, 2]
     chosen.parts = [Part(7, 18, 22, FrameRef(16, 24, 4096, 800), 1), Part(11, 22, 23, FrameRef(22, 23, 1024, 50), 1)]
     assert (chosen.bytes(), chosen.data_end, chosen.pull_ends) == (450, 4896, [7, 2, 12])
+
+
+class Frames:
+    """A log of frames of one message each, and how many were looked up from where."""
+
+    def __init__(self, end: int) -> None:
+        self.refs, self.looks = [frame(begin=at, messages=1) for at in range(end)], []
+
+    def frames(self, subject: str, sequence: int, most: int) -> list[FrameRef]:
+        self.looks.append((sequence, most))
+        return [ref for ref in self.refs if ref.end > sequence][:most]
+
+
+def test_frames_are_looked_up_ahead_twice_as_many_each_time_up_to_a_bound(monkeypatch):
+    monkeypatch.setattr(choosing, "FRAMES_AT_ONCE", 16)
+    log, budget = Frames(100), Budget(1_000, LIMIT, LIMIT)
+    for at in (*range(50), 49):
+        ref = budget.frame_at(log, "s", at)
+        assert ref is not None and ref.begin == at
+    assert log.looks == [(0, 4), (4, 8), (12, 16), (28, 16), (44, 16)]
+    ref = budget.frame_at(log, "s", 3)
+    assert ref is not None and ref.begin == 3, "what came back lies before what is new"
+    assert budget.frame_at(log, "s", 100) is None
+
+
+@pytest.mark.parametrize(("messages", "most", "looked_up"), [(3, 256, 3), (100, 2, 2), (100, 256, 4)])
+def test_no_more_frames_are_looked_up_than_may_be_needed(messages, most, looked_up):
+    log = Frames(100)
+    Budget(messages, LIMIT, LIMIT).frame_at(log, "s", 0, most)
+    assert log.looks == [(0, looked_up)]

@@ -177,6 +177,16 @@ def test_consumers_that_are_connected_begin_anew(held):
         assert pulled(group, joined(group)) == ["m0", "m1"]
 
 
+def test_pulls_that_are_under_way_when_their_group_is_moved_are_all_refused():
+    group, client = a_group()
+    client.produce("m0", "m1")
+    consumer = joined(group)
+    pulls = [consumer.pull(most=1) for _ in range(2)]
+    move(group, "earliest")
+    assert [consumer.code(pull) for pull in pulls] == [ErrorCode.INVALID_ACK] * 2
+    assert consumer.link.owed_bytes == 0
+
+
 def test_late_ack_from_before_the_move_hits_nothing():
     """W2, W13."""
     group, client = a_group()

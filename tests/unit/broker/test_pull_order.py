@@ -46,3 +46,17 @@ def test_answer_from_memory_waits_for_an_earlier_one_from_disk():
     group.a.host.do_read = read
     group.settle()
     assert client.link.order[-4:] == [*pulls, later]
+
+
+def test_an_answer_waits_until_both_copies_have_what_is_written_down_for_it():
+    group = Group.made().start()
+    client = Client(group.a)
+    client.produce("m0")
+    client.subscribe()
+    group.settle()
+    pull = client.pull()
+    (subscription,) = group.a.master.subscriptions
+    group.a.host.settle()
+    assert not client.answered(pull) and subscription.in_flight == 1 and client.link.owed_bytes > 0
+    group.settle()
+    assert client.pulled(pull)[0][2] == "m0" and subscription.in_flight == client.link.owed_bytes == 0
