@@ -21,7 +21,6 @@ they have, neither gives way: `Diverged`.
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
@@ -49,13 +48,16 @@ EPOCHS_PROVEN = 8
 
 def proofs_of(log: MessageLog) -> list[EpochProof]:
     """Prove the newest epochs of a log that is idle; what cannot be read proves nothing."""
-    proofs = []
-    for entry in log.state.epochs[-EPOCHS_PROVEN:]:
-        if log.start <= entry.offset < log.flushed_end:
-            with contextlib.suppress(CorruptFrame):
-                first = log.read(entry.offset, log.flushed_end, 1).frames[0]
-                proofs.append(EpochProof(entry.offset, first.end, first.chain))
-    return proofs
+    proofs = (_proof_at(entry.offset, log) for entry in log.state.epochs[-EPOCHS_PROVEN:])
+    return [proof for proof in proofs if proof is not None]
+
+
+def _proof_at(offset: int, log: MessageLog) -> EpochProof | None:
+    try:
+        first = log.read(offset, log.flushed_end, 1).frames[0]
+    except CorruptFrame:  # or retention took it, or it is not on disk yet
+        return None
+    return EpochProof(offset, first.end, first.chain)
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,10 +278,4 @@ def _last_common(hello: Hello, log: MessageLog) -> tuple[int, int, bool]:
 
 def _was_used_twice(theirs: EpochProof | None, log: MessageLog) -> bool:
     """Whether both copies have an epoch that begins at one place of one history, and are of two masterships there."""
-    if theirs is None or not log.start <= theirs.offset < log.flushed_end:
-        return False
-    try:
-        first = log.read(theirs.offset, log.flushed_end, 1).frames[0]
-    except CorruptFrame:
-        return False
-    return (first.end, first.chain) != (theirs.end, theirs.chain)
+    return theirs is not None and _proof_at(theirs.offset, log) not in (None, theirs)

@@ -175,10 +175,11 @@ def test_a_point_of_the_log_before_is_not_one_of_the_log_that_is_seeded():
     late = file.due(SAVE_MS)
     file.seeding()
     late()  # on its thread, only now
+    again = PointFile(disk)
+    assert again.own is None and again.lacks is None
     file.saved()
     file.save()
-    again = PointFile(disk)
-    assert file.own is None and again.own is None and again.lacks is None
+    assert file.own is None and PointFile(disk).own is None
 
 
 def test_a_slave_keeps_all_and_a_master_what_it_had_followed_or_knows_to_be_acknowledged():
