@@ -75,7 +75,7 @@ class Node(Generic[M]):
 
     @property
     def group(self) -> str:
-        return self.assignment.group if self.assignment else self.identity.value.group
+        return self.identity.value.group
 
     @property
     def is_of_another(self) -> bool:

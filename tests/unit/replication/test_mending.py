@@ -167,6 +167,8 @@ def test_a_master_leaves_its_role_before_it_mends_damage_in_part():
     group.a.log.state.high_watermark = group.a.log.end
     assert group.a.node.mend(0, begin + 8) == (begin, begin + 8)
     assert group.a.node.role is None
+    group.a.assign(Role.MASTER, 1)
+    assert group.a.node.master is not None, "until the next attempt"
 
 
 def test_what_the_other_copy_has_from_the_damage_on_to_its_end_is_fetched():

@@ -46,6 +46,23 @@ def test_a_row_changes_nothing_that_is_older_than_an_epoch_or_another_row_that_i
     assert node.slave is not None and node.assignment.term == 5
 
 
+def test_a_row_below_a_promise_leaves_a_slave_what_it_is():
+    group = a_group()
+    node, role = group.b.node, group.b.node.role
+    node.identity.promise(3)
+    group.b.assign(Role.MASTER, 2)
+    assert node.role is role and node.assignment.term == 1
+    group.b.assign(Role.MASTER, 3)
+    assert node.master is not None
+
+
+def test_the_last_row_gives_its_part_to_a_broker_that_starts_without_a_metaserver():
+    group = a_group()
+    group.b.crash()
+    assert group.b.node.group == "g1" and group.b.node.role is None
+    assert group.b.node.start_without_metaserver() and group.b.node.slave is not None
+
+
 def test_a_directory_of_another_group_takes_no_part():
     group = a_group()
     with pytest.raises(OperatorError, match="belongs to a:.* of g1, not to g2"):
@@ -73,14 +90,16 @@ def test_a_new_part_forgets_what_the_one_before_was_told():
     assert group.a.node.quiet_ms() == QUIET_MS
 
 
-def test_copies_that_differed_are_compared_anew_in_the_next_part(caplog):
+def test_copies_that_differed_are_compared_anew_in_the_next_part(caplog, monkeypatch):
     group = a_group()
     for _ in range(2):
         group.b.node.agreed(group.at_slave, Diverged("they differ"))
         assert group.b.node.readonly_reasons == [Reason.DIVERGED] and not group.at_slave.is_open
     assert caplog.text.count("copies differ group=g1") == 1
+    told = []
+    monkeypatch.setattr(group.b.host, "role_changed", lambda: told.append(group.b.node.readonly_reasons))
     group.b.assign(Role.SLAVE, 2)
-    assert group.b.node.readonly_reasons == []
+    assert told == [[]]
 
 
 def test_copies_that_agree_again_do_not_differ():
@@ -95,6 +114,7 @@ def test_copies_that_agree_again_do_not_differ():
 def test_a_broker_without_a_part_sends_everybody_away():
     broker = Broker("new")
     client = Client(broker)
+    assert not broker.node.is_disk_full and not broker.node.is_held
     assert client.code(client.produce("m")) == ErrorCode.NOT_MASTER and broker.node.quiet_ms() == 0
     broker.node.link_lost(client.link)
     broker.wait(100)

@@ -169,14 +169,14 @@ def test_an_older_point_changes_nothing():
 
 
 def test_a_point_of_the_log_before_is_not_one_of_the_log_that_is_seeded():
-    disk = MemoryDisk()
+    (copy, _), disk = a_log(), MemoryDisk()
     file = PointFile(disk)
     file.acknowledged(Point(Epoch(1, 1), 300, 3))
     late = file.due(SAVE_MS)
     file.seeding()
     late()  # on its thread, only now
     again = PointFile(disk)
-    assert again.own is None and again.lacks is None
+    assert again.own is None and again.lacks is None and again.keeps(copy.log) == copy.log.end
     file.saved()
     file.save()
     assert file.own is None and PointFile(disk).own is None

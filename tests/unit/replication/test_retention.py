@@ -69,15 +69,24 @@ def test_what_is_due_is_written_down_with_whose_clock_said_so():
     assert decided(a_log(), due) == RetentionDecision(8, AGE, {"slave": 3}, {("s", "g"): 5})
 
 
-def test_the_time_is_stated_once_for_each_segment_that_was_closed():
+def test_the_time_is_stated_for_each_segment_that_was_closed():
     copy, states_the_time = a_log(states_the_time=False), RetentionDecision(0, "", {"slave": 3}, {})
     assert decided(copy) == states_the_time
     state_the_time(copy)
     assert decided(copy) is None
-    alone = Copy()
-    alone.begin_epoch()
-    alone.flush()
-    assert decided(alone) is None, "none is closed"
+    closed = len(copy.log.bases)
+    while len(copy.log.bases) == closed:
+        copy.fill(1)
+    assert decided(copy) == states_the_time
+
+
+@pytest.mark.parametrize("segments, is_stated", [(1, False), (2, True)])
+def test_the_time_is_stated_once_a_segment_is_closed(segments, is_stated):
+    copy = Copy()
+    copy.begin_epoch()
+    while len(copy.log.bases) < segments:
+        copy.fill(1)
+    assert (decided(copy) is not None) is is_stated
 
 
 @pytest.mark.parametrize("behind", [0, 1])
