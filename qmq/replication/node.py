@@ -68,6 +68,7 @@ class Node(Generic[M]):
         self._failover: tuple[int, int] | None = None
         """The term whose master is gone, and until when this slave follows nobody."""
         self._is_diverged = False
+        """As a slave: the handshake said that our log is not the master's."""
         self._gives_up_from: int | None = None
         """Offset from which our log goes to quarantine before we take a part again: our mastership wrote that alone."""
         self._looks_before: Damage | None = None
@@ -161,6 +162,7 @@ class Node(Generic[M]):
         if self.role is not None:
             self.role.step_down()
         self._look_at_points()
+        role: M | Slave
         if assignment.role == Role.MASTER:
             promotion = Promotion(
                 assignment.group,
@@ -175,11 +177,11 @@ class Node(Generic[M]):
                 len(assignment.slaves),
                 assignment.min_copies,
             )
-            self.role = master = self._promote(promotion)
-            master.heed_operators(assignment)
-            log.info("role master group=%s epoch=%s end=%d", assignment.group, master.epoch, self.log.end)
+            self.role = role = self._promote(promotion)
+            role.heed_operators(assignment)
+            log.info("role master group=%s epoch=%s end=%d", assignment.group, role.epoch, self.log.end)
         else:
-            self.role = Slave(
+            self.role = role = Slave(
                 group=assignment.group,
                 term=assignment.term,
                 message_log=self.log,
@@ -194,8 +196,8 @@ class Node(Generic[M]):
             False  # from another copy in another mastership; if they still differ, the next handshake tells
         )
         self._host.role_changed()
-        if is_failover and self.role is not None:
-            self.role.tick(self._host.monotonic_ms())  # it begins now, not with the next tick
+        if is_failover:
+            role.tick(self._host.monotonic_ms())  # it begins now, not with the next tick
 
     @property
     def master(self) -> M | None:
@@ -212,7 +214,7 @@ class Node(Generic[M]):
             reasons.append(Reason.ROLLED_BACK)
         if self.slave is not None and self.slave.is_unfilled:
             reasons.append(Reason.UNFILLED)
-        if self._is_diverged and Reason.DIVERGED not in reasons:
+        if self._is_diverged:
             reasons.append(Reason.DIVERGED)
         if self.log.damage is not None and Reason.CORRUPT not in reasons:
             reasons.append(Reason.CORRUPT)

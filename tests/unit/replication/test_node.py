@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from qmq.errors import DiskFailed, Diverged, ErrorCode, OperatorError
+from qmq.errors import DiskFailed, Diverged, ErrorCode, IllegalTransition, OperatorError
 from qmq.log.frame import FrameKind
+from qmq.remoting.commands import Command
+from qmq.remoting.packet import Packet
+from qmq.replication import slave_watch
+from qmq.replication.agreement import Action, Agreement
 from qmq.replication.assignment import Assignment
+from qmq.replication.follower import FollowerState
 from qmq.replication.points import Point
 from qmq.replication.ports import QUIET_MS
 from qmq.replication.readonly import Reason
 from qmq.types import Epoch, Role
 from tests.unit.broker.world import Broker, Client, FakeLink, Group
+from tests.unit.replication.test_many_copies import Copies
 
 HOLD_MS = 1_000
 
@@ -81,13 +87,13 @@ def test_a_part_is_told_to_who_connects_once_it_is_taken(monkeypatch):
     assert told == [("Slave", True), ("Slave", False), ("Slave", True), ("BrokerMaster", False)]
 
 
-def test_a_new_part_forgets_what_the_one_before_was_told():
+def test_a_new_part_forgets_what_the_one_before_was_told(caplog):
     group = a_group()
     group.a.node.prepare_swap(1, HOLD_MS)
     assert group.a.node.quiet_ms() == 0
     group.cut()
     group.a.assign(Role.SLAVE, 2)
-    assert group.a.node.quiet_ms() == QUIET_MS
+    assert group.a.node.quiet_ms() == QUIET_MS and "rolled back" not in caplog.text
 
 
 def test_copies_that_differed_are_compared_anew_in_the_next_part(caplog, monkeypatch):
@@ -122,6 +128,95 @@ def test_a_broker_without_a_part_sends_everybody_away():
     assert broker.node.role is None and broker.node.readonly_reasons == []
 
 
+def test_an_answer_to_a_slave_that_is_none_any_more_changes_nothing():
+    group = a_group()
+    for node in (group.a.node, Broker("new").node):
+        link, reasons = FakeLink("late"), node.readonly_reasons
+        node.agreed(link, Diverged("they differ"))
+        assert link.is_open and node.readonly_reasons == reasons
+
+
+def test_a_log_that_differs_at_each_handshake_is_said_once(caplog):
+    group = a_group()
+    seed = Agreement(Epoch(1, 1), Action.SEED, group.b.log.end - 8, 0, group.b.log.end)
+    for _ in range(2):
+        group.connect()
+        group.b.node.agreed(group.at_slave, memoryview(seed.encode()))
+        assert group.b.node.readonly_reasons == [Reason.DIVERGED] and not group.at_slave.is_open
+    assert caplog.text.count("copies differ group=g1") == 1
+
+
+def test_a_slave_that_cannot_be_replayed_once_its_tail_is_cut_has_no_part_until_it_is_repaired():
+    group = Group.made(tail_bytes=0).start()
+    for id in ("damaged", "kept"):
+        Client(group.a).produce(id)
+        group.settle()
+    Client(group.a).produce("never acknowledged")
+    group.a.host.settle()
+    group.cut()
+    group.b.assign(Role.MASTER, 2)
+    group.b.wait(group.b.settings.slave_wait_ms)
+    group.b.host.settle()
+    group.a, group.b = group.b, group.a
+    (damaged,) = group.a.log.frames("s", 0, 1)
+    group.b.disk.flip(f"log/{0:020d}.log", 8 * (damaged.offset + 20))
+    group.b.assign(Role.SLAVE, 2)
+    group.connect()
+    group.settle()
+    assert group.b.node.role is None and group.b.node.readonly_reasons == [Reason.CORRUPT]
+    assert group.b.log.end == damaged.offset
+
+
+@pytest.mark.parametrize(
+    "name, call",
+    [
+        ("agreed", lambda group: group.b.node.agreed(group.at_slave, memoryview(b""))),
+        ("link_lost", lambda group: group.b.node.link_lost(group.at_slave)),
+        ("tick", lambda group: group.b.node.tick()),
+    ],
+)
+def test_a_move_that_a_table_lacks_begins_the_role_anew(monkeypatch, name, call):
+    group = a_group()
+    role = group.b.node.role
+
+    def illegal(*_: object) -> None:
+        raise IllegalTransition("a state without this move")
+
+    monkeypatch.setattr(role, name, illegal)
+    call(group)
+    assert group.b.node.slave is not None and group.b.node.role is not role
+
+
+def hello_again(group: Group) -> int:
+    """The slave says hello on the link that stands; return the code of the answer."""
+    group.b.slave.connected(group.at_slave)
+    body = memoryview(group.b.host.hellos.pop())
+    group.a.node.packet_received(group.at_master, Packet(Command.HELLO, 77, 0, Command.HELLO, body))
+    return group.at_master.answers[77][0]
+
+
+def test_a_master_that_begins_anew_has_answered_who_made_it_do_so(monkeypatch):
+    group = a_group()
+    group.b.node.identity.learn(Epoch(1, 7))
+    assert hello_again(group) == ErrorCode.FENCED and group.a.master.epoch == Epoch(1, 8)
+    group.connect()
+    group.settle()
+
+    def agree(hello, log, epoch, **_):
+        return Agreement(epoch, Action.RESTORE, log.end, log.chain, log.end)
+
+    monkeypatch.setattr(slave_watch, "agree", agree)  # as if a master in sync had something to get back
+    assert hello_again(group) == IllegalTransition.code and group.a.master.epoch == Epoch(1, 9)
+
+
+def test_a_master_that_waits_for_a_third_copy_takes_no_messages_although_nothing_forbids_it():
+    copies = Copies().start()
+    copies.a.crash()
+    copies.start(connected="b")
+    assert copies.state("b") is FollowerState.IN_SYNC and not copies.a.master.has_begun
+    assert copies.a.node.readonly_reasons == [] and not copies.a.node.writable
+
+
 # Failover.
 
 
@@ -132,6 +227,16 @@ def test_a_slave_whose_master_is_gone_follows_nobody_and_begins_at_once():
     group.cut()
     group.b.assign(Role.MASTER, 2)
     assert group.b.master.has_begun and not group.b.node.is_held
+
+
+def test_a_slave_connects_again_once_the_time_for_a_failover_is_over(monkeypatch):
+    group, told = a_group(), []
+    hold(group.b)
+    monkeypatch.setattr(group.b.host, "role_changed", lambda: told.append(group.b.node.is_held))
+    group.b.wait(HOLD_MS)
+    assert told == [] and group.b.node.is_held
+    group.b.wait(1)
+    assert told == [False]
 
 
 def test_a_slave_that_was_told_nothing_of_a_failover_waits_for_the_other_copy():
@@ -227,7 +332,7 @@ def test_a_swap_that_is_called_off_in_the_promised_term_goes_on_taking_messages(
     group = a_group()
     group.a.node.prepare_swap(1, HOLD_MS)
     group.a.node.promise_swap(2)
-    assert group.a.node.identity.value.promised == 2
+    assert group.a.node.identity.value.promised == 2 and group.a.node.quiet_ms() == QUIET_MS
     group.a.wait(10 * HOLD_MS)
     assert group.a.node.readonly_reasons == [Reason.DRAINING]
     group.start(2)
@@ -279,6 +384,42 @@ def test_nobody_lacks_what_an_operator_gave_up_in_a_later_term(term, reasons):
     assert group.b.node.readonly_reasons == reasons
 
 
+def test_a_master_that_lacks_what_its_slave_lacks_as_well_stays_and_waits():
+    group = a_group()
+    group.cut()
+    group.a.node.remembered_elsewhere([Point(Epoch(1, 1), group.a.log.end + 800, 7)])
+    group.connect()
+    group.settle()
+    assert not group.a.master.has_begun and Reason.ROLLED_BACK in group.a.node.readonly_reasons
+
+
+@pytest.mark.parametrize("accepted_term, is_given_up", [(0, False), (1, False), (2, True)])
+def test_what_this_copy_itself_remembers_is_given_up_in_a_later_term_only(accepted_term, is_given_up):
+    group = a_group()
+    lost = Point(Epoch(1, 1), group.b.log.end + 8, 7)
+    group.b.node.identity.points.acknowledged(lost)
+    group.b.node.remembered_elsewhere([], loss_accepted_term=accepted_term)
+    assert group.b.node.identity.points.own == (None if is_given_up else lost)
+    assert group.b.node.readonly_reasons == [], "it is looked at when it takes a part"
+
+
+def test_a_role_begins_anew_only_if_it_is_a_mastership_that_lacks_something():
+    group = a_group()
+    slave, lacks = group.b.node.role, Point(Epoch(1, 1), group.a.log.end + 800, 7)
+    group.b.node.remembered_elsewhere([lacks])
+    assert group.b.node.role is slave
+    group.cut()
+    begun = group.a.master
+    group.a.node.remembered_elsewhere([])
+    group.a.node.remembered_elsewhere([Point(Epoch(1, 1), group.a.log.end, group.a.log.chain)])
+    assert group.a.master is begun
+    group.a.node.remembered_elsewhere([lacks])
+    anew = group.a.master
+    assert anew is not begun
+    group.a.node.remembered_elsewhere([lacks])
+    assert group.a.master is anew, "it waits"
+
+
 # A master that gives way.
 
 
@@ -305,6 +446,7 @@ def test_a_master_gives_way_once_what_it_is_writing_is_on_its_disk():
     group.deliver_hello()
     end = group.a.log.end
     assert group.a.node.role is None and not group.a.disk.names("quarantine")
+    assert not group.at_slave.is_open, "it is told, and says hello again"
     group.a.assign(Role.MASTER, 1)
     assert group.a.node.role is None and group.a.log.end == end, "not before its end is cut"
     group.a.host.fsync()
