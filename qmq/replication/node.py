@@ -473,7 +473,7 @@ class Node(Generic[M]):
         """Follow nobody for `hold_ms`: the master of `term` is said to be gone. What this copy has is final then.
 
         Args:
-            promised_term: of more than two copies; durably, follow no master of an older term, and be none. With two,
+            promised_term: durably, follow no master of an older term, and be none; 0: of two copies,
                 nobody else can confirm anything to the old master.
             silent_ms: a master that was heard within so long is not gone.
             heard_ms_ago: when it was; None: there is no link.
@@ -491,8 +491,7 @@ class Node(Generic[M]):
         was_whole = master_gone and self.identity.value.complete and not self.log.is_tail_cut
         if not (slave.has_matched or was_whole) or self.readonly_reasons:
             raise OperatorError(f"this copy of {self.group} was not in sync since it began, or is not whole")
-        if promised_term:
-            self.identity.promise(promised_term)
+        self.identity.promise(promised_term)
         self._failover = (term, self._host.monotonic_ms() + hold_ms)
         slave.leave_master("the metaserver says that the master is gone")
         self._host.role_changed()
@@ -557,7 +556,7 @@ class Node(Generic[M]):
                 raise Diverged(f"the other copy has no frame at {damage.begin}")
             self.log.repair(data)
         except (CorruptFrame, Diverged):
-            if self.role is not None or not self.log.is_idle or not _is_other_history(begin, data, damage):
+            if self.role is not None or not _is_other_history(begin, data, damage):
                 raise
             self._cut_damage("damaged, and the other copy has another history there")
             return

@@ -59,6 +59,11 @@ def first_of_newest(broker: Broker) -> int:
     return next(ref.begin for ref in broker.log.frames("s", 0, COUNT) if ref.offset >= broker.log.bases[-1])
 
 
+def set_aside(broker: Broker) -> list[str]:
+    """Every file in quarantine."""
+    return [name for name in broker.disk.all_names() if name.startswith("quarantine/")]
+
+
 def quarantined(broker: Broker, folder: str = "") -> bool:
     return bool(broker.disk.names(f"quarantine{folder}"))
 
@@ -74,13 +79,13 @@ def test_a_log_that_is_whole_needs_nothing():
 def test_what_a_reader_meets_is_fetched_and_the_copy_is_whole_again(is_master):
     group = stored()
     broken, whole = (group.a, group.b) if is_master else (group.b, group.a)
-    offset = met(broken, 1)
+    offset, role = met(broken, 1), broken.node.role
     assert broken.node.readonly_reasons == ["corrupt"]
     begin, end = broken.node.mend(whole.log.start, whole.log.flushed_end)
     assert begin == offset and broken.log.damage.end == end
     broken.node.repair(begin, whole.log.read_bytes(begin, end))
     assert broken.log.damage is None and broken.node.readonly_reasons == []
-    assert quarantined(broken) and group.a.node.writable
+    assert quarantined(broken) and group.a.node.writable and broken.node.role is role
 
 
 def test_a_broker_begins_once_what_it_could_not_replay_is_fetched():
@@ -119,7 +124,7 @@ def test_segments_that_the_other_copy_has_stay_though_damage_lies_before_its_sta
     met(group.a, 1)
     bases = list(group.a.log.bases)
     assert group.a.node.mend(bases[1] - 8, group.b.log.end) is None
-    assert group.a.log.bases == bases and group.a.node.readonly_reasons == ["corrupt"]
+    assert group.a.log.bases == bases and group.a.master.readonly.reasons == ["corrupt"]
 
 
 def test_a_log_that_ends_before_the_other_copy_begins_is_set_aside_whole():
@@ -130,7 +135,8 @@ def test_a_log_that_ends_before_the_other_copy_begins_is_set_aside_whole():
     assert quarantined(group.b, f"/{0:020d}-{begin:020d}-damaged-and-dropped-by-the-other-copy-0")
 
 
-def test_damage_that_the_other_copy_does_not_reach_is_cut_if_it_was_never_acknowledged():
+def written_alone_and_damaged() -> tuple[Group, int]:
+    """A master that cannot replay what it wrote without its slave, and where that begins."""
     group = stored()
     group.cut()
     offset = group.a.log.end
@@ -142,7 +148,14 @@ def test_damage_that_the_other_copy_does_not_reach_is_cut_if_it_was_never_acknow
     group.a.crash()
     assert group.a.log.damage.begin == offset
     group.a.assign(Role.MASTER, 1)
-    assert group.a.node.role is None and group.a.node.mend(0, offset) is None
+    assert group.a.node.role is None
+    return group, offset
+
+
+@pytest.mark.parametrize("has_more", [0, 8])
+def test_damage_that_the_other_copy_has_not_to_its_end_is_cut_if_it_was_never_acknowledged(has_more):
+    group, offset = written_alone_and_damaged()
+    assert group.a.node.mend(0, offset + has_more) is None
     assert group.a.log.damage is None and group.a.log.end == offset and quarantined(group.a)
     assert group.a.node.master is not None
 
@@ -205,12 +218,12 @@ def test_what_is_still_being_written_is_on_disk_before_damage_goes(theirs_start,
     end = group.a.log.end
     for start in (0, theirs_start):
         assert group.a.node.mend(start, max(start, offset)) is None
-        assert group.a.node.role is None and group.a.log.end == end and not quarantined(group.a)
+        assert group.a.node.role is None and group.a.log.end == end and not set_aside(group.a)
     group.a.host.fsync()
     assert group.a.node.mend(theirs_start, max(theirs_start, offset)) is None
     assert group.a.log.damage is None and group.a.node.master is not None
     assert group.a.log.end == (0 if theirs_start else offset)
-    assert any(name.startswith("quarantine/") and why in name for name in group.a.disk.all_names())
+    assert why in "".join(set_aside(group.a)) and set_aside(group.a)
 
 
 def other_history(group: Group) -> bytes:
@@ -241,6 +254,56 @@ def test_a_log_that_could_not_be_replayed_is_cut_where_the_other_copy_has_anothe
     damaged, strange = group.b.log.damage, other_history(group)
     group.b.node.repair(begin, strange[begin : damaged.end])
     assert group.b.log.damage is damaged and not quarantined(group.b)
+
+
+def test_what_was_written_alone_is_cut_where_the_other_copy_has_another_history():
+    group = stored()
+    group.cut()
+    parted = group.b.log.end
+    group.b.assign(Role.MASTER, 2)
+    group.b.wait(group.b.settings.slave_wait_ms)
+    Client(group.b).produce("m", size=900)
+    for _ in range(4):
+        group.b.master._mastership.append(FrameKind.EPOCH, "", b"{}      ")
+    group.b.host.settle()
+    first = group.b.log.read(parted, group.b.log.end, 1).frames[0]
+    for size in (first.body_bytes, 8, 8):
+        group.a.master._mastership.append(FrameKind.EPOCH, "", b"{}".ljust(size))
+    group.a.host.settle()
+    base = group.a.log.bases[-1]
+    group.a.disk.flip(f"log/{base:020d}.log", 8 * (first.end - base + 20))
+    group.a.crash()
+    group.a.assign(Role.MASTER, 1)
+    assert group.a.node.role is None and group.a.log.damage.begin == first.end
+    group.a.node.repair(first.end, group.b.log.read_bytes(first.end, group.b.log.end))
+    assert group.a.log.damage is None and group.a.log.end == first.end and set_aside(group.a)
+    assert group.a.node.master is not None
+
+
+def test_a_master_stays_readonly_while_some_of_its_log_is_damaged():
+    group = stored()
+    first, second = group.b.log.frames("s", 1, 2)
+    for ref in (first, second):
+        group.a.disk.flip(f"log/{0:020d}.log", 8 * (ref.offset + 20))
+    with pytest.raises(CorruptFrame) as found:
+        group.a.log.read(first.offset, group.a.log.end, 1)
+    group.a.node.found_damage(found.value)
+    group.a.node.repair(first.offset, group.b.log.read_bytes(first.offset, second.offset))
+    left = group.a.log.damage
+    assert left.begin == second.offset and group.a.master.readonly.reasons == ["corrupt"]
+    group.a.node.repair(left.begin, group.b.log.read_bytes(left.begin, left.end))
+    assert group.a.node.writable
+
+
+@pytest.mark.parametrize("segments", [1, 2])
+def test_of_two_segments_the_older_one_may_go_and_the_only_one_stays(segments):
+    group = Group.made(tail_bytes=0, segment_bytes=1 << 14).start()
+    while len(group.a.log.bases) < segments or group.a.log.end < 2_000:
+        Client(group.a).produce("m", size=900)
+        group.settle()
+    met(group.a, 0)
+    assert len(group.a.log.bases) == segments and group.a.node.mend(group.a.log.bases[-1] or 500, 1 << 40) is None
+    assert group.a.node.writable is (segments == 2) and len(group.a.log.bases) == 1
 
 
 def test_frames_that_are_damaged_themselves_prove_no_other_history():
