@@ -95,11 +95,9 @@ def report(disk: Disk, *, verify: bool = False, above: int | None = None) -> dic
 
 
 def _damaged_files(disk: Disk) -> Iterator[Trouble]:
-    for name in _FILES:
-        data = disk.read(name, 0, disk.size(name))
+    for name in filter(disk.has, _FILES):
         try:
-            if data or disk.has(name):
-                decode_checked(data)
+            decode_checked(disk.read(name, 0, disk.size(name)))
         except ValueError as error:
             what = "it does not start" if name == identity.NAME else "what it remembered is lost"
             yield Trouble("file_damaged", f"{name} is damaged ({error}): {what}")
@@ -122,9 +120,8 @@ def _manifest(disk: Disk, troubles: list[Trouble]) -> dict[str, Any]:
 
 
 def _identity(disk: Disk) -> Identity:
-    if disk.has(identity.NAME):
-        with suppress(CorruptFrame):  # reported with the other files
-            return IdentityFile(disk, new_incarnation="").value
+    with suppress(CorruptFrame):  # reported with the other files
+        return IdentityFile(disk, new_incarnation="").value
     return Identity("")
 
 

@@ -60,16 +60,27 @@ def test_a_report_says_all_that_the_files_of_a_copy_hold():
         "subjects": {"s0": 20, "s1": 20, "s2": 20},
         "troubles": [],
     }
-    lost = own._replace(end=own.end + 8)
-    for remember in (identity.points.acknowledged, identity.points.rolled_back):
-        remember(lost)
+
+
+@pytest.mark.parametrize("who", ["the others", "this copy itself"])
+def test_a_copy_that_lacks_what_anybody_remembers_to_be_acknowledged_says_so(who):
+    copy = a_copy()
+    identity = IdentityFile(copy.disk, new_incarnation="b-1")
+    identity.completed(True)
+    lost = Point(Epoch(1, 1), copy.log.end + 8, 7)
+    if who == "the others":
+        identity.points.rolled_back(lost)
+    else:
+        identity.points.acknowledged(lost)
         identity.points.save()
-        found = report(copy.disk)
-        assert [one["name"] for one in found["troubles"]] == ["rolled_back"] and str(lost) in str(found["troubles"])
-    assert found["lacks"] == point | {"end": lost.end}
+    found = report(copy.disk)
+    assert [one["name"] for one in found["troubles"]] == ["rolled_back"] and str(lost) in str(found["troubles"])
+    point = {"term": 1, "boot": 1, "end": lost.end, "chain": f"{lost.chain:016x}"}
+    assert [found["lacks"], found["acknowledged"]] == ([point, None] if who == "the others" else [None, point])
 
 
 def test_a_copy_that_nobody_owns_yet_has_no_part():
+    assert report(a_copy().disk)["incarnation"] == "", "nor one whose identity is gone"
     disk = MemoryDisk()
     IdentityFile(disk, new_incarnation="b-1")
     found = report(disk, above=0)
@@ -106,10 +117,16 @@ def test_messages_are_named_up_to_damage_and_no_more_of_them_than_people_read(mo
     copy.messages("a", "b", "c", subject="of three")
     copy.flush()
     last = copy.log.frames("of three", 0, 1)[0]
+    copy.messages("d", subject="one")
+    copy.flush()
     for ids_max, named in ((2, ["a", "b"]), (3, ["a", "b", "c"])):
         monkeypatch.setattr(copy_report, "IDS_MAX", ids_max)
         above = report(copy.disk, above=last.offset)["above"]
-        assert (above["offset"], above["subjects"], above["stopped"]) == (last.offset, {"of three": [0, 2]}, "")
+        assert (above["offset"], above["subjects"], above["stopped"]) == (
+            last.offset,
+            {"of three": [0, 2], "one": [0, 0]},
+            "",
+        )
         assert above["ids"] == [["of three", at, id] for at, id in enumerate(named)]
     base = copy.log.bases[2]
     copy.disk.flip(f"log/{base:020d}.log", 8 * 200)
@@ -142,7 +159,7 @@ def test_of_a_copy_without_a_list_no_segment_is_missing():
     assert report(copy.disk)["manifest"] == {"listed": False, "agrees": False, "missing": [], "notListed": []}
 
 
-@pytest.mark.parametrize("at", [0, 1, -3])
+@pytest.mark.parametrize("at", [0, 1, -2])
 def test_closed_segments_are_read_to_who_asks_for_that(at):
     copy = a_copy()
     base = copy.log.bases[at]

@@ -14,6 +14,7 @@ from qmq.replication.sources import best_source
         pytest.param([(0, 500)], 0, id="the only one"),
         pytest.param([(100, 200), (0, 190)], 0, id="it has just that"),
         pytest.param([(100, 200), (150, 300)], 0, id="and another one has more behind it"),
+        pytest.param([(150, 300), (100, 200)], 1, id="the other one has more behind it, and not all of it"),
         pytest.param([], None, id="there is no other copy"),
         pytest.param([(0, 150), (0, 200)], 1, id="the one that has it all"),
         pytest.param([None, (0, 200)], 1, id="it has, and the other does not answer"),
