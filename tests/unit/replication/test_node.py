@@ -492,6 +492,13 @@ def test_nobody_is_the_copy_that_replicates_with_a_broker_without_a_part():
     assert broker.node.clocks_ahead_ms() == {} and broker.node.readonly_reasons == []
 
 
+def test_what_time_made_due_is_looked_at_in_a_pass_after_each_tick():
+    group = a_group()
+    group.a.host.settle()
+    group.a.node.tick()
+    assert group.a.host.pass_is_due
+
+
 def test_what_arrives_while_the_disk_writes_is_the_next_commit():
     group = a_group()
     client = Client(group.a)
