@@ -22,9 +22,9 @@ from tests.state_machine.planted import BUGS
 from tests.state_machine.world import add_groups
 from tests.support.planting import Bug, planted
 
-STEPS = 4_000
+STEPS = 2_400
 STEPS_PER_RUN = 50
-WALKS = 80
+WALKS = 48
 FAULTS = ["", "database", "", "fillings", "", "losses", "", "emptied"]
 """Half of the walks are without those."""
 FOUND_WITHIN = 300
