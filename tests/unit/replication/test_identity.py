@@ -102,3 +102,11 @@ def test_each_part_of_an_assignment_is_remembered(other):
     identity.assigned(*other)
     found = opened(disk).value
     assert (found.group, found.assignment, found.owner) == other
+
+
+def test_the_file_is_for_people_too():
+    disk = MemoryDisk()
+    opened(disk)
+    crc, *lines = disk.read(NAME, 0, disk.size(NAME)).decode().splitlines()[1:]
+    assert crc.startswith(' "crc": ')
+    assert lines[:4] == [' "incarnation": "first",', ' "group": "",', ' "term": 0,', ' "boot": 0,']

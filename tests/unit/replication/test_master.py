@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from qmq.errors import ErrorCode
+from qmq.errors import CorruptFrame, ErrorCode
 from qmq.remoting.commands import Command
 from qmq.replication.points import SAVE_MS
+from qmq.replication.ports import QUIET_MS
 from qmq.replication.readonly import Reason
 from qmq.types import Epoch, Role
 from tests.unit.broker.world import SETTINGS, Broker, Client, Group
@@ -82,6 +83,7 @@ def test_a_master_that_waits_for_its_other_slave_has_nothing_to_give_away():
     gate, end = copies.a.master.gate, copies.a.log.end
     assert not gate.too_few_in_sync and copies.a.master.slaves.confirmed_end == gate.high_watermark == end
     assert not copies.a.master.has_begun and not copies.a.master.is_drained_to("")
+    assert copies.a.master.slaves.are_level and copies.a.master.quiet_ms() == 0
 
 
 def test_a_slave_has_all_only_if_enough_slaves_are_there():
@@ -132,3 +134,37 @@ def test_a_command_of_a_later_version_is_answered_with_its_number():
     asked = client.send(30_000, b"")
     assert client.code(asked) == ErrorCode.UNKNOWN_COMMAND and "30000" in client.text(asked)
     assert 30_000 not in set(Command)
+
+
+def test_a_master_is_not_quiet_while_its_own_disk_is_what_an_answer_waits_for():
+    group = Group.made().start()
+    group.a.wait(100)
+    group.settle()
+    assert group.a.master.quiet_ms() == QUIET_MS
+    Client(group.a).produce("m")
+    group.a.host.turn()
+    while group.to_slave():
+        group.b.host.settle()
+    while group.to_master():
+        pass
+    master = group.a.master
+    assert master.slaves.are_level and master.gate.waiting == 1 and master.quiet_ms() == 0
+
+
+def test_a_mastership_that_is_over_writes_nothing_more():
+    group = Group.made().start()
+    over = group.a.master
+    group.a.assign(Role.SLAVE, 2)
+    assert over.readonly.reasons == [Reason.FENCED, Reason.SLAVE_DOWN] and not over._mastership.may_progress
+
+
+def test_a_mastership_that_begins_with_a_damaged_log_takes_nothing_new():
+    group = Group.made(tail_bytes=0).start()
+    for number in range(6):
+        Client(group.a).produce(f"m{number}", size=900)
+        group.settle()
+    (message,) = group.a.log.frames("s", 1, 1)
+    group.a.disk.flip(f"log/{0:020d}.log", 8 * (message.offset + message.length // 2))
+    group.a.node.found_damage(CorruptFrame(message.offset, "met"))
+    group.a.assign(Role.MASTER, 2)
+    assert group.a.master.readonly.reasons == [Reason.CORRUPT, Reason.SLAVE_DOWN]

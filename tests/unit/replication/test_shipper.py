@@ -138,6 +138,14 @@ def test_confirmation_of_anything_that_was_not_sent_is_divergence():
         shipper.confirm(0, 0)
 
 
+@pytest.mark.parametrize("tail_bytes", [0, 1 << 20])
+def test_nothing_is_read_or_counted_as_sent_for_a_link_that_is_closed(tail_bytes):
+    shipper, link, host = shipped_from(a_copy(tail_bytes=tail_bytes))
+    link.close("lost")
+    shipper.ship()
+    assert not host.reads and shipper.position == 0
+
+
 def test_copy_that_cannot_be_read_closes_the_link():
     copy = a_copy(tail_bytes=0)
     shipper, link, host = shipped_from(copy)
