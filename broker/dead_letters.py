@@ -176,13 +176,14 @@ class DeadLetters:
     def _held(self, burial: _Burial) -> tuple[int, int] | None:
         """Return (sequence, messages) of what the consumer still holds at the beginning of the first range; None if
         that is nothing."""
-        consumer = self._consumption.consumer(*burial.key)
+        if (consumer := self._consumption.consumer(*burial.key)) is None:
+            return None
         begin, end = burial.ranges[0]
         try:
-            held = consumer.unacked_in(begin, end) if consumer is not None else []
+            held = consumer.unacked_in(begin, end)
         except InvalidAck:
-            held = []  # it left, and what it holds since is other messages
-        if consumer is None or not held:
+            return None  # it left, and what it holds since is other messages
+        if not held:
             return None
         burial.ranges[0] = held[0][0], end
         first = consumer.range_of(held[0][0]).part(*held[0])
@@ -210,7 +211,7 @@ class DeadLetters:
         """Store the copy of one message; `labels`: its own, if it has one."""
         mastership, (subject, group, _) = self._mastership, burial.key
         state, producer = mastership.log.state, letters_producer(subject, group)
-        stored = state.repeated(producer, sequence) or self._former[producer].get(sequence)
+        stored = self._former[producer].get(sequence)
         if stored is not None and stored.end > state.groups[subject, group].began:
             return  # one from before the group was moved may be dealt with already: what fails anew is a new one
         whose = real_subject(subject), group
@@ -241,7 +242,8 @@ class DeadLetters:
 
     def _times(self, burial: _Burial) -> int:
         consumer = self._consumption.consumer(*burial.key)
-        deliveries = consumer.range_of(burial.ranges[0][0]).deliveries if consumer is not None else 0
+        assert consumer is not None  # it holds what is copied
+        deliveries = consumer.range_of(burial.ranges[0][0]).deliveries
         return deliveries - (burial.key[2] == PRUNER)  # no consumer got them for that
 
     def _settle_former(self, subject: str, group: str) -> None:
@@ -267,9 +269,7 @@ class DeadLetters:
         """Ack the first messages of the burial's first range; `settled`: whether dead letters of them are stored."""
         begin, end = burial.ranges[0]
         self._mastership.append_progress(FrameKind.ACK, burial.key, [(begin, begin + messages, settled)])
-        if begin + messages < end:
-            burial.ranges[0] = begin + messages, end
-        else:
+        if begin + messages == end:  # the next range may be in the same frame; what is left of this one, `_held` finds
             burial.ranges.popleft()
 
 

@@ -50,9 +50,7 @@ log = logging.getLogger(__name__)
 class Delivery:
     """Made by the master; ends with the mastership."""
 
-    def __init__(
-        self, mastership: Mastership, settings: BrokerSettings, counters: Counters, clocks: Clocks | None
-    ) -> None:
+    def __init__(self, mastership: Mastership, settings: BrokerSettings, counters: Counters, clocks: Clocks) -> None:
         self._mastership, self._settings, self._counters = mastership, settings, counters
         self.consumption = Consumption(
             mastership.log, lease_ms=settings.lease_ms, now_ms=mastership.host.monotonic_ms()

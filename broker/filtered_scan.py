@@ -97,8 +97,7 @@ class FilteredScan:
             return
         self._group_filter.catch_up(self._group)
         self._returned()
-        if not self._is_over:
-            self._new()
+        self._new()
         self._made.entries += self._entries
 
     # What came back.
@@ -129,8 +128,7 @@ class FilteredScan:
             at = self._over_gap(at, end)
             if at == end or (ref := self._frame(at)) is None:
                 break
-            last = min(end, ref.end)
-            at = self._take_run(ref, at, last, times) if self._rule is None else self._look(ref, at, last, times)
+            at = self._look(ref, at, min(end, ref.end), times)
         for sequence, passed_end in self._passed:
             self._group_filter.settle(self._group, sequence, passed_end)
         self._passed.clear()
@@ -226,7 +224,7 @@ class FilteredScan:
                 self._pass(at, sequence)
                 at = sequence
             key = labels[place] >> 32 if labels else 0
-            if key and keys.is_busy(key):
+            if keys.is_busy(key):
                 if keys.deferred >= DEFERRED_MESSAGES_MAX:
                     self._cut.is_stopped = True
                     return at
@@ -308,16 +306,15 @@ class FilteredScan:
         self._pull_sequence += end - begin
 
     def _pass(self, begin: int, end: int) -> None:
-        if begin < self._group.position:
-            self._passed.append((begin, end))
+        self._passed.append((begin, end))
         self._enter(PASSED, begin, end - begin)
 
     def _enter(self, kind: int, sequence: int, messages: int) -> None:
         entries = self._entries
-        if entries and not self._is_border:
+        if not self._is_border:
             last = entries[-1]
             is_alike = last[0] == kind if kind >= NUMBERS_END else last[0] < NUMBERS_END
-            if is_alike and last[1] + last[2] == sequence:
+            if is_alike:  # and so it continues the last one: of a place nothing is left out
                 entries[-1] = last[0], last[1], last[2] + messages
                 return
         entries.append((kind, sequence, messages))

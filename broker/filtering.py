@@ -102,9 +102,6 @@ class Filtering:
         group_filter = self._filters.setdefault(key, GroupFilter(*key))
         if group_filter.is_reading or group_filter.rests(now_ms):
             return
-        if self._passes.looks_left <= 0:
-            self.tired[subscription.subject] = None
-            return
         if group_filter.is_idle(subscription.rule, self._log.end, cut.data_limit, now_ms):
             return
         group_filter.idle_at = None
@@ -129,7 +126,7 @@ class Filtering:
             self._readings.append(Reading(*key, partial(read_labels_of, self._log, *scan.wanted)))
         elif scan.looks <= 0:
             self.tired[subscription.subject] = None
-        elif made.is_empty:
+        else:  # if anything was found, the log is longer once that is written down
             group_filter.idle_at = subscription.rule, self._log.end, cut.data_limit
 
     def changing(self, kind: FrameKind, key: tuple[str, str, str], entries: list[Entry]) -> None:
@@ -145,17 +142,17 @@ class Filtering:
         group_filter = self._filters.get(key[:2])
         if group_filter is None:
             return
-        group = self._log.state.groups.get(key[:2])
+        if not key[2]:
+            del self._filters[key[:2]]  # the group is moved, or forgotten
+            return
+        group = self._log.state.groups[key[:2]]
         if kind == FrameKind.PULL:
             # A scan keeps its own books; what expires or overflows frees its key here.
-            if group is not None and any(number in (EXPIRED, OVERFLOWED) for number, _, _ in entries):
+            if entries and entries[0][0] in (EXPIRED, OVERFLOWED):
                 group_filter.catch_up(group)
                 group_filter.changing += [
                     (first, first + count) for _, first, count in entries if first < group.position
                 ]
-            return
-        if group is None or not key[2]:
-            del self._filters[key[:2]]  # the group is moved, or forgotten
             return
         group_filter.catch_up(group)
         consumer = group.consumers.get(key[2], Consumer())

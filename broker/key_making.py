@@ -55,7 +55,7 @@ class _Making:
                     keys.hold(key, sequence)
         for one in self._group.requeued:
             for key, begin, end in self._keyed(one.first, one.end):
-                if key and keys.is_busy(key):
+                if keys.is_busy(key):
                     keys.defer(key, begin)
                     continue
                 if key:

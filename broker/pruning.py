@@ -49,7 +49,7 @@ class Pruning:
     """Made by `broker.delivery`; ends with the mastership. `wake(subject)` is called when a group went on."""
 
     def __init__(
-        self, mastership: Mastership, clocks: Clocks | None, dead_letters: DeadLetters, wake: Callable[[str], None]
+        self, mastership: Mastership, clocks: Clocks, dead_letters: DeadLetters, wake: Callable[[str], None]
     ) -> None:
         self._mastership, self._clocks, self._dead_letters, self._wake = mastership, clocks, dead_letters, wake
         self._limits: dict[str, OperatorLimits] = {}
@@ -194,8 +194,6 @@ class Pruning:
         return sum(count for _, _, count in entries)
 
     def _clock_is_right(self) -> bool:
-        if self._clocks is None:
-            return True
         host = self._mastership.host
         ahead_ms = self._clocks.ahead_ms(now_ms=host.now_ms(), monotonic_ms=host.monotonic_ms())
         return bool(ahead_ms) and not self._clocks.disagreement(ahead_ms)
@@ -235,7 +233,6 @@ class Pruning:
             mastership.append_progress(FrameKind.PULL, key, entries)
             self.note_expired(key[:2], sum(count for _, _, count in entries))
             self._dead_letters.bury(key, [(pull, pull + count) for pull, _, count in entries], REASON, None)
-            self._wake(subject)
 
 
 def _before(group: Group, end: int) -> Iterator[tuple[int, int]]:

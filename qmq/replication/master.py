@@ -48,9 +48,9 @@ class Promotion:
     host: Host
     identity: IdentityFile
     settings: CopySettings
-    boot_above: int = 0
-    clocks: Clocks | None = None
-    """What others' clocks said; None: nobody's is heard."""
+    boot_above: int
+    clocks: Clocks
+    """What others' clocks said."""
     is_failover: bool = False
     """The other copy is gone, and this one was in sync until then: there is nothing to wait for."""
     slaves: int = 1

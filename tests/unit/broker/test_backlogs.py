@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
+
 from qmq.broker import backlogs
-from qmq.errors import CorruptFrame
+from qmq.broker.backlogs import Backlog, Backlogs
+from qmq.errors import CorruptFrame, DiskFailed
+from qmq.log.group import Consumer as Progress
+from qmq.log.group import Group as LogGroup
+from qmq.log.group import UnackedRange
+from qmq.log.requeued import Requeued, RequeuedRange
 from qmq.log.segments import log_name
 from tests.unit.broker.world import Client, Group
 
@@ -112,3 +121,113 @@ def test_damage_that_is_met_while_backlogs_are_looked_at_is_told_of(monkeypatch)
     monkeypatch.setattr(backlogs.Backlogs, "look", fails)
     group.a.wait(100)
     assert group.a.log.damage is not None and not group.a.node.writable
+
+
+def test_a_backlog_is_what_waits_and_what_is_delivered():
+    consumers = {
+        "c1": Progress(9, [UnackedRange(0, 1, 2, 1), UnackedRange(5, 6, 1, 1)]),
+        "c2": Progress(4, [UnackedRange(3, 9, 4, 1)]),
+    }
+    group = LogGroup(20, requeued=Requeued([RequeuedRange(3, 2, 1, 0)]), consumers=consumers)
+    assert Backlog.of(group, 25) == Backlog(5 + 2, 3 + 4) and Backlog.of(group, 20) == Backlog(2, 7)
+
+
+class World:
+    """Groups of a log whose messages were stored at ten times their sequence."""
+
+    def __init__(self, positions: dict[str, int], always: tuple[str, ...] = ()) -> None:
+        self.groups = {(subject, "g"): LogGroup(position) for subject, position in positions.items()}
+        state = SimpleNamespace(groups=self.groups, next_sequence=dict.fromkeys(positions, 100))
+        self.reads, self.damage, self.frames = [], [], []
+
+        def frames(subject, sequence, most):
+            self.frames.append((subject, sequence, most))
+            return [SimpleNamespace(offset=sequence)]
+
+        log = SimpleNamespace(state=state, frames=frames, timestamp_at=lambda offset: 10 * offset)
+        host = SimpleNamespace(read=lambda job, done: self.reads.append((job, done)))
+        mastership = SimpleNamespace(log=log, host=host, found_damage=self.damage.append)
+        self.log, self.backlogs = log, Backlogs(mastership, always)
+
+    def look(self) -> None:
+        self.backlogs.look(list(self.groups))
+
+    def read(self) -> None:
+        job, done = self.reads.pop()
+        done(job())
+
+
+def test_the_largest_backlogs_are_shown_and_those_that_are_always_shown():
+    world = World({"a": 90, "b": 50, "c": 70, "d": 99, "e": 100}, always=("d*",))
+    world.look()
+    assert world.backlogs.largest(2) == {("b", "g"): (50, 0), ("c", "g"): (30, 0), ("d", "g"): (1, 0)}
+    assert len(world.backlogs.largest(9)) == 4, "who has all of it has no backlog"
+
+
+def test_time_is_read_once_for_each_oldest_message_and_one_reading_at_a_time():
+    world = World({"a": 7})
+    world.look()
+    world.look()
+    assert len(world.reads) == 1 and world.frames == [("a", 7, 1)]
+    world.read()
+    world.look()
+    assert not world.reads and world.backlogs.ages_ms(100) == {("a", "g"): 30}
+    assert world.backlogs.ages_ms(60) == {("a", "g"): 0}, "the clock went back"
+    world.groups["a", "g"].position = 8
+    world.look()
+    world.read()
+    assert world.backlogs.ages_ms(100) == {("a", "g"): 20}
+
+
+def test_a_copy_for_another_thread_stays_as_it_is():
+    world = World({"a": 7})
+    world.look()
+    world.read()
+    twin = world.backlogs.copy()
+    world.backlogs.forget(("a", "g"))
+    assert twin.ages_ms(100) and twin.largest(1) and not world.backlogs.ages_ms(100) and not world.backlogs.largest(1)
+
+
+@pytest.mark.parametrize("is_forgotten", [False, True], ids=["acked", "forgotten"])
+def test_who_has_all_of_it_or_is_no_more_while_its_time_is_read_has_no_age(is_forgotten):
+    world = World({"a": 7, "b": 8})
+    world.look()
+    if is_forgotten:
+        keys = list(world.groups)
+        del world.groups["a", "g"]
+        world.backlogs.look(keys)
+    else:
+        world.groups["a", "g"].position = 100
+        world.look()
+    world.read()
+    assert world.backlogs.ages_ms(100) == {("b", "g"): 20} and list(world.backlogs.largest(9)) == [("b", "g")]
+
+
+def test_damage_where_a_time_stands_is_told_of_and_other_groups_have_their_age():
+    world, problem = World({"a": 7, "b": 8}), CorruptFrame(7, "test")
+    timestamp_at = world.log.timestamp_at
+
+    def fails(offset):
+        if offset == 7:
+            raise problem
+        return timestamp_at(offset)
+
+    world.log.timestamp_at = fails
+    world.look()
+    world.read()
+    assert world.damage == [problem] and world.backlogs.ages_ms(100) == {("b", "g"): 20}
+    world.look()
+    _, done = world.reads.pop()
+    done(problem)
+    assert world.damage == [problem] * 2
+    world.look()
+    _, done = world.reads.pop()
+    with pytest.raises(DiskFailed):
+        done(DiskFailed("test"))
+
+
+def test_groups_of_whose_oldest_message_no_frame_is_there_are_not_read_for():
+    world = World({"a": 7})
+    world.log.frames = lambda *_: []
+    world.look()
+    assert not world.reads and world.backlogs.largest(1)

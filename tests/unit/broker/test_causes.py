@@ -6,6 +6,7 @@ import pytest
 
 from qmq.broker import causes
 from qmq.broker.causes import CAUSES, Cause, Facts
+from qmq.broker.passes import OWED_BYTES_MAX
 from qmq.log.group import Group as Progress
 from qmq.tools.doctor.finding import GROUP_CAUSES
 from qmq.types import Role
@@ -105,7 +106,8 @@ def test_un_acked_messages_at_their_bound_are_named(monkeypatch):
 
 
 class _Link:
-    writable, owed_bytes = True, 0
+    def __init__(self, *, writable: bool = True, owed_bytes: int = 0) -> None:
+        self.writable, self.owed_bytes = writable, owed_bytes
 
 
 class _Subscription:
@@ -130,18 +132,13 @@ def facts(**changed) -> Facts:
     return plain._replace(**changed)
 
 
-def _stuck_link() -> _Link:
-    link = _Link()
-    link.writable = False
-    return link
-
-
 @pytest.mark.parametrize(
     ("cause", "changed"),
     [
         (Cause.MASTER, {"may_progress": False}),
         (Cause.NO_SLAVE, {"has_slave": False}),
-        (Cause.NOT_READ, {"connected": [_Subscription(_stuck_link())]}),
+        (Cause.NOT_READ, {"connected": [_Subscription(_Link(writable=False))]}),
+        (Cause.NOT_READ, {"connected": [_Subscription(_Link(owed_bytes=OWED_BYTES_MAX))]}),
         (Cause.RATE, {"is_slowed": True}),
         (Cause.EXCLUSIVE, {"is_handed_on": True}),
         (Cause.FILTER, {"is_looking": True}),
@@ -159,6 +156,47 @@ def test_causes_of_so_many_groups_are_kept_and_of_as_many_more_that_have_an_alar
     looked = causes.Causes(lambda key: facts(**changed))
     looked.look([("s", str(number)) for number in range(6)])
     assert len(looked.found) == kept
+
+
+@pytest.mark.parametrize(
+    "connected",
+    [
+        [_Subscription(_Link(owed_bytes=OWED_BYTES_MAX - 1))],
+        [_Subscription(_Link(writable=False)), _Subscription(_Link())],
+    ],
+    ids=["it reads on", "another one does"],
+)
+def test_answers_are_read_as_long_as_one_consumer_reads_them(connected):
+    assert causes.causes(facts(connected=connected)) == []
+
+
+def test_who_is_switched_off_or_asks_for_nothing_does_not_read_and_is_no_hindrance():
+    off, idle = _Subscription(_Link(writable=False)), _Subscription(_Link(writable=False), waits=False)
+    reads = _Subscription(_Link())
+    assert causes.causes(facts(connected=[off], is_offline=lambda one: one is off)) == [Cause.OFFLINE]
+    assert causes.causes(facts(connected=[idle, reads])) == []
+
+
+def test_groups_are_looked_at_in_turn_each_once_in_a_round(monkeypatch):
+    monkeypatch.setattr(causes, "LOOKED_AT_ONCE", 2)
+    looked, groups = causes.Causes(lambda key: None), [("s", name) for name in "abcde"]
+    rounds = [looked.look(groups) for _ in range(4)]
+    assert rounds == [groups[:2], groups[2:4], groups[4:], groups[:2]]
+    assert [looked.look(["another"]), looked.look(["another"])] == [groups[2:4], groups[4:]], "of a round that began"
+    assert looked.look([]) == [] and looked.look(groups[:1]) == groups[:1]
+
+
+def test_an_alarm_is_logged_when_it_begins_and_when_it_begins_again(caplog):
+    now: dict[str, object] = {"is_slowed": True}
+    looked = causes.Causes(lambda key: facts(**now))
+    counts = []
+    for changed in ({}, {"has_slave": False}, {"is_slowed": False}, {"has_slave": True}, {"is_slowed": True}):
+        now |= changed
+        looked.look([KEY])
+        looked.look([])
+        counts.append(len(caplog.records))
+        assert looked.found.get(KEY, []) == looked.of(KEY)
+    assert counts == [1, 1, 1, 1, 2]
 
 
 def test_every_cause_is_in_the_table_and_doctor_has_what_to_do_about_each_alarm():

@@ -8,7 +8,15 @@ import pytest
 
 from qmq.broker import dead_letters as module
 from qmq.broker import passes, progress
-from qmq.codec import decode_message, encode_labels, encode_message, label_of_message, with_properties
+from qmq.codec import (
+    decode_message,
+    encode_labels,
+    encode_message,
+    join_batch,
+    label_of_message,
+    split_batch,
+    with_properties,
+)
 from qmq.dead_letters import REDRIVER
 from qmq.errors import CorruptFrame, DiskFailed, ErrorCode
 from qmq.log.fold import BATCHES_PER_PRODUCER
@@ -206,7 +214,8 @@ def test_dead_letters_of_the_mailbox_lie_beside_the_others():
     assert [dead.id for dead in dead_letters(group.a)] == ["m0"], "names are never nested"
 
 
-def test_message_that_cannot_be_decoded_is_kept_as_it_came(monkeypatch):
+@pytest.mark.parametrize("limits", [(), CHOSEN], ids=["its own subject", "not a chosen one"])
+def test_message_that_cannot_be_decoded_is_kept_as_it_came(monkeypatch, limits):
     """Producers cannot send one; whatever is in a log all the same, its consumers must get rid of it."""
     group, client, _ = a_group("m0")
     broken = b"\0" * 40
@@ -216,11 +225,12 @@ def test_message_that_cannot_be_decoded_is_kept_as_it_came(monkeypatch):
     opaque = client.pull()
     group.settle()
     (piece,) = commands.decode_pulled(memoryview(client.body(opaque)))
+    group.a.assign(Role.MASTER, limits=limits)
     client.nack(piece.pull_sequence, piece.pull_sequence + 1, dead=True)
     group.settle()
     data = group.a.log.read(0, group.a.log.end, 1 << 30).data
-    (body,) = [body for frame, body in decode_frames(data, 0, 0) if frame.subject == DEAD]
-    assert bytes(body[8:48]) == broken
+    ((frame, body),) = [(frame, body) for frame, body in decode_frames(data, 0, 0) if frame.subject == DEAD]
+    assert bytes(body[8:48]) == broken and frame.flags == 0
 
 
 def test_without_its_slave_a_group_stores_no_dead_letter_and_says_so():
@@ -438,6 +448,8 @@ def test_consumers_of_the_chosen_subject_wake_are_limited_and_find_tags_and_orde
     dead = dead_letters(group.a, "t")[1]
     assert dead.expires_after is None, "or it would expire before anybody has looked at it"
     frames = list(decode_frames(group.a.log.read(0, group.a.log.end, 1 << 30).data, 0, 0))
+    body = next(bytes(body) for frame, body in frames if frame.subject == "t" and frame.kind == FrameKind.MESSAGES)
+    assert body == join_batch(list(split_batch(body, 1))), "without a label it has no labels"
     flags = [frame.flags for frame, _ in frames if frame.kind == FrameKind.MESSAGES and frame.subject == "t"]
     assert flags == [FLAG_DEAD, FLAG_DEAD | label_flags([label])] and flags[1] & FLAG_ORDERED
     number = people.pulled(waiting)[0][0]
@@ -540,12 +552,38 @@ def test_what_retention_took_is_over_and_counted_and_the_rest_dies(is_all):
     gone = group.a.log.frames("s", 0, 1)[0].begin
     assert 1 < gone < 11
     end = gone if is_all else 12
-    opaque = client.nack(first, first + end, dead=True)
+    client.ack(first, first + 1)
+    opaque = client.nack(first + 1, first + end, dead=True)
     group.settle()
     assert commands.decode_acked(memoryview(client.body(opaque))) == first + end
+    assert [settled for _, _, settled in acked(group)[:2]] == [0, 0], "no dead letter of it is said to be stored"
     assert [one.id for one in dead_letters(group.b)] == [f"m{number}" for number in range(gone, end)]
-    assert group.a.master.skipped == {("s", "g"): gone}
+    assert group.a.master.skipped == {("s", "g"): gone - 1}
     assert sum(one.count for one in unacked(group)) == 12 - end
+
+
+def acked(group: Group, consumer: str = "c1") -> list[tuple[int, int, int]]:
+    """What the ack frames of a consumer say."""
+    log, found, at = group.b.log, [], 0
+    while at < log.end:
+        data = log.read(at, log.end, 1 << 30).data
+        for frame, body in decode_frames(data, at, None):
+            if frame.kind == FrameKind.ACK and (said := decode_progress(body)).consumer == consumer:
+                assert said.entries, "an ack of nothing"
+                found += said.entries
+        at += len(data)
+    return found
+
+
+def test_a_frame_is_read_once_for_all_that_dies_of_it():
+    group, client, first = a_group(*[f"m{number}" for number in range(9)], tail_bytes=0)
+    client.produce("n0")
+    group.settle()
+    readings, read = [], group.a.log.read_bodies
+    group.a.log.read_bodies = lambda refs: readings.append([ref.begin for ref in refs]) or read(refs)
+    bury(group, "c1", *range(first, first + 9, 2))
+    group.settle()
+    assert readings == [[0]] and [one.id for one in dead_letters(group.a)] == ["m0", "m2", "m4", "m6", "m8"]
 
 
 def test_frames_are_read_for_dead_letters_up_to_a_number_of_bytes_but_one_at_least(monkeypatch):
@@ -649,23 +687,23 @@ def test_what_dies_while_nothing_can_be_stored_is_remembered_once_whoever_finds_
     group.settle()
     theirs = other.pulled(opaque)[0][0]
     group.cut()
+    said = []
+    bury(group, "c1", first + 2, answer=said.append)
     bury(group, "c1", first)
     bury(group, "c1", first, first + 1)
     bury(group, "c2", theirs)
-    said = []
-    bury(group, "c1", first + 2, answer=said.append)
     bury(group, "c1", first + 1, first + 3)
     assert [list(one.ranges) for one in waiting(group)] == [
+        [(first + 2, first + 3)],
         [(at, at + 1) for at in (first, first + 1, first + 3)],
         [(theirs, theirs + 1)],
-        [(first + 2, first + 3)],
     ]
     assert not said and not dead_letters(group.a)
     group.connect()
     group.settle()
     group.a.wait(100)
     group.settle()
-    assert said == [None] and [one.id for one in dead_letters(group.a)] == ["m0", "m1", "m3", "n0", "m2"]
+    assert said == [None] and [one.id for one in dead_letters(group.a)] == ["m2", "m0", "m1", "m3", "n0"]
     assert not waiting(group) and not unacked(group)
 
 
@@ -694,19 +732,106 @@ def test_one_copy_a_pass_is_enough_to_get_on(monkeypatch):
 
 def test_of_those_that_wait_for_a_repair_nobody_reads_again_and_others_die_meanwhile():
     group, client, first = in_frames_of_their_own(4)
+    client.produce("n0")
+    other = group.subscribed("c2")
+    opaque = other.pull()
+    group.settle()
+    theirs = other.pulled(opaque)[0][0]
     (ref,) = group.a.log.frames("s", 0, 1)
     group.a.disk.flip(f"log/{0:020d}.log", 8 * (ref.offset + ref.length - 1))
     readings, read = [], group.a.log.read_bodies
     group.a.log.read_bodies = lambda refs: readings.append([ref.begin for ref in refs]) or read(refs)
     go_on = stopped(group)
     bury(group, "c1", first)
-    bury(group, "c2", first)  # it has nothing
     said = []
     bury(group, "c1", first + 3, answer=said.append)
     go_on()
+    group.settle()
+    assert said == [None] and [one.id for one in dead_letters(group.b)] == ["m3"]
+    group.cut()
+    bury(group, "c2", theirs)
+    group.connect()
     for _ in range(3):
         group.settle()
         group.a.wait(100)
     assert group.a.log.damage is not None and readings.count([0]) == 1
-    assert said == [None] and [one.id for one in dead_letters(group.b)] == ["m3"]
-    assert [one.rests for one in waiting(group)] == [True]
+    assert [one.key[2] for one in waiting(group)] == ["c1"]
+    assert [one.id for one in dead_letters(group.b)] == ["m3", "n0"]
+
+
+def test_nothing_dies_while_roles_are_swapped_and_all_of_it_if_they_stay():
+    group, client, first = a_group("m0")
+    group.a.node.prepare_swap(1, 5_000)
+    bury(group, "c1", first)
+    group.settle()
+    assert not dead_letters(group.a)
+    for _ in range(3):
+        group.a.wait(2_000)
+        group.settle()
+    assert [one.id for one in dead_letters(group.a)] == ["m0"]
+
+
+def test_what_nobody_has_any_more_does_not_die():
+    group, client, first = a_group("m0")
+    said = []
+    bury(group, "who left", first, answer=said.append)
+    group.a.master._delivery._dead_letters.bury(("s", "forgotten", "c1"), [(0, 1)], "test", said.append)
+    group.settle()
+    assert said == [None, None] and not dead_letters(group.a)
+
+
+def test_of_those_with_a_copy_and_without_its_ack_these_alone_are_acked():
+    group = Group.made().start()
+    Client(group.a).produce("m0", "m1", "m2", "m3", "m4")
+    first, second = group.subscribed("c1"), group.subscribed("c2")
+    numbers = []
+    for client, most in ((first, 3), (second, 1), (first, 1)):
+        opaque = client.pull(most=most)
+        group.settle()
+        numbers += [(number, id) for number, _, id in client.pulled(opaque)]
+    assert [id for _, id in numbers] == ["m0", "m1", "m2", "m3", "m4"]
+    group.a.master._delivery._dead_letters._settle = lambda burial, *_: burial.ranges.clear()
+    second.nack(numbers[3][0], numbers[3][0] + 1, dead=True)
+    group.settle()
+    group.swap(2)
+    first = group.subscribed("c1", held_end=numbers[4][0] + 1)
+    first.nack(numbers[0][0], numbers[0][0] + 1, dead=True)
+    group.settle()
+    consumers = group.a.log.state.groups["s", "g"].consumers
+    assert [(one.first, one.count) for one in consumers["c1"].unacked] == [(1, 2), (4, 1)]
+    assert not consumers["c2"].unacked and [one.id for one in dead_letters(group.a)] == ["m3", "m0"]
+    assert len(acked(group, "c1")) == len(acked(group, "c2")) == 1
+
+
+def test_a_copy_from_right_before_its_group_was_moved_counts_no_more_for_the_next_master():
+    group, client, first = a_group("m0")
+    group.a.master._delivery._dead_letters._settle = lambda burial, *_: burial.ranges.clear()
+    client.nack(first, first + 1, dead=True)
+    end = group.a.log.end
+    group.a.master.move_group("s", "g", "earliest", 0, dry_run=False, answer=lambda error: None)
+    assert group.a.log.state.groups["s", "g"].began == end
+    group.settle()
+    group.swap(2)
+    client = group.subscribed("c1")
+    opaque = client.pull()
+    group.settle()
+    number = client.pulled(opaque)[0][0]
+    client.nack(number, number + 1, dead=True)
+    group.settle()
+    assert [one.id for one in dead_letters(group.a)] == ["m0", "m0"] and not unacked(group)
+
+
+def test_each_copy_in_a_chosen_subject_has_the_label_of_its_own_message():
+    group, client, first = a_group("m0")
+    group.a.assign(Role.MASTER, limits=CHOSEN)
+    labels = [label_of_message(Message("s", id=id, order_key=id)) for id in ("n0", "n1", "n2")]
+    some = [encode_message(Message("s", id=id, order_key=id), 0) for id in ("n0", "n1", "n2")]
+    client.produce_raw(some, after=encode_labels(labels), flags=label_flags(labels))
+    group.settle()
+    opaque = client.pull()
+    group.settle()
+    number = client.pulled(opaque)[0][0]
+    client.nack(number + 1, number + 3, dead=True)
+    group.settle()
+    refs = group.a.log.frames("t", 0, 9)
+    assert [list(one) for one in group.a.log.read_labels(refs)] == [labels[1:2], labels[2:3]]

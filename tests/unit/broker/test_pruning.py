@@ -11,6 +11,7 @@ from qmq.broker import pruning
 from qmq.broker.pruning import PRUNE_EVERY_MS, PRUNER, Pruning, _before, _oldest
 from qmq.errors import CorruptFrame, ErrorCode
 from qmq.log.fold import State
+from qmq.log.frame import NO_CHAIN, FrameKind, decode_frames
 from qmq.log.group import Group as LogGroup
 from qmq.log.requeued import Requeued, RequeuedRange
 from qmq.operator_limits import OF_SUBJECT, OperatorLimits, by_key
@@ -80,6 +81,22 @@ def test_limited_subjects_are_looked_at_once_a_second_and_those_left_over_in_the
     assert one.due_in_ms(1_000) == 0, "of three there is one left"
     one.tick(1_100)
     assert one.due_in_ms(1_100) == 900
+    one.tick(1_500)
+    assert one.due_in_ms(1_500) == 500, "a round a second"
+
+
+def test_a_round_that_is_not_over_in_a_second_goes_on_and_leaves_out_what_is_limited_no_more(monkeypatch):
+    monkeypatch.setattr(pruning, "SUBJECTS_AT_ONCE", 1)
+    one, seen = made(), []
+    one._overflow = lambda subject, limits: seen.append(subject)
+    for subject in "abcd":
+        one.changing((subject, "g"), is_known=True)
+    one.limit(limits(*(HOUR._replace(subject=subject, drops_oldest=True, expires_after_s=0) for subject in "abcd")))
+    for now_ms in (1_000, 1_800, 2_600):
+        one.tick(now_ms)
+    one.limit({})
+    one.tick(3_400)
+    assert seen == ["a", "b", "c"]
 
 
 def test_a_count_that_is_not_finished_is_gone_on_with_in_the_next_tick():
@@ -191,6 +208,75 @@ def test_of_two_limits_the_one_that_gives_up_more_counts(messages_max, bytes_max
     group.a.wait(1_000)
     group.settle()
     assert group.a.master.overflowed.get(KEY, 0) == expected
+
+
+def test_as_many_bytes_as_may_wait_are_not_too_many_whatever_retention_took():
+    group, _ = started()
+    for number in range(5):
+        Client(group.a).produce(f"m{number}", size=600)
+        group.settle()
+    refs = group.a.log.frames("s", 0, 9)
+    group.a.log.state.kept.start = refs[1].offset
+    one = OperatorLimits("s", OF_SUBJECT, bytes_max=sum(ref.length for ref in refs[1:]), drops_oldest=True)
+    group.a.assign(Role.MASTER, limits=(one,))
+    group.a.wait(1_000)
+    group.settle()
+    assert not group.a.master.overflowed
+
+
+def test_the_first_message_of_a_subject_is_never_too_much():
+    group, client = started(OperatorLimits("s", OF_SUBJECT, messages_max=1))
+    first = client.produce("m0")
+    group.settle()
+    second = client.produce("m1")
+    group.settle()
+    assert client.receipt(first).stored == 1 and client.code(second) == ErrorCode.SUBJECT_FULL
+
+
+def test_a_limit_of_length_alone_that_refuses_gives_nothing_up():
+    group, client = started()
+    client.produce(*(f"m{number}" for number in range(12)))
+    group.settle()
+    group.a.assign(Role.MASTER, limits=(TEN,))
+    hours_pass(group)
+    group.a.wait(1_000)
+    group.settle()
+    assert not group.a.master.overflowed and not group.a.master.expired
+    assert group.a.log.state.groups[KEY].position == 0
+
+
+def test_where_nothing_is_given_up_nothing_is_written():
+    group, client = started(HOUR, TEN._replace(subject="t", drops_oldest=True))
+    other = joined(group, "c", subject="t")
+    other.produce("n0", subject="t")
+    ahead = joined(group, "d", group="ahead")
+    client.produce("m0")
+    group.settle()
+    assert pulled(group, ahead) == ["m0"]
+    hours_pass(group)
+    assert group.a.master.expired == {KEY: 1}, "of two groups, the one that did not consume it"
+    for _ in range(3):
+        group.a.wait(1_000)
+        group.settle()
+    frames = group.a.log.read(0, group.a.log.end, 1 << 30).data
+    pulls = [frame for frame, _ in decode_frames(frames, 0, NO_CHAIN) if frame.kind == FrameKind.PULL]
+    assert [frame.subject for frame in pulls] == ["s", "s"]
+
+
+def test_a_message_expires_when_it_is_older_than_it_may_be_and_is_no_dead_letter():
+    group, client = started(HOUR)
+    client.produce("m0")
+    group.settle()
+    counts = []
+    for ms in (3_599_000, 1_000, 1_000):
+        for broker in (group.a, group.b):
+            broker.host.clock_ms += ms
+        group.hear_clocks()
+        group.a.node.tick()
+        group.settle()
+        counts.append(group.a.master.expired.get(KEY, 0))
+    assert counts == [0, 0, 1]
+    assert dead_letter_subject("s", "g") not in group.a.log.state.next_sequence
 
 
 def test_that_messages_are_given_up_is_logged_once_for_each_group(caplog):

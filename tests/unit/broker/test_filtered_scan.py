@@ -1,0 +1,430 @@
+"""Core. One decision on what a pull gets, message by message: what it counts, notes, reads, and when it stops."""
+
+from __future__ import annotations
+
+import pytest
+
+from qmq.broker import filtered_scan, passes
+from qmq.broker.tags import TagRule
+from qmq.log.group import Consumer as Progress
+from qmq.remoting.commands import Command
+from tests.unit.broker.selecting import Consumer, Got, Sent, produce
+from tests.unit.broker.test_selection import CANCEL, NONE, PAY, PLAIN, A, B, more, pulls_of, stored
+from tests.unit.broker.world import Client, Group
+
+KEY = ("s", "g")
+PAYS = {"tags": ["pay"]}
+
+
+def batches(*sizes: int, of: Sent = PAY, **changes) -> Group:
+    """A group whose log has batches of so many messages, none of them in the tail."""
+    group = Group.made(tail_bytes=0, **changes).start()
+    first = 0
+    for size in sizes:
+        more(group, *[of] * size, first=first)
+        first += size
+    more(group, NONE, first=first)  # a commit behind them: they leave the tail
+    return group
+
+
+def readings_of(group: Group) -> list[list[int]]:
+    """Take note of which frames are read at a time, by their first sequences."""
+    found, read_labels = [], group.a.log.read_labels
+    group.a.log.read_labels = lambda refs: found.append([ref.begin for ref in refs]) or read_labels(refs)
+    return found
+
+
+# As without a filter.
+
+
+def history(terms: dict) -> list[object]:
+    """What consumers get, and what the log says of them, while messages fail, are given back and abandoned."""
+    group = stored(PAY, PAY, PAY, lease_ms=10_000)
+    more(group, PAY, PAY, PAY, PAY, first=3)
+    seen: list[object] = []
+
+    def note(*got: list[Got]) -> None:
+        progress = group.a.log.state.groups[KEY]
+        consumers = {name: (one.next_pull, list(one.unacked)) for name, one in progress.consumers.items()}
+        seen.append((got, progress.position, list(progress.requeued), consumers))
+
+    first = Consumer(group, "c1", deliveries_max=3, **terms)
+    note(first.pull())
+    first.nack(0, 1, 5, delay_ms=2_000)
+    first.nack(2)
+    note(first.pull())
+    first.client.lost()
+    second = Consumer(group, "c2", deliveries_max=3, **terms)
+    for _ in range(3):
+        second.client.send(Command.HEARTBEAT, b"")
+        group.a.wait(6_000)
+        group.settle()
+    note(second.pull(2))
+    note(second.pull())
+    for _ in range(3):
+        if second.held:
+            second.nack()
+        note(second.pull())
+    assert group.a.log.state.next_sequence["%DEAD_RETRY%s%g"] == 7
+    return seen
+
+
+def test_a_consumer_whose_tags_all_messages_have_gets_them_as_one_without_tags():
+    assert history(PAYS) == history({})
+
+
+def test_all_that_was_delivered_too_often_dies_at_once_and_the_rest_is_delivered():
+    group = stored(PAY, CANCEL, PAY, PAY, PAY)
+    consumer = Consumer(group, "c1", deliveries_max=1, **PAYS)
+    assert consumer.sequences() == [0, 2, 3, 4]
+    consumer.nack(2, 3, 4)
+    more(group, PAY, first=5)
+    assert consumer.sequences() == [5]
+    assert group.a.log.state.next_sequence["%DEAD_RETRY%s%g"] == 3
+    progress = group.a.log.state.groups[KEY]
+    assert not progress.requeued and sum(one.count for one in progress.consumers["c1"].unacked) == 2
+
+
+@pytest.mark.parametrize("terms", [PAYS, {}], ids=["tags", "keys"])
+def test_a_retry_is_delivered_when_it_is_due_and_not_a_moment_before(terms):
+    group = stored(Sent(("pay",), "k"), Sent(("pay",), "l"))
+    consumer = Consumer(group, "c1", **terms)
+    assert consumer.sequences() == [0, 1]
+    consumer.nack(0, delay_ms=5_000)
+    waiting = consumer.ask(timeout_ms=60_000)
+    group.a.wait(4_999)
+    group.settle()
+    assert not consumer.client.answered(waiting)
+    group.a.wait(1)
+    group.settle()
+    assert [(got.sequence, got.times) for got in consumer.got(waiting)] == [(0, 2)]
+
+
+def test_a_small_pull_leaves_the_rest_of_what_came_back_to_the_next_ones():
+    group = stored(PAY, PAY, PAY, PAY, PAY)
+    consumer = Consumer(group, "c1", **PAYS)
+    assert consumer.sequences() == [0, 1, 2, 3, 4]
+    consumer.nack()
+    assert [consumer.sequences(2) for _ in range(4)] == [[0, 1], [2, 3], [4], []]
+
+
+def test_what_came_back_and_does_not_match_who_gets_it_frees_its_key():
+    group = stored(Sent(("pay",), "k"), Sent(("cancel",), "k"), Sent(("cancel",), "l"))
+    first, second = Consumer(group, "c1", **PAYS), Consumer(group, "c2", tags=["cancel"])
+    assert first.sequences() == [0]
+    first.nack(0)
+    assert second.sequences() == []
+    more(group, Sent(("cancel",), "k"), first=3)
+    assert second.sequences() == [3]
+
+
+@pytest.mark.parametrize("terms", [PAYS, {}], ids=["tags", "keys"])
+def test_pulls_that_are_bounded_in_bytes_get_all_messages_in_order(terms):
+    group = stored(*[Sent(("pay",), f"k{number}") for number in range(7)])
+    consumer, got = Consumer(group, "c1", **terms), []
+    (ref,) = group.a.log.frames("s", 0, 1)
+    for size in (0.5, 1.2, 2.5, 9):
+        opaque = consumer.ask(bytes_max=int(size * ref.length / 7))
+        group.settle()
+        got.append([one.sequence for one in consumer.got(opaque)])
+    assert got == [[0], [1], [2, 3], [4, 5, 6]]
+
+
+# What is passed over.
+
+
+def test_what_the_slave_does_not_have_yet_is_not_passed_over_while_it_is_missing(monkeypatch):
+    """It may be another message after the next swap."""
+    monkeypatch.setattr(filtered_scan, "PASSED_MESSAGES", 1)
+    group = stored(PAY)
+    consumer = Consumer(group, "c1", tags=["cancel"])
+    produce(Client(group.a, "producer"), [PAY, PAY], first=1)
+    group.a.host.turn()
+    group.cut()
+    consumer.ask(timeout_ms=60_000)
+    group.a.host.settle()
+    assert group.a.log.state.next_sequence["s"] == 3 and group.a.log.state.groups[KEY].position == 1
+    group.connect()
+    group.settle()
+    assert group.a.log.state.groups[KEY].position == 3
+
+
+def test_what_one_consumer_looked_at_and_did_not_write_down_is_there_for_one_with_other_tags():
+    group = stored(PAY, PAY, PAY)
+    first, second = Consumer(group, "c1", tags=["cancel"]), Consumer(group, "c2", **PAYS)
+    first.ask(timeout_ms=60_000)
+    group.settle()
+    assert second.sequences() == [0, 1, 2]
+
+
+def looked_at(monkeypatch) -> list[tuple[int, int]]:
+    """Take note of which labels of a batch are looked at."""
+    found, candidates = [], TagRule.candidates
+
+    def noted(self, labels, begin, end):
+        found.append((begin, end))
+        return candidates(self, labels, begin, end)
+
+    monkeypatch.setattr(TagRule, "candidates", noted)
+    return found
+
+
+def test_what_was_passed_over_and_not_written_down_is_not_looked_at_again(monkeypatch):
+    group, looked = stored(PAY, PAY, PAY), looked_at(monkeypatch)
+    consumer = Consumer(group, "c1", tags=["cancel"])
+    waiting = consumer.ask(timeout_ms=60_000)
+    group.settle()
+    more(group, PAY, PAY, first=3)
+    more(group, PAY, CANCEL, PAY, first=5)
+    assert looked == [(0, 3), (0, 2), (0, 3)]
+    assert [got.sequence for got in consumer.got(waiting)] == [6]
+    (entries,) = [one for one in pulls_of(group, "c1") if one]
+    assert [entry[1:] for entry in entries] == [(0, 6), (6, 1), (7, 1)]
+
+
+def test_that_nothing_matched_is_written_down_a_second_after_the_first_of_it_however_much_follows():
+    group = stored(PAY)
+    consumer = Consumer(group, "c1", tags=["cancel"])
+    consumer.ask(timeout_ms=60_000)
+    group.settle()
+    for number in range(1, 4):
+        group.a.wait(300)
+        more(group, PAY, first=number)
+    group.a.wait(99)
+    group.settle()
+    assert group.a.log.state.groups[KEY].position == 0
+    group.a.wait(1)
+    group.settle()
+    assert group.a.log.state.groups[KEY].position == 4
+    more(group, PAY, first=4)
+    group.a.wait(999)
+    group.settle()
+    assert group.a.log.state.groups[KEY].position == 4, "the time of what comes later begins anew"
+    group.a.wait(1)
+    group.settle()
+    assert group.a.log.state.groups[KEY].position == 5
+
+
+@pytest.mark.parametrize(("count", "position"), [(3, 0), (4, 4)])
+def test_so_many_that_do_not_match_are_written_down_at_once(monkeypatch, count, position):
+    monkeypatch.setattr(filtered_scan, "PASSED_MESSAGES", 4)
+    group = stored(*[PAY] * count)
+    Consumer(group, "c1", tags=["cancel"]).ask(timeout_ms=60_000)
+    group.settle()
+    assert group.a.log.state.groups[KEY].position == position
+
+
+@pytest.mark.parametrize("count", [0, 1], ids=["nothing new", "something new"])
+def test_what_came_back_and_does_not_match_is_over_at_once_as_is_what_is_new_behind_it(count):
+    group = stored(PAY)
+    first = Consumer(group, "c1", **PAYS)
+    assert first.sequences() == [0]
+    first.nack()
+    first.leave()
+    if count:
+        more(group, PAY, first=1)
+    second = Consumer(group, "c2", tags=["cancel"])
+    second.ask(timeout_ms=60_000)
+    group.settle()
+    progress = group.a.log.state.groups[KEY]
+    assert (progress.position, progress.requeued.messages) == (1 + count, 0)
+    assert progress.consumers.get("c2", Progress()).unacked == []
+
+
+def test_nothing_is_passed_over_where_there_is_nothing():
+    group = stored(PAY)
+    Consumer(group, "c1", subject="t", tags=["cancel"]).ask(timeout_ms=60_000)
+    for _ in range(3):
+        group.a.wait(1_000)
+        group.settle()
+    assert group.a.log.state.groups["t", "g"].position == 0 and pulls_of(group, "c1") == []
+
+
+def test_where_retention_took_all_that_came_back_and_all_that_is_new_nothing_is_left():
+    group = stored(PAY, PAY)
+    consumer = Consumer(group, "c1", **PAYS)
+    assert consumer.sequences() == [0, 1]
+    consumer.nack()
+    more(group, PAY, PAY, first=2)
+    group.a.log.state.kept.start = group.a.log.end
+    assert consumer.sequences() == []
+    progress = group.a.log.state.groups[KEY]
+    assert (progress.position, progress.requeued.messages) == (4, 0) and group.a.master.skipped == {KEY: 4}
+
+
+def test_a_pass_that_may_look_at_one_message_gets_on(monkeypatch):
+    monkeypatch.setattr(passes, "LOOKS_PER_PASS", 1)
+    group = stored(CANCEL, CANCEL, PAY)
+    waiting = (consumer := Consumer(group, "c1", **PAYS)).ask(timeout_ms=60_000)
+    group.settle()
+    assert [got.sequence for got in consumer.got(waiting)] == [2]
+
+
+# What is noted: it only says where to look.
+
+
+def filter_of(group: Group):
+    return group.a.master._delivery._filtering._filters[KEY]
+
+
+def test_what_is_noted_as_ready_and_is_not_due_waits_until_it_is():
+    group = stored(PAY)
+    consumer = Consumer(group, "c1", **PAYS)
+    assert consumer.sequences() == [0]
+    consumer.nack(0, delay_ms=5_000)
+    waiting = consumer.ask(timeout_ms=60_000)
+    filter_of(group)._later.clear()
+    filter_of(group).note(0, 1, 0)
+    group.a.master._delivery.wake("s")
+    group.a.wait(4_900)
+    group.settle()
+    assert not consumer.client.answered(waiting)
+    more(group, CANCEL, first=1)
+    assert not consumer.client.answered(waiting)
+    group.a.wait(100)
+    group.settle()
+    assert [got.sequence for got in consumer.got(waiting)] == [0]
+
+
+def test_what_is_noted_twice_is_delivered_once():
+    group = stored(PAY, PAY, PAY)
+    consumer = Consumer(group, "c1", **PAYS)
+    assert consumer.sequences() == [0, 1, 2]
+    consumer.nack()
+    for begin, end in ((0, 2), (1, 3), (0, 3), (1, 2)):
+        filter_of(group).note(begin, end, 0)
+    assert consumer.sequences() == [0, 1, 2]
+    assert consumer.sequences() == []
+
+
+# What is read.
+
+
+def test_of_new_messages_the_labels_of_so_many_frames_are_read_at_once(monkeypatch):
+    monkeypatch.setattr(filtered_scan, "READ_FRAMES", 3)
+    group = batches(2, 2, 2, 2, 2)
+    readings = readings_of(group)
+    consumer = Consumer(group, "c1", **PAYS)
+    assert [consumer.sequences() for _ in range(2)] == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9]]
+    assert readings == [[0, 2, 4], [6, 8, 10]]
+
+
+@pytest.mark.parametrize(("ahead", "expected"), [(3, [[0, 2, 4], [6, 8, 10]]), (4, [[0, 2, 4, 6], [8, 10]])])
+def test_labels_of_no_more_messages_are_read_ahead_than_may_be(monkeypatch, ahead, expected):
+    monkeypatch.setattr(filtered_scan, "LOOKS_AHEAD", ahead)
+    group = batches(2, 2, 2, 2, 2)
+    readings = readings_of(group)
+    consumer = Consumer(group, "c1", **PAYS)
+    assert consumer.sequences() + consumer.sequences() == list(range(10))
+    assert readings == expected
+
+
+@pytest.mark.parametrize(("most", "expected"), [(512, [0, 2, 6]), (2, [0, 2])])
+def test_of_what_came_back_labels_are_read_where_it_lies_and_nowhere_else(monkeypatch, most, expected):
+    monkeypatch.setattr(filtered_scan, "READ_FRAMES", most)
+    group = batches(2, 2, 2, 2)
+    consumer = Consumer(group, "c1", **PAYS)
+    while len(consumer.held) < 8:
+        assert consumer.sequences()
+    consumer.nack(0, 3, 6)
+    group.swap(2)
+    consumer.join()
+    readings = readings_of(group)
+    assert consumer.sequences() + consumer.sequences() == [0, 3, 6]
+    assert readings[0] == expected
+
+
+def test_bodies_are_read_for_one_who_asks_for_other_tags_than_those_whose_labels_were_read_for():
+    group = Group.made(tail_bytes=0).start()
+    more(group, PAY, CANCEL, first=0)
+    more(group, NONE, first=2)
+    assert Consumer(group, "c1", **PAYS).sequences() == [0]
+    assert Consumer(group, "c2", group="h", tags=["cancel"]).sequences() == [1]
+
+
+def test_what_the_tail_has_is_not_read():
+    group = Group.made(tail_bytes=0).start()
+    more(group, PAY, PAY, first=0)
+    more(group, PAY, first=2)
+    consumer, readings, tail_body = Consumer(group, "c1", **PAYS), readings_of(group), group.a.log.tail_body
+    (last,) = group.a.log.frames("s", 2, 1)
+    ((frame, body),) = group.a.log.read_bodies([last])
+    group.a.log.tail_body = lambda offset: (frame, body) if offset == last.offset else tail_body(offset)
+    assert consumer.sequences() == [0, 1, 2]
+    assert readings == [[0]]
+
+
+def test_a_look_into_a_message_counts_as_several_at_its_label(monkeypatch):
+    monkeypatch.setattr(passes, "LOOKS_PER_PASS", 30)
+    monkeypatch.setattr(filtered_scan, "LOOKS_PER_BODY", 10)
+    group = Group.made().start()
+    more(group, *[PAY] * 8, CANCEL, first=0, labelled=False)
+    opened, matches = [], TagRule.matches
+    monkeypatch.setattr(TagRule, "matches", lambda self, message: opened.append(message) or matches(self, message))
+    consumer = Consumer(group, "c1", tags=["cancel"])
+    waiting, counts = consumer.ask(timeout_ms=60_000), []
+    counts.append(len(opened))
+    while not consumer.client.answered(waiting):
+        before = len(opened)
+        assert (
+            group.a.host.turn()
+            or group.a.host.fsync()
+            or group.to_slave()
+            or group.b.host.fsync()
+            or (group.b.host.turn() or group.to_master())
+        )
+        counts.append(len(opened) - before)
+    assert [count for count in counts if count] == [3, 3, 3]
+    assert [got.sequence for got in consumer.got(waiting)] == [8]
+    (entries,) = [one for one in pulls_of(group, "c1") if one]
+    assert [entry[1:] for entry in entries] == [(0, 8), (8, 1)]
+
+
+def test_a_pass_looks_at_as_many_messages_as_it_may_and_the_next_one_goes_on_behind_them(monkeypatch):
+    monkeypatch.setattr(passes, "LOOKS_PER_PASS", 10)
+    monkeypatch.setattr(filtered_scan, "LOOKS_AT_ONCE", 4)
+    group = Group.made().start()
+    for at in range(4):
+        more(group, *[PAY] * 10, first=10 * at)
+    looked, run_pass = looked_at(monkeypatch), group.a.master._delivery.run_pass
+    group.a.master._delivery.run_pass = lambda: looked.append(None) or run_pass()
+    Consumer(group, "c1", tags=["cancel"]).ask(timeout_ms=60_000)
+    group.settle()
+    of_a_pass = [[], *([] for one in looked if one is None)]
+    at = 0
+    for one in looked:
+        at += one is None
+        of_a_pass[at] += [one] if one else []
+    assert [one for one in of_a_pass if one] == [[(0, 4), (4, 8), (8, 10)]] * 4
+
+
+# Order keys.
+
+
+def test_deferred_messages_of_a_key_and_those_delivered_are_entries_of_their_own():
+    group = stored(A, A, A, B, PLAIN, A, B)
+    consumer = Consumer(group, "c1")
+    assert consumer.sequences() == [0, 3, 4]
+    (entries,) = [one for one in pulls_of(group, "c1") if one]
+    assert [entry[1:] for entry in entries] == [(0, 1), (1, 2), (3, 2), (5, 2)]
+
+
+@pytest.mark.parametrize(("most", "deferred"), [(2, 2), (1, 1)])
+def test_at_the_bound_of_deferred_messages_nothing_behind_is_looked_at(monkeypatch, most, deferred):
+    monkeypatch.setattr(filtered_scan, "DEFERRED_MESSAGES_MAX", most)
+    group = stored(A, A, A, A, B)
+    consumer = Consumer(group, "c1")
+    assert consumer.sequences() == [0]
+    assert group.a.log.state.groups[KEY].position == 1 + deferred
+    assert group.a.log.state.groups[KEY].requeued.messages == deferred
+
+
+def test_a_pull_that_has_enough_leaves_the_next_message_of_a_free_key_to_another():
+    group = stored(A, B, A, B)
+    first, second = Consumer(group, "c1"), Consumer(group, "c2")
+    assert first.sequences(1) == [0]
+    assert second.sequences() == [1]
+    first.ack()
+    assert second.sequences() == [2]
+    second.ack(1)
+    assert first.sequences() == [3]

@@ -1,0 +1,275 @@
+"""Core. Filters of all groups: who asks for what, what is to be read for whom, and when a filter is made anew."""
+
+from __future__ import annotations
+
+from array import array
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+
+from qmq.broker import filtered_scan, filtering, passes
+from qmq.broker.consume import Subscription
+from qmq.broker.filtering import Filtering, Reading
+from qmq.broker.group_filter import FAILED_MS
+from qmq.broker.keys import Keys
+from qmq.broker.labels import LabelCache, LabelsRead
+from qmq.broker.passes import Passes
+from qmq.broker.tags import TagRule
+from qmq.errors import CorruptFrame
+from qmq.log.frame import FrameKind
+from qmq.log.group import Consumer as LogConsumer
+from qmq.log.group import Group as LogGroup
+from qmq.log.group import UnackedRange
+from qmq.log.index import FrameRef
+from qmq.log.progress import EXPIRED, OVERFLOWED, PASSED
+from tests.unit.broker.selecting import Consumer, Sent
+from tests.unit.broker.test_selection import CANCEL, PAY, A, more, stored
+from tests.unit.broker.world import FakeLink, Group
+
+KEY = ("s", "g")
+LABELS = array("Q", [1, 2])
+
+
+def a_filtering(connected: list[Subscription] | None = None, group: LogGroup | None = None) -> Filtering:
+    state = SimpleNamespace(groups={KEY: group} if group is not None else {}, ordered={})
+    log = SimpleNamespace(state=state, tail_body=lambda offset: None, end=0)
+    return Filtering(log, lambda: connected or [], Passes())
+
+
+def subscription(consumer: str, *tags: str, group: str = "g") -> Subscription:
+    return Subscription(0, FakeLink(consumer), "s", group, consumer, 0, rule=TagRule.of(tags, is_all=False))
+
+
+# Who asks for what.
+
+
+def warnings_of(caplog, filtering: Filtering, connected: list[Subscription], new: Subscription) -> int:
+    """Let one subscribe; return how many warnings that was worth."""
+    caplog.clear()
+    connected.append(new)
+    filtering.joined(new)
+    return len(caplog.records)
+
+
+def test_different_tags_of_one_group_are_warned_of_once_until_the_group_is_forgotten(caplog):
+    connected: list[Subscription] = [subscription("c0", "pay")]
+    filtering = a_filtering(connected)
+    filtering.joined(connected[0])
+    joins = partial(warnings_of, caplog, filtering, connected)
+    assert joins(subscription("c1", "cancel", group="other")) == 0, "of another group"
+    assert joins(subscription("c2", "pay")) == 0
+    assert joins(subscription("c3", "cancel")) == 1
+    filtering.changing(FrameKind.POSITION, (*KEY, "c3"), [])
+    filtering.changing(FrameKind.POSITION, (*KEY, ""), [(0, 0, 0)])
+    assert joins(subscription("c4", "pay")) == joins(subscription("c4", "cancel")) == 0
+    filtering.changing(FrameKind.POSITION, (*KEY, ""), [])
+    assert joins(subscription("c5", "cancel")) == 0, "nobody asked for anything in the group that begins"
+    assert joins(subscription("c6", "pay")) == 1
+
+
+def test_a_group_that_asks_for_other_tags_from_now_on_is_not_warned_of(caplog):
+    connected: list[Subscription] = []
+    filtering = a_filtering(connected)
+    connected.append(subscription("c1", "pay"))
+    filtering.joined(connected[0])
+    connected.clear()
+    connected.append(subscription("c1", "cancel"))
+    filtering.joined(connected[0])
+    assert not caplog.records
+
+
+def test_what_consumers_asked_for_is_known_until_they_leave_or_the_group_is_moved():
+    first, second = subscription("c1", "pay"), subscription("c2", "pay")
+    filtering = a_filtering(group=LogGroup(0, consumers={"c1": LogConsumer(), "c2": LogConsumer()}))
+
+    def others() -> list[bool]:
+        return [filtering.asks_for_others(subscription(name, "cancel")) for name in ("c1", "c2")]
+
+    for one in (first, second, subscription("never delivered anything", "pay")):
+        assert not filtering.asks_for_others(one)
+        filtering.delivered(one)
+    assert others() == [True, True] and not filtering.asks_for_others(first)
+    assert not filtering.asks_for_others(subscription("never delivered anything", "cancel"))
+    filtering.changing(FrameKind.ACK, (*KEY, "c1"), [(0, 1, 0)])
+    assert others() == [True, True]
+    filtering.changing(FrameKind.POSITION, (*KEY, "c1"), [])
+    assert others() == [False, True]
+    filtering.changing(FrameKind.POSITION, (*KEY, ""), [(0, 0, 0)])
+    assert others() == [False, False]
+    filtering.changing(FrameKind.POSITION, (*KEY, "c1"), [])
+    assert others() == [False, False], "nothing is known of the group"
+
+
+# What changes.
+
+
+def with_filter(group: LogGroup) -> Filtering:
+    """A filter of the group, whose keys are known."""
+    filtering = a_filtering(group=group)
+    filtering._filters[KEY] = filtered = filtered_scan.GroupFilter(*KEY)
+    filtered.keys = Keys()
+    return filtering
+
+
+HELD = LogGroup(20, consumers={"c1": LogConsumer(8, [UnackedRange(2, 10, 3, 1), UnackedRange(6, 15, 2, 1)])})
+
+
+@pytest.mark.parametrize(
+    ("kind", "entries", "expected"),
+    [
+        (FrameKind.ACK, [(3, 5, 0), (7, 8, 0)], [(11, 13), (16, 17)]),
+        (FrameKind.NACK, [(2, 3, 9_000)], [(10, 11)]),
+        (FrameKind.POSITION, [(1, 0, 0)], [(10, 13), (15, 17)]),
+        (FrameKind.PULL, [(8, 20, 1), (PASSED, 21, 4)], []),
+        (FrameKind.PULL, [(EXPIRED, 3, 2), (EXPIRED, 20, 5)], [(3, 5)]),
+        (FrameKind.PULL, [(OVERFLOWED, 19, 1)], [(19, 20)]),
+        (FrameKind.PULL, [], []),
+    ],
+    ids=["acked", "nacked", "left", "delivered", "expired", "overflowed", "nothing"],
+)
+def test_messages_of_progress_that_is_written_are_noted(kind, entries, expected):
+    filtering = with_filter(HELD)
+    filtering.changing(kind, (*KEY, "c1"), entries)
+    assert filtering._filters[KEY].changing == expected
+    filtering.changing(kind, ("s", "other", "c1"), entries)
+    assert list(filtering._filters) == [KEY]
+
+
+def test_what_a_consumer_has_that_holds_nothing_changes_nothing():
+    filtering = with_filter(HELD)
+    filtering.changing(FrameKind.POSITION, (*KEY, "c9"), [(1, 0, 0)])
+    assert filtering._filters[KEY].changing == []
+
+
+@pytest.mark.parametrize("entries", [[], [(0, 0, 0)]], ids=["forgotten", "moved"])
+def test_a_filter_is_made_anew_for_a_group_that_was_moved(entries):
+    filtering = with_filter(HELD)
+    filtering.changing(FrameKind.POSITION, (*KEY, ""), entries)
+    assert not filtering._filters
+
+
+# What is read.
+
+
+@pytest.mark.parametrize("knows_keys", [False, True])
+def test_labels_that_were_read_for_the_keys_are_kept_until_these_are_known(knows_keys):
+    filtering = with_filter(HELD)
+    filtered, reading = filtering._filters[KEY], Reading(*KEY, lambda: None)
+    filtered.keys = Keys() if knows_keys else None
+    filtered.is_reading = True
+    filtering.was_read(reading, LabelsRead(None, {88: LABELS}, {}))
+    assert not filtered.is_reading and not filtered.has_failed and not filtering.has_unwritten
+    assert filtered.labels_before == ({} if knows_keys else {88: LABELS})
+    assert filtering._label_cache.labels(FrameRef(0, 2, 88, 9)) == LABELS
+    filtered.is_reading = True
+    filtering.was_read(reading, CorruptFrame(88, "test"))
+    filtering._filters["s", "another"] = filtered_scan.GroupFilter("s", "another")
+    assert not filtered.is_reading and filtered.has_failed and filtering.has_unwritten
+    assert filtered.rests(1_000)
+    assert [filtering.overdue(1_000 + FAILED_MS + ms) for ms in (-1, 0)] == [[], ["s"]]
+
+
+def test_what_was_read_for_a_group_that_was_moved_meanwhile_serves_others():
+    filtering = a_filtering()
+    filtering.was_read(Reading(*KEY, lambda: None), LabelsRead(None, {88: LABELS}, {}))
+    filtering.was_read(Reading(*KEY, lambda: None), CorruptFrame(88, "test"))
+    assert filtering._label_cache.labels(FrameRef(0, 2, 88, 9)) == LABELS
+
+
+def test_half_a_decision_is_none():
+    """What it did to the keys would stay: they would never be free."""
+    group = stored(Sent(key="k0"))
+    for number in range(1, 6):
+        more(group, Sent(key=f"k{number}"), first=number)
+    consumer, frames, asked = Consumer(group, "c1"), group.a.log.frames, []
+
+    def fails_later(*args):
+        asked.append(args)
+        if len(asked) > 1:
+            raise CorruptFrame(0, "test")
+        return frames(*args)
+
+    group.a.log.frames = fails_later
+    consumer.ask()
+    assert len(asked) == 2 and not group.a.master._delivery._filtering._filters
+    group.a.log.frames = frames
+    assert consumer.sequences() == [0, 1, 2, 3, 4, 5]
+
+
+# How much is looked at.
+
+
+def test_groups_share_what_a_pass_may_look_at_and_all_get_on(monkeypatch):
+    monkeypatch.setattr(passes, "LOOKS_PER_PASS", 10)
+    group = Group.made().start()
+    consumers = [Consumer(group, "c", group=name, tags=["cancel"]) for name in ("g1", "g2", "g3")]
+    waiting = [one.ask(timeout_ms=60_000) for one in consumers]
+    group.settle()
+    looked, run_pass, candidates = [], group.a.master._delivery.run_pass, TagRule.candidates
+    group.a.master._delivery.run_pass = lambda: looked.append(0) or run_pass()
+
+    def noted(self, labels, begin, end):
+        looked[-1] += end - begin
+        return candidates(self, labels, begin, end)
+
+    monkeypatch.setattr(TagRule, "candidates", noted)
+    looked.append(0)
+    for at in range(3):
+        more(group, *[PAY] * 10, first=10 * at)
+    more(group, CANCEL, first=30)
+    assert [one.sequence for consumer, pull in zip(consumers, waiting, strict=True) for one in consumer.got(pull)] == [
+        30,
+        30,
+        30,
+    ]
+    assert max(looked) == 10
+
+
+def test_a_pull_that_does_not_wait_is_not_told_that_there_is_nothing_before_all_is_looked_at(monkeypatch):
+    monkeypatch.setattr(passes, "LOOKS_PER_PASS", 10)
+    group = stored(*[PAY] * 15)
+    more(group, *[PAY] * 20, first=15)
+    more(group, CANCEL, first=35)
+    consumer = Consumer(group, "c1", tags=["cancel"])
+    opaque = consumer.ask()
+    group.settle()
+    assert [one.sequence for one in consumer.got(opaque)] == [35]
+
+
+def test_nobody_looks_again_while_nothing_has_happened_since_nothing_was_found(monkeypatch):
+    scans, scan = [], filtering.FilteredScan
+    monkeypatch.setattr(filtering, "FilteredScan", lambda *args, **terms: scans.append(args) or scan(*args, **terms))
+    group = stored(A, A, A)
+    first, others = Consumer(group, "c1"), [Consumer(group, f"d{number}") for number in range(5)]
+    assert first.sequences() == [0]
+    for consumer in others:
+        consumer.ask(timeout_ms=60_000)
+    group.settle()
+    before = len(scans)
+    for consumer in others:
+        consumer.ask(timeout_ms=60_000)
+    group.settle()
+    assert len(scans) == before
+    first.ack()
+    assert [got.sequence for got in others[0].got(2)] == [1]
+
+
+def test_what_is_read_after_nothing_was_found_is_looked_at():
+    group = Group.made(tail_bytes=0).start()
+    more(group, PAY, first=0)
+    more(group, PAY, first=1)
+    consumer = Consumer(group, "c1", tags=["pay"])
+    while len(consumer.held) < 2:
+        assert consumer.sequences()
+    consumer.nack(0, delay_ms=5_000)
+    waiting = consumer.ask(timeout_ms=60_000)
+    group.settle()
+    for _ in range(3):
+        group.a.wait(1_000)
+        group.settle()
+    group.a.master._delivery._filtering._label_cache = LabelCache(group.a.log)
+    for _ in range(3):
+        group.a.wait(1_000)
+        group.settle()
+    assert [(got.sequence, got.times) for got in consumer.got(waiting)] == [(0, 2)]
