@@ -84,6 +84,7 @@ def test_the_high_watermark_is_what_frames_state_or_a_later_point_that_is_on_dis
     for own, high in (
         (points[0], points[1].end),
         (points[2], points[2].end),
+        (points[3], copy.log.flushed_end),
         (points[2]._replace(chain=7), points[1].end),
         (points[2]._replace(end=copy.log.end + 8), points[1].end),
     ):
