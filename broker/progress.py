@@ -119,9 +119,9 @@ def _dead_letters_elsewhere(log: MessageLog, subject: str, group: str) -> int:
     count, own = 0, dead_letter_subject(subject, group)
     for source in (subject, retry_subject(subject, group)):
         for stored in log.state.producers.get(letters_producer(source, group), {}).values():
-            refs = log.frames(own, stored.first_sequence, 1) if stored.end > log.state.kept.start else []
-            is_own = bool(refs) and refs[0].offset + refs[0].length == stored.end
-            count += stored.end > log.state.kept.start and not is_own
+            if stored.end > log.state.kept.start:
+                refs = log.frames(own, stored.first_sequence, 1)
+                count += not refs or refs[0].offset + refs[0].length != stored.end
     return count
 
 

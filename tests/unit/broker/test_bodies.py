@@ -121,11 +121,19 @@ def test_who_waits_for_frames_that_cannot_be_read_is_told_so_once():
     reads.finish(error)
     assert reads.done == [error, error]
     reads.finish()
-    reads.finish()
     assert len(reads.done) == 3 and [frame.offset for frame, _ in reads.done[2]] == [1]
+    reads.finish(error)
+    assert len(reads.done) == 3
     reads.ask(0)
     reads.finish()
     assert len(reads.done) == 4, "it can be asked for again"
+
+
+def test_a_disk_that_fails_while_bodies_are_read_ends_the_process(group):
+    group.subscribed("one", group="one").pull(most=4)
+    _, done = group.a.host.reads.popleft()
+    with pytest.raises(LogError):
+        done(LogError("the disk is gone"))
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,30 @@ def test_dead_letter_is_the_message_and_says_what_became_of_it():
     assert acked[-1].entries == ((first + 1, first + 2, DONE_AS_DEAD),), "the audit misses it if it is gone"
 
 
+def test_dead_letters_are_counted_for_the_subject_that_they_are_of_and_for_no_derived_one():
+    group, client, first = a_group("m0")
+    client.nack(first, first + 1, dead=True)
+    for subject in (retry_subject("s", "g"), DEAD):
+        group.subscribed("c1", subject=subject)
+    assert {one.subject: one.dead_letters for one in progress.of_groups(group.a.log, ())} == {
+        "s": 1,
+        retry_subject("s", "g"): 0,
+        DEAD: 0,
+    }
+
+
+def test_dead_letters_in_a_chosen_subject_that_retention_took_are_not_counted():
+    group, client, first = a_group("m0", "m1")
+    group.a.assign(Role.MASTER, limits=CHOSEN)
+    client.nack(first, first + 2, dead=True)
+    group.settle()
+    assert counted(group) == 2
+    one, other = group.a.log.frames("t", 0, 2)
+    assert one.offset + one.length == other.offset
+    group.a.log.state.kept.start = other.offset
+    assert counted(group) == 1
+
+
 def counted(group: Group) -> int:
     return sum(one.dead_letters for one in progress.of_groups(group.a.log, (), subject="s"))
 

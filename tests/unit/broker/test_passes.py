@@ -259,3 +259,56 @@ def test_connection_that_takes_nothing_more_is_served_when_it_does():
     group.a.node.writable_again(one.link)
     group.settle()
     assert [one.pulled(opaque)[0][2] for opaque in waiting] == ["m0", "m1"]
+
+
+def test_connection_that_was_owed_too_much_is_served_when_an_answer_has_left():
+    group, client = a_group()
+    (one,) = consumers(group, 1)
+    client.produce("m0")
+    group.settle()
+    first = one.pull()
+    one.link.owed_bytes = OWED_BYTES_MAX
+    second = one.pull(timeout_ms=60_000)
+    client.produce("m1")
+    group.a.host.turn()
+    assert group.a.log.state.groups["s", "g"].position == 1
+    group.settle()
+    assert [one.pulled(opaque)[0][2] for opaque in (first, second)] == ["m0", "m1"]
+
+
+def test_an_answer_that_leaves_looks_for_nothing(looks):
+    group, client = a_group()
+    (one,) = consumers(group, 1)
+    waiting = [one.pull(timeout_ms=60_000) for _ in range(2)]
+    looks.clear()
+    client.produce("m0")
+    group.settle()
+    assert looks == {"g": 1} and list(map(one.answered, waiting)) == [True, False]
+
+
+def test_a_delivery_counts_for_its_bytes_and_for_what_it_costs_besides(monkeypatch):
+    group, client = a_group()
+    (one,) = consumers(group, 1)
+    for _ in range(3):
+        one.pull(most=1, timeout_ms=60_000)
+    one.link.writable = False
+    client.produce("m0", "m1", "m2")
+    group.settle()
+    one.link.writable = True
+    monkeypatch.setattr(passes, "PASS_BYTES", passes.TRY_BYTES + passes.DELIVERY_BYTES + 1)
+    group.a.node.writable_again(one.link)
+    for position in (1, 2, 3):
+        group.a.host.turn()
+        assert group.a.log.state.groups["s", "g"].position == position
+
+
+def test_messages_leave_for_the_slave_together_with_the_pull_that_waits_for_them():
+    """One confirmation covers both."""
+    group, client = a_group()
+    (one,) = consumers(group, 1)
+    one.pull(timeout_ms=60_000)
+    client.produce("m0")
+    group.a.host.turn()
+    while group.to_slave():
+        pass
+    assert group.b.log.state.groups["s", "g"].position == 1

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from qmq.broker import progress
 from qmq.errors import ErrorCode, NotMaster, NotServed, OperatorError, OutcomeUnknown
+from qmq.log.fold import State
 from qmq.log.frame import FrameKind
+from qmq.log.index import FrameRef
 from qmq.log.segments import log_name
 from qmq.remoting import commands
 from qmq.remoting.commands import Command
@@ -67,6 +71,23 @@ def test_answer_says_what_is_skipped_and_what_comes_again():
     assert move(group, "sequence", 2, dry_run=True)[0] == progress.Reset(6, 2, skipped=0, repeated=2)
     assert move(group, "sequence", 5, dry_run=True)[0] == progress.Reset(6, 5, skipped=1, repeated=0)
     assert move(group, "latest", dry_run=True)[0] == progress.Reset(6, 10, skipped=6, repeated=0)
+
+
+def test_what_retention_took_is_neither_skipped_nor_repeated():
+    group, client = a_group()
+    for number in range(5):
+        client.produce(f"m{number}")
+        group.settle()
+    joined(group)
+    group.a.log.state.kept.start = group.a.log.frames("s", 2, 1)[0].offset
+    assert move(group, "earliest", dry_run=True)[0] == progress.Reset(0, 2, skipped=0, repeated=0)
+    assert move(group, "sequence", 4, dry_run=True)[0] == progress.Reset(0, 4, skipped=2, repeated=0)
+
+
+def test_a_time_that_is_looked_for_while_retention_takes_all_ends_where_the_log_began():
+    state, looks = State(next_sequence={"s": 9}), [[FrameRef(3, 4, 88, 8)]]
+    log = SimpleNamespace(state=state, frames=lambda *_: looks.pop() if looks else [])
+    assert progress.first_since(log, "s", 5) == 3
 
 
 def test_dry_run_changes_nothing():

@@ -308,3 +308,91 @@ def test_what_groups_need_is_looked_for_only_if_they_lack_something_and_the_olde
     assert looked == ["s1"], "who held it before is asked first"
     due = keeper.due(copy.log, 5 + 169 * HOUR_MS)
     assert due is not None and due.unconsumed.keys() == {("s1", "g")}
+
+
+def a_log() -> Copy:
+    """A log of many segments, all of them old, whose groups have their positions where a test puts them."""
+    copy = Copy()
+    copy.begin_epoch()
+    copy.fill(60)
+    for name in ("g", "h"):
+        copy.progress(FrameKind.POSITION, "", (0, 0, 0), subject="s0", group=name)
+    copy.append(FrameKind.RETENTION, "", encode_retention(RetentionDecision(0, "", {}, {})), timestamp_ms=5)
+    copy.flush()
+    assert len(copy.log.bases) > 5
+    return copy
+
+
+def consumed(copy: Copy, name: str, offset: int) -> int:
+    """Let a group have all of its messages before the first one at or behind this offset; return that one's place."""
+    ref = next(ref for ref in copy.log.frames("s0", 0, 1_000) if ref.offset >= offset)
+    copy.log.state.groups["s0", name].position = ref.begin
+    return ref.offset
+
+
+LATE_MS = 5 + 73 * HOUR_MS
+
+
+def test_the_group_that_is_furthest_behind_holds_what_it_lacks_and_all_behind_it(caplog):
+    copy, keeper = a_log(), retention.Retention(SETTINGS)
+    assert (keeper.held_bytes, keeper.holder) == (0, None)
+    bases = copy.log.bases
+    consumed(copy, "h", copy.log.bases[4])
+    assert bases[2] <= consumed(copy, "g", bases[2]) < bases[3]
+    assert keeper.due(copy.log, LATE_MS) == (bases[2], "age", {})
+    assert (keeper.held_bytes, keeper.holder) == (bases[-1] - bases[2], ("s0", "g"))
+    assert f"kept past retention subject=s0 consumer_group=g bytes={keeper.held_bytes}" in caplog.text
+    consumed(copy, "g", bases[3])
+    assert keeper.due(copy.log, LATE_MS) == (bases[3], "age", {}) and keeper.holder == ("s0", "g")
+    consumed(copy, "g", bases[-2])
+    assert keeper.due(copy.log, LATE_MS) == (bases[4], "age", {}) and keeper.holder == ("s0", "h")
+    del copy.log.state.groups["s0", "h"]
+    assert keeper.due(copy.log, LATE_MS) == (bases[-2], "age", {}) and keeper.holder == ("s0", "g")
+    assert len(caplog.records) == 1, "it is said when it begins"
+    copy.messages("new", subject="s0")
+    copy.log.state.groups["s0", "g"].position = copy.log.state.next_sequence["s0"] - 1
+    assert keeper.due(copy.log, LATE_MS) == (bases[-1], "age", {})
+    assert (keeper.held_bytes, keeper.holder) == (0, None), "what it lacks is not due"
+
+
+def test_who_held_the_log_before_is_asked_first_and_others_if_it_lacks_nothing_there():
+    copy, keeper = a_log(), retention.Retention(SETTINGS)
+    bases, looks, frames = copy.log.bases, [], copy.log.frames
+    copy.log.frames = lambda *args: looks.append(args) or frames(*args)
+    for _ in range(2):
+        assert keeper.due(copy.log, LATE_MS) is None and keeper.holder == ("s0", "g")
+    assert len(looks) == 3, "both at first, then the one"
+    at = next(at for at, base in enumerate(bases) if at and any(ref.offset == base for ref in frames("s0", 0, 99)))
+    copy.log.state.kept.start = bases[at - 1]
+    consumed(copy, "g", bases[at])
+    assert bases[at - 1] <= consumed(copy, "h", bases[at - 1]) < bases[at]
+    assert keeper.due(copy.log, LATE_MS) is None and keeper.holder == ("s0", "h")
+
+
+def test_what_is_not_consumed_is_dropped_when_it_is_older_than_is_set():
+    copy, keeper = a_log(), retention.Retention(replace(SETTINGS, unconsumed="drop", unconsumed_hours=100))
+    assert keeper.due(copy.log, 5 + 100 * HOUR_MS) is None
+    due = keeper.due(copy.log, 6 + 100 * HOUR_MS)
+    assert due is not None and due.start == copy.log.bases[-1]
+
+
+def test_a_segment_goes_if_what_is_needed_begins_right_behind_it():
+    copy, keeper = a_log(), retention.Retention(SETTINGS)
+    base = next(base for base in copy.log.bases[1:] if any(ref.offset == base for ref in copy.log.frames("s0", 0, 99)))
+    for name in "gh":
+        assert consumed(copy, name, base) == base
+    assert keeper.due(copy.log, LATE_MS) == (base, "age", {})
+
+
+def test_what_is_lost_is_what_a_group_has_not_consumed_of_what_goes_now():
+    copy = a_log()
+    bases, end = copy.log.bases, copy.log.state.next_sequence["s0"]
+    first, second = (copy.log.first_kept("s0", base) for base in bases[2:4])
+    consumed(copy, "h", bases[2])
+    assert retention.lost_by(copy.log, bases[2]) == {("s0", "g"): first}
+    assert retention.lost_by(copy.log, bases[3]) == {("s0", "g"): second, ("s0", "h"): second - first}
+    copy.log.state.kept.start = bases[2]
+    assert retention.lost_by(copy.log, bases[3]) == {("s0", name): second - first for name in "gh"}
+    for name in "gh":
+        copy.log.state.groups["s0", name].position = end
+    assert retention.lost_by(copy.log, bases[3]) == {}

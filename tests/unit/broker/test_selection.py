@@ -318,6 +318,16 @@ def test_a_damaged_copy_is_not_read_again_for_each_packet_and_goes_on_after_its_
     assert [got.sequence for got in consumer.got(waiting)] == [0, 2]
 
 
+def test_labels_are_for_the_broker_alone():
+    group = stored(PAY, PAY)
+    more(group, PAY, PAY, first=2, labelled=False)
+    consumer = Consumer(group, "c1")
+    pull = consumer.ask()
+    group.settle()
+    labelled, plain = commands.decode_pulled(memoryview(consumer.client.body(pull)))
+    assert len(labelled.body) == len(plain.body)
+
+
 def a_reading() -> tuple[Group, Consumer, int]:
     """A pull that waits, and the labels that it waits for are on disk."""
     group = stored(A, A, tail_bytes=0)
