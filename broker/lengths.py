@@ -99,7 +99,7 @@ class Lengths:
         Raises:
             CorruptFrame: this copy is damaged.
         """
-        return self._new(key, group.position) + (self._requeued(key, group.requeued) if group.requeued else 0)
+        return self._new(key, group.position) + self._requeued(key, group.requeued)
 
     def covering(self, subject: str, ranges: Iterable[tuple[int, int]], size: int) -> int:
         """Return how many of the first messages of these ranges, (first, count), have `size` bytes; fewer if more

@@ -9,6 +9,7 @@ import pytest
 from qmq.broker import lengths
 from qmq.broker.lengths import Lengths
 from qmq.errors import ErrorCode
+from qmq.log.requeued import Requeued, RequeuedRange
 from qmq.operator_limits import OF_SUBJECT, OperatorLimits
 from qmq.types import Role
 from tests.unit.broker.test_limits import KEY, joined, pulled, started
@@ -286,3 +287,85 @@ def test_very_many_are_given_up_in_bounded_pieces(monkeypatch):
         group.a.wait(1_000)
         group.settle()
     assert obvious(group) <= 1_000
+
+
+def test_a_tick_is_spent_when_less_than_half_of_its_walk_is_left():
+    counts = Lengths(started()[0].a.log)
+    counts._walk_left = lengths.WALKED_PER_TICK // 2
+    assert not counts.is_spent
+    counts._walk_left -= 1
+    assert counts.is_spent
+
+
+def test_counts_go_on_by_single_frames_and_end_with_their_group(monkeypatch):
+    monkeypatch.setattr(lengths, "FRAMES_PER_TICK", 1)
+    group, _ = started()
+    produced(group, 100, 100, 100, 100)
+    counts, state = Lengths(group.a.log), group.a.log.state
+    seen = []
+    for _ in range(4):
+        seen.append(counts.waiting(KEY, state.groups[KEY]))
+        counts.new_tick()
+    assert seen == [obvious(group) * frames // 4 for frames in (1, 2, 3, 4)] and not counts.has_unfinished
+    state.groups[KEY].position = 3
+    for left in (2, 1, 0):
+        assert (counts.waiting(KEY, state.groups[KEY]) == obvious(group)) is not bool(left)
+        counts.new_tick()
+    produced(group, 100, 100)
+    counts.waiting(KEY, state.groups[KEY])
+    assert counts.has_unfinished
+    del state.groups[KEY]
+    counts.new_tick()
+    assert not counts.has_unfinished and not counts._counted
+
+
+def test_what_was_counted_is_not_counted_again_when_the_group_goes_on(monkeypatch):
+    monkeypatch.setattr(lengths, "FRAMES_PER_TICK", 10)
+    group, _ = started()
+    produced(group, *[100] * 15)
+    counts, state = Lengths(group.a.log), group.a.log.state.groups[KEY]
+    counts.waiting(KEY, state)
+    counts.new_tick()
+    state.position = 1
+    counts.new_tick()
+    assert counts.waiting(KEY, state) == obvious(group) and not counts.has_unfinished
+
+
+@pytest.mark.parametrize("positions", [(3, 0), (0, 5), (5, 5, 2), (2, 6, 1)])
+def test_a_group_that_is_moved_is_counted_from_where_it_stands(positions):
+    group, _ = started()
+    produced(group, 10, 20, 30, 40, 50, 60)
+    counts, state = Lengths(group.a.log), group.a.log.state.groups[KEY]
+    for position in positions:
+        state.position = position
+        assert counts.waiting(KEY, state) == obvious(group)
+
+
+def test_requeued_messages_are_summed_once_until_others_wait_or_retention_took_some():
+    group, client = started()
+    produced(group, 10, 200, 400)
+    pulled(group, client, most=100)
+    returned(group, client, 0, 1)
+    counts, state = Lengths(group.a.log), group.a.log.state.groups[KEY]
+    assert counts.waiting(KEY, state) == obvious(group)
+    left = counts._walk_left
+    assert counts.waiting(KEY, state) == obvious(group) and counts._walk_left == left
+    changes, state.requeued = state.requeued.changes, Requeued()
+    state.requeued.add(RequeuedRange(2, 1, 1, 0))
+    state.requeued.changes = changes
+    assert counts.waiting(KEY, state) == obvious(group) and counts._walk_left < left, "those of another Requeued"
+    counts._summed.clear()
+    counts._walk_left = 0
+    assert counts.waiting(KEY, state) == 0, "there is no time for that in this tick"
+
+
+def test_what_retention_took_covers_nothing_and_is_given_up_first():
+    group, _ = started()
+    produced(group, 100, 100, 100)
+    counts, refs = Lengths(group.a.log), group.a.log.frames("s", 0, 3)
+    assert counts.covering("s", [(0, 3)], refs[0].length) == 1
+    assert counts.covering("s", [(0, 3)], refs[0].length + 1) == 2
+    group.a.log.state.kept.start = refs[1].offset
+    assert counts.covering("s", [(0, 3)], 1) == 2
+    group.a.log.state.kept.start = group.a.log.end
+    assert counts.covering("s", [(0, 3)], 1) == 3
