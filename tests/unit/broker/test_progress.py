@@ -121,8 +121,9 @@ def test_moved_group_stays_where_it_is(change):
 
 
 def test_what_clients_said_is_forgotten_when_their_group_is_moved():
-    group, _ = a_group()
-    joined(group)
+    group, client = a_group()
+    client.produce("m0")
+    assert pulled(group, joined(group)) == ["m0"]
     consumption = group.a.master._delivery.consumption
     assert consumption._silent
     move(group, "latest")
