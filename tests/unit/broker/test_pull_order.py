@@ -60,3 +60,22 @@ def test_an_answer_waits_until_both_copies_have_what_is_written_down_for_it():
     assert not client.answered(pull) and subscription.in_flight == 1 and client.link.owed_bytes > 0
     group.settle()
     assert client.pulled(pull)[0][2] == "m0" and subscription.in_flight == client.link.owed_bytes == 0
+
+
+def test_an_answer_that_is_safe_takes_none_along_that_is_not():
+    group = Group.made().start()
+    client = Client(group.a)
+    client.produce("m0", "m1")
+    client.subscribe()
+    group.settle()
+    first = client.pull(most=1)
+    group.a.host.settle()
+    while group.to_slave():
+        group.b.host.settle()
+    second = client.pull(most=1)
+    group.a.host.settle()
+    while group.to_master():
+        pass
+    assert client.answered(first) and not client.answered(second)
+    group.settle()
+    assert [client.pulled(pull)[0][2] for pull in (first, second)] == ["m0", "m1"]

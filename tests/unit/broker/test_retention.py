@@ -381,6 +381,7 @@ def test_a_segment_goes_if_what_is_needed_begins_right_behind_it():
     base = next(base for base in copy.log.bases[1:] if any(ref.offset == base for ref in copy.log.frames("s0", 0, 99)))
     for name in "gh":
         assert consumed(copy, name, base) == base
+    assert retention.lost_by(copy.log, base) == {}
     assert keeper.due(copy.log, LATE_MS) == (base, "age", {})
 
 
