@@ -357,6 +357,8 @@ def test_requeued_messages_are_summed_once_until_others_wait_or_retention_took_s
     counts._summed.clear()
     counts._walk_left = 0
     assert counts.waiting(KEY, state) == 0, "there is no time for that in this tick"
+    counts.new_tick()
+    assert counts.waiting(KEY, state) == obvious(group)
 
 
 def test_what_retention_took_covers_nothing_and_is_given_up_first():
