@@ -256,7 +256,7 @@ def test_a_slave_that_cannot_tell_whether_its_log_is_its_masters_is_damaged(acti
 
 
 def test_a_slave_follows_from_before_its_log_begins_by_no_agreement():
-    group = stored()
+    group = Group.made(tail_bytes=0).start()
     b = group.b
     while len(b.log.bases) < 3:
         Client(group.a).produce("m", size=900)
