@@ -193,8 +193,40 @@ def test_what_retention_took_is_passed_over():
     while not behind.is_over:
         step(behind)
     assert [one.sequence for one in behind.found] == list(range(first, count)) and first > 0
-    gone = Browse(copy.log, "s", copy.log.end, 0, first)
-    assert gone.is_over and gone.found == []
+    for end in (1, first):
+        gone = Browse(copy.log, "s", copy.log.end, 0, end)
+        assert gone.is_over and (gone.begin, gone.end) == (first, first)
+
+
+def of_one_size(count: int) -> tuple[Copy, int]:
+    """A log with so many frames of one message, and how long each is."""
+    copy = a_log()
+    for at in range(count):
+        add(copy, order(f"m{at}"))
+    return copy, copy.log.frames("s", 0, 1)[0].length
+
+
+def test_what_retention_takes_to_the_end_while_it_is_looked_at_is_over():
+    copy, _ = of_one_size(8)
+    one, search = Browse(copy.log, "s", copy.log.end, 2, END), borders(copy.log, "s")
+    ref = next(search)
+    copy.log.state.kept.start = copy.log.end
+    assert one.next_frames() == [] and one.is_over and (one.begin, one.end) == (8, 8)
+    with pytest.raises(StopIteration) as found:
+        search.send(True)
+    assert found.value.value == ref.end == 5
+
+
+@pytest.mark.parametrize(
+    ("frames", "room", "expected"), [(9, 0, 2), (9, -1, 1), (9, 1, 2), (9, -1_000, 1), (1, 0, 1), (3, 1_000, 3)]
+)
+def test_frames_are_read_up_to_a_number_and_a_number_of_bytes_but_one_at_least(monkeypatch, frames, room, expected):
+    copy, size = of_one_size(6)
+    monkeypatch.setattr(browse, "STEP_FRAMES", frames)
+    monkeypatch.setattr(browse, "STEP_BYTES", 2 * size + room)
+    oldest, newest = (Browse(copy.log, "s", copy.log.end, 0, END, newest_first=first) for first in (False, True))
+    assert [ref.begin for ref in oldest.next_frames()] == list(range(expected))
+    assert [ref.begin for ref in newest.next_frames()] == list(range(6 - expected, 6))
 
 
 def test_a_message_that_nobody_can_decode_is_shown_with_the_reason():
@@ -215,3 +247,34 @@ def test_unknown_subjects_are_empty_and_illegal_ones_refused():
     for most in (0, browse.MESSAGES_MAX + 1):
         with pytest.raises(InvalidRequest, match="1 to 1000 messages"):
             look(copy, messages_max=most)
+
+
+@pytest.mark.parametrize("newest_first", [False, True], ids=["oldest first", "newest first"])
+def test_one_step_goes_through_all_that_was_read_whether_there_is_anything_in_it_or_not(newest_first):
+    copy = a_log()
+    for at in range(5):
+        add(copy, order(f"a{at}"), order(f"b{at}"))
+    one = Browse(copy.log, "s", copy.log.end, 1, 9, newest_first=newest_first, wanted=Filter("b3"))
+    step(one)
+    assert one.is_over and [found.sequence for found in one.found] == [7]
+    assert (one.begin, one.end) == ((1, 1) if newest_first else (9, 9))
+
+
+def pauses(copy: Copy, frames: int) -> int:
+    one = Browse(copy.log, "s", copy.log.end, 0, END)
+    refs = one.next_frames()[:frames]
+    return len(list(one.look_through([copy.log.tail_body(ref.offset) for ref in refs])))
+
+
+def test_there_is_a_pause_after_so_many_bytes_and_messages_and_they_are_counted_anew_after_it(monkeypatch):
+    copy = a_log()
+    add(copy, order("m0", text="x" * 8))
+    add(copy, order("m1", text=""))
+    long, short = (len(copy.log.tail_body(ref.offset)[1]) for ref in copy.log.frames("s", 0, 2))
+    assert long == short + 8
+    monkeypatch.setattr(browse, "MESSAGE_COST", 100)
+    counts = []
+    for frames, most in ((1, long + 101), (1, long + 100), (1, long), (2, short + 101), (2, short + 100)):
+        monkeypatch.setattr(browse, "PAUSE_BYTES", most)
+        counts.append(pauses(copy, frames))
+    assert counts == [0, 1, 2, 1, 2]
