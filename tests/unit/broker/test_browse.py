@@ -182,6 +182,14 @@ def test_an_answer_is_bounded_in_bytes_but_holds_one_message_at_least(monkeypatc
     assert len(all_ids(copy)) == len(all_ids(copy, newest_first=True)) == 10
 
 
+@pytest.mark.parametrize(("room", "expected"), [(0, 2), (-1, 1), (1, 2)])
+def test_an_answer_holds_as_many_messages_as_fit_to_the_byte(monkeypatch, room, expected):
+    copy = a_log()
+    add(copy, *[order(f"m{at}") for at in range(4)])
+    monkeypatch.setattr(browse, "ANSWER_BYTES_MAX", 2 * len(encode_message(order("m0"), 77)) + room)
+    assert len(look(copy).found) == expected
+
+
 def test_what_retention_took_is_passed_over():
     copy = a_log(tail_bytes=0)
     while len(copy.log.bases) < 4:
