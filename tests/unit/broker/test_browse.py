@@ -154,6 +154,7 @@ def test_the_border_between_older_and_newer_is_found_over_segments():
         (Filter(id="m2", tags=frozenset({"late"}), properties={"to": "x"}), ["m2"]),
         (Filter(id="m2", tags=frozenset({"early"})), []),
         (Filter(properties={"text": "y" * 40_000}), []),
+        (Filter(properties={"text": "y" * 70_000}), []),
         (Filter(properties={"no": "1\ud800"}), []),
     ],
 )
@@ -169,6 +170,13 @@ def test_text_of_one_property_is_not_taken_for_another():
     copy = a_log()
     add(copy, order("m0", text="\0\x02no\0\x011"))
     assert all_ids(copy, wanted=Filter(properties={"no": "1"})) == []
+
+
+def test_text_of_a_property_is_not_taken_for_an_id_or_a_tag():
+    copy = a_log()
+    add(copy, order("m0", text="\0\x02m1\0\x04paid"), order("m1"), order("m2", ["paid"]))
+    assert all_ids(copy, wanted=Filter(id="m1")) == ["m1"]
+    assert all_ids(copy, wanted=Filter(tags=frozenset({"paid"}))) == ["m2"]
 
 
 def test_an_answer_is_bounded_in_bytes_but_holds_one_message_at_least(monkeypatch):
