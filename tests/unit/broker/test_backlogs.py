@@ -231,3 +231,10 @@ def test_groups_of_whose_oldest_message_no_frame_is_there_are_not_read_for():
     world.log.frames = lambda *_: []
     world.look()
     assert not world.reads and world.backlogs.largest(1)
+
+
+def test_a_group_of_a_subject_without_messages_has_no_backlog():
+    world = World({"a": 0})
+    world.log.state.next_sequence.clear()
+    world.look()
+    assert not world.reads and not world.backlogs.largest(1)

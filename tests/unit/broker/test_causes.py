@@ -175,6 +175,8 @@ def test_who_is_switched_off_or_asks_for_nothing_does_not_read_and_is_no_hindran
     reads = _Subscription(_Link())
     assert causes.causes(facts(connected=[off], is_offline=lambda one: one is off)) == [Cause.OFFLINE]
     assert causes.causes(facts(connected=[idle, reads])) == []
+    stuck, content = _Subscription(_Link(writable=False)), _Subscription(_Link(), waits=False)
+    assert causes.causes(facts(connected=[stuck, content])) == [Cause.NOT_READ]
 
 
 def test_groups_are_looked_at_in_turn_each_once_in_a_round(monkeypatch):
