@@ -7,6 +7,7 @@ time; `flushed` takes note. Reading from the tail needs no disk.
 
 from __future__ import annotations
 
+import contextlib
 from array import array
 from bisect import bisect_right
 from collections import deque
@@ -473,24 +474,33 @@ class MessageLog:
         try:
             decode_header(data, 0, offset, None)
         except CorruptFrame:
-            return self._chain_before(offset) == chain
+            with contextlib.suppress(CorruptFrame):
+                return self._chain_before(offset) == chain
+            return False
         try:
             decode_header(data, 0, offset, chain)
         except CorruptFrame:
             return False
         return True
 
-    def _chain_before(self, offset: int) -> int | None:
-        """Return the chain right before `offset`, where no frame can be read, from the frames before it."""
-        at = segment_at(self._bases, offset)
-        try:
-            chain = self._snapshot(at)[1] if at else NO_CHAIN
-            while at < offset:
-                chunk = read_chunk(self._disk, self._bases, at, offset)
-                at, chain = chunk.end, chunk.chain
-        except CorruptFrame:
-            return None
-        return chain
+    def _chain_before(self, offset: int) -> int:
+        """Return the chain right before `offset`, where no frame can be read, from the frames before it: those of an
+        earlier segment, if the snapshot of this one is damaged as well.
+
+        Raises:
+            CorruptFrame: where they cannot be read.
+        """
+        problem = CorruptFrame(offset, "the log begins behind it")
+        for base in reversed(self._bases[: bisect_right(self._bases, offset)]):
+            try:
+                at, chain = base, self._snapshot(base)[1] if base else NO_CHAIN
+                while at < offset:
+                    chunk = read_chunk(self._disk, self._bases, at, offset)
+                    at, chain = chunk.end, chunk.chain
+                return chain
+            except CorruptFrame as found:
+                problem = found
+        raise problem
 
     def check_readable(self, offset: int) -> None:
         """Read the segment up to and with the frame at `offset`, before another copy is accused of being different.
@@ -738,7 +748,7 @@ class MessageLog:
         joins = end > damage.begin
         if joins and not in_recovery:
             assert chain is not None
-            joins = self.chain_is(end, chain) if end >= damage.end else self._continues_with(data, damage.begin)
+            joins = self.chain_is(end, chain) if end >= damage.end else self._continues_with(data, damage)
         if not joins:
             raise Diverged(f"the other copy's frames from {damage.begin} to {end} do not join this log at {damage.end}")
         if damaged := read_raw(self._disk, self._bases, damage.begin, end):
@@ -779,14 +789,21 @@ class MessageLog:
         if padding:
             self._disk.truncate(log_name(base), end)
 
-    def _continues_with(self, data: bytes, offset: int) -> bool:
-        """Return whether the frame that `data` begins with continues this log's history at `offset`."""
-        chain = self._chain_before(offset)
+    def _continues_with(self, data: bytes, damage: Damage) -> bool:
+        """Return whether the frame that `data` begins with continues this log's history where the damage begins.
+
+        If the frames before it cannot be read either, the damage begins earlier than its reader met it.
+        """
         try:
-            decode_header(data, 0, offset, chain)
+            chain = self._chain_before(damage.begin)
+        except CorruptFrame as problem:
+            self.damage = Damage(problem.offset, damage.end, problem.reason)
+            return False
+        try:
+            decode_header(data, 0, damage.begin, chain)
         except CorruptFrame:
             return False
-        return chain is not None
+        return True
 
     @property
     def oldest_may_go(self) -> bool:

@@ -431,3 +431,23 @@ def test_state_before_a_lost_snapshot_is_told_where_it_can_be_made_again():
     assert copy.log.state_before_lost_snapshot(closed)[1] == newest
     copy.log.cut(newest, "test")
     assert copy.log.state_before_lost_snapshot(closed) is None
+
+
+@pytest.mark.parametrize("has_snapshot", [True, False], ids=["", "and the snapshot of its segment"])
+def test_damage_that_begins_before_the_place_where_it_was_met_is_mended_from_there(has_snapshot):
+    """The other copy ends within it, so nothing behind says that its frames are the right ones (seed 7138)."""
+    copy, other = a_copy(), a_copy()
+    base, following = copy.log.bases[1:3]
+    offsets = [offset for offset in frame_offsets(copy, base) if offset < following]
+    for offset in offsets[1:] if has_snapshot else offsets:
+        damage(copy, offset, at=0)
+    if not has_snapshot:
+        copy.disk.put(segments.snapshot_name(base), b"")
+    copy.log.damaged_at(CorruptFrame(offsets[3], "met here"))
+    begin, theirs_end = offsets[1] if has_snapshot else base, offsets[-2]
+    with pytest.raises(Diverged):
+        copy.log.repair(others(other, offsets[3], theirs_end))
+    assert copy.log.damage[:2] == (begin, following)
+    copy.log.repair(others(other, begin, theirs_end))
+    assert copy.log.damage[:2] == (theirs_end, following)
+    assert copy.log.read_bytes(base, theirs_end) == other.log.read_bytes(base, theirs_end)
