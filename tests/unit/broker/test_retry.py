@@ -270,6 +270,26 @@ def test_a_clock_that_is_wrong_by_a_day_moves_no_retry(skew_ms):
     assert [id for _, _, id in new.pulled(waiting)] == ["m0", "m1"], "never later than its delay"
 
 
+def test_who_is_the_master_again_with_a_clock_that_was_put_back_wakes_those_that_wait_for_a_retry():
+    group, client = a_group("m0")
+    first = pulled(group, client)[0][0]
+    client.nack(first, first + 1, delay_ms=5_000)
+    group.settle()
+    group.a.wait(6_000)  # it is due by now, and nobody takes it
+    group.swap(2)
+    group.b.host.wall_skew_ms = -4_000
+    group.swap(3)
+    new = Client(group.a)
+    opaque = new.subscribe("c2")
+    group.settle()
+    waiting = new.pull(new.subscription(opaque), timeout_ms=60_000)
+    group.settle()
+    assert not new.answered(waiting)
+    group.a.wait(3_001)
+    group.settle()
+    assert [id for _, _, id in new.pulled(waiting)] == ["m0"]
+
+
 def test_a_new_group_begins_at_a_time():
     group, client = a_group()
     client.produce("early")
