@@ -17,7 +17,7 @@ from qmq.log.fold import (
     encode_snapshot,
     is_current_snapshot,
 )
-from qmq.log.frame import FLAG_DEAD, Frame, FrameKind
+from qmq.log.frame import FLAG_DEAD, FLAG_LABELLED, FLAG_ORDERED, Frame, FrameKind
 from qmq.log.group import MASTERSHIP_BITS, Consumer, Group, UnackedRange
 from qmq.log.progress import DEFERRED, EXPIRED, NOT_BEGUN, OVERFLOWED, PASSED, Departure, encode_progress
 from qmq.log.requeued import Requeued, RequeuedRange
@@ -224,6 +224,23 @@ def test_batches_without_a_producer_are_not_remembered():
     assert state.producers == {8: {5: (1, 3, frame.end)}}
     stored(state, producer=8, batch=6)
     assert state.unsorted == set()
+
+
+def test_from_its_first_order_key_on_a_subject_is_ordered():
+    state = State()
+    stored(state, count=2)
+    stored(state, subject="plain", flags=FLAG_LABELLED)
+    stored(state, flags=FLAG_LABELLED | FLAG_ORDERED)
+    stored(state, flags=FLAG_LABELLED | FLAG_ORDERED)
+    assert state.ordered == {"s": 2}
+
+
+def test_a_batch_is_forgotten_once_the_newest_is_a_window_ahead():
+    state, newest = State(), BATCHES_PER_PRODUCER + 20
+    for batch in (10, newest, newest - 3):
+        stored(state, producer=8, batch=batch)
+    forgotten = {batch for batch in range(newest + 2) if state.is_forgotten(8, batch)}
+    assert forgotten == set(range(21)) - {10} and not state.is_forgotten(9, 0)
 
 
 IN_ORDER = tuple(range(1, BATCHES_PER_PRODUCER + 2))

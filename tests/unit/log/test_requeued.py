@@ -88,16 +88,16 @@ def test_ranges_that_wait_alike_are_one_as_long_as_their_count_has_room():
         assert requeued.messages == begin.count + 1
 
 
+@pytest.mark.parametrize("far", [[], [RequeuedRange(100, 5, 1, 7)]], ids=["the last ones", "before another"])
 @pytest.mark.parametrize("other", [(1, 2, 7), (1, 1, 8), (1, 1, 7, 1)])
-def test_ranges_that_wait_otherwise_stay_apart(other):
+def test_ranges_that_wait_otherwise_stay_apart(other, far):
     before, new, behind = RequeuedRange(10, 5, 1, 7), RequeuedRange(15, *other), RequeuedRange(16, 5, 1, 7)
-    far = RequeuedRange(100, 5, 1, 7)
-    requeued = Requeued([before, behind, far])
+    requeued = Requeued([before, behind, *far])
     requeued.add(new)
-    assert list(requeued) == [before, new, behind, far]
+    assert list(requeued) == [before, new, behind, *far]
     requeued.take(15, 1)
     requeued.add(RequeuedRange(15, 1, 1, 7))
-    assert list(requeued) == [RequeuedRange(10, 11, 1, 7), far]
+    assert list(requeued) == [RequeuedRange(10, 11, 1, 7), *far]
 
 
 def test_it_is_seen_when_other_messages_wait_than_before():
