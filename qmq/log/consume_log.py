@@ -26,10 +26,6 @@ class ConsumeLog:
         self._closed: dict[int, ClosedIndex] = {}
         self._chapters: dict[str, Chapters] = {}
 
-    def open(self, base: int) -> None:
-        """Begin the first segment."""
-        self.newest = SegmentIndex(base)
-
     def roll(self, base: int, end: int) -> bytes:
         """Close the newest segment, which begins at `base`, and begin the next at `end`; return its index file.
 

@@ -83,7 +83,7 @@ def _lost(log: MessageLog, start: int) -> tuple[dict[str, tuple[int, int]], dict
     for (subject, name), group in sorted(state.groups.items()):
         if subject in subjects:
             begin, end = subjects[subject]
-            left = group.unconsumed(state.next_sequence.get(subject, 0))
+            left = group.unconsumed(state.next_sequence[subject])
             if count := ranges.size(ranges.difference(left, [(0, begin), (end, NO_END)])):
                 unconsumed[subject, name] = count
     return subjects, unconsumed

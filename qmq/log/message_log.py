@@ -141,12 +141,11 @@ class MessageLog:
     @property
     def is_tail_cut(self) -> bool:
         """Whether bytes are missing at the end that may have been acknowledged; known across restarts."""
-        return self._disk.size(segments.TAIL_CUT) > 0
+        return self._disk.has(segments.TAIL_CUT)
 
     def tail_is_whole(self) -> None:
         """Take note that this log has all that the other copy has, so nothing is missing."""
-        if self.is_tail_cut:
-            self._disk.remove(segments.TAIL_CUT)
+        self._disk.remove(segments.TAIL_CUT)
         if self.health.may(HealthEvent.MATCHED):
             self.health.on(HealthEvent.MATCHED)
 
@@ -206,7 +205,7 @@ class MessageLog:
             raise BrokenInvariant("nothing is appended behind damage")
         size = frame.end - frame.offset
         if not self._bases:
-            self._open_first(frame.offset)
+            self._open_first()
         elif (self._rolls_next or frame.end - self._bases[-1] > self._segment_bytes) and frame.offset > self._bases[-1]:
             self._roll()
         apply(self.state, frame, body)
@@ -222,10 +221,10 @@ class MessageLog:
         pending.end, pending.chain = frame.end, frame.chain
         pending.bytes += size
 
-    def _open_first(self, base: int) -> None:
+    def _open_first(self) -> None:
         """Make the first segment at once: happens once in a copy's life."""
+        base = self.state.end
         self._bases.append(base)
-        self._consume_log.open(base)
         self._disk.create(log_name(base), self._segment_bytes)
         self._disk.put(snapshot_name(base), encode_snapshot(self.state))
         write_manifest(self._disk, self._bases)
@@ -463,8 +462,6 @@ class MessageLog:
         """Return whether this log's chain right before `offset` is `chain`: the frame there was linked to it."""
         if offset == self.state.end:
             return chain == self.state.chain
-        if offset == self.start == 0:
-            return chain == 0
         entry = self._tail.get(offset)
         if entry is not None:
             data = bytes(entry.parts[0])[: entry.frame.body_at]
@@ -538,9 +535,9 @@ class MessageLog:
         return name
 
     def _flush_now(self) -> None:
+        """Write what is not on disk yet; whoever calls this starts anew from there (`_reload`)."""
         if (commit := self.take_commit()) is not None:
             self.perform(commit)
-            self.flushed(commit)
 
     def set_aside(self, why: str) -> None:
         """Move this whole copy into quarantine and begin with nothing: the other copy fills it."""
@@ -663,13 +660,8 @@ class MessageLog:
 
     def start_chain(self) -> int | None:
         """Return the chain right before the oldest frame; None if nothing tells. Blocks; may run on a thread."""
-        bases = list(self._bases)
-        if not bases or bases[0] == 0:
-            return NO_CHAIN
-        try:
-            return self._snapshot(bases[0])[1]
-        except CorruptFrame:  # the frames may be whole, and are what a damaged copy is mended from
-            return None
+        bases = list(self._bases)  # if the snapshot is damaged, the frames may be whole: they mend another copy
+        return self._chain_by_snapshot(bases[0]) if bases else NO_CHAIN
 
     def seed_start(self) -> tuple[int, int, bytes]:
         """Return base, chain and snapshot of the oldest segment whose snapshot is whole: a new copy begins there."""
@@ -759,7 +751,7 @@ class MessageLog:
             later = [other for other in self._bases if other > base]
             stop = min(end, later[0]) if later else end
             piece = data[at - damage.begin : stop - damage.begin]
-            if end < damage.end and stop == end:
+            if stop == end:
                 piece += self._rest_of_block(base, end, damage.end)
             self._overwrite(base, at, piece, is_last=stop in later)
             at = stop

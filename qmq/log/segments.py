@@ -73,11 +73,11 @@ def read_chunk(disk: Disk, bases: list[int], begin: int, end: int, bytes_max: in
         try:
             frame = decode_header(data, at, begin + at, chain)
         except CorruptFrame:
-            if at or len(data) >= min(HEADER_BYTES_MAX, stop - begin):
+            if at:
                 break
             more = disk.read(log_name(base), begin - base, min(HEADER_BYTES_MAX, stop - begin))
-            if len(more) == len(data):
-                break  # the file is shorter than it was
+            if len(more) <= len(data):
+                break  # no header is longer, or the file is not
             data = more
             continue
         if frame.end - begin > len(data):

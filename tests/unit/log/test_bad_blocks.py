@@ -12,6 +12,8 @@ from qmq.errors import CorruptFrame, DiskFailed
 from qmq.log import RealDisk
 from qmq.log.disk import BLOCK_BYTES, UNREADABLE, UNREADABLE_BLOCKS_MAX
 from qmq.log.frame import decode_frames
+from qmq.log.memory_disk import MemoryDisk
+from qmq.log.memory_system import MemorySystem
 from qmq.log.segments import index_name, log_name
 from tests.integration.broker_on_a_disk_with_bad_blocks import BadBlocks
 from tests.unit.log.logs import Copy
@@ -159,3 +161,22 @@ def test_bad_block_of_which_the_other_copy_has_a_part_is_damage_behind_that_part
     assert copy.log.damage.begin == base + len(part)
     mend(copy, other)
     assert copy.log.damage is None and copy.whole() == other.whole()
+
+
+@pytest.mark.parametrize("blocks", [(1,), (1, 3)])
+def test_a_read_that_fails_as_a_whole_is_tried_block_by_block(blocks):
+    """Most systems return what stands before the bad block; not all do."""
+
+    class Strict(MemorySystem):
+        def pread(self, fd, size, at):
+            if any(at < (block + 1) * BLOCK_BYTES and block * BLOCK_BYTES < at + size for block in blocks):
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return super().pread(fd, size, at)
+
+    disk, data = MemoryDisk(Strict()), os.urandom(5 * BLOCK_BYTES + 100)
+    disk.put("f", data)
+    expected = b"".join(
+        UNREADABLE if block in blocks else data[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES] for block in range(6)
+    )
+    for begin, size in ((0, 1 << 20), (10, 20), (4000, 200), (4096, 8192), (8000, 300), (8000, 5000), (12_300, 5000)):
+        assert disk.read("f", begin, size) == expected[begin : begin + size]

@@ -22,8 +22,7 @@ class World:
 
     def __init__(self) -> None:
         self.disk, self.bases = MemoryDisk(), [BASE]
-        self.log = ConsumeLog(self.disk, self.bases, SegmentIndex(0))
-        self.log.open(BASE)
+        self.log = ConsumeLog(self.disk, self.bases, SegmentIndex(BASE))
         self.end, self.refs = BASE, {"a": [], "b": []}
         self.files: dict[int, bytes] = {}
 

@@ -72,17 +72,21 @@ def test_damage_that_kept_the_log_from_being_replayed_goes_with_what_is_behind_i
     assert plan(log) is None and log.end == what.cut and log.is_tail_cut, "it asks others before it goes on"
 
 
+@pytest.mark.parametrize("is_whole", [True, False], ids=["from its begin", "from its second segment on"])
 @pytest.mark.parametrize("all_goes", [True, False])
-def test_what_goes_is_told_by_subject_and_by_who_has_not_consumed_it(all_goes):
+def test_what_goes_is_told_by_subject_and_by_who_has_not_consumed_it(all_goes, is_whole):
     copy = a_copy()
+    if not is_whole:
+        copy.log.drop_oldest_segment()
     bases = list(copy.log.bases)
     copy.messages("n", subject="new")
-    for subject, taken, acked in (("s0", 3, 2), ("s1", 12, 12), ("new", 0, 0)):
+    consumed = {"s0": 2, "s1": 12, "s2": 0, "new": 0}
+    for subject, taken, acked in (("s0", 3, 2), ("s1", 12, 12), ("s2", 0, 0), ("new", 0, 0)):
         copy.progress(FrameKind.POSITION, "", (0, 0, 0), subject=subject)
         if taken:
             copy.progress(FrameKind.PULL, "c", (0, 0, taken), subject=subject)
             copy.progress(FrameKind.ACK, "c", (0, acked, 0), subject=subject)
-    copy.flush()
+    copy.fill(3)
     bad = copy.log.bases[-2] if all_goes else bases[1]
     copy.disk.flip(log_name(bad), 8 * 150)
     if all_goes:
@@ -91,7 +95,9 @@ def test_what_goes_is_told_by_subject_and_by_who_has_not_consumed_it(all_goes):
     ends = copy.log.state.next_sequence
     kept = {subject: ends[subject] if all_goes else copy.log.first_kept(subject, start) for subject in sorted(ends)}
     assert what.start == (copy.log.end if all_goes else start) and len(what.problems) == 1
-    assert what.subjects == {subject: (0, end) for subject, end in kept.items() if end}
+    first = {subject: copy.log.first_kept(subject, copy.log.start) for subject in kept}
+    assert any(first.values()) == (not is_whole)
+    assert what.subjects == {subject: (first[subject], end) for subject, end in kept.items() if end > first[subject]}
     assert ("new" in what.subjects) == all_goes
-    unconsumed = {("s0", "g"): kept["s0"] - 2, ("s1", "g"): max(kept["s1"] - 12, 0), ("new", "g"): kept["new"]}
-    assert what.unconsumed == {key: messages for key, messages in unconsumed.items() if messages}
+    unconsumed = {(subject, "g"): kept[subject] - max(first[subject], consumed[subject]) for subject in consumed}
+    assert what.unconsumed == {key: messages for key, messages in unconsumed.items() if messages > 0}

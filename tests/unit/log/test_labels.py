@@ -46,3 +46,22 @@ def test_every_flipped_bit_of_a_label_section_is_found():
         with pytest.raises(CorruptFrame) as problem:
             copy.log.read_labels(refs)
         assert problem.value.offset == refs[1].offset
+
+
+def test_labels_are_read_in_any_segment_and_nothing_but_them(monkeypatch):
+    copy = Copy(segment_bytes=700, tail_bytes=0)
+    copy.begin_epoch()
+    for first in range(0, 30, 3):
+        body = join_batch([message("s", f"m{first + at}", size=100) for at in range(3)])
+        section = encode_labels(LABELS) if first % 2 else b""
+        flags = FLAG_LABELLED if section else 0
+        copy.append(FrameKind.MESSAGES, "s", body + section, count=3, first_sequence=first, flags=flags)
+    copy.messages("a", size=20_000)
+    copy.flush()
+    refs, sizes, read = copy.log.frames("s", 0, 99), [], copy.disk.read
+    monkeypatch.setattr(copy.disk, "read", lambda *args: sizes.append(len(data := read(*args))) or data)
+    found = [list(labels) for labels in copy.log.read_labels(refs)]
+    assert len(copy.log.bases) > 5 and found == [LABELS if at % 2 else [] for at in range(10)] + [[]]
+    sizes.clear()
+    copy.log.read_labels(refs[-1:])
+    assert sum(sizes) < 5000

@@ -44,10 +44,24 @@ def test_what_is_too_far_behind_is_dropped_oldest_first(dropped):
     assert dropped == [(1, begin + n * STEP_BYTES, begin + (n + 1) * STEP_BYTES) for n in range(3)]
 
 
-def test_many_small_writes_are_dropped_as_one_range(dropped):
+@pytest.mark.parametrize("at", [0, 1 << 40])
+def test_many_small_writes_are_dropped_as_one_range(dropped, at):
     cache, small = PageCache(System(), KEEP), STEP_BYTES // 8
-    written(cache, File(1), pieces=8 * 6, of=small)
-    assert dropped == [(1, 0, STEP_BYTES)]
+    written(cache, File(1), pieces=8 * 6, of=small, at=at)
+    assert dropped == [(1, at, at + STEP_BYTES)]
+
+
+def test_what_lies_between_two_writes_is_not_dropped_with_them(dropped):
+    cache, file = PageCache(System(), KEEP), File(1)
+    cache.synced(file, 0, 100)
+    cache.synced(file, 200, 300)
+    written(cache, file, pieces=6, at=300)
+    assert dropped[:2] == [(1, 0, 100), (1, 200, 300 + STEP_BYTES)]
+
+
+def test_what_was_written_last_stays_however_much_that_is(dropped):
+    PageCache(System(), KEEP).synced(File(1), 0, 2 * KEEP)
+    assert dropped == []
 
 
 def test_a_new_segment_is_a_range_of_its_own(dropped):
@@ -59,7 +73,14 @@ def test_a_new_segment_is_a_range_of_its_own(dropped):
 
 @pytest.mark.parametrize(
     ("fd", "begin", "end", "is_dropped"),
-    [(1, 0, 50, True), (1, 50, 101, False), (1, 150, 250, False), (1, 200, 300, True), (2, 100, 200, True)],
+    [
+        (1, 0, 100, True),
+        (1, 0, 50, True),
+        (1, 50, 101, False),
+        (1, 150, 250, False),
+        (1, 200, 300, True),
+        (2, 100, 200, True),
+    ],
 )
 def test_what_was_read_stays_only_if_it_is_of_the_newest_part(dropped, fd, begin, end, is_dropped):
     files = {1: File(1), 2: File(2)}

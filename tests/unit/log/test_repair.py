@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import pytest
 
 from qmq.errors import BrokenInvariant, CorruptFrame, DiskFailed, Diverged, ForeignSegment
 from qmq.log import quarantine, segments
+from qmq.log.disk import BLOCK_BYTES
 from qmq.log.fold import State, encode_snapshot
 from qmq.log.health import LogHealth
 from qmq.log.memory_disk import MemoryDisk
@@ -316,8 +318,9 @@ def test_damage_of_several_segments_is_mended_by_what_the_other_copy_has_piece_b
     copy, other = a_copy(), a_copy()
     bases = copy.log.bases
     begin, end = frame_offsets(copy, bases[1])[2], bases[1 + segments_damaged]
-    for base in bases[1 : 1 + segments_damaged]:
-        copy.disk.truncate(f"log/{base:020d}.log", max(begin - base, 0))
+    for base, following in pairwise(bases[1 : 2 + segments_damaged]):
+        copy.disk.truncate(segments.log_name(base), max(begin - base, 0))
+        copy.disk.write(segments.log_name(base), following - base, [bytes(5000)])  # a crash may leave some zeros
     copy.log.damaged_at(CorruptFrame(begin, "test"))
     copy.log.damage = copy.log.damage._replace(end=end)
     whole = other.whole()
@@ -357,7 +360,8 @@ def test_a_high_watermark_is_looked_for_behind_all_damage():
         copy.begin_epoch()
         copy.messages("a", size=100)
         offset = copy.log.end
-        second = [copy.messages(f"m{i}", size=100) for i in range(9)][4].offset
+        said = [0, 0, 0, *[offset] * 6]
+        second = [copy.messages(f"m{i}", size=100, high_watermark=end) for i, end in enumerate(said)][4].offset
         copy.messages("b", size=100, high_watermark=offset + behind)
         copy.messages("c", size=100)
         copy.flush()
@@ -366,7 +370,7 @@ def test_a_high_watermark_is_looked_for_behind_all_damage():
         for base in copy.log.bases[1:]:
             copy.disk.remove(segments.snapshot_name(base))
         log = copy.reopen()
-        assert log.health.is_unreplayed and log.damage.begin == offset and log.state.high_watermark == 0
+        assert log.health.is_unreplayed and log.damage.begin == offset and log.state.high_watermark == 0, "so far"
         assert log.may_be_acknowledged(log.damage) is is_known
 
 
@@ -381,9 +385,8 @@ def test_what_stands_at_damage_is_read_up_to_the_next_frame_or_to_the_end():
 @pytest.mark.parametrize("is_bad", [True, False])
 def test_only_segment_without_a_whole_snapshot_ends_with_the_next_frame(is_only, is_bad):
     copy = a_copy()
-    while is_only and len(copy.log.bases) > 1:
+    while len(copy.log.bases) > (1 if is_only else 2):
         copy.log.drop_oldest_segment()
-    assert copy.log.start or not is_only
     if is_bad:
         for base in copy.log.bases:
             copy.disk.flip(segments.snapshot_name(base), 100)
@@ -400,7 +403,8 @@ def test_snapshot_is_made_again_only_where_its_segment_begins_and_of_this_histor
     base, chain, _ = other.log.verify(0, 0, None, 1 << 20)
     snapshot = other.disk.read(segments.snapshot_name(base), 0, 1 << 20)
     copy.disk.remove(segments.snapshot_name(base))
-    for wrong in ((base, chain + 1), (base + 8, chain)):
+    frame = other.log.read(base, other.log.end, 1).frames[0]
+    for wrong in ((base, chain + 1), (base + 8, chain), (frame.end, frame.chain)):
         copy.log.put_snapshot(*wrong, snapshot)
         assert not copy.disk.has(segments.snapshot_name(wrong[0]))
     copy.log.put_snapshot(base, chain, snapshot)
@@ -415,6 +419,7 @@ def test_state_before_a_lost_snapshot_is_told_where_it_can_be_made_again():
         assert copy.log.state_before_lost_snapshot(base) is None, "it is whole, or nothing ends there"
     for base in (first, third):
         copy.disk.flip(names[base], 100)
+    copy.disk.remove(names[zero])
     state, end = copy.log.state_before_lost_snapshot(zero)
     assert (state, end) == (State(), first)
     copy.log.fold_on(state, end, 500)
@@ -429,8 +434,122 @@ def test_state_before_a_lost_snapshot_is_told_where_it_can_be_made_again():
         copy.log.fold_on(state, end, 500)
     copy.disk.flip(names[newest], 100)
     assert copy.log.state_before_lost_snapshot(closed)[1] == newest
-    copy.log.cut(newest, "test")
-    assert copy.log.state_before_lost_snapshot(closed) is None
+    copy = a_copy()
+    while copy.log.bases[-1] == newest:
+        copy.flush()
+        copy.messages("n", size=100)
+    assert copy.log.bases[-1] == copy.log.flushed_end
+    assert copy.log.state_before_lost_snapshot(newest) is None, "it is still to be written"
+
+
+def test_a_segment_without_a_frame_is_not_ended():
+    copy, other = Copy(), a_copy()
+    other.log.drop_oldest_segment()
+    base, _, snapshot = other.log.seed_start()
+    copy.log.seed(base, snapshot, "test")
+    copy.disk.remove(segments.snapshot_name(base))
+    assert not copy.log.roll_if_no_snapshot()
+
+
+def test_at_offset_0_nothing_needs_a_snapshot():
+    copy = a_copy(3)
+    copy.disk.remove(segments.snapshot_name(0))
+    assert not copy.log.roll_if_no_snapshot() and copy.log.start_chain() == 0
+
+
+def test_one_frame_of_another_history_within_a_segment_is_found_wherever_the_pieces_end():
+    copy, stranger = (Copy(MemoryDisk(), tail_bytes=0) for _ in range(2))
+    for one, name in ((copy, "m"), (stranger, "n")):
+        one.begin_epoch()
+        one.fill(60, name=name)
+    base, following = copy.log.bases[1:3]
+    frames = copy.log.read(base, following, 1 << 20).frames
+    for bad in frames[1:]:
+        again = Copy(copy.disk.copy(), tail_bytes=0)
+        theirs = stranger.whole()[bad.offset : bad.end]
+        again.disk.write(segments.log_name(base), bad.offset - base, [theirs])
+        for bytes_max in (1 << 20, bad.end - bad.offset):
+            with pytest.raises(CorruptFrame) as found:
+                at, chain, is_whole = base, None, False
+                while not is_whole:
+                    at, chain, is_whole = again.log.verify(base, at, chain, bytes_max)
+            assert type(found.value) is CorruptFrame and found.value.offset in (bad.offset, bad.end), bytes_max
+
+
+@pytest.mark.parametrize("at_run_time", [False, True])
+@pytest.mark.parametrize("which", [20, -1])
+def test_nothing_is_written_behind_the_damage_however_much_the_other_copy_sends(at_run_time, which):
+    copy, other = a_copy(), a_copy()
+    other.messages("the other copy is ahead")
+    other.flush()
+    offset, *behind = frame_offsets(copy, 0)[which:]
+    end = behind[0] if behind else copy.log.end
+    damage(copy, offset)
+    if at_run_time or behind:
+        copy.log.damaged_at(CorruptFrame(offset, "test"))
+    else:
+        copy.messages("behind it")
+        copy.flush()
+        copy.reopen()
+    written, write = [], copy.disk.write
+    copy.disk.write = lambda name, at, buffers: written.append(sum(map(len, buffers))) or write(name, at, buffers)
+    copy.log.repair(others(other, offset, other.log.end))
+    assert copy.log.damage is None and written == [end - offset]
+
+
+def test_frames_of_another_history_behind_the_damage_are_replaced_one_after_the_other():
+    """A start stops at the first one; what is behind it says nothing of the frames before."""
+    copy, other, stranger = a_copy(), a_copy(), Copy(MemoryDisk(), tail_bytes=0)
+    stranger.begin_epoch()
+    stranger.fill(60, name="n")
+    newest = copy.log.bases[-1]
+    first, second, *_ = frame_offsets(copy, newest)
+    copy.disk.write(segments.log_name(newest), second - newest, [stranger.whole()[second:]])
+    damage(copy, first)
+    log = copy.reopen()
+    assert log.damage[:2] == (first, second)
+    for _ in range(20):
+        if log.damage is not None:
+            log.repair(other.whole()[log.damage.begin : log.damage.end])
+    if log.is_tail_cut:
+        log.append_frames(log.end, memoryview(other.whole()[log.end :]))
+        copy.flush()
+    assert log.damage is None and copy.whole() == other.whole()
+
+
+def test_what_was_mended_outlives_a_power_cut():
+    copy, other = a_copy(), a_copy()
+    offset, end = frame_offsets(copy, 0)[10:12]
+    damage(copy, offset)
+    copy.log.damaged_at(CorruptFrame(offset, "test"))
+    copy.log.repair(others(other, offset, end))
+    copy.disk.crash()
+    copy.disk.reopen()
+    assert copy.reopen().damage is None and copy.whole() == other.whole()
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_the_last_block_of_what_is_mended_is_written_whole_and_nothing_more(which):
+    copy = Copy(MemoryDisk(), segment_bytes=20_000, tail_bytes=0)
+    copy.begin_epoch()
+    copy.fill(60, size=900)
+    base, following = copy.log.bases[1:3]
+    frames, whole = copy.log.read(base, following, 1 << 20).frames, copy.whole()
+    begin, stop, end = frames[which].offset, frames[which].end, frames[which + 4].offset
+    copy.log.damaged_at(CorruptFrame(begin, "test"))
+    copy.log.damage = copy.log.damage._replace(end=end)
+    written, write = [], copy.disk.write
+
+    def watched(name, at, buffers):
+        written.append((at, at + sum(map(len, buffers))))
+        write(name, at, buffers)
+
+    copy.disk.write = watched
+    copy.log.repair(whole[begin:stop])
+    block_end = -(-(stop - base) // BLOCK_BYTES) * BLOCK_BYTES
+    assert written == [(begin - base, min(block_end, end - base))] and copy.log.damage[:2] == (stop, end)
+    copy.log.repair(whole[stop:end])
+    assert copy.log.damage is None and copy.whole() == whole
 
 
 @pytest.mark.parametrize("has_snapshot", [True, False], ids=["", "and the snapshot of its segment"])

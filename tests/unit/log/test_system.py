@@ -406,8 +406,37 @@ def test_each_call_is_the_system_s(tmp_path: Path, monkeypatch):
     assert called == [("fsync", 7), ("fdatasync", 8), ("posix_fadvise", 9, 100, 150, os.POSIX_FADV_DONTNEED)]
 
 
+def test_a_file_that_nobody_holds_is_closed(tmp_path: Path):
+    disk = RealDisk(tmp_path)
+    disk.create("f", 8)
+    fd = disk._descriptors["f"].fd
+    os.fstat(fd)
+    disk.remove("f")
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
 def test_files_may_be_read_by_others_and_a_folder_is_no_file(tmp_path: Path):
     disk = RealDisk(tmp_path)
     disk.put("log/f", b"data")
     assert stat.S_IMODE((tmp_path / "log" / "f").stat().st_mode) == 0o644
     assert not disk.has("log") and disk.size("log") == 0 and not disk.has("log/f/g") and disk.names("log/f") == []
+
+
+def test_both_folders_of_a_file_that_was_moved_are_fsynced():
+    """Not every file system makes a rename lasting in both at once."""
+    synced = []
+
+    class Told(MemorySystem):
+        def rename(self, path, to):
+            super().rename(path, to)
+            synced.clear()
+
+        def fsync(self, fd):
+            super().fsync(fd)
+            synced.append(self._open[fd])
+
+    disk = MemoryDisk(Told())
+    disk.put("log/f", b"data")
+    disk.move("log/f", "quarantine/there/f")
+    assert set(synced) == {"/data", "/data/log", "/data/quarantine", "/data/quarantine/there"}
