@@ -33,7 +33,12 @@ COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
 }
 ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {ast.Add: ast.Sub, ast.Sub: ast.Add}
 CHOICES = {"max": "min", "min": "max", "any": "all", "all": "any"}
-UNSEEN = ("log.", "logger.", "logging.", "warnings.", "require(")
+UNSEEN = (
+    *(f"log.{level}(" for level in ("debug", "info", "warning", "error", "critical", "exception", "log")),
+    "logging.",
+    "warnings.",
+    "require(",
+)
 """Calls that begin so change nothing that a promise rests on: `require` is a tripwire for what cannot be."""
 DESCRIBING = {"__repr__", "__str__", "__init_subclass__"}
 
