@@ -455,6 +455,9 @@ def test_at_offset_0_nothing_needs_a_snapshot():
     copy = a_copy(3)
     copy.disk.remove(segments.snapshot_name(0))
     assert not copy.log.roll_if_no_snapshot() and copy.log.start_chain() == 0
+    first, second = copy.log.read(0, copy.log.end, 1 << 20).frames[:2]
+    damage(copy, second.offset, at=8)
+    assert copy.log.chain_is(second.offset, first.chain)
 
 
 def test_one_frame_of_another_history_within_a_segment_is_found_wherever_the_pieces_end():
@@ -570,3 +573,15 @@ def test_damage_that_begins_before_the_place_where_it_was_met_is_mended_from_the
     copy.log.repair(others(other, begin, theirs_end))
     assert copy.log.damage[:2] == (theirs_end, following)
     assert copy.log.read_bytes(base, theirs_end) == other.log.read_bytes(base, theirs_end)
+
+
+def test_frames_that_continue_what_is_before_the_damage_and_not_what_is_behind_it_are_refused():
+    copy, stranger = a_copy(20), a_copy(20)
+    for one, name in ((copy, "m"), (stranger, "n")):
+        one.fill(40, name=name)
+    offset, end = [at for at in frame_offsets(copy, 0) if copy.whole()[at:] != stranger.whole()[at:]][20:22]
+    assert copy.whole()[:offset] == stranger.whole()[:offset]
+    damage(copy, offset)
+    copy.log.damaged_at(CorruptFrame(offset, "test"))
+    with pytest.raises(Diverged):
+        copy.log.repair(others(stranger, offset, end))
