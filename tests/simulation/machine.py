@@ -344,9 +344,9 @@ class Process:
         return self.world.swarm.limits.sync_ms * slow
 
     def _perform(self, commit: Commit) -> None:
+        self.performing = None  # one that fails here has done what it did: a crash does not do it again
         self.guarded(lambda: self.log.perform(commit))
         if self.is_alive:
-            self.performing = None
             self._after(self._disk_ms() * self._events.rng.random(), lambda: self._committed(commit))
 
     def _committed(self, commit: Commit) -> None:
