@@ -29,7 +29,7 @@ COPIES = range(10_001, 10_021)
 @pytest.fixture(scope="module")
 def outcomes() -> list[Outcome]:
     logging.disable(logging.CRITICAL)
-    found = [simulate(seed) for seed in SEEDS]
+    found = [*map(simulate, SEEDS), simulate(10_026, steering=Steering("put_back"))]
     logging.disable(logging.NOTSET)
     return found
 
@@ -71,7 +71,7 @@ def test_every_promise_is_kept_while_the_metaserver_makes_slaves_masters() -> No
 def test_every_promise_is_kept_with_three_copies() -> None:
     counts: Counter[str] = Counter()
     mix = ((seed, 2 if seed % 4 else 3, UNSTEERED) for seed in COPIES)
-    for seed, min_copies, steering in (*mix, (10_002, 2, Steering("put_back"))):
+    for seed, min_copies, steering in (*mix, (10_002, 2, Steering("put_back")), (10_028, 3, UNSTEERED)):
         outcome = simulate(seed, copies=3, min_copies=min_copies, steering=steering)
         assert_well(outcome)
         counts += outcome.counts
