@@ -199,7 +199,7 @@ BUGS = [
     Bug(
         "a batch of a delay server is forgotten with its connection",
         _delayed_batch_is_forgotten_with_its_connection,
-        9,
+        16,
         favoured="isolate",
     ),
     Bug("messages of an outbox are sent before their commit", _messages_are_sent_before_their_commit),
