@@ -32,9 +32,9 @@ DISK_NEAR_BYTES = 1 << 30
 """This close above twice the limit, free space is looked at in every tick."""
 
 
-SHARED_BYTES = 4 << 20
+SHARED_BYTES = 2 << 20
 """Un-acknowledged bytes of all connections that produce, if they are several: enough for each commit to be a large one,
-and some 10 ms of two disks."""
+and some 5 ms of two disks."""
 SHARE_BYTES_LEAST = 256 << 10
 SHARES_MS = 10_000
 """A connection has a share until it has produced nothing for so long, or twice that: so also who produces now and then
