@@ -26,15 +26,17 @@ MORE_S = 20.0
 """How much longer than its timeout a send may take: a process may be stopped meanwhile."""
 
 
+def _producer(world: World, name: str) -> Producer:
+    return Producer(metaserver=URL, app=name, token=world.token, timeout_s=TIMEOUT_S, answer_timeout_s=2.0)
+
+
 class ProducerProgram:
     def __init__(self, world: World, application: Application) -> None:
         self._world, self._name = world, application.name
 
     async def run(self) -> None:
         world, rng = self._world, self._world.loop.rng
-        async with Producer(
-            metaserver=URL, app=self._name, token=world.token, timeout_s=TIMEOUT_S, answer_timeout_s=2.0
-        ) as producer:
+        async with _producer(world, self._name) as producer:
             while True:
                 await asyncio.sleep(rng.expovariate(world.swarm.sends_per_s))
                 if world.is_producing:
@@ -65,9 +67,7 @@ class ShopProgram:
 
     async def run(self) -> None:
         world, rng = self._world, self._world.loop.rng
-        async with Producer(
-            metaserver=URL, app=self._name, token=world.token, timeout_s=TIMEOUT_S, answer_timeout_s=2.0
-        ) as producer:
+        async with _producer(world, self._name) as producer:
             database = Database(world.shop.connect)
             while True:
                 await asyncio.sleep(rng.expovariate(world.swarm.sends_per_s / 2))
