@@ -336,17 +336,23 @@ def test_copies_whose_ack_is_missing_are_recognized_also_when_later_messages_die
     assert not unacked(group)
 
 
-@pytest.mark.parametrize("masterships", [2, 3], ids=["asked for then", "asked for by the next mastership only"])
-def test_copies_whose_ack_is_missing_are_recognized_behind_more_dead_letters_than_a_producer_s_window_has(masterships):
-    group, client, first = a_group(*[f"m{number}" for number in range(10)], segment_bytes=1 << 20)
+def a_group_that_loses_acks(dead):
+    """Its first messages died, and no ack says so; another consumer has more than a producer's window holds."""
+    group, client, first = a_group(*[f"m{number}" for number in range(dead)], segment_bytes=1 << 20)
     Client(group.a, "other").produce(*[f"n{number}" for number in range(BATCHES_PER_PRODUCER + 1)])
     other = group.subscribed("c2")
     opaque = other.pull()
     group.settle()
     others_first = other.pulled(opaque)[0][0]
     group.a.master._delivery._dead_letters._settle = lambda burial, *_: burial.ranges.clear()
-    client.nack(first, first + 10, dead=True)
+    client.nack(first, first + dead, dead=True)
     group.settle()
+    return group, first, others_first
+
+
+@pytest.mark.parametrize("masterships", [2, 3], ids=["asked for then", "asked for by the next mastership only"])
+def test_copies_whose_ack_is_missing_are_recognized_behind_more_dead_letters_than_a_producer_s_window_has(masterships):
+    group, first, others_first = a_group_that_loses_acks(10)
     assert len(dead_letters(group.a)) == 10
     group.swap(2)
     for consumer, begin, count in (("c2", others_first, BATCHES_PER_PRODUCER + 1), ("c1", first, 10)):
@@ -361,15 +367,7 @@ def test_copies_whose_ack_is_missing_are_recognized_behind_more_dead_letters_tha
 
 
 def test_a_copy_whose_ack_is_missing_is_recognized_when_its_message_was_given_back_and_dies_much_later():
-    group, client, first = a_group("m0", segment_bytes=1 << 20)
-    Client(group.a, "other").produce(*[f"n{number}" for number in range(BATCHES_PER_PRODUCER + 1)])
-    other = group.subscribed("c2")
-    opaque = other.pull()
-    group.settle()
-    others_first = other.pulled(opaque)[0][0]
-    group.a.master._delivery._dead_letters._settle = lambda burial, *_: burial.ranges.clear()
-    client.nack(first, first + 1, dead=True)
-    group.settle()
+    group, first, others_first = a_group_that_loses_acks(1)
     group.swap(2)
     client = group.subscribed("c1", held_end=first + 1)
     client.nack(first, first + 1)
