@@ -10,6 +10,7 @@ checked only to raise `BrokenInvariant`, which cannot be unless the product has 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,11 @@ UNSEEN = (
     "require(",
 )
 """Calls that begin so change nothing that a promise rests on: `require` is a tripwire for what cannot be."""
+OF_CONTAINERS = {"append": 1, "add": 1, "discard": 1, "remove": 1, "update": 1, "pop": 2, "popleft": 0, "clear": 0}
+"""Methods that change a container and do nothing else, by the number of arguments that tells them from others."""
+PURE = {"len", "sum", "int", "min", "max", "isinstance", "get", "setdefault"}
+COUNTERS = "self._counters."
+"""Metrics: who scrapes them does so between two passes of the core."""
 DESCRIBING = {"__repr__", "__str__", "__init_subclass__"}
 
 
@@ -160,14 +166,48 @@ def _of_statements(statements: list[ast.stmt], *, ordered: bool) -> Iterator[tup
         if _is_effect(node):
             yield node, f"without `{_text(node)}`", _replaced(statements, place, ast.copy_location(ast.Pass(), node))
         following = statements[place + 1] if place + 1 < len(statements) else None
-        effects = ordered and following is not None and _is_effect(node) and _is_effect(following)
-        if effects and following is not None and _calls(node, following) and not _are_checks(node, following):
+        if ordered and following is not None and _order_matters(node, following):
             yield node, f"`{_text(following)}` before `{_text(node)}`", _swapped(statements, place)
 
 
-def _calls(*nodes: ast.stmt) -> bool:
-    """Whether the order of these may matter: two values that are stored next to each other are, in either order."""
-    return any(isinstance(part, ast.Call) for node in nodes for part in ast.walk(node))
+def _order_matters(one: ast.stmt, other: ast.stmt) -> bool:
+    """Whether somebody might notice which of two effects comes first."""
+    if not _is_effect(one) or not _is_effect(other) or _are_checks(one, other):
+        return False
+    ours, theirs = _place(one), _place(other)
+    if ours.startswith(COUNTERS) or theirs.startswith(COUNTERS):
+        return False
+    return not ours or not theirs or _is_in(theirs, one) or _is_in(ours, other)
+
+
+def _is_in(place: str, node: ast.stmt) -> bool:
+    return re.search(rf"{re.escape(place)}\b", _text(node)) is not None
+
+
+def _place(node: ast.stmt) -> str:
+    """Return what an effect changes in memory, as text; nothing if it may do more than that.
+
+    One thread runs a core: a change of one place and a change of another that neither looks at are made in either
+    order."""
+    match node:
+        case ast.Expr(value=ast.Call(func=ast.Attribute(value=place, attr=name), args=arguments, keywords=[])):
+            if len(arguments) != OF_CONTAINERS.get(name):
+                return ""
+            seen: list[ast.expr] = arguments
+        case ast.Expr(value=ast.Call(func=ast.Name("heappush"), args=[place, entry])):
+            seen = [entry]
+        case ast.AugAssign(target=place, value=value) | ast.Assign(targets=[place], value=value):
+            seen = [value]
+        case ast.Delete(targets=[place]):
+            seen = []
+        case _:
+            return ""
+    whole = place
+    while isinstance(place, ast.Subscript | ast.Call):
+        found = place.func if isinstance(place, ast.Call) else place
+        place = found.value if isinstance(found, ast.Attribute | ast.Subscript) else ast.Name("")
+    calls = [part.func for one in (whole, *seen) for part in ast.walk(one) if isinstance(part, ast.Call)]
+    return _text(place) if all(_text(call).rpartition(".")[2] in PURE for call in calls) else ""
 
 
 def _are_checks(*nodes: ast.stmt) -> bool:

@@ -50,6 +50,37 @@ def test_order_of_two_effects_is_turned_round_where_it_may_matter(tmp_path):
     assert swaps == ["`self.sync()` before `self.x = a`", "`self.y = a` before `self.sync()`"]
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("self.x += len(a)", "self.y.append(a)"),
+        ("self.x.pop(a, None)", "del self.y[a]"),
+        ("self.x.get(a, {}).pop(a, None)", "self.y.setdefault(a, {})[a] = a"),
+        ("heappush(self.x, (1, a))", "self.y.clear()"),
+        ("self._counters.acked += 1", "self.log.append(1, a)"),
+    ],
+)
+def test_order_of_two_places_in_memory_is_left_alone(tmp_path, one, other):
+    source = f"def f(self, a):\n    {one}\n    {other}\n"
+    assert all(" before " not in mutant.change for mutant in made_of(tmp_path, source))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("self.x.append(a)", "self.y += len(self.x)"),
+        ("self.x = self.y.end", "self.y = a"),
+        ("self.x += 1", "self.log.append(1, a)"),
+        ("self.x += 1", "self.y.append(self.sent())"),
+        ("self.x += 1", "await self.sent()"),
+        ("self.x.pop(a)", "self.sync()"),
+    ],
+)
+def test_order_is_turned_round_where_one_looks_at_the_other_or_does_more(tmp_path, one, other):
+    source = f"async def f(self, a):\n    {one}\n    {other}\n"
+    assert sum(" before " in mutant.change for mutant in made_of(tmp_path, source)) == 1
+
+
 def test_order_of_two_checks_is_left_alone(tmp_path):
     checks = "def f(self, a):\n    check_name(a)\n    self._check_held(a)\n"
     assert all(" before " not in mutant.change for mutant in made_of(tmp_path, checks))
