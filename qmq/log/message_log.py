@@ -740,7 +740,7 @@ class MessageLog:
         joins = end > damage.begin
         if joins and not in_recovery:
             assert chain is not None
-            joins = self.chain_is(end, chain) if end >= damage.end else self._continues_with(data, damage)
+            joins = self._joins(data, damage, end, chain)
         if not joins:
             raise Diverged(f"the other copy's frames from {damage.begin} to {end} do not join this log at {damage.end}")
         if damaged := read_raw(self._disk, self._bases, damage.begin, end):
@@ -761,6 +761,13 @@ class MessageLog:
         self.damage = Damage(end, damage.end, damage.reason) if end < damage.end else missing(self._disk, self._bases)
         if self.damage is None:
             self._not_damaged()
+
+    def _joins(self, data: bytes, damage: Damage, end: int, chain: int) -> bool:
+        """Return whether frames, the last of which ends at `end`, fit between what is whole on both sides."""
+        if end < damage.end:
+            return self._continues_with(data, damage)
+        is_all = damage.begin == self.start  # nothing is before it, and its own chain stands where it ends
+        return self.chain_is(end, chain) and (is_all or self._continues_with(data, damage))
 
     def _rest_of_block(self, base: int, begin: int, damage_end: int) -> bytes:
         """Return what is read behind `begin`, up to its block's end: a bad block is written whole, or not at all."""

@@ -191,7 +191,7 @@ class Oracle:
 
     def has_it_again(self, log: WatchedLog) -> bool:
         """Whether a log has all that was ever committed."""
-        return log.end >= self.committed.end and self._has_committed(log)
+        return log.end >= self.committed.end and self._has_committed(log, can_be_read=True)
 
     def _is_refilled(self, machine: Machine, end: int) -> bool:
         process = machine.process
@@ -207,11 +207,13 @@ class Oracle:
             if point is not None and point.end > log.end:
                 raise Violation(f"I25: {log.owner} becomes master at {log.end}, and knows of {point}")
 
-    def _has_committed(self, log: WatchedLog) -> bool:
+    def _has_committed(self, log: WatchedLog, *, can_be_read: bool = False) -> bool:
+        """Whether a log has what was committed last. Where a flipped bit hides that it may have it, unless it has to be
+        one that `can_be_read`."""
         if self.committed.end <= log.start:
             return True
         chain = log.chain_at(self.committed.end)
-        return chain == self.committed.chain or (chain is None and bool(log.simulated_disk.flipped))
+        return chain == self.committed.chain or (chain is None and not can_be_read and bool(log.simulated_disk.flipped))
 
     def cutting(self, log: WatchedLog, to: int) -> None:
         if to >= log.end or log.simulated_disk.flipped:
