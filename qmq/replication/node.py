@@ -533,6 +533,7 @@ class Node(Generic[M]):
                 return damage.begin, theirs_end
             self._cut_damage(f"damaged and unknown to the other copy: {damage.reason}")
         elif self._looks_before is damage:
+            self._looks_before = None
             return max(damage.begin - FRAME_BYTES_MAX, theirs_start), damage.begin + 1
         else:
             return damage.begin, damage.end
@@ -552,7 +553,8 @@ class Node(Generic[M]):
             return
         try:
             if begin != damage.begin:
-                self._looks_before = damage  # it may be damaged there as well, or have one frame over that place
+                if begin > damage.begin:
+                    self._looks_before = damage  # it may be damaged there as well, or have one frame over that place
                 raise Diverged(f"the other copy has no frame at {damage.begin}")
             self.log.repair(data)
         except (CorruptFrame, Diverged):
@@ -683,7 +685,7 @@ def _is_other_history(begin: int, data: bytes, damage: Damage) -> bool:
     Raises:
         CorruptFrame: the other copy is damaged as well, so nobody knows.
     """
-    end = begin
-    for frame, _ in decode_frames(data, begin, None):
-        end = frame.end
-    return end > damage.begin if begin < damage.begin else begin == damage.begin and end >= damage.end
+    frames = [frame for frame, _ in decode_frames(data, begin, None)]
+    if begin < damage.begin:
+        return any(frame.offset < damage.begin < frame.end for frame in frames)
+    return begin == damage.begin and bool(frames) and frames[-1].end >= damage.end

@@ -17,7 +17,7 @@ from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import BrokerStub
 from qmq.replication.assignment import Address
 from qmq.replication.settings import CopySettings
-from qmq.replication.sources import best_source
+from qmq.replication.sources import Sources
 from qmq.server.service import Service
 from qmq.ticking import until_next_second
 
@@ -31,18 +31,19 @@ Metadata = tuple[tuple[str, str], ...]
 
 async def keep_whole(service: Service[Any], settings: CopySettings) -> None:
     """While the log is damaged, try to mend it, once a second."""
+    sources = Sources()
     while True:
         damage = service.node.log.damage
         if damage is not None:
             try:
-                await _mend(service, settings, damage)
+                await _mend(service, settings, damage, sources)
             except (grpc.aio.AioRpcError, LogError, NotServed) as error:
                 text = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
                 log.error("repair waits group=%s begin=%d: %s", service.node.group, damage.begin, text)
         await asyncio.sleep(until_next_second(asyncio.get_running_loop().time()))
 
 
-async def _mend(service: Service[Any], settings: CopySettings, damage: Damage) -> None:
+async def _mend(service: Service[Any], settings: CopySettings, damage: Damage, sources: Sources) -> None:
     node = service.node
     peers = node.assignment.peers if node.assignment else ()
     if not peers:
@@ -50,7 +51,7 @@ async def _mend(service: Service[Any], settings: CopySettings, damage: Damage) -
     log.error("log damaged group=%s begin=%d end=%d reason=%s", node.group, damage.begin, damage.end, damage.reason)
     metadata = (("x-api-token", settings.token),)
     described = await asyncio.gather(*(_describe(peer, metadata) for peer in peers))
-    best = best_source(damage, [(theirs.log_start, theirs.log_end) if theirs else None for theirs in described])
+    best = sources.best(damage, [(theirs.log_start, theirs.log_end) if theirs else None for theirs in described])
     theirs = described[best] if best is not None else None
     if best is None or theirs is None:
         raise NotServed(f"{sum(one is None for one in described)} of {len(peers)} copies do not answer")

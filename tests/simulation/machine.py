@@ -40,7 +40,7 @@ from qmq.replication.identity import IdentityFile
 from qmq.replication.node import Node
 from qmq.replication.points import Point
 from qmq.replication.retention import HOUR_MS, Keeper
-from qmq.replication.sources import best_source
+from qmq.replication.sources import Sources
 from qmq.types import NO_EPOCH
 from tests.simulation.disk import SimulatedDisk
 from tests.simulation.events import Violation
@@ -250,6 +250,7 @@ class Process:
         self.seen_high = 0
         self.heard_points: list[Point] = []
         """What the row said to be acknowledged."""
+        self._sources = Sources()
         self._pass_is_due = False
         self._master_link: End | None = None
         self._connecting = 0
@@ -481,7 +482,8 @@ class Process:
             return
         peers = [self.world.machine(peer.ip).process for peer in assignment.peers]
         reached = [peer if peer and self.world.network.is_through(self.name, peer.name) else None for peer in peers]
-        best = best_source(damage, [(peer.log.start, peer.log.flushed_end) if peer else None for peer in reached])
+        extents = [(peer.log.start, peer.log.flushed_end) if peer else None for peer in reached]
+        best = self._sources.best(damage, extents)
         other = reached[best] if best is not None else None
         if other is None:
             return

@@ -653,7 +653,7 @@ def test_what_to_repair_is_looked_for_further_before_if_the_other_copy_has_no_fr
     damage = node.log.damage
     assert damage is not None and node.mend(0, end) == (damage.begin, damage.end)
     with pytest.raises((CorruptFrame, Diverged)):
-        node.repair(damage.begin - 8, b"of another length")
+        node.repair(damage.begin + 8, b"of another length")
     assert node.mend(0, end) == (max(damage.begin - FRAME_BYTES_MAX, 0), damage.begin + 1)
 
 

@@ -320,7 +320,7 @@ def test_frames_that_are_damaged_themselves_prove_no_other_history():
         pytest.param(3, 6, True, id="over all of the damage"),
         pytest.param(3, 7, True, id="and on"),
         pytest.param(3, 5, False, id="within it only"),
-        pytest.param(2, 4, True, id="from before it, into it"),
+        pytest.param(2, 4, False, id="from before it, into it, with one that begins where it does"),
         pytest.param(2, 3, False, id="up to it"),
         pytest.param(4, 7, False, id="from within it"),
     ],
@@ -331,6 +331,14 @@ def test_frames_that_do_not_join_prove_another_history_where_they_lie_over_the_d
     inside = Damage(refs[3].offset, refs[6].offset, "")
     data = group.a.log.read_bytes(refs[first].offset, refs[end].offset)
     assert _is_other_history(refs[first].offset, data, inside) is is_other
+
+
+@pytest.mark.parametrize(("begins", "is_other"), [(8, True), (0, False)])
+def test_a_frame_over_the_place_where_the_damage_begins_proves_another_history(begins, is_other):
+    group = stored()
+    refs = group.a.log.frames("s", 0, COUNT)
+    data = group.a.log.read_bytes(refs[2].offset, refs[4].offset)
+    assert _is_other_history(refs[2].offset, data, Damage(refs[3].offset + begins, refs[6].offset, "")) is is_other
 
 
 # What is remembered outside the log.

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from qmq.log.recovery import Damage
-from qmq.replication.sources import best_source
+from qmq.replication.sources import Sources
+
+DAMAGE = Damage(100, 200, "a bit")
 
 
 @pytest.mark.parametrize(
@@ -24,4 +26,15 @@ from qmq.replication.sources import best_source
     ],
 )
 def test_damage_is_repaired_from_a_copy_that_has_it(extents, best):
-    assert best_source(Damage(100, 200, "a bit"), extents) == best
+    assert Sources().best(DAMAGE, extents) == best
+
+
+def test_copies_that_have_it_are_asked_in_turns_as_the_frames_of_one_may_not_join():
+    sources, extents = Sources(), [(0, 500), None, (0, 150), (0, 400)]
+    assert [sources.best(DAMAGE, extents) for _ in range(6)] == [0, 0, 3, 3, 0, 0]
+
+
+def test_other_damage_is_repaired_from_the_first_copy_that_has_it():
+    sources, extents = Sources(), [(0, 500), (0, 500)]
+    assert [sources.best(DAMAGE, extents) for _ in range(3)] == [0, 0, 1]
+    assert sources.best(Damage(300, 400, "another bit"), extents) == 0
