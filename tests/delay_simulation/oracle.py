@@ -157,7 +157,9 @@ class DelayOracle(Oracle):
     def _check_plan(self, process: DelayProcess, frame: Frame, places: list[tuple[int, int]], ids: list[str]) -> None:
         master, log = process.node.master, process.log
         assert master is not None
-        if frame.end <= self.committed.end and self._has_committed(log):
+        # What both copies have, no later mastership wrote.
+        may_be_committed = frame.end <= self.committed.end and frame.epoch <= self.committed.epoch
+        if may_be_committed and self._has_committed(log):
             return
         gate = master.gate
         was_alone = frame.end <= process.alone_end

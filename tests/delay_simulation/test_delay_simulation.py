@@ -14,7 +14,7 @@ from tests.delay_simulation.planted import BUGS
 from tests.delay_simulation.world import DelayWorld, simulate
 from tests.simulation.bugs import assert_found
 from tests.simulation.outcome import Outcome, assert_well
-from tests.simulation.scenarios import SCENARIOS
+from tests.simulation.scenarios import SCENARIOS, kept_seeds
 from tests.simulation.steering import Steering
 from tests.support.planting import Bug
 
@@ -54,6 +54,13 @@ def test_the_seeds_do_enough_work_to_mean_something(outcomes: list[Outcome]) -> 
 
 def test_a_seed_gives_the_same_trace_twice() -> None:
     assert simulate(17) == simulate(17)
+
+
+def test_seeds_that_found_something_find_it_no_more() -> None:
+    seeds = kept_seeds("delay")
+    for seed, steering, _ in seeds:
+        assert_well(simulate(seed, steering=steering))
+    assert seeds
 
 
 @pytest.mark.parametrize("bug", [pytest.param(bug, id=bug.name) for bug in BUGS])

@@ -213,7 +213,8 @@ class Oracle:
         if self.committed.end <= log.start:
             return True
         chain = log.chain_at(self.committed.end)
-        return chain == self.committed.chain or (chain is None and not can_be_read and bool(log.simulated_disk.flipped))
+        hidden = chain is None and not can_be_read and log.hides(self.committed.end)
+        return chain == self.committed.chain or hidden
 
     def cutting(self, log: WatchedLog, to: int) -> None:
         if to >= log.end or log.simulated_disk.flipped:

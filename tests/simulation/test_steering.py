@@ -90,7 +90,7 @@ def test_names_of_a_scenarios_bugs_differ(scenario: str) -> None:
     assert all(bug.favoured in ("", *SCENARIOS[scenario].faults) for bug in SCENARIOS[scenario].bugs)
 
 
-@pytest.mark.parametrize("scenario", ["cores", "shells"])
+@pytest.mark.parametrize("scenario", ["cores", "delay", "shells"])
 def test_kept_seeds_can_be_read(scenario: str) -> None:
     faults = SCENARIOS[scenario].faults
     assert all(kept.found and kept.steering.fault in ("", *faults) for kept in kept_seeds(scenario))

@@ -71,6 +71,12 @@ class WatchedLog(MessageLog):
         except (CorruptFrame, UnboundLocalError):
             return None
 
+    def hides(self, end: int) -> bool:
+        """Whether a frame may end there that flipped bits keep from being read: that is not behind this log's end, nor
+        within a frame that this process has in memory."""
+        is_within = any(at < end < at + len(data) for at, data in self.frame_bytes.items())
+        return bool(self.simulated_disk.flipped) and end <= self.end and not is_within
+
     def frame_at(self, offset: int) -> Frame | None:
         """Return the header of the frame at `offset`, from memory or disk."""
         if (data := self.frame_bytes.get(offset)) is None:
