@@ -38,8 +38,8 @@ WAY_OUT = {
     ),
     Reason.DIVERGED: "its copies differ: read their logs with the audit before anything else",
     Reason.ROLLED_BACK: (
-        "its disk was put back or forgot what it had fsynced: start the other copy, which refills it; if none returns: "
-        "RecoverGroup, which puts the best copy into the master's place, with --acceptLoss"
+        "its disk was put back, forgot what it had fsynced, or was damaged there: start the other copy, which refills "
+        "it; if none has it any more: RecoverGroup, which puts the best copy into the master's place, with --acceptLoss"
     ),
     Reason.FENCED: "a newer master is at work: it becomes its slave, or ends, by itself",
     Reason.DRAINING: "its roles are being swapped",

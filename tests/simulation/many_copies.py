@@ -13,12 +13,12 @@ from qmq.errors import OperatorError
 from qmq.metaserver import failover, roles
 from qmq.metaserver.db.changes import RememberPoint
 from qmq.metaserver.failover import Facts
-from qmq.metaserver.model import Broker, BrokerKey, Group, ReplicaState
+from qmq.metaserver.model import Broker, BrokerKey, Directory, Group, Points, ReplicaState
 from qmq.metaserver.roles import RoleChange
-from qmq.replication.points import Point
 from qmq.types import Role
 from tests.simulation.nemesis import FAULTS, Nemesis
-from tests.simulation.registry import META, Metaserver, full_state, new_broker
+from tests.simulation.recovery import Recovery
+from tests.simulation.registry import GROUP, META, Metaserver, full_state, new_broker
 
 if TYPE_CHECKING:
     from tests.simulation.machine import Process
@@ -42,6 +42,7 @@ class ManyCopies(Metaserver):
         self.is_in_peace = False
         self._lives: dict[str, Process] = {}
         """Who has registered: only such a process is told of the row."""
+        self._recovery = Recovery(world, self)
 
     # Brokers.
 
@@ -63,9 +64,13 @@ class ManyCopies(Metaserver):
         if self._lives.get(process.name) is process:
             super().push(process)
 
-    def _tell(self, process: Process, points: list[Point]) -> None:
+    def _tell(self, process: Process, known: Points) -> None:
         part = self.assignment(process.name)
-        process.node.remembered_elsewhere(points, may_be_behind=part is not None and part.may_be_behind)
+        process.node.remembered_elsewhere(
+            known.by_incarnation.values(),
+            loss_accepted_term=known.loss_accepted_term,
+            may_be_behind=part is not None and part.may_be_behind,
+        )
 
     # Changes.
 
@@ -171,6 +176,17 @@ class ManyCopies(Metaserver):
     def replace(self, role: Role, *, accept_loss: bool = False) -> None:
         """Nobody exchanges roles by hand."""
 
+    def accept_loss(self, kept: str) -> None:
+        """ReplaceBroker with `acceptLoss`: this broker, stopped as the master is, goes on as the master."""
+        (broker,) = (broker for broker in self.group.brokers if broker.hostname == kept)
+        row, wanted = Directory({GROUP: self.group}), replace(broker, role=Role.MASTER)
+        change, _ = roles.replace_broker(
+            row, wanted, lambda one: self._reach(one.hostname) is not None, accept_loss=True
+        )
+        if change is not None and self.change(replace(change, above=self._floor())):
+            self.loss_accepted_term = self.group.term
+            self._events.count("loss accepted")
+
     def swap(self) -> None:
         """SwapRoles with any slave, step by step; it may end after each of them."""
         group, events, life = self.group, self._events, self.life
@@ -232,6 +248,7 @@ class ManyCopies(Metaserver):
         """A slave that keeps what the master's log has no place for gets an empty disk: the row's master has all that
         was acknowledged."""
         self.is_in_peace = True
+        self._recovery.look()
         assert self.group.master is not None
         master = self._world.machine(self.group.master.hostname).process
         if master is None or master.node.master is None or not master.node.master.has_begun:

@@ -19,12 +19,13 @@ from qmq.metaserver import failover
 from qmq.metaserver.failover import CONDITIONS, SLAVE_CONDITIONS, Refusal
 from qmq.remoting import commands
 from qmq.remoting.commands import Command
-from qmq.replication import agreement
+from qmq.replication import agreement, readonly
 from qmq.replication.ack_gate import AckGate
 from qmq.replication.agreement import Action, Agreement, Hello
 from qmq.replication.follower import FollowerEvent, InSync
 from qmq.replication.identity import Identity, IdentityFile
 from qmq.replication.node import Node
+from qmq.replication.readonly import Reason
 from qmq.replication.shipper import Shipper
 from qmq.replication.slave import Slave
 from qmq.replication.slave_watch import SlaveWatch
@@ -495,6 +496,11 @@ def _master_begins_in_its_old_term() -> list[Patch]:
     return [mock.patch("qmq.metaserver.roles.needs_new_life", lambda group, key: False)]
 
 
+def _rolled_back_names_no_way_out() -> list[Patch]:
+    """A master that lacks what no copy has waits for one, and nobody is told that he may give that up."""
+    return [mock.patch.dict(readonly.WAY_OUT, {Reason.ROLLED_BACK: "start the other copy, which refills it"})]
+
+
 BUGS = [
     Bug("ack before fsync", _ack_before_fsync),
     Bug("confirm before fsync", _confirm_before_fsync),
@@ -536,5 +542,6 @@ BUGS = [
     Bug("one promise too few", _one_promise_too_few, first=7, kinds={"copies": 3}, favoured="cut_off_master"),
     Bug("confirms after promising", _confirms_after_promising, kinds={"copies": 3}, favoured="cut_off_master"),
     Bug("a master begins in its old term", _master_begins_in_its_old_term, first=3, kinds={"copies": 3}),
+    Bug("rolled back names no way out", _rolled_back_names_no_way_out, first=860, kinds={"copies": 3}),
     *DISK_BUGS,
 ]

@@ -31,6 +31,8 @@ class Metaserver:
         self.life = 0
         self.points: dict[str, Point] = {}
         """Incarnation -> the newest acknowledged point that its copy told."""
+        self.loss_accepted_term = 0
+        """In this term an operator gave up what older points say; 0: never."""
         self._unseen_disks: set[str] = set()
         self.master_is_refused = False
         """Its disk was replaced just when it became the master: an operator has to give the part to the other."""
@@ -69,17 +71,24 @@ class Metaserver:
 
     def _tell_points(self, process: Process) -> None:
         """The answer to a registration, which a broker repeats with each new stream."""
-        points = list(self.points.values())
+        known = self.known_points()
 
         def arrive() -> None:
             if process.is_alive:
-                process.heard_points = points
-                process.guarded(lambda: self._tell(process, points))
+                process.heard_points = list(known.by_incarnation.values())
+                process.guarded(lambda: self._tell(process, known))
 
         self._events.after(self._world.network.delay_ms(META, process.name), arrive)
 
-    def _tell(self, process: Process, points: list[Point]) -> None:
-        process.node.remembered_elsewhere(points)
+    def _tell(self, process: Process, known: Points) -> None:
+        points = known.by_incarnation.values()
+        process.node.remembered_elsewhere(points, loss_accepted_term=known.loss_accepted_term)
+
+    def known_points(self) -> Points:
+        """Those that nobody gave up."""
+        accepted = self.loss_accepted_term
+        points = {name: point for name, point in self.points.items() if point.epoch.term >= accepted}
+        return Points(points, accepted)
 
     def push(self, process: Process) -> None:
         """Tell a broker its part: late, perhaps twice, perhaps of a row that is old by then."""
@@ -302,7 +311,7 @@ class Metaserver:
             max(reported, group.term),
             self._said.get(group.master.hostname),
             {key: full_state(process) for key, process in slaves.items() if process is not None},
-            Points(dict(self.points)),
+            self.known_points(),
         )
 
     def _fail_over(self, group: Group) -> None:

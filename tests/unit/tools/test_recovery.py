@@ -234,6 +234,22 @@ RUNS, DISK, GONE, SILENT = ("runs", 100, 4), ("disk", 100, 4), ("gone", 100, 4),
         pytest.param(
             [("runs", 50, 4, "rolled_back"), RUNS, GONE], 2, B, "ReplaceBroker", True, id="refilled from too few"
         ),
+        pytest.param(
+            [("runs", 90, 2, "rolled_back"), ("runs", 40, 2), ("runs", 80, 2)],
+            2,
+            "c:1",
+            "ReplaceBroker",
+            True,
+            id="all run, and none has what the master lacks",
+        ),
+        pytest.param(
+            [("disk", 90, 2, "rolled_back"), ("runs", 40, 2), ("disk", 80, 2)],
+            2,
+            "c:1",
+            "ReplaceBroker",
+            True,
+            id="the same, with those stopped that have to be",
+        ),
         pytest.param([GONE, GONE, GONE], 2, None, "ReplaceBroker", True, id="none returns"),
     ],
 )
