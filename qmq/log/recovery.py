@@ -2,8 +2,10 @@
 
 Replay starts at the newest snapshot that is whole. Where bytes stop being frames, look behind them:
 
-- nothing valid follows: a torn tail, written but never fsynced. It is cut, after a copy went to quarantine.
-- a valid frame follows: damage. Nothing is cut. The range is reported; the owner fetches it from the other copy
+- nothing follows, neither a valid frame nor a segment: a torn tail, written but never fsynced. It is cut, after a copy
+  went to quarantine.
+- a valid frame follows, or a segment, be it empty: its file was made after the one before was fsynced up to its end.
+  That is damage. Nothing is cut. The range is reported; the owner fetches it from the other copy
   (or learns from it that nothing there was ever acknowledged) and does not act as master before.
 
 A file that the manifest lists and that is gone, or one of an older segment that is too short, is damage as well.
@@ -16,7 +18,6 @@ Keeps I14.
 from __future__ import annotations
 
 import contextlib
-from bisect import bisect_right
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -40,7 +41,7 @@ from qmq.log.segments import (
 
 
 class Damage(NamedTuple):
-    """Bytes `[begin, end)` that are no frames although a frame follows at `end`."""
+    """Bytes `[begin, end)` that are no frames although a frame or a segment follows at `end`."""
 
     begin: int
     end: int
@@ -84,10 +85,10 @@ def recover(disk: Disk) -> Recovered:
             disk.put(index_name(base), index.encode(state.end))
         elif problem is not None:
             following = frame_behind(disk, bases, state.end)
-            if following is not None:
-                damage = Damage(state.end, following, problem.reason)
+            if following is not None or not is_last:
+                damage = Damage(state.end, following or bases[position + 1], problem.reason)
             else:
-                bases, torn = _cut_torn_tail(disk, bases, state.end)
+                torn = _cut_torn_tail(disk, base, state.end)
             break
     if bases and damage is None:
         disk.sync(log_name(bases[-1]))
@@ -177,18 +178,12 @@ def _frame_bytes(data: bytes, offset: int) -> int:
     return frame.end - offset
 
 
-def _cut_torn_tail(disk: Disk, bases: list[int], end: int) -> tuple[list[int], int]:
-    """Remove what a crash left behind `end`; return which segments stay, and how many bytes that was, without zeros at
-    its end."""
-    torn = read_raw(disk, bases, end, NO_END).rstrip(b"\0")
+def _cut_torn_tail(disk: Disk, base: int, end: int) -> int:
+    """Remove what a crash left behind `end` in the newest segment; return how many bytes that was, without zeros at its
+    end."""
+    torn = read_raw(disk, [base], end, NO_END).rstrip(b"\0")
     if torn:
         disk.put(segments.TAIL_CUT, b"torn tail")
         quarantine.keep_bytes(disk, end, torn, "torn tail")
-    kept = bases[: bisect_right(bases, end)]
-    manifest.write_manifest(disk, kept)
-    for base in reversed(bases[len(kept) :]):
-        for stale in (index_name(base), snapshot_name(base), log_name(base)):
-            disk.remove(stale)
-    if torn:
-        disk.truncate(log_name(kept[-1]), end - kept[-1])
-    return kept, len(torn)
+        disk.truncate(log_name(base), end - base)
+    return len(torn)

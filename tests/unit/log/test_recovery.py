@@ -343,21 +343,40 @@ def test_large_frame_that_is_torn_is_cut(monkeypatch, left):
     assert (log.end, log.damage, log.torn_bytes) == (last.offset, None, len(torn)) and log.is_tail_cut
 
 
-def torn_before_two_empty_segments() -> tuple[Copy, Frame]:
-    """The last frame of a closed segment is no frame any more, and nothing follows: neither frames nor snapshots."""
-    copy = a_log()
-    closed, *newer = copy.log.bases[-3:]
+@pytest.mark.parametrize("is_zeros", [True, False], ids=["zeros", "no frames"])
+@pytest.mark.parametrize("followers", [1, 2])
+def test_closed_segment_whose_end_is_no_frame_is_damage_though_nothing_is_written_behind_it(followers, is_zeros):
+    """A power cut right after the next one's file was made; before that, all of this one was fsynced."""
+    copy, other = a_log(), a_log()
+    closed, *newer = copy.log.bases[-1 - followers :]
     for base in newer:
         copy.disk.remove(snapshot_name(base))
         copy.disk.truncate(log_name(base), 0)
     last = copy.log.read(closed, newer[0], 1 << 20).frames[-1]
-    copy.disk.flip(log_name(closed), 8 * (last.offset - closed + 20))
+    if is_zeros:
+        copy.disk.write(log_name(closed), last.offset - closed, [bytes(last.end - last.offset)])
+    else:
+        copy.disk.flip(log_name(closed), 8 * (last.offset - closed + 20))
+    bases, log = list(copy.log.bases), copy.reopen()
+    assert log.damage is not None and log.damage[:2] == (last.offset, newer[0]) and log.end == last.offset
+    assert log.health.is_unreplayed and log.bases == bases and manifest.read_manifest(copy.disk) == bases
+    assert not log.is_tail_cut and not copy.disk.names("quarantine"), "nothing was cut"
+    log.repair(other.log.read(last.offset, newer[0], 1 << 20).data)
+    assert log.end >= newer[0] and copy.whole()[: newer[0]] == other.whole()[: newer[0]]
+    assert followers > 1 or log.damage is None
+
+
+def torn_at_its_end() -> tuple[Copy, Frame]:
+    """The last frame is none any more, and nothing follows."""
+    copy = a_log()
+    base = copy.log.bases[-1]
+    last = copy.log.read(base, copy.log.end, 1 << 20).frames[-1]
+    copy.disk.flip(log_name(base), 8 * (last.offset - base + 20))
     return copy, last
 
 
-def test_interrupted_cut_of_a_torn_tail_lists_no_file_that_is_gone():
-    whole, (torn, last) = a_log(), torn_before_two_empty_segments()
-    bases = torn.log.bases[:-2]
+def test_cut_of_a_torn_tail_that_is_interrupted_is_told_and_done_by_the_next_start():
+    whole, (torn, last) = a_log(), torn_at_its_end()
     for call in range(1, 40):
         copy = Copy(tail_bytes=0)
         copy.disk.put_back(torn.disk)
@@ -366,14 +385,11 @@ def test_interrupted_cut_of_a_torn_tail_lists_no_file_that_is_gone():
             copy.reopen()
         copy.disk.heal()
         copy.disk.crash()
-        listed = manifest.read_manifest(copy.disk)
-        assert listed is not None and set(listed) <= set(segment_bases(copy.disk)), call
         copy.disk.reopen()
         log = copy.reopen()
-        assert (log.end, log.bases, log.damage, log.is_tail_cut) == (last.offset, bases, None, True), call
-        assert copy.whole() == whole.whole()[: last.offset] and manifest.read_manifest(copy.disk) == bases
-        names = {name(base) for base in whole.log.bases[-2:] for name in (log_name, index_name, snapshot_name)}
-        assert names.isdisjoint(copy.disk.all_names()) and copy.disk.names("quarantine")
+        assert (log.end, log.bases, log.damage, log.is_tail_cut) == (last.offset, torn.log.bases, None, True), call
+        assert copy.whole() == whole.whole()[: last.offset] and manifest.read_manifest(copy.disk) == log.bases
+        assert copy.disk.names("quarantine")
 
 
 def test_torn_first_frame_of_a_segment_leaves_the_segment_to_go_on_in():
