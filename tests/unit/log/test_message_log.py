@@ -13,6 +13,7 @@ from qmq.log.health import LogHealth
 from qmq.log.page_cache import PageCache
 from qmq.log.retention import RetentionDecision, encode_retention
 from qmq.log.segments import index_name, log_name, snapshot_name
+from qmq.subjects import NAME_BYTES_MAX, check_subject, dead_letter_subject
 from qmq.types import Epoch
 from tests.support.effort import every
 from tests.unit.log.logs import Copy
@@ -385,6 +386,23 @@ def test_each_frame_says_when_it_was_written():
     for frame in frames:
         assert copy.log.timestamp_at(frame.offset) == frame.timestamp_ms
     assert copy.log.timestamp_at(copy.log.end) == frames[-1].timestamp_ms
+
+
+def test_headers_of_the_longest_names_are_read_whole():
+    """They are read in one piece of a fixed size; names have a bound, also those that brokers make of two."""
+    subject = check_subject(dead_letter_subject("ü" * (NAME_BYTES_MAX // 2), "g" * NAME_BYTES_MAX))
+    copy = Copy(tail_bytes=0)
+    copy.begin_epoch()
+    frame = copy.messages("m0", subject=subject, timestamp_ms=7)
+    copy.messages("m1", subject=subject)
+    copy.flush()
+    log = copy.reopen()
+    assert (
+        len(frame.subject.encode()) == len("%DEAD_RETRY%%") + 2 * NAME_BYTES_MAX and log.timestamp_at(frame.offset) == 7
+    )
+    (epoch,) = log.read(0, frame.offset, 1 << 20).frames
+    assert log.chain_is(frame.offset, epoch.chain) and not log.chain_is(frame.offset, 1)
+    assert [list(labels) for labels in log.read_labels(log.frames(subject, 0, 9))] == [[], []]
 
 
 def test_chain_before_the_oldest_frame_is_told():
