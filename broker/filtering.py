@@ -27,6 +27,7 @@ from qmq.broker.group_filter import GroupFilter, sequences_unacked
 from qmq.broker.labels import LabelCache, LabelsRead, read_labels_of
 from qmq.broker.passes import Passes
 from qmq.broker.tags import TagRule
+from qmq.dead_letters import PRUNER
 from qmq.errors import LogError
 from qmq.log import MessageLog
 from qmq.log.frame import FrameKind
@@ -142,8 +143,9 @@ class Filtering:
         group_filter = self._filters.get(key[:2])
         if group_filter is None:
             return
-        if not key[2]:
-            del self._filters[key[:2]]  # the group is moved, or forgotten
+        if not key[2] or (kind == FrameKind.POSITION and key[2] == PRUNER):
+            # The group is moved, or forgotten; or gets back what was taken for its burial without regard to order keys.
+            del self._filters[key[:2]]
             return
         group = self._log.state.groups[key[:2]]
         if kind == FrameKind.PULL:

@@ -16,6 +16,7 @@ from qmq.broker.keys import Keys
 from qmq.broker.labels import LabelCache, LabelsRead
 from qmq.broker.passes import Passes
 from qmq.broker.tags import TagRule
+from qmq.dead_letters import PRUNER
 from qmq.errors import CorruptFrame
 from qmq.log.frame import FrameKind
 from qmq.log.group import Consumer as LogConsumer
@@ -134,6 +135,17 @@ def test_messages_of_progress_that_is_written_are_noted(kind, entries, expected)
     assert filtering._filters[KEY].changing == expected
     filtering.changing(kind, ("s", "other", "c1"), entries)
     assert list(filtering._filters) == [KEY]
+
+
+@pytest.mark.parametrize("consumer", [PRUNER, "c1"])
+def test_what_comes_back_from_its_burial_ends_the_filter_and_no_other_progress_does(consumer):
+    """It may be several messages of one order key, or some whose key another one holds."""
+    filtering = with_filter(LogGroup(20, consumers={consumer: HELD.consumers["c1"]}))
+    for kind, entry in ((FrameKind.PULL, (8, 20, 1)), (FrameKind.ACK, (2, 3, 0)), (FrameKind.NACK, (3, 4, 0))):
+        filtering.changing(kind, (*KEY, consumer), [entry])
+        assert KEY in filtering._filters
+    filtering.changing(FrameKind.POSITION, (*KEY, consumer), [(1, 0, 0)])
+    assert (KEY in filtering._filters) == (consumer != PRUNER)
 
 
 def test_what_a_consumer_has_that_holds_nothing_changes_nothing():

@@ -273,6 +273,37 @@ def test_what_expires_behind_a_message_in_flight_does_not_hold_their_order_key_f
     assert pulled(group, client) == ["m3"]
 
 
+def test_what_comes_back_from_its_burial_waits_for_its_order_key():
+    """A slave was missing, so no dead letter was stored, and then the operator ended the limit."""
+    dying = HOUR._replace(expired_die=True)
+    group, client = started(dying)
+    produce_keyed(group, "m0")
+    hours_pass(group)
+    group.swap(2)  # a master ends the leases of all consumers that it found in its log
+    group.a.assign(Role.MASTER, 2, limits=(dying,))
+    client = joined(group, "c")
+    produce_keyed(group, "m1")
+    assert pulled(group, client) == ["m1"]
+    produce_keyed(group, "m2", "m3")
+    group.cut()
+    hours_pass(group)
+    state = group.a.log.state.groups[KEY]
+    assert state.consumers[pruning.PRUNER].unacked_messages == 2
+    group.a.assign(Role.MASTER, 2)
+    for _ in range(5):
+        client.send(Command.HEARTBEAT, b"")
+        group.a.wait(1_800_000)
+    group.settle()
+    assert pruning.PRUNER not in state.consumers and state.requeued.messages == 2
+    assert pulled(group, client) == [], "m1 is not done"
+    begin = state.consumers["c"].unacked[0].pull
+    for id in ("m2", "m3"):
+        client.ack(begin, begin + 1)
+        begin += 1
+        group.settle()
+        assert pulled(group, client) == [id]
+
+
 def expire(group: Group, client: Client, *, subject: str = "s") -> int:
     consumer = group.a.log.state.groups[subject, "g"].consumers["c"]
     begin = consumer.unacked[0].pull
