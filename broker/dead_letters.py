@@ -180,14 +180,15 @@ class DeadLetters:
             return None
         begin, end = burial.ranges[0]
         try:
-            held = consumer.unacked_in(begin, end)
+            consumer.check_given(begin, end)
         except InvalidAck:
             return None  # it left, and what it holds since is other messages
-        if not held:
+        first = next(consumer.overlapping(begin, end), None)  # of perhaps 200,000 that lie scattered
+        if first is None:
             return None
-        burial.ranges[0] = held[0][0], end
-        first = consumer.range_of(held[0][0]).part(*held[0])
-        return first.first, first.count
+        held = first.part(begin, end)
+        burial.ranges[0] = held.pull, end
+        return held.first, held.count
 
     def _store(self, burial: _Burial, bodies: list[tuple[Frame, Buffer]]) -> None:
         """Store copies of what is still held in these frames, and settle it."""
