@@ -412,7 +412,7 @@ class Delivery:
             self._dead_letters.go_on()
             self.pruning.tick(now_ms)
             self._line_up([*self.consumption.exclusive_waiting, *self._rates.take_dry()])
-            if now_ms - self._forgot_ms >= FORGET_EVERY_MS:
+            if now_ms - self._forgot_ms >= FORGET_EVERY_MS and self.pruning.clock_is_right():
                 self._forgot_ms = now_ms
                 self._forget_broadcasts()
         looked_at = self.causes.look(self._mastership.log.state.groups)

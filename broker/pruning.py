@@ -117,7 +117,7 @@ class Pruning:
                 continue
             if limits.drops_oldest:
                 self._overflow(subject, limits)
-            if limits.expires_after_s and self._clock_is_right():
+            if limits.expires_after_s and self.clock_is_right():
                 try:
                     self._expire(subject, limits)
                 except CorruptFrame as problem:
@@ -193,7 +193,8 @@ class Pruning:
             self._wake(key[0])
         return sum(count for _, _, count in entries)
 
-    def _clock_is_right(self) -> bool:
+    def clock_is_right(self) -> bool:
+        """Return whether another clock was heard, and none disagrees with ours: else nothing is over for its age."""
         host = self._mastership.host
         ahead_ms = self._clocks.ahead_ms(now_ms=host.now_ms(), monotonic_ms=host.monotonic_ms())
         return bool(ahead_ms) and not self._clocks.disagreement(ahead_ms)

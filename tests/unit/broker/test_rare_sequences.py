@@ -238,6 +238,7 @@ def test_what_all_has_to_wait_is_not_looked_through_for_each_pull():
 
 def test_groups_that_are_forgotten_are_not_remembered_beside_the_log():
     group, client = a_group(broadcast_forget_hours=0.01)
+    group.clocks_agree()
     for number in range(3):
         client.subscribe(f"c{number}", group=f"c{number}", broadcast=True, tags=["pay"])
     client.produce("m0")

@@ -307,6 +307,7 @@ def test_a_new_group_begins_at_a_time():
 def test_a_broadcast_consumer_that_stays_away_is_forgotten_and_others_are_not():
     """W20: QMQ never removes the progress of one."""
     group, client = a_group("m0", lease_ms=30_000, broadcast_forget_hours=1.0)
+    group.clocks_agree()
     opaque = client.subscribe("host1", group="host1", broadcast=True)
     group.settle()
     client.subscription(opaque)
@@ -321,6 +322,7 @@ def test_a_broadcast_consumer_that_stays_away_is_forgotten_and_others_are_not():
 
 def test_a_broadcast_consumer_that_only_listens_is_not_forgotten():
     group, client = a_group(lease_ms=30_000, broadcast_forget_hours=1.0)
+    group.clocks_agree()
     client.subscribe("host1", group="host1", broadcast=True)
     group.settle()
     for _ in range(200):
@@ -334,6 +336,7 @@ def test_a_broadcast_consumer_that_only_listens_is_not_forgotten():
 @pytest.mark.parametrize(("away_ms", "is_forgotten"), [(3_600_000, False), (3_600_001, True)])
 def test_a_broadcast_consumer_is_forgotten_when_it_was_away_for_longer(away_ms, is_forgotten):
     group, client = a_group(broadcast_forget_hours=1.0)
+    group.clocks_agree()
     opaque = client.subscribe("host1", group="host1", broadcast=True)
     group.settle()
     client.send(Command.UNSUBSCRIBE, commands.encode_json(subscription=client.subscription(opaque)))
@@ -342,6 +345,24 @@ def test_a_broadcast_consumer_is_forgotten_when_it_was_away_for_longer(away_ms, 
     assert (("s", "host1") not in group.a.log.state.groups) is is_forgotten
     group.a.stand_still(59_999)
     assert (("s", "host1") not in group.a.log.state.groups) is is_forgotten, "it is looked at once a minute"
+    group.a.stand_still(1)
+    assert ("s", "host1") not in group.a.log.state.groups
+
+
+@pytest.mark.parametrize("is_heard", [True, False], ids=["another clock disagrees", "no other clock is heard"])
+def test_a_clock_that_was_set_forgets_no_broadcast_consumer(is_heard):
+    """It would begin at the end when it is back a moment later, and miss what was stored meanwhile."""
+    group, client = a_group(broadcast_forget_hours=1.0)
+    opaque = client.subscribe("host1", group="host1", broadcast=True)
+    group.settle()
+    client.send(Command.UNSUBSCRIBE, commands.encode_json(subscription=client.subscription(opaque)))
+    group.settle()
+    if is_heard:
+        group.clocks_agree()
+    group.a.host.wall_skew_ms = 7_200_000
+    group.a.stand_still(60_000)
+    assert ("s", "host1") in group.a.log.state.groups
+    group.clocks_agree()  # it is the other one that was wrong
     group.a.stand_still(1)
     assert ("s", "host1") not in group.a.log.state.groups
 
@@ -383,6 +404,7 @@ def listened_for(group: Group, client: Client, seconds: int) -> None:
 @pytest.mark.parametrize("how", ["unsubscribes", "vanishes"])
 def test_absence_of_a_broadcast_consumer_begins_when_it_leaves_though_it_was_handed_nothing(how):
     group, client = a_group(lease_ms=30_000, broadcast_forget_hours=1.0)
+    group.clocks_agree()
     opaque = client.subscribe("host1", group="host1", broadcast=True, start="latest")
     group.settle()
     listened_for(group, client, 4_000)
@@ -421,6 +443,7 @@ def test_a_broadcast_consumer_that_left_and_is_back_gets_numbers_that_were_never
 
 def test_a_new_master_does_not_forget_a_broadcast_consumer_that_was_there_until_then():
     group, client = a_group(lease_ms=30_000, broadcast_forget_hours=1.0)
+    group.clocks_agree()
     client.subscribe("host1", group="host1", broadcast=True, start="latest")
     listened_for(group, client, 4_000)
     stored = client.produce("right before the swap")

@@ -27,7 +27,7 @@ from qmq.remoting import commands
 from qmq.remoting.commands import Ack, Command, Nack, NackEntry, Produced, Pull, Verdict
 from qmq.remoting.packet import ONE_WAY, Packet
 from qmq.replication.assignment import Address, Assignment
-from qmq.replication.clocks import MASTER, SLAVE
+from qmq.replication.clocks import MASTER, METASERVER, SLAVE
 from qmq.replication.identity import IdentityFile
 from qmq.replication.node import Node
 from qmq.replication.slave import Slave
@@ -419,6 +419,13 @@ class Group:
             if self.at_master is not None:
                 theirs_ms = true_ms + other.host.wall_skew_ms
                 broker.node.clocks.heard(whose, theirs_ms, monotonic_ms=broker.host.monotonic_ms())
+
+    def clocks_agree(self) -> None:
+        """From now on both hear a metaserver without a pause, whose clock goes as theirs do now."""
+        far_ms = 1 << 40
+        for broker in (self.a, self.b):
+            wall_ms, monotonic_ms = broker.host.now_ms() + far_ms, broker.host.monotonic_ms() + far_ms
+            broker.node.clocks.heard(METASERVER, wall_ms, monotonic_ms=monotonic_ms)
 
     def look_after_logs(self, **skew: int) -> int:
         """What the service does for retention, until nothing more goes; return how many segments that was, of both."""
