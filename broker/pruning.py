@@ -168,8 +168,7 @@ class Pruning:
         except CorruptFrame as problem:
             self._mastership.found_damage(problem)
             return 0
-        requeued = sum(one.count for one in group.requeued.before(first, RANGES_AT_ONCE))
-        return max(first - group.position, 0) + requeued
+        return max(first - group.position, 0) + group.requeued.messages_before(first)
 
     def _overflow(self, subject: str, limits: OperatorLimits) -> None:
         state = self._mastership.log.state

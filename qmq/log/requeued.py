@@ -112,6 +112,12 @@ class Requeued:
         """Return what waits before `end`, due or not: up to `most` ranges, in order."""
         return [self[at].part(0, end) for at in range(min(most, bisect_left(self._firsts, end)))]
 
+    def messages_before(self, end: int) -> int:
+        """Return how many wait before `end`, due or not."""
+        if not (at := bisect_left(self._firsts, end)):
+            return 0
+        return sum(self._counts[:at]) - max(self[at - 1].end - end, 0)
+
     def overlapping(self, begin: int, end: int, most: int = COUNT_MAX) -> list[RequeuedRange]:
         """Return what waits of `[begin, end)`: up to `most` ranges, in order."""
         at = max(bisect_right(self._firsts, begin) - 1, 0)

@@ -170,14 +170,19 @@ def segments_of_ten() -> tuple[Group, Client]:
     return group, client
 
 
-@pytest.mark.parametrize("is_requeued", [False, True], ids=["new", "requeued"])
-def test_what_retention_took_does_not_wait_any_more(is_requeued):
+@pytest.mark.parametrize("ranges", [0, 1, 10], ids=["new", "requeued", "requeued one by one"])
+def test_what_retention_took_does_not_wait_any_more(ranges, monkeypatch):
+    monkeypatch.setattr(pruning, "RANGES_AT_ONCE", 1)
     group, client = segments_of_ten()
-    if is_requeued:
+    if ranges:
         assert len(pulled(group, client)) == 10
         begin = group.a.log.state.groups[KEY].consumers["c"].unacked[0].pull
-        client.nack(begin, begin + 10, delay_ms=60_000)
+        for number in range(ranges):
+            end = begin + 10 // ranges
+            client.nack(begin, end, delay_ms=60_000 + number)
+            begin = end
         group.settle()
+        assert len(group.a.log.state.groups[KEY].requeued) == ranges
     while len(group.a.log.bases) > 2:
         group.a.log.drop_oldest_segment()
     first = group.a.log.frames("s", 0, 1)[0].begin

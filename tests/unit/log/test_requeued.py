@@ -30,6 +30,7 @@ def check(requeued: Requeued, plain: Plain, now_ms: int) -> None:
         assert [requeued.overlapping(begin, end, most) for most in (1, 2, 300)] == [within[:1], within[:2], within]
         below = [one.part(0, end) for one in rows if one.first < end]
         assert [requeued.before(end, most) for most in (1, 2, 300)] == [below[:1], below[:2], below]
+        assert requeued.messages_before(end) == sum(one.count for one in below)
     due = requeued.due(now_ms, 1_000)
     assert due == [one for one in rows if one.due_ms <= now_ms], "each once, and in order"
     assert requeued.due(now_ms, 2) == due[:2], "and the same when asked again"
