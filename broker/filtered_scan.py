@@ -28,6 +28,8 @@ LOOKS_AT_ONCE = 1_000
 """Messages of a frame, so that a pull of a few does not look through all of a large one."""
 LOOKS_PER_BODY = 10
 """What it counts for to read a message's tags, against a look at its label."""
+LOOKS_PER_DEAD = 10
+"""What a range counts for that was delivered too often: of 100,000 that lie scattered, the fold takes one in 50 us."""
 DEFERRED_MESSAGES_MAX = 50_000
 """Per group; a group with so many messages behind busy keys gets nothing new until a key is free."""
 PASSED_MESSAGES = 10_000
@@ -120,7 +122,8 @@ class FilteredScan:
         """Decide on requeued messages of one range; return where it stopped."""
         begin, end, times, self._suspected = one.first, one.end, one.attempts, one.suspected
         limit, at, self._is_border = self._subscription.deliveries_max, begin, True
-        if limit and one.deliveries >= limit:
+        if limit and one.deliveries >= limit and not self._is_over:
+            self.looks -= LOOKS_PER_DEAD
             self._made.dead.append((self._pull_sequence, self._pull_sequence + end - begin))
             self._number(begin, end)
             return end

@@ -85,6 +85,18 @@ def test_all_that_was_delivered_too_often_dies_at_once_and_the_rest_is_delivered
     assert not progress.requeued and sum(one.count for one in progress.consumers["c1"].unacked) == 2
 
 
+def test_of_what_was_delivered_too_often_no_more_dies_in_a_pass_than_it_looks_at(monkeypatch):
+    """Messages with gaps between them: each is an entry of the frame, and a range that the fold takes."""
+    group = stored(*[PAY, NONE] * 30, segment_bytes=1 << 20)
+    consumer = Consumer(group, "c1", deliveries_max=1, **PAYS)
+    assert len(consumer.sequences()) == 30
+    monkeypatch.setattr(passes, "LOOKS_PER_PASS", 4 * filtered_scan.LOOKS_PER_DEAD)
+    consumer.nack()
+    before = len(pulls_of(group, "c1"))
+    assert consumer.sequences() == [] and group.a.log.state.next_sequence["%DEAD_RETRY%s%g"] == 30
+    assert [len(entries) for entries in pulls_of(group, "c1")[before:]] == [4] * 7 + [2]
+
+
 @pytest.mark.parametrize("terms", [PAYS, {}], ids=["tags", "keys"])
 def test_a_retry_is_delivered_when_it_is_due_and_not_a_moment_before(terms):
     group = stored(Sent(("pay",), "k"), Sent(("pay",), "l"))
