@@ -6,7 +6,7 @@ Keeps I23.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from qmq.broker.choosing import FRAMES_AT_ONCE, Budget, Chosen, Part
@@ -85,6 +85,8 @@ class FilteredScan:
         """What came back and is over now, as far as it did not free its keys yet."""
         self._suspected = 0
         """Of what is decided now: see `RequeuedRange`."""
+        self._piece_end = 0
+        """Where the range of what came back ends that is decided now."""
         self._looked_to = 0
         """Where looking at messages of a frame ended, if not at the end of what was to be looked at."""
 
@@ -121,6 +123,7 @@ class FilteredScan:
     def _piece(self, one: RequeuedRange) -> int:
         """Decide on requeued messages of one range; return where it stopped."""
         begin, end, times, self._suspected = one.first, one.end, one.attempts, one.suspected
+        self._piece_end = end
         limit, at, self._is_border = self._subscription.deliveries_max, begin, True
         if limit and one.deliveries >= limit and not self._is_over:
             self.looks -= LOOKS_PER_DEAD
@@ -252,14 +255,17 @@ class FilteredScan:
 
     def _want(self, ref: FrameRef, times: int) -> None:
         """Read this frame, and some that will be looked at next."""
+        following: Iterable[FrameRef]
         if times == NEW:
             following = self._log.frames(self._subject, ref.end, READ_FRAMES - 1)
         else:
-            ranges = self._group_filter.soon_ready(READ_FRAMES - 1)
-            following = [one for begin, end in ranges for one in frames_of(self._log, self._subject, begin, end)]
+            ranges = [(ref.end, self._piece_end), *self._group_filter.soon_ready(READ_FRAMES - 1)]
+            following = (one for begin, end in ranges for one in frames_of(self._log, self._subject, begin, end))
         refs, messages = {ref.offset: ref}, 0
         for one in following:
-            if not self._label_cache.is_on_disk(one) or messages > LOOKS_AHEAD:
+            if one.offset in refs:
+                continue  # several ranges lie in it
+            if not self._label_cache.is_on_disk(one) or messages > LOOKS_AHEAD or len(refs) == READ_FRAMES:
                 break
             refs[one.offset] = one
             messages += one.end - one.begin

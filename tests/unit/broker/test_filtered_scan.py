@@ -97,6 +97,39 @@ def test_of_what_was_delivered_too_often_no_more_dies_in_a_pass_than_it_looks_at
     assert [len(entries) for entries in pulls_of(group, "c1")[before:]] == [4] * 7 + [2]
 
 
+@pytest.mark.parametrize(
+    ("ahead", "frames", "at_once"), [(20_000, 512, 20), (2, 512, 4), (20_000, 5, 5)], ids=["all", "messages", "frames"]
+)
+def test_frames_of_a_range_that_came_back_are_read_together_and_no_more_are_listed(monkeypatch, ahead, frames, at_once):
+    group = batches(*[1] * 20, segment_bytes=1 << 20)
+    consumer = Consumer(group, "c1", **PAYS)
+    assert len(consumer.sequences()) == 20
+    consumer.leave()
+    group.swap(2)  # the new master has no labels
+    assert len(group.a.log.state.groups[KEY].requeued) == 1
+    monkeypatch.setattr(filtered_scan, "LOOKS_AHEAD", ahead)
+    monkeypatch.setattr(filtered_scan, "READ_FRAMES", frames)
+    listed, frames_of, found = [], filtered_scan.frames_of, readings_of(group)
+    monkeypatch.setattr(filtered_scan, "frames_of", lambda *args: (listed.append(1) or ref for ref in frames_of(*args)))
+    got, other = [], Consumer(group, "c2", **PAYS)
+    while some := other.sequences():
+        got.append(some)
+    assert found == got == [list(range(at, at + at_once)) for at in range(0, 20, at_once)]
+    assert len(listed) <= 20
+
+
+def test_of_frames_that_several_ranges_lie_in_each_is_read_once_and_counts_once(monkeypatch):
+    group = batches(*[10] * 4, segment_bytes=1 << 20)
+    consumer = Consumer(group, "c1", **PAYS)
+    assert len(consumer.sequences()) == 40
+    consumer.ack(*range(0, 40, 2))
+    consumer.leave()
+    group.swap(2)  # the new master has no labels
+    monkeypatch.setattr(filtered_scan, "LOOKS_AHEAD", 15)
+    found, other = readings_of(group), Consumer(group, "c2", **PAYS)
+    assert other.sequences() == list(range(1, 30, 2)) and found[0] == [0, 10, 20]
+
+
 @pytest.mark.parametrize("terms", [PAYS, {}], ids=["tags", "keys"])
 def test_a_retry_is_delivered_when_it_is_due_and_not_a_moment_before(terms):
     group = stored(Sent(("pay",), "k"), Sent(("pay",), "l"))
