@@ -283,7 +283,9 @@ class Consumption:
 
     def begin(self, subscription: Subscription, begun: list[Range]) -> None:
         """Its consumer begins with these pull sequences, and may be gone the next moment."""
-        self._begun[subscription.key] = ranges.union([*self._begun.get(subscription.key, ()), *begun])
+        key = subscription.key
+        settled = [(0, (self.consumer(*key) or Consumer()).acked_end)]  # or this would grow as long as it stays
+        self._begun[key] = ranges.difference(ranges.union([*self._begun.get(key, ()), *begun]), settled)
 
     def departure(self, key: tuple[str, str, str], *, told: bool) -> list[Entry]:
         """Return how the departure of a consumer is written down, and forget what it began with.

@@ -393,3 +393,14 @@ def test_messages_that_nobody_gets_any_more_are_counted_by_group():
     for group, messages in (("g", 2), ("h", 5), ("g", 3)):
         consumers.now.note_skipped("s", group, messages)
     assert consumers.now.skipped == {("s", "g"): 5, ("s", "h"): 5}
+
+
+def test_of_what_is_settled_nobody_remembers_that_it_was_begun_with():
+    consumers = Consumers()
+    one = consumers.joined()
+    for pull in range(0, 1_000, 10):
+        consumers.has("c", (pull, pull + 2), (pull + 4, pull + 5))
+        consumers.now.begin(one, [(pull, pull + 1)])
+    assert consumers.now._begun == {KEY: [(990, 991)]}
+    consumers.now.begin(one, [(994, 995)])
+    assert consumers.now.departure(KEY, told=False) == [(Departure.SUSPECTED, 0, 0), (990, 991, 0), (994, 995, 0)]
