@@ -23,7 +23,6 @@ from qmq.ranges import Range
 from qmq.remoting.commands import Pull
 from qmq.remoting.packet import Packet
 from qmq.replication.ports import QUIET_MS, Link
-from qmq.subjects import check_name, check_subject
 
 PULLS_IN_FLIGHT_MAX = 64
 """Per subscription; more are refused, so that one consumer cannot fill the broker's memory."""
@@ -147,9 +146,6 @@ class Consumption:
             InvalidAck: what the consumer holds was not delivered in this history, or given to others. It must forget
                 it, or what this history delivered in its place would never reach it.
         """
-        check_subject(subject)
-        check_name("consumer group", group)
-        check_name("consumer id", consumer)
         key = (subject, group, consumer)
         self._check_held(*key, held_end)
         subscription = Subscription(

@@ -8,11 +8,11 @@ from qmq.codec import TAGS_MAX
 from qmq.errors import InvalidRequest
 from qmq.remoting import commands
 from qmq.remoting.packet import Packet
-from qmq.subjects import is_dead_letter_subject
+from qmq.subjects import check_name, check_subject, is_dead_letter_subject
 
 
 def read_terms(packet: Packet) -> dict[str, Any]:
-    """Read a SUBSCRIBE; raises InvalidRequest."""
+    """Read a SUBSCRIBE; raises InvalidRequest or InvalidName, before anything is looked up for it."""
     f = commands.decode_json(
         packet.body,
         subject=str,
@@ -27,6 +27,9 @@ def read_terms(packet: Packet) -> dict[str, Any]:
         tags=list,
         tag_mode=str,
     )
+    check_subject(f["subject"])
+    check_name("consumer group", f["group"])
+    check_name("consumer id", f["consumer"])
     if f["start"] not in ("latest", "earliest", "since"):
         raise InvalidRequest(f"start is 'latest', 'earliest' or 'since', not {f['start']!r}")
     if f["tag_mode"] not in ("any", "all"):

@@ -8,7 +8,7 @@ import pytest
 
 from qmq.broker.consume import LOOKING_MS, LOOKS_WITHIN_MS, PULLS_IN_FLIGHT_MAX, Consumption, Subscription, WaitingPull
 from qmq.dead_letters import PRUNER
-from qmq.errors import ErrorCode, InvalidAck, InvalidName, Overloaded, SubscriptionReplaced, UnknownSubscription
+from qmq.errors import ErrorCode, InvalidAck, Overloaded, SubscriptionReplaced, UnknownSubscription
 from qmq.log.fold import State
 from qmq.log.group import Consumer, Group, UnackedRange
 from qmq.log.progress import NOT_BEGUN, Departure
@@ -68,15 +68,6 @@ def is_done(_: Subscription) -> bool:
 
 
 # Subscriptions.
-
-
-@pytest.mark.parametrize("field", ["subject", "group", "consumer"])
-def test_names_that_are_none_are_refused(field):
-    names = {"subject": "s", "group": "g", "consumer": "c", field: "a/b"}
-    consumers = Consumers()
-    with pytest.raises(InvalidName):
-        consumers.now.subscribe(FakeLink("c"), **names, held_end=0, now_ms=0)
-    assert not consumers.left()
 
 
 def test_who_takes_the_place_of_its_own_subscription_has_one():

@@ -8,7 +8,7 @@ import pytest
 
 from qmq.broker.terms import read_terms
 from qmq.codec import TAGS_MAX
-from qmq.errors import InvalidRequest
+from qmq.errors import InvalidName, InvalidRequest
 from qmq.remoting.commands import Command, encode_subscribe
 from qmq.remoting.packet import Packet
 from qmq.subjects import dead_letter_subject
@@ -30,11 +30,12 @@ def read(**changed):
         {"tags": [*WORDS, "more"]},
         *({"tags": ["pay", none]} for none in ("", 1, None, "\ud800", "a\udfff")),
         *({name: -1} for name in ("deliveries_max", "held_end", "since_ms")),
+        *({field: none} for field in ("subject", "group", "consumer") for none in ("a/b", "\ud800", "n" * 101)),
     ],
-    ids=str,
+    ids=ascii,
 )
 def test_what_nobody_can_be_given_is_refused(changed):
-    with pytest.raises(InvalidRequest):
+    with pytest.raises((InvalidRequest, InvalidName)):
         read(**changed)
 
 
