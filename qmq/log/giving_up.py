@@ -56,6 +56,7 @@ def give_up(log: MessageLog, what: GivingUp) -> None:
         log.set_aside(WHY)
     while what.start in log.bases and log.start < what.start:
         log.set_aside_oldest_segment(WHY)
+        log.flush()
 
 
 def _problem(log: MessageLog, base: int) -> str | None:

@@ -57,6 +57,13 @@ class _Roll(NamedTuple):
     manifest: bytes
 
 
+class _Drop(NamedTuple):
+    """Delete the segment at `base`."""
+
+    base: int
+    manifest: bytes
+
+
 @dataclass(slots=True)
 class Commit:
     """What `perform` has to make durable, in this order; afterwards everything before `end` is. `chain`: at `end`."""
@@ -64,7 +71,12 @@ class Commit:
     end: int = 0
     chain: int = 0
     bytes: int = 0
-    steps: list[_Write | _Roll] = field(default_factory=list)
+    steps: list[_Write | _Roll | _Drop] = field(default_factory=list)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether this is a write and its fsync, and nothing that takes several of them."""
+        return all(isinstance(step, _Write) for step in self.steps)
 
 
 DAMAGED_KEPT = 100
@@ -259,18 +271,25 @@ class MessageLog:
         """
         written = -1
         for step in commit.steps:
-            if isinstance(step, _Write):
-                self._disk.write(log_name(step.base), step.offset - step.base, step.buffers)
-                written = step.base
-                continue
-            self._disk.sync(log_name(step.base))
-            self._disk.truncate(log_name(step.base), step.end - step.base)
-            self._disk.put(index_name(step.base), step.index_file)
-            self._disk.create(log_name(step.end), self._segment_bytes)
-            self._disk.put(snapshot_name(step.end), step.snapshot)
-            self._disk.put(manifest.NAME, step.manifest)
+            match step:
+                case _Write(base, offset, buffers):
+                    self._disk.write(log_name(base), offset - base, buffers)
+                    written = base
+                case _Roll():
+                    self._close(step)
+                case _Drop(base, listed):
+                    self._disk.put(manifest.NAME, listed)
+                    self._remove_files(base)
         if written >= 0:
             self._disk.sync(log_name(written))
+
+    def _close(self, roll: _Roll) -> None:
+        self._disk.sync(log_name(roll.base))
+        self._disk.truncate(log_name(roll.base), roll.end - roll.base)
+        self._disk.put(index_name(roll.base), roll.index_file)
+        self._disk.create(log_name(roll.end), self._segment_bytes)
+        self._disk.put(snapshot_name(roll.end), roll.snapshot)
+        self._disk.put(manifest.NAME, roll.manifest)
 
     def flushed(self, commit: Commit) -> None:
         """Take note that `perform` returned."""
@@ -520,29 +539,30 @@ class MessageLog:
         require(self._writing is None, "nothing is being written while the log is cut")
         if self.damage is None and to >= self.state.end:
             return None
-        self._flush_now()
+        self.flush()
         if self.damage is not None:
             self._disk.put(segments.TAIL_CUT, b"damage")
         name = quarantine.keep_bytes(self._disk, to, read_raw(self._disk, self._bases, to, segments.NO_END), why)
         kept = [base for base in self._bases if base < to] or self._bases[:1]
         write_manifest(self._disk, kept)
         for base in reversed(self._bases[len(kept) :]):
-            self._remove_segment(base)
+            self._remove_files(base)
         base = kept[-1]
         self._disk.remove(index_name(base))
         self._disk.truncate(log_name(base), to - base)
         self._reload()
         return name
 
-    def _flush_now(self) -> None:
-        """Write what is not on disk yet; whoever calls this starts anew from there (`_reload`)."""
+    def flush(self) -> None:
+        """Make durable what is not on disk yet; nothing is being written meanwhile. Blocks."""
         if (commit := self.take_commit()) is not None:
             self.perform(commit)
+            self.flushed(commit)
 
     def set_aside(self, why: str) -> None:
         """Move this whole copy into quarantine and begin with nothing: the other copy fills it."""
         require(self._writing is None, "nothing is being written while the log is set aside")
-        self._flush_now()
+        self.flush()
         set_aside(self._disk, self.start, self.end, why)
         self._reload()
 
@@ -558,7 +578,7 @@ class MessageLog:
         """
         require(self._writing is None, "nothing is being written while the log is replaced")
         _check_snapshot(snapshot, base)
-        self._flush_now()
+        self.flush()
         set_aside(self._disk, self.start, self.end, why)
         self._disk.put(snapshot_name(base), snapshot)
         write_manifest(self._disk, [base] if start is None or start >= base else [start, base])
@@ -811,10 +831,12 @@ class MessageLog:
         return len(bases) > 1 and bases[1] <= kept.agreed_start(self.state.high_watermark)
 
     def drop_oldest_segment(self) -> None:
-        """Delete the oldest segment, never the one that is being written. Whoever calls this knows that it may go."""
+        """Forget the oldest segment, never the one that is being written; the next commit deletes its files. Whoever
+        calls this knows that it may go."""
         base = self._bases.pop(0)
-        write_manifest(self._disk, self._bases)
-        self._remove_segment(base)
+        self._consume_log.drop(base)
+        # As a part of the stream of commits: the list of segments that a roll writes meanwhile may not come after it.
+        self._pending.steps.append(_Drop(base, encode_manifest(self._bases)))
         if self.damage is not None and self.damage.begin < self.start:
             self._not_damaged()  # it went with its segment
 
@@ -826,9 +848,8 @@ class MessageLog:
             quarantine.keep_files(self._disk, [log_name(base)], base, end, why)
         self.drop_oldest_segment()
 
-    def _remove_segment(self, base: int) -> None:
+    def _remove_files(self, base: int) -> None:
         # The index and snapshot go first: a segment without them is whole, they without it are rubbish.
-        self._consume_log.drop(base)
         self._disk.remove(index_name(base))
         self._disk.remove(snapshot_name(base))
         self._disk.remove(log_name(base))

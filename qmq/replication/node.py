@@ -589,6 +589,7 @@ class Node(Generic[M]):
                 self.log.drop_oldest_segment()
             else:
                 self.log.set_aside_oldest_segment("damaged-and-not-at-the-other-copy")
+        self._host.pass_soon()
         if self.log.damage is None:
             self.repaired()
 

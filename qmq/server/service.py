@@ -29,7 +29,7 @@ from qmq.errors import (
     QmqError,
 )
 from qmq.log import Commit, MessageLog
-from qmq.log.disk import Disk
+from qmq.log.disk import RealDisk
 from qmq.remoting.commands import Command
 from qmq.remoting.connection import Connection, connect
 from qmq.remoting.packet import Packet
@@ -55,7 +55,8 @@ M = TypeVar("M", bound=Master)
 
 TICK_S = 0.1
 INLINE_COMMIT_BYTES = 64 * 1024
-"""A larger commit always goes to the thread: writing it would hold up the loop, whatever its fsync costs."""
+"""A larger commit always goes to the thread: writing it would hold up the loop, whatever its fsync costs. So does one
+that begins or deletes a segment, which takes ten fsyncs."""
 TOLD_MAX = 1000
 TOLD_CHARS = 500
 """Mistakes of clients that are remembered, so that each is logged once; and how much of the text of each."""
@@ -69,6 +70,8 @@ BLOCKED_READ_MAX = 32
 connection whose other end is full."""
 HOUSE_S, HOUSE_SOON_S = 10.0, 1.0
 """How often retention looks for what may go; the second while the disk is full, or something is to go."""
+SWEEP_S = 0.05
+"""Between two pieces of removed files that are given back to the system."""
 
 SYNC_COMMANDS = frozenset({Command.HELLO, Command.FRAMES, Command.CONFIRM, Command.SNAPSHOT, Command.BEAT})
 
@@ -83,7 +86,7 @@ class Service(Generic[M]):
         self,
         *,
         message_log: MessageLog,
-        disk: Disk,
+        disk: RealDisk,
         identity: IdentityFile,
         settings: CopySettings,
         commands: frozenset[Command],
@@ -144,6 +147,7 @@ class Service(Generic[M]):
             tasks.create_task(self.repeat(self._tick, TICK_S, self._quiet_ms))
             tasks.create_task(self._follow_master())
             tasks.create_task(self._keep_house())
+            tasks.create_task(self._sweep())
 
     async def _listen(self, allowed: frozenset[Command], port: int) -> asyncio.Server:
         ip = self._settings.ip
@@ -232,7 +236,7 @@ class Service(Generic[M]):
             self.fail(error)
 
     def commit(self, commit: Commit) -> None:
-        if commit.bytes <= INLINE_COMMIT_BYTES and 0 < self.sync_us < self._settings.inline_sync_us_max:
+        if _is_small(commit) and 0 < self.sync_us < self._settings.inline_sync_us_max:
             self._loop.call_soon(self._commit_inline, commit)
         else:
             self._disk_thread.submit(self._commit_on_thread, commit)
@@ -257,7 +261,7 @@ class Service(Generic[M]):
         took_us = (time.perf_counter() - began) * 1e6
         self.commits += 1
         self.sync_seconds += took_us / 1e6
-        if commit.bytes <= INLINE_COMMIT_BYTES:
+        if _is_small(commit):
             self.sync_us += (took_us - self.sync_us) / 8 if self.sync_us else took_us
 
     def read(self, job: Callable[[], Any], done: Callable[[Any | LogError], None]) -> None:
@@ -416,6 +420,16 @@ class Service(Generic[M]):
             is_soon = self._disk_watch.is_full or self.node.log.state.kept.start > self.node.log.start
             await asyncio.sleep(HOUSE_SOON_S if is_soon else HOUSE_S)
 
+    async def _sweep(self) -> None:
+        """Free what was removed, in pieces that hold up nobody; as fast as it goes while the disk is full."""
+        while True:
+            swept: asyncio.Future[Any] = self._loop.create_future()
+            self.read(self._disk.sweep, swept.set_result)
+            if not await swept:
+                await asyncio.sleep(HOUSE_S)
+            elif not self._disk_watch.is_full:
+                await asyncio.sleep(SWEEP_S)
+
     def _look_after_log(self) -> None:
         try:
             self._delete_what_may_go()
@@ -430,6 +444,11 @@ class Service(Generic[M]):
         while node.oldest_may_go(self._keeper, self.reader_positions.values()):
             log.info("segment deleted group=%s base=%d", node.group, node.log.bases[0])
             node.log.drop_oldest_segment()
+            self.pass_soon()
+
+
+def _is_small(commit: Commit) -> bool:
+    return commit.bytes <= INLINE_COMMIT_BYTES and commit.is_plain
 
 
 def _wake(stirred: asyncio.Future[bool]) -> None:

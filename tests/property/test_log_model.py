@@ -13,13 +13,14 @@ from tests.unit.log.logs import Copy, fold_of
 
 
 class LogAndList(RuleBasedStateMachine):
-    """`parts` are the frames' bytes in order; `flushed` how many of them are on disk; `dropped` taken by retention."""
+    """`parts` are the frames' bytes in order; `flushed` how many of them are on disk; `dropped` taken
+    by retention, `gone` from the disk as well."""
 
     def __init__(self) -> None:
         super().__init__()
         self.copy = Copy(segment_bytes=1200, tail_bytes=700)
         self.parts: list[bytes] = []
-        self.flushed = self.dropped = 0
+        self.flushed = self.dropped = self.gone = 0
         self.under_way = None
         self.written_when_taken = 0
         self.message_count = 0
@@ -56,7 +57,8 @@ class LogAndList(RuleBasedStateMachine):
     @rule()
     def take_commit(self) -> None:
         self.under_way, self.written_when_taken = self.copy.log.take_commit(), len(self.parts)
-        assert (self.under_way is None) == (self.flushed == len(self.parts))
+        assert (self.under_way is None) == (self.flushed == len(self.parts) and self.gone == self.dropped)
+        self.dropped_when_taken = self.dropped
 
     @precondition(lambda self: self.under_way is not None)
     @rule()
@@ -64,7 +66,7 @@ class LogAndList(RuleBasedStateMachine):
         assert self.copy.log.take_commit() is None
         self.copy.log.perform(self.under_way)
         self.copy.log.flushed(self.under_way)
-        self.under_way, self.flushed = None, self.written_when_taken
+        self.under_way, self.flushed, self.gone = None, self.written_when_taken, self.dropped_when_taken
 
     @precondition(lambda self: self.under_way is None and self.flushed)
     @rule(choice=st.integers(0, 1 << 30))
@@ -73,7 +75,7 @@ class LogAndList(RuleBasedStateMachine):
         keep = low + choice % (len(self.parts) - low + 1)
         self.copy.log.cut(self.borders()[keep], "test")
         if keep < len(self.parts):
-            self.flushed = keep
+            self.flushed, self.gone = keep, self.dropped
             del self.parts[keep:]
 
     @precondition(lambda self: self.under_way is None)
@@ -82,6 +84,7 @@ class LogAndList(RuleBasedStateMachine):
         self.copy.disk.crash()
         self.copy.reopen()
         del self.parts[self.flushed :]
+        self.dropped = self.gone
 
     @precondition(lambda self: self.under_way is None and len(self.copy.log.bases) > 1)
     @rule()
@@ -97,7 +100,7 @@ class LogAndList(RuleBasedStateMachine):
         assert (log.end, log.flushed_end) == (ends[-1], ends[self.flushed])
         assert log.start == ends[self.dropped]
         assert log.state == fold_of(b"".join(self.parts))
-        assert log.is_idle == (self.flushed == len(self.parts))
+        assert log.is_idle == (self.flushed == len(self.parts) and self.gone == self.dropped)
 
     @invariant()
     def tail_is_bounded_and_holds_all_that_is_not_on_disk(self) -> None:

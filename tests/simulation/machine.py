@@ -538,6 +538,7 @@ class Process:
             self._events.count("segment dropped")
             self.world.oracle.deleting(self.log)
             self.log.drop_oldest_segment()
+            self.pass_soon()
 
     def _hear_clocks(self) -> None:
         """What heartbeats bring every second: what the clocks of metaserver and peer say."""

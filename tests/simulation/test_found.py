@@ -238,7 +238,7 @@ def a_group_whose_retention_took_messages() -> tuple[BrokerGroup, Client]:
     while len(group.a.log.bases) < 3:
         client.produce("filler", subject="other", size=900)
         group.settle()
-    group.a.log.drop_oldest_segment()
+    group.a.drop_oldest_segment()
     assert not group.a.log.frames("s", 0, 1)
     return group, client
 
@@ -273,7 +273,7 @@ def test_un_acked_messages_that_retention_took_are_counted_once_however_often_th
     while len(group.a.log.bases) < 3:
         client.produce("filler", subject="other", size=900)
         group.settle()
-    group.a.log.drop_oldest_segment()
+    group.a.drop_oldest_segment()
     for held_end in (first + 1, first, 0):
         again = Client(group.a, f"holds {held_end}")
         subscribed = again.subscribe("c", held_end=held_end)

@@ -204,7 +204,7 @@ def test_what_retention_took_is_passed_over():
         add(copy, order(f"m{copy.log.state.next_sequence.get('s', 0)}", text="x" * 200))
     count = copy.log.state.next_sequence["s"]
     behind = Browse(copy.log, "s", copy.log.end, 0, END)
-    copy.log.drop_oldest_segment()
+    copy.drop_oldest_segment()
     first = copy.log.frames("s", 0, 1)[0].begin
     while not behind.is_over:
         step(behind)

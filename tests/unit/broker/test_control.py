@@ -75,7 +75,7 @@ def stored_ms(group: Group, sequence: int) -> int:
 def drop_old_segments(group: Group) -> int:
     """Return the first sequence that is left."""
     while len(group.a.log.bases) > 1:
-        group.a.log.drop_oldest_segment()
+        group.a.drop_oldest_segment()
     return group.a.log.frames("s", 0, 1)[0].begin
 
 

@@ -571,7 +571,7 @@ def in_frames_of_their_own(count: int, **settings) -> tuple[Group, Client, int]:
 def test_what_retention_took_is_over_and_counted_and_the_rest_dies(is_all):
     group, client, first = in_frames_of_their_own(12)
     while len(group.a.log.bases) > 2:
-        group.a.log.drop_oldest_segment()
+        group.a.drop_oldest_segment()
     gone = group.a.log.frames("s", 0, 1)[0].begin
     assert 1 < gone < 11
     end = gone if is_all else 12

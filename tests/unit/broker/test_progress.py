@@ -301,7 +301,7 @@ def test_group_moves_no_further_back_than_the_oldest_message_that_is_kept():
     while len(group.a.log.bases) < 3:
         client.produce("m", size=800)
         group.settle()
-    group.a.log.drop_oldest_segment()
+    group.a.drop_oldest_segment()
     first, _ = progress.sequences_kept(group.a.log, "s")
     assert first > 0
     for to in ("earliest", "sequence", "time"):

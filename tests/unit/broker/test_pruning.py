@@ -184,7 +184,7 @@ def test_what_retention_took_does_not_wait_any_more(ranges, monkeypatch):
         group.settle()
         assert len(group.a.log.state.groups[KEY].requeued) == ranges
     while len(group.a.log.bases) > 2:
-        group.a.log.drop_oldest_segment()
+        group.a.drop_oldest_segment()
     first = group.a.log.frames("s", 0, 1)[0].begin
     assert first > 1
     producer = Client(group.a)

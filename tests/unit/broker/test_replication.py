@@ -106,8 +106,8 @@ def equal(group: Group) -> bool:
 
 def test_new_slave_is_seeded_from_the_oldest_segment_kept():
     group = filled(tail_bytes=0)
-    group.a.log.drop_oldest_segment()
-    group.a.log.drop_oldest_segment()
+    group.a.drop_oldest_segment()
+    group.a.drop_oldest_segment()
     replace_slave(group)
     settle_slowly(group)
     assert group.a.node.readonly_reasons == [] and equal(group)
@@ -124,7 +124,7 @@ def mend(damaged: Broker, whole: Broker) -> None:
 def test_new_slave_that_is_seeded_behind_a_damaged_snapshot_is_whole_once_it_has_what_is_before():
     """It counted as whole without the master's oldest segment, whose messages nobody else had then."""
     group = filled(tail_bytes=0)
-    group.a.log.drop_oldest_segment()
+    group.a.drop_oldest_segment()
     first, second = group.a.log.bases[:2]
     group.a.disk.flip(f"log/{first:020d}.snap", 100)
     replace_slave(group)
@@ -161,7 +161,7 @@ def test_a_group_whose_last_copy_is_damaged_gets_a_second_one_once_the_damage_wa
 
 def test_master_that_takes_a_log_back_from_behind_a_damaged_snapshot_is_readonly_until_it_has_what_is_before():
     group = filled(tail_bytes=0)
-    group.b.log.drop_oldest_segment()
+    group.b.drop_oldest_segment()
     first, second = group.b.log.bases[:2]
     group.b.disk.flip(f"log/{first:020d}.snap", 100)
     group.cut()
@@ -185,7 +185,7 @@ def test_snapshot_damaged_on_its_way_does_not_cost_the_slave_its_copy():
     client.subscribe()
     group.a.host.settle()
     while len(group.a.log.bases) > 1:
-        group.a.log.drop_oldest_segment()
+        group.a.drop_oldest_segment()
     old = Broker("old", group.a.settings)
     old.assign(Role.SLAVE)
     group.b = old
@@ -201,7 +201,7 @@ def test_snapshot_damaged_on_its_way_does_not_cost_the_slave_its_copy():
 def test_master_with_an_empty_disk_takes_back_all_of_a_log_that_begins_late():
     group = filled(tail_bytes=0)
     while len(group.b.log.bases) > 2:
-        group.b.log.drop_oldest_segment()
+        group.b.drop_oldest_segment()
     group.cut()
     lost_end, group.a = group.b.log.end, Broker("new master", group.a.settings)
     group.a.assign(Role.MASTER, 2)
@@ -247,7 +247,7 @@ def a_master_that_takes_back_piece_by_piece() -> Group:
 def test_retention_takes_nothing_that_the_master_still_takes_back():
     group = a_master_that_takes_back_piece_by_piece()
     while not group.b.node.is_pinned(()):
-        group.b.log.drop_oldest_segment()
+        group.b.drop_oldest_segment()
     assert 0 < group.b.log.start <= group.a.log.end
     for _ in range(30):
         group.b.wait(100)
@@ -260,7 +260,7 @@ def test_master_takes_back_what_is_left_when_retention_took_more_than_it_has():
     group.cut()
     taken_end = group.a.log.end
     while group.b.log.start <= taken_end:
-        group.b.log.drop_oldest_segment()
+        group.b.drop_oldest_segment()
     group.connect()
     for _ in range(30):
         group.b.wait(100)
@@ -306,7 +306,7 @@ def test_slave_gives_up_nothing_acknowledged_for_a_seed_of_another_history():
         client.produce(f"x{i}", size=200)
         stranger.settle()
     while len(stranger.a.log.bases) > 1:
-        stranger.a.log.drop_oldest_segment()
+        stranger.a.drop_oldest_segment()
     assert stranger.a.log.start < group.b.log.state.high_watermark
     stranger.cut()
     end, group.a = group.b.log.end, stranger.a
@@ -369,7 +369,7 @@ def test_master_from_an_old_backup_is_refilled_from_a_slave_whose_log_begins_lat
     group.a.assign(Role.MASTER, 2)
     group.a.wait(group.a.settings.slave_wait_ms)
     while group.b.log.start <= group.a.log.end:
-        group.b.log.drop_oldest_segment()
+        group.b.drop_oldest_segment()
     group.b.assign(Role.SLAVE, 2)
     group.connect()
     group.settle()
@@ -803,7 +803,7 @@ def test_slave_takes_no_answer_of_an_older_master():
 def test_slave_in_sync_takes_no_second_snapshot():
     """It would move its whole copy to quarantine, and stay complete."""
     group = filled(tail_bytes=0)
-    group.a.log.drop_oldest_segment()
+    group.a.drop_oldest_segment()
     replace_slave(group)
     settle_slowly(group)
     assert group.a.node.writable and group.b.log.start > 0

@@ -380,7 +380,7 @@ def test_messages_that_retention_took_are_counted_and_passed():
     consumer = Consumer(group, "c1", tags=["pay"])
     for broker in (group.a, group.b):
         while len(broker.log.bases) > 2:
-            broker.log.drop_oldest_segment()
+            broker.drop_oldest_segment()
     first = group.a.log.frames("s", 0, 1)[0].begin
     assert first > 0
     assert consumer.sequences() == list(range(first, 16))

@@ -173,6 +173,10 @@ class Broker:
         self.host.node = self.node
         self.keeper = Retention(settings)
 
+    def drop_oldest_segment(self) -> None:
+        self.log.drop_oldest_segment()
+        self.log.flush()
+
     def crash(self, rng=None) -> None:
         self.disk.crash(rng)
         self.start()
@@ -437,7 +441,7 @@ class Group:
                 self.settle()
             for broker in (self.a, self.b):
                 while broker.node.oldest_may_go(broker.keeper, ()):
-                    broker.log.drop_oldest_segment()
+                    broker.drop_oldest_segment()
         return before - len(self.a.log.bases) - len(self.b.log.bases)
 
     def swap(self, term: int) -> None:

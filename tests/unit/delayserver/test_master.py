@@ -278,6 +278,7 @@ def test_messages_whose_segment_was_given_up_hold_up_no_others(how):
     kept = copies.a.log.state.next_sequence["s"] - copies.a.log.first_kept("s", copies.a.log.bases[1])
     for server in (copies.a, copies.b):
         server.log.set_aside_oldest_segment("given-up")
+        server.log.flush()
     if how == "before it starts":
         restart(copies)
     copies.run(2 * HOUR_MS, step_ms=60_000)

@@ -54,6 +54,10 @@ class Copy:
             self.log.perform(commit)
             self.log.flushed(commit)
 
+    def drop_oldest_segment(self) -> None:
+        self.log.drop_oldest_segment()
+        self.flush()
+
     def fill(self, frames: int, *, name: str = "m", size: int = 100) -> None:
         """Append messages, one commit each; rolls over as it goes."""
         for i in range(frames):

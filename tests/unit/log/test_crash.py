@@ -89,7 +89,7 @@ def run(copy: Copy, truth: Truth) -> None:
     copy.log.damaged_at(found.value)
     copy.log.repair(whole)
     truth.start = copy.log.bases[1]
-    copy.log.drop_oldest_segment()
+    copy.drop_oldest_segment()
     append(copy, truth, "e")
     flush(copy, truth)
 
@@ -101,7 +101,7 @@ def seed(copy: Copy, truth: Truth) -> None:
     other.fill(30)
     base, _, snapshot = other.log.seed_start()
     while base < 2 * SEGMENT_BYTES:
-        other.log.drop_oldest_segment()
+        other.drop_oldest_segment()
         base, _, snapshot = other.log.seed_start()
     copy.flush()
     truth.other, truth.other_start = other.whole(), base

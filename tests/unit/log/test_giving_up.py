@@ -77,7 +77,7 @@ def test_damage_that_kept_the_log_from_being_replayed_goes_with_what_is_behind_i
 def test_what_goes_is_told_by_subject_and_by_who_has_not_consumed_it(all_goes, is_whole):
     copy = a_copy()
     if not is_whole:
-        copy.log.drop_oldest_segment()
+        copy.drop_oldest_segment()
     bases = list(copy.log.bases)
     copy.messages("n", subject="new")
     consumed = {"s0": 2, "s1": 12, "s2": 0, "new": 0}

@@ -141,7 +141,7 @@ def test_an_index_is_read_from_its_file_once_there_is_one():
     copy.log.frames("s1", 0, 1_000)
     assert copy.disk.has(index_name(base)), "it was made again"
     assert set(copy.log._consume_log._closed) == set(copy.log.bases[:-1])
-    copy.log.drop_oldest_segment()
+    copy.drop_oldest_segment()
     assert set(copy.log._consume_log._closed) == set(copy.log.bases[:-1])
 
 

@@ -92,9 +92,10 @@ def test_the_list_follows_every_change_of_the_files():
         return manifest.read_manifest(copy.disk) == log.bases == segment_bases(copy.disk)
 
     assert follows()
-    log.drop_oldest_segment()
+    copy.drop_oldest_segment()
     assert follows()
     log.set_aside_oldest_segment("test")
+    copy.flush()
     assert follows()
     base, _, snapshot = log.seed_start()
     log.cut(log.bases[-2], "test")
@@ -121,7 +122,7 @@ def test_a_deletion_that_a_crash_interrupts_ends_as_deletion_or_nothing(agreed):
         copy.flush()
         copy.disk.fail_after(call)
         try:
-            copy.log.drop_oldest_segment()
+            copy.drop_oldest_segment()
         except Exception:
             copy.disk.heal()
         copy.disk.heal()
@@ -147,3 +148,18 @@ def test_a_list_of_nothing_leaves_out_no_file():
 def test_a_list_that_does_not_ascend_is_none(listed):
     with pytest.raises(ValueError, match="not ascending"):
         manifest.decode_manifest(manifest.encode_manifest(listed))
+
+
+def test_the_list_of_a_roll_that_began_before_a_deletion_does_not_come_after_it():
+    """A file that it lists and that is gone would be damage at the next start."""
+    copy = a_copy()
+    segments = len(copy.log.bases)
+    while len(copy.log.bases) == segments:
+        copy.messages("m", size=100)
+    rolling = copy.log.take_commit()
+    copy.log.drop_oldest_segment()
+    copy.log.perform(rolling)
+    copy.log.flushed(rolling)
+    copy.flush()
+    assert manifest.read_manifest(copy.disk) == copy.log.bases == segment_bases(copy.disk)
+    assert copy.reopen().damage is None

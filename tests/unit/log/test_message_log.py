@@ -130,7 +130,7 @@ def test_reader_whose_segment_was_dropped_meanwhile_finds_no_frame_and_no_failin
     copy.begin_epoch()
     copy.fill(40)
     (ref,) = copy.log.frames("s0", 0, 1)
-    copy.log.drop_oldest_segment()
+    copy.drop_oldest_segment()
     assert ref.offset < copy.log.start
     with pytest.raises(CorruptFrame) as found:
         READERS[what](copy.log, ref)
@@ -321,7 +321,7 @@ def test_any_range_is_read_as_it_is_over_the_ends_of_segments():
             if begin < copy.log.end:
                 assert copy.log.read_bytes(begin, end) == whole[begin:end]
     assert segments.read_raw(copy.disk, [], 0, 9) == b""
-    copy.log.drop_oldest_segment()
+    copy.drop_oldest_segment()
     assert segments.read_raw(copy.disk, copy.log.bases, 0, copy.log.end) == whole[copy.log.start :]
 
 
@@ -411,7 +411,7 @@ def test_chain_before_the_oldest_frame_is_told():
     copy.begin_epoch()
     copy.fill(60)
     assert copy.log.start_chain() == 0 and copy.log.seed_start()[:2] == (0, 0)
-    copy.log.drop_oldest_segment()
+    copy.drop_oldest_segment()
     base, chain, snapshot = copy.log.seed_start()
     assert base == copy.log.start and copy.log.start_chain() == chain != 0 and copy.log.chain_is(base, chain)
     assert copy.disk.read(snapshot_name(base), 0, 1 << 20) == snapshot
@@ -475,7 +475,7 @@ def test_what_is_appended_and_not_written_goes_to_quarantine_as_well():
         other = Copy()
         other.begin_epoch()
         other.fill(60)
-        other.log.drop_oldest_segment()
+        other.drop_oldest_segment()
         base, _, snapshot = other.log.seed_start()
         if change == "cut":
             copy.log.cut(kept.end, "test")
@@ -526,7 +526,7 @@ def test_a_cut_behind_the_end_changes_nothing_and_one_at_the_begin_leaves_an_emp
     copy = Copy()
     copy.begin_epoch()
     copy.fill(60)
-    copy.log.drop_oldest_segment()
+    copy.drop_oldest_segment()
     before, end = copy.image(), copy.log.end
     for behind in (end, end + 8):
         assert copy.log.cut(behind, "test") is None
@@ -560,7 +560,7 @@ def test_a_segment_is_read_up_to_a_frame_and_no_further_to_see_whether_it_can_be
     copy.log.check_readable(0)
     copy.begin_epoch()
     copy.fill(60)
-    copy.log.drop_oldest_segment()
+    copy.drop_oldest_segment()
     frames = copy.log.read(copy.log.start, copy.log.end, 1 << 20).frames
     bad = frames[5]
     copy.disk.flip(log_name(copy.log.start), 8 * (bad.offset - copy.log.start + 50))
@@ -634,7 +634,7 @@ def test_frame_that_is_larger_than_a_segment_goes_into_an_empty_one():
     copy, other = Copy(segment_bytes=100), Copy()
     other.begin_epoch()
     other.fill(60)
-    other.log.drop_oldest_segment()
+    other.drop_oldest_segment()
     base, _, snapshot = other.log.seed_start()
     copy.log.seed(base, snapshot, "test")
     copy.log.append_frames(base, memoryview(other.whole()))
@@ -745,7 +745,7 @@ def test_the_oldest_segment_may_go_when_it_was_acknowledged_that_it_is_not_kept(
     copy.fill(60)
     assert not copy.log.oldest_may_go
     while len(copy.log.bases) > 2:
-        copy.log.drop_oldest_segment()
+        copy.drop_oldest_segment()
     kept = RetentionDecision(copy.log.bases[1] + start, "", {}, {})
     said = copy.append(FrameKind.RETENTION, "", encode_retention(kept))
     copy.messages("m", high_watermark=said.end if acknowledged else said.offset)
@@ -766,7 +766,7 @@ def test_of_a_segment_that_went_nothing_is_remembered():
     copy.begin_epoch()
     copy.fill(60)
     before = copy.log.frames("s0", 0, 1000)
-    copy.log.drop_oldest_segment()
+    copy.drop_oldest_segment()
     kept = [ref for ref in before if ref.offset >= copy.log.start]
     assert copy.log.frames("s0", 0, 1000) == kept != before
     copy.log.cut(copy.log.bases[-2], "test")
@@ -800,5 +800,5 @@ def test_before_a_log_begins_the_next_frame_is_its_first_one():
     assert copy.log.next_frame(0) is None
     copy.begin_epoch()
     copy.fill(60)
-    copy.log.drop_oldest_segment()
+    copy.drop_oldest_segment()
     assert copy.log.next_frame(0) == copy.log.start == copy.log.next_frame(copy.log.start - 8)

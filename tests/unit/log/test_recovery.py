@@ -214,7 +214,7 @@ def test_segment_that_is_missing_before_the_newest_is_damage_and_is_mended(is_go
 def test_log_without_a_known_beginning_is_set_aside_whole():
     copy = a_log()
     while copy.log.bases[0] == 0:
-        copy.log.drop_oldest_segment()
+        copy.drop_oldest_segment()
     for base in copy.log.bases:
         copy.disk.flip(f"log/{base:020d}.snap", 99)
     names = set(copy.disk.names("log"))
@@ -227,7 +227,7 @@ def test_log_without_a_known_beginning_is_set_aside_whole():
 def test_oldest_snapshot_that_is_damaged_says_nothing_of_the_chain_there():
     """A repair of the other copy, and the audit, ask for it, and need no more than the frames."""
     copy = a_log()
-    copy.log.drop_oldest_segment()
+    copy.drop_oldest_segment()
     first = copy.log.bases[0]
     chain = copy.log.start_chain()
     assert chain is not None and copy.log.chain_is(first, chain)

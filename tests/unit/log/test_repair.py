@@ -284,7 +284,7 @@ def test_a_closed_segment_that_is_whole_and_of_another_history_is_mended(common)
 
 def test_whether_it_is_damaged_now_is_seen_only_where_the_log_is():
     copy = a_copy()
-    copy.log.drop_oldest_segment()
+    copy.drop_oldest_segment()
     copy.messages("not flushed")
     log, start, end = copy.log, copy.log.start, copy.log.flushed_end
     problem = {offset: CorruptFrame(offset, "test") for offset in (0, start, end - 8, end)}
@@ -346,7 +346,7 @@ def test_damage_that_goes_with_its_segment_is_over(is_cut):
     for offset, is_over in ((second, False), (second - 8, True)):
         again = Copy(copy.disk.copy(), tail_bytes=0)
         again.log.damaged_at(CorruptFrame(offset, "test"))
-        again.log.drop_oldest_segment()
+        again.drop_oldest_segment()
         assert again.log.start == second and (again.log.damage is None) == is_over
         assert again.log.health.is_of(again.log.damage) and again.log.is_tail_cut == is_cut
         if is_over:
@@ -386,7 +386,7 @@ def test_what_stands_at_damage_is_read_up_to_the_next_frame_or_to_the_end():
 def test_only_segment_without_a_whole_snapshot_ends_with_the_next_frame(is_only, is_bad):
     copy = a_copy()
     while len(copy.log.bases) > (1 if is_only else 2):
-        copy.log.drop_oldest_segment()
+        copy.drop_oldest_segment()
     if is_bad:
         for base in copy.log.bases:
             copy.disk.flip(segments.snapshot_name(base), 100)
@@ -444,7 +444,7 @@ def test_state_before_a_lost_snapshot_is_told_where_it_can_be_made_again():
 
 def test_a_segment_without_a_frame_is_not_ended():
     copy, other = Copy(), a_copy()
-    other.log.drop_oldest_segment()
+    other.drop_oldest_segment()
     base, _, snapshot = other.log.seed_start()
     copy.log.seed(base, snapshot, "test")
     copy.disk.remove(segments.snapshot_name(base))

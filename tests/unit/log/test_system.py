@@ -46,6 +46,59 @@ def each_call(work) -> range:
     return range(1, disk.calls - before + 2)
 
 
+def swept(disk: RealDisk) -> list[int]:
+    """Sweep until nothing is left; return how many bytes were left after each piece."""
+    left = []
+    while disk.sweep():
+        left.append(sum(disk.size(f"{disk_module.REMOVED}/{name}") for name in disk.names(disk_module.REMOVED)))
+    return left
+
+
+def test_a_large_file_that_is_removed_is_given_back_in_pieces(monkeypatch, tmp_path):
+    monkeypatch.setattr(disk_module, "SWEPT_BYTES", 1000)
+    disk = RealDisk(tmp_path)
+    for name, size in (("log/a", 2500), ("log/b", 1000), ("c", 1001)):
+        disk.put(name, bytes(size))
+        disk.remove(name)
+        assert not disk.has(name) and disk.read(name, 0, 10) == b""
+    assert sorted(disk.names(disk_module.REMOVED)) == ["c", "log-a"]
+    assert swept(RealDisk(tmp_path)) == [2501, 2500, 1500, 500, 0], "also by the next process"
+    assert not disk.sweep()
+
+
+def test_what_is_removed_keeps_pace_with_what_is_written(monkeypatch, tmp_path):
+    monkeypatch.setattr(disk_module, "SWEPT_BYTES", 10)
+    disk = RealDisk(tmp_path)
+    disk.put("f", bytes(disk_module.SWEPT_SHARE * 20))
+    disk.remove("f")
+    left = swept(disk)
+    assert left[0] == (disk_module.SWEPT_SHARE - 1) * 20 and len(left) < 2 * disk_module.SWEPT_SHARE
+
+
+def test_a_mapped_file_is_removed_as_a_whole(monkeypatch, tmp_path):
+    """Whoever still looks at it would be killed."""
+    monkeypatch.setattr(disk_module, "SWEPT_BYTES", 1000)
+    disk = RealDisk(tmp_path)
+    disk.put("f", b"x" * 9000)
+    mapped = disk.map("f")
+    disk.remove("f")
+    assert not disk.sweep() and bytes(mapped) == b"x" * 9000
+
+
+@pytest.mark.parametrize("luck", LUCK)
+def test_a_large_file_that_was_removed_stays_gone(monkeypatch, luck):
+    monkeypatch.setattr(disk_module, "SWEPT_BYTES", 2)
+
+    def work(disk):
+        disk.remove("log/old")
+
+    for call in each_call(work):
+        disk = MemoryDisk()
+        disk.put("log/old", b"old")
+        done = crashed(disk, call, work, luck)
+        assert disk.read("log/old", 0, 10) in (b"", b"old") and not (done and disk.has("log/old"))
+
+
 def test_data_directory_that_was_just_made_is_lasting():
     disk = MemoryDisk()
     disk.put("f", b"data")

@@ -93,7 +93,7 @@ def history(epochs: tuple[int, ...], *, size: int = 20, drop: int = 0, **changes
         copy.messages(f"{place} in {term}", size=size)
     copy.flush()
     for _ in range(drop):
-        copy.log.drop_oldest_segment()
+        copy.drop_oldest_segment()
     return copy
 
 
@@ -255,7 +255,7 @@ def test_the_newest_epochs_are_proven_by_their_first_frames_as_far_as_they_can_b
     base = max(base for base in copy.log.bases if base <= damaged)
     copy.disk.flip(f"log/{base:020d}.log", 8 * (damaged - base + 20))
     while copy.log.start <= proofs[0].offset:
-        copy.log.drop_oldest_segment()
+        copy.drop_oldest_segment()
     there = [proof for proof in proofs if proof.offset >= copy.log.start]
     assert 2 < len(there) < len(proofs) and proofs_of(copy.log) == [*there[:-2], there[-1]]
 

@@ -139,7 +139,7 @@ def test_messages_are_named_up_to_damage_and_no_more_of_them_than_people_read(mo
 
 def test_messages_above_what_retention_took_are_those_that_are_left():
     copy = a_copy()
-    copy.log.drop_oldest_segment()
+    copy.drop_oldest_segment()
     left = sum(20 - first[0].begin for first in (copy.log.frames(f"s{at}", 0, 1) for at in range(3)))
     assert len(report(copy.disk, above=8)["above"]["ids"]) == left < 60
 

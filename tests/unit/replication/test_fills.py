@@ -232,7 +232,7 @@ def test_a_whole_copy_from_before_the_masters_log_begins_waits_untouched():
         client.produce(*(f"m{number}" for number in range(10)))
         copies.settle()
     while copies.a.log.start <= copies.c.log.end:
-        copies.a.log.drop_oldest_segment()
+        copies.a.drop_oldest_segment()
     end, order = copies.c.log.end, (fill_id(copies.c), True)
     copies.connect("c")
     assert copies.state("c") is FollowerState.UNFILLED and copies.c.log.end == end
@@ -246,7 +246,7 @@ def test_a_whole_copy_from_before_the_masters_log_begins_waits_untouched():
 def test_an_older_slave_that_knows_no_waiting_is_filled_as_before(begins_late):
     copies = with_new_c(messages=30 if begins_late else 3)
     while begins_late and len(copies.a.log.bases) > 1:
-        copies.a.log.drop_oldest_segment()
+        copies.a.drop_oldest_segment()
     assert (copies.a.log.start > 0) is begins_late
     assert Hello.decode(Hello("g1", "x", Epoch(1, 1), [], 0, 0, 0).encode()).would_be_filled is False
     copies.cut("c")

@@ -205,7 +205,7 @@ def test_a_copy_that_is_to_be_seeded_promises_nothing_and_begins_where_it_was_ag
         client.produce(*(f"m{number}" for number in range(10)))
         copies.settle()
     while copies.a.log.start <= copies.c.log.end:
-        copies.a.log.drop_oldest_segment()
+        copies.a.drop_oldest_segment()
     wire, c, end = copies.wires["c"], copies.c, copies.c.log.end
 
     def agreed() -> None:
@@ -261,7 +261,7 @@ def test_a_slave_follows_from_before_its_log_begins_by_no_agreement():
     while len(b.log.bases) < 3:
         Client(group.a).produce("m", size=900)
         group.settle()
-    b.log.drop_oldest_segment()
+    b.drop_oldest_segment()
     group.connect()
     follow = Agreement(group.a.master.epoch, Action.FOLLOW, 0, 0, b.log.end)
     b.node.agreed(group.at_slave, memoryview(follow.encode()))

@@ -31,7 +31,7 @@ def test_hello_waits_until_nothing_is_being_written():
 def test_a_slave_that_follows_takes_no_second_snapshot():
     illegal, group = SLAVE.illegal, filled()
     group.look_after_logs()
-    group.a.log.drop_oldest_segment()
+    group.a.drop_oldest_segment()
     replace_slave(group)
     group.settle()
     assert states(group) == [S.AWAITING_FLUSH, S.HELLO_SENT, S.AWAITING_SNAPSHOT, S.FOLLOWING]

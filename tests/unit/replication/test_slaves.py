@@ -147,7 +147,7 @@ def test_a_snapshot_waits_until_what_came_on_an_earlier_link_is_written():
     end = group.a.log.end
     group.cut()
     while group.b.log.start <= end:
-        group.b.log.drop_oldest_segment()
+        group.b.drop_oldest_segment()
     group.connect()
     group.b.host.settle()
     assert group.deliver_hello() and group.to_master()
@@ -168,7 +168,7 @@ def test_slaves_that_follow_a_master_whose_log_begins_anew_say_hello_again():
         copies.settle()
     copies.cut()
     copies.a, copies.c = Broker("a", SETTINGS), Broker("c", SETTINGS)
-    copies.b.log.drop_oldest_segment()
+    copies.b.drop_oldest_segment()
     copies.start(term=2, connected="")
     b, c = copies.wires["b"], copies.wires["c"]
     for wire, expected in ((c, S.CATCHING_UP), (b, S.RESTORING)):

@@ -101,7 +101,7 @@ def test_an_only_segment_whose_snapshot_is_damaged_gets_a_successor_with_a_whole
     copy.begin_epoch()
     copy.fill(60, size=100)
     while len(copy.log.bases) > 1:
-        copy.log.drop_oldest_segment()
+        copy.drop_oldest_segment()
     [base], end = copy.log.bases, copy.log.end
     copy.disk.flip(snapshot_name(base), 100)
     looked = []
