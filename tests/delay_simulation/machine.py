@@ -12,6 +12,7 @@ from qmq.delayserver.schedule import Schedule, discard
 from qmq.replication.identity import IdentityFile
 from qmq.replication.master import Promotion
 from qmq.replication.node import Node
+from qmq.replication.sources import Sources
 from tests.delay_simulation.brokers import GroupSenders
 from tests.simulation.disk import SimulatedDisk
 from tests.simulation.machine import Doze, Machine, Process
@@ -58,7 +59,7 @@ class DelayProcess(Process):
         world, limits = self.world, self.world.swarm.limits
         self.is_alive = True
         self.performing = self.seen_master = None
-        self.heard_points = []
+        self.heard_points, self._sources = [], Sources()
         self.seen_high = 0
         self.alone_end = 0
         """Up to here it wrote without a slave, or had one that was lost: plans before this may go without it."""

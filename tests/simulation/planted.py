@@ -505,7 +505,7 @@ BUGS = [
     Bug("ack before fsync", _ack_before_fsync),
     Bug("confirm before fsync", _confirm_before_fsync),
     Bug("ack by the slave's own length", _ack_by_slaves_length, first=109),
-    Bug("no fence", _no_fence, first=279, favoured="replace"),
+    Bug("no fence", _no_fence, first=825, favoured="replace"),
     Bug("truncate by length", _truncate_by_length, first=5),
     Bug("epoch not persisted", _epoch_not_persisted, first=7),
     Bug("CRC over the body only", _crc_over_body_only, first=5),
