@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import sys
 
-from qmq.delayserver.main import main
+from qmq.control_plane import use_older_engine
+
+use_older_engine()  # before main is imported, and grpc with it
+
+from qmq.delayserver.main import main  # noqa: E402
 
 sys.exit(main())

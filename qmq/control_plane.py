@@ -56,11 +56,19 @@ DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 EXPERIMENTS = "GRPC_EXPERIMENTS"
 
 
-def read_channels_singly() -> None:
+OLDER_ENGINE = (
+    "-event_engine_client,-event_engine_listener,-event_engine_for_all_other_endpoints,-event_engine_callback_cq"
+)
+"""gRPC's older I/O engine. A version of gRPC that does not know one of these names any more goes on with the newer one
+and logs an error for each."""
+
+
+def use_older_engine() -> None:
     """Let the thread that waits for a process's calls read its connections, too. By default a pool does, whose threads
-    look twenty times a second for more: a third of what an idle broker costs. Before the first channel; an operator's
-    own setting stays."""
-    os.environ.setdefault(EXPERIMENTS, "-event_engine_client")
+    look twenty times a second for more: a sixth of what an idle broker costs, and a third of what it costs a metaserver
+    to tell a client (docs/metaservers.md). gRPC looks at it once, when it is imported, so `__main__` calls this before.
+    An operator's own setting stays."""
+    os.environ.setdefault(EXPERIMENTS, OLDER_ENGINE)
 
 
 _runs_grpc = _lost_grpc = False

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import sys
 
-from qmq.watchdog.main import main
+from qmq.control_plane import use_older_engine
+
+use_older_engine()  # before main is imported, and grpc with it
+
+from qmq.watchdog.main import main  # noqa: E402
 
 if __name__ == "__main__":
     sys.exit(main())

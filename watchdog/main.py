@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 from qmq.client.numbered import NumberedSender
-from qmq.control_plane import read_channels_singly
 from qmq.errors import QmqError
 from qmq.http_port import HttpPort, listen
 from qmq.logs import configure
@@ -66,7 +65,6 @@ async def _run(settings: WatchdogSettings) -> bool:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a watchdog; return its exit status: 0 stopped in order, 1 cannot serve, 2 wrong settings."""
-    read_channels_singly()
     parser = argparse.ArgumentParser(prog="qmq watchdog", description="qmq's watchdog: sends what outboxes still have.")
     parser.add_argument("--config", type=Path, help="TOML file; QMQ_WATCHDOG_<NAME> in the environment overrides it")
     options = parser.parse_args(arguments)

@@ -15,7 +15,6 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TypeVar, cast
 
-from qmq.control_plane import read_channels_singly
 from qmq.errors import QmqError
 from qmq.garbage import collect_by_the_clock
 from qmq.log import MessageLog, RealDisk
@@ -40,7 +39,6 @@ Build = Callable[[S, MessageLog, RealDisk, IdentityFile], Tasks]
 
 def run(name: str, settings_type: type[S], prefix: str, description: str, build: Build[S]) -> int:
     """Run until SIGTERM or SIGINT; returns the exit status: 0 told to stop, 2 wrong settings, 1 could not start."""
-    read_channels_singly()
     parser = argparse.ArgumentParser(prog=f"qmq {name}", description=description)
     parser.add_argument("--config", type=Path, help=f"TOML file; {prefix}_… variables override it")
     arguments = parser.parse_args()

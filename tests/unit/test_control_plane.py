@@ -22,6 +22,7 @@ from qmq.control_plane import (
     IDLE_MS,
     META_CHANNEL_OPTIONS,
     NO_PROBE,
+    OLDER_ENGINE,
     SERVER_OPTIONS,
     find_metaserver,
 )
@@ -183,21 +184,27 @@ def test_no_heartbeat_to_a_metaserver_is_answered_with_a_ping():
     assert NO_PROBE in RPC_OPTIONS
 
 
-def test_server_processes_read_their_channels_by_the_thread_that_waits_for_calls(monkeypatch):
-    """gRPC writes down which experiments it was told, when it begins; one that it does not know is only logged."""
-    text = (
-        "import asyncio, os, grpc.aio\n"
-        "from pathlib import Path\n"
-        "from qmq.control_plane import read_channels_singly\n"
-        "read_channels_singly()\n"
-        "async def main():\n"
-        "    async with grpc.aio.insecure_channel('127.0.0.1:9'): pass\n"
-        "asyncio.run(main())\n"
-        "print(os.environ['GRPC_EXPERIMENTS'])\n"
-    )
-    for theirs, then in (("", "-event_engine_client"), ("event_engine_client", "event_engine_client")):
-        environ = {key: value for key, value in os.environ.items() if key != EXPERIMENTS}
-        environ |= {EXPERIMENTS: theirs} if theirs else {}
-        done = subprocess.run([sys.executable, "-c", text], env=environ, capture_output=True, text=True, check=True)
-        assert done.stdout.split() == [then]
-        assert "xperiment" not in done.stderr, "this gRPC knows it"
+AT_IMPORT = """
+import os, runpy, sys
+class Look:
+    def find_spec(self, name, *_):
+        if name == "grpc._cython":
+            print(os.environ.get("GRPC_EXPERIMENTS"))
+sys.meta_path.insert(0, Look())
+sys.argv[1:] = ["--help"]
+runpy.run_module(MODULE, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "theirs"),
+    [("broker", ""), ("broker", "event_engine_client"), ("delayserver", ""), ("metaserver", ""), ("watchdog", "")],
+)
+def test_a_server_process_chooses_its_grpc_engine_before_grpc_is_imported(name, theirs):
+    """gRPC looks at the environment once, when it is loaded; a broker that chose later had changed nothing."""
+    environ = {key: value for key, value in os.environ.items() if key != EXPERIMENTS}
+    environ |= {EXPERIMENTS: theirs} if theirs else {}
+    text = AT_IMPORT.replace("MODULE", repr(f"qmq.{name}"))
+    done = subprocess.run([sys.executable, "-c", text], env=environ, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[0] == (theirs or OLDER_ENGINE)
+    assert "xperiment" not in done.stderr, "this gRPC knows it"
