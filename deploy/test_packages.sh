@@ -14,6 +14,7 @@ command -v chromium >/dev/null || packages+=(chromium)
 command -v promtool >/dev/null || packages+=(prometheus)
 command -v nft >/dev/null || [ -x /usr/sbin/nft ] || packages+=(nftables)
 compgen -G '/usr/lib/*/faketime/libfaketimeMT.so.1' >/dev/null || packages+=(faketime)
+command -v zsh >/dev/null || packages+=(zsh)
 command -v curl >/dev/null || packages+=(curl) # docs/install.md uses it, and a test does what that says
 [ ${#packages[@]} -gt 0 ] || exit 0
 

@@ -25,7 +25,7 @@ def completion(shell: str, *, program: str = "tools.sh", others: Mapping[str, Se
         return _script("=", program, others)
     # zsh runs bash's functions. It puts a blank behind each word, so there the value stands as a word of its own.
     script = _script("", program, others)
-    return f"#compdef {program}\nautoload -U +X bashcompinit && bashcompinit\n{script}"
+    return f"#compdef {program}\n{_ZSH}{script}"
 
 
 def _words(command: Command, equals: str) -> Iterator[str]:
@@ -64,6 +64,12 @@ def _script(equals: str, program: str, others: Mapping[str, Sequence[str]]) -> s
         values=values,
     )
 
+
+_ZSH = """\
+# Debian's zsh has its completion off until somebody asks for it; bashcompinit builds on that.
+(( $+functions[compdef] )) || { autoload -U compinit && compinit -i -D; }
+autoload -U +X bashcompinit && bashcompinit
+"""
 
 _BASH = """\
 # Completion of {program}: source <({program} completion bash), or zsh

@@ -83,5 +83,15 @@ def test_files_are_offered_where_files_are_asked_for(tmp_path):
 def test_zsh_gets_the_same_with_values_as_words_of_their_own():
     """zsh puts a blank behind each word that it completes: `--role= viewer` would be no role."""
     bash, zsh = completion("bash"), completion("zsh")
-    assert zsh.startswith("#compdef tools.sh\nautoload -U +X bashcompinit && bashcompinit\n")
+    assert zsh.startswith("#compdef tools.sh\n")
     assert "--role=" in bash and "--role=" not in zsh
+
+
+@pytest.mark.parametrize("before", ["", "autoload -U compinit && compinit -D\n"], ids=["bare", "with completion"])
+def test_a_zsh_completes_what_it_sourced(before, tmp_path):
+    """Debian's has no compinit in its zshrc: the script ended with "command not found: compdef"."""
+    text = f"{before}{completion('zsh', program='qmq')}\nprint -r -- $_comps[qmq]"
+    environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
+    ended = subprocess.run(["zsh", "-f", "-c", text], env=environ, capture_output=True, text=True, check=True)
+    assert (ended.stdout.split()[-1], ended.stderr) == ("_qmq", "")
+    assert not list(tmp_path.iterdir()), "nothing is left in a home directory"
