@@ -39,8 +39,8 @@ WHOLE_FILE = 0, 1 << 62
 REMOVED = "removed"
 SWEPT_BYTES, SWEPT_SHARE = 4 << 20, 256
 """How much of removed files is given back at once: so much, or this part of all of them if that is more, so that it
-keeps pace. A segment of 1 GiB that was unlinked at once took 190 to 270 ms, and held up the fsyncs of others by 40 to
-56 ms, longest where the file system tells the disk what is free (`discard`). In pieces of 4 MiB: 2 ms, and 6."""
+keeps pace. `python -m benchmarks.removal`: to unlink 1 GiB took 266 ms, and a fsync of whoever shares the disk up to
+83, longest where the file system tells the disk what is free (`discard`); in pieces of 4 MiB 5 ms, and 4."""
 _MEDIUM_ERRORS = frozenset({errno.EIO, errno.ENODATA, errno.EILSEQ})
 PIECE_BYTES = 1 << 20
 """So much is read at once to see whether it can be read."""
