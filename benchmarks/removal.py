@@ -20,8 +20,7 @@ from tempfile import TemporaryDirectory
 
 from benchmarks.figures import percentile
 from qmq.log import RealDisk
-from qmq.log.disk import REMOVED
-from qmq.server.service import SWEEP_S
+from qmq.log.disk import REMOVED, SWEEP_S
 
 SEGMENT_BYTES, PIECE = 1 << 30, os.urandom(1 << 20)
 ROUNDS = 4

@@ -37,10 +37,11 @@ OPEN_FILES_MAX = 512
 """More are closed, the one that is open longest first, and opened again when they are needed."""
 WHOLE_FILE = 0, 1 << 62
 REMOVED = "removed"
-SWEPT_BYTES, SWEPT_SHARE = 4 << 20, 256
-"""How much of removed files is given back at once: so much, or this part of all of them if that is more, so that it
-keeps pace. `python -m benchmarks.removal`: to unlink 1 GiB took 266 ms, and a fsync of whoever shares the disk up to
-83, longest where the file system tells the disk what is free (`discard`); in pieces of 4 MiB 5 ms, and 4."""
+SWEPT_BYTES, SWEPT_SHARE, SWEEP_S = 4 << 20, 256, 0.05
+"""A piece of removed files that is given back at once, or this part of all of them if that is more, so that it keeps
+pace; seconds between two pieces. `python -m benchmarks.removal`: to unlink 1 GiB took 266 ms, and a fsync of whoever
+shares the disk up to 83, longest where the file system tells the disk what is free (`discard`); in pieces 5 ms, and 4.
+"""
 _MEDIUM_ERRORS = frozenset({errno.EIO, errno.ENODATA, errno.EILSEQ})
 PIECE_BYTES = 1 << 20
 """So much is read at once to see whether it can be read."""

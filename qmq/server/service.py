@@ -29,7 +29,7 @@ from qmq.errors import (
     QmqError,
 )
 from qmq.log import Commit, MessageLog
-from qmq.log.disk import RealDisk
+from qmq.log.disk import SWEEP_S, RealDisk
 from qmq.remoting.commands import Command
 from qmq.remoting.connection import Connection, connect
 from qmq.remoting.packet import Packet
@@ -70,8 +70,6 @@ BLOCKED_READ_MAX = 32
 connection whose other end is full."""
 HOUSE_S, HOUSE_SOON_S = 10.0, 1.0
 """How often retention looks for what may go; the second while the disk is full, or something is to go."""
-SWEEP_S = 0.05
-"""Between two pieces of removed files that are given back to the system."""
 
 SYNC_COMMANDS = frozenset({Command.HELLO, Command.FRAMES, Command.CONFIRM, Command.SNAPSHOT, Command.BEAT})
 
