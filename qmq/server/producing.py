@@ -12,11 +12,21 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 from zlib import crc32
 
-from qmq.codec import BatchCheck, Buffer, decode_labels, encode_labels, join_batch, labels_bytes, split_batch
-from qmq.errors import InvalidRequest, OutcomeUnknown, Overloaded, QmqError
+from qmq.codec import (
+    BatchCheck,
+    Buffer,
+    decode_envelope,
+    decode_labels,
+    encode_labels,
+    join_batch,
+    labels_bytes,
+    split_batch,
+)
+from qmq.errors import CorruptFrame, InvalidMessage, InvalidRequest, LogError, OutcomeUnknown, Overloaded, QmqError
 from qmq.log.fold import StoredBatch
 from qmq.log.frame import FLAG_LABELLED, FLAG_ORDERED, Frame, FrameKind, label_flags
 from qmq.remoting import commands
@@ -31,6 +41,8 @@ from qmq.types import Durability
 log = logging.getLogger(__name__)
 
 _EMPTY = memoryview(b"")
+FSYNC = Durability.FSYNC
+NOT_WITH_IT = "it was not stored with its batch, by the limits of then: send it anew"
 REASON_CHARS = 300
 PRODUCE_MS_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 5000)
 
@@ -114,10 +126,10 @@ class Producing:
             text = "messages refused peer=%s subject=%s count=%d: %s"
             log.warning(text, link.peer, produce.subject, len(refused), refused[0][1][:REASON_CHARS])
         if batch is None:
-            link.answer(packet, commands.encode_produced(Produced(0, 0, Durability.FSYNC, refused)))
+            link.answer(packet, commands.encode_produced(Produced(0, 0, FSYNC, refused)))
             return
         frame = self._append(produce, batch)
-        produced = Produced(frame.first_sequence, batch.count, Durability.FSYNC, refused)
+        produced = Produced(frame.first_sequence, batch.count, FSYNC, refused)
         self._hold(link, packet, len(produce.body), frame.end, commands.encode_produced(produced))
 
     def _storable(self, produce: Produce) -> tuple[_Batch | None, list[tuple[int, str]]]:
@@ -168,12 +180,44 @@ class Producing:
             )
         refused = self._storable(produce)[1]
         if stored.stored + len(refused) != produce.count:
-            raise OutcomeUnknown(
-                f"{stored.stored} of {produce.count} messages were stored, by other limits than now; nobody knows which"
-            )
+            self._look_inside(link, packet, produce, stored)
+            return
+        self._stored_before(link, packet, stored, Produced(stored.first_sequence, stored.stored, FSYNC, refused))
+
+    def _stored_before(self, link: Link, packet: Packet, stored: StoredBatch, produced: Produced) -> None:
         self._counters.repeated_batches += 1
-        produced = Produced(stored.first_sequence, stored.stored, Durability.FSYNC, refused)
-        mastership.gate.stored(stored.end, answering(link, _without_body(packet), commands.encode_produced(produced)))
+        answer = answering(link, _without_body(packet), commands.encode_produced(produced))
+        self._mastership.gate.stored(stored.end, answer)
+
+    def _look_inside(self, link: Link, packet: Packet, produce: Produce, stored: StoredBatch) -> None:
+        """Find out which messages of a batch were stored under its number. It has others than then, as rows of an
+        outbox were deleted meanwhile; or other limits decided what is refused."""
+        message_log = self._mastership.log
+        refs = message_log.frames(produce.subject, stored.first_sequence, 1)
+        if not refs or refs[0].begin != stored.first_sequence or stored.end > message_log.flushed_end:
+            raise OutcomeUnknown(f"{stored.stored} messages were stored under this number, and cannot be read")
+        ids = _ids(_split(produce)[0], produce.count)
+        looked = partial(self._looked_inside, link, _without_body(packet), ids, stored)
+        self._mastership.host.read(partial(message_log.read_bodies, refs), looked)
+
+    def _looked_inside(
+        self,
+        link: Link,
+        packet: Packet,
+        ids: list[str | None],
+        stored: StoredBatch,
+        found: list[tuple[Frame, Buffer]] | LogError,
+    ) -> None:
+        if isinstance(found, LogError) or not self._mastership.may_progress:
+            link.refuse(packet, OutcomeUnknown("what was stored under this number is not known here: repeat the batch"))
+            if isinstance(found, CorruptFrame):
+                self._mastership.found_damage(found)
+            return
+        frame, body = found[0]
+        there = {*_ids(body, frame.count)} - {None}
+        refused = [(position, NOT_WITH_IT) for position, id in enumerate(ids) if id not in there]
+        produced = Produced(stored.first_sequence, len(ids) - len(refused), FSYNC, refused)
+        self._stored_before(link, packet, stored, produced)
 
     def _hold(self, link: Link, packet: Packet, size: int, end: int, body: bytes) -> None:
         """Answer when both disks have everything before `end`; `size`: of the batch, which its client counts too."""
@@ -200,6 +244,17 @@ class Producing:
         window = self._mastership.settings.window_bytes
         if link.unacked_bytes >= window + min(window, PacketReader.STAGING_BYTES):
             raise Overloaded(f"this connection has {link.unacked_bytes} un-acknowledged bytes; wait", "window_bytes")
+
+
+def _ids(batch: Buffer, count: int) -> list[str | None]:
+    """Return the id of each message; None: it has no whole envelope, and is never stored."""
+    found: list[str | None] = []
+    for message in split_batch(batch, count):
+        try:
+            found.append(decode_envelope(bytes(message)).id)
+        except InvalidMessage:
+            found.append(None)
+    return found
 
 
 def _without_body(packet: Packet) -> Packet:

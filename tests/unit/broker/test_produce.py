@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from qmq.errors import ErrorCode
+from qmq.log.segments import log_name
 from qmq.remoting.commands import Command
 from qmq.replication.readonly import Reason
 from qmq.types import Role
@@ -46,6 +47,56 @@ def test_batch_too_old_for_the_window_is_unknown_not_stored_again():
     end = group.a.log.end
     assert client.code(client.produce("m", batch=101)) == ErrorCode.OUTCOME_UNKNOWN
     assert group.a.log.end == end
+
+
+def part_of_a_stored_batch(group: Group, client: Client, *kept: str) -> int:
+    """Three messages are stored in a batch; what is left of it is sent again. An application deletes rows that it sent
+    itself, also those that a watchdog's batch has."""
+    client.produce("m0", "m1", "m2", batch=5)
+    group.settle()
+    return client.produce(*kept, batch=5)
+
+
+def test_a_repeated_batch_that_has_fewer_messages_than_were_stored_is_stored():
+    group, client = a_group()
+    repeated = part_of_a_stored_batch(group, client, "m0", "m2")
+    group.settle()
+    receipt = client.receipt(repeated)
+    assert (receipt.first_sequence, receipt.stored, receipt.refused) == (0, 2, [])
+    assert group.a.log.state.next_sequence["s"] == 3
+
+
+def test_of_a_repeated_batch_what_was_not_stored_with_it_is_refused():
+    group, client = a_group()
+    part_of_a_stored_batch(group, client, "m1")
+    again = [message("s", id, 30) for id in ("m2", "new", "m1", "m0")]  # its encoding may be another one
+    repeated = client.produce_raw([*again[:2], b"none", *again[2:]], batch=5)
+    group.settle()
+    receipt = client.receipt(repeated)
+    assert receipt.stored == 3 and [position for position, _ in receipt.refused] == [1, 2]
+    assert "was not stored with its batch" in receipt.refused[0][1]
+    assert group.a.log.state.next_sequence["s"] == 3
+
+
+@pytest.mark.parametrize("how", ["gone", "damaged", "the mastership is over"])
+def test_of_a_repeated_batch_that_cannot_be_read_the_outcome_is_unknown(how):
+    group, client = a_group(tail_bytes=0)
+    client.produce("m0", "m1", "m2", batch=5)
+    group.settle()
+    if how == "gone":
+        while len(group.a.log.bases) < 3:
+            client.produce("x", size=900)
+            group.settle()
+        group.a.drop_oldest_segment()
+    ref = group.a.log.frames("s", 0, 1)[0]
+    if how == "damaged":
+        group.a.disk.flip(log_name(group.a.log.bases[0]), 8 * (ref.offset + ref.length - 3))
+    repeated = client.produce("m0", "m2", batch=5)
+    if how == "the mastership is over":
+        group.a.node.role.step_down()
+    group.settle()
+    assert client.code(repeated) == ErrorCode.OUTCOME_UNKNOWN
+    assert (group.a.log.damage is not None) == (how == "damaged")
 
 
 def test_message_that_cannot_be_stored_is_refused_alone():
