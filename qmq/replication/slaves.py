@@ -239,19 +239,23 @@ class Slaves:
     # The beginning.
 
     def _begin_if_due(self, now_ms: int) -> None:
-        """Begin once all slaves were heard, or enough of them and the rest does not come, or none comes."""
+        """Begin once all slaves were heard, or enough of them and the rest does not come, or none comes.
+
+        A slave whose log parts from ours before its end has nothing that our disk may have lost behind it.
+        """
         watches, points = self._watches.values(), self._identity.points
         if self._mastership.has_begun or points.lacks is not None:
             return
         if any(watch.follower.restoring is not None for watch in watches):
             return
         heard = sum(watch.is_compared for watch in watches)
+        with_parted = sum(watch.is_compared or watch.has_parted for watch in watches)
         waited_ms = now_ms - self._began_ms
         if heard >= self._count:
             self._begin("its slave matched" if heard == 1 else "its slaves matched")
         elif heard >= self._enough and waited_ms >= min(OTHERS_WAIT_MS, self._wait_ms):
             self._begin(f"{heard} of its {self._count} slaves matched")
-        elif not self._must_match and waited_ms >= self._wait_ms:
+        elif waited_ms >= self._wait_ms and (not self._must_match or with_parted >= self._enough):
             self._begin("went on without its slave")
 
     @property

@@ -187,6 +187,30 @@ def test_what_a_slave_confirmed_is_not_cut_and_stops_nobody_else():
     assert stored
 
 
+@pytest.mark.parametrize("min_copies, connected, begins", [(2, "b", False), (2, "bc", True), (3, "bc", True)])
+def test_a_slave_that_parted_keeps_no_master_from_beginning(min_copies, connected, begins):
+    """Its log parts from the master's before the end, where the master's disk may have lost something: it has none of
+    that. Another slave may, and is waited for."""
+    copies = Copies(min_copies=min_copies).start()
+    Client(copies.a).produce("m1")
+    copies.a.host.turn()
+    copies.wires["b"].to_slave()
+    copies.b.host.settle()  # b has it on its disk, and nobody else
+    copies.a.crash()
+    copies.start(connected="c")
+    copies.a.wait(SETTINGS.slave_wait_ms)
+    copies.settle()
+    copies.a.crash()
+    copies.a.node.identity.completed(False)
+    copies.start(connected=connected, term=2)
+    copies.a.wait(SETTINGS.slave_wait_ms - 1)
+    assert copies.state("b") is FollowerState.DIVERGED and not copies.a.master.has_begun
+    copies.a.wait(1)
+    copies.settle()
+    assert copies.a.master.has_begun == begins
+    assert copies.a.node.writable == (begins and min_copies == 2) and copies.b.log.end
+
+
 def test_a_master_gives_way_once_all_slaves_said_that_they_have_nothing_of_its_own():
     copies = Copies().start()
     Client(copies.a).produce("m1")
