@@ -36,7 +36,10 @@ WAY_OUT = {
     Reason.CORRUPT: (
         "its log is damaged and is being repaired from another copy; if none has it any more: stop it, qmq give-up DIR"
     ),
-    Reason.DIVERGED: "its copies differ: read their logs with the audit before anything else",
+    Reason.DIVERGED: (
+        "its copies differ, and each confirmed what it has: RecoverGroup says whose data directory is set aside, to be "
+        "filled anew from the master"
+    ),
     Reason.ROLLED_BACK: (
         "its disk was put back, forgot what it had fsynced, or was damaged there: start the other copy, which refills "
         "it; if none has it any more: RecoverGroup, which puts the best copy into the master's place, with --acceptLoss"

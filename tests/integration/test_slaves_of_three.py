@@ -63,6 +63,9 @@ def test_a_slave_whose_copy_differs_is_named_and_filled_again(tmp_path):
         send_all(cluster, "s.g1", COUNT, name="more")
         remedies = until(lambda: failed_checks(cluster, other), "Doctor names it")
         assert any("docs/runbook.md, diverged" in remedy for remedy in remedies.values()), remedies
+        assert any("RecoverGroup" in remedy for remedy in remedies.values()), remedies
+        plan = qmq(cluster, "RecoverGroup", "g1", "--dry-run")
+        assert f"set aside the data directory of {key(other)}, stopped" in plan.stdout, plan.stdout + plan.stderr
         end(cluster, other.hostname)
         aside = shutil.move(data_of(cluster, other), tmp_path / "aside")
         begin(cluster, other.hostname)

@@ -19,8 +19,13 @@ SERIOUS = frozenset({"rolled_back", "file_damaged", "empty"})
 """Troubles with which a copy is no master on its own word."""
 INCOMPLETE = "incomplete"
 """Of a slave: it never had all that its master had, and may be empty."""
+PARTED = "diverged"
+"""Of a slave: it confirmed what the master's log does not have, and gives that up to nobody."""
 REFILLED = frozenset({"rolled_back", "empty"})
 """Of a master, those that end by themselves once the other copy is there."""
+
+ASIDE = "set aside the data directory of "
+"""So begins the step for a slave whose copy differs."""
 
 
 class WrongReport(Exception):
@@ -127,6 +132,8 @@ def _copy(row: Mapping[str, Any], said: Mapping[str, Any], report: Mapping[str, 
         troubles = tuple(reason for reason in said["readonlyReasons"] or () if reason in SERIOUS)
         if said.get("incomplete") and place[0] not in MASTERS:  # a metaserver of an older version does not say
             troubles += (INCOMPLETE,)
+        if PARTED in (said["readonlyReasons"] or ()) and place[0] not in MASTERS:  # a master says it of its slaves
+            troubles += (PARTED,)
         epoch = _epoch(said["lastEpoch"])
         if said.get("otherDirectory") and report is None:
             return Copy(*place, OTHER)
@@ -185,7 +192,10 @@ def decide(copies: Sequence[Copy], *, term: int = 0, min_copies: int = 2, rememb
     if kept is None:
         return _begin_anew(master, copies, known)
     if kept is master and not master.troubles:
-        return Decision(_all_start(copies), kept)
+        parted = [copy for copy in copies if PARTED in copy.troubles]
+        others = [copy for copy in copies if copy not in parted]
+        aside = _set_aside(parted, master, copies, term, min_copies) if parted else ()
+        return Decision((*aside, *_all_start(others)), kept)
     if is_proven and master.is_there and set(master.troubles) <= REFILLED:
         return Decision((*_all_start(copies), f"{master.who} is refilled by itself from {kept.who}"), kept)
     if is_proven and len(copies) > 2 and not _offsets(kept, known):
@@ -208,6 +218,24 @@ def _best(master: Copy, copies: Sequence[Copy]) -> Copy | None:
     if master.is_whole:
         return master
     return max(there, key=lambda copy: (not copy.troubles, copy is master, copy.reach), default=None)
+
+
+def _set_aside(
+    parted: Sequence[Copy], master: Copy, copies: Sequence[Copy], term: int, min_copies: int
+) -> tuple[str, ...]:
+    """What slaves confirmed apart from the master's log was not acknowledged if so many copies have that log, with
+    frames of the row's term, that too few others are left. Should a disk have been put back unnoticed: none is deleted.
+    """
+    names = ", ".join(copy.who for copy in parted)
+    begun = [copy for copy in copies if copy.is_whole and copy.epoch[0] == term]
+    if master not in begun or len(begun) <= len(copies) - min_copies:
+        return (
+            f"keep the data directory of {names}: too few copies have the log that {master.who} has in term {term} to "
+            "tell what was acknowledged. Start those that do not run; else compare the logs with the audit",
+        )
+    return tuple(
+        f"{ASIDE}{copy.who}, stopped, and start it with an empty one: {master.who} fills it" for copy in parted
+    )
 
 
 def _put_in_the_masters_place(kept: Copy, master: Copy, copies: Sequence[Copy], known: int) -> Decision:

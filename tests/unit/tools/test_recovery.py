@@ -259,6 +259,46 @@ def test_which_of_three_copies_goes_on(states, min_copies, kept, command, accept
     assert "swap" not in plan.words
 
 
+PARTED = ("runs", 120, 3, "diverged")
+OF_C = "set aside the data directory of c:1, stopped, and start it with an empty one: a:1 fills it"
+
+
+@pytest.mark.parametrize(
+    "states, min_copies, steps",
+    [
+        pytest.param([RUNS, RUNS, PARTED], 2, [OF_C, "a:1 runs", "b:1 runs"], id="two have the log that goes on"),
+        pytest.param([RUNS, RUNS, PARTED], 3, [OF_C, "a:1 runs", "b:1 runs"], id="all acknowledge, and two have it"),
+        pytest.param(
+            [("runs", 100, 4, "diverged"), RUNS, PARTED],
+            2,
+            [OF_C, "a:1 runs", "b:1 runs"],
+            id="the master says it, too",
+        ),
+        pytest.param([RUNS, SILENT, PARTED], 3, [OF_C, "a:1 runs", "start b:1"], id="all acknowledge: one is enough"),
+        pytest.param([RUNS, SILENT, PARTED], 2, ["keep", "a:1 runs", "start b:1"], id="b may have what c confirmed"),
+        pytest.param([RUNS, PARTED, PARTED], 2, ["keep", "a:1 runs"], id="two may have acknowledged it"),
+        pytest.param([RUNS, ("runs", 90, 3), PARTED], 2, ["keep", "a:1 runs", "b:1 runs"], id="b is of an older term"),
+        pytest.param([("runs", 90, 3), RUNS, PARTED], 3, ["keep", "a:1 runs", "b:1 runs"], id="a has not begun"),
+    ],
+)
+def test_a_slave_that_differs_is_set_aside_if_what_it_confirmed_was_not_acknowledged(states, min_copies, steps):
+    plan = decided_of_three(states, min_copies=min_copies)
+    said = [step[: len(wanted)] for step, wanted in zip(plan.steps, steps, strict=True)]
+    assert said == steps and plan.keeps.who == A and not plan.command
+
+
+def test_a_slave_that_differs_is_no_proof_and_goes_on_last():
+    plan = decided_of_three([GONE, RUNS, ("runs", 120, 4, "diverged")])
+    assert plan.keeps.who == B and plan.command == "ReplaceBroker" and plan.needs_acceptance
+
+
+def test_of_two_copies_that_differ_the_masters_goes_on():
+    plan = decide(
+        read_copies(rows(), [replica("a", up=True), replica("b", up=True, reasons=["diverged"])], (), ()), term=4
+    )
+    assert plan.keeps.who == A and plan.steps[0].startswith("set aside the data directory of b:1,")
+
+
 def test_what_a_copy_that_is_gone_had_acknowledged_is_named_by_offset():
     plan = decided_of_three([("gone", 150, 4), RUNS, RUNS])
     assert plan.lost_offsets == (100, 150)
