@@ -1,7 +1,8 @@
-"""An operator who types RecoverGroup where Doctor names it: no copy that is left has what the master lacks.
+"""An operator who types RecoverGroup where Doctor names it: no copy that is left has what the master lacks, or a slave
+confirmed what the master's log does not have.
 
 Faults are over by then, and all copies run. The judge excuses nothing for it: some copy has all that was acknowledged
-in truth, so the command gives up only what a failover had to take for acknowledged.
+in truth, so the command gives up only what a failover had to take for acknowledged, and sets aside none that has more.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from qmq.metaserver.actions.shapes import broker_json, state_json
 from qmq.metaserver.model import Broker, ReplicaState
 from qmq.replication.readonly import explain
-from qmq.tools.recovery.plan import Decision, decide, read_copies
+from qmq.tools.recovery.plan import ASIDE, Decision, decide, read_copies
 from tests.simulation.registry import full_state
 
 if TYPE_CHECKING:
@@ -39,21 +40,30 @@ class Recovery:
 
     def _is_named(self) -> bool:
         """Doctor says of each reason of a broker what `explain` does."""
-        master = self._metaserver.group.master
-        process = self._world.machine(master.hostname).process if master else None
-        if process is None or any(machine.process is None for machine in self._world.machines):
-            return False
-        return any("RecoverGroup" in explain(reason) for reason in process.node.readonly_reasons)
+        processes = [machine.process for machine in self._world.machines]
+        reasons = [reason for process in processes if process for reason in process.node.readonly_reasons]
+        return all(processes) and any("RecoverGroup" in explain(reason) for reason in reasons)
 
     def _recover(self) -> None:
-        """Stop whom it says is to be stopped, and give the mastership to the copy that goes on."""
+        """Empty the disk of whom it says to set aside; or stop whom it says, and give the mastership to who goes on."""
         decision, world = self._decide(), self._world
+        for step in decision.steps:
+            if step.startswith(ASIDE):
+                world.events.note(f"RecoverGroup: {step}")
+                self._set_aside(step.removeprefix(ASIDE).partition(":")[0])
         if not decision.command or decision.keeps is None:
             return
         world.events.note(f"RecoverGroup: {'; '.join(decision.steps)}; lost: {decision.lost_offsets}")
         for name in _stopped(decision):
             world.machine(name).die("RecoverGroup says so")
         self._metaserver.accept_loss(decision.keeps.hostname)
+
+    def _set_aside(self, name: str) -> None:
+        machine = self._world.machine(name)
+        self._world.events.count("copy set aside")
+        machine.die("its disk is replaced", power=True)
+        machine.disk.wipe()
+        self._metaserver.disk_replaced(name)
 
     def _decide(self) -> Decision:
         group, points = self._metaserver.group, self._metaserver.known_points().by_incarnation.values()
