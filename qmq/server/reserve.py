@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from qmq.log.disk import Disk
+from qmq.log.disk import RealDisk
 
 log = logging.getLogger(__name__)
 
@@ -25,9 +25,12 @@ NEEDED_BYTES = 2 << 20
 LOOK_S = 1.0
 
 
-async def wait_for_room(disk: Disk) -> None:
+async def wait_for_room(disk: RealDisk) -> None:
     """Return when a process can start on this disk."""
+    while disk.free_bytes() < NEEDED_BYTES and disk.sweep():
+        pass
     if disk.free_bytes() < NEEDED_BYTES and disk.has(NAME):
+        disk.truncate(NAME, 0)  # a large file that is removed is given back in pieces, later
         disk.remove(NAME)
         log.error("disk full: the reserve of %d bytes is given up; the group is readonly, make room", RESERVE_BYTES)
     if disk.free_bytes() < NEEDED_BYTES:
@@ -36,7 +39,7 @@ async def wait_for_room(disk: Disk) -> None:
         await asyncio.sleep(LOOK_S)
 
 
-def keep_reserve(disk: Disk, limit_bytes: int) -> None:
+def keep_reserve(disk: RealDisk, limit_bytes: int) -> None:
     """Make the reserve, if there is room for it beside `limit_bytes`."""
     if disk.size(NAME) < RESERVE_BYTES and disk.free_bytes() >= limit_bytes + 2 * RESERVE_BYTES:
         disk.create(NAME, RESERVE_BYTES)

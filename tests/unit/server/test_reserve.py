@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from qmq.log.disk import RealDisk
+from qmq.log.disk import REMOVED, SWEPT_BYTES, RealDisk
 from qmq.server import reserve
 
 
@@ -16,7 +16,8 @@ class Shared(RealDisk):
     left = 1 << 30
 
     def free_bytes(self):
-        return self.left + (0 if self.has(reserve.NAME) else reserve.RESERVE_BYTES)
+        removed = sum(self.size(f"{REMOVED}/{name}") for name in self.names(REMOVED))
+        return self.left + reserve.RESERVE_BYTES - self.size(reserve.NAME) - removed
 
 
 @pytest.fixture
@@ -39,6 +40,23 @@ def test_the_reserve_is_given_up_for_a_start_and_made_again_when_there_is_room(d
     disk.left = 1 << 30
     reserve.keep_reserve(disk, 1 << 20)
     assert disk.size(reserve.NAME) == reserve.RESERVE_BYTES
+
+
+def test_the_reserve_is_given_back_at_once_however_large_it_is(disk):
+    reserve.keep_reserve(disk, 1 << 20)
+    assert disk.size(reserve.NAME) > SWEPT_BYTES
+    disk.left = 100
+    asyncio.run(asyncio.wait_for(reserve.wait_for_room(disk), 10))
+    assert disk.free_bytes() == 100 + reserve.RESERVE_BYTES
+
+
+def test_what_was_removed_before_makes_room_before_the_reserve_does(disk):
+    reserve.keep_reserve(disk, 1 << 20)
+    disk.create("log/segment", 3 * SWEPT_BYTES)
+    disk.remove("log/segment")
+    disk.left = 3 * SWEPT_BYTES + 100  # all of which is the segment's
+    asyncio.run(asyncio.wait_for(reserve.wait_for_room(disk), 10))
+    assert disk.has(reserve.NAME) and disk.free_bytes() >= reserve.NEEDED_BYTES
 
 
 def test_without_reserve_and_room_the_start_waits_until_there_is_some(disk, monkeypatch, caplog):
