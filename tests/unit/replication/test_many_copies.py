@@ -165,14 +165,20 @@ def test_a_broker_counts_once_whatever_disks_it_had():
     assert len(copies.a.master.slaves.in_step) <= 1 and copies.a.master.gate.too_few_in_sync
 
 
-def test_what_a_slave_confirmed_is_not_cut_and_stops_nobody_else():
-    copies = Copies().start()
+def parted_from_b(copies: Copies) -> Copies:
+    """What b alone has on its disk its master lost; it began again, and only c is connected."""
+    copies.start()
     Client(copies.a).produce("m1")
     copies.a.host.turn()
     copies.wires["b"].to_slave()
     copies.b.host.settle()  # b has it on its disk, and nobody else
     copies.a.crash()
     copies.start(connected="c")
+    return copies
+
+
+def test_what_a_slave_confirmed_is_not_cut_and_stops_nobody_else():
+    copies = parted_from_b(Copies())
     copies.a.wait(OTHERS_WAIT_MS)
     copies.settle()
     assert copies.a.master.has_begun
@@ -191,13 +197,7 @@ def test_what_a_slave_confirmed_is_not_cut_and_stops_nobody_else():
 def test_a_slave_that_parted_keeps_no_master_from_beginning(min_copies, connected, begins):
     """Its log parts from the master's before the end, where the master's disk may have lost something: it has none of
     that. Another slave may, and is waited for."""
-    copies = Copies(min_copies=min_copies).start()
-    Client(copies.a).produce("m1")
-    copies.a.host.turn()
-    copies.wires["b"].to_slave()
-    copies.b.host.settle()  # b has it on its disk, and nobody else
-    copies.a.crash()
-    copies.start(connected="c")
+    copies = parted_from_b(Copies(min_copies=min_copies))
     copies.a.wait(SETTINGS.slave_wait_ms)
     copies.settle()
     copies.a.crash()
