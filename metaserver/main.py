@@ -165,6 +165,7 @@ class Metaserver:
             self._access,
             self._metrics,
             upkeep.ask,
+            upkeep.hold_lease,
             self._database,
             self._vault,
             self._failovers.may_rest,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from dataclasses import replace
 from functools import partial
@@ -20,13 +21,13 @@ from qmq.metaserver.db.errors import CommitUnknown, StaleTerm
 from qmq.metaserver.db.repository import Repository
 from qmq.metaserver.dead_letter_routes import wider_routes
 from qmq.metaserver.liveness import Question
-from qmq.metaserver.model import AuditRow, Broker, BrokerKey, MetaserverRow, ReplicaState
+from qmq.metaserver.model import AuditRow, Broker, BrokerKey, LeaseRow, MetaserverRow, ReplicaState
 from qmq.metaserver.old_rows import OldRow
 from qmq.metaserver.registry import Registry
 from qmq.metaserver.renewals import Promises
 from qmq.metaserver.rpc.broker_client import Brokers
 from qmq.metaserver.snapshot import Snapshots
-from qmq.ticking import SECOND_S, until_next_second
+from qmq.ticking import LEAST, SECOND_S, until_next_second
 
 log = logging.getLogger("qmq.metaserver")
 
@@ -35,6 +36,9 @@ STORE_GAP_S = 0.1
 """Heartbeats' news of so long a time go into one transaction."""
 ALONE_S = 2.0
 """A metaserver looks so often whether another one came, if it takes no silence of so long amiss; each second if not."""
+LOOKED_S = (1 + LEAST) * ALONE_S
+"""So long it does not look again by itself after a look that came with a lease: no longer than two looks of its own may
+be apart, and longer than it takes until a watchdog keeps its lease again."""
 STORED_AGAIN_S = 10.0
 """What did not change is stored again so often: a database that was restored may have lost it, or take nothing now."""
 EARLY_S = 0.005
@@ -59,6 +63,13 @@ class Upkeep:
         self._promises = Promises(registry, brokers)
         self._shown_until_s = 0.0
         """When our row is to be stored again, though nobody else may read it."""
+        self._looked_s = self._beat_s = 0.0
+        """When we last looked for other metaservers and for changes, and when to do so again."""
+        self._leased_s = -math.inf
+        """When a lease was last asked for here."""
+        self._rest: asyncio.Timeout | None = None
+        self._found = asyncio.Event()
+        """A look that came with a lease found something."""
         self._named: dict[str, str] = {}
         """Groups whose row is old and whose brokers do not agree, with what was logged of them."""
 
@@ -102,6 +113,40 @@ class Upkeep:
             log.warning("broker down broker=%s: it sends no heartbeats and does not answer", question.key)
         self._registry.publish()
 
+    async def hold_lease(self, wish: LeaseRow, *, take: bool, release: bool) -> LeaseRow:
+        """Keep, take or give back a lease; see `metaserver.db.leases`. Returns the row as it is then.
+
+        Who is alone looks for other metaservers and for changes in the same transaction, instead of in one of its own:
+        what costs is the call.
+
+        Raises:
+            DatabaseAway: nothing was changed. CommitUnknown: it may have been.
+        """
+        database, now_s = self._registry.database, asyncio.get_running_loop().time()
+        self._leased_s = now_s
+        if not self._looks_along(now_s):
+            return await database.write(lambda r: r.hold_lease(wish, take=take, release=release))
+        row, ids, versions = await database.write(lambda r: r.hold_lease_and_look(wish, take=take, release=release))
+        if ids == {self._own.id} and self._registry.has_read(versions):
+            self._is_still_alone()
+            self._looked_s, self._beat_s = now_s, now_s + LOOKED_S
+            if self._rest is not None and not self._rest.expired():
+                self._rest.reschedule(self._beat_s)
+        else:
+            self._found.set()
+        return row
+
+    def _looks_along(self, now_s: float) -> bool:
+        """Whether a lease's transaction shall look, too; not again within a second, as there may be many leases."""
+        may_rest = time.monotonic() < self._shown_until_s and self._rests() and self._registry.database.is_up
+        return may_rest and now_s - self._looked_s >= SECOND_S - EARLY_S
+
+    def _until_look_s(self, now_s: float) -> float:
+        if not self._rests():
+            return until_next_second(now_s, SECOND_S)
+        # Who looks each time a moment before the lease is kept could never look along.
+        return LOOKED_S if now_s - self._leased_s <= LOOKED_S else until_next_second(now_s, ALONE_S)
+
     async def _ask(self, question: Question) -> ReplicaState | None:
         broker = self._registry.directory.find(question.key)
         if broker is None or not broker.control_port:
@@ -117,12 +162,13 @@ class Upkeep:
 
     async def _follow(self) -> None:
         """Read what other metaservers changed; once a second, with the same transaction, show them that we live."""
-        beat_s = 0.0
         while True:
             now_s = asyncio.get_running_loop().time()
-            is_due = now_s >= beat_s - EARLY_S
+            is_due = now_s >= self._beat_s - EARLY_S or self._found.is_set()
+            self._found.clear()
             if is_due:
-                beat_s = now_s + until_next_second(now_s, self._beat_s())
+                self._looked_s = now_s
+                self._beat_s = now_s + self._until_look_s(now_s)
             try:
                 await self._registry.catch_up(self._show_life if is_due and self._registry.database.is_up else None)
             except (DatabaseAway, CommitUnknown):
@@ -130,12 +176,21 @@ class Upkeep:
             except Exception:
                 log.exception("the database gave something that cannot be used; what was read before stays")
                 await asyncio.sleep(AGAIN_S)
-            wait_s = max(0.0, beat_s - asyncio.get_running_loop().time())
-            await asyncio.sleep(wait_s if self._is_alone() else min(wait_s, self._poll_s))
+            wait_s = max(0.0, self._beat_s - asyncio.get_running_loop().time())
+            await self._until_due(wait_s if self._is_alone() else min(wait_s, self._poll_s))
 
-    def _beat_s(self) -> float:
-        rests = self._is_alone() and self._registry.liveness.timeout_ms > 2 * ALONE_S * 1000
-        return ALONE_S if rests else SECOND_S
+    async def _until_due(self, wait_s: float) -> None:
+        """Wait for so long: longer, once a look came with a lease, and no longer when that found something."""
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s) as self._rest:
+                    await self._found.wait()
+        finally:
+            self._rest = None
+
+    def _rests(self) -> bool:
+        """Whether a look every `ALONE_S` is enough."""
+        return self._is_alone() and self._registry.liveness.timeout_ms > 2 * ALONE_S * 1000
 
     def _is_alone(self) -> bool:
         """Whether no other metaserver uses the database: none had a row when they were read, within the timeout."""
@@ -145,12 +200,12 @@ class Upkeep:
     async def _show_life(self) -> dict[str, int]:
         """Raise our counter, look at those of the others; return the versions of what all metaservers know."""
         registry, peers = self._registry, self._registry.liveness.peers
-        own = self._own = replace(self._own, beat=self._own.beat + 1)
         if self._is_alone() and time.monotonic() < self._shown_until_s:
             ids, versions = await registry.database.read(lambda r: r.look())
-            if ids == {own.id}:  # nobody times our counter: it need not be stored
-                peers.read([own], mentioned=registry.liveness.mentioned(), now_ms=registry.now_ms())
+            if ids == {self._own.id}:
+                self._is_still_alone()
                 return versions
+        own = self._own = replace(self._own, beat=self._own.beat + 1)
         try:
             rows, versions = await registry.database.write(lambda r: r.beat(own))
         except (DatabaseAway, CommitUnknown):
@@ -163,6 +218,13 @@ class Upkeep:
         for id in peers.forgotten():
             await registry.database.write(partial(_remove, id=id))
         return versions
+
+    def _is_still_alone(self) -> None:
+        """Raise our counter in memory: nobody else times it, so it need not be stored."""
+        registry = self._registry
+        self._own = replace(self._own, beat=self._own.beat + 1)
+        mentioned = registry.liveness.mentioned()
+        registry.liveness.peers.read([self._own], mentioned=mentioned, now_ms=registry.now_ms())
 
     async def _store(self) -> None:
         """Store what brokers say, when it is news."""
@@ -312,7 +374,7 @@ class Upkeep:
         saved: object = None
         gap_s = SNAPSHOT_GAP_S
         while True:
-            await asyncio.sleep(gap_s)
+            await asyncio.sleep(_pause_s(math.ceil(gap_s)))
             if self._registry.is_loaded and saved != (revision := self._registry.revision):
                 began = time.monotonic()
                 await self._snapshots.save(self._registry)
@@ -320,8 +382,8 @@ class Upkeep:
                 saved = revision
 
 
-def _pause_s() -> float:
-    return until_next_second(asyncio.get_running_loop().time())
+def _pause_s(every_s: float = SECOND_S) -> float:
+    return until_next_second(asyncio.get_running_loop().time(), every_s)
 
 
 def _audit_of(old: OldRow) -> AuditRow:

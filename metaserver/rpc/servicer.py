@@ -12,7 +12,7 @@ from qmq.metaserver.rpc.brokers import BrokerRpc, MayRest
 from qmq.metaserver.rpc.routes import RouteRpc
 from qmq.metaserver.rpc.tokens import TokenRpc
 from qmq.metaserver.rpc.visits import Visits
-from qmq.metaserver.rpc.watchdogs import WatchdogRpc
+from qmq.metaserver.rpc.watchdogs import Hold, WatchdogRpc
 from qmq.proto.qmq_pb2_grpc import MetaserverServicer
 
 
@@ -21,6 +21,7 @@ class MetaserverRpc(BrokerRpc, RouteRpc, TokenRpc, WatchdogRpc, MetaserverServic
 
     Args:
         ask: asks a broker whether it is there.
+        hold: keeps, takes or gives back a watchdog's lease.
         may_rest: whether a broker of a group may beat every other second while nothing changes.
     """
 
@@ -31,12 +32,13 @@ class MetaserverRpc(BrokerRpc, RouteRpc, TokenRpc, WatchdogRpc, MetaserverServic
         access: Access,
         metrics: Metrics,
         ask: Ask,
+        hold: Hold,
         database: Database,
         vault: Vault,
         may_rest: MayRest = lambda group, broker: False,
     ) -> None:
         self._registry, self._hubs, self._access, self._metrics = registry, hubs, access, metrics
         self._database, self._vault = database, vault
-        self._ask, self._may_rest = ask, may_rest
+        self._ask, self._hold, self._may_rest = ask, hold, may_rest
         self._logged: set[str] = set()
         self.visits = Visits(access)

@@ -13,6 +13,7 @@ from qmq.errors import AccessError
 from qmq.metaserver.access import Access
 from qmq.metaserver.rpc.tokens import wall_ms
 from qmq.rpc_access import TOKEN_KEY
+from qmq.ticking import until_next_second
 
 REVIEW_S = 5.0
 """As brokers do: what is revoked ends within a minute."""
@@ -39,7 +40,7 @@ class Visits:
     async def run(self) -> None:
         """Look at the tokens again, and again, until cancelled."""
         while True:
-            await asyncio.sleep(REVIEW_S)
+            await asyncio.sleep(until_next_second(asyncio.get_running_loop().time(), REVIEW_S))
             await self.review()
 
     async def review(self) -> None:

@@ -5,7 +5,8 @@ Passwords leave the metaserver here alone, decrypted, for holders of the key of 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Awaitable
+from typing import Any, Protocol
 
 import grpc
 
@@ -20,10 +21,17 @@ from qmq.subjects import check_name
 ONLINE = 0
 
 
+class Hold(Protocol):
+    """Keeps, takes or gives back a lease; see `Upkeep.hold_lease`."""
+
+    def __call__(self, wish: LeaseRow, *, take: bool, release: bool) -> Awaitable[LeaseRow]: ...
+
+
 class WatchdogRpc:
     """Part of the metaserver's service."""
 
     _registry: Registry
+    _hold: Hold
     _database: Database
     _vault: Vault
     _sources: tuple[int, list[DataSource]] = (-1, [])
@@ -34,9 +42,7 @@ class WatchdogRpc:
             check_name("room", request.name.removeprefix(WATCHDOGS))
             check_name("node", request.node)
             wish = LeaseRow(request.name, request.node, request.term, request.beat, request.address)
-            row = await self._database.write(
-                lambda repository: repository.hold_lease(wish, take=request.take, release=request.release)
-            )
+            row = await self._hold(wish, take=request.take, release=request.release)
         except QmqError as error:
             await context.abort(_status(error), str(error))
             raise  # abort has raised already

@@ -133,6 +133,7 @@ class Running:
             self.all._access,
             self.all._metrics,
             self.upkeep.ask,
+            self.upkeep.hold_lease,
             self.all._database,
             self.all._vault,
         )
