@@ -31,7 +31,7 @@ from qmq.errors import (
 from qmq.log import Commit, MessageLog
 from qmq.log.disk import SWEEP_S, RealDisk
 from qmq.remoting.commands import Command
-from qmq.remoting.connection import Connection, connect
+from qmq.remoting.connection import Connection, connect, notice_dead_peers
 from qmq.remoting.packet import Packet
 from qmq.replication.identity import IdentityFile
 from qmq.replication.master import Master, Promotion
@@ -150,9 +150,12 @@ class Service(Generic[M]):
     async def _listen(self, allowed: frozenset[Command], port: int) -> asyncio.Server:
         ip = self._settings.ip
         try:
-            return await self._loop.create_server(lambda: self._accept(allowed), ip, port)
+            server = await self._loop.create_server(lambda: self._accept(allowed), ip, port)
         except OSError as error:
             raise NotServed(f"cannot listen on {ip}:{port}: {error}; stop what uses it, or set another port") from None
+        for sock in server.sockets:
+            notice_dead_peers(sock)
+        return server
 
     def _accept(self, allowed: frozenset[Command]) -> Connection:
         acceptor = Acceptor(self, allowed, self._settings, self.access)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import socket
 import time
 from contextlib import ExitStack
+from pathlib import Path
 
 import httpx
 import pytest
@@ -63,6 +64,23 @@ def test_connections_that_say_nothing_keep_out_nobody_who_has_a_token(cluster):
             assert wire.ask(Command.HEARTBEAT).code == 0, "who is in stays in"
     send_all(cluster, "s", 1)
     until(lambda: are_equal(cluster), "equal copies")
+
+
+def timer_of_accepted(port, peer):
+    """Return what the kernel waits for on an accepted connection: 2 is to ask whether its peer is there."""
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        _, here, there, _, _, timer, *_ = line.split()
+        if [int(end.split(":")[1], 16) for end in (here, there)] == [port, peer]:
+            return int(timer.split(":")[0])
+    return None
+
+
+def test_the_kernel_asks_whether_who_connected_is_still_there(cluster):
+    master = cluster.broker("g1", "master")
+    with ExitStack() as stack:
+        for port in (master.serve_port, master.sync_port):
+            _, own = silent(stack, port, 1)[0].getsockname()
+            until(lambda port=port, own=own: timer_of_accepted(port, own) == 2, "a timer that asks")
 
 
 def test_one_token_has_so_many_connections_and_is_told_by_name(cluster):

@@ -397,6 +397,8 @@ class NetworkLoop(VirtualLoop):
 class Server:
     """Stands in for asyncio's: listens until it is closed."""
 
+    sockets = ()
+
     def __init__(self, network: Network, port: tuple[str, int]) -> None:
         self._network, self._port = network, port
 

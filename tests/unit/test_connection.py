@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import socket
 import struct
 import tracemalloc
 
-from qmq.remoting.connection import Connection
+import pytest
+import uvloop
+
+from qmq.remoting.connection import Connection, connect, notice_dead_peers
 from qmq.remoting.packet import MAGIC
+from qmq.types import Endpoint
 
 COUNT = 40
 PACKET_BYTES = 1 << 20
+TCP = socket.IPPROTO_TCP
+OPTIONS = [
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE),
+    *((TCP, getattr(socket, f"TCP_{name}")) for name in ("KEEPIDLE", "KEEPINTVL", "KEEPCNT", "USER_TIMEOUT")),
+]
 
 
 class Owner:
@@ -30,6 +41,13 @@ class Owner:
 
     def writable_again(self, connection):
         pass
+
+
+class Guest(Owner):
+    """Lets everybody in."""
+
+    def packet_received(self, connection, packet):
+        connection.answer(packet, b"{}")
 
 
 def test_a_connection_that_ended_keeps_no_buffer_until_circles_are_looked_for():
@@ -63,3 +81,28 @@ def test_a_connection_that_ended_keeps_no_buffer_until_circles_are_looked_for():
     finally:
         tracemalloc.stop()
         gc.enable()
+
+
+@pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_both_ends_of_a_connection_notice_a_dead_peer(make_loop):
+    """The accepted one by what its listening socket was told, on both loops that brokers run on."""
+
+    async def run():
+        made, options = [], []
+        server = await asyncio.get_running_loop().create_server(lambda: Guest(made).connection, "127.0.0.1", 0)
+        for sock in server.sockets:
+            notice_dead_peers(sock)
+        endpoint = Endpoint(*server.sockets[0].getsockname())
+        connection, _ = await connect(
+            endpoint, handler=made, token="t", app="a", packet_bytes_max=PACKET_BYTES, timeout_s=30
+        )
+        for end in (connection, made[0].connection):
+            with socket.socket(fileno=os.dup(end._transport.get_extra_info("socket").fileno())) as own:
+                options.append([own.getsockopt(*option) for option in OPTIONS])
+            end.close()
+        server.close()
+        await server.wait_closed()
+        return options
+
+    with asyncio.Runner(loop_factory=make_loop) as runner:
+        assert runner.run(asyncio.wait_for(run(), 60)) == [[1, 5, 2, 5, 15_000]] * 2
