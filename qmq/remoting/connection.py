@@ -211,7 +211,7 @@ _KEEPALIVE = [
 def notice_dead_peers(sock: socket.socket | None) -> None:
     """A peer whose machine is gone sends nothing: let the kernel ask, and end the connection within 15 s.
 
-    A listening socket is told once, and the kernel does it for all that it accepts: told one by one, that was a third
+    A listening socket is told once, and the kernel does it for all that it accepts: told one by one, that was a fifth
     of what a connection cost.
     """
     if sock is None:
