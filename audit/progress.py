@@ -24,7 +24,8 @@ from qmq.log.fold import State, apply
 from qmq.log.frame import Frame, FrameKind
 from qmq.log.group import Consumer, Group, UnackedRange
 from qmq.log.progress import NUMBERS_END, Progress, decode_progress
-from qmq.log.requeued import Requeued, RequeuedRange
+from qmq.log.requeued import Requeued
+from qmq.log.requeued_ranges import RequeuedRange
 
 CONSERVED = "conserved"
 """In place of a kind: no finding, but a row of the equation."""

@@ -1,22 +1,18 @@
 """Core. Messages of a group that were given back and wait for their next delivery: ranges, and when they are due.
 
-    first, count         the messages, by sequence; ascending and disjoint
-    attempts             deliveries that count towards the limit
-    suspected            deliveries to a consumer that vanished, which nobody can say to have begun with them
-    due_ms               not to be delivered before that
-
-A group that asks for its messages again in an hour has a hundred thousand of these, one message each. So they are kept
-in arrays, of 28 bytes a range, beside a schedule of 8 to 16 more: a pull costs what it gets, not what waits.
+A pull costs what it gets, not what waits: the ranges lie in blocks (`qmq.log.requeued_ranges`), and a schedule of 8 to
+16 bytes a range says which are due.
 """
 
 from __future__ import annotations
 
 from array import array
-from base64 import b64decode, b64encode
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from heapq import heappop, heappush
-from typing import Any, NamedTuple
+from itertools import islice, takewhile
+from typing import Any
+
+from qmq.log.requeued_ranges import RangeBlocks, RequeuedRange
 
 BUCKET_BITS = 10
 """Due times are gathered by the second; only those of the current one are sorted."""
@@ -25,75 +21,39 @@ STALE_MIN = 1_000
 COUNT_MAX = (1 << 32) - 1
 
 
-class RequeuedRange(NamedTuple):
-    first: int
-    count: int  # type: ignore[assignment]  # shadows tuple.count
-    attempts: int
-    due_ms: int
-    suspected: int = 0
-
-    @property
-    def end(self) -> int:
-        return self.first + self.count
-
-    @property
-    def deliveries(self) -> int:
-        """How often they were delivered, whatever counts."""
-        return self.attempts + self.suspected
-
-    def part(self, begin: int, end: int) -> RequeuedRange:
-        """Return what lies in `[begin, end)`, which overlaps it."""
-        first = max(self.first, begin)
-        return self._replace(first=first, count=min(self.end, end) - first)
-
-
 class Requeued:
     """What waits of one group; made with it."""
 
-    __slots__ = ("_firsts", "_counts", "_attempts", "_dues", "_suspected", "messages", "changes", "_schedule")
+    __slots__ = ("_ranges", "changes", "_schedule")
 
-    def __init__(self, ranges: list[RequeuedRange] | None = None) -> None:
-        self._firsts, self._dues = array("q"), array("Q")
-        self._counts, self._attempts, self._suspected = array("I"), array("I"), array("I")
-        self.messages = 0
-        """How many all ranges have together."""
+    def __init__(self, ranges: Iterable[RequeuedRange] = ()) -> None:
+        self._ranges = RangeBlocks()
         self.changes = 0
         """Grows whenever other messages wait than before."""
         self._schedule: _Schedule | None = None
         """Made when somebody asks what is due, as a master does and a slave never."""
-        for one in ranges or ():
-            self._insert(len(self._firsts), one)
+        for one in ranges:
+            self._put(one)
 
     @classmethod
     def from_plain(cls, plain: list[Any]) -> Requeued:
         """Read what a snapshot holds: `plain()`, or one list for each range, as it was before there were columns."""
         if not plain or not isinstance(plain[0], str):
-            return cls([RequeuedRange(*one) for one in plain])
+            return cls(RequeuedRange(*one) for one in plain)
         self = cls()
-        for column, text in zip(self._columns, plain, strict=True):
-            column.frombytes(b64decode(text))
-        self.messages = sum(self._counts)
+        self._ranges = RangeBlocks.from_columns(plain)
         return self
 
     def plain(self) -> list[str]:
-        """Return the columns for a snapshot: little-endian numbers in base64, a twentieth of the time of JSON's."""
-        return [b64encode(column.tobytes()).decode() for column in self._columns]
-
-    @property
-    def _columns(self) -> tuple[array[int], ...]:
-        return self._firsts, self._counts, self._attempts, self._dues, self._suspected
+        """Return what a snapshot holds."""
+        return self._ranges.columns()
 
     def __len__(self) -> int:
         """Return how many ranges there are."""
-        return len(self._firsts)
-
-    def __getitem__(self, at: int) -> RequeuedRange:
-        return RequeuedRange(
-            self._firsts[at], self._counts[at], self._attempts[at], self._dues[at], self._suspected[at]
-        )
+        return len(self._ranges)
 
     def __iter__(self) -> Iterator[RequeuedRange]:
-        return map(RequeuedRange._make, zip(*self._columns, strict=True))
+        return iter(self._ranges)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Requeued) and list(self) == list(other)
@@ -104,64 +64,58 @@ class Requeued:
         return f"Requeued({list(self)})"
 
     @property
+    def messages(self) -> int:
+        """How many all ranges have together."""
+        return self._ranges.messages
+
+    @property
     def first(self) -> int | None:
         """The first sequence of all; None if nothing waits."""
-        return self._firsts[0] if self._firsts else None
+        return self._ranges.first
 
     def before(self, end: int, most: int) -> list[RequeuedRange]:
         """Return what waits before `end`, due or not: up to `most` ranges, in order."""
-        return [self[at].part(0, end) for at in range(min(most, bisect_left(self._firsts, end)))]
+        below = takewhile(lambda one: one.first < end, self._ranges)
+        return [one.part(0, end) for one in islice(below, most)]
 
     def messages_before(self, end: int) -> int:
         """Return how many wait before `end`, due or not."""
-        if not (at := bisect_left(self._firsts, end)):
-            return 0
-        return sum(self._counts[:at]) - max(self[at - 1].end - end, 0)
+        return self._ranges.messages_before(end)
 
     def overlapping(self, begin: int, end: int, most: int = COUNT_MAX) -> list[RequeuedRange]:
         """Return what waits of `[begin, end)`: up to `most` ranges, in order."""
-        at = max(bisect_right(self._firsts, begin) - 1, 0)
         parts: list[RequeuedRange] = []
-        while at < len(self) and self._firsts[at] < end and len(parts) < most:
-            if self._firsts[at] + self._counts[at] > begin:
-                parts.append(self[at].part(begin, end))
-            at += 1
+        for one in self._ranges.since(begin):
+            if one.first >= end or len(parts) == most:
+                break
+            if one.end > begin:
+                parts.append(one.part(begin, end))
         return parts
 
     def add(self, new: RequeuedRange) -> None:
         """Let these wait, one range with its neighbours if they wait alike."""
         self.changes += 1
-        at = bisect_right(self._firsts, new.first)
-        if at and self._touch(self[at - 1], new):
-            self._counts[at - 1] += new.count
-            self.messages += new.count
-            at -= 1
-        else:
-            self._insert(at, new)
-        if at + 1 < len(self) and self._touch(self[at], self[at + 1]):
-            count = self._counts[at + 1]
-            self._delete(at + 1)
-            self._counts[at] += count
-            self.messages += count
-
-    @staticmethod
-    def _touch(one: RequeuedRange, after: RequeuedRange) -> bool:
-        return one.end == after.first and one[2:] == after[2:] and one.count + after.count <= COUNT_MAX
+        before, after = self._ranges.until(new.first), self._ranges.get(new.end)
+        if before is not None and _touch(before, new):
+            new = before._replace(count=before.count + new.count)
+        if after is not None and _touch(new, after):
+            self._ranges.remove(after)
+            new = new._replace(count=new.count + after.count)
+        self._put(new)
 
     def take(self, first: int, count: int) -> RequeuedRange | None:
         """Take messages out of one range, and return them; None: they do not wait there."""
-        at = bisect_right(self._firsts, first) - 1
-        if at < 0 or (known := self[at]).end < first + count:
+        known, end = self._ranges.until(first), first + count
+        if known is None or known.end < end:
             return None
         self.changes += 1
-        self._delete(at)
-        for part in (
-            known._replace(first=first + count, count=known.end - first - count),
-            known._replace(count=first - known.first),
-        ):
-            if part.count:
-                self._insert(at, part)
-        return known._replace(first=first, count=count)
+        if known.first < first:
+            self._put(known.part(known.first, first))
+        else:
+            self._ranges.remove(known)
+        if end < known.end:
+            self._put(known.part(end, known.end))
+        return known.part(first, end)
 
     def due(self, now_ms: int, most: int) -> list[RequeuedRange]:
         """Return up to `most` of the ranges that are due, in order."""
@@ -169,11 +123,11 @@ class Requeued:
         found: list[RequeuedRange] = []
         ready: list[int] = []
         while len(found) < most and (first := schedule.pop_ready()) is not None:
-            if (at := self._at(first)) is None or ready[-1:] == [first]:
+            if (one := self._ranges.get(first)) is None or ready[-1:] == [first]:
                 continue
-            if self._dues[at] <= now_ms:  # else it was given back anew, and is named for later, too
+            if one.due_ms <= now_ms:  # else it was given back anew, and is named for later, too
                 ready.append(first)
-                found.append(self[at])
+                found.append(one)
         schedule.put_back(ready)
         return found
 
@@ -185,32 +139,24 @@ class Requeued:
         schedule = self._schedule
         if schedule is None or now_ms < schedule.now_ms:  # another mastership's clock is behind the last one's
             schedule = self._schedule = _Schedule()
-            for first, due_ms in zip(self._firsts, self._dues, strict=True):
-                schedule.add(first, due_ms)
+            for one in self._ranges:
+                schedule.add(one.first, one.due_ms)
         schedule.advance(now_ms, self._due_of)
         return schedule
 
     def _due_of(self, first: int) -> int | None:
-        at = self._at(first)
-        return None if at is None else self._dues[at]
+        one = self._ranges.get(first)
+        return None if one is None else one.due_ms
 
-    def _at(self, first: int) -> int | None:
-        at = bisect_left(self._firsts, first)
-        return at if at < len(self._firsts) and self._firsts[at] == first else None
-
-    def _insert(self, at: int, one: RequeuedRange) -> None:
-        for column, value in zip(self._columns, one, strict=True):
-            column.insert(at, value)
-        self.messages += one.count
-        if self._schedule is not None:
+    def _put(self, one: RequeuedRange) -> None:
+        if self._ranges.put(one) and self._schedule is not None:
             self._schedule.add(one.first, one.due_ms)
             if len(self._schedule) > STALE_MIN + 2 * len(self):
                 self._schedule = None
 
-    def _delete(self, at: int) -> None:
-        self.messages -= self._counts[at]
-        for column in self._columns:
-            del column[at]
+
+def _touch(one: RequeuedRange, after: RequeuedRange) -> bool:
+    return one.end == after.first and one[2:] == after[2:] and one.count + after.count <= COUNT_MAX
 
 
 class _Schedule:

@@ -11,7 +11,8 @@ from qmq.deploy.chaos.history import REFUSED, STORED, UNKNOWN, Acked, Delivered,
 from qmq.deploy.copies import Copy
 from qmq.log.fold import State
 from qmq.log.group import Consumer, Group, UnackedRange
-from qmq.log.requeued import Requeued, RequeuedRange
+from qmq.log.requeued import Requeued
+from qmq.log.requeued_ranges import RequeuedRange
 
 
 class Frames(Copy):

@@ -12,7 +12,7 @@ from qmq.errors import ErrorCode, InvalidAck, Overloaded, SubscriptionReplaced, 
 from qmq.log.fold import State
 from qmq.log.group import Consumer, Group, UnackedRange
 from qmq.log.progress import NOT_BEGUN, Departure
-from qmq.log.requeued import RequeuedRange
+from qmq.log.requeued_ranges import RequeuedRange
 from qmq.remoting.commands import Command, Pull
 from qmq.remoting.packet import Packet
 from qmq.replication.ports import QUIET_MS

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from random import Random
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qmq.log import requeued as module
-from qmq.log.requeued import Requeued, RequeuedRange
+from qmq.log import requeued_ranges as blocks
+from qmq.log.requeued import Requeued
+from qmq.log.requeued_ranges import RequeuedRange
 from tests.support.effort import examples
 
 Plain = dict[int, tuple[int, int, int]]
@@ -22,6 +25,7 @@ def messages(found: Requeued | list[RequeuedRange]) -> Plain:
 
 def check(requeued: Requeued, plain: Plain, now_ms: int) -> None:
     rows = list(requeued)
+    assert len(rows) == len(requeued)
     assert messages(rows) == plain and requeued.messages == len(plain)
     assert all(before.end <= after.first for before, after in zip(rows, rows[1:])), "ascending and disjoint"
     assert requeued.first == min(plain, default=None)
@@ -42,12 +46,11 @@ def check(requeued: Requeued, plain: Plain, now_ms: int) -> None:
     assert len(schedule) == len(schedule._soon) + len(schedule._ready) + sum(map(len, schedule._buckets.values()))
 
 
-@given(st.integers(0, 1 << 32), st.sampled_from([0, 5, 1_000]))
+@given(st.integers(0, 1 << 32), st.sampled_from([0, 5, 1_000]), st.sampled_from([1, 2, 5, 1_024]))
 @settings(max_examples=examples(150))
-def test_ranges_agree_with_single_messages(seed, stale_min):
+def test_ranges_agree_with_single_messages(seed, stale_min, block):
     rng, requeued, plain, now_ms = Random(seed), Requeued(), {}, 0
-    was, module.STALE_MIN = module.STALE_MIN, stale_min
-    try:
+    with mock.patch.object(module, "STALE_MIN", stale_min), mock.patch.object(blocks, "BLOCK", block):
         for _ in range(60):
             match rng.choice(["add", "add", "take", "time"]):
                 case "add":
@@ -68,10 +71,11 @@ def test_ranges_agree_with_single_messages(seed, stale_min):
                     now_ms += rng.randrange(4_000)
             if rng.random() < 0.7:
                 check(requeued, plain, now_ms)
-    finally:
-        module.STALE_MIN = was
-    check(requeued, plain, now_ms)
-    assert Requeued(list(requeued)) == requeued
+        check(requeued, plain, now_ms)
+        assert Requeued(list(requeued)) == requeued
+        again = Requeued.from_plain(requeued.plain())
+        assert again == requeued
+        check(again, plain, now_ms)
 
 
 @pytest.mark.parametrize("first, count", [(0, 1), (10, 6), (12, 4), (15, 1), (30, 1)])
@@ -202,6 +206,23 @@ def test_a_range_that_is_due_this_second_is_waited_for_even_if_others_are_later(
     assert requeued.due(5_000, 9) == []
     requeued.add(RequeuedRange(20, 1, 1, 5_050))
     assert requeued.next_due_ms(5_000) == 5_050
+
+
+def test_no_block_grows_beyond_its_bound_and_none_stays_empty(monkeypatch):
+    """One that grows on makes each change move all of it; empty ones would be looked through by all."""
+    monkeypatch.setattr(blocks, "BLOCK", 4)
+    requeued, rng = Requeued(), Random(1)
+    firsts = [2 * at for at in range(100)]
+    rng.shuffle(firsts)
+    for first in firsts:
+        requeued.add(RequeuedRange(first, 1, 1, 5_000))
+    sizes = [len(block.firsts) for block in requeued._ranges._blocks]
+    assert sum(sizes) == 100 and min(sizes) >= 4 and max(sizes) <= 8
+    rng.shuffle(firsts)
+    for first in firsts:
+        assert all(block.firsts for block in requeued._ranges._blocks)
+        requeued.take(first, 1)
+    assert (len(requeued), requeued.messages, requeued._ranges._blocks) == (0, 0, [])
 
 
 def test_what_waits_is_equal_to_nothing_else():
