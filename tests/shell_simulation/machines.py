@@ -236,6 +236,11 @@ class CopyMachine(Machine):
         self.system.crash(self.world.loop.rng)
         self.system.heal()
 
+    def replace_disk(self) -> None:
+        """By an empty one. What was on it counts for nothing any more."""
+        self.lose_power()
+        self.medium.wipe()
+
     @property
     def is_whole(self) -> bool:
         """Whether it runs, and has never been damaged or is whole again."""

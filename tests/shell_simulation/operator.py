@@ -6,6 +6,8 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from qmq.rights import Caller, TokenRole
+from qmq.tools.recovery.plan import Decision, decide, read_copies
+from tests.simulation.recovery import set_aside
 
 if TYPE_CHECKING:
     from tests.shell_simulation.machines import MetaserverMachine
@@ -37,11 +39,30 @@ class Operator:
         for check in (await self._run(machine, "Doctor", {})).data["checks"]:
             if not check["ok"]:
                 self._world.note(f"Doctor: {check['name']}: {check['found']} | {check['remedy']}")
+                if "RecoverGroup" in check["remedy"] and "reasons" in check["facts"]:  # all its copies return
+                    await self._recover(machine, check["facts"]["group"])
                 if found := _COMMAND.search(check["remedy"]):
                     action, words = found.group(1), dict(map(_word, found.group(2).split()))
                     answer = await self._run(machine, action, words)
                     self._world.note(f"{action} {words}: {answer.status.name}: {str(answer)[:300]}")
                     self._world.counts[f"Doctor's {action} {answer.status.name}"] += 1
+
+    async def _recover(self, machine: MetaserverMachine, group: str) -> None:
+        """Replace the disk of a slave that RecoverGroup names: it confirmed what the master's log does not have.
+
+        Where a group has one slave, that comes back to its master, whatever fails; the judge lets nobody replace it.
+        """
+        if len(self._world.groups[group]) > 2:
+            for name in set_aside(await self._decide(machine, group)):
+                self._world.note(f"RecoverGroup sets aside {name}")
+                self._world.counts["copy set aside"] += 1
+                self._world.copy(name).replace_disk()
+
+    async def _decide(self, machine: MetaserverMachine, group: str) -> Decision:
+        brokers = (await self._run(machine, "ListBrokers", {"brokerGroup": group, "details": "true"})).data
+        (row,) = (await self._run(machine, "ReplicaStatus", {"brokerGroup": group})).data
+        copies = read_copies(brokers, row["replicas"], (), ())
+        return decide(copies, term=row["term"], min_copies=row["minCopies"], remembered=row["acknowledged"])
 
     async def _run(self, machine: MetaserverMachine, action: str, words: dict[str, str]) -> Any:
         assert machine.metaserver is not None

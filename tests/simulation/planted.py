@@ -502,7 +502,7 @@ def _rolled_back_names_no_way_out() -> list[Patch]:
     return [mock.patch.dict(readonly.WAY_OUT, {Reason.ROLLED_BACK: "start the other copy, which refills it"})]
 
 
-def _diverged_names_no_way_out() -> list[Patch]:
+def diverged_names_no_way_out() -> list[Patch]:
     """A slave keeps what the master's log has no place for, and nobody is told whose directory is set aside."""
     return [mock.patch.dict(readonly.WAY_OUT, {Reason.DIVERGED: "read the logs with the audit"})]
 
@@ -549,6 +549,6 @@ BUGS = [
     Bug("confirms after promising", _confirms_after_promising, kinds={"copies": 3}, favoured="cut_off_master"),
     Bug("a master begins in its old term", _master_begins_in_its_old_term, first=3, kinds={"copies": 3}),
     Bug("rolled back names no way out", _rolled_back_names_no_way_out, first=860, kinds={"copies": 3}),
-    Bug("diverged names no way out", _diverged_names_no_way_out, first=4016, kinds={"copies": 3, "min_copies": 3}),
+    Bug("diverged names no way out", diverged_names_no_way_out, first=4016, kinds={"copies": 3, "min_copies": 3}),
     *DISK_BUGS,
 ]

@@ -47,10 +47,9 @@ class Recovery:
     def _recover(self) -> None:
         """Empty the disk of whom it says to set aside; or stop whom it says, and give the mastership to who goes on."""
         decision, world = self._decide(), self._world
-        for step in decision.steps:
-            if step.startswith(ASIDE):
-                world.events.note(f"RecoverGroup: {step}")
-                self._set_aside(step.removeprefix(ASIDE).partition(":")[0])
+        for name in set_aside(decision):
+            world.events.note(f"RecoverGroup sets aside {name}")
+            self._replace_disk(name)
         if not decision.command or decision.keeps is None:
             return
         world.events.note(f"RecoverGroup: {'; '.join(decision.steps)}; lost: {decision.lost_offsets}")
@@ -58,7 +57,7 @@ class Recovery:
             world.machine(name).die("RecoverGroup says so")
         self._metaserver.accept_loss(decision.keeps.hostname)
 
-    def _set_aside(self, name: str) -> None:
+    def _replace_disk(self, name: str) -> None:
         machine = self._world.machine(name)
         self._world.events.count("copy set aside")
         machine.die("its disk is replaced", power=True)
@@ -83,6 +82,11 @@ def _state(process: Process) -> ReplicaState:
     node, log = process.node, process.log
     high = node.master.gate.high_watermark if node.master else log.state.high_watermark
     return replace(full_state(process), high_watermark=high, incomplete=not node.identity.value.complete)
+
+
+def set_aside(decision: Decision) -> list[str]:
+    """Return the hosts whose data directories are to be."""
+    return [step.removeprefix(ASIDE).partition(":")[0] for step in decision.steps if step.startswith(ASIDE)]
 
 
 def _stopped(decision: Decision) -> list[str]:
