@@ -66,10 +66,11 @@ class _Drop(NamedTuple):
 
 @dataclass(slots=True)
 class Commit:
-    """What `perform` has to make durable, in this order; afterwards everything before `end` is. `chain`: at `end`."""
+    """What `perform` has to make durable, in this order; afterwards everything before `end` is. `chain`: at `end`, also
+    of one that only deletes: copies compare it."""
 
-    end: int = 0
-    chain: int = 0
+    end: int
+    chain: int
     bytes: int = 0
     steps: list[_Write | _Roll | _Drop] = field(default_factory=list)
 
@@ -121,7 +122,7 @@ class MessageLog:
         self._consume_log = ConsumeLog(self._disk, self._bases, recovered.newest)
         self._tail: dict[int, _TailEntry] = {}
         self._tail_bytes = 0
-        self._pending = Commit(end=self.state.end)
+        self._pending = Commit(self.state.end, self.state.chain)
         self._writing: Commit | None = None
         self._rolls_next = False
         self.flushed_end = self.state.end
@@ -255,7 +256,7 @@ class MessageLog:
         """Return what is to be written now, or None: there is nothing, or the last commit is not `flushed` yet."""
         if self._writing is not None or not self._pending.steps:
             return None
-        self._writing, self._pending = self._pending, Commit(end=self._pending.end)
+        self._writing, self._pending = self._pending, Commit(self.state.end, self.state.chain)
         return self._writing
 
     @property

@@ -59,6 +59,8 @@ class LogAndList(RuleBasedStateMachine):
         self.under_way, self.written_when_taken = self.copy.log.take_commit(), len(self.parts)
         assert (self.under_way is None) == (self.flushed == len(self.parts) and self.gone == self.dropped)
         self.dropped_when_taken = self.dropped
+        if self.under_way is not None:
+            assert (self.under_way.end, self.under_way.chain) == (self.copy.log.end, self.copy.log.chain)
 
     @precondition(lambda self: self.under_way is not None)
     @rule()

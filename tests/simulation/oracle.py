@@ -21,6 +21,8 @@ from tests.simulation.legality import Legality
 from tests.simulation.watched_log import WatchedLog
 
 if TYPE_CHECKING:
+    from qmq.log import Commit
+    from qmq.replication.points import Point
     from tests.simulation.clients import Consumer
     from tests.simulation.machine import Machine, Process
     from tests.simulation.operator import Move
@@ -123,6 +125,11 @@ class Oracle:
     def writing(self, log: WatchedLog) -> None:
         """A master is about to write a frame."""
         self._written_ms[log.end] = self._events.now_ms
+
+    def flushed(self, log: WatchedLog, commit: Commit) -> None:
+        """A copy has a commit on its disk, and tells others where that ends, also if it only deleted."""
+        if log.chains.get(commit.end) != commit.chain:
+            raise Violation(f"I4: {log.owner} says that its chain at {commit.end} is {commit.chain:016x}")
 
     def decided(self, log: WatchedLog, retention_ms: int) -> None:
         """A master decided what goes. Three clocks agreed to half a second when it was written and when it goes."""
@@ -248,6 +255,7 @@ class Oracle:
         process.seen_high = high
         if high > self.committed.end:
             self._commit(process, high, master.epoch)
+            self._check_point(process.name, master.gate.point)
 
     def _commit(self, process: Process, high: int, epoch: Epoch) -> None:
         log = process.log
@@ -264,6 +272,12 @@ class Oracle:
             self._committed_frames[at] = log.chains[at + len(data)]
             at += len(data)
         self.committed = Committed(high, chain, epoch)
+
+    def _check_point(self, name: str, point: Point | None) -> None:
+        """I25: with another chain, each copy would lack what a master says that it acknowledged."""
+        committed = self.committed
+        if point is not None and point.end == committed.end and point.chain != committed.chain:
+            raise Violation(f"I25: {name} acknowledges up to {point}, and has {committed}")
 
     def _check_disks(self, log: WatchedLog, begin: int, end: int) -> None:
         """I1: what gets acknowledged now would survive a power cut of all machines, on enough of them."""

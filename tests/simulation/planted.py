@@ -464,6 +464,32 @@ def _largest_matched_end_counts() -> list[Patch]:
     return [mock.patch.object(AckGate, "_rank", rank)]
 
 
+def _deletions_have_no_chain() -> list[Patch]:
+    """What a copy says of its log once it deleted, and wrote nothing, is of another one."""
+    real = MessageLog.take_commit
+
+    def take_commit(self: MessageLog) -> Commit | None:
+        commit = real(self)
+        if commit is not None and not commit.bytes:
+            commit.chain = 0
+        return commit
+
+    return [mock.patch.object(MessageLog, "take_commit", take_commit)]
+
+
+def _point_has_the_chain_of_who_is_ahead() -> list[Patch]:
+    """The acknowledged point ends with one copy, and has the chain of the other."""
+    real = AckGate._release
+
+    def release(self: AckGate) -> None:
+        before = self.high_watermark
+        real(self)
+        if self.high_watermark > before:
+            self.high_chain = self.matched_chain if self.flushed_end <= self.matched_end else self.flushed_chain
+
+    return [mock.patch.object(AckGate, "_release", release)]
+
+
 def _promises_are_forgotten() -> list[Patch]:
     """What a copy promised is in memory only, until its hold ends."""
     return [mock.patch.object(IdentityFile, "promise", lambda self, term: None)]
@@ -544,6 +570,8 @@ BUGS = [
     Bug("a lost slave goes on counting", _a_lost_slave_goes_on_counting, first=3),
     Bug("matched by each confirmation", _matched_by_each_confirmation),
     Bug("the largest matched end counts", _largest_matched_end_counts, kinds={"copies": 3, "min_copies": 3}),
+    Bug("deletions have no chain", _deletions_have_no_chain),
+    Bug("the point has the chain of who is ahead", _point_has_the_chain_of_who_is_ahead),
     Bug("promises are forgotten", _promises_are_forgotten, first=68, kinds={"copies": 3}),
     Bug("one promise too few", _one_promise_too_few, first=7, kinds={"copies": 3}, favoured="cut_off_master"),
     Bug("confirms after promising", _confirms_after_promising, kinds={"copies": 3}, favoured="cut_off_master"),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from qmq.audit.derived import Derived
 from qmq.codec import Buffer
 from qmq.errors import CorruptFrame
-from qmq.log import MessageLog
+from qmq.log import Commit, MessageLog
 from qmq.log.disk import Disk
 from qmq.log.frame import Frame, FrameKind, decode_header
 from qmq.log.index import segment_at
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class WatchedLog(MessageLog):
-    """Tells the oracle of every frame taken and every cut. Made anew with each process."""
+    """Tells the oracle of every frame taken, every commit and every cut. Made anew with each process."""
 
     def __init__(self, disk: SimulatedDisk, *, owner: str, oracle: Oracle, segment_bytes: int, tail_bytes: int) -> None:
         self.owner, self._oracle, self.simulated_disk = owner, oracle, disk
@@ -52,6 +52,10 @@ class WatchedLog(MessageLog):
         frame = super().append(kind, subject, body, **fields)
         self.last_taken = frame.offset
         return frame
+
+    def flushed(self, commit: Commit) -> None:
+        self._oracle.flushed(self, commit)
+        super().flushed(commit)
 
     def cut(self, to: int, why: str) -> str | None:
         if self.damage is None:

@@ -75,6 +75,31 @@ def test_old_segments_go_on_both_copies_because_of_one_frame():
     assert decision == RetentionDecision(group.a.log.start, "age", {"metaserver": 0, "slave": 0}, {})
 
 
+def test_a_quiet_slave_that_deletes_stays_in_sync(caplog):
+    """It confirmed its end with another chain, and was taken for a copy that differs."""
+    group = a_group()
+    link = group.at_master
+    days_pass(group, 4)
+    assert group.look_after_logs() > 10
+    group.settle()
+    assert group.at_master is link and link.is_open and group.a.node.writable
+    assert "copies differ" not in caplog.text
+
+
+def test_what_a_master_acknowledged_before_it_deleted_is_remembered_with_the_chain_of_its_log():
+    """Its memory had another one: by that, both copies lacked what was acknowledged, and nobody was the master."""
+    group = a_group()
+    days_pass(group, 4)
+    group.hear_clocks()
+    group.a.node.decide_retention(group.a.keeper)
+    group.a.host.settle()
+    group.a.drop_oldest_segment()  # before the slave confirms the last frame: with that, it is acknowledged
+    group.settle()
+    group.a.node.tick()
+    point = group.a.node.identity.points.own
+    assert (point.end, point.chain) == (group.a.log.end, group.a.log.chain)
+
+
 @pytest.mark.parametrize("whose", ["master", "slave", "metaserver"])
 @pytest.mark.parametrize("skew_ms", [YEAR_MS, -YEAR_MS, 11_000, -11_000])
 def test_one_wrong_clock_deletes_nothing_whoever_has_it(whose, skew_ms, caplog):

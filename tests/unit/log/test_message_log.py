@@ -752,6 +752,19 @@ def test_the_oldest_segment_may_go_when_it_was_acknowledged_that_it_is_not_kept(
     assert copy.log.oldest_may_go is bool(may_go)
 
 
+def test_a_commit_that_deletes_and_writes_nothing_says_where_the_log_ends():
+    """Copies compare what it says: its chain was 0."""
+    copy = Copy()
+    copy.begin_epoch()
+    copy.fill(60)
+    for log in (copy.log, copy.reopen()):
+        log.drop_oldest_segment()
+        commit = log.take_commit()
+        assert (commit.end, commit.chain, commit.bytes) == (log.end, log.chain, 0)
+        log.perform(commit)
+        log.flushed(commit)
+
+
 def test_the_only_segment_stays():
     copy = Copy(segment_bytes=1 << 20)
     copy.begin_epoch()
