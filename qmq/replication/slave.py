@@ -33,6 +33,8 @@ from qmq.replication.slave_life import (
 
 log = logging.getLogger(__name__)
 
+_DELETING = "segments are being deleted since our hello: what cuts or replaces this log waits for that"
+
 
 class Slave:
     """One slave's part. Made by the node when it is assigned; its links are made by the host, one at a time."""
@@ -115,6 +117,8 @@ class Slave:
         """
         if not isinstance(self.life.now, HelloSent) or link is not self.life.now.link:
             return  # it was meant for an earlier connection
+        if not self._log.is_idle:
+            return link.close(_DELETING)
         agreement = Agreement.decode(body)
         known = self._identity.value.epoch
         if agreement.epoch < known:
@@ -245,6 +249,8 @@ class Slave:
     def _seed(self, awaiting: AwaitingSnapshot, base: int, snapshot: memoryview) -> None:
         if base != awaiting.agreement.offset:
             raise CorruptFrame(base, f"a snapshot at {awaiting.agreement.offset} was agreed on")
+        if not self._log.is_idle:
+            return awaiting.link.close(_DELETING)
         self._log.seed(base, snapshot, "seeded-anew", start=awaiting.agreement.master_start)
         log.warning("seeding group=%s from=%d: the old copy is in quarantine", self._group, base)
         self._enter(SlaveEvent.SNAPSHOT, Following(awaiting.link, awaiting.agreement))

@@ -13,7 +13,12 @@ from qmq.replication.points import Point
 from qmq.replication.ports import QUIET_MS
 from qmq.replication.slave_life import SlaveState
 from qmq.types import Epoch, Role
-from tests.unit.broker.test_replication import a_master_that_takes_back_piece_by_piece
+from tests.unit.broker.test_replication import (
+    a_master_that_takes_back_piece_by_piece,
+    equal,
+    filled,
+    settle_slowly,
+)
 from tests.unit.broker.world import SETTINGS, Broker, Client, FakeLink, Group
 from tests.unit.replication.test_many_copies import Copies
 
@@ -112,6 +117,52 @@ def test_a_slave_that_refuses_to_be_seeded_is_as_whole_as_it_was():
     group.b.node.agreed(group.at_slave, memoryview(seed.encode()))
     assert not group.at_slave.is_open
     assert group.b.slave.has_matched and group.b.node.identity.value.complete
+
+
+def is_deleting(broker: Broker) -> None:
+    """Its oldest segment goes, and its disk has not finished that."""
+    broker.log.drop_oldest_segment()
+    broker.node.end_of_pass()
+    assert not broker.log.is_idle
+
+
+def test_a_slave_that_deletes_while_it_says_hello_cuts_nothing_before_that_is_done():
+    """Its process ended."""
+    group = filled()
+    Client(group.a).produce("never acknowledged")
+    group.a.host.settle()
+    group.cut()
+    group.b.assign(Role.MASTER, 2)
+    group.b.wait(SETTINGS.slave_wait_ms)
+    group.b.host.settle()
+    group.a, group.b = group.b, group.a
+    group.b.assign(Role.SLAVE, 2)
+    group.connect()
+    end = group.b.log.end
+    is_deleting(group.b)
+    group.deliver_hello()
+    assert not group.at_slave.is_open and group.b.log.end == end
+    group.settle()
+    group.connect()
+    group.settle()
+    assert group.a.node.writable and equal(group) and group.b.disk.names("quarantine")
+
+
+def test_a_slave_that_deletes_while_it_awaits_a_snapshot_is_seeded_after_that():
+    """Its process ended."""
+    group = filled()
+    group.connect()
+    group.b.host.hellos.clear()
+    end, chain = group.b.log.end, group.b.log.chain
+    seed = Agreement(group.a.master.epoch, Action.SEED, end, chain, end)
+    group.b.node.agreed(group.at_slave, memoryview(seed.encode()))
+    is_deleting(group.b)
+    sent(group.b, group.at_slave, Command.SNAPSHOT, bytes(commands.offset_header(end)))
+    assert not group.at_slave.is_open and group.b.log.end == end
+    group.settle()
+    group.connect()
+    settle_slowly(group)
+    assert group.a.node.writable and equal(group)
 
 
 def test_a_slave_looks_at_deadlines_only_while_it_restores_its_master():
