@@ -131,7 +131,7 @@ class RangeBlocks:
         self.messages += one.count
         self._begins[number] = block.firsts[0]
         if len(block.firsts) > 2 * BLOCK:
-            self._blocks[number : number + 1] = halves = block.slice(0, BLOCK), block.slice(BLOCK, 2 * BLOCK + 1)
+            self._blocks[number : number + 1] = halves = block.slice(0, BLOCK), block.slice(BLOCK, None)
             self._begins.insert(number + 1, halves[1].firsts[0])
         return is_new
 
@@ -164,7 +164,7 @@ class _Block:
     def since(self, at: int) -> Iterator[RequeuedRange]:
         return map(self.__getitem__, range(at, len(self.firsts)))
 
-    def slice(self, begin: int, end: int) -> _Block:
+    def slice(self, begin: int, end: int | None) -> _Block:
         part = _Block()
         for column, own in zip(part.columns, self.columns, strict=True):
             column.extend(own[begin:end])
