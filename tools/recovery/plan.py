@@ -20,7 +20,8 @@ SERIOUS = frozenset({"rolled_back", "file_damaged", "empty"})
 INCOMPLETE = "incomplete"
 """Of a slave: it never had all that its master had, and may be empty."""
 PARTED = "diverged"
-"""Of a slave: it confirmed what the master's log does not have, and gives that up to nobody."""
+"""Of a slave: it confirmed what the master's log does not have, and gives that up to nobody. Which of the two has what
+was acknowledged that does not say."""
 REFILLED = frozenset({"rolled_back", "empty"})
 """Of a master, those that end by themselves once the other copy is there."""
 
@@ -65,6 +66,11 @@ class Copy:
     @property
     def is_whole(self) -> bool:
         return self.is_there and not self.troubles
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether nothing is wrong with it as the master's copy: it need not be like the one of the master before."""
+        return self.is_there and set(self.troubles) <= {PARTED}
 
     @property
     def reach(self) -> tuple[tuple[int, int], int]:
@@ -171,7 +177,8 @@ def decide(copies: Sequence[Copy], *, term: int = 0, min_copies: int = 2, rememb
     """Choose the copy that goes on: the master's of the row, unless that is gone, or worse than a slave's.
 
     Of n copies, m of which acknowledge, n - m + 1 slaves that followed the master of the row's term have among them
-    whatever was acknowledged; so the one that has most of these lacks nothing.
+    whatever was acknowledged; so the one that has most of these lacks nothing. If more is known to be acknowledged, one
+    of their disks was put back.
 
     Args:
         term, min_copies: of the group's row.
@@ -184,11 +191,12 @@ def decide(copies: Sequence[Copy], *, term: int = 0, min_copies: int = 2, rememb
         return Decision(("the group has no master; AddBroker, or the second call of ReplaceBroker, gives it one",))
     slaves = [copy for copy in copies if copy is not master and copy.is_whole]
     proof = slaves if len(copies) == 2 else [slave for slave in slaves if slave.epoch[0] == term]
-    is_proven = len(proof) > max(len(copies) - max(min_copies, 2), 0)
+    is_enough = len(proof) > max(len(copies) - max(min_copies, 2), 0)
+    is_proven = is_enough and not _offsets(max(proof, key=lambda copy: copy.reach), known)
     is_missed = master.state in MISSED or len(copies) == 2 or not (master.is_whole or is_proven)
     if is_missed and (silent := [copy.who for copy in copies if copy.state in MISSED]):
         return Decision((ABOUT_MISSED.format(", ".join(silent)),))
-    kept = _best(master, copies)
+    kept = _best(master, copies, is_proven)
     if kept is None:
         return _begin_anew(master, copies, known)
     if kept is master and not master.troubles:
@@ -198,7 +206,7 @@ def decide(copies: Sequence[Copy], *, term: int = 0, min_copies: int = 2, rememb
         return Decision((*aside, *_all_start(others)), kept)
     if is_proven and master.is_there and set(master.troubles) <= REFILLED:
         return Decision((*_all_start(copies), f"{master.who} is refilled by itself from {kept.who}"), kept)
-    if is_proven and len(copies) > 2 and not _offsets(kept, known):
+    if is_proven and len(copies) > 2:
         return _choose_among(proof, master, kept, copies)
     return _put_in_the_masters_place(kept, master, copies, known)
 
@@ -212,12 +220,16 @@ def _held_against(copy: Copy, copies: Sequence[Copy], remembered: int) -> Copy:
     return replace(copy, troubles=(*copy.troubles, "rolled_back"))
 
 
-def _best(master: Copy, copies: Sequence[Copy]) -> Copy | None:
-    """The master's copy if it is whole; else the whole one that has most; else the longest that is there."""
-    there = [copy for copy in copies if copy.is_there]
+def _best(master: Copy, copies: Sequence[Copy], is_proven: bool) -> Copy | None:
+    """The master's copy if it is whole; else, of those that may go on, the one that has most; else the longest that is
+    there. If whole ones prove that they lack nothing, it is one of them."""
     if master.is_whole:
         return master
-    return max(there, key=lambda copy: (not copy.troubles, copy is master, copy.reach), default=None)
+
+    def rank(copy: Copy) -> tuple[Any, ...]:
+        return copy.is_whole if is_proven else copy.may_go_on, copy is master, copy.reach
+
+    return max((copy for copy in copies if copy.is_there), key=rank, default=None)
 
 
 def _set_aside(

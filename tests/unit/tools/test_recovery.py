@@ -287,9 +287,27 @@ def test_a_slave_that_differs_is_set_aside_if_what_it_confirmed_was_not_acknowle
     assert said == steps and plan.keeps.who == A and not plan.command
 
 
-def test_a_slave_that_differs_is_no_proof_and_goes_on_last():
-    plan = decided_of_three([GONE, RUNS, ("runs", 120, 4, "diverged")])
-    assert plan.keeps.who == B and plan.command == "ReplaceBroker" and plan.needs_acceptance
+@pytest.mark.parametrize(
+    "states, min_copies, kept, command",
+    [
+        pytest.param([GONE, RUNS, ("runs", 120, 4, "diverged")], 2, "c:1", "ReplaceBroker", id="it has all of b"),
+        pytest.param([GONE, RUNS, PARTED], 2, B, "ReplaceBroker", id="b followed a newer master"),
+        pytest.param([GONE, RUNS, ("runs", 90, 4, "diverged")], 3, B, "Failover", id="all acknowledge: b is proof"),
+        pytest.param([GONE, RUNS, ("runs", 120, 4, "diverged")], 3, "c:1", "ReplaceBroker", id="it knows of more"),
+        pytest.param(
+            [("runs", 110, 2, "rolled_back"), ("runs", 110, 2), PARTED],
+            2,
+            "c:1",
+            "ReplaceBroker",
+            id="it has what the master lacks, whose log was restored from b",
+        ),
+    ],
+)
+def test_a_slave_that_differs_is_no_proof_and_goes_on_if_it_has_most(states, min_copies, kept, command):
+    """That its log is not the master's says nothing of which of them has more."""
+    plan = decided_of_three(states, min_copies=min_copies)
+    assert (plan.keeps.who, plan.command) == (kept, command)
+    assert plan.needs_acceptance == (command == "ReplaceBroker")
 
 
 def test_of_two_copies_that_differ_the_masters_goes_on():
@@ -297,6 +315,12 @@ def test_of_two_copies_that_differ_the_masters_goes_on():
         read_copies(rows(), [replica("a", up=True), replica("b", up=True, reasons=["diverged"])], (), ()), term=4
     )
     assert plan.keeps.who == A and plan.steps[0].startswith("set aside the data directory of b:1,")
+
+
+def test_of_two_copies_that_differ_the_slaves_goes_on_if_the_master_lacks_something():
+    replicas = [replica("a", up=True, reasons=["rolled_back"]), replica("b", up=True, reasons=["diverged"])]
+    plan = decide(read_copies(rows(), replicas, (), ()), term=4)
+    assert plan.keeps.who == B and plan.command == "ReplaceBroker" and plan.needs_acceptance
 
 
 def test_what_a_copy_that_is_gone_had_acknowledged_is_named_by_offset():
@@ -310,6 +334,17 @@ def test_what_the_metaserver_remembers_is_lost_with_those_who_had_it():
     assert plan.lost_offsets == (100, 150) and plan.keeps.who == B and plan.needs_acceptance
     plan = decided_of_three([("silent", 0, 0), RUNS, ("runs", 160, 4)], remembered=150)
     assert plan.lost_offsets is None
+
+
+@pytest.mark.parametrize("remembered, lost", [(100, None), (150, (100, 150))])
+def test_a_master_is_refilled_by_itself_only_if_a_slave_has_all_that_is_known_to_be_acknowledged(remembered, lost):
+    rolled_back = ("runs", 50, 4, "rolled_back")
+    of_two = decided(
+        replicas=[replica("a", up=True, end=50, reasons=["rolled_back"]), replica("b", up=True)], remembered=remembered
+    )
+    for plan in (of_two, decided_of_three([rolled_back, RUNS, RUNS], remembered=remembered)):
+        assert (plan.keeps.who, plan.lost_offsets) == (B, lost)
+        assert (plan.command, plan.needs_acceptance) == (("ReplaceBroker", True) if lost else ("", False))
 
 
 def test_the_only_copy_is_not_refilled_from_itself():
