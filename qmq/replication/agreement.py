@@ -88,6 +88,12 @@ class Hello:
         """Whether it takes part of what it lacks as a filling, not only to catch up."""
         return bool(self.fill_id) and not (self.is_whole and self.end)
 
+    def has(self, point: Point) -> bool:
+        """Whether its log has an acknowledged point, by its epoch table: a point ends a frame of its own epoch. What
+        retention took it had."""
+        epochs = [entry.epoch for entry in self.epochs if entry.offset < point.end]
+        return point.end <= self.start or (point.end <= self.end and epochs[-1:] == [point.epoch])
+
     def encode(self) -> bytes:
         table = [[*entry.epoch, entry.offset, entry.chain] for entry in self.epochs]
         return encode_json(

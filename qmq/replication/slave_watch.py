@@ -168,8 +168,8 @@ class SlaveWatch:
             )
         if agreement.action == Action.RESTORE and self._slaves.is_restoring_from(self):
             raise NotServed("another slave sends what this master lost: say hello again")
-        if agreement.action != Action.RESTORE and points.lacks is not None:
-            self._check_refilled(points.lacks)
+        if points.lacks is not None:
+            self._check_refill(points.lacks, hello, agreement)
         log.info(
             "slave says hello group=%s peer=%s end=%d: %s from %d",
             mastership.group,
@@ -234,12 +234,17 @@ class SlaveWatch:
             )
             points.rolled_back(hello.point)
 
-    def _check_refilled(self, lacks: Point) -> None:
-        """Raise CopyRolledBack if the slave, which has no more than we, lacks the acknowledged point as well."""
-        if is_lacking(self._mastership.log, lacks):
+    def _check_refill(self, lacks: Point, hello: Hello, agreement: Agreement) -> None:
+        """Raise CopyRolledBack if the slave lacks the acknowledged point as well. What it has more than we is not taken
+        then: an older master may have written that alone, and it would be in the way of the copy that has the point.
+        """
+        is_restoring = agreement.action == Action.RESTORE
+        if is_restoring and hello.has(lacks):
+            return
+        if is_restoring or is_lacking(self._mastership.log, lacks):
             raise CopyRolledBack(
                 f"this master lacks what was acknowledged up to {lacks}, and so do you: the copy that has it must be "
-                "started in its place"
+                "started"
             )
         self._identity.points.refilled()
 

@@ -30,6 +30,7 @@ from qmq.replication.readonly import Reason
 from qmq.replication.shipper import Shipper
 from qmq.replication.slave import Slave
 from qmq.replication.slave_watch import SlaveWatch
+from qmq.tools.recovery.plan import Copy
 from qmq.types import Epoch
 from tests.simulation.machine import Process
 from tests.simulation.planted_disk import DISK_BUGS
@@ -533,6 +534,13 @@ def diverged_names_no_way_out() -> list[Patch]:
     return [mock.patch.dict(readonly.WAY_OUT, {Reason.DIVERGED: "read the logs with the audit"})]
 
 
+def _a_copy_that_differs_never_goes_on() -> list[Patch]:
+    """A master that lacks something takes what an older one wrote alone, and with that parts from the copy that has it;
+    then a third one is preferred to that."""
+    is_whole = property(lambda self: self.is_whole)
+    return [mock.patch.object(Hello, "has", lambda self, point: True), mock.patch.object(Copy, "may_go_on", is_whole)]
+
+
 BUGS = [
     Bug("ack before fsync", _ack_before_fsync),
     Bug("confirm before fsync", _confirm_before_fsync),
@@ -578,5 +586,6 @@ BUGS = [
     Bug("a master begins in its old term", _master_begins_in_its_old_term, first=3, kinds={"copies": 3}),
     Bug("rolled back names no way out", _rolled_back_names_no_way_out, first=860, kinds={"copies": 3}),
     Bug("diverged names no way out", diverged_names_no_way_out, first=4016, kinds={"copies": 3, "min_copies": 3}),
+    Bug("a copy that differs never goes on", _a_copy_that_differs_never_goes_on, first=12744, kinds={"copies": 3}),
     *DISK_BUGS,
 ]

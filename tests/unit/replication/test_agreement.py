@@ -85,6 +85,24 @@ def test_a_copy_is_filled_that_was_never_whole_or_is_empty(fill_id, is_whole, en
     assert Hello("g1", "b", Epoch(1, 1), [], 0, end, 0, fill_id=fill_id, is_whole=is_whole).would_be_filled is would_be
 
 
+@pytest.mark.parametrize(
+    "term, end, has_it",
+    [
+        pytest.param(2, 200, True, id="its end"),
+        pytest.param(2, 208, False, id="behind its end"),
+        pytest.param(1, 100, True, id="the end of an epoch"),
+        pytest.param(1, 108, False, id="a newer master wrote there"),
+        pytest.param(2, 100, False, id="an older master wrote there"),
+        pytest.param(3, 200, False, id="an epoch that it does not know"),
+        pytest.param(3, 20, True, id="retention took it"),
+    ],
+)
+def test_a_slave_has_an_acknowledged_point_where_its_log_is_of_the_same_epoch(term, end, has_it):
+    table = [EpochStart(Epoch(1, 1), 0, 0), EpochStart(Epoch(2, 1), 100, 7)]
+    assert Hello("g1", "b", Epoch(2, 1), table, 20, 200, 7).has(Point(Epoch(term, 1), end, 7)) is has_it
+    assert not Hello("g1", "b", Epoch(2, 1), [], 0, 0, 0).has(Point(Epoch(term, 1), end, 7))
+
+
 def history(epochs: tuple[int, ...], *, size: int = 20, drop: int = 0, **changes: int) -> Copy:
     """A log with one frame per entry, of that term; its bytes follow from term, place and what is before."""
     copy = Copy(**({"segment_bytes": 200} | changes))

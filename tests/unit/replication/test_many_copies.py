@@ -211,6 +211,34 @@ def test_a_slave_that_parted_keeps_no_master_from_beginning(min_copies, connecte
     assert copies.a.node.writable == (begins and min_copies == 2) and copies.b.log.end
 
 
+def test_a_master_that_lacks_something_takes_nothing_from_a_slave_that_lacks_it_as_well():
+    """What an older master wrote alone would be in the way of the copy that has it."""
+    copies = Copies().start()
+    copies.cut()
+    before = copies.a.disk.copy()
+    copies.start(term=2, master=copies.c, connected="")
+    copies.c.wait(SETTINGS.slave_wait_ms)
+    copies.c.host.settle()  # it began, and nobody else knows
+    copies.start(term=3, connected="b")
+    copies.a.wait(OTHERS_WAIT_MS)
+    Client(copies.a).produce("m1", size=900)
+    copies.settle()
+    copies.a.wait(200)
+    copies.settle()
+    point = copies.a.node.identity.points.own
+    assert point.end == copies.b.log.end > copies.c.log.end
+    copies.cut()
+    copies.a.disk.put_back(before)
+    copies.a.start()
+    copies.a.node.remembered_elsewhere([point])
+    copies.start(term=4, connected="c")
+    assert copies.a.log.end < copies.c.log.end and copies.a.node.readonly_reasons == ["slave_down", "rolled_back"]
+    copies.connect("b")
+    copies.cut("c")
+    copies.connect("c")
+    assert copies.a.node.writable and copies.a.log.chain == copies.b.log.chain == copies.c.log.chain
+
+
 def test_a_master_gives_way_once_all_slaves_said_that_they_have_nothing_of_its_own():
     copies = Copies().start()
     Client(copies.a).produce("m1")
