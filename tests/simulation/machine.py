@@ -196,6 +196,8 @@ class Machine:
             self.world.events.count("crash within a commit")
 
     def _lose_unsynced(self) -> None:
+        if not self.world.metaserver.may_forget(self.name):
+            self.disk.system.told_the_truth()
         self.disk.crash(self.world.events.rng if self.world.events.chance(0.8) else None)
         if self.disk.system.forgot_synced:
             self.forgot_what_it_had()

@@ -72,6 +72,14 @@ class ManyCopies(Metaserver):
             may_be_behind=part is not None and part.may_be_behind,
         )
 
+    def may_forget(self, name: str) -> bool:
+        """Outside the moment between a promise and the choice that rests on it, as docs/decisions/0043 has it; and the
+        master's disk only once the row knows what was acknowledged."""
+        assert self.group.master is not None
+        known = max((point.end for point in self.points.values()), default=0)
+        is_master = self.group.master.hostname == name
+        return not self.choices and (not is_master or known >= self._world.oracle.committed.end)
+
     # Changes.
 
     def _floor(self) -> int:
@@ -265,27 +273,6 @@ class ManyNemesis(Nemesis):
 
     def cut_one_way(self) -> bool:
         return self._cut_between(*self._two(), both_ways=False)
-
-    def put_back(self) -> bool:
-        return self._may_forget() and super().put_back()
-
-    def forgets_last_write(self) -> bool:
-        return self._may_forget() and super().forgets_last_write()
-
-    def flush_lies(self) -> bool:
-        return self._may_forget() and super().flush_lies()
-
-    def wipe(self) -> bool:
-        return self._may_forget() and super().wipe()
-
-    def _may_forget(self) -> bool:
-        """Outside the moment between a promise and the choice that rests on it, as docs/decisions/0043 has it; and the
-        master's disk only once the row knows what was acknowledged."""
-        metaserver = self._world.metaserver
-        assert isinstance(metaserver, ManyCopies) and metaserver.group.master is not None
-        known = max((point.end for point in metaserver.points.values()), default=0)
-        is_master = metaserver.group.master.hostname == self.victim.name
-        return not metaserver.choices and (not is_master or known >= self._world.oracle.committed.end)
 
     def failover(self) -> bool:
         """The master dies."""

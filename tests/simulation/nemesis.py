@@ -129,7 +129,7 @@ class Nemesis:
         process = victim.process
 
         def power() -> None:
-            if process is not None and process.is_alive and world.is_held_by_other(victim.name):
+            if process is not None and process.is_alive and world.may_forget(victim.name):
                 victim.die("power, and its flushes were lies", power=True)
             victim.disk.system.is_lying = False
 
@@ -269,7 +269,7 @@ class Nemesis:
         """The machine comes back with that older disk, of the same data directory."""
         world, victim = self._world, self.victim
         process, backup = victim.process, self._image
-        if backup is None or process is None or not world.is_held_by_other(victim.name):
+        if backup is None or process is None or not world.may_forget(victim.name):
             return False
         if process.node.identity.value.incarnation != self._image_of:
             return False
@@ -283,7 +283,7 @@ class Nemesis:
         """A flush lied: the machine comes back without the newest frames that it had fsynced."""
         world, victim = self._world, self.victim
         process = victim.process
-        if process is None or not process.log.bases or not world.is_held_by_other(victim.name):
+        if process is None or not process.log.bases or not world.may_forget(victim.name):
             return False
         if process.log.flushed_end <= process.log.bases[-1]:
             return False
@@ -304,7 +304,7 @@ class Nemesis:
         """The slave's disk is replaced by an empty one."""
         slaves = {slave.hostname for slave in self._world.metaserver.group.slaves}
         name = self.victim.name
-        if name not in slaves or not self._world.is_held_by_other(name):
+        if name not in slaves or not self._world.may_forget(name):
             return False
         self.victim.die("its disk is replaced", power=True)
         self.victim.disk.wipe()

@@ -152,6 +152,11 @@ class Metaserver:
             if complete is not None and slave.incarnation and slave.hostname not in self._unseen_disks:
                 self._put_member(replace(slave, complete=complete))
 
+    def may_forget(self, name: str) -> bool:
+        """Whether this machine's disk may lose at this moment what it said it had. Asked when it does: a lie is older,
+        and what was acknowledged since is lost with it."""
+        return True
+
     def disk_replaced(self, name: str) -> None:
         """An operator who replaces a slave's disk starts the broker before he changes roles."""
         self._unseen_disks.add(name)

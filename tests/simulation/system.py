@@ -139,6 +139,10 @@ class SimulatedSystem(MemorySystem):
         pairs = zip(begins, begins[1:], strict=False)
         return [(offset + begin, written[begin:end]) for begin, end in pairs if rng.random() < 0.5]
 
+    def told_the_truth(self) -> None:
+        """What was said to be on the disk got there by now."""
+        self._lied.clear()
+
     def crash(self, rng: Random | None = None) -> None:
         self.forgot_synced = False
         for file, (durable, size) in self._lied.items():

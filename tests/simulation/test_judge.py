@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+
+import pytest
+
 from qmq.log.segments import log_name
+from qmq.types import Epoch
+from tests.simulation.events import Violation
 from tests.simulation.machine import Process
 from tests.simulation.oracle import Committed
 from tests.simulation.world import World
@@ -28,3 +34,27 @@ def test_a_flipped_bit_excuses_only_a_history_that_it_hides() -> None:
     log.frame_bytes.clear()
     assert log.hides(log.end - 1) and not oracle.has_it_again(log), "nobody can read where its frames end"
     assert not log.hides(log.end + 1)
+
+
+@pytest.mark.parametrize("copies, row_hears, forgets", [(3, True, True), (3, False, False), (2, False, True)])
+def test_a_lie_of_a_masters_disk_comes_true_once_the_row_knows_the_point(copies, row_hears, forgets) -> None:
+    """Of several copies, nobody else may know it until then: memories are up to a second old (decision 43)."""
+    world = World(1, copies=copies)
+    process = master_that_wrote(world)
+    events, oracle, metaserver, end = world.events, world.oracle, world.metaserver, world.oracle.committed.end
+    process.machine.disk.system.is_lying, metaserver.is_up = True, row_hears
+    assert events.run_until(events.now_us + 1_000_000, lambda: oracle.committed.end > end)
+    events.run_until(events.now_us + 5_000_000, lambda: metaserver.may_forget(process.name))
+    process.machine.die("power", power=True)
+    assert process.machine.is_put_back == forgets
+
+
+def test_a_master_of_several_that_lost_what_was_acknowledged_does_not_begin() -> None:
+    """Of two copies it may, in good faith: the other one makes it give way, and nobody else confirms anything."""
+    for copies, is_excused in ((2, True), (3, False)):
+        world = World(1, copies=copies)
+        process = master_that_wrote(world)
+        process.machine.is_put_back = True
+        world.oracle.committed = Committed(process.log.end + 8, chain=1)
+        with contextlib.nullcontext() if is_excused else pytest.raises(Violation, match="I1"):
+            world.oracle.beginning(process.log, Epoch(9, 1))

@@ -153,9 +153,10 @@ class World:
     def machine(self, name: str) -> Machine:
         return next(machine for machine in self.machines if machine.name == name)
 
-    def is_held_by_other(self, name: str) -> bool:
-        """Whether another machine has a whole log with everything that was committed."""
-        return any(self._holds_all(machine) for machine in self.machines if machine.name != name)
+    def may_forget(self, name: str) -> bool:
+        """Whether a strike may take what a disk had: another one has a whole log with all that was committed."""
+        others = [machine for machine in self.machines if machine.name != name]
+        return self.metaserver.may_forget(name) and any(map(self._holds_all, others))
 
     def _holds_all(self, machine: Machine) -> bool:
         process = machine.process
