@@ -159,8 +159,7 @@ class Node(Generic[M]):
             return  # once that is done
         if assignment.role == Role.MASTER and assignment.term < self.identity.value.promised:
             return self._leave_role()  # until the row has the promised term
-        if self.role is not None:
-            self.role.step_down()
+        self._leave_role()
         self._look_at_points()
         role: M | Slave
         if assignment.role == Role.MASTER:
@@ -594,6 +593,7 @@ class Node(Generic[M]):
             self.repaired()
 
     def _leave_role(self) -> None:
+        """What a mastership acknowledged last, only this copy may know: it remembers that before it may have to cut."""
         if self.role is not None:
             self.role.step_down()
             self.role = None

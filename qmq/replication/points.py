@@ -160,8 +160,10 @@ class PointFile:
         return self._is_saving or self.own != self._saved
 
     def save(self) -> None:
-        """Write the newest point, unless a thread does so at this moment."""
-        if not self._is_saving and self.own != self._saved:
+        """Write the newest point. While a thread still writes the one before, it is due as soon as that has ended."""
+        if self._is_saving:
+            self._saved_ms -= SAVE_MS
+        elif self.own != self._saved:
             self._job()()
             self._saved = self.own
 

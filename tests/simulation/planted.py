@@ -26,6 +26,7 @@ from qmq.replication.agreement import Action, Agreement, Hello
 from qmq.replication.follower import FollowerEvent, InSync
 from qmq.replication.identity import Identity, IdentityFile
 from qmq.replication.node import Node
+from qmq.replication.points import PointFile
 from qmq.replication.readonly import Reason
 from qmq.replication.shipper import Shipper
 from qmq.replication.slave import Slave
@@ -541,6 +542,11 @@ def _a_copy_that_differs_never_goes_on() -> list[Patch]:
     return [mock.patch.object(Hello, "has", lambda self, point: True), mock.patch.object(Copy, "may_go_on", is_whole)]
 
 
+def _mastership_ends_without_a_memory() -> list[Patch]:
+    """What it acknowledged last is not written down."""
+    return [mock.patch.object(PointFile, "save", lambda self: None)]
+
+
 BUGS = [
     Bug("ack before fsync", _ack_before_fsync),
     Bug("confirm before fsync", _confirm_before_fsync),
@@ -587,5 +593,6 @@ BUGS = [
     Bug("rolled back names no way out", _rolled_back_names_no_way_out, first=860, kinds={"copies": 3}),
     Bug("diverged names no way out", diverged_names_no_way_out, first=4016, kinds={"copies": 3, "min_copies": 3}),
     Bug("a copy that differs never goes on", _a_copy_that_differs_never_goes_on, first=12744, kinds={"copies": 3}),
+    Bug("a mastership ends without a memory", _mastership_ends_without_a_memory, first=113_501),
     *DISK_BUGS,
 ]

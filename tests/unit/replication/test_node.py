@@ -371,6 +371,28 @@ def test_a_point_is_written_soon_and_a_disk_that_fails_at_it_ends_the_process(mo
         done(DiskFailed("no room"))
 
 
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_what_a_mastership_acknowledged_is_remembered_over_a_crash_once_it_is_over(monkeypatch, is_slow):
+    """It was to be written half a second later. A master that died before that, after a swap, knew nothing of it, and
+    cut it: the disk of the new master had lost its end."""
+    group, told = a_group(), []
+    if is_slow:  # a thread still writes the one before
+        Client(group.a).produce("m2")
+        group.settle()
+        monkeypatch.setattr(group.a.host, "write", lambda job, done: told.append((job, done)))
+        group.a.wait(1_000)
+    Client(group.a).produce("n")
+    group.settle()
+    point = group.a.master.gate.point
+    group.a.assign(Role.SLAVE, 2)
+    for job, done in told:
+        monkeypatch.undo()
+        done(job())
+        group.a.wait(100)
+    group.a.crash()
+    assert group.a.node.identity.points.own == point and point.end == group.a.log.end
+
+
 def test_a_copy_that_was_never_whole_lacks_nothing_by_a_point_of_the_others():
     group = a_group()
     group.b.node.identity.completed(False)
