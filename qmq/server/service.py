@@ -424,8 +424,8 @@ class Service(Generic[M]):
     async def _sweep(self) -> None:
         """Free what was removed, in pieces that hold up nobody; as fast as it goes while the disk is full."""
         while True:
-            swept: asyncio.Future[Any] = self._loop.create_future()
-            self.read(self._disk.sweep, swept.set_result)
+            swept: asyncio.Future[bool] = self._loop.create_future()
+            self.read(self._disk.sweep, partial(_swept, swept))
             if not await swept:
                 await asyncio.sleep(HOUSE_S)
             elif not self._disk_watch.is_full:
@@ -450,6 +450,14 @@ class Service(Generic[M]):
 
 def _is_small(commit: Commit) -> bool:
     return commit.bytes <= INLINE_COMMIT_BYTES and commit.is_plain
+
+
+def _swept(swept: asyncio.Future[bool], result: bool | LogError) -> None:
+    """Raises DiskFailed: it would be tried again and again, and nobody would be told."""
+    if isinstance(result, LogError):
+        raise result
+    if not swept.done():  # a process that stops waits for no piece
+        swept.set_result(result)
 
 
 def _wake(stirred: asyncio.Future[bool]) -> None:

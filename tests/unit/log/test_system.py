@@ -75,6 +75,16 @@ def test_what_is_removed_keeps_pace_with_what_is_written(monkeypatch, tmp_path):
     assert left[0] == (disk_module.SWEPT_SHARE - 1) * 20 and len(left) < 2 * disk_module.SWEPT_SHARE
 
 
+@pytest.mark.parametrize("size", [1500, 500], ids=["would be cut", "would be unlinked"])
+def test_what_somebody_else_deletes_meanwhile_is_given_back_as_well(monkeypatch, tmp_path, size):
+    """Who needs room deletes in that folder himself, and a broker that met it would end."""
+    monkeypatch.setattr(disk_module, "SWEPT_BYTES", 1000)
+    disk = RealDisk(tmp_path)
+    monkeypatch.setattr(disk, "names", lambda folder: ["log-a"])
+    monkeypatch.setattr(disk, "size", lambda name: size)
+    assert disk.sweep()
+
+
 def test_a_mapped_file_is_removed_as_a_whole(monkeypatch, tmp_path):
     """Whoever still looks at it would be killed."""
     monkeypatch.setattr(disk_module, "SWEPT_BYTES", 1000)

@@ -1,0 +1,57 @@
+"""Shell. What was removed is given back while a broker runs, and when it stops."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from qmq.errors import DiskFailed
+from qmq.server.service import Service
+
+
+class Ended(Exception):
+    """The process ends."""
+
+
+class World:
+    """A service whose reads are done when the test says so."""
+
+    def __init__(self) -> None:
+        self._disk, self._disk_watch = SimpleNamespace(sweep=None), SimpleNamespace(is_full=False)
+        self._loop, self.pieces = asyncio.get_running_loop(), asyncio.Queue()
+
+    def read(self, job, done) -> None:
+        self.pieces.put_nowait(lambda result: Service._run_guarded(self, lambda: done(result)))
+
+    def fail(self, error: BaseException) -> None:
+        raise Ended from error
+
+
+def test_a_broker_that_stops_while_a_piece_is_given_back_stops_as_any():
+    """It ended as fenced, and what it remembered to be acknowledged was not saved."""
+
+    async def run():
+        world = World()
+        sweeping = asyncio.ensure_future(Service._sweep(world))
+        piece_is_done = await world.pieces.get()
+        sweeping.cancel()
+        await asyncio.gather(sweeping, return_exceptions=True)
+        piece_is_done(True)
+
+    asyncio.run(run())
+
+
+def test_a_piece_that_cannot_be_given_back_ends_the_process():
+    """It was tried again twenty times a second, without a word."""
+
+    async def run():
+        world = World()
+        sweeping = asyncio.ensure_future(Service._sweep(world))
+        piece_is_done = await world.pieces.get()
+        with pytest.raises(Ended):
+            piece_is_done(DiskFailed("removed/log-0: Input/output error"))
+        sweeping.cancel()
+
+    asyncio.run(run())
