@@ -56,6 +56,7 @@ def _build(settings: DelaySettings, message_log: MessageLog, disk: RealDisk, ide
         commands=CLIENT_COMMANDS,
         promote=promote,
         keeper=Keeping(lambda: filing, settings),
+        shelves=[shelf],
     )
     filing = Filing(
         message_log, service, make=make, discard=lambda: discard(shelf), found_damage=service.node.found_damage

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -77,7 +77,8 @@ SYNC_COMMANDS = frozenset({Command.HELLO, Command.FRAMES, Command.CONFIRM, Comma
 class Service(Generic[M]):
     """Runs one process of a group. Made by main; `run` returns when it is cancelled.
 
-    `commands` are those that clients may send; `promote` makes the master whose mastership begins.
+    `commands` are those that clients may send; `promote` makes the master whose mastership begins; `shelves` are disks
+    in folders of their own below `disk`.
     """
 
     def __init__(
@@ -90,8 +91,10 @@ class Service(Generic[M]):
         commands: frozenset[Command],
         promote: Callable[[Promotion], M],
         keeper: Keeper,
+        shelves: Sequence[RealDisk] = (),
     ) -> None:
         self._settings, self._disk, self._commands, self._keeper = settings, disk, commands, keeper
+        self._shelves = shelves
         self.access = Access(settings)
         self.node = Node(message_log=message_log, host=self, identity=identity, settings=settings, promote=promote)
         self.state_changed = asyncio.Event()
@@ -145,7 +148,8 @@ class Service(Generic[M]):
             tasks.create_task(self.repeat(self._tick, TICK_S, self._quiet_ms))
             tasks.create_task(self._follow_master())
             tasks.create_task(self._keep_house())
-            tasks.create_task(self._sweep())
+            for disk in (self._disk, *self._shelves):
+                tasks.create_task(self._sweep(disk))
 
     async def _listen(self, allowed: frozenset[Command], port: int) -> asyncio.Server:
         ip = self._settings.ip
@@ -421,11 +425,11 @@ class Service(Generic[M]):
             is_soon = self._disk_watch.is_full or self.node.log.state.kept.start > self.node.log.start
             await asyncio.sleep(HOUSE_SOON_S if is_soon else HOUSE_S)
 
-    async def _sweep(self) -> None:
-        """Free what was removed, in pieces that hold up nobody; as fast as it goes while the disk is full."""
+    async def _sweep(self, disk: RealDisk) -> None:
+        """Free what was removed there, in pieces that hold up nobody; as fast as it goes while the disk is full."""
         while True:
             swept: asyncio.Future[bool] = self._loop.create_future()
-            self.read(self._disk.sweep, partial(_swept, swept))
+            self.read(disk.sweep, partial(_swept, swept))
             if not await swept:
                 await asyncio.sleep(HOUSE_S)
             elif not self._disk_watch.is_full:

@@ -19,7 +19,7 @@ class World:
     """A service whose reads are done when the test says so."""
 
     def __init__(self) -> None:
-        self._disk, self._disk_watch = SimpleNamespace(sweep=None), SimpleNamespace(is_full=False)
+        self.disk, self._disk_watch = SimpleNamespace(sweep=None), SimpleNamespace(is_full=False)
         self._loop, self.pieces = asyncio.get_running_loop(), asyncio.Queue()
 
     def read(self, job, done) -> None:
@@ -34,7 +34,7 @@ def test_a_broker_that_stops_while_a_piece_is_given_back_stops_as_any():
 
     async def run():
         world = World()
-        sweeping = asyncio.ensure_future(Service._sweep(world))
+        sweeping = asyncio.ensure_future(Service._sweep(world, world.disk))
         piece_is_done = await world.pieces.get()
         sweeping.cancel()
         await asyncio.gather(sweeping, return_exceptions=True)
@@ -48,7 +48,7 @@ def test_a_piece_that_cannot_be_given_back_ends_the_process():
 
     async def run():
         world = World()
-        sweeping = asyncio.ensure_future(Service._sweep(world))
+        sweeping = asyncio.ensure_future(Service._sweep(world, world.disk))
         piece_is_done = await world.pieces.get()
         with pytest.raises(Ended):
             piece_is_done(DiskFailed("removed/log-0: Input/output error"))
