@@ -837,7 +837,11 @@ class MessageLog:
         base = self._bases.pop(0)
         self._consume_log.drop(base)
         # As a part of the stream of commits: the list of segments that a roll writes meanwhile may not come after it.
-        self._pending.steps.append(_Drop(base, encode_manifest(self._bases)))
+        # But before what is written last, which stays one write: of two, a crash may keep the second alone, and what it
+        # tore would count as damage.
+        steps = self._pending.steps
+        at = len(steps) - (bool(steps) and isinstance(steps[-1], _Write))
+        steps.insert(at, _Drop(base, encode_manifest(self._bases)))
         if self.damage is not None and self.damage.begin < self.start:
             self._not_damaged()  # it went with its segment
 

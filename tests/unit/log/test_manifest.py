@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+from random import Random
+
 import pytest
 
+from qmq.errors import DiskFailed
 from qmq.log import manifest
 from qmq.log.frame import FrameKind
 from qmq.log.retention import RetentionDecision, encode_retention
@@ -163,3 +167,28 @@ def test_the_list_of_a_roll_that_began_before_a_deletion_does_not_come_after_it(
     copy.flush()
     assert manifest.read_manifest(copy.disk) == copy.log.bases == segment_bases(copy.disk)
     assert copy.reopen().damage is None
+
+
+def test_a_crash_while_a_segment_goes_tears_the_tail_and_damages_nothing():
+    """Frames from before and after the decision were two writes: if a crash kept the second alone, this was damage, and
+    no master without the other copy."""
+    plain = a_copy()
+    before = plain.disk.calls
+    go_on(plain)
+    for call in range(1, plain.disk.calls - before + 2):
+        for luck in range(8):
+            copy = a_copy()
+            copy.disk.fail_after(call)
+            with contextlib.suppress(DiskFailed):
+                go_on(copy)
+            copy.disk.heal()
+            copy.disk.crash(Random(luck))
+            assert copy.reopen().damage is None, (call, luck)
+
+
+def go_on(copy: Copy) -> None:
+    """Write, delete and write, in one commit."""
+    copy.messages("a")
+    copy.log.drop_oldest_segment()
+    copy.messages("b")
+    copy.flush()
