@@ -274,6 +274,7 @@ class Slaves:
         if mastership.at_begin is not None:
             mastership.at_begin()
         self._begins_at = mastership.log.end
+        self._held_end = min(self._held_end, self._begins_at)  # we have nothing of what a slave was to send and did not
         self._identity.completed(True)
         self._identity.points.beginning(mastership.log.end)
         mastership.log.tail_is_whole()

@@ -261,6 +261,29 @@ def test_a_master_gives_way_once_all_slaves_said_that_they_have_nothing_of_its_o
     assert copies.a.master.has_begun and copies.a.log.chain == copies.b.log.chain == copies.c.log.chain
 
 
+def test_a_master_gives_way_to_a_slave_that_was_to_restore_it_and_did_not():
+    copies = Copies().start()
+    Client(copies.a).produce("m1")
+    copies.a.host.turn()
+    for name in "bc":
+        copies.wires[name].to_slave()
+    copies.b.host.settle()
+    copies.c.host.settle()  # both have it on their disks; it is not on the master's
+    copies.a.crash()
+    copies.start(connected="")
+    copies.wires["b"].connect()
+    copies.b.host.settle()
+    assert copies.wires["b"].deliver_hello() and copies.state("b") is FollowerState.RESTORING
+    copies.cut("b")  # before any frame of it arrived
+    copies.a.wait(SETTINGS.slave_wait_ms)
+    copies.a.host.settle()
+    assert copies.a.master.has_begun
+    copies.connect("bc")
+    copies.cut()
+    copies.connect("bc")
+    assert copies.a.node.writable and copies.a.log.chain == copies.b.log.chain == copies.c.log.chain
+
+
 def test_the_only_slave_knows_best_and_one_of_several_does_not():
     only, several = Group.made().start().a, Copies().start().a
     for broker in (only, several):
