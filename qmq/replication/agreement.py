@@ -94,6 +94,11 @@ class Hello:
         epochs = [entry.epoch for entry in self.epochs if entry.offset < point.end]
         return point.end <= self.start or (point.end <= self.end and epochs[-1:] == [point.epoch])
 
+    def is_ahead_of(self, epoch: Epoch) -> bool:
+        """Whether it has an acknowledged point of an epoch newer than `epoch`, the newest of another log. What that
+        one has and this one lacks was never acknowledged then: the master of the point's epoch would have had it."""
+        return self.point is not None and self.point.epoch > epoch and self.has(self.point)
+
     def encode(self) -> bytes:
         table = [[*entry.epoch, entry.offset, entry.chain] for entry in self.epochs]
         return encode_json(
@@ -223,7 +228,7 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True)
 class Yield:
-    """The master gives up what it wrote alone from `offset` on, begins anew, takes back what the slave confirmed."""
+    """The master gives up what it has from `offset` on, begins anew, takes back what the slave confirmed."""
 
     offset: int
 

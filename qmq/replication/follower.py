@@ -50,6 +50,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from qmq.replication.agreement import Hello
 from qmq.replication.points import Point
 from qmq.replication.ports import Link
 from qmq.replication.shipper import Shipper
@@ -134,11 +135,11 @@ class Unfilled:
 
 @dataclass(slots=True, eq=False)
 class Restoring:
-    """`begin`: offset from which it sends. `start`: where its log begins."""
+    """`begin`: offset from which it sends. `hello`: what it said before."""
 
     link: Link
     begin: int
-    start: int
+    hello: Hello
 
 
 @dataclass(slots=True, eq=False)

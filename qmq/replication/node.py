@@ -287,7 +287,7 @@ class Node(Generic[M]):
             self._begin_role(boot_above=master.fenced_by.boot)
 
     def _yield(self, why: CopyRolledBack) -> None:
-        """What our mastership wrote alone is in the way of what the other copy confirmed: it goes to quarantine, and
+        """What we wrote alone, or restored, is in the way of what the other copy confirmed: it goes to quarantine, and
         the next mastership takes that back from the other copy first."""
         master = self.master
         if master is None or master.yields_from is None:
@@ -300,7 +300,7 @@ class Node(Generic[M]):
     def _give_up_tail(self) -> None:
         if self._gives_up_from is None or not self.log.is_idle:
             return
-        name = self.log.cut(self._gives_up_from, "written alone, in the way of what the other copy confirmed")
+        name = self.log.cut(self._gives_up_from, "in the way of what the other copy confirmed")
         log.warning("tail cut group=%s offset=%d quarantine=%s", self.group, self._gives_up_from, name)
         self._gives_up_from = None
         self._begin_role()

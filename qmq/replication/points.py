@@ -101,13 +101,17 @@ class PointFile:
     def lacks(self) -> Point | None:
         return self._copy.lacks
 
-    def keeps(self, message_log: MessageLog) -> int:
+    def keeps(self, message_log: MessageLog, *, restored_from: int | None = None) -> int:
         """Return the offset before which this copy gives up nothing: it was confirmed here, or is known to be
-        acknowledged. Behind it stands what this copy wrote as master, and nobody else confirmed as far as we know."""
-        if self._copy.follows:
-            return message_log.end
+        acknowledged. Behind it stands what this copy wrote as master, and nobody else confirmed as far as we know.
+
+        Args:
+            restored_from: what stands behind it came from slaves, who keep it; this copy confirmed it to nobody.
+        """
+        followed_end = message_log.end if restored_from is None else restored_from
         own_end = self.own.end if self.own else 0
-        return min(max(self._copy.kept_end, own_end, message_log.state.high_watermark), message_log.end)
+        kept_end = followed_end if self._copy.follows else self._copy.kept_end
+        return min(max(kept_end, own_end, message_log.state.high_watermark), message_log.end)
 
     def high_watermark(self, message_log: MessageLog) -> int:
         """Return the offset below which this copy has what it knows to be acknowledged.

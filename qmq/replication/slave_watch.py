@@ -65,6 +65,12 @@ class Others(Protocol):
     def may_yield(self, offset: int) -> bool:
         """Return whether nobody but us has what we wrote from `offset` on."""
 
+    restored_from: int
+    """What stands behind it in our log came from slaves, until we begin."""
+
+    def lacks(self, point: Point) -> None:
+        """We lack an acknowledged point, says a slave."""
+
     def is_restoring_from(self, other: SlaveWatch) -> bool:
         """Return whether a slave besides `other` sends what we lost."""
 
@@ -135,17 +141,18 @@ class SlaveWatch:
     def hello(self, link: Link, packet: Packet, hello: Hello) -> None:
         mastership, points = self._mastership, self._identity.points
         self.owner = hello.owner or hello.incarnation
+        is_ahead = hello.is_ahead_of(mastership.log.state.epoch)
         try:
             agreement = agree(
                 hello,
                 mastership.log,
                 mastership.epoch,
                 has_begun=mastership.has_begun,
-                kept_end=points.keeps(mastership.log),
+                kept_end=points.keeps(mastership.log, restored_from=self._slaves.restored_from if is_ahead else None),
                 point=points.own,
             )
             self.shared_end = agreement.offset if hello.end else None
-            if isinstance(agreement, Yield) and not self._slaves.may_yield(agreement.offset):
+            if isinstance(agreement, Yield) and not is_ahead and not self._slaves.may_yield(agreement.offset):
                 raise Diverged(
                     f"the copies part at {agreement.offset}; the slave confirmed all up to {hello.kept_end}, and "
                     "another one may have confirmed what the master has there"
@@ -157,6 +164,8 @@ class SlaveWatch:
             mastership.found_damage(problem)
             raise
         except Diverged as error:
+            if is_ahead:
+                self._compare(hello)  # we do not begin without it
             link.refuse(packet, error)
             self._diverged(link, error)
             return
@@ -164,7 +173,7 @@ class SlaveWatch:
         if isinstance(agreement, Yield):
             self._slaves.yields(agreement.offset)
             raise CopyRolledBack(
-                f"this master wrote alone from {agreement.offset} on, in the way of what you confirmed: it begins anew"
+                f"what this master has from {agreement.offset} on is in the way of what you confirmed: it begins anew"
             )
         if agreement.action == Action.RESTORE and self._slaves.is_restoring_from(self):
             raise NotServed("another slave sends what this master lost: say hello again")
@@ -181,7 +190,7 @@ class SlaveWatch:
         older = self._link
         if agreement.action == Action.RESTORE:
             self._slaves.holds(hello.end)
-            self._enter(FollowerEvent.RESTORES, Restoring(link, agreement.offset, hello.start))
+            self._enter(FollowerEvent.RESTORES, Restoring(link, agreement.offset, hello))
             link.answer(packet, agreement.encode())
         elif self._is_to_wait(hello, agreement):
             self._wait(link, packet, agreement, hello.fill_id)
@@ -233,6 +242,7 @@ class SlaveWatch:
                 hello.point,
             )
             points.rolled_back(hello.point)
+            self._slaves.lacks(hello.point)
 
     def _check_refill(self, lacks: Point, hello: Hello, agreement: Agreement) -> None:
         """Raise CopyRolledBack if the slave lacks the acknowledged point as well. What it has more than we is not taken

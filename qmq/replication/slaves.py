@@ -20,6 +20,7 @@ from qmq.replication.fills import FillOrders
 from qmq.replication.follower import FollowerState
 from qmq.replication.identity import IdentityFile
 from qmq.replication.mastership import NEVER, Mastership
+from qmq.replication.points import Point
 from qmq.replication.ports import Link
 from qmq.replication.readonly import Reason
 from qmq.replication.slave_watch import SlaveWatch
@@ -52,6 +53,8 @@ class Slaves:
         self._began_ms = mastership.host.monotonic_ms()
         self._begins_at = NEVER
         """Offset of our epoch frame, once we have begun."""
+        self.restored_from = mastership.log.end
+        """Behind it stands what slaves restored, until we have begun."""
         self._held_end = 0
         """Before it, a slave has what we have: it confirmed that in this mastership, or sends it."""
         self._watches: dict[str, SlaveWatch] = {}
@@ -145,7 +148,8 @@ class Slaves:
         # What was restored on an earlier link may end before the slave's log begins by now: retention went on there.
         restoring = watch.follower.restoring
         assert restoring is not None
-        mastership.log.seed(base, snapshot, "taken-back", start=restoring.start)
+        mastership.log.seed(base, snapshot, "taken-back", start=restoring.hello.start)
+        self.restored_from = base
         mastership.readonly.change(Reason.CORRUPT, mastership.log.damage is not None)
         watch.confirm_restored(base, mastership.log.chain)
 
@@ -186,6 +190,13 @@ class Slaves:
 
     def is_restoring_from(self, other: SlaveWatch) -> bool:
         return any(watch.follower.restoring is not None for watch in self._watches.values() if watch is not other)
+
+    def lacks(self, point: Point) -> None:
+        """What a slave restores that lacks the point as well would be in the way of it."""
+        for watch in self._watches.values():
+            restoring = watch.follower.restoring
+            if restoring is not None and not restoring.hello.has(point):
+                watch.drop("this master lacks what was acknowledged, and so do you: say hello again")
 
     def yields(self, offset: int) -> None:
         self.yields_from = offset

@@ -379,7 +379,7 @@ class Group:
             broker.node.link_lost(link)
 
     def deliver_hello(self) -> bool:
-        if not self.b.host.hellos or not self.at_slave.is_open:
+        if not self.b.host.hellos or self.at_slave is None or not self.at_slave.is_open:
             return False
         body = self.b.host.hellos.pop(0)
         self._hellos += 1

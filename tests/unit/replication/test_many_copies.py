@@ -211,10 +211,11 @@ def test_a_slave_that_parted_keeps_no_master_from_beginning(min_copies, connecte
     assert copies.a.node.writable == (begins and min_copies == 2) and copies.b.log.end
 
 
-def test_a_master_that_lacks_something_takes_nothing_from_a_slave_that_lacks_it_as_well():
-    """What an older master wrote alone would be in the way of the copy that has it."""
-    copies = Copies().start()
-    copies.cut()
+def put_back(copies: Copies) -> Copies:
+    """c has what it wrote alone as an older master, b a message that was acknowledged since; the master's disk was put
+    back to before both, when it had followed."""
+    copies.start(master=copies.b)
+    copies.cut("ac")
     before = copies.a.disk.copy()
     copies.start(term=2, master=copies.c, connected="")
     copies.c.wait(SETTINGS.slave_wait_ms)
@@ -225,18 +226,65 @@ def test_a_master_that_lacks_something_takes_nothing_from_a_slave_that_lacks_it_
     copies.settle()
     copies.a.wait(200)
     copies.settle()
-    point = copies.a.node.identity.points.own
-    assert point.end == copies.b.log.end > copies.c.log.end
+    assert copies.b.node.identity.points.own.end == copies.b.log.end > copies.c.log.end
     copies.cut()
     copies.a.disk.put_back(before)
     copies.a.start()
-    copies.a.node.remembered_elsewhere([point])
+    return copies
+
+
+def test_a_master_that_lacks_something_takes_nothing_from_a_slave_that_lacks_it_as_well():
+    """What an older master wrote alone would be in the way of the copy that has it."""
+    copies = put_back(Copies())
+    copies.a.node.remembered_elsewhere([copies.b.node.identity.points.own])
     copies.start(term=4, connected="c")
     assert copies.a.log.end < copies.c.log.end and copies.a.node.readonly_reasons == ["slave_down", "rolled_back"]
     copies.connect("b")
     copies.cut("c")
     copies.connect("c")
     assert copies.a.node.writable and copies.a.log.chain == copies.b.log.chain == copies.c.log.chain
+
+
+@pytest.mark.parametrize("taken", ["nothing", "all", "all, and it followed"])
+def test_a_master_that_learns_what_it_lacks_gives_up_again_what_another_slave_restored(taken):
+    copies = put_back(Copies()).start(term=4, connected="")
+    kept = copies.b.log.state.epochs
+    wire = copies.wires["c"]
+    wire.connect()
+    copies.c.host.settle()
+    assert wire.deliver_hello() and copies.state("c") is FollowerState.RESTORING
+    if taken == "all":
+        assert wire.to_master() and copies.a.log.end == copies.c.log.end
+    elif taken != "nothing":
+        copies.settle()
+        assert copies.state("c") is FollowerState.IN_SYNC and not copies.a.master.has_begun
+    copies.connect("b")
+    assert Reason.ROLLED_BACK in copies.a.node.readonly_reasons or copies.a.log.end == copies.b.log.end
+    copies.cut()
+    copies.connect("cb")
+    copies.a.wait(OTHERS_WAIT_MS)
+    copies.settle()
+    assert copies.a.node.writable and copies.a.log.chain == copies.b.log.chain
+    assert copies.a.log.state.epochs[: len(kept)] == kept
+    copies.cut("c")
+    copies.connect("c")  # what it confirmed to this master it keeps
+    assert copies.state("c") is (FollowerState.DIVERGED if "followed" in taken else FollowerState.IN_SYNC)
+
+
+def test_a_master_does_not_begin_without_what_a_slave_has_that_parted_from_it():
+    """It confirmed what stands there, so it keeps that; by the other's acknowledged point, it lacks something."""
+    copies = parted_from_b(Copies())
+    copies.a.wait(OTHERS_WAIT_MS)
+    Client(copies.a).produce("m2")
+    copies.settle()
+    copies.a.wait(200)
+    copies.settle()
+    kept = copies.b.log.end
+    copies.cut()
+    copies.start(term=2, master=copies.b)
+    copies.b.wait(SETTINGS.slave_wait_ms)
+    assert not copies.b.master.has_begun and copies.b.log.end == kept
+    assert Reason.ROLLED_BACK in copies.b.node.readonly_reasons
 
 
 def test_a_master_gives_way_once_all_slaves_said_that_they_have_nothing_of_its_own():

@@ -175,7 +175,7 @@ def test_slaves_that_follow_a_master_whose_log_begins_anew_say_hello_again():
         wire.connect()
         wire.b.host.settle()
         assert wire.deliver_hello() and copies.state(wire.b.name) is expected
-    assert b.to_master() and copies.a.log.start == copies.b.log.start
+    assert b.to_master() and copies.a.log.start == copies.b.log.start == copies.a.master.slaves.restored_from
     assert not c.at_master.is_open and copies.state("c") is S.ABSENT and b.at_master.is_open
     copies.settle()
     copies.connect("c")
