@@ -537,10 +537,13 @@ def diverged_names_no_way_out() -> list[Patch]:
 
 
 def _a_copy_that_differs_never_goes_on() -> list[Patch]:
-    """A master that lacks something takes what an older one wrote alone, and with that parts from the copy that has it;
-    then a third one is preferred to that."""
-    is_whole = property(lambda self: self.is_whole)
-    return [mock.patch.object(Hello, "has", lambda self, point: True), mock.patch.object(Copy, "may_go_on", is_whole)]
+    """A master that lacks something takes what an older one wrote alone, keeps that, and so parts from the copy that
+    has it; then a third one is preferred to that."""
+    return [
+        mock.patch.object(Hello, "has", lambda self, point: True),
+        mock.patch.object(Hello, "is_ahead_of", lambda self, epoch: False),
+        mock.patch.object(Copy, "may_go_on", property(lambda self: self.is_whole)),
+    ]
 
 
 def _mastership_ends_without_a_memory() -> list[Patch]:
