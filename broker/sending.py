@@ -51,7 +51,6 @@ class Sending:
             answer.is_read = False
             self._bodies.read([missing[offset] for offset in sorted(missing)], partial(self._bodies_read, answer))
         mastership.gate.progress(mastership.log.end, chosen.data_end, answer.safe)
-        mastership.gate.release_now()
 
     def _settled(self, link: Link, size: int) -> None:
         """An answer left, or will not; pulls of the same connection may have waited for that."""

@@ -293,9 +293,7 @@ class Cancelling:
             for answer, fates in answers:
                 answer(fates if error is None else error)
 
-        mastership = self._mastership
-        mastership.gate.stored(mastership.log.end, safe)
-        mastership.gate.release_now()
+        self._mastership.gate.stored(self._mastership.log.end, safe)
 
 
 class _Look:

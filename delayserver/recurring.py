@@ -356,7 +356,7 @@ class Recurring:
 
     def _answer(self, asked: _Asked, schedules: Sequence[RecurringSchedule]) -> None:
         """Answer when both disks have everything written by now."""
-        gate, body = self._mastership.gate, commands.encode_recurring(schedules)
+        mastership, body = self._mastership, commands.encode_recurring(schedules)
 
         def answer(error: QmqError | None) -> None:
             if error is None:
@@ -364,8 +364,7 @@ class Recurring:
             else:
                 asked.link.refuse(asked.packet, error)
 
-        gate.stored(self._mastership.log.end, answer)
-        gate.release_now()
+        mastership.gate.stored(mastership.log.end, answer)
         self._next()
 
     def step_down(self) -> None:

@@ -65,7 +65,16 @@ class AckGate:
 
     def progress(self, end: int, data_end: int, answer: Answer) -> None:
         """Call `answer` when the progress frame before `end` and the messages before `data_end` are safe."""
-        self._progress.append(_Progress(max(end, self._progress[-1].end) if self._progress else end, data_end, answer))
+        waiting = _Progress(max(end, self._progress[-1].end) if self._progress else end, data_end, answer)
+        if self._is_safe(waiting):  # nothing that comes later has to say so, and maybe nothing comes
+            answer(None)
+            return
+        self._progress.append(waiting)
+
+    def _is_safe(self, waiting: _Progress) -> bool:
+        if waiting.end <= self.high_watermark:
+            return True
+        return self.too_few_in_sync and waiting.end <= self.flushed_end and waiting.data_end <= self.high_watermark
 
     def flushed(self, end: int, chain: int) -> None:
         """Our fsync covers everything before `end`, where our chain is `chain`."""
@@ -128,10 +137,6 @@ class AckGate:
         for waiting in progress_answers:
             waiting.answer(progress)
 
-    def release_now(self) -> None:
-        """Answer what needs nothing any more: progress that is safe as it is written down."""
-        self._release()
-
     def _release(self) -> None:
         safe = min(self.flushed_end, self.matched_end)
         if safe > self.high_watermark and safe >= self.counts_from:
@@ -149,7 +154,6 @@ class AckGate:
             ready: list[_Progress] = []
             self._progress = deque()
             for waiting in progress:
-                is_ready = waiting.end <= self.flushed_end and waiting.data_end <= high
-                (ready if is_ready else self._progress).append(waiting)
+                (ready if self._is_safe(waiting) else self._progress).append(waiting)
             for waiting in ready:
                 waiting.answer(None)

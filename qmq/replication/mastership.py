@@ -119,7 +119,6 @@ class Mastership:
     def answer_when_safe(self, link: Link, packet: Packet, body: bytes) -> None:
         """Answer a request about progress once everything written by now is safe."""
         self.gate.progress(self.log.end, 0, answering(link, packet, body))
-        self.gate.release_now()
 
     def found_damage(self, problem: CorruptFrame) -> None:
         """A frame that was whole once cannot be read any more: readonly until it is repaired (P6)."""

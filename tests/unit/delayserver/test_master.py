@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 
 from qmq.errors import ErrorCode
@@ -92,6 +94,22 @@ def test_dispatch_without_outcome_is_repeated_under_its_numbers_after_a_swap():
     copies.run(2_000)
     assert copies.senders.attempts[-1] == first
     assert copies.senders.delivered() == ["a", "b", "c"]
+
+
+def test_dispatch_without_outcome_is_repeated_also_if_both_disks_had_all_before_it_was_taken_up():
+    """A schedule that is made anew lags behind. Nothing else is written then that would stir the gate."""
+    copies, producer = a_group()
+    copies.senders.mute.add("g1")
+    producer.delayed(copies.now_ms, "a")
+    copies.run(300)
+    attempts = len(copies.senders.attempts)
+    with mock.patch("qmq.delayserver.master.DelayMaster._begin", return_value=False):
+        copies.swap(2)
+        copies.run(300)
+        assert copies.a.master.gate.high_watermark == copies.a.log.end
+    copies.senders.mute.clear()
+    copies.run(2_000)
+    assert copies.senders.attempts[attempts:] == copies.senders.attempts[:1]
 
 
 def test_a_master_whose_disk_was_put_back_does_not_use_numbers_of_its_epoch_again():

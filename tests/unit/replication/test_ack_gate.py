@@ -192,3 +192,17 @@ def test_pulls_of_what_one_copy_has_are_refused_when_the_slave_is_gone_and_no_ot
     assert unsafe.answers == [missing] and not safe.answers and gate.waiting == 1
     gate.flushed(70, 0)
     assert safe.is_safe and unsafe.answers == [missing]
+
+
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_progress_that_is_safe_already_is_answered_at_once(is_alone):
+    """Nothing may be written or confirmed any more that would have it looked at."""
+    gate, again, below, above = followed(), Waiter(), Waiter(), Waiter()
+    gate.flushed(100, 0)
+    gate.confirmed(80, 0)
+    if is_alone:
+        gate.slave_gone()
+    gate.progress(80, 80, again)
+    gate.progress(100, 80, below)
+    gate.progress(100, 81, above)
+    assert again.is_safe and below.is_safe == is_alone and not above.answers
