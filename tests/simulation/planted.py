@@ -608,8 +608,8 @@ BUGS = [
     Bug("a master begins in its old term", _master_begins_in_its_old_term, first=3, kinds={"copies": 3}),
     Bug("rolled back names no way out", _rolled_back_names_no_way_out, first=860, kinds={"copies": 3}),
     Bug("diverged names no way out", diverged_names_no_way_out, first=4016, kinds={"copies": 3, "min_copies": 3}),
-    Bug("a copy that differs never goes on", _a_copy_that_differs_never_goes_on, first=12744, kinds={"copies": 3}),
+    Bug("a copy that differs never goes on", _a_copy_that_differs_never_goes_on, first=13265, kinds={"copies": 3}),
     Bug("a mastership ends without a memory", _mastership_ends_without_a_memory, first=113_501),
-    Bug("a broken off restore is held", _a_broken_off_restore_is_held, first=40192, kinds={"copies": 3}),
+    Bug("a broken off restore is held", _a_broken_off_restore_is_held, first=41314, kinds={"copies": 3}),
     *DISK_BUGS,
 ]
