@@ -31,7 +31,6 @@ from qmq.replication.readonly import Reason
 from qmq.replication.shipper import Shipper
 from qmq.replication.slave import Slave
 from qmq.replication.slave_watch import SlaveWatch
-from qmq.replication.slaves import Slaves
 from qmq.tools.recovery.plan import Copy
 from qmq.types import Epoch
 from tests.simulation.machine import Process
@@ -551,18 +550,6 @@ def _mastership_ends_without_a_memory() -> list[Patch]:
     return [mock.patch.object(PointFile, "save", lambda self: None)]
 
 
-def _a_broken_off_restore_is_held() -> list[Patch]:
-    """What a slave has more than its master counts as something that the master has, also if it never arrived."""
-    real = Slaves._begin
-
-    def begin(self: Slaves, why: str) -> None:
-        held_end = self._held_end
-        real(self, why)
-        self._held_end = held_end
-
-    return [mock.patch.object(Slaves, "_begin", begin)]
-
-
 BUGS = [
     Bug("ack before fsync", _ack_before_fsync),
     Bug("confirm before fsync", _confirm_before_fsync),
@@ -610,6 +597,5 @@ BUGS = [
     Bug("diverged names no way out", diverged_names_no_way_out, first=4016, kinds={"copies": 3, "min_copies": 3}),
     Bug("a copy that differs never goes on", _a_copy_that_differs_never_goes_on, first=13265, kinds={"copies": 3}),
     Bug("a mastership ends without a memory", _mastership_ends_without_a_memory, first=113_501),
-    Bug("a broken off restore is held", _a_broken_off_restore_is_held, first=41314, kinds={"copies": 3}),
     *DISK_BUGS,
 ]
