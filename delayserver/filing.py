@@ -59,8 +59,8 @@ class Filing:
         """Where the log began when it was last looked whether all is in it that pends."""
 
     def reaches(self, end: int) -> bool:
-        """Return whether all frames before `end` are filed."""
-        return bool(self.schedule.filed_end >= end)
+        """Return whether all frames before `end` are filed, and nothing else: what was cut is forgotten before."""
+        return bool(self.schedule.filed_end >= end) and not (self.is_reading or self._why_anew)
 
     @property
     def is_waiting(self) -> bool:
