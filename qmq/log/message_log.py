@@ -264,6 +264,12 @@ class MessageLog:
         """Whether everything appended is on disk."""
         return self._writing is None and not self._pending.steps
 
+    @property
+    def is_deleting(self) -> bool:
+        """Whether a segment was forgotten whose files are not yet deleted."""
+        commits = (self._pending, self._writing)
+        return any(isinstance(step, _Drop) for commit in commits if commit is not None for step in commit.steps)
+
     def perform(self, commit: Commit) -> None:
         """Write and fsync. Blocks; touches the disk only, so it may run on a thread.
 

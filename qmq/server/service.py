@@ -70,6 +70,8 @@ BLOCKED_READ_MAX = 32
 connection whose other end is full."""
 HOUSE_S, HOUSE_SOON_S = 10.0, 1.0
 """How often retention looks for what may go; the second while the disk is full, or something is to go."""
+DELETE_S = 0.1
+"""Between two looks whether a segment is deleted, and the next one may be: others' commits come in between."""
 
 SYNC_COMMANDS = frozenset({Command.HELLO, Command.FRAMES, Command.CONFIRM, Command.SNAPSHOT, Command.BEAT})
 
@@ -422,6 +424,9 @@ class Service(Generic[M]):
         while True:
             self.guarded(partial(keep_reserve, self._disk, self.disk_free_limit))
             self.guarded(self._look_after_log)
+            while self.node.log.is_deleting:
+                await asyncio.sleep(DELETE_S)
+                self.guarded(self._look_after_log)
             is_soon = self._disk_watch.is_full or self.node.log.state.kept.start > self.node.log.start
             await asyncio.sleep(HOUSE_SOON_S if is_soon else HOUSE_S)
 
@@ -437,16 +442,18 @@ class Service(Generic[M]):
 
     def _look_after_log(self) -> None:
         try:
-            self._delete_what_may_go()
+            self.node.decide_retention(self._keeper)
+            self._delete_oldest()
         except CorruptFrame as problem:
             self.node.found_damage(problem)
 
-    def _delete_what_may_go(self) -> None:
+    def _delete_oldest(self) -> None:
+        """Begin to delete the oldest segment, if it may go and the one before is gone: a commit that deletes one takes
+        ten fsyncs, and with a hundred it would hold up what is to be acknowledged for seconds."""
         node = self.node
-        node.decide_retention(self._keeper)
         if self.log_holders and not self._disk_watch.is_full:  # an audit that hangs makes no group readonly
             return
-        while node.oldest_may_go(self._keeper, self.reader_positions.values()):
+        if not node.log.is_deleting and node.oldest_may_go(self._keeper, self.reader_positions.values()):
             log.info("segment deleted group=%s base=%d", node.group, node.log.bases[0])
             node.log.drop_oldest_segment()
             self.pass_soon()
