@@ -3,7 +3,8 @@
 Two things are allowed that a reader may not expect. A dispatch of unknown outcome may be given up: its messages may
 be stored a second time at another group, and who cancels one before that is told that it is cancelled. And what a
 master without a slave dispatched is not known to the next one, if its plan was on one disk alone: such a message may be
-sent again, and whoever cancels it later may be told that it is cancelled.
+sent again, and whoever cancels it later may be told that it is cancelled. So it is with an outcome that such a master
+alone wrote down, if that is cut: it is unknown.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from tests.delay_simulation.brokers import Key
     from tests.delay_simulation.clients import Question
     from tests.delay_simulation.machine import DelayProcess
+    from tests.simulation.machine import Process
 
 RECENT = 400
 BEGIN_MS = 1_700_000_000_000
@@ -53,8 +55,11 @@ class DelayOracle(Oracle):
         self.tried: dict[str, dict[Key, None]] = defaultdict(dict)
         self.unknown: set[Key] = set()
         """Batches that were tried, but for those whose only attempt was certainly refused."""
-        self._settled: dict[tuple[int, int], int] = {}
-        """(producer id, number) of what is settled as stored -> end of the frame that says so."""
+        self._says_stored: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        """End and chain of a frame that both copies may come to have -> (producer id, number) of what it says is
+        stored."""
+        self._known_stored: set[tuple[int, int]] = set()
+        """(producer id, number) of what is stored, as frames say that both copies had."""
         self._given_up: dict[tuple[int, int], tuple[int, Epoch]] = {}
         """(producer id, number) of what is settled as not stored -> when, and in which mastership."""
         self.alone: set[str] = set()
@@ -75,9 +80,20 @@ class DelayOracle(Oracle):
         elif frame.kind == FrameKind.SETTLED:
             for producer, number, outcome in decode_settled(body, frame.count):
                 if outcome == Outcome.STORED:
-                    self._settled[producer, number] = frame.end
+                    says = self._says_stored.setdefault((frame.end, frame.chain), [])
+                    says.append((producer, number))
                 else:
                     self._given_up.setdefault((producer, number), (self._events.now_ms, frame.epoch))
+
+    def _commit(self, process: Process, high: int, epoch: Epoch) -> None:
+        """What a master alone wrote may be cut: then no later one knows what it says."""
+        super()._commit(process, high, epoch)
+        log, safe = process.log, self.committed.end
+        for end, chain in [place for place in self._says_stored if place[0] <= safe]:
+            says = self._says_stored.pop((end, chain))
+            known = log.chain_at(end)
+            if known == chain or (known is None and log.hides(end)):
+                self._known_stored.update(says)
 
     def _check_clocks(self, owner: str, frame: Frame, due_ms: int) -> None:
         """What is planned now is due by two clocks of three, if the master knows what they say."""
@@ -199,7 +215,7 @@ class DelayOracle(Oracle):
 
     def _is_in_doubt(self, key: Key) -> bool:
         """Whether some master may not know that this batch was stored."""
-        return key in self.unknown and self._settled.get(key[1:], 1 << 62) > self.committed.end
+        return key in self.unknown and key[1:] not in self._known_stored
 
     # At the end.
 
