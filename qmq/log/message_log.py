@@ -749,7 +749,7 @@ class MessageLog:
     def repair(self, data: bytes) -> None:
         """Replace the damaged range by the other copy's frames, from its first byte on.
 
-        If they end within it, the rest of it stays damaged: the other copy has no more.
+        If they end within it, the rest of it stays damaged: the other copy has no more, or parts from this one there.
 
         Raises:
             Diverged: the frames do not join what is whole on both sides of the damage.
@@ -761,6 +761,8 @@ class MessageLog:
         in_recovery = self.health.is_unreplayed
         end, chain = damage.begin, self.state.chain if in_recovery else None
         for frame, _ in decode_frames(data, damage.begin, chain):
+            if in_recovery and segment_at(self._bases, frame.end - 1) != segment_at(self._bases, frame.offset):
+                break  # no frame of ours lies in two segments: from here on, that is another history
             end, chain = frame.end, frame.chain
             if end >= damage.end:
                 break

@@ -520,6 +520,33 @@ def test_frames_of_another_history_behind_the_damage_are_replaced_one_after_the_
     assert log.damage is None and copy.whole() == other.whole()
 
 
+def test_frames_of_another_history_are_taken_up_to_the_one_that_crosses_into_a_segment_that_is_whole():
+    """It fits nowhere: it was written again and again, and a disk with a bad block there refused that each time."""
+    copy, other = (Copy(MemoryDisk(), tail_bytes=0) for _ in range(2))
+    for one, size in ((copy, 100), (other, 133)):
+        one.begin_epoch()
+        one.fill(1)
+        parted = one.log.end
+        one.fill(60, size=size)
+    border, *behind = copy.log.bases[1:]
+    copy.disk.write(segments.log_name(0), parted, [b"\xde" * (border - parted)])
+    for base in (border, *behind):
+        copy.disk.remove(segments.snapshot_name(base))
+    log, whole = copy.reopen(), copy.disk.read(segments.log_name(border), 0, 1 << 20)
+    assert log.damage[:2] == (parted, border) and log.health.is_unreplayed
+    crossing = next(at for at, end in pairwise(frame_offsets(other, parted)) if at < border < end)
+    log.repair(others(other, parted, other.log.end))
+    assert log.damage[:2] == (crossing, border) and log.end == crossing
+    image = copy.image()
+    with pytest.raises(Diverged):
+        log.repair(others(other, crossing, other.log.end))
+    assert copy.image() == image and copy.disk.read(segments.log_name(border), 0, 1 << 20) == whole
+    log.cut(crossing, "another history")
+    log.append_frames(crossing, memoryview(other.whole()[crossing:]))
+    copy.flush()
+    assert log.damage is None and copy.whole() == other.whole()
+
+
 def test_what_was_mended_outlives_a_power_cut():
     copy, other = a_copy(), a_copy()
     offset, end = frame_offsets(copy, 0)[10:12]
