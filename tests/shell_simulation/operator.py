@@ -41,7 +41,7 @@ class Operator:
                 self._world.note(f"Doctor: {check['name']}: {check['found']} | {check['remedy']}")
                 if "RecoverGroup" in check["remedy"] and "reasons" in check["facts"]:  # all its copies return
                     await self._recover(machine, check["facts"]["group"])
-                if found := _COMMAND.search(check["remedy"]):
+                if found := _COMMAND.search(check["remedy"].partition("if it is gone for good")[0]):  # none is
                     action, words = found.group(1), dict(map(_word, found.group(2).split()))
                     answer = await self._run(machine, action, words)
                     self._world.note(f"{action} {words}: {answer.status.name}: {str(answer)[:300]}")
