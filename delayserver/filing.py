@@ -60,12 +60,17 @@ class Filing:
 
     def reaches(self, end: int) -> bool:
         """Return whether all frames before `end` are filed, and nothing else: what was cut is forgotten before."""
-        return bool(self.schedule.filed_end >= end) and not (self.is_reading or self._why_anew)
+        return bool(self.schedule.filed_end >= end) and not self._is_held_up
 
     @property
     def is_waiting(self) -> bool:
         """Whether nothing can be filed just now: a read is out, a flush before the schedule is made anew, a repair."""
-        return self.is_reading or bool(self._why_anew) or self._log.damage is not None
+        return self._is_held_up or self._log.damage is not None
+
+    @property
+    def _is_held_up(self) -> bool:
+        """Whether a read is out, or a flush before the schedule is made anew."""
+        return self.is_reading or bool(self._why_anew)
 
     def quiet_ms(self) -> int:
         """Return for how long a slave has nothing to file, unless something comes."""

@@ -356,7 +356,7 @@ class Recurring:
 
     def _answer(self, asked: _Asked, schedules: Sequence[RecurringSchedule]) -> None:
         """Answer when both disks have everything written by now."""
-        mastership, body = self._mastership, commands.encode_recurring(schedules)
+        body = commands.encode_recurring(schedules)
 
         def answer(error: QmqError | None) -> None:
             if error is None:
@@ -364,7 +364,7 @@ class Recurring:
             else:
                 asked.link.refuse(asked.packet, error)
 
-        mastership.gate.stored(mastership.log.end, answer)
+        self._mastership.gate.stored(self._mastership.log.end, answer)
         self._next()
 
     def step_down(self) -> None:

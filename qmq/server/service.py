@@ -424,11 +424,9 @@ class Service(Generic[M]):
         while True:
             self.guarded(partial(keep_reserve, self._disk, self.disk_free_limit))
             self.guarded(self._look_after_log)
-            while self.node.log.is_deleting:
-                await asyncio.sleep(DELETE_S)
-                self.guarded(self._look_after_log)
             is_soon = self._disk_watch.is_full or self.node.log.state.kept.start > self.node.log.start
-            await asyncio.sleep(HOUSE_SOON_S if is_soon else HOUSE_S)
+            pause_s = HOUSE_SOON_S if is_soon else HOUSE_S
+            await asyncio.sleep(DELETE_S if self.node.log.is_deleting else pause_s)
 
     async def _sweep(self, disk: RealDisk) -> None:
         """Free what was removed there, in pieces that hold up nobody; as fast as it goes while the disk is full."""

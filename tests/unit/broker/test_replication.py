@@ -562,11 +562,9 @@ def test_slave_never_cuts_below_what_it_knows_to_be_acknowledged():
     assert group.a.disk.names("quarantine"), "what the rolled-back master wrote alone"
 
 
-def test_unacknowledged_tail_of_an_old_master_is_cut_and_kept_aside():
-    group, client = a_group()
-    client.produce("kept")
-    group.settle()
-    client.produce("never acknowledged")
+def swapped_with_a_tail(group: Group) -> Group:
+    """The slave is an old master that has a message alone, and connects; its slave of before began without it."""
+    Client(group.a).produce("never acknowledged")
     group.a.host.settle()
     group.cut()
     group.b.assign(Role.MASTER, 2)
@@ -575,6 +573,14 @@ def test_unacknowledged_tail_of_an_old_master_is_cut_and_kept_aside():
     group.a, group.b = group.b, group.a
     group.b.assign(Role.SLAVE, 2)
     group.connect()
+    return group
+
+
+def test_unacknowledged_tail_of_an_old_master_is_cut_and_kept_aside():
+    group, client = a_group()
+    client.produce("kept")
+    group.settle()
+    swapped_with_a_tail(group)
     group.settle()
     assert equal(group) and group.a.node.writable
     (_, report) = sorted(group.b.disk.names("quarantine"))

@@ -165,13 +165,20 @@ def test_a_broker_counts_once_whatever_disks_it_had():
     assert len(copies.a.master.slaves.in_step) <= 1 and copies.a.master.gate.too_few_in_sync
 
 
-def parted_from_b(copies: Copies) -> Copies:
-    """What b alone has on its disk its master lost; it began again, and only c is connected."""
+def ahead_of_the_master(copies: Copies, names: str) -> Copies:
+    """These slaves have a message on their disks, and nobody else has: not the master either."""
     copies.start()
     Client(copies.a).produce("m1")
     copies.a.host.turn()
-    copies.wires["b"].to_slave()
-    copies.b.host.settle()  # b has it on its disk, and nobody else
+    for name in names:
+        copies.wires[name].to_slave()
+        copies.wires[name].b.host.settle()
+    return copies
+
+
+def parted_from_b(copies: Copies) -> Copies:
+    """What b alone has on its disk its master lost; it began again, and only c is connected."""
+    ahead_of_the_master(copies, "b")
     copies.a.crash()
     copies.start(connected="c")
     return copies
@@ -288,13 +295,7 @@ def test_a_master_does_not_begin_without_what_a_slave_has_that_parted_from_it():
 
 
 def test_a_master_gives_way_once_all_slaves_said_that_they_have_nothing_of_its_own():
-    copies = Copies().start()
-    Client(copies.a).produce("m1")
-    copies.a.host.turn()
-    for name in "bc":
-        copies.wires[name].to_slave()
-    copies.b.host.settle()
-    copies.c.host.settle()  # both have it on their disks; it is not on the master's
+    copies = ahead_of_the_master(Copies(), "bc")
     for _ in range(2):  # begun without slaves, and again: what stands there is of an earlier mastership
         copies.a.crash()
         copies.start(connected="")
@@ -310,13 +311,7 @@ def test_a_master_gives_way_once_all_slaves_said_that_they_have_nothing_of_its_o
 
 
 def test_a_master_gives_way_to_a_slave_that_was_to_restore_it_and_did_not():
-    copies = Copies().start()
-    Client(copies.a).produce("m1")
-    copies.a.host.turn()
-    for name in "bc":
-        copies.wires[name].to_slave()
-    copies.b.host.settle()
-    copies.c.host.settle()  # both have it on their disks; it is not on the master's
+    copies = ahead_of_the_master(Copies(), "bc")
     copies.a.crash()
     copies.start(connected="")
     copies.wires["b"].connect()

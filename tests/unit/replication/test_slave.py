@@ -18,6 +18,7 @@ from tests.unit.broker.test_replication import (
     equal,
     filled,
     settle_slowly,
+    swapped_with_a_tail,
 )
 from tests.unit.broker.world import SETTINGS, Broker, Client, FakeLink, Group
 from tests.unit.replication.test_many_copies import Copies
@@ -128,16 +129,7 @@ def is_deleting(broker: Broker) -> None:
 
 def test_a_slave_that_deletes_while_it_says_hello_cuts_nothing_before_that_is_done():
     """Its process ended."""
-    group = filled()
-    Client(group.a).produce("never acknowledged")
-    group.a.host.settle()
-    group.cut()
-    group.b.assign(Role.MASTER, 2)
-    group.b.wait(SETTINGS.slave_wait_ms)
-    group.b.host.settle()
-    group.a, group.b = group.b, group.a
-    group.b.assign(Role.SLAVE, 2)
-    group.connect()
+    group = swapped_with_a_tail(filled())
     end = group.b.log.end
     is_deleting(group.b)
     group.deliver_hello()
