@@ -104,6 +104,8 @@ class Registry:
         """Acknowledged points, by group and incarnation, that heartbeats told and the database does not have yet."""
         self.stored_points: dict[tuple[str, str], Point] = {}
         """Those that it was given a moment ago."""
+        self.points_rose = asyncio.Event()
+        """Set when there is one more."""
         self.no_failover: dict[str, tuple[Refusal, str]] = {}
         """Groups whose master is gone, and why the slave does not become the master by itself."""
         self.news = asyncio.Event()
@@ -321,6 +323,7 @@ class Registry:
             place = broker.group, state.incarnation
             if state.point is not None and state.point != self.stored_points.get(place):
                 self.points[place] = state.point
+                self.points_rose.set()
         self._note_completeness(key, state)
         self.publish()
         return True

@@ -41,6 +41,8 @@ LOOKED_S = (1 + LEAST) * ALONE_S
 be apart, and longer than it takes until a watchdog keeps its lease again."""
 STORED_AGAIN_S = 10.0
 """What did not change is stored again so often: a database that was restored may have lost it, or take nothing now."""
+ROWS_S = 2.0
+"""Rows that are older than their brokers are looked for so often: when brokers send their heartbeats, too."""
 EARLY_S = 0.005
 """A timer may fire so much too early."""
 AGAIN_S = 1.0
@@ -265,6 +267,7 @@ class Upkeep:
         """Store what is acknowledged, by what copies say, once a second while that rises."""
         again_s = 0.0
         while True:
+            await self._until_points(again_s)
             await asyncio.sleep(_pause_s())
             if time.monotonic() >= again_s:
                 self._registry.stored_points.clear()
@@ -275,6 +278,15 @@ class Upkeep:
                 pass
             except Exception:
                 log.exception("acknowledged points cannot be stored; it is tried again")
+
+    async def _until_points(self, again_s: float) -> None:
+        """Wait until there is a point to store, or all are to be stored again."""
+        registry = self._registry
+        if not registry.points:
+            registry.points_rose.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, again_s - time.monotonic())):
+                    await registry.points_rose.wait()
 
     async def _store_points_once(self) -> None:
         registry = self._registry
@@ -324,7 +336,7 @@ class Upkeep:
                     log.exception("row of a group not raised broker_group=%s", name)
             await self._end_promises()
             await self._widen_routes()
-            await asyncio.sleep(_pause_s())
+            await asyncio.sleep(_pause_s(ROWS_S))
 
     async def _widen_routes(self) -> None:
         """Let the subjects of dead letters be served wherever those come from, when that is more than it was."""

@@ -6,6 +6,8 @@ import asyncio
 from contextlib import suppress
 from dataclasses import replace
 
+import pytest
+
 from qmq.metaserver import upkeep as module
 from qmq.metaserver.db.changes import RemoveRoute, SetMark
 from qmq.metaserver.db.errors import ValueRefused
@@ -13,6 +15,8 @@ from qmq.metaserver.liveness import Question
 from qmq.metaserver.model import BrokerKey, LeaseRow, MetaserverRow, ReadonlyMark
 from qmq.metaserver.snapshot import Snapshots
 from qmq.metaserver.upkeep import Upkeep
+from qmq.replication.points import Point
+from qmq.types import Epoch
 from tests.unit.metaserver.actions_world import World
 
 KEY = BrokerKey("g1-a", 20881)
@@ -80,6 +84,37 @@ def test_what_a_master_says_while_its_last_words_are_stored_is_stored_too(tmp_pa
         await upkeep._store_news()
         await upkeep._store_news()
         assert stored == [(slave, 2, True), (slave, 2, False)] and not said
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("again_s", [3600.0, 0.0])
+def test_a_point_is_stored_when_it_is_told_and_again_when_the_database_may_have_lost_it(tmp_path, monkeypatch, again_s):
+    async def test() -> None:
+        world, upkeep = await made(tmp_path)
+        await world.start("g1-a")
+        stored, write, point = asyncio.Queue(), world.database.write, Point(Epoch(1, 1), 100, 7)
+
+        async def seen(work):
+            await write(work)
+            stored.put_nowait(dict(world.registry.points))
+
+        monkeypatch.setattr(module, "_pause_s", lambda: 0.0)
+        monkeypatch.setattr(module, "STORED_AGAIN_S", again_s)
+        monkeypatch.setattr(world.database, "write", seen)
+        storing = asyncio.create_task(upkeep._store_points())
+        for _ in range(10):
+            await asyncio.sleep(0)
+        world.beat("g1-a", point=point, incarnation="x")
+        assert await stored.get() == {("g1", "x"): point}
+        world.beat("g1-a", point=point, incarnation="x")
+        assert again_s == 0 or not world.registry.points, "the database has it"
+        while again_s == 0 and stored.empty():  # it may have lost it
+            await asyncio.sleep(0)
+            world.beat("g1-a", point=point, incarnation="x")
+        storing.cancel()
+        with suppress(asyncio.CancelledError):
+            await storing
 
     asyncio.run(test())
 
