@@ -145,12 +145,13 @@ class Oracle:
             raise Violation(f"P6: {log.owner} deletes up to {log.bases[1]} although no agreed frame says so: {kept}")
 
     def chosen(self, log: WatchedLog) -> None:
-        """The metaserver makes this copy's broker the master by itself, as of what it reported. If it lost its tail
-        since then it knows that, and does not begin before it is refilled (`beginning`)."""
+        """The metaserver makes this copy's broker the master by itself, as of what it reported. If its tail was lost
+        or damaged since then it knows that, and does not begin before it is refilled (`beginning`)."""
         committed = self.committed
         has_it = (
             committed.end <= log.start
             or log.is_tail_cut
+            or log.damage is not None
             or (committed.end <= log.flushed_end and log.chain_is(committed.end, committed.chain))
         )
         if not has_it:

@@ -6,6 +6,7 @@ import contextlib
 
 import pytest
 
+from qmq.errors import CorruptFrame
 from qmq.log.segments import log_name
 from qmq.types import Epoch
 from tests.simulation.events import Violation
@@ -58,3 +59,13 @@ def test_a_master_of_several_that_lost_what_was_acknowledged_does_not_begin() ->
         world.oracle.committed = Committed(process.log.end + 8, chain=1)
         with contextlib.nullcontext() if is_excused else pytest.raises(Violation, match="I1"):
             world.oracle.beginning(process.log, Epoch(9, 1))
+
+
+def test_a_copy_that_is_chosen_by_its_report_lacks_only_what_it_knows_to_lack() -> None:
+    world = World(1)
+    log, oracle = master_that_wrote(world).log, world.oracle
+    oracle.committed = Committed(log.end + 8, chain=1)
+    with pytest.raises(Violation, match="I25"):
+        oracle.chosen(log)
+    log.damaged_at(CorruptFrame(log.start, "a bit flipped"))
+    oracle.chosen(log)
