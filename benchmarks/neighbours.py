@@ -2,8 +2,8 @@
 
 One broker group and one delay group of two copies each, on this machine. A producer sends to the quiet subject at a
 slow, steady pace, and its one listener notes how old each message is. That is measured alone and beside each neighbour,
-in turns; a neighbour is a process of its own, so that the quiet clients pay for what brokers do for it and not for its
-Python.
+in turns; a neighbour is a process of its own, and nice, as it stands for one on another machine: the quiet clients pay
+for what brokers do for it and not for its Python.
 
 The control is the same neighbour at another installation on the same machine: what it costs by taking cores and disk,
 through no broker that it shares with the quiet group. On a machine of few cores that is most of what it costs, and no
@@ -69,6 +69,8 @@ class Noise:
 
     def __init__(self, metaserver: str, token: str, port: int) -> None:
         self._client: dict[str, Any] = {"metaserver": metaserver, "token": token, "app": "noise"}
+        self._subject = f"noise.{os.getpid()}"
+        """Of its own, so that no neighbour meets what others left."""
         self._port = port
 
     def _producer(self) -> qmq.Producer:
@@ -76,7 +78,7 @@ class Noise:
 
     async def _backlog(self, messages: int, size: int = 1024) -> None:
         async with self._producer() as producer:
-            receipts = await producer.send_many(qmq.Message("noise", {"x": "x" * size}) for _ in range(messages))
+            receipts = await producer.send_many(qmq.Message(self._subject, {"x": "x" * size}) for _ in range(messages))
             assert receipts.all_stored
 
     async def hot_subject(self) -> None:
@@ -84,14 +86,14 @@ class Noise:
         async with self._producer() as producer:
             print(READY, flush=True)
             while True:
-                await producer.send_many(qmq.Message("noise", {"x": "x" * 1024}) for _ in range(10_000))
+                await producer.send_many(qmq.Message(self._subject, {"x": "x" * 1024}) for _ in range(10_000))
 
     async def giant_backlog(self) -> None:
         """A consumer that takes a backlog as fast as it can, again and again."""
         await self._backlog(200_000)
         print(READY, flush=True)
         for number in range(1_000):
-            async with qmq.Consumer(**self._client).pull("noise", group=f"n{number}", start="earliest") as puller:
+            async with qmq.Consumer(**self._client).pull(self._subject, group=f"n{number}", start="earliest") as puller:
                 while messages := await puller.pull(10_000, timeout=1):
                     await puller.ack(messages)
 
@@ -99,7 +101,7 @@ class Noise:
         """10,000 messages that each ask to come again a second later."""
         await self._backlog(10_000, 100)
         print(READY, flush=True)
-        async with qmq.Consumer(**self._client).pull("noise", group="retries", start="earliest") as puller:
+        async with qmq.Consumer(**self._client).pull(self._subject, group="retries", start="earliest") as puller:
             while True:
                 for message in await puller.pull(1_000, timeout=1):
                     message.nack_nowait("not yet", delay=1.0)
@@ -113,7 +115,7 @@ class Noise:
         async def slow(message: qmq.ReceivedMessage) -> None:
             await asyncio.sleep(0.1)
 
-        consumer.listen("noise", group="slow", start="earliest", concurrency=200)(slow)
+        consumer.listen(self._subject, group="slow", start="earliest", concurrency=200)(slow)
         await consumer.run()
 
     async def reconnects(self) -> None:
@@ -123,7 +125,8 @@ class Noise:
 
         async def come_and_go(number: int) -> None:
             while True:
-                async with qmq.Consumer(**self._client).pull("noise", group=f"n{number}", start="earliest") as puller:
+                consumer = qmq.Consumer(**self._client)
+                async with consumer.pull(self._subject, group=f"n{number}", start="earliest") as puller:
                     await puller.ack(await puller.pull(10, timeout=1))
 
         await asyncio.gather(*map(come_and_go, range(20)))
@@ -133,7 +136,7 @@ class Noise:
         async with self._producer() as producer:
             print(READY, flush=True)
             while True:
-                await producer.send(qmq.Message("noise", {"x": "x" * (3 << 20)}))
+                await producer.send(qmq.Message(self._subject, {"x": "x" * (3 << 20)}))
 
     async def broken_clients(self) -> None:
         """Connections that send what is no packet, or nothing at all."""
@@ -157,7 +160,7 @@ class Noise:
             while True:
                 due = time.time() + 3_600
                 receipts = await producer.send_many(
-                    (qmq.Message("noise.later", {"x": "x" * 100}) for _ in range(5_000)), delay=due - time.time()
+                    (qmq.Message(self._subject, {"x": "x" * 100}) for _ in range(5_000)), delay=due - time.time()
                 )
                 for begin in range(0, len(receipts), 50):
                     await asyncio.gather(*(producer.cancel(one) for one in receipts[begin : begin + 50]))
@@ -321,7 +324,7 @@ def _shown(figure: dict[str, float]) -> str:
 def _begin(cluster: Cluster, name: str) -> subprocess.Popen[str]:
     """Start a neighbour; return when it is about to be noisy."""
     where = [cluster.metaserver, cluster.token, str(cluster.broker("g1", "master").serve_port)]
-    command = [sys.executable, "-m", "benchmarks.neighbours", "--noise", name, *where]
+    command = ["nice", "-n", "19", sys.executable, "-m", "benchmarks.neighbours", "--noise", name, *where]
     neighbour = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert neighbour.stdout is not None
     if neighbour.stdout.readline().strip() != READY:
