@@ -147,14 +147,9 @@ class Oracle:
     def chosen(self, log: WatchedLog) -> None:
         """The metaserver makes this copy's broker the master by itself, as of what it reported. If its tail was lost
         or damaged since then it knows that, and does not begin before it is refilled (`beginning`)."""
-        committed = self.committed
-        has_it = (
-            committed.end <= log.start
-            or log.is_tail_cut
-            or log.damage is not None
-            or (committed.end <= log.flushed_end and log.chain_is(committed.end, committed.chain))
-        )
-        if not has_it:
+        committed, knows_it = self.committed, log.is_tail_cut or log.damage is not None
+        has_it = committed.end <= log.flushed_end and self._has_committed(log)
+        if not has_it and not knows_it and committed.end > log.start:
             raise Violation(f"I25: {log.owner} is chosen, ends at {log.flushed_end}, and lacks {committed}")
 
     def beginning(self, log: WatchedLog, epoch: Epoch) -> None:
