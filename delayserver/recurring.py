@@ -321,12 +321,16 @@ class Recurring:
             self._put(asked, named, looked.count)
 
     def _is_about_to_fire(self, found: _Found) -> bool:
+        """Return whether it is due, and what it sends is not written down yet: that comes before it changes or goes."""
         waiting = self._due.get(int(found.record["number"]))
         if waiting is not None and waiting.is_unreadable:
             return False
         return bool(int(found.record["due"]) <= self._mastership.retry_ms())
 
     def _delete(self, asked: _Asked, named: Sequence[_Found]) -> None:
+        if any(map(self._is_about_to_fire, named)):
+            self._again()
+            return
         if named:
             self._decisions.cancel(asked.recur.subject, _records(named))
         self._answer(asked, [one.schedule for one in named])
@@ -346,7 +350,7 @@ class Recurring:
                 "let one of them send what several do"
             )
         if any(map(self._is_about_to_fire, named)):
-            self._again()  # what is due is sent before the schedule changes
+            self._again()
             return
         due_ms = template.cron().next_ms(mastership.retry_ms())
         if named[1:]:

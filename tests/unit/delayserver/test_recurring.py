@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from qmq.codec import encode_labels, encode_message, with_properties
+from qmq.delayserver.recurring import FIRED_AT_ONCE
 from qmq.delayserver.templates import LABEL
 from qmq.errors import ErrorCode
 from qmq.log.frame import FLAG_LABELLED
@@ -235,6 +236,23 @@ def test_put_at_the_moment_an_occurrence_is_due_does_not_swallow_it():
     run_until(copies, "2023-11-14T22:20")
     assert producer.schedules(asked)[0].cron == "*/10 * * * *"
     assert times(copies) == ["2023-11-14T22:14", "2023-11-14T22:20"]
+
+
+def test_delete_at_the_moment_an_occurrence_is_due_does_not_swallow_it():
+    """It is due behind as many of others as are put forward together."""
+    copies, producer = a_group(tail_bytes=1 << 22)
+    for at in range(FIRED_AT_ONCE):
+        producer.recur("put", f"r{at}", subject="t", cron="* * * * *")
+    producer.recur("put", cron="* * * * *")
+    copies.run(1_000)
+    ahead_ms = MINUTE_MS - copies.now_ms % MINUTE_MS
+    for server in (copies.a, copies.b):
+        server.host.clock_ms += ahead_ms  # all are due, and the master has not looked yet
+    asked = producer.recur("delete")
+    run_until(copies, "2023-11-14T22:16")
+    assert [one.name for one in producer.schedules(asked)] == ["daily"]
+    assert times(copies).count("2023-11-14T22:14") == FIRED_AT_ONCE + 1
+    assert times(copies).count("2023-11-14T22:16") == FIRED_AT_ONCE
 
 
 def test_deleted_schedule_sends_nothing_more_and_delete_may_be_asked_again():
