@@ -149,7 +149,8 @@ class Cancelling:
         mastership.check_has_begun()
         self._file_all()
         schedule = self._filing.schedule
-        look, message_log = _Look(together, schedule), mastership.log
+        message_log = mastership.log
+        look = _Look(together, schedule, message_log.start)
         filed_end, self._is_looking = schedule.filed_end, True
 
         def done(result: list[list[_Found]] | LogError) -> None:
@@ -297,10 +298,10 @@ class Cancelling:
 
 
 class _Look:
-    """A question of several requests at once; made on the loop, called on a thread."""
+    """A question of several requests at once; made on the loop, called on a thread. `log_start`: of the log then."""
 
-    def __init__(self, together: Sequence[_Asked], schedule: Schedule) -> None:
-        self._together = [one.named for one in together]
+    def __init__(self, together: Sequence[_Asked], schedule: Schedule, log_start: int) -> None:
+        self._together, self._log_start = [one.named for one in together], log_start
         self._subjects = [schedule.position(named.subject) for named in self._together]
         self._ids = [(at, place) for at, named in enumerate(self._together) for place in range(len(named.ids))]
         self._keys = [(at, place) for at, named in enumerate(self._together) for place in range(len(named.keys))]
@@ -332,8 +333,9 @@ class _Look:
             name = place + len(named.ids) if by_key else place
             message = _read(message_log, record)
             if message is None:
-                if state in (State.SENT, State.CANCELLED):
-                    found[at].append(_found(name, record, state, b""))  # the log let it go; its hash has to do
+                # The log let it go, and its hash has to do. If only since the look began, what pended is elsewhere now.
+                if state in (State.SENT, State.CANCELLED) or int(record["number"]) >= self._log_start:
+                    found[at].append(_found(name, record, state, b""))
             elif _has_name(message, named, by_key, place):
                 found[at].append(_found(name, record, state, message))
 

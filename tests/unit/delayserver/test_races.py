@@ -361,3 +361,30 @@ def test_questions_that_wait_when_a_mastership_ends_are_told_so():
     copies.a.assign(Role.SLAVE, 2)
     copies.a.host.settle()
     assert [producer.code(one) for one in asked] == [ErrorCode.NOT_MASTER] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["cancel", "reschedule"])
+def test_message_whose_old_place_goes_with_the_log_while_it_is_looked_for_is_found_at_its_new_one(how):
+    """To look through a large schedule takes seconds; what it found is read after that."""
+    copies, producer = a_group(retention_hours=1, segment_bytes=1 << 20)
+    due_ms = copies.now_ms + 50 * HOUR_MS
+    producer.delayed(due_ms, "m", "other")
+    copies.run(1_000)
+    asked = producer.cancel("m") if how == "cancel" else producer.reschedule("m", due_ms + HOUR_MS)
+    look = copies.a.host.reads.pop()
+    for hour in range(1, 6):
+        for _ in range(40):
+            producer.delayed(copies.now_ms, *(f"x{hour}" for _ in range(60)), size=900)
+            copies.run(100)
+        copies.run(HOUR_MS, step_ms=60_000)
+        copies.look_after_logs()
+    assert copies.a.log.start > 0 and copies.a.filing.schedule.pending_messages == 2
+    copies.a.host.reads.append(look)
+    copies.settle()
+    copies.run(1_000)
+    told = producer.fates(asked) if how == "cancel" else [producer.fate(asked)]
+    assert told == ["cancelled" if how == "cancel" else "rescheduled"]
+    copies.senders.stored.clear()
+    copies.run(due_ms + HOUR_MS // 2 - copies.now_ms, step_ms=600_000)
+    assert copies.senders.delivered() == ["other"]
