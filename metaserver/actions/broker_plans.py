@@ -80,9 +80,20 @@ def _with_loss(plan: Plan, change: RoleChange, remembered: Point | None) -> Plan
 
 
 def remove_broker(
-    directory: Directory, routes: Routes, key: BrokerKey, may_be_up: MayBeUp, *, forced: bool, reported: int = 0
+    directory: Directory,
+    routes: Routes,
+    key: BrokerKey,
+    may_be_up: MayBeUp,
+    *,
+    forced: bool,
+    reported: int = 0,
+    master_lacking: str = "",
 ) -> Plan:
-    """Take a stopped broker out of its group; with the last one, the group goes, too."""
+    """Take a stopped broker out of its group; with the last one, the group goes, too.
+
+    Args:
+        master_lacking: as in `roles.replace_broker`.
+    """
     broker = directory.find(key)
     if broker is None:
         return refused(f"{key} is no broker; ListBrokers names them")
@@ -92,14 +103,15 @@ def remove_broker(
         return refused(str(refusal))
     data = broker_json(broker)
     if change.brokers:
-        return replace(_role_plan(change, data=data), objections=_last_copy(change, broker, may_be_up), forced=forced)
+        objections = _last_copy(change, broker, may_be_up, master_lacking)
+        return replace(_role_plan(change, data=data), objections=objections, forced=forced)
     return _remove_last(directory, routes, change, data, forced=forced)
 
 
-def _last_copy(change: RoleChange, slave: Broker, may_be_up: MayBeUp) -> tuple[str, ...]:
+def _last_copy(change: RoleChange, slave: Broker, may_be_up: MayBeUp, master_lacking: str) -> tuple[str, ...]:
     try:
         if change.before and slave in change.before.slaves:
-            roles.require_not_the_last(change.before, slave, may_be_up, anyway="force")
+            roles.require_not_the_last(change.before, slave, may_be_up, master_lacking, anyway="force")
     except OperatorError as objection:
         return (str(objection),)
     return ()

@@ -35,7 +35,7 @@ async def _replace_broker(desk: Desk, words: Words) -> Plan:
             swap=words.flag("swap"),
             accept_loss=words.flag("acceptLoss"),
             lacking=await _lacking(desk, group, words),
-            master_lacking=await desk.registry.lacking(group.master) if group and group.master else "",
+            master_lacking=await _master_lacking(desk, group),
             remembered=max(points.by_incarnation.values(), default=None),
             reported=desk.registry.term_floor(words["brokerGroup"]),
         )
@@ -49,6 +49,10 @@ async def _lacking(desk: Desk, group: Group | None, words: Words) -> str:
     slaves = group.slaves if group else ()
     found = next((slave for slave in slaves if slave.key == key), next(iter(slaves), None))
     return await desk.registry.lacking(found) if found else ""
+
+
+async def _master_lacking(desk: Desk, group: Group | None) -> str:
+    return await desk.registry.lacking(group.master) if group and group.master else ""
 
 
 async def _set_copies(desk: Desk, words: Words) -> Plan:
@@ -89,6 +93,7 @@ async def _remove_broker(desk: Desk, words: Words) -> Plan:
         running = {broker.key for broker in directory.brokers() if registry.may_be_up(broker)}
         member = directory.find(key)
         reported = registry.term_floor(member.group) if member else 0
+        lacking = await _master_lacking(desk, directory.groups[member.group]) if member else ""
         return await desk.on_all_routes(
             lambda routes: broker_plans.remove_broker(
                 directory,
@@ -97,6 +102,7 @@ async def _remove_broker(desk: Desk, words: Words) -> Plan:
                 lambda broker: broker.key in running,
                 forced=words.flag("force"),
                 reported=reported,
+                master_lacking=lacking,
             )
         )
 

@@ -116,6 +116,22 @@ async def test_the_last_copy_is_neither_replaced_nor_removed_without_a_word(worl
 
 
 @in_world
+async def test_the_slave_of_a_master_that_was_rolled_back_is_neither_replaced_nor_removed_without_a_word(world):
+    """The master runs, and lacks what only this slave has."""
+    await world.running_copies("g1")
+    world.beat("g1-a", writable=False, readonly_reasons=("rolled_back",), incarnation="disk of g1-a")
+    world.stop("g1-b")
+    words = {"hostname": "g1-b", "servePort": 20881}
+    assert "g1-a:20881 was rolled back" in await world.refused("ReplaceBroker", **place("g1", 1, "g1-c"))
+    text = await world.refused("RemoveBroker", **words)
+    assert "g1-a:20881 was rolled back" in text and "--force=true" in text and parts(world) == ("g1-a", "g1-b")
+    [objection] = (await world.done("RemoveBroker", **words, force="true", dryRun="true"))["objections"]
+    assert "may be the last copy" in objection
+    await world.done("RemoveBroker", **words, force="true")
+    assert parts(world) == ("g1-a", None)
+
+
+@in_world
 async def test_a_master_is_not_removed_before_its_slave(world):
     await world.copies("g1")
     assert "Swap them first" in await world.refused("RemoveBroker", hostname="g1-a", servePort=20881)

@@ -38,7 +38,8 @@ class DelayServers:
     async def cancel_delayed(self, broker, request):
         self._reach(broker)
         fates = self.fates.get(broker.group, {})
-        return pb.CancelDelayedAnswer(ids=[fates.get(id, "unknown") for id in request.ids])
+        ids, keys = ([fates.get(name, "unknown") for name in names] for names in (request.ids, request.keys))
+        return pb.CancelDelayedAnswer(ids=ids, keys=keys)
 
 
 async def delay_groups(world, *names):
@@ -110,6 +111,16 @@ async def test_unknown_is_no_answer_while_a_group_is_silent(world):
     answer = await world.run("CancelDelayed", subject="s", ids="a,b")
     assert answer.status == Status.UNKNOWN and "d2" in answer.message
     assert answer.data["ids"] == {"a": "cancelled", "b": "unknown"}
+
+
+@in_world
+async def test_a_key_is_not_cancelled_while_a_group_is_silent_that_may_have_more_of_it(world):
+    servers = await delay_groups(world, "d1", "d2")
+    servers.fates, servers.silent = {"d1": {"k": "cancelled"}}, {"d2"}
+    answer = await world.run("CancelDelayed", subject="s", keys="k")
+    assert answer.status == Status.UNKNOWN and "d2" in answer.message
+    servers.silent = set()
+    assert (await world.done("CancelDelayed", subject="s", keys="k"))["keys"] == {"k": "cancelled"}
 
 
 @in_world
