@@ -15,6 +15,7 @@ from qmq.metaserver.actions.plan import Plan, refused
 from qmq.metaserver.actions.shapes import broker_json, group_json, state_json
 from qmq.metaserver.actions.words import Words
 from qmq.metaserver.model import AuditRow, Broker, BrokerKey, Group, Points
+from qmq.replication.readonly import Reason
 
 _BROKER_WORDS = ("brokerGroup", "role", "hostname", "ip", "servePort", "syncPort")
 
@@ -52,7 +53,13 @@ async def _lacking(desk: Desk, group: Group | None, words: Words) -> str:
 
 
 async def _master_lacking(desk: Desk, group: Group | None) -> str:
-    return await desk.registry.lacking(group.master) if group and group.master else ""
+    """What the master lacks: by its last words, or as its log is damaged now, which only a slave mends."""
+    if group is None or group.master is None:
+        return ""
+    said = desk.registry.own_state(group.master)
+    if said is not None and Reason.CORRUPT in said.readonly_reasons:
+        return f"the log of {group.master.key} is damaged, and is mended from another copy"
+    return await desk.registry.lacking(group.master)
 
 
 async def _set_copies(desk: Desk, words: Words) -> Plan:

@@ -132,6 +132,23 @@ async def test_the_slave_of_a_master_that_was_rolled_back_is_neither_replaced_no
 
 
 @in_world
+async def test_the_slave_of_a_master_whose_log_is_damaged_is_neither_replaced_nor_removed_without_a_word(world):
+    """The range is fetched from the slave, if anywhere."""
+    await world.running_copies("g1")
+    world.stop("g1-b")
+    words = {"hostname": "g1-b", "servePort": 20881}
+    world.beat("g1-a", writable=False, readonly_reasons=("corrupt", "slave_down"), incarnation="disk of g1-a")
+    for text in (
+        await world.refused("ReplaceBroker", **place("g1", 1, "g1-c")),
+        await world.refused("RemoveBroker", **words),
+    ):
+        assert "log of g1-a:20881 is damaged" in text and "may be the last copy" in text
+    world.beat("g1-a", writable=False, readonly_reasons=("slave_down",), incarnation="disk of g1-a")
+    await world.done("RemoveBroker", **words)  # it was mended, or given up
+    assert parts(world) == ("g1-a", None)
+
+
+@in_world
 async def test_a_master_is_not_removed_before_its_slave(world):
     await world.copies("g1")
     assert "Swap them first" in await world.refused("RemoveBroker", hostname="g1-a", servePort=20881)
