@@ -204,9 +204,9 @@ class Desk:
         except QmqError as error:
             return Contents(unknown=str(error))
         left = [
-            Leftover(row.subject, row.group, row.lag, row.oldest_ms)
+            Leftover(row.subject, row.group, row.lag, row.oldest_ms, row.dead_letters)
             for row in answer.groups
-            if row.lag and subject in (ALL_SUBJECTS, real_subject(row.subject))
+            if (row.lag or row.dead_letters) and subject in (ALL_SUBJECTS, real_subject(row.subject))
         ]
         return Contents(tuple(left))
 

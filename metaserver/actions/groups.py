@@ -107,21 +107,24 @@ async def _plan_draining(desk: Desk, words: Words, *, draining: bool) -> Plan:
 
 
 async def _after_drain(desk: Desk, words: Words, plan: Plan) -> Any:
-    """Say what is left: producers that may still send, messages that wait for consumers, routes that name the group."""
+    """Say what is left: producers that may still send, messages that wait for consumers, dead letters, routes that name
+    the group."""
     name = words["brokerGroup"]
     held = await wait_for_old_routes(desk, name, ALL_SUBJECTS, words.number("waitMs"))
     contents = await desk.contents(name, ALL_SUBJECTS)
-    left = sorted(contents.leftovers, key=lambda leftover: -leftover.messages)
+    left = sorted(contents.leftovers, key=lambda leftover: (-leftover.messages, -leftover.dead_letters))
     return {
         **plan.data,
         **held,
         "subjects": len(plan.subjects),
         "messagesLeft": sum(leftover.messages for leftover in left),
+        "deadLettersLeft": sum(leftover.dead_letters for leftover in left),
         "left": [
             {
                 "subject": leftover.subject,
                 "group": leftover.consumer_group,
                 "messages": leftover.messages,
+                "deadLetters": leftover.dead_letters,
                 "oldest": leftover.oldest_ms,
             }
             for leftover in left[:LISTED_MAX]

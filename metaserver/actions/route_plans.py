@@ -26,10 +26,14 @@ class Leftover:
     consumer_group: str
     messages: int
     oldest_ms: int = 0
+    dead_letters: int = 0
 
     def __str__(self) -> str:
-        messages = "1 message" if self.messages == 1 else f"{self.messages:,} messages"
-        return f"{self.consumer_group} has {messages} of {self.subject} to do there"
+        messages, dead = _count(self.messages, "message"), _count(self.dead_letters, "dead letter")
+        if not self.messages:
+            return f"{self.consumer_group} has {dead} of {self.subject} there"
+        more = f", and {dead}" if self.dead_letters else ""
+        return f"{self.consumer_group} has {messages} of {self.subject} to do there{more}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,10 +203,11 @@ def _left(group: str, contents: Contents) -> Iterable[str]:
     if contents.unknown:
         yield f"nobody can say what {group} still holds: {contents.unknown}"
     if contents.leftovers:
-        most = sorted(contents.leftovers, key=lambda left: -left.messages)
+        most = sorted(contents.leftovers, key=lambda left: (-left.messages, -left.dead_letters))
         more = f", and {len(most) - NAMED_MAX} more consumer groups wait" if len(most) > NAMED_MAX else ""
         texts = "; ".join(str(left) for left in most[:NAMED_MAX])
-        yield f"not everything in {group} is consumed: {texts}{more}. Consumers would leave it at once"
+        again = ", and no Redrive would ask it again" if any(left.dead_letters for left in most) else ""
+        yield f"not everything in {group} is consumed: {texts}{more}. Consumers would leave it at once{again}"
 
 
 def _chosen(routes: Routes, subject: str) -> list[Route]:
@@ -257,6 +262,10 @@ def _no_route(subject: str) -> str:
 
 def _no_group(group: str) -> str:
     return f"there is no broker group {group}; ListBrokerGroups names them"
+
+
+def _count(things: int, noun: str) -> str:
+    return f"{things:,} {noun}" + ("" if things == 1 else "s")
 
 
 def _first(texts: list[str]) -> list[str]:

@@ -181,7 +181,10 @@ def _drained(data: Any) -> Iterable[Block]:
     elif data.get("empty"):
         yield good("no message waits in it for a consumer group")
     elif data.get("left"):
-        yield warning(f"{data['messagesLeft']:,} messages wait in it for consumer groups; look again with Lag")
+        if data["messagesLeft"]:
+            yield warning(f"{data['messagesLeft']:,} messages wait in it for consumer groups; look again with Lag")
+        if dead := data.get("deadLettersLeft"):
+            yield warning(f"{dead:,} dead letters are in it: UndrainGroup and Redrive, or Redrive --to another subject")
         yield Table(_LEFT, data["left"])
 
 
@@ -189,6 +192,7 @@ _LEFT = (
     Column("SUBJECT", "subject"),
     Column("GROUP", "group"),
     Column("MESSAGES", "messages"),
+    Column("DEAD LETTERS", "deadLetters"),
     Column("OLDEST", moment("oldest"), drop=1),
 )
 

@@ -274,9 +274,10 @@ def client(app, client_id, *subjects, produces=True):
     return ClientInfo(app, client_id, "10.1.1.1:5", subjects, produces, True)
 
 
-def left(subject, group, messages, oldest_ms=0):
-    """A consumer group that has messages to do."""
-    return pb.GroupProgress(subject=subject, group=group, lag=messages, oldest_ms=oldest_ms, position=10)
+def left(subject, group, messages, oldest_ms=0, *, dead=0):
+    """A consumer group that has messages to do, and dead letters."""
+    words = {"subject": subject, "group": group, "lag": messages, "oldest_ms": oldest_ms}
+    return pb.GroupProgress(**words, position=10, dead_letters=dead)
 
 
 def place(group, role, hostname, port=20881):

@@ -133,8 +133,12 @@ async def test_a_drain_says_what_is_left(world):
     assert (drained["messagesLeft"], drained["subjects"], drained["producers"]) == (12, 2, 1)
     assert [(row["group"], row["messages"]) for row in drained["left"]] == [("bill", 7), ("shop", 5)]
     assert not drained["empty"] and world.registry.directory.groups["g1"].draining
-    world.brokers.progress.clear()
+    world.brokers.progress["g1"] = [left("s1", "shop", 0, dead=2)]
     world.hub.counts = [Counts(0, 0, 4)]
+    drained = await world.done("DrainGroup", brokerGroup="g1")
+    assert (drained["messagesLeft"], drained["deadLettersLeft"], drained["empty"]) == (0, 2, False)
+    assert [(row["group"], row["deadLetters"]) for row in drained["left"]] == [("shop", 2)]
+    world.brokers.progress.clear()
     assert (await world.done("DrainGroup", brokerGroup="g1"))["empty"]
     world.brokers.silent.add("g1")
     again = await world.done("DrainGroup", brokerGroup="g1")

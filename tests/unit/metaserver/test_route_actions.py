@@ -81,6 +81,21 @@ async def test_a_group_with_messages_to_consume_stays_in_the_route(world):
 
 
 @in_world
+async def test_a_group_with_dead_letters_stays_in_the_route(world):
+    """No Redrive asks it any more, and they go with it, though they are all that is left of messages."""
+    await two_groups(world, "s1", "s2")
+    await world.done("MarkReadonlyBrokerGroup", brokerGroup="g1")
+    world.brokers.progress["g1"] = [left("s1", "shop", 0, dead=3), left("s2", "shop", 2, dead=1)]
+    text = await world.refused("RemoveSubjectBrokerGroup", subject="s1", brokerGroup="g1")
+    assert "shop has 3 dead letters of s1 there" in text and "Redrive" in text
+    assert "3 dead letters of s1" in await world.refused("RemoveSubject", subject="s1")
+    text = await world.refused("RemoveSubjectBrokerGroup", subject="s2", brokerGroup="g1")
+    assert "shop has 2 messages of s2 to do there, and 1 dead letter" in text
+    await world.done("RemoveSubjectBrokerGroup", subject="s1", brokerGroup="g1", force="true")
+    assert world.groups_of("s1") == ("g2",)
+
+
+@in_world
 async def test_a_group_that_cannot_be_asked_is_not_removed(world):
     """Weakness 7: not knowing is no reason to go ahead."""
     await two_groups(world, "s1")
