@@ -43,8 +43,8 @@ async def _plan_reset(desk: Desk, words: Words) -> Plan:
         refusals=tuple(f"{name}: {error}" for name, (error, _) in failed.items()),
         subjects=frozenset({real_subject(subject)}),
         groups=frozenset(group.name for group in groups),
-        before={name: answer.before for name, answer in expected.items()},
-        after={name: answer.after for name, answer in expected.items()},
+        before={name: _place(answer.before) for name, answer in expected.items()},
+        after={name: _moved(answer) for name, answer in expected.items()},
         data={
             "result": "success",
             "subject": subject,
@@ -63,7 +63,7 @@ async def _carry_out_reset(desk: Desk, words: Words, plan: Plan, audit: AuditRow
         raise NotServed(f"no broker was asked, as the database failed: {error}") from error
     groups = [desk.find_group(name) for name in sorted(plan.groups)]
     done, failed = await _reset(desk, groups, words, _target(words), dry_run=False)
-    after = {name: answer.after for name, answer in done.items()}
+    after = {name: _moved(answer) for name, answer in done.items()}
     result = "done" if not failed else "partly done" if done else "failed"
     try:
         await desk.registry.change((), replace(audit, after=after, result=result))
@@ -131,6 +131,15 @@ def groups_of_subject(desk: Desk, subject: str, only: str) -> list[Group]:
     if only and only not in route.groups:
         raise OperatorError(f"{only} does not serve {subject}; {', '.join(route.groups)} do")
     return [desk.find_group(name) for name in route.groups if only in ("", name)]
+
+
+def _place(position: int, *, skipped: int = 0, repeated: int = 0) -> dict[str, int]:
+    """Where a group is, and what it does not get, or gets again, because it came there."""
+    return {"position": position, "skipped": skipped, "repeated": repeated}
+
+
+def _moved(answer: pb.ResetOffsetAnswer) -> dict[str, int]:
+    return _place(answer.after, skipped=answer.skipped, repeated=answer.repeated)
 
 
 def _reset_json(answer: pb.ResetOffsetAnswer) -> dict[str, int]:
