@@ -126,12 +126,14 @@ def _remove_last(directory: Directory, routes: Routes, change: RoleChange, data:
             f"{len(subjects):,} subject{'s use' if len(subjects) > 1 else ' uses'} {change.group} ({named}), and what "
             "is not consumed there cannot be consumed any more; DrainGroup and RemoveSubjectBrokerGroup first"
         )
-    group = change.before
-    if group and group.kind == DELAY and not group.draining and any(member.incarnation for member in group.brokers):
-        objections.append(
-            f"delayed messages that {change.group} still has would never be sent; start it again, DrainGroup, and wait "
-            "until DelayStats says that nothing pends there"
-        )
+    group, after = change.before, None
+    if group and group.kind == DELAY and any(member.incarnation for member in group.brokers):
+        after = {"neverSent": f"what pends at {group.name}: DelayStats said how much, while it ran"}
+        if not group.draining:
+            objections.append(
+                f"delayed messages that {change.group} still has would never be sent; start it again, DrainGroup, and "
+                "wait until DelayStats says that nothing pends there"
+            )
     changes: tuple[Change, ...] = (*moves, SetRoles(change), RemoveGroup(change.group, change.new_term))
     return Plan(
         changes,
@@ -139,7 +141,7 @@ def _remove_last(directory: Directory, routes: Routes, change: RoleChange, data:
         subjects=frozenset(subjects),
         groups=frozenset({change.group}),
         before={"broker": data, "routes": subjects},
-        after=None,
+        after=after,
         data=data,
         forced=forced,
     )

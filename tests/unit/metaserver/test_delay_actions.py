@@ -157,7 +157,11 @@ async def test_the_last_delay_server_of_a_group_goes_only_once_it_is_drained_or_
     assert "would never be sent" in text and "d1" in world.registry.directory.groups
     await world.done("RemoveBroker", hostname="d1-a", servePort=20881, force="true")
     await world.done("DrainGroup", brokerGroup="d2")
-    await world.done("RemoveBroker", hostname="d2-a", servePort=20881)
+    words = {"hostname": "d2-a", "servePort": 20881}
+    shown = await world.done("RemoveBroker", **words, dryRun="true")
+    assert shown["after"]["neverSent"].startswith("what pends at d2"), "nobody can be asked any more"
+    await world.done("RemoveBroker", **words)
+    assert (await world.audit())[0].after == shown["after"]
     assert world.registry.directory.groups.keys() == {"d3"}
 
 
