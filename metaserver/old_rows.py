@@ -57,14 +57,11 @@ def judge(group: Group, reported: int, state_of: StateOf, *, given: int = 0) -> 
     return OldRow(group, reported, None, f"{found} ({told})", _remedy(group, master, said))
 
 
-def adopt(
-    group: Group, key: BrokerKey, reported: int, state_of: StateOf, *, forced: bool, given: int = 0
-) -> RoleChange:
+def adopt(group: Group, key: BrokerKey, reported: int, state_of: StateOf, *, given: int = 0) -> RoleChange:
     """Make the broker that an operator names the master, in a term above all that any broker reported, and `given`.
 
     Raises:
-        OperatorError: the row is no older than the brokers; the broker is no part of the group, or down; without
-            `forced`: it is not the master of the newest term, so another copy may hold what it lacks.
+        OperatorError: the row is no older than the brokers; the broker is no part of the group, or down.
     """
     if judge(group, reported, state_of) is None:
         raise OperatorError(
@@ -73,15 +70,20 @@ def adopt(
     named = next((broker for broker in group.brokers if broker.key == key), None)
     if named is None:
         raise OperatorError(f"{key} is no broker of {group.name}; ListBrokers names them")
-    state = state_of(named)
-    if state is None:
+    if state_of(named) is None:
         raise OperatorError(f"{key} is down; start it first, so that it says what it has")
-    if (state.role, state.term) != (Role.MASTER, reported) and not forced:
-        raise OperatorError(
-            f"{_report(named, state)}, and the newest term is {reported}: another copy may hold messages that this one "
-            "lacks. Name the master of the newest term, or repeat with --force=true if no other copy can be started"
-        )
     return _with_master(group, named, above=max(reported, given))
+
+
+def objection(named: Broker, reported: int, state_of: StateOf) -> str:
+    """Say what may be lost if this broker is adopted: it is not the master of the newest term; empty: nothing."""
+    state = state_of(named)
+    if state is not None and (state.role, state.term) == (Role.MASTER, reported):
+        return ""
+    return (
+        f"{_report(named, state)}, and the newest term is {reported}: another copy may hold messages that this one "
+        "lacks. Name the master of the newest term, or repeat with --force=true if no other copy can be started"
+    )
 
 
 def _newest_master(said: dict[Broker, ReplicaState | None], reported: int) -> Broker | None:

@@ -190,12 +190,13 @@ def adopt_roles(
 ) -> Plan:
     """AdoptRoles: choose the master of a group whose row is older than its brokers, which do not agree."""
     try:
-        change = old_rows.adopt(group, key, reported, state_of, forced=forced, given=given)
+        change = old_rows.adopt(group, key, reported, state_of, given=given)
     except OperatorError as refusal:
         return refused(str(refusal))
     assert change.master, "it was named"
     data = {"brokerGroup": group.name, "term": change.new_term, "master": broker_json(change.master)}
-    return _role_plan(change, data=data)
+    against = old_rows.objection(change.master, reported, state_of)
+    return replace(_role_plan(change, data=data), objections=(against,) if against else (), forced=forced)
 
 
 def _role_plan(change: RoleChange, *, data: object) -> Plan:

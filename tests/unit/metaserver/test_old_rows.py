@@ -76,7 +76,7 @@ def test_of_two_copies_that_are_no_masters_the_one_that_has_most_is_named():
     states = {"a": ReplicaState(SLAVE, 4, flushed_end=200, last_term=4), "b": ReplicaState(SLAVE, 4, flushed_end=300)}
     remedy = old_rows.judge(ROW, 4, lambda broker: states[broker.hostname]).remedy
     assert "AdoptRoles --brokerGroup=g1 --hostname=a --servePort=1 --force=true" in remedy
-    assert old_rows.adopt(ROW, A.key, 4, said(a=(SLAVE, 4), b=(SLAVE, 4)), forced=True, given=9).new_term == 10
+    assert old_rows.adopt(ROW, A.key, 4, said(a=(SLAVE, 4), b=(SLAVE, 4)), given=9).new_term == 10
 
 
 def test_a_row_as_new_as_its_brokers_is_left_alone():
@@ -156,7 +156,11 @@ def test_the_master_of_an_older_term_is_adopted_with_force_only(migrated_url):
         world.beat("g1-a", term=4)
         world.beat("g1-b", term=3, role=MASTER)
         command = {"brokerGroup": "g1", "hostname": "g1-b", "servePort": 20881}
-        assert "lacks" in await world.refused("AdoptRoles", **command)
+        text = await world.refused("AdoptRoles", **command)
+        assert "another copy may hold messages that this one lacks" in text
+        shown = await world.done("AdoptRoles", **command, force=True, dryRun=True)
+        assert shown["wouldChange"] and shown["objections"] == [text], "what is forced is named before, too"
+        assert world.registry.directory.groups["g1"].term == 2
         await world.done("AdoptRoles", **command, force=True)
         group = world.registry.directory.groups["g1"]
         assert (group.term, group.master.hostname) == (5, "g1-b")
