@@ -118,7 +118,7 @@ class Cancelling:
 
     def _ask(self, named: Named, due_ms: int | None, answer: Fates) -> None:
         self._mastership.check_has_begun()
-        self._mastership.readonly.check(self._mastership.group, named.subject)
+        self._mastership.readonly.check_change(self._mastership.group, named.subject)
         if len(self._asked) + len(self.looked) >= ASKED_MAX:
             raise Overloaded(f"{ASKED_MAX} requests to cancel or reschedule wait already")
         hashes = [*map(id_hash, named.ids)], [*map(key_hash, named.keys)]
@@ -213,7 +213,7 @@ class Cancelling:
         for looked in some:
             asked = looked.asked
             try:
-                self._mastership.readonly.check(self._mastership.group, asked.named.subject)
+                self._mastership.readonly.check_change(self._mastership.group, asked.named.subject)
                 if looked.schedule is not self._filing.schedule:
                     raise NotServed("the schedule is made anew; ask again in a moment")
                 if asked.due_ms is not None:

@@ -42,7 +42,6 @@ from qmq.remoting.commands import Recur, RecurAction, RecurringSchedule
 from qmq.remoting.packet import Packet
 from qmq.replication.mastership import Mastership
 from qmq.replication.ports import Link
-from qmq.replication.readonly import Reason
 from qmq.subjects import check_subject
 
 log = logging.getLogger(__name__)
@@ -250,9 +249,8 @@ class Recurring:
 
     def _check_deletes(self, recur: Recur) -> None:
         """What an operator marked takes nothing new; but one may take schedules out of it."""
-        mastership = self._mastership
-        if recur.action is RecurAction.DELETE and set(mastership.readonly.reasons) - {Reason.OPERATOR}:
-            mastership.readonly.check(mastership.group, recur.subject)
+        if recur.action is RecurAction.DELETE:
+            self._mastership.readonly.check_change(self._mastership.group, recur.subject)
 
     def _look(self) -> None:
         """Find the templates of the subject that is asked about."""

@@ -86,6 +86,11 @@ class Readonly(set[Reason]):
         why = "; ".join(f"{reason}, {WAY_OUT[reason]}" for reason in sorted(self))
         raise BrokerReadOnly(f"{group} is readonly: {why}")
 
+    def check_change(self, group: str, subject: str) -> None:
+        """Do the same for what changes what the group has, and adds nothing: an operator's mark is not in its way."""
+        if self - {Reason.OPERATOR}:
+            self.check(group, subject)
+
 
 def explain(reason: str) -> str:
     """What a reason means and what ends it; a later version's stays as it is."""

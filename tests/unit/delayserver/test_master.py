@@ -282,6 +282,27 @@ def test_what_pends_is_carried_before_the_log_lets_it_go_and_a_new_copy_has_it()
     assert sorted(copies.senders.delivered()) == sorted(f"m{i}" for i in range(20))
 
 
+@pytest.mark.parametrize("marked", ["*", "s"])
+def test_what_waits_at_a_group_that_an_operator_marked_can_be_cancelled_and_rescheduled(marked):
+    """To drain one may take as long as the longest delay."""
+    copies, producer = a_group()
+    now_ms = copies.now_ms
+    producer.delayed(now_ms + HOUR_MS, "m", "n", "o")
+    copies.run(200)
+    copies.a.master.readonly.mark_subjects(frozenset({marked}))
+    refused = producer.delayed(now_ms + HOUR_MS, "new")
+    cancelled, moved = producer.cancel("m"), producer.reschedule("n", now_ms + 5_000)
+    copies.settle()
+    assert producer.code(refused) == ErrorCode.READ_ONLY
+    assert (producer.fates(cancelled), producer.fate(moved)) == (["cancelled"], "rescheduled")
+    copies.run(6_000)
+    assert copies.senders.delivered() == ["n"]
+    copies.cut()
+    asked = producer.cancel("o")
+    copies.a.host.settle()
+    assert producer.code(asked) == ErrorCode.READ_ONLY, "one disk alone can take nothing back"
+
+
 @pytest.mark.parametrize("how", ["while it runs", "before it starts"])
 def test_messages_whose_segment_was_given_up_hold_up_no_others(how):
     """They pended, and could not be read: batches with them were planned and tried for ever."""
