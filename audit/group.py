@@ -268,7 +268,7 @@ def _prepare(one: _Audit, options: Options) -> None:
         result.whole_until(),
         ends=dict(anchor.ends) if anchor is not None and result.begin == anchor.verified else None,
         before=history.before,
-        kept=history.known.kept if anchor is not None else None,
+        kept=history.known.kept if anchor is not None and result.begin == anchor.verified else None,
         bases=bases,
         segments=_segments(result, bases),
     )
@@ -532,6 +532,9 @@ def _look_back(group: Group, result: Result, ledger: Ledger | None, share: int) 
         result.notes.append(f"retention has removed [{verified}, {result.start}), which no run had verified")
     if history.anchor is not None:  # it was promised, though a log that is at rest does not state it
         result.watermark = max(result.watermark, history.anchor.verified)
+    if any(log.end < history.begin and not result.is_behind(name) for name, log in result.logs.items()):
+        # It had that once: what it lacks lies in what would not be read, or only a part of it.
+        history = replace(history, begin=result.start, again=[], before=None)
     result.begin, result.again, result.cuts = history.begin, history.again, history.cuts()
     if result.watermark <= result.start and not result.found:
         raise CannotRead(f"nothing lies below the high watermark {result.watermark}: nothing is proven")
@@ -633,10 +636,8 @@ def _hold_against_before(answer: Answer, result: Result, history: History) -> No
             if now.get(subject, end) < end:
                 text = f"it ends at sequence {now[subject]}; the run of {before.run} found it at {end}"
                 result.add(Kind.REWOUND, copy=BOTH, text=text, subject=subject, sequence=now[subject])
-    oldest, kept = _oldest(result), _kept_from(answer, result)
-    if kept is not None and kept < oldest:
-        text = f"both logs begin at {oldest}, and frames are kept from {kept} on"
-        result.add(Kind.RETENTION, copy=BOTH, text=text, offset=oldest)
+    if (kept := _kept_from(answer, result)) is not None:
+        _check_starts(result, kept)
     for begin, end in _together((piece.begin, piece.end) for piece in changed):
         result.add(Kind.REWRITTEN, copy=BOTH, text="it is not what was read here before", offset=begin, end=end)
 
@@ -649,6 +650,17 @@ def _together(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
             begin, _ = found.pop()
         found.append((begin, end))
     return found
+
+
+def _check_starts(result: Result, kept: int) -> None:
+    """Make a finding of copies that begin behind what is kept: all of them alike, and each that lacks more."""
+    if (oldest := _oldest(result)) > kept:
+        text = f"both logs begin at {oldest}, and frames are kept from {kept} on"
+        result.add(Kind.RETENTION, copy=BOTH, text=text, offset=oldest)
+    for name, log in result.logs.items():
+        if log.start > max(oldest, kept):
+            text = f"its log begins at {log.start}, and the other copy's at {oldest}; frames are kept from {kept} on"
+            result.add(Kind.RETENTION, copy=name, text=text, offset=log.start)
 
 
 def _oldest(result: Result) -> int:

@@ -123,7 +123,7 @@ def look_back(
         of = (BOTH,) if len(wrong) == len(logs) else tuple(wrong)
         return History(known, start, start=start, broken=Broken(Kind.REWRITTEN, of, anchor.frame, text))
     is_damaged = len(whole) < len(found)  # whoever reads everything names it
-    if is_damaged or not known.since <= start < anchor.verified:
+    if is_damaged or not known.since <= start <= anchor.frame:
         return History(known, start, start=start)
     before = next(iter(whole.values()), None)
     return History(known, anchor.verified, pieces_due(known, start, share), start=start, before=before)

@@ -508,12 +508,24 @@ def test_messages_of_the_journal_that_the_log_is_too_young_for_are_not_called_pr
 
 
 def test_copies_with_other_retention_are_compared_from_the_later_start(spark: SparkSession, tmp_path: Path) -> None:
-    both(tmp_path)
+    both(tmp_path, plant=_give_up_the_first_segment)
     first, second = sorted((tmp_path / "slave/log").glob("*.log"))[:2]
     first.unlink()
     result = audit(spark, tmp_path)
     assert (result.status, result.findings, result.start) == (0, [], int(second.stem))
     assert any(f"[0, {second.stem.lstrip('0')})" in note for note in result.notes)
+
+
+def test_a_copy_without_its_first_segment_is_not_proven_if_nobody_gave_that_up(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    both(tmp_path)
+    first, second = sorted((tmp_path / "slave/log").glob("*.log"))[:2]
+    first.unlink()
+    result = audit(spark, tmp_path)
+    assert [(row["what"], row["copy"], row["offset"]) for row in result.findings] == [
+        ("retention", "slave", int(second.stem))
+    ]
 
 
 def test_empty_copy_lacks_everything(cases: Cases) -> None:
@@ -629,7 +641,8 @@ def test_retention_takes_nothing_that_is_to_be_read(spark: SparkSession, tmp_pat
 def test_copy_that_was_let_go_while_it_was_read_is_no_finding_and_is_read_again(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    brokers = [BusyBroker(log, tmp_path / copy) for log, copy in zip(both(tmp_path), ("master", "slave"))]
+    logs = both(tmp_path, plant=_give_up_the_first_segment)
+    brokers = [BusyBroker(log, tmp_path / copy) for log, copy in zip(logs, ("master", "slave"))]
     brokers[1].forgets = True
     with serving(brokers[0]) as one, serving(brokers[1]) as two:
         group = Group("g1", {"master": place_options(one, "secret"), "slave": place_options(two, "secret")})

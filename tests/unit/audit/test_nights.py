@@ -10,7 +10,7 @@ import pytest
 
 from qmq.audit.group import Result
 from qmq.audit.report import as_markdown
-from qmq.ledger import PROVEN, Ledger
+from qmq.ledger import PROVEN, Entry, Ledger, Piece
 from qmq.log.frame import FrameKind
 from qmq.log.retention import RetentionDecision, encode_retention
 from qmq.types import Epoch
@@ -104,8 +104,8 @@ def test_damage_right_behind_what_was_verified_is_named_from_its_first_byte(tmp_
 
 
 def test_what_copies_have_again_that_no_night_read_is_read(tmp_path: Path) -> None:
-    """In the first night, the slave lacked the beginning, as if retention had been there."""
-    log = write(tmp_path, FIRST)
+    """In the first night, retention had been on the slave alone."""
+    log = write(tmp_path, FIRST, kept=4_304)
     bases = sorted((tmp_path / "slave" / "log").glob("*.log"))
     aside = tmp_path / "aside"
     bases[0].rename(aside)
@@ -213,3 +213,76 @@ def test_last_frame_that_was_verified_and_is_damaged_is_damage(tmp_path: Path) -
     base = max(int(path.stem) for path in log.folder.glob("*.log") if int(path.stem) <= last.offset)
     (tmp_path / "slave" / "log" / f"{base:020d}.log").unlink()
     assert named(night(tmp_path)) == {("damaged", "slave", base)}
+
+
+@pytest.mark.parametrize("has_ledger", [True, False])
+def test_a_copy_that_lacks_its_beginning_although_nobody_gave_that_up_is_not_whole(
+    tmp_path: Path, has_ledger: bool
+) -> None:
+    log = write(tmp_path, FIRST)
+    if has_ledger:
+        assert night(tmp_path).found == {}
+        write(tmp_path, FIRST + 10)
+    second = sorted(int(path.stem) for path in log.folder.glob("*.log"))[1]
+    (tmp_path / "slave" / "log" / f"{0:020d}.log").unlink()
+    for _ in range(2):  # until it is whole again
+        assert named(night(tmp_path)) == {("retention", "slave", second)}
+
+
+def test_a_copy_that_keeps_what_was_given_up_makes_the_other_no_finding(tmp_path: Path) -> None:
+    log = write(tmp_path, FIRST)
+    second = sorted(int(path.stem) for path in log.folder.glob("*.log"))[1]
+    write(tmp_path, FIRST, kept=second)
+    (tmp_path / "slave" / "log" / f"{0:020d}.log").unlink()
+    assert night(tmp_path).found == {}
+
+
+def cut_off(folder: Path, log: LogWriter, end: int) -> None:
+    """Cut off the slave's log in front of the frame that ends at `end`."""
+    at = next(frame.offset for frame in log.frames if frame.end == end)
+    for path in sorted((folder / "slave" / "log").glob("*.log")):
+        base = int(path.stem)
+        if base >= at:
+            path.unlink()
+        elif base + path.stat().st_size > at:
+            path.write_bytes(path.read_bytes()[: at - base])
+
+
+def test_a_copy_that_ends_before_what_was_verified_is_not_proven_although_nothing_is_new(tmp_path: Path) -> None:
+    """Only a part of the old is read again, and that need not be the end."""
+    log = write(tmp_path, FIRST)
+    verified = night(tmp_path).watermark
+    cut_off(tmp_path, log, verified)
+    result = audit(tmp_path, ledger=Ledger(tmp_path / "ledger"), piece_bytes=2_048, share=1_000)
+    assert result.status == 1
+    assert [row["copy"] for row in result.findings] == ["slave"]
+    assert Ledger(tmp_path / "ledger").entries("g1")[-1].verified == 0
+
+
+def test_a_log_that_begins_within_the_last_frame_that_was_verified_is_read_as_a_whole(tmp_path: Path) -> None:
+    """The ledger is another log's: none of its frames can be looked for."""
+    start = 4_304
+    write(tmp_path, FIRST, kept=start)
+    for copy in COPIES:
+        (tmp_path / copy / "log" / f"{0:020d}.log").unlink()
+    piece = Piece(0, start + 8, start + 8, "c0f")
+    other = Entry("r1", 1, "g1", PROVEN, verified=start + 8, chain="00aa", frame=start - 8, pieces=[piece])
+    Ledger(tmp_path / "ledger").append(other)
+    result = night(tmp_path)
+    assert (result.start, result.begin) == (start, start)
+
+
+def test_what_was_given_up_later_is_not_held_against_frames_that_are_read_again(tmp_path: Path) -> None:
+    """All is read once more, because the last frame that was verified is damaged."""
+
+    def keep(log: LogWriter) -> None:
+        body = encode_retention(RetentionDecision(96, "age", {}, {}))
+        log.frame(FrameKind.RETENTION, "", body)
+
+    write(tmp_path, FIRST, at=KEPT + 5, plant=keep)
+    first = night(tmp_path)
+    assert (first.found, Ledger(tmp_path / "ledger").known("g1").kept) == ({}, 96)
+    log = write(tmp_path, FIRST + 10, at=KEPT + 5, plant=keep)
+    last = next(frame for frame in log.frames if frame.end == first.watermark)
+    flip(tmp_path / "slave", last.offset + 40)
+    assert named(night(tmp_path)) == {("damaged", "slave", last.offset)}
