@@ -91,6 +91,8 @@ class Result:
     unreadable: str | None = None
     unverified: int = 0
     """Bytes that were never verified, and that retention has removed by now."""
+    wrong_before: list[Row] = field(default_factory=list)
+    """Findings of earlier runs about both copies, at places that this one does not read."""
     history: int | None = None
     """Offset from which on frames differ in their chain, as they follow a difference."""
     min_copies: int = COPIES_MIN
@@ -536,6 +538,12 @@ def _look_back(group: Group, result: Result, ledger: Ledger | None, share: int) 
         # It had that once: what it lacks lies in what would not be read, or only a part of it.
         history = replace(history, begin=result.start, again=[], before=None)
     result.begin, result.again, result.cuts = history.begin, history.again, history.cuts()
+    result.wrong_before = [
+        row
+        for row in history.known.wrong
+        if result.start <= row["offset"] < result.begin
+        and not any(piece.begin <= row["offset"] < piece.end for piece in result.again)
+    ]
     if result.watermark <= result.start and not result.found:
         raise CannotRead(f"nothing lies below the high watermark {result.watermark}: nothing is proven")
     return history

@@ -49,6 +49,7 @@ def _group(result: Result) -> dict[str, Any]:
         "unreadable": result.unreadable,
         "hours": result.hours,
         "begin": result.begin,
+        "wrong_before": result.wrong_before,
         "conserved": result.conserved,
         "delayed": result.delayed,
     }
@@ -102,6 +103,10 @@ def _proven(result: Result) -> list[str]:
                 f"What lies before, from {result.start} on, was verified by earlier runs: the frame that ends it is "
                 f"the one that they read, and so are the {again} bytes that were read again."
             )
+        if result.wrong_before:
+            named = ", ".join(f"{row['what']} at {row['offset']}" for row in result.wrong_before[:NAMED_MAX])
+            more = ", …" if len(result.wrong_before) > NAMED_MAX else ""
+            lines.append(f"Not so what they found wrong on both copies alike, and is no finding again: {named}{more}.")
     else:
         span = f"[{result.start}, {result.watermark})"
         lines = [f"{sum(result.found.values())} findings; due on both copies was {span}."]

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from pyspark.sql.types import LongType, StringType, StructField, StructType
 
+from qmq.ledger import ALIKE
+
 
 def _struct(**fields: type[LongType] | type[StringType]) -> StructType:
     return StructType([StructField(name, kind()) for name, kind in fields.items()])
@@ -29,6 +31,6 @@ JOURNAL = _struct(subject=StringType, group=StringType, sequence=LongType, id=St
 
 MASTER, SLAVE = "master", "slave"
 COPIES = (MASTER, SLAVE)
-BOTH = "both"
+BOTH = ALIKE
 COPIES_MIN = 2
 """So many copies acknowledge (`min_copies`), if nobody says otherwise; of a group with more, others may be behind."""

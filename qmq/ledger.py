@@ -31,9 +31,11 @@ from __future__ import annotations
 
 import os
 import time
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,6 +44,8 @@ from qmq.errors import QmqError
 
 PROVEN, FINDINGS, NOT_READ = "proven equal", "findings", "could not read"
 SUFFIX = ".jsonl"
+ALIKE = "both"
+"""The copy of a finding that is about all of them."""
 TAIL_BYTES = 1 << 14
 """So much of a file's end is read first for its newest entries."""
 
@@ -97,6 +101,8 @@ class Known:
     pieces: dict[tuple[int, int], tuple[Piece, int]]
     since: int = 0
     kept: int | None = None
+    wrong: list[dict[str, Any]] = field(default_factory=list)
+    """Findings about both copies alike, of which nobody has read the place since: the point went on behind them."""
 
 
 def encode_entry(entry: Entry) -> bytes:
@@ -189,7 +195,9 @@ def known_from(entries: Iterable[Entry]) -> Known:
     anchor: Entry | None = None
     kept: int | None = None
     pieces: dict[tuple[int, int], tuple[Piece, int]] = {}
+    wrong: list[dict[str, Any]] = []
     for runs, entry in enumerate(entries, 1):
+        wrong = _wrong_behind(wrong, entry)
         if entry.verified:
             begins_anew = anchor is None or entry.begin > anchor.verified
             anchor, since = entry, entry.begin if begins_anew else min(since, entry.begin)
@@ -197,7 +205,22 @@ def known_from(entries: Iterable[Entry]) -> Known:
             kept = max(entry.kept, kept or 0)
         for piece in entry.pieces:
             pieces[piece.begin, piece.end] = piece, runs
-    return Known(runs, anchor, _without_overlaps(pieces), since, kept)
+    return Known(runs, anchor, _without_overlaps(pieces), since, kept, wrong)
+
+
+def _wrong_behind(before: list[dict[str, Any]], entry: Entry) -> list[dict[str, Any]]:
+    """Return what both copies are known to have wrong alike behind one more run; what it read, it judged anew."""
+    if not entry.pieces:
+        return before
+    pieces = sorted(entry.pieces)
+    found = [row for row in before if not _lies_in(pieces, row["offset"])]
+    alike = [row for row in entry.findings if row.get("copy") == ALIKE and row.get("offset") is not None]
+    return found + [row for row in alike if _lies_in(pieces, row["offset"])]
+
+
+def _lies_in(pieces: list[Piece], offset: int) -> bool:
+    at = bisect_right(pieces, offset, key=attrgetter("begin")) - 1
+    return at >= 0 and offset < pieces[at].end
 
 
 def _without_overlaps(pieces: Mapping[tuple[int, int], tuple[Piece, int]]) -> dict[tuple[int, int], tuple[Piece, int]]:

@@ -286,3 +286,22 @@ def test_what_was_given_up_later_is_not_held_against_frames_that_are_read_again(
     last = next(frame for frame in log.frames if frame.end == first.watermark)
     flip(tmp_path / "slave", last.offset + 40)
     assert named(night(tmp_path)) == {("damaged", "slave", last.offset)}
+
+
+def test_what_both_copies_have_wrong_alike_is_named_by_every_night_that_calls_the_rest_proven(tmp_path: Path) -> None:
+    """It is a finding once; the bytes in front of the new ones are not verified without it."""
+    log = write(tmp_path, FIRST)
+    frame = log.frames[FIRST // 2]
+    for copy in COPIES:
+        flip(tmp_path / copy, frame.end - 30)
+    assert named(night(tmp_path)) == {("damaged", "both", frame.offset)}
+    said = f"wrong on both copies alike, and is no finding again: damaged at {frame.offset}."
+    silent = audit(tmp_path, ledger=Ledger(tmp_path / "ledger"), piece_bytes=2_048, share=1_000)
+    assert (silent.found, [row["offset"] for row in silent.wrong_before]) == ({}, [frame.offset])
+    assert said in as_markdown([silent], 1.0)
+    # Put right, it is forgotten by the night that reads it again.
+    for copy in COPIES:
+        flip(tmp_path / copy, frame.end - 30)
+    nights = [night(tmp_path) for _ in range(10)]
+    assert [one.found for one in nights] == [{}] * 10
+    assert said in as_markdown([nights[0]], 1.0) and said not in as_markdown([nights[-1]], 1.0)
