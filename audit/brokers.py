@@ -15,10 +15,12 @@ CALL_TIMEOUT_S = 10.0
 
 
 class Standing(NamedTuple):
-    """A broker group: how many copies acknowledge, and why it takes no messages, a sentence each; empty if it does."""
+    """A broker group: how many copies acknowledge; why it takes no messages, a sentence each, empty if it does; whether
+    it is one of delay servers."""
 
     min_copies: int = COPIES_MIN
     why: tuple[str, ...] = ()
+    is_delay: bool = False
 
 
 def find_places(metaserver: str, token: str) -> dict[str, dict[str, dict[str, str]]]:
@@ -50,7 +52,8 @@ def find_standing(metaserver: str, token: str) -> dict[str, Standing]:
 
 def _standing(row: Mapping[str, Any]) -> Standing:
     closed = row.get("writable") is False
-    return Standing(int(row.get("minCopies", COPIES_MIN)), tuple(row.get("why") or ("unknown",)) if closed else ())
+    why = tuple(row.get("why") or ("unknown",)) if closed else ()
+    return Standing(int(row.get("minCopies", COPIES_MIN)), why, row.get("kind") == "DELAY")
 
 
 def _list_brokers(metaserver: str, token: str) -> list[dict[str, Any]]:

@@ -133,6 +133,8 @@ class Group:
     min_copies: int = COPIES_MIN
     closed: tuple[str, ...] = ()
     """Why it takes no messages, if it is known to take none."""
+    is_delay: bool = False
+    """Whether it is known to be of delay servers: one between two masterships does not say so itself."""
 
 
 @dataclass(slots=True)
@@ -374,7 +376,7 @@ def _account_for_delays(spark: SparkSession, one: _Audit, groups: Sequence[Group
     A directory says nothing of the time when it was copied: what is due by its last frame is due.
     """
     place = one.group.places[MASTER]
-    if not is_delay_group(place):
+    if not one.group.is_delay and not any(map(is_delay_group, one.group.places.values())):
         return
     targets = [Source(group.name, group.places[MASTER]) for group in groups if MASTER in group.places]
     now_ms = None if "path" in place else one.result.until_ms - AHEAD_MS_MAX

@@ -45,10 +45,15 @@ def test_an_installation_without_groups_cannot_be_audited(monkeypatch):
         groups(monkeypatch)
 
 
-def test_how_many_copies_acknowledge_and_why_a_group_takes_nothing_is_the_metaservers_word(monkeypatch):
+def test_what_a_group_is_how_many_copies_acknowledge_and_why_it_takes_nothing_is_the_metaservers_word(monkeypatch):
     rows = [
         {"groupName": "g1", "writable": True, "minCopies": 3, "why": []},
-        {"groupName": "g2", "writable": False, "why": ["it has no slave"]},
+        {"groupName": "g2", "writable": False, "why": ["it has no slave"], "kind": "NORMAL"},
+        {"groupName": "d1", "writable": True, "kind": "DELAY"},
     ]
     monkeypatch.setattr(brokers, "_list_groups", lambda metaserver, token: rows)
-    assert brokers.find_standing("http://m", "t") == {"g1": (3, ()), "g2": (2, ("it has no slave",))}
+    assert brokers.find_standing("http://m", "t") == {
+        "g1": (3, (), False),
+        "g2": (2, ("it has no slave",), False),
+        "d1": (2, (), True),
+    }

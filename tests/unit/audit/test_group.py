@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from qmq.audit.copies import CannotRead, is_same_place, place_options
-from qmq.audit.group import Group, Result, _check_kept, _freeze, audit_group
+from qmq.audit.delay_groups import Account
+from qmq.audit.group import Group, Options, Result, _account_for_delays, _Audit, _check_kept, _freeze, audit_group
 from qmq.audit.report import as_markdown
 from qmq.audit.schema import FINDINGS
 from tests.unit.audit.forged import write_world
@@ -74,3 +75,17 @@ def test_id_of_an_application_stays_within_its_cell() -> None:
     row = dict.fromkeys(FINDINGS.fieldNames()) | {"what": "missing", "copy": "slave", "id": "a\n| b |\r\u2028c"}
     result.findings, result.found = [row], {"missing": 1}
     assert "| missing | slave |  |  |  | a \\| b \\| c |  |" in as_markdown([result], 1.0).splitlines()
+
+
+@pytest.mark.parametrize("known, says, is_accounted", [(True, "", True), (False, "b", True), (False, "", False)])
+def test_a_delay_group_is_accounted_for_though_a_broker_without_a_mastership_does_not_say_that_it_is_one(
+    monkeypatch: pytest.MonkeyPatch, known: bool, says: str, is_accounted: bool
+) -> None:
+    """It says that it is a slave, as of brokers: just then, messages wait that are due."""
+    unsent = Account([], [{"what": "unsent", "subject": "a", "sequence": 1, "offset": 8, "text": "due"}], [], {})
+    monkeypatch.setattr("qmq.audit.group.is_delay_group", lambda place: place["broker"] == says)
+    monkeypatch.setattr("qmq.audit.group.account_for", lambda *about, **options: unsent)
+    group = Group("d1", {"master": {"broker": "a"}, "slave": {"broker": "b"}}, is_delay=known)
+    one = _Audit(group, Result("d1", {}))
+    _account_for_delays(NO_SPARK, one, [group], Options())
+    assert one.result.found == ({"unsent": 1} if is_accounted else {})
