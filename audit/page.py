@@ -49,14 +49,17 @@ code{font:13px ui-monospace,monospace;background:#f5f7fa;padding:1px 4px;overflo
 """
 
 
-def page(groups: dict[str, list[Entry]], now_ms: int) -> str:
-    """Write the page. `groups`: the ledger's entries of each broker group, oldest first; none is left out."""
+def page(groups: dict[str, list[Entry]], now_ms: int, why: str = "") -> str:
+    """Write the page. `groups`: the ledger's entries of each broker group, oldest first; none is left out. `why` the
+    ledger does not have the last word, if it has not."""
     last = [entries[-1] for entries in groups.values() if entries]
     worst = next((text for text in (NOT_READ, FINDINGS, PROVEN) if any(one.verdict == text for one in last)), NOT_READ)
+    worst = NOT_READ if why else worst
     parts = [
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>qmq audit</title>',
         f"<style>{_STYLE}</style><h1>Audit: {_badge(worst)}</h1>",
         f'<p class="when">{len(last)} broker groups; written {_moment(now_ms)}; {_summary(last)}</p>',
+        *([f"<p><b>{escape(why)}</b></p>"] if why else []),
         *_verified(groups, now_ms),
         *_nights(groups),
         *_conserved(last),
@@ -66,7 +69,7 @@ def page(groups: dict[str, list[Entry]], now_ms: int) -> str:
     return "\n".join(parts) + "\n"
 
 
-def page_json(groups: dict[str, list[Entry]], now_ms: int) -> dict[str, Any]:
+def page_json(groups: dict[str, list[Entry]], now_ms: int, why: str = "") -> dict[str, Any]:
     """Return what the page shows, for programs; what only the next run needs is left out."""
     shown = {}
     for name, entries in sorted(groups.items()):
@@ -77,7 +80,7 @@ def page_json(groups: dict[str, list[Entry]], now_ms: int) -> dict[str, Any]:
             "verifiedMs": anchor.at_ms if anchor else None,
             "runs": runs,
         }
-    return {"writtenMs": now_ms, "groups": shown}
+    return {"writtenMs": now_ms, "why": why, "groups": shown}
 
 
 _FOR_RUNS = frozenset({"pieces", "ends", "chain", "frame"})

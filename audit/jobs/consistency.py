@@ -26,8 +26,10 @@ from qmq.audit.page import page, page_json
 from qmq.audit.report import VERDICTS, as_json, as_markdown, status_of
 from qmq.audit.spark import start_spark
 from qmq.errors import QmqError
-from qmq.ledger import Ledger
+from qmq.ledger import Entry, Ledger, LedgerDamaged
 from qmq.ledger_status import write_gauges
+
+UNFINISHED = "The run that wrote this has not ended yet, or it failed: what is below is what earlier runs said."
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -92,6 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _write(options, [], 0.0)
         if (options.metrics or options.page) and not options.ledger:
             raise CannotRead("--metrics and --page need --ledger")
+        if options.page:
+            _begin_page(options)
         options.token = find_token(options.token, token_file=options.token_file)
         began = time.monotonic()
         results = _audit(options, groups_of(options))
@@ -100,10 +104,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.metrics:
             write_gauges(options.metrics, Ledger(options.ledger), now_ms=now_ms)
         if options.page:
-            ledger = Ledger(options.ledger)
-            groups = {name: ledger.entries(name) for name in ledger.groups()}
-            options.page.write_text(page(groups, now_ms))
-            options.page.with_suffix(".json").write_text(json.dumps(page_json(groups, now_ms)) + "\n")
+            unread = (f"{result.group}: {result.unreadable}" for result in results if result.unreadable)
+            _write_page(options, now_ms, "; ".join(unread))  # a line that could not be written is not in the ledger
     except Exception as error:
         # Python itself would end with status 1, which says that there are findings.
         print(error if isinstance(error, QmqError | OSError) else traceback.format_exc(), file=sys.stderr)
@@ -135,6 +137,24 @@ def _write(options: argparse.Namespace, results: list[Result], seconds: float) -
     if options.result:
         options.result.write_text(json.dumps(as_json(results, seconds), indent=1) + "\n")
     return report
+
+
+def _begin_page(options: argparse.Namespace) -> None:
+    """Write the page as it is to stay if this run comes to no end."""
+    try:
+        _write_page(options, int(time.time() * 1000), UNFINISHED)
+    except LedgerDamaged:  # the other groups are audited all the same
+        _write_page_of(options, {}, int(time.time() * 1000), UNFINISHED)
+
+
+def _write_page(options: argparse.Namespace, now_ms: int, why: str = "") -> None:
+    ledger = Ledger(options.ledger)
+    _write_page_of(options, {name: ledger.entries(name) for name in ledger.groups()}, now_ms, why)
+
+
+def _write_page_of(options: argparse.Namespace, groups: dict[str, list[Entry]], now_ms: int, why: str) -> None:
+    options.page.write_text(page(groups, now_ms, why))
+    options.page.with_suffix(".json").write_text(json.dumps(page_json(groups, now_ms, why)) + "\n")
 
 
 if __name__ == "__main__":

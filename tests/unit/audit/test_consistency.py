@@ -10,6 +10,9 @@ import pytest
 
 from qmq.audit.group import Result
 from qmq.audit.jobs import consistency
+from qmq.audit.jobs.consistency import UNFINISHED
+from qmq.audit.page import _badge
+from qmq.ledger import NOT_READ, PROVEN, Entry, Ledger
 
 LAST_NIGHT = '{"status": 0}'
 
@@ -64,6 +67,28 @@ def test_job_that_is_killed_leaves_nothing_of_last_night(monkeypatch: pytest.Mon
 
     run(monkeypatch, tmp_path, looks)
     assert [json.loads(text)["status"] for text in seen] == [2]
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_morning_page_of_a_run_that_failed_does_not_show_last_nights_verdict(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_damaged: bool
+) -> None:
+    """Its ledger may be what is damaged: that keeps no other group from being audited."""
+    ledger, where = Ledger(tmp_path / "ledger"), tmp_path / "audit.html"
+    ledger.append(Entry("r1", 1, "g1", PROVEN, verified=500))
+    if is_damaged:
+        ledger.path("g1").write_text("no entry\n")
+    words = ("--group", "g1", "--master", "a", "--slave", "b", "--ledger", str(tmp_path / "ledger"))
+    status, _, _ = run(monkeypatch, tmp_path, fails, *words, "--page", str(where))
+    assert status == 2
+    assert f"Audit: {_badge(NOT_READ)}" in where.read_text() and UNFINISHED in where.read_text()
+    assert json.loads(where.with_suffix(".json").read_text())["why"] == UNFINISHED
+    if not is_damaged:
+        run(monkeypatch, tmp_path, not_read, *words, "--page", str(where))
+        assert f"Audit: {_badge(NOT_READ)}" in where.read_text() and "g1: the broker is gone" in where.read_text()
+        run(monkeypatch, tmp_path, lambda *about: [Result("g1", {})], *words, "--page", str(where))
+        assert f"Audit: {_badge(PROVEN)}" in where.read_text()
+        assert json.loads(where.with_suffix(".json").read_text())["why"] == ""
 
 
 def test_files_that_cannot_be_written_are_told_before_anything_is_read(
