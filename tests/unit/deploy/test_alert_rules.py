@@ -104,6 +104,10 @@ WELL = {
     'qmq_nightly_exit_status{name="backup"}': "0",
     'qmq_nightly_exit_status{name="scrub"}': "0",
     'qmq_audit_unverified_bytes{broker_group="g1"}': "0",
+    'qmq_audit_verdict{broker_group="g1",verdict="findings"}': "0",
+    'qmq_audit_verdict{broker_group="gone",verdict="findings"}': "1",
+    'qmq_audit_run_timestamp_seconds{broker_group="g1"}': "0+60x3000",
+    'qmq_audit_run_timestamp_seconds{broker_group="gone"}': "-99999",
     'qmq_nightly_last_success_timestamp_seconds{name="audit"}': "0+60x3000",
     'qmq_nightly_last_success_timestamp_seconds{name="backup"}': "0+60x3000",
     'qmq_metaserver_loss_accepted{broker_group="g9"}': "0",
@@ -331,6 +335,27 @@ def test_what_is_wrong_fires_its_alert_in_its_time_and_no_other(tmp_path, story)
     series = {name: values for name, values in (WELL | story.changed).items() if values is not None}
     before = {story.after_m - 1: []} if story.after_m else {}
     assert promtool(tmp_path, [test_group(series, before | {story.after_m: [story.alert]})]) == ""
+
+
+def test_findings_of_one_group_are_alerted_though_another_one_could_not_be_read(tmp_path):
+    """The exit status is that of the worst group: 2."""
+    found = {
+        'qmq_nightly_exit_status{name="audit"}': "2",
+        'qmq_audit_verdict{broker_group="g1",verdict="findings"}': "1",
+    }
+    expected = {0: ["QmqAuditFoundDifferences", "QmqNightlyJobFailed"]}
+    assert promtool(tmp_path, [test_group(WELL | found, expected)]) == ""
+    assert (
+        promtool(
+            tmp_path,
+            [
+                test_group(
+                    WELL | found | {'qmq_nightly_exit_status{name="audit"}': "1"}, {0: ["QmqAuditFoundDifferences"]}
+                )
+            ],
+        )
+        == ""
+    )
 
 
 def test_what_doctor_finds_is_not_alerted_beside_the_alert_that_names_it(tmp_path):
