@@ -647,7 +647,8 @@ def _hold_against_before(answer: Answer, result: Result, history: History) -> No
                 text = f"it ends at sequence {now[subject]}; the run of {before.run} found it at {end}"
                 result.add(Kind.REWOUND, copy=BOTH, text=text, subject=subject, sequence=now[subject])
     if (kept := _kept_from(answer, result)) is not None:
-        _check_starts(result, kept)
+        said = history.known.kept if history.anchor is not None else None
+        _check_starts(result, max(kept, said or 0))
     for begin, end in _together((piece.begin, piece.end) for piece in changed):
         result.add(Kind.REWRITTEN, copy=BOTH, text="it is not what was read here before", offset=begin, end=end)
 

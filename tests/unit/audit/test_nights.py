@@ -305,3 +305,15 @@ def test_what_both_copies_have_wrong_alike_is_named_by_every_night_that_calls_th
     nights = [night(tmp_path) for _ in range(10)]
     assert [one.found for one in nights] == [{}] * 10
     assert said in as_markdown([nights[0]], 1.0) and said not in as_markdown([nights[-1]], 1.0)
+
+
+def test_beginning_that_is_missed_is_no_finding_again_when_all_is_read_again(tmp_path: Path) -> None:
+    log = write(tmp_path, FIRST)
+    second = sorted(int(path.stem) for path in log.folder.glob("*.log"))[1]
+    for copy in COPIES:
+        (tmp_path / copy / "log" / f"{0:020d}.log").unlink()
+    first = night(tmp_path)
+    assert named(first) == {("retention", "both", second)}
+    last = next(frame for frame in log.frames if frame.end == first.watermark)
+    flip(tmp_path / "slave", last.offset + 40)
+    assert named(night(tmp_path)) == {("damaged", "slave", last.offset)}
