@@ -268,7 +268,7 @@ class Producer:
             flight.open -= 1
             try:
                 on_done(_due(receipt, later))
-            except Exception as error:  # it concerns this message alone, not the sender that calls it
+            except (Exception, asyncio.CancelledError) as error:  # it concerns this message alone, not the sender
                 loop.call_exception_handler({"message": "on_done of send_nowait failed", "exception": error})
 
         sender.add(queue, Waiting(data, str(message.id), sender.now_ms() + self._timeout_ms, done, label))

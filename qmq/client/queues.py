@@ -145,10 +145,15 @@ class SubjectQueue:
         return taken
 
     def expire(self, now_ms: int, error: QmqError) -> None:
-        """Refuse what waited past its deadline; none of it was sent."""
-        while self.ready and self.ready[0].deadline_ms <= now_ms:
+        """Refuse what waited past its deadline; none of it was sent. What is sent again when that is told is not looked
+        at in the same call: a callback that repeats each refused message would never let it end."""
+        for _ in range(len(self.ready)):
+            if not self.ready or self.ready[0].deadline_ms > now_ms:
+                break
             self.ready.popleft().resolve(refused("", error))
-        while self.waiting and self.waiting[0].deadline_ms <= now_ms:
+        for _ in range(len(self.waiting)):
+            if not self.waiting or self.waiting[0].deadline_ms > now_ms:
+                break
             one = self.waiting.popleft()
             self._count(-1, -len(one.data))
             one.done(unstored(Outcome.REFUSED, one.id, self.subject, "", error))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Iterable
 from functools import partial
 
 from qmq.client.batch_life import BatchState, Stored, Unknown, answer_of
@@ -137,10 +138,16 @@ class Sender:
         self._tasks = [self._loop.create_task(self._watch.run()), self._loop.create_task(self._tick())]
 
     async def stop(self) -> None:
-        """Disconnect. What has no outcome gets one here; for better ones, wait until `is_idle` first."""
+        """Disconnect. What has no outcome gets one here, also if this is cancelled; for better ones, wait until
+        `is_idle` first."""
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        try:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        finally:
+            self._refuse_all()
+
+    def _refuse_all(self) -> None:
         for group in self._groups.values():
             for batch in group.batches.unresolved():
                 self._give_up(group, batch, "the producer was closed before an answer came")
@@ -148,6 +155,8 @@ class Sender:
         for queue in list(self._waiting):
             queue.expire(_NEVER_MS, self._closed)
         self._waiting.clear()
+        self._active.clear()
+        self._crowded.clear()
         self._backlog.moved()
 
     @property
@@ -447,9 +456,14 @@ class Sender:
         if batch.flags & FLAG_ORDERED:
             self._renew(self._lanes[batch.subject])
 
-    def _renew(self, lanes: Lanes) -> None:
+    def _renew(self, lanes: Lanes, groups: Iterable[str] | None = None) -> None:
+        """Fill lanes anew if that is due; `groups`: what the subject has now, if that may have changed. The lanes from
+        before are settled as well: one that stayed in line with nothing in it would end the first that looks there."""
         before = list(lanes)
-        lanes.move()
+        if groups is None:
+            lanes.move()
+        else:
+            lanes.set_groups(groups)
         for queue in (*before, *lanes):
             self._settle(queue)
 
@@ -510,8 +524,7 @@ class Sender:
             if subject in self._queues:
                 self._note(self._queues[subject])
             if (lanes := self._lanes.get(subject)) is not None:
-                lanes.set_groups(group.broker_group for group in self._routing.groups_of(subject))
-                self._renew(lanes)
+                self._renew(lanes, (group.broker_group for group in self._routing.groups_of(subject)))
         self._pump()
 
     def _forget(self, idle: set[str]) -> set[str]:

@@ -60,5 +60,10 @@ class Senders:
         await self._all[0].wait()
 
     async def stop(self) -> None:
-        for sender in self._all:
-            await sender.stop()
+        """Stop both, also if this is cancelled: each of them says what became of its messages."""
+        first, *others = self._all
+        try:
+            await first.stop()
+        finally:
+            for sender in others:
+                await sender.stop()

@@ -200,3 +200,26 @@ def test_a_broker_group_that_comes_takes_its_share_of_the_keys_when_nothing_is_u
             await second.stop()
 
     run(test())
+
+
+def test_keys_change_groups_while_no_group_takes_anything():
+    """What waited in line for its old lane had the producer stop sending, and telling, for good."""
+
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [first]), producer_of(metaserver) as producer:
+            await producer.send(Message("a", {"n": 0}, order_key="k"))
+            first.refuse_with = BrokerReadOnly("no slave")
+            keys = key_for("g1", "g1", "g2"), key_for("g2", "g1", "g2")
+            sends = [asyncio.create_task(producer.send(Message("a", {"n": 1}, order_key=key))) for key in keys]
+            sender = producer._senders.of(is_delayed=False)
+            await until_async(lambda: len(first.attempts) > 1 and any(queue.group == "g1" for queue in sender._active))
+            second = FakeBroker("g2")
+            second.refuse_with = first.refuse_with
+            await second.start()
+            metaserver.set_group(second)
+            await until_async(lambda: second.connections)
+            first.refuse_with = second.refuse_with = None
+            assert [receipt.broker_group for receipt in await asyncio.gather(*sends)] == ["g1", "g2"]
+            await second.stop()
+
+    run(test())

@@ -259,7 +259,8 @@ def test_flush_of_a_closed_producer_is_refused():
     run(test())
 
 
-def test_closing_that_is_cancelled_leaves_nobody_without_an_outcome():
+@pytest.mark.parametrize("cancels", [1, 2], ids=["cancelled", "cancelled while it disconnects, too"])
+def test_closing_that_is_cancelled_leaves_nobody_without_an_outcome(cancels):
     """Gap of QMQ, section 2: what is left at shutdown is neither sent nor told."""
 
     async def test() -> None:
@@ -275,8 +276,9 @@ def test_closing_that_is_cancelled_leaves_nobody_without_an_outcome():
             producer.send_nowait(Message("a"), receipts.append)
             await settle()
             closing = asyncio.create_task(producer.close())
-            await asyncio.sleep(0)
-            closing.cancel()
+            for _ in range(cancels):
+                await asyncio.sleep(0)
+                closing.cancel()
             outcomes = [receipt.outcome for receipt in await asyncio.gather(*sends)]
             assert outcomes == [qmq.Outcome.UNKNOWN] + [qmq.Outcome.REFUSED] * 3
             assert (await many).count_of(qmq.Outcome.REFUSED) == 10
@@ -371,7 +373,8 @@ def test_a_new_master_gets_a_new_breaker():
     run(test())
 
 
-def test_callbacks_that_raise_leave_their_batch_alone():
+@pytest.mark.parametrize("error", [ValueError("mine alone"), asyncio.CancelledError()], ids=["error", "cancellation"])
+def test_callbacks_that_raise_leave_their_batch_alone(error):
     """Gap of QMQ, section 2: the other messages of the request get no callback and no resend."""
 
     async def test() -> None:
@@ -382,7 +385,7 @@ def test_callbacks_that_raise_leave_their_batch_alone():
 
             def fail(receipt: qmq.Receipt) -> None:
                 receipts.append(receipt)
-                raise ValueError("mine alone")
+                raise error
 
             for message in numbered(20):
                 producer.send_nowait(message, fail)
@@ -404,6 +407,30 @@ def test_a_callback_may_send_the_next_message():
             again(None)  # type: ignore[arg-type]
             await until_async(lambda: len(broker.subjects["a"]) == 50)
             assert properties(broker) == [str(number) for number in range(50)]
+
+    run(test())
+
+
+def test_a_callback_that_sends_what_was_refused_again_holds_up_nobody():
+    """The loop went round in one call for ever: refused, sent again, refused."""
+
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver, readonly_wait_s=0.0) as producer:
+            await producer.send(Message("a", {"n": "connected"}))
+            broker.refuse_with = BrokerReadOnly("no slave")
+            calls = 0
+
+            def again(receipt: qmq.Receipt) -> None:
+                nonlocal calls
+                calls += 1
+                if not receipt.is_stored and calls < 1_000:
+                    producer.send_nowait(Message("a", {"n": 1}), again)
+
+            producer.send_nowait(Message("a", {"n": 1}), again)
+            await until_async(lambda: calls)
+            assert calls < 1_000, "others had no turn in between"
+            broker.refuse_with = None
+            await until_async(lambda: properties(broker) == ["connected", "1"])
 
     run(test())
 
