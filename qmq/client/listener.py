@@ -94,7 +94,9 @@ class Listener(Membership):
 
     def _worker_ended(self, worker: asyncio.Task[None]) -> None:
         self._workers.discard(worker)
-        if not worker.cancelled() and (error := worker.exception()) is not None:
+        if worker.cancelled():
+            self._change()  # by a handler that cancels the task it runs in; while this leaves the group, nobody looks
+        elif (error := worker.exception()) is not None:
             log.error("worker ended, another begins subject=%s group=%s", self.subject, self.group, exc_info=error)
             self._change()
 
@@ -145,9 +147,11 @@ class Listener(Membership):
                 await handle(taken if is_batch else taken[0])
             except asyncio.CancelledError as error:
                 task = asyncio.current_task()
-                if task is not None and task.cancelling():
-                    raise  # the drain ran out of patience; the message is given back
-                self._failed(taken, error)
+                is_cancelled = task is not None and task.cancelling() > 0
+                if not (is_cancelled and subscription.is_closing):  # else it is given back: the drain lost its patience
+                    self._failed(taken, error)
+                if is_cancelled:
+                    raise
             except (SystemExit, KeyboardInterrupt, GeneratorExit):
                 raise  # the loop ends, or has ended
             except BaseException as error:

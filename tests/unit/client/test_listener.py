@@ -866,3 +866,29 @@ def test_an_exclusive_consumer_says_since_when():
                 consumer.listen("b", broadcast=True, exclusive=True)
 
     run(test())
+
+
+@pytest.mark.parametrize("batch", [None, 5], ids=["single", "in lists"])
+def test_a_handler_that_cancels_its_own_task_has_failed_and_the_listener_goes_on(batch):
+    """Libraries cancel the task that they run in, to bound a wait. Its worker ended, and its message stayed."""
+
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill(broker, range(3))
+            consumer, handled, attempts = consumer_of(metaserver, consumer_id="c1"), [], []
+
+            @consumer.listen("a", group="g", start="earliest", retry_delay=0.01, batch=batch)
+            async def handle(given: qmq.ReceivedMessage | list[qmq.ReceivedMessage]) -> None:
+                messages = given if isinstance(given, list) else [given]
+                if len(attempts) < 2:
+                    attempts.append(messages)
+                    asyncio.current_task().cancel()
+                    await asyncio.sleep(0)
+                handled.extend(int(message["n"]) for message in messages)
+
+            async with listening(consumer):
+                await until_async(lambda: sorted(handled) == [0, 1, 2])
+                await until_async(lambda: not broker.subscribers["a", "g", "c1"].pulled)
+            assert {nack.reason for nack in broker.nacks} == {"CancelledError()"}
+
+    run(test())
