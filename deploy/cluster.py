@@ -220,9 +220,15 @@ class Cluster:
         return next(b for b in self.plan.brokers if b.group == group and self._roles[b.hostname] == role)
 
     def kill(self, group: str, role: str, number: int = signal.SIGKILL) -> BrokerPlan:
-        """Send a signal to the master or slave of a group. It is started again `restart_s` after its death."""
+        """Send a signal to the master or slave of a group. It is started again `restart_s` after its death.
+
+        SIGKILL: once this returns, it has ended.
+        """
         broker = self.broker(group, role)
-        self._services[broker.hostname].signal(number)
+        if number == signal.SIGKILL:
+            self._services[broker.hostname].kill()
+        else:
+            self._services[broker.hostname].signal(number)
         return broker
 
     def end(self, *names: str) -> None:

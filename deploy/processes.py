@@ -102,9 +102,9 @@ class Service:
 
     def kill(self) -> None:
         """End it with SIGKILL, and see it ended, also if it was being started again."""
-        while self._process is not None and self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
+        while (process := self._process) is not None and process.poll() is None:
+            process.kill()
+            process.wait()
 
     def stop(self, deadline: float) -> None:
         """Wait until `deadline` (of `time.monotonic`) for its end, which was asked for; then kill it."""

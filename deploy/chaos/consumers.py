@@ -67,7 +67,7 @@ class Consumers:
         while not stop.wait(rng.uniform(0.5, 3.0)):
             name = rng.choice(sorted(self._processes))
             process, begin = self._processes[name], time.monotonic()
-            kind = rng.choice(["comes back", "another comes", "stands still"])
+            kind = rng.choice(["killed, comes back", "killed, another comes", "stands still"])
             if kind == "stands still":
                 process.send_signal(signal.SIGSTOP)
                 stop.wait(rng.uniform(0.2, 2 * self._lease_s))
@@ -76,7 +76,7 @@ class Consumers:
                 process.kill()
                 process.wait()
                 stop.wait(rng.uniform(0, 1.5 * self._lease_s))
-                if kind == "another comes":
+                if kind == "killed, another comes":
                     del self._processes[name]
                     self._made += 1
                     name = f"c{self._made}"

@@ -17,6 +17,7 @@ import threading
 import time
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -46,7 +47,7 @@ def main(arguments: list[str]) -> int:
     try:
         only, settings = _faults(options.faults), _settings(options.settings)
         return _run(options, only, settings)
-    except (QmqError, OSError, tomllib.TOMLDecodeError) as error:
+    except (QmqError, OSError) as error:
         print(f"qmq chaos: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -55,13 +56,20 @@ def main(arguments: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="qmq chaos", description="Faults at random on a cluster, and a verdict.")
-    parser.add_argument("--minutes", type=float, default=10.0, help="default: 10")
+    parser.add_argument("--minutes", type=_minutes, default=10.0, help="default: 10")
     parser.add_argument("--seed", type=int, default=1, help="first seed; each trial has the next one; default: 1")
-    parser.add_argument("--faults", help="only these, separated by commas; default: all that this machine has all for")
+    parser.add_argument("--faults", help="only these, separated by commas; default: all that this machine can make")
     parser.add_argument("--settings", type=Path, help="a broker's settings file, whose settings all brokers get")
     parser.add_argument("--dir", type=Path, default=Path(".run/chaos"), help="made anew; default: .run/chaos")
     parser.add_argument("--list", action="store_true", help="say which faults there are, and what is missing for them")
     return parser
+
+
+def _minutes(text: str) -> float:
+    with suppress(ValueError):
+        if (minutes := float(text)) > 0:  # "nan", with which a run would never end, is not
+            return minutes
+    raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
 
 
 def _list() -> int:
@@ -84,9 +92,14 @@ def _faults(asked: str | None) -> list[str]:
 
 
 def _settings(path: Path | None) -> Mapping[str, Any]:
+    """Return what a file says for all brokers, who check it; raises NotServed: it is no TOML."""
     if path is None:
         return {}
-    return {name: value for name, value in tomllib.loads(path.read_text()).items() if name not in OF_ONE_BROKER}
+    try:
+        written = tomllib.loads(path.read_text())
+    except ValueError as error:
+        raise NotServed(f"{path}: {error}") from error
+    return {name: value for name, value in written.items() if name not in OF_ONE_BROKER}
 
 
 def _run(options: argparse.Namespace, only: list[str], settings: Mapping[str, Any]) -> int:

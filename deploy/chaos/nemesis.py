@@ -44,6 +44,7 @@ class Nemesis:
         cluster, group, begun = target.cluster, target.rng.choice(self._groups), time.monotonic()
         STRIKES[name].hit(target, group)
         faulted = time.monotonic()
+        cluster.wait(self._all_run, "a broker is down", WELL_S)  # its master says "writable" until it misses it
         cluster.wait_writable(timeout_s=WELL_S)
         cluster.wait(lambda: answers(f"{cluster.metaserver}/meta/address"), "the metaserver does not answer", WELL_S)
         now = time.monotonic()
@@ -51,3 +52,7 @@ class Nemesis:
         target.history.faults.append(Fault(name, hit, begun, now))
         self._say(f"{name} group={group} fault_s={faulted - begun:.1f} recovery_s={now - faulted:.1f}")
         target.pause(0, CALM_S)
+
+    def _all_run(self) -> bool:
+        cluster = self.target.cluster
+        return all(cluster.service(broker.hostname).pid is not None for broker in cluster.plan.brokers)

@@ -8,16 +8,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
+from typing import NamedTuple
 
 from qmq.deploy.chaos.checker import Finding
 from qmq.deploy.chaos.history import REFUSED, STORED, UNKNOWN, Fault, History
 
-WIDTH, LEFT, ROW, CURVE = 1000, 70, 16, 70
+WIDTH, LEFT, ROW, CURVE = 1000, 84, 16, 70
 """Pixels: of the whole, of the names in front of the rows, of a row of bars, of a curve."""
+LETTER, INDENT = 6, 3
+"""Pixels of a letter, about, and in front of a bar's name."""
 MOMENTS = 240
 """Of a whole run; what falls into one of them is counted together."""
 COLOURS = {"acknowledged": "#2e9e5b", "refused": "#e0a100", "unknown": "#d43f3a", "delivered": "#3b82c4"}
-BROKERS, CONSUMERS = "#7b8794", "#c9b6d8"
+BROKERS, CONSUMERS = "#b8c4d0", "#dccbe8"
+"""So light that a name in black can be read on them, and go on beside a bar that is shorter."""
+OF_CONSUMERS = "consumer "
+"""How the name of a fault begins that struck no broker."""
 _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;margin:0 auto;max-width:1040px;padding:24px;color:#1f2933;background:#fff}
 h1{font-size:26px;margin:0}h2{font-size:18px;margin:32px 0 8px}svg{display:block}text{font:11px system-ui,sans-serif}
@@ -28,7 +34,7 @@ h1{font-size:26px;margin:0}h2{font-size:18px;margin:32px 0 8px}svg{display:block
 def page(history: History, findings: Sequence[Finding], said: str) -> str:
     """Write the page. `said`: a line about the run."""
     is_kept = not findings
-    verdict = "every promise was kept" if is_kept else f"{len(findings)} findings"
+    verdict = "every promise was kept" if is_kept else f"{len(findings)} finding{'s' * (len(findings) > 1)}"
     parts = [
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>qmq chaos</title>',
         f'<style>{_STYLE}</style><h1 class="{"kept" if is_kept else "broken"}">{verdict}</h1><p>{escape(said)}</p>',
@@ -55,11 +61,15 @@ def _picture(history: History) -> Iterator[str]:
     begin = min(one.begun for one in history.sent)
     last = max([one.done for one in history.sent] + [one.at for one in history.delivered])
     scale = _Scale(begin, max(last, begin + 1.0))
-    rows = _rows(history.faults)
+    brokers, consumers = _rows(history.faults, scale)
+    rows = brokers + consumers
     height = len(rows) * ROW + len(COLOURS) * CURVE + 30
     yield f'<svg viewBox="0 0 {WIDTH} {height}" width="100%" role="img" aria-label="faults and messages over time">'
-    for number, faults in enumerate(rows):
-        yield from _bars(faults, number * ROW, scale)
+    for title, number in (("faults", 0), ("consumers", len(brokers))):
+        if number < len(rows):
+            yield f'<text x="0" y="{number * ROW + 11}" fill="#616e7c">{title}</text>'
+    for number, bars in enumerate(rows):
+        yield from (_drawn(bar, number * ROW) for bar in bars)
     for number, (name, times) in enumerate(_curves(history).items()):
         yield from _curve(name, times, len(rows) * ROW + (number + 1) * CURVE, scale)
     for second in _marks(scale):
@@ -77,29 +87,53 @@ class _Scale:
         return LEFT + (WIDTH - LEFT) * (min(max(at, self.begin), self.end) - self.begin) / (self.end - self.begin)
 
 
-def _rows(faults: Iterable[Fault]) -> list[list[Fault]]:
-    """Put faults into as few rows as there are at once; a bar has room for its name."""
-    rows: list[list[Fault]] = []
+class _Bar(NamedTuple):
+    """A fault in pixels: from where to where it lasted, and from where its name can be read."""
+
+    x: float
+    end: float
+    name_x: float
+    name: str
+    fault: Fault
+
+    @property
+    def left(self) -> float:
+        return min(self.x, self.name_x)
+
+    @property
+    def right(self) -> float:
+        return max(self.end, self.name_x + len(self.name) * LETTER + INDENT)
+
+
+def _rows(faults: Iterable[Fault], scale: _Scale) -> tuple[list[list[_Bar]], list[list[_Bar]]]:
+    """Put faults of brokers, and those of consumers, into as few rows as leave each bar room for its name."""
+    brokers: list[list[_Bar]] = []
+    consumers: list[list[_Bar]] = []
     for fault in sorted(faults, key=lambda one: one.begin):
-        free = next((row for row in rows if row[-1].end < fault.begin), None)
+        rows, bar = consumers if fault.name.startswith(OF_CONSUMERS) else brokers, _bar(fault, scale)
+        free = next((row for row in rows if row[-1].right < bar.left), None)
         if free is None:
-            rows.append([fault])
+            rows.append([bar])
         else:
-            free.append(fault)
-    return rows
+            free.append(bar)
+    return brokers, consumers
 
 
-def _bars(faults: Iterable[Fault], y: int, scale: _Scale) -> Iterator[str]:
-    for fault in faults:
-        x, end = scale.x(fault.begin), scale.x(fault.end)
-        name = escape(f"{fault.name} {fault.group}".strip())
-        colour = CONSUMERS if fault.name.startswith("consumer ") else BROKERS
-        width = max(end - x, 2)
-        yield (
-            f'<svg x="{x:.1f}" y="{y}" width="{width:.1f}" height="{ROW - 2}"><title>{name}, '
-            f'{fault.end - fault.begin:.1f} s</title><rect width="100%" height="100%" fill="{colour}"/>'
-            f'<text x="3" y="11" fill="#fff">{name}</text></svg>'
-        )
+def _bar(fault: Fault, scale: _Scale) -> _Bar:
+    name = f"{fault.name.removeprefix(OF_CONSUMERS)} {fault.group}".strip()
+    x = scale.x(fault.begin)
+    name_x = min(x + INDENT, WIDTH - len(name) * LETTER)
+    return _Bar(x, max(scale.x(fault.end), x + 2), name_x, name, fault)
+
+
+def _drawn(bar: _Bar, y: int) -> str:
+    is_consumers = bar.fault.name.startswith(OF_CONSUMERS)
+    lasted_s, name = bar.fault.end - bar.fault.begin, escape(bar.name)
+    place = f'x="{bar.x:.1f}" y="{y}" width="{bar.end - bar.x:.1f}" height="{ROW - 2}"'
+    return (
+        f'<g><title>{name}, {lasted_s:.1f} s</title><rect {place} fill="{CONSUMERS if is_consumers else BROKERS}"/>'
+        f'<text x="{bar.name_x:.1f}" y="{y + 11}" fill="#1f2933">{name}</text></g>'
+    )
 
 
 def _curves(history: History) -> dict[str, list[float]]:

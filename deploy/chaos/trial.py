@@ -78,7 +78,6 @@ async def attempt(
         http_port: where the search for free ports begins.
     """
     broker = {**SETTINGS, **(settings or {}), **CHOSEN}
-    lease_s = broker["lease_ms"] / 1000
     with Cluster(
         folder / "cluster",
         groups=GROUPS,
@@ -88,6 +87,7 @@ async def attempt(
         http_port=http_port,
         broker_port=http_port + 2,
     ) as cluster:
+        lease_s = float(broker["lease_ms"]) / 1000  # a number: brokers took it
         reach: dict[str, Any] = {"metaserver": cluster.metaserver, "token": cluster.token, "subjects": SUBJECTS}
         history = History(lease_s)
         consumers = Consumers(folder / "consumers", CONSUMERS, lease_s=lease_s, **reach)

@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from qmq.deploy.chaos import nemesis, trial
+from qmq.deploy.chaos.main import _settings
 from qmq.deploy.chaos.nemesis import STRIKES
 from qmq.deploy.chaos.sandbox import INSIDE
 from qmq.deploy.chaos.trial import attempt
@@ -61,6 +62,53 @@ def test_a_run_that_cannot_be_is_told_why(tmp_path, arguments, why):
     run = qmq(*arguments, "--dir", str(tmp_path / "run"))
     assert run.returncode == 2 and why in run.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "written, why",
+    [
+        (b'lease_ms = "soon"', "lease_ms: could not convert"),
+        (b"lease_ms = 1", "lease_ms: 1 ms is less than 500"),
+        (b"segment_byte = 4096", "segment_byte: unknown setting"),
+        (b'unconsumed = "\xff"', "can't decode"),
+        (b"lease_ms 1", "Expected '='"),
+    ],
+)
+def test_settings_that_a_broker_refuses_are_refused_in_its_words(tmp_path, written, why):
+    (settings := tmp_path / "broker.toml").write_bytes(written)
+    run = qmq("--settings", str(settings), "--dir", str(tmp_path / "run"))
+    assert run.returncode == 2 and why in run.stderr and "Traceback" not in run.stderr
+
+
+def test_a_brokers_own_settings_file_is_taken(tmp_path):
+    """As docs/install.md writes it; what says which broker it is for is replaced, so it may be wrong here."""
+    (settings := tmp_path / "broker.toml").write_text(
+        'hostname = "b1"\nip = "10.0.0.1"\nserve_port = 1\ndata = "/b1"\nmetaserver = "http://m"\nlease_ms = "700"\n'
+    )
+    assert _settings(settings) == {"lease_ms": "700"}
+
+
+@pytest.mark.parametrize("minutes", ["0", "-1", "nan", "ten"])
+def test_a_run_of_no_time_is_refused(tmp_path, minutes):
+    run = qmq("--minutes", minutes, "--dir", str(tmp_path / "run"))
+    assert run.returncode == 2 and "argument --minutes: must be a number above 0" in run.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_group_is_not_called_well_while_the_slave_that_was_killed_is_down(tmp_path):
+    """The master takes messages until it notes the loss: that is no time of recovery."""
+    down = []
+
+    def strike(struck, stop):
+        slave = struck.target.cluster.service(struck.target.copies("g1")[1].hostname)
+        starts = slave.starts
+        struck.target.cluster.writable = lambda group: True  # so slow is the master to note it
+        struck._groups, struck._say = ["g1"], lambda line: down.append(slave.starts == starts)
+        struck.strike("kill slave")
+
+    outcome = asyncio.run(attempt(tmp_path, seed=1, strike=strike, http_port=run_of_ports()))
+    assert not outcome.findings
+    assert down == [False]
 
 
 def test_a_folder_that_is_no_runs_is_not_emptied(tmp_path):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 
 from qmq.deploy.chaos.checker import Finding
 from qmq.deploy.chaos.history import REFUSED, STORED, Delivered, Fault, History, Sent
-from qmq.deploy.chaos.timeline import COLOURS, LEFT, WIDTH, page
+from qmq.deploy.chaos.timeline import COLOURS, LEFT, LETTER, WIDTH, page
 
 
 def sent(at, outcome=STORED):
@@ -19,7 +20,14 @@ def history(*faults, **more):
 
 def bars(text):
     """(x, y, name) of each fault."""
-    return re.findall(r'<svg x="([\d.]+)" y="(\d+)".*?<title>(.*?),', text)
+    drawn = re.findall(r'<title>([^<]*), [\d.]+ s</title><rect x="([\d.]+)" y="(\d+)"', text)
+    return [(x, y, name) for name, x, y in drawn]
+
+
+def names(text):
+    """(begin, end, y) of each bar's name, by the width that a letter has."""
+    drawn = re.findall(r'<text x="([\d.]+)" y="(\d+)" fill="#1f2933">([^<]*)<', text)
+    return [(float(x), float(x) + len(name) * LETTER, y) for x, y, name in drawn]
 
 
 def test_faults_stand_where_they_began_and_those_at_once_below_each_other():
@@ -34,6 +42,22 @@ def test_faults_stand_where_they_began_and_those_at_once_below_each_other():
     ]
 
 
+def test_the_names_of_short_faults_can_be_read():
+    """None is cut off, none lies on another one: what struck is to be seen in the picture itself."""
+    faults = [Fault("kill metaserver and a broker", "", at, at) for at in (100.0, 101.0, 109.0, 110.0)]
+    drawn = sorted(names(page(history(*faults), [], "")), key=lambda one: (one[2], one[0]))
+    assert len(drawn) == 4
+    assert all(LEFT <= begin and end <= WIDTH for begin, end, _ in drawn)
+    assert all(y != next_y or end <= begin for (_, end, y), (begin, _, next_y) in pairwise(drawn))
+
+
+def test_what_struck_consumers_stands_below_what_struck_brokers():
+    text = page(history(Fault("consumer stands still", "", 100.0, 101.0), Fault("a", "g1", 107.0, 108.0)), [], "")
+    assert [(y, name) for _, y, name in bars(text)] == [("0", "a g1"), ("16", "stands still")]
+    assert '<text x="0" y="11" fill="#616e7c">faults<' in text
+    assert '<text x="0" y="27" fill="#616e7c">consumers<' in text
+
+
 def test_each_outcome_has_its_curve():
     text = page(history(delivered=[Delivered("m", "s", "g1", 0, "c", 0.0, 104.0)]), [], "")
     drawn = {name: text.count(f'height="56.0" fill="{colour}"') for name, colour in COLOURS.items()}
@@ -42,7 +66,7 @@ def test_each_outcome_has_its_curve():
 
 def test_findings_are_named_and_what_they_say_is_text():
     text = page(history(), [Finding("lost-copy", "<b>m1</b>")], "seed 1")
-    assert "1 findings" in text and "lost-copy" in text and "&lt;b&gt;m1&lt;/b&gt;" in text
+    assert ">1 finding<" in text and "lost-copy" in text and "&lt;b&gt;m1&lt;/b&gt;" in text
 
 
 def test_a_run_in_which_nothing_was_sent_has_a_page():

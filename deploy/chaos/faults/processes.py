@@ -43,7 +43,7 @@ def _kill_in_any_order(target: Target, group: str) -> None:
 
 
 def _kill_metaserver(target: Target, group: str) -> None:
-    target.cluster.service("metaserver").signal(signal.SIGKILL)
+    target.cluster.service("metaserver").kill()
 
 
 def _kill_metaserver_and_broker(target: Target, group: str) -> None:
