@@ -536,9 +536,12 @@ def _look_back(group: Group, result: Result, ledger: Ledger | None, share: int) 
         result.notes.append(f"retention has removed [{verified}, {result.start}), which no run had verified")
     if history.anchor is not None:  # it was promised, though a log that is at rest does not state it
         result.watermark = max(result.watermark, history.anchor.verified)
-    if any(log.end < history.begin and not result.is_behind(name) for name, log in result.logs.items()):
-        # It had that once: what it lacks lies in what would not be read, or only a part of it.
-        history = replace(history, begin=result.start, again=[], before=None)
+    ends = [log.end for name, log in result.logs.items() if log.end < history.begin and not result.is_behind(name)]
+    if ends:
+        # A copy lacks what it once had: from there on all is read, from where a piece begins that was read before.
+        begin = max((cut for cut in history.cuts() if result.start <= cut <= min(ends)), default=result.start)
+        again = [piece for piece in history.again if piece.end <= begin]
+        history = replace(history, begin=begin, again=again, before=None)
     result.begin, result.again, result.cuts = history.begin, history.again, history.cuts()
     result.wrong_before = [
         row

@@ -256,7 +256,18 @@ def test_a_copy_that_ends_before_what_was_verified_is_not_proven_although_nothin
     result = audit(tmp_path, ledger=Ledger(tmp_path / "ledger"), piece_bytes=2_048, share=1_000)
     assert result.status == 1
     assert [row["copy"] for row in result.findings] == ["slave"]
+    assert 0 < result.begin < result.logs["slave"].end, "no more is read than what tells"
     assert Ledger(tmp_path / "ledger").entries("g1")[-1].verified == 0
+
+
+@pytest.mark.parametrize("number", range(1, FIRST, 3))
+def test_a_copy_that_was_cut_anywhere_lacks_that_and_nothing_else_is_wrong(tmp_path: Path, number: int) -> None:
+    log = write(tmp_path, FIRST)
+    night(tmp_path)
+    cut_off(tmp_path, log, log.frames[number].end)
+    assert {row["copy"] for row in night(tmp_path).findings} == {"slave"}
+    write(tmp_path, FIRST + 5)
+    assert night(tmp_path).found == {}
 
 
 def test_a_log_that_begins_within_the_last_frame_that_was_verified_is_read_as_a_whole(tmp_path: Path) -> None:
