@@ -48,6 +48,9 @@ NO_DELAY_GROUP = (
     "and 6"
 )
 _NEVER_MS = 1 << 62
+BATCHES_AT_ONCE = 1_000
+"""Batches that are sent, or refused as too large, before others have a turn of the loop. What is in flight bounds the
+former; the latter has no end if a callback sends each refused message again."""
 TICK_S = 0.02
 """How often deadlines and the rests of groups are looked at; they are long compared with it."""
 EXPIRED_AT_ONCE = 2_000
@@ -189,10 +192,7 @@ class Sender:
             return
         if queue not in self._active:
             self._note(queue)
-        if not self._pump_scheduled:
-            # Not at once: what else is sent in this pass of the loop then travels in the same batch.
-            self._pump_scheduled = True
-            self._loop.call_soon(self._pump)
+        self._pump_soon()  # not at once: what else is sent in this pass of the loop then travels in the same batch
 
     def add_batch(self, queue: SubjectQueue, batch: Batch) -> None:
         """Queue a whole batch, and send it if there is room."""
@@ -310,6 +310,11 @@ class Sender:
         group, now_ms = self._groups[name], self.now_ms()
         return group.can_send and group.breaker.allows(now_ms) and not self._routing.resting(name, now_ms)
 
+    def _pump_soon(self) -> None:
+        if not self._pump_scheduled:
+            self._pump_scheduled = True
+            self._loop.call_soon(self._pump)
+
     def _pump(self) -> None:
         """Send what can be sent now: first what may be stored already, then a batch of each queue in turn."""
         self._pump_scheduled = False
@@ -318,9 +323,15 @@ class Sender:
             if group.batches.has_repeats and self._takes(name):
                 while group.can_send and (batch := group.batches.next_repeat()):
                     self._transmit(group, batch)
+        left = BATCHES_AT_ONCE
         while self._active:
             queue = next(iter(self._active))
-            if not self._send_next(queue, now_ms):
+            if not left:
+                self._pump_soon()
+                break
+            if self._send_next(queue, now_ms):
+                left -= 1
+            else:
                 if not any(map(self._has_room, self._groups)):
                     break  # for whichever queue: all of them stay in line
                 self._wait_for_room(queue)

@@ -18,6 +18,7 @@ from qmq.errors import (
     BrokerReadOnly,
     ClientClosed,
     InvalidMessage,
+    MessageTooLarge,
     NoRoute,
     NotServed,
     OutcomeUnknown,
@@ -431,6 +432,28 @@ def test_a_callback_that_sends_what_was_refused_again_holds_up_nobody():
             assert calls < 1_000, "others had no turn in between"
             broker.refuse_with = None
             await until_async(lambda: properties(broker) == ["connected", "1"])
+
+    run(test())
+
+
+def test_a_callback_that_sends_what_is_too_large_again_holds_up_nobody():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
+            broker.limits["packet_bytes_max"] = 10_000
+            await producer.send(Message("a", {"n": "connected"}))
+            calls, seen = 0, set()
+
+            def again(receipt: qmq.Receipt) -> None:
+                nonlocal calls
+                calls += 1
+                if isinstance(receipt.error, MessageTooLarge) and calls < 5_000:
+                    producer.send_nowait(Message("a", {"n": "x" * 20_000}), again)
+
+            again(qmq.Receipt(qmq.Outcome.REFUSED, "", "a", "", -1, None, error=MessageTooLarge("20,000 bytes")))
+            while calls < 5_000:
+                await asyncio.sleep(0)
+                seen.add(calls)
+            assert len(seen) > 3, "others had no turn in between"
 
     run(test())
 
