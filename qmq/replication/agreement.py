@@ -228,19 +228,18 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True)
 class Yield:
-    """The master gives up what it has from `offset` on, begins anew, takes back what the slave confirmed."""
+    """The master gives up what it has from `offset` on, begins anew, takes back what the slave confirmed: if it may."""
 
     offset: int
 
 
 def agree(
-    hello: Hello, log: MessageLog, epoch: Epoch, *, has_begun: bool, kept_end: int, point: Point | None = None
+    hello: Hello, log: MessageLog, epoch: Epoch, *, has_begun: bool, point: Point | None = None
 ) -> Agreement | Yield:
     """Decide as master of `epoch` what a slave that says `hello` has to do, or that it is for the master to give way.
 
     Args:
         has_begun: whether this master has written its epoch frame. Before that it takes back what it lost.
-        kept_end: before it, this copy gives up nothing either.
         point: acknowledged, as far as this copy remembers.
 
     Raises:
@@ -259,11 +258,6 @@ def agree(
     if hello.end > offset and log.end == offset and not has_begun:
         return Agreement(epoch, Action.RESTORE, offset, chain, log.end, point)
     if hello.kept_end > offset and log.end > offset:
-        if kept_end > offset:
-            raise Diverged(
-                f"the copies part at {offset}; the slave confirmed all up to {hello.kept_end}, the master all up to "
-                f"{kept_end}"
-            )
         return Yield(offset)
     if offset < log.start:
         base, chain, _ = log.seed_start()

@@ -143,20 +143,10 @@ class SlaveWatch:
         self.owner = hello.owner or hello.incarnation
         is_ahead = hello.is_ahead_of(mastership.log.state.epoch)
         try:
-            agreement = agree(
-                hello,
-                mastership.log,
-                mastership.epoch,
-                has_begun=mastership.has_begun,
-                kept_end=points.keeps(mastership.log, restored_from=self._slaves.restored_from if is_ahead else None),
-                point=points.own,
-            )
+            agreement = agree(hello, mastership.log, mastership.epoch, has_begun=mastership.has_begun, point=points.own)
             self.shared_end = agreement.offset if hello.end else None
-            if isinstance(agreement, Yield) and not is_ahead and not self._slaves.may_yield(agreement.offset):
-                raise Diverged(
-                    f"the copies part at {agreement.offset}; the slave confirmed all up to {hello.kept_end}, and "
-                    "another one may have confirmed what the master has there"
-                )
+            if isinstance(agreement, Yield):
+                self._check_yield(agreement.offset, hello, is_ahead=is_ahead)
         except Fenced:
             self._slaves.fenced(hello.known)
             raise
@@ -198,6 +188,16 @@ class SlaveWatch:
             self._ship_to(link, packet, agreement, hello)
         if older is not None and older is not link:
             older.close("a newer connection of the slave replaces this one")
+
+    def _check_yield(self, offset: int, hello: Hello, *, is_ahead: bool) -> None:
+        """Raise Diverged if we, or another slave, may have confirmed what we have from `offset` on."""
+        slaves, points, message_log = self._slaves, self._identity.points, self._mastership.log
+        kept_end = points.keeps(message_log, restored_from=slaves.restored_from if is_ahead else None)
+        text = f"the copies part at {offset}; the slave confirmed all up to {hello.kept_end}, "
+        if kept_end > offset:
+            raise Diverged(f"{text}the master all up to {kept_end}")
+        if not is_ahead and not slaves.may_yield(offset):
+            raise Diverged(f"{text}and another one may have confirmed what the master has there")
 
     def _is_to_wait(self, hello: Hello, agreement: Agreement) -> bool:
         """Whether it would have to be filled and may not. What has all that is acknowledged only catches up."""

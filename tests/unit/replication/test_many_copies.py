@@ -310,6 +310,40 @@ def test_a_master_gives_way_once_all_slaves_said_that_they_have_nothing_of_its_o
     assert copies.a.master.has_begun and copies.a.log.chain == copies.b.log.chain == copies.c.log.chain
 
 
+@pytest.mark.parametrize("order", ["bc", "cb"])
+def test_a_slave_that_parted_earlier_says_too_that_it_has_nothing_of_what_is_in_the_way_of_another(order):
+    """What it confirmed itself is in nobody's log, and stays in its own."""
+    copies = parted_from_b(Copies())
+    copies.a.wait(OTHERS_WAIT_MS)
+    client = Client(copies.a)
+    client.produce("m2")
+    copies.settle()
+    copies.a.wait(200)  # now it remembers that m2 was acknowledged, which b has not
+    copies.settle()
+    client.produce("m3")
+    copies.a.host.turn()
+    copies.wires["c"].to_slave()
+    copies.c.host.settle()
+    kept, parted_end = copies.c.log.end, copies.b.log.end  # m3 is on the disk of c alone
+    for _ in range(2):
+        copies.a.crash()
+        copies.start(connected="")
+        copies.a.wait(SETTINGS.slave_wait_ms)
+        copies.a.host.settle()
+    copies.a.crash()
+    copies.start(connected=order[0])
+    assert copies.state(order[0]) is FollowerState.DIVERGED and copies.a.master.yields_from is None
+    copies.connect(order[1])
+    for _ in range(2):
+        copies.cut()
+        copies.connect(order)
+    assert (copies.state("b"), copies.b.log.end) == (FollowerState.DIVERGED, parted_end)
+    copies.a.wait(OTHERS_WAIT_MS)
+    copies.settle()
+    assert copies.a.node.writable and copies.a.log.chain == copies.c.log.chain
+    assert copies.a.log.state.epochs[-1].offset == kept
+
+
 def test_a_master_gives_way_to_a_slave_that_was_to_restore_it_and_did_not():
     copies = ahead_of_the_master(Copies(), "bc")
     copies.a.crash()
