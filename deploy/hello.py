@@ -41,11 +41,11 @@ async def hello(metaserver: str, token: str) -> None:
     )
 
 
-def local_cluster() -> tuple[str, str]:
-    """Return metaserver and token of the cluster that `qmq dev` started."""
+def local_cluster(otherwise: str = "") -> tuple[str, str]:
+    """Return metaserver and token of the cluster that `qmq dev` started; `otherwise`: what else a program takes."""
     path = Path(os.environ.get("RUN_DIR", ".run")) / "cluster.json"
     if not path.exists():
-        sys.exit(f"{path} is not there: start a cluster with `qmq dev` first, or name one with --metaserver")
+        sys.exit(f"{path} is not there: start `qmq dev` here first, or set RUN_DIR to its --dir{otherwise}")
     cluster = json.loads(path.read_text())
     return cluster["metaserver"], cluster["token"]
 
@@ -60,7 +60,7 @@ def main() -> None:
     add_token_options(parser)
     options = parser.parse_args()
     if options.metaserver is None:
-        asyncio.run(hello(*local_cluster()))
+        asyncio.run(hello(*local_cluster(", or name one with --metaserver")))
         return
     try:
         asyncio.run(hello(options.metaserver, find_token(options.token, token_file=options.token_file)))

@@ -1,4 +1,7 @@
-"""Half an hour passes at once: qmq.testing puts the clock forward (docs/testing.md). Run with pytest."""
+"""Half an hour passes at once: qmq.testing puts the clock forward (docs/testing.md).
+
+    cd docs/examples/unpaid_orders && python -m pytest test_orders.py
+"""
 
 from __future__ import annotations
 
