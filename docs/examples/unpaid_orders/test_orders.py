@@ -1,6 +1,6 @@
 """Half an hour passes at once: qmq.testing puts the clock forward (docs/testing.md).
 
-    cd docs/examples/unpaid_orders && python -m pytest test_orders.py
+cd docs/examples/unpaid_orders && python -m pytest test_orders.py
 """
 
 from __future__ import annotations
