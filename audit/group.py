@@ -36,7 +36,7 @@ from qmq.audit.progress import CONSERVED
 from qmq.audit.reading import LogRange, Reading
 from qmq.audit.said import HOUR
 from qmq.audit.schema import BOTH, COPIES_MIN, FINDINGS, JOURNAL, MASTER, SLAVE
-from qmq.ledger import Entry, Ledger, Piece, known_from
+from qmq.ledger import Entry, Ledger, Piece, known_from, lies_in
 
 AGAIN_MAX, AGAIN_WAIT_S, POLL_S = 3, 120.0, 0.5
 """So often an audit is done again, if its brokers are well within so long: one that restarts is, and a slave that was
@@ -543,11 +543,11 @@ def _look_back(group: Group, result: Result, ledger: Ledger | None, share: int) 
         again = [piece for piece in history.again if piece.end <= begin]
         history = replace(history, begin=begin, again=again, before=None)
     result.begin, result.again, result.cuts = history.begin, history.again, history.cuts()
+    again = sorted(result.again)
     result.wrong_before = [
         row
         for row in history.known.wrong
-        if result.start <= row["offset"] < result.begin
-        and not any(piece.begin <= row["offset"] < piece.end for piece in result.again)
+        if result.start <= row["offset"] < result.begin and not lies_in(again, row["offset"])
     ]
     if result.watermark <= result.start and not result.found:
         raise CannotRead(f"nothing lies below the high watermark {result.watermark}: nothing is proven")

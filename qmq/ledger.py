@@ -32,7 +32,7 @@ from __future__ import annotations
 import os
 import time
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from operator import attrgetter
@@ -210,15 +210,16 @@ def known_from(entries: Iterable[Entry]) -> Known:
 
 def _wrong_behind(before: list[dict[str, Any]], entry: Entry) -> list[dict[str, Any]]:
     """Return what both copies are known to have wrong alike behind one more run; what it read, it judged anew."""
-    if not entry.pieces:
+    alike = [row for row in entry.findings if row.get("copy") == ALIKE and row.get("offset") is not None]
+    if not entry.pieces or not (before or alike):  # most nights, and a ledger has years of them
         return before
     pieces = sorted(entry.pieces)
-    found = [row for row in before if not _lies_in(pieces, row["offset"])]
-    alike = [row for row in entry.findings if row.get("copy") == ALIKE and row.get("offset") is not None]
-    return found + [row for row in alike if _lies_in(pieces, row["offset"])]
+    found = [row for row in before if not lies_in(pieces, row["offset"])]
+    return found + [row for row in alike if lies_in(pieces, row["offset"])]
 
 
-def _lies_in(pieces: list[Piece], offset: int) -> bool:
+def lies_in(pieces: Sequence[Piece], offset: int) -> bool:
+    """Return whether an offset lies in one of these pieces, which are in order and do not overlap."""
     at = bisect_right(pieces, offset, key=attrgetter("begin")) - 1
     return at >= 0 and offset < pieces[at].end
 

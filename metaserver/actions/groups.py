@@ -112,7 +112,7 @@ async def _after_drain(desk: Desk, words: Words, plan: Plan) -> Any:
     name = words["brokerGroup"]
     held = await wait_for_old_routes(desk, name, ALL_SUBJECTS, words.number("waitMs"))
     contents = await desk.contents(name, ALL_SUBJECTS)
-    left = sorted(contents.leftovers, key=lambda leftover: (-leftover.messages, -leftover.dead_letters))
+    left = contents.most_first
     return {
         **plan.data,
         **held,

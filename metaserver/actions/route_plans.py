@@ -44,6 +44,10 @@ class Contents:
     unknown: str = ""
     """Why it could not be asked."""
 
+    @property
+    def most_first(self) -> list[Leftover]:
+        return sorted(self.leftovers, key=lambda left: (-left.messages, -left.dead_letters))
+
 
 def add_new_subject(directory: Directory, subject: str, tag: str, *, now_ms: int) -> Plan:
     """Announce a subject. It gets its route with its first producer or consumer."""
@@ -203,7 +207,7 @@ def _left(group: str, contents: Contents) -> Iterable[str]:
     if contents.unknown:
         yield f"nobody can say what {group} still holds: {contents.unknown}"
     if contents.leftovers:
-        most = sorted(contents.leftovers, key=lambda left: (-left.messages, -left.dead_letters))
+        most = contents.most_first
         more = f", and {len(most) - NAMED_MAX} more consumer groups wait" if len(most) > NAMED_MAX else ""
         texts = "; ".join(str(left) for left in most[:NAMED_MAX])
         again = ", and no Redrive would ask it again" if any(left.dead_letters for left in most) else ""

@@ -261,12 +261,7 @@ def test_what_pends_is_carried_before_the_log_lets_it_go_and_a_new_copy_has_it()
     copies, producer = a_group(retention_hours=1, segment_bytes=1 << 20)
     due_ms = copies.now_ms + 50 * HOUR_MS
     producer.delayed(due_ms, *(f"m{i}" for i in range(20)))
-    for hour in range(1, 6):
-        for _ in range(40):
-            producer.delayed(copies.now_ms, *(f"x{hour}" for _ in range(60)), size=900)
-            copies.run(100)
-        copies.run(HOUR_MS, step_ms=60_000)
-        copies.look_after_logs()
+    copies.outlive_segments(producer)
     assert copies.a.log.start > 0 and copies.b.log.start > 0, "the segments that had them are gone"
     copies.cut()
     copies.b.disk, copies.b.shelf = type(copies.b.disk)(), type(copies.b.shelf)()

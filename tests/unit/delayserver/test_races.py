@@ -373,12 +373,7 @@ def test_message_whose_old_place_goes_with_the_log_while_it_is_looked_for_is_fou
     copies.run(1_000)
     asked = producer.cancel("m") if how == "cancel" else producer.reschedule("m", due_ms + HOUR_MS)
     look = copies.a.host.reads.pop()
-    for hour in range(1, 6):
-        for _ in range(40):
-            producer.delayed(copies.now_ms, *(f"x{hour}" for _ in range(60)), size=900)
-            copies.run(100)
-        copies.run(HOUR_MS, step_ms=60_000)
-        copies.look_after_logs()
+    copies.outlive_segments(producer)
     assert copies.a.log.start > 0 and copies.a.filing.schedule.pending_messages == 2
     copies.a.host.reads.append(look)
     copies.settle()

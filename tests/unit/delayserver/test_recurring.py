@@ -395,12 +395,7 @@ def test_put_of_a_schedule_that_cannot_go_on_now_is_refused_and_holds_up_no_othe
 def test_template_is_carried_as_any_message_before_the_log_lets_it_go():
     copies, producer = a_group(retention_hours=1, segment_bytes=1 << 20)
     put(copies, producer, cron="0 8 20 11 *")
-    for hour in range(1, 6):
-        for _ in range(40):
-            producer.delayed(copies.now_ms, *(f"x{hour}" for _ in range(60)), size=900)
-            copies.run(100)
-        copies.run(HOUR_MS, step_ms=60_000)
-        copies.look_after_logs()
+    copies.outlive_segments(producer)
     assert copies.a.log.start > 0
     assert [one.name for one in listed(copies, producer)] == ["daily"]
     copies.swap(2)

@@ -179,6 +179,15 @@ class Copies(Group):
                 server.beat()
             self.settle()
 
+    def outlive_segments(self, producer):
+        """Let five hours pass, each with 2 MiB of messages that are sent at once: what was there before is deleted, or carried."""
+        for hour in range(1, 6):
+            for _ in range(40):
+                producer.delayed(self.now_ms, *(f"x{hour}" for _ in range(60)), size=900)
+                self.run(100)
+            self.run(HOUR_MS, step_ms=60_000)
+            self.look_after_logs()
+
 
 class Producer(Client):
     """A producer's connection to a delay server."""

@@ -34,6 +34,15 @@ class Copies:
         self.connect("".join(self.wires) if connected is None else connected)
         return self
 
+    def begin_alone_twice(self) -> None:
+        """The master begins without slaves, and again: what stands there then is of an earlier mastership."""
+        for _ in range(2):
+            self.a.crash()
+            self.start(connected="")
+            self.a.wait(SETTINGS.slave_wait_ms)
+            self.a.host.settle()
+        self.a.crash()
+
     def connect(self, names: str) -> None:
         for name in names:
             self.wires[name].connect()
@@ -296,12 +305,7 @@ def test_a_master_does_not_begin_without_what_a_slave_has_that_parted_from_it():
 
 def test_a_master_gives_way_once_all_slaves_said_that_they_have_nothing_of_its_own():
     copies = ahead_of_the_master(Copies(), "bc")
-    for _ in range(2):  # begun without slaves, and again: what stands there is of an earlier mastership
-        copies.a.crash()
-        copies.start(connected="")
-        copies.a.wait(SETTINGS.slave_wait_ms)
-        copies.a.host.settle()
-    copies.a.crash()
+    copies.begin_alone_twice()
     copies.start(connected="b")
     assert copies.state("b") is FollowerState.DIVERGED  # c may have confirmed it
     copies.connect("c")
@@ -325,12 +329,7 @@ def test_a_slave_that_parted_earlier_says_too_that_it_has_nothing_of_what_is_in_
     copies.wires["c"].to_slave()
     copies.c.host.settle()
     kept, parted_end = copies.c.log.end, copies.b.log.end  # m3 is on the disk of c alone
-    for _ in range(2):
-        copies.a.crash()
-        copies.start(connected="")
-        copies.a.wait(SETTINGS.slave_wait_ms)
-        copies.a.host.settle()
-    copies.a.crash()
+    copies.begin_alone_twice()
     copies.start(connected=order[0])
     assert copies.state(order[0]) is FollowerState.DIVERGED and copies.a.master.yields_from is None
     copies.connect(order[1])

@@ -105,12 +105,7 @@ def test_a_slave_whose_disk_is_empty_does_not_say_that_it_had_nothing():
     copies.a.host.turn()
     copies.wires["b"].to_slave()
     copies.b.host.settle()  # it is on the disk of b alone
-    for _ in range(2):
-        copies.a.crash()
-        copies.start(connected="")
-        copies.a.wait(SETTINGS.slave_wait_ms)
-        copies.a.host.settle()
-    copies.a.crash()
+    copies.begin_alone_twice()
     copies.c = Broker("c", SETTINGS)
     copies.start(connected="")
     for name in "cb":
