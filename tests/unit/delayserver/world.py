@@ -180,7 +180,7 @@ class Copies(Group):
             self.settle()
 
     def outlive_segments(self, producer):
-        """Let five hours pass, each with 2 MiB of messages that are sent at once: what was there before is deleted, or carried."""
+        """Let five hours pass, each with 2 MiB of messages that are sent at once: older segments are deleted."""
         for hour in range(1, 6):
             for _ in range(40):
                 producer.delayed(self.now_ms, *(f"x{hour}" for _ in range(60)), size=900)
