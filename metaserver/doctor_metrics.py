@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections import Counter
@@ -11,15 +10,15 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from qmq.metaserver.actions.causes import Check, Kind
+from qmq.metaserver.scrapes import Scrapes
 
 log = logging.getLogger("qmq.metaserver")
 
 PREFIX = "qmq_metaserver_doctor"
-EVERY_S = 60.0
 
 
 class DoctorMetrics:
-    """Made by main, which runs `run` as a task; a metaserver that is not scraped looks at nothing.
+    """Made by main, which runs `scrapes.run` as a task.
 
     Args:
         examine: makes all checks.
@@ -27,13 +26,13 @@ class DoctorMetrics:
 
     def __init__(self, examine: Callable[[], Awaitable[Sequence[Check]]]) -> None:
         self._examine = examine
-        self._scraped = asyncio.Event()
+        self.scrapes = Scrapes(self._look)
         self._findings: Counter[Kind] | None = None
         self._checked_s = 0.0
 
     def read(self) -> Iterable[Metric]:
         """What was found last; of a process that has not looked yet, nothing, which is not to say that all is well."""
-        self._scraped.set()
+        self.scrapes.came()
         yield GaugeMetricFamily(
             f"{PREFIX}_checked_timestamp_seconds",
             "When this metaserver last made Doctor's checks; 0: not yet.",
@@ -46,14 +45,6 @@ class DoctorMetrics:
             for kind in Kind:
                 findings.add_metric([kind], self._findings[kind])
         yield findings
-
-    async def run(self) -> None:
-        """Look once after each scrape, but not more often than each `EVERY_S`."""
-        while True:
-            await self._scraped.wait()
-            self._scraped.clear()
-            await self._look()
-            await asyncio.sleep(EVERY_S)
 
     async def _look(self) -> None:
         try:

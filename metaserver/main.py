@@ -26,6 +26,7 @@ from qmq.metaserver.actions.doctor import examine_reported
 from qmq.metaserver.actions.runner import Actions
 from qmq.metaserver.actions.vault import Vault
 from qmq.metaserver.actions.watchdogs import Watchdogs
+from qmq.metaserver.audit_metrics import AuditMetrics
 from qmq.metaserver.awake import AwakeClock
 from qmq.metaserver.console.attempts import ProviderPort
 from qmq.metaserver.console.nights import Nights
@@ -107,8 +108,14 @@ class Metaserver:
         self._metrics.observe(StateMetrics(self.registry, self._database, self.hubs).read)
         desk = self._make_desk()
         self._actions = Actions(desk, self._metrics)
-        self._doctor = DoctorMetrics(lambda: examine_reported(desk))
-        self._metrics.observe(self._doctor.read)
+        doctor = DoctorMetrics(lambda: examine_reported(desk))
+        self._metrics.observe(doctor.read)
+        self._nights = Nights(Path(settings.audit_ledger)) if settings.audit_ledger else None
+        self._scrapes = [doctor.scrapes]
+        if (nights := self._nights) is not None:
+            audit = AuditMetrics(lambda: nights.status(now_ms=wall_ms()))
+            self._metrics.observe(audit.read)
+            self._scrapes.append(audit.scrapes)
         self.grpc_port = 0
         self.http_port = 0
 
@@ -174,7 +181,8 @@ class Metaserver:
         add_route_methods(rpc, rpc_server)
         await rpc_server.start()
         self.registry.liveness.serve(self.registry.directory.brokers(), now_ms=self.registry.now_ms())
-        works = (upkeep.run(), self.hubs.run(), rpc.visits.run(), self._failovers.run(), self._doctor.run())
+        works = [upkeep.run(), self.hubs.run(), rpc.visits.run(), self._failovers.run()]
+        works += [scrapes.run() for scrapes in self._scrapes]
         tasks = [asyncio.create_task(work) for work in works]
         serving = asyncio.create_task(http.run())
         log.info("metaserver serving http=%s:%d grpc_port=%d", self._settings.host, self.http_port, self.grpc_port)
@@ -273,7 +281,7 @@ class Metaserver:
             self._refusals,
             open_lists=settings.open_lists,
             database_trouble=lambda: self._database.trouble,
-            nights=Nights(Path(settings.audit_ledger)) if settings.audit_ledger else None,
+            nights=self._nights,
             provider=make_provider(settings),
         )
         return build_app(

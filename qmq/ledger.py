@@ -29,6 +29,7 @@ and left out, and an operator reads it with any tool; a Parquet file is written 
 
 from __future__ import annotations
 
+import fcntl
 import os
 import time
 from bisect import bisect_right
@@ -160,7 +161,11 @@ class Ledger:
         groups see by one look that there is something new."""
         self._folder.mkdir(parents=True, exist_ok=True)
         with self.path(entry.group).open("ab") as file:
-            if (size := file.tell()) and (whole := self.path(entry.group).read_bytes().rfind(b"\n") + 1) < size:
+            with suppress(OSError):  # a file system without locks; two runs at a time are rare
+                fcntl.flock(file, fcntl.LOCK_EX)  # the line that another run is writing is not torn
+            if (size := file.seek(0, os.SEEK_END)) and (
+                whole := self.path(entry.group).read_bytes().rfind(b"\n") + 1
+            ) < size:
                 file.truncate(whole)
             file.write(encode_entry(entry))
             file.flush()

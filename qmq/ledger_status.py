@@ -9,6 +9,12 @@ from typing import Any
 from qmq.ledger import FINDINGS, NOT_READ, PROVEN, Entry, Ledger, known_from
 from qmq.textfile import gauge
 
+OLD_S = 36 * 3600
+"""A nightly run, and half a day: then nobody has looked for too long."""
+
+Readings = list[tuple[dict[str, str], float]]
+"""Labels and values."""
+
 _GAUGES = {
     "qmq_audit_verified_offset": "Offset up to which both copies of the log were read and found equal",
     "qmq_audit_age_seconds": "Time since the run that verified the log last, when this file was written",
@@ -50,22 +56,32 @@ def all_status(ledger: Ledger, now_ms: int) -> list[dict[str, Any]]:
     return [status_of(entries, now_ms) for entries in found if entries]
 
 
-def gauges(status: list[dict[str, Any]]) -> str:
-    """Write the status in Prometheus' text format."""
-    readings: dict[str, list[tuple[dict[str, str], object]]] = {name: [] for name in _GAUGES}
+def is_old(row: dict[str, Any]) -> bool:
+    """Whether nobody has proven the group of this status for too long."""
+    return row["ageS"] is None or row["ageS"] > OLD_S
+
+
+def readings(status: list[dict[str, Any]]) -> dict[str, tuple[str, Readings]]:
+    """Return the status as gauges: the text of help of each, and its readings."""
+    found: dict[str, Readings] = {name: [] for name in _GAUGES}
     for one in status:
         group = {"broker_group": one["group"]}
-        readings["qmq_audit_verified_offset"].append((group, one["verified"]))
+        found["qmq_audit_verified_offset"].append((group, one["verified"]))
         if one["ageS"] is not None:
-            readings["qmq_audit_age_seconds"].append((group, one["ageS"]))
-            readings["qmq_audit_verified_timestamp_seconds"].append((group, one["verifiedMs"] / 1000))
-        readings["qmq_audit_run_timestamp_seconds"].append((group, one["runMs"] / 1000))
+            found["qmq_audit_age_seconds"].append((group, one["ageS"]))
+            found["qmq_audit_verified_timestamp_seconds"].append((group, one["verifiedMs"] / 1000))
+        found["qmq_audit_run_timestamp_seconds"].append((group, one["runMs"] / 1000))
         for verdict in (PROVEN, FINDINGS, NOT_READ):
-            readings["qmq_audit_verdict"].append((group | {"verdict": verdict}, int(one["verdict"] == verdict)))
-        readings["qmq_audit_unverified_bytes"].append((group, one["unverifiedBytes"]))
+            found["qmq_audit_verdict"].append((group | {"verdict": verdict}, int(one["verdict"] == verdict)))
+        found["qmq_audit_unverified_bytes"].append((group, one["unverifiedBytes"]))
         for kind, number in sorted(one["found"].items()):
-            readings["qmq_audit_findings"].append((group | {"kind": kind}, number))
-    return "".join(gauge(name, help_text, readings[name]) for name, help_text in _GAUGES.items())
+            found["qmq_audit_findings"].append((group | {"kind": kind}, number))
+    return {name: (help_text, found[name]) for name, help_text in _GAUGES.items()}
+
+
+def gauges(status: list[dict[str, Any]]) -> str:
+    """Write the status in Prometheus' text format."""
+    return "".join(gauge(name, help_text, values) for name, (help_text, values) in readings(status).items())
 
 
 def write_gauges(path: Path, ledger: Ledger, *, now_ms: int) -> None:

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from qmq.ledger import PROVEN, Ledger, LedgerDamaged
-from qmq.ledger_status import all_status, write_gauges
+from qmq.ledger_status import all_status, is_old, write_gauges
 from qmq.tools.answer import Exit
 from qmq.tools.session import Session
 from qmq.tools.terminal import complain, show
@@ -31,4 +31,5 @@ def run(session: Session) -> Exit:
         print(json.dumps(rows, indent=1))
     else:
         show(session.command.show(rows), sys.stdout)
-    return Exit.DONE if rows and all(row["verdict"] == PROVEN for row in rows) else Exit.REFUSED
+    are_proven = bool(rows) and all(row["verdict"] == PROVEN and not is_old(row) for row in rows)
+    return Exit.DONE if are_proven else Exit.REFUSED

@@ -48,8 +48,6 @@ class Nights:
             there: the broker groups that there are; None: nobody knows. One that no run has read is not proven,
                 whatever the ledger says of others; one that was removed counts no more.
         """
-        if not self._folder.is_dir():
-            raise FileNotFoundError(f"{self._folder} is no directory: has the audit run here, or is it mounted?")
         with self._lock:
             found, known = self._refresh(), None if there is None else set(there)
             counted = [name for name in found if name == only or (not only and (known is None or name in known))]
@@ -70,8 +68,15 @@ class Nights:
             "runs": runs[:RUNS_MAX],
         }
 
+    def status(self, *, now_ms: int) -> list[dict[str, Any]]:
+        """Return how each group of the ledger stands; raises LedgerDamaged, OSError."""
+        with self._lock:
+            return [_aged(self._read[name].status, now_ms) for name in self._refresh()]
+
     def _refresh(self) -> list[str]:
         """Read the files that changed; return the groups that have entries."""
+        if not self._folder.is_dir():
+            raise FileNotFoundError(f"{self._folder} is no directory: has the audit run here, or is it mounted?")
         touched_ns = self._folder.stat().st_mtime_ns  # before the files, which a run writes first
         now_s = time.monotonic()
         if touched_ns != self._touched_ns or now_s >= self._look_again_s:

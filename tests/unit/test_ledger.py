@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -55,6 +56,22 @@ def test_line_that_a_crash_tore_is_none_and_the_next_one_takes_its_place(tmp_pat
     assert ledger.entries("g1") == [FIRST]
     ledger.append(SECOND)
     assert ledger.entries("g1") == [FIRST, SECOND]
+
+
+def test_line_that_another_run_is_writing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger, other, path = Ledger(tmp_path), encode_entry(replace(SECOND, run="other")), tmp_path / "g1.jsonl"
+    ledger.append(FIRST)
+    with path.open("ab") as file:
+        file.write(other[:100])
+
+    def other_ends(_: object, operation: int) -> None:
+        assert operation == fcntl.LOCK_EX
+        with path.open("ab") as file:
+            file.write(other[100:])
+
+    monkeypatch.setattr(fcntl, "flock", other_ends)
+    ledger.append(SECOND)
+    assert [entry.run for entry in ledger.entries("g1")] == [FIRST.run, "other", SECOND.run]
 
 
 def test_line_that_was_changed_is_refused(tmp_path: Path) -> None:

@@ -7,12 +7,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 from qmq.ledger import FINDINGS, PROVEN
+from qmq.ledger_status import OLD_S, is_old
 from qmq.tools.command import ANY_SUBJECT, Command, Kind, Option, bad, good, warning
 from qmq.tools.commands.messages import ID, PROPERTY, SINCE, TAG, UNTIL
 from qmq.tools.table import Block, Cell, Column, Table
-
-OLD_S = 36 * 3600
-"""A nightly run, and half a day: then nobody has looked for too long."""
 
 
 def _verdict(row: Mapping[str, Any]) -> Cell:
@@ -20,12 +18,12 @@ def _verdict(row: Mapping[str, Any]) -> Cell:
     return good(text) if text == PROVEN else bad(text) if text == FINDINGS else warning(text)
 
 
-def _age(row: Mapping[str, Any]) -> Cell:
+def _age(row: dict[str, Any]) -> Cell:
     if row["ageS"] is None:
         return bad("never")
     hours, seconds = divmod(row["ageS"], 3600)
     text = f"{hours} h {seconds // 60} min ago"
-    return warning(text) if row["ageS"] > OLD_S else good(text)
+    return warning(text) if is_old(row) else good(text)
 
 
 def _found(row: Mapping[str, Any]) -> str:
@@ -46,10 +44,16 @@ def show_status(rows: list[dict[str, Any]]) -> Iterable[Block]:
     )
     yield Table(columns, rows, empty="no broker group was audited with this ledger")
     nights = [row for row in rows if row["verdict"] != PROVEN]
-    if nights:
+    old = [row for row in rows if row["verdict"] == PROVEN and is_old(row)]
+    if nights or old:
         yield ""
+    if nights:
         yield bad(f"{len(nights)} of {len(rows)} broker groups are not proven equal")
-    elif rows:
+    if old:
+        yield bad(
+            f"{len(old)} of {len(rows)} broker groups were proven equal, but not in the last {OLD_S // 3600} hours"
+        )
+    if rows and not nights and not old:
         newest = datetime.fromtimestamp(max(row["runMs"] for row in rows) / 1000, UTC)
         yield good(f"all proven equal; last run {newest:%Y-%m-%d %H:%M} UTC")
 
@@ -108,7 +112,8 @@ AUDIT = (
     Command(
         "AuditStatus",
         "show up to where each log was verified, when, and what it found last. "
-        "Reads the audit's ledger on this machine; ends with 1 if a group is not proven equal",
+        "Reads the audit's ledger on this machine; ends with 1 if a group is not proven equal, "
+        "or was not within 36 hours",
         "--ledger=/var/lib/qmq/audit",
         (
             Option("ledger", "directory of the audit's ledger (docs/audit.md)", local=True),

@@ -101,7 +101,7 @@ def series(metrics):
 
 async def findings(metrics):
     """What the gauges say after the next look, without those that are 0."""
-    task = asyncio.create_task(metrics.run())
+    task = asyncio.create_task(metrics.scrapes.run())
     name = "qmq_metaserver_doctor_findings"
     while (name, Kind.DATABASE) not in (found := series(metrics)):
         await asyncio.sleep(0)
@@ -164,7 +164,7 @@ def test_nobody_looks_before_a_scrape_and_a_scrape_waits_for_no_look():
 
     async def body():
         metrics = DoctorMetrics(examine)
-        task = asyncio.create_task(metrics.run())
+        task = asyncio.create_task(metrics.scrapes.run())
         await asyncio.sleep(0)
         assert not looks
         for _ in range(3):
@@ -188,7 +188,7 @@ def test_a_defect_of_a_check_ends_no_metaserver_and_shows_by_a_time_that_stands_
 
     async def body():
         metrics = DoctorMetrics(examine)
-        task = asyncio.create_task(metrics.run())
+        task = asyncio.create_task(metrics.scrapes.run())
         series(metrics)
         while "a defect" not in caplog.text:
             await asyncio.sleep(0)

@@ -34,6 +34,15 @@ def test_group_that_was_proven_is_shown_with_its_age(tmp_path: Path, capsys: pyt
     assert "700" in text and "2 h " in text and "all proven equal" in text
 
 
+def test_a_proof_of_the_night_before_last_proves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for entry in (GOOD, replace(GOOD, group="g2", at_ms=NOW_MS - (36 * 3600 + 60) * 1000)):
+        Ledger(tmp_path).append(entry)
+    assert status(tmp_path) == 1
+    text = capsys.readouterr().out
+    assert "1 of 2 broker groups were proven equal, but not in the last 36 hours" in text and "all proven" not in text
+    assert status(tmp_path, "--brokerGroup=g1") == 0
+
+
 def test_findings_end_with_one_and_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for entry in (GOOD, BAD):
         Ledger(tmp_path).append(entry)

@@ -1,0 +1,61 @@
+"""Shell. The audit's gauges on a metaserver's page: what the ledger says, a minute old at most, or that it is away."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from functools import partial
+
+from qmq.ledger import FINDINGS, PROVEN, Entry, Ledger
+from qmq.metaserver.audit_metrics import AuditMetrics
+from qmq.metaserver.console.nights import Nights
+
+NIGHT = Entry("2026-11-21T01:00:00Z", 1_000_000, "g1", PROVEN, verified=700, chain="00ff", frame=650, ends={"a": 7})
+UP = "qmq_metaserver_audit_ledger_up"
+
+
+def samples(metrics):
+    return {
+        (metric.name, sample.labels.get("broker_group", ""), sample.labels.get("verdict", "")): sample.value
+        for metric in metrics.read()
+        for sample in metric.samples
+    }
+
+
+async def looked(metrics):
+    """What a scrape says after the look that the one before it asked for."""
+    assert not samples(metrics), "a scrape waits for no look"
+    task = asyncio.create_task(metrics.scrapes.run())
+    while (UP, "", "") not in (found := samples(metrics)):
+        await asyncio.sleep(0)
+    task.cancel()
+    return found
+
+
+def test_what_the_ledger_says_of_each_group_comes_to_prometheus(tmp_path):
+    ledger = Ledger(tmp_path)
+    for entry in (NIGHT, replace(NIGHT, group="g2", verdict=FINDINGS, at_ms=2_000_000)):
+        ledger.append(entry)
+    found = asyncio.run(looked(AuditMetrics(partial(Nights(tmp_path).status, now_ms=3_000_000))))
+    assert found[UP, "", ""] == 1
+    assert found["qmq_audit_verified_timestamp_seconds", "g1", ""] == 1000
+    assert found["qmq_audit_age_seconds", "g1", ""] == 2000
+    assert {group for name, group, verdict in found if verdict == FINDINGS and found[name, group, verdict]} == {"g2"}
+
+
+def test_a_ledger_that_is_away_or_damaged_is_said_to_be_so_once(tmp_path, caplog):
+    metrics = AuditMetrics(partial(Nights(tmp_path / "ledger").status, now_ms=3_000_000))
+    assert asyncio.run(looked(metrics)) == {(UP, "", ""): 0}
+    assert "is no directory" in caplog.text
+    Ledger(tmp_path / "ledger").append(NIGHT)
+    asyncio.run(metrics._look())
+    assert samples(metrics)[UP, "", ""] == 1
+    caplog.clear()
+    path = tmp_path / "ledger" / "g1.jsonl"
+    path.write_bytes(path.read_bytes().replace(b"700", b"701"))
+    (tmp_path / "ledger" / "g2.jsonl").touch()
+    (tmp_path / "ledger" / "g2.jsonl").unlink()  # the folder is another one
+    for _ in range(2):
+        asyncio.run(metrics._look())
+        assert samples(metrics) == {(UP, "", ""): 0}
+    assert caplog.text.count("cannot be read") == 1
