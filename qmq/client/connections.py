@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from qmq.client.deferring import Deferring
+from qmq.client.lasting import lasting
 from qmq.client.link import Link
 from qmq.client.queues import Backlog
 from qmq.client.route_watch import RouteWatch
@@ -64,7 +65,7 @@ class Connections:
             on_routes=self._routes_changed,
             on_idle=self._forget,
         )
-        self._tasks = [asyncio.create_task(self._watch.run()), asyncio.create_task(self._beat())]
+        self._tasks = [lasting(asyncio.create_task(work)) for work in (self._watch.run(), self._beat())]
 
     def subscribe(self, terms: Terms, on_failed: Callable[[], None]) -> Subscription:
         """Begin to receive; the subscription is the caller's to close, with `leave`."""
@@ -105,7 +106,7 @@ class Connections:
                 self._links[name].route_changed()
             else:
                 self._links[name] = Link(name, owner=self, routing=self._routing, token=self._token, app=self._app)
-                self._tasks.append(asyncio.create_task(self._links[name].run()))
+                self._tasks.append(lasting(asyncio.create_task(self._links[name].run())))
         subjects = {route.subject for route in routes}
         for subscription in self._subscriptions:
             if subscription.terms.subject in subjects:

@@ -15,6 +15,7 @@ from functools import partial
 from qmq.client.batch_life import Answer, Done, NotStored, NumberedBatch, Stored, Unknown, answer_of
 from qmq.client.breaker import FAILURES_MAX, Breaker, BreakerState
 from qmq.client.in_flight import PRODUCE_OVERHEAD_BYTES, Limits
+from qmq.client.lasting import lasting
 from qmq.client.link import Link
 from qmq.client.route_watch import RouteWatch
 from qmq.client.routing import GroupRoute, Routing, SubjectRoute, group_of_key
@@ -96,7 +97,7 @@ class NumberedSender:
 
     async def __aenter__(self) -> NumberedSender:
         self._loop = asyncio.get_running_loop()
-        self._tasks = [self._loop.create_task(self._watch.run()), self._loop.create_task(self._tick())]
+        self._tasks = [lasting(self._loop.create_task(work)) for work in (self._watch.run(), self._tick())]
         self._is_open = True
         return self
 
@@ -292,7 +293,7 @@ class NumberedSender:
             if name not in self._groups:
                 link = Link(name, owner=self, routing=self._routing, token=self._token, app=self._app)
                 self._groups[name] = _Group(link)
-                self._tasks.append(self._loop.create_task(link.run()))
+                self._tasks.append(lasting(self._loop.create_task(link.run())))
             elif name in changed:
                 self._groups[name].breaker = Breaker()
                 self._groups[name].link.route_changed()

@@ -15,6 +15,7 @@ from qmq.client.batching import BATCH_BYTES_MAX, Batch, Result, refused, stored,
 from qmq.client.breaker import FAILURES_MAX, Breaker, BreakerState
 from qmq.client.in_flight import GroupBatches, Limits
 from qmq.client.journal import JournalWriter
+from qmq.client.lasting import lasting
 from qmq.client.link import Link
 from qmq.client.queues import Backlog, Lanes, SubjectQueue, Waiting
 from qmq.client.refusing import Refusing
@@ -138,7 +139,7 @@ class Sender:
     # Used by the producer.
 
     def start(self) -> None:
-        self._tasks = [self._loop.create_task(self._watch.run()), self._loop.create_task(self._tick())]
+        self._tasks = [lasting(self._loop.create_task(work)) for work in (self._watch.run(), self._tick())]
 
     async def stop(self) -> None:
         """Disconnect. What has no outcome gets one here, also if this is cancelled; for better ones, wait until
@@ -527,7 +528,7 @@ class Sender:
             if name not in self._groups:
                 link = Link(name, owner=self, routing=self._routing, token=self._token, app=self._app)
                 self._groups[name] = _Group(link, GroupBatches(self._in_flight_max))
-                self._tasks.append(self._loop.create_task(link.run()))
+                self._tasks.append(lasting(self._loop.create_task(link.run())))
             elif name in changed:
                 self._groups[name].breaker = Breaker()
                 self._groups[name].link.route_changed()
