@@ -129,10 +129,9 @@ class Consumer:
             InvalidName: the subject or group breaks the rules of `qmq.subjects`.
             InvalidRequest: another argument is wrong, or this consumer has a listener or puller for both already.
         """
-        at_once = check_concurrency(concurrency) * (batch or 1)
+        at_once = check_concurrency(concurrency) * check_batch(batch)
         if prefetch_messages is None:
             prefetch_messages = at_once if most_once else max(1_000, at_once)
-        check_batch(batch, concurrency=concurrency, prefetch_messages=prefetch_messages)
         if batch is not None and filters:
             raise InvalidRequest("filters are called with single messages; a handler of batches does without")
         terms = make_terms(
@@ -151,6 +150,10 @@ class Consumer:
             unacked_max=unacked_max,
             exclusive_ms=_now_ms() if exclusive else 0,
         )
+        if batch is not None and at_once > prefetch_messages:
+            raise InvalidRequest(
+                f"{concurrency} handlers of {batch} messages are more than prefetch_messages, {prefetch_messages}"
+            )
         self._check_free(terms)
         if not auto_ack or most_once:
             for one in filters:

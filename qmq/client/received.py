@@ -119,7 +119,8 @@ class ReceivedMessage(Message):
         may, it becomes a dead letter instead, with `reason`.
 
         Raises:
-            InvalidRequest: the delay is negative, or it is longer than a day and this is a broadcast or a dead letter.
+            InvalidRequest: the delay is negative, or it is longer than a day and this is a broadcast or a dead letter;
+                the reason is no str.
         """
         self.nack_nowait(reason, delay=delay)
 

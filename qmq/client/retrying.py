@@ -79,8 +79,9 @@ def refused(
     """Decide on a message that is to come again: after `delay` (seconds), or never if its limit is reached.
 
     Raises:
-        InvalidRequest: the delay is negative or longer than the policy's limit.
+        InvalidRequest: the delay is negative or longer than the policy's limit; the reason is no str.
     """
+    _check_reason(reason)
     delay_s = delay.total_seconds() if isinstance(delay, timedelta) else delay
     delay_s = policy.delay_s if delay_s is None else check_delay(delay_s, policy.delay_s_max)
     limit = _limit(message, policy)
@@ -108,7 +109,12 @@ def batch_of(message: Refusable, policy: RetryPolicy, batch: int) -> int:
 
 
 def refused_for_good(message: Refusable, policy: RetryPolicy, reason: str) -> Refused:
-    """Decide on a message that is of no use to try again. A dead letter itself has no other place to go to."""
+    """Decide on a message that is of no use to try again. A dead letter itself has no other place to go to.
+
+    Raises:
+        InvalidRequest: the reason is no str.
+    """
+    _check_reason(reason)
     if policy.deliveries_max:
         return Refused(Verdict.DEAD_LETTER, 0.0, reason, False)
     return Refused(Verdict.RETRY, policy.delay_s, reason, True)
@@ -116,12 +122,18 @@ def refused_for_good(message: Refusable, policy: RetryPolicy, reason: str) -> Re
 
 def check_delay(delay_s: float, most_s: float = BROKER_DELAY_S_MAX) -> float:
     """Return a delay of 0 s up to a limit, by default what a broker takes: a day; raises InvalidRequest."""
-    if not 0 <= delay_s <= most_s:
-        raise InvalidRequest(f"a delay is 0 to {most_s:.0f} s, not {delay_s}")
+    if not isinstance(delay_s, int | float) or not 0 <= delay_s <= most_s:
+        raise InvalidRequest(f"a delay is 0 to {most_s:.0f} s, not {delay_s!r}")
     return delay_s
 
 
-def text_of_error(error: BaseException) -> str:
+def _check_reason(reason: str) -> None:
+    """Refuse what no nack can say. It would be found out when that is sent, and so would be in the way of others."""
+    if not isinstance(reason, str):
+        raise InvalidRequest(f"a reason is a str, not {text_of_error(reason)}; write str() around it")
+
+
+def text_of_error(error: object) -> str:
     """Return an exception as a reason, however badly it was written."""
     try:
         return repr(error)[:REASON_BYTES_MAX]

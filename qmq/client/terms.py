@@ -77,12 +77,12 @@ def make_terms(
     begin, since_ms = _start(start)
     if tag_mode not in ("any", "all"):
         raise InvalidRequest(f'tag_mode is "any" or "all", not {tag_mode!r}')
-    if retries_max < 0:
-        raise InvalidRequest(f"retries_max is 0 or more, not {retries_max}")
+    check_whole("retries_max", retries_max, 0)
+    check_whole("prefetch_messages", prefetch_messages, 1)
+    check_whole("prefetch_bytes", prefetch_bytes, 1)
+    check_whole("unacked_max", unacked_max, 1)
     if exclusive_ms and broadcast:
         raise InvalidRequest("a broadcast's group has one consumer anyway: exclusive is for groups")
-    if min(prefetch_messages, prefetch_bytes, unacked_max) < 1:
-        raise InvalidRequest("prefetch and unacked_max are at least 1")
     deliveries_max = 0 if is_dead_letter_subject(subject) else max(1, retries_max)
     longest_s = DELAY_S_MAX if _mailbox(subject, group, broadcast) else BROKER_DELAY_S_MAX
     policy = RetryPolicy(deliveries_max, check_delay(retry_delay), longest_s)
@@ -116,25 +116,22 @@ def check_seconds(name: str, seconds: float, *, is_zero_allowed: bool = True) ->
     return seconds
 
 
+def check_whole(name: str, count: int, least: int, most: int | None = None) -> int:
+    """Return the value of an argument that counts something; raises InvalidRequest, which names it."""
+    is_whole = isinstance(count, int) and not isinstance(count, bool)
+    if not is_whole or count < least or (most is not None and count > most):
+        bounds = f"{least} or more" if most is None else f"{least} to {most}"
+        raise InvalidRequest(f"{name} is a whole number, {bounds}, not {count!r}")
+    return count
+
+
 def check_concurrency(concurrency: int) -> int:
-    if not 1 <= concurrency <= CONCURRENCY_MAX:
-        raise InvalidRequest(f"concurrency is 1 to {CONCURRENCY_MAX}, not {concurrency}")
-    return concurrency
+    return check_whole("concurrency", concurrency, 1, CONCURRENCY_MAX)
 
 
-def check_batch(batch: int | None, *, concurrency: int, prefetch_messages: int) -> int | None:
-    """Return a bound for the messages in one call; None: the handler takes a message and no list.
-
-    Raises:
-        InvalidRequest: no such bound, or more than may wait here.
-    """
-    if batch is not None and not 1 <= batch <= BATCH_MAX:
-        raise InvalidRequest(f"batch is 1 to {BATCH_MAX}, not {batch}")
-    if batch is not None and batch * concurrency > prefetch_messages:
-        raise InvalidRequest(
-            f"{concurrency} handlers of {batch} messages are more than prefetch_messages, {prefetch_messages}"
-        )
-    return batch
+def check_batch(batch: int | None) -> int:
+    """Return how many messages a call has at most; None: the handler takes a message and no list."""
+    return 1 if batch is None else check_whole("batch", batch, 1, BATCH_MAX)
 
 
 def _start(start: str | datetime) -> tuple[str, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import partial
 from typing import Any
 
@@ -172,6 +172,52 @@ def test_a_handler_may_have_more_parameters_than_it_needs():
 def test_a_broadcast_with_a_group_is_refused(way):
     with pytest.raises(qmq.InvalidRequest, match="leave out group="):
         getattr(consumer(), way)("a", group="g", broadcast=True)
+
+
+@pytest.mark.parametrize("way", ["listen", "pull"])
+@pytest.mark.parametrize("name", ["retries_max", "prefetch_messages", "prefetch_bytes", "unacked_max"])
+@pytest.mark.parametrize("wrong", [1000 / 2, "500", True])
+def test_what_counts_messages_is_a_whole_number(way, name, wrong):
+    """Half of a thousand is a float, with which a worker failed at its first long list, and its follower as well."""
+    with pytest.raises(qmq.InvalidRequest, match=f"^{name} is a whole number"):
+        getattr(consumer(), way)("a", group="g", **{name: wrong})
+
+
+@pytest.mark.parametrize("wrong", [1000 / 2, "500", True])
+def test_so_is_what_counts_handlers_and_what_each_of_them_gets(wrong):
+    for name in ("concurrency", "batch"):
+        with pytest.raises(qmq.InvalidRequest, match=f"^{name} is a whole number"):
+            consumer().listen("a", group="g", **{name: wrong})
+    one = consumer()
+    one.listen("a", group="g")(handler)
+    with pytest.raises(qmq.InvalidRequest, match="^concurrency is a whole number"):
+        one.listeners["a", "g"].concurrency = wrong
+
+
+@pytest.mark.parametrize("wrong", ["5", timedelta(seconds=5), float("nan")])
+def test_the_pause_between_attempts_is_seconds(wrong):
+    with pytest.raises(qmq.InvalidRequest, match="a delay is 0 to 86400 s, not"):
+        consumer().listen("a", group="g", retry_delay=wrong)
+
+
+def test_an_exception_is_no_reason_to_nack_or_to_give_up():
+    """It was found out when the nack was to be sent; after four of these the consumer sent none any more."""
+
+    async def test() -> None:
+        async with qmq.testing.Broker() as broker:
+            async with qmq.Producer(metaserver=broker.metaserver, app="a") as sender:
+                await sender.send(qmq.Message("a"))
+            one = qmq.Consumer(metaserver=broker.metaserver, app="a")
+            async with one.pull("a", group="g", start="earliest") as puller:
+                (message,) = await puller.pull(1, timeout=60)
+                for refuse in (message.nack, message.dead_letter, message.nack_nowait, message.dead_letter_nowait):
+                    with pytest.raises(qmq.InvalidRequest, match="a reason is a str, not ValueError"):
+                        if asyncio.iscoroutine(done := refuse(ValueError("no"))):  # type: ignore[arg-type]
+                            await done
+                assert not message.is_decided
+                await puller.ack([message])
+
+    asyncio.run(test())
 
 
 def test_two_consumers_with_one_id_are_told_so():
