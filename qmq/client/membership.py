@@ -85,7 +85,10 @@ class Membership:
         while not self._is_ended:
             self._changed.clear()
             if self._is_wanted:
-                await self._take_part(connections)
+                try:
+                    await self._take_part(connections)
+                finally:
+                    self._subscription = None  # not before: until now, decisions were sent
             else:
                 await self._changed.wait()
 
@@ -103,7 +106,6 @@ class Membership:
             try:
                 await self._leaving(subscription, deadline)
             finally:
-                self._subscription = None
                 await connections.leave(subscription, max(deadline - clock(), min(FLUSH_S_MIN, self.drain_s)))
         if subscription.error is not None:
             raise subscription.error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
@@ -40,6 +41,8 @@ class Puller(Membership):
         self._task: asyncio.Task[None] | None = None
         self._turned = asyncio.Event()
         """Set while there is a subscription, and at the end."""
+        self._acked: deque[list[ReceivedMessage]] = deque()
+        """At most once: what was acked for a pull that was cancelled then. It comes from nowhere else any more."""
 
     async def __aenter__(self) -> Puller:
         if self._task is not None:
@@ -79,17 +82,31 @@ class Puller(Membership):
             return []
         if messages[0]._piece.suspected:
             await _begun(messages[0])
-        if not self.terms.most_once:
-            return messages
-        confirmed = await subscription.confirmed(messages)
-        return [message for message in confirmed if message.times == 1 and not message._piece.suspected]
+        return await self._confirmed(subscription, messages) if self.terms.most_once else messages
 
     async def _taken(self, messages_max: int) -> tuple[Subscription, list[ReceivedMessage]]:
         while True:
             subscription = await self._current()
-            if messages := subscription.take(messages_max):
+            if messages := self._take_acked(messages_max) or subscription.take(messages_max):
                 return subscription, messages  # nothing is awaited from here on: a cancellation would lose them
             await subscription.wait()
+
+    def _take_acked(self, messages_max: int) -> list[ReceivedMessage]:
+        if not self._acked:
+            return []
+        messages = self._acked.popleft()
+        if left := messages[messages_max:]:
+            self._acked.appendleft(left)
+        return messages[:messages_max]
+
+    async def _confirmed(self, subscription: Subscription, messages: list[ReceivedMessage]) -> list[ReceivedMessage]:
+        """At most once: ack messages; return those whose ack the broker keeps, and that nobody else has begun."""
+        try:
+            confirmed = await subscription.confirmed(messages)
+        except asyncio.CancelledError:
+            self._acked.append(messages)
+            raise
+        return [message for message in confirmed if message.times == 1 and not message._piece.suspected]
 
     async def _current(self) -> Subscription:
         while True:
@@ -128,9 +145,17 @@ class Puller(Membership):
             message.dead_letter_nowait(reason)
 
     async def flush(self) -> None:
-        """Wait until brokers keep what was decided."""
-        if self._subscription is not None:
-            await self._subscription.flush()
+        """Wait until brokers keep what was decided.
+
+        Raises:
+            QmqError: the subscription ended by itself: nobody knows what they keep.
+        """
+        if (subscription := self._subscription) is not None:
+            await subscription.flush()
+            if subscription.error is not None:
+                raise subscription.error
+        elif self._task is not None and self._task.done():
+            self._task.result()
 
     # The member's part.
 

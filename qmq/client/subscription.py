@@ -184,8 +184,10 @@ class Subscription:
         try:
             await future
         except asyncio.CancelledError:
-            if future.done() and not future.cancelled():
+            if not future.cancelled():
                 self._wake(1)  # what this one was woken for is still here
+            elif future in self._takers:  # else one for each look would stay, until a message comes
+                self._takers.remove(future)
             raise
 
     async def confirmed(self, messages: list[ReceivedMessage]) -> list[ReceivedMessage]:
@@ -203,7 +205,11 @@ class Subscription:
         """Wait until a broker keeps another decision, or the subscription fails."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._settlers.append(future)
-        await future
+        try:
+            await future
+        finally:
+            if future in self._settlers:
+                self._settlers.remove(future)
 
     def wake_all(self) -> None:
         """Whoever waits for messages looks again, also at whether it should."""

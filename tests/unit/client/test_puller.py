@@ -12,7 +12,7 @@ import qmq
 from qmq.client import group_session
 from qmq.errors import InvalidAck, NotMaster, NotServed, SubscriptionReplaced
 from tests.support.waiting import settle, until_async
-from tests.unit.client.consuming import consumer_of, fill, ns, pull_all, subscribes
+from tests.unit.client.consuming import cancelled, consumer_of, fill, ns, pull_all, subscribes
 from tests.unit.client.fakes import TOKEN, FakeBroker, cluster
 from tests.unit.client.test_producer import run
 
@@ -149,6 +149,48 @@ def test_flush_has_every_ack_kept_wherever_its_message_stands():
                 await puller.ack([messages[1], *messages[5:]])
                 await puller.flush()
                 assert sorted(broker.subscribers["a", "g", "c1"].pulled.values()) == [0, 2, 3, 4]
+
+    run(test())
+
+
+def test_flush_does_not_say_that_brokers_keep_what_was_decided_when_the_subscription_ended():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill(broker, range(3))
+            first, second = (consumer_of(metaserver, consumer_id="same", drain_s=0.1) for _ in range(2))
+            async with first.pull("a", group="g", start="earliest") as puller:
+                messages = await pull_all(puller, 3)
+                async with second.pull("a", group="g"):
+                    with pytest.raises(SubscriptionReplaced):
+                        await puller.pull(1, timeout=10)
+                    await puller.ack(messages)
+                    with pytest.raises(SubscriptionReplaced):
+                        await puller.flush()
+                    await until_async(puller._task.done)
+                    with pytest.raises(SubscriptionReplaced):
+                        await puller.flush()
+
+    run(test())
+
+
+def test_flush_waits_for_what_is_sent_while_the_puller_goes_offline():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill(broker, range(3))
+            consumer = consumer_of(metaserver, consumer_id="c1")
+            async with consumer.pull("a", group="g", start="earliest") as puller:
+                messages = await pull_all(puller, 3)
+                broker.holds_acks = True
+                await puller.ack(messages)
+                consumer.offline()
+                await until_async(lambda: broker._held_acks)
+                await settle()
+                flushed = asyncio.create_task(puller.flush())
+                await settle()
+                assert not flushed.done()
+                broker.release_acks()
+                await flushed
+                assert all(message.is_settled for message in messages)
 
     run(test())
 
@@ -472,6 +514,32 @@ def test_a_task_that_is_cancelled_when_it_was_woken_wakes_another():
     run(test())
 
 
+def test_calls_that_end_before_anything_comes_leave_nothing_behind():
+    """A puller that looks now and then at a subject where nothing happens grew by each look, for weeks."""
+
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill(broker, [0])
+            async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
+                messages = await pull_all(puller, 1)
+                subscription = puller._subscription
+                assert subscription is not None
+                for _ in range(3):
+                    assert await puller.pull(1, timeout=0) == []
+                assert not subscription._takers
+                broker.holds_acks = True
+                await puller.ack(messages)
+                for _ in range(3):
+                    flushing = asyncio.create_task(puller.flush())
+                    await asyncio.sleep(0)
+                    await cancelled(flushing)
+                assert not subscription._settlers
+                broker.release_acks()
+                await puller.flush()
+
+    run(test())
+
+
 def test_a_pull_without_time_returns_what_is_here():
     async def test() -> None:
         async with cluster("g1") as (metaserver, [broker]):
@@ -497,6 +565,27 @@ def test_at_most_once_what_is_pulled_is_acked_and_what_waits_is_not():
                 assert all(message.is_settled for message in messages)
                 assert sorted(broker.subscribers["a", "g", "c1"].pulled.values()) == list(range(4, 10))
             assert sorted(broker.returned["a", "g"]) == list(range(4, 10))
+
+    run(test())
+
+
+def test_at_most_once_what_was_acked_for_a_pull_that_is_cancelled_is_what_the_next_one_returns():
+    """Nobody can call such acks back: the messages were lost, without a crash."""
+
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill(broker, range(8))
+            consumer = consumer_of(metaserver, consumer_id="c1")
+            async with consumer.pull("a", group="g", start="earliest", most_once=True) as puller:
+                broker.holds_acks = True
+                pulled = asyncio.create_task(puller.pull(4, timeout=10))
+                await until_async(lambda: broker._held_acks)
+                pulled.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await pulled
+                broker.release_acks()
+                assert ns(await puller.pull(3, timeout=10)) == [0, 1, 2], "as many as asked for"
+                assert ns(await pull_all(puller, 5)) == [3, 4, 5, 6, 7]
 
     run(test())
 
