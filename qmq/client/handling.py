@@ -126,7 +126,7 @@ class HandlerThread:
                 result.close()
                 raise InvalidRequest("a handler that returns a coroutine is declared as such: async def")
             finish = partial(future.set_result, result)
-        except (StopIteration, SystemExit, KeyboardInterrupt) as error:  # no future takes it, or it would end the loop
+        except (StopIteration, SystemExit, KeyboardInterrupt, GeneratorExit) as error:  # it would end more than a call
             finish = partial(future.set_exception, RuntimeError(f"the handler raised {error!r}"))
         except BaseException as error:
             finish = partial(future.set_exception, error)

@@ -27,6 +27,8 @@ log = bounded(__name__)
 
 HANDLED_IN_A_ROW = 64
 """A handler that never waits for anything would keep the loop from reading; after so many it has its turn."""
+WORKER_REST_S = 1.0
+"""How long nobody takes the place of a worker that failed: where no thread can be started, the next one fails too."""
 CANCEL_S = 5.0
 """How long a handler that was cancelled may take to end."""
 
@@ -98,10 +100,11 @@ class Listener(Membership):
             self._change()  # by a handler that cancels the task it runs in; while this leaves the group, nobody looks
         elif (error := worker.exception()) is not None:
             log.error("worker ended, another begins subject=%s group=%s", self.subject, self.group, exc_info=error)
-            self._change()
+            asyncio.get_running_loop().call_later(WORKER_REST_S, self._change)
 
     async def _leaving(self, subscription: Subscription, deadline: float) -> None:
         subscription.stop()
+        self._solitude.cancel_waiting()
         if self._workers:
             _, late = await asyncio.wait(self._workers, timeout=deadline - asyncio.get_running_loop().time())
             for worker in late:
@@ -137,11 +140,9 @@ class Listener(Membership):
             if not taken:
                 await subscription.wait()
                 continue
-            if is_alone := taken[0]._piece.suspected:
-                await _begin_alone(solitude, taken)
-            else:
-                while not solitude.enter():
-                    await _wait_for_company(solitude, taken)
+            is_alone = taken[0]._piece.suspected
+            if (is_alone or not solitude.enter()) and not (taken := await _entered(solitude, taken, is_alone)):
+                continue
             began_s = clock() if is_batch or handled % MEASURED_EVERY == 0 else None
             try:
                 await handle(taken if is_batch else taken[0])
@@ -239,20 +240,20 @@ class Listener(Membership):
             )
 
 
-async def _begin_alone(solitude: Solitude, taken: list[ReceivedMessage]) -> None:
+async def _entered(solitude: Solitude, taken: list[ReceivedMessage], is_alone: bool) -> list[ReceivedMessage]:
+    """Wait until a call may begin; return those of its messages that are still this consumer's then, if any."""
     try:
-        await solitude.enter_alone(taken[0])
-    except asyncio.CancelledError:  # the drain ran out of patience before the handler had begun
+        if is_alone:
+            await solitude.enter_alone(taken[0])
+        else:
+            await solitude.enter_later()
+    except asyncio.CancelledError:  # the group is left, and nothing has begun
         _not_begun(taken)
         raise
-
-
-async def _wait_for_company(solitude: Solitude, taken: list[ReceivedMessage]) -> None:
-    try:
-        await solitude.company()
-    except asyncio.CancelledError:
-        _not_begun(taken)
-        raise
+    ours = [message for message in taken if not message.is_dropped]
+    if not ours:
+        solitude.leave(alone=is_alone)
+    return ours
 
 
 def _not_begun(taken: list[ReceivedMessage]) -> None:

@@ -28,24 +28,34 @@ class Solitude:
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     def enter(self) -> bool:
-        """Begin with a message that nobody suspects; False: wait for `company`, and ask again."""
+        """Begin with a message that nobody suspects; False: wait, with `enter_later`."""
         if self._wanted:
             return False
         self._running += 1
         return True
 
-    async def company(self) -> None:
-        """Wait until somebody who is alone, or wants to be, may have ended."""
+    async def enter_later(self) -> None:
+        """Wait until nobody is alone or wants to be, and begin."""
+        while not self.enter():
+            await self._change()
+
+    async def _change(self) -> None:
+        """Wait until somebody has ended, or waits no more."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(future)
         await future
+
+    def cancel_waiting(self) -> None:
+        """Whoever waits to begin gets a CancelledError."""
+        for future in self._waiting:
+            future.cancel()
 
     async def enter_alone(self, message: ReceivedMessage) -> None:
         """Wait until nobody else is handling anything, and tell the broker of `message` that its handler begins."""
         self._wanted += 1
         try:
             while self._running:
-                await self.company()
+                await self._change()
         except BaseException:
             self._wanted -= 1
             self._wake()

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 import pytest
 
 import qmq
+from qmq.client import listener
 from qmq.codec import batch_encoder, with_properties
 from qmq.errors import InvalidAck
 from qmq.remoting.commands import Command
@@ -503,7 +504,8 @@ def test_what_is_no_ordinary_exception_fails_its_message_and_no_other():
     run(test())
 
 
-def test_a_thread_that_exits_fails_its_message_and_ends_no_loop():
+@pytest.mark.parametrize("raised", [SystemExit(1), KeyboardInterrupt(), GeneratorExit(), StopIteration()], ids=repr)
+def test_a_thread_that_exits_fails_its_message_and_ends_no_loop(raised):
     async def test() -> None:
         async with cluster("g1") as (metaserver, [broker]):
             fill(broker, range(3))
@@ -512,12 +514,47 @@ def test_a_thread_that_exits_fails_its_message_and_ends_no_loop():
             @consumer.listen("a", group="g", start="earliest", retry_delay=0.0)
             def handle(message: qmq.ReceivedMessage) -> None:
                 if message["n"] == "1" and message.times == 1:
-                    raise SystemExit(1)
+                    raise raised
                 handled.append(int(message["n"]))
 
             async with listening(consumer):
                 await until_async(lambda: sorted(handled) == [0, 1, 2])
-            assert "SystemExit(1)" in broker.nacks[0].reason
+            assert repr(raised) in broker.nacks[0].reason
+
+    run(test())
+
+
+@pytest.mark.parametrize("rest_s", [0.01, 3600])
+def test_a_worker_that_gets_no_thread_tries_again_after_a_rest(monkeypatch, rest_s):
+    """Where a container allows no more threads, workers that failed at once began anew at once: a core was busy."""
+    attempts: list[str] = []
+
+    def no_thread(name: str) -> None:
+        attempts.append(name)
+        if rest_s > 1 or len(attempts) < 3:
+            raise RuntimeError("can't start new thread")
+        return made(name)
+
+    made = listener.HandlerThread
+    monkeypatch.setattr(listener, "HandlerThread", no_thread)
+    monkeypatch.setattr(listener, "WORKER_REST_S", rest_s)
+
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill(broker, range(3))
+            consumer, handled = consumer_of(metaserver), []
+
+            @consumer.listen("a", group="g", start="earliest")
+            def handle(message: qmq.ReceivedMessage) -> None:
+                handled.append(int(message["n"]))
+
+            async with listening(consumer):
+                if rest_s > 1:
+                    await until_async(lambda: attempts)
+                    await settle()
+                    assert len(attempts) == 1
+                else:
+                    await until_async(lambda: len(handled) == 3)
 
     run(test())
 

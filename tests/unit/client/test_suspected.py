@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 import qmq
+from qmq.errors import InvalidAck
 from tests.support.waiting import until_async
 from tests.unit.client.consuming import cancelled, consumer_of, fill, listening, ns
 from tests.unit.client.fakes import cluster
@@ -94,6 +95,65 @@ def test_a_message_that_waits_to_be_alone_is_not_begun_when_the_drain_runs_out_o
             await cancelled(task)
             assert began == [0] and broker.begun == []
             assert broker.times["a", "g"] == {0: 1, 1: 0}, "the one that never began does not count"
+
+    run(test())
+
+
+@pytest.mark.parametrize("suspected", [{0}, {1}], ids=["for the one that is alone", "to be alone"])
+def test_a_draining_consumer_gives_back_at_once_what_waits_for_its_turn(suspected):
+    """It began with that when its turn came, in the midst of the drain."""
+
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            broker.begins, broker.suspected = True, suspected
+            fill(broker, range(2))
+            first, second, began, gate, done = consumer_of(metaserver), consumer_of(metaserver), [], asyncio.Event(), []
+
+            @first.listen("a", group="g", start="earliest", concurrency=2)
+            async def slow(message: qmq.ReceivedMessage) -> None:
+                began.append(int(message["n"]))
+                await gate.wait()
+
+            @second.listen("a", group="g", start="earliest")
+            async def fast(message: qmq.ReceivedMessage) -> None:
+                done.append((int(message["n"]), message.times))
+
+            task = asyncio.create_task(first.run())
+            await until_async(lambda: began and not first._connections._subscriptions[0]._parcels)
+            first.stop()
+            async with listening(second):
+                await until_async(lambda: done)
+                assert not task.done(), "its handler still runs"
+                gate.set()
+                await task
+            assert began == [0] and done == [(1, 1)]
+
+    run(test())
+
+
+@pytest.mark.parametrize("suspected", [{0}, {1}], ids=["for the one that is alone", "to be alone"])
+@pytest.mark.parametrize("batch", [None, 2], ids=["single", "in lists"])
+def test_no_handler_begins_with_what_was_given_to_others_while_it_waited_for_its_turn(suspected, batch):
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            broker.begins, broker.suspected = True, suspected
+            fill(broker, range(2))
+            consumer, began, gate = consumer_of(metaserver, consumer_id="c1"), [], asyncio.Event()
+
+            @consumer.listen("a", group="g", start="earliest", concurrency=2, batch=batch)
+            async def handle(given: qmq.ReceivedMessage | list[qmq.ReceivedMessage]) -> None:
+                for message in given if isinstance(given, list) else [given]:
+                    began.append((int(message["n"]), message.is_dropped))
+                    if len(began) == 1:
+                        await gate.wait()
+
+            async with listening(consumer):
+                await until_async(lambda: began and not consumer._connections._subscriptions[0]._parcels)
+                session = consumer._connections._subscriptions[0]._sessions["g1", "a"]
+                session._reset(InvalidAck("not yours"))  # as an answer to any request may have it
+                gate.set()
+                await until_async(lambda: len(began) >= 3 and not broker.subscribers["a", "g", "c1"].pulled)
+            assert began[0] == (0, False) and sorted(began[1:]) == [(0, False), (1, False)]
 
     run(test())
 
