@@ -132,9 +132,12 @@ class Listener(Membership):
     async def _serve(self, subscription: Subscription, handle: Way) -> None:
         solitude, is_batch = self._solitude, self._batch is not None
         auto_ack, handled, clock = self._auto_ack, 0, asyncio.get_running_loop().time
+        task = cast(asyncio.Task[None], asyncio.current_task())
         while not subscription.is_closing:
+            if task.cancelling():  # by a handler that returned all the same; the next one would get it
+                raise asyncio.CancelledError
             if len(self._workers) > self._concurrency:
-                self._workers.remove(cast(asyncio.Task[None], asyncio.current_task()))  # before the next one counts
+                self._workers.remove(task)  # before the next one counts
                 return
             taken = self._take(subscription)
             if not taken:
@@ -147,8 +150,7 @@ class Listener(Membership):
             try:
                 await handle(taken if is_batch else taken[0])
             except asyncio.CancelledError as error:
-                task = asyncio.current_task()
-                is_cancelled = task is not None and task.cancelling() > 0
+                is_cancelled = task.cancelling() > 0
                 if not (is_cancelled and subscription.is_closing):  # else it is given back: the drain lost its patience
                     self._failed(taken, error)
                 if is_cancelled:

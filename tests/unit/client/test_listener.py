@@ -929,3 +929,29 @@ def test_a_handler_that_cancels_its_own_task_has_failed_and_the_listener_goes_on
             assert {nack.reason for nack in broker.nacks} == {"CancelledError()"}
 
     run(test())
+
+
+@pytest.mark.parametrize("batch", [None, 1], ids=["single", "in lists"])
+def test_a_handler_that_cancels_its_own_task_and_returns_fails_no_other_message(batch):
+    """The cancellation came out of the next message's handler."""
+
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            fill(broker, range(3))
+            consumer, handled = consumer_of(metaserver, consumer_id="c1"), []
+
+            @consumer.listen("a", group="g", start="earliest", retry_delay=0.0, batch=batch)
+            async def handle(given: qmq.ReceivedMessage | list[qmq.ReceivedMessage]) -> None:
+                (message,) = given if isinstance(given, list) else [given]
+                if message["n"] == "0":
+                    asyncio.current_task().cancel()
+                else:
+                    await asyncio.sleep(0)
+                handled.append((int(message["n"]), message.times))
+
+            async with listening(consumer):
+                await until_async(lambda: len(handled) == 3)
+                await until_async(lambda: not broker.subscribers["a", "g", "c1"].pulled)
+            assert handled == [(0, 1), (1, 1), (2, 1)] and not broker.nacks
+
+    run(test())
