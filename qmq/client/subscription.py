@@ -207,9 +207,10 @@ class Subscription:
         self._settlers.append(future)
         try:
             await future
-        finally:
+        except asyncio.CancelledError:
             if future in self._settlers:
                 self._settlers.remove(future)
+            raise
 
     def wake_all(self) -> None:
         """Whoever waits for messages looks again, also at whether it should."""
