@@ -135,7 +135,7 @@ class PointFile:
         self._put(follows=True)
 
     def seeding(self) -> None:
-        """This copy's log begins anew: what was known of the old one is not in it."""
+        """This copy's log has begun anew: what was known of the old one is not in it."""
         self.own = None
         self._put(life=self._copy.life + 1, follows=True, kept_end=0, lacks=None)
 

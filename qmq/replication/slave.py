@@ -136,7 +136,6 @@ class Slave:
             self._keep_confirmed(agreement.offset)
             self.has_matched = False
             self._identity.completed(False)
-            self._identity.points.seeding()
             self._enter(SlaveEvent.SEED, AwaitingSnapshot(link, agreement))
         elif agreement.action == Action.WAIT:
             self.has_matched = False
@@ -252,6 +251,7 @@ class Slave:
         if not self._log.is_idle:
             return awaiting.link.close(_DELETING)
         self._log.seed(base, snapshot, "seeded-anew", start=awaiting.agreement.master_start)
+        self._identity.points.seeding()  # not before: of the old log it would say that all of it was confirmed
         log.warning("seeding group=%s from=%d: the old copy is in quarantine", self._group, base)
         self._enter(SlaveEvent.SNAPSHOT, Following(awaiting.link, awaiting.agreement))
         self._confirm(self._log.end, self._log.chain)
