@@ -9,7 +9,7 @@ import pytest
 
 from qmq.errors import DiskFailed
 from qmq.log.memory_disk import MemoryDisk
-from qmq.log.segments import snapshot_name
+from qmq.log.segments import log_name, snapshot_name
 from qmq.server import scrub
 from tests.unit.log.logs import Copy
 
@@ -33,7 +33,7 @@ def test_newest_file_that_is_gone_is_missed_while_a_closed_segment_is_read(monke
                 loop.call_soon_threadsafe(is_read.set)
 
         monkeypatch.setattr(copy.log, "verify", verified)
-        service = SimpleNamespace(node=SimpleNamespace(log=copy.log), fail=failures.put_nowait)
+        service = SimpleNamespace(node=SimpleNamespace(log=copy.log, role="slave"), fail=failures.put_nowait)
         settings = SimpleNamespace(scrub_hours=168, scrub_bytes_per_s=1)  # minutes for each piece
         reading = asyncio.ensure_future(scrub.Scrub(service, settings).run())
         await is_read.wait()
@@ -46,12 +46,16 @@ def test_newest_file_that_is_gone_is_missed_while_a_closed_segment_is_read(monke
     asyncio.run(run())
 
 
-def scrubbed(copy, until, *, hours=168, free=1 << 30):
+def tell_nobody(_problem):
+    """As a node without a part."""
+
+
+def scrubbed(copy, until, *, hours=168, free=1 << 30, role="slave"):
     """Let a scrub read what is due, until something is so; `free`: of a disk that is to have a MiB."""
 
     async def run():
         failures = []
-        node = SimpleNamespace(log=copy.log, found_damage=copy.log.damaged_at)
+        node = SimpleNamespace(log=copy.log, role=role, found_damage=copy.log.damaged_at if role else tell_nobody)
         service = SimpleNamespace(node=node, fail=failures.append, guarded=lambda call: call())
         service.disk_free_bytes, service.disk_free_limit = free, 1 << 20
         settings = SimpleNamespace(scrub_hours=hours, scrub_bytes_per_s=1 << 30)
@@ -113,3 +117,21 @@ def test_an_only_segment_whose_snapshot_is_damaged_gets_a_successor_with_a_whole
     state = copy.log.state
     assert copy.log.bases == [base, end]
     assert copy.reopen().bases == [base, end] and copy.log.state == state
+
+
+def test_a_broker_without_a_part_does_not_find_the_same_damage_again_and_again(monkeypatch):
+    """A broker that no metaserver takes wrote a line of its log for each, as fast as it could read."""
+    copy = Copy(MemoryDisk(), tail_bytes=0)
+    copy.begin_epoch()
+    copy.fill(60, size=100)
+    copy.disk.flip(log_name(copy.log.bases[1]), 8 * 300)
+    looks, wait = [], scrub.Scrub._until_next_look
+
+    async def until_next_look(self):
+        looks.append(self)
+        await wait(self)
+
+    monkeypatch.setattr(scrub.Scrub, "_until_next_look", until_next_look)
+    monkeypatch.setattr(scrub, "LOOK_S", 0.01)
+    assert scrubbed(copy, lambda: len(looks) > 4, role=None) == 0
+    assert scrubbed(copy, lambda: copy.log.damage is not None) == 1
