@@ -19,7 +19,7 @@ from qmq.logs import bounded
 from qmq.message import Message
 from qmq.outbox.row import decode_row, encode_row
 from qmq.outbox.session import find
-from qmq.outbox.table import table_name
+from qmq.outbox.table import Inserted, head_of, table_name
 from qmq.outbox.unit import AsyncTransaction, Database, Item, Transaction, Written, are_unknown
 from qmq.subjects import check_subject
 
@@ -35,7 +35,7 @@ DELETES_MAX = 3
 class _Deletion:
     """Rows of one database that are to be deleted. Ends with the last of the tasks that want it."""
 
-    ids: list[int] = field(default_factory=list)
+    rows: list[Inserted] = field(default_factory=list)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     tasks: int = 0
 
@@ -185,14 +185,14 @@ class Courier:
             log.error("messages stay in the outbox error=%r", error)
 
     async def _deliver(self, written: Written) -> None:
-        database, items, ids = written
+        database, items, rows = written
         receipts = await self._send(items)
-        if ids is None:
+        if rows is None:
             receipts = await self._kept_after_all(items, receipts, database)
         for item, receipt in zip(items, receipts):
             item.receipt.set_result(receipt)
-        if ids is not None and any(receipt.is_stored for receipt in receipts):
-            await self._delete(database, await self._stored(database, ids, receipts))
+        if rows is not None and any(receipt.is_stored for receipt in receipts):
+            await self._delete(database, await self._stored(database, rows, receipts))
 
     async def _send(self, items: Sequence[Item]) -> Sequence[Receipt]:
         try:
@@ -200,7 +200,7 @@ class Courier:
         except QmqError as error:
             return [unstored(Outcome.REFUSED, str(item.message.id), item.message.subject, "", error) for item in items]
 
-    async def _insert(self, items: Sequence[Item], database: Database) -> list[int] | None:
+    async def _insert(self, items: Sequence[Item], database: Database) -> list[Inserted] | None:
         """Write rows in a transaction of their own; None if that failed."""
         contents = [item.content for item in items]
         try:
@@ -218,27 +218,30 @@ class Courier:
             return receipts
         return [receipt if receipt.is_stored else _in_no_outbox(receipt) for receipt in receipts]
 
-    async def _stored(self, database: Database, ids: Sequence[int], receipts: Sequence[Receipt]) -> Sequence[int]:
-        """Return the ids of rows whose messages are stored: all, or those that say so themselves."""
+    async def _stored(
+        self, database: Database, rows: Sequence[Inserted], receipts: Sequence[Receipt]
+    ) -> Sequence[Inserted]:
+        """Return the rows whose messages are stored: all, or those that say so themselves."""
         left = {receipt.message_id for receipt in receipts if not receipt.is_stored}
         if not left:
-            return ids
+            return rows
+        ids = [id for one in rows for id in one.ids]
         try:
-            rows = await database.run(self.table, lambda rows: rows.read(ids))
+            read = await database.run(self.table, lambda rows: rows.read(ids))
         except Exception as error:
             log.warning("rows of the outbox are not read, and stay rows=%d error=%r", len(ids), error)
             return []
         stored = {receipt.message_id for receipt in receipts} - left
-        return [id for id, content in rows if _message_id(content) in stored]
+        return [Inserted([id], [head_of(content)]) for id, content in read if _message_id(content) in stored]
 
-    async def _delete(self, database: Database, ids: Sequence[int]) -> None:
+    async def _delete(self, database: Database, rows: Sequence[Inserted]) -> None:
         """Delete rows. While one DELETE is under way, others gather, so that it takes one connection, not all."""
         deletion = self._deletions.setdefault(database, _Deletion())
-        deletion.ids.extend(ids)
+        deletion.rows.extend(rows)
         deletion.tasks += 1
         try:
             async with deletion.lock:
-                gathered, deletion.ids = deletion.ids, []
+                gathered, deletion.rows = deletion.rows, []
                 if gathered:  # else somebody took them along
                     await self._delete_now(database, gathered)
         finally:
@@ -246,14 +249,15 @@ class Courier:
             if not deletion.tasks:
                 del self._deletions[database]
 
-    async def _delete_now(self, database: Database, ids: Sequence[int]) -> None:
+    async def _delete_now(self, database: Database, gathered: Sequence[Inserted]) -> None:
         for attempt in range(1, DELETES_MAX + 1):
             try:
-                await database.run(self.table, lambda rows: rows.delete(ids))
+                await database.run(self.table, lambda rows: rows.delete(gathered))
                 return
             except Exception as error:
                 if attempt == DELETES_MAX:
-                    log.warning("rows stay, and are sent again rows=%d error=%r", len(ids), error)
+                    count = sum(len(one.ids) for one in gathered)
+                    log.warning("rows stay, and are sent again rows=%d error=%r", count, error)
 
     def _refuse(self, written: Written, error: QmqError) -> None:
         for item in written.items:

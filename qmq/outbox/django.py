@@ -16,7 +16,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils.connection import ConnectionProxy
 
 from qmq.errors import InvalidRequest
-from qmq.outbox.table import Flavor, Rows
+from qmq.outbox.table import Flavor, Inserted, Rows
 from qmq.outbox.unit import Database, Item, Transaction, Written, are_unknown
 
 T = TypeVar("T")
@@ -68,13 +68,13 @@ class _Atomic:
 
     def stage(self, items: list[Item]) -> None:
         connection, courier = connections[self._alias], items[0].courier
-        ids = _rows(connection, courier.table).insert([item.content for item in items])
+        rows = _rows(connection, courier.table).insert([item.content for item in items])
         hook = _hook_of_this_level(connection)
         if hook is None or hook.courier is not courier:
             hook = _AfterCommit(DjangoDatabase(self._alias), courier)
             transaction.on_commit(hook, using=self._alias)
         hook.items += items
-        hook.ids += ids
+        hook.rows += rows
 
 
 class _AfterCommit:
@@ -83,12 +83,12 @@ class _AfterCommit:
     def __init__(self, database: DjangoDatabase, courier: Any) -> None:
         self.courier = courier
         self.items: list[Item] = []
-        self.ids: list[int] = []
+        self.rows: list[Inserted] = []
         self._database = database
 
     def __call__(self) -> None:
         items, self.items = self.items, []
-        self.courier.committed(Written(self._database, items, self.ids))
+        self.courier.committed(Written(self._database, items, self.rows))
 
     def __del__(self) -> None:
         are_unknown(self.items)

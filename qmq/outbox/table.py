@@ -15,10 +15,10 @@ All but the last two are QMQ's columns; the producers here use no others, so its
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
-from itertools import islice
-from typing import Any
+from itertools import groupby, islice
+from typing import Any, NamedTuple
 
 from qmq.errors import InvalidRequest
 
@@ -71,6 +71,18 @@ def table_name(name: str) -> str:
     return name
 
 
+class Inserted(NamedTuple):
+    """Rows of one INSERT: their ids, and how their contents begin; nobody knows which is whose."""
+
+    ids: list[int]
+    heads: list[str]
+
+
+def head_of(content: str) -> str:
+    """Return how a content begins: with the id of its message, as `qmq.outbox.row` writes it."""
+    return content.partition(',"subject":')[0]
+
+
 class Rows:
     """The rows of one outbox, within one transaction of one connection.
 
@@ -85,9 +97,9 @@ class Rows:
         self._execute, self._table, self._flavor = execute, table_name(table), flavor
         self._mark = _MARKS[paramstyle]
 
-    def insert(self, contents: Sequence[str]) -> list[int]:
-        """Write rows; return their ids, in no particular order."""
-        return [id for part in parts_of(contents) for id in self._insert(part)]
+    def insert(self, contents: Sequence[str]) -> list[Inserted]:
+        """Write rows."""
+        return [Inserted(self._insert(part), [head_of(content) for content in part]) for part in parts_of(contents)]
 
     def _insert(self, contents: Sequence[str]) -> list[int]:
         now = self._flavor.now
@@ -100,9 +112,17 @@ class Rows:
         ((first, step),) = self._execute("SELECT LAST_INSERT_ID(), @@auto_increment_increment", ())
         return [first + number * step for number in range(len(contents))]
 
-    def delete(self, ids: Sequence[int]) -> None:
-        for part in _cut(ids):
-            self._execute(f"DELETE FROM {self._table} WHERE id IN ({_list(part)})", ())
+    def delete(self, inserted: Iterable[Inserted]) -> None:
+        """Delete rows that are still those that were inserted. A database that lost its last commits, as it was
+        restored, or a replica took over, gives their ids to other rows, whose messages are not sent."""
+        for ids, heads in _joined(inserted):
+            marks = map(self._mark, range(len(heads)))
+            heads.sort(key=len)
+            same = " OR ".join(
+                f"SUBSTR(content, 1, {size}) IN ({', '.join(islice(marks, len(list(some))))})"
+                for size, some in groupby(heads, len)
+            )
+            self._execute(f"DELETE FROM {self._table} WHERE id IN ({_list(sorted(ids))}) AND ({same})", heads)
 
     def read(self, ids: Sequence[int]) -> list[tuple[int, str]]:
         """Return (id, content) of those rows that are still there."""
@@ -127,8 +147,21 @@ def parts_of(contents: Sequence[str]) -> Iterator[list[str]]:
         yield part
 
 
+def _joined(inserted: Iterable[Inserted]) -> Iterator[Inserted]:
+    """Join rows to what one statement takes; in ascending order, so that two deletions wait for each other instead of
+    deadlocking."""
+    joined = Inserted([], [])
+    for one in sorted(inserted, key=lambda one: min(one.ids)):
+        if len(joined.ids) + len(one.ids) > ROWS_MAX:
+            yield joined
+            joined = Inserted([], [])
+        joined.ids.extend(one.ids)
+        joined.heads.extend(one.heads)
+    if joined.ids:
+        yield joined
+
+
 def _cut(ids: Sequence[int]) -> Iterator[list[int]]:
-    """In ascending order, so that two deletions wait for each other instead of deadlocking."""
     ascending = iter(sorted(ids))
     while part := list(islice(ascending, ROWS_MAX)):
         yield part

@@ -20,7 +20,7 @@ from qmq.client.batching import Outcome, Receipt, unstored
 from qmq.errors import OutcomeUnknown, QmqError, RolledBack
 from qmq.message import Message
 from qmq.outbox.staged import Staged
-from qmq.outbox.table import Rows
+from qmq.outbox.table import Inserted, Rows
 
 T = TypeVar("T")
 
@@ -53,11 +53,11 @@ class Database(Protocol):
 
 
 class Written(NamedTuple):
-    """Messages whose rows are committed. `ids`: of the rows, in no particular order; None: there are no rows."""
+    """Messages whose rows are committed. `rows` is None if there are none."""
 
     database: Database
     items: Sequence[Item]
-    ids: Sequence[int] | None
+    rows: Sequence[Inserted] | None
 
 
 class Courier(Protocol):
@@ -116,8 +116,8 @@ class Unit:
             by_courier.setdefault(item.courier, []).append(item)
         try:
             for courier, items in by_courier.items():
-                ids = rows_of(courier.table).insert([item.content for item in items])
-                self._written.append(Written(self._database, items, ids))
+                rows = rows_of(courier.table).insert([item.content for item in items])
+                self._written.append(Written(self._database, items, rows))
         except BaseException:
             for items in by_courier.values():
                 _are_rolled_back(items)

@@ -164,7 +164,7 @@ def _row_goes_before_its_message() -> list[Patch]:
     original = Courier._deliver
 
     async def deliver(self: Courier, written: Written) -> None:
-        await self._delete(written.database, written.ids or [])
+        await self._delete(written.database, written.rows or [])
         await original(self, written)
 
     return [mock.patch.object(Courier, "_deliver", deliver)]

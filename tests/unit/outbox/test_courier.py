@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import sqlite3
+from contextlib import closing
 from dataclasses import dataclass
 
 import pytest
 
 from qmq import Message, Outcome, Receipt
+from qmq.outbox import dbapi
 from qmq.outbox.courier import Courier
+from qmq.outbox.schema import create_statements
+from qmq.outbox.table import Inserted, head_of
 from qmq.outbox.unit import Written
 
 
@@ -22,8 +28,8 @@ class Database:
         await asyncio.sleep(0)
         return work(self)
 
-    def delete(self, ids):
-        deleted[self.name] = [*deleted.get(self.name, []), *ids]
+    def delete(self, inserted):
+        deleted[self.name] = [*deleted.get(self.name, []), *(id for one in inserted for id in one.ids)]
 
 
 deleted: dict[int, list[int]] = {}
@@ -54,7 +60,7 @@ def courier_of(sender):
 
 def commit(courier, id, database, row):
     items = courier.items([Message("a", id=id)])
-    courier.committed(Written(database, items, [row]))
+    courier.committed(Written(database, items, [Inserted([row], [head_of(items[0].content)])]))
     return items[0].receipt
 
 
@@ -94,3 +100,31 @@ def test_nothing_is_kept_of_databases_whose_rows_are_deleted():
         assert kept == []
 
     asyncio.run(use_many())
+
+
+def test_a_message_stays_that_got_the_id_of_one_whose_commit_the_database_lost(tmp_path):
+    """It was restored, or a replica without the last commits took over, and another process has committed since."""
+
+    async def lose_a_commit():
+        path, backup = tmp_path / "shop.db", tmp_path / "backup.db"
+        database = dbapi.Database(lambda: sqlite3.connect(path))
+        with closing(sqlite3.connect(path)) as connection:
+            for statement in create_statements("sqlite", "t"):
+                connection.execute(statement)
+        shutil.copy(path, backup)
+        sender, other = Sender(), Sender()
+        sender.may, other.may = {"lost": asyncio.Event()}, {"kept": asyncio.Event()}
+        courier, dead = courier_of(sender), courier_of(other)
+        with database.transaction() as transaction:
+            await courier.stage([Message("a", id="lost")], transaction)
+        shutil.copy(backup, path)
+        with database.transaction() as transaction:
+            await dead.stage([Message("a", id="kept")], transaction)
+        sender.may["lost"].set()
+        await courier.drain()
+        with closing(sqlite3.connect(path)) as connection:
+            ((content,),) = connection.execute("SELECT content FROM t").fetchall()
+        assert '"kept"' in content
+        dead.stop()
+
+    asyncio.run(lose_a_commit())

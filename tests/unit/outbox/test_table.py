@@ -7,8 +7,10 @@ import sqlite3
 import pytest
 
 from qmq.errors import InvalidRequest
+from qmq.message import Message
+from qmq.outbox.row import encode_row
 from qmq.outbox.schema import create_statements
-from qmq.outbox.table import BYTES_MAX, ROWS_MAX, Flavor, Rows, parts_of, table_name
+from qmq.outbox.table import BYTES_MAX, ROWS_MAX, Flavor, Inserted, Rows, parts_of, table_name
 
 
 def of_sqlite(statements):
@@ -27,20 +29,46 @@ def of_sqlite(statements):
 def test_many_rows_are_written_read_and_deleted_in_statements_of_bounded_size():
     statements = []
     rows, connection = of_sqlite(statements)
-    contents = [f"content {number}" for number in range(2 * ROWS_MAX + 1)]
-    ids = rows.insert(contents)
+    contents = [f"content {number:04}" for number in range(2 * ROWS_MAX + 1)]
+    inserted = rows.insert(contents)
     assert len(statements) == 3
+    ids = [id for one in inserted for id in one.ids]
     assert sorted(content for _, content in rows.read(ids)) == sorted(contents)
-    rows.delete(ids[1:])
-    assert rows.read(ids) == [(ids[0], "content 0")]
+    statements.clear()
+    rows.delete([*inserted[1:], *(Inserted([id], ["content 0007"]) for id in inserted[0].ids if id != 1)])
+    assert len(statements) == 3
+    assert sorted(content for _, content in rows.read(ids)) == sorted({*contents[:ROWS_MAX]} - {"content 0007"})
+    connection.close()
+
+
+def test_a_row_that_got_the_id_of_another_one_is_not_deleted():
+    """So it is in a database that lost its last commits: restored, or a replica took over."""
+    rows, connection = of_sqlite([])
+    sent, kept = (encode_row(Message("a", {"x": ',"subject":'}, id=id), 1) for id in ('a,"subject":1', 'a,"subject":2'))
+    inserted = rows.insert([sent])
+    connection.execute("UPDATE qmq_msg_queue SET content = ?", (kept,))
+    rows.delete(inserted)
+    assert rows.read([1]) == [(1, kept)]
+    connection.execute("UPDATE qmq_msg_queue SET content = ?", (sent,))
+    rows.delete(inserted)
+    assert rows.read([1]) == []
+    connection.close()
+
+
+def test_rows_of_one_transaction_with_ids_of_many_lengths_are_deleted_together():
+    statements = []
+    rows, connection = of_sqlite(statements)
+    inserted = rows.insert([encode_row(Message("a", id="ä" * size), 1) for size in range(1, 50)])
+    rows.delete(inserted)
+    assert len(statements) == 2 and rows.read(inserted[0].ids) == []
     connection.close()
 
 
 def test_an_id_is_never_used_again():
     rows, connection = of_sqlite([])
-    (first,) = rows.insert(["a"])
-    rows.delete([first])
-    assert rows.insert(["b"]) != [first]
+    first = rows.insert(["a"])
+    rows.delete(first)
+    assert rows.insert(["b"])[0].ids != first[0].ids
     connection.close()
 
 
@@ -58,7 +86,7 @@ def test_where_insert_tells_no_ids_they_are_counted_from_the_first_one():
         asked.append((statement.partition(" ")[0], len(values)))
         return [(40, 3)] if statement.startswith("SELECT") else []
 
-    assert Rows(execute, "t", Flavor.MYSQL, "pyformat").insert(["a", "b", "c"]) == [40, 43, 46]
+    assert Rows(execute, "t", Flavor.MYSQL, "pyformat").insert(["a", "b", "c"])[0].ids == [40, 43, 46]
     assert asked == [("INSERT", 3), ("SELECT", 0)]
 
 
