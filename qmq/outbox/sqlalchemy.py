@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
-from sqlalchemy import Connection, Engine, TwoPhaseTransaction, event
+from sqlalchemy import Connection, Engine, ExceptionContext, TwoPhaseTransaction, event
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, async_scoped_session
 from sqlalchemy.orm import Session, SessionTransaction, scoped_session
 
@@ -179,6 +179,7 @@ def _listen(engine: Engine) -> None:
         _heard.add(engine)
         event.listen(engine, "begin", _begun)
         event.listen(engine, "commit", _before_commit)
+        event.listen(engine, "handle_error", _failed)
         event.listen(engine, "rollback", _rolled_back)
         event.listen(engine, "savepoint", _savepoint)
         event.listen(engine, "rollback_savepoint", _rolled_back_to_savepoint)
@@ -196,6 +197,14 @@ def _before_commit(connection: Connection) -> None:
         if connection not in _announced:
             del _units[connection]
             unit.lost()
+
+
+def _failed(context: ExceptionContext) -> None:
+    """Also called for statements. Of a commit that fails it is all that is told: no roll-back follows."""
+    connection = context.connection
+    if connection is not None and (unit := _units.get(connection)) and unit.is_written:
+        del _units[connection]
+        unit.lost()
 
 
 def _rolled_back(connection: Connection) -> None:

@@ -92,6 +92,8 @@ class Unit:
         self._database = database
         self._staged: Staged[Item] = Staged()
         self._written: list[Written] = []
+        self.is_written = False
+        """Whether nothing is left to do but the commit."""
 
     def add(self, items: list[Item]) -> None:
         self._staged.add(items)
@@ -118,6 +120,7 @@ class Unit:
             for courier, items in by_courier.items():
                 rows = rows_of(courier.table).insert([item.content for item in items])
                 self._written.append(Written(self._database, items, rows))
+            self.is_written = True
         except BaseException:
             for items in by_courier.values():
                 _are_rolled_back(items)

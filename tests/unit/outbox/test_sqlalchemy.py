@@ -167,6 +167,25 @@ def test_a_connections_transaction_that_fails_sends_nothing(session_world, broke
     assert (sent(broker), session_world.rows()) == ([], [])
 
 
+def test_a_connections_commit_that_fails_sends_nothing_though_the_block_goes_on(session_world, broker, producer):
+    with session_world.engine.begin() as connection:
+        connection.execute(text("CREATE TABLE items (n INTEGER REFERENCES keys (n) DEFERRABLE INITIALLY DEFERRED)"))
+        connection.execute(text("CREATE TABLE keys (n INTEGER PRIMARY KEY)"))
+    with session_world.engine.connect() as connection, sends_after_commit(connection):
+        connection.execute(text("PRAGMA foreign_keys = ON"))
+        connection.rollback()
+        for number in (1, 2):
+            connection.execute(text("INSERT INTO items VALUES (1)"))
+            later = producer.send(paid(number), session=connection)
+            with pytest.raises(DBAPIError):
+                connection.commit()
+            connection.rollback()
+            receipt = later.result(5)
+            assert (receipt.outcome, type(receipt.error)) == (qmq.Outcome.UNKNOWN, OutcomeUnknown)
+    producer.flush()
+    assert (sent(broker), session_world.rows()) == ([], [])
+
+
 def test_a_transaction_of_two_phases_takes_no_message(world, broker, producer):
     """Its rows would be in no phase, and its end is told in words of its own."""
     if world.engine.dialect.name == "sqlite":
