@@ -291,7 +291,10 @@ class World:
             patch.start()
 
     def _open(self, url: str) -> Any:
-        return next(server.access.engine for server in self.servers if url.endswith(server.name))
+        for server in self.servers:
+            if url.endswith(server.name):
+                return server.access.engine
+        raise LookupError(url)  # a StopIteration would end no future
 
     def note(self, line: str) -> None:
         self.trace.append(f"{self.loop.time() - 1000:7.2f} {line}")
