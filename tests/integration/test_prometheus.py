@@ -135,6 +135,9 @@ def world(tmp_path_factory, mariadb):
     folder, first = tmp_path_factory.mktemp("prometheus"), run_of_ports()
     metaserver = {"database": mariadb.create_database(), "database_timeout_ms": 30_000, "password_keys": [KEY]}
     metaserver["snapshot"] = str(folder / "snapshot")  # else it is in the working directory, for the next run to find
+    metaserver["audit_ledger"] = str(folder / "ledger")
+    ledger = Ledger(folder / "ledger")
+    ledger.append(Entry("night", time.time_ns() // 1_000_000, "g1", PROVEN, verified=4096))
     with Cluster(
         folder / "run",
         groups=("g1",),
@@ -148,8 +151,6 @@ def world(tmp_path_factory, mariadb):
         broker_port=first + 4,
     ) as cluster:
         made = World(cluster, folder)
-        ledger = Ledger(folder / "ledger")
-        ledger.append(Entry("night", time.time_ns() // 1_000_000, "g1", PROVEN, verified=4096))
         write_gauges(made.textfiles / "qmq_audit.prom", ledger, now_ms=time.time_ns() // 1_000_000)
         jobs = {
             "audit": made.nightly("audit", "true"),  # Spark takes its time; test_audit_cluster.py runs it
