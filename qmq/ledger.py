@@ -163,9 +163,9 @@ class Ledger:
         with self.path(entry.group).open("ab") as file:
             with suppress(OSError):  # a file system without locks; two runs at a time are rare
                 fcntl.flock(file, fcntl.LOCK_EX)  # the line that another run is writing is not torn
-            if (size := file.seek(0, os.SEEK_END)) and (
-                whole := self.path(entry.group).read_bytes().rfind(b"\n") + 1
-            ) < size:
+            size = file.seek(0, os.SEEK_END)  # before the reading: what comes meanwhile is no torn line
+            whole = self.path(entry.group).read_bytes().rfind(b"\n") + 1
+            if whole < size:
                 file.truncate(whole)
             file.write(encode_entry(entry))
             file.flush()

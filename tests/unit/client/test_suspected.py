@@ -10,7 +10,7 @@ import qmq
 from qmq.errors import InvalidAck
 from tests.support.waiting import until_async
 from tests.unit.client.consuming import cancelled, consumer_of, fill, listening, ns
-from tests.unit.client.fakes import cluster
+from tests.unit.client.fakes import FakeMetaserver, cluster
 from tests.unit.client.test_producer import run
 
 
@@ -99,6 +99,24 @@ def test_a_message_that_waits_to_be_alone_is_not_begun_when_the_drain_runs_out_o
     run(test())
 
 
+def slow_and_fast(metaserver: FakeMetaserver, *, concurrency: int):
+    """Return two consumers of a group, what the first has begun and what lets it end, and what the second has done."""
+    first, second, gate = consumer_of(metaserver), consumer_of(metaserver), asyncio.Event()
+    began: list[int] = []
+    done: list[tuple[int, int]] = []
+
+    @first.listen("a", group="g", start="earliest", concurrency=concurrency)
+    async def slow(message: qmq.ReceivedMessage) -> None:
+        began.append(int(message["n"]))
+        await gate.wait()
+
+    @second.listen("a", group="g", start="earliest")
+    async def fast(message: qmq.ReceivedMessage) -> None:
+        done.append((int(message["n"]), message.times))
+
+    return first, second, began, gate, done
+
+
 @pytest.mark.parametrize("suspected", [{0}, {1}], ids=["for the one that is alone", "to be alone"])
 def test_a_draining_consumer_gives_back_at_once_what_waits_for_its_turn(suspected):
     """It began with that when its turn came, in the midst of the drain."""
@@ -107,17 +125,7 @@ def test_a_draining_consumer_gives_back_at_once_what_waits_for_its_turn(suspecte
         async with cluster("g1") as (metaserver, [broker]):
             broker.begins, broker.suspected = True, suspected
             fill(broker, range(2))
-            first, second, began, gate, done = consumer_of(metaserver), consumer_of(metaserver), [], asyncio.Event(), []
-
-            @first.listen("a", group="g", start="earliest", concurrency=2)
-            async def slow(message: qmq.ReceivedMessage) -> None:
-                began.append(int(message["n"]))
-                await gate.wait()
-
-            @second.listen("a", group="g", start="earliest")
-            async def fast(message: qmq.ReceivedMessage) -> None:
-                done.append((int(message["n"]), message.times))
-
+            first, second, began, gate, done = slow_and_fast(metaserver, concurrency=2)
             task = asyncio.create_task(first.run())
             await until_async(lambda: began and not first._connections._subscriptions[0]._parcels)
             first.stop()
@@ -166,17 +174,7 @@ def test_a_draining_consumer_gives_back_at_once_what_it_has_not_begun(begins):
         async with cluster("g1") as (metaserver, [broker]):
             broker.begins = begins
             fill(broker, range(20))
-            first, second, began, gate, done = consumer_of(metaserver), consumer_of(metaserver), [], asyncio.Event(), []
-
-            @first.listen("a", group="g", start="earliest")
-            async def slow(message: qmq.ReceivedMessage) -> None:
-                began.append(int(message["n"]))
-                await gate.wait()
-
-            @second.listen("a", group="g", start="earliest")
-            async def fast(message: qmq.ReceivedMessage) -> None:
-                done.append((int(message["n"]), message.times))
-
+            first, second, began, gate, done = slow_and_fast(metaserver, concurrency=1)
             first_task = asyncio.create_task(first.run())
             await until_async(lambda: began)
             first.stop()

@@ -227,12 +227,7 @@ def test_a_whole_copy_from_before_the_masters_log_begins_waits_untouched():
     heed(copies, "manual")
     assert copies.c.slave.has_matched
     copies.cut("c")
-    client = Client(copies.a)
-    while len(copies.a.log.bases) < 4:
-        client.produce(*(f"m{number}" for number in range(10)))
-        copies.settle()
-    while copies.a.log.start <= copies.c.log.end:
-        copies.a.drop_oldest_segment()
+    copies.outgrow(copies.a, copies.c, segments=4)
     end, order = copies.c.log.end, (fill_id(copies.c), True)
     copies.connect("c")
     assert copies.state("c") is FollowerState.UNFILLED and copies.c.log.end == end

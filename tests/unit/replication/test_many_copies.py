@@ -34,6 +34,15 @@ class Copies:
         self.connect("".join(self.wires) if connected is None else connected)
         return self
 
+    def outgrow(self, master: Broker, copy: Broker, *, segments: int) -> None:
+        """Let the master write so many segments, and drop the oldest until its log begins behind the copy's end."""
+        client = Client(master)
+        while len(master.log.bases) < segments:
+            client.produce(*(f"m{number}" for number in range(10)))
+            self.settle()
+        while master.log.start <= copy.log.end:
+            master.drop_oldest_segment()
+
     def begin_alone_twice(self) -> None:
         """The master begins without slaves, and again: what stands there then is of an earlier mastership."""
         for _ in range(2):

@@ -245,12 +245,7 @@ def test_a_copy_that_is_to_be_seeded_promises_nothing_and_begins_where_it_was_ag
     copies.c.node.identity.points.own = Point(Epoch(1, 1), copies.c.log.end, copies.c.log.chain)
     assert copies.c.slave.has_matched
     copies.cut("c")
-    client = Client(copies.a)
-    while len(copies.a.log.bases) < 5:
-        client.produce(*(f"m{number}" for number in range(10)))
-        copies.settle()
-    while copies.a.log.start <= copies.c.log.end:
-        copies.a.drop_oldest_segment()
+    copies.outgrow(copies.a, copies.c, segments=5)
     wire, c, end = copies.wires["c"], copies.c, copies.c.log.end
 
     def agreed() -> None:
@@ -286,12 +281,7 @@ def an_old_master_that_is_to_be_seeded() -> tuple[Copies, Group]:
     copies.b.wait(SETTINGS.slave_wait_ms)
     copies.settle()
     assert copies.b.node.writable
-    client = Client(copies.b)
-    while len(copies.b.log.bases) < 5:
-        client.produce(*(f"m{number}" for number in range(10)))
-        copies.settle()
-    while copies.b.log.start <= copies.a.log.end:
-        copies.b.drop_oldest_segment()
+    copies.outgrow(copies.b, copies.a, segments=5)
     return copies, copies.wires["a"]
 
 
