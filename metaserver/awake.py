@@ -6,8 +6,8 @@ would have been silent, and it would call them all down.
 
 from __future__ import annotations
 
-PAUSE_MS = 1500
-"""The clock is read many times a second; a longer break was no listening."""
+PAUSE_MS = 2500
+"""The clock is read every other second at least; a longer break was no listening."""
 
 
 class AwakeClock:

@@ -242,7 +242,7 @@ class Liveness:
         self._presumed_brokers = {broker.key: broker.incarnation for broker in unknown}
 
     def tick(self, *, now_ms: int) -> None:
-        """Notice silence: of brokers whose stream stays open, and of metaservers. Call it many times a second."""
+        """Notice silence: of brokers whose stream stays open, and of metaservers. Call it once `quiet_ms` are over."""
         if self._presumed_brokers and now_ms >= self._presumed_until_ms:
             self._presumed_brokers = {}
             self.version += 1  # who was told what was presumed must hear that it is over

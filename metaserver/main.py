@@ -60,6 +60,7 @@ from qmq.proto.qmq_pb2_grpc import add_MetaserverServicer_to_server
 from qmq.rations import NewSubjects
 from qmq.rights import TokenRole
 from qmq.settings import InvalidSettings, load
+from qmq.ticking import REST_S
 from qmq.version import VERSION
 
 log = logging.getLogger("qmq.metaserver")
@@ -342,7 +343,7 @@ async def run(settings: MetaserverSettings) -> bool:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     metaserver = Metaserver(settings)
-    collecting = asyncio.create_task(collect_by_the_clock())
+    collecting = asyncio.create_task(collect_by_the_clock(REST_S))
     try:
         await metaserver.serve(stop)
     finally:

@@ -103,6 +103,9 @@ class Registry:
         self.points: dict[tuple[str, str], Point] = {}
         """Acknowledged points, by group and incarnation, that heartbeats told and the database does not have yet."""
         self.stored_points: dict[tuple[str, str], Point] = {}
+        self._heard: dict[BrokerKey, ReplicaState] = {}
+        """What was taken in as each broker's state since the directory was read, or points are to be stored again."""
+        self._heard_in: Directory | None = None
         """Those that it was given a moment ago."""
         self.points_rose = asyncio.Event()
         """Set when there is one more."""
@@ -317,6 +320,16 @@ class Registry:
             state = replace(state, known_term=self._known_terms.get(key, 0))
         if not self.liveness.beat(key, session, state, now_ms=self.now_ms()):
             return False
+        if self._heard_in is not self.directory:
+            self._heard_in = self.directory
+            self._heard.clear()
+        if self._heard.get(key) is not state:  # most beats of who has nothing to do say what the one before said
+            self._heard[key] = state
+            self._take_in(key, state)
+        self.publish()
+        return True
+
+    def _take_in(self, key: BrokerKey, state: ReplicaState) -> None:
         if broker := self.directory.find(key):
             self._reported.note(broker.group, state.term)
             self._reported.note_promise(broker.group, state.promised_term)
@@ -325,8 +338,11 @@ class Registry:
                 self.points[place] = state.point
                 self.points_rose.set()
         self._note_completeness(key, state)
-        self.publish()
-        return True
+
+    def store_points_again(self) -> None:
+        """Let all points that the next heartbeats say be stored, also those that were: the database may be older."""
+        self.stored_points.clear()
+        self._heard.clear()
 
     async def points_of(self, group: str) -> Points:
         """Return what the group's copies said to be acknowledged, all that is stored and all that is known here.

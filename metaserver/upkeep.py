@@ -27,27 +27,25 @@ from qmq.metaserver.registry import Registry
 from qmq.metaserver.renewals import Promises
 from qmq.metaserver.rpc.broker_client import Brokers
 from qmq.metaserver.snapshot import Snapshots
-from qmq.ticking import LEAST, SECOND_S, until_next_second
+from qmq.ticking import LEAST, REST_S, SECOND_S, until_next_second
 
 log = logging.getLogger("qmq.metaserver")
 
 TICK_S = 0.1
 STORE_GAP_S = 0.1
 """Heartbeats' news of so long a time go into one transaction."""
-ALONE_S = 2.0
+ALONE_S = REST_S
 """A metaserver looks so often whether another one came, if it takes no silence of so long amiss; each second if not."""
 LOOKED_S = (1 + LEAST) * ALONE_S
 """So long it does not look again by itself after a look that came with a lease: no longer than two looks of its own may
 be apart, and longer than it takes until a watchdog keeps its lease again."""
 STORED_AGAIN_S = 10.0
 """What did not change is stored again so often: a database that was restored may have lost it, or take nothing now."""
-ROWS_S = 2.0
-"""Rows that are older than their brokers are looked for so often: when brokers send their heartbeats, too."""
 EARLY_S = 0.005
 """A timer may fire so much too early."""
 AGAIN_S = 1.0
 """What could not be stored is tried again so often."""
-SNAPSHOT_GAP_S = 3.0
+SNAPSHOT_GAP_S = 4.0
 SNAPSHOT_SHARE = 20
 """A large snapshot takes its time; it gets a twentieth of it."""
 ASKED_AT_ONCE = 32
@@ -270,7 +268,7 @@ class Upkeep:
             await self._until_points(again_s)
             await asyncio.sleep(_pause_s())
             if time.monotonic() >= again_s:
-                self._registry.stored_points.clear()
+                self._registry.store_points_again()
                 again_s = time.monotonic() + STORED_AGAIN_S
             try:
                 await self._store_points_once()
@@ -321,7 +319,7 @@ class Upkeep:
         quiet_s = registry.liveness.quiet_ms(now_ms=registry.now_ms()) / 1000
         registry.doubted.clear()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(max(TICK_S, min(quiet_s, _pause_s()))):
+            async with asyncio.timeout(max(TICK_S, min(quiet_s, _pause_s(REST_S)))):
                 await registry.doubted.wait()
 
     async def _raise_rows(self) -> None:
@@ -336,7 +334,7 @@ class Upkeep:
                     log.exception("row of a group not raised broker_group=%s", name)
             await self._end_promises()
             await self._widen_routes()
-            await asyncio.sleep(_pause_s(ROWS_S))
+            await asyncio.sleep(_pause_s(REST_S))
 
     async def _widen_routes(self) -> None:
         """Let the subjects of dead letters be served wherever those come from, when that is more than it was."""

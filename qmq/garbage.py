@@ -19,7 +19,7 @@ import gc
 import time
 
 from qmq import memory
-from qmq.ticking import until_next_second
+from qmq.ticking import SECOND_S, until_next_second
 
 YOUNG_S = 0.1
 MIDDLE_EVERY = 4
@@ -29,7 +29,7 @@ GROWTH_BYTES = 64 << 20
 LOOK_EVERY = 10
 """So many collections, then one look at how much memory there is."""
 IDLE_TURNS = 10
-"""After so many collections in a row that found next to nothing, it comes once a second, until one finds more."""
+"""After so many collections in a row that found next to nothing, it rests in between, until one finds more."""
 FEW = 2000
 """Objects that are not worth it to a process that has nothing to do."""
 QUICK_S = 0.0003
@@ -37,14 +37,18 @@ QUICK_S = 0.0003
 long: a second of objects instead of a tenth."""
 
 
-async def collect_by_the_clock() -> None:
-    """Take over the collector of this process, until cancelled."""
+async def collect_by_the_clock(rest_s: float = SECOND_S) -> None:
+    """Take over the collector of this process, until cancelled.
+
+    Args:
+        rest_s: whole seconds between two looks, when there is nothing to do.
+    """
     gc.disable()
     idle, turn = 0, 0
     full_s, full_bytes = _full_is_due()
     try:
         while True:
-            await asyncio.sleep(YOUNG_S if idle < IDLE_TURNS else _pause_s())
+            await asyncio.sleep(YOUNG_S if idle < IDLE_TURNS else _pause_s(rest_s))
             began_s, turn = time.thread_time(), turn + 1
             if idle < IDLE_TURNS or gc.get_count()[0] >= FEW:
                 gc.collect(0 if turn % MIDDLE_EVERY else 1)
@@ -69,5 +73,5 @@ def memory_bytes() -> int:
         return 0
 
 
-def _pause_s() -> float:
-    return until_next_second(asyncio.get_running_loop().time())
+def _pause_s(rest_s: float) -> float:
+    return until_next_second(asyncio.get_running_loop().time(), rest_s)

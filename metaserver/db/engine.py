@@ -1,6 +1,7 @@
 """Shell. Opens the metaserver's database: SQLite, MariaDB or PostgreSQL.
 
-What differs between the three stands here and in `metaserver.db.migrate`; all other SQL is the same for each.
+What differs between the three stands here, in `metaserver.db.isolation` and in `metaserver.db.migrate`; all other SQL
+is the same for each.
 """
 
 from __future__ import annotations
@@ -32,9 +33,6 @@ IDLE_S = 60
 
 POOL_CONNECTIONS = 8
 """Changes wait for each other anyway; the rest is short reading."""
-
-READING = "qmq_reading"
-"""Execution option of transactions that only read."""
 
 _DRIVERS = {
     "sqlite": "sqlite",
@@ -71,27 +69,20 @@ def connect(url: str) -> Engine:
         if backend == "sqlite":
             engine = create_engine(parsed, connect_args={"timeout": LOCK_S}, pool_use_lifo=True)
             event.listen(engine, "connect", _prepare_sqlite)
-            event.listen(engine, "begin", _begin_sqlite)
             return engine
         waits = Waits(CONNECT_S, LOCK_S, ANSWER_S, NEXT_STATEMENT_S, IDLE_S)
-        engine = create_engine(
+        return create_engine(
             parsed,
+            isolation_level="READ COMMITTED",  # a change that waited for another one sees what that one stored
             connect_args=waits.postgresql() if backend == "postgresql" else waits.mariadb(),
             pool_size=POOL_CONNECTIONS,
             max_overflow=0,
             pool_timeout=CONNECT_S,
             pool_recycle=IDLE_S * 3 // 4,  # before the server ends it
         )
-        event.listen(engine, "begin", _begin)
-        return engine
     except ModuleNotFoundError as error:
         extra = _EXTRAS[backend]
         raise DatabaseUnusable(f"{error}; for this database install qmq with its driver: qmq[server,{extra}]") from None
-
-
-def for_reading(engine: Engine) -> Engine:
-    """The same database, for transactions that read several tables as of one moment."""
-    return engine.execution_options(**{READING: True})
 
 
 def name_of(url: str) -> str:
@@ -128,19 +119,7 @@ def _check_encoding(engine: Engine) -> None:
 
 
 def _prepare_sqlite(connection: Any, _record: Any) -> None:
-    connection.isolation_level = None  # the driver begins no transaction of its own; _begin_sqlite does
+    connection.isolation_level = None  # the driver begins no transaction of its own; `isolation.begin` does
     # Readers do not wait for the writer; FULL, as a term that was given out must survive a power failure.
     for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
         connection.execute(f"PRAGMA {pragma}")
-
-
-def _begin(connection: Any) -> None:
-    # A change that waited for another one must see what that one stored.
-    level = "REPEATABLE READ" if connection.get_execution_options().get(READING) else "READ COMMITTED"
-    connection.exec_driver_sql(f"SET TRANSACTION ISOLATION LEVEL {level}")
-
-
-def _begin_sqlite(connection: Any) -> None:
-    # A transaction that reads first and writes later would fail when another one wrote in between: take the lock now.
-    reading = connection.get_execution_options().get(READING)
-    connection.exec_driver_sql("BEGIN" if reading else "BEGIN IMMEDIATE")

@@ -25,6 +25,7 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import Column, Connection, Engine, MetaData, String, Table, inspect, select, text
 
 from qmq.metaserver.db.errors import DatabaseUnusable
+from qmq.metaserver.db.isolation import begin
 from qmq.metaserver.db.tables import metadata
 
 WAIT_S = 20
@@ -110,7 +111,7 @@ def _alone(connection: Connection) -> Iterator[None]:
         with _alone_on_mariadb(connection):
             yield
         return
-    with connection.begin():  # on SQLite this waits for every other writer
+    with begin(connection):  # on SQLite this waits for every other writer
         if connection.dialect.name == "postgresql":
             for bound in ("lock_timeout", "idle_in_transaction_session_timeout"):
                 connection.execute(text(f"SET LOCAL {bound} = {WAIT_S * 1000}"))

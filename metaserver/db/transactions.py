@@ -17,8 +17,9 @@ from typing import TypeVar
 from sqlalchemy import Connection, Engine, select, update
 from sqlalchemy.exc import DBAPIError
 
-from qmq.metaserver.db.engine import ANSWER_S, for_reading
+from qmq.metaserver.db.engine import ANSWER_S
 from qmq.metaserver.db.errors import CommitUnknown, DatabaseUnusable
+from qmq.metaserver.db.isolation import begin
 from qmq.metaserver.db.tables import meta_version
 
 log = logging.getLogger("qmq.metaserver")
@@ -47,7 +48,6 @@ class Transactions:
 
     def __init__(self, engine: Engine, *, limit_s: float = LIMIT_S) -> None:
         self._engine = engine
-        self._reading = for_reading(engine)
         self._limit_s = limit_s
 
     def read(self, work: Callable[[Connection], T]) -> T:
@@ -63,12 +63,16 @@ class Transactions:
         return _repeat(lambda: self._write_once(work))
 
     def _read_once(self, work: Callable[[Connection], T]) -> T:
-        with self._reading.connect() as connection, _deadline(connection, self._limit_s), connection.begin():
+        with (
+            self._engine.connect() as connection,
+            _deadline(connection, self._limit_s),
+            begin(connection, reading=True),
+        ):
             return work(connection)
 
     def _write_once(self, work: Callable[[Connection], T]) -> T:
         with self._engine.connect() as connection, _deadline(connection, self._limit_s):
-            transaction = connection.begin()
+            transaction = begin(connection)
             try:
                 result = work(connection)
             except BaseException:

@@ -26,7 +26,9 @@ log = logging.getLogger("qmq.metaserver")
 
 REMEMBERED_MAX = 10_000
 CLOCK_S = 1.5
-"""Who beats every second hears every other one what time it is; who rests, with each beat."""
+"""Who beats every second hears to every other beat what time it is."""
+REST_CLOCK_S = 3.5
+"""And who rests, to every other one of its beats."""
 STOPPING = "this metaserver stops; ask /meta/address for another one"
 
 MayRest = Callable[[Group, Broker], bool]
@@ -104,7 +106,7 @@ class BrokerRpc:
                     elif assignment is None:
                         text = f"{broker.key} has no place in a group any more; register again to learn what to do"
                         await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
-                    elif assignment != sent or time.monotonic() - told_s >= CLOCK_S:
+                    elif assignment != sent or time.monotonic() - told_s >= _clock_s(assignment):
                         told_s = time.monotonic()
                         yield _with_clock(assignment if assignment != sent else None)
                     await wake.wait()
@@ -169,6 +171,10 @@ def _check_group(broker: Broker, said: pb.BrokerIdentity) -> None:
             f"{broker.key} belongs to {broker.group}, not to {said.broker_group}, whose data directory it has: start "
             "it with an empty one"
         )
+
+
+def _clock_s(assignment: pb.Assignment) -> float:
+    return REST_CLOCK_S if assignment.may_rest else CLOCK_S
 
 
 def _with_clock(assignment: pb.Assignment | None) -> pb.Assignment:

@@ -15,8 +15,8 @@ from qmq.metaserver.rpc.tokens import wall_ms
 from qmq.rpc_access import TOKEN_KEY
 from qmq.ticking import until_next_second
 
-REVIEW_S = 5.0
-"""As brokers do: what is revoked ends within a minute."""
+REVIEW_S = 6.0
+"""What is revoked ends within a minute."""
 TURN = 100
 """Streams ended before others have their turn."""
 

@@ -21,7 +21,7 @@ from qmq.replication.fills import SyncMode
 from qmq.replication.points import Point
 from qmq.replication.settings import CopySettings
 from qmq.server.service import Service
-from qmq.ticking import until_next_second
+from qmq.ticking import REST_S, until_next_second
 from qmq.types import Epoch, GroupKind, Role
 from qmq.version import VERSION
 
@@ -41,12 +41,10 @@ STEADY_S = 3.0
 """Who was served for so long begins with the first wait again. Two machines with a copy of one broker's disk and name
 end each other's heartbeats; they must not do it a hundred times a second."""
 REGISTER_S = 5.0
-REST_S = 2
-"""So often a broker beats that may rest and has nothing new to say: at the seconds that this divides."""
 SOON_S = 0.5
 """Who said something so short a time before does not repeat it."""
-SILENT_S = 6.0
-"""A metaserver answers every two seconds. One that stands still keeps its connections, and tells of no new master."""
+SILENT_S = 10.0
+"""A metaserver answers every four seconds. One that stands still keeps its connections, and tells of no new master."""
 ALONE_AFTER_S = 3.0
 """How long a broker that starts waits for the metaserver before it takes up the part it had."""
 

@@ -105,7 +105,7 @@ def test_memory_is_what_a_process_has_for_itself():
 def test_an_idle_process_looks_at_nothing_while_there_is_little_new(monkeypatch):
     monkeypatch.setattr(garbage, "YOUNG_S", 0.001)
     monkeypatch.setattr(garbage, "QUICK_S", 60.0)
-    monkeypatch.setattr(garbage, "_pause_s", lambda: 0.001)
+    monkeypatch.setattr(garbage, "_pause_s", lambda rest_s: 0.001)
     looks, few = [], asyncio.Event()
     monkeypatch.setattr(garbage.gc, "collect", lambda generation=2: looks.append(generation))
     counts = iter([0, garbage.FEW - 1, garbage.FEW, 0])

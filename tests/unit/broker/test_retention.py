@@ -11,6 +11,7 @@ from qmq.errors import ErrorCode
 from qmq.log.frame import FrameKind
 from qmq.log.retention import RetentionDecision, decode_retention, encode_retention
 from qmq.operator_limits import OF_SUBJECT, OperatorLimits
+from qmq.replication.clocks import READING_MS_MAX
 from qmq.replication.retention import HOUR_MS, old_segments
 from qmq.types import Role
 from tests.unit.broker.world import SETTINGS, Client, Group
@@ -159,7 +160,7 @@ def test_nothing_is_decided_without_the_time_of_each(missing):
     group.a.node.decide_retention(group.a.keeper)
     assert group.a.log.state.kept.start == 0
     group.hear_clocks()
-    group.a.host.clock_ms += 5_001  # what was heard is too old by now
+    group.a.host.clock_ms += READING_MS_MAX + 1  # what was heard is too old by now
     group.a.node.decide_retention(group.a.keeper)
     assert group.a.log.state.kept.start == 0
     group.hear_clocks()

@@ -11,7 +11,9 @@ import pytest
 from qmq.metaserver.database import DatabaseAway
 from qmq.metaserver.db.changes import RemoveRoute, SetMark, SetRoute
 from qmq.metaserver.liveness import PlaceTaken, Question
-from qmq.metaserver.model import AuditRow, ReadonlyMark
+from qmq.metaserver.model import AuditRow, BrokerKey, ReadonlyMark, ReplicaState
+from qmq.replication.points import Point
+from qmq.types import Epoch
 from tests.unit.metaserver.actions_world import World
 
 ANOTHER = AuditRow("another metaserver", "", "change")
@@ -107,6 +109,31 @@ def test_routes_of_a_group_are_those_that_list_it(tmp_path):
         assert registry.routes_of(["g1"]) == registry.routes and registry.routes_of(["g2"]) == {}
         await registry.change([RemoveRoute("a", 1)], ANOTHER)
         assert registry.routes_of(["g1", "g2"]).keys() == {"b"}
+
+    asyncio.run(test())
+
+
+def test_a_beat_that_says_the_same_is_taken_in_again_when_points_are_to_be_stored_or_the_directory_was_read(tmp_path):
+    async def test() -> None:
+        world = await opened(tmp_path)
+        await world.start("g1-a")
+        registry, state = world.registry, ReplicaState(1, 1, point=Point(Epoch(1, 1), 100, 7), incarnation="x")
+        key, place = BrokerKey("g1-a", 20881), ("g1", "x")
+
+        def beats() -> dict[tuple[str, str], Point]:
+            """Return the points that a beat leaves to be stored, and store them."""
+            assert registry.beat(key, world.sessions["g1-a"], state)
+            told = dict(registry.points)
+            registry.stored_points |= told
+            registry.points.clear()
+            return told
+
+        assert [beats(), beats()] == [{place: state.point}, {}]
+        registry.store_points_again()
+        assert [beats(), beats()] == [{place: state.point}, {}]
+        registry.stored_points.clear()  # so it shows that the beat was taken in
+        await registry.change([SetMark(ReadonlyMark("a", "g1"))], ANOTHER)
+        assert beats() == {place: state.point}
 
     asyncio.run(test())
 

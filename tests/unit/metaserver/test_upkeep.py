@@ -50,6 +50,7 @@ def test_a_broker_is_not_asked_again_while_a_question_to_it_waits(tmp_path, monk
             await go_on.wait()
 
         monkeypatch.setattr(module, "TICK_S", 0)
+        monkeypatch.setattr(module, "_pause_s", lambda every_s: 0.0)
         monkeypatch.setattr(world.liveness, "to_ask", to_ask)
         monkeypatch.setattr(upkeep, "ask", ask)
         watching = asyncio.create_task(upkeep._watch_silence())

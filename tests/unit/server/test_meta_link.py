@@ -13,12 +13,15 @@ import pytest
 from qmq.broker.settings import BrokerSettings
 from qmq.errors import DiskFailed, NotServed, OperatorError
 from qmq.log import RealDisk
+from qmq.metaserver.rpc.brokers import REST_CLOCK_S
 from qmq.proto import qmq_pb2 as pb
 from qmq.replication.assignment import Assignment
+from qmq.replication.clocks import READING_MS_MAX
 from qmq.replication.identity import IdentityFile
 from qmq.server import meta_link
 from qmq.server.meta_link import RETRIES_S, MetaLink
 from qmq.server.service import Service
+from qmq.ticking import REST_S
 from qmq.types import Role
 from tests.shell_simulation.loop import VirtualLoop
 
@@ -211,6 +214,14 @@ def test_a_broker_that_may_rest_beats_every_other_second_unless_it_has_something
     monkeypatch, told, changes_at_s, beats
 ):
     assert seconds_of_beats(monkeypatch, told=told, until_s=1004, changes_at_s=changes_at_s) == beats
+
+
+def test_one_late_answer_sends_no_broker_away_and_makes_no_clock_unknown():
+    """Who rests hears to every other beat what time it is."""
+    answers_s = 2 * REST_S
+    assert REST_S < REST_CLOCK_S < answers_s
+    assert meta_link.SILENT_S > 2 * answers_s
+    assert READING_MS_MAX > 2000 * answers_s
 
 
 def test_an_answer_that_says_only_what_time_it_is_changes_no_part(monkeypatch):
