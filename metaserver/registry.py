@@ -103,10 +103,10 @@ class Registry:
         self.points: dict[tuple[str, str], Point] = {}
         """Acknowledged points, by group and incarnation, that heartbeats told and the database does not have yet."""
         self.stored_points: dict[tuple[str, str], Point] = {}
+        """Those that it was given a moment ago."""
         self._heard: dict[BrokerKey, ReplicaState] = {}
         """What was taken in as each broker's state since the directory was read, or points are to be stored again."""
         self._heard_in: Directory | None = None
-        """Those that it was given a moment ago."""
         self.points_rose = asyncio.Event()
         """Set when there is one more."""
         self.no_failover: dict[str, tuple[Refusal, str]] = {}
@@ -326,6 +326,7 @@ class Registry:
         if self._heard.get(key) is not state:  # most beats of who has nothing to do say what the one before said
             self._heard[key] = state
             self._take_in(key, state)
+        self._note_completeness(key, state)  # also what was said before: others' words may have taken its place
         self.publish()
         return True
 
@@ -337,7 +338,6 @@ class Registry:
             if state.point is not None and state.point != self.stored_points.get(place):
                 self.points[place] = state.point
                 self.points_rose.set()
-        self._note_completeness(key, state)
 
     def store_points_again(self) -> None:
         """Let all points that the next heartbeats say be stored, also those that were: the database may be older."""

@@ -13,7 +13,7 @@ from qmq.metaserver.db.changes import RemoveRoute, SetMark, SetRoute
 from qmq.metaserver.liveness import PlaceTaken, Question
 from qmq.metaserver.model import AuditRow, BrokerKey, ReadonlyMark, ReplicaState
 from qmq.replication.points import Point
-from qmq.types import Epoch
+from qmq.types import Epoch, Role
 from tests.unit.metaserver.actions_world import World
 
 ANOTHER = AuditRow("another metaserver", "", "change")
@@ -134,6 +134,33 @@ def test_a_beat_that_says_the_same_is_taken_in_again_when_points_are_to_be_store
         registry.stored_points.clear()  # so it shows that the beat was taken in
         await registry.change([SetMark(ReadonlyMark("a", "g1"))], ANOTHER)
         assert beats() == {place: state.point}
+
+    asyncio.run(test())
+
+
+def test_what_a_master_says_of_its_slave_outlives_an_older_word_of_that_slave(tmp_path):
+    """The two come on streams of their own. Without messages the master says the same again, and it was not heard."""
+
+    async def test() -> None:
+        world = await opened(tmp_path)
+        for name in ("g1-a", "g1-b"):
+            await world.start(name)
+        registry = world.registry
+        group = registry.directory.groups["g1"]
+        slave = group.slaves[0]
+        await world.database.write(lambda r: r.store_complete(slave, term=group.term, complete=False))
+        await registry.reload()
+        slave = registry.directory.groups["g1"].slaves[0]
+        master = ReplicaState(Role.MASTER, group.term, writable=True, in_step=(slave.incarnation,))
+        filled = ReplicaState(Role.SLAVE, group.term, incarnation=slave.incarnation, incomplete=True)
+
+        def beat(name: str, state: ReplicaState) -> bool:
+            """Return whether it is to be stored that the slave is complete."""
+            assert registry.beat(BrokerKey(name, 20881), world.sessions[name], state)
+            return registry.completeness.get(slave.key) == (slave, group.term, True)
+
+        assert [beat("g1-a", master), beat("g1-b", filled)] == [True, False]
+        assert beat("g1-a", master)
 
     asyncio.run(test())
 
