@@ -78,10 +78,9 @@ class Access:
         finally:
             self._fate = FINE
 
-    def _begin(self, connection: Any) -> None:
+    def _begin(self, _: Any) -> None:
         if self._fate == AWAY:
             self._fail("the database is away")
-        connection.exec_driver_sql("BEGIN IMMEDIATE")
 
     def _statement(self, *_: Any) -> None:
         self._statements += 1
