@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from qmq.delayserver.due_clock import DEAD_BAND_MS, WINDOW_MS, DueClock
-from qmq.replication.clocks import MASTER, METASERVER, SLAVE
+from qmq.replication.clocks import MASTER, METASERVER, READING_MS_MAX, SLAVE
 from tests.unit.delayserver.test_races import a_group
 from tests.unit.delayserver.world import HOUR_MS, Producer
 
@@ -120,7 +120,7 @@ def test_a_mastership_that_began_behind_corrects_itself():
     copies, _ = a_group()
     copies.hears = False
     copies.swap(2)
-    copies.run(6_000)  # what was heard before counts no more
+    copies.run(READING_MS_MAX + 1_000)  # what was heard before counts no more
     copies.b.host.wall_skew_ms = -20_000
     copies.swap(3)
     copies.run(1_000)
@@ -141,7 +141,7 @@ def test_what_seemed_due_by_a_wrong_clock_and_is_not_sent_yet_waits_for_its_time
     """Found by delay simulation seed 207."""
     copies, _ = a_group()
     copies.hears = False
-    copies.run(6_000)  # what was heard before counts no more
+    copies.run(READING_MS_MAX + 1_000)  # what was heard before counts no more
     copies.b.host.wall_skew_ms = HOUR_MS
     copies.swap(2)
     copies.senders.routeless.add("s")
