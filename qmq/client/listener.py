@@ -9,6 +9,7 @@ process dies with it, nothing else is to blame (qmq.client.solitude).
 from __future__ import annotations
 
 import asyncio
+import time
 from datetime import UTC, datetime
 from typing import cast
 
@@ -18,7 +19,7 @@ from qmq.client.prefetch import MEASURED_EVERY, Prefetch
 from qmq.client.received import ReceivedMessage
 from qmq.client.retrying import Refused, batch_of, refused_by_error
 from qmq.client.solitude import Solitude
-from qmq.client.subscription import Subscription
+from qmq.client.subscription import Subscription, is_over
 from qmq.client.terms import Terms, check_concurrency
 from qmq.logs import bounded
 from qmq.remoting.commands import Verdict
@@ -243,7 +244,7 @@ class Listener(Membership):
 
 
 async def _entered(solitude: Solitude, taken: list[ReceivedMessage], is_alone: bool) -> list[ReceivedMessage]:
-    """Wait until a call may begin; return those of its messages that are still this consumer's then, if any."""
+    """Wait until a call may begin; return those of its messages that are still this consumer's to handle then, if any."""
     try:
         if is_alone:
             await solitude.enter_alone(taken[0])
@@ -252,7 +253,7 @@ async def _entered(solitude: Solitude, taken: list[ReceivedMessage], is_alone: b
     except asyncio.CancelledError:  # the group is left, and nothing has begun
         _not_begun(taken)
         raise
-    ours = [message for message in taken if not message.is_dropped]
+    ours = [message for message in taken if not (message.is_dropped or is_over(message))]
     if not ours:
         solitude.leave(alone=is_alone)
     return ours
@@ -268,8 +269,13 @@ def _after_ack(subscription: Subscription, handle: Way, *, is_batch: bool) -> Wa
 
     async def handle_once(given: Given) -> None:
         confirmed = await subscription.confirmed(given if isinstance(given, list) else [given])
-        kept = [message for message in confirmed if message.times == 1 and not message._piece.suspected]
+        now_ms = time.time_ns() // 1_000_000
+        kept = [message for message in confirmed if not (_may_have_begun(message) or message.has_expired(now_ms))]
         if kept:
             await handle(kept if is_batch else kept[0])
 
     return handle_once
+
+
+def _may_have_begun(message: ReceivedMessage) -> bool:
+    return message.times > 1 or message._piece.suspected

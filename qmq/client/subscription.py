@@ -154,7 +154,7 @@ class Subscription:
                     break
                 end = parcel.at + 1
             some = parcel.messages[parcel.at : end]
-            taken += [message for message in some if not _has_expired(message)] if piece.may_expire else some
+            taken += [message for message in some if not is_over(message)] if piece.may_expire else some
             self._took(parcel, end)
             if is_suspected and taken:
                 break
@@ -165,7 +165,7 @@ class Subscription:
             parcel = self._parcels[0]
             message = parcel.messages[parcel.at]
             self._took(parcel, parcel.at + 1)
-            if not message._piece.may_expire or not _has_expired(message):
+            if not is_over(message):
                 return message
         return None
 
@@ -274,9 +274,9 @@ class Subscription:
                     answer.exception()
 
 
-def _has_expired(message: ReceivedMessage) -> bool:
-    """Return whether a message has expired; then it is over, and its broker is told so."""
-    if not message.has_expired(time.time_ns() // 1_000_000):
+def is_over(message: ReceivedMessage) -> bool:
+    """Return whether a message has expired; then its broker is told so."""
+    if not (message._piece.may_expire and message.has_expired(time.time_ns() // 1_000_000)):
         return False
     message._piece.acker.expired(message)
     return True

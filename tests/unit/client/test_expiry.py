@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 
@@ -75,6 +76,68 @@ def test_a_message_that_expires_while_it_waits_here_is_not_handled():
             assert handled == [0]
 
     run(test())
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The client's clock, which `clock.ahead_s` sets."""
+    moved = SimpleNamespace(ahead_s=0)
+    ns_now = time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: ns_now() + moved.ahead_s * 1_000_000_000)
+    return moved
+
+
+@pytest.mark.parametrize("suspected", [{0}, {1}], ids=["for the one that is alone", "to be alone"])
+@pytest.mark.parametrize("batch", [None, 2], ids=["single", "in lists"])
+def test_a_message_that_expires_while_it_waits_for_its_turn_is_not_handled(clock, suspected, batch):
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            broker.begins, broker.suspected = True, suspected
+            fill_expiring(broker, 0, {1: DAY_S}, count=3)
+            consumer, began, gate = consumer_of(metaserver, consumer_id="c1"), [], asyncio.Event()
+
+            @consumer.listen("a", group="g", start="earliest", concurrency=2, batch=batch)
+            async def handle(given) -> None:
+                began.extend(ns(given if batch else [given]))
+                await gate.wait()
+
+            async with listening(consumer):
+                taken = 3 if batch and suspected == {0} else 2
+                await until_async(lambda: began and waiting(consumer) == 3 - taken)
+                clock.ahead_s = 2 * DAY_S
+                gate.set()
+                await until_async(lambda: verdicts(broker) and not broker.subscribers["a", "g", "c1"].pulled)
+            assert began == [0, 2] and verdicts(broker) == [Verdict.EXPIRED]
+
+    run(test())
+
+
+@pytest.mark.parametrize("batch", [None, 2], ids=["single", "in lists"])
+def test_at_most_once_a_message_that_expires_while_its_ack_is_on_the_way_is_not_handled(clock, batch):
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            broker.holds_acks = True
+            fill_expiring(broker, 0, {0: DAY_S}, count=2)
+            consumer, handled = consumer_of(metaserver, consumer_id="c1"), []
+
+            @consumer.listen("a", group="g", start="earliest", most_once=True, batch=batch)
+            async def handle(given) -> None:
+                handled.extend(ns(given if batch else [given]))
+
+            async with listening(consumer):
+                await until_async(lambda: broker._held_acks)
+                clock.ahead_s = 2 * DAY_S
+                broker.release_acks()
+                await until_async(lambda: handled)
+            assert handled == [1] and not broker.nacks
+
+    run(test())
+
+
+def waiting(consumer: qmq.Consumer) -> int:
+    """How many messages are here that no worker has taken."""
+    [subscription] = consumer._connections._subscriptions
+    return sum(len(parcel.messages) - parcel.at for parcel in subscription._parcels)
 
 
 def test_a_puller_gets_nothing_that_has_expired():
