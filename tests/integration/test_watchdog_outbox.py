@@ -57,6 +57,20 @@ def plan_of(application, statement):
         return "\n".join(str(tuple(row)) for row in connection.execute(text(f"{explain} {statement}")))
 
 
+def test_a_row_that_is_younger_than_what_a_scan_may_see_is_not_claimed(application):
+    """It got the id of one that the scan saw: its database has lost the commit of that one meanwhile."""
+    application.write(SUBJECT, names(2))
+    outbox = Outbox(application.engine, application.source)
+    page = outbox.read_page(ReadPage(None, 10))
+    old, young = ids_of(page)
+    later = Outbox(application.engine, replace(application.source, age_ms=3_600_000))
+    with application.engine.begin() as connection:
+        connection.execute(text(f"UPDATE {TABLE} SET update_time = '2020-01-01 00:00:00' WHERE id = {old}"))
+    assert later.claim(Claiming({"a": [old, young]}, [], [])) == {"a": [old]}
+    assert later.claim(Claiming({}, [(young, "wrong")], [Postponed([young], LATER, "nobody")])) == {}
+    assert ids_of(outbox.read_page(ReadPage(None, 10))) == [young]
+
+
 def test_scans_use_an_index(application, outbox):
     application.write(SUBJECT, names(3_000))
     with application.engine.begin() as connection:
