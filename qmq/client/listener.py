@@ -244,7 +244,7 @@ class Listener(Membership):
 
 
 async def _entered(solitude: Solitude, taken: list[ReceivedMessage], is_alone: bool) -> list[ReceivedMessage]:
-    """Wait until a call may begin; return those of its messages that are still this consumer's to handle then, if any."""
+    """Wait until a call may begin; return those of its messages that are to be handled here then, if any."""
     try:
         if is_alone:
             await solitude.enter_alone(taken[0])
