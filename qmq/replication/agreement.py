@@ -31,7 +31,7 @@ from qmq.log.fold import EpochStart
 from qmq.log.message_log import MessageLog
 from qmq.remoting.commands import decode_json, encode_json
 from qmq.replication.points import Point
-from qmq.types import Epoch
+from qmq.types import NO_EPOCH, Epoch
 
 
 class EpochProof(NamedTuple):
@@ -95,9 +95,14 @@ class Hello:
         return point.end <= self.start or (point.end <= self.end and epochs[-1:] == [point.epoch])
 
     def is_ahead_of(self, epoch: Epoch) -> bool:
-        """Whether it has an acknowledged point of an epoch newer than `epoch`, the newest of another log. What that
-        one has and this one lacks was never acknowledged then: the master of the point's epoch would have had it."""
-        return self.point is not None and self.point.epoch > epoch and self.has(self.point)
+        """Whether it has frames of an epoch newer than `epoch`, the newest of another log. What that one has and this
+        one lacks was never acknowledged then: the master of the newer epoch would have had it."""
+        return self.newest_epoch > epoch
+
+    @property
+    def newest_epoch(self) -> Epoch:
+        """Of its frames; nobody's if it has none."""
+        return self.epochs[-1].epoch if self.epochs else NO_EPOCH
 
     def encode(self) -> bytes:
         table = [[*entry.epoch, entry.offset, entry.chain] for entry in self.epochs]

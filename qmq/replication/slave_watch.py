@@ -71,8 +71,8 @@ class Others(Protocol):
     def lacks(self, point: Point) -> None:
         """We lack an acknowledged point, says a slave."""
 
-    def is_restoring_from(self, other: SlaveWatch) -> bool:
-        """Return whether a slave besides `other` sends what we lost."""
+    def is_restoring_from(self, other: SlaveWatch, hello: Hello) -> bool:
+        """Return whether a slave besides `other`, which says `hello`, sends what we lost, and is to go on with that."""
 
     def yields(self, offset: int) -> None:
         """What we wrote from `offset` on is in the way of what a slave confirmed."""
@@ -165,7 +165,7 @@ class SlaveWatch:
             raise CopyRolledBack(
                 f"what this master has from {agreement.offset} on is in the way of what you confirmed: it begins anew"
             )
-        if agreement.action == Action.RESTORE and self._slaves.is_restoring_from(self):
+        if agreement.action == Action.RESTORE and self._slaves.is_restoring_from(self, hello):
             raise NotServed("another slave sends what this master lost: say hello again")
         if points.lacks is not None:
             self._check_refill(points.lacks, hello, agreement)

@@ -188,8 +188,16 @@ class Slaves:
         is_nobodys = len(shared) == self._count and max(shared) <= offset
         return self._count == 1 or (self._held_end <= offset and (offset >= self._begins_at or is_nobodys))
 
-    def is_restoring_from(self, other: SlaveWatch) -> bool:
-        return any(watch.follower.restoring is not None for watch in self._watches.values() if watch is not other)
+    def is_restoring_from(self, other: SlaveWatch, hello: Hello) -> bool:
+        """One with frames of a newer epoch comes first: what an older master wrote alone would be in the way of it."""
+        for watch in self._watches.values():
+            restoring = watch.follower.restoring
+            if watch is other or restoring is None:
+                continue
+            if not hello.is_ahead_of(restoring.hello.newest_epoch):
+                return True
+            watch.drop("another slave has frames of a newer epoch: say hello again")
+        return False
 
     def lacks(self, point: Point) -> None:
         """What a slave restores that lacks the point as well would be in the way of it."""
