@@ -350,13 +350,15 @@ class Oracle:
                 raise Violation(f"I21: {key} is delivered for the {times}th time twice")
 
     def finished(self, group: str, subject: str, sequence: int) -> None:
-        """An application is done with a message; it will ack it, if it lives so long."""
+        """An application is done with a message; it will ack it, if it lives so long. That it had refused it for good
+        may be undone, if a master alone knew of that."""
         key = group, subject, sequence
         name = order_key(self.delivered[subject, sequence]) if self.is_ordered else None
         if name is not None and key not in self._finished:
-            if sequence < self._last_finished.get((group, subject, name), 0):
+            last = self._last_finished.get((group, subject, name), 0)
+            if sequence < last and key not in self._uncounted:
                 raise Violation(f"I24: {group} was done with a later message of {name} before {subject} {sequence}")
-            self._last_finished[group, subject, name] = sequence
+            self._last_finished[group, subject, name] = max(last, sequence)
         self._finished[key] = self._deliveries
 
     def numbered(self, consumer: Consumer, pull_sequence: int, sequence: int) -> None:
