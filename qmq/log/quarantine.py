@@ -19,17 +19,18 @@ FOLDER = "quarantine"
 
 
 def keep_bytes(disk: Disk, begin: int, data: bytes, why: str) -> str:
-    """Keep bytes that stood at `begin`, durably; return the file's name."""
+    """Keep bytes that stood at `begin`, durably; return the file's name. What is kept already is not kept once more: a
+    block that stays bad is repaired again and again."""
     ids = list(_message_ids(data, begin))  # before the zeros go: some of them may end the last frame
     data = data.rstrip(b"\0")
-    label, taken = f"{FOLDER}/{begin:020d}-{begin + len(data):020d}", len(disk.names(FOLDER))
-    while disk.has(f"{label}-{taken}.bytes"):
-        taken += 1  # somebody has tidied up here since
-    name = f"{label}-{taken}"
-    disk.put(f"{name}.bytes", data)
+    label, taken = f"{FOLDER}/{begin:020d}-{begin + len(data):020d}", 0
+    while disk.has(kept := f"{label}-{taken}.bytes") and disk.read(kept, 0, disk.size(kept)) != data:
+        taken += 1
+    if not disk.has(kept):
+        disk.put(kept, data)
     report = {"begin": begin, "end": begin + len(data), "why": why, "message_ids": ids}
-    disk.put(f"{name}.json", json.dumps(report, indent=1).encode())
-    return f"{name}.bytes"
+    disk.put(f"{label}-{taken}.json", json.dumps(report, indent=1).encode())
+    return kept
 
 
 def keep_files(disk: Disk, names: list[str], begin: int, end: int, why: str) -> None:

@@ -62,6 +62,16 @@ def test_what_is_kept_takes_nobody_elses_place_after_somebody_tidied_up():
     assert disk.read(names[1], 0, 5) == b"first"
 
 
+def test_what_is_kept_is_not_kept_once_more():
+    """A block that stays bad is repaired again and again, and the disk would fill."""
+    disk = MemoryDisk()
+    name = quarantine.keep_bytes(disk, 8, b"first", "test")
+    disk.remove(name.replace(".bytes", ".json"))  # the power went before the report was there
+    kept = [quarantine.keep_bytes(disk, 8, data, "test") for data in (b"first", b"other", b"first", b"other")]
+    assert kept[0] == kept[2] == name and kept[1] == kept[3] != name
+    assert len(disk.names("quarantine")) == 4 and disk.has(name.replace(".bytes", ".json"))
+
+
 @pytest.mark.parametrize("is_damaged", [True, False])
 def test_a_log_that_is_cut_at_damage_says_that_its_tail_was(is_damaged):
     """What is behind it may have been acknowledged: as a master it waits for its slave."""
