@@ -350,13 +350,13 @@ class Oracle:
                 raise Violation(f"I21: {key} is delivered for the {times}th time twice")
 
     def finished(self, group: str, subject: str, sequence: int) -> None:
-        """An application is done with a message; it will ack it, if it lives so long. That it had refused it for good
-        may be undone, if a master alone knew of that."""
+        """An application is done with a message; it will ack it, if it lives so long. If a master alone gave a later
+        one of its key before, it alone knew that this one was refused for good, and that may be undone."""
         key = group, subject, sequence
         name = order_key(self.delivered[subject, sequence]) if self.is_ordered else None
         if name is not None and key not in self._finished:
             last = self._last_finished.get((group, subject, name), 0)
-            if sequence < last and key not in self._uncounted:
+            if sequence < last and (group, subject, last) not in self._uncounted:
                 raise Violation(f"I24: {group} was done with a later message of {name} before {subject} {sequence}")
             self._last_finished[group, subject, name] = max(last, sequence)
         self._finished[key] = self._deliveries

@@ -75,15 +75,15 @@ def test_a_copy_that_is_chosen_by_its_report_lacks_only_what_it_knows_to_lack() 
 
 
 @pytest.mark.parametrize("is_alone", [True, False])
-def test_an_order_is_excused_only_if_a_master_alone_gave_the_message(is_alone) -> None:
-    """Its application may have refused it, which nobody else has heard of; then a later one of its key was done."""
+def test_an_order_is_excused_only_if_a_master_alone_gave_the_later_message(is_alone) -> None:
+    """The application may have refused the earlier one, which nobody else has heard of."""
     oracle = World(1).oracle
     oracle.is_ordered = True
     earlier, later = [f"m{n}" for n in range(100) if order_key(f"m{n}") == "k1"][:2]
     oracle.delivered |= {("s", 4): earlier, ("s", 9): later}
     consumer = SimpleNamespace(group="g", subject="s", name="c")
     flags = FLAG_NO_SLAVE_IN_SYNC if is_alone else 0
-    oracle.counted(consumer, SimpleNamespace(times=1, sequence=4, pull_sequence=1, flags=flags), 0)
+    oracle.counted(consumer, SimpleNamespace(times=1, sequence=9, pull_sequence=1, flags=flags), 0)
     oracle.finished("g", "s", 9)
     with contextlib.nullcontext() if is_alone else pytest.raises(Violation, match="I24"):
         oracle.finished("g", "s", 4)
