@@ -206,6 +206,8 @@ class Draining:
     _pass_ms: int = 0
     """When the pass began."""
     _rest_until_ms: int = 0
+    _is_passing_by: bool = False
+    """Whether the pass leaves all rows as they are, for want of any group: what is older goes first when there is one."""
     _holds: dict[Line, _Hold] = field(default_factory=dict)
     """Of lines of which no batch was stored since."""
     _suspects: set[int] = field(default_factory=set)
@@ -249,9 +251,16 @@ class Draining:
         limit = min(self.limits.page_rows, self._allowed(now_ms))
         if now_ms < self._rest_until_ms or not limit or not self._has_room(now_ms):
             return None
+        self._begin_anew_if_any_is_usable()
         if self._after is None:
             self._pass_ms = now_ms
         return ReadPage(self._after, limit)
+
+    def _begin_anew_if_any_is_usable(self) -> bool:
+        is_anew = self._is_passing_by and self.brokers.is_any_usable()
+        if is_anew:
+            self._after, self._is_passing_by = None, False
+        return is_anew
 
     def _has_room(self, now_ms: int) -> bool:
         """An ordered batch that was just sent is waited for, so that the rows behind it need not be passed over."""
@@ -297,7 +306,8 @@ class Draining:
         if page.told is not None:
             self._told, self._told_ms = page.told, now_ms
         self._page_ms = now_ms
-        self._compose(page, now_ms)
+        if not self._begin_anew_if_any_is_usable():
+            self._compose(page, now_ms)
 
     def claimed(self, got: dict[str, list[int]], now_ms: int) -> None:
         """A claiming is stored; `got`: the ids that each claim has."""
@@ -375,8 +385,9 @@ class Draining:
         for subject in by_subject:
             self.brokers.watch(subject)
         if by_subject and not parked and not self.brokers.is_any_usable():
-            self._rest_until_ms = now_ms + self.limits.rest_ms  # nobody takes anything: leave the rows in peace
-            self._page = None
+            # Nobody takes anything: leave the rows in peace. Those behind them may be of groups that are not known yet.
+            self._rest_until_ms = now_ms + self.limits.rest_ms
+            self._page, self._after, self._is_passing_by = None, page.after, True
             return
         left: list[Candidate] = []
         postponed: list[Postponed] = []

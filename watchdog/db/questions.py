@@ -128,7 +128,14 @@ def _stuck(row: Row[Any]) -> StuckRow:
     created_ms = 0
     try:
         message = decode_row(content)
-        subject, message_id, created_ms = message.subject, str(message.id), message.created_ms
+        subject, message_id = _sendable(message.subject), _sendable(str(message.id))
+        created_ms = message.created_ms if 0 < message.created_ms < 1 << 63 else 0
     except (CallError, ValueError, TypeError, OverflowError, RecursionError) as error:
         reason = reason or str(error)
-    return StuckRow(id, state, errors, reason or "", max(0, age_ms or 0) / 1000, subject, message_id, created_ms)
+    shown = _sendable(reason or "")
+    return StuckRow(id, state, errors, shown, max(0, age_ms or 0) / 1000, subject, message_id, created_ms)
+
+
+def _sendable(text: str) -> str:
+    """Return a text as it may travel: JSON in a row, and SQLite, give halves of characters, which UTF-8 cannot say."""
+    return text.encode("utf-8", "backslashreplace").decode()

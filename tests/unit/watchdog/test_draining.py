@@ -351,6 +351,38 @@ def test_while_no_broker_is_there_at_all_rows_are_left_in_peace():
     assert isinstance(drain.next(), ReadPage)
 
 
+def test_rows_behind_a_page_that_nobody_takes_are_looked_at_though_no_group_is_known_that_takes_any():
+    """Which groups there are is known of subjects that were seen: those of the first page alone may all be gone."""
+    drain = Drain("g1", "g2", rest_ms=1_000)
+    drain.brokers.of = {"a": ["g1"], "b": ["g2"]}
+    drain.brokers.usable.clear()
+    drain.page(row(1), row(2), after=2)
+    assert drain.next() is None, "what nobody takes is read no faster than it would be again"
+    drain.now_ms += 1_000
+    assert drain.next().after == 2
+    drain.page(row(3, "b", key="k"), after=3)
+    drain.now_ms += 1_000
+    drain.brokers.writable, drain.brokers.usable = {"g2"}, {"g2"}
+    drain.brokers.rooms = {"g2": 1 << 20}
+    work = drain.next()
+    assert isinstance(work, ReadPage) and work.after is None, "what is older goes first"
+    drain.page(row(1), row(2), after=2)
+    assert [one.ids for one in drain.claim().postponed] == [[1, 2]]
+    drain.page(row(3, "b", key="k"), after=3)
+    assert list(drain.claim().claims.values()) == [[3]]
+
+
+def test_a_page_that_was_on_its_way_when_a_group_came_back_is_not_taken_before_what_is_older():
+    drain = Drain(rest_ms=1_000)
+    drain.brokers.usable.clear()
+    drain.page(row(1, key="k"), after=1)
+    drain.now_ms += 1_000
+    assert drain.next().after == 1
+    drain.brokers.usable.add("g1")
+    drain.core.page(Page([row(2, key="k")], None, drain.now_ms), drain.now_ms)
+    assert drain.next().after is None and drain.core.last_pass_ms is None
+
+
 def test_a_claim_of_an_earlier_leader_is_taken_over_and_sent_with_its_own_number():
     drain = Drain(term=9)
     drain.core._claims_after = ""

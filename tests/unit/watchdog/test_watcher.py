@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import sqlite3
 from types import SimpleNamespace
 
 import pytest
+from starlette.responses import JSONResponse
 
 from qmq.errors import NotServed
+from qmq.outbox.schema import create_statements
 from qmq.watchdog.db.questions import Questions
+from qmq.watchdog.reconcile import Reconciling
 from qmq.watchdog.sources import Source
 from qmq.watchdog.watcher import Watcher
 
@@ -30,3 +35,42 @@ def test_whatever_a_driver_raises_is_the_trouble_of_its_database_alone(error, tm
 
     monkeypatch.setattr(Questions, "stats", ask)
     asyncio.run(count())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"messageId": "\ud800"},
+        {"subject": "\ud800"},
+        {"attrs": {"qmq_createTime": 10**30}},
+        {"attrs": {"qmq_createTime": -(10**30)}},
+        {"types": {"x": "\ud800"}, "attrs": {"x": "1"}},
+    ],
+)
+def test_a_row_that_nobody_could_ever_send_is_shown_and_stops_no_look_at_the_logs(wrong, tmp_path, monkeypatch):
+    path, content = tmp_path / "shop.db", {"messageId": "1", "subject": "order.paid"} | wrong
+    with sqlite3.connect(path) as database:
+        for statement in create_statements("sqlite"):
+            database.execute(statement)
+        insert = "INSERT INTO qmq_msg_queue (content, status, create_time) VALUES (?, -2, '2020-01-01')"
+        database.execute(insert, (json.dumps(content),))
+    source = Source(f"sqlite://here:1/{path}")
+
+    async def look():
+        async def masters(subject):
+            return [("g1", "127.0.0.1:1")]
+
+        leading = SimpleNamespace(is_leader=True, sources=[source], problems={})
+        watcher = Watcher(SimpleNamespace(token=""), leading, SimpleNamespace(masters=masters), None)
+        shown = await watcher.stuck(database="", older_s=0, limit=10)
+        JSONResponse(shown)
+        found = await watcher.reconcile(database="", older_s=0, limit=10, seconds=5)
+        JSONResponse(found)
+        return shown["databases"][0]["rows"], found["databases"][0]["rows"]
+
+    async def asked(self, address, request):
+        return SimpleNamespace(messages=[], begin=0, end=0)
+
+    monkeypatch.setattr(Reconciling, "_ask", asked)
+    [shown], [found] = asyncio.run(look())
+    assert shown["state"] == found["state"] == "parked" and found["log"] in ("notInLog", "unchecked")
