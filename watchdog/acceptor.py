@@ -91,7 +91,8 @@ class Acceptor:
     async def _retry(self, request: Request) -> Response:
         text = request.query_params.get("ids", "")
         words = [word for word in text.split(",") if word]
-        if len(words) > IDS_MAX or not all(word.isascii() and word.isdecimal() for word in words):
+        is_wrong = bool(words) != bool(text) or not all(word.isascii() and word.isdecimal() for word in words)
+        if len(words) > IDS_MAX or is_wrong:
             return JSONResponse({"problem": f"ids: up to {IDS_MAX} whole numbers, with commas between them"}, 400)
         ids = [int(word) for word in words] if words else None
         return JSONResponse(await self._watcher.retry(database=_database(request), ids=ids))

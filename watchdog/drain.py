@@ -19,7 +19,7 @@ from qmq.watchdog.db.engine import open_source
 from qmq.watchdog.db.outbox import Outbox
 from qmq.watchdog.draining import Attempt, Draining
 from qmq.watchdog.sources import Source
-from qmq.watchdog.work import Claiming, ReadClaims, ReadPage, Settling, TakeOver, Work
+from qmq.watchdog.work import Claiming, Disown, ReadClaims, ReadPage, Settling, TakeOver, Work
 
 log = logging.getLogger("qmq.watchdog")
 
@@ -131,6 +131,8 @@ class Drain:
                 core.known(result)
             case TakeOver():
                 core.taken_over(work, result, _now_ms())
+            case Disown():
+                core.disowned(work, result)
 
     async def _trouble(self, error: Exception) -> None:
         reason = str(getattr(error, "orig", None) or error).partition("\n")[0][:200]
@@ -154,6 +156,8 @@ def _doing(outbox: Outbox, work: Work) -> Callable[[Any], Any]:
             return outbox.read_claims
         case TakeOver():
             return outbox.take_over
+        case Disown():
+            return outbox.disown
 
 
 def _now_ms() -> int:

@@ -5,6 +5,7 @@
                                                  after the error limit parked
                                 -> unknown       the same batch again to the same group, by the next leader, too
                 invalid                          parked, with its reason
+                claimed by none of ours          parked, after a while
                 nobody takes its subject now     postponed: others go first
 
 Nothing is sent before its claim is stored, and a claim's rows leave it only for a reason that is certain. One piece of
@@ -36,6 +37,7 @@ from qmq.states import TRANSITIONS_KEPT, Transition
 from qmq.watchdog.claims import Candidate, ClaimName, batch_of
 from qmq.watchdog.work import (
     Claiming,
+    Disown,
     Due,
     Known,
     Page,
@@ -57,7 +59,8 @@ REASON_CHARS_MAX = 500
 """As the column has."""
 OTHER_TERMS_MS = 600_000
 """A claim of a later term is a later leader's, and we are deposed. But one that is so old, longer than any lease, is of
-another room, or from before the metaservers began anew: nobody else takes it. Taken wrongly, its batch is repeated."""
+another room, or from before the metaservers began anew: nobody else takes it. Taken wrongly, its batch is repeated.
+What nobody of ours wrote, or was damaged, is left to who knows it for as long; then its rows are parked."""
 PASS_MS_MAX = 60_000
 """A pass over rows that come due as fast as it reads never ends; then what lies behind it would never be seen."""
 
@@ -193,6 +196,8 @@ class Draining:
     _new: dict[str, Claim] = field(default_factory=dict)
     """What `_order` will have claimed."""
     _foreign: list[Known] = field(default_factory=list)
+    _unowned: list[Known] = field(default_factory=list)
+    """Old claims of none of ours."""
     _claims_after: str | None = ""
     """Where to read on among claims; None: all were read."""
     _after: tuple[object, int] | None = None
@@ -207,7 +212,7 @@ class Draining:
     """When the pass began."""
     _rest_until_ms: int = 0
     _is_passing_by: bool = False
-    """Whether the pass leaves all rows as they are, for want of any group: what is older goes first when there is one."""
+    """Whether the pass leaves all rows as they are, for want of any group; when there is one, what is older goes first."""
     _holds: dict[Line, _Hold] = field(default_factory=dict)
     """Of lines of which no batch was stored since."""
     _suspects: set[int] = field(default_factory=set)
@@ -240,6 +245,9 @@ class Draining:
         if self._foreign:
             old = self._foreign[0].claim
             return TakeOver(old, str(ClaimName.parse(old).of_term(self.term)))
+        if self._unowned:
+            claim = self._unowned[0].claim
+            return Disown(claim, _reason(f"its claim {claim!r} is of no watchdog; whether it was sent, nobody knows"))
         if self._claims_after is not None:
             return ReadClaims(self._claims_after)
         return self._next_page(now_ms)
@@ -299,6 +307,7 @@ class Draining:
         self._order, self._page, self._after = None, None, None
         self._new.clear()
         self._foreign.clear()
+        self._unowned.clear()
         self._lanes.clear()
         self._claims_after = ""
 
@@ -340,19 +349,24 @@ class Draining:
 
     def known(self, found: list[Known]) -> None:
         """Claims that are in the database: those of earlier leaders, and of ours what we may have claimed unheard."""
-        self._claims_after = found[-1].claim if found else None
+        self._claims_after = (found[-1].claim or None) if found else None  # one without text is the first of all
         for one in found:
-            if self._is_ours_to_take(one):
-                self._foreign.append(one)
+            if one.claim in self._claims:
+                continue
+            is_old = one.age_ms >= OTHER_TERMS_MS
+            try:
+                is_ours_to_take = ClaimName.parse(one.claim).term <= self.term or is_old
+            except ValueError:
+                if is_old:
+                    self._unowned.append(one)
+            else:
+                if is_ours_to_take:
+                    self._foreign.append(one)
 
-    def _is_ours_to_take(self, one: Known) -> bool:
-        if one.claim in self._claims:
-            return False
-        try:
-            term = ClaimName.parse(one.claim).term
-        except ValueError:
-            return False  # nobody of ours wrote it; OutboxStuck shows its rows
-        return term <= self.term or one.age_ms >= OTHER_TERMS_MS
+    def disowned(self, work: Disown, count: int) -> None:
+        """Rows were parked; if there are more, the next pass finds their claim again."""
+        self._unowned = [one for one in self._unowned if one.claim != work.claim]
+        self.counts.parked += count
 
     def taken_over(self, work: TakeOver, rows: list[Candidate], now_ms: int) -> None:
         """Rows of an earlier leader's claim are ours now; some of it may be stored, so the same batch goes again."""

@@ -83,7 +83,8 @@ class Settling:
 
 @dataclass(frozen=True, slots=True)
 class ReadClaims:
-    """Which claims are there, up to a bound, those after `after` in order of their texts. Answer: list of Known."""
+    """Which claims are there, up to a bound, those after `after` in order of their texts; "": all, also one without
+    text. Answer: list of Known."""
 
     after: str = ""
 
@@ -103,4 +104,12 @@ class TakeOver:
     new: str
 
 
-Work = ReadPage | Claiming | Settling | ReadClaims | TakeOver
+@dataclass(frozen=True, slots=True)
+class Disown:
+    """Park rows with a claim that none of ours wrote, up to a bound; a person decides. Answer: how many."""
+
+    claim: str
+    reason: str
+
+
+Work = ReadPage | Claiming | Settling | ReadClaims | TakeOver | Disown

@@ -13,6 +13,7 @@ from qmq.watchdog.db.outbox import CLAIMS_MAX, Outbox
 from qmq.watchdog.db.questions import Questions
 from qmq.watchdog.work import (
     Claiming,
+    Disown,
     Due,
     Page,
     Postponed,
@@ -84,6 +85,8 @@ def test_scans_use_an_index(application, outbox):
         plan = plan_of(application, statement)
         assert "qmq_msg_queue_due" in plan and "filesort" not in plan, plan
     claims = plan_of(application, f"SELECT claim, MIN(update_time) FROM {TABLE} WHERE claim > '' GROUP BY claim")
+    assert "qmq_msg_queue_claim" in claims, claims
+    claims = plan_of(application, f"SELECT claim, MIN(update_time) FROM {TABLE} WHERE claim IS NOT NULL GROUP BY claim")
     assert "qmq_msg_queue_claim" in claims, claims
     parked = plan_of(application, f"SELECT 1 FROM {TABLE} WHERE status < 0 LIMIT 100")
     assert "qmq_msg_queue_due" in parked, parked
@@ -205,6 +208,22 @@ def test_questions_count_list_and_retry(application, outbox):
     assert [row.id for row in questions.stuck(older_s=3_600, limit=10)] == [ids[3]]
     assert questions.retry(None) == 1 and questions.stats().parked == 0
     assert questions.retry(ids[:1]) == 0, "a claimed row is left to its claim"
+
+
+def test_rows_whose_claim_nobody_can_read_are_parked_a_part_at_a_time_and_may_be_sent_again(
+    application, outbox, monkeypatch
+):
+    monkeypatch.setattr("qmq.watchdog.db.outbox.DISOWNED_MAX", 2)
+    application.write(SUBJECT, names(5))
+    ids = ids_of(outbox.read_page(ReadPage(None, 10)))
+    outbox.claim(Claiming({"": ids[:1], "by hand": ids[1:4], "1:1:1:g1": ids[4:]}, [], []))
+    assert [one.claim for one in outbox.read_claims(ReadClaims())] == ["", "1:1:1:g1", "by hand"]
+    assert [outbox.disown(Disown("by hand", "of no watchdog")) for _ in range(3)] == [2, 1, 0]
+    assert outbox.disown(Disown("", "of no watchdog")) == 1
+    assert [one.claim for one in outbox.read_claims(ReadClaims())] == ["1:1:1:g1"]
+    questions = Questions(application.engine, application.source)
+    assert questions.stats().parked == 4 and questions.retry(None) == 4
+    assert sorted(ids_of(outbox.read_page(ReadPage(None, 10)))) == ids[:4]
 
 
 def test_a_retry_of_all_rows_ends_though_they_are_parked_again_at_once(application, outbox, monkeypatch):

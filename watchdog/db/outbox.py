@@ -18,12 +18,14 @@ from qmq.watchdog.claims import Candidate, candidate_of
 from qmq.watchdog.db.dialect import DIALECTS
 from qmq.watchdog.db.engine import READING
 from qmq.watchdog.sources import Source
-from qmq.watchdog.work import Claiming, Due, Known, Page, ReadClaims, ReadPage, Settling, TakeOver
+from qmq.watchdog.work import Claiming, Disown, Due, Known, Page, ReadClaims, ReadPage, Settling, TakeOver
 
 PARKED = -2
 """QMQ's number of a row that is not sent any more."""
 PAGE_BYTES_MAX = 4 << 20
 CLAIMS_MAX = 100
+DISOWNED_MAX = 1_000
+"""Rows parked in one transaction, of a claim that none of ours wrote and whose rows nobody counted."""
 TRIES_MAX = 3
 _REPEAT_SQLSTATES = {"40001", "40P01"}
 _REPEAT_NUMBERS = {1020, 1213}
@@ -58,12 +60,17 @@ class Outbox:
     def read_claims(self, work: ReadClaims) -> list[Known]:
         statement = (
             f"SELECT claim, {self._dialect.age.format('MIN(update_time)')} FROM {self._table}"
-            f" WHERE claim > :after GROUP BY claim ORDER BY claim LIMIT {CLAIMS_MAX}"
+            f" WHERE {'claim > :after' if work.after else 'claim IS NOT NULL'}"
+            f" GROUP BY claim ORDER BY claim LIMIT {CLAIMS_MAX}"
         )
-        return self._read(lambda c: [Known(*row) for row in c.execute(text(statement), {"after": work.after})])
+        values = {"after": work.after} if work.after else {}
+        return self._read(lambda connection: [Known(*row) for row in connection.execute(text(statement), values)])
 
     def take_over(self, work: TakeOver) -> list[Candidate]:
         return self._write(lambda connection: self._take_over(connection, work))
+
+    def disown(self, work: Disown) -> int:
+        return self._write(lambda connection: self._disown(connection, work))
 
     # How.
 
@@ -161,6 +168,13 @@ class Outbox:
         )
         now_ms = time.time_ns() // 1_000_000
         return [candidate_of(id, content, errors, now_ms) for id, content, errors in found]
+
+    def _disown(self, connection: Connection, work: Disown) -> int:
+        where = "claim = :claim AND status = 0"
+        chosen = f"SELECT id FROM {self._table} WHERE {where} LIMIT {DISOWNED_MAX}"
+        ids = [row[0] for row in connection.execute(text(chosen), {"claim": work.claim})]
+        self._update(connection, ids, self._parking(), f" AND {where}", claim=work.claim, reason=work.reason)
+        return len(ids)
 
     def _update(self, connection: Connection, ids: Sequence[int], setting: str, more: str = "", **values: Any) -> None:
         if ids:

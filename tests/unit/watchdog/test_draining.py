@@ -10,7 +10,7 @@ from qmq.codec import label_of
 from qmq.errors import AccessError, BrokerReadOnly, InvalidMessage, InvalidRequest
 from qmq.watchdog.claims import Candidate, ClaimName
 from qmq.watchdog.draining import NUMBERS_SPAN_MAX, Draining, Limits
-from qmq.watchdog.work import Claiming, Known, Page, ReadClaims, ReadPage, Settling, TakeOver
+from qmq.watchdog.work import Claiming, Disown, Known, Page, ReadClaims, ReadPage, Settling, TakeOver
 
 
 class Brokers:
@@ -405,6 +405,22 @@ def test_a_claim_that_a_leader_of_other_terms_left_behind_is_taken_over_when_it_
     drain.core._claims_after = ""
     drain.core.known([Known("abc:5:39:g1", 599_999), Known("abc:6:39:g1", 600_000)])
     assert drain.next() == TakeOver("abc:6:39:g1", "abc:6:3:g1")
+
+
+def test_rows_with_a_claim_that_nobody_can_read_are_parked_when_it_is_old():
+    """No watchdog would ever take them, and OutboxRetry leaves claimed rows to their claim."""
+    drain = Drain()
+    drain.core._claims_after = ""
+    drain.core.known([Known("", 600_000), Known("1:1:1", 600_000), Known("by hand", 599_999)])
+    for claim in ("", "1:1:1"):
+        work = drain.next()
+        assert isinstance(work, Disown) and work.claim == claim and repr(claim) in work.reason
+        drain.core.disowned(work, 2)
+    assert drain.next() == ReadClaims("by hand") and drain.core.counts.parked == 4
+    drain.core.known([])
+    drain.core._claims_after = ""
+    drain.core.known([Known("", 5)])
+    assert isinstance(drain.next(), ReadPage), "behind a claim without text is none that was not read"
 
 
 def test_after_a_failure_of_the_database_claims_are_read_anew_and_numbers_begin_anew():
