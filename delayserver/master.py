@@ -32,7 +32,7 @@ from qmq.delayserver.loading import Loading
 from qmq.delayserver.messages import Records
 from qmq.delayserver.recurring import Recurring
 from qmq.delayserver.schedule import DamagedSchedule, Filed
-from qmq.delayserver.schedule.record import order_of
+from qmq.delayserver.schedule.record import DUE_MAX_MS, order_of
 from qmq.delayserver.settings import DelaySettings
 from qmq.delayserver.templates import LABEL
 from qmq.delayserver.wheel import Wheel
@@ -291,7 +291,7 @@ class DelayMaster(Master):
 
     def check_due(self, due_ms: int) -> None:
         """Raise InvalidRequest for a time that lies too far ahead."""
-        ahead_ms = due_ms - self._mastership.retry_ms()
+        ahead_ms = max(-DUE_MAX_MS, min(due_ms, DUE_MAX_MS)) - self._mastership.retry_ms()  # JSON has longer numbers
         if not 0 <= due_ms or ahead_ms > self._longest_ms:
             most = f"{self._settings.delay_days_max:g} (delay_days_max)"
             raise InvalidRequest(f"due in {ahead_ms / DAY_MS:.1f} days: at most {most}")

@@ -16,11 +16,12 @@ from datetime import UTC, datetime, timedelta
 from hashlib import blake2b
 from typing import NamedTuple
 
-from qmq.codec import FLAG_DELAYED, decode_envelope, decode_properties, label_of, with_properties
+from qmq.codec import FLAG_DELAYED, decode_envelope, decode_properties, join_batch, label_of, with_properties
 from qmq.delayserver.cron import SKIPPED_MAX, Cron
 from qmq.errors import InvalidMessage, InvalidRequest, MessageTooLarge
 from qmq.message import DELAY_KEY, ORDER_KEY, RECUR_CRON, RECUR_NAME, RECUR_OWNER, RECUR_SKIPPED, RECUR_ZONE
 from qmq.remoting.commands import RECUR_NAME_BYTES_MAX, Recur, RecurringSchedule
+from qmq.server.limits import check_messages
 from qmq.subjects import NAME_BYTES_MAX, check_name
 
 LABEL = (1 << 32) - 1
@@ -84,8 +85,11 @@ def new_template(recur: Recur, *, message_bytes_max: int) -> Template:
     message = with_properties(_with_id(recur.message, ID_PREFIX + recur.name), own)
     message = bytes((message[0] | FLAG_DELAYED,)) + message[1:]
     template = Template(recur.subject, recur.name, recur.owner, recur.cron, recur.timezone, message)
-    if (size := len(template.occurrence(0, SKIPPED_MAX))) > message_bytes_max:
+    occurrence = template.occurrence(0, SKIPPED_MAX)
+    if (size := len(occurrence)) > message_bytes_max:
         raise MessageTooLarge(f"an occurrence has {size} bytes, more than {message_bytes_max}")
+    for _, fault in check_messages(join_batch([occurrence]), 1, message_bytes_max).refused:
+        raise InvalidMessage(f"no broker takes an occurrence of it: {fault}")  # and many tags would have our label
     return template
 
 

@@ -212,7 +212,7 @@ class Draining:
     """When the pass began."""
     _rest_until_ms: int = 0
     _is_passing_by: bool = False
-    """Whether the pass leaves all rows as they are, for want of any group; when there is one, what is older goes first."""
+    """Whether the pass leaves all rows as they are, for want of any group; with one, the older rows go first."""
     _holds: dict[Line, _Hold] = field(default_factory=dict)
     """Of lines of which no batch was stored since."""
     _suspects: set[int] = field(default_factory=set)

@@ -78,8 +78,11 @@ def decode_json(body: Buffer, **kinds: type) -> dict[str, Any]:
     Raises:
         InvalidRequest: names the field that is missing or of another type.
     """
+    data = bytes(body)
     try:
-        fields = json.loads(bytes(body))
+        fields = json.loads(data)
+        if b"\\u" in data:  # which can say half a character, and whoever hashed, stored or sent it on would break off
+            json.dumps(fields, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"body is not JSON: {error}") from None
     if not isinstance(fields, dict):

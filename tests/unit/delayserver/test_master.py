@@ -233,6 +233,29 @@ def test_rescheduled_message_is_sent_at_its_new_time_alone():
     assert copies.senders.delivered() == ["sooner", "later"]
 
 
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda producer: producer.cancel("\ud800"),
+        lambda producer: producer.cancel(keys=["\udfff"]),
+        lambda producer: producer.cancel("m", subject="\ud800"),
+        lambda producer: producer.reschedule("\ud83d", 0),
+        lambda producer: producer.reschedule("m", 10**400),
+        lambda producer: producer.reschedule("m", -(10**400)),
+    ],
+)
+def test_words_with_half_a_character_and_times_beyond_all_numbers_are_refused(ask):
+    """A packet that breaks the server off costs its sender the connection, with all that is under way on it."""
+    copies, producer = a_group()
+    producer.delayed(copies.now_ms + HOUR_MS, "\U0001f600")
+    asked = ask(producer)
+    copies.run(200)
+    assert producer.code(asked) == ErrorCode.INVALID_REQUEST
+    whole = producer.cancel("\U0001f600")
+    copies.run(200)
+    assert producer.fates(whole) == ["cancelled"]
+
+
 def test_cancel_finds_a_message_that_is_written_elsewhere_while_it_is_looked_for():
     """The look sees it as moved, and does not see where to."""
     copies, producer = a_group()

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 import numpy as np
 import pytest
 
-from qmq.codec import encode_labels, encode_message, with_properties
+from qmq.codec import FLAG_TAGS, encode_labels, encode_message, with_properties
 from qmq.delayserver.recurring import FIRED_AT_ONCE
 from qmq.delayserver.templates import LABEL
 from qmq.errors import ErrorCode
@@ -16,6 +16,7 @@ from qmq.log.frame import FLAG_LABELLED
 from qmq.log.memory_disk import MemoryDisk
 from qmq.log.segments import log_name
 from qmq.message import RECUR_CRON, RECUR_NAME, RECUR_OWNER, RECUR_ZONE, Message
+from qmq.remoting.commands import Command, Recur, RecurAction, encode_recur
 from tests.support.effort import examples
 from tests.unit.delayserver.test_master import restart
 from tests.unit.delayserver.world import HOUR_MS, Copies, Producer, delayed
@@ -440,3 +441,29 @@ def test_label_of_templates_is_one_that_no_message_has():
     tags = [f"tag{at}" for at in range(10)]
     data = encode_message(Message("s", id="m", tags=tags), 0)
     assert data and np.uint64(LABEL).bit_count() == 32
+
+
+@pytest.mark.parametrize("action", ["delete", "list"])
+def test_a_name_with_half_a_character_is_refused_and_ends_nobody(action):
+    """JSON can say it; who looked for its hash on a thread would end the process."""
+    copies, producer = a_group()
+    put(copies, producer)
+    asked = producer.recur(action, "\ud800")
+    copies.run(100)
+    assert producer.code(asked) == ErrorCode.INVALID_REQUEST
+    assert len(listed(copies, producer)) == 1
+
+
+def test_a_message_that_nobody_could_produce_is_no_recurring_schedule():
+    """So many tags set all bits of a label, which an occurrence would have then: it would be taken for a schedule."""
+    copies, producer = a_group(message_bytes_max=8192)
+    tags = [f"tag-{number}" for number in range(255)]
+    message = bytearray(encode_message(Message("s", id="any"), 0))
+    at = len(message) - 4
+    message[0] |= FLAG_TAGS
+    message[at:at] = bytes((len(tags),)) + b"".join(len(tag).to_bytes(2, "big") + tag.encode() for tag in tags)
+    asked = producer.send(
+        Command.RECUR, encode_recur(Recur(RecurAction.PUT, "s", "daily", "o", "* * * * *", "UTC", bytes(message)))
+    )
+    copies.run(200)
+    assert producer.code(asked) == ErrorCode.INVALID_MESSAGE and "255 tags" in producer.text(asked)

@@ -321,7 +321,7 @@ async def test_a_retry_says_what_became_of_it(world):
     await world.database.write(lambda repository: repository.hold_lease(LEASE, take=True, release=False))
     assert "name it" in await world.refused("OutboxRetry", ids="17")
     for ids in ("a", ","):
-        assert "whole numbers" in await world.refused("OutboxRetry", database=URL, ids=ids), "and not all that are parked"
+        assert "whole numbers" in await world.refused("OutboxRetry", database=URL, ids=ids), "not all that are parked"
     for error, status, result in (
         (NotServed("silent"), Status.WAIT, "failed"),
         (OutcomeUnknown("lost"), Status.UNKNOWN, "unknown"),
