@@ -178,7 +178,7 @@ def _message(subject: str, record: Any, message: bytes) -> pb.DelayedMessage:
 def _schedule(subject: str, record: Any, message: bytes) -> pb.DelayedMessage:
     shown = _message(subject, record, message)
     try:
-        template = read_template(message)
+        template = read_template(message, subject)
     except InvalidMessage:
         return shown  # it has the label by mistake, or was carried: `problem` says that
     shown.schedule.name, shown.schedule.owner = template.name, template.owner

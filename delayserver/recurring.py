@@ -167,11 +167,12 @@ class Recurring:
         message_log, now_ms = self._mastership.log, self._mastership.retry_ms()
         records = np.array([one.record for one in ready])
         wanted, dues = Messages.of(records), records["due"].tolist()
+        subjects = [self._filing.schedule.subjects[subject] for subject in records["subject"].tolist()]
         self._is_firing = True
 
         def job() -> list[_Firing | QmqError]:
             messages = read_messages(message_log, wanted)
-            return [_firing(message, due_ms, now_ms) for message, due_ms in zip(messages, dues)]
+            return [_firing(*one, now_ms) for one in zip(messages, subjects, dues)]
 
         def done(result: list[_Firing | QmqError] | LogError) -> None:
             self._is_firing = False
@@ -263,7 +264,8 @@ class Recurring:
             count = len(records)
             if asked.recur.name:
                 records = records[records["id_hash"] == id_hash(ID_PREFIX + asked.recur.name)]
-            return _Looked(count, list(_templates(records, read_messages(message_log, Messages.of(records)))))
+            messages = read_messages(message_log, Messages.of(records))
+            return _Looked(count, list(_templates(records, messages, asked.recur.subject)))
 
         def done(result: _Looked | LogError) -> None:
             self._is_looking = False
@@ -379,10 +381,10 @@ class Recurring:
         self._due.clear()
 
 
-def _firing(message: bytes, due_ms: int, now_ms: int) -> _Firing | QmqError:
+def _firing(message: bytes, subject: str, due_ms: int, now_ms: int) -> _Firing | QmqError:
     """Say what is to be sent by now. Runs on a thread."""
     try:
-        template = read_template(message)
+        template = read_template(message, subject)
         cron = template.cron()
         at_ms, skipped = cron.latest(due_ms, now_ms)
         return _Firing(template, at_ms, skipped, cron.next_ms(max(at_ms, now_ms)))
@@ -390,10 +392,10 @@ def _firing(message: bytes, due_ms: int, now_ms: int) -> _Firing | QmqError:
         return error
 
 
-def _templates(records: Records, messages: Sequence[bytes]) -> Iterator[_Found]:
+def _templates(records: Records, messages: Sequence[bytes], subject: str) -> Iterator[_Found]:
     for record, message in zip(records, messages):
         try:
-            yield _Found(record, read_template(message))
+            yield _Found(record, read_template(message, subject))
         except InvalidMessage:
             continue  # it has the label by mistake
 

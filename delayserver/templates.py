@@ -93,9 +93,14 @@ def new_template(recur: Recur, *, message_bytes_max: int) -> Template:
     return template
 
 
-def read_template(message: bytes) -> Template:
-    """Read a template as it stands in the log; raises InvalidMessage if the message is none."""
+def read_template(message: bytes, subject: str) -> Template:
+    """Read a template as it stands in the log among messages of `subject`; raises InvalidMessage if it is none.
+
+    Who may produce to one subject could name any other in the message, to which its occurrences would be sent.
+    """
     envelope = decode_envelope(message)
+    if envelope.subject != subject:
+        raise InvalidMessage(f"the message is of subject {envelope.subject[:50]!r}, not {subject!r}")
     found = decode_properties(message, envelope.body_begin)
     name, owner, expression, zone = (found.get(one, "") for one in (RECUR_NAME, RECUR_OWNER, RECUR_CRON, RECUR_ZONE))
     if not (name and owner and expression and zone):

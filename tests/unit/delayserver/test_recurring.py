@@ -467,3 +467,15 @@ def test_a_message_that_nobody_could_produce_is_no_recurring_schedule():
     )
     copies.run(200)
     assert producer.code(asked) == ErrorCode.INVALID_MESSAGE and "255 tags" in producer.text(asked)
+
+
+@pytest.mark.parametrize("inner", ["t", "/", "t" * 40_000])
+def test_a_message_that_says_another_subject_than_its_batch_is_no_schedule_of_that_subject(inner):
+    """Who may produce to one subject alone would else send to all; and a name that is none would end the process."""
+    copies, producer = a_group(message_bytes_max=100_000)
+    own = {RECUR_NAME: "daily", RECUR_OWNER: "o", RECUR_CRON: "* * * * *", RECUR_ZONE: "UTC"}
+    message = with_properties(delayed(inner, "recurring:daily", copies.now_ms), own)
+    producer.produce_raw([message], after=encode_labels([LABEL]), flags=FLAG_LABELLED)
+    run_until(copies, "2023-11-14T22:14")
+    assert copies.senders.delivered() == ["recurring:daily"], "once, as any other message of its batch"
+    assert copies.a.filing.schedule.subjects == ["s"]
