@@ -26,6 +26,8 @@ TOKEN_VALID_S = 10.0
 """So long an answer of the metaserver is used again: Prometheus asks often, and nobody else does."""
 TOKENS_MAX = 1_000
 IDS_MAX = 10_000
+ID_DIGITS_MAX = 19
+"""Of a bigint."""
 RECONCILE_S = 15.0
 REFUSALS_SHOWN = 10
 
@@ -91,8 +93,8 @@ class Acceptor:
     async def _retry(self, request: Request) -> Response:
         text = request.query_params.get("ids", "")
         words = [word for word in text.split(",") if word]
-        is_wrong = bool(words) != bool(text) or not all(word.isascii() and word.isdecimal() for word in words)
-        if len(words) > IDS_MAX or is_wrong:
+        are_ids = all(word.isascii() and word.isdecimal() and len(word) <= ID_DIGITS_MAX for word in words)
+        if len(words) > IDS_MAX or not are_ids or bool(words) != bool(text):
             return JSONResponse({"problem": f"ids: up to {IDS_MAX} whole numbers, with commas between them"}, 400)
         ids = [int(word) for word in words] if words else None
         return JSONResponse(await self._watcher.retry(database=_database(request), ids=ids))

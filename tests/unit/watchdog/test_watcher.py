@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse
 
 from qmq.errors import NotServed
 from qmq.outbox.schema import create_statements
+from qmq.watchdog.acceptor import Acceptor
 from qmq.watchdog.db.questions import Questions
 from qmq.watchdog.reconcile import Reconciling
 from qmq.watchdog.sources import Source
@@ -74,3 +75,18 @@ def test_a_row_that_nobody_could_ever_send_is_shown_and_stops_no_look_at_the_log
     monkeypatch.setattr(Reconciling, "_ask", asked)
     [shown], [found] = asyncio.run(look())
     assert shown["state"] == found["state"] == "parked" and found["log"] in ("notInLog", "unchecked")
+
+
+@pytest.mark.parametrize(
+    ("ids", "wanted"), [("", None), ("1,2", [1, 2]), (",", "wrong"), ("1,a", "wrong"), ("9" * 5_000, "wrong")]
+)
+def test_rows_to_be_sent_again_are_named_by_numbers_and_no_other_text_stands_for_all(ids, wanted):
+    asked = []
+
+    async def retry(**words):
+        asked.append(words["ids"])
+        return {}
+
+    acceptor = Acceptor(SimpleNamespace(token=""), None, SimpleNamespace(retry=retry), None, None)
+    answer = asyncio.run(acceptor._retry(SimpleNamespace(query_params={"database": "d", "ids": ids})))
+    assert (answer.status_code, asked) == ((400, []) if wanted == "wrong" else (200, [wanted]))
