@@ -117,6 +117,8 @@ class Limits:
             self._caller.require_subject(CONSUME, subject)
         elif packet.code in _OF_PRODUCERS:
             self._caller.require_subject(PRODUCE, commands.decode_json(packet.body, subject=str)["subject"])
+            if packet.code == Command.RECUR and self._sent is not None:  # it has a message, which is written
+                self._sent.take(self._caller, len(packet.body), now_ms=now_ms)
 
     def _check_subject(self, name: bytes, known_subjects: Mapping[str, object], now_ms: int) -> None:
         try:

@@ -143,6 +143,15 @@ def test_bytes_are_counted_over_all_connections_of_a_token_and_only_those_it_may
     other.check(packet(Command.PULL, b""), {}, now_ms=0)
 
 
+def test_a_recurring_schedule_counts_as_what_is_produced():
+    """Each put of another one is written to both logs with its message."""
+    allowed = limits("produce:order", sent=SentBytes(1_000))
+    put = packet(Command.RECUR, b'{"subject": "order", "message": "' + b"x" * 2_000 + b'"}')
+    allowed.check(put, {}, now_ms=0)
+    with pytest.raises(Overloaded, match="token_bytes_per_s"):
+        allowed.check(put, {}, now_ms=0)
+
+
 @pytest.mark.parametrize(
     ("bounds", "limit"), [({"per_minute": 2}, "new_subjects_per_minute"), ({"in_all": 2}, "new_subjects_max")]
 )
