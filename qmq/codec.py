@@ -143,7 +143,7 @@ def expires_after_ms(after: float | timedelta) -> int:
     seconds = after.total_seconds() if isinstance(after, timedelta) else after
     if not isinstance(seconds, int | float) or seconds.__class__ is bool or not 0.001 <= seconds <= EXPIRES_S_MAX:
         raise InvalidMessage(f"expires_after is 0.001 to {EXPIRES_S_MAX} seconds, or a timedelta, not {after!r:.50}")
-    return int(seconds * 1000)
+    return round(seconds * 1000)  # 1.001 is a little less than that
 
 
 class TagSection(NamedTuple):

@@ -6,11 +6,11 @@ import json
 from datetime import UTC, datetime
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from qmq import InvalidMessage, Message
-from qmq.codec import batch_encoder
+from qmq.codec import batch_encoder, expires_after_ms
 from qmq.message import text_of
 from qmq.outbox.row import decode_row, encode_row
 
@@ -43,6 +43,16 @@ def test_a_row_that_is_sent_again_is_byte_for_byte_what_was_sent_first():
     message = Message("s", {"a": 5, "b": 5.0, "c": True, "d": "é\0", "e": 1 << 62}, tags=["t"], id="i", order_key="k")
     encode = batch_encoder("s", NOW_MS)
     assert encode(decode_row(encode_row(message, NOW_MS))) == encode(message)
+
+
+@given(st.integers(1, 366 * 86_400_000).map(lambda ms: ms / 1000) | st.floats(0.001, 366 * 86_400.0))
+@example(1.001)
+@example(1.0011)
+def test_how_long_a_message_may_wait_is_the_same_each_time_it_is_sent(seconds):
+    message = Message("s", id="i", expires_after=seconds)
+    encode = batch_encoder("s", NOW_MS)
+    assert encode(decode_row(encode_row(message, NOW_MS))) == encode(message)
+    assert abs(expires_after_ms(seconds) - seconds * 1000) <= 0.5
 
 
 def test_whoever_takes_json_numbers_for_decimals_still_sends_the_digits():
