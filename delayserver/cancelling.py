@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -39,6 +39,10 @@ NAMES_MAX = 5_000
 """That are looked for together: each that is found is read, and 5,000 requests take the loop 5 ms to gather."""
 DECIDED_AT_ONCE = 200
 """Requests, and messages that were found for them, which one step decides about: 2 to 3 ms."""
+MOVED_BYTES = 1 << 20
+"""Of messages in one frame that moves them; as many may wait under one key as somebody sent."""
+CANCELLED_MAX = 65_536
+"""Messages that one frame cancels, a mebibyte."""
 ASKED_MAX = 10_000
 """Requests that wait at the same time."""
 
@@ -276,17 +280,19 @@ class Cancelling:
     def _write_cancelled(self) -> None:
         cancelled, self._cancelled = self._cancelled, {}
         for subject, by_number in cancelled.items():
-            records = _joined(by_number.values())
-            self._filing.schedule.decided(self._decisions.cancel(subject, records), records)
-            self._counters.cancelled_messages += len(records)
+            all_records = _joined(by_number.values())
+            for begin in range(0, len(all_records), CANCELLED_MAX):
+                records = all_records[begin : begin + CANCELLED_MAX]
+                self._filing.schedule.decided(self._decisions.cancel(subject, records), records)
+            self._counters.cancelled_messages += len(all_records)
 
     def _move(self, asked: _Asked, pending: dict[int, _Found]) -> DelayState:
         assert asked.due_ms is not None
-        messages = [one.message for one in pending.values()]
-        records = _records(pending.values())
-        frame = self._decisions.carry(asked.named.subject, records, messages, [asked.due_ms] * len(messages))
-        self._filing.schedule.decided(frame, records)
-        self._counters.rescheduled_messages += len(messages)
+        for some in _parts(pending.values()):
+            messages, records = [one.message for one in some], _records(some)
+            frame = self._decisions.carry(asked.named.subject, records, messages, [asked.due_ms] * len(messages))
+            self._filing.schedule.decided(frame, records)
+        self._counters.rescheduled_messages += len(pending)
         return DelayState.RESCHEDULED
 
     def _when_safe(self, answers: list[tuple[Fates, list[DelayState]]]) -> None:
@@ -371,6 +377,19 @@ def _has_name(message: bytes, named: Named, by_key: bool, index: int) -> bool:
         return decode_properties(message, envelope.body_begin).get(DELAY_KEY) == named.keys[index]
     except InvalidMessage:
         return False
+
+
+def _parts(found: Iterable[_Found]) -> Iterator[list[_Found]]:
+    """Cut messages into what one frame has: one of them at least."""
+    part, size = list[_Found](), 0
+    for one in found:
+        if part and size + len(one.message) > MOVED_BYTES:
+            yield part
+            part, size = [], 0
+        part.append(one)
+        size += len(one.message)
+    if part:
+        yield part
 
 
 def _number(found: _Found) -> int:

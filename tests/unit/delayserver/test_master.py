@@ -6,7 +6,12 @@ from unittest import mock
 
 import pytest
 
+from qmq.delayserver import cancelling
+from qmq.delayserver.cancelling import MOVED_BYTES
 from qmq.errors import ErrorCode
+from qmq.log import MessageLog
+from qmq.log.delays import PLACE_BYTES
+from qmq.log.frame import FrameKind
 from tests.unit.delayserver.world import HOUR_MS, Copies, Producer
 
 
@@ -254,6 +259,33 @@ def test_words_with_half_a_character_and_times_beyond_all_numbers_are_refused(as
     whole = producer.cancel("\U0001f600")
     copies.run(200)
     assert producer.fates(whole) == ["cancelled"]
+
+
+def test_however_many_messages_wait_under_a_key_each_frame_that_moves_or_cancels_some_has_a_bound():
+    """In one frame they were more than any reader takes, and both copies were damaged there."""
+    copies, producer = a_group()
+    bodies = []
+    append = MessageLog.append
+
+    def noting(self, kind, subject, body, **more):
+        bodies.append((kind, len(body)))
+        return append(self, kind, subject, body, **more)
+
+    count = 2 * MOVED_BYTES // 900
+    for begin in range(0, count, 500):
+        ids = map(str, range(begin, min(count, begin + 500)))
+        producer.delayed(copies.now_ms + HOUR_MS, *ids, key="k", size=800)
+        copies.run(200)
+    with mock.patch.object(MessageLog, "append", noting), mock.patch(f"{cancelling.__name__}.CANCELLED_MAX", 1_000):
+        asked = producer.reschedule("", copies.now_ms + 2 * HOUR_MS, key="k")
+        copies.run(500)
+        assert producer.fate(asked) == "rescheduled" and copies.a.filing.schedule.pending_messages == count
+        asked = producer.cancel(keys=["k"])
+        copies.run(500)
+        assert producer.fates(asked) == ["cancelled"] and copies.a.filing.schedule.pending_messages == 0
+    moves, cancels = ([size for one, size in bodies if one == kind] for kind in (FrameKind.CARRY, FrameKind.CANCEL))
+    assert len(moves) >= 2 and max(moves) <= 1.2 * MOVED_BYTES
+    assert sum(cancels) == PLACE_BYTES * count and max(cancels) == PLACE_BYTES * 1_000
 
 
 def test_cancel_finds_a_message_that_is_written_elsewhere_while_it_is_looked_for():
