@@ -19,6 +19,7 @@ from typing import NamedTuple
 from qmq.codec import FLAG_DELAYED, decode_envelope, decode_properties, join_batch, label_of, with_properties
 from qmq.delayserver.cron import SKIPPED_MAX, Cron
 from qmq.errors import InvalidMessage, InvalidRequest, MessageTooLarge
+from qmq.log.frame import FRAME_BYTES_MAX
 from qmq.message import DELAY_KEY, ORDER_KEY, RECUR_CRON, RECUR_NAME, RECUR_OWNER, RECUR_SKIPPED, RECUR_ZONE
 from qmq.remoting.commands import RECUR_NAME_BYTES_MAX, Recur, RecurringSchedule
 from qmq.server.limits import check_messages
@@ -28,6 +29,8 @@ LABEL = (1 << 32) - 1
 """Of templates: the bits of all tags, and no order key."""
 ID_PREFIX = "recurring:"
 """A template's id is this and its name, so that whoever cancels messages by id can delete it."""
+_OVERHEAD_BYTES = 1024
+"""What a frame takes besides a template and its occurrence, and the two differ by: they are written together."""
 _TIMES = struct.Struct(">qq")
 _LENGTH = struct.Struct(">H")
 _SUBJECT_AT = 17
@@ -86,8 +89,9 @@ def new_template(recur: Recur, *, message_bytes_max: int) -> Template:
     message = bytes((message[0] | FLAG_DELAYED,)) + message[1:]
     template = Template(recur.subject, recur.name, recur.owner, recur.cron, recur.timezone, message)
     occurrence = template.occurrence(0, SKIPPED_MAX)
-    if (size := len(occurrence)) > message_bytes_max:
-        raise MessageTooLarge(f"an occurrence has {size} bytes, more than {message_bytes_max}")
+    most = min(message_bytes_max, FRAME_BYTES_MAX // 2 - _OVERHEAD_BYTES)
+    if (size := len(occurrence)) > most:
+        raise MessageTooLarge(f"an occurrence has {size} bytes, more than {most}")
     for _, fault in check_messages(join_batch([occurrence]), 1, message_bytes_max).refused:
         raise InvalidMessage(f"no broker takes an occurrence of it: {fault}")  # and many tags would have our label
     return template

@@ -24,6 +24,7 @@ from qmq.log.disk import BLOCK_BYTES, Disk
 from qmq.log.fold import State, apply, decode_snapshot, encode_snapshot
 from qmq.log.frame import (
     FLAG_LABELLED,
+    FRAME_BYTES_MAX,
     NO_CHAIN,
     Frame,
     FrameKind,
@@ -181,6 +182,8 @@ class MessageLog:
         batch: int = 0,
     ) -> Frame:
         """Write a frame behind the last one, as master."""
+        if len(body) > FRAME_BYTES_MAX:  # whoever reads it would take it for damage, on every copy
+            raise BrokenInvariant(f"a frame of {len(body)} bytes is more than {FRAME_BYTES_MAX} bytes")
         name = subject_field(subject)
         header, frame = encode_header(
             kind=kind,

@@ -454,6 +454,14 @@ def test_a_name_with_half_a_character_is_refused_and_ends_nobody(action):
     assert len(listed(copies, producer)) == 1
 
 
+def test_a_template_and_its_occurrence_fit_into_one_frame(monkeypatch):
+    monkeypatch.setattr("qmq.delayserver.templates.FRAME_BYTES_MAX", 10_000)
+    copies, producer = a_group(message_bytes_max=8192)
+    asked = producer.recur("put", properties={"x": "y" * 5_000})
+    copies.run(200)
+    assert producer.code(asked) == ErrorCode.MESSAGE_TOO_LARGE and listed(copies, producer) == []
+
+
 def test_a_message_that_nobody_could_produce_is_no_recurring_schedule():
     """So many tags set all bits of a label, which an occurrence would have then: it would be taken for a schedule."""
     copies, producer = a_group(message_bytes_max=8192)

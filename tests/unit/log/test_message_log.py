@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from qmq.errors import CorruptFrame, DiskFailed
+from qmq.errors import BrokenInvariant, CorruptFrame, DiskFailed
 from qmq.log import message_log, segments
 from qmq.log.frame import Frame, FrameKind, decode_frames
 from qmq.log.health import LogHealth
@@ -22,6 +22,16 @@ from tests.unit.log.logs import Copy
 def report_of(copy: Copy, name: str) -> dict:
     name = name.replace(".bytes", ".json")
     return json.loads(copy.disk.read(name, 0, copy.disk.size(name)))
+
+
+def test_a_frame_that_nobody_would_read_is_not_written(monkeypatch):
+    copy = Copy()
+    copy.begin_epoch()
+    end = copy.log.end
+    monkeypatch.setattr(message_log, "FRAME_BYTES_MAX", 1_000)
+    with pytest.raises(BrokenInvariant, match="1000 bytes"):
+        copy.messages("large", size=2_000)
+    assert copy.log.end == end and copy.messages("small").offset == end
 
 
 @pytest.mark.parametrize("which", range(1, 5))
