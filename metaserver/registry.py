@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -218,6 +218,7 @@ class Registry:
         before, self.directory, self.tokens = self.directory, directory, tokens
         if directory.groups is not before.groups:
             self.liveness.forget(broker.key for broker in before.brokers() if directory.find(broker.key) is None)
+            self._forget_points(before.groups.keys() - directory.groups.keys())
         self._registered = lost_groups.registered(directory)
         self._reported.note_rows(directory.groups.values())
         self._take_tokens(tokens)
@@ -338,6 +339,11 @@ class Registry:
             if state.point is not None and state.point != self.stored_points.get(place):
                 self.points[place] = state.point
                 self.points_rose.set()
+
+    def _forget_points(self, groups: Collection[str]) -> None:
+        """Of groups that are no more: one that is made anew under such a name lacks what they acknowledged."""
+        for place in [place for place in self.points if place[0] in groups]:
+            del self.points[place]
 
     def store_points_again(self) -> None:
         """Let all points that the next heartbeats say be stored, also those that were: the database may be older."""

@@ -126,7 +126,7 @@ def remove_group(connection: Connection, group: str, term: int) -> None:
         raise GroupInUse(f"{len(subjects)} routes name {group} still, {subjects[0]} for one; change them first")
     marks = readonly_broker_group_setting
     connection.execute(delete(marks).where(marks.c.broker_group == group))
-    connection.execute(delete(acknowledged_point).where(acknowledged_point.c.group_name == group))
+    _forget_points(connection, group)
     connection.execute(update(broker_group).where(broker_group.c.group_name == group).values(kind=REMOVED))
 
 
@@ -176,11 +176,18 @@ def _create(connection: Connection, change: RoleChange, now: int) -> None:
     removed = (broker_group.c.group_name == change.group, broker_group.c.kind == REMOVED)
     term_before = connection.scalars(select(broker_group.c.term).where(*removed)).one_or_none()
     if term_before is not None:
+        # Of a group that a restore removed they are still there, and a metaserver may have stored some after all.
+        _forget_points(connection, change.group)
         term = max(term_before, change.above) + 1
         connection.execute(update(broker_group).where(*removed).values(term=term, **fresh))
         return
     values = {"group_name": check_name("broker group", change.group), "term": change.new_term, **fresh}
     connection.execute(insert(broker_group).values(**checked(broker_group, values)))
+
+
+def _forget_points(connection: Connection, group: str) -> None:
+    """A copy that lacks one of these would wait for ever for the one that has it."""
+    connection.execute(delete(acknowledged_point).where(acknowledged_point.c.group_name == group))
 
 
 def _term(connection: Connection, group: str) -> int | None:

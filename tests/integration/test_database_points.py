@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from qmq.metaserver import roles
-from qmq.metaserver.db.changes import AcceptLoss, RemoveGroup, SetRoles
+from qmq.metaserver.db.changes import AcceptLoss, RemoveGroup, RestoreAll, SetRoles
 from qmq.metaserver.db.engine import open_database
 from qmq.metaserver.db.repository import Repository
 from qmq.metaserver.model import Broker, Points
@@ -53,10 +53,29 @@ def test_what_an_operator_gave_up_is_not_remembered_and_what_comes_after_is(repo
     assert stored(repository, "g2") == Points({"a": NEWEST})
 
 
-def test_a_group_that_is_made_anew_begins_without_points(repository):
-    repository.change([SetRoles(roles.add_broker(repository.load(), MASTER))])
-    repository.store_points({("g1", "a"): NEWEST})
+def removed(repository):
     change = roles.remove_broker(repository.load(), MASTER, lambda _: False)
     repository.change([SetRoles(change), RemoveGroup("g1", change.new_term)])
+
+
+def told_late(repository):
+    """Each metaserver stores what it heard within a second."""
+    removed(repository)
+    repository.store_points({("g1", "a"): NEWEST})
+
+
+def not_in_a_backup(repository):
+    repository.change([RestoreAll(repository.empty)])
+
+
+@pytest.mark.parametrize("gone", [removed, told_late, not_in_a_backup])
+def test_a_group_that_is_made_anew_begins_without_points(repository, gone):
+    """Else its new master, once restarted, takes itself for rolled back to before what its log never had."""
+    repository.empty = repository.dump()
+    repository.change([SetRoles(roles.add_broker(repository.load(), MASTER))])
+    repository.store_points({("g1", "a"): NEWEST, ("g2", "a"): NEWEST})
+    gone(repository)
+    assert "g1" not in repository.load().groups
     repository.change([SetRoles(roles.add_broker(repository.load(), MASTER))])
     assert stored(repository) == Points()
+    assert stored(repository, "g2") == Points({"a": NEWEST})

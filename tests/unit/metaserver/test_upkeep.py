@@ -368,3 +368,19 @@ def test_many_leases_do_not_make_many_looks_and_none_where_others_look_more_ofte
         assert len(looks) == 1, "it polls"
 
     asyncio.run(test())
+
+
+def test_what_was_heard_of_a_group_is_not_stored_for_another_one_of_its_name(tmp_path):
+    async def test() -> None:
+        world, upkeep = await made(tmp_path)
+        for name in ("g1-a", "g1-b"):
+            await world.start(name)
+        world.beat("g1-a", incarnation="disk of g1-a", point=Point(Epoch(2, 1), 4096, 7))
+        for name in ("g1-b", "g1-a"):
+            world.stop(name)
+            await world.done("RemoveBroker", hostname=name, servePort=20881, force="true")
+        await world.copies()
+        await upkeep._store_points_once()
+        assert not (await world.registry.points_of("g1")).by_incarnation
+
+    asyncio.run(test())
