@@ -196,7 +196,7 @@ class Failovers:
     async def _learn(self, group: Group, *, master_gone: bool) -> Facts:
         registry, name = self._registry, group.name
         reported, given = registry.reported_term(name), registry.given_term(name)
-        said, points = await asyncio.gather(self._ask_all(group), registry.points_of(name))
+        said, points = await asyncio.gather(self._ask_all(group), registry.points_of(name, must_be_read=True))
         master_said = _said_by_master(registry, group)
         return Facts(group, reported, given, master_said, said, points, master_gone=master_gone)
 

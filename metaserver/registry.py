@@ -350,13 +350,16 @@ class Registry:
         self.stored_points.clear()
         self._heard.clear()
 
-    async def points_of(self, group: str) -> Points:
+    async def points_of(self, group: str, *, must_be_read: bool = False) -> Points:
         """Return what the group's copies said to be acknowledged, all that is stored and all that is known here.
 
         While the database is away it is what brokers said here, which the others may know better.
+
+        Args:
+            must_be_read: a master is chosen, or begins, by them. Then DatabaseAway is raised.
         """
         stored = Points()
-        with contextlib.suppress(DatabaseAway):
+        with contextlib.suppress(*([] if must_be_read else [DatabaseAway])):
             stored = await self.database.read(lambda r: r.load_points(group))
         here = {
             incarnation: point

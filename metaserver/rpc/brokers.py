@@ -12,6 +12,7 @@ import grpc
 
 from qmq.errors import MissingRight, NotServed, OperatorError, QmqError
 from qmq.metaserver import renewals
+from qmq.metaserver.database import DatabaseAway
 from qmq.metaserver.db.errors import CommitUnknown
 from qmq.metaserver.liveness import PlaceTaken
 from qmq.metaserver.metrics import Metrics
@@ -21,6 +22,7 @@ from qmq.metaserver.rpc import convert
 from qmq.metaserver.rpc.visits import Visits
 from qmq.proto import qmq_pb2 as pb
 from qmq.rpc_access import caller
+from qmq.types import Role
 
 log = logging.getLogger("qmq.metaserver")
 
@@ -62,7 +64,13 @@ class BrokerRpc:
             text = f"{key} was replaced at this moment; register again"
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
         assert assignment is not None  # abort raises
-        points = await self._registry.points_of(broker.group)
+        try:
+            points = await self._registry.points_of(
+                broker.group, must_be_read=request.begins and _leads_several(assignment)
+            )
+        except DatabaseAway as error:
+            await context.abort(_status(error), str(error))
+            raise
         assignment.points.extend(convert.point_message(point) for point in points.by_incarnation.values())
         assignment.loss_accepted_term = points.loss_accepted_term
         return assignment
@@ -171,6 +179,10 @@ def _check_group(broker: Broker, said: pb.BrokerIdentity) -> None:
             f"{broker.key} belongs to {broker.group}, not to {said.broker_group}, whose data directory it has: start "
             "it with an empty one"
         )
+
+
+def _leads_several(assignment: pb.Assignment) -> bool:
+    return assignment.role == Role.MASTER and len(assignment.slaves) > 1
 
 
 def _clock_s(assignment: pb.Assignment) -> float:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
 
+import grpc
 import pytest
 
 from qmq.errors import OperatorError, OutcomeUnknown
@@ -121,6 +123,30 @@ def test_a_group_that_is_removed_while_its_master_is_gone_is_not_looked_for_any_
             await world.done("RemoveBroker", hostname=name, servePort=20881, force="true")
         failovers._look()
         assert not world.registry.no_failover and not failovers._again_at and not failovers._tries
+
+    asyncio.run(test())
+
+
+def test_nobody_is_chosen_while_what_is_acknowledged_cannot_be_read(tmp_path, monkeypatch):
+    """The database may be back, for the change of roles, before the slaves have answered."""
+
+    async def test() -> None:
+        world, failovers = await a_master_is_gone(tmp_path)
+        await world.database.write(lambda r: r.store_points({("g1", "disk of g1-a"): Point(Epoch(2, 1), 5000, 7)}))
+        read = world.database.read
+
+        async def fails_once(work, **options):
+            if "load_points" in work.__code__.co_names:
+                monkeypatch.setattr(world.database, "read", read)
+                raise DatabaseAway("in between")
+            return await read(work, **options)
+
+        monkeypatch.setattr(world.database, "read", fails_once)
+        with suppress(DatabaseAway):
+            await fail_over(world, failovers, monkeypatch)
+        assert row(world) == (2, "g1-a", "g1-b") and not world.brokers.held
+        await fail_over(world, failovers, monkeypatch)
+        assert world.registry.no_failover["g1"][0] == Refusal.BEHIND
 
     asyncio.run(test())
 
@@ -291,6 +317,29 @@ async def a_master_of_two_slaves_is_gone(path):
     return world, failovers_of(world)
 
 
+def service_of(world, monkeypatch, name):
+    """What brokers call, and what the broker of this name says of itself."""
+    monkeypatch.setattr("qmq.metaserver.rpc.brokers.caller", lambda: ADMIN)
+    service = BrokerRpc()
+    service._registry, service._ask = world.registry, lambda question: asyncio.sleep(0)
+    service._metrics, service._may_rest, service._logged = world.metrics, lambda group, broker: False, set()
+    broker = world.registry.directory.find(BrokerKey(name, 20881))
+    said = {"hostname": broker.hostname, "ip": broker.ip, "incarnation": broker.incarnation}
+    return service, said | {"serve_port": 20881, "sync_port": 20882, "control_port": 20883, "metrics_port": 20884}
+
+
+class Aborted(Exception):
+    """A call was ended."""
+
+
+class Aborting:
+    """The context of a call."""
+
+    async def abort(self, code, text):
+        self.code = code
+        raise Aborted(text)
+
+
 def row_of_three(world):
     group = world.registry.directory.groups["g1"]
     return group.term, group.master.hostname, {slave.hostname for slave in group.slaves}
@@ -441,6 +490,34 @@ def test_without_the_database_no_broker_of_several_slaves_begins(tmp_path, monke
     asyncio.run(test())
 
 
+@pytest.mark.parametrize("name, begins, is_told", [("g1-a", True, False), ("g1-a", False, True), ("g1-b", True, True)])
+def test_a_master_of_several_slaves_begins_with_what_is_acknowledged_or_not_at_all(
+    tmp_path, monkeypatch, name, begins, is_told
+):
+    """The database may go away behind the change of the row."""
+
+    async def test() -> None:
+        world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
+        service, said = service_of(world, monkeypatch, name)
+        read, context = world.database.read, Aborting()
+
+        async def fails(work, **options):
+            if "load_points" in work.__code__.co_names:
+                raise DatabaseAway("behind the change of the row")
+            return await read(work, **options)
+
+        monkeypatch.setattr(world.database, "read", fails)
+        registering = service.Register(pb.BrokerIdentity(broker_group="g1", begins=begins, **said), context)
+        if is_told:
+            assert (await registering).term
+            return
+        with pytest.raises(Aborted, match="behind the change of the row"):
+            await registering
+        assert context.code == grpc.StatusCode.UNAVAILABLE
+
+    asyncio.run(test())
+
+
 def test_nobody_waits_for_a_database_that_is_known_to_hang(tmp_path, monkeypatch):
     """A broker of two copies begins from memory; one of three is told at once."""
 
@@ -527,16 +604,12 @@ def test_a_broker_of_another_group_is_refused_before_the_row_changes(tmp_path, m
     async def test() -> None:
         world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
         before = row_of_three(world)
-        monkeypatch.setattr("qmq.metaserver.rpc.brokers.caller", lambda: ADMIN)
-        service = BrokerRpc()
-        service._registry, service._ask = world.registry, lambda question: asyncio.sleep(0)
-        master = world.registry.directory.find(BrokerKey("g1-a", 20881))
-        said = {"hostname": master.hostname, "ip": master.ip, "incarnation": master.incarnation, "begins": True}
-        ports = {"serve_port": 20881, "sync_port": 20882, "control_port": 20883, "metrics_port": 20884}
+        service, said = service_of(world, monkeypatch, "g1-a")
+        key = BrokerKey("g1-a", 20881)
         with pytest.raises(OperatorError, match="belongs to g1, not to g2"):
-            await service._register(pb.BrokerIdentity(broker_group="g2", **said, **ports), master.key)
+            await service._register(pb.BrokerIdentity(broker_group="g2", begins=True, **said), key)
         assert row_of_three(world) == before
-        await service._register(pb.BrokerIdentity(broker_group="g1", **said, **ports), master.key)
+        await service._register(pb.BrokerIdentity(broker_group="g1", begins=True, **said), key)
         assert row_of_three(world) == (before[0] + 1, *before[1:])
 
     asyncio.run(test())
