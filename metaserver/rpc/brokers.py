@@ -108,12 +108,12 @@ class BrokerRpc:
                     sent = assignment
                     if seen is not self._registry.directory:
                         seen = self._registry.directory
-                        assignment = convert.assignment_for(seen, broker.key, self._may_rest)
+                        assignment = self._part_of(broker, seen)
                     if self._registry.is_stopping:
                         await context.abort(grpc.StatusCode.UNAVAILABLE, STOPPING)
                     elif assignment is None:
-                        text = f"{broker.key} has no place in a group any more; register again to learn what to do"
-                        await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
+                        text = f"{broker.key} has no place in a group any more, or not with this data directory"
+                        await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{text}; register again")
                     elif assignment != sent or time.monotonic() - told_s >= _clock_s(assignment):
                         told_s = time.monotonic()
                         yield _with_clock(assignment if assignment != sent else None)
@@ -140,6 +140,21 @@ class BrokerRpc:
             self._log_once(f"heartbeats refused broker={key} reason={error}")
             await context.abort(_status(error), str(error))
             raise
+
+    def _part_of(self, broker: Broker, directory: Directory) -> pb.Assignment | None:
+        """What a broker that beats is to do; None: it has to register again.
+
+        Also where its row was put back to before it came with its disk. Else it would count as down while it beats. A
+        master would be refused then: it goes on, and an operator decides.
+        """
+        row = directory.find(broker.key)
+        if (
+            row is not None
+            and row.incarnation != broker.incarnation
+            and (row.role == Role.SLAVE or not row.incarnation)
+        ):
+            return None
+        return convert.assignment_for(directory, broker.key, self._may_rest)
 
     async def _read_beats(
         self,

@@ -19,12 +19,12 @@ from qmq.metaserver.failover import Refusal
 from qmq.metaserver.failovers import Failovers
 from qmq.metaserver.model import BrokerKey
 from qmq.metaserver.renewals import Promises, begin_life
-from qmq.metaserver.rpc.brokers import BrokerRpc
 from qmq.proto import qmq_pb2 as pb
 from qmq.replication.points import Point
 from qmq.types import Epoch, Role
 from tests.support.waiting import until_async
-from tests.unit.metaserver.actions_world import ADMIN, World, place
+from tests.unit.metaserver.actions_world import World, place
+from tests.unit.metaserver.rpc_world import Aborted, Aborting, service_of
 
 
 async def a_master_is_gone(path):
@@ -315,29 +315,6 @@ async def a_master_of_two_slaves_is_gone(path):
         world.beat(name, incarnation=f"disk of {name}", in_sync=True, flushed_end=end, last_term=2, last_boot=1)
     world.stop("g1-a")
     return world, failovers_of(world)
-
-
-def service_of(world, monkeypatch, name):
-    """What brokers call, and what the broker of this name says of itself."""
-    monkeypatch.setattr("qmq.metaserver.rpc.brokers.caller", lambda: ADMIN)
-    service = BrokerRpc()
-    service._registry, service._ask = world.registry, lambda question: asyncio.sleep(0)
-    service._metrics, service._may_rest, service._logged = world.metrics, lambda group, broker: False, set()
-    broker = world.registry.directory.find(BrokerKey(name, 20881))
-    said = {"hostname": broker.hostname, "ip": broker.ip, "incarnation": broker.incarnation}
-    return service, said | {"serve_port": 20881, "sync_port": 20882, "control_port": 20883, "metrics_port": 20884}
-
-
-class Aborted(Exception):
-    """A call was ended."""
-
-
-class Aborting:
-    """The context of a call."""
-
-    async def abort(self, code, text):
-        self.code = code
-        raise Aborted(text)
 
 
 def row_of_three(world):

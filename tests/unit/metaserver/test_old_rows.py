@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
+import grpc
 import pytest
 
 from qmq.metaserver import old_rows, roles
-from qmq.metaserver.db.changes import RemoveGroup, SetRoles
-from qmq.metaserver.model import Broker, BrokerKey, Group, MetaserverRow, ReplicaState
+from qmq.metaserver.db.changes import RemoveGroup, SetMark, SetRoles
+from qmq.metaserver.model import AuditRow, Broker, BrokerKey, Group, MetaserverRow, ReadonlyMark, ReplicaState
 from qmq.metaserver.snapshot import Snapshots
 from qmq.metaserver.upkeep import Upkeep
+from qmq.proto import qmq_pb2 as pb
 from qmq.types import Role
 from tests.unit.metaserver.actions_world import World, place
+from tests.unit.metaserver.rpc_world import Aborted, Aborting, service_of
 
 A = Broker("g1", Role.MASTER, "a", "10.0.0.1", 1, 2, incarnation="disk a")
 B = Broker("g1", Role.SLAVE, "b", "10.0.0.2", 1, 2, incarnation="disk b", complete=True)
@@ -204,3 +208,45 @@ def test_reports_of_brokers_with_another_data_directory_do_not_agree():
         return state if state and state.incarnation in ("", broker.incarnation) else None
 
     assert old_rows.judge(ROW, 4, own).change is None
+
+
+@pytest.mark.parametrize(
+    ("name", "disk", "registers"),
+    [
+        ("g1-b", "the disk before", True),
+        ("g1-b", "disk of g1-b", False),
+        ("g1-a", "", True),
+        ("g1-a", "the disk before", False),
+    ],
+)
+def test_who_beats_with_another_disk_than_an_old_row_names_registers_again(
+    migrated_url, monkeypatch, name, disk, registers
+):
+    """It counted as down, so the row was not raised, and no failover chose it. A master is refused then: it goes on."""
+
+    async def test(world):
+        service, said = service_of(world, monkeypatch, name)
+        first = pb.BrokerState(**{word: said[word] for word in ("hostname", "serve_port", "incarnation")}, term=5)
+        context, ended = Aborting(), asyncio.Event()
+
+        async def beats():
+            yield first
+            await ended.wait()
+
+        stream = service.Heartbeat(beats(), context)
+        assert (await anext(stream)).term == 2
+        key = BrokerKey(name, 20881)
+        before = replace(world.registry.directory.find(key), incarnation=disk)
+        await world.database.write(lambda r: r.store_registration(before))
+        told = asyncio.create_task(anext(stream, None))
+        await world.registry.change([SetMark(ReadonlyMark("a", "g1"))], AuditRow("anna", "", "a word to this broker"))
+        if registers:
+            with pytest.raises(Aborted, match="register again"):
+                await told
+            assert context.code == grpc.StatusCode.FAILED_PRECONDITION
+        else:
+            assert (await told).readonly_subjects == ["a"]
+        ended.set()
+        await stream.aclose()
+
+    on(migrated_url, test)

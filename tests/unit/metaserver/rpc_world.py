@@ -1,0 +1,38 @@
+"""Shell. What brokers call at a metaserver, without gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+
+from qmq.metaserver.access import Access
+from qmq.metaserver.model import BrokerKey
+from qmq.metaserver.rpc.brokers import BrokerRpc
+from qmq.metaserver.rpc.visits import Visits
+from tests.unit.metaserver.actions_world import ADMIN
+
+
+def service_of(world, monkeypatch, name):
+    """What brokers call, and what the broker of this name says of itself."""
+    monkeypatch.setattr("qmq.metaserver.rpc.brokers.caller", lambda: ADMIN)
+    service = BrokerRpc()
+    service._registry, service._ask = world.registry, lambda question: asyncio.sleep(0)
+    service.visits = Visits(Access(()))
+    service._metrics, service._may_rest, service._logged = world.metrics, lambda group, broker: False, set()
+    broker = world.registry.directory.find(BrokerKey(name, 20881))
+    said = {"hostname": broker.hostname, "ip": broker.ip, "incarnation": broker.incarnation}
+    return service, said | {"serve_port": 20881, "sync_port": 20882, "control_port": 20883, "metrics_port": 20884}
+
+
+class Aborted(Exception):
+    """A call was ended."""
+
+
+class Aborting:
+    """The context of a call."""
+
+    def invocation_metadata(self):
+        return ()
+
+    async def abort(self, code, text):
+        self.code = code
+        raise Aborted(text)
