@@ -14,6 +14,7 @@ from qmq.metaserver.actions.handler import Handler
 from qmq.metaserver.actions.plan import Plan, refused
 from qmq.metaserver.actions.shapes import broker_json, group_json, state_json
 from qmq.metaserver.actions.words import Words
+from qmq.metaserver.database import DatabaseAway
 from qmq.metaserver.model import AuditRow, Broker, BrokerKey, Group, Points
 from qmq.replication.readonly import Reason
 
@@ -214,7 +215,7 @@ async def _replica_status(desk: Desk, words: Words) -> Any:
 
 
 async def _compare(desk: Desk, group: Group) -> dict[str, Any]:
-    points = await desk.registry.points_of(group.name)  # first, so that no copy is behind them because time goes by
+    acknowledged = await _acknowledged(desk, group)  # first, so that no copy is behind it because time goes by
     replicas = await asyncio.gather(*(_replica(desk, broker) for broker in group.brokers))
     asked = [replica for replica in replicas if replica["reachable"]]
     ends, chains = [replica["logEnd"] for replica in asked], {replica["chain"] for replica in asked}
@@ -229,9 +230,18 @@ async def _compare(desk: Desk, group: Group) -> dict[str, Any]:
         # Chains of different ends say nothing.
         "equal": len(chains) == 1 if every and len(set(ends)) == 1 else None,
         "lagBytes": max(ends[0] - min(ends[1:]), 0) if every else None,
-        "acknowledged": max((point.end for point in points.by_incarnation.values()), default=0),
+        "acknowledged": acknowledged,
         "replicas": replicas,
     }
+
+
+async def _acknowledged(desk: Desk, group: Group) -> int | None:
+    """Up to where anything is remembered to be acknowledged; None: nobody can say while the database is away."""
+    try:
+        points = await desk.registry.points_of(group.name, must_be_read=True)
+    except DatabaseAway:
+        return None
+    return max((point.end for point in points.by_incarnation.values()), default=0)
 
 
 async def _replica(desk: Desk, broker: Broker) -> dict[str, Any]:

@@ -53,14 +53,17 @@ class Operator:
         Where a group has one slave, that comes back to its master, whatever fails; the judge lets nobody replace it.
         """
         if len(self._world.groups[group]) > 2:
-            for name in set_aside(await self._decide(machine, group)):
+            decision = await self._decide(machine, group)
+            for name in set_aside(decision) if decision else ():
                 self._world.note(f"RecoverGroup sets aside {name}")
                 self._world.counts["copy set aside"] += 1
                 self._world.copy(name).replace_disk()
 
-    async def _decide(self, machine: MetaserverMachine, group: str) -> Decision:
+    async def _decide(self, machine: MetaserverMachine, group: str) -> Decision | None:
         brokers = (await self._run(machine, "ListBrokers", {"brokerGroup": group, "details": "true"})).data
         (row,) = (await self._run(machine, "ReplicaStatus", {"brokerGroup": group})).data
+        if row["acknowledged"] is None:
+            return None  # the database is away
         copies = read_copies(brokers, row["replicas"], (), ())
         return decide(copies, term=row["term"], min_copies=row["minCopies"], remembered=row["acknowledged"])
 

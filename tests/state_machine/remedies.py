@@ -122,6 +122,8 @@ class Operator:
             self.type("ReplicaStatus", {"brokerGroup": self.group}),
         )
         brokers, (status,) = told
+        if status["acknowledged"] is None:
+            return self.world.note("RecoverGroup: the database is away")
         lost = {_name(box) for box in self.boxes if box.is_lost}
         copies = read_copies(brokers, status["replicas"], [], lost | {name for name in gone if name in self.names})
         known = {"term": status["term"], "min_copies": status["minCopies"], "remembered": status["acknowledged"]}

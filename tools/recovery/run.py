@@ -35,6 +35,11 @@ def run(session: Session) -> Exit:
         complain(f"{error}. Nothing was changed")
         return Exit.UNREACHABLE
     remembered = row.get("acknowledged", 0)  # a metaserver of an older version does not say
+    if remembered is None:
+        complain(
+            "the metaserver's database is away, and only that remembers what was acknowledged. Nothing was changed"
+        )
+        return Exit.UNREACHABLE
     decision = decide(copies, term=row["term"], min_copies=row["minCopies"], remembered=remembered)
     if session.as_json and session.dry_run:
         print(json.dumps({"copies": [asdict(copy) for copy in copies], "decision": asdict(decision)}))

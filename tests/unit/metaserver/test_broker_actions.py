@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 from qmq.metaserver import swap
 from qmq.metaserver.actions import Status
+from qmq.metaserver.database import DatabaseAway
 from qmq.metaserver.model import BrokerKey
 from qmq.metaserver.state_metrics import StateMetrics
 from qmq.replication.points import Point
@@ -296,6 +297,15 @@ async def test_status_says_up_to_where_anything_is_remembered_to_be_acknowledged
     world.beat("g1-b", incarnation="disk b", point=Point(Epoch(2, 1), 800, 6))
     [status] = await world.done("ReplicaStatus", brokerGroup="g1")
     assert status["acknowledged"] == 900
+
+
+@in_world
+async def test_status_says_that_nobody_can_say_now_what_is_remembered(world):
+    await world.running_copies("g1")
+    world.beat("g1-a", incarnation="disk a", point=Point(Epoch(2, 1), 900, 7))
+    with patch.object(world.database, "read", side_effect=DatabaseAway("it was stopped")):
+        [status] = await world.done("ReplicaStatus", brokerGroup="g1")
+    assert status["acknowledged"] is None
 
 
 @in_world

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
+from qmq.tools.answer import Exit
+from qmq.tools.recovery import run as recovery
 from qmq.tools.recovery.plan import WrongReport, decide, read_copies
 
 A, B = "a:1", "b:1"
@@ -351,3 +355,23 @@ def test_the_only_copy_is_not_refilled_from_itself():
     copies = read_copies(rows()[1:], [replica("a", up=True, reasons=["rolled_back"])], [], [])
     plan = decide(copies, term=4)
     assert (plan.command, plan.needs_acceptance) == ("ReplaceBroker", True)
+
+
+@pytest.mark.parametrize("acknowledged, exit", [(None, Exit.UNREACHABLE), (100, Exit.DONE)])
+def test_nothing_is_decided_while_the_metaserver_cannot_say_what_is_acknowledged(
+    monkeypatch, capsys, acknowledged, exit
+):
+    """It said that nothing is lost with a copy that had more than the one that goes on."""
+    status = {
+        "replicas": [replica(name, up=True) for name in "ab"],
+        "term": 4,
+        "minCopies": 2,
+        "acknowledged": acknowledged,
+    }
+    told = {"ListBrokers": rows(), "ReplicaStatus": [status]}
+    monkeypatch.setattr(recovery, "_ask", lambda session, words: told[words["action"]])
+    session = SimpleNamespace(
+        values={"brokerGroup": "g", "reports": "", "gone": A}, as_json=False, dry_run=True, command=None
+    )
+    assert recovery.run(session) is exit
+    assert ("database" in capsys.readouterr().err) == (acknowledged is None)
