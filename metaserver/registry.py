@@ -156,12 +156,16 @@ class Registry:
             finally:  # what was read will not be read again, even if the next reading fails or is cancelled
                 self.publish(news=news)
 
+    def read_anew(self) -> None:
+        """The database was put back: what is in it now may have the version of what was read before."""
+        self._seen = dict.fromkeys(self._seen, -1)
+
     async def reload(self) -> None:
         """As `catch_up`: afterwards memory is what the database was at a moment after the call."""
         await self.catch_up()
 
     async def _read_directory(self, version: int) -> None:
-        goes_on = version > self._seen["directory"] and not self.database.set_aside_because
+        goes_on = 0 <= self._seen["directory"] < version and not self.database.set_aside_because
         known = self.directory if goes_on else None  # equal versions of two databases say nothing
         with deciding():
             directory, tokens, rows = await self.database.read(

@@ -61,6 +61,8 @@ class Upkeep:
         self._poll_s = poll_ms / 1000
         self._asking = asyncio.Semaphore(ASKED_AT_ONCE)
         self._promises = Promises(registry, brokers)
+        self._stored_beat: int | None = None
+        """What our row says, unless the database was put back. None: it was not stored yet."""
         self._shown_until_s = 0.0
         """When our row is to be stored again, though nobody else may read it."""
         self._looked_s = self._beat_s = 0.0
@@ -207,12 +209,15 @@ class Upkeep:
                 return versions
         own = self._own = replace(self._own, beat=self._own.beat + 1)
         try:
-            rows, versions = await registry.database.write(lambda r: r.beat(own))
+            rows, versions, before = await registry.database.write(lambda r: r.beat(own))
         except (DatabaseAway, CommitUnknown):
             raise
         except Exception:
             log.exception("the metaservers' rows cannot be kept; the others think of us as silent")
             return await registry.database.probe()
+        if self._stored_beat is not None and (before is None or before < self._stored_beat):
+            registry.read_anew()
+        self._stored_beat = own.beat
         self._shown_until_s = time.monotonic() + STORED_AGAIN_S
         peers.read(rows, mentioned=registry.liveness.mentioned(), now_ms=registry.now_ms())
         for id in peers.forgotten():

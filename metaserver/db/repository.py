@@ -166,12 +166,15 @@ class Repository:
 
     # -- metaservers ------------------------------------------------------------------------------------------------
 
-    def beat(self, row: MetaserverRow) -> tuple[list[MetaserverRow], dict[str, int]]:
-        """Write this metaserver's row; return all of them, and the `versions`."""
+    def beat(self, row: MetaserverRow) -> tuple[list[MetaserverRow], dict[str, int], int | None]:
+        """Write this metaserver's row; return all of them, the `versions`, and the beat that was in it; None: it was
+        not there."""
 
-        def work(connection: Connection) -> tuple[list[MetaserverRow], dict[str, int]]:
+        def work(connection: Connection) -> tuple[list[MetaserverRow], dict[str, int], int | None]:
+            rows = {one.id: one for one in sightings.load_metaservers(connection)}
             sightings.beat(connection, row)
-            return sightings.load_metaservers(connection), read_versions(connection)
+            before = rows[row.id].beat if row.id in rows else None
+            return list((rows | {row.id: row}).values()), read_versions(connection), before
 
         return self._transactions.write(work)
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
+import sqlite3
+from contextlib import closing, suppress
 from dataclasses import replace
 
 import pytest
 
 from qmq.metaserver import upkeep as module
-from qmq.metaserver.db.changes import RemoveRoute, SetMark
+from qmq.metaserver.db.changes import RemoveRoute, SetMark, SetRoute
 from qmq.metaserver.db.errors import ValueRefused
 from qmq.metaserver.liveness import Question
-from qmq.metaserver.model import BrokerKey, LeaseRow, MetaserverRow, ReadonlyMark
+from qmq.metaserver.model import AuditRow, BrokerKey, LeaseRow, MetaserverRow, ReadonlyMark
 from qmq.metaserver.snapshot import Snapshots
 from qmq.metaserver.upkeep import Upkeep
 from qmq.replication.points import Point
@@ -382,5 +383,34 @@ def test_what_was_heard_of_a_group_is_not_stored_for_another_one_of_its_name(tmp
         await world.copies()
         await upkeep._store_points_once()
         assert not (await world.registry.points_of("g1")).by_incarnation
+
+    asyncio.run(test())
+
+
+def test_a_database_that_was_put_back_is_read_anew_although_as_much_was_changed_in_it_since(tmp_path):
+    """As many changes make the same versions, of something else: that was believed until the next change."""
+
+    def changes(subject):
+        return [SetMark(ReadonlyMark(subject, "g1")), SetRoute(subject, ("g1",), 0)]
+
+    async def test() -> None:
+        world, upkeep = await made(tmp_path)
+        audit, path = AuditRow("anna", "", "change"), tmp_path / "database"
+        other, repository = World(path), world.database.repository
+        await other.open()
+        repository.beat(MetaserverRow("m2", "h", "g", 1, "1"))
+        with closing(sqlite3.connect(path)) as database, closing(sqlite3.connect(":memory:")) as copy:
+            await world.registry.catch_up(upkeep._show_life)
+            database.backup(copy)
+            await world.registry.catch_up(upkeep._show_life)
+            await world.registry.change(changes("a"), audit)
+            copy.backup(database)
+        await other.registry.change(changes("b"), audit)
+        await world.registry.catch_up(upkeep._show_life)
+        assert world.registry.directory.marks == {ReadonlyMark("b", "g1")}
+        assert [name for name, route in world.registry.routes.items() if route.groups] == ["b"]
+        reads = world.registry._seen
+        await world.registry.catch_up(upkeep._show_life)
+        assert world.registry._seen is reads, "once"
 
     asyncio.run(test())
