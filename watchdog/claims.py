@@ -15,10 +15,10 @@ from zlib import crc32
 
 from qmq.client.batch_life import NumberedBatch
 from qmq.codec import batch_encoder, encode_labels, join_batch, label_of_message
-from qmq.errors import CallError
+from qmq.errors import CallError, InvalidName
 from qmq.log.frame import label_flags
 from qmq.outbox.row import decode_row
-from qmq.subjects import check_subject
+from qmq.subjects import check_subject, is_derived_name
 
 PRODUCER_BITS = 52
 """A claim has 128 characters, a group's name up to 100: 13 hexadecimal digits are left for the producer."""
@@ -79,6 +79,8 @@ def candidate_of(id: int, content: str | None, errors: int, now_ms: int) -> Cand
     try:
         message = decode_row(content)
         subject = check_subject(message.subject)
+        if is_derived_name(subject):  # a token needs a right of its own for it, and a row shows none
+            raise InvalidName(f"subject {subject!r} is of what a consumer group did not get done: Redrive sends there")
         data = batch_encoder(subject, now_ms)(message)
         label = label_of_message(message)
         if created_ms := message.created_ms:

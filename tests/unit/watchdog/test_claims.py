@@ -45,6 +45,8 @@ def test_a_row_becomes_its_message_with_types_tags_key_and_moment_of_creation():
         '{"messageId": "m", "subject": "a", "attrs": {"qmq_createTime": "99999999999999999999999"}}',
         '{"messageId": "m", "subject": "a", "attrs": {"x": "\\ud800"}}',
         '{"messageId": 5, "subject": "a"}',
+        '{"messageId": "m", "subject": "%RETRY%a%group"}',
+        '{"messageId": "m", "subject": "%DEAD_RETRY%a%group"}',
         '{"messageId": "m", "subject": "a", "attrs": {"x": "' + "y" * 40_000 + '"}}',
         '{"messageId": "' + "m" * 200 + '", "subject": "a"}',
         '{"messageId": "m", "subject": "a", "n": ' + "9" * 5_000 + "}",
