@@ -30,15 +30,16 @@ def read(**changed):
         {"tags": [*WORDS, "more"]},
         *({"tags": ["pay", none]} for none in ("", 1, None, "\ud800", "a\udfff")),
         *({name: -1} for name in ("deliveries_max", "held_end", "since_ms")),
+        *({name: "\ud800"} for name in ("subject", "group", "consumer")),
     ],
-    ids=str,
+    ids=ascii,
 )
 def test_what_nobody_can_be_given_is_refused(changed):
     with pytest.raises(InvalidRequest):
         read(**changed)
 
 
-@pytest.mark.parametrize("name", ["a/b", "\ud800", "n" * 101], ids=ascii)
+@pytest.mark.parametrize("name", ["a/b", "n" * 101])
 @pytest.mark.parametrize("field", ["subject", "group", "consumer"])
 def test_names_that_are_none_are_refused(field, name):
     with pytest.raises(InvalidName):
