@@ -18,7 +18,7 @@ from sqlalchemy.exc import OperationalError
 import qmq
 from qmq.outbox.row import encode_row
 from qmq.outbox.schema import create_statements
-from qmq.watchdog.db.engine import open_source
+from qmq.watchdog.db.engine import READING, open_source
 from qmq.watchdog.sources import Source
 from tests.integration import cluster_world
 from tests.integration.cluster_world import until
@@ -88,12 +88,16 @@ class Application:
 
     def rows(self, where="1 = 1"):
         statement = f"SELECT id, content, status, error, reason, claim FROM {self.table} WHERE {where} ORDER BY id"
-        with self.engine.begin() as connection:
+        with self._reading() as connection:
             return connection.execute(text(statement)).all()
 
     def count(self, where="status = 0"):
-        with self.engine.begin() as connection:
+        with self._reading() as connection:
             return connection.execute(text(f"SELECT COUNT(*) FROM {self.table} WHERE {where}")).scalar_one()
+
+    def _reading(self):
+        """A transaction that waits for no writer: on SQLite, a watchdog at work would not let it in."""
+        return self.engine.execution_options(**{READING: True}).begin()
 
     def is_locked(self):
         """Whether somebody has locked the whole database, which only SQLite knows."""
