@@ -8,7 +8,6 @@ changes of other metaservers and stores, in the background, what brokers say.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
@@ -363,8 +362,11 @@ class Registry:
             must_be_read: a master is chosen, or begins, by them. Then DatabaseAway is raised.
         """
         stored = Points()
-        with contextlib.suppress(*([] if must_be_read else [DatabaseAway])):
+        try:
             stored = await self.database.read(lambda r: r.load_points(group))
+        except DatabaseAway:
+            if must_be_read:
+                raise
         here = {
             incarnation: point
             for (name, incarnation), point in self.points.items()

@@ -353,15 +353,11 @@ class Draining:
         for one in found:
             if one.claim in self._claims:
                 continue
-            is_old = one.age_ms >= OTHER_TERMS_MS
-            try:
-                is_ours_to_take = ClaimName.parse(one.claim).term <= self.term or is_old
-            except ValueError:
-                if is_old:
-                    self._unowned.append(one)
-            else:
-                if is_ours_to_take:
-                    self._foreign.append(one)
+            term, is_old = _term_of(one.claim), one.age_ms >= OTHER_TERMS_MS
+            if term is None and is_old:
+                self._unowned.append(one)
+            elif term is not None and (term <= self.term or is_old):
+                self._foreign.append(one)
 
     def disowned(self, work: Disown, count: int) -> None:
         """Rows were parked; if there are more, the next pass finds their claim again."""
@@ -649,3 +645,11 @@ def _by_subject(rows: Iterable[Candidate]) -> dict[str, list[Candidate]]:
 def _reason(text: str) -> str:
     """Cut a text to what any column takes: a table may be Latin-1, and PostgreSQL takes no NUL."""
     return text.encode("unicode_escape").decode("ascii")[:REASON_CHARS_MAX]
+
+
+def _term_of(claim: str) -> int | None:
+    """Return the term of the leader that wrote a claim; None: none of ours did."""
+    try:
+        return ClaimName.parse(claim).term
+    except ValueError:
+        return None
