@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import json
 import zlib
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from qmq.codec import Buffer
@@ -72,6 +74,11 @@ class State:
     def epoch(self) -> Epoch:
         """Epoch of the last frame."""
         return self.epochs[-1].epoch if self.epochs else NO_EPOCH
+
+    def epoch_at(self, offset: int) -> Epoch:
+        """Return the epoch of the frame at `offset`, of which nothing else need be known."""
+        before = bisect_right(self.epochs, offset, key=attrgetter("offset"))
+        return self.epochs[before - 1].epoch if before else NO_EPOCH
 
     def next_pull(self, group: Group, consumer: str) -> int:
         """Return the pull sequence of `consumer`'s next message: dense within a mastership, never used before."""

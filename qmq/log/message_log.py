@@ -753,6 +753,7 @@ class MessageLog:
         """Replace the damaged range by the other copy's frames, from its first byte on.
 
         If they end within it, the rest of it stays damaged: the other copy has no more, or parts from this one there.
+        Where this log was replayed, the epochs of its frames tell where they part.
 
         Raises:
             Diverged: the frames do not join what is whole on both sides of the damage.
@@ -766,6 +767,8 @@ class MessageLog:
         for frame, _ in decode_frames(data, damage.begin, chain):
             if in_recovery and segment_at(self._bases, frame.end - 1) != segment_at(self._bases, frame.offset):
                 break  # no frame of ours lies in two segments: from here on, that is another history
+            if not in_recovery and frame.epoch != self.state.epoch_at(frame.offset):
+                break  # and here as well: who compares both logs cuts ours there, once what is before it can be read
             end, chain = frame.end, frame.chain
             if end >= damage.end:
                 break

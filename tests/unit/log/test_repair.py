@@ -11,8 +11,10 @@ from qmq.errors import BrokenInvariant, CorruptFrame, DiskFailed, Diverged, Fore
 from qmq.log import quarantine, segments
 from qmq.log.disk import BLOCK_BYTES
 from qmq.log.fold import State, encode_snapshot
+from qmq.log.frame import decode_frames
 from qmq.log.health import LogHealth
 from qmq.log.memory_disk import MemoryDisk
+from qmq.types import Epoch
 from tests.unit.log.logs import Copy
 
 
@@ -623,3 +625,33 @@ def test_frames_that_continue_what_is_before_the_damage_and_not_what_is_behind_i
     copy.log.damaged_at(CorruptFrame(offset, "test"))
     with pytest.raises(Diverged):
         copy.log.repair(others(stranger, offset, end))
+
+
+def test_damage_is_mended_up_to_where_the_other_copy_has_another_epoch():
+    """A slave that was to cut its tail there could not, as long as the end of what both have could not be read, and
+    waited for ever (seed 554384)."""
+    copy, other = a_copy(10), a_copy(10)
+    for one in (copy, other):
+        one.begin_epoch(Epoch(1, 2))
+        one.fill(10)
+    parted = copy.log.end
+    for one, term in ((copy, 2), (other, 3)):
+        one.begin_epoch(Epoch(term, 1))
+        one.fill(20, name=f"of term {term}")
+    begin, end = frame_offsets(copy, 0)[7], frame_offsets(copy, parted)[3]
+    for frame, _ in decode_frames(copy.whole()[begin:end], begin, None):
+        damage(copy, frame.offset, at=0)
+    copy.log.damaged_at(CorruptFrame(begin, "test"))
+    assert copy.log.damage[:2] == (begin, end) and begin < parted < end
+    assert not copy.log.chain_is(parted, other.log.state.epochs[-1].chain)
+    copy.log.repair(other.whole()[begin:])
+    assert copy.log.damage[:2] == (parted, end)
+    image = copy.image()
+    with pytest.raises(Diverged):
+        copy.log.repair(other.whole()[parted:])
+    assert copy.image() == image
+    assert copy.log.chain_is(parted, other.log.state.epochs[-1].chain)
+    copy.log.cut(parted, "conflict")
+    copy.log.append_frames(parted, memoryview(other.whole()[parted:]))
+    copy.flush()
+    assert copy.log.damage is None and copy.whole() == other.whole()
