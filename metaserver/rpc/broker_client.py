@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 
 from qmq.control_plane import CHANNEL_OPTIONS
-from qmq.errors import AccessError, CallError, NotServed, OperatorError, QmqError
+from qmq.errors import AccessError, CallError, InvalidRequest, NotServed, OperatorError, QmqError
 from qmq.metaserver.model import Broker, ReplicaState
 from qmq.metaserver.rpc.convert import state_from_message
 from qmq.proto import qmq_pb2 as pb
@@ -157,7 +157,11 @@ class Brokers:
             yield BrokerStub(channel), {"metadata": self._metadata}
 
     async def _ask(self, broker: Broker, call: Any) -> ReplicaState:
-        return state_from_message(await self._call(broker, call))
+        said = await self._call(broker, call)
+        try:
+            return state_from_message(said)
+        except InvalidRequest as error:
+            raise OperatorError(f"{broker.key} ({broker.part.name} of {broker.group}) is no broker: {error}") from None
 
     async def _call(
         self, broker: Broker, call: Any, *, silent: Callable[[grpc.StatusCode], bool] = _SILENT.__contains__

@@ -10,13 +10,13 @@ from typing import Any
 
 import grpc
 
-from qmq.errors import MissingRight, NotServed, OperatorError, QmqError
+from qmq.errors import InvalidRequest, MissingRight, NotServed, OperatorError, QmqError
 from qmq.metaserver import renewals
 from qmq.metaserver.database import DatabaseAway
 from qmq.metaserver.db.errors import CommitUnknown
 from qmq.metaserver.liveness import PlaceTaken
 from qmq.metaserver.metrics import Metrics
-from qmq.metaserver.model import Broker, BrokerKey, Directory, Group
+from qmq.metaserver.model import Broker, BrokerKey, Directory, Group, ReplicaState
 from qmq.metaserver.registry import Ask, Registry
 from qmq.metaserver.rpc import convert
 from qmq.metaserver.rpc.visits import Visits
@@ -118,7 +118,12 @@ class BrokerRpc:
                         told_s = time.monotonic()
                         yield _with_clock(assignment if assignment != sent else None)
                     await wake.wait()
-                if not reader.cancelled() and reader.exception() is None and reader.result():
+                if reader.cancelled():
+                    return
+                if isinstance(error := reader.exception(), InvalidRequest):
+                    self._log_once(f"heartbeats refused broker={broker.key} reason={error}")
+                    await context.abort(_status(error), str(error))
+                elif error is None and reader.result():
                     await context.abort(grpc.StatusCode.ABORTED, f"a newer heartbeat stream of {broker.key} took over")
             finally:
                 reader.cancel()
@@ -166,7 +171,7 @@ class BrokerRpc:
     ) -> bool:
         """Take in heartbeats until the stream ends; True: because a newer stream took over."""
         beats = self._metrics.heartbeats.labels(_known_group(self._registry, key))
-        said, state = first, convert.state_from_message(first)
+        said, state = first, _state(first, first)
         try:
             while self._registry.beat(key, session, state):
                 beats.inc()
@@ -175,7 +180,7 @@ class BrokerRpc:
                 if message is None:
                     return False
                 if message != said:
-                    said, state = message, convert.state_from_message(message)
+                    said, state = message, _state(message, first)
             return True
         finally:
             wake.set()
@@ -194,6 +199,18 @@ def _check_group(broker: Broker, said: pb.BrokerIdentity) -> None:
             f"{broker.key} belongs to {broker.group}, not to {said.broker_group}, whose data directory it has: start "
             "it with an empty one"
         )
+
+
+def _state(message: pb.BrokerState, first: pb.BrokerState) -> ReplicaState:
+    """Return what a broker says in a stream that it began with `first`.
+
+    Raises:
+        InvalidRequest: what no broker says, and no database takes. All groups' points are stored at one go: one that
+            does not fit would be in the way of the others.
+    """
+    if message.incarnation != first.incarnation:
+        raise InvalidRequest("a heartbeat stream is of one data directory; open another one for another")
+    return convert.state_from_message(message)
 
 
 def _leads_several(assignment: pb.Assignment) -> bool:

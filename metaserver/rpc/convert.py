@@ -12,6 +12,9 @@ from qmq.replication.points import Point
 from qmq.subjects import check_name
 from qmq.types import Epoch, Role
 
+END_MAX = 2**63 - 1
+"""Of a log: what databases take."""
+
 
 def broker_from_identity(identity: pb.BrokerIdentity) -> Broker:
     """Check what a broker says about itself; its group may be empty, the metaserver knows it.
@@ -74,7 +77,9 @@ def state_from_message(message: pb.BrokerState) -> ReplicaState:
     )
 
 
-def _point(message: pb.AcknowledgedPoint) -> Point | None:
+def _point(message: pb.AcknowledgedPoint) -> Point:
+    if message.term < 0 or message.boot < 0 or message.end > END_MAX:
+        raise InvalidRequest(f"term {message.term}, boot {message.boot}, end {message.end} is no point of a log")
     return Point(Epoch(message.term, message.boot), message.end, message.chain)
 
 

@@ -97,6 +97,43 @@ async def test_heartbeat_without_registration_is_refused(world):
     assert error.code() == grpc.StatusCode.FAILED_PRECONDITION and "Register" in error.details()
 
 
+async def _is_stored(world, group, incarnation):
+    return (group, incarnation) in world.server.registry.stored_points
+
+
+@in_world
+async def test_broker_that_changes_its_directory_within_a_stream_is_refused(world):
+    await _is_refused_and_others_points_are_stored(world, incarnation="x" * 300)
+
+
+@in_world
+async def test_broker_with_a_point_that_no_database_takes_is_refused(world):
+    await _is_refused_and_others_points_are_stored(
+        world, acknowledged=pb.AcknowledgedPoint(term=2, boot=1, end=1 << 63)
+    )
+
+
+async def _is_refused_and_others_points_are_stored(world, **said):
+    """Its own stream ends with the reason; all groups' points are written at one go."""
+    master, _ = await world.copies()
+    other, _ = await world.copies("g2")
+    state = master.state()
+    master.state = lambda: pb.BrokerState.FromString(
+        state.SerializeToString() + pb.BrokerState(**said).SerializeToString()
+    )
+    master.say()
+    error = await master.until_gone()
+    assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+    point = pb.AcknowledgedPoint(term=2, boot=1, end=4096, chain=77)
+    others = other.state
+    other.state = lambda: pb.BrokerState.FromString(
+        others().SerializeToString() + pb.BrokerState(acknowledged=point).SerializeToString()
+    )
+    other.say()
+    await world.until(lambda: _is_stored(world, "g2", other.incarnation))
+
+
 @in_world
 async def test_new_stream_of_the_same_broker_replaces_the_old_one(world):
     master, _ = await world.copies()
