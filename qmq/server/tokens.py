@@ -107,20 +107,23 @@ class Limits:
     def check(self, packet: Packet, known_subjects: Mapping[str, object], *, now_ms: int) -> None:
         """Raise MissingRight for a subject out of scope, Overloaded for one too many that is new, or too many bytes."""
         if packet.code == Command.PRODUCE:
-            name = commands.produced_subject(packet.body)
-            if name not in self._produced:
-                self._check_subject(name, known_subjects, now_ms)
+            self._check_subject(commands.produced_subject(packet.body), known_subjects, now_ms)
             if self._sent is not None:
                 self._sent.take(self._caller, len(packet.body), now_ms=now_ms)
         elif packet.code == Command.SUBSCRIBE:
             subject = commands.decode_json(packet.body, subject=str)["subject"]
             self._caller.require_subject(CONSUME, subject)
         elif packet.code in _OF_PRODUCERS:
-            self._caller.require_subject(PRODUCE, commands.decode_json(packet.body, subject=str)["subject"])
-            if packet.code == Command.RECUR and self._sent is not None:  # it has a message, which is written
-                self._sent.take(self._caller, len(packet.body), now_ms=now_ms)
+            subject = commands.decode_json(packet.body, subject=str)["subject"]
+            self._caller.require_subject(PRODUCE, subject)
+            if packet.code == Command.RECUR:  # it has a message, which is written
+                self._check_subject(subject.encode(), known_subjects, now_ms)
+                if self._sent is not None:
+                    self._sent.take(self._caller, len(packet.body), now_ms=now_ms)
 
     def _check_subject(self, name: bytes, known_subjects: Mapping[str, object], now_ms: int) -> None:
+        if name in self._produced:
+            return
         try:
             subject = name.decode()
         except UnicodeDecodeError as error:

@@ -152,6 +152,15 @@ def test_a_recurring_schedule_counts_as_what_is_produced():
         allowed.check(put, {}, now_ms=0)
 
 
+def test_a_recurring_schedule_of_a_new_subject_counts_as_one():
+    allowed = limits(per_minute=1)
+    for number in range(3):
+        allowed.check(packet(Command.RECUR, b'{"subject": "a", "message": ""}'), {}, now_ms=number)
+    with pytest.raises(Overloaded, match="new_subjects_per_minute"):
+        allowed.check(packet(Command.RECUR, b'{"subject": "b", "message": ""}'), {}, now_ms=3)
+    allowed.check(packet(Command.RECUR, b'{"subject": "known", "message": ""}'), {"known": 1}, now_ms=4)
+
+
 @pytest.mark.parametrize(
     ("bounds", "limit"), [({"per_minute": 2}, "new_subjects_per_minute"), ({"in_all": 2}, "new_subjects_max")]
 )
