@@ -9,6 +9,7 @@ import pytest
 
 from qmq.errors import CorruptFrame
 from qmq.log.frame import FLAG_NO_SLAVE_IN_SYNC
+from qmq.log.message_life import MessageState
 from qmq.log.segments import log_name
 from qmq.types import Epoch
 from tests.simulation.clients import order_key
@@ -87,3 +88,20 @@ def test_an_order_is_excused_only_if_a_master_alone_gave_the_later_message(is_al
     oracle.finished("g", "s", 9)
     with contextlib.nullcontext() if is_alone else pytest.raises(Violation, match="I24"):
         oracle.finished("g", "s", 4)
+
+
+def test_an_order_is_excused_if_the_earlier_message_was_over_for_the_group_when_its_consumer_finished() -> None:
+    """Its lease had run out, and the message was a dead letter by then; as long as it waits, it is a violation."""
+    world = World(1)
+    process = master_that_wrote(world)
+    oracle, group = world.oracle, process.log.state.groups["s0", "g1"]
+    oracle.is_ordered = True
+    name = order_key(oracle.delivered["s0", 0])
+    oracle._last_finished["g1", "s0", name] = 1 << 40
+    assert group.state_of(0) is MessageState.ACKED
+    oracle._finished.clear()
+    oracle.finished("g1", "s0", 0)
+    later = group.position + 1
+    oracle.delivered["s0", later] = oracle.delivered["s0", 0]
+    with pytest.raises(Violation, match="I24"):
+        oracle.finished("g1", "s0", later)
