@@ -97,12 +97,14 @@ class Upkeep:
         await self._snapshots.save(self._registry)
 
     async def store(self) -> None:
-        """Store now what brokers said. Bounded; the database may be away."""
+        """Store now what brokers said. Bounded; the database may be away, or another metaserver store the same."""
         try:
             await self._store_news()
             await self._store_points_once()
         except (DatabaseAway, CommitUnknown) as error:
             log.warning("what brokers said last is not stored: %s", error)
+        except Exception:
+            log.exception("what brokers said last cannot be stored")
 
     async def ask(self, question: Question) -> None:
         """Ask a silent broker whether it is there, and note the answer."""

@@ -7,11 +7,13 @@
 
 # %%
 import os
+import sys
 
 from pyspark.sql import SparkSession
 
 import qmq.audit
 
+os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # workers run what this notebook runs
 spark = SparkSession.builder.getOrCreate()
 qmq.audit.register(spark)
 

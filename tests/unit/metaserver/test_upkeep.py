@@ -8,6 +8,7 @@ from contextlib import closing, suppress
 from dataclasses import replace
 
 import pytest
+from sqlalchemy.exc import IntegrityError
 
 from qmq.metaserver import upkeep as module
 from qmq.metaserver.db.changes import RemoveRoute, SetMark, SetRoute
@@ -261,6 +262,23 @@ def test_a_row_that_cannot_be_kept_stops_no_metaserver_from_following(tmp_path, 
 
         monkeypatch.setattr(world.database.repository, "beat", refuse)
         assert await rounds(world, upkeep, monkeypatch, second_s=0.0) == ["write", "probe"] * 2
+
+    asyncio.run(test())
+
+
+def test_a_metaserver_gives_up_its_place_though_what_it_heard_last_cannot_be_stored(tmp_path, monkeypatch):
+    async def test() -> None:
+        world, upkeep = await made(tmp_path)
+        await rounds(world, upkeep, monkeypatch, second_s=0.0)
+        await world.start("g1-a")
+        world.beat("g1-a", point=Point(Epoch(1, 1), 100, 7), incarnation="x")
+
+        def refuse(points):
+            raise IntegrityError("INSERT", {}, Exception("another one stored it at this moment"))
+
+        monkeypatch.setattr(world.database.repository, "store_points", refuse)
+        await upkeep.stop()
+        assert await world.database.read(lambda r: r.load_metaservers()) == []
 
     asyncio.run(test())
 
