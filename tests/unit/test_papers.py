@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
-from textwrap import indent
+from textwrap import dedent, indent
 
 import pytest
 
+import qmq
 from qmq.cli import PROGRAMS
 from qmq.states import draw
 from qmq.tools.command import Kind
@@ -156,3 +160,46 @@ def test_the_formatter_formats_all_of_it():
     """One form of code that nobody has to think about: what reads badly then is to be said otherwise."""
     exempt = "# fmt" + ":"
     assert [path for path in sources(".py") if exempt in path.read_text()] == []
+
+
+BLOCK = re.compile(r"^ *```python[^\n]*\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+
+
+def blocks():
+    """What is shown as Python: (file and line, parsed)."""
+    for path in [path for path in sources(".md") if "decisions" not in path.parts]:
+        text = path.read_text()
+        for block in BLOCK.finditer(text):
+            where = f"{path.relative_to(ROOT)}:{text.count(chr(10), 0, block.start()) + 2}"
+            flags = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+            yield where, compile(dedent(block[1]), where, "exec", flags)
+
+
+def strange(where, node):
+    """What a block says of `qmq` that is not so."""
+    if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "qmq":
+        module = import_module(str(node.module))
+        yield from (f"{where}: no {one.name} in {node.module}" for one in node.names if not hasattr(module, one.name))
+    elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "qmq" and not _is_there(node.attr):
+        yield f"{where}: no qmq.{node.attr}"
+    elif isinstance(node, ast.Call) and (called := _named(node.func)) is not None:
+        words = [keyword.arg for keyword in node.keywords if keyword.arg]
+        known = inspect.signature(called).parameters if words else {}
+        if not any(one.kind is one.VAR_KEYWORD for one in known.values()):
+            yield from (f"{where}: {ast.unparse(node.func)} has no {word}" for word in words if word not in known)
+
+
+def _is_there(name):
+    return hasattr(qmq, name) or find_spec(f"qmq.{name}") is not None
+
+
+def _named(node):
+    """What `qmq.…` names; None: it is something else, or there is none."""
+    is_ours = isinstance(node, ast.Attribute) and ast.unparse(node.value) == "qmq"
+    return getattr(qmq, node.attr, None) if is_ours else None
+
+
+def test_what_is_shown_as_python_is_python_and_names_what_is_there():
+    found = list(blocks())
+    assert len(found) > 25
+    assert [text for where, tree in found for node in ast.walk(tree) for text in strange(where, node)] == []
