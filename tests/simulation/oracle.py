@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from qmq.codec import Buffer, decode_envelope, decode_message, split_batch
 from qmq.log.frame import FLAG_NO_SLAVE_IN_SYNC, Frame, FrameKind
-from qmq.log.message_life import MessageState
 from qmq.log.progress import decode_progress
 from qmq.remoting.commands import Piece, Produced
 from qmq.subjects import parse_derived
@@ -351,23 +350,19 @@ class Oracle:
                 raise Violation(f"I21: {key} is delivered for the {times}th time twice")
 
     def finished(self, group: str, subject: str, sequence: int) -> None:
-        """An application is done with a message; it will ack it, if it lives so long. If a master alone gave a later
-        one of its key before, it alone knew that this one was refused for good, and that may be undone. And what is
-        over already is nobody's turn: a dead letter, as the lease of the consumer that still works on it ran out."""
+        """An application is done with a message; it will ack it, if it lives so long.
+
+        A message of which some master stored a dead letter is in nobody's way: the lease of the consumer that works on
+        it ran out, or that master's disk lost the dead letter, and the next one gives the message again.
+        """
         key = group, subject, sequence
         name = order_key(self.delivered[subject, sequence]) if self.is_ordered else None
         if name is not None and key not in self._finished:
             last = self._last_finished.get((group, subject, name), 0)
-            if sequence < last and (group, subject, last) not in self._uncounted and not self._is_over(*key):
+            if sequence < last and key not in self._dead:
                 raise Violation(f"I24: {group} was done with a later message of {name} before {subject} {sequence}")
             self._last_finished[group, subject, name] = max(last, sequence)
         self._finished[key] = self._deliveries
-
-    def _is_over(self, group: str, subject: str, sequence: int) -> bool:
-        """Return whether a master wrote down that the group is done with a message."""
-        masters = [process for machine in self.machines if (process := machine.process) and process.node.master]
-        known = [process.log.state.groups.get((subject, group)) for process in masters]
-        return any(one is not None and one.state_of(sequence) is MessageState.ACKED for one in known)
 
     def numbered(self, consumer: Consumer, pull_sequence: int, sequence: int) -> None:
         """A consumer is given a message under a number that it will ack."""
