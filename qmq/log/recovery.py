@@ -91,12 +91,19 @@ def recover(disk: Disk) -> Recovered:
                 torn = _cut_torn_tail(disk, base, state.end)
             break
     if bases and damage is None:
-        disk.sync(log_name(bases[-1]))
+        _sync_all(disk, bases)
         damage = missing(disk, bases)
     if bases and bases != manifest.read_manifest(disk):
         manifest.write_manifest(disk, bases)
     _clear_away(disk, leftover, [*leftover, *bases], state.kept.start)
     return Recovered(state, bases, index, damage, torn)
+
+
+def _sync_all(disk: Disk, bases: list[int]) -> None:
+    """Make durable what was read. Closed segments are, unless a repair of one ended between its write and its fsync."""
+    for base in bases:
+        if disk.has(log_name(base)):
+            disk.sync(log_name(base))
 
 
 def set_aside(disk: Disk, begin: int, end: int, why: str) -> None:

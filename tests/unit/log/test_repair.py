@@ -570,6 +570,27 @@ def test_what_was_mended_outlives_a_power_cut():
     assert copy.reopen().damage is None and copy.whole() == other.whole()
 
 
+def test_what_was_mended_outlives_a_power_cut_also_if_the_process_ended_before_its_fsync():
+    """The next process read it, and counted it, in memory alone (seed 579416)."""
+
+    def killed(name):
+        raise KeyboardInterrupt
+
+    copy, other = a_copy(), a_copy()
+    offset, end = frame_offsets(copy, 0)[10:12]
+    damage(copy, offset)
+    copy.log.damaged_at(CorruptFrame(offset, "test"))
+    copy.disk.sync = killed
+    with pytest.raises(KeyboardInterrupt):
+        copy.log.repair(others(other, offset, end))
+    del copy.disk.sync
+    copy.disk.reopen()
+    assert copy.reopen().damage is None and copy.whole() == other.whole()
+    copy.disk.crash()
+    copy.disk.reopen()
+    assert copy.reopen().damage is None and copy.whole() == other.whole()
+
+
 @pytest.mark.parametrize("which", range(4))
 def test_the_last_block_of_what_is_mended_is_written_whole_and_nothing_more(which):
     copy = Copy(MemoryDisk(), segment_bytes=20_000, tail_bytes=0)
