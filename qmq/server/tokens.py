@@ -23,7 +23,9 @@ KNOWN_MAX = 10_000
 SUBJECTS_MAX = 10_000
 """Per connection; more are checked anew."""
 
-_OF_PRODUCERS = frozenset({Command.CANCEL, Command.RESCHEDULE, Command.RECUR})
+_WRITING = frozenset({Command.PRODUCE, Command.RECUR})
+"""What is written with its message, and may bring a subject into being."""
+_OF_PRODUCERS = frozenset({Command.CANCEL, Command.RESCHEDULE})
 """What delayed messages are told by those who may send them."""
 
 CONTROL_ROLES: Mapping[str, frozenset[TokenRole]] = {
@@ -106,20 +108,15 @@ class Limits:
 
     def check(self, packet: Packet, known_subjects: Mapping[str, object], *, now_ms: int) -> None:
         """Raise MissingRight for a subject out of scope, Overloaded for one too many that is new, or too many bytes."""
-        if packet.code == Command.PRODUCE:
-            self._check_subject(commands.produced_subject(packet.body), known_subjects, now_ms)
+        if packet.code in _WRITING:
+            self._check_subject(_written_subject(packet), known_subjects, now_ms)
             if self._sent is not None:
                 self._sent.take(self._caller, len(packet.body), now_ms=now_ms)
         elif packet.code == Command.SUBSCRIBE:
             subject = commands.decode_json(packet.body, subject=str)["subject"]
             self._caller.require_subject(CONSUME, subject)
         elif packet.code in _OF_PRODUCERS:
-            subject = commands.decode_json(packet.body, subject=str)["subject"]
-            self._caller.require_subject(PRODUCE, subject)
-            if packet.code == Command.RECUR:  # it has a message, which is written
-                self._check_subject(subject.encode(), known_subjects, now_ms)
-                if self._sent is not None:
-                    self._sent.take(self._caller, len(packet.body), now_ms=now_ms)
+            self._caller.require_subject(PRODUCE, commands.decode_json(packet.body, subject=str)["subject"])
 
     def _check_subject(self, name: bytes, known_subjects: Mapping[str, object], now_ms: int) -> None:
         if name in self._produced:
@@ -134,6 +131,12 @@ class Limits:
         if len(self._produced) >= SUBJECTS_MAX:
             self._produced.clear()
         self._produced.add(name)
+
+
+def _written_subject(packet: Packet) -> bytes:
+    if packet.code == Command.PRODUCE:
+        return commands.produced_subject(packet.body)
+    return str(commands.decode_json(packet.body, subject=str)["subject"]).encode()
 
 
 def check_client(caller: Caller, group: str) -> None:
