@@ -22,6 +22,7 @@ from qmq.log.one_process import one_process
 from qmq.logs import configure
 from qmq.replication.identity import IdentityFile
 from qmq.replication.settings import CopySettings
+from qmq.server.cores import come_first
 from qmq.server.reserve import wait_for_room
 from qmq.settings import InvalidSettings, load
 
@@ -67,6 +68,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 async def _serve(settings: S, build: Build[S]) -> None:
+    come_first()
     disk = RealDisk(settings.data, cached_bytes=settings.cached_bytes)
     await wait_for_room(disk)
     began = time.monotonic()

@@ -16,6 +16,7 @@ import qmq.blocking
 from qmq.errors import ErrorCode
 from qmq.remoting import commands
 from qmq.remoting.commands import Command
+from qmq.server.cores import READ_NICE, SLICE_NS
 from qmq.tools.doctor.finding import judge_broker, judge_limits
 from tests.integration.cluster_world import (
     Wire,
@@ -27,6 +28,7 @@ from tests.integration.cluster_world import (
     send_all,
     until,
 )
+from tests.support.cores import needs_slices, nice_of, slice_ns, threads_of
 
 CONNECTIONS, OF_A_TOKEN = 20, 5
 KIB = 1 << 10
@@ -64,6 +66,15 @@ def test_connections_that_say_nothing_keep_out_nobody_who_has_a_token(cluster):
             assert wire.ask(Command.HEARTBEAT).code == 0, "who is in stays in"
     send_all(cluster, "s", 1)
     until(lambda: are_equal(cluster), "equal copies")
+
+
+@needs_slices
+def test_a_brokers_loop_gets_a_core_before_its_threads_that_read(cluster):
+    loop = cluster.service(cluster.broker("g1", "master").hostname).pid
+    send_all(cluster, "s", 1)
+    until(lambda: READ_NICE in map(nice_of, threads_of(loop)), "a thread that reads")
+    assert slice_ns(loop) == SLICE_NS
+    assert nice_of(loop) == nice_of()
 
 
 def timer_of_accepted(port, peer):
