@@ -10,11 +10,11 @@ import struct
 from collections.abc import Callable
 from functools import lru_cache
 from hashlib import blake2b
-from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
 
+from qmq.crc import crc32
 from qmq.log.frame import FRAME_BYTES_MAX, HEADER, HEADER_BYTES, MAGIC, Frame, FrameKind
 from qmq.types import Epoch
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from typing import NamedTuple
-from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +26,7 @@ from qmq.codec import (
     decode_properties,
     label_of,
 )
+from qmq.crc import crc32
 from qmq.errors import QmqError
 from qmq.log.frame import FLAG_DEAD, FLAG_LABELLED, FLAG_ORDERED, HEADER_BYTES, Frame
 from qmq.message import ORDER_KEY

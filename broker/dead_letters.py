@@ -14,13 +14,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from zlib import crc32
 
 from qmq.broker.consume import Consumption
 from qmq.broker.counters import Counters
 from qmq.broker.labels import labels_of
 from qmq.broker.passes import Passes
 from qmq.codec import Buffer, encode_labels, join_batch, slice_batch, split_batch
+from qmq.crc import crc32
 from qmq.dead_letters import PRUNER, letters_producer, with_fate
 from qmq.errors import CorruptFrame, InvalidAck, LogError, NotServed, QmqError
 from qmq.log.fold import BATCHES_PER_PRODUCER, StoredBatch

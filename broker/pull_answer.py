@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from zlib import crc32
 
 from qmq.broker.choosing import Chosen
 from qmq.broker.consume import Subscription
 from qmq.codec import Buffer, labels_bytes, slice_batch
+from qmq.crc import crc32
 from qmq.errors import QmqError
 from qmq.log.frame import FLAG_DEAD, FLAG_LABELLED, FLAG_NO_SLAVE_IN_SYNC, FLAG_ORDERED, Frame
 from qmq.remoting import commands

@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from hashlib import blake2b
-from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +33,7 @@ from qmq.client.batch_life import (
     Stored,
 )
 from qmq.codec import encode_labels, join_batch, split_batch
+from qmq.crc import crc32
 from qmq.delayserver.counters import LATENESS_MS_BUCKETS, Counters
 from qmq.delayserver.decisions import Decisions
 from qmq.delayserver.leftovers import Leftovers

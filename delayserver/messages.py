@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from typing import Any, NamedTuple
-from zlib import crc32
 
 import numpy.typing as npt
 
+from qmq.crc import crc32
 from qmq.errors import CorruptFrame
 from qmq.log import MessageLog
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from typing import Any
-from zlib import crc32
+
+from qmq.crc import crc32
 
 
 def encode_checked(fields: Mapping[str, Any], *, indent: int | None = None) -> bytes:

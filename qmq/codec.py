@@ -39,8 +39,8 @@ from datetime import timedelta
 from itertools import accumulate
 from operator import sub
 from typing import NamedTuple
-from zlib import crc32
 
+from qmq.crc import crc32
 from qmq.errors import InvalidMessage, InvalidRequest
 from qmq.message import EXPIRES_AFTER, ORDER_KEY, RESERVED, RETRIES_MAX, Message, text_of
 

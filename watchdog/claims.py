@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
-from zlib import crc32
 
 from qmq.client.batch_life import NumberedBatch
 from qmq.codec import batch_encoder, encode_labels, join_batch, label_of_message
+from qmq.crc import crc32
 from qmq.errors import CallError, InvalidName
 from qmq.log.frame import label_flags
 from qmq.outbox.row import decode_row

@@ -22,12 +22,12 @@ never read, and written over.
 from __future__ import annotations
 
 import struct
-from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
 
 from qmq.codec import Buffer
+from qmq.crc import crc32
 from qmq.delayserver.schedule.record import RECORD, RECORD_BYTES, Numbers, Records
 from qmq.errors import LogError
 

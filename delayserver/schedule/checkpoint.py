@@ -17,12 +17,12 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
-from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
 
 from qmq.codec import Buffer
+from qmq.crc import crc32
 from qmq.delayserver.schedule.counting import Counts
 from qmq.delayserver.schedule.record import RECORD, Numbers, Records
 

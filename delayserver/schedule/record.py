@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
-from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
 
 from qmq.codec import Buffer, decode_properties, labels_bytes, properties_begin
+from qmq.crc import crc32
 from qmq.errors import InvalidMessage
 from qmq.log.frame import FLAG_LABELLED, Frame
 from qmq.message import DELAY_KEY

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 from functools import reduce
 from typing import NamedTuple, overload
-from zlib import crc32
 
 from qmq.client.batch_life import BatchLife
 from qmq.codec import decode_labels, encode_labels, slice_batch
+from qmq.crc import crc32
 from qmq.errors import InvalidMessage, OutcomeUnknown, QmqError
 from qmq.log.frame import label_flags
 from qmq.remoting.commands import Produced

@@ -17,6 +17,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from qmq.codec import Buffer
+from qmq.crc import crc32
 from qmq.errors import CorruptFrame, IllegalTransition, InvalidAck
 from qmq.log.frame import FLAG_DEAD, FLAG_ORDERED, NO_CHAIN, Frame, FrameKind
 from qmq.log.group import MASTERSHIP_BITS, Consumer, Group, UnackedRange
@@ -329,7 +330,7 @@ def encode_snapshot(state: State) -> bytes:
         "kept": state.kept.to_json(),
     }
     packed = _VERSION.to_bytes(4, "little") + zlib.compress(json.dumps(plain).encode(), 1)
-    return zlib.crc32(packed).to_bytes(4, "little") + packed
+    return crc32(packed).to_bytes(4, "little") + packed
 
 
 def is_current_snapshot(data: Buffer) -> bool:
@@ -340,7 +341,7 @@ def is_current_snapshot(data: Buffer) -> bool:
 def decode_snapshot(data: Buffer) -> State:
     """Read a snapshot back; raises ValueError if it is damaged: replay from an earlier one."""
     data = bytes(data)
-    if zlib.crc32(data[4:]) != int.from_bytes(data[:4], "little"):
+    if crc32(data[4:]) != int.from_bytes(data[:4], "little"):
         raise ValueError("snapshot does not match its CRC")
     if int.from_bytes(data[4:8], "little") not in _VERSIONS_READ:
         raise ValueError("snapshot of another version")  # or none: no bytes match their CRC, too

@@ -42,9 +42,9 @@ from enum import IntEnum
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, NamedTuple
-from zlib import crc32
 
 from qmq.codec import Buffer
+from qmq.crc import crc32
 from qmq.errors import CorruptFrame
 from qmq.types import Epoch
 

@@ -24,9 +24,9 @@ import struct
 from array import array
 from bisect import bisect_left, bisect_right
 from typing import NamedTuple
-from zlib import crc32
 
 from qmq.codec import Buffer
+from qmq.crc import crc32
 from qmq.errors import CorruptFrame
 from qmq.log.frame import Frame
 

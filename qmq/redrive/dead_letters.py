@@ -13,9 +13,9 @@ import secrets
 import socket
 from collections.abc import Sequence
 from typing import NamedTuple
-from zlib import crc32
 
 from qmq.codec import encode_labels, join_batch, with_subject
+from qmq.crc import crc32
 from qmq.dead_letters import REDRIVER
 from qmq.errors import OutcomeUnknown, QmqError
 from qmq.log.frame import label_flags

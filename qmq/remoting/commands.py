@@ -34,9 +34,9 @@ from datetime import UTC, datetime, timedelta
 from enum import IntEnum, StrEnum
 from itertools import pairwise
 from typing import Any, NamedTuple
-from zlib import crc32
 
 from qmq.codec import Buffer
+from qmq.crc import crc32
 from qmq.errors import InvalidRequest
 from qmq.types import Epoch
 

@@ -6,9 +6,9 @@ import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from zlib import crc32
 
 from qmq.codec import Buffer
+from qmq.crc import crc32
 from qmq.errors import BrokerReadOnly, CorruptFrame, NotMaster, NotServed, QmqError
 from qmq.log import MessageLog
 from qmq.log.frame import FLAG_NO_SLAVE_IN_SYNC, Frame, FrameKind

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
-from zlib import crc32
 
 from qmq.codec import (
     BatchCheck,
@@ -26,6 +25,7 @@ from qmq.codec import (
     labels_bytes,
     split_batch,
 )
+from qmq.crc import crc32
 from qmq.errors import CorruptFrame, InvalidMessage, InvalidRequest, LogError, OutcomeUnknown, Overloaded, QmqError
 from qmq.log.fold import StoredBatch
 from qmq.log.frame import FLAG_LABELLED, FLAG_ORDERED, Frame, FrameKind, label_flags

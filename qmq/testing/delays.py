@@ -13,10 +13,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 from qmq.client.batch_life import Answer, Done, NotStored, NumberedBatch, Stored, Unknown
 from qmq.codec import Buffer, batch_ends, decode_message
+from qmq.crc import crc32
 from qmq.delayserver.counters import Counters
 from qmq.delayserver.filing import Filing
 from qmq.delayserver.master import DelayMaster

@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
-from zlib import crc32
 
 import grpc.aio
 
 from qmq.control_plane import SERVER_OPTIONS, grpc_begins
+from qmq.crc import crc32
 from qmq.errors import NotServed
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import MetaserverServicer, add_MetaserverServicer_to_server
