@@ -327,7 +327,17 @@ def test_what_breaks_within_the_core_is_told_to_the_test(monkeypatch):
         broker.wait_until_subscribed("s", "g", timeout=5)
 
 
-SERVER_ONLY = "alembic", "cryptography", "fastapi", "numpy", "prometheus_client", "sqlalchemy", "uvicorn", "zlib_ng", "pytest"
+SERVER_ONLY = (
+    "alembic",
+    "cryptography",
+    "fastapi",
+    "numpy",
+    "prometheus_client",
+    "sqlalchemy",
+    "uvicorn",
+    "zlib_ng",
+    "pytest",
+)
 
 
 def test_it_needs_nothing_but_what_a_client_needs():
