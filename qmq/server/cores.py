@@ -23,13 +23,13 @@ READ_NICE = 10
 _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274, "riscv64": 274}
 """The call's number: few C libraries know it by name."""
 _RESET_ON_FORK = 1
-"""Threads that this one starts have slices as all others."""
+"""Threads that this one starts are as all others. They are not favoured if it is, so such a one goes without."""
 _ATTRIBUTES = struct.Struct("=IIQiIQQQ")
 """Size, scheduler, flags, nice, priority, slice in ns, and two that are for real time."""
 
 
 def come_first() -> None:
-    """Ask for short slices, for this thread and not for those it starts.
+    """Ask for short slices, for this thread and not for those it starts, unless `nice` favours it.
 
     Nothing happens on another system, or where somebody chose another scheduler for this process; an older Linux
     takes it and goes on as before."""
@@ -37,7 +37,8 @@ def come_first() -> None:
     if sys.platform != "linux" or number is None or os.sched_getscheduler(0) != os.SCHED_OTHER:
         return
     nice = os.getpriority(os.PRIO_PROCESS, 0)
-    asked = _ATTRIBUTES.pack(_ATTRIBUTES.size, os.SCHED_OTHER, _RESET_ON_FORK, nice, 0, SLICE_NS, 0, 0)
+    flags = _RESET_ON_FORK if nice >= 0 else 0
+    asked = _ATTRIBUTES.pack(_ATTRIBUTES.size, os.SCHED_OTHER, flags, nice, 0, SLICE_NS, 0, 0)
     ctypes.CDLL(None).syscall(number, 0, asked, 0)
 
 

@@ -42,6 +42,21 @@ def test_a_thread_that_comes_first_stays_as_nice_as_it_is(on_thread):
     assert on_thread(nice_of) == before + 1
 
 
+def test_who_is_favoured_has_threads_that_are(on_thread):
+    def be_favoured() -> bool:
+        try:
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), -3)
+        except PermissionError:
+            return False
+        return True
+
+    if not on_thread(be_favoured):
+        pytest.skip("only root may favour a thread")
+    on_thread(come_first)
+    assert on_thread(nice_of) == -3
+    assert on_thread(lambda: of_a_new_thread(nice_of)) == -3
+
+
 def test_another_scheduler_that_somebody_chose_stays(on_thread):
     on_thread(lambda: os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0)))
     on_thread(come_first)
