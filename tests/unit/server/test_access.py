@@ -23,6 +23,7 @@ from qmq.server.access import Access
 from qmq.server.overload import Shares
 from qmq.types import Endpoint
 from tests.support.http import HttpServer
+from tests.support.ports import free_ports
 
 OWN = "the key of the installation"
 
@@ -39,7 +40,8 @@ class FakeMetaserver(MetaserverServicer):
     async def start(self):
         self._server = grpc.aio.server()
         add_MetaserverServicer_to_server(self, self._server)
-        port = self._server.add_insecure_port("127.0.0.1:0")
+        [port] = free_ports(1)  # gRPC remembers for a while that nobody listened on one
+        assert self._server.add_insecure_port(f"127.0.0.1:{port}") == port
         await self._server.start()
 
         self._http = HttpServer(lambda _: ("200 OK", f"127.0.0.1:{port}".encode()))
