@@ -49,6 +49,7 @@ def run(name: str, settings_type: type[S], prefix: str, description: str, build:
         print(error, file=sys.stderr)
         return 2
     configure(settings.log_level, settings.log_format)
+    come_first()
     try:
         settings.data.mkdir(parents=True, exist_ok=True)
         with one_process(settings.data, name), asyncio.Runner(loop_factory=_loop_factory()) as runner:
@@ -68,7 +69,6 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 async def _serve(settings: S, build: Build[S]) -> None:
-    come_first()
     disk = RealDisk(settings.data, cached_bytes=settings.cached_bytes)
     await wait_for_room(disk)
     began = time.monotonic()

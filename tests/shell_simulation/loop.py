@@ -184,9 +184,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
 
 class Threads:
-    """Stands in for ThreadPoolExecutor: a job runs later, in the process that wants it, and is over at once."""
+    """Stands in for ThreadPoolExecutor: a job runs later, in the process that wants it, and is over at once. What a new
+    thread would do first has no meaning here: they are all this one."""
 
-    def __init__(self, workers: int, name: str = "") -> None:
+    def __init__(self, workers: int, name: str = "", initializer: Callable[[], None] | None = None) -> None:
         self._free_s = [0.0] * workers
         self._name = name
 
