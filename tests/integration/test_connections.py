@@ -28,7 +28,7 @@ from tests.integration.cluster_world import (
     send_all,
     until,
 )
-from tests.support.cores import needs_slices, nice_of, slice_ns, threads_of
+from tests.support.cores import needs_slices, nice_of, nices_of, slice_ns
 
 CONNECTIONS, OF_A_TOKEN = 20, 5
 KIB = 1 << 10
@@ -72,7 +72,7 @@ def test_connections_that_say_nothing_keep_out_nobody_who_has_a_token(cluster):
 def test_a_brokers_loop_gets_a_core_before_its_threads_that_read(cluster):
     loop = cluster.service(cluster.broker("g1", "master").hostname).pid
     send_all(cluster, "s", 1)
-    until(lambda: READ_NICE in map(nice_of, threads_of(loop)), "a thread that reads")
+    until(lambda: READ_NICE in nices_of(loop), "a thread that reads")
     assert slice_ns(loop) == SLICE_NS
     assert nice_of(loop) == nice_of()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -26,5 +27,10 @@ def slice_ns(thread: int | None = None) -> int:
     return next(int(line.split(":")[1]) for line in lines if line.startswith("se.slice"))
 
 
-def threads_of(pid: int) -> list[int]:
-    return [int(task.name) for task in Path(f"/proc/{pid}/task").iterdir()]
+def nices_of(pid: int) -> set[int]:
+    """Return how nice the threads of a process are; those of gRPC come and go."""
+    found = set()
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(ProcessLookupError):
+            found.add(nice_of(int(task.name)))
+    return found
