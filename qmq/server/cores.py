@@ -14,7 +14,6 @@ import os
 import platform
 import struct
 import sys
-import threading
 
 SLICE_NS = 100_000
 """The shortest that Linux gives."""
@@ -45,5 +44,4 @@ def come_first() -> None:
 def stand_back() -> None:
     """Be nice, for this thread alone; nicer than that, if the process is."""
     if sys.platform == "linux":  # elsewhere a thread has no priority of its own
-        thread = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, thread, max(READ_NICE, os.getpriority(os.PRIO_PROCESS, thread)))
+        os.setpriority(os.PRIO_PROCESS, 0, max(READ_NICE, os.getpriority(os.PRIO_PROCESS, 0)))
