@@ -7,7 +7,7 @@ import struct
 import numpy as np
 import numpy.typing as npt
 
-from qmq.codec import DUE_AT, FLAG_DELAYED, BatchCheck, Buffer
+from qmq.codec import DUE_AT, FLAG_DELAYED, Buffer
 from qmq.server.limits import check_messages
 
 _DUE = struct.Struct(">q")
@@ -26,22 +26,24 @@ def with_due(message: bytes, due_ms: int) -> bytes:
     return message[:DUE_AT] + _DUE.pack(due_ms) + message[DUE_AT + 8 :]
 
 
-def check_delayed(batch: Buffer, count: int, *, message_bytes_max: int, now_ms: int, longest_ms: int) -> BatchCheck:
+def check_delayed(
+    batch: Buffer, count: int, *, message_bytes_max: int, now_ms: int, longest_ms: int
+) -> list[tuple[int, str]]:
     """Check a batch as a broker does, and that each message says when it is due, at most `longest_ms` from now.
 
     Raises:
         InvalidRequest: the end offsets make no sense, so nothing of the batch can be stored.
     """
-    check = check_messages(batch, count, message_bytes_max)
-    data = memoryview(batch)[4 * (count + 1) :]
-    whole = [i for i in range(count) if check.ends[i + 1] - check.ends[i] >= DUE_AT + 8]
-    begins = np.array([check.ends[i] for i in whole], np.int64)
+    wrong = dict(check_messages(batch, count, message_bytes_max))
+    data_at = 4 * (count + 1)
+    data, bounds = memoryview(batch)[data_at:], np.frombuffer(batch, "<u4", count + 1).astype(np.int64)
+    whole = np.flatnonzero(np.diff(bounds) >= DUE_AT + 8)
+    begins = bounds[whole]
     dues = dues_of(data, begins)
     delayed = np.frombuffer(data, np.uint8)[begins] & FLAG_DELAYED != 0
-    wrong = dict(check.refused)
     for at in np.nonzero(~delayed | (dues > now_ms + longest_ms) | (dues < 0))[0].tolist():
-        wrong.setdefault(whole[at], _fault(bool(delayed[at]), int(dues[at]), now_ms, longest_ms))
-    return BatchCheck(check.ends, sorted(wrong.items()))
+        wrong.setdefault(int(whole[at]), _fault(bool(delayed[at]), int(dues[at]), now_ms, longest_ms))
+    return sorted(wrong.items())
 
 
 def _fault(is_delayed: bool, due_ms: int, now_ms: int, longest_ms: int) -> str:

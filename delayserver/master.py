@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from qmq.client.batch_life import BatchSender
-from qmq.codec import BatchCheck, Buffer
+from qmq.codec import Buffer
 from qmq.delayserver.cancelling import Cancelling, Fates, Named
 from qmq.delayserver.counters import Counters
 from qmq.delayserver.decisions import Decisions
@@ -91,7 +91,7 @@ class DelayMaster(Master):
     def _subject(self, index: int) -> str:
         return self._filing.schedule.subjects[index]
 
-    def _check(self, batch: Buffer, count: int, message_bytes_max: int) -> BatchCheck:
+    def _check(self, batch: Buffer, count: int, message_bytes_max: int) -> list[tuple[int, str]]:
         """Check each message, and when it is due; a time that has passed is due at once."""
         now_ms = self._mastership.retry_ms()
         return check_delayed(

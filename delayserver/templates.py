@@ -92,7 +92,7 @@ def new_template(recur: Recur, *, message_bytes_max: int) -> Template:
     most = min(message_bytes_max, FRAME_BYTES_MAX // 2 - _OVERHEAD_BYTES)
     if (size := len(occurrence)) > most:
         raise MessageTooLarge(f"an occurrence has {size} bytes, more than {most}")
-    for _, fault in check_messages(join_batch([occurrence]), 1, message_bytes_max).refused:
+    for _, fault in check_messages(join_batch([occurrence]), 1, message_bytes_max):
         raise InvalidMessage(f"no broker takes an occurrence of it: {fault}")  # and many tags would have our label
     return template
 

@@ -1,7 +1,8 @@
 """Core. Which messages of a batch break a limit of QMQ, so that some consumer could not read them.
 
-The client refuses them before they are sent; this is for clients that do not. A message of the usual form (no tags, no
-string that could be too long) is looked at in four places, which costs 0.15 µs; only others are taken apart.
+The client refuses them before they are sent; this is for clients that do not. Many messages are looked at together
+(qmq.server.usual). Of few, or if something is wrong with one of many, each is looked at in some places, which costs
+0.5 µs; only others are taken apart.
 """
 
 from __future__ import annotations
@@ -13,48 +14,51 @@ from qmq.codec import (
     ID_BYTES_MAX,
     TAGS_MAX,
     VALUE_BYTES_MAX,
-    BatchCheck,
     Buffer,
     check_batch,
     decode_envelope,
     decode_properties,
 )
 from qmq.errors import InvalidMessage
+from qmq.server.usual import are_usual
 
 _SUBJECT_AT = 19
 """Where the text of the subject begins (qmq.codec); its length stands before it, that of the id behind it."""
 
 
-def check_messages(batch: Buffer, count: int, message_bytes_max: int) -> BatchCheck:
-    """Check the layout of a batch, and each message in it; the reason of a refused one names its id.
+def check_messages(batch: Buffer, count: int, message_bytes_max: int) -> list[tuple[int, str]]:
+    """Check the layout of a batch, and each message in it; return positions of those that cannot be stored, with the
+    reason, which names the message's id.
 
     Raises:
         InvalidRequest: the end offsets make no sense, so nothing of the batch can be stored.
     """
+    if are_usual(batch, count, message_bytes_max):
+        return []
     ends, refused = check_batch(batch, count, message_bytes_max)
     data = memoryview(batch)[4 * (count + 1) :]
-    if not refused and _are_usual(data, ends):
-        return BatchCheck(ends, refused)
     wrong = dict(refused)
     for position, (begin, end) in enumerate(pairwise(ends)):
+        if position not in wrong and _is_usual(data, begin, end):
+            continue
         message = bytes(data[begin:end])
         if (fault := wrong.get(position) or _fault(message)) is not None:
             wrong[position] = f"{_name(message)}{fault}"
-    return BatchCheck(ends, sorted(wrong.items()))
+    return sorted(wrong.items())
 
 
-def _are_usual(data: memoryview, ends: tuple[int, ...]) -> bool:
-    """Say whether no message has tags, a long id, or room for a string that is too long."""
+def _is_usual(data: memoryview, begin: int, end: int) -> bool:
+    """Say whether a message has no tags, no long id, no room for a string that is too long, and ends where it says."""
     try:
-        for begin, end in pairwise(ends):
-            at = begin + _SUBJECT_AT + (data[begin + 17] << 8 | data[begin + 18])
-            if data[begin] >= FLAG_TAGS or data[at] or not 0 < data[at + 1] <= ID_BYTES_MAX:
-                return False
-            if not at < end <= begin + VALUE_BYTES_MAX:
-                return False
+        at = begin + _SUBJECT_AT + (data[begin + 17] << 8 | data[begin + 18])
+        id_bytes = data[at + 1]
+        if data[begin] >= FLAG_TAGS or data[at] or not 0 < id_bytes <= ID_BYTES_MAX:
+            return False
+        at += id_bytes + 2
+        says = data[at] << 24 | data[at + 1] << 16 | data[at + 2] << 8 | data[at + 3]
     except IndexError:
         return False
-    return True
+    return at + 4 + says == end <= begin + VALUE_BYTES_MAX
 
 
 def _fault(message: bytes) -> str | None:

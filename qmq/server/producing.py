@@ -16,7 +16,6 @@ from functools import partial
 from typing import NamedTuple
 
 from qmq.codec import (
-    BatchCheck,
     Buffer,
     decode_envelope,
     decode_labels,
@@ -99,7 +98,7 @@ class Producing:
         *,
         wake: Callable[[str], None] = lambda subject: None,
         check_room: Callable[[str], None] = lambda subject: None,
-        check: Callable[[Buffer, int, int], BatchCheck] = check_messages,
+        check: Callable[[Buffer, int, int], list[tuple[int, str]]] = check_messages,
     ) -> None:
         self._mastership, self._counters = mastership, counters
         self._wake, self._check_room, self._check = wake, check_room, check
@@ -135,7 +134,7 @@ class Producing:
     def _storable(self, produce: Produce) -> tuple[_Batch | None, list[tuple[int, str]]]:
         """Return what is left when each message that cannot be stored is taken out, and (position, reason) of those."""
         batch, labels = _split(produce)
-        refused = self._check(batch, produce.count, self._mastership.settings.message_bytes_max).refused
+        refused = self._check(batch, produce.count, self._mastership.settings.message_bytes_max)
         flags = label_flags(labels) if labels else 0
         if not refused:
             return _Batch(produce.body, produce.count, produce.crc, flags), refused
