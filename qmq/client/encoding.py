@@ -52,12 +52,20 @@ class EncodedRun(NamedTuple):
 
 
 def encode_run(
-    subject: str, messages: list[Message], begin: int, *, ids: MessageIds, now_ms: int, due_ms: int | None = None
+    subject: str,
+    messages: list[Message],
+    begin: int,
+    *,
+    ids: MessageIds,
+    now_ms: int,
+    due_ms: int | None = None,
+    bytes_max: int = BATCH_BYTES_MAX,
 ) -> EncodedRun:
     """Encode messages from `begin` on, until a batch is full or one cannot be in it. Sets missing ids.
 
     Args:
         due_ms: when all of them are due, if they are delayed.
+        bytes_max: of a batch of several messages.
     """
     # One long function on purpose: a call per message or property would cost as much as what it does.
     encoder = batch_encoder(subject, now_ms) if due_ms is None else delayed_encoder(subject, now_ms, due_ms)
@@ -124,7 +132,7 @@ def encode_run(
             size = len(data)
             if message.tags:
                 labels[len(run_ids)] = encode_tags(message.tags).bits
-        if total + size > BATCH_BYTES_MAX and total:
+        if total + size > bytes_max and total:
             del parts[mark:]
             labels.pop(len(run_ids), None)
             break

@@ -6,7 +6,7 @@ from collections import deque
 from typing import NamedTuple
 
 from qmq.client.batch_life import BATCH_LIFE, Answer, BatchEvent, BatchLife, BatchState
-from qmq.client.batching import Batch
+from qmq.client.batching import BATCH_BYTES_MAX, Batch
 from qmq.states import TRANSITIONS_KEPT, Transition
 
 NUMBERS_SPAN_MAX = 64
@@ -41,6 +41,9 @@ class GroupBatches:
         self.load = 0
         """How many are in flight."""
         self.limits = Limits(1 << 30, 1 << 30)
+        self.batch_bytes_max = BATCH_BYTES_MAX
+        """How large a new batch is made: as large as costs least per message, or less while its broker says so, as
+        others produce there."""
 
     @property
     def has_any(self) -> bool:
@@ -67,6 +70,10 @@ class GroupBatches:
         if self._unresolved and self._next_number - next(iter(self._unresolved)) >= NUMBERS_SPAN_MAX:
             return 0
         return max(0, self._idle_room_bytes() - self._bytes_in_flight)
+
+    def advised(self, batch_bytes: int) -> None:
+        """Take what an answer says of the size of batches; 0: nothing."""
+        self.batch_bytes_max = min(batch_bytes or BATCH_BYTES_MAX, BATCH_BYTES_MAX)
 
     def _idle_room_bytes(self) -> int:
         return min(self.limits.window_bytes, self.limits.packet_bytes_max - PRODUCE_OVERHEAD_BYTES)

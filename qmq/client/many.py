@@ -9,7 +9,6 @@ from functools import partial
 from typing import NamedTuple
 
 from qmq.client.batching import (
-    BATCH_BYTES_MAX,
     BATCH_MESSAGES_MAX,
     Batch,
     MessageIds,
@@ -89,7 +88,15 @@ class ManySend:
         """Send messages of one subject. This is the hot path: nothing here is done per message without order key."""
         begin, now_ms = 0, _now_ms()
         while begin < len(chunk):
-            run = encode_run(queue.subject, chunk, begin, ids=self._ids, now_ms=now_ms, due_ms=self._due_ms)
+            run = encode_run(
+                queue.subject,
+                chunk,
+                begin,
+                ids=self._ids,
+                now_ms=now_ms,
+                due_ms=self._due_ms,
+                bytes_max=self._sender.batch_bytes_max(queue.subject),
+            )
             begin = run.end
             if run.ids:
                 self.receipts.add(await self._submit(queue, run.ids, run.blocks, run.flags))
@@ -122,7 +129,7 @@ class ManySend:
             except (InvalidName, InvalidMessage) as error:
                 makers.append(self._refused(message, error))
         for subject, messages in by_subject.items():
-            for piece in _pieces(messages):
+            for piece in _pieces(messages, self._sender.batch_bytes_max(subject)):
                 blocks, flags = with_labels(join_batch([one.data for one in piece]), [one.label for one in piece])
                 batch = await self._submit(self._sender.queue(subject), [one.id for one in piece], blocks, flags)
                 for at, one in enumerate(piece):
@@ -197,11 +204,11 @@ def _not_sent() -> Receipt:
     raise InvalidRequest("the message has no outcome yet")
 
 
-def _pieces(messages: list[_Encoded]) -> Iterator[list[_Encoded]]:
-    """Cut messages of one subject into pieces that are small enough for a batch."""
+def _pieces(messages: list[_Encoded], bytes_max: int) -> Iterator[list[_Encoded]]:
+    """Cut messages of one subject into pieces of so many bytes, or one message."""
     begin = size = 0
     for at, one in enumerate(messages):
-        if size + len(one.data) > BATCH_BYTES_MAX and at > begin:
+        if size + len(one.data) > bytes_max and at > begin:
             yield messages[begin:at]
             begin, size = at, 0
         size += len(one.data)

@@ -185,6 +185,11 @@ class Sender:
             lanes.set_groups(group.broker_group for group in self._routing.groups_of(subject))
         return lanes
 
+    def batch_bytes_max(self, subject: str) -> int:
+        """Return how large a batch may be made that goes to any group of this subject."""
+        groups = (self._groups.get(group.broker_group) for group in self._routing.groups_of(subject))
+        return min((group.batches.batch_bytes_max for group in groups if group), default=BATCH_BYTES_MAX)
+
     def add(self, queue: SubjectQueue, one: Waiting) -> None:
         """Queue a single message."""
         queue.add(one)
@@ -376,7 +381,7 @@ class Sender:
         if name is None:
             return False
         group = self._groups[name]
-        batch = queue.next_batch(min(rooms[name], BATCH_BYTES_MAX))
+        batch = queue.next_batch(min(rooms[name], group.batches.batch_bytes_max))
         if not group.batches.never_fits(batch.body_bytes):
             group.batches.admit(batch)
             self._transmit(group, batch)
@@ -413,12 +418,14 @@ class Sender:
             self._failed(group, batch, answer)
         else:
             try:
-                result = stored(group.name, commands.decode_produced(answer))
+                produced = commands.decode_produced(answer)
+                result = stored(group.name, produced)
             except (QmqError, ValueError) as unreadable:
                 connection.close(f"unreadable answer to a produce: {unreadable}")
                 group.batches.answered(batch, Unknown)
                 return
             group.batches.answered(batch, Stored)
+            group.batches.advised(produced.batch_bytes)
             self._routing.worked(group.name)
             if self._refusing is not None:
                 self._refusing.worked(batch.subject, group.name)

@@ -144,8 +144,11 @@ def produced_subject(body: memoryview) -> bytes:
 
 # Produced: 0 u64 sequence of the first stored message, 8 u32 stored, 12 u8 durability, 13 u16 refused r,
 #           then r x (u32 position in the batch, u16 n, reason n). Stored messages keep their order, without gaps.
+#           Behind that, while others produce here as well, u32: how large a batch should be at most, as everybody's
+#           acknowledgement waits for what it takes on two disks. A larger one is taken all the same.
 _PRODUCED = struct.Struct("<QIBH")
 _REFUSED = struct.Struct("<IH")
+_BATCH_BYTES = struct.Struct("<I")
 
 
 class Produced(NamedTuple):
@@ -153,6 +156,8 @@ class Produced(NamedTuple):
     stored: int
     durability: int
     refused: list[tuple[int, str]]
+    batch_bytes: int = 0
+    """How large the next batches should be at most; 0: nobody else produces there."""
 
 
 def encode_produced(produced: Produced) -> bytes:
@@ -160,7 +165,12 @@ def encode_produced(produced: Produced) -> bytes:
     for position, reason in produced.refused:
         text = reason.encode()[:1000]
         parts.append(_REFUSED.pack(position, len(text)) + text)
-    return b"".join(parts)
+    return b"".join(parts) + encode_batch_bytes(produced.batch_bytes)
+
+
+def encode_batch_bytes(batch_bytes: int) -> bytes:
+    """Make the end of a Produced."""
+    return _BATCH_BYTES.pack(batch_bytes) if batch_bytes else b""
 
 
 def decode_produced(body: memoryview) -> Produced:
@@ -171,9 +181,10 @@ def decode_produced(body: memoryview) -> Produced:
             position, length = _REFUSED.unpack_from(body, at)
             at += _REFUSED.size + length
             refused.append((position, str(body[at - length : at], "utf-8", "replace")))
+        (batch_bytes,) = _BATCH_BYTES.unpack_from(body, at) if len(body) > at else (0,)
     except struct.error as error:
         raise InvalidRequest(f"not an answer to PRODUCE: {error}") from None
-    return Produced(first_sequence, stored, durability, refused)
+    return Produced(first_sequence, stored, durability, refused, batch_bytes)
 
 
 # SUBSCRIBE: JSON subject str, group str, consumer str, start "latest"|"earliest"|"since" and since_ms int (for a new

@@ -18,6 +18,7 @@ from qmq.errors import (
     Overloaded,
     QmqError,
 )
+from qmq.remoting import commands
 from qmq.remoting.commands import Command, decode_json, encode_json
 from qmq.remoting.connection import Connection
 from qmq.remoting.packet import Packet
@@ -50,7 +51,9 @@ class _Guest(Connection):
         self._acceptor = acceptor
 
     def answer(self, request: Packet, *parts: Buffer, code: int = ErrorCode.SUCCESS) -> None:
-        super().answer(request, *parts, code=code)
+        is_produced = request.code == Command.PRODUCE and code == ErrorCode.SUCCESS
+        advice = commands.encode_batch_bytes(self._acceptor.batch_bytes) if is_produced else b""
+        super().answer(request, *parts, advice, code=code)
         if request.code == Command.PRODUCE and self._acceptor.flow.state in _UNTIL_ANSWERED:
             self._acceptor.follow_flow()
 
@@ -106,7 +109,7 @@ class Acceptor:
                 self._service.packet_received(connection, packet)
                 if packet.code == Command.PRODUCE:
                     self.flow.produces = True
-                    self._service.shares.produced(self, self._service.monotonic_ms())
+                    self._service.shares.produced(self, len(packet.body), self._service.monotonic_ms())
                     self.follow_flow()
                 elif packet.code == Command.SUBSCRIBE:
                     self.flow.consumes = True
@@ -118,6 +121,11 @@ class Acceptor:
             self._turn_away(connection, packet, AccessError("say who you are first: AUTHENTICATE with an API token"))
         else:
             connection.refuse(packet, InvalidRequest(f"command {packet.code} is not served on this port"))
+
+    @property
+    def batch_bytes(self) -> int:
+        """How large its batches should be at most; 0: as it likes."""
+        return self._service.shares.batch_bytes or 0
 
     def follow_flow(self) -> None:
         """Stop reading, or go on, as the window, its share and the process's memory say now."""

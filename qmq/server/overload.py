@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import chain
 from typing import Generic, TypeVar
 
 K = TypeVar("K")
@@ -32,10 +33,16 @@ DISK_NEAR_BYTES = 1 << 30
 """This close above twice the limit, free space is looked at in every tick."""
 
 
-SHARED_BYTES = 2 << 20
+SHARED_BYTES, QUIETLY_SHARED_BYTES = 2 << 20, 1 << 20
 """Un-acknowledged bytes of all connections that produce, if they are several: enough for each commit to be a large one,
-and some 5 ms of two disks."""
+and some 5 ms of two disks. The latter: while one of them is quiet, for it waits for all of that."""
 SHARE_BYTES_LEAST = 256 << 10
+BATCH_BYTES = 256 << 10
+"""How large a batch should be at most beside a quiet connection, which waits for the whole of each. Not beside loud
+ones alone: smaller batches cost both brokers and their producers more."""
+QUIET_BYTES = 64 << 10
+"""A connection is quiet whose batches have been smaller for ten to twenty seconds."""
+_NEVER_MS = -(1 << 62)
 SHARES_MS = 10_000
 """A connection has a share until it has produced nothing for so long, or twice that: so also who produces now and then
 finds no long queue."""
@@ -82,26 +89,38 @@ class Shares(Generic[K]):
     """Which connections produced lately, and how many un-acknowledged bytes each may have. Made by the service."""
 
     def __init__(self) -> None:
-        self._lately: set[K] = set()
-        self._before: set[K] = set()
+        self._lately: dict[K, int] = {}
+        """When its last batch came that was not a quiet one's."""
+        self._before: dict[K, int] = {}
         self._until_ms = 0
 
-    def produced(self, connection: K, now_ms: int) -> None:
+    def produced(self, connection: K, size: int, now_ms: int) -> None:
         """It has a share for the next ten to twenty seconds."""
         if now_ms >= self._until_ms:
-            self._before, self._lately, self._until_ms = self._lately, set(), now_ms + SHARES_MS
-        self._before.discard(connection)
-        self._lately.add(connection)
+            self._before, self._lately, self._until_ms = self._lately, {}, now_ms + SHARES_MS
+        last_ms = self._lately.get(connection, self._before.pop(connection, _NEVER_MS))
+        self._lately[connection] = now_ms if size >= QUIET_BYTES else last_ms
 
     def lost(self, connection: K) -> None:
-        self._before.discard(connection)
-        self._lately.discard(connection)
+        self._before.pop(connection, None)
+        self._lately.pop(connection, None)
 
     @property
     def bytes(self) -> int | None:
         """The share of each; None: only one produces, and shares with nobody."""
         count = len(self._lately) + len(self._before)
-        return max(SHARE_BYTES_LEAST, SHARED_BYTES // count) if count > 1 else None
+        shared = QUIETLY_SHARED_BYTES if self._is_one_quiet else SHARED_BYTES
+        return max(SHARE_BYTES_LEAST, shared // count) if count > 1 else None
+
+    @property
+    def batch_bytes(self) -> int | None:
+        """How large a batch of each should be at most; None: as large as it likes."""
+        return BATCH_BYTES if len(self._lately) + len(self._before) > 1 and self._is_one_quiet else None
+
+    @property
+    def _is_one_quiet(self) -> bool:
+        since_ms = self._until_ms - 2 * SHARES_MS
+        return any(last_ms < since_ms for last_ms in chain(self._lately.values(), self._before.values()))
 
 
 @dataclass(slots=True)

@@ -46,7 +46,9 @@ ENCODE = {
         commands.Confirmation(Epoch(m["term"], m["boot"]), m["matched_end"], m["chain"])
     ),
     "Produced": lambda m: commands.encode_produced(
-        commands.Produced(m["first_sequence"], m["stored"], m["durability"], [tuple(row) for row in m["refused"]])
+        commands.Produced(
+            m["first_sequence"], m["stored"], m["durability"], [tuple(row) for row in m["refused"]], m["batch_bytes"]
+        )
     ),
     "Pulled": lambda m: b"".join(_pieces(m["pieces"])),
     "Acked": lambda m: commands.encode_acked(m["acked_end"]),

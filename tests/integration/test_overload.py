@@ -17,7 +17,7 @@ from qmq.memory import ram_bytes
 from qmq.remoting import commands
 from qmq.remoting.commands import Command, Pull
 from qmq.remoting.packet import PacketReader
-from qmq.server.overload import SHARED_BYTES
+from qmq.server.overload import SHARE_BYTES_LEAST
 from tests.integration.cluster_world import (
     WAIT_S,
     Wire,
@@ -94,7 +94,7 @@ def test_producer_beside_others_has_no_more_before_the_disks_than_its_share(clus
         sending = Thread(target=lambda: [loud.request(Command.PRODUCE, body) for body in bodies])
         sending.start()
         until(lambda: connections(cluster, "sharing") == 1, "its share is full")
-        assert max(one["unacked_bytes"] for one in listed(cluster)) < SHARED_BYTES // 8 + PacketReader.STAGING_BYTES
+        assert max(one["unacked_bytes"] for one in listed(cluster)) < SHARE_BYTES_LEAST + PacketReader.STAGING_BYTES
         slave.signal(signal.SIGCONT)
         assert {loud.answer().code for _ in range(200)} == {0}
         sending.join()

@@ -108,7 +108,7 @@ def test_a_produce_comes_back_as_it_was_and_damage_is_noticed(producer, batch, c
 refusals = st.lists(st.tuples(U32, st.text(max_size=50)), max_size=5)
 
 
-@given(st.builds(commands.Produced, U64, U32, st.integers(0, 2), refusals))
+@given(st.builds(commands.Produced, U64, U32, st.integers(0, 2), refusals, U32))
 def test_what_was_produced_comes_back_as_it_was(produced):
     assert commands.decode_produced(memoryview(commands.encode_produced(produced))) == produced
 

@@ -80,6 +80,8 @@ class FakeBroker:
         self.on_produce: Callable[[Connection, Packet, Attempt], bool] = lambda *_: False
         self.limits = {"packet_bytes_max": 4 << 20, "message_bytes_max": 1 << 20, "window_bytes": 16 << 20}
         self.keep = True
+        self.batch_bytes = 0
+        """What its answers say of the size of batches, as others produce there."""
         self.connections: set[Connection] = set()
         self.subscribers: dict[tuple[str, str, str], Subscriber] = {}
         self.positions: dict[tuple[str, str], int] = {}
@@ -199,7 +201,8 @@ class FakeBroker:
             return
         if self.refuse_with is not None:
             raise self.refuse_with
-        connection.answer(packet, commands.encode_produced(self.store(attempt, batch)))
+        advice = commands.encode_batch_bytes(self.batch_bytes)
+        connection.answer(packet, commands.encode_produced(self.store(attempt, batch)), advice)
 
     def store(self, attempt: Attempt, body: memoryview | None = None) -> commands.Produced:
         """Store a batch once; a repeated one gets the answer of the first time."""

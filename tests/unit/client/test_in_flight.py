@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qmq.client.batch_life import NotStored, Stored, Unknown
+from qmq.client.batching import BATCH_BYTES_MAX
 from qmq.client.in_flight import NUMBERS_SPAN_MAX, GroupBatches, Limits
 from qmq.errors import BrokerReadOnly
 from tests.unit.client.test_batching import batch_of
@@ -52,6 +53,14 @@ def test_a_batch_that_another_group_had_takes_no_number_away_from_this_one():
     assert (other.unresolved(), other.load) == ([sent], 1)
     lose(other)
     assert other.next_repeat() is sent
+
+
+def test_batches_are_as_large_as_the_broker_says_until_it_says_nothing():
+    group = GroupBatches(in_flight_max=8)
+    assert group.batch_bytes_max == BATCH_BYTES_MAX
+    for advice, most in ((256 << 10, 256 << 10), (16 << 20, BATCH_BYTES_MAX), (0, BATCH_BYTES_MAX)):
+        group.advised(advice)
+        assert group.batch_bytes_max == most
 
 
 STEPS = st.tuples(st.sampled_from(["send", "answer", "fail", "lose", "repeat"]), st.integers(0, 63))

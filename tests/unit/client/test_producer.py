@@ -358,6 +358,32 @@ def test_no_more_bytes_and_numbers_are_unacknowledged_than_the_broker_allows():
     run(test())
 
 
+def test_batches_are_small_while_others_produce_to_the_same_group_and_only_then():
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
+
+            async def largest(batch_bytes: int, messages: list[Message]) -> int:
+                broker.batch_bytes = batch_bytes
+                await producer.send(Message("a", {"n": "x"}))  # its answer says what is so now
+                begin = len(broker.attempts)
+                assert (await producer.send_many(messages)).all_stored
+                return max(len(attempt.body) for attempt in broker.attempts[begin:])
+
+            uniform = [Message("a", {"n": "x" * 1_000}) for _ in range(1_000)]
+            mixed = [Message(subject, {"n": "x" * 1_000}) for _ in range(500) for subject in "ab"]
+            for messages in (uniform, mixed):
+                assert await largest(0, messages) > 500_000
+                assert 100_000 < await largest(128 << 10, messages) < 140_000
+
+            begin, receipts = len(broker.attempts), []
+            for message in uniform:
+                producer.send_nowait(message, receipts.append)
+            await until_async(lambda: len(receipts) == len(uniform))
+            assert max(len(attempt.body) for attempt in broker.attempts[begin:]) < 140_000
+
+    run(test())
+
+
 def test_a_batch_over_the_packet_limit_is_cut_and_a_message_over_it_refused():
     async def test() -> None:
         async with cluster("g1") as (metaserver, [broker]):

@@ -14,14 +14,14 @@ from qmq.broker.settings import BrokerSettings
 from qmq.errors import AccessError, CallError, NotServed
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import MetaserverServicer, add_MetaserverServicer_to_server
-from qmq.remoting.commands import Command, encode_json
+from qmq.remoting.commands import Command, Produced, decode_produced, encode_json, encode_produced
 from qmq.remoting.connection import connect
 from qmq.rights import TokenRole
 from qmq.server import access as module
-from qmq.server.acceptor import Acceptor
+from qmq.server.acceptor import Acceptor, _Guest
 from qmq.server.access import Access
-from qmq.server.overload import Shares
-from qmq.types import Endpoint
+from qmq.server.overload import BATCH_BYTES, MemoryAlarm, Shares
+from qmq.types import Durability, Endpoint
 from tests.support.http import HttpServer
 from tests.support.ports import free_ports
 
@@ -87,6 +87,7 @@ def a_service():
     """What an accepted connection asks of its service."""
     has_lost = asyncio.Event()
     node = SimpleNamespace(group="g1", link_lost=lambda connection: has_lost.set())
+    produced = encode_produced(Produced(0, 1, Durability.FSYNC, []))
     return SimpleNamespace(
         node=node,
         connections=0,
@@ -97,6 +98,9 @@ def a_service():
         has_lost=has_lost,
         tell_once=lambda peer, error: None,
         now_ms=lambda: 0,
+        monotonic_ms=lambda: 0,
+        memory_alarm=MemoryAlarm(1 << 30),
+        packet_received=lambda *what: asyncio.get_running_loop().call_soon(_Guest.answer, *what, produced),
     )
 
 
@@ -267,6 +271,27 @@ async def test_a_connection_says_once_who_it_is(metaserver, access):
         mine.close("done")
         await service.has_lost.wait()
     assert (access.connections_of("a"), access.connections_of("b")) == (0, 0)
+
+
+@in_world
+async def test_who_produces_beside_others_hears_how_large_batches_should_be(metaserver, access):
+    """The others wait for what each takes on two disks."""
+    service = a_service()
+
+    def accepted():
+        return Acceptor(service, frozenset({Command.PRODUCE}), access._settings, access).connection
+
+    server = await asyncio.get_running_loop().create_server(accepted, "127.0.0.1", 0)
+    async with server:
+        way = Endpoint("127.0.0.1", server.sockets[0].getsockname()[1])
+        options = {"handler": Silent(), "token": OWN, "app": "t", "packet_bytes_max": 1 << 20, "timeout_s": 5}
+        one, other = [(await connect(way, **options))[0] for _ in range(2)]
+        heard = [decode_produced(await asker.request(Command.PRODUCE)).batch_bytes for asker in (one, other, one)]
+        one.close("done")
+        await service.has_lost.wait()
+        heard.append(decode_produced(await other.request(Command.PRODUCE)).batch_bytes)
+        other.close("done")
+    assert heard == [0, BATCH_BYTES, BATCH_BYTES, 0]
 
 
 @in_world

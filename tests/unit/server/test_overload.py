@@ -9,6 +9,9 @@ from qmq.client.in_flight import GroupBatches, Limits
 from qmq.codec import join_batch
 from qmq.errors import ErrorCode
 from qmq.server.overload import (
+    BATCH_BYTES,
+    QUIET_BYTES,
+    QUIETLY_SHARED_BYTES,
     SHARE_BYTES_LEAST,
     SHARED_BYTES,
     SHARES_MS,
@@ -67,21 +70,36 @@ def test_state_of_a_connection_beside_others_that_produce(consumes, was, unacked
 
 def test_who_produced_within_the_last_ten_seconds_shares():
     shares = Shares[str]()
-    shares.produced("hot", 0)
+    shares.produced("hot", 1 << 20, 0)
     assert shares.bytes is None, "alone it has its whole window"
-    shares.produced("quiet", 9_000)
+    shares.produced("other", 1 << 20, 9_000)
     assert shares.bytes == SHARED_BYTES // 2
-    shares.produced("hot", SHARES_MS)
-    shares.produced("hot", 2 * SHARES_MS - 1)
-    assert shares.bytes == SHARED_BYTES // 2, "the quiet one's last message is 11 seconds old"
-    shares.produced("hot", 2 * SHARES_MS)
+    shares.produced("hot", 1 << 20, SHARES_MS)
+    shares.produced("hot", 1 << 20, 2 * SHARES_MS - 1)
+    assert shares.bytes == SHARED_BYTES // 2, "the other one's last batch is 11 seconds old"
+    shares.produced("hot", 1 << 20, 2 * SHARES_MS)
     assert shares.bytes is None
-    shares.produced("quiet", 2 * SHARES_MS)
-    shares.lost("quiet")
+    shares.produced("other", 1 << 20, 2 * SHARES_MS)
+    shares.lost("other")
     assert shares.bytes is None
     for name in range(1_000):
-        shares.produced(str(name), 2 * SHARES_MS)
+        shares.produced(str(name), 1 << 20, 2 * SHARES_MS)
     assert shares.bytes == SHARE_BYTES_LEAST
+
+
+def test_batches_are_small_beside_a_quiet_connection_and_not_beside_loud_ones_alone():
+    shares = Shares[str]()
+    shares.produced("quiet", 100, 0)
+    assert (shares.bytes, shares.batch_bytes) == (None, None), "it produces alone"
+    shares.produced("hot", QUIET_BYTES, 0)
+    assert (shares.bytes, shares.batch_bytes) == (QUIETLY_SHARED_BYTES // 2, BATCH_BYTES)
+    shares.produced("hot", 100, SHARES_MS)
+    shares.lost("quiet")
+    shares.produced("other", 1 << 20, SHARES_MS + 1)
+    assert (shares.bytes, shares.batch_bytes) == (SHARED_BYTES // 2, None), "a small batch behind large ones"
+    shares.produced("other", 1 << 20, 2 * SHARES_MS)
+    shares.produced("hot", 100, 2 * SHARES_MS)
+    assert (shares.bytes, shares.batch_bytes) == (QUIETLY_SHARED_BYTES // 2, BATCH_BYTES), "it is quiet by now"
 
 
 def test_memory_alarm_ends_by_itself_and_does_not_flutter_at_its_limit():
