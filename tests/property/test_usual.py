@@ -40,10 +40,12 @@ wrong = st.one_of(
     st.binary(max_size=80),
     st.just(b"x" * (MESSAGE_BYTES_MAX + 1)),
     usual.flatmap(lambda good: st.integers(0, len(good)).map(lambda end: good[:end])),
-    usual.flatmap(lambda good: st.tuples(st.integers(0, len(good) - 1), st.integers(0, 255)).map(
-        lambda damage: good[: damage[0]] + bytes([damage[1]]) + good[damage[0] + 1 :]
-    )),
-)  # fmt: skip
+    usual.flatmap(
+        lambda good: st.tuples(st.integers(0, len(good) - 1), st.integers(0, 255)).map(
+            lambda damage: good[: damage[0]] + bytes([damage[1]]) + good[damage[0] + 1 :]
+        )
+    ),
+)
 
 
 @given(st.lists(usual, min_size=1, max_size=5), wrong, st.integers(0, AT_ONCE_MIN))

@@ -244,7 +244,7 @@ def test_message_that_cannot_be_decoded_is_kept_as_it_came(monkeypatch, limits):
     """Producers cannot send one; whatever is in a log all the same, its consumers must get rid of it."""
     group, client, _ = a_group("m0")
     broken = b"\0" * 40
-    monkeypatch.setattr("qmq.server.limits._are_usual", lambda data, ends: True)
+    monkeypatch.setattr("qmq.server.limits.are_usual", lambda *batch: True)
     client.produce_raw([broken])
     group.settle()
     opaque = client.pull()
