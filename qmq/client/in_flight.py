@@ -43,7 +43,7 @@ class GroupBatches:
         self.limits = Limits(1 << 30, 1 << 30)
         self.batch_bytes_max = BATCH_BYTES_MAX
         """How large a new batch is made: as large as costs least per message, or less while its broker says so, as
-        others produce there."""
+        a quiet client produces there."""
 
     @property
     def has_any(self) -> bool:

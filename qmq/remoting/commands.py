@@ -144,8 +144,8 @@ def produced_subject(body: memoryview) -> bytes:
 
 # Produced: 0 u64 sequence of the first stored message, 8 u32 stored, 12 u8 durability, 13 u16 refused r,
 #           then r x (u32 position in the batch, u16 n, reason n). Stored messages keep their order, without gaps.
-#           Behind that, while others produce here as well, u32: how large a batch should be at most, as everybody's
-#           acknowledgement waits for what it takes on two disks. A larger one is taken all the same.
+#           Behind that, while a quiet client produces here as well, u32: how large a batch should be at most, as that
+#           one's acknowledgements wait for what it takes on two disks. A larger one is taken all the same.
 _PRODUCED = struct.Struct("<QIBH")
 _REFUSED = struct.Struct("<IH")
 _BATCH_BYTES = struct.Struct("<I")
@@ -157,7 +157,7 @@ class Produced(NamedTuple):
     durability: int
     refused: list[tuple[int, str]]
     batch_bytes: int = 0
-    """How large the next batches should be at most; 0: nobody else produces there."""
+    """How large the next batches should be at most; 0: as large as the client likes."""
 
 
 def encode_produced(produced: Produced) -> bytes:
