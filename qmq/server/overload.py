@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import chain
 from typing import Generic, TypeVar
 
 K = TypeVar("K")
@@ -42,7 +41,6 @@ BATCH_BYTES = 256 << 10
 ones alone: smaller batches cost both brokers and their producers more."""
 QUIET_BYTES = 64 << 10
 """A connection is quiet whose batches have been smaller for ten to twenty seconds."""
-_NEVER_MS = -(1 << 62)
 SHARES_MS = 10_000
 """A connection has a share until it has produced nothing for so long, or twice that: so also who produces now and then
 finds no long queue."""
@@ -85,42 +83,66 @@ class Flow:
         return unacked_bytes > most or (self.state is state and unacked_bytes > most // 2)
 
 
+class _Recent(Generic[K]):
+    """Who did something in this period of time or in the one before."""
+
+    def __init__(self) -> None:
+        self._now: set[K] = set()
+        self._before: set[K] = set()
+
+    def __len__(self) -> int:
+        return len(self._now) + len(self._before)
+
+    def add(self, who: K) -> None:
+        self._before.discard(who)
+        self._now.add(who)
+
+    def discard(self, who: K) -> None:
+        self._before.discard(who)
+        self._now.discard(who)
+
+    def begin_period(self) -> None:
+        self._before, self._now = self._now, set()
+
+
 class Shares(Generic[K]):
     """Which connections produced lately, and how many un-acknowledged bytes each may have. Made by the service."""
 
     def __init__(self) -> None:
-        self._lately: dict[K, int] = {}
-        """When its last batch came that was not a quiet one's."""
-        self._before: dict[K, int] = {}
+        self._producing: _Recent[K] = _Recent()
+        self._loud: _Recent[K] = _Recent()
+        """Those of them that are not quiet."""
         self._until_ms = 0
 
     def produced(self, connection: K, size: int, now_ms: int) -> None:
         """It has a share for the next ten to twenty seconds."""
         if now_ms >= self._until_ms:
-            self._before, self._lately, self._until_ms = self._lately, {}, now_ms + SHARES_MS
-        last_ms = self._lately.get(connection, self._before.pop(connection, _NEVER_MS))
-        self._lately[connection] = now_ms if size >= QUIET_BYTES else last_ms
+            self._producing.begin_period()
+            self._loud.begin_period()
+            self._until_ms = now_ms + SHARES_MS
+        self._producing.add(connection)
+        if size >= QUIET_BYTES:
+            self._loud.add(connection)
 
     def lost(self, connection: K) -> None:
-        self._before.pop(connection, None)
-        self._lately.pop(connection, None)
+        self._producing.discard(connection)
+        self._loud.discard(connection)
 
     @property
     def bytes(self) -> int | None:
         """The share of each; None: only one produces, and shares with nobody."""
-        count = len(self._lately) + len(self._before)
+        count = len(self._producing)
         shared = QUIETLY_SHARED_BYTES if self._is_one_quiet else SHARED_BYTES
         return max(SHARE_BYTES_LEAST, shared // count) if count > 1 else None
 
     @property
     def batch_bytes(self) -> int | None:
         """How large a batch of each should be at most; None: as large as it likes."""
-        return BATCH_BYTES if len(self._lately) + len(self._before) > 1 and self._is_one_quiet else None
+        return BATCH_BYTES if len(self._producing) > 1 and self._is_one_quiet else None
 
     @property
     def _is_one_quiet(self) -> bool:
-        since_ms = self._until_ms - 2 * SHARES_MS
-        return any(last_ms < since_ms for last_ms in chain(self._lately.values(), self._before.values()))
+        return len(self._producing) > len(self._loud)
 
 
 @dataclass(slots=True)
