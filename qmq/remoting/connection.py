@@ -149,7 +149,9 @@ class Connection(asyncio.BufferedProtocol):
         if size <= 2048:
             self._transport.write(b"".join((header, *parts)))
         else:
-            self._transport.writelines([header, *parts])
+            # asyncio's own loop, from Python 3.12 on, never gets rid of an empty part at the end: it would try to write
+            # it for ever, and not end the connection.
+            self._transport.writelines([header, *filter(len, parts)])
 
     def answer(self, request: Packet, *parts: Buffer, code: int = ErrorCode.SUCCESS) -> None:
         if not request.flag & ONE_WAY:
