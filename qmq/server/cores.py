@@ -14,6 +14,7 @@ import os
 import platform
 import struct
 import sys
+from contextlib import suppress
 
 SLICE_NS = 100_000
 """The shortest that Linux gives."""
@@ -33,15 +34,19 @@ def come_first() -> None:
     Nothing happens on another system, or where somebody chose another scheduler for this process; an older Linux
     takes it and goes on as before."""
     number = _SCHED_SETATTR.get(platform.machine())
-    if sys.platform != "linux" or number is None or os.sched_getscheduler(0) != os.SCHED_OTHER:
+    if sys.platform != "linux" or number is None:
         return
-    nice = os.getpriority(os.PRIO_PROCESS, 0)
-    flags = _RESET_ON_FORK if nice >= 0 else 0
-    asked = _ATTRIBUTES.pack(_ATTRIBUTES.size, os.SCHED_OTHER, flags, nice, 0, SLICE_NS, 0, 0)
-    ctypes.CDLL(None).syscall(number, 0, asked, 0)
+    with suppress(OSError):  # musl has no such calls, and a sandbox may refuse them
+        if os.sched_getscheduler(0) != os.SCHED_OTHER:
+            return
+        nice = os.getpriority(os.PRIO_PROCESS, 0)
+        flags = _RESET_ON_FORK if nice >= 0 else 0
+        asked = _ATTRIBUTES.pack(_ATTRIBUTES.size, os.SCHED_OTHER, flags, nice, 0, SLICE_NS, 0, 0)
+        ctypes.CDLL(None).syscall(number, 0, asked, 0)
 
 
 def stand_back() -> None:
     """Be nice, for this thread alone; nicer than that, if the process is."""
     if sys.platform == "linux":  # elsewhere a thread has no priority of its own
-        os.setpriority(os.PRIO_PROCESS, 0, max(READ_NICE, os.getpriority(os.PRIO_PROCESS, 0)))
+        with suppress(OSError):  # a sandbox may refuse it; a pool whose threads cannot begin would read nothing more
+            os.setpriority(os.PRIO_PROCESS, 0, max(READ_NICE, os.getpriority(os.PRIO_PROCESS, 0)))

@@ -82,3 +82,17 @@ def test_a_thread_of_a_nicer_process_stays_as_nice():
     code = "import os; from qmq.server.cores import stand_back; os.nice(19); stand_back(); print(os.nice(0))"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert shown.stdout.strip() == "19", shown.stderr
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [(come_first, "sched_getscheduler"), (come_first, "getpriority"), (stand_back, "setpriority")],
+)
+def test_a_system_without_such_calls_or_that_refuses_them_stops_nobody(on_thread, monkeypatch, call, name):
+    """musl's sched_getscheduler is always ENOSYS; systemd's SystemCallFilter=~@resources refuses setpriority."""
+
+    def refused(*_):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, name, refused)
+    on_thread(call)
