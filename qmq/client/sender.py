@@ -186,9 +186,11 @@ class Sender:
         return lanes
 
     def batch_bytes_max(self, subject: str) -> int:
-        """Return how large a batch may be made that goes to any group of this subject."""
-        groups = (self._groups.get(group.broker_group) for group in self._routing.groups_of(subject))
-        return min((group.batches.batch_bytes_max for group in groups if group), default=BATCH_BYTES_MAX)
+        """Return how large a batch may be made that goes to any group of this subject that takes some now: what the
+        others said last may be over for long."""
+        names = [one.broker_group for one in self._routing.groups_of(subject) if one.writable]
+        groups = (self._groups[name].batches for name in names if name in self._groups and self._takes(name))
+        return min((batches.batch_bytes_max for batches in groups), default=BATCH_BYTES_MAX)
 
     def add(self, queue: SubjectQueue, one: Waiting) -> None:
         """Queue a single message."""

@@ -384,6 +384,24 @@ def test_batches_are_small_while_others_produce_to_the_same_group_and_only_then(
     run(test())
 
 
+def test_what_a_group_advised_is_over_when_it_takes_nothing_any_more():
+    """Nothing is sent to it, so no answer of its own would ever say so."""
+
+    async def test() -> None:
+        async with cluster("g1", "g2") as (metaserver, [away, there]), producer_of(metaserver) as producer:
+            away.batch_bytes = 64 << 10
+            while not (away.attempts and there.attempts):
+                await producer.send(Message("a", {"n": "x"}))
+            metaserver.set_group(away, writable=False)
+            [sender] = producer._open_senders._all
+            await until_async(lambda: not all(group.writable for group in sender._routing.groups_of("a")))
+            begin = len(there.attempts)
+            assert (await producer.send_many(Message("a", {"n": "x" * 1_000}) for _ in range(1_000))).all_stored
+            assert max(len(attempt.body) for attempt in there.attempts[begin:]) > 500_000
+
+    run(test())
+
+
 def test_a_batch_over_the_packet_limit_is_cut_and_a_message_over_it_refused():
     async def test() -> None:
         async with cluster("g1") as (metaserver, [broker]):
