@@ -2,7 +2,7 @@
 
 The client refuses them before they are sent; this is for clients that do not. Many messages are looked at together
 (qmq.server.usual). Of few, or if something is wrong with one of many, each is looked at in some places, which costs
-0.5 µs; only others are taken apart.
+0.5 µs; only others, all above 32 KiB among them, are taken apart.
 """
 
 from __future__ import annotations
@@ -48,13 +48,19 @@ def check_messages(batch: Buffer, count: int, message_bytes_max: int) -> list[tu
 
 
 def _is_usual(data: memoryview, begin: int, end: int) -> bool:
-    """Say whether a message has no tags, no long id, no room for a string that is too long, and ends where it says."""
+    """Say of one message what `are_usual` says of all of a batch."""
     try:
         at = begin + _SUBJECT_AT + (data[begin + 17] << 8 | data[begin + 18])
         id_bytes = data[at + 1]
-        if data[begin] >= FLAG_TAGS or data[at] or not 0 < id_bytes <= ID_BYTES_MAX:
+        if data[at] or not 0 < id_bytes <= ID_BYTES_MAX:
             return False
         at += id_bytes + 2
+        if data[begin] & FLAG_TAGS:
+            if data[at] > TAGS_MAX:
+                return False
+            tags_left, at = data[at], at + 1
+            while tags_left:
+                tags_left, at = tags_left - 1, at + 2 + (data[at] << 8 | data[at + 1])
         says = data[at] << 24 | data[at + 1] << 16 | data[at + 2] << 8 | data[at + 3]
     except IndexError:
         return False

@@ -31,7 +31,7 @@ def are_usual(batch: Buffer, count: int, message_bytes_max: int) -> bool:
     """Say whether nothing is wrong with a batch and its messages; False: there may be, or they are too few to ask.
 
     Of the usual form is a message that ends where it says, with an id and tags within their limits, and too small for a
-    string that is too long. Nobody looks into its strings and properties, so that they may be no UTF-8.
+    string that is too long. Nobody looks into its strings and properties: they may be no UTF-8, and end anywhere.
     """
     data_at = 4 * (count + 1)
     if np is None or not AT_ONCE_MIN <= count <= BATCH_MESSAGES_MAX or len(batch) % 8 or len(batch) <= data_at:
