@@ -40,7 +40,7 @@ BATCH_BYTES = 256 << 10
 """How large a batch should be at most beside a quiet connection, which waits for the whole of each. Not beside loud
 ones alone: smaller batches cost both brokers and their producers more."""
 QUIET_BYTES = 64 << 10
-"""A connection is quiet whose batches have been smaller for ten to twenty seconds."""
+"""A connection is quiet whose batches have been smaller for ten to twenty seconds, or ever since it began."""
 SHARES_MS = 10_000
 """A connection has a share until it has produced nothing for so long, or twice that: so also who produces now and then
 finds no long queue."""
@@ -84,7 +84,7 @@ class Flow:
 
 
 class _Recent(Generic[K]):
-    """Who did something in this period of time or in the one before."""
+    """Who did something in this period of SHARES_MS or in the one before."""
 
     def __init__(self) -> None:
         self._now: set[K] = set()
@@ -101,8 +101,9 @@ class _Recent(Generic[K]):
         self._before.discard(who)
         self._now.discard(who)
 
-    def begin_period(self) -> None:
-        self._before, self._now = self._now, set()
+    def begin_period(self, late_ms: int) -> None:
+        """Begin the next one, `late_ms` after the last one's end; all is forgotten if that is as long."""
+        self._before, self._now = self._now if late_ms < SHARES_MS else set(), set()
 
 
 class Shares(Generic[K]):
@@ -117,8 +118,8 @@ class Shares(Generic[K]):
     def produced(self, connection: K, size: int, now_ms: int) -> None:
         """It has a share for the next ten to twenty seconds."""
         if now_ms >= self._until_ms:
-            self._producing.begin_period()
-            self._loud.begin_period()
+            for recent in (self._producing, self._loud):
+                recent.begin_period(now_ms - self._until_ms)
             self._until_ms = now_ms + SHARES_MS
         self._producing.add(connection)
         if size >= QUIET_BYTES:

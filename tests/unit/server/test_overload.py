@@ -102,6 +102,13 @@ def test_batches_are_small_beside_a_quiet_connection_and_not_beside_loud_ones_al
     assert (shares.bytes, shares.batch_bytes) == (QUIETLY_SHARED_BYTES // 2, BATCH_BYTES), "it is quiet by now"
 
 
+def test_who_produces_alone_shares_with_nobody_who_was_there_before_a_pause():
+    shares = Shares[str]()
+    shares.produced("other", 1 << 20, 0)
+    shares.produced("hot", 1 << 20, 2 * SHARES_MS)
+    assert (shares.bytes, shares.batch_bytes) == (None, None)
+
+
 def test_memory_alarm_ends_by_itself_and_does_not_flutter_at_its_limit():
     alarm = MemoryAlarm(1000)
     heard = [(used, alarm.measured(used)) for used in (1000, 1001, 1000, 999, 951, 949, 999, 1001)]
