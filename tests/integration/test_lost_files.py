@@ -65,7 +65,7 @@ def test_file_that_is_written_is_missed_and_comes_back(cluster, role, how):
     cluster.wait_writable()
     send_all(cluster, subject, 1, name="after")
     until(lambda: are_equal(cluster), "equal copies")
-    assert are_both_whole(cluster)
+    until(lambda: are_both_whole(cluster), "whole copies")
     assert [id for _, id in consume_all(cluster, subject, "g", COUNT + 1)][:COUNT] == sent
 
 
