@@ -29,7 +29,16 @@ from qmq.broker.settings import BrokerSettings
 from qmq.broker.tags import TagRule
 from qmq.broker.terms import read_terms
 from qmq.dead_letters import PRUNER, delivered
-from qmq.errors import CorruptFrame, ErrorCode, InvalidRequest, LogError, NotServed, OperatorError, QmqError
+from qmq.errors import (
+    CorruptFrame,
+    ErrorCode,
+    InvalidRequest,
+    LogError,
+    NotServed,
+    OperatorError,
+    PostponesTooMuch,
+    QmqError,
+)
 from qmq.log.frame import FrameKind
 from qmq.log.group import Consumer, Group
 from qmq.log.progress import EXPIRED, NOT_BEGUN, Entry
@@ -222,10 +231,10 @@ class Delivery:
         link.answer(packet)
 
     def _check_may_postpone(self, subscription: Subscription) -> None:
-        """What is postponed beyond the bound stays with its consumer, which asks again; what is new goes on."""
+        """What is postponed beyond the bound is for a delay group, or stays with its consumer; what is new goes on."""
         key = subscription.key[:2]
         if len(self._mastership.log.state.groups[key].requeued) >= causes.REQUEUED_RANGES_MAX:
-            raise NotServed(
+            raise PostponesTooMuch(
                 f"{key[1]} has {causes.REQUEUED_RANGES_MAX} ranges of {key[0]} that wait for their time; ask again"
             )
 

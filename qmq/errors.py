@@ -21,6 +21,7 @@ QmqError
 ├── NotServed             nobody can serve this now: wait, the client retries by itself
 │   ├── NoRoute               the metaserver knows no broker group for the subject
 │   ├── SubjectFull           a consumer group is so far behind that an operator's limit refuses more
+│   ├── PostponesTooMuch      a broker keeps no more messages of a consumer group that wait for their time
 │   └── QueueFull             the producer's own queue: nothing was taken, send again later
 ├── RolledBack            a message's transaction was rolled back: nothing was written or sent
 ├── RetryLater            raised by a handler: hand the message over again later
@@ -63,6 +64,7 @@ class ErrorCode(IntEnum):
     READ_ONLY = 320
     OVERLOADED = 321
     SUBJECT_FULL = 322
+    POSTPONES_TOO_MUCH = 323
     OUTCOME_UNKNOWN = 330
     NOT_SERVED = 331
     NO_ROUTE = 332
@@ -202,6 +204,13 @@ class SubjectFull(NotServed):
     again when it has caught up."""
 
     code = ErrorCode.SUBJECT_FULL
+
+
+class PostponesTooMuch(NotServed):
+    """A broker keeps no more messages of a consumer group that wait for their time. A delay group may keep this one; or
+    ask again."""
+
+    code = ErrorCode.POSTPONES_TOO_MUCH
 
 
 class QueueFull(NotServed):

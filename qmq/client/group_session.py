@@ -29,7 +29,17 @@ from qmq.client.session_life import (
 from qmq.client.terms import Terms
 from qmq.client.unacked import Refusal, SentAck, SentNack, Unacked, UnackedPiece
 from qmq.codec import batch_ends
-from qmq.errors import AccessError, CallError, ClientClosed, InvalidAck, NotServed, QmqError, UnknownSubscription
+from qmq.errors import (
+    AccessError,
+    CallError,
+    ClientClosed,
+    InvalidAck,
+    InvalidMessage,
+    NotServed,
+    PostponesTooMuch,
+    QmqError,
+    UnknownSubscription,
+)
 from qmq.log.frame import FLAG_ORDERED
 from qmq.logs import bounded
 from qmq.message import EXPIRES_AFTER, RETRIES_MAX
@@ -53,6 +63,10 @@ PULL_TIMEOUT_MS = 10_000, 30_000
 """How long a broker holds a pull while there is nothing, each pull a time of its own. Only a bound: it answers as soon
 as there is. Pulls of a thousand subjects that ended in the same moment held up all messages for a tenth of a second."""
 RETRY_S_MIN, RETRY_S_MAX = 0.1, 2.0
+CARRY_S_MIN = 10.0
+"""What a broker does not keep, and is due sooner, waits here."""
+CARRY_AGAIN_S = 60.0
+"""After a delay group did not take a message, for want of a right or of a group."""
 MANY_TIMES = 5
 """Somebody should look at what was delivered more often than this."""
 
@@ -118,6 +132,8 @@ class GroupSession:
         """No broker has answered a SUBSCRIBE yet: whatever our name has un-acked is of an earlier process."""
         self._stopped = False
         """It pulls no more; decisions still go out."""
+        self._defers_from = 0.0
+        """When a delay group is next asked to keep what the broker does not, by the loop's clock."""
         self._urgent: set[Urgency] = set()
         self._send_timer: asyncio.TimerHandle | None = None
         self._sweep_timer: asyncio.TimerHandle | None = None
@@ -467,10 +483,19 @@ class GroupSession:
             if self._sweep_timer is None:
                 self._sweep_timer = self._loop.call_later(SWEEP_S, self._sweep)
 
-    def nack(self, piece: UnackedPiece, at: int, *, delay_s: float, verdict: Verdict, reason: str) -> None:
+    def nack(
+        self,
+        piece: UnackedPiece,
+        at: int,
+        *,
+        delay_s: float,
+        verdict: Verdict,
+        reason: str,
+        message: ReceivedMessage | None = None,
+    ) -> None:
         """Hand this message over again in `delay_s`, or never."""
         due_ms = int((self._loop.time() + delay_s) * 1000)
-        self.unacked.nack(Refusal(piece, at, due_ms, verdict, reason))
+        self.unacked.nack(Refusal(piece, at, due_ms, verdict, reason, message if delay_s else None))
         self.done(piece)
 
     def defer(self, message: ReceivedMessage, *, delay_s: float, reason: str) -> None:
@@ -497,6 +522,38 @@ class GroupSession:
             due_ms = int((self._loop.time() + BROKER_DELAY_S_MAX) * 1000)
             self.unacked.tell(Refusal(piece, at, due_ms, Verdict.RETRY, reason))
         self.done(piece)
+
+    def _carry(self, nack: SentNack) -> bool:
+        """Have a delay group keep what the broker does not, so that the group goes on with what is new; return whether
+        that is all of it."""
+        now_s = self._loop.time()
+        if now_s < self._defers_from or self._owner.terms.mailbox is None:
+            return False
+        carried = [(one, one.message) for one in nack.refusals if one.due_ms > (now_s + CARRY_S_MIN) * 1000]
+        moved = [(one, message) for one, message in carried if message is not None and _may_be_moved(message)]
+        self.unacked.withdraw(nack, [one for one, _ in moved])
+        for one, message in moved:
+            self._owner.defer(message, one.due_ms / 1000 - now_s, partial(self._carried, one))
+        return not nack.refusals
+
+    def _carried(self, one: Refusal, receipt: Receipt) -> None:
+        """A delay group has a copy, and the message is done; or its broker is asked again."""
+        if one.piece.is_dropped:
+            return
+        if receipt.is_stored:
+            one.piece.done_after_all(one.at)
+        else:
+            self._defers_from = self._loop.time() + CARRY_AGAIN_S
+            log.warning(
+                "retry stays with its consumer, which gets nothing new when it has too many"
+                " subject=%s group=%s id=%s error=%s",
+                self.source,
+                self.group,
+                receipt.message_id,
+                receipt.reason,
+            )
+            self.unacked.tell(one)
+        self.done(one.piece)
 
     def flush(self) -> None:
         """From now on send every decision, also those amid messages that are not decided."""
@@ -538,10 +595,12 @@ class GroupSession:
         self._went_on()
 
     def _nack_answered(self, here: Subscribed, nack: SentNack, answer: memoryview | QmqError) -> None:
-        """While no slave is in sync a master stores no dead letters: these wait, and everything else goes on."""
+        """While no slave is in sync a master stores no dead letters, and it keeps so many messages for later: what it
+        does not take waits, and everything else goes on."""
         if here is self._life.now and isinstance(answer, NotServed):
             here.nacks -= 1
-            self._loop.call_later(RETRY_S_MAX, self._nack_again, here, nack)
+            if not (isinstance(answer, PostponesTooMuch) and self._carry(nack)):
+                self._loop.call_later(RETRY_S_MAX, self._nack_again, here, nack)
             self._send()
         else:
             self._answered(here, Command.NACK, partial(self._nacked, here, nack), answer)
@@ -560,6 +619,14 @@ class GroupSession:
         self._send()
         self.fill()
         self._owner.settled()
+
+
+def _may_be_moved(message: ReceivedMessage) -> bool:
+    """Return whether no others wait for it, by its order key."""
+    try:
+        return message.order_key is None
+    except InvalidMessage:  # bytes that no producer of ours has made
+        return False
 
 
 def _runs(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:

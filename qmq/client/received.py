@@ -151,7 +151,8 @@ class ReceivedMessage(Message):
         if delay_s > BROKER_DELAY_S_MAX:
             piece.acker.on_loop(partial(piece.acker.defer, self, delay_s=delay_s, reason=reason))
             return
-        piece.acker.on_loop(partial(piece.acker.nack, piece, self._at, delay_s=delay_s, verdict=verdict, reason=reason))
+        nack = partial(piece.acker.nack, delay_s=delay_s, verdict=verdict, reason=reason, message=self)
+        piece.acker.on_loop(partial(nack, piece, self._at))
 
     def __getattr__(self, name: str) -> object:
         """Decode what was not looked at yet; raises InvalidMessage if the producer sent something else."""

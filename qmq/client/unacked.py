@@ -51,7 +51,16 @@ class Acker(Protocol):
 
     def done(self, piece: UnackedPiece) -> None: ...
 
-    def nack(self, piece: UnackedPiece, at: int, *, delay_s: float, verdict: Verdict, reason: str) -> None: ...
+    def nack(
+        self,
+        piece: UnackedPiece,
+        at: int,
+        *,
+        delay_s: float,
+        verdict: Verdict,
+        reason: str,
+        message: ReceivedMessage | None = None,
+    ) -> None: ...
 
     def not_begun(self, message: ReceivedMessage) -> None: ...
 
@@ -159,10 +168,16 @@ class Refusal:
     due_ms: int
     verdict: Verdict
     reason: str
+    message: ReceivedMessage | None = None
+    """What a delay group would get, if the broker does not keep it."""
 
     @property
     def pull_sequence(self) -> int:
         return self.piece.begin + self.at
+
+    def is_later(self, now_ms: int) -> bool:
+        """Whether it asks a broker to keep the message for a while."""
+        return self.verdict == Verdict.RETRY and self.due_ms > now_ms
 
 
 class SentNack(NamedTuple):
@@ -301,7 +316,10 @@ class Unacked:
         if not self._refusals:
             return None
         reason, waiting = next(iter(self._refusals.items()))
-        refusals, left = waiting[:ENTRIES_MAX], waiting[ENTRIES_MAX:]
+        is_later = waiting[0].is_later(now_ms)  # a broker may take the others and not these
+        alike = [one for one in waiting if one.is_later(now_ms) is is_later]
+        refusals, left = alike[:ENTRIES_MAX], alike[ENTRIES_MAX:]
+        left[:0] = [one for one in waiting if one.is_later(now_ms) is not is_later]
         del self._refusals[reason]
         if left:
             self._refusals[reason] = left
@@ -322,6 +340,13 @@ class Unacked:
         self._nacks_sent.remove(nack)
         for one in nack.refusals:
             self._settle(one.piece, one.at, one.at + 1)
+
+    def withdraw(self, nack: SentNack, refusals: list[Refusal]) -> None:
+        """Somebody else was asked to keep these, which a broker did not take."""
+        gone = set(map(id, refusals))
+        nack.refusals[:] = [one for one in nack.refusals if id(one) not in gone]
+        if not nack.refusals:
+            self._nacks_sent.remove(nack)
 
     def put_off(self, nack: SentNack) -> None:
         """The broker cannot do this now: send it again in its turn."""

@@ -22,6 +22,7 @@ from qmq.errors import (
     InvalidAck,
     NotMaster,
     NotServed,
+    PostponesTooMuch,
     QmqError,
     SubscriptionReplaced,
     UnknownSubscription,
@@ -106,6 +107,8 @@ class FakeBroker:
         self.subscribes: list[dict[str, object]] = []
         self.pulls: list[commands.Pull] = []
         self.ack_error: QmqError | None = None
+        self.postpones = True
+        """False: as while it keeps as many messages for later as it may."""
         self.stores_dead_letters, self.refusals = True, 0
         """False: as while the slave is missing."""
         self.heartbeats = 0
@@ -383,6 +386,8 @@ class FakeBroker:
         key, subscriber = self._subscriber(connection, nack.subscription)
         if not self.stores_dead_letters and any(entry.verdict == Verdict.DEAD_LETTER for entry in nack.entries):
             raise NotServed("the slave is missing")
+        if not self.postpones and any(entry.delay_ms for entry in nack.entries):
+            raise PostponesTooMuch("it keeps so many")
         self.nacks.append(nack)
         loop = asyncio.get_running_loop()
         for entry in nack.entries:

@@ -1,16 +1,19 @@
-"""Shell. Retries of more than a day: what becomes of them with and without a delay group."""
+"""Shell. Retries of more than a day, or too many for a broker: what becomes of them with and without a delay group."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
 import qmq
 from qmq import Message
-from qmq.client import deferring
+from qmq.broker import causes
+from qmq.client import deferring, group_session
 from qmq.codec import decode_message, due_of, encode_message
 from qmq.errors import InvalidRequest
+from qmq.testing import Broker
 from tests.support.waiting import until_async
 from tests.unit.client.fakes import TOKEN, delay_cluster
 from tests.unit.client.test_producer import run
@@ -97,5 +100,86 @@ def test_who_has_no_mailbox_is_refused_more_than_a_day(arguments):
                 with pytest.raises(InvalidRequest, match="86400"):
                     await message.nack(delay=2 * DAY_S)
                 await message.nack(delay=DAY_S)
+
+    run(test())
+
+
+def add(broker, **ids):
+    for id, order_key in ids.items():
+        broker.add("a", encode_message(Message("a", {"n": id}, id=id, order_key=order_key), 7))
+
+
+def test_what_a_broker_postpones_no_more_goes_to_the_delay_group_and_the_rest_is_asked_again(monkeypatch):
+    """What has an order key stays in its place, and what is due soon is not worth a copy."""
+    monkeypatch.setattr(group_session, "RETRY_S_MAX", 0.05)
+
+    async def test():
+        async with delay_cluster("d1") as (metaserver, broker, [server]):
+            broker.postpones = False
+            add(broker, long=None, soon=None, keyed="k")
+            async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
+                long, soon, keyed = await puller.pull(3, timeout=10)
+                await long.nack("busy", delay=3_600)
+                await soon.nack("busy", delay=1)
+                await keyed.nack("busy", delay=3_600)
+                await until_async(lambda: long.is_settled)
+                (data,) = server.subjects[MAILBOX]
+                copy = decode_message(data)
+                assert (copy.id, copy.properties) == ("long", {"n": "long", "qmq_times": "2"})
+                assert 3_590_000 < due_of(data) - time.time() * 1000 <= 3_600_000
+                await until_async(lambda: broker.refusals > 3)
+                assert not keyed.is_settled
+                await until_async(lambda: soon.is_settled)
+                assert [entry.delay_ms for nack in broker.nacks for entry in nack.entries] == [0], "its time is over"
+                broker.postpones = True
+                await puller.flush()
+                assert keyed.is_settled and len(server.subjects[MAILBOX]) == 1
+
+    run(test())
+
+
+def test_without_a_delay_group_what_a_broker_postpones_no_more_stays_and_the_log_says_so(monkeypatch, caplog):
+    monkeypatch.setattr(deferring, "TIMEOUT_MS", 200)
+    monkeypatch.setattr(group_session, "RETRY_S_MAX", 0.05)
+
+    async def test():
+        async with delay_cluster() as (metaserver, broker, _):
+            broker.postpones = False
+            add(broker, one=None, two=None)
+            async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
+                one, two = await puller.pull(2, timeout=10)
+                await one.nack("busy", delay=3_600)
+                await two.nack("busy", delay=0)
+                await until_async(lambda: two.is_settled)
+                await until_async(lambda: "stays with its consumer" in caplog.text)
+                asked = broker.refusals
+                await until_async(lambda: broker.refusals > asked + 3)
+                assert caplog.text.count("stays with its consumer") == 1, "the delay group is not asked each time"
+                broker.postpones = True
+                await puller.flush()
+                assert one.is_settled
+
+    run(test())
+
+
+def test_a_group_that_postpones_everything_gets_everything(monkeypatch):
+    """Above the bound what it postponed stayed with its consumer, and at `unacked_max` it got nothing more."""
+    monkeypatch.setattr(causes, "REQUEUED_RANGES_MAX", 20)
+
+    async def test():
+        async with Broker() as broker, qmq.Producer(metaserver=broker.metaserver, app="t") as producer:
+            seen, consumer = set(), qmq.Consumer(metaserver=broker.metaserver, app="t", drain_s=0.1)
+
+            @consumer.listen("s", group="g", start="earliest", unacked_max=50)
+            async def handle(message):
+                seen.add(int(message["n"]))
+                raise qmq.RetryLater(3_600 + int(message["n"]))
+
+            task = asyncio.create_task(consumer.run())
+            for number in range(200):
+                assert (await producer.send(Message("s", {"n": number}))).is_stored
+            await until_async(lambda: len(seen) == 200)
+            consumer.stop()
+            await task
 
     run(test())

@@ -28,7 +28,7 @@ class Acker:
     def done(self, piece: UnackedPiece) -> None:
         self.told += 1
 
-    def nack(self, piece: UnackedPiece, at: int, *, delay_s: float, verdict: Verdict, reason: str) -> None:
+    def nack(self, piece: UnackedPiece, at: int, *, delay_s: float, verdict: Verdict, reason: str, message) -> None:
         if piece.refuse(at):
             self.nacks.append((at, delay_s, verdict, reason))
 
@@ -355,3 +355,22 @@ def test_ranges_without_others_agree_with_sets(pieces, theirs):
     said = {number for one in (ack.ranges if ack else ()) for number in range(*one)}
     again = {number for entry in (nack.entries if nack else ()) for number in range(entry.begin, entry.end)}
     assert said == theirs & acked and again == theirs - acked
+
+
+def test_what_a_broker_is_to_keep_for_later_is_asked_apart_from_what_it_always_takes():
+    unacked, acker = Unacked(), Acker()
+    piece, _ = unacked.received(0, 4, 1, acker, "g1")
+    for at, due_ms, verdict in [
+        (0, 9_000, Verdict.RETRY),
+        (1, 0, Verdict.RETRY),
+        (2, 9_000, Verdict.DEAD_LETTER),
+        (3, 9_000, Verdict.RETRY),
+    ]:
+        unacked.nack(Refusal(piece, at, due_ms, verdict, "why"))
+    later = unacked.next_nack(8_999)
+    assert [tuple(entry)[:3] for entry in later.entries] == [(0, 1, 1), (3, 4, 1)]
+    others = unacked.next_nack(8_999)
+    assert [tuple(entry)[:2] for entry in others.entries] == [(1, 2), (2, 3)] and unacked.next_nack(8_999) is None
+    unacked.nacked(others)
+    unacked.put_off(later)
+    assert [tuple(entry)[:3] for entry in unacked.next_nack(9_000).entries] == [(0, 1, 0), (3, 4, 0)], "it is time"
