@@ -68,6 +68,7 @@ WELL = {
         for kind, group in (("broker", "g1"), ("delayserver", "d"))
         for bound in ("0.1", "2", "+Inf")
     },
+    'qmq_broker_limited{broker_group="g1",setting="token_bytes_per_s",instance="b1"}': "0",
     'qmq_broker_refused_messages_total{broker_group="g1"}': "7",
     'qmq_broker_disk_free_bytes{broker_group="g1",instance="b1"}': "900",
     'qmq_broker_disk_free_limit_bytes{broker_group="g1",instance="b1"}': "100",
@@ -182,6 +183,7 @@ STORIES = [
             for bound, step in (("0.1", 500), ("2", 600), ("+Inf", 600))
         },
     ),
+    Story("QmqLimitReached", 15, {'qmq_broker_limited{broker_group="g1",setting="window_bytes",instance="b1"}': "1"}),
     Story("QmqMessagesRefused", 16, {'qmq_broker_refused_messages_total{broker_group="g1"}': "0+1x500"}),
     Story(
         "QmqDiskFull", 1, {readonly("disk"): "1", 'qmq_broker_disk_free_bytes{broker_group="g1",instance="b1"}': "90"}
@@ -198,6 +200,13 @@ STORIES = [
         "QmqMessagesUnacked",
         5,
         {'qmq_broker_oldest_unacked_seconds{broker_group="g1",subject="b",consumer_group="c"}': "3601+60x500"},
+    ),
+    Story(
+        "QmqGroupPostpones",
+        5,
+        {
+            'qmq_broker_group_cause{broker_group="g1",subject="a",consumer_group="c",cause="postponed"}': "1",
+        },
     ),
     Story("QmqDeadLetters", 90, {DEAD: "_x90 1x500"}, "the first one that a master sees"),
     Story("QmqDeadLetters", 120, {DEAD: "3x119 4x500"}, "one more"),
