@@ -149,34 +149,10 @@ SUBMITTED = """
 import json, sys
 from qmq.audit.spark import start_spark
 spark = start_spark(None, "submitted")
-messages = spark.read.format("qmq").option("path", sys.argv[1]).option("piece_bytes", "20000").load().count()
-print(json.dumps([spark.sparkContext.master, spark.conf.get("spark.sql.shuffle.partitions"), messages]))
-"""
-
-
-def test_what_spark_submit_says_is_not_overridden(cluster: Cluster, tmp_path: Path) -> None:
-    """The JVM is there before our program, and has neither its PYTHONPATH nor the settings of its session."""
-    write(tmp_path / "master")
-    script, before = tmp_path / "job.py", cluster.executors()
-    # Only the program imports from the checkout: what the JVM and the executors import, they must have been sent.
-    script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})" + SUBMITTED)
-    command = [str(SPARK / "bin" / "spark-submit"), "--master", cluster.url]
-    for name, value in (CONFS | {"spark.sql.shuffle.partitions": "7"}).items():
-        command += ["--conf", f"{name}={value}"]
-    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "SPARK_HOME")}
-    environment |= {"PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1"}
-    command += [str(script), str(tmp_path / "master")]
-    assert run_job(command, tmp_path, environment, timeout_s=JOB_S) == [cluster.url, "7", 400]
-    assert len(cluster.executors() - before) == 2, "both workers took part"
-
-
-ENVIRONMENT = """
-import json, sys
-from qmq.audit.spark import start_spark
-spark = start_spark(None, "in an environment of its own")
 prefixes = spark.sparkContext.parallelize(range(2), 2).map(lambda _: __import__("sys").prefix).distinct().collect()
 messages = spark.read.format("qmq").option("path", sys.argv[1]).option("piece_bytes", "20000").load().count()
-print(json.dumps([prefixes, messages]))
+settings = [spark.sparkContext.master, spark.conf.get("spark.sql.shuffle.partitions")]
+print(json.dumps([settings, prefixes, messages]))
 """
 
 
@@ -189,24 +165,29 @@ def environment_archive(folder: Path) -> Path:
     return Path(shutil.make_archive(str(folder / "environment"), "gztar", env))
 
 
-def test_executors_run_in_an_environment_that_was_sent_to_them(cluster: Cluster, tmp_path: Path) -> None:
-    """`--archives` as docs/spark.md says. Nothing of ours is in that environment."""
+def test_a_submitted_job_keeps_its_settings_and_runs_in_the_environment_that_was_sent(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """`--archives` as docs/spark.md says. Nothing of ours is in that environment. The JVM is there before our program,
+    and has neither its PYTHONPATH nor the settings of its session."""
     write(tmp_path / "master")
     archive = environment_archive(tmp_path)
     alone = [tmp_path / "env/bin/python", "-c", "import pyarrow, grpc, numpy, qmq"]
     without = subprocess.run(alone, cwd=tmp_path, capture_output=True, text=True, env={"PATH": os.environ["PATH"]})
     assert "No module named 'qmq'" in without.stderr
     script = tmp_path / "job.py"
-    script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})" + ENVIRONMENT)
+    # Only the program imports from the checkout: what the JVM and the executors import, they must have been sent.
+    script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})" + SUBMITTED)
     command = [str(SPARK / "bin" / "spark-submit"), "--master", cluster.url, "--archives", f"{archive}#env"]
-    for name, value in CONFS.items():
+    for name, value in (CONFS | {"spark.sql.shuffle.partitions": "7"}).items():
         command += ["--conf", f"{name}={value}"]
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "SPARK_HOME")}
     environment |= {"PYSPARK_DRIVER_PYTHON": sys.executable, "PYSPARK_PYTHON": "./env/bin/python"}
     environment |= {"SPARK_LOCAL_IP": "127.0.0.1"}
     # `env` is in `tmp_path`: what Spark plans on the driver's machine is run by that path, too.
     command += [str(script), str(tmp_path / "master")]
-    prefixes, messages = run_job(command, tmp_path, environment, timeout_s=JOB_S)
+    settings, prefixes, messages = run_job(command, tmp_path, environment, timeout_s=JOB_S)
+    assert settings == [cluster.url, "7"]
     folders = {Path(prefix) for prefix in prefixes}
     assert messages == 400 and len(folders) == 2, "one for each executor"
     assert all(path.name == "env" and path.is_relative_to(cluster.work.resolve()) for path in folders), folders
