@@ -200,9 +200,8 @@ BUGS = [
     Bug(
         "a batch of a delay server is forgotten with its connection",
         _delayed_batch_is_forgotten_with_its_connection,
-        16,
-        favoured="isolate",
         first=22,
+        favoured="isolate",
     ),
     Bug("messages of an outbox are sent before their commit", _messages_are_sent_before_their_commit),
     Bug("a row goes before its message", _row_goes_before_its_message, first=12, favoured="kill"),
