@@ -50,7 +50,7 @@ from qmq.replication.ack_gate import Answer
 from qmq.replication.clocks import Clocks
 from qmq.replication.mastership import Mastership
 from qmq.replication.ports import Link
-from qmq.subjects import is_dead_letter_subject
+from qmq.subjects import is_dead_letter_subject, real_subject, retry_subject
 
 FORGET_EVERY_MS = 60_000
 log = logging.getLogger(__name__)
@@ -89,6 +89,8 @@ class Delivery:
         subject, group, consumer = f["subject"], f["group"], f["consumer"]
         is_new = (subject, group) not in mastership.log.state.groups
         position = self._first_position(subject, f["start"], f["since_ms"]) if is_new else None
+        if is_new and not f["held_end"]:  # else it is refused next, and no group begins
+            self._check_may_begin(link, subject, group)
         subscription = self.consumption.subscribe(
             link,
             subject=subject,
@@ -129,6 +131,14 @@ class Delivery:
             expires=True,
         )
         mastership.answer_when_safe(link, packet, answer)
+
+    def _check_may_begin(self, link: Link, subject: str, group: str) -> None:
+        """Count a new group, which is in the log and in memory for good; the group's own retry subject comes with it.
+        Raises Overloaded: it is one too many for its token."""
+        real = real_subject(subject)
+        is_own_retry = subject != real and subject == retry_subject(real, group)
+        if not (is_own_retry and (real, group) in self._mastership.log.state.groups):
+            link.ration.begin_group()
 
     def _first_position(self, subject: str, start: str, since_ms: int) -> int:
         log = self._mastership.log

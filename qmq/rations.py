@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from qmq.errors import Overloaded
 from qmq.rights import Caller, TokenRole
 
@@ -12,16 +14,16 @@ BURST_MS = 1_000
 
 
 class NewSubjects:
-    """Bounds how many subjects each token's clients bring into being: within a minute (a bucket per token's name), and
-    in all since the process began."""
+    """Bounds how many subjects, or consumer groups if `what` says so, each token's clients bring into being: within a
+    minute (a bucket per token's name), and in all since the process began."""
 
-    def __init__(self, per_minute: int, in_all: int) -> None:
-        self._per_minute, self._in_all = per_minute, in_all
+    def __init__(self, per_minute: int, in_all: int, what: str = "subjects") -> None:
+        self._per_minute, self._in_all, self._what = per_minute, in_all, what
         self._left: dict[str, tuple[float, int]] = {}
         self._made: dict[str, int] = {}
 
     def allow(self, caller: Caller, wanted: int, *, now_ms: int) -> int:
-        """Return how many of `wanted` new subjects may be made now; the others later. `now_ms` never goes back."""
+        """Return how many of `wanted` new ones may be made now; the others later. `now_ms` never goes back."""
         if caller.role == TokenRole.CLUSTER:
             return wanted
         if len(self._left) > NAMES_MAX:
@@ -45,9 +47,9 @@ class NewSubjects:
         who = f"token {caller.name!r} made"
         if self._made.get(caller.name, 0) >= self._in_all:
             limit = "new_subjects_max"
-            return Overloaded(f"{who} {self._in_all:,} new subjects since this process began ({limit})", limit)
+            return Overloaded(f"{who} {self._in_all:,} new {self._what} since this process began ({limit})", limit)
         limit = "new_subjects_per_minute"
-        return Overloaded(f"{who} too many new subjects within a minute; wait a little ({limit})", limit)
+        return Overloaded(f"{who} too many new {self._what} within a minute; wait a little ({limit})", limit)
 
 
 class SentBytes:
@@ -71,3 +73,29 @@ class SentBytes:
         if len(self._paid_ms) > NAMES_MAX:
             self._paid_ms.clear()
         self._paid_ms[caller.name] = paid_ms + size * 1000 / self._per_second
+
+
+class Ration:
+    """What may be written for who is at the other end of a connection, besides what it sends: of this one, without
+    bound. The core takes of it when it writes, so that nothing counts that was refused for another reason."""
+
+    def begin_group(self) -> None:
+        """Count a consumer group that comes into being. Raises Overloaded: it may not, and is not counted."""
+
+    def write(self, size: int) -> None:
+        """Count so many bytes. Raises Overloaded: they may not be written, and are not counted."""
+
+
+class TokenRation(Ration):
+    """A client's part of what its token has. Made by the acceptor; `now_ms` never goes back."""
+
+    def __init__(self, caller: Caller, groups: NewSubjects, sent: SentBytes | None, now_ms: Callable[[], int]) -> None:
+        self._caller, self._groups, self._sent, self._now_ms = caller, groups, sent, now_ms
+
+    def begin_group(self) -> None:
+        if not self._groups.allow(self._caller, 1, now_ms=self._now_ms()):
+            raise self._groups.why_not(self._caller)
+
+    def write(self, size: int) -> None:
+        if self._sent is not None:
+            self._sent.take(self._caller, size, now_ms=self._now_ms())

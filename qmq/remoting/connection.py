@@ -12,6 +12,7 @@ from typing import Protocol, cast
 from qmq.codec import Buffer
 from qmq.errors import ErrorCode, InvalidRequest, NotServed, OutcomeUnknown, QmqError, cause_of, from_code
 from qmq.logs import bounded
+from qmq.rations import Ration
 from qmq.remoting import commands
 from qmq.remoting.commands import Command
 from qmq.remoting.packet import ONE_WAY, RESPONSE, Packet, PacketReader, PacketTooLarge, packet_header
@@ -54,6 +55,7 @@ class Connection(asyncio.BufferedProtocol):
         self.received_bytes = 0
         self.unacked_bytes = self.owed_bytes = 0
         self.sends_on = False
+        self.ration = Ration()
         """For a broker's core (qmq.replication.ports.Link)."""
         self._is_read = True
         self.peer = "?"

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from qmq.codec import Buffer
 from qmq.errors import LogError, QmqError
 from qmq.log import Commit
+from qmq.rations import Ration
 from qmq.remoting.commands import Command
 from qmq.remoting.packet import Packet
 
@@ -30,6 +31,8 @@ class Link(Protocol):
 
     sends_on: bool
     """What comes on it was taken by another process of the installation before, which cannot refuse it any more."""
+    ration: Ration
+    """What the token that opened it may still have written."""
 
     @property
     def is_open(self) -> bool: ...

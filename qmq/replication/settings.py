@@ -62,10 +62,10 @@ class CopySettings:
         0, unit="bytes/s", least=0, why="bytes a second that the clients of one token may produce; 0: no bound"
     )
     new_subjects_per_minute: int = setting(
-        1000, least=1, most=1_000_000, why="subjects that the clients of one token may begin; more wait"
+        1000, least=1, most=1_000_000, why="subjects, and as many groups, that one token's clients may begin; more wait"
     )
     new_subjects_max: int = setting(
-        100_000, least=1, most=100_000_000, why="subjects that the clients of one token may begin while it runs"
+        100_000, least=1, most=100_000_000, why="subjects, and as many groups, that they may begin while it runs"
     )
     window_bytes: int = setting(32 * MIB, unit="bytes", least=MIB, why="un-acknowledged bytes a connection may have")
 

@@ -18,6 +18,7 @@ from qmq.errors import (
     Overloaded,
     QmqError,
 )
+from qmq.rations import TokenRation
 from qmq.remoting import commands
 from qmq.remoting.commands import Command, decode_json, encode_json
 from qmq.remoting.connection import Connection
@@ -186,7 +187,9 @@ class Acceptor:
                 "token_connections_max",
             )
         if self._is_client and caller.role != TokenRole.CLUSTER:
-            self._limits = Limits(caller, self._access.new_subjects, self._access.sent)
+            access, clock = self._access, self._service.monotonic_ms
+            self._limits = Limits(caller, access.new_subjects, access.sent)
+            connection.ration = TokenRation(caller, access.new_groups, access.sent, clock)
         connection.sends_on = caller.role == TokenRole.CLUSTER
         self._is_in, self._token = True, token
         self._login_timer.cancel()

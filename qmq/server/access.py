@@ -48,7 +48,8 @@ class Access:
         self._guests: dict[str, set[Guest]] = {}
         self._stub: MetaserverStub | None = None
         self._channel: grpc.aio.Channel | None = None
-        self.new_subjects = NewSubjects(settings.new_subjects_per_minute, settings.new_subjects_max)
+        bounds = settings.new_subjects_per_minute, settings.new_subjects_max
+        self.new_subjects, self.new_groups = NewSubjects(*bounds), NewSubjects(*bounds, "consumer groups")
         self.sent = SentBytes(settings.token_bytes_per_s) if settings.token_bytes_per_s else None
 
     def own(self, token: str) -> Caller | None:

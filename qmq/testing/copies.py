@@ -16,6 +16,7 @@ from qmq.codec import Buffer
 from qmq.errors import LogError, NotServed, QmqError, from_code
 from qmq.log import Commit, MessageLog
 from qmq.log.memory_disk import MemoryDisk
+from qmq.rations import Ration
 from qmq.remoting.commands import Command
 from qmq.remoting.packet import ONE_WAY, Packet
 from qmq.replication.assignment import Address, Assignment
@@ -136,6 +137,7 @@ class Wire:
         self.peer, self.writable, self.is_open = peer, True, True
         self.unacked_bytes = self.owed_bytes = 0
         self.sends_on = False
+        self.ration = Ration()
         self.other: Wire
 
     def tell(self, command: Command, *parts: Buffer) -> None:

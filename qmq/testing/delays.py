@@ -26,6 +26,7 @@ from qmq.delayserver.settings import DelaySettings
 from qmq.errors import AccessError, AskAnotherBroker, CallError, QmqError, from_code
 from qmq.log.memory_disk import MemoryDisk
 from qmq.message import Message
+from qmq.rations import Ration
 from qmq.remoting import commands
 from qmq.remoting.commands import Command
 from qmq.remoting.packet import Packet
@@ -97,6 +98,7 @@ class Hatch:
         self._opaque = 0
         self.unacked_bytes = self.owed_bytes = 0
         self.sends_on = False
+        self.ration = Ration()
 
     # For the delay servers.
 

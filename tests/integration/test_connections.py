@@ -159,6 +159,25 @@ def too_many_new_subjects(cluster):
         assert said == [0, 0, ErrorCode.OVERLOADED]
 
 
+def test_consumer_groups_that_a_token_begins_have_the_bound_of_its_subjects(cluster):
+    """A token that may only consume filled the log, and the memory of both brokers, with groups of no subject."""
+    token = cluster.manage("AddToken", name="curious", role="client", subjects="consume:curious.*")["token"]
+    master = cluster.broker("g1", "master")
+
+    def subscribed(*numbers):
+        with Wire(master.serve_port, token=token) as wire:
+            bodies = [
+                commands.encode_subscribe(subject=f"curious.{number}", group="g", consumer="c") for number in numbers
+            ]
+            return [wire.ask(Command.SUBSCRIBE, body).code for body in bodies]
+
+    assert subscribed(0, 1, 2) == [0, 0, ErrorCode.OVERLOADED]
+    assert subscribed(0, 1, 0) == [0, 0, 0], "they are there"
+    said = "limit reached setting=new_subjects_per_minute "
+    lines = [line for line in log_of(cluster, master.hostname).splitlines() if said in line]
+    assert sum("token 'curious' made too many new consumer groups" in line for line in lines) == 1
+
+
 def too_large_a_packet(cluster):
     with client_of(cluster, "large") as wire:
         assert codes(wire, bytes(129 * KIB)) == [ErrorCode.MESSAGE_TOO_LARGE] and wire.is_closed()

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from qmq.codec import Buffer
 from qmq.errors import ErrorCode, QmqError
+from qmq.rations import Ration
 from qmq.remoting.commands import Command
 from qmq.remoting.packet import ONE_WAY, RESPONSE, Packet, packet_header, read_packet
 from tests.simulation.events import Events
@@ -53,6 +54,7 @@ class End:
         self.writable = True
         self.unacked_bytes = self.owed_bytes = 0
         self.sends_on = False
+        self.ration = Ration()
         self.is_open = True
         self.is_dead = False
         """The connection is broken, whether this end knows it or not."""

@@ -1,11 +1,11 @@
-"""Core. New subjects are rationed per token."""
+"""Core. What is rationed per token: new subjects and consumer groups, and bytes."""
 
 from __future__ import annotations
 
 import pytest
 
 from qmq.errors import Overloaded
-from qmq.rations import NewSubjects, SentBytes
+from qmq.rations import NewSubjects, Ration, SentBytes, TokenRation
 from qmq.rights import Caller, TokenRole
 
 
@@ -58,3 +58,27 @@ def test_a_batch_larger_than_a_second_is_taken_and_paid_for():
     with pytest.raises(Overloaded, match=r"token 'shop' sends more than 1,000 bytes a second \(token_bytes_per_s\)"):
         sent.take(shop, 1, now_ms=3_999)
     sent.take(shop, 1, now_ms=4_001)
+
+
+def test_a_connection_has_its_part_of_its_tokens_rations():
+    shop, now = Caller("shop", TokenRole.CLIENT), [0]
+    groups, sent = NewSubjects(1, 100, "consumer groups"), SentBytes(1_000)
+    one, other = (TokenRation(shop, groups, sent, lambda: now[0]) for _ in range(2))
+    one.begin_group()
+    with pytest.raises(Overloaded, match="'shop' made too many new consumer groups within a minute") as no:
+        other.begin_group()
+    assert no.value.limit == "new_subjects_per_minute"
+    one.write(5_000)
+    with pytest.raises(Overloaded, match="token_bytes_per_s"):
+        other.write(1)
+    now[0] = 60_000
+    other.begin_group()
+    other.write(1)
+
+
+def test_without_a_bound_of_bytes_none_are_counted():
+    ration = TokenRation(Caller("shop", TokenRole.CLIENT), NewSubjects(1, 1, "consumer groups"), None, lambda: 0)
+    for _ in range(10):
+        ration.write(1 << 30)
+        Ration().write(1 << 30)
+        Ration().begin_group()

@@ -23,6 +23,7 @@ from qmq.errors import ErrorCode, LogError, from_code
 from qmq.log import Commit, MessageLog
 from qmq.log.memory_disk import MemoryDisk
 from qmq.message import Message
+from qmq.rations import Ration
 from qmq.remoting import commands
 from qmq.remoting.commands import Ack, Command, Nack, NackEntry, Produced, Pull, Verdict
 from qmq.remoting.packet import ONE_WAY, Packet
@@ -58,6 +59,7 @@ class FakeLink:
         self.peer, self.writable, self.is_open, self.reason = peer, True, True, ""
         self.unacked_bytes = self.owed_bytes = 0
         self.sends_on = False
+        self.ration = Ration()
         self.answers: dict[int, tuple[int, bytes]] = {}
         self.order: list[int] = []
         self.told: deque[tuple[Command, bytes]] = deque()
