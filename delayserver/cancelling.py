@@ -28,6 +28,7 @@ from qmq.delayserver.schedule import RECORD, Candidate, DamagedSchedule, Schedul
 from qmq.errors import CorruptFrame, InvalidMessage, LogError, NotMaster, NotServed, Overloaded, QmqError
 from qmq.log import MessageLog
 from qmq.message import DELAY_KEY
+from qmq.rations import Ration
 from qmq.remoting.commands import DelayState
 from qmq.replication.mastership import Mastership
 
@@ -74,10 +75,11 @@ States = dict[int, State]
 
 
 class _Asked(NamedTuple):
-    """A request. `due_ms`: when what is found is to be due; None: never."""
+    """A request. `due_ms`: when what is found is to be due; None: never. `ration`: what may be written for who asks."""
 
     named: Named
     due_ms: int | None
+    ration: Ration
     answer: Fates
     id_hashes: list[int]
     key_hashes: list[int]
@@ -106,11 +108,11 @@ class Cancelling:
 
     def cancel(self, named: Named, answer: Fates) -> None:
         """Cancel what these names mean and pends."""
-        self._ask(named, None, answer)
+        self._ask(named, None, Ration(), answer)
 
-    def reschedule(self, named: Named, due_ms: int, answer: Fates) -> None:
-        """Let what these names mean and pends be due at `due_ms`."""
-        self._ask(named, due_ms, answer)
+    def reschedule(self, named: Named, due_ms: int, ration: Ration, answer: Fates) -> None:
+        """Let what these names mean and pends be due at `due_ms`, if `ration` allows to write it once more."""
+        self._ask(named, due_ms, ration, answer)
 
     def step_down(self) -> None:
         """The mastership is over; who waits asks the next master."""
@@ -120,13 +122,13 @@ class Cancelling:
 
     # Looking.
 
-    def _ask(self, named: Named, due_ms: int | None, answer: Fates) -> None:
+    def _ask(self, named: Named, due_ms: int | None, ration: Ration, answer: Fates) -> None:
         self._mastership.check_has_begun()
         self._mastership.readonly.check_change(self._mastership.group, named.subject)
         if len(self._asked) + len(self.looked) >= ASKED_MAX:
             raise Overloaded(f"{ASKED_MAX} requests to cancel or reschedule wait already")
         hashes = [*map(id_hash, named.ids)], [*map(key_hash, named.keys)]
-        self._asked.append(_Asked(named, due_ms, answer, *hashes))
+        self._asked.append(_Asked(named, due_ms, ration, answer, *hashes))
         self._look_next()
 
     def _look_next(self) -> None:
@@ -288,6 +290,7 @@ class Cancelling:
 
     def _move(self, asked: _Asked, pending: dict[int, _Found]) -> DelayState:
         assert asked.due_ms is not None
+        asked.ration.write(sum(len(one.message) for one in pending.values()))
         for some in _parts(pending.values()):
             messages, records = [one.message for one in some], _records(some)
             frame = self._decisions.carry(asked.named.subject, records, messages, [asked.due_ms] * len(messages))

@@ -287,7 +287,8 @@ class DelayMaster(Master):
             else:
                 link.answer(packet, commands.encode_rescheduled(fates[0]))
 
-        self._cancelling.reschedule(Named(subject, [id] if id else [], [key] if key else []), due_ms, answer)
+        named = Named(subject, [id] if id else [], [key] if key else [])
+        self._cancelling.reschedule(named, due_ms, link.ration, answer)
 
     def check_due(self, due_ms: int) -> None:
         """Raise InvalidRequest for a time that lies too far ahead."""

@@ -110,13 +110,15 @@ class Limits:
         """Raise MissingRight for a subject out of scope, Overloaded for one too many that is new, or too many bytes."""
         if packet.code in _WRITING:
             self._check_subject(_written_subject(packet), known_subjects, now_ms)
-            if self._sent is not None:
-                self._sent.take(self._caller, len(packet.body), now_ms=now_ms)
         elif packet.code == Command.SUBSCRIBE:
             subject = commands.decode_json(packet.body, subject=str)["subject"]
             self._caller.require_subject(CONSUME, subject)
         elif packet.code in _OF_PRODUCERS:
             self._caller.require_subject(PRODUCE, commands.decode_json(packet.body, subject=str)["subject"])
+        if self._sent is not None and packet.code in _WRITING:
+            self._sent.take(self._caller, len(packet.body), now_ms=now_ms)
+        elif self._sent is not None and packet.code == Command.RESCHEDULE:
+            self._sent.take(self._caller, 0, now_ms=now_ms)  # what it writes anew is counted when it is found
 
     def _check_subject(self, name: bytes, known_subjects: Mapping[str, object], now_ms: int) -> None:
         if name in self._produced:

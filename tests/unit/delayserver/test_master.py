@@ -12,6 +12,8 @@ from qmq.errors import ErrorCode
 from qmq.log import MessageLog
 from qmq.log.delays import PLACE_BYTES
 from qmq.log.frame import FrameKind
+from qmq.rations import NewSubjects, SentBytes, TokenRation
+from qmq.rights import Caller, TokenRole
 from tests.unit.delayserver.world import HOUR_MS, Copies, Producer
 
 
@@ -286,6 +288,32 @@ def test_however_many_messages_wait_under_a_key_each_frame_that_moves_or_cancels
     moves, cancels = ([size for one, size in bodies if one == kind] for kind in (FrameKind.CARRY, FrameKind.CANCEL))
     assert len(moves) >= 2 and max(moves) <= 1.2 * MOVED_BYTES
     assert sum(cancels) == PLACE_BYTES * count and max(cancels) == PLACE_BYTES * 1_000
+
+
+def test_what_a_reschedule_writes_anew_counts_as_bytes_of_its_token():
+    """It is a hundred bytes, and writes what waits under its key once more, each time."""
+    copies, producer = a_group()
+    producer.delayed(copies.now_ms + HOUR_MS, *map(str, range(100)), key="k", size=800)
+    producer.delayed(copies.now_ms + HOUR_MS, "m")
+    copies.run(200)
+    sent, shop, host = SentBytes(10_000), Caller("shop", TokenRole.CLIENT), copies.a.host
+    producer.link.ration = TokenRation(shop, NewSubjects(1, 1, "consumer groups"), sent, host.monotonic_ms)
+
+    def moved(hours, id="", key=""):
+        end, asked = copies.a.log.end, producer.reschedule(id, copies.now_ms + hours * HOUR_MS, key=key)
+        copies.run(200)
+        return producer.code(asked), copies.a.log.end - end
+
+    code, written = moved(2, key="k")
+    assert code == ErrorCode.SUCCESS and written > 80_000
+    with mock.patch.object(producer.link, "refuse", wraps=producer.link.refuse) as refuse:
+        for again in ({"key": "k"}, {"id": "m"}):
+            code, written = moved(3, **again)
+            assert code == ErrorCode.OVERLOADED and written < 1_000, "nothing was moved"
+    assert [call.args[1].limit for call in refuse.call_args_list] == ["token_bytes_per_s"] * 2
+    assert moved(3, id="nobody")[0] == ErrorCode.SUCCESS, "it writes nothing"
+    copies.run(10_000)
+    assert moved(3, key="k")[0] == ErrorCode.SUCCESS, "it is paid for"
 
 
 def test_cancel_finds_a_message_that_is_written_elsewhere_while_it_is_looked_for():

@@ -152,6 +152,20 @@ def test_a_recurring_schedule_counts_as_what_is_produced():
         allowed.check(put, {}, now_ms=0)
 
 
+def test_a_reschedule_is_refused_while_what_its_token_sent_is_not_paid_for():
+    """By itself it counts nothing here, or a slow token's would be refused for its own bytes when its message is found:
+    what it writes anew is counted there (tests/unit/delayserver/test_master.py)."""
+    allowed, move = limits("produce:order", sent=SentBytes(1_000)), packet(Command.RESCHEDULE, b'{"subject": "order"}')
+    for _ in range(1_000):
+        allowed.check(move, {}, now_ms=0)
+    allowed.check(packet(Command.PRODUCE, bytes(produce("order").body) + bytes(999)), {}, now_ms=0)
+    with pytest.raises(Overloaded, match="token_bytes_per_s"):
+        allowed.check(move, {}, now_ms=0)
+    with pytest.raises(MissingRight):
+        allowed.check(packet(Command.RESCHEDULE, b'{"subject": "paid"}'), {}, now_ms=0)
+    allowed.check(packet(Command.CANCEL, b'{"subject": "order"}'), {}, now_ms=0)
+
+
 def test_a_recurring_schedule_of_a_new_subject_counts_as_one():
     allowed = limits(per_minute=1)
     for number in range(3):
