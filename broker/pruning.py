@@ -144,7 +144,9 @@ class Pruning:
         if waiting >= most:
             raise SubjectFull(
                 f"{waiting:,} {what} of {subject} wait for {name} at {self._mastership.group}, and "
-                f"{most:,} may (SetLimits --{what}Max)"
+                f"{most:,} may (SetLimits --{what}Max)",
+                f"{what}Max",
+                subject,
             )
 
     def _bytes(self, key: Key, group: Group) -> int:

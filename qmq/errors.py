@@ -80,11 +80,13 @@ class ErrorCode(IntEnum):
 
 class QmqError(Exception):
     """Root of all errors of qmq. `code` goes on the wire; `retryable` says whether the same call may succeed later.
-    `limit` is the setting of which the bound was reached, if one was; only its own process has it."""
+    `limit` is the setting of which the bound was reached, if one was, and `limited_subject` the subject if it is an
+    operator's limit of one; only its own process has them."""
 
     code: ErrorCode = ErrorCode.BROKER_ERROR
     retryable: bool = False
     limit: str = ""
+    limited_subject: str = ""
 
 
 class CallError(QmqError):
@@ -204,6 +206,10 @@ class SubjectFull(NotServed):
     again when it has caught up."""
 
     code = ErrorCode.SUBJECT_FULL
+
+    def __init__(self, reason: str, limit: str = "", subject: str = "") -> None:
+        super().__init__(reason)
+        self.limit, self.limited_subject = limit, subject
 
 
 class PostponesTooMuch(NotServed):

@@ -60,7 +60,7 @@ class _Guest(Connection):
 
     def refuse(self, request: Packet, error: QmqError) -> None:
         if error.limit:
-            self._acceptor.limit_reached(error.limit, str(error))
+            self._acceptor.limit_reached(error.limit, str(error), error.limited_subject)
         elif isinstance(error, InvalidName | InvalidMessage | InvalidRequest | MissingRight):
             self._acceptor.tell_once(self, error)
         super().refuse(request, error)
@@ -96,8 +96,8 @@ class Acceptor:
         service.strangers[self] = None
         self._login_timer = loop.call_later(LOGIN_S, self.connection.close, "it did not say who it is in time")
 
-    def limit_reached(self, setting: str, text: str) -> None:
-        self._service.limit_reached(setting, self.connection.peer, text)
+    def limit_reached(self, setting: str, text: str, subject: str = "") -> None:
+        self._service.limit_reached(setting, self.connection.peer, text, subject)
 
     def tell_once(self, connection: Connection, error: QmqError) -> None:
         self._service.tell_once(connection.peer, error)

@@ -243,7 +243,11 @@ class CopyCollector(Collector, Generic[M]):
         for setting, count in limits.counts.items():
             reached.add_metric([self.group, setting], count)
             lately.add_metric([self.group, setting], float(limits.is_lately(setting, now_ms)))
-        yield from (reached, lately)
+        text = "1 while an operator's limit of a subject refused producers within the last minute; of 100 at most"
+        subjects = self.gauges("limited_subject", text, "setting", "subject")
+        for setting, subject in limits.subjects_lately(now_ms):
+            subjects.add_metric([self.group, setting, subject], 1)
+        yield from (reached, lately, subjects)
 
 
 def connections(service: Service[Any]) -> list[dict[str, object]]:

@@ -28,6 +28,8 @@ MEMORY_ENDS_AT = 0.95
 DISK_EVERY_MS = 10_000
 LATELY_MS = 60_000
 """For how long Doctor names a limit that was reached: longer than between two looks of Prometheus."""
+LIMITED_SUBJECTS_MAX = 100
+"""Subjects that are named at a time with an operator's limit that refused their producers; all are counted."""
 DISK_NEAR_BYTES = 1 << 30
 """This close above twice the limit, free space is looked at in every tick."""
 
@@ -148,22 +150,38 @@ class Shares(Generic[K]):
 
 @dataclass(slots=True)
 class LimitsReached:
-    """Settings whose bound stopped or refused a client. Made by the service; times never go back."""
+    """Settings whose bound stopped or refused a client, and operators' limits of subjects. Made by the service; times
+    never go back."""
 
     counts: Counter[str] = field(default_factory=Counter)
     """How often, by setting; only those that ever did."""
     _last_ms: dict[str, int] = field(default_factory=dict)
+    _subjects: dict[tuple[str, str], int] = field(default_factory=dict)
+    """(setting, subject) -> when it was reached last; of those that are over, some are still there."""
 
-    def reached(self, setting: str, now_ms: int) -> bool:
-        """Count; return whether it had not been reached lately."""
+    def reached(self, setting: str, now_ms: int, subject: str = "") -> bool:
+        """Count; return whether it had not been reached lately, of this subject if it is the limit of one."""
         begins = setting not in self.counts or not self.is_lately(setting, now_ms)
         self.counts[setting] += 1
         self._last_ms[setting] = now_ms
+        return self._reached_of((setting, subject), now_ms) if subject else begins
+
+    def _reached_of(self, key: tuple[str, str], now_ms: int) -> bool:
+        if key not in self._subjects and len(self._subjects) >= LIMITED_SUBJECTS_MAX:
+            self._subjects = {one: self._subjects[one] for one in self.subjects_lately(now_ms)}
+            if len(self._subjects) >= LIMITED_SUBJECTS_MAX:
+                return False
+        begins = now_ms - self._subjects.get(key, now_ms - LATELY_MS) >= LATELY_MS
+        self._subjects[key] = now_ms
         return begins
 
     def is_lately(self, setting: str, now_ms: int) -> bool:
         """Whether it did within the last LATELY_MS."""
         return now_ms - self._last_ms[setting] < LATELY_MS
+
+    def subjects_lately(self, now_ms: int) -> list[tuple[str, str]]:
+        """Return (setting, subject) of operators' limits that did."""
+        return [key for key, last_ms in self._subjects.items() if now_ms - last_ms < LATELY_MS]
 
 
 @dataclass(slots=True)

@@ -188,11 +188,11 @@ class Service(Generic[M]):
         self._told.add(text)
         return True
 
-    def limit_reached(self, setting: str, peer: str, text: str) -> None:
+    def limit_reached(self, setting: str, peer: str, text: str, subject: str = "") -> None:
         """Name the setting that stopped or refused a client: in metrics, Doctor, and in the log once for each `text`
-        and when it begins anew."""
-        begins = self.limits.reached(setting, self.monotonic_ms())
-        if self._is_news(text) or begins:
+        and when it begins anew. With an operator's limit of a subject, whose text counts what waits: only then."""
+        begins = self.limits.reached(setting, self.monotonic_ms(), subject)
+        if (not subject and self._is_news(text)) or begins:
             log.warning("limit reached setting=%s peer=%s: %s", setting, peer, text)
 
     def guarded(self, call: Callable[[], None]) -> None:

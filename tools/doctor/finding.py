@@ -33,6 +33,7 @@ GROUP_CAUSES = {
 """What stops a consumer group that somebody should look at, and what to do; the names are those of broker.causes."""
 _GROUP_CAUSE = re.compile(r"^qmq_broker_group_cause\{(.*)\} 1(?:\.0)?$", re.MULTILINE)
 _LIMITED = re.compile(r"^qmq_(?:broker|delayserver)_limited\{(.*)\} 1(?:\.0)?$", re.MULTILINE)
+_FULL = re.compile(r"^qmq_broker_limited_subject\{(.*)\} 1(?:\.0)?$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
@@ -243,17 +244,28 @@ def judge_causes(who: str, text: str) -> Iterator[Finding]:
         if labels["cause"] in GROUP_CAUSES:
             stopped.setdefault(labels["cause"], []).append(f"{labels['consumer_group']} of {labels['subject']}")
     for cause, groups in stopped.items():
-        more = f" and {len(groups) - 3} more" if len(groups) > 3 else ""
-        found = f"{who} delivers less to {', '.join(groups[:3])}{more}: {cause}"
+        found = f"{who} delivers less to {_first(groups)}: {cause}"
         yield warn("consumer groups", found, GROUP_CAUSES[cause])
 
 
 def judge_limits(who: str, text: str) -> Iterator[Finding]:
     """Name the settings that stopped or refused clients of a broker or delay server lately, from its metrics."""
-    settings = [dict(_LABEL.findall(labels))["setting"] for labels in _LIMITED.findall(text)]
+    full: dict[str, list[str]] = {}
+    for labels in map(dict, map(_LABEL.findall, _FULL.findall(text))):
+        full.setdefault(labels["setting"], []).append(labels["subject"])
+    settings = {dict(_LABEL.findall(labels))["setting"] for labels in _LIMITED.findall(text)} - full.keys()
     if settings:
         found = f"{who} stopped or refused clients within the last minute: {', '.join(sorted(settings))}"
         yield warn("limits", found, "its log names them (limit reached): let them send less, or raise the setting")
+    for setting, subjects in full.items():
+        lately = f"{who} refused producers of {_first(subjects)} within the last minute"
+        found = f"{lately}: as much waits for a consumer group as may ({setting})"
+        yield warn("limits", found, f"Lag says for which: let it catch up, or raise SetLimits --{setting}")
+
+
+def _first(names: list[str]) -> str:
+    """Name three of them, and count the others."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def parse_metrics(text: str) -> dict[str, float]:

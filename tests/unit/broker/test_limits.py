@@ -449,6 +449,18 @@ def test_producers_are_refused_while_as_many_messages_wait_for_a_group_as_may():
     assert producer.receipt(again).stored == 1, "what a consumer has does not wait"
 
 
+@pytest.mark.parametrize("limit", ["messages_max", "bytes_max"])
+def test_a_refusal_of_a_full_subject_names_its_limit_and_the_subject(limit):
+    """It left nothing on the broker: no count, no line of the log, no finding."""
+    group, _ = started(OperatorLimits("s", OF_SUBJECT, **{limit: 10}))
+    producer, refusals = Client(group.a), []
+    producer.link.refuse = lambda request, error: refusals.append((error.limit, error.limited_subject))
+    producer.produce(*(f"m{n}" for n in range(10)))
+    group.settle()
+    producer.produce("more")
+    assert refusals == [({"messages_max": "messagesMax", "bytes_max": "bytesMax"}[limit], "s")]
+
+
 def test_what_the_installation_itself_sends_on_is_never_refused():
     group, _ = started(TEN)
     delay_server = Client(group.a)

@@ -10,6 +10,8 @@ from qmq.codec import join_batch
 from qmq.errors import ErrorCode
 from qmq.server.overload import (
     BATCH_BYTES,
+    LATELY_MS,
+    LIMITED_SUBJECTS_MAX,
     QUIET_BYTES,
     QUIETLY_SHARED_BYTES,
     SHARE_BYTES_LEAST,
@@ -18,9 +20,11 @@ from qmq.server.overload import (
     ConnectionState,
     DiskWatch,
     Flow,
+    LimitsReached,
     MemoryAlarm,
     Shares,
 )
+from qmq.server.service import Service
 from tests.unit.broker.test_produce import a_group
 from tests.unit.broker.world import Client, message
 
@@ -131,6 +135,46 @@ def test_near_the_limit_free_space_is_looked_at_in_every_tick():
     assert watch.is_full and watch.is_due(200, 0)
     watch.measured(GIB, 200, 0)
     assert not watch.is_full
+
+
+def test_a_limit_of_a_subject_begins_to_be_reached_for_each_subject_and_is_named_for_a_minute():
+    limits = LimitsReached()
+    begins = [limits.reached("messagesMax", now_ms, name) for now_ms, name in enumerate(("a", "a", "b", "a", "b"))]
+    assert begins == [True, False, True, False, False] and limits.counts == {"messagesMax": 5}
+    assert limits.subjects_lately(4) == [("messagesMax", "a"), ("messagesMax", "b")]
+    assert limits.is_lately("messagesMax", 4 + LATELY_MS - 1) and not limits.is_lately("messagesMax", 4 + LATELY_MS)
+    assert limits.subjects_lately(3 + LATELY_MS) == [("messagesMax", "b")]
+    assert limits.reached("messagesMax", 10 + LATELY_MS, "a"), "it begins anew"
+    assert limits.reached("bytesMax", 10 + LATELY_MS, "a"), "another limit of it"
+    assert [limits.reached("window_bytes", 10 + LATELY_MS) for _ in range(2)] == [True, False]
+
+
+def test_of_very_many_full_subjects_some_are_named_and_all_are_counted():
+    limits = LimitsReached()
+    names = [f"s{number}" for number in range(10 * LIMITED_SUBJECTS_MAX)]
+    begins = [limits.reached("messagesMax", now_ms, name) for now_ms in (0, 1, 2) for name in names]
+    assert sum(begins) == len(limits.subjects_lately(2)) == LIMITED_SUBJECTS_MAX
+    assert limits.counts["messagesMax"] == 3 * len(names) and limits.is_lately("messagesMax", 2)
+    assert limits.reached("messagesMax", LATELY_MS + 2, "other"), "those before are over"
+    assert limits.subjects_lately(LATELY_MS + 2) == [("messagesMax", "other")]
+
+
+def test_the_log_has_one_line_when_a_subject_begins_to_be_full_however_its_text_counts(caplog):
+    """What waits is another number at each refusal; of other limits each cause is a line."""
+    now_ms = [0]
+    service = object.__new__(Service)
+    service.limits, service._told, service.monotonic_ms = LimitsReached(), set(), lambda: now_ms[0]
+    for number in range(100):
+        service.limit_reached("messagesMax", "1.2.3.4:5", f"{number} messages of s wait", "s")
+        service.limit_reached("new_subjects_max", "1.2.3.4:5", f"token {number % 2}")
+    now_ms[0] = LATELY_MS
+    service.limit_reached("messagesMax", "1.2.3.4:5", "7 messages of s wait", "s")
+    assert [record.getMessage().partition("5: ")[2] for record in caplog.records] == [
+        "0 messages of s wait",
+        "token 0",
+        "token 1",
+        "7 messages of s wait",
+    ]
 
 
 def full(group, what):

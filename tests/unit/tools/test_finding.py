@@ -114,6 +114,21 @@ def test_limits_that_clients_reached_lately_are_named():
     assert list(judge_limits("a:1", "")) == []
 
 
+def test_subjects_that_refuse_producers_for_what_waits_are_named_by_their_limit():
+    labels = 'broker_group="g1",setting="{}"'
+    limited = "".join(f"qmq_broker_limited{{{labels.format(one)}}} 1.0\n" for one in ("messagesMax", "window_bytes"))
+    of = labels.format("messagesMax")
+    full = "".join(f'qmq_broker_limited_subject{{{of},subject="{name}"}} 1.0\n' for name in "abcde")
+    own, subjects = judge_limits("a:1", limited + full)
+    assert own.found == "a:1 stopped or refused clients within the last minute: window_bytes"
+    assert (subjects.level, subjects.step) == (Level.WARN, "limits")
+    assert subjects.found == (
+        "a:1 refused producers of a, b, c and 2 more within the last minute: as much waits for a consumer group as may "
+        "(messagesMax)"
+    )
+    assert "Lag" in subjects.do and "SetLimits --messagesMax" in subjects.do
+
+
 def test_a_broker_that_thinks_otherwise_of_its_part_is_named():
     (found,) = judge_broker("a:1", "SLAVE", {"qmq_broker_is_master": 1.0})
     assert found.level is Level.FAIL and "thinks it is the master" in found.found
