@@ -12,6 +12,7 @@ from qmq.broker.causes import CAUSES, Cause
 from qmq.broker.settings import BrokerSettings
 from qmq.delayserver.settings import DelaySettings
 from qmq.metaserver.settings import MetaserverSettings
+from qmq.operator_limits import OperatorLimits
 from qmq.replication.readonly import Reason
 from qmq.watchdog.settings import WatchdogSettings
 
@@ -55,6 +56,13 @@ COPY = {
     "catch_up_bytes_per_s": Cause.NO_SLAVE,
     "disk_free_limit": Reason.DISK,
 }
+OPERATOR = {
+    "expires_after_s": "messages are over for each group; qmq_broker_expired_messages_total, and a line of the log",
+    "messages_max": "messagesMax: qmq_broker_limits_reached_total, Doctor's finding `limits`, and a line of the log",
+    "bytes_max": "bytesMax: qmq_broker_limits_reached_total, Doctor's finding `limits`, and a line of the log",
+    "per_second": Cause.RATE,
+}
+"""Of a subject or a consumer group, as SetLimits and LimitGroup set them."""
 BROKER = COPY | {
     "unconsumed_hours": "old messages are dropped if so set; qmq_broker_dropped_messages_total",
     "lease_ms": Cause.NO_CONSUMER,
@@ -124,6 +132,11 @@ def _is_number(default: object) -> bool:
     return isinstance(default, int | float) and not isinstance(default, bool)
 
 
+def test_each_limit_of_an_operator_is_named_when_it_stops_somebody():
+    defaults = OperatorLimits._field_defaults
+    assert {name for name, default in defaults.items() if _is_number(default)} == set(OPERATOR)
+
+
 @pytest.mark.parametrize(
     ("kind", "named"),
     [(BrokerSettings, BROKER), (DelaySettings, DELAY), (MetaserverSettings, METASERVER), (WatchdogSettings, WATCHDOG)],
@@ -142,6 +155,6 @@ def test_each_limit_of_a_consumer_is_named_when_it_stops_its_group():
 
 
 def test_each_name_says_what_it_means():
-    tables = (BROKER, DELAY, METASERVER, WATCHDOG, CONSUMER)
+    tables = (OPERATOR, BROKER, DELAY, METASERVER, WATCHDOG, CONSUMER)
     causes = {cause for named in tables for cause in named.values() if isinstance(cause, Cause)}
     assert all(CAUSES[cause].text for cause in causes)

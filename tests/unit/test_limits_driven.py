@@ -1,10 +1,10 @@
 """Shell. Each limit that stops or slows somebody is driven over once, and what is stopped then has the name that
 tests/unit/test_limits.py says: as `Lag`, Doctor, a metric or an error show it.
 
-Most rows ask a core, as that is what pages show: a cause of the core is on the page of metrics, and in Doctor if it is
-an alarm (tests/unit/broker/test_causes.py, tests/unit/tools/test_finding.py). Limits that are the process's own, and
-not its core's, are driven on processes (`ON_PROCESSES`). A row marked `Nobody` is not driven: nobody is stopped there,
-so there is nothing to look for.
+Rows of operators, brokers, delay servers and watchdogs read the value on the page of metrics that a process would make
+of its core (tests/support/pages.py), and some what Doctor makes of that. Those of consumers ask the core for the causes
+that such a page shows. Limits that are the process's own, and not its core's, are driven on processes (`ON_PROCESSES`).
+A row marked `Nobody` is not driven: nobody is stopped there, so there is nothing to look for.
 """
 
 from __future__ import annotations
@@ -17,33 +17,48 @@ import pytest
 import qmq
 from qmq.broker.causes import Cause
 from qmq.client.batch_life import Unknown
-from qmq.errors import Overloaded
+from qmq.errors import ErrorCode, Overloaded
 from qmq.metaserver.quotas import Bounds, Quotas
-from qmq.rations import NewSubjects
+from qmq.operator_limits import OF_SUBJECT, OperatorLimits
+from qmq.rations import NewSubjects, SentBytes, TokenRation
 from qmq.remoting.packet import PacketReader
 from qmq.replication.readonly import Reason
 from qmq.rights import Caller, TokenRole
+from qmq.server.overload import LimitsReached
 from qmq.testing import Broker as BrokerInMemory
+from qmq.tools.doctor.finding import judge_limits
 from qmq.types import Role
+from qmq.watchdog.db.questions import Stats
 from tests.integration.test_connections import REACHES
 from tests.integration.test_overload import READONLY
+from tests.support.pages import broker_page, delay_page, samples, value, watchdog_page
 from tests.support.waiting import until_async
+from tests.unit.broker import test_limits as broker_limits
 from tests.unit.broker import test_retention
 from tests.unit.broker.world import Broker, Client, FakeLink, Group
 from tests.unit.delayserver.test_races import a_group
 from tests.unit.delayserver.world import HOUR_MS
 from tests.unit.server.test_tokens import limits, produce
-from tests.unit.test_limits import BROKER, CONSUMER, DELAY, METASERVER, REACHED, WATCHDOG, Nobody
+from tests.unit.test_limits import BROKER, CONSUMER, DELAY, METASERVER, OPERATOR, REACHED, WATCHDOG, Nobody
 from tests.unit.watchdog.test_draining import Drain, row
 
 Seen = Iterable[object]
 KEY = ("s", "g")
 ANYBODY = Caller("app", TokenRole.CLIENT)
-TABLES = {"broker": BROKER, "delay": DELAY, "metaserver": METASERVER, "watchdog": WATCHDOG, "consumer": CONSUMER}
+TABLES = {
+    "operator": OPERATOR,
+    "broker": BROKER,
+    "delay": DELAY,
+    "metaserver": METASERVER,
+    "watchdog": WATCHDOG,
+    "consumer": CONSUMER,
+}
 DRIVES: dict[tuple[str, str], Callable[[], Seen]] = {}
 ON_PROCESSES = REACHES.keys() | READONLY.keys()
 """Driven on a real broker by tests/integration/test_connections.py, which looks at metrics, log and Doctor, and
 test_overload.py, which fills memory, has no disk left, and asks for its reasons."""
+OF_ITS_OWN = {"token_bytes_per_s"}
+"""What delay servers do not have of brokers alone: a new time of a message writes it again."""
 
 
 def drives(process: str, *settings: str) -> Callable[[Callable[[], Seen]], Callable[[], Seen]]:
@@ -58,7 +73,7 @@ def drives(process: str, *settings: str) -> Callable[[Callable[[], Seen]], Calla
 
 def rows() -> list[tuple[str, str]]:
     found = {(name, setting) for name, table in TABLES.items() for setting in table}
-    same = {("delay", setting) for setting in BROKER.keys() & DELAY.keys()}  # one code, driven in a broker
+    same = {("delay", setting) for setting in BROKER.keys() & DELAY.keys() - OF_ITS_OWN}  # one code, driven in a broker
     elsewhere = {("broker", setting) for setting in ON_PROCESSES}
     return sorted(row for row in found - same - elsewhere if not isinstance(TABLES[row[0]][row[1]], Nobody))
 
@@ -99,31 +114,49 @@ def a_message_is_too_large() -> Seen:
     asked = client.produce("m", size=2_000)
     group.settle()
     [(_, why)] = client.receipt(asked).refused
-    assert group.a.counters.refused_messages == 1 and "(message_bytes_max)" in why
-    return ["qmq_broker_refused_messages_total"]
+    name = "qmq_broker_refused_messages_total"
+    return [name] if value(broker_page(group.a), name) == 1 and "(message_bytes_max)" in why else [why]
 
 
-def refused_by(**bounds) -> Seen:
-    allowed = limits(**bounds)
-    with pytest.raises(Overloaded) as caught:
-        for number in range(10):
-            allowed.check(produce(f"s{number}"), {}, now_ms=0)
-    return [caught.value.limit]
+class NotingLink(FakeLink):
+    """As an accepted connection does, it tells what was reached."""
+
+    def __init__(self, peer):
+        super().__init__(peer)
+        self.reached = LimitsReached()
+
+    def refuse(self, request, error):
+        if error.limit:
+            self.reached.reached(error.limit, 0, error.limited_subject)
+        super().refuse(request, error)
+
+
+def shown_reached(page: str, prefix: str = "qmq_broker") -> list[str]:
+    """Return the settings that a page of metrics counts, and Doctor names."""
+    named = "".join(one.found for one in judge_limits("a:1", page))
+    counts = samples(page, f"{prefix}_limits_reached_total")
+    return [labels["setting"] for labels, count in counts if count > 0 and labels["setting"] in named]
 
 
 @drives("broker", "new_subjects_max")
 def too_many_subjects_in_all() -> Seen:
-    return refused_by(in_all=2)
+    allowed = limits(in_all=2)
+    with pytest.raises(Overloaded) as caught:
+        for number in range(10):
+            allowed.check(produce(f"s{number}"), {}, now_ms=0)
+    return too_many_groups() if caught.value.limit == "new_subjects_max" else [caught.value.limit]
 
 
-class NotingLink(FakeLink):
-    def __init__(self, peer):
-        super().__init__(peer)
-        self.limits: list[str] = []
-
-    def refuse(self, request, error):
-        self.limits.append(error.limit)
-        super().refuse(request, error)
+def too_many_groups() -> Seen:
+    """Each is in the log and in memory for good."""
+    group, client = a_broker_group()
+    client.link = link = NotingLink("c")
+    link.ration = TokenRation(ANYBODY, NewSubjects(100, 2, "consumer groups"), None, lambda: 0)
+    for number in range(10):
+        client.subscribe(group=f"g{number}")
+        group.settle()
+    assert len(group.a.log.state.groups) == 1 + 2
+    return shown_reached(broker_page(group.a, link.reached))
 
 
 @drives("broker", "window_bytes")
@@ -131,9 +164,16 @@ def too_much_without_an_answer() -> Seen:
     window = 2 * PacketReader.STAGING_BYTES
     group, client = a_broker_group(window_bytes=window, message_bytes_max=window)
     client.link = link = NotingLink("c")
-    while not link.limits:
+    while not link.reached.counts:
         client.produce("m", size=30_000)
-    return link.limits
+    return shown_reached(broker_page(group.a, link.reached))
+
+
+def shown_causes(broker: Broker) -> list[Cause]:
+    """Return the causes of a group that the page of metrics has after the next look."""
+    broker.node.tick()
+    found = samples(broker_page(broker), "qmq_broker_group_cause")
+    return [Cause(labels["cause"]) for labels, _ in found if (labels["subject"], labels["consumer_group"]) == KEY]
 
 
 def slave_lags(**settings) -> Seen:
@@ -142,7 +182,8 @@ def slave_lags(**settings) -> Seen:
     group.a.host.settle()
     for _ in range(2):
         group.a.wait(60)
-    return group.a.node.readonly_reasons
+    reasons = samples(broker_page(group.a), "qmq_broker_readonly")
+    return [Reason(labels["reason"]) for labels, is_one in reasons if is_one]
 
 
 @drives("broker", "slave_lag_ms_max")
@@ -161,7 +202,7 @@ def a_master_waits_for_its_slave() -> Seen:
     group.a.crash()
     group.a.assign(Role.MASTER)
     group.a.host.settle()
-    waiting = group.a.master.causes.of(KEY)
+    waiting = shown_causes(group.a)
     group.a.wait(5_000)
     assert Cause.MASTER not in group.a.master.causes.of(KEY), "no longer than it is told to"
     return waiting
@@ -178,7 +219,7 @@ def a_new_slave_is_seeded_slowly() -> Seen:
     group.b.assign(Role.SLAVE)
     group.connect()
     group.settle()
-    return group.a.master.causes.of(KEY)
+    return shown_causes(group.a)
 
 
 @drives("broker", "lease_ms")
@@ -189,7 +230,7 @@ def a_consumer_is_silent_for_its_lease() -> Seen:
     client.lost()
     group.a.wait(31_000)
     group.settle()
-    return group.a.master.causes.of(KEY)
+    return shown_causes(group.a)
 
 
 @drives("broker", "unconsumed_hours")
@@ -198,7 +239,54 @@ def messages_that_a_group_has_not_consumed_are_old() -> Seen:
     test_retention.consume_nothing(group)
     test_retention.days_pass(group, 5)
     group.look_after_logs()
-    return ["qmq_broker_dropped_messages_total"] if group.a.log.state.kept.unconsumed[KEY] else []
+    return [name for name in ("qmq_broker_dropped_messages_total",) if value(broker_page(group.a), name) > 0]
+
+
+# What operators limit.
+
+
+@drives("operator", "expires_after_s")
+def messages_are_too_old() -> Seen:
+    group, client = broker_limits.started(broker_limits.HOUR)
+    client.produce("m")
+    group.settle()
+    broker_limits.hours_pass(group)
+    return [name for name in ("qmq_broker_expired_messages_total",) if value(broker_page(group.a), name) == 1]
+
+
+def full(setting: str, **bound: int) -> Seen:
+    group, client = broker_limits.started(OperatorLimits("s", OF_SUBJECT, **bound))
+    client.link = link = NotingLink("c")
+    while not link.reached.counts:
+        client.produce("m", size=100)
+        group.settle()
+    assert samples(broker_page(group.a, link.reached), "qmq_broker_limited_subject") == [
+        ({"broker_group": "g1", "setting": setting, "subject": "s"}, 1.0)
+    ]
+    assert client.code(client.opaque) == ErrorCode.SUBJECT_FULL
+    shown = shown_reached(broker_page(group.a, link.reached))
+    return shown if shown == [setting] else []
+
+
+@drives("operator", "messages_max")
+def as_many_messages_wait_as_may() -> Seen:
+    return full("messagesMax", messages_max=2)
+
+
+@drives("operator", "bytes_max")
+def as_many_bytes_wait_as_may() -> Seen:
+    return full("bytesMax", bytes_max=500)
+
+
+@drives("operator", "per_second")
+def a_group_gets_so_many_a_second() -> Seen:
+    group, client = broker_limits.started(OperatorLimits("s", "g", per_second=1))
+    client.produce(*"abcdefghij")
+    group.settle()
+    for _ in range(3):
+        client.pull(timeout_ms=60_000)
+        group.settle()
+    return shown_causes(group.a)
 
 
 # Delay servers.
@@ -232,7 +320,8 @@ def more_is_due_than_may_be_loaded() -> Seen:
         copies.run(1_000)
     stats = copies.a.master.stats()
     assert stats["due_on_disk_messages"] > 0 and stats["overdue_subjects"]["s"][2] == "none is there"
-    return ["qmq_delayserver_due_messages", "DelayStats"] if stats["overdue_messages"] == 300 else []
+    name = "qmq_delayserver_due_messages"
+    return [name, "DelayStats"] if stats["overdue_messages"] == value(delay_page(copies.a), name) == 300 else []
 
 
 @drives("delay", "unknown_ms")
@@ -241,8 +330,21 @@ def a_batch_has_no_answer() -> Seen:
     copies.senders.mute.add("g1")
     producer.delayed(copies.now_ms, "m")
     copies.run(2_000)
-    stats = copies.a.master.stats()
-    return ["qmq_delayserver_due_messages", "DelayStats"] if stats["overdue_groups"]["g1"][0] == 1 else []
+    stats, name = copies.a.master.stats(), "qmq_delayserver_due_messages"
+    return [name, "DelayStats"] if stats["overdue_groups"]["g1"][0] == value(delay_page(copies.a), name) == 1 else []
+
+
+@drives("delay", "token_bytes_per_s")
+def messages_are_written_again_and_again() -> Seen:
+    copies, producer = a_group()
+    producer.delayed(copies.now_ms + HOUR_MS, *map(str, range(20)), key="k", size=900)
+    copies.run(200)
+    producer.link = link = NotingLink("c")
+    link.ration = TokenRation(ANYBODY, NewSubjects(1, 1), SentBytes(10_000), copies.a.host.monotonic_ms)
+    for hours in (2, 3):
+        producer.reschedule("", copies.now_ms + hours * HOUR_MS, key="k")
+        copies.run(200)
+    return shown_reached(delay_page(copies.a, link.reached), "qmq_delayserver")
 
 
 # Metaservers: each refusal is kept for Doctor's finding `routes`, by its token, and names its setting.
@@ -303,7 +405,10 @@ def brokers_answer_slowly() -> Seen:
     drain.page(row(1), after=("t", 1))
     drain.claim()
     assert len(drain.attempts()) == 1 and drain.next() is None
-    return ["rows of an outbox wait"]
+    page = watchdog_page(drain.core.counts, Stats(pending=2, claimed=1, parked=0, oldest_s=1.0, by_age={}))
+    rows = {labels["state"]: count for labels, count in samples(page, "qmq_watchdog_rows")}
+    assert value(page, "qmq_watchdog_claimed_total") == 1
+    return ["rows of an outbox wait"] if rows == {"pending": 2, "claimed": 1, "parked": 0} else []
 
 
 @drives("watchdog", "errors_max")
@@ -311,8 +416,9 @@ def a_row_fails_too_often() -> Seen:
     drain = Drain(errors_max=5)
     drain.page(row(1, errors=5), row(2))
     [(_, why)] = drain.claim().parked
-    assert drain.core.counts.parked == 1 and why == "too many errors"
-    return ["the watchdog's metrics"]
+    assert why == "too many errors"
+    parked = value(watchdog_page(drain.core.counts), "qmq_watchdog_parked_total")
+    return ["the watchdog's metrics"] if parked == 1 else []
 
 
 @drives("watchdog", "unknown_s_max")
@@ -322,8 +428,8 @@ def nobody_can_say_whether_a_batch_is_stored() -> Seen:
     drain.claim()
     [attempt] = drain.attempts()
     drain.answer(attempt, Unknown("lost"))
-    assert drain.core.counts.unknown == 1
-    return ["the watchdog's metrics"]
+    unknown = value(watchdog_page(drain.core.counts), "qmq_watchdog_unknown_total")
+    return ["the watchdog's metrics"] if unknown == 1 else []
 
 
 # Consumers, on the broker in memory: what its master says of their group.

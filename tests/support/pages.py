@@ -1,0 +1,84 @@
+"""Shell. Pages of metrics of cores that have no process around them, made as a process makes them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from qmq.broker.metrics import BrokerCollector
+from qmq.delayserver.metrics import DelayCollector
+from qmq.server.metrics import CopyCollector
+from qmq.server.metrics_page import render
+from qmq.server.overload import ConnectionState, LimitsReached, MemoryAlarm
+from qmq.watchdog.db.questions import Stats
+from qmq.watchdog.draining import Counts
+from qmq.watchdog.leading import Leading
+from qmq.watchdog.metrics import Metrics
+from qmq.watchdog.settings import WatchdogSettings
+
+
+def broker_page(broker: Any, limits: LimitsReached | None = None) -> str:
+    """Of a `Broker` of tests/unit/broker/world.py; `limits`: what its clients reached."""
+    service = _service(broker, limits)
+    return _page(BrokerCollector(service, broker.counters, None, broker.keeper, broker.settings))  # type: ignore[arg-type]
+
+
+def delay_page(server: Any, limits: LimitsReached | None = None) -> str:
+    """Of a `DelayServer` of tests/unit/delayserver/world.py."""
+    service = _service(server, limits)
+    return _page(DelayCollector(service, server.counters, server.filing, None, dict, server.settings))  # type: ignore[arg-type]
+
+
+DATABASE = "sqlite://here:1/shop.db"
+
+
+def watchdog_page(counts: Counts, stats: Stats | None = None) -> str:
+    """Of a watchdog whose drain of DATABASE counted this; `stats`: what the watcher saw there last."""
+    sender = SimpleNamespace(on_change=lambda callback: None, refusals={})
+    leading = Leading(WatchdogSettings(metaserver="http://nowhere", token="t"), None, sender, "")  # type: ignore[arg-type]
+    leading.counts[DATABASE] = counts
+    metrics = Metrics(leading)
+    if stats is not None:
+        metrics.stats[DATABASE] = stats
+    return metrics.render().decode()
+
+
+def samples(page: str, name: str) -> list[tuple[dict[str, str], float]]:
+    """Return (labels, value) of each line of this name."""
+    families = text_string_to_metric_families(page)
+    return [(one.labels, one.value) for family in families for one in family.samples if one.name == name]
+
+
+def value(page: str, name: str) -> float:
+    """Return the one value that a page has of this name, whatever its labels are."""
+    ((_, found),) = samples(page, name)
+    return found
+
+
+def _page(collector: CopyCollector[Any]) -> str:
+    later = [family for make in collector.copied() for family in make()]
+    return render([*collector.read(), *later]).decode()
+
+
+def _service(copy: Any, limits: LimitsReached | None) -> Any:
+    """What a collector reads of a process beside its core."""
+    return SimpleNamespace(
+        node=copy.node,
+        is_registered=True,
+        connections=0,
+        acceptors={},
+        scrub=None,
+        memory_bytes=0,
+        memory_alarm=MemoryAlarm(1 << 30),
+        disk_free_bytes=1 << 30,
+        disk_free_limit=0,
+        sync_us=0.0,
+        commits=0,
+        sync_seconds=0.0,
+        stops=dict.fromkeys(ConnectionState, 0),
+        limits=limits or LimitsReached(),
+        now_ms=copy.host.now_ms,
+        monotonic_ms=copy.host.monotonic_ms,
+    )
