@@ -67,6 +67,8 @@ CARRY_S_MIN = 10.0
 """What a broker does not keep, and is due sooner, waits here."""
 CARRY_AGAIN_S = 60.0
 """After a delay group did not take a message, for want of a right or of a group."""
+FAR_TOO_MANY = 2
+"""Times as many messages as may be asked for now: what waits beyond that goes back."""
 MANY_TIMES = 5
 """Somebody should look at what was delivered more often than this."""
 
@@ -85,6 +87,11 @@ class Parcel:
     def __init__(self, messages: list[ReceivedMessage], session: GroupSession, size: int) -> None:
         self.messages, self.session, self.size = messages, session, size
         self.at = 0
+
+    @property
+    def waiting(self) -> int:
+        """How many of them nobody took."""
+        return len(self.messages) - self.at
 
 
 class SessionOwner(Protocol):
@@ -123,6 +130,7 @@ class GroupSession:
         self.policy, self.group = owner.terms.policy, owner.terms.group
         self.unacked = Unacked()
         self.buffered = self.buffered_bytes = 0
+        self._times_given_back = 0
         self.is_mailbox = source != owner.terms.subject
         self._may_expire = not is_dead_letter_subject(source)  # what died of that would die again
         self._pulls_max = 1 if self.is_mailbox else PULLS_IN_FLIGHT
@@ -298,11 +306,9 @@ class GroupSession:
         here = self._life.now
         if not isinstance(here, Subscribed) or self._stopped:
             return
-        terms, sessions = self._owner.terms, self._owner.sessions_count
-        share = max(1, self._owner.prefetch_messages // sessions)
-        pulls = min(self._pulls_max, share)
-        messages = max(1, share // PULLS_IN_FLIGHT)
-        size = max(1, terms.prefetch_bytes // (sessions * PULLS_IN_FLIGHT))
+        terms = self._owner.terms
+        pulls, messages = self._share()
+        size = max(1, terms.prefetch_bytes // (self._owner.sessions_count * PULLS_IN_FLIGHT))
         while self._life.now is here and here.pulls < pulls and self._has_room(here.pulls, pulls, messages, size):
             wanted = min(messages, terms.unacked_max - self.unacked.messages - here.asked)
             self._note_full(self.unacked.messages >= terms.unacked_max)
@@ -311,7 +317,13 @@ class GroupSession:
             here.pulls += 1
             here.asked += wanted
             pull = Pull(here.subscription, wanted, size, random.randint(*PULL_TIMEOUT_MS))
-            self._request(Command.PULL, commands.encode_pull(pull), partial(self._pulled, here, wanted))
+            pulled = partial(self._pulled, here, wanted, self._times_given_back)
+            self._request(Command.PULL, commands.encode_pull(pull), pulled)
+
+    def _share(self) -> tuple[int, int]:
+        """Return in how many pulls this session asks for its share of the prefetch, and for how many messages each."""
+        share = max(1, self._owner.prefetch_messages // self._owner.sessions_count)
+        return min(self._pulls_max, share), max(1, share // PULLS_IN_FLIGHT)
 
     def _has_room(self, under_way: int, pulls: int, messages: int, size: int) -> bool:
         """Whether one more pull of this size fits into this session's share, which is `pulls` of them; the first may go
@@ -336,19 +348,26 @@ class GroupSession:
                 self.unacked.messages,
             )
 
-    def _pulled(self, here: Subscribed, asked: int, body: memoryview) -> None:
+    def _pulled(self, here: Subscribed, asked: int, times_given_back: int, body: memoryview) -> None:
         here.pulls -= 1
         here.asked -= asked
+        is_late = times_given_back != self._times_given_back
         for run in _runs(commands.decode_pulled(body)):
-            self._received(run)
+            self._received(run, is_late=is_late)
+        if is_late:
+            self._send()
         self.fill()
 
-    def _received(self, run: list[Piece]) -> None:
+    def _received(self, run: list[Piece], *, is_late: bool) -> None:
         """Make messages of pieces that are held as one.
 
         About 0.5 µs each: nothing is decoded, and no call per message but the object. And about 3 µs for each piece:
         nothing here is done per piece that can be done for all. Tags, and producers that send one by one, make pieces
         of one message, of which each would cost 20 µs by itself.
+
+        Args:
+            is_late: messages were given back since this was asked for. It goes the same way: it was asked for when more
+                was wanted, and what is new in it would come before those.
         """
         sequences, encoded, batches = _cut(run)  # first: nothing is held of what cannot be read
         times = run[0].times
@@ -385,7 +404,9 @@ class GroupSession:
             size = sum(map(len, batches))
             self.buffered += len(messages)
             self.buffered_bytes += size
-            self._owner.arrived(Parcel(messages, self, size))
+            parcel = Parcel(messages, self, size)
+            if not (is_late and self.give_back(parcel)):
+                self._owner.arrived(parcel)
 
     def _without_those_of_others(self, piece: UnackedPiece, messages: list[ReceivedMessage]) -> list[ReceivedMessage]:
         """Take as done what names another group as its receiver."""
@@ -427,14 +448,32 @@ class GroupSession:
         self.buffered_bytes -= parcel.size
         self.fill()
 
-    def give_back(self, parcel: Parcel) -> bool:
-        """Give back at once what nobody took of a parcel; returns False if the broker cannot take it like that."""
+    def excess(self, waiting: int) -> int:
+        """Return how many of so many messages that nobody took are too many, if they are far too many."""
+        pulls, messages = self._share()
+        wanted = pulls * messages
+        return waiting - wanted if self._takes_begins and waiting > FAR_TOO_MANY * wanted else 0
+
+    def give_back(self, parcel: Parcel, *, kept: int = 0) -> bool:
+        """Give back at once what nobody took of a parcel, but for the first `kept` messages; returns False if the
+        broker cannot take it like that."""
         if not self._takes_begins:
             return False
-        for message in parcel.messages[parcel.at :]:
+        end = parcel.at + kept
+        for message in parcel.messages[end:]:
             self.not_begun(message)
-        self.taken(parcel)
+        rest = parcel.messages[parcel.at : end]
+        size = sum(len(message._data) for message in rest)
+        self.buffered -= len(parcel.messages) - kept
+        self.buffered_bytes -= parcel.size - size
+        parcel.messages, parcel.at, parcel.size = rest, 0, size
         return True
+
+    def gave_back(self) -> None:
+        """What was given back is sent before the next pull: the broker has it for that one then, in its order."""
+        self._times_given_back += 1
+        self._send()
+        self.fill()
 
     # Deciding.
 

@@ -18,6 +18,7 @@ from qmq.client.membership import Membership
 from qmq.client.prefetch import MEASURED_EVERY, Prefetch
 from qmq.client.received import ReceivedMessage
 from qmq.client.retrying import Refused, batch_of, refused_by_error
+from qmq.client.sharing import Sharing
 from qmq.client.solitude import Solitude
 from qmq.client.subscription import Subscription, is_over
 from qmq.client.terms import Terms, check_concurrency
@@ -81,6 +82,8 @@ class Listener(Membership):
     def _joined(self, subscription: Subscription) -> None:
         self._solitude = Solitude()
         self._workers.clear()  # whoever outlived its cancellation has a message that went back to the group
+        if not (self.terms.broadcast or self.terms.exclusive_ms):  # else there is nobody to share with
+            Sharing(subscription, self._prefetch)
         self._adapted(subscription)
 
     def _adapted(self, subscription: Subscription) -> None:

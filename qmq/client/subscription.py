@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 
 from qmq.client.batching import Done
@@ -44,6 +44,10 @@ class Subscription:
         self.error: QmqError | None = None
         """Why it ended: another process uses the consumer id, or the broker does not accept a name."""
         self.is_closing = False
+        self.arrived_messages = 0
+        """How many came so far, taken or not."""
+        self.on_waiting: Callable[[], None] | None = None
+        """Called when messages come while none wait."""
         self._watch, self._deferring, self._on_leased, self._on_failed = watch, deferring, on_leased, on_failed
         self._sessions: dict[tuple[str, str], GroupSession] = {}
         self._parcels: deque[Parcel] = deque()
@@ -92,7 +96,10 @@ class Subscription:
         if self.is_closing and parcel.session.give_back(parcel):
             return
         self._parcels.append(parcel)
+        self.arrived_messages += len(parcel.messages)
         self._wake(len(parcel.messages))
+        if self.on_waiting is not None and len(self._parcels) == 1:
+            self.on_waiting()
 
     def drop(self) -> None:
         """Forget messages that are not held any more and that nobody took yet; they will come again."""
@@ -216,6 +223,37 @@ class Subscription:
         """Whoever waits for messages looks again, also at whether it should."""
         self._wake(len(self._takers))
 
+    # What waits.
+
+    @property
+    def waiting_messages(self) -> int:
+        """How many messages are here that nobody took."""
+        here = sum(session.buffered for session in self._sessions.values())
+        return here - self._parcels[0].at if self._parcels else 0
+
+    def give_back_excess(self) -> None:
+        """Where far more waits than is asked for now, give the newest ones back at once: they were never begun with.
+
+        Of an order key a broker group delivers one message at a time, so none is overtaken by a later one.
+        """
+        waiting: Counter[GroupSession] = Counter()
+        for parcel in self._parcels:
+            waiting[parcel.session] += parcel.waiting
+        kept = {session: count - excess for session, count in waiting.items() if (excess := session.excess(count))}
+        parcels: deque[Parcel] = deque()
+        for parcel in self._parcels:
+            session = parcel.session
+            if session in kept:
+                rest = min(kept[session], parcel.waiting)
+                kept[session] -= rest
+                if rest < parcel.waiting:
+                    session.give_back(parcel, kept=rest)
+            if parcel.waiting:
+                parcels.append(parcel)
+        self._parcels = parcels
+        for session in kept:
+            session.gave_back()
+
     def _wake(self, count: int) -> None:
         while self._takers and count:
             future = self._takers.popleft()
@@ -237,8 +275,7 @@ class Subscription:
     @property
     def taken_open(self) -> int:
         """How many messages were taken and are not decided."""
-        waiting = sum(len(parcel.messages) - parcel.at for parcel in self._parcels)
-        return sum(session.unacked.open for session in self._sessions.values()) - waiting
+        return sum(session.unacked.open for session in self._sessions.values()) - self.waiting_messages
 
     async def flush(self) -> None:
         """Wait until brokers keep all decisions."""

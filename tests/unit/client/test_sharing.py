@@ -1,0 +1,388 @@
+"""Core, Shell. Where handlers become slow, what was prefetched for fast ones goes back to the group, uncounted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import qmq
+from qmq.client import prefetch, sharing
+from qmq.client.group_session import GroupSession
+from qmq.client.prefetch import LOOK_S, PACE_S, Pace, Pacer, Prefetch
+from qmq.remoting.commands import Command, NackEntry, Verdict
+from tests.support.waiting import until_async
+from tests.unit.client.consuming import cancelled, consumer_of, fill, listening, ns
+from tests.unit.client.fakes import FakeBroker, FakeMetaserver, cluster
+from tests.unit.client.test_producer import run
+
+MESSAGES, FAST = 300, 20
+
+
+@pytest.mark.parametrize(
+    "arrived, taken, pace",
+    [
+        pytest.param([300] * 7, [10, 20, 30, 40, 50, 60, 70], Pace(60, 1.5), id="they had work all the time"),
+        pytest.param([300] * 7, [10] * 7, Pace(0, 1.5), id="none was taken"),
+        pytest.param([300] * 6, [10] * 6, None, id="too early"),
+        pytest.param([300] * 9, [0, 100, 200, 200, 200, 200, 205, 206, 207], Pace(7, 1.5), id="of late alone"),
+        pytest.param([100 * n for n in range(1, 8)], [90 * n for n in range(7)], None, id="the next one came since"),
+        pytest.param([10] * 6 + [30], [0] + [10] * 6, None, id="a pause without messages"),
+    ],
+)
+def test_a_pace_is_how_many_messages_were_taken_while_others_waited(arrived, taken, pace):
+    pacer = Pacer()
+    looks = [
+        pacer.looked(number * LOOK_S, arrived=one, taken=another)
+        for number, (one, another) in enumerate(zip(arrived, taken, strict=True))
+    ]
+    assert looks[-1] == pace and looks[:6] == [None] * 6
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 0.5, 0.9])
+def test_fast_handlers_keep_what_waits_though_they_pause(pause_s):
+    """A thousand messages, taken at 2,000 a second; in the midst nothing happens for a while."""
+    pacer, looks = Pacer(), round((pause_s + 10) / LOOK_S)
+    for look in range(looks):
+        now_s = look * LOOK_S
+        taken = int(2_000 * (min(now_s, 3.1) + max(0.0, now_s - 3.1 - pause_s)))
+        found = pacer.looked(now_s, arrived=taken + 1_000, taken=taken)
+        assert found is None or not found.is_too_slow_for(1_000)
+
+
+@pytest.mark.parametrize(
+    "pace, waiting, is_too_slow",
+    [
+        pytest.param(Pace(150, 1.5), 150, False, id="as long as it may"),
+        pytest.param(Pace(150, 1.5), 151, True, id="longer"),
+        pytest.param(Pace(0, 1.5), 1, True, id="nothing was taken"),
+    ],
+)
+def test_too_slow_is_a_pace_at_which_what_waits_would_take_too_long(pace, waiting, is_too_slow):
+    assert pace.is_too_slow_for(waiting) == is_too_slow
+
+
+def test_a_pace_makes_a_listener_ask_for_less_and_never_for_more():
+    asked = Prefetch(1_000, 4)
+    asked.measured(1e-5)
+    asked.seen(Pace(20_000, PACE_S))
+    assert asked.messages == 1_000
+    asked.seen(Pace(56, PACE_S))
+    assert asked.messages == 20, "half a second of work, at 10 messages a second each"
+    asked.seen(Pace(20_000, PACE_S))
+    assert asked.messages == 20, "what calls take says when it is more"
+    asked.seen(Pace(0, PACE_S))
+    assert asked.messages == 4
+
+
+def test_before_a_call_has_ended_a_pace_says_how_long_it_takes_at_least():
+    asked = Prefetch(1_000, 2)
+    asked.seen(Pace(0, PACE_S))
+    assert asked.messages == 2
+
+
+@pytest.fixture
+def hurried(monkeypatch):
+    """As if a second were a tenth of one."""
+    for name in ("AHEAD_S", "PACE_S", "WAITS_S_MAX"):
+        monkeypatch.setattr(prefetch, name, getattr(prefetch, name) / 10)
+    monkeypatch.setattr(sharing, "LOOK_S", LOOK_S / 10)
+
+
+class Slow:
+    """A first consumer, whose handlers take up to `FAST` messages at once, and then none before `gate` is set."""
+
+    def __init__(self, metaserver: FakeMetaserver, **options: object) -> None:
+        self.client, self.gate = consumer_of(metaserver, consumer_id="slow"), asyncio.Event()
+        self.began: list[int] = []
+        self.done: list[int] = []
+        is_batch = "batch" in options
+
+        @self.client.listen("a", start="earliest", **({"group": "g", "prefetch_messages": 1_000} | options))
+        async def handle(given: qmq.ReceivedMessage | list[qmq.ReceivedMessage]) -> None:
+            messages = given if isinstance(given, list) else [given]
+            assert is_batch == isinstance(given, list)
+            self.began += ns(messages)
+            if len(self.began) > FAST:
+                await self.gate.wait()
+            self.done += ns(messages)
+
+    @property
+    def waiting(self) -> int:
+        subscription = self.client._connections._subscriptions[0]
+        return subscription.waiting_messages
+
+    async def begin(self, broker: FakeBroker, count: int = MESSAGES) -> asyncio.Task[None]:
+        """Run until its handlers are slow and so many messages were delivered to it."""
+        task = asyncio.create_task(self.client.run())
+        await until_async(lambda: len(self.began) > FAST and sum(broker.positions.values()) >= count)
+        return task
+
+
+def given_back(broker: FakeBroker) -> list[NackEntry]:
+    return [entry for nack in list(broker.nacks) for entry in nack.entries if entry.verdict == Verdict.NOT_BEGUN]
+
+
+def joining(metaserver: FakeMetaserver, **options: object) -> tuple[qmq.Consumer, list[tuple[int, int]]]:
+    """Return a second consumer, and what it gets."""
+    client, done = consumer_of(metaserver), []
+
+    @client.listen("a", group="g", start="earliest", **options)
+    async def handle(message: qmq.ReceivedMessage) -> None:
+        done.append((int(message["n"]), message.times))
+
+    return client, done
+
+
+@pytest.mark.parametrize(
+    "options, kept",
+    [
+        pytest.param({}, 1, id="one at a time"),
+        pytest.param({"concurrency": 8}, 8, id="eight at once"),
+        pytest.param({"batch": 12}, 12, id="in lists"),
+        pytest.param({"most_once": True}, 1, id="at most once"),
+    ],
+)
+def test_what_waits_for_handlers_that_became_slow_goes_to_others_and_counts_for_nothing(hurried, options, kept):
+    """A second consumer got nothing as long as the first had any of its thousand messages."""
+
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            broker.begins = True
+            fill(broker, range(MESSAGES))
+            first, (second, done) = Slow(metaserver, **options), joining(metaserver)
+            task = await first.begin(broker, FAST + 3 if "most_once" in options else MESSAGES)  # there, acks take time
+            await until_async(lambda: given_back(broker) and first.waiting <= kept)
+            still = first.waiting
+            async with listening(second):
+                await until_async(lambda: len(done) == MESSAGES - len(first.began) - still)
+            first.gate.set()
+            await until_async(lambda: len(first.done) + len(done) == MESSAGES)
+            await cancelled(task)
+            assert sorted([*first.done, *(n for n, _ in done)]) == list(range(MESSAGES))
+            assert {times for _, times in done} == {1} and set(broker.times["a", "g"].values()) == {1}
+            assert done == sorted(done), "the newest, in their order"
+            if "most_once" not in options:  # there, no more is asked for than is handled
+                assert still == kept
+
+    run(test())
+
+
+def test_it_is_looked_at_again_after_a_pause_without_messages(hurried):
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            broker.begins = True
+            fill(broker, range(FAST))
+            first = Slow(metaserver)
+            task = asyncio.create_task(first.client.run())
+            await until_async(lambda: len(first.done) == FAST)
+            await _many_looks()
+            fill(broker, range(FAST, MESSAGES))
+            await until_async(lambda: given_back(broker))
+            first.gate.set()
+            await until_async(lambda: len(first.done) == MESSAGES)
+            await cancelled(task)
+
+    run(test())
+
+
+def test_nothing_comes_and_goes_while_there_is_nobody_to_share_with(hurried):
+    """Pulls that are on their way ask for as much as fast handlers had."""
+
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            broker.begins = True
+            fill(broker, range(MESSAGES))
+            first = Slow(metaserver)
+            task = await first.begin(broker)
+            await until_async(lambda: first.waiting == 1)
+            await _many_looks()
+            assert sum(entry.end - entry.begin for entry in given_back(broker)) <= MESSAGES + 4 * 250
+            assert len([pull for pull in broker.pulls if pull.messages_max > 1]) <= 8, "it asks for no more of them"
+            first.gate.set()
+            await until_async(lambda: len(first.done) == MESSAGES)
+            await cancelled(task)
+            assert first.done == list(range(MESSAGES)), "one at a time, in order"
+
+    run(test())
+
+
+def test_what_comes_meanwhile_is_handled_after_what_was_given_back(hurried):
+    """A pull that was on its way brings newer messages before the broker has those that go back."""
+
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            broker.begins = True
+            fill(broker, range(MESSAGES))
+            first, nack, packets = Slow(metaserver), broker._nack, []
+
+            def nacked(*packet: object) -> None:
+                packets.append(packet)
+                if len(packets) > 1:
+                    nack(*packet)
+                else:
+                    fill(broker, range(MESSAGES, MESSAGES + 10))
+                    asyncio.get_running_loop().call_later(0.02, nack, *packet)
+
+            broker._nack = nacked  # type: ignore[method-assign]
+            task = await first.begin(broker)
+            await until_async(lambda: any(entry.end - entry.begin > 200 for entry in given_back(broker)))
+            assert len(given_back(broker)) > 1 and first.waiting == 1
+            first.gate.set()
+            await until_async(lambda: len(first.done) == MESSAGES + 10)
+            await cancelled(task)
+            assert first.done == list(range(MESSAGES + 10))
+
+    run(test())
+
+
+def test_a_pull_that_follows_what_was_given_back_brings_that_first(hurried, monkeypatch):
+    """A handler that goes on at that very moment has the next pull sent; what goes back goes first, or what the broker
+    has still to give would come before it."""
+
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            broker.begins = True
+            fill(broker, range(MESSAGES))
+            first, sent, ask = Slow(metaserver, prefetch_messages=100), [], GroupSession._ask
+            gave_back = GroupSession.gave_back
+
+            def asked(session: GroupSession, command: Command, *rest: Any) -> None:
+                if first.gate.is_set() and command in (Command.NACK, Command.PULL):
+                    sent.append(command)
+                ask(session, command, *rest)
+
+            def went_back(session: GroupSession) -> None:
+                first.gate.set()
+                gave_back(session)
+
+            monkeypatch.setattr(GroupSession, "_ask", asked)
+            monkeypatch.setattr(GroupSession, "gave_back", went_back)
+            task = await first.begin(broker, FAST + 100)
+            await until_async(lambda: len(first.done) == MESSAGES)
+            await cancelled(task)
+            assert sent[0] is Command.NACK and first.done == list(range(MESSAGES))
+
+    run(test())
+
+
+def test_twice_as_many_as_would_be_asked_for_stay(hurried):
+    """Or handlers that take now longer and now shorter would have messages come and go."""
+
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            broker.begins = True
+            fill(broker, range(FAST + 3))
+            first = Slow(metaserver)
+            task = await first.begin(broker, FAST + 3)
+            await _many_looks(lambda: bool(broker.nacks))
+            assert not broker.nacks and first.waiting == 2
+            first.gate.set()
+            await until_async(lambda: len(first.done) == FAST + 3)
+            await cancelled(task)
+
+    run(test())
+
+
+async def _many_looks(is_over: Callable[[], bool] = lambda: False) -> None:
+    """Let what would be given back be given back."""
+    end_s = asyncio.get_running_loop().time() + 5 * prefetch.PACE_S
+    while asyncio.get_running_loop().time() < end_s and not is_over():
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    "begins, options",
+    [
+        pytest.param(False, {}, id="an older broker would count it"),
+        pytest.param(True, {"group": ""}, id="a broadcast has nobody to share with"),
+        pytest.param(True, {"exclusive": True}, id="nor has one that has all of the group"),
+    ],
+)
+def test_a_listener_keeps_what_nobody_else_could_take(hurried, begins, options):
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            broker.begins = begins
+            fill(broker, range(MESSAGES))
+            first = Slow(metaserver, **options)
+            task = await first.begin(broker)
+            await _many_looks(lambda: bool(broker.nacks))
+            assert not broker.nacks and first.waiting == MESSAGES - FAST - 1
+            first.gate.set()
+            await until_async(lambda: len(first.done) == MESSAGES)
+            await cancelled(task)
+
+    run(test())
+
+
+def test_what_waits_behind_a_suspected_message_is_shared_too(hurried):
+    """It is handled alone, so the others wait for it, whatever they are."""
+
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            broker.begins, broker.suspected = True, {*range(FAST, 40)}
+            fill(broker, range(MESSAGES))
+            first, (second, done) = Slow(metaserver, concurrency=4), joining(metaserver)
+            task = await first.begin(broker)
+            assert first.began[-1] == FAST
+            async with listening(second):
+                await until_async(lambda: len(done) >= MESSAGES - FAST - 2 * 4 - 1)
+                first.gate.set()
+                await until_async(lambda: len(first.done) + len(done) == MESSAGES)
+            await cancelled(task)
+            assert sorted([*first.done, *(n for n, _ in done)]) == list(range(MESSAGES))
+            assert set(broker.times["a", "g"].values()) == {1}
+            assert sorted(broker.begun) == list(range(FAST, 40)), "where it is handled, and only there"
+
+    run(test())
+
+
+def test_a_listener_that_leaves_gives_back_each_message_once(hurried):
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            broker.begins = True
+            fill(broker, range(MESSAGES))
+            first, (second, done) = Slow(metaserver, concurrency=2), joining(metaserver)
+            task = await first.begin(broker)
+            await until_async(lambda: given_back(broker))
+            first.client.stop()
+            async with listening(second):
+                await until_async(lambda: len(done) == MESSAGES - len(first.began))
+                first.gate.set()
+                await task
+            assert sorted([*first.done, *(n for n, _ in done)]) == list(range(MESSAGES))
+            assert set(broker.times["a", "g"].values()) == {1}
+
+    run(test())
+
+
+def test_of_several_broker_groups_and_the_mailbox_each_keeps_its_oldest(hurried):
+    async def test() -> None:
+        async with cluster("g1", "g2") as (metaserver, brokers):
+            for broker in brokers:
+                broker.begins = True
+                fill(broker, range(MESSAGES))
+                fill(broker, range(1_000, 1_100), "%RETRY%a%g")
+            first, (second, done) = Slow(metaserver), joining(metaserver)
+            task = asyncio.create_task(first.client.run())
+            await until_async(
+                lambda: (
+                    len(first.began) > FAST
+                    and all(
+                        broker.positions.get(("a", "g")) == MESSAGES
+                        and broker.positions.get(("%RETRY%a%g", "g")) == 100
+                        for broker in brokers
+                    )
+                )
+            )
+            await until_async(lambda: first.waiting <= 4)
+            async with listening(second):
+                await until_async(lambda: len(done) >= 2 * (MESSAGES + 100) - len(first.began) - 4)
+            first.gate.set()
+            await until_async(lambda: len(first.done) + len(done) == 2 * (MESSAGES + 100))
+            await cancelled(task)
+            assert {times for _, times in done} == {1}
+
+    run(test())
