@@ -46,7 +46,8 @@ class Backlog:
             wake()
 
     def full(self) -> QueueFull:
-        return QueueFull(f"{self.messages} messages wait already, {self.bytes} bytes")
+        bounds = f"queue_messages_max {self._messages_max}, queue_bytes_max {self._bytes_max}"
+        return QueueFull(f"{self.messages} messages wait already, {self.bytes} bytes ({bounds})")
 
 
 class Waiting(NamedTuple):

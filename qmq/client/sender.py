@@ -503,7 +503,9 @@ class Sender:
                     last = f"; last: {why}" if why else ""
                     self._give_up(group, batch, f"no answer of {group.name} before the deadline{last}")
                 if group.batches.load and self._loop.time() - group.progress_at > self._answer_timeout_s:
-                    group.link.drop(f"no answer for {self._answer_timeout_s} s")
+                    owes = f"no answer for {self._answer_timeout_s} s"
+                    log.warning("connecting anew group=%s reason=%s (answer_timeout_s)", group.name, owes)
+                    group.link.drop(owes)
                 if self._takes(group.name):
                     self._wake_crowd(group.name, WOKEN_BY_TICK)
             self._expire_some(now_ms)

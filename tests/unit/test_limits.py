@@ -121,6 +121,14 @@ CONSUMER = {
     "retry_delay": Cause.LATER,
     "retries_max": "the message becomes a dead letter",
 }
+PRODUCER = {
+    "timeout_s": "the receipt is unknown, or refused with each group's reason",
+    "readonly_wait_s": "the receipt is refused with each group's reason",
+    "answer_timeout_s": "a line of the application's log; the batch goes on another connection",
+    "in_flight_max": Nobody("what comes meanwhile gathers to the next batch"),
+    "queue_messages_max": "QueueFull names it",
+    "queue_bytes_max": "QueueFull names it",
+}
 
 
 def numbers_of(kind: type) -> set[str]:
@@ -152,6 +160,12 @@ def test_each_limit_of_a_consumer_is_named_when_it_stops_its_group():
     ]
     numbers = {one.name for one in parameters if _is_number(one.default) or one.name in ("prefetch_messages", "batch")}
     assert numbers == set(CONSUMER)
+
+
+def test_each_limit_of_a_producer_is_named_when_it_stops_it():
+    parameters = inspect.signature(qmq.Producer.__init__).parameters.values()
+    numbers = {one.name for one in parameters if _is_number(one.default) or one.name == "readonly_wait_s"}
+    assert numbers == set(PRODUCER)
 
 
 def test_each_name_says_what_it_means():

@@ -10,14 +10,15 @@ A row marked `Nobody` is not driven: nobody is stopped there, so there is nothin
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Awaitable, Callable, Iterable
 
 import pytest
 
 import qmq
 from qmq.broker.causes import Cause
 from qmq.client.batch_life import Unknown
-from qmq.errors import ErrorCode, Overloaded
+from qmq.errors import BrokerReadOnly, ErrorCode, Overloaded, QueueFull
 from qmq.metaserver.quotas import Bounds, Quotas
 from qmq.operator_limits import OF_SUBJECT, OperatorLimits
 from qmq.rations import NewSubjects, SentBytes, TokenRation
@@ -36,10 +37,12 @@ from tests.support.waiting import until_async
 from tests.unit.broker import test_limits as broker_limits
 from tests.unit.broker import test_retention
 from tests.unit.broker.world import Broker, Client, FakeLink, Group
+from tests.unit.client.fakes import FakeBroker, cluster
+from tests.unit.client.test_producer import producer_of
 from tests.unit.delayserver.test_races import a_group
 from tests.unit.delayserver.world import HOUR_MS
 from tests.unit.server.test_tokens import limits, produce
-from tests.unit.test_limits import BROKER, CONSUMER, DELAY, METASERVER, OPERATOR, REACHED, WATCHDOG, Nobody
+from tests.unit.test_limits import BROKER, CONSUMER, DELAY, METASERVER, OPERATOR, PRODUCER, REACHED, WATCHDOG, Nobody
 from tests.unit.watchdog.test_draining import Drain, row
 
 Seen = Iterable[object]
@@ -52,6 +55,7 @@ TABLES = {
     "metaserver": METASERVER,
     "watchdog": WATCHDOG,
     "consumer": CONSUMER,
+    "producer": PRODUCER,
 }
 DRIVES: dict[tuple[str, str], Callable[[], Seen]] = {}
 ON_PROCESSES = REACHES.keys() | READONLY.keys()
@@ -520,3 +524,93 @@ def messages_come_again_later() -> Seen:
 def messages_fail_too_often() -> Seen:
     listening(lambda broker: len(broker.dead_letters("s", "g")) == 10, retries_max=1, fails=True)
     return ["dead letter"]
+
+
+# Producers, at a broker that does what the limit is for: what the application is told.
+
+
+def producing(test: Callable[[FakeBroker, qmq.Producer], Awaitable[None]], **words) -> None:
+    async def run() -> None:
+        async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver, **words) as producer:
+            await producer.send(qmq.Message("s", {"n": 0}))
+            await test(broker, producer)
+
+    asyncio.run(run())
+
+
+def hold_answers(broker: FakeBroker) -> None:
+    broker.on_produce = lambda *_: True
+
+
+def refused_at(broker_does: Callable[[FakeBroker], None], **words) -> qmq.Receipt:
+    """Return the receipt of a message that a broker does not store."""
+    receipts: list[qmq.Receipt] = []
+
+    async def test(broker: FakeBroker, producer: qmq.Producer) -> None:
+        broker_does(broker)
+        receipts.append(await producer.send(qmq.Message("s", {"n": 1})))
+
+    producing(test, **words)
+    return receipts[0]
+
+
+@drives("producer", "timeout_s")
+def no_outcome_until_the_deadline() -> Seen:
+    receipt = refused_at(hold_answers, timeout_s=0.3)
+    assert "no answer of g1 before the deadline" in receipt.reason
+    return [receipt.outcome.value]
+
+
+def be_readonly(broker: FakeBroker) -> None:
+    broker.refuse_with = BrokerReadOnly("slave_down")
+
+
+@drives("producer", "readonly_wait_s")
+def all_groups_are_readonly() -> Seen:
+    receipt = refused_at(be_readonly, readonly_wait_s=0)
+    assert "slave_down" in receipt.reason
+    return [receipt.outcome.value]
+
+
+@drives("producer", "answer_timeout_s")
+def a_connection_owes_an_answer() -> Seen:
+    lines: list[str] = []
+
+    async def test(broker: FakeBroker, producer: qmq.Producer) -> None:
+        hold_answers(broker)
+        await producer.send(qmq.Message("s", {"n": 1}))
+        assert len(broker.attempts) > 2, "the batch went on another connection"
+
+    log, note = logging.getLogger("qmq.client"), logging.Handler(logging.WARNING)
+    note.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(note)
+    try:
+        producing(test, answer_timeout_s=0.1, timeout_s=1.0)
+    finally:
+        log.removeHandler(note)
+    return ["a line of the application's log"] if any("no answer for 0.1 s" in line for line in lines) else []
+
+
+def a_full_queue(**words) -> str:
+    said: list[str] = []
+
+    async def test(broker: FakeBroker, producer: qmq.Producer) -> None:
+        hold_answers(broker)
+        try:
+            while True:
+                producer.send_nowait(qmq.Message("s", {"n": 1}), lambda receipt: None)
+        except QueueFull as error:
+            said.append(str(error))
+
+    producing(test, timeout_s=0.3, **words)
+    return said[0]
+
+
+@drives("producer", "queue_messages_max")
+def so_many_messages_wait() -> Seen:
+    return ["QueueFull"] if "queue_messages_max 3" in a_full_queue(queue_messages_max=3) else []
+
+
+@drives("producer", "queue_bytes_max")
+def so_many_bytes_wait() -> Seen:
+    return ["QueueFull"] if "queue_bytes_max 300" in a_full_queue(queue_bytes_max=300) else []
