@@ -30,7 +30,6 @@ from qmq.server.service import Service, _MasterLink
 from qmq.watchdog.db.outbox import Outbox
 from qmq.watchdog.drain import Drain
 from qmq.watchdog.draining import Attempt
-from tests.simulation.planted import diverged_names_no_way_out
 from tests.support.planting import Bug, Patch
 
 
@@ -208,5 +207,4 @@ BUGS = [
     Bug("a watchdog takes sent for stored", _watchdog_takes_sent_for_stored, 4, favoured="kill"),
     Bug("claims of a dead watchdog stay", _claims_of_a_dead_watchdog_stay, first=137, favoured="kill"),
     Bug("a message is done before it is handled", _message_is_done_before_it_is_handled, favoured="kill"),
-    Bug("diverged names no way out", diverged_names_no_way_out, first=9, kinds={"is_plain": False}),
 ]
