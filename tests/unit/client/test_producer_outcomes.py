@@ -182,7 +182,7 @@ def test_a_full_queue_makes_send_wait_no_longer_than_its_time_and_takes_nothing(
 
     async def test() -> None:
         async with cluster("g1") as (metaserver, [broker]):
-            async with producer_of(metaserver, queue_messages_max=5, in_flight_max=1, timeout_s=3.0) as producer:
+            async with producer_of(metaserver, queue_messages_max=5, in_flight_max=1) as producer:
                 await producer.send(Message("a", {"n": "connected"}))
                 hold = Hold(broker)
                 done: list[qmq.Receipt] = []
@@ -192,11 +192,14 @@ def test_a_full_queue_makes_send_wait_no_longer_than_its_time_and_takes_nothing(
                     producer.send_nowait(message, done.append)
                 with pytest.raises(QueueFull):
                     producer.send_nowait(Message("a", {"n": 5}), done.append)
+                patient_ms, producer._timeout_ms = producer._timeout_ms, 200  # less than those before it have
                 receipt = await producer.send(Message("a", {"n": "waits"}))
-                assert receipt.outcome is qmq.Outcome.REFUSED
+                assert receipt.outcome is qmq.Outcome.REFUSED and not done
+                producer._timeout_ms = patient_ms
+                hold.release()
                 await producer.flush()
                 assert len(done) == 6
-                assert properties(broker) == ["connected"]
+                assert properties(broker) == ["connected", "under way", *"01234"]
 
     run(test())
 
