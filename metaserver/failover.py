@@ -91,8 +91,9 @@ class Facts:
 
     @property
     def best(self) -> Broker:
-        """The slave that has most. Only behind the conditions of each slave."""
-        return max(self.eligible, key=lambda slave: self.slaves_said[slave.key].reach)
+        """The slave that has most, of several one whose clock is right. Only behind the conditions of each slave."""
+        said = self.slaves_said
+        return max(self.eligible, key=lambda slave: (said[slave.key].reach, not said[slave.key].clock_off_s))
 
     @property
     def best_said(self) -> ReplicaState:

@@ -277,6 +277,8 @@ class ReplicaState:
     """Its copy never had all that its master had, as far as it wrote down."""
     fill_id: str = ""
     """Names the filling that its copy is in or that comes next; empty from a version that does not say it."""
+    clock_off_s: int = 0
+    """By so many seconds its machine's clock is ahead of the metaserver's and of other copies', or behind them."""
     known_term: int = 0
     """Without a part: the newest term that it had written down when it registered."""
 

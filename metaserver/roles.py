@@ -341,6 +341,23 @@ def needs_new_life(group: Group, key: BrokerKey) -> bool:
     return len(group.slaves) > 1 and group.master is not None and group.master.key == key
 
 
+def has_clock_for(group: Group, slave: ReplicaState | None) -> bool:
+    """Whether a slave's clock would do if it became the master: only a delay group's says when something is due."""
+    return group.kind != DELAY or slave is None or not slave.clock_off_s
+
+
+def check_clock(group: Group, slave: Broker, said: ReplicaState | None) -> None:
+    """Refuse to make a slave the delay master at leisure while its clock is wrong; after a failure it is better than
+    none, and goes by the others' clocks."""
+    if said is not None and not has_clock_for(group, said):
+        seconds = abs(said.clock_off_s)
+        raise OperatorError(
+            f"the clock of {slave.key} is {seconds:,} s {'ahead of' if said.clock_off_s > 0 else 'behind'} those of the "
+            f"metaserver and of the master, and {group.name} goes by its master's. Set it right (a time service: chrony, "
+            "systemd-timesyncd) and repeat after ten seconds"
+        )
+
+
 def check_same_log(master: ReplicaState, slave: ReplicaState) -> None:
     """Refuse a swap unless both logs end at the same offset with the same chain, hence are equal in every byte."""
     if (master.log_end, master.chain) != (slave.log_end, slave.chain):

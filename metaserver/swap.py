@@ -128,6 +128,7 @@ class Swaps:
                 raise OperatorError(f"{name}: {old.found if old else who}; {old.remedy if old else 'repeat soon'}")
             if (state.role, state.term) != (broker.role, group.term):
                 raise OperatorError(f"{who} has not taken its part in term {group.term} yet; repeat soon")
+        roles.check_clock(group, slave, self._registry.state(slave))
         return group, slave
 
     def _target(self, group: Group, to: str) -> Broker:
@@ -136,7 +137,12 @@ class Swaps:
             slaves = ", ".join(str(slave.key) for slave in group.slaves)
             raise OperatorError(f"{to} is no slave of {group.name}; its slaves are {slaves}")
         said = {slave.key: self._registry.state(slave) for slave in named}
-        return max(named, key=lambda slave: state.log_end if (state := said[slave.key]) else -1)
+
+        def fitness(slave: Broker) -> tuple[bool, int]:
+            state = said[slave.key]
+            return roles.has_clock_for(group, state), state.log_end if state else -1
+
+        return max(named, key=fitness)
 
     async def _prepare(self, exchange: _Exchange) -> ReplicaState:
         group = exchange.group

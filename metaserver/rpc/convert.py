@@ -74,6 +74,7 @@ def state_from_message(message: pb.BrokerState) -> ReplicaState:
         last_boot=message.last_boot,
         incomplete=message.incomplete,
         fill_id=message.fill_id,
+        clock_off_s=message.clock_off_s,
     )
 
 

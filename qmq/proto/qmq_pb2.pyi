@@ -235,7 +235,7 @@ class Offline(_message.Message):
     def __init__(self, subject: _Optional[str] = ..., group: _Optional[str] = ..., consumer: _Optional[str] = ...) -> None: ...
 
 class BrokerState(_message.Message):
-    __slots__ = ("broker_group", "role", "term", "boot", "log_start", "log_end", "flushed_end", "matched_end", "high_watermark", "chain", "readonly_reasons", "hostname", "serve_port", "writable", "durability", "incarnation", "in_step", "acknowledged", "in_sync", "promised_term", "last_term", "last_boot", "incomplete", "fill_id")
+    __slots__ = ("broker_group", "role", "term", "boot", "log_start", "log_end", "flushed_end", "matched_end", "high_watermark", "chain", "readonly_reasons", "hostname", "serve_port", "writable", "durability", "incarnation", "in_step", "acknowledged", "in_sync", "promised_term", "last_term", "last_boot", "incomplete", "fill_id", "clock_off_s")
     BROKER_GROUP_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
@@ -260,6 +260,7 @@ class BrokerState(_message.Message):
     LAST_BOOT_FIELD_NUMBER: _ClassVar[int]
     INCOMPLETE_FIELD_NUMBER: _ClassVar[int]
     FILL_ID_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_OFF_S_FIELD_NUMBER: _ClassVar[int]
     broker_group: str
     role: int
     term: int
@@ -284,7 +285,8 @@ class BrokerState(_message.Message):
     last_boot: int
     incomplete: bool
     fill_id: str
-    def __init__(self, broker_group: _Optional[str] = ..., role: _Optional[int] = ..., term: _Optional[int] = ..., boot: _Optional[int] = ..., log_start: _Optional[int] = ..., log_end: _Optional[int] = ..., flushed_end: _Optional[int] = ..., matched_end: _Optional[int] = ..., high_watermark: _Optional[int] = ..., chain: _Optional[int] = ..., readonly_reasons: _Optional[_Iterable[str]] = ..., hostname: _Optional[str] = ..., serve_port: _Optional[int] = ..., writable: _Optional[bool] = ..., durability: _Optional[str] = ..., incarnation: _Optional[str] = ..., in_step: _Optional[_Iterable[str]] = ..., acknowledged: _Optional[_Union[AcknowledgedPoint, _Mapping]] = ..., in_sync: _Optional[bool] = ..., promised_term: _Optional[int] = ..., last_term: _Optional[int] = ..., last_boot: _Optional[int] = ..., incomplete: _Optional[bool] = ..., fill_id: _Optional[str] = ...) -> None: ...
+    clock_off_s: int
+    def __init__(self, broker_group: _Optional[str] = ..., role: _Optional[int] = ..., term: _Optional[int] = ..., boot: _Optional[int] = ..., log_start: _Optional[int] = ..., log_end: _Optional[int] = ..., flushed_end: _Optional[int] = ..., matched_end: _Optional[int] = ..., high_watermark: _Optional[int] = ..., chain: _Optional[int] = ..., readonly_reasons: _Optional[_Iterable[str]] = ..., hostname: _Optional[str] = ..., serve_port: _Optional[int] = ..., writable: _Optional[bool] = ..., durability: _Optional[str] = ..., incarnation: _Optional[str] = ..., in_step: _Optional[_Iterable[str]] = ..., acknowledged: _Optional[_Union[AcknowledgedPoint, _Mapping]] = ..., in_sync: _Optional[bool] = ..., promised_term: _Optional[int] = ..., last_term: _Optional[int] = ..., last_boot: _Optional[int] = ..., incomplete: _Optional[bool] = ..., fill_id: _Optional[str] = ..., clock_off_s: _Optional[int] = ...) -> None: ...
 
 class RouteRequest(_message.Message):
     __slots__ = ("subjects", "app", "client_id", "produces", "held", "kind", "forgotten", "looks_only")

@@ -38,6 +38,16 @@ class Clocks:
             if monotonic_ms - reading.monotonic_ms <= READING_MS_MAX
         }
 
+    def off_s(self, ahead_ms: dict[str, int]) -> int:
+        """Return by how many whole seconds our clock is ahead of all that were heard, behind them if negative.
+
+        It is the difference to the nearest one. 0: that agrees, or there is no other witness than the metaserver, or
+        than copies.
+        """
+        if METASERVER not in ahead_ms or len(ahead_ms) < 2:
+            return 0
+        return int(min(ahead_ms.values(), key=abs) / 1000)
+
     def disagreement(self, ahead_ms: dict[str, int]) -> str:
         """Say which clocks differ by more than they may; empty: none."""
         far = {whose: ms for whose, ms in ahead_ms.items() if abs(ms) > self._difference_ms_max}

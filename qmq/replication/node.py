@@ -625,6 +625,11 @@ class Node(Generic[M]):
         """Return how far this machine's clock is ahead of each one heard lately."""
         return self.clocks.ahead_ms(now_ms=self._host.now_ms(), monotonic_ms=self._host.monotonic_ms())
 
+    @property
+    def clock_off_s(self) -> int:
+        """By how many whole seconds this machine's clock is ahead of the others' (`Clocks.off_s`)."""
+        return self.clocks.off_s(self.clocks_ahead_ms())
+
     def clocks_disagreement(self) -> str:
         """Say which clocks are too far from this machine's; empty: none."""
         return self.clocks.disagreement(self.clocks_ahead_ms())

@@ -78,6 +78,7 @@ def state_message(service: Service[Any], settings: CopySettings) -> pb.BrokerSta
         last_boot=message_log.state.epoch.boot,
         incomplete=not node.identity.value.complete,
         fill_id=node.identity.value.fill_id,
+        clock_off_s=node.clock_off_s,
     )
 
 

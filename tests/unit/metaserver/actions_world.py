@@ -96,9 +96,8 @@ class World:
     async def start(self, hostname, *, complete=False):
         """Let a broker register and beat."""
         known = self.registry.directory.find(BrokerKey(hostname, 20881))
-        said = Broker(
-            known.group, known.role, hostname, "10.0.0.1", 20881, 20882, 20883, 20884, incarnation=f"disk of {hostname}"
-        )
+        ports, disk = (20881, 20882, 20883, 20884), f"disk of {hostname}"
+        said = Broker(known.group, known.role, hostname, "10.0.0.1", *ports, incarnation=disk, kind=known.kind)
         await self.registry.register(said, lambda question: asyncio.sleep(0))
         self.sessions[hostname] = self.registry.join(said.key, said.incarnation)
         self.beat(hostname)

@@ -240,6 +240,30 @@ async def test_a_master_of_several_slaves_that_promises_nothing_stays_the_master
 
 
 @in_world
+async def test_nobody_is_made_delay_master_while_its_clock_is_wrong(world):
+    for role, name in ((5, "d1-a"), (6, "d1-b"), (6, "d1-c")):
+        await world.done("AddBroker", **place("d1", role, name))
+        await world.start(name, complete=role == 6)
+    for name in ("d1-a", "d1-b", "d1-c"):
+        world.beat(name)
+    world.beat("d1-b", clock_off_s=-3600)
+    text = await world.refused("SwapRoles", brokerGroup="d1", to="d1-b")
+    assert "the clock of d1-b:20881 is 3,600 s behind" in text
+    world.beat("d1-c", clock_off_s=2)
+    assert "the clock of d1-" in await world.refused("SwapRoles", brokerGroup="d1")
+    world.beat("d1-c", log_end=100)
+    shown = await world.done("SwapRoles", brokerGroup="d1", dryRun="true")
+    assert shown["after"]["master"]["hostname"] == "d1-c", "the clock counts more than what it lacks now"
+
+
+@in_world
+async def test_messages_that_are_due_at_once_need_no_clock(world):
+    await world.running_copies("g1")
+    world.beat("g1-b", clock_off_s=3600)
+    assert (await world.done("SwapRoles", brokerGroup="g1", dryRun="true"))["wouldChange"]
+
+
+@in_world
 async def test_what_to_do_about_a_broker_of_three_that_is_down_is_what_works(world):
     await world.running_copies("g1")
     await world.done("AddBroker", **place("g1", 1, "g1-c"))

@@ -171,6 +171,13 @@ def test_who_has_most_of_those_that_promised_is_the_master(ends, epochs, best):
     assert not any(slave.complete for slave in change.slaves) and change.min_copies == 2
 
 
+@pytest.mark.parametrize(("wrong", "ends", "best"), [("b", {}, "c"), ("c", {}, "b"), ("c", {"b": 100, "c": 200}, "c")])
+def test_of_those_that_have_as_much_one_whose_clock_is_right_is_the_master(wrong, ends, best):
+    facts = copies(3, 2, ends=ends)
+    said = {key: replace(said, clock_off_s=30 * (key.hostname == wrong)) for key, said in facts.slaves_said.items()}
+    assert failover.choose(replace(facts, slaves_said=said)).master.hostname == best
+
+
 def test_the_row_gets_the_term_that_was_promised():
     facts = copies(3, 2)
     promised = {key: replace(said, promised_term=facts.new_term) for key, said in facts.slaves_said.items()}

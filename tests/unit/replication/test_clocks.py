@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from qmq.replication.clocks import READING_MS_MAX, Clocks
 
 
@@ -22,3 +24,19 @@ def test_clocks_that_differ_by_more_than_they_may_are_named():
     assert clocks.disagreement({"slave": 1_001, "metaserver": -2_500_000, "master": 0}) == (
         "this machine's is 2,500.0 s behind the metaserver's; this machine's is 1.0 s ahead of the slave's"
     )
+
+
+@pytest.mark.parametrize(
+    ("ahead_ms", "off_s"),
+    [
+        ({"metaserver": 5_200, "master": 9_000}, 5),
+        ({"metaserver": -3_600_000, "master": -2_400}, -2),
+        ({"metaserver": 5_200, "master": 999}, 0),
+        ({"metaserver": 5_200, "slave b": 3_000, "slave c": -20}, 0),
+        ({"metaserver": 5_200}, 0),
+        ({"slave b": 3_000, "slave c": 3_000}, 0),
+        ({}, 0),
+    ],
+)
+def test_a_clock_is_off_by_what_all_others_say(ahead_ms, off_s):
+    assert Clocks(1_000).off_s(ahead_ms) == off_s
