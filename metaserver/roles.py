@@ -350,11 +350,10 @@ def check_clock(group: Group, slave: Broker, said: ReplicaState | None) -> None:
     """Refuse to make a slave the delay master at leisure while its clock is wrong; after a failure it is better than
     none, and goes by the others' clocks."""
     if said is not None and not has_clock_for(group, said):
-        seconds = abs(said.clock_off_s)
+        off = f"{abs(said.clock_off_s):,} s {'ahead of' if said.clock_off_s > 0 else 'behind'}"
         raise OperatorError(
-            f"the clock of {slave.key} is {seconds:,} s {'ahead of' if said.clock_off_s > 0 else 'behind'} those of the "
-            f"metaserver and of the master, and {group.name} goes by its master's. Set it right (a time service: chrony, "
-            "systemd-timesyncd) and repeat after ten seconds"
+            f"the clock of {slave.key} is {off} those of the metaserver and of the master, and {group.name} goes by "
+            "its master's. Set it right (a time service: chrony, systemd-timesyncd) and repeat after ten seconds"
         )
 
 

@@ -93,6 +93,7 @@ class Consumer:
         prefetch_bytes: int = 8 << 20,
         unacked_max: int = 100_000,
         exclusive: bool = False,
+        priority: int = 0,
     ) -> Callable[[H], H]:
         """Decorate the function that handles messages of `subject` for the consumer group `group`.
 
@@ -125,6 +126,7 @@ class Consumer:
                     prefetch_bytes=prefetch_bytes,
                     unacked_max=unacked_max,
                     exclusive=exclusive,
+                    priority=priority,
                 )(handler)
 
             self._on_loop(ask)

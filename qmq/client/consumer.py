@@ -19,9 +19,10 @@ from qmq.client.connections import Connections, MasterChanged
 from qmq.client.handling import Filter, Handler, Handling
 from qmq.client.listener import Listener
 from qmq.client.membership import Membership
+from qmq.client.precedence import PRIORITY_MAX, Precedence
 from qmq.client.puller import Puller
 from qmq.client.signals import on_sigterm
-from qmq.client.terms import Terms, check_batch, check_concurrency, check_seconds, make_terms
+from qmq.client.terms import Terms, check_batch, check_concurrency, check_seconds, check_whole, make_terms
 from qmq.control_plane import metaserver_url
 from qmq.errors import InvalidRequest
 from qmq.logs import bounded
@@ -65,6 +66,7 @@ class Consumer:
         self._drain_s = check_seconds("drain_s", drain_s)
         self._is_online = online
         self._listeners: dict[tuple[str, str], Listener] = {}
+        self._precedence = Precedence()
         self._members: dict[tuple[str, str], Membership] = {}
         """Of each (subject, group) that is taken, mailboxes too, whose it is."""
         self._watchers: list[Callable[[MasterChanged], object]] = []
@@ -97,6 +99,7 @@ class Consumer:
         prefetch_bytes: int = 8 << 20,
         unacked_max: int = 100_000,
         exclusive: bool = False,
+        priority: int = 0,
     ) -> Callable[[H], H]:
         """Decorate the function that handles messages of `subject` for the consumer group `group`.
 
@@ -124,6 +127,8 @@ class Consumer:
             unacked_max: messages of a broker group that are delivered and not acked; then pulling stops.
             exclusive: one consumer of the group at a time gets its messages, the one that began first; the next one
                 when that has left, or nothing of what it had is un-acked. All consumers of the group should say so.
+            priority: 0 to 9. While messages wait here for a listener of this consumer with a higher one, this one
+                begins no call: a class of messages is a subject of its own.
 
         Raises:
             InvalidName: the subject or group breaks the rules of `qmq.subjects`.
@@ -154,6 +159,7 @@ class Consumer:
             raise InvalidRequest(
                 f"{concurrency} handlers of {batch} messages are more than prefetch_messages, {prefetch_messages}"
             )
+        check_whole("priority", priority, 0, PRIORITY_MAX)
         self._check_free(terms)
         if not auto_ack or most_once:
             for one in filters:
@@ -167,6 +173,8 @@ class Consumer:
                 concurrency=concurrency,
                 batch=batch,
                 auto_ack=auto_ack,
+                precedence=self._precedence,
+                priority=priority,
                 drain_s=self._drain_s,
                 is_online=self._is_online,
             )

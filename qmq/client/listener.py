@@ -15,6 +15,7 @@ from typing import cast
 
 from qmq.client.handling import Given, HandlerThread, Handling, Way
 from qmq.client.membership import Membership
+from qmq.client.precedence import Precedence
 from qmq.client.prefetch import MEASURED_EVERY, Prefetch
 from qmq.client.received import ReceivedMessage
 from qmq.client.retrying import Refused, batch_of, refused_by_error
@@ -49,10 +50,13 @@ class Listener(Membership):
         concurrency: int,
         batch: int | None,
         auto_ack: bool,
+        precedence: Precedence,
+        priority: int,
         drain_s: float,
         is_online: bool,
     ) -> None:
         super().__init__(terms, drain_s=drain_s, is_online=is_online)
+        self._precedence, self._priority = precedence, priority
         self._handling = handling
         self._auto_ack = auto_ack
         self._concurrency = check_concurrency(concurrency)
@@ -84,6 +88,7 @@ class Listener(Membership):
         self._workers.clear()  # whoever outlived its cancellation has a message that went back to the group
         if not (self.terms.broadcast or self.terms.exclusive_ms):  # else there is nobody to share with
             Sharing(subscription, self._prefetch)
+        self._precedence.joined(subscription, self._priority)
         self._adapted(subscription)
 
     def _adapted(self, subscription: Subscription) -> None:
@@ -108,6 +113,7 @@ class Listener(Membership):
 
     async def _leaving(self, subscription: Subscription, deadline: float) -> None:
         subscription.stop()
+        self._precedence.left(subscription)
         self._solitude.cancel_waiting()
         if self._workers:
             _, late = await asyncio.wait(self._workers, timeout=deadline - asyncio.get_running_loop().time())
@@ -134,7 +140,7 @@ class Listener(Membership):
                 thread.close()
 
     async def _serve(self, subscription: Subscription, handle: Way) -> None:
-        solitude, is_batch = self._solitude, self._batch is not None
+        solitude, precedence, is_batch = self._solitude, self._precedence, self._batch is not None
         auto_ack, handled, clock = self._auto_ack, 0, asyncio.get_running_loop().time
         task = cast(asyncio.Task[None], asyncio.current_task())
         while not subscription.is_closing:
@@ -143,6 +149,9 @@ class Listener(Membership):
             if len(self._workers) > self._concurrency:
                 self._workers.remove(task)  # before the next one counts
                 return
+            if self._priority < precedence.highest and precedence.is_behind(self._priority):
+                await subscription.wait(for_others=True)
+                continue
             taken = self._take(subscription)
             if not taken:
                 await subscription.wait()

@@ -48,6 +48,8 @@ class Subscription:
         """How many came so far, taken or not."""
         self.on_waiting: Callable[[], None] | None = None
         """Called when messages come while none wait."""
+        self.on_empty: Callable[[], None] | None = None
+        """Called when none waits any more."""
         self._watch, self._deferring, self._on_leased, self._on_failed = watch, deferring, on_leased, on_failed
         self._sessions: dict[tuple[str, str], GroupSession] = {}
         self._parcels: deque[Parcel] = deque()
@@ -107,6 +109,7 @@ class Subscription:
         self._parcels = deque(parcel for parcel in self._parcels if not parcel.messages[0].is_dropped)
         for parcel in dropped:
             parcel.session.taken(parcel)
+        self._removed()
 
     def settled(self) -> None:
         """Something went on: whoever waits for a decision to be kept looks again."""
@@ -181,10 +184,19 @@ class Subscription:
         if end == len(parcel.messages):
             self._parcels.popleft()
             parcel.session.taken(parcel)
+            self._removed()
 
-    async def wait(self) -> None:
-        """Wait until there may be something to take, or the subscription ends."""
-        if self._parcels or self.is_closing:
+    def _removed(self) -> None:
+        if not self._parcels and self.on_empty is not None:
+            self.on_empty()
+
+    async def wait(self, *, for_others: bool = False) -> None:
+        """Wait until there may be something to take, or the subscription ends.
+
+        Args:
+            for_others: what is here is not to be taken yet; whoever knows when, calls `wake_all`.
+        """
+        if (self._parcels and not for_others) or self.is_closing:
             return
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._takers.append(future)
@@ -253,6 +265,7 @@ class Subscription:
         self._parcels = parcels
         for session in kept:
             session.gave_back()
+        self._removed()
 
     def _wake(self, count: int) -> None:
         while self._takers and count:

@@ -118,6 +118,7 @@ CONSUMER = {
     "prefetch_messages": Cause.PREFETCH,
     "prefetch_bytes": Cause.PREFETCH,
     "unacked_max": Cause.PREFETCH,
+    "priority": Cause.PREFETCH,
     "retry_delay": Cause.LATER,
     "retries_max": "the message becomes a dead letter",
 }

@@ -439,9 +439,15 @@ def nobody_can_say_whether_a_batch_is_stored() -> Seen:
 # Consumers, on the broker in memory: what its master says of their group.
 
 
-def listening(until: Callable[[BrokerInMemory], bool], *, fails: bool = False, **words) -> None:
+def listening(
+    until: Callable[[BrokerInMemory], bool], *, fails: bool = False, is_behind: bool = False, **words
+) -> None:
     """Let a consumer have ten messages whose handlers do not end, or fail, until the broker says so, and still says so
-    when one more message is there."""
+    when one more message is there.
+
+    Args:
+        is_behind: before that, messages of a higher priority wait for a handler that does not end.
+    """
 
     async def test() -> None:
         async with BrokerInMemory() as broker, qmq.Producer(metaserver=broker.metaserver, app="test") as producer:
@@ -449,13 +455,21 @@ def listening(until: Callable[[BrokerInMemory], bool], *, fails: bool = False, *
                 await producer.send(qmq.Message("s", {"n": number}))
             consumer, ends = qmq.Consumer(metaserver=broker.metaserver, app="test", drain_s=0.1), asyncio.Event()
 
-            @consumer.listen("s", group="g", start="earliest", **words)
             async def handle(message: object) -> None:
                 if fails:
                     raise ValueError("no")
                 await ends.wait()
 
-            running = asyncio.create_task(consumer.run())
+            if is_behind:
+                consumer.listen("urgent", group="g", start="earliest", priority=1)(handle)
+                for number in range(3):
+                    await producer.send(qmq.Message("urgent", {"n": number}))
+                running = asyncio.create_task(consumer.run())
+                [urgent] = consumer.listeners.values()
+                await until_async(lambda: urgent._subscription and urgent._subscription.waiting_messages == 2)
+            consumer.listen("s", group="g", start="earliest", **words)(handle)
+            if not is_behind:
+                running = asyncio.create_task(consumer.run())
             await until_async(lambda: until(broker))
             await producer.send(qmq.Message("s", {"n": 10}))
             assert fails or until(broker), "what stops it was there in passing only"
@@ -513,6 +527,12 @@ def no_room_for_bytes() -> Seen:
 @drives("consumer", "unacked_max")
 def no_room_for_more_without_ack() -> Seen:
     return seen_of_consumers(Cause.PREFETCH, 2, unacked_max=2)
+
+
+@drives("consumer", "priority")
+def a_higher_class_goes_first() -> Seen:
+    """The four that are asked for ahead wait here; without that class the handler has one more."""
+    return seen_of_consumers(Cause.PREFETCH, 4, is_behind=True)
 
 
 @drives("consumer", "retry_delay")

@@ -1,0 +1,155 @@
+"""Shell. Messages of a listener with a higher priority go first, and hold up nothing once they are gone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+import qmq
+from qmq.errors import InvalidRequest
+from tests.support.waiting import until_async
+from tests.unit.client.consuming import consumer_of, fill, listening
+from tests.unit.client.fakes import FakeBroker, FakeMetaserver, cluster
+from tests.unit.client.test_producer import run
+from tests.unit.client.test_sharing import given_back
+
+SUBJECTS = {"a": 0, "b": 1, "c": 9}
+"""With the priorities of their listeners."""
+
+
+class Calls:
+    """A consumer with a listener for each subject; each call ends when a test says so."""
+
+    def __init__(self, metaserver: FakeMetaserver, **options: object) -> None:
+        self.client = consumer_of(metaserver)
+        self.began: list[str] = []
+        self._open: dict[str, list[asyncio.Future[None]]] = {subject: [] for subject in SUBJECTS}
+        for subject, priority in SUBJECTS.items():
+            self.client.listen(subject, group="g", start="earliest", priority=priority, **options)(self._handle)
+
+    async def _handle(self, message: qmq.ReceivedMessage) -> None:
+        self.began.append(f"{message.subject}{message['n']}")
+        self._open[message.subject].append(asyncio.get_running_loop().create_future())
+        await self._open[message.subject][-1]
+
+    def end(self, subject: str) -> None:
+        """End the call of this subject that began first."""
+        self._open[subject].pop(0).set_result(None)
+
+    async def until(self, *began: str) -> None:
+        await until_async(lambda: len(self.began) >= len(began))
+        for _ in range(20):  # whatever else begins does so within a few turns
+            await asyncio.sleep(0)
+        assert self.began == list(began)
+
+    async def waiting(self, subject: str, count: int) -> None:
+        await until_async(lambda: self.subscription(subject).waiting_messages == count)
+
+    def listener(self, subject: str) -> qmq.Listener:
+        return self.client.listeners[subject, "g"]
+
+    def subscription(self, subject: str):
+        subscription = self.listener(subject)._subscription
+        assert subscription is not None
+        return subscription
+
+
+def in_cluster(test: Callable[[FakeBroker, Calls], Awaitable[None]], **options: object) -> None:
+    async def body() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            broker.begins = True
+            calls = Calls(metaserver, **options)
+            async with listening(calls.client):
+                try:
+                    await test(broker, calls)
+                finally:
+                    for subject, calls_open in calls._open.items():
+                        while calls_open:
+                            calls.end(subject)
+
+    run(body())
+
+
+def test_a_higher_class_is_emptied_before_another_call_of_a_lower_one_begins():
+    async def test(broker: FakeBroker, calls: Calls) -> None:
+        fill(broker, range(3), "a")
+        await calls.until("a0")
+        fill(broker, range(3), "b")
+        await calls.waiting("b", 2)
+        await calls.until("a0", "b0")
+        fill(broker, range(1), "c")
+        await calls.until("a0", "b0", "c0")  # each class has a call of its own
+        calls.end("a")
+        await calls.until("a0", "b0", "c0")
+        calls.end("b")
+        await calls.until("a0", "b0", "c0", "b1")
+        calls.end("b")
+        await calls.until("a0", "b0", "c0", "b1", "b2", "a1")  # the last of them has begun, so others may
+
+    in_cluster(test)
+
+
+def test_what_a_higher_class_holds_up_begins_when_its_listener_leaves():
+    async def test(broker: FakeBroker, calls: Calls) -> None:
+        fill(broker, range(2), "b")
+        await calls.until("b0")
+        fill(broker, range(2), "a")
+        await calls.waiting("a", 2)
+        await calls.until("b0")
+        calls.listener("b").stop()
+        await calls.until("b0", "a0")
+        assert given_back(broker)
+
+    in_cluster(test)
+
+
+def test_what_a_higher_class_holds_up_begins_when_its_messages_are_gone_with_their_connection():
+    async def test(broker: FakeBroker, calls: Calls) -> None:
+        fill(broker, range(3), "b")
+        await calls.until("b0")
+        fill(broker, range(1), "a")
+        await calls.waiting("a", 1)
+        await calls.until("b0")
+        for parcel in calls.subscription("b")._parcels:
+            parcel.messages[0]._piece.is_dropped = True
+        calls.subscription("b").drop()
+        await calls.until("b0", "a0")
+
+    in_cluster(test)
+
+
+def test_a_listener_that_lets_others_go_first_ends_at_once_and_gives_back():
+    async def test(broker: FakeBroker, calls: Calls) -> None:
+        fill(broker, range(2), "b")
+        await calls.until("b0")
+        fill(broker, range(2), "a")
+        await calls.waiting("a", 2)
+        subscription = calls.subscription("a")
+        calls.listener("a").stop()
+        await until_async(lambda: calls.listener("a")._subscription is None)
+        assert subscription.is_closing and sum(entry.end - entry.begin for entry in given_back(broker)) >= 2
+        assert calls.began == ["b0"]
+
+    in_cluster(test)
+
+
+def test_listeners_of_one_priority_hold_up_nobody():
+    async def test(broker: FakeBroker, calls: Calls) -> None:
+        calls.client.listen("d", group="g", start="earliest", priority=1)(calls._handle)
+        calls._open["d"] = []
+        fill(broker, range(2), "b")
+        await calls.until("b0")
+        fill(broker, range(1), "d")
+        await calls.until("b0", "d0")
+
+    in_cluster(test)
+
+
+@pytest.mark.parametrize("priority", [-1, 10, 1.5, True, "1", None])
+def test_a_priority_is_one_of_few(priority):
+    consumer = qmq.Consumer(metaserver="http://127.0.0.1:1", app="test", token="t")
+    with pytest.raises(InvalidRequest, match="priority is a whole number, 0 to 9"):
+        consumer.listen("a", group="g", priority=priority)
+    assert not consumer.listeners
