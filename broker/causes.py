@@ -23,7 +23,9 @@ REQUEUED_RANGES_MAX = 250_000
 LOOKED_AT_ONCE = 200
 """Groups in one tick, well below a millisecond: 100,000 are looked at every 50 s."""
 NAMED_MAX = 1_000
-"""Groups whose causes are kept for the metric and Doctor."""
+"""Groups whose causes are kept for the metric, the log and Doctor."""
+LASTS_MS = 60_000
+"""A cause that is no alarm is logged when it has lasted for so long: most of them come and go."""
 
 
 class Cause(StrEnum):
@@ -184,30 +186,51 @@ class Causes:
         self._round: Iterator[tuple[str, str]] = iter(())
         self.found: dict[tuple[str, str], list[Cause]] = {}
         """Of up to NAMED_MAX groups, and as many more that have an alarm."""
+        self._to_log: dict[tuple[str, str], dict[Cause, int]] = {}
+        """Of these groups, causes that are not logged yet, and when they will be (monotonic ms)."""
 
     def of(self, key: tuple[str, str]) -> list[Cause]:
         facts = self._facts(key)
         return causes(facts) if facts is not None else []
 
-    def look(self, groups: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    def forget(self, key: tuple[str, str]) -> None:
+        """A group is gone."""
+        self.found.pop(key, None)
+        self._to_log.pop(key, None)
+
+    def look(self, groups: Iterable[tuple[str, str]], now_ms: int) -> list[tuple[str, str]]:
         """Look at the next ones, and return which; `groups` are all of them, of which a round is made when the last one
-        has ended."""
+        has ended. `now_ms` never jumps."""
         keys = list(islice(self._round, LOOKED_AT_ONCE))
         if not keys:
             self._round = iter(list(groups))
             keys = list(islice(self._round, LOOKED_AT_ONCE))
         for key in keys:
-            self._look(key)
+            self._look(key, now_ms)
         return keys
 
-    def _look(self, key: tuple[str, str]) -> None:
-        found, known = self.of(key), self.found.pop(key, [])
-        alarms = [cause for cause in found if CAUSES[cause].is_alarm]
-        if not found or len(self.found) >= (2 if alarms else 1) * NAMED_MAX:
+    def _look(self, key: tuple[str, str], now_ms: int) -> None:
+        found, known, waiting = self.of(key), self.found.pop(key, []), self._to_log.pop(key, {})
+        has_alarm = any(CAUSES[cause].is_alarm for cause in found)
+        if not found or len(self.found) >= (2 if has_alarm else 1) * NAMED_MAX:
             return
         self.found[key] = found
-        for cause in alarms:
-            if cause not in known:
-                log.warning(
-                    "group is stopped cause=%s subject=%s consumer_group=%s: %s", cause, *key, CAUSES[cause].text
-                )
+        waiting = {cause: at_ms for cause, at_ms in waiting.items() if cause in found}
+        waiting |= {cause: now_ms + _logged_after_ms(cause) for cause in found if cause not in known}
+        for cause in [cause for cause, at_ms in waiting.items() if at_ms <= now_ms]:
+            del waiting[cause]
+            _log(cause, key)
+        if waiting:
+            self._to_log[key] = waiting
+
+
+def _logged_after_ms(cause: Cause) -> int:
+    return 0 if CAUSES[cause].is_alarm else LASTS_MS
+
+
+def _log(cause: Cause, key: tuple[str, str]) -> None:
+    text = CAUSES[cause].text
+    if CAUSES[cause].is_alarm:
+        log.warning("group is stopped cause=%s subject=%s consumer_group=%s: %s", cause, *key, text)
+    else:
+        log.info("group waits cause=%s subject=%s consumer_group=%s: %s", cause, *key, text)

@@ -291,7 +291,7 @@ class Delivery:
             self.pruning.changing(key[:2], is_known=bool(entries))
             if not entries:  # nobody looks at the group again
                 self.backlogs.forget(key[:2])
-                self.causes.found.pop(key[:2], None)
+                self.causes.forget(key[:2])
                 self.consumption.skipped.pop(key[:2], None)
         if kind != FrameKind.PULL and key[0] in self._mastership.log.state.ordered:
             self.wake(key[0])
@@ -434,7 +434,7 @@ class Delivery:
             if now_ms - self._forgot_ms >= FORGET_EVERY_MS and self.pruning.clock_is_right():
                 self._forgot_ms = now_ms
                 self._forget_broadcasts()
-        looked_at = self.causes.look(self._mastership.log.state.groups)
+        looked_at = self.causes.look(self._mastership.log.state.groups, now_ms)
         try:
             self.backlogs.look(looked_at)
         except CorruptFrame as problem:

@@ -28,7 +28,7 @@ GROUP_CAUSES = {
     "offline": "its consumers are switched off: OnOffline --state=online ends that",
     "rate": "an operator limits how many messages a second it gets: LimitGroup --perSecond=0 ends that",
     "unacked": "a consumer has as many un-acked messages as it may: look at its handlers, or restart it",
-    "postponed": "more messages wait for a later time than may: let fewer be postponed, or for a shorter time",
+    "postponed": "let fewer be postponed; more may wait at a delay group, if its consumers have the right redrive:",
 }
 """What stops a consumer group that somebody should look at, and what to do; the names are those of broker.causes."""
 _GROUP_CAUSE = re.compile(r"^qmq_broker_group_cause\{(.*)\} 1(?:\.0)?$", re.MULTILINE)
@@ -238,14 +238,15 @@ def read_version(text: str) -> str:
 
 
 def judge_causes(who: str, text: str) -> Iterator[Finding]:
-    """Say which consumer groups something stops, one finding a cause, from a broker's metrics."""
-    stopped: dict[str, list[str]] = {}
+    """Say which consumer groups something stops or slows, one finding a cause, from a broker's metrics."""
+    slowed: dict[str, list[str]] = {}
     for labels in map(dict, map(_LABEL.findall, _GROUP_CAUSE.findall(text))):
-        if labels["cause"] in GROUP_CAUSES:
-            stopped.setdefault(labels["cause"], []).append(f"{labels['consumer_group']} of {labels['subject']}")
-    for cause, groups in stopped.items():
-        found = f"{who} delivers less to {_first(groups)}: {cause}"
-        yield warn("consumer groups", found, GROUP_CAUSES[cause])
+        slowed.setdefault(labels["cause"], []).append(f"{labels['consumer_group']} of {labels['subject']}")
+    for cause, groups in slowed.items():
+        if cause in GROUP_CAUSES:
+            yield warn("consumer groups", f"{who} delivers less to {_first(groups)}: {cause}", GROUP_CAUSES[cause])
+        else:
+            yield ok("consumer groups", f"{who} has messages that wait for {_first(groups)}: {cause}")
 
 
 def judge_limits(who: str, text: str) -> Iterator[Finding]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
 from qmq.broker import causes
@@ -154,7 +156,7 @@ def test_what_holds_alone_is_named_alone(cause, changed):
 def test_causes_of_so_many_groups_are_kept_and_of_as_many_more_that_have_an_alarm(monkeypatch, changed, kept):
     monkeypatch.setattr(causes, "NAMED_MAX", 2)
     looked = causes.Causes(lambda key: facts(**changed))
-    looked.look([("s", str(number)) for number in range(6)])
+    looked.look([("s", str(number)) for number in range(6)], 0)
     assert len(looked.found) == kept
 
 
@@ -182,10 +184,19 @@ def test_who_is_switched_off_or_asks_for_nothing_does_not_read_and_is_no_hindran
 def test_groups_are_looked_at_in_turn_each_once_in_a_round(monkeypatch):
     monkeypatch.setattr(causes, "LOOKED_AT_ONCE", 2)
     looked, groups = causes.Causes(lambda key: None), [("s", name) for name in "abcde"]
-    rounds = [looked.look(groups) for _ in range(4)]
+    rounds = [looked.look(groups, 0) for _ in range(4)]
     assert rounds == [groups[:2], groups[2:4], groups[4:], groups[:2]]
-    assert [looked.look(["another"]), looked.look(["another"])] == [groups[2:4], groups[4:]], "of a round that began"
-    assert looked.look([]) == [] and looked.look(groups[:1]) == groups[:1]
+    assert [looked.look(["another"], 0), looked.look(["another"], 0)] == [groups[2:4], groups[4:]], (
+        "of a round that began"
+    )
+    assert looked.look([], 0) == [] and looked.look(groups[:1], 0) == groups[:1]
+
+
+def test_a_group_that_is_gone_waits_for_nothing():
+    looked = causes.Causes(lambda key: facts(has_slave=False))
+    looked.look([KEY, ("s", "another")], 0)
+    looked.forget(KEY)
+    assert list(looked.found) == list(looked._to_log) == [("s", "another")]
 
 
 def test_an_alarm_is_logged_when_it_begins_and_when_it_begins_again(caplog):
@@ -194,11 +205,33 @@ def test_an_alarm_is_logged_when_it_begins_and_when_it_begins_again(caplog):
     counts = []
     for changed in ({}, {"has_slave": False}, {"is_slowed": False}, {"has_slave": True}, {"is_slowed": True}):
         now |= changed
-        looked.look([KEY])
-        looked.look([])
+        looked.look([KEY], 0)
+        looked.look([], 0)
         counts.append(len(caplog.records))
         assert looked.found.get(KEY, []) == looked.of(KEY)
     assert counts == [1, 1, 1, 1, 2]
+
+
+def test_what_is_no_alarm_is_logged_once_when_it_has_lasted(caplog):
+    caplog.set_level(logging.INFO)
+    now: dict[str, object] = {"has_slave": False}
+    looked = causes.Causes(lambda key: facts(**now))
+
+    def said(at_ms: int, **changed: object) -> list[str]:
+        now.update(changed)
+        caplog.clear()
+        looked.look([KEY], at_ms)
+        looked.look([], at_ms)
+        return [record.getMessage().partition(":")[0] for record in caplog.records]
+
+    line = "group waits cause=no_slave subject=s consumer_group=g"
+    assert said(1_000) == said(1_000 + causes.LASTS_MS - 1) == []
+    assert said(1_000 + causes.LASTS_MS) == [line]
+    assert said(9_000_000) == said(9_000_001, has_slave=True) == said(9_000_002, has_slave=False) == []
+    assert said(9_000_001 + causes.LASTS_MS) == [], "it began anew"
+    assert said(9_000_002 + causes.LASTS_MS) == [line]
+    assert said(9_500_000, is_slowed=True) == ["group is stopped cause=rate subject=s consumer_group=g"]
+    assert not looked._to_log
 
 
 def test_every_cause_is_in_the_table_and_doctor_has_what_to_do_about_each_alarm():

@@ -99,9 +99,10 @@ def test_groups_that_something_stops_are_named_by_cause():
     labels = 'broker_group="g1",cause="{}",consumer_group="{}",subject="s"'
     given = [("offline", "a"), ("offline", "b"), ("prefetch", "c"), ("unacked", "d")]
     text = "".join(f"qmq_broker_group_cause{{{labels.format(*one)}}} 1.0\n" for one in given)
-    offline, unacked = judge_causes("a:1", text)
+    offline, waits, unacked = judge_causes("a:1", text)
     assert offline.found == "a:1 delivers less to a of s, b of s: offline" and "OnOffline" in offline.do
     assert unacked.found == "a:1 delivers less to d of s: unacked"
+    assert (waits.level, waits.found) == (Level.OK, "a:1 has messages that wait for c of s: prefetch")
 
 
 def test_limits_that_clients_reached_lately_are_named():
