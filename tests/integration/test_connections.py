@@ -16,6 +16,7 @@ import qmq.blocking
 from qmq.errors import ErrorCode
 from qmq.remoting import commands
 from qmq.remoting.commands import Command
+from qmq.server.control import CONNECTIONS_MAX as CONTROL_CONNECTIONS
 from qmq.server.cores import READ_NICE, SLICE_NS
 from qmq.tools.doctor.finding import judge_broker, judge_limits
 from tests.integration.cluster_world import (
@@ -69,6 +70,29 @@ def test_connections_that_say_nothing_keep_out_nobody_who_has_a_token(cluster):
 
 
 @needs_slices
+@pytest.mark.parametrize("port", ["serve_port", "sync_port"])
+def test_who_does_not_say_who_it_is_is_closed_soon(cluster, port):
+    with socket.create_connection(("127.0.0.1", getattr(cluster.broker("g1", "slave"), port)), timeout=60) as stranger:
+        assert stranger.recv(1) == b""
+
+
+def test_a_control_port_has_room_for_so_many_connections(cluster):
+    """Above that it closes who comes, at once; those that it took hear the begin of HTTP/2."""
+    port = cluster.broker("g1", "slave").control_port
+    with ExitStack() as stack:
+        accepted = [one for one in silent(stack, port, CONTROL_CONNECTIONS + 50) if _hears(one)]
+    assert CONTROL_CONNECTIONS - 50 <= len(accepted) < CONTROL_CONNECTIONS + 50
+    until(lambda: are_equal(cluster), "it answers again")
+
+
+def _hears(stranger):
+    stranger.settimeout(60)
+    try:
+        return bool(stranger.recv(9))
+    except ConnectionError:
+        return False
+
+
 def test_a_brokers_loop_gets_a_core_before_its_threads_that_read(cluster):
     loop = cluster.service(cluster.broker("g1", "master").hostname).pid
     send_all(cluster, "s", 1)
