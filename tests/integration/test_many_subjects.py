@@ -29,8 +29,8 @@ many would ask for all of them anew."""
 BOUND = {"watch_subjects_max": SUBJECTS, "password_keys": [KEY]}
 
 
-def names(prefix: str) -> list[str]:
-    return [f"{prefix}.s{number:05d}" for number in range(SUBJECTS)]
+def names(prefix: str, subjects: int = SUBJECTS) -> list[str]:
+    return [f"{prefix}.s{number:05d}" for number in range(subjects)]
 
 
 def test_one_subject_too_many_harms_no_other_at_a_producer_a_delay_group_or_a_watchdog(tmp_path):
@@ -61,6 +61,25 @@ def test_one_subject_too_many_harms_no_other_at_a_producer_a_delay_group_or_a_wa
     assert Counter(subject for subject, _ in stored) == dict.fromkeys(
         [*names("now"), *names("later"), *names("rows")], len(SWAPS)
     )
+
+
+def test_a_producer_of_five_times_as_many_sends_to_each_of_them_over_swaps(tmp_path):
+    """100,000 are as many as a client may use by default."""
+    subjects = names("now", 5 * SUBJECTS)
+    bound = {"watch_subjects_max": len(subjects)}
+    with cluster_world.running(tmp_path / "cluster", groups=("g1", "g2"), metaserver=bound) as cluster:
+        cluster.wait_writable("g1", "g2")
+        with _producer(cluster) as producer:
+            for number in range(2):
+                began = time.monotonic()
+                receipts = producer.send_many(qmq.Message(name, {"n": number}) for name in subjects)
+                assert receipts.all_stored, [one for one in receipts if not one.is_stored][:3]
+                print(f"round {number}: sent in {time.monotonic() - began:.1f} s")
+                for group in ("g1", "g2") if number == 0 else ():
+                    cluster.swap_roles(group)
+        data = [data_of(cluster, cluster.broker(group, "master")) for group in ("g1", "g2")]
+    stored = Counter(subject for one in data for subject, _, _ in read_copy(one).messages)
+    assert stored == dict.fromkeys(subjects, 2)
 
 
 def _producer(cluster):

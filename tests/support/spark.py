@@ -15,6 +15,7 @@ from qmq.audit.spark import start_spark
 
 QUICK = {
     "spark.sql.codegen.wholeStage": "false",
+    "spark.sql.adaptive.enabled": "false",
     "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1",
     "spark.executor.extraJavaOptions": "-XX:TieredStopAtLevel=1",
 }
@@ -37,7 +38,7 @@ def run_job(command: Sequence[str], folder: Path, environment: Mapping[str, str]
 def local_spark(name: str) -> Iterator[SparkSession]:
     """Run Spark on two threads of this machine, without plans that are made again while they run: with them, and with
     compiled ones, three audits took 110 s of processor time instead of 30."""
-    more = {"spark.sql.shuffle.partitions": "1", "spark.sql.adaptive.enabled": "false"}
+    more = {"spark.sql.shuffle.partitions": "1"}
     session = start_spark("local[2]", name, **{key.replace(".", "__"): value for key, value in (QUICK | more).items()})
     try:
         yield session
