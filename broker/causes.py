@@ -205,32 +205,39 @@ class Causes:
         if not keys:
             self._round = iter(list(groups))
             keys = list(islice(self._round, LOOKED_AT_ONCE))
+        lasting: dict[Cause, list[tuple[str, str]]] = {}
         for key in keys:
-            self._look(key, now_ms)
+            for cause in self._look(key, now_ms):
+                lasting.setdefault(cause, []).append(key)
+        for cause, waiting in lasting.items():
+            _log(cause, waiting)
         return keys
 
-    def _look(self, key: tuple[str, str], now_ms: int) -> None:
-        found, known, waiting = self.of(key), self.found.pop(key, []), self._to_log.pop(key, {})
+    def _look(self, key: tuple[str, str], now_ms: int) -> list[Cause]:
+        """Return what is to be logged of a group now."""
+        found, known, to_log = self.of(key), self.found.pop(key, []), self._to_log.pop(key, {})
         has_alarm = any(CAUSES[cause].is_alarm for cause in found)
         if not found or len(self.found) >= (2 if has_alarm else 1) * NAMED_MAX:
-            return
+            return []
         self.found[key] = found
-        waiting = {cause: at_ms for cause, at_ms in waiting.items() if cause in found}
-        waiting |= {cause: now_ms + _logged_after_ms(cause) for cause in found if cause not in known}
-        for cause in [cause for cause, at_ms in waiting.items() if at_ms <= now_ms]:
-            del waiting[cause]
-            _log(cause, key)
-        if waiting:
-            self._to_log[key] = waiting
+        to_log = {cause: at_ms for cause, at_ms in to_log.items() if cause in found}
+        to_log |= {cause: now_ms + _logged_after_ms(cause) for cause in found if cause not in known}
+        now = [cause for cause, at_ms in to_log.items() if at_ms <= now_ms]
+        if len(to_log) > len(now):
+            self._to_log[key] = {cause: at_ms for cause, at_ms in to_log.items() if at_ms > now_ms}
+        return now
 
 
 def _logged_after_ms(cause: Cause) -> int:
     return 0 if CAUSES[cause].is_alarm else LASTS_MS
 
 
-def _log(cause: Cause, key: tuple[str, str]) -> None:
+def _log(cause: Cause, keys: list[tuple[str, str]]) -> None:
+    """An alarm is a line for each group. The rest may be true of all of them at once, as a slave that is missing."""
     text = CAUSES[cause].text
     if CAUSES[cause].is_alarm:
-        log.warning("group is stopped cause=%s subject=%s consumer_group=%s: %s", cause, *key, text)
+        for key in keys:
+            log.warning("group is stopped cause=%s subject=%s consumer_group=%s: %s", cause, *key, text)
     else:
-        log.info("group waits cause=%s subject=%s consumer_group=%s: %s", cause, *key, text)
+        first = ", ".join(f"{group} of {subject}" for subject, group in keys[:3])
+        log.info("groups wait cause=%s groups=%d first=%s: %s", cause, len(keys), first, text)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from qmq.errors import NotServed, OperatorError, OutcomeUnknown, QmqError
 from qmq.metaserver import failover, roles
 from qmq.metaserver.db.errors import StaleTerm
-from qmq.metaserver.model import ALL_SUBJECTS, AuditRow, Broker, BrokerKey, Group, ReplicaState
+from qmq.metaserver.model import ALL_SUBJECTS, DELAY, AuditRow, Broker, BrokerKey, Group, ReplicaState
 from qmq.metaserver.registry import Registry
 from qmq.metaserver.rpc.broker_client import Brokers
 from qmq.metaserver.settings import MetaserverSettings
@@ -138,9 +138,9 @@ class Swaps:
             raise OperatorError(f"{to} is no slave of {group.name}; its slaves are {slaves}")
         said = {slave.key: self._registry.state(slave) for slave in named}
 
-        def fitness(slave: Broker) -> tuple[bool, int]:
+        def fitness(slave: Broker) -> tuple[bool, bool, int]:
             state = said[slave.key]
-            return roles.has_clock_for(group, state), state.log_end if state else -1
+            return state is not None, roles.has_clock_for(group, state), state.log_end if state else -1
 
         return max(named, key=fitness)
 
@@ -148,6 +148,8 @@ class Swaps:
         group = exchange.group
         assert group.master  # `ready` saw to it
         try:
+            if group.kind == DELAY:  # which another metaserver may hear, and none stores
+                roles.check_clock(group, exchange.slave, await self._brokers.replica_status(exchange.slave))
             at_end = await self._brokers.prepare_swap(
                 group.master,
                 term=group.term,

@@ -127,7 +127,8 @@ async def _asked_first(desk: Desk, group: Group | None, plan: Callable[[], Await
 
 
 async def _plan_swap(desk: Desk, words: Words) -> Plan:
-    """What SwapRoles would do. Whether the slave catches up in time shows only when it is tried."""
+    """What SwapRoles would do. Whether the slave catches up in time shows only when it is tried, and, if it beats at
+    another metaserver, whether its clock is right."""
     try:
         group, slave = desk.swaps.ready(words["brokerGroup"], words["to"])
     except OperatorError as refusal:

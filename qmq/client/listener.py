@@ -150,7 +150,7 @@ class Listener(Membership):
                 self._workers.remove(task)  # before the next one counts
                 return
             if self._priority < precedence.highest and precedence.is_behind(self._priority):
-                await subscription.wait(for_others=True)
+                await subscription.wait_for_others()
                 continue
             taken = self._take(subscription)
             if not taken:

@@ -96,7 +96,7 @@ class Membership:
         self._subscription = subscription = connections.subscribe(self.terms, self._changed.set)
         try:
             self._joined(subscription)
-            while self._is_wanted and subscription.error is None:
+            while self._is_wanted and not subscription.is_closing:  # if it was stopped for a moment, it begins anew
                 await self._changed.wait()
                 self._changed.clear()
                 self._adapted(subscription)

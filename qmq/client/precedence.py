@@ -24,22 +24,21 @@ class Precedence:
         self._priorities[subscription] = priority
         self.highest = max(self._priorities.values())
         if priority:  # else nobody waits for it
-            subscription.on_empty = self._wake
+            subscription.on_empty = self._go_on
 
     def left(self, subscription: Subscription) -> None:
+        """It was stopped before, so nobody waits for it any more."""
         self._priorities.pop(subscription, None)
         self.highest = max(self._priorities.values(), default=0)
-        self._wake()
 
     def is_behind(self, priority: int) -> bool:
         """Whether messages of a higher priority wait."""
         return any(
-            other > priority and subscription.next_message() is not None
+            other > priority and not subscription.is_closing and subscription.next_message() is not None
             for subscription, other in self._priorities.items()
         )
 
-    def _wake(self) -> None:
-        """Have all look again; whoever has no message, or is still behind, goes on waiting."""
-        for subscription, priority in self._priorities.items():
-            if priority < self.highest:
-                subscription.wake_all()
+    def _go_on(self) -> None:
+        """Have all look again that let others go first."""
+        for subscription in self._priorities:
+            subscription.go_on()

@@ -49,11 +49,13 @@ class Subscription:
         self.on_waiting: Callable[[], None] | None = None
         """Called when messages come while none wait."""
         self.on_empty: Callable[[], None] | None = None
-        """Called when none waits any more."""
+        """Called when none waits any more, and when none will be taken any more."""
         self._watch, self._deferring, self._on_leased, self._on_failed = watch, deferring, on_leased, on_failed
         self._sessions: dict[tuple[str, str], GroupSession] = {}
         self._parcels: deque[Parcel] = deque()
         self._takers: deque[asyncio.Future[None]] = deque()
+        self._behind: set[asyncio.Future[None]] = set()
+        """Takers that let others go first, whatever is here."""
         self._settlers: list[asyncio.Future[None]] = []
 
     # Called by the connections.
@@ -190,13 +192,9 @@ class Subscription:
         if not self._parcels and self.on_empty is not None:
             self.on_empty()
 
-    async def wait(self, *, for_others: bool = False) -> None:
-        """Wait until there may be something to take, or the subscription ends.
-
-        Args:
-            for_others: what is here is not to be taken yet; whoever knows when, calls `wake_all`.
-        """
-        if (self._parcels and not for_others) or self.is_closing:
+    async def wait(self) -> None:
+        """Wait until there may be something to take, or the subscription ends."""
+        if self._parcels or self.is_closing:
             return
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._takers.append(future)
@@ -208,6 +206,23 @@ class Subscription:
             elif future in self._takers:  # else one for each look would stay, until a message comes
                 self._takers.remove(future)
             raise
+
+    async def wait_for_others(self) -> None:
+        """Wait, whatever is here, until `go_on` or `wake_all` is called, or the subscription ends."""
+        if self.is_closing:
+            return
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._behind.add(future)
+        try:
+            await future
+        finally:
+            self._behind.discard(future)
+
+    def go_on(self) -> None:
+        """Others went first, if there were any."""
+        for future in self._behind:
+            if not future.done():
+                future.set_result(None)
 
     async def confirmed(self, messages: list[ReceivedMessage]) -> list[ReceivedMessage]:
         """Ack messages; return those whose ack the broker keeps, once it does. The others come again, or nobody knows.
@@ -234,6 +249,7 @@ class Subscription:
     def wake_all(self) -> None:
         """Whoever waits for messages looks again, also at whether it should."""
         self._wake(len(self._takers))
+        self.go_on()
 
     # What waits.
 
@@ -283,7 +299,9 @@ class Subscription:
             session.stop_pulling()
         if self.error is None:
             self._parcels = deque(parcel for parcel in self._parcels if not parcel.session.give_back(parcel))
-        self._wake(len(self._takers))
+        self.wake_all()
+        if self.on_empty is not None:
+            self.on_empty()
 
     @property
     def taken_open(self) -> int:

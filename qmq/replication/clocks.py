@@ -14,6 +14,10 @@ READING_MS_MAX = 9_000
 """The other copy says it every second, a metaserver every four; one answer may be late."""
 
 
+OFF_S_MAX = 1 << 30
+"""What is told of a clock that is wrong by more than 34 years."""
+
+
 class _Reading(NamedTuple):
     wall_ms: int
     monotonic_ms: int
@@ -41,12 +45,13 @@ class Clocks:
     def off_s(self, ahead_ms: dict[str, int]) -> int:
         """Return by how many whole seconds our clock is ahead of all that were heard, behind them if negative.
 
-        It is the difference to the nearest one. 0: that agrees, or there is no other witness than the metaserver, or
-        than copies.
+        It is the difference to the nearest one. 0: that agrees, some are ahead and some behind, or there is no other
+        witness than the metaserver, or than copies.
         """
-        if METASERVER not in ahead_ms or len(ahead_ms) < 2:
+        ahead = ahead_ms.values()
+        if METASERVER not in ahead_ms or len(ahead) < 2 or min(ahead) < 0 < max(ahead):
             return 0
-        return int(min(ahead_ms.values(), key=abs) / 1000)
+        return max(-OFF_S_MAX, min(int(min(ahead, key=abs) / 1000), OFF_S_MAX))
 
     def disagreement(self, ahead_ms: dict[str, int]) -> str:
         """Say which clocks differ by more than they may; empty: none."""

@@ -69,7 +69,6 @@ def test_connections_that_say_nothing_keep_out_nobody_who_has_a_token(cluster):
     until(lambda: are_equal(cluster), "equal copies")
 
 
-@needs_slices
 @pytest.mark.parametrize("port", ["serve_port", "sync_port"])
 def test_who_does_not_say_who_it_is_is_closed_soon(cluster, port):
     with socket.create_connection(("127.0.0.1", getattr(cluster.broker("g1", "slave"), port)), timeout=60) as stranger:
@@ -93,6 +92,7 @@ def _hears(stranger):
         return False
 
 
+@needs_slices
 def test_a_brokers_loop_gets_a_core_before_its_threads_that_read(cluster):
     loop = cluster.service(cluster.broker("g1", "master").hostname).pid
     send_all(cluster, "s", 1)

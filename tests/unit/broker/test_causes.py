@@ -224,7 +224,7 @@ def test_what_is_no_alarm_is_logged_once_when_it_has_lasted(caplog):
         looked.look([], at_ms)
         return [record.getMessage().partition(":")[0] for record in caplog.records]
 
-    line = "group waits cause=no_slave subject=s consumer_group=g"
+    line = "groups wait cause=no_slave groups=1 first=g of s"
     assert said(1_000) == said(1_000 + causes.LASTS_MS - 1) == []
     assert said(1_000 + causes.LASTS_MS) == [line]
     assert said(9_000_000) == said(9_000_001, has_slave=True) == said(9_000_002, has_slave=False) == []
@@ -232,6 +232,17 @@ def test_what_is_no_alarm_is_logged_once_when_it_has_lasted(caplog):
     assert said(9_000_002 + causes.LASTS_MS) == [line]
     assert said(9_500_000, is_slowed=True) == ["group is stopped cause=rate subject=s consumer_group=g"]
     assert not looked._to_log
+
+
+def test_what_all_groups_wait_for_is_one_line(caplog):
+    caplog.set_level(logging.INFO)
+    looked = causes.Causes(lambda key: facts(has_slave=False))
+    groups = [("s", f"g{number}") for number in range(5)]
+    for at_ms in (0, causes.LASTS_MS):
+        looked.look(groups, at_ms)
+        looked.look([], at_ms)
+    [record] = caplog.records
+    assert "cause=no_slave groups=5 first=g0 of s, g1 of s, g2 of s: " in record.getMessage()
 
 
 def test_every_cause_is_in_the_table_and_doctor_has_what_to_do_about_each_alarm():

@@ -731,6 +731,33 @@ def test_a_listener_that_comes_back_before_a_cancelled_handler_has_ended_has_its
     run(test())
 
 
+@pytest.mark.parametrize("how", ["stop", "offline"])
+def test_who_is_stopped_for_no_more_than_a_moment_takes_part_again(how):
+    """Within one turn of the loop: its subscription was over, and nobody made another."""
+
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, [broker]):
+            consumer, handled = consumer_of(metaserver), []
+
+            @consumer.listen("a", group="g", start="earliest")
+            async def handle(message: qmq.ReceivedMessage) -> None:
+                handled.append(int(message["n"]))
+
+            fill(broker, range(3))
+            async with listening(consumer):
+                await until_async(lambda: len(handled) == 3)
+                if how == "stop":
+                    consumer.listeners["a", "g"].stop()
+                    consumer.listeners["a", "g"].resume()
+                else:
+                    consumer.offline()
+                    consumer.online()
+                fill(broker, range(3, 6))
+                await until_async(lambda: handled == [*range(6)])
+
+    run(test())
+
+
 def test_a_consumer_that_is_not_online_waits_until_it_is():
     async def test() -> None:
         async with cluster("g1") as (metaserver, [broker]):

@@ -22,12 +22,13 @@ SUBJECTS = {"a": 0, "b": 1, "c": 9}
 class Calls:
     """A consumer with a listener for each subject; each call ends when a test says so."""
 
-    def __init__(self, metaserver: FakeMetaserver, **options: object) -> None:
+    def __init__(self, metaserver: FakeMetaserver, subjects: str) -> None:
         self.client = consumer_of(metaserver)
         self.began: list[str] = []
         self._open: dict[str, list[asyncio.Future[None]]] = {subject: [] for subject in SUBJECTS}
-        for subject, priority in SUBJECTS.items():
-            self.client.listen(subject, group="g", start="earliest", priority=priority, **options)(self._handle)
+        for subject in subjects:
+            priority = SUBJECTS[subject]
+            self.client.listen(subject, group="g", start="earliest", priority=priority)(self._handle)
 
     async def _handle(self, message: qmq.ReceivedMessage) -> None:
         self.began.append(f"{message.subject}{message['n']}")
@@ -56,11 +57,11 @@ class Calls:
         return subscription
 
 
-def in_cluster(test: Callable[[FakeBroker, Calls], Awaitable[None]], **options: object) -> None:
+def in_cluster(test: Callable[[FakeBroker, Calls], Awaitable[None]], subjects: str = "ab") -> None:
     async def body() -> None:
         async with cluster("g1") as (metaserver, [broker]):
             broker.begins = True
-            calls = Calls(metaserver, **options)
+            calls = Calls(metaserver, subjects)
             async with listening(calls.client):
                 try:
                     await test(broker, calls)
@@ -88,7 +89,7 @@ def test_a_higher_class_is_emptied_before_another_call_of_a_lower_one_begins():
         calls.end("b")
         await calls.until("a0", "b0", "c0", "b1", "b2", "a1")  # the last of them has begun, so others may
 
-    in_cluster(test)
+    in_cluster(test, "abc")
 
 
 def test_what_a_higher_class_holds_up_begins_when_its_listener_leaves():
@@ -101,6 +102,35 @@ def test_what_a_higher_class_holds_up_begins_when_its_listener_leaves():
         calls.listener("b").stop()
         await calls.until("b0", "a0")
         assert given_back(broker)
+
+    in_cluster(test)
+
+
+def test_when_the_highest_class_leaves_the_next_one_goes_first():
+    async def test(broker: FakeBroker, calls: Calls) -> None:
+        fill(broker, range(2), "c")
+        await calls.until("c0")
+        for subject in "ba":
+            fill(broker, range(2), subject)
+            await calls.waiting(subject, 2)
+        await calls.until("c0")
+        calls.listener("c").stop()
+        await calls.until("c0", "b0")
+        calls.end("b")
+        await calls.until("c0", "b0", "b1", "a0")
+
+    in_cluster(test, "abc")
+
+
+def test_who_waits_for_messages_is_not_disturbed_when_a_higher_class_is_empty():
+    """It has nothing to do, and there may be thousands of workers."""
+
+    async def test(broker: FakeBroker, calls: Calls) -> None:
+        await until_async(lambda: calls.listener("a")._subscription is not None and calls.subscription("a")._takers)
+        before = list(calls.subscription("a")._takers)
+        fill(broker, range(1), "b")
+        await calls.until("b0")
+        assert list(calls.subscription("a")._takers) == before
 
     in_cluster(test)
 

@@ -257,6 +257,20 @@ async def test_nobody_is_made_delay_master_while_its_clock_is_wrong(world):
 
 
 @in_world
+async def test_a_clock_that_another_metaserver_hears_of_is_asked_for(world):
+    for role, name in ((5, "d1-a"), (6, "d1-b")):
+        await world.done("AddBroker", **place("d1", role, name))
+        await world.start(name, complete=role == 6)
+    for name in ("d1-a", "d1-b"):
+        world.beat(name)
+    key = BrokerKey("d1-b", 20881)
+    world.brokers.states[key] = replace(world.brokers.states[key], clock_off_s=3600)
+    text = await world.refused("SwapRoles", brokerGroup="d1")
+    assert "the clock of d1-b:20881 is 3,600 s ahead of" in text and "are as before" in text
+    assert world.registry.directory.groups["d1"].master.hostname == "d1-a"
+
+
+@in_world
 async def test_messages_that_are_due_at_once_need_no_clock(world):
     await world.running_copies("g1")
     world.beat("g1-b", clock_off_s=3600)

@@ -32,6 +32,8 @@ def test_clocks_that_differ_by_more_than_they_may_are_named():
         ({"metaserver": 5_200, "master": 9_000}, 5),
         ({"metaserver": -3_600_000, "master": -2_400}, -2),
         ({"metaserver": 5_200, "master": 999}, 0),
+        ({"metaserver": 5_200, "master": -3_000}, 0),  # it is the middle one
+        ({"metaserver": -(1 << 50), "master": -(1 << 50)}, -(1 << 30)),
         ({"metaserver": 5_200, "slave b": 3_000, "slave c": -20}, 0),
         ({"metaserver": 5_200}, 0),
         ({"slave b": 3_000, "slave c": 3_000}, 0),
