@@ -138,9 +138,11 @@ class FakeBroker:
         if self._server is not None:
             self._server.close()
             self._server = None
-        for connection in list(self.connections):
-            if connection._transport is not None:
-                connection._transport.abort()
+        for _ in range(100):  # one that was just accepted has no transport yet
+            self.cut()
+            if not self.connections:
+                break
+            await asyncio.sleep(0)
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
