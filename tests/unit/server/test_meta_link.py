@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import aclosing
 from functools import partial
 from types import SimpleNamespace
 
@@ -189,10 +190,11 @@ def seconds_of_beats(monkeypatch, *, told, until_s, changes_at_s=()):
         monkeypatch.setattr(
             meta_link, "state_message", lambda *_: pb.BrokerState(log_end=sum(s <= loop.time() for s in changes_at_s))
         )
-        async for _ in link._beats():
-            beats.append(loop.time())
-            if loop.time() >= until_s:
-                return
+        async with aclosing(link._beats()) as told_beats:
+            async for _ in told_beats:
+                beats.append(loop.time())
+                if loop.time() >= until_s:
+                    return
 
     try:
         loop.run_until_complete(test())
