@@ -73,6 +73,15 @@ def in_cluster(test: Callable[[FakeBroker, Calls], Awaitable[None]], subjects: s
     run(body())
 
 
+async def one_class_waits_for_another(broker: FakeBroker, calls: Calls) -> None:
+    """A call of the higher one runs, a message waits behind it, and two of the lower one behind that."""
+    fill(broker, range(2), "b")
+    await calls.until("b0")
+    fill(broker, range(2), "a")
+    await calls.waiting("a", 2)
+    await calls.until("b0")
+
+
 def test_a_higher_class_is_emptied_before_another_call_of_a_lower_one_begins():
     async def test(broker: FakeBroker, calls: Calls) -> None:
         fill(broker, range(3), "a")
@@ -94,11 +103,7 @@ def test_a_higher_class_is_emptied_before_another_call_of_a_lower_one_begins():
 
 def test_what_a_higher_class_holds_up_begins_when_its_listener_leaves():
     async def test(broker: FakeBroker, calls: Calls) -> None:
-        fill(broker, range(2), "b")
-        await calls.until("b0")
-        fill(broker, range(2), "a")
-        await calls.waiting("a", 2)
-        await calls.until("b0")
+        await one_class_waits_for_another(broker, calls)
         calls.listener("b").stop()
         await calls.until("b0", "a0")
         assert given_back(broker)
@@ -137,11 +142,7 @@ def test_who_waits_for_messages_is_not_disturbed_when_a_higher_class_is_empty():
 
 def test_what_a_higher_class_holds_up_begins_when_its_messages_are_gone_with_their_connection():
     async def test(broker: FakeBroker, calls: Calls) -> None:
-        fill(broker, range(3), "b")
-        await calls.until("b0")
-        fill(broker, range(1), "a")
-        await calls.waiting("a", 1)
-        await calls.until("b0")
+        await one_class_waits_for_another(broker, calls)
         for parcel in calls.subscription("b")._parcels:
             parcel.messages[0]._piece.is_dropped = True
         calls.subscription("b").drop()
@@ -152,10 +153,7 @@ def test_what_a_higher_class_holds_up_begins_when_its_messages_are_gone_with_the
 
 def test_a_listener_that_lets_others_go_first_ends_at_once_and_gives_back():
     async def test(broker: FakeBroker, calls: Calls) -> None:
-        fill(broker, range(2), "b")
-        await calls.until("b0")
-        fill(broker, range(2), "a")
-        await calls.waiting("a", 2)
+        await one_class_waits_for_another(broker, calls)
         subscription = calls.subscription("a")
         calls.listener("a").stop()
         await until_async(lambda: calls.listener("a")._subscription is None)
