@@ -655,17 +655,16 @@ class Node(Generic[M]):
         return self.log.oldest_may_go and not self.is_pinned([*readers, keeper.used_from(self.log)])
 
     def is_pinned(self, readers: Iterable[int]) -> bool:
-        """Return whether the oldest segment is still needed as such: by the other copy, by who reads from one of the
-        offsets `readers`, or by ourselves.
+        """Return whether the other copy, a reader at one of the offsets `readers`, or this log still needs the oldest segment.
 
-        Above the high watermark the other copy may have another history, or nothing: both need what is here to tell.
-        And the next segment may not be on disk yet: its files are made by the commit that begins it.
+        The next segment may not be on disk yet: the commit that begins it makes its files. The high watermark needs no
+        look: `MessageLog.oldest_may_go` compares it with the retention frame's end, and segments that may go end before that.
         """
         message_log = self.log
         if len(message_log.bases) < 2 or message_log.damage is not None:
             return True
         end = message_log.bases[1]
-        needed = [*readers, message_log.state.high_watermark, message_log.flushed_end - 1]
+        needed = [*readers, message_log.flushed_end - 1]
         if self.role is not None and self.role.shipped_end is not None:
             needed.append(self.role.shipped_end)
         return end > min(needed)

@@ -16,6 +16,7 @@ from qmq.log.frame import Frame
 from qmq.log.group import Consumer
 from qmq.log.requeued import Requeued
 from qmq.log.requeued_ranges import RequeuedRange
+from qmq.log.retention import Kept
 from qmq.metaserver import failover
 from qmq.metaserver.failover import CONDITIONS, SLAVE_CONDITIONS, Refusal
 from qmq.remoting import commands
@@ -479,6 +480,11 @@ def _deletions_have_no_chain() -> list[Patch]:
     return [mock.patch.object(MessageLog, "take_commit", take_commit)]
 
 
+def _deletes_before_the_decision_is_acknowledged() -> list[Patch]:
+    """A copy deletes segments as soon as the retention frame is in its log, below the high watermark or not."""
+    return [mock.patch.object(Kept, "agreed_start", lambda self, high_watermark: self.start)]
+
+
 def _point_has_the_chain_of_who_is_ahead() -> list[Patch]:
     """The acknowledged point ends with one copy, and has the chain of the other."""
     real = AckGate._release
@@ -588,6 +594,7 @@ BUGS = [
     Bug("matched by each confirmation", _matched_by_each_confirmation),
     Bug("the largest matched end counts", _largest_matched_end_counts, kinds={"copies": 3, "min_copies": 3}),
     Bug("deletions have no chain", _deletions_have_no_chain, first=20),
+    Bug("deletes before the decision is acknowledged", _deletes_before_the_decision_is_acknowledged),
     Bug("the point has the chain of who is ahead", _point_has_the_chain_of_who_is_ahead),
     Bug("promises are forgotten", _promises_are_forgotten, first=74, kinds={"copies": 3}),
     Bug("one promise too few", _one_promise_too_few, first=20, kinds={"copies": 3}, favoured="cut_off_master"),

@@ -212,6 +212,21 @@ async def test_a_slave_that_lost_its_disk_during_the_swap_does_not_become_the_ma
 
 
 @in_world
+async def test_swap_refuses_logs_that_differ(world):
+    await world.running_copies("g1")
+    status = world.brokers.replica_status
+    for times, difference in enumerate(({"chain": 78}, {"log_end": 4000}), start=1):
+
+        async def differs(broker, difference=difference):
+            state = await status(broker)
+            return replace(state, **difference) if broker.hostname == "g1-b" else state
+
+        world.brokers.replica_status = differs
+        assert "the logs differ" in await world.refused("SwapRoles", brokerGroup="g1")
+        assert parts(world) == ("g1-a", "g1-b") and world.brokers.cancelled == ["g1-a"] * times
+
+
+@in_world
 async def test_a_swap_is_off_once_the_master_takes_messages_again(world):
     """It holds still from the order on: what its slave takes to catch up counts, too."""
     await world.running_copies("g1")

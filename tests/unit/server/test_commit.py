@@ -11,8 +11,8 @@ from qmq.server.service import Service
 from tests.unit.log.logs import Copy
 
 
-class Ended(Exception):
-    """The process ends."""
+class Ended(BaseException):
+    """The process ended with this status; nothing in it may catch that."""
 
 
 class World:
@@ -22,17 +22,23 @@ class World:
         self.copy, self.flushed_ends, self.commits, self.sync_seconds, self.sync_us = copy, [], 0, 0.0, 0.0
         self.node = SimpleNamespace(log=copy.log, committed=self._committed)
         self.guarded, self._run_guarded = partial(Service.guarded, self), partial(Service._run_guarded, self)
+        self.fail = partial(Service.fail, self)
         self._perform = partial(Service._perform, self)
         self._loop = SimpleNamespace(call_soon_threadsafe=lambda call, *args: call(*args))
-
-    def fail(self, error: Exception) -> None:
-        raise Ended from error
 
     def _stir(self) -> None: ...
 
     def _committed(self, commit) -> None:
         self.copy.disk.crash()
         self.flushed_ends.append(self.copy.reopen().end)
+
+
+@pytest.fixture(autouse=True)
+def status_of_exit(monkeypatch):
+    def exit(status: int) -> None:
+        raise Ended(status)
+
+    monkeypatch.setattr("qmq.server.service.os._exit", exit)
 
 
 @pytest.fixture(params=[Service._commit_inline, Service._commit_on_thread])
@@ -56,6 +62,6 @@ def test_a_commit_counts_when_it_survives_a_power_cut(way):
 def test_a_commit_that_cannot_be_written_ends_the_process_and_never_counts(way):
     world, commit = waiting()
     world.copy.disk.fail_after(1)
-    with pytest.raises(Ended):
+    with pytest.raises(Ended, match="70"):
         way(world, commit)
     assert world.flushed_ends == []
