@@ -6,7 +6,7 @@ SHELL := /bin/bash
 VENV ?= .venv
 STAMP := $(VENV)/.installed
 PY := $(VENV)/bin/python
-QUICK := $(addprefix tests/unit/,log replication broker delayserver) tests/golden tests/transcripts tests/property \
+QUICK := $(addprefix tests/unit/,log replication server broker delayserver metaserver) tests/golden tests/transcripts tests/property \
     tests/unit/test_architecture.py tests/unit/test_papers.py tests/unit/test_words.py tests/unit/test_states.py
 
 help: ## this list
@@ -31,7 +31,7 @@ test: $(STAMP) ## all tests, JOBS (default 4) files at a time; ARGS="-k name" fo
 	@deploy/test_packages.sh
 	@$(PY) -m tests -n $(or $(JOBS),4) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-quick: $(STAMP) ## cores, properties, formats and stories, with fewer random cases than `make test`: about a minute
+quick: $(STAMP) ## cores, properties, formats and stories, with fewer random cases than `make test`: a minute and a half
 	@QUICK=1 $(PY) -m pytest -q -n 2 --dist loadfile -m "not slow" $(QUICK) $(ARGS)
 
 lint: $(STAMP) ## ruff: rules and format

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from qmq.errors import NotServed
 
 TERM_S = 10.0
 """A process that was asked to end and has not ended after this long is killed."""
+SUSPEND_S = 60.0
+STOPPED = frozenset("TtZX")
 ROOT = Path(qmq.__file__).parents[1]
 
 
@@ -129,6 +132,29 @@ def stop_all(services: list[Service]) -> None:
     deadline = time.monotonic() + TERM_S
     for service in services:
         service.stop(deadline)
+
+
+def suspend(pid: int) -> None:
+    """Stop a process with SIGSTOP, and wait until none of its threads runs; one that ended counts as stopped.
+
+    `kill` returns before: on a busy machine the other threads go on, answer and confirm until one takes the signal.
+    """
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + SUSPEND_S
+    while not _thread_states(pid) <= STOPPED:
+        if time.monotonic() > deadline:
+            raise NotServed(f"process {pid} does not stop")
+        time.sleep(0.005)
+
+
+def _thread_states(pid: int) -> set[str]:
+    """Return the states of all threads, as /proc/…/stat holds them behind the name, which may contain anything."""
+    states = set()
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # that thread ended
+            states.add(stat.read_text().rpartition(") ")[2][:1])
+    return states
 
 
 def is_ours(pid: int, run_dir: Path) -> bool:

@@ -1,6 +1,7 @@
 """Core. Reads a history beside both copies of each group's log and names whatever breaks a promise.
 
-lost-copy            an acknowledged message is missing from a copy, or stands elsewhere than its receipt says
+lost-copy            an acknowledged message is missing from a copy, stands elsewhere than its receipt says, or was
+                     acknowledged while the slave was stopped and could store nothing
 copies-differ        the two copies of a group are not equal, frame by frame and by the chain at the end
 sequence             sequences of a subject in a log are not dense
 duplicate            a message is in the logs more than once
@@ -46,7 +47,7 @@ class Logs:
 
 def check(history: History, logs: Logs) -> list[Finding]:
     """Return all findings, at most a few of each rule; none: every promise was kept."""
-    rules = (_copies, _sequences, _stored, _order, _readonly, _consumed, _repeated, _drained)
+    rules = (_alone, _copies, _sequences, _stored, _order, _readonly, _consumed, _repeated, _drained)
     found: dict[str, list[Finding]] = defaultdict(list)
     for rule in rules:
         for finding in rule(history, logs):
@@ -57,6 +58,11 @@ def check(history: History, logs: Logs) -> list[Finding]:
         if len(findings) > SHOWN_MAX:
             shown.append(Finding(name, f"and {len(findings) - SHOWN_MAX} more"))
     return shown
+
+
+def _alone(history: History, logs: Logs) -> Iterator[Finding]:
+    for message, stop in history.acknowledged_alone():
+        yield Finding("lost-copy", f"{message} was acknowledged while the slave was stopped: {stop}")
 
 
 def _copies(history: History, logs: Logs) -> Iterator[Finding]:

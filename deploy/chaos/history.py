@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -60,6 +60,19 @@ class History:
     faults: list[Fault] = field(default_factory=list)
     marked: list[Fault] = field(default_factory=list)
     """Times in which a group was marked readonly: from when the mark should be everywhere to its removal."""
+    slave_stopped: list[Fault] = field(default_factory=list)
+    """Times in which a group's only slave ran no instruction, hence stored nothing."""
+
+    def acknowledged_alone(self) -> Iterator[tuple[Sent, Fault]]:
+        """Yield messages that were sent and acknowledged while the slave of their group was stopped."""
+        for stop in self.slave_stopped:
+            for message in self.sent:
+                if (
+                    message.outcome == STORED
+                    and message.group == stop.group
+                    and stop.begin < message.begun < message.done < stop.end
+                ):
+                    yield message, stop
 
     def read_consumer(self, lines: Iterable[str]) -> None:
         """Add what a consumer process wrote down; its last line may be torn by a kill."""

@@ -14,7 +14,6 @@ import shutil
 import signal
 import sys
 import threading
-import time
 import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
@@ -111,7 +110,7 @@ def _run(options: argparse.Namespace, only: list[str], settings: Mapping[str, An
     while True:
         folder, round_s = options.dir / f"seed-{seed}", min(ROUND_S, left_s)
         folder.mkdir()
-        strike = partial(_strike_for, round_s, random.Random(seed), only)
+        strike = partial(_strike, round_s, random.Random(seed), only)
         outcome = asyncio.run(attempt(folder, seed=seed, strike=strike, settings=settings, say=_say))
         _report(folder, outcome, seed)
         if outcome.findings:
@@ -133,13 +132,8 @@ def _make_anew(folder: Path) -> None:
     (folder / MARK).touch()
 
 
-def _strike_for(seconds: float, rng: random.Random, only: list[str], nemesis: Nemesis, stop: threading.Event) -> None:
-    """Strike once, and again until the time is over."""
-    ends_at = time.monotonic() + seconds
-    while True:
-        nemesis.strike(rng.choice(only))
-        if time.monotonic() >= ends_at:
-            return
+def _strike(seconds: float, rng: random.Random, only: list[str], nemesis: Nemesis, stop: threading.Event) -> None:
+    nemesis.strike_within(seconds, rng, only)
 
 
 def _report(folder: Path, outcome: Outcome, seed: int) -> None:

@@ -15,6 +15,7 @@ from qmq.deploy.control import answers
 
 WELL_S = 180.0
 CALM_S = 1.0
+STOP_SLAVE = "stop slave"
 STRIKES: dict[str, Strike] = processes.STRIKES | operators.STRIKES | disks.STRIKES | network.STRIKES | clocks.STRIKES
 
 
@@ -38,10 +39,26 @@ class Nemesis:
             if not stop.is_set():
                 self.strike(name)
 
-    def strike(self, name: str) -> None:
-        """One fault, on a random group; returns when the cluster is well again."""
-        target = self.target
-        cluster, group, begun = target.cluster, target.rng.choice(self._groups), time.monotonic()
+    def strike_within(self, seconds: float, rng: random.Random, only: list[str]) -> None:
+        """Strike until the time is over or a message was acknowledged by one copy, at least once.
+
+        The slave of each group is stopped first, if that may be chosen: an acknowledgement without a second copy shows
+        within seconds there, and perhaps never elsewhere.
+        """
+        ends_at = time.monotonic() + seconds
+        first = [(STOP_SLAVE, group) for group in self._groups if STOP_SLAVE in only]
+        while True:
+            self.strike(*first.pop()) if first else self.strike(rng.choice(only))
+            alone = next(self.target.history.acknowledged_alone(), None)
+            if alone:
+                self._say(f"lost-copy: {alone[0]} was acknowledged while the slave was stopped; no more faults")
+            if alone or time.monotonic() >= ends_at:
+                return
+
+    def strike(self, name: str, group: str = "") -> None:
+        """Inject one fault in a broker group, by default a random one; return when the cluster is well again."""
+        target, begun = self.target, time.monotonic()
+        cluster, group = target.cluster, group or target.rng.choice(self._groups)
         STRIKES[name].hit(target, group)
         faulted = time.monotonic()
         cluster.wait(self._all_run, "a broker is down", WELL_S)  # its master says "writable" until it misses it

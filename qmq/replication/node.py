@@ -655,10 +655,10 @@ class Node(Generic[M]):
         return self.log.oldest_may_go and not self.is_pinned([*readers, keeper.used_from(self.log)])
 
     def is_pinned(self, readers: Iterable[int]) -> bool:
-        """Return whether the other copy, a reader at one of the offsets `readers`, or this log still needs the oldest segment.
+        """Return whether the oldest segment is still needed: by the other copy, a reader at `readers`, or this log.
 
         The next segment may not be on disk yet: the commit that begins it makes its files. The high watermark needs no
-        look: `MessageLog.oldest_may_go` compares it with the retention frame's end, and segments that may go end before that.
+        look: `MessageLog.oldest_may_go` compares it with the end of the retention frame, behind all that may go.
         """
         message_log = self.log
         if len(message_log.bases) < 2 or message_log.damage is not None:

@@ -113,6 +113,15 @@ def test_a_delivery_after_the_ack_was_answered_is_named(history, again):
     assert findings(history) == set(), "it came before"
 
 
+@pytest.mark.parametrize(
+    ("begin", "end", "group", "is_named"),
+    [(1.5, 3.0, "g1", 1), (1.5, 3.0, "g2", 0), (2.0, 3.0, "g1", 0), (1.5, 2.1, "g1", 0)],
+)
+def test_acknowledgement_while_the_slave_is_stopped_is_a_lost_copy(history, begin, end, group, is_named):
+    history.slave_stopped.append(Fault("stop slave", group, begin, end))
+    assert findings(history) == ({"lost-copy"} if is_named else set())
+
+
 def test_an_acknowledgement_while_marked_readonly_is_named(history):
     history.marked.append(Fault("mark", "g1", 1.5, 3.0))
     assert findings(history) == {"readonly-leak"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import subprocess
 import sys
 
@@ -20,8 +21,7 @@ from tests.support.ports import run_of_ports
 
 RUN_S = 300
 NETWORK = "cut the copies apart,cut the copies in one direction,cut clients off,slow link,lose packets"
-BIT = 3
-"""Runs in which a broken promise shows."""
+MINUTE_S = 60.0
 
 
 def qmq(*arguments):
@@ -143,8 +143,8 @@ def test_settings_that_brokers_refuse_are_named(tmp_path):
     assert run.returncode == 2 and "lease_ms" in run.stderr
 
 
-def test_what_was_acknowledged_early_is_found_missing(tmp_path):
-    """The check bites: a master that does not wait for its slave, whose disk is lost."""
+def test_acknowledgement_by_one_copy_is_named_within_a_minute(tmp_path):
+    """A broker that acknowledges before its slave has the message: the first fault of a run shows it."""
 
     def strike(nemesis, stop):
         cluster = nemesis.target.cluster
@@ -152,8 +152,8 @@ def test_what_was_acknowledged_early_is_found_missing(tmp_path):
         end(cluster, *names)
         begin_as(cluster, "tests.chaos.broker_that_acknowledges_early", *names)
         cluster.wait_writable()
-        for _ in range(BIT):
-            nemesis.strike("lose the master's disk")
+        nemesis.strike_within(MINUTE_S, random.Random(1), [*STRIKES])
+        assert len(nemesis.target.history.slave_stopped) == 1
 
     outcome = asyncio.run(attempt(tmp_path, seed=1, strike=strike, http_port=run_of_ports()))
-    assert "lost-copy" in {finding.rule for finding in outcome.findings}, outcome.summary()
+    assert outcome.findings[0].rule == "lost-copy", outcome.summary()

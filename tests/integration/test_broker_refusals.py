@@ -15,7 +15,7 @@ import pytest
 
 from qmq.deploy.control import manage
 from qmq.deploy.plan import HOST, write_settings
-from qmq.deploy.processes import ROOT
+from qmq.deploy.processes import ROOT, suspend
 from qmq.errors import ErrorCode, OperatorError
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import BrokerStub, MetaserverStub
@@ -39,7 +39,6 @@ from tests.integration.cluster_world import (
     until,
 )
 from tests.support.ports import free_ports
-from tests.support.standstill import stand_still
 
 PORTS = ["serve_port", "sync_port", "control_port", "metrics_port"]
 SETTINGS = {"packet_bytes_max": 128 * 1024, "message_bytes_max": 64 * 1024}
@@ -273,7 +272,7 @@ def test_management_asks_for_the_token(cluster, unchanged, action, token):
 def test_confirmation_of_a_stranger_releases_no_producer(cluster, master):
     """W15: in QMQ any client that sends an offset to the sync port makes producers be told "stored"."""
     slave = cluster.broker("g1", "slave")
-    stand_still(cluster.service(slave.hostname).pid)
+    suspend(cluster.service(slave.hostname).pid)
     try:
         with Wire(master.serve_port, token=cluster.token) as wire, Wire(master.sync_port, token=cluster.token) as liar:
             wire.request(Command.PRODUCE, produce_body("unconfirmed", {"a": 1}))

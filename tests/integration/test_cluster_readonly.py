@@ -15,6 +15,7 @@ import pytest
 import qmq
 from qmq.deploy.copies import read_copy
 from qmq.deploy.plan import HOST
+from qmq.deploy.processes import suspend
 from qmq.errors import ErrorCode, OperatorError
 from qmq.log.frame import FLAG_NO_SLAVE_IN_SYNC, FrameKind
 from qmq.remoting import commands
@@ -42,7 +43,6 @@ from tests.integration.cluster_world import (
     until,
 )
 from tests.support.promises import Tries
-from tests.support.standstill import stand_still
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +158,7 @@ def test_what_only_the_master_has_is_neither_acknowledged_nor_handed_out(cluster
     send_all(cluster, subject, 3)
     with Wire(master.serve_port, token=cluster.token) as sender, Wire(master.serve_port, token=cluster.token) as wire:
         subscription = subscribe(wire, subject)
-        stand_still(cluster.service(slave.hostname).pid)
+        suspend(cluster.service(slave.hostname).pid)
         sender.request(Command.PRODUCE, produce_body(subject, {"n": 1}))
         until(lambda: state(cluster, master).log_end > state(cluster, master).matched_end, "it is written")
         end(cluster, slave.hostname)
@@ -174,7 +174,7 @@ def test_slave_that_stands_still_makes_the_group_readonly_until_it_goes_on(clust
     """W11, W21: lag is noticed by time, and does not freeze with the slave."""
     master, slave = (cluster.broker("g1", role) for role in ("master", "slave"))
     with Wire(master.serve_port, token=cluster.token) as wire:
-        stand_still(cluster.service(slave.hostname).pid)
+        suspend(cluster.service(slave.hostname).pid)
         try:
             wire.request(Command.PRODUCE, produce_body(subject, {"n": 1}))
             until(lambda: reasons(cluster, master) == ["slave_lag"], "readonly for the slave's lag")

@@ -10,6 +10,7 @@ import pytest
 
 from qmq.checked_json import decode_checked, encode_checked
 from qmq.deploy.copies import read_copy
+from qmq.deploy.processes import suspend
 from qmq.errors import OperatorError
 from qmq.log import RealDisk
 from qmq.log.segments import log_name, segment_bases
@@ -27,7 +28,6 @@ from tests.integration.cluster_world import (
     state,
     until,
 )
-from tests.support.standstill import stand_still
 
 BEFORE = 20
 
@@ -233,7 +233,7 @@ def test_slave_that_fell_silent_after_its_disk_was_put_back_is_not_swapped_in_wi
     remembered(cluster)
     end(cluster, slave.hostname)
     put_back_to_the_start(cluster, slave, complete=complete)
-    stand_still(cluster.service(master.hostname).pid)
+    suspend(cluster.service(master.hostname).pid)
     begin(cluster, slave.hostname)
     until(lambda: is_incomplete(cluster, slave), "the row says that the slave is not complete")
     end(cluster, slave.hostname, master.hostname)

@@ -19,7 +19,7 @@ from sqlalchemy import create_engine, make_url, select
 
 from qmq.deploy.control import broker_state, manage
 from qmq.deploy.copies import read_copy
-from qmq.deploy.processes import module_command
+from qmq.deploy.processes import module_command, suspend
 from qmq.errors import QmqError
 from qmq.metaserver.db.tables import broker_sighting
 from qmq.remoting.commands import Command
@@ -29,7 +29,6 @@ from tests.integration.broker_behind_cables import CABLES
 from tests.integration.cluster_world import produce_body
 from tests.integration.installation_world import HOST, TOKEN, Installation, end
 from tests.support.cable import cable_to
-from tests.support.standstill import stand_still
 from tests.support.waiting import until
 
 PAUSE_S = 0.005
@@ -221,7 +220,7 @@ def test_a_metaserver_that_is_paused_with_its_choice_made_comes_too_late(world):
             cable.hold_at = CHOICE
         end(world.brokers[0], signal.SIGKILL)
         paused = until(lambda: next((m for m in world.metaservers if cables[m.name].is_holding.is_set()), None))
-        stand_still(paused.pid)
+        suspend(paused.pid)
         try:
             for name in cables.keys() - {paused.name}:
                 cables[name].hold_at = b""
@@ -244,7 +243,7 @@ def test_while_the_database_is_away_behind_the_promises_nobody_acknowledges(worl
     with asked_all_the_time(world) as producers:
         for cable in world.to_database.values():
             cable.hold_at = CHOICE
-        stand_still(old.pid)
+        suspend(old.pid)
         try:
             until(lambda: any(cable.is_holding.is_set() for cable in world.to_database.values()), "a choice is made")
             promised_s = time.monotonic()

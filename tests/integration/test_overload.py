@@ -12,6 +12,7 @@ from threading import Thread
 import pytest
 
 import qmq
+from qmq.deploy.processes import suspend
 from qmq.errors import ErrorCode
 from qmq.memory import ram_bytes
 from qmq.remoting import commands
@@ -34,7 +35,6 @@ from tests.integration.cluster_world import (
     subscribe,
     until,
 )
-from tests.support.standstill import stand_still
 
 MIB = 1 << 20
 LIMIT_BYTES = 100 * MIB
@@ -71,7 +71,7 @@ def test_producer_that_ignores_its_window_is_read_no_faster_than_it_is_answered(
     send_all(cluster, "s", 1)
     slave = cluster.service(cluster.broker("g1", "slave").hostname)
     with Wire(cluster.broker("g1", "master").serve_port, token=cluster.token) as wire:
-        stand_still(slave.pid)
+        suspend(slave.pid)
         bodies = [produce_body("s", {"x": "x" * 30_000}, {"x": "y" * 30_000}) for _ in range(400)]
         sending = Thread(target=lambda: [wire.request(Command.PRODUCE, body) for body in bodies])
         sending.start()
@@ -89,7 +89,7 @@ def test_producer_beside_others_has_no_more_before_the_disks_than_its_share(clus
         loud, *others = [wires.enter_context(Wire(port, token=cluster.token)) for _ in range(8)]
         for other in others:
             assert other.ask(Command.PRODUCE, produce_body("s", {"x": "x"})).code == 0
-        stand_still(slave.pid)
+        suspend(slave.pid)
         bodies = [produce_body("s", {"x": "x" * 30_000}) for _ in range(200)]
         sending = Thread(target=lambda: [loud.request(Command.PRODUCE, body) for body in bodies])
         sending.start()

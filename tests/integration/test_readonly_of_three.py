@@ -8,6 +8,7 @@ import signal
 import pytest
 
 from qmq.deploy.plan import HOST
+from qmq.deploy.processes import suspend
 from qmq.remoting.commands import Command
 from tests.integration.cluster_world import (
     Wire,
@@ -23,7 +24,6 @@ from tests.integration.cluster_world import (
     state,
 )
 from tests.integration.test_broker_damage import damage
-from tests.support.standstill import stand_still
 from tests.support.waiting import until
 
 COUNT = 60
@@ -84,12 +84,12 @@ def test_the_mark_of_an_operator_outlives_a_change_of_masters_and_is_taken_away(
 
 def test_one_slave_that_stands_still_is_passed_over_and_two_make_the_group_readonly(cluster):
     master, (first, second) = plans_of(cluster)
-    stand_still(cluster.service(first.hostname).pid)
+    suspend(cluster.service(first.hostname).pid)
     send_all(cluster, "lag", 10)
     until(lambda: len(state(cluster, master).in_step) == 1, "the first one is missed")
     with Wire(master.serve_port, token=cluster.token) as wire:
         assert wire.ask(Command.PRODUCE, produce_body("lag", {"n": "1"})).code == 0
-        stand_still(cluster.service(second.hostname).pid)
+        suspend(cluster.service(second.hostname).pid)
         wire.request(Command.PRODUCE, produce_body("lag", {"n": "2"}))
         is_readonly_for(cluster, master, "slave_lag")
         cluster.service(second.hostname).signal(signal.SIGCONT)

@@ -9,10 +9,10 @@ import httpx
 import pytest
 
 from qmq.deploy.control import broker_state, manage
+from qmq.deploy.processes import suspend
 from tests.integration.cluster_world import until
 from tests.integration.installation_world import STEADY_S, TOKEN, Observers, end, installation
 from tests.support.promises import Tries
-from tests.support.standstill import stand_still
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def test_metaserver_that_stands_still_makes_nobody_go_down(world):
     service = world.metaservers[0]
     with Observers(world) as observers:
         until(lambda: observers.sent > 20 and observers.looks > 2, "the observers are at work")
-        stand_still(service.pid)
+        suspend(service.pid)
         try:
             other = world.metaservers[1]
             for _ in range(30):

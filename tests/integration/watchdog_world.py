@@ -16,6 +16,7 @@ from sqlalchemy import make_url, text
 from sqlalchemy.exc import OperationalError
 
 import qmq
+from qmq.deploy.processes import suspend
 from qmq.outbox.row import encode_row
 from qmq.outbox.schema import create_statements
 from qmq.watchdog.db.engine import READING, open_source
@@ -23,7 +24,6 @@ from qmq.watchdog.sources import Source
 from tests.integration import cluster_world
 from tests.integration.cluster_world import until
 from tests.support.ports import free_ports
-from tests.support.standstill import stand_still
 
 KEY = "nBLTTCpvJX7S7PbZ1o0DqLuE4pQ3yJ7rZ0w3cJ3jX1A="
 TABLE = "qmq_msg_queue"
@@ -147,11 +147,11 @@ class WatchdogProcess:
 
     def pause(self, application):
         """Let it stand still, but not while it has locked its database for everybody."""
-        stand_still(self.process.pid)
+        suspend(self.process.pid)
         while application.is_locked():
             self.process.send_signal(signal.SIGCONT)
             time.sleep(0.1)
-            stand_still(self.process.pid)
+            suspend(self.process.pid)
 
     def health(self):
         try:

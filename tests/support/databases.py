@@ -23,10 +23,10 @@ import pytest
 from sqlalchemy import URL, create_engine, make_url, text
 from sqlalchemy.exc import DBAPIError
 
+from qmq.deploy.processes import suspend
 from qmq.metaserver.db.engine import open_database
 from qmq.metaserver.db.tables import metadata
 from tests.support.ports import kept_port
-from tests.support.standstill import stand_still
 
 START_S = 60
 """A server needs a second or two; a busy machine may take long."""
@@ -101,10 +101,10 @@ class DatabaseServer:
         """Let it stand still: its connections stay open, and nothing answers."""
         pids = [self.pid]
         try:
-            stand_still(self.pid)
+            suspend(self.pid)
             pids += _children(self.pid)  # it starts and buries none of them any more
             for pid in pids[1:]:
-                stand_still(pid)
+                suspend(pid)
             yield
         finally:
             for pid in pids:

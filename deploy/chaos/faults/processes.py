@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import signal
+import time
 from functools import partial
 
+from qmq.deploy.chaos.history import Fault
 from qmq.deploy.chaos.target import Strike, Target
 from qmq.deploy.plan import BrokerPlan
-from qmq.deploy.processes import Service
+from qmq.deploy.processes import Service, suspend
 
 
 def _kill_master(target: Target, group: str) -> None:
@@ -59,14 +61,20 @@ def _stop_master(target: Target, group: str) -> None:
 
 
 def _stop_slave(target: Target, group: str) -> None:
-    _stop(target, target.cluster.broker(group, "slave"))
+    _stop(target, target.cluster.broker(group, "slave"), target.history.slave_stopped)
 
 
-def _stop(target: Target, broker: BrokerPlan) -> None:
+def _stop(target: Target, broker: BrokerPlan, stops: list[Fault] | None = None) -> None:
     service = target.cluster.service(broker.hostname)
-    service.signal(signal.SIGSTOP)
+    if (pid := service.pid) is None:
+        return
+    suspend(pid)
+    begin = time.monotonic()
     target.pause(0.5, 5.0)
+    end = time.monotonic()
     service.signal(signal.SIGCONT)
+    if stops is not None:
+        stops.append(Fault("stop slave", broker.group, begin, end))
 
 
 def _has_begun(service: Service, start: int) -> bool:
