@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import os
 import signal
 import threading
@@ -17,6 +16,7 @@ from typing import Self, TypeVar
 
 from qmq.blocking import background as process
 from qmq.blocking.background import Background
+from qmq.client.calling import check_callable
 from qmq.client.connections import MasterChanged
 from qmq.client.consumer import Consumer as AsyncConsumer
 from qmq.client.consumer import Start, TagMode
@@ -104,7 +104,7 @@ class Consumer:
         tags, filters = list(tags), list(filters)
 
         def register(handler: H) -> H:
-            if inspect.iscoroutinefunction(handler):
+            if check_callable("a handler", handler):
                 raise InvalidRequest("a handler here is a plain function; qmq.Consumer takes coroutine functions")
 
             def ask(consumer: AsyncConsumer) -> None:

@@ -15,6 +15,7 @@ from typing import Self, overload
 from qmq.blocking import background as process
 from qmq.blocking.background import Background
 from qmq.client.batching import Done, Receipt, Receipts
+from qmq.client.calling import check_callable
 from qmq.client.delaying import Delay, DelayArguments, DelayOutcome
 from qmq.client.journal import Journal
 from qmq.client.producer import Producer as AsyncProducer
@@ -277,6 +278,8 @@ class _Session:
         background.clients.add(owner)
 
     def put(self, message: Message, on_done: Done | None, later: Delay | None) -> Future[Receipt]:
+        if on_done is not None:
+            check_callable("on_done", on_done)
         sent = _Sent(message, on_done, later)
         with self._lock:
             if len(self._under_way) >= self._messages_max or (
@@ -312,13 +315,13 @@ class _Session:
                 self._done(sent, error)
         self.background.call_soon(self._empty)
 
-    def _done(self, sent: _Sent, outcome: Receipt | Exception) -> None:
-        """On the loop: set the receipt, then forget it; `flush` waits for both."""
+    def _done(self, sent: _Sent, outcome: Receipt | Exception) -> object:
+        """On the loop: set the receipt, then forget it; `flush` waits for both. Return what `on_done` returned."""
         try:
             if isinstance(outcome, Exception):
                 sent.future.set_exception(outcome)
             elif sent.on_done is not None:
-                sent.on_done(outcome)
+                return sent.on_done(outcome)
         except (SystemExit, KeyboardInterrupt) as error:  # it would end the loop, which everybody waits for
             raise RuntimeError(f"on_done raised {error!r}") from error
         finally:
@@ -327,6 +330,7 @@ class _Session:
             with self._lock:
                 self._under_way.discard(sent)
                 self._bytes -= sent.size
+        return None
 
     def flush(self, timeout: float | None) -> None:
         self.background.check_may_wait()
@@ -337,6 +341,7 @@ class _Session:
             raise TimeoutError(f"{len(late)} messages have no outcome after {timeout} s")
         if not self._owner._is_closed:  # else the producer does so while it closes
             self.background.submit(self.producer.outbox.drain()).result(timeout)
+            self.background.submit(self.producer.callbacks_ended()).result(timeout)
 
     def close(self) -> None:
         self.flush(None)

@@ -84,7 +84,8 @@ class Result(NamedTuple):
     refused: dict[int, str]
 
 
-Done = Callable[[Receipt], None]
+Done = Callable[[Receipt], object]
+"""Called with a receipt; what it returns is run to completion (qmq.client.calling)."""
 
 
 class Batch:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import os
 import secrets
 import socket
@@ -11,10 +10,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from types import MappingProxyType
 from typing import Literal, TypeVar
 
 from qmq.access import find_token
+from qmq.client.calling import call_back, check_plain
 from qmq.client.connections import Connections, MasterChanged
 from qmq.client.handling import Filter, Handler, Handling
 from qmq.client.listener import Listener
@@ -70,6 +71,7 @@ class Consumer:
         self._members: dict[tuple[str, str], Membership] = {}
         """Of each (subject, group) that is taken, mailboxes too, whose it is."""
         self._watchers: list[Callable[[MasterChanged], object]] = []
+        self._callbacks: set[asyncio.Task[object]] = set()
         self._connections: Connections | None = None
         self._users = 0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -329,17 +331,12 @@ class Consumer:
         Raises:
             InvalidRequest: a coroutine function, which nobody would await.
         """
-        if inspect.iscoroutinefunction(callback):
-            raise InvalidRequest("the callback is a plain function; it may create a task")
-        self._watchers.append(callback)
+        self._watchers.append(check_plain("the callback", callback))
         return callback
 
     def _master_changed(self, event: MasterChanged) -> None:
         for callback in self._watchers:
-            try:
-                callback(event)
-            except Exception:
-                log.exception("callback failed broker_group=%s term=%d", event.broker_group, event.term)
+            call_back(callback, event, partial(_callback_failed, event), self._callbacks)
 
     def _check_free(self, terms: Terms) -> None:
         """One consumer has one place in a group; a second one would take it away from the first."""
@@ -373,6 +370,10 @@ class Consumer:
         if self._users == 0 and self._connections is not None:
             connections, self._connections = self._connections, None
             await connections.close()
+
+
+def _callback_failed(event: MasterChanged, error: BaseException) -> None:
+    log.error("callback failed broker_group=%s term=%d", event.broker_group, event.term, exc_info=error)
 
 
 def _keys(terms: Terms) -> list[tuple[str, str]]:

@@ -13,6 +13,7 @@ import time
 from datetime import UTC, datetime
 from typing import cast
 
+from qmq.client.calling import finished
 from qmq.client.handling import Given, HandlerThread, Handling, Way
 from qmq.client.membership import Membership
 from qmq.client.precedence import Precedence
@@ -161,7 +162,8 @@ class Listener(Membership):
                 continue
             began_s = clock() if is_batch or handled % MEASURED_EVERY == 0 else None
             try:
-                await handle(taken if is_batch else taken[0])
+                if (result := await handle(taken if is_batch else taken[0])) is not None:
+                    await finished(result)
             except asyncio.CancelledError as error:
                 is_cancelled = task.cancelling() > 0
                 if not (is_cancelled and subscription.is_closing):  # else it is given back: the drain lost its patience
@@ -279,12 +281,11 @@ def _not_begun(taken: list[ReceivedMessage]) -> None:
 def _after_ack(subscription: Subscription, handle: Way, *, is_batch: bool) -> Way:
     """At most once: the handler is called when the broker keeps the ack, and for what nobody has begun."""
 
-    async def handle_once(given: Given) -> None:
+    async def handle_once(given: Given) -> object:
         confirmed = await subscription.confirmed(given if isinstance(given, list) else [given])
         now_ms = time.time_ns() // 1_000_000
         kept = [message for message in confirmed if not (_may_have_begun(message) or message.has_expired(now_ms))]
-        if kept:
-            await handle(kept if is_batch else kept[0])
+        return await handle(kept if is_batch else kept[0]) if kept else None
 
     return handle_once
 

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from qmq.access import find_token
 from qmq.client import recalling, recurring
 from qmq.client.batching import Done, MessageIds, Outcome, Receipt, Receipts, unstored
+from qmq.client.calling import after_commit, call_back, check_callable
 from qmq.client.delaying import Delay, DelayOutcome, delay_of, due_of_call, wanted
 from qmq.client.journal import Journal, JournalWriter
 from qmq.client.many import CHUNK_MESSAGES, ManySend
@@ -87,6 +88,7 @@ class Producer:
         self._outbox: Courier | None = None
         self._journal = JournalWriter(journal, f"{app}-{self.id:016x}") if journal is not None else None
         self._ids = MessageIds(_id_prefix(metaserver))
+        self._callbacks: set[asyncio.Task[object]] = set()
         self._open_senders: Senders | None = None
         self._is_closing = False
 
@@ -119,6 +121,12 @@ class Producer:
         """
         await self.outbox.drain()
         await self._senders.flush()
+        await self.callbacks_ended()
+
+    async def callbacks_ended(self) -> None:
+        """Wait for the coroutines of callbacks, no longer than `timeout_s`."""
+        if others := self._callbacks - {asyncio.current_task()}:
+            await asyncio.wait(others, timeout=self._timeout_ms / 1000)
 
     async def close(self) -> None:
         """Take nothing more, send what waits, wait for its outcome (no longer than `timeout_s`), and disconnect.
@@ -133,6 +141,7 @@ class Producer:
                 await self._outbox.drain()
             while not senders.is_idle:
                 await senders.wait()
+            await self.callbacks_ended()
         finally:
             if self._outbox is not None:
                 self._outbox.stop()
@@ -216,7 +225,7 @@ class Producer:
         later = read_delay(delay, at, key, session)
         if session is not None:
             (receipt,) = await self.outbox.stage([message], session)
-            return asyncio.wrap_future(receipt)
+            return after_commit(asyncio.wrap_future(receipt))
         senders = self._senders
         sender = senders.of(is_delayed=later is not None)
         queue, data, label = self._encode(sender, message, later)
@@ -249,13 +258,15 @@ class Producer:
         """Queue one message; `on_done(receipt)` is called on the event loop when its outcome is known.
 
         Args:
+            on_done: a plain function or a coroutine function, for whose end `flush` and `close` wait.
             delay, at, key: see `send`.
 
         Raises:
             QueueFull: nothing was queued; send it again later.
-            InvalidName, InvalidRequest: it can never be sent as it is.
+            InvalidName, InvalidRequest: it can never be sent as it is; a call of `on_done` would not run its body.
             ClientClosed: the producer is not open.
         """
+        check_callable("on_done", on_done)
         later = read_delay(delay, at, key)
         senders = self._senders
         sender = senders.of(is_delayed=later is not None)
@@ -264,12 +275,12 @@ class Producer:
             raise self._backlog.full()
         loop, flight = asyncio.get_running_loop(), senders.board()
 
+        def failed(error: BaseException) -> None:  # it concerns this message alone, not the sender
+            loop.call_exception_handler({"message": "on_done of send_nowait failed", "exception": error})
+
         def done(receipt: Receipt) -> None:
             flight.open -= 1
-            try:
-                on_done(_due(receipt, later))
-            except (Exception, asyncio.CancelledError) as error:  # it concerns this message alone, not the sender
-                loop.call_exception_handler({"message": "on_done of send_nowait failed", "exception": error})
+            call_back(on_done, _due(receipt, later), failed, self._callbacks)
 
         sender.add(queue, Waiting(data, str(message.id), sender.now_ms() + self._timeout_ms, done, label))
 
@@ -311,7 +322,8 @@ class Producer:
         """
         later = read_delay(delay, at, key, session)
         if session is not None:
-            return [asyncio.wrap_future(receipt) for receipt in await self.outbox.stage(messages, session)]
+            staged = await self.outbox.stage(messages, session)
+            return [after_commit(asyncio.wrap_future(receipt)) for receipt in staged]
         if self._is_closing:
             raise self._not_open()
         return await self._send_all(messages, later)

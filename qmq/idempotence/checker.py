@@ -7,6 +7,7 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
+from qmq.client.calling import check_plain
 from qmq.client.received import ReceivedMessage
 from qmq.errors import DeadLetter, InvalidRequest, RetryLater
 from qmq.idempotence.keys import Claim, KeyOf, KeyStore, State, message_key
@@ -51,7 +52,8 @@ class Idempotence:
     ) -> None:
         if not lease_s > 0:
             raise InvalidRequest(f"a lease is longer than 0 s, not {lease_s}")
-        self._keys, self._name_of, self._lease_s = keys, key, lease_s
+        self._keys, self._lease_s = keys, lease_s
+        self._name_of = None if key is None else check_plain("key", key)
         self._done_for, self._handle_anyway = done_for, handle_anyway
 
     async def __call__(self, message: ReceivedMessage, handle: Callable[[ReceivedMessage], Awaitable[object]]) -> None:

@@ -21,6 +21,7 @@ from typing import NamedTuple, Protocol
 
 from qmq.client.received import ReceivedMessage
 from qmq.errors import InvalidRequest
+from qmq.plain import plain
 
 KeyOf = Callable[[ReceivedMessage], str]
 """Names what a message is about: two messages of a subject with the same name are handled once by a group."""
@@ -66,9 +67,12 @@ def message_key(message: ReceivedMessage, name_of: KeyOf | None) -> str:
     A % in subject or group is written as %25, so that two different messages never have the same key.
 
     Raises:
-        InvalidRequest: the name is empty.
+        InvalidRequest: the name is empty, or no text or whole number: the text of another object, such as a coroutine,
+            may hold its address, and then other messages count as handled.
     """
-    name = str(message.id) if name_of is None else name_of(message)
+    name = plain(message.id if name_of is None else name_of(message))
+    if not isinstance(name, str | int):
+        raise InvalidRequest(f"the key of message {message.id} is a str, not {name!r:.100}; write str() around it")
     if not name:
         raise InvalidRequest(f"the key of message {message.id} is empty")
     return f"{message.subject.replace('%', '%25')}%{message.group.replace('%', '%25')}%{name}"

@@ -11,6 +11,7 @@ from typing import Any, cast
 import redis.asyncio
 from redis import Redis
 
+from qmq.client.calling import finished
 from qmq.errors import InvalidRequest
 from qmq.idempotence.keys import Claim, State
 from qmq.idempotence.threads import in_thread
@@ -89,7 +90,7 @@ class RedisKeys:
         if isinstance(client, redis.asyncio.Redis):
             return await client.eval(script, 1, name, *map(str, arguments))
         evaluate = cast("Callable[..., Any]", client.eval)
-        return await in_thread(lambda: evaluate(script, 1, name, *map(str, arguments)))
+        return await finished(await in_thread(lambda: evaluate(script, 1, name, *map(str, arguments))))
 
 
 def _ms(seconds: float) -> int:

@@ -14,6 +14,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import Session
 
+from qmq.client.calling import check_plain
 from qmq.client.received import ReceivedMessage
 from qmq.errors import InvalidRequest
 from qmq.idempotence.keys import KeyOf, message_key
@@ -47,7 +48,8 @@ class SqlTransaction:
     """An ack of the handler's own would leave before the commit."""
 
     def __init__(self, engine: AsyncEngine, *, key: KeyOf | None = None, table: str = HANDLED) -> None:
-        self._engine, self._name_of, self._table = engine, key, HandledTable(table)
+        self._engine, self._table = engine, HandledTable(table)
+        self._name_of = None if key is None else check_plain("key", key)
         self._session: ContextVar[AsyncSession] = ContextVar("qmq_session")
 
     @property
@@ -91,7 +93,8 @@ class BlockingSqlTransaction:
     needs_auto_ack = True
 
     def __init__(self, engine: Engine, *, key: KeyOf | None = None, table: str = HANDLED) -> None:
-        self._engine, self._name_of, self._table = engine, key, HandledTable(table)
+        self._engine, self._table = engine, HandledTable(table)
+        self._name_of = None if key is None else check_plain("key", key)
         self._session: ContextVar[Session] = ContextVar("qmq_session")
 
     @property

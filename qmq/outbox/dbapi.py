@@ -9,6 +9,7 @@ from contextlib import closing, contextmanager, suppress
 from itertools import count
 from typing import Any, TypeVar
 
+from qmq.client.calling import check_plain
 from qmq.errors import InvalidRequest
 from qmq.outbox.table import Flavor, Rows
 from qmq.outbox.unit import Item, Unit
@@ -39,7 +40,7 @@ class Database:
     """
 
     def __init__(self, connect: Callable[[], Any]) -> None:
-        self._connect = connect
+        self._connect = check_plain("connect", connect)
 
     @contextmanager
     def transaction(self, connection: Any = None) -> Iterator[Transaction]:

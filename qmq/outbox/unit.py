@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from qmq.client.batching import Outcome, Receipt, unstored
+from qmq.client.calling import after_commit
 from qmq.errors import OutcomeUnknown, QmqError, RolledBack
 from qmq.message import Message
 from qmq.outbox.staged import Staged
@@ -32,7 +33,7 @@ class Item:
 
     def __init__(self, courier: Courier, message: Message, content: str) -> None:
         self.courier, self.message, self.content = courier, message, content
-        self.receipt: Future[Receipt] = Future()
+        self.receipt: Future[Receipt] = after_commit(Future())
         self.receipt.set_running_or_notify_cancel()  # a waiter cannot cancel what is in a database
 
     def fail(self, outcome: Outcome, error: QmqError) -> None:

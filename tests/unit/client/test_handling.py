@@ -164,19 +164,6 @@ def test_a_blocking_handler_decides_from_its_thread():
     assert broker.dead["a", "g"] == [(1, "of no use")]
 
 
-def test_a_coroutine_that_nobody_would_await_fails_its_message():
-    async def later() -> None: ...
-
-    calls: list[object] = []
-
-    def handler(message: qmq.ReceivedMessage) -> object:
-        calls.append(message)
-        return later()
-
-    broker = listen_and_wait(handler, 1, lambda: calls)
-    assert "async def" in broker.nacks[0].reason
-
-
 def test_a_blocking_handler_that_never_ends_keeps_nobody_from_ending():
     release, began = threading.Event(), threading.Event()
 

@@ -1,0 +1,45 @@
+"""Core. Plain values of what applications give: of `class Color(str, Enum)`, `Color.RED` is "red", as is the wire's.
+
+`str`, f-strings and `Path` take a subclass's own spelling, such as 'Color.RED'. Each value of an application passes
+here before it is stored or becomes a part of a name.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any, TypeVar
+
+from qmq.errors import InvalidRequest
+
+T = TypeVar("T")
+
+_PLAIN = frozenset({str, int, float, bool, type(None), datetime})
+
+
+def plain(value: T) -> T:
+    """Return a value of a subclass of str, int or float as its base class; others as they are."""
+    if type(value) in _PLAIN:
+        return value
+    found: Any = value
+    if isinstance(value, str):
+        found = str.__str__(value)
+    elif isinstance(value, int):
+        found = int.__int__(value)
+    elif isinstance(value, float):
+        found = float.__float__(value)
+    return found  # type: ignore[no-any-return]
+
+
+def plain_text(what: str, value: str) -> str:
+    """Return a text as a plain str.
+
+    Raises:
+        InvalidRequest: it is none; a secret of pydantic, for instance, does not give its value by itself.
+    """
+    if type(value) is str:
+        return value
+    if not isinstance(value, str):
+        secret = ".get_secret_value()" if hasattr(value, "get_secret_value") else ""
+        remedy = f"write {secret} behind it" if secret else "write str() around it if its text is meant"
+        raise InvalidRequest(f"{what} is a str, not {type(value).__name__}: {remedy}")
+    return str.__str__(value)

@@ -1,0 +1,409 @@
+"""Shell. Functions of the application, at each place that takes one: a call runs to its end, or is an error."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import time
+from collections.abc import Callable, Generator
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial, wraps
+from multiprocessing.pool import ThreadPool
+from types import coroutine
+from typing import Any
+from unittest.mock import AsyncMock, Mock
+
+import pytest
+
+import qmq
+import qmq.blocking
+from qmq.client.calling import check_callable, finished
+from qmq.client.handling import HandlerThread, Handling
+from qmq.errors import InvalidRequest
+from qmq.idempotence import Idempotence, MemoryKeys
+from qmq.idempotence.keys import message_key
+from qmq.idempotence.transaction import BlockingSqlTransaction, SqlTransaction
+from qmq.otel import TracedProducer
+from qmq.outbox.dbapi import Database
+from qmq.outbox.schema import create_statements
+from tests.support.waiting import until_async
+from tests.unit.client.fakes import cluster
+from tests.unit.client.test_handling import listen_and_wait
+from tests.unit.client.test_producer import producer_of, run
+from tests.unit.client.test_wrong_calls import consumer, producer
+
+effects: list[str] = []
+processes = ThreadPool(1)
+"""Has the results of multiprocessing, without its processes."""
+
+
+@pytest.fixture(autouse=True)
+def _no_effects():
+    effects.clear()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _processes():
+    with processes:
+        yield
+
+
+# What is seen before a call.
+
+
+def generator(*given: Any) -> Generator[None]:
+    yield
+
+
+async def async_generator(*given: Any) -> Any:
+    yield
+
+
+async def coroutine_function(*given: Any) -> None: ...
+
+
+class Job:
+    def __init__(self, *given: Any) -> None: ...
+
+    def __call__(self, *given: Any) -> Generator[None]:
+        yield
+
+    async def handle(self, *given: Any) -> Any:
+        yield
+
+    @staticmethod
+    def static(*given: Any) -> Generator[None]:
+        yield
+
+
+NEVER_RUN = {
+    "generator": generator,
+    "async generator": async_generator,
+    "nested partial": partial(partial(generator, 1), 2),
+    "partial of an object": partial(Job(), 1),
+    "object": Job(),
+    "bound method": Job().handle,
+    "static method": Job.static,
+    "class": Job,
+    "partial of a class": partial(Job, 1),
+    "no function": "name",
+}
+blocking = {"metaserver": "http://127.0.0.1:9", "app": "test", "token": "t"}
+PLAIN_ONLY: dict[str, Callable[[Any], object]] = {
+    "on_master_changed": lambda one: consumer().on_master_changed(one),
+    "blocking on_master_changed": lambda one: qmq.blocking.Consumer(**blocking).on_master_changed(one),
+    "blocking handler": lambda one: qmq.blocking.Consumer(**blocking).listen("a", group="g")(one),
+    "key": lambda one: Idempotence(MemoryKeys(), key=one),
+    "key of a transaction": lambda one: SqlTransaction(Mock(), key=one),
+    "key of a blocking transaction": lambda one: BlockingSqlTransaction(Mock(), key=one),
+    "connect": Database,
+}
+PLACES = PLAIN_ONLY | {
+    "handler": lambda one: consumer().listen("a", group="g")(one),
+    "batch handler": lambda one: consumer().listen("a", group="g", batch=2)(one),
+    "filter": lambda one: consumer().listen("a", group="g", filters=[one])(lambda message: None),
+    "blocking filter": lambda one: qmq.blocking.Consumer(**blocking).listen("a", group="g", filters=[one])(print),
+    "on_done": lambda one: producer().send_nowait(qmq.Message("a"), one),
+    "traced on_done": lambda one: TracedProducer(producer()).send_nowait(qmq.Message("a"), one),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_function_whose_body_would_not_run_is_rejected(place):
+    for kind, one in NEVER_RUN.items():
+        with pytest.raises(InvalidRequest, match=r"contains yield|is the class Job.*method|is a function, not 'name'"):
+            pytest.fail(f"{place} took {kind}: {PLACES[place](one)}")
+
+
+@pytest.mark.parametrize("place", PLAIN_ONLY)
+def test_a_coroutine_function_is_rejected_where_the_result_is_used_at_once(place):
+    for one in (coroutine_function, partial(coroutine_function, 1), AsyncMock()):
+        with pytest.raises(InvalidRequest, match="is a plain function"):
+            PLACES[place](one)
+
+
+def test_other_kinds_are_taken_and_known_for_what_they_are():
+    @coroutine
+    def old_style(given: object) -> Generator[None]:
+        yield
+
+    class Async:
+        async def __call__(self, given: object) -> None: ...
+
+    kinds = (coroutine_function, Async(), partial(Async()), Async().__call__, AsyncMock(), print, [].append, old_style)
+    assert [check_callable("a handler", one) for one in kinds] == [True] * 5 + [False] * 3
+    assert not check_callable("a handler", wraps(generator)(lambda given: list(generator(given))))
+
+
+# What is seen in the result.
+
+
+async def work(name: str) -> str:
+    await asyncio.sleep(0)
+    effects.append(name)
+    return "done"
+
+
+class Awaitable:
+    def __await__(self) -> Any:
+        return work("object").__await__()
+
+
+@coroutine
+def old_style() -> Any:
+    return (yield from work("old style").__await__())
+
+
+@contextmanager
+def context() -> Any:
+    yield
+
+
+def slow(name: str) -> str:
+    time.sleep(0.02)  # longer than a call that does not wait for it
+    effects.append(name)
+    return "done"
+
+
+async def of_later() -> Any:
+    return work("nested")
+
+
+def in_task() -> Any:
+    return asyncio.ensure_future(work("task"))
+
+
+def failing() -> None:
+    raise ValueError("the work failed")
+
+
+RUN: dict[str, Callable[[ThreadPoolExecutor], Any]] = {
+    "coroutine": lambda pool: work("coroutine"),
+    "coroutine of a coroutine": lambda pool: of_later(),
+    "object": lambda pool: Awaitable(),
+    "old style": lambda pool: old_style(),
+    "future of a pool": lambda pool: pool.submit(slow, "pool"),
+    "future that holds a coroutine": lambda pool: pool.submit(work, "two"),
+    "result of multiprocessing": lambda pool: processes.apply_async(slow, ("processes",)),
+    "several": lambda pool: [work("first of several"), pool.submit(slow, "last of several")],
+}
+FAILS: dict[str, tuple[Callable[[ThreadPoolExecutor], Any], str]] = {
+    "generator": (lambda pool: generator(), "nothing runs it. Iterate"),
+    "async generator": (lambda pool: async_generator(), "nothing runs it. Iterate"),
+    "map": (lambda pool: map(print, [1]), "nothing runs it. Iterate"),
+    "context manager": (lambda pool: context(), "nothing runs it. Call it"),
+    "partial": (lambda pool: partial(print), "nothing runs it. Call it"),
+    "class": (lambda pool: Job, "nothing runs it. Call it"),
+    "object to call": (lambda pool: Job(), "nothing runs it. Call it"),
+    "several": (lambda pool: (None, generator()), "nothing runs it. Iterate"),
+    "future": (lambda pool: pool.submit(failing), "the work failed"),
+    "cancelled future": (lambda pool: cancelled(), "^$"),
+}
+
+
+def cancelled() -> Future[None]:
+    future: Future[None] = Future()
+    future.cancel()
+    return future
+
+
+def returning(make: Callable[[], Any]) -> dict[str, tuple[Any, list[Any]]]:
+    """Handler and filters of which one returns what `make` makes; nothing else of them has an effect."""
+
+    async def handler(message: Any) -> Any:
+        return make()
+
+    async def around(message: Any, handle: Any) -> Any:
+        return make()
+
+    async def passing(message: Any, handle: Any) -> None:
+        await handle(message)
+        effects.append("after")
+
+    def passing_in_thread(message: Any, handle: Any) -> None:
+        handle(message)
+        effects.append("after")
+
+    async def nothing(message: Any) -> None: ...
+
+    return {
+        "coroutine handler": (handler, []),
+        "handler": (lambda message: make(), []),
+        "coroutine handler behind a filter": (handler, [passing]),
+        "handler behind a filter": (lambda message: make(), [passing]),
+        "handler behind a filter in its thread": (lambda message: make(), [passing_in_thread]),
+        "filter": (nothing, [around]),
+        "filter around a thread": (print, [around]),
+        "filter in the thread": (print, [lambda message, handle: make()]),
+    }
+
+
+async def called(handler: Any, filters: list[Any]) -> Any:
+    handling = Handling(handler, filters)
+    thread = HandlerThread("test") if handling.is_blocking else None
+    try:
+        return await finished(await handling.route(thread)(None))
+    finally:
+        if thread is not None:
+            thread.close()
+
+
+@pytest.mark.parametrize("place", returning(print))
+def test_returned_work_has_ended_before_the_call_or_the_filter_around_it(place):
+    async def test() -> None:
+        with ThreadPoolExecutor(1) as pool:
+            for kind, make in RUN.items():
+                effects.clear()
+                await called(*returning(partial(make, pool))[place])
+                first = 2 if kind == "several" else 1
+                behind = ["after"] if "behind" in place else []
+                assert (effects[first:], len(effects[:first])) == (behind, first), (kind, effects)
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("place", returning(print))
+def test_returned_work_that_fails_or_that_nothing_runs_is_an_error(place):
+    async def test() -> None:
+        with ThreadPoolExecutor(1) as pool:
+            for kind, (make, reason) in FAILS.items():
+                print(kind)
+                with pytest.raises((InvalidRequest, ValueError, asyncio.CancelledError, CancelledError), match=reason):
+                    await called(*returning(partial(make, pool))[place])
+        assert not effects
+
+    asyncio.run(test())
+
+
+def test_a_filter_that_does_not_wait_for_its_handler_fails_the_message():
+    async def forgets(message: Any, handle: Any) -> None:
+        handle(message)
+
+    async def leaves_it_running(message: Any, handle: Any) -> None:
+        tasks.append(asyncio.ensure_future(handle(message)))
+        await asyncio.sleep(0)
+
+    async def forever(message: Any) -> None:
+        await asyncio.Event().wait()
+
+    async def test() -> None:
+        for one in (forgets, leaves_it_running):
+            with pytest.raises(InvalidRequest, match=r"write await handle\(message\)"):
+                await called(forever, [one])
+        for task in tasks:
+            task.cancel()
+
+    tasks: list[asyncio.Task[Any]] = []
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("batch", [None, 1])
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_a_listener_acks_when_the_returned_work_has_ended_and_retries_with_the_reason(is_plain, batch):
+    """In one coroutine handler and one that runs in a thread, with single messages and lists."""
+
+    async def fails_later(number: int) -> None:
+        await asyncio.sleep(0)
+        effects.append(f"began {number}")
+        if number == 1:
+            raise ValueError("failed later")
+
+    def plain(given: Any) -> Any:
+        number = (given[0] if batch else given).get_int("n")
+        return generator() if number == 2 else fails_later(number)
+
+    async def handler(given: Any) -> Any:
+        return plain(given)
+
+    broker = listen_and_wait(plain if is_plain else handler, 3, lambda: len(effects) == 2, batch=batch)
+    assert broker.nacks[0].reason == "ValueError('failed later')"
+    assert "nothing runs it. Iterate" in broker.nacks[1].reason and len(broker.nacks) == 2
+
+
+async def noted(*given: Any) -> None:
+    await asyncio.sleep(0)
+    effects.append("ended")
+
+
+CALLBACKS = {
+    "coroutine function": noted,
+    "plain function": lambda receipt: noted(),
+    "compiled function": Mock(return_value=Awaitable()),
+    "function that starts a thread": lambda receipt: processes.apply_async(slow, ("thread",)),
+}
+
+
+@pytest.mark.parametrize("kind", CALLBACKS)
+def test_flush_and_close_wait_for_the_end_of_callbacks(kind):
+    async def test(ends: Callable[[qmq.Producer], Any], wrap: Callable[[qmq.Producer], Any]) -> None:
+        effects.clear()
+        async with cluster("g1") as (metaserver, _), producer_of(metaserver) as one:
+            wrap(one).send_nowait(qmq.Message("a"), CALLBACKS[kind])
+            await ends(one)
+            assert len(effects) == 1
+
+    run(test(qmq.Producer.flush, lambda one: one))
+    run(test(qmq.Producer.close, TracedProducer))
+
+
+def test_blocking_callbacks_have_ended_behind_flush():
+    with qmq.testing.BlockingBroker() as broker:
+        with qmq.blocking.Producer(metaserver=broker.metaserver, app="test") as one:
+            for callback in CALLBACKS.values():
+                one.send_nowait(qmq.Message("a"), callback)
+            one.flush()
+            assert len(effects) == len(CALLBACKS)
+
+
+def test_what_fails_in_a_callback_or_is_never_run_is_reported(caplog):
+    async def fails(receipt: qmq.Receipt) -> None:
+        raise ValueError("failed later")
+
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, _), producer_of(metaserver) as one:
+            one.send_nowait(qmq.Message("a"), fails)
+            one.send_nowait(qmq.Message("a"), lambda receipt: generator())
+
+    run(test())
+    assert "failed later" in caplog.text and "nothing runs it" in caplog.text
+
+
+def test_coroutines_of_on_master_changed_run_and_their_errors_are_logged(caplog):
+    async def fails() -> None:
+        raise ValueError("failed later")
+
+    async def test() -> None:
+        async with qmq.testing.Broker() as broker:
+            one = qmq.Consumer(metaserver=broker.metaserver, app="test")
+            one.on_master_changed(lambda event: noted())
+            one.on_master_changed(lambda event: fails())
+            async with one.pull("a", group="g"):
+                await broker.wait_until_subscribed("a", "g")
+                broker.swap_roles()
+                await until_async(lambda: effects and "failed later" in caplog.text)
+
+    run(test())
+
+
+def test_the_receipt_of_a_transaction_may_be_returned_before_its_commit(tmp_path):
+    """Waiting for it in the handler would last forever, as the commit follows the handler."""
+
+    async def test() -> None:
+        async with cluster("g1") as (metaserver, _), producer_of(metaserver) as one:
+            for statement in create_statements("sqlite"):
+                sqlite3.connect(tmp_path / "db").execute(statement)
+            with Database(lambda: sqlite3.connect(tmp_path / "db")).transaction() as transaction:
+                later = await one.send(qmq.Message("a"), session=transaction)
+                assert await finished(later) is later and not later.done()
+            assert (await later).is_stored
+
+    run(test())
+
+
+@pytest.mark.parametrize("key", [None, noted, object()])
+def test_a_key_that_is_no_text_fails_the_message(key):
+    """The text of an object holds its address, which another object has later: that message would count as handled."""
+    message = Mock(subject="a", group="g", id="1")
+    with pytest.raises(InvalidRequest, match="is a str|is empty"):
+        message_key(message, lambda message: key)
