@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 from qmq.errors import AccessError
+from qmq.plain import plain_text
 
 TOKEN_VARIABLE = "QMQ_TOKEN"
 FILE_VARIABLE = "QMQ_TOKEN_FILE"
@@ -40,6 +41,8 @@ def find_token(
     environ = os.environ if environ is None else environ
     if given is not None and token_file is not None:
         raise AccessError("give the token or the file that holds it, not both")
+    if given is not None:
+        given = plain_text("token", given)
     if STANDARD_INPUT in (given, str(token_file)):
         return _one_line((sys.stdin if stdin is None else stdin).readline(TOKEN_CHARS_MAX + 2), "standard input")
     if given is not None:

@@ -43,6 +43,7 @@ from typing import NamedTuple
 from qmq.crc import crc32
 from qmq.errors import InvalidMessage, InvalidRequest
 from qmq.message import EXPIRES_AFTER, ORDER_KEY, RESERVED, RETRIES_MAX, Message, text_of
+from qmq.plain import plain
 
 FLAG_DELAYED, FLAG_TAGS = 2, 4
 DUE_AT = 9
@@ -84,7 +85,7 @@ def _string(what: str, text: str) -> bytes:
 def _name(name: str) -> bytes:
     """Encode a property's name. Names repeat, so they are kept, up to a bound."""
     if not isinstance(name, str):
-        raise InvalidMessage(f"a property's name is a str, not {type(name).__name__}")
+        raise InvalidMessage(f"a property's name is a str, not {type(name).__name__}: write str() around it")
     if name.startswith(RESERVED):
         raise InvalidMessage(f"property {name!r}: names that begin with {RESERVED!r} are reserved")
     data = _string("a property's name", name)
@@ -127,12 +128,12 @@ def encode_own(message: Message) -> bytes:
     data, key, retries = b"", message.order_key, message.retries_max
     if key is not None:
         if not isinstance(key, str) or not key:
-            raise InvalidMessage(f"an order key is a word, not {key!r}")
+            raise InvalidMessage(f"an order key is a word, not {key!r:.50}: write str() around it")
         data = _string("", ORDER_KEY) + _string("the order key", key)
     if retries is not None:
         if not isinstance(retries, int) or retries.__class__ is bool or not 0 <= retries <= RETRIES_MOST:
             raise InvalidMessage(f"retries_max is a whole number from 0 to {RETRIES_MOST}, not {retries!r}")
-        data += _string("", RETRIES_MAX) + _string("", str(retries))
+        data += _string("", RETRIES_MAX) + _string("", str(plain(retries)))
     if message.expires_after is not None:
         data += _string("", EXPIRES_AFTER) + _string("", str(expires_after_ms(message.expires_after)))
     return data
@@ -157,11 +158,12 @@ def encode_tags(tags: Iterable[str]) -> TagSection:
     """Encode the tag section; raises InvalidMessage. Sets of tags repeat, so they are kept, up to a bound."""
     section = _tags.get(tags := frozenset(tags))
     if section is None:
+        tags = frozenset(map(plain, tags))
         if len(tags) > TAGS_MAX:
             raise InvalidMessage(f"{len(tags)} tags are more than {TAGS_MAX}")
         for tag in tags:
             if not isinstance(tag, str) or not tag:
-                raise InvalidMessage(f"a tag is a word, not {tag!r:.50}")
+                raise InvalidMessage(f"a tag is a word, not {tag!r:.50}: write str() around it")
         data = bytes([len(tags)]) + b"".join(_string("a tag", tag) for tag in sorted(tags))
         section = TagSection(data, tag_bits(tags))
         if len(_tags) < KEPT_MAX and len(data) < 100:
@@ -211,7 +213,7 @@ class _DelayedEncoder(_Encoder):
 
 def _id(id: str | None) -> bytes:
     if not isinstance(id, str):
-        raise InvalidMessage(f"a message's id is a str, not {type(id).__name__}")
+        raise InvalidMessage(f"a message's id is a str, not {type(id).__name__}: write str() around it")
     try:
         identity = id.encode()
     except UnicodeEncodeError:

@@ -9,6 +9,7 @@ import urllib.request
 from urllib.parse import urlsplit
 
 from qmq.errors import InvalidRequest
+from qmq.plain import plain
 from qmq.types import Endpoint
 
 HANDSHAKE_MS = "grpc.server_handshake_timeout_ms"
@@ -102,6 +103,7 @@ def metaserver_url(address: str) -> str:
         InvalidRequest: it is none, as what an environment's missing variable gives.
     """
     if isinstance(address, str):
+        address = plain(address)
         url = (address if "://" in address else f"http://{address}").rstrip("/")
         parts = urlsplit(url)
         if parts.scheme in ("http", "https") and parts.hostname:

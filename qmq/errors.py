@@ -309,7 +309,8 @@ class RetryLater(QmqError):
             raise InvalidRequest(f"{at} has no time zone: nobody can tell when that is")
         if delay_s is not None and not delay_s >= 0:
             raise InvalidRequest(f"a delay is 0 s or more, not {delay_s}")
-        super().__init__(f"retry in {delay_s} s" if at is None else f"retry at {at.isoformat()}")
+        # The plus makes a plain number of one of an enumeration.
+        super().__init__(f"retry in {+delay_s} s" if delay_s is not None else f"retry at {at and at.isoformat()}")
         self.delay_s, self.at = delay_s, at
 
 

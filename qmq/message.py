@@ -8,6 +8,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, ClassVar, overload
 
 from qmq.errors import InvalidMessage
+from qmq.plain import plain
 
 Value = str | int | float | bool | datetime
 """A property's value. QMQ stores text, so it is read back as `str`, or by a getter for its type."""
@@ -39,7 +40,8 @@ class Message:
     Args:
         subject: stream that the message belongs to.
         properties: its content. Values travel as text in QMQ's spelling (`True` is "true", a moment its ms since 1970
-            UTC); each at most 32,767 bytes: see `set_large`. Names that begin with "qmq_" are reserved.
+            UTC); each at most 32,767 bytes: see `set_large`. Names that begin with "qmq_" are reserved. Of an
+            enumeration with str, int or float as its base, the value travels; so it does of all other arguments.
         tags: at most 10 words that consumers may filter by.
         id: at most 100 bytes, unique and kept through every retry; made by the producer if it is not given.
         order_key: messages of one subject and key are handed to consumers one at a time, in the order of sending.
@@ -62,11 +64,11 @@ class Message:
         retries_max: int | None = None,
         expires_after: float | timedelta | None = None,
     ) -> None:
-        self.subject = subject
+        self.subject = subject if subject.__class__ is str else plain(subject)
         self.properties = properties if properties is not None else {}
         self.tags = _tags(tags) if tags else ()
-        self.id = id
-        self.order_key = order_key
+        self.id = id if id is None or id.__class__ is str else plain(id)
+        self.order_key = order_key if order_key is None or order_key.__class__ is str else plain(order_key)
         self.retries_max = retries_max
         self.expires_after = expires_after
         self.created_ms = 0
@@ -211,6 +213,7 @@ class Message:
 
     def set_large(self, name: str, text: str) -> None:
         """Set a property of any length: above 8,192 characters as `name#part0`, `name#part1`, …, as QMQ does."""
+        name, text = plain(name), plain(text)
         properties = {key: value for key, value in self.properties.items() if not _is_part(key, name)}
         properties.pop(name, None)
         size = LARGE_UNITS if text.isascii() or max(text) <= "\uffff" else LARGE_UNITS // 2
@@ -223,7 +226,7 @@ class Message:
 
     def get_large(self, name: str, default: str | None = None) -> str | None:
         """Read what `set_large` has set, or a property that is not in parts."""
-        properties = self.properties
+        properties, name = self.properties, plain(name)
         if (value := properties.get(name)) is not None:
             return _text(value)
         parts: list[str] = []
@@ -242,19 +245,22 @@ def not_a_message(given: object) -> InvalidMessage:
 
 
 def text_of(value: object) -> str:
-    """QMQ's spelling of a value.
+    """QMQ's spelling of a value; of a subclass, such as `class Color(str, Enum)`, that of its base class.
 
     Raises:
         InvalidMessage: it is of another type, or a moment without time zone.
     """
-    if value.__class__ is bool:
+    kind = value.__class__
+    if kind is int or kind is float:
+        return str(value)
+    if kind is bool:
         return "true" if value else "false"
     if isinstance(value, str | int | float):
-        return str(value)
+        return str(plain(value))
     if not isinstance(value, datetime):
-        kind = type(value).__name__
         raise InvalidMessage(
-            f"a property is a str, int, float, bool or datetime, not {kind}; Message.of_json takes what JSON can hold"
+            f"a property is a str, int, float, bool or datetime, not {kind.__name__}: write str(), int() or float() "
+            "around it; Message.of_json takes what JSON can hold"
         )
     if value.tzinfo is None:
         raise InvalidMessage("a datetime without time zone names no moment: write .astimezone() if it is local time")
@@ -268,7 +274,11 @@ def _text(value: Value) -> str:
 def _tags(tags: Iterable[str]) -> frozenset[str]:
     if isinstance(tags, str):
         raise InvalidMessage(f"tags are several words: {{{tags!r}}}, not {tags!r}")
-    return frozenset(tags)
+    words = frozenset(tags)
+    for word in words:
+        if word.__class__ is not str:
+            return frozenset(map(plain, words))
+    return words
 
 
 def _is_part(key: str, name: str) -> bool:

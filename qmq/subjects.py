@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from qmq.errors import InvalidName
+from qmq.plain import plain
 
 NAME_BYTES_MAX = 100
 """QMQ's limit for real subjects; consumer groups and ids share it."""
@@ -23,13 +24,15 @@ _ILLEGAL = re.compile(r"[\x00-\x1f\x7f/\\\u0085\u2028\u2029]")
 
 
 def check_name(what: str, name: str) -> str:
-    """Return `name` if it is legal: 1 to 100 bytes of UTF-8, no slash, no control or line-breaking character.
+    """Return `name`, a plain str, if it is legal: 1 to 100 bytes of UTF-8, no slash, no control or line-breaking
+    character.
 
     Raises:
         InvalidName: says which rule is broken. `what` names the argument, for instance "subject".
     """
     if not isinstance(name, str):
-        raise InvalidName(f"{what} is a str, not {name!r:.100}")
+        raise InvalidName(f"{what} is a str, not {name!r:.100}: give its text")
+    name = plain(name)
     if not name:
         raise InvalidName(f"{what} is empty")
     if len(name) > NAME_BYTES_MAX or len(name.encode("utf-8", "surrogatepass")) > NAME_BYTES_MAX:
@@ -62,12 +65,12 @@ class Derived(NamedTuple):
 
 def retry_subject(subject: str, group: str) -> str:
     """Name the subject of the messages that `group` is to try again."""
-    return f"{RETRY}%{real_subject(subject)}%{group}"
+    return f"{RETRY}%{real_subject(plain(subject))}%{plain(group)}"
 
 
 def dead_letter_subject(subject: str, group: str) -> str:
     """Name the subject of the messages that `group` tried too often."""
-    return f"{DEAD_LETTER}%{real_subject(subject)}%{group}"
+    return f"{DEAD_LETTER}%{real_subject(plain(subject))}%{plain(group)}"
 
 
 def parse_derived(name: str) -> Derived | None:
@@ -107,6 +110,7 @@ def check_subject(name: str) -> str:
     Raises:
         InvalidName: says which rule is broken.
     """
+    name = plain(name)
     derived = parse_derived(name) if isinstance(name, str) else None
     if derived is None:
         return check_name("subject", name)

@@ -101,7 +101,7 @@ class Consumer:
         what they mean in `qmq.Consumer.listen`. A handler that decides by itself (`auto_ack=False`) calls the
         message's `ack_nowait`, `nack_nowait` or `dead_letter_nowait`.
         """
-        tags, filters = list(tags), list(filters)
+        tags, filters = tags if isinstance(tags, str) else list(tags), list(filters)
 
         def register(handler: H) -> H:
             if check_callable("a handler", handler):

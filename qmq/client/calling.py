@@ -12,7 +12,7 @@ import sys
 from collections.abc import AsyncGenerator, Callable, Generator
 from concurrent.futures import Future
 from functools import partial
-from types import FunctionType, MethodDescriptorType, MethodType, NoneType, WrapperDescriptorType
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodType, NoneType, WrapperDescriptorType
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -34,14 +34,16 @@ def check_callable(what: str, one: object) -> bool:
     """
     inner = one
     while True:
+        if type(inner) is FunctionType and not inner.__dict__ and not inner.__code__.co_flags & _SUSPENDED:
+            return False  # most are; inspect takes 2 µs
+        if type(inner) is BuiltinFunctionType:
+            return False
         if isinstance(inner, partial):
             inner = inner.func
             continue
-        if isinstance(inner, MethodType | staticmethod | classmethod):
+        if isinstance(inner, (MethodType, staticmethod, classmethod)):
             inner = inner.__func__
             continue
-        if type(inner) is FunctionType and not inner.__dict__ and not inner.__code__.co_flags & _SUSPENDED:
-            return False  # most are; inspect takes 2 µs
         if isinstance(inner, type):
             name = inner.__qualname__
             raise InvalidRequest(

@@ -27,6 +27,7 @@ from qmq.client.terms import Terms, check_batch, check_concurrency, check_second
 from qmq.control_plane import metaserver_url
 from qmq.errors import InvalidRequest
 from qmq.logs import bounded
+from qmq.plain import plain_text
 from qmq.subjects import check_name
 
 log = bounded(__name__)
@@ -61,7 +62,7 @@ class Consumer:
         drain_s: float = 20.0,
         online: bool = True,
     ) -> None:
-        self._metaserver, self._app = metaserver_url(metaserver), app
+        self._metaserver, self._app = metaserver_url(metaserver), plain_text("app", app)
         self._token = find_token(token)
         self.id = check_name("consumer id", consumer_id or _default_id())
         self._drain_s = check_seconds("drain_s", drain_s)

@@ -12,6 +12,7 @@ from qmq.client.batching import Receipt
 from qmq.codec import delayed_encoder, with_properties
 from qmq.errors import CallError, InvalidRequest
 from qmq.message import DELAY_KEY, Message
+from qmq.plain import plain
 from qmq.remoting.commands import DELAY_KEY_BYTES_MAX, DelayState
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -64,9 +65,7 @@ def delay_of(delay: float | timedelta | None, at: datetime | None, key: str | No
         InvalidRequest: says which of them is wrong, and what to write instead.
     """
     due_ms = due_of_call(delay, at, now_ms=now_ms)
-    if key is not None:
-        check_key(key)
-    return Delay(due_ms, key)
+    return Delay(due_ms, None if key is None else check_key(key))
 
 
 def due_of_call(delay: float | timedelta | None, at: datetime | None, *, now_ms: int) -> int:
@@ -99,7 +98,7 @@ def check_key(key: str) -> str:
     """Return a key for cancelling if it is one; raises InvalidRequest."""
     if not isinstance(key, str) or not 0 < len(key.encode("utf-8", "replace")) <= DELAY_KEY_BYTES_MAX:
         raise InvalidRequest(f"a key for cancelling is a word of 1 to {DELAY_KEY_BYTES_MAX} bytes, not {key!r:.50}")
-    return key
+    return plain(key)
 
 
 class Wanted(NamedTuple):
@@ -130,7 +129,7 @@ def wanted(receipt: Receipt | None, subject: str | None, id: str | None, key: st
         return Wanted(receipt.subject, receipt.message_id, "", group, receipt.due_ms)
     if not subject or bool(id) == bool(key):
         raise InvalidRequest("give the receipt, or subject= and one of id= and key=")
-    return Wanted(subject, id or "", check_key(key) if key else "")
+    return Wanted(plain(subject), plain(id) or "", check_key(key) if key else "")
 
 
 _BEST = (DelayState.RESCHEDULED, DelayState.CANCELLED, DelayState.SENT, DelayState.UNKNOWN)

@@ -28,6 +28,7 @@ from qmq.codec import (
 from qmq.errors import InvalidMessage
 from qmq.log.frame import label_flags
 from qmq.message import RESERVED, Message, text_of
+from qmq.plain import plain
 
 _LENGTHS = [n.to_bytes(2, "big").decode("latin-1") for n in range(VALUE_BYTES_MAX + 1)]
 _SIZES = [n.to_bytes(4, "big").decode("latin-1") for n in range(4_096)]
@@ -69,8 +70,8 @@ def encode_run(
     """
     # One long function on purpose: a call per message or property would cost as much as what it does.
     encoder = batch_encoder(subject, now_ms) if due_ms is None else delayed_encoder(subject, now_ms, due_ms)
-    plain, tagged = encoder.plain.decode("latin-1"), encoder.tagged.decode("latin-1")
-    fixed_bytes = len(plain) + 2 + 4
+    untagged, tagged = encoder.plain.decode("latin-1"), encoder.tagged.decode("latin-1")
+    fixed_bytes = len(untagged) + 2 + 4
     prefix, made = ids.prefix, ids.made
     lengths, small_sizes, small_sizes_end, names = _LENGTHS, _SIZES, len(_SIZES), _names
     blocks: list[bytes] = [b""]
@@ -90,8 +91,11 @@ def encode_run(
         if identity is None:
             made += 1
             message.id = identity = f"{prefix}{made}"
-        else:
+        elif identity.__class__ is str:
             is_plain = identity.isascii() and 0 < len(identity) <= 100
+        else:
+            message.id, is_plain = plain(identity), False
+            identity = message.id
         try:
             if not is_plain:
                 raise InvalidMessage("the encoder knows better")
@@ -102,7 +106,11 @@ def encode_run(
                 front = fixed_bytes + len(identity) + len(tags)
             else:
                 id_bytes = len(identity)
-                parts += (fronts.get(id_bytes) or fronts.setdefault(id_bytes, plain + lengths[id_bytes]), identity, "")
+                parts += (
+                    fronts.get(id_bytes) or fronts.setdefault(id_bytes, untagged + lengths[id_bytes]),
+                    identity,
+                    "",
+                )
                 front = fixed_bytes + id_bytes
             size_at = len(parts) - 1
             size = 0

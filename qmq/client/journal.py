@@ -25,6 +25,7 @@ from qmq.client.batching import Batch, Outcome, Result
 from qmq.codec import labels_bytes, split_batch
 from qmq.errors import InvalidRequest
 from qmq.logs import bounded
+from qmq.plain import plain
 
 log = bounded(__name__)
 
@@ -91,7 +92,7 @@ class JournalWriter:
 
     def _next_file(self) -> None:
         self.close()
-        folder = Path(self._journal.folder)
+        folder = Path(plain(self._journal.folder))
         folder.mkdir(parents=True, exist_ok=True)
         _make_room(folder, self._journal.bytes_max - self._journal.bytes_max // FILES)
         self._number, self._size = self._number + 1, 0

@@ -27,6 +27,7 @@ from qmq.client.senders import Flight
 from qmq.codec import batch_encoder, join_batch, label_of_message
 from qmq.errors import InvalidMessage, InvalidName, InvalidRequest, QmqError
 from qmq.message import Message, not_a_message
+from qmq.plain import plain
 
 READY_BATCHES_MAX = 2
 """Whole batches that are kept ready per subject, so that one can leave while the next is encoded."""
@@ -116,8 +117,7 @@ class ManySend:
         for position, message in enumerate(chunk):
             try:
                 self._sender.queue(message.subject)
-                if message.id is None:
-                    message.id = next(self._ids)
+                message.id = next(self._ids) if message.id is None else plain(message.id)
                 delay = self._delay
                 data = delay.encode(message, now_ms) if delay else batch_encoder(message.subject, now_ms)(message)
                 encoded = _Encoded(position, message.id, data, label_of_message(message))

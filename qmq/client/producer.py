@@ -32,6 +32,7 @@ from qmq.errors import ClientClosed, InvalidRequest, QueueFull
 from qmq.message import Message, not_a_message
 from qmq.outbox.courier import Courier
 from qmq.outbox.table import DEFAULT_TABLE, table_name
+from qmq.plain import plain, plain_text
 from qmq.remoting.commands import RecurringSchedule
 from qmq.types import GroupKind
 
@@ -77,7 +78,7 @@ class Producer:
         if readonly_wait_s is not None and not readonly_wait_s >= 0:
             raise InvalidRequest("readonly_wait_s must be 0 or more; leave it out to wait for timeout_s")
         self.id = random.SystemRandom().randrange(1, 1 << 64)
-        self._metaserver, self._app = metaserver_url(metaserver), app
+        self._metaserver, self._app = metaserver_url(metaserver), plain_text("app", app)
         self._token = find_token(token)
         self._timeout_ms = int(check_seconds("timeout_s", timeout_s, is_zero_allowed=False) * 1000)
         self._answer_timeout_s = check_seconds("answer_timeout_s", answer_timeout_s, is_zero_allowed=False)
@@ -86,8 +87,8 @@ class Producer:
         self._backlog = Backlog(queue_messages_max, queue_bytes_max)
         self._outbox_table, self._outbox_messages_max = table_name(outbox_table), queue_messages_max
         self._outbox: Courier | None = None
-        self._journal = JournalWriter(journal, f"{app}-{self.id:016x}") if journal is not None else None
-        self._ids = MessageIds(_id_prefix(metaserver))
+        self._journal = JournalWriter(journal, f"{self._app}-{self.id:016x}") if journal is not None else None
+        self._ids = MessageIds(_id_prefix(self._metaserver))
         self._callbacks: set[asyncio.Task[object]] = set()
         self._open_senders: Senders | None = None
         self._is_closing = False
@@ -462,9 +463,10 @@ class Producer:
             subject = message.subject
         except AttributeError:
             raise not_a_message(message) from None
+        if subject.__class__ is not str:
+            message.subject = subject = plain(subject)
         queue = sender.queue(subject)
-        if message.id is None:
-            message.id = next(self._ids)
+        message.id = next(self._ids) if message.id is None else plain(message.id)
         now_ms = _now_ms()
         data = batch_encoder(subject, now_ms)(message) if later is None else later.encode(message, now_ms)
         if not message.tags and message.order_key is None:

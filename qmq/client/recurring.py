@@ -15,6 +15,7 @@ from qmq.client.sender import Sender
 from qmq.codec import encode_message
 from qmq.errors import AccessError, BrokerReadOnly, CallError, InvalidMessage, InvalidRequest, NotServed, QmqError
 from qmq.message import Message
+from qmq.plain import plain
 from qmq.remoting import commands
 from qmq.remoting.commands import Command, Recur, RecurAction, RecurringSchedule
 
@@ -31,6 +32,7 @@ def to_put(message: Message, *, name: str, cron: str, timezone: str, owner: str)
     for what, text in (("name", name), ("cron", cron), ("timezone", timezone), ("owner", owner)):
         if not isinstance(text, str) or not text:
             raise InvalidRequest(f"{what} of a recurring schedule is a word, not {text!r:.50}")
+    name, cron, timezone, owner = map(plain, (name, cron, timezone, owner))
     if message.id is not None:
         raise InvalidMessage("each occurrence of a recurring schedule gets an id of its own: give the message none")
     copy = Message(
@@ -43,7 +45,7 @@ def to_put(message: Message, *, name: str, cron: str, timezone: str, owner: str)
         expires_after=message.expires_after,
     )
     data = encode_message(copy, time.time_ns() // 1_000_000)
-    return Recur(RecurAction.PUT, message.subject, name, owner, cron, timezone, data)
+    return Recur(RecurAction.PUT, copy.subject, name, owner, cron, timezone, data)
 
 
 async def put(sender: Sender, recur: Recur, *, timeout_ms: int, answer_timeout_s: float) -> RecurringSchedule:
@@ -78,6 +80,7 @@ async def delete(sender: Sender, subject: str, name: str, *, timeout_ms: int, an
     if not name:
         raise InvalidRequest("say which recurring schedule: it has a name")
     deadline_ms = sender.now_ms() + timeout_ms
+    subject, name = plain(subject), plain(name)
     ask = _asking(sender, Recur(RecurAction.DELETE, subject, name), answer_timeout_s=answer_timeout_s)
     answers = await _all(await sender.groups(subject, deadline_ms), ask, deadline_ms)
     return any(answers.values())
@@ -86,6 +89,7 @@ async def delete(sender: Sender, subject: str, name: str, *, timeout_ms: int, an
 async def list_all(sender: Sender, subject: str, *, timeout_ms: int, answer_timeout_s: float) -> Schedules:
     """Return the schedules of a subject, by name; raises QmqError."""
     deadline_ms = sender.now_ms() + timeout_ms
+    subject = plain(subject)
     ask = _asking(sender, Recur(RecurAction.LIST, subject), answer_timeout_s=answer_timeout_s)
     answers = await _all(await sender.groups(subject, deadline_ms), ask, deadline_ms)
     return sorted(one for schedules in answers.values() for one in schedules)

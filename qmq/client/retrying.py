@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 from qmq.dead_letters import delivered
 from qmq.errors import DeadLetter, InvalidMessage, InvalidRequest, RetryLater
 from qmq.message import RETRIES_MAX, Value
+from qmq.plain import plain
 from qmq.remoting.commands import DELAY_MS_MAX, REASON_BYTES_MAX, Verdict
 
 BACKSTOP = 1_000
@@ -63,7 +64,9 @@ class Refusable(Protocol):
 def refused_by_error(message: Refusable, policy: RetryPolicy, error: BaseException, now: datetime) -> Refused:
     """Decide after a handler raised `error` at `now`."""
     if isinstance(error, DeadLetter):
-        return refused_for_good(message, policy, str(error))
+        is_plain = type(error).__str__ is BaseException.__str__ and len(error.args) == 1
+        reason = error.args[0] if is_plain and isinstance(error.args[0], str) else str(error)
+        return refused_for_good(message, policy, reason)
     if not isinstance(error, RetryLater):
         return refused(message, policy, text_of_error(error), None, is_failure=True)
     delay_s = error.delay_s if error.at is None else max(0.0, (error.at - now).total_seconds())
@@ -81,7 +84,7 @@ def refused(
     Raises:
         InvalidRequest: the delay is negative or longer than the policy's limit; the reason is no str.
     """
-    _check_reason(reason)
+    reason = _check_reason(reason)
     delay_s = delay.total_seconds() if isinstance(delay, timedelta) else delay
     delay_s = policy.delay_s if delay_s is None else check_delay(delay_s, policy.delay_s_max)
     limit = _limit(message, policy)
@@ -114,7 +117,7 @@ def refused_for_good(message: Refusable, policy: RetryPolicy, reason: str) -> Re
     Raises:
         InvalidRequest: the reason is no str.
     """
-    _check_reason(reason)
+    reason = _check_reason(reason)
     if policy.deliveries_max:
         return Refused(Verdict.DEAD_LETTER, 0.0, reason, False)
     return Refused(Verdict.RETRY, policy.delay_s, reason, True)
@@ -124,13 +127,15 @@ def check_delay(delay_s: float, most_s: float = BROKER_DELAY_S_MAX) -> float:
     """Return a delay of 0 s up to a limit, by default what a broker takes: a day; raises InvalidRequest."""
     if not isinstance(delay_s, int | float) or not 0 <= delay_s <= most_s:
         raise InvalidRequest(f"a delay is 0 to {most_s:.0f} s, not {delay_s!r}")
-    return delay_s
+    return plain(delay_s)
 
 
-def _check_reason(reason: str) -> None:
-    """Refuse what no nack can say. It would be found out when that is sent, and so would be in the way of others."""
+def _check_reason(reason: str) -> str:
+    """Return a reason as a plain str, or refuse what no nack can carry: found out only when the nack is sent, it would
+    be in the way of others."""
     if not isinstance(reason, str):
         raise InvalidRequest(f"a reason is a str, not {text_of_error(reason)}; write str() around it")
+    return plain(reason)
 
 
 def text_of_error(error: object) -> str:

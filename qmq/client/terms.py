@@ -9,6 +9,7 @@ from datetime import UTC, datetime, timedelta
 from qmq.client.retrying import BROKER_DELAY_S_MAX, DELAY_S_MAX, RetryPolicy, check_delay
 from qmq.codec import TAGS_MAX
 from qmq.errors import InvalidRequest
+from qmq.plain import plain
 from qmq.subjects import check_name, check_subject, is_dead_letter_subject, parse_derived, retry_subject
 
 CONCURRENCY_MAX = 10_000
@@ -69,7 +70,7 @@ def make_terms(
         InvalidName: subject or group.
         InvalidRequest: anything else.
     """
-    check_subject(subject)
+    subject = check_subject(subject)
     if broadcast and group:
         raise InvalidRequest("a broadcast's group is the consumer itself: leave out group=, or broadcast=True")
     broadcast = not group
@@ -77,10 +78,11 @@ def make_terms(
     begin, since_ms = _start(start)
     if tag_mode not in ("any", "all"):
         raise InvalidRequest(f'tag_mode is "any" or "all", not {tag_mode!r}')
-    check_whole("retries_max", retries_max, 0)
-    check_whole("prefetch_messages", prefetch_messages, 1)
-    check_whole("prefetch_bytes", prefetch_bytes, 1)
-    check_whole("unacked_max", unacked_max, 1)
+    tag_mode = plain(tag_mode)
+    retries_max = check_whole("retries_max", retries_max, 0)
+    prefetch_messages = check_whole("prefetch_messages", prefetch_messages, 1)
+    prefetch_bytes = check_whole("prefetch_bytes", prefetch_bytes, 1)
+    unacked_max = check_whole("unacked_max", unacked_max, 1)
     if exclusive_ms and broadcast:
         raise InvalidRequest("a broadcast's group has one consumer anyway: exclusive is for groups")
     deliveries_max = 0 if is_dead_letter_subject(subject) else max(1, retries_max)
@@ -113,7 +115,7 @@ def check_seconds(name: str, seconds: float, *, is_zero_allowed: bool = True) ->
     if not isinstance(seconds, int | float) or not (seconds > 0 or (is_zero_allowed and seconds == 0)):
         least = "0 or more" if is_zero_allowed else "more than 0"
         raise InvalidRequest(f"{name} is seconds, {least}, not {seconds!r}")
-    return seconds
+    return plain(seconds)
 
 
 def check_whole(name: str, count: int, least: int, most: int | None = None) -> int:
@@ -122,7 +124,7 @@ def check_whole(name: str, count: int, least: int, most: int | None = None) -> i
     if not is_whole or count < least or (most is not None and count > most):
         bounds = f"{least} or more" if most is None else f"{least} to {most}"
         raise InvalidRequest(f"{name} is a whole number, {bounds}, not {count!r}")
-    return count
+    return plain(count)
 
 
 def check_concurrency(concurrency: int) -> int:
@@ -141,7 +143,7 @@ def _start(start: str | datetime) -> tuple[str, int]:
         return "since", max(0, (start - _EPOCH) // timedelta(milliseconds=1))
     if start not in ("latest", "earliest"):
         raise InvalidRequest(f'start is "latest", "earliest" or a datetime with its time zone, not {start!r}')
-    return start, 0
+    return plain(start), 0
 
 
 def _tags(tags: Iterable[str]) -> tuple[str, ...]:
@@ -150,4 +152,4 @@ def _tags(tags: Iterable[str]) -> tuple[str, ...]:
         raise InvalidRequest(f"tags are a list of words, none of them empty; not {tags!r}")
     if len(words) > TAGS_MAX:
         raise InvalidRequest(f"{len(words)} tags are more than {TAGS_MAX}")
-    return tuple(sorted(set(words)))
+    return tuple(sorted(set(map(plain, words))))

@@ -38,6 +38,7 @@ from sqlalchemy import (
 
 from qmq.errors import InvalidRequest
 from qmq.idempotence.keys import Claim, State, key_digest
+from qmq.plain import plain_text
 
 HANDLED, CLAIMS = "qmq_handled", "qmq_claims"
 
@@ -54,7 +55,7 @@ def claims_table(metadata: MetaData, name: str = CLAIMS) -> Table:
 
 
 def _table(metadata: MetaData, name: str, *columns: Column[Any]) -> Table:
-    key = Column("message_key", CHAR(64), primary_key=True)
+    name, key = plain_text("the name of a table", name), Column("message_key", CHAR(64), primary_key=True)
     return Table(name, metadata, key, *columns, mysql_engine="InnoDB", mariadb_engine="InnoDB")
 
 

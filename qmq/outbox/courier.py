@@ -21,6 +21,7 @@ from qmq.outbox.row import decode_row, encode_row
 from qmq.outbox.session import find
 from qmq.outbox.table import Inserted, head_of, table_name
 from qmq.outbox.unit import AsyncTransaction, Database, Item, Transaction, Written, are_unknown
+from qmq.plain import plain
 from qmq.subjects import check_subject
 
 log = bounded(__name__)
@@ -116,9 +117,10 @@ class Courier:
         return [self._item(message, now_ms) for message in messages]
 
     def _item(self, message: Message, now_ms: int) -> Item:
-        check_subject(message.subject)
+        message.subject = check_subject(message.subject)
         if message.id is None:
             message.id = f"{self._id_prefix}{next(self._id_numbers)}"
+        message.id = plain(message.id)
         batch_encoder(message.subject, now_ms)(message)
         copy = Message(
             message.subject,

@@ -22,6 +22,7 @@ from typing import Any
 from qmq.codec import expires_after_ms
 from qmq.errors import InvalidMessage
 from qmq.message import EXPIRES_AFTER, ORDER_KEY, RESERVED, RETRIES_MAX, Message, Value, text_of
+from qmq.plain import plain
 
 CREATED = "qmq_createTime"
 """Ms since 1970 UTC, by the producer's clock."""
@@ -59,7 +60,7 @@ def encode_row(message: Message, now_ms: int) -> str:
     if message.order_key is not None:
         attributes[ORDER_KEY] = message.order_key
     if message.retries_max is not None:
-        attributes[RETRIES_MAX] = str(message.retries_max)
+        attributes[RETRIES_MAX] = str(plain(message.retries_max))
     if message.expires_after is not None:
         attributes[EXPIRES_AFTER] = str(expires_after_ms(message.expires_after))
     row = {

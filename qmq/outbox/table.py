@@ -21,6 +21,7 @@ from itertools import groupby, islice
 from typing import Any, NamedTuple
 
 from qmq.errors import InvalidRequest
+from qmq.plain import plain_text
 
 DEFAULT_TABLE = "qmq_msg_queue"
 ROWS_MAX = 1_000
@@ -65,6 +66,7 @@ def table_name(name: str) -> str:
     Raises:
         InvalidRequest: it has other characters than letters, digits and _.
     """
+    name = plain_text("the name of a table", name)
     parts = name.split(".")
     if len(parts) > 2 or not all(_IDENTIFIER.fullmatch(part) for part in parts):
         raise InvalidRequest(f"{name!r} is not the name of a table, or schema.table")

@@ -16,6 +16,7 @@ from typing import Any, Self, TypeVar
 from qmq.broker.settings import BrokerSettings
 from qmq.errors import ClientClosed, InvalidRequest, QmqError
 from qmq.message import Message
+from qmq.plain import plain, plain_text
 from qmq.subjects import dead_letter_subject
 from qmq.testing.machine import Machine
 from qmq.testing.standing import Wish, consumed, delayed, subscribed
@@ -38,7 +39,7 @@ class _Broker:
     """
 
     def __init__(self, *, group: str = "test", lease: float = 30.0) -> None:
-        self._group = group
+        self._group = plain_text("group", group)
         self._settings = BrokerSettings(
             hostname="test",
             data=Path("memory"),
@@ -122,7 +123,7 @@ class _Broker:
 
     def messages(self, subject: str) -> list[Message]:
         """Return all stored messages of `subject`, in order; consumed ones, too."""
-        return self._ask(lambda machine: machine.messages(subject))
+        return self._ask(lambda machine: machine.messages(plain(subject)))
 
     def dead_letters(self, subject: str, group: str) -> list[Message]:
         """Return the messages of `subject` on which the consumer group `group` gave up, in order.
@@ -133,7 +134,7 @@ class _Broker:
 
     def delayed(self, subject: str) -> list[Message]:
         """Return the messages of `subject` that wait until they are due, the first one first."""
-        return self._ask(lambda machine: machine.delayed(subject))
+        return self._ask(lambda machine: machine.delayed(plain(subject)))
 
     # Time.
 
@@ -156,7 +157,7 @@ class _Broker:
 
         Producers keep messages until their `timeout_s`, and then say that they were refused. Consumers go on.
         """
-        self._ask(lambda machine: machine.mark(readonly=subject))
+        self._ask(lambda machine: machine.mark(readonly=plain(subject)))
 
     def writable(self) -> None:
         """End what `readonly` began."""

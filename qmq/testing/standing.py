@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from qmq.log.fold import State
+from qmq.plain import plain
 from qmq.subjects import parse_derived, retry_subject
 
 
@@ -78,6 +79,9 @@ class Wish:
     skip_delays: bool = False
     """Whether the clock may be put forward to the next retry when only such messages are left."""
     granted: Future[None] = field(default_factory=Future)
+
+    def __post_init__(self) -> None:
+        self.subject, self.group = plain(self.subject), plain(self.group)
 
 
 def consumed(subject: str, group: str, skip_delays: bool) -> Wish:

@@ -34,7 +34,7 @@ from tests.unit.client.test_producer import producer_of, run
 from tests.unit.client.test_wrong_calls import consumer, producer
 
 effects: list[str] = []
-processes = ThreadPool(1)
+processes: ThreadPool
 """Has the results of multiprocessing, without its processes."""
 
 
@@ -45,7 +45,8 @@ def _no_effects():
 
 @pytest.fixture(autouse=True, scope="module")
 def _processes():
-    with processes:
+    global processes
+    with ThreadPool(1) as processes:
         yield
 
 
