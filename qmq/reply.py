@@ -47,17 +47,21 @@ class Requester:
     """
 
     def __init__(self, producer: Sends, consumer: Consumer, *, reply_subject: str) -> None:
-        self._producer, self._reply_subject = producer, reply_subject
-        self._name = secrets.token_hex(8)
-        start = datetime.now(UTC) - CLOCKS_DIFFER
-        self._puller = consumer.pull(reply_subject, broadcast=True, tags=(self._name,), start=start)
+        self._producer, self._consumer, self._reply_subject = producer, consumer, reply_subject
+        self._name_anew()
         self._numbers = count(1)
         self._waiting: dict[str, asyncio.Future[ReceivedMessage]] = {}
         self._reader: asyncio.Task[None] | None = None
         self.late_answers = 0
         """Answers that nobody waited for any more, second ones of a request that was handled twice among them."""
 
+    def _name_anew(self) -> None:
+        self._name = secrets.token_hex(8)
+        start = datetime.now(UTC) - CLOCKS_DIFFER
+        self._puller = self._consumer.pull(self._reply_subject, broadcast=True, tags=(self._name,), start=start)
+
     async def __aenter__(self) -> Requester:
+        self._name_anew()  # forked workers would take each other's answers
         await self._puller.__aenter__()
         self._reader = asyncio.create_task(self._read(self._puller))
         return self

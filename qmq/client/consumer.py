@@ -25,7 +25,7 @@ from qmq.client.puller import Puller
 from qmq.client.signals import on_sigterm
 from qmq.client.terms import Terms, check_batch, check_concurrency, check_seconds, check_whole, make_terms
 from qmq.control_plane import metaserver_url
-from qmq.errors import InvalidRequest
+from qmq.errors import ClientClosed, InvalidRequest
 from qmq.logs import bounded
 from qmq.plain import plain_text
 from qmq.subjects import check_name
@@ -64,7 +64,8 @@ class Consumer:
     ) -> None:
         self._metaserver, self._app = metaserver_url(metaserver), plain_text("app", app)
         self._token = find_token(token)
-        self.id = check_name("consumer id", consumer_id or _default_id())
+        self._id = check_name("consumer id", consumer_id or _default_id())
+        self._has_default_id, self._pid = not consumer_id, os.getpid()
         self._drain_s = check_seconds("drain_s", drain_s)
         self._is_online = online
         self._listeners: dict[tuple[str, str], Listener] = {}
@@ -79,6 +80,33 @@ class Consumer:
         self._thread = 0
         self._stop: asyncio.Event | None = None
         self._running: set[asyncio.Task[None]] = set()
+
+    @property
+    def id(self) -> str:
+        """Name of this consumer in its groups."""
+        self._check_process()
+        return self._id
+
+    def _check_process(self) -> None:
+        """In a forked process, become another consumer: two with one name would take each other's place.
+
+        Raises:
+            ClientClosed: the parent receives with it, on an event loop that is not there.
+        """
+        if self._pid == os.getpid():
+            return
+        if self._users:
+            raise ClientClosed("the consumer began before this process was forked: make another one here")
+        self._pid = os.getpid()
+        if self._has_default_id:
+            self._id = _default_id()
+            listeners = list(self._listeners.values())
+            self._members.clear()
+            self._listeners.clear()
+            for listener in listeners:
+                listener.terms = listener.terms.of_consumer(self._id)
+                self._add(listener)
+                self._listeners[listener.subject, listener.group] = listener
 
     # Listening.
 
@@ -202,6 +230,7 @@ class Consumer:
         Raises:
             QmqError: a subscription cannot go on, for instance because another process uses the consumer id.
         """
+        self._check_process()
         if not self._listeners:
             raise InvalidRequest("nothing to run: decorate a handler with listen() first")
         if self._stop is not None:
@@ -291,6 +320,7 @@ class Consumer:
 
     def entered(self, puller: Puller) -> Connections:
         """A puller begins."""
+        puller.terms = puller.terms.of_consumer(self.id)
         self._check_free(puller.terms)
         self._add(puller)
         puller.set_online(self._is_online)

@@ -22,6 +22,7 @@ from qmq.client.calling import after_commit, call_back, check_callable
 from qmq.client.delaying import Delay, DelayOutcome, delay_of, due_of_call, wanted
 from qmq.client.journal import Journal, JournalWriter
 from qmq.client.many import CHUNK_MESSAGES, ManySend
+from qmq.client.open_clients import closed, opened
 from qmq.client.queues import Backlog, SubjectQueue, Waiting
 from qmq.client.sender import Sender
 from qmq.client.senders import Senders
@@ -77,7 +78,7 @@ class Producer:
             raise InvalidRequest("in_flight_max must be 1 to 64: a broker remembers 64 batches of a producer")
         if readonly_wait_s is not None and not readonly_wait_s >= 0:
             raise InvalidRequest("readonly_wait_s must be 0 or more; leave it out to wait for timeout_s")
-        self.id = random.SystemRandom().randrange(1, 1 << 64)
+        self.id = 0
         self._metaserver, self._app = metaserver_url(metaserver), plain_text("app", app)
         self._token = find_token(token)
         self._timeout_ms = int(check_seconds("timeout_s", timeout_s, is_zero_allowed=False) * 1000)
@@ -87,17 +88,23 @@ class Producer:
         self._backlog = Backlog(queue_messages_max, queue_bytes_max)
         self._outbox_table, self._outbox_messages_max = table_name(outbox_table), queue_messages_max
         self._outbox: Courier | None = None
-        self._journal = JournalWriter(journal, f"{self._app}-{self.id:016x}") if journal is not None else None
-        self._ids = MessageIds(_id_prefix(self._metaserver))
+        self._journal_place = journal
+        self._journal: JournalWriter | None = None
         self._callbacks: set[asyncio.Task[object]] = set()
         self._open_senders: Senders | None = None
-        self._is_closing = False
+        self._is_closing = self._is_parents = False
 
     # Opening and closing.
 
     async def __aenter__(self) -> Producer:
         if self._open_senders is not None or self._is_closing:
             raise ClientClosed("a producer is opened once: make another one")
+        # Not before: workers that are forked from a process that made the producer would all be the same one, and
+        # brokers would take the first batch of each for a repeat of the same batch.
+        self.id = random.SystemRandom().randrange(1, 1 << 64)
+        self._ids = MessageIds(_id_prefix(self._metaserver))
+        if self._journal_place is not None:
+            self._journal = JournalWriter(self._journal_place, f"{self._app}-{self.id:016x}")
         self._open_senders = Senders(self._new_sender)
         self._outbox = Courier(
             self._send_committed,
@@ -105,6 +112,7 @@ class Producer:
             id_prefix=_id_prefix(self._metaserver),
             messages_max=self._outbox_messages_max,
         )
+        opened(self)
         return self
 
     async def __aexit__(
@@ -135,7 +143,7 @@ class Producer:
         Cancelled, it disconnects at once: then what has no outcome yet is refused, or unknown if it was sent.
         """
         senders, self._is_closing = self._open_senders, True
-        if senders is None:
+        if senders is None or self._is_parents:
             return
         try:
             while self._outbox is not None and self._outbox.is_busy:
@@ -147,6 +155,7 @@ class Producer:
             if self._outbox is not None:
                 self._outbox.stop()
             self._open_senders = None
+            closed(self)
             await senders.stop()
             if self._journal is not None:
                 self._journal.close()
@@ -178,7 +187,18 @@ class Producer:
             raise self._not_open()
         return self._outbox
 
+    def inherited(self) -> None:
+        """This is a copy in a forked process; the parent's event loop is not there."""
+        self._is_closing = self._is_parents = True
+
+    @property
+    def open_messages(self) -> int:
+        """How many messages have no outcome yet."""
+        return 0 if self._open_senders is None else self._open_senders.open_messages
+
     def _not_open(self) -> ClientClosed:
+        if self._is_parents:
+            return ClientClosed("the producer was opened before this process was forked: open another one here")
         if self._is_closing:
             return ClientClosed("the producer was closed: a new one has to be opened")
         return ClientClosed("the producer is not open: use it within `async with producer:`")

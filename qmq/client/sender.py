@@ -149,9 +149,10 @@ class Sender:
         try:
             await asyncio.gather(*self._tasks, return_exceptions=True)
         finally:
-            self._refuse_all()
+            self.refuse_all()
 
-    def _refuse_all(self) -> None:
+    def refuse_all(self) -> None:
+        """Give everything that has no outcome one: nothing is sent any more."""
         for group in self._groups.values():
             for batch in group.batches.unresolved():
                 self._give_up(group, batch, "the producer was closed before an answer came")
@@ -166,6 +167,12 @@ class Sender:
     @property
     def is_idle(self) -> bool:
         return not self._waiting and not any(group.batches.has_any for group in self._groups.values())
+
+    @property
+    def open_messages(self) -> int:
+        """How many messages have no outcome yet."""
+        waiting = sum(len(queue.waiting) + sum(map(len, queue.ready)) for queue in self._waiting)
+        return waiting + sum(len(batch) for group in self._groups.values() for batch in group.batches.unresolved())
 
     def now_ms(self) -> int:
         return int(self._loop.time() * 1000)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
+from qmq.client.open_clients import report_lost
 from qmq.client.sender import Sender
 from qmq.types import GroupKind
 
@@ -30,6 +32,8 @@ class Senders:
         self._all[0].start()
         self._flights = [Flight()]
         """Oldest first; the last one takes what is given now."""
+        self._is_stopping = False
+        self._guard = asyncio.create_task(self._guard_end())
 
     def of(self, *, is_delayed: bool) -> Sender:
         """Return the way that messages of a kind go."""
@@ -55,12 +59,29 @@ class Senders:
     def is_idle(self) -> bool:
         return all(sender.is_idle for sender in self._all)
 
+    @property
+    def open_messages(self) -> int:
+        """How many messages have no outcome yet."""
+        return sum(sender.open_messages for sender in self._all)
+
+    async def _guard_end(self) -> None:
+        """Wait for the end of an event loop that cancels all tasks, of a producer that was not closed."""
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            if not self._is_stopping:
+                report_lost(self.open_messages, "the event loop ended")
+                for sender in self._all:
+                    sender.refuse_all()
+
     async def wait(self) -> None:
         """Wait until something moved in one of them."""
         await self._all[0].wait()
 
     async def stop(self) -> None:
         """Stop both, also if this is cancelled: each of them says what became of its messages."""
+        self._is_stopping = True
+        self._guard.cancel()
         first, *others = self._all
         try:
             await first.stop()

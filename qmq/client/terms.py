@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 
 from qmq.client.retrying import BROKER_DELAY_S_MAX, DELAY_S_MAX, RetryPolicy, check_delay
@@ -45,6 +45,10 @@ class Terms:
     def mailbox(self) -> str | None:
         """The subject of the messages that are meant for this group alone; None if it has none."""
         return _mailbox(self.subject, self.group, self.broadcast)
+
+    def of_consumer(self, consumer: str) -> Terms:
+        """Return the same terms for another consumer."""
+        return replace(self, consumer=consumer, group=consumer if self.broadcast else self.group)
 
 
 def make_terms(

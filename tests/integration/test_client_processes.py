@@ -1,0 +1,460 @@
+"""Clients in processes of their own: how these fork, and how they end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+import qmq
+import qmq.blocking
+
+
+@pytest.fixture
+def broker(qmq_blocking_broker):
+    return qmq_blocking_broker
+
+
+@pytest.fixture
+def producer(broker):
+    with qmq.blocking.Producer(metaserver=broker.metaserver, app="test") as producer:
+        yield producer
+
+
+def numbers(messages):
+    return [int(message["n"]) for message in messages]
+
+
+def message(n):
+    return qmq.Message("s", {"n": n})
+
+
+HEAD = """
+import os, sys, threading, time, signal, multiprocessing
+import qmq, qmq.blocking
+metaserver = sys.argv[1]
+def message(n):
+    return qmq.Message("s", {"n": n})
+producer = qmq.blocking.Producer(metaserver=metaserver, app="test")
+consumer = qmq.blocking.Consumer(metaserver=metaserver, app="test")
+"""
+
+
+@pytest.fixture
+def launch():
+    """Run Python with arguments, its children in a session of their own; none of them outlives the test."""
+    started, pipe = [], subprocess.PIPE
+    python = [sys.executable, "-W", "ignore::DeprecationWarning"]  # newer Pythons warn of any fork beside threads
+    environment = os.environ | {"GRPC_VERBOSITY": "NONE"}  # nor is it an error that gRPC tells of a lost connection
+
+    def launch(*arguments):
+        started.append(
+            subprocess.Popen(
+                [*python, *arguments],
+                stdin=pipe,
+                stdout=pipe,
+                stderr=pipe,
+                text=True,
+                start_new_session=True,
+                env=environment,
+            )
+        )
+        return started[-1]
+
+    yield launch
+    for process in started:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+@pytest.fixture
+def start(broker, launch):
+    """Start a program that begins with HEAD."""
+    return lambda code: launch("-c", HEAD + textwrap.dedent(code), broker.metaserver)
+
+
+@pytest.fixture
+def run(start):
+    """Run a program to its end; return what it printed."""
+
+    def run(code):
+        process = start(code)
+        out, err = process.communicate(timeout=120)
+        assert (process.returncode, err) == (0, "")
+        return out.split()
+
+    return run
+
+
+def test_what_was_sent_is_stored_before_the_interpreter_ends(broker, run):
+    run("for n in range(1_000): producer.send_nowait(message(n))")
+    assert numbers(broker.messages("s")) == list(range(1_000))
+
+
+def test_a_callback_that_exits_is_told_and_ends_nothing(broker, start):
+    process = start("""
+        producer.send_nowait(message(1), lambda receipt: sys.exit(1)).result()
+        print(producer.send(message(2)).outcome.value)
+    """)
+    out, err = process.communicate(timeout=30)
+    assert out.split() == ["stored"] and "on_done raised SystemExit(1)" in err
+    assert numbers(broker.messages("s")) == [1, 2]
+
+
+def test_threads_that_outlive_the_main_thread_lose_nothing(broker, run):
+    run(
+        """
+        producer.send(message(100))
+        def work():
+            time.sleep(0.1)
+            for n in range(100):
+                producer.send_nowait(message(n))
+        threading.Thread(target=work).start()
+        """,
+    )
+    assert numbers(broker.messages("s")) == [100, *range(100)]
+
+
+def test_a_client_that_begins_after_the_main_thread_works_or_is_refused(broker, run):
+    """From Python 3.12 on, no thread begins once the main thread has ended."""
+    out = run(
+        """
+        def work():
+            threading.main_thread().join()
+            try:
+                producer.send(message(0))
+            except qmq.ClientClosed as error:
+                print(error)
+        threading.Thread(target=work).start()
+        """,
+    )
+    stored = numbers(broker.messages("s"))
+    if sys.version_info >= (3, 12):
+        assert stored == [] and " ".join(out).startswith("the program is ending")
+    else:
+        assert stored == [0] and out == []
+
+
+def test_what_is_sent_while_the_interpreter_ends_is_stored(broker, run):
+    run(
+        """
+        import atexit
+        producer.send(message(0))
+        atexit.register(lambda: producer.send_nowait(message(1)))
+        """,
+    )
+    assert numbers(broker.messages("s")) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "code, said",
+    [
+        (
+            "asyncio.run(leave_open(5))",
+            "messages are not known to be stored messages=5: the event loop ended before the producer was closed.",
+        ),
+        (
+            """
+            loop = asyncio.new_event_loop()
+            loop.run_until_complete(leave_open(5))
+            loop.close()
+            """,
+            "messages are not known to be stored messages=5: the process ended before the producer was closed.",
+        ),
+    ],
+    ids=["asyncio.run", "closed loop"],
+)
+def test_messages_that_a_process_did_not_send_are_counted_in_its_log(broker, start, code, said):
+    broker.readonly()
+    began = time.monotonic()
+    process = start(LEAVE_OPEN + textwrap.dedent(code))
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, out) == (0, "") and said in err
+    assert time.monotonic() - began < 25, "a message has 30 s by default, and five more at the end"
+    assert broker.messages("s") == []
+
+
+LEAVE_OPEN = """
+import asyncio
+async def leave_open(count):
+    producer = await qmq.Producer(metaserver=metaserver, app="test").__aenter__()
+    for n in range(count): producer.send_nowait(message(n), lambda receipt: None)
+"""
+
+
+# Forks.
+
+
+def test_forked_workers_that_open_one_producer_are_different_producers(broker, run):
+    """Brokers took the first batch of each for a repeat, and acknowledged four messages of which they kept one."""
+    run(
+        """
+        import asyncio
+        producer = qmq.Producer(metaserver=metaserver, app="test")
+        async def work(n):
+            async with producer:
+                assert (await producer.send(message(n))).is_stored
+        pids = []
+        for n in range(4):
+            if not (pid := os.fork()):
+                asyncio.run(work(n))
+                os._exit(0)
+            pids.append(pid)
+        assert not any(os.waitpid(pid, 0)[1] for pid in pids)
+        """
+    )
+    assert sorted(numbers(broker.messages("s"))) == [0, 1, 2, 3]
+    assert len({message.id for message in broker.messages("s")}) == 4
+
+
+def test_forked_workers_that_run_one_consumer_are_different_consumers(broker, producer, start):
+    process = start(
+        """
+        import asyncio
+        consumer = qmq.Consumer(metaserver=metaserver, app="test")
+        @consumer.listen("s", group="g", start="earliest")
+        async def on_message(message): ...
+        @consumer.listen("s", broadcast=True, start="earliest")
+        async def on_broadcast(message):
+            print(consumer.id, consumer.listeners["s", consumer.id].group, flush=True)
+        pids = []
+        for _ in range(2):
+            if not (pid := os.fork()):
+                asyncio.run(consumer.run())
+                os._exit(0)
+            pids.append(pid)
+        sys.stdin.readline()
+        for pid in pids: os.kill(pid, signal.SIGTERM)
+        assert not any(os.waitpid(pid, 0)[1] for pid in pids)
+        """,
+    )
+    broker.wait_until_subscribed("s", "g", consumers=2, timeout=120)
+    producer.send(message(0))
+    (first, group), (second, other_group) = (process.stdout.readline().split() for _ in range(2))
+    assert first == group != second == other_group
+    out, err = process.communicate("\n", timeout=120)
+    assert (process.returncode, err) == (0, "")
+
+
+def test_clients_that_a_parent_opened_are_refused_in_its_child(run):
+    out = run(
+        """
+        import asyncio
+        async def refused(work):
+            try:
+                await work
+            except qmq.ClientClosed as error:
+                print(error)
+        async def parent():
+            consumer = qmq.Consumer(metaserver=metaserver, app="test")
+            async with qmq.Producer(metaserver=metaserver, app="test") as producer, consumer.pull("s", group="g"):
+                if not (pid := os.fork()):
+                    asyncio.run(child(producer, consumer))
+                    sys.stdout.flush()
+                    os._exit(0)
+                assert not os.waitpid(pid, 0)[1]
+                assert (await producer.send(message(0))).is_stored
+        async def child(producer, consumer):
+            await refused(producer.send(message(1)))
+            await refused(producer.send_many([message(1)]))
+            await refused(producer.flush())
+            await refused(consumer.run())
+            await producer.close()
+        asyncio.run(parent())
+        """
+    )
+    assert " ".join(out).count("before this process was forked: ") == 4
+
+
+def test_a_forked_process_has_a_loop_and_a_producer_of_its_own(broker, run):
+    out = run(
+        """
+        producer.send(message(0))
+        pid = os.fork()
+        sequence = producer.send(message(1)).sequence
+        if pid:
+            assert os.waitpid(pid, 0)[1] == 0
+        print(sequence)
+        """,
+    )
+    assert sorted(out) == ["1", "2"]
+    assert numbers(broker.messages("s")) == [0, 1, 1]
+    ids = [message.id for message in broker.messages("s")]
+    assert len(set(ids)) == 3
+
+
+def test_a_forked_process_neither_repeats_nor_awaits_what_its_parent_sent(broker, start):
+    broker.readonly()
+    process = start(
+        """
+        future = producer.send_nowait(message(0))
+        time.sleep(0.3)
+        pid = os.fork()
+        if pid:
+            print("forked", flush=True)
+            assert os.waitpid(pid, 0)[1] == 0
+            print(future.result().outcome)
+        else:
+            try:
+                future.result()
+            except qmq.ClientClosed:
+                producer.flush()
+                producer.close()
+        """,
+    )
+    assert process.stdout.readline() == "forked\n"
+    broker.writable()
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, out, err) == (0, "stored\n", "")
+    assert numbers(broker.messages("s")) == [0]
+
+
+def test_workers_forked_before_the_first_use_all_send(broker, run):
+    run(
+        """
+        def work(n):
+            producer.send_nowait(message(n))
+        context = multiprocessing.get_context("fork")
+        workers = [context.Process(target=work, args=(n,)) for n in range(4)]
+        for worker in workers: worker.start()
+        for worker in workers: worker.join()
+        """,
+    )
+    assert sorted(numbers(broker.messages("s"))) == [0, 1, 2, 3]
+
+
+def test_ctrl_c_ends_a_wait_and_the_program(broker, start):
+    broker.readonly()
+    process = start(
+        """
+        producer = qmq.blocking.Producer(metaserver=metaserver, app="test", timeout_s=5.0)
+        print("ready", flush=True)
+        try:
+            producer.send(message(0))
+        except KeyboardInterrupt:
+            print("interrupted")
+        """,
+    )
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(0.3)  # so that it most likely waits; it must end as said in any case
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, out, err) == (0, "interrupted\n", "")
+
+
+LISTEN = """
+@consumer.listen("s", group="g", start="earliest")
+def on_message(message):
+    print("begun", flush=True)
+    if is_told:
+        sys.stdin.readline()
+    time.sleep(0.5)
+    print("done", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "number, ends", [(signal.SIGTERM, "ended\n"), (signal.SIGINT, "interrupted\n")], ids=["SIGTERM", "Ctrl-C"]
+)
+def test_a_signal_ends_run_after_the_handler_that_runs(broker, producer, number, ends, start):
+    process = start(
+        "is_told = True  # when the signal is on its way\n"
+        + LISTEN
+        + """
+try:
+    consumer.run()
+    print("ended")
+except KeyboardInterrupt:
+    print("interrupted")
+""",
+    )
+    producer.send_many([message(0), message(1)])
+    assert process.stdout.readline() == "begun\n"
+    process.send_signal(number)
+    out, err = process.communicate("\n", timeout=120)
+    assert (process.returncode, out, err) == (0, "done\n" + ends, "")
+    broker.wait_until_subscribed("s", "g", consumers=0)
+    with pytest.raises(TimeoutError, match="1 messages to be delivered, 0 wait for their retry, 0 are held"):
+        broker.wait_until_consumed("s", "g", timeout=0.1)
+
+
+def test_a_consumer_in_a_daemon_thread_is_drained_at_the_end(broker, producer, start):
+    producer.send(message(0))
+    process = start(
+        "is_told = False\n"
+        + LISTEN
+        + """
+threading.Thread(target=consumer.run, daemon=True).start()
+time.sleep(0.2)
+sys.stdin.readline()
+""",
+    )
+    assert process.stdout.readline() == "begun\n"
+    out, err = process.communicate("\n", timeout=120)
+    assert (process.returncode, out, err) == (0, "done\n", "")
+    broker.wait_until_consumed("s", "g", timeout=60)
+
+
+def test_forked_workers_are_consumers_of_their_own(broker, producer, start):
+    process = start(
+        """
+        @consumer.listen("s", group="g", start="earliest")
+        def on_message(message):
+            producer.send(qmq.Message("out", {"n": message["n"], "by": consumer.id}))
+
+        producer.send(message(0))
+        context = multiprocessing.get_context("fork")
+        workers = [context.Process(target=consumer.run) for _ in range(2)]
+        for worker in workers: worker.start()
+        sys.stdin.readline()
+        for worker in workers: worker.terminate()
+        for worker in workers:
+            worker.join()
+            assert worker.exitcode == 0
+        """,
+    )
+    broker.wait_until_subscribed("s", "g", consumers=2, timeout=120)
+    producer.send_many(message(n) for n in range(1, 100))
+    broker.wait_until_consumed("s", "g", timeout=120)
+    out, err = process.communicate("\n", timeout=120)
+    assert (process.returncode, out) == (0, ""), err
+    assert sorted(numbers(broker.messages("out"))) == list(range(100))
+
+
+# The page about it.
+
+PAGE = Path(__file__).parents[2] / "docs" / "blocking.md"
+
+
+def test_the_programs_of_the_page_run_as_they_are_printed(broker, tmp_path, launch):
+    files = dict(re.findall(r"^```python (\S+\.py)\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL))
+    assert list(files) == ["shop.py", "billing.py", "report.py", "quote.py"]
+
+    def begin(name):
+        (tmp_path / name).write_text(files[name].replace("http://127.0.0.1:8080", broker.metaserver))
+        return launch(tmp_path / name)
+
+    def end(process):
+        out, err = process.communicate(timeout=120)
+        assert (process.returncode, err) == (0, "")
+        return out
+
+    end(begin("shop.py"))
+    orders = [message["order"] for message in broker.messages("order.paid")]
+    assert (len(orders), orders[-2:]) == (1_003, ["C-1", "D-1"])
+    billing = begin("billing.py")
+    assert sum(map(int, end(begin("report.py")).split())) == 1_003
+    broker.wait_until_consumed("order.paid", "billing", timeout=120)
+    billing.send_signal(signal.SIGTERM)
+    out = end(billing)
+    assert sorted(re.findall(r"paid ([ABCD]-\d+)", out)) == sorted(orders) and out.endswith("ended\n")
+    assert end(begin("quote.py")) == "42\n"
