@@ -72,30 +72,6 @@ def use_older_engine() -> None:
     os.environ.setdefault(EXPERIMENTS, OLDER_ENGINE)
 
 
-_runs_grpc = _lost_grpc = False
-
-
-def grpc_begins() -> None:
-    """Take note that this process has gRPC's threads from now on."""
-    global _runs_grpc
-    _runs_grpc = True
-
-
-def has_grpc() -> bool:
-    """Return whether gRPC may be used. A process that was forked from one that used it inherits its locks, but not its
-    threads: calls are never answered, or never return."""
-    return not _lost_grpc
-
-
-def _after_fork() -> None:
-    global _lost_grpc
-    _lost_grpc = _lost_grpc or _runs_grpc
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
-
-
 def metaserver_url(address: str) -> str:
     """Return the URL of a metaserver that an application names; `http://` may be left out.
 

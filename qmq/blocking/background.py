@@ -5,7 +5,8 @@ never touches its parent's. What the parent had sent and not yet heard of stays 
 
 End: Python waits for threads that are no daemons before it takes the interpreter apart. One such thread, the keeper,
 waits until the program's own threads are through, then sees to it that everything sent so far gets its outcome; a
-handler of `atexit` does the same for what came later, and ends the loop.
+handler of `atexit` does the same for what came later, and ends the loop. Processes that end by `os._exit` run other
+hooks: those of multiprocessing, and Celery's signal (`_hook_ends`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import asyncio
 import atexit
 import contextlib
 import os
+import sys
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,6 +25,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 import grpc.aio
 
 from qmq.errors import ClientClosed, InvalidRequest
+from qmq.grpc_forks import grpc_begins, why_no_grpc
 from qmq.logs import bounded
 
 log = bounded(__name__)
@@ -40,7 +43,7 @@ class Client(Protocol):
     """What is to be ended with the process."""
 
     def flush_at_exit(self) -> None:
-        """Wait, within the client's own bounds, until everything sent so far has its outcome."""
+        """Wait, within the client's own bounds, until everything sent so far has its outcome; log what is lost."""
 
     def close(self) -> None:
         """Do so, and disconnect."""
@@ -50,6 +53,7 @@ class Background:
     """The loop and its thread. Made by `background`; ends with the process."""
 
     def __init__(self) -> None:
+        self.pid = os.getpid()
         self.clients: set[Client] = set()
         """Those that are open."""
         self._loop = asyncio.new_event_loop()
@@ -57,7 +61,9 @@ class Background:
         self._thread = threading.Thread(target=self._loop.run_forever, name="qmq", daemon=True)
         self._thread.start()
         self.submit(_begin_grpc()).result()
-        threading.Thread(target=self._keep, name="qmq keeper").start()
+        # A thread inherits `daemon`: a process pool begins its workers in a daemon thread.
+        threading.Thread(target=self._keep, name="qmq keeper", daemon=False).start()
+        _hook_ends()
 
     def call_soon(self, call: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
         """Have `call` carried out on the loop; does not wait."""
@@ -91,18 +97,29 @@ class Background:
                 work.close()
             raise InvalidRequest("a callback must not wait: it is called on the thread that does the work")
 
+    def tasks(self) -> set[asyncio.Task[Any]]:
+        """Return the loop's tasks, which asyncio does not keep alive by itself."""
+        return asyncio.all_tasks(self._loop)
+
     def _keep(self) -> None:
         """Wait for the program's own threads, then for what they sent."""
         threading.main_thread().join()
         this = threading.current_thread()
         while others := [one for one in threading.enumerate() if one is not this and _is_waited_for(one)]:
             others[0].join()
+        self.flush()
+
+    def flush(self) -> None:
+        """Wait until all clients' messages have their outcomes."""
         for client in list(self.clients):
-            with contextlib.suppress(Exception):
+            try:
                 client.flush_at_exit()
+            except Exception as error:
+                log.warning("client not flushed as it should be: %r", error)
 
     def end(self) -> None:
         """Close all clients, then the loop."""
+        self.flush()
         for client in list(self.clients):
             try:
                 client.close()
@@ -118,7 +135,9 @@ class Background:
 
 async def _begin_grpc() -> None:
     """Let gRPC begin its thread, for the same reason as `_Threads` begins some."""
-    grpc.aio.init_grpc_aio()
+    if not why_no_grpc():
+        grpc_begins()
+        grpc.aio.init_grpc_aio()
 
 
 async def _end_tasks() -> None:
@@ -171,8 +190,9 @@ class _Threads(ThreadPoolExecutor):
 
 
 _background: Background | None = None
-_of_parents: list[Background] = []
-"""Kept, so that nothing of them is taken apart here: their sockets are the parent's."""
+_of_parents: list[object] = []
+"""Parents' loops with their tasks. Kept, so that nothing of them is taken apart here: their sockets, their epoll and
+gRPC's channels are the parent's."""
 lock = threading.Lock()
 """Guards what is made when it is first needed: the loop, and the clients' sessions on it."""
 
@@ -206,10 +226,24 @@ def _end(pid: int) -> None:
         _background.end()
 
 
+def _flush(*_: object, **__: object) -> None:
+    """Flush at the end of a process that skips `atexit`; of this process only, whichever registered it."""
+    if _background is not None and _background.pid == os.getpid():
+        _background.flush()
+
+
+def _hook_ends() -> None:
+    """Have `_flush` called where processes end by `os._exit`, by those modules that this process has loaded."""
+    if (util := sys.modules.get("multiprocessing.util")) is not None:  # billiard's processes run these, too
+        util.Finalize(None, _flush, exitpriority=-1)  # after the process has joined its own children
+    if (signals := sys.modules.get("celery.signals")) is not None:  # the workers of its pools run nothing else
+        signals.worker_process_shutdown.connect(_flush, weak=False, dispatch_uid="qmq")
+
+
 def _after_fork() -> None:
     global _background, lock
     if _background is not None:
-        _of_parents.append(_background)
+        _of_parents.append((_background, _background.tasks()))
     _background, lock = None, threading.Lock()
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
@@ -24,6 +22,7 @@ from qmq.client.handling import BlockingBatchHandler, BlockingHandler, Filter
 from qmq.client.listener import Listener
 from qmq.client.puller import Puller as AsyncPuller
 from qmq.client.received import ReceivedMessage
+from qmq.client.signals import sigterm_calls
 from qmq.errors import ClientClosed, InvalidRequest, QmqError
 
 H = TypeVar("H", bound=BlockingHandler | BlockingBatchHandler)
@@ -169,7 +168,7 @@ class Consumer:
         self._run = run = _Run(background, consumer)
         background.clients.add(self)
         try:
-            with _sigterm_calls(run.stop):
+            with sigterm_calls(run.stop):
                 run.wait()
         finally:
             background.clients.discard(self)
@@ -355,16 +354,3 @@ class Puller:
         if background is not None and background is process.current():
             background.clients.discard(self)
             background.run(self._inner.__aexit__(None, None, None))
-
-
-@contextlib.contextmanager
-def _sigterm_calls(stop: Callable[[], None]) -> Iterator[None]:
-    """Call `stop` at SIGTERM, in the main thread, where the application has not its own idea of it."""
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, lambda *_: stop())
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, wait
 from datetime import datetime, timedelta
 from functools import partial
-from threading import Lock
+from threading import Condition, Lock
 from types import TracebackType
-from typing import Self, overload
+from typing import Any, Self, overload
 
 from qmq.blocking import background as process
 from qmq.blocking.background import Background
@@ -21,9 +23,12 @@ from qmq.client.journal import Journal
 from qmq.client.producer import Producer as AsyncProducer
 from qmq.client.producer import read_delay
 from qmq.errors import ClientClosed, QueueFull
+from qmq.logs import bounded
 from qmq.message import Message
 from qmq.outbox.table import DEFAULT_TABLE
 from qmq.remoting.commands import RecurringSchedule
+
+log = bounded(__name__)
 
 CHUNK_MESSAGES_MAX = 10_000
 CHUNK_BYTES_MAX = 16 << 20
@@ -35,14 +40,16 @@ AGAIN_S = 0.01
 """When the producer's queue is full, until it is tried again."""
 MESSAGE_BYTES = 200
 """What a message counts for beside the texts in it."""
+EXIT_S = 5.0
+"""The end of a process waits so much longer than `timeout_s`: messages that wait for room begin their time late."""
 
 
 class Producer:
     """Sends messages; used from any thread, also by the workers of a web server. A context manager.
 
     It connects when it is first used. A process that was forked connects anew when it first uses it, as a producer of
-    its own; messages that the parent had sent and not yet heard of stay the parent's. When the interpreter ends,
-    everything sent gets its outcome first, within `timeout_s`.
+    its own; messages that the parent had sent and not yet heard of stay the parent's. When the process ends, everything
+    sent gets its outcome first, within `timeout_s` and five seconds; how many messages are not stored is logged.
 
     Args: see `qmq.Producer`.
     """
@@ -78,6 +85,7 @@ class Producer:
         )
         self._make()  # wrong arguments are refused here, not in a worker an hour later
         self._messages_max, self._bytes_max = queue_messages_max, queue_bytes_max
+        self._app, self._timeout_s = app, timeout_s
         self._open: _Session | None = None
         self._is_closed = False
 
@@ -89,6 +97,10 @@ class Producer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a process that is spawned: it gets the settings, and connects by itself."""
+        return self.__dict__ | {"_open": None}
 
     @overload
     def send(
@@ -239,8 +251,9 @@ class Producer:
             session.close()
 
     def flush_at_exit(self) -> None:
-        """For the end of the process: as `flush`; messages end by themselves, by their deadline."""
-        self.flush()
+        """For the end of the process: as `flush`, within bounds; how many messages are not stored is logged."""
+        if (session := self._open_here()) is not None:
+            session.flush_at_exit()
 
     def _open_here(self) -> _Session | None:
         """Return the session if it is this process's own."""
@@ -274,6 +287,8 @@ class _Session:
         self._under_way: set[_Sent] = set()
         self._bytes = 0
         self._is_emptying = False
+        self._is_given_up = False
+        """The process ends, and some messages got no outcome within the time for that."""
         background.run(self.producer.__aenter__())
         background.clients.add(owner)
 
@@ -343,10 +358,39 @@ class _Session:
             self.background.submit(self.producer.outbox.drain()).result(timeout)
             self.background.submit(self.producer.callbacks_ended()).result(timeout)
 
+    def flush_at_exit(self) -> None:
+        """Wait for outcomes; log how many messages are not stored, and wait for none of them again."""
+        with self._lock:
+            sent, timeout = list(self._under_way), 0.0 if self._is_given_up else self._owner._timeout_s + EXIT_S
+        until = time.monotonic() + timeout
+        wait([one.future for one in sent], timeout)
+        draining = self.background.submit(self.producer.outbox.drain())
+        is_drained = bool(wait([draining], max(0.0, until - time.monotonic())).done)
+        wait([self.background.submit(self.producer.callbacks_ended())], max(0.0, until - time.monotonic()))
+        lost = [reason for one in sent if (reason := one.why_not_stored())]
+        if lost:
+            text = "messages are not known to be stored as the process ends messages=%d app=%s reason=%s"
+            log.error(text, len(lost), self._owner._app, lost[0])
+        if not is_drained:
+            log.warning("messages stay in the outbox as the process ends app=%s", self._owner._app)
+        if not is_drained or not all(one.future.done() for one in sent):
+            self._is_given_up = True
+            draining.cancel()
+            with self._lock:
+                self._under_way.difference_update(sent)
+
     def close(self) -> None:
-        self.flush(None)
-        self.background.run(self.producer.close())
+        if not self._is_given_up:
+            self.flush(None)
+        self.background.run(self._disconnect())
         self.background.clients.discard(self._owner)
+
+    async def _disconnect(self) -> None:
+        try:
+            async with asyncio.timeout(0 if self._is_given_up else None):
+                await self.producer.close()
+        except TimeoutError:
+            pass
 
 
 class _Sent:
@@ -359,6 +403,15 @@ class _Sent:
         self.size = _size(message)
         self.future: Future[Receipt] = _Receipt()
         self.future.set_running_or_notify_cancel()
+
+    def why_not_stored(self) -> str:
+        """Return why the message is not known to be stored, "" if it is."""
+        if not self.future.done():
+            return "no outcome in time"
+        if (error := self.future.exception()) is not None:
+            return str(error)
+        receipt = self.future.result()
+        return "" if receipt.is_stored else receipt.reason
 
 
 class _Receipt(Future[Receipt]):
@@ -377,8 +430,10 @@ class _Receipt(Future[Receipt]):
         return super().exception(timeout)
 
     def _check_process(self) -> None:
-        if os.getpid() != self._pid and not self.done():
-            raise ClientClosed("the message was sent by the process that this one was forked from")
+        if os.getpid() != self._pid:
+            self._condition = Condition()  # a thread of the parent may have held the other one
+            if not self.done():
+                raise ClientClosed("the message was sent by the process that this one was forked from")
 
 
 def _as_arguments(later: Delay | None) -> DelayArguments:

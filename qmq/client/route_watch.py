@@ -4,8 +4,8 @@
 subjects that were named and every change of them. A new stream, at whichever metaserver, says which versions the
 client uses and brings those alone that differ. What was taken over is confirmed, so that an operator sees when
 no client uses an old route any more. As long as there is no stream, routes are polled over HTTP, while gRPC is tried
-again and again. While no metaserver answers at all, the last known routes stay in use. A forked process cannot use
-gRPC if its parent did: it polls from the beginning.
+again and again. While no metaserver answers at all, the last known routes stay in use. A process that must not use gRPC
+(qmq.grpc_forks) polls from the beginning.
 
 A process may use 100,000 subjects: requests and updates are of bounded size, and beyond `KEPT` routes those that were
 not used for a while are forgotten. A subject that the metaserver refuses is asked for again; all others go on.
@@ -14,6 +14,7 @@ not used for a while are forgotten. A subject that the metaserver refuses is ask
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections.abc import AsyncIterator, Callable, Iterable
 from itertools import islice
@@ -24,8 +25,9 @@ import grpc.aio
 
 from qmq.client import route_poll
 from qmq.client.routing import GroupRoute, SubjectRoute
-from qmq.control_plane import META_CHANNEL_OPTIONS, find_metaserver, grpc_begins, has_grpc, metaserver_url
+from qmq.control_plane import META_CHANNEL_OPTIONS, find_metaserver, metaserver_url
 from qmq.errors import AccessError
+from qmq.grpc_forks import HAS_HANDLERS, grpc_begins, why_no_grpc
 from qmq.logs import bounded
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import MetaserverStub
@@ -150,13 +152,18 @@ class RouteWatch:
             self._refreshed_at = now_s
             self._wanted = dict(self._subjects)
             self._ask_now.set()
+            self._poll_now.set()
 
     async def run(self) -> None:
         """Watch until cancelled."""
+        reason = why_no_grpc()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._tend())
-            tasks.create_task(self._poll_without_stream(is_polling=not has_grpc()))
-            if has_grpc():
+            tasks.create_task(self._poll_without_stream(is_polling=bool(reason)))
+            if reason:
+                level = logging.WARNING if HAS_HANDLERS else logging.INFO  # of forked workers there are many
+                log.log(level, "routes are polled every %d s: %s", POLL_S, reason)
+            else:
                 grpc_begins()
                 tasks.create_task(self._stream_always())
 

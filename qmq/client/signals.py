@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 _enders: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
+_is_handled = False
+"""Whether SIGTERM is handled here."""
+
+
+def _is_free() -> bool:
+    """Return whether SIGTERM can be handled in this thread, and the application does not handle it."""
+    is_main = threading.current_thread() is threading.main_thread()
+    return is_main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def on_sigterm(end: Callable[[], None]) -> Callable[[], None]:
@@ -16,17 +26,16 @@ def on_sigterm(end: Callable[[], None]) -> Callable[[], None]:
     Nothing is done where signals cannot be handled (another thread than the main one, Windows), or where the
     application or its framework handles SIGTERM already: there, it calls `Consumer.stop`.
     """
+    global _is_handled
     loop = asyncio.get_running_loop()
     if loop not in _enders:
-        if threading.current_thread() is not threading.main_thread():
-            return lambda: None
-        if signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        if not _is_free():
             return lambda: None
         try:
             loop.add_signal_handler(signal.SIGTERM, _end_all, loop)
         except NotImplementedError:
             return lambda: None
-        _enders[loop] = []
+        _enders[loop], _is_handled = [], True
     _enders[loop].append(end)
     return lambda: _take_back(loop, end)
 
@@ -37,7 +46,59 @@ def _end_all(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _take_back(loop: asyncio.AbstractEventLoop, end: Callable[[], None]) -> None:
+    global _is_handled
     _enders[loop].remove(end)
-    if not _enders[loop]:
+    if not _enders[loop] and _is_handled:
         del _enders[loop]
+        _is_handled = False
         loop.remove_signal_handler(signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def sigterm_calls(stop: Callable[[], None]) -> Iterator[None]:
+    """Call `stop` at SIGTERM: `on_sigterm` for a main thread without an event loop."""
+    global _is_handled
+    if not _is_free():
+        yield
+        return
+    signal.signal(signal.SIGTERM, lambda *_: stop())
+    _is_handled = True
+    try:
+        yield
+    finally:
+        if _is_handled:
+            _is_handled = False
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+_blocked: set[int | signal.Signals] | None = None
+"""While SIGTERM is blocked for a fork: what was blocked before."""
+
+
+def _before_fork() -> None:
+    """Block SIGTERM until the child has got rid of the handler."""
+    global _blocked
+    if _is_handled:
+        _blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def _after_fork() -> None:
+    global _blocked
+    if _blocked is not None:
+        blocked, _blocked = _blocked, None
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def _after_fork_in_child() -> None:
+    """Let SIGTERM end the child: the handler would stop the parent's consumer, through the pipe of its event loop."""
+    global _is_handled
+    if _is_handled:
+        _is_handled = False
+        if _enders:
+            signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)

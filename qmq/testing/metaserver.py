@@ -12,9 +12,10 @@ from urllib.parse import parse_qs, urlsplit
 
 import grpc.aio
 
-from qmq.control_plane import SERVER_OPTIONS, grpc_begins
+from qmq.control_plane import SERVER_OPTIONS
 from qmq.crc import crc32
 from qmq.errors import NotServed
+from qmq.grpc_forks import grpc_begins
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import MetaserverServicer, add_MetaserverServicer_to_server
 from qmq.types import GroupKind

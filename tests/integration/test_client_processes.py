@@ -16,6 +16,7 @@ import pytest
 
 import qmq
 import qmq.blocking
+from qmq import grpc_forks
 
 
 @pytest.fixture
@@ -54,6 +55,7 @@ def launch():
     started, pipe = [], subprocess.PIPE
     python = [sys.executable, "-W", "ignore::DeprecationWarning"]  # newer Pythons warn of any fork beside threads
     environment = os.environ | {"GRPC_VERBOSITY": "NONE"}  # nor is it an error that gRPC tells of a lost connection
+    del environment[grpc_forks.SETTING]  # this process has it by its import of qmq
 
     def launch(*arguments):
         started.append(
@@ -159,6 +161,22 @@ def test_what_is_sent_while_the_interpreter_ends_is_stored(broker, run):
     "code, said",
     [
         (
+            """
+            producer = qmq.blocking.Producer(metaserver=metaserver, app="test", timeout_s=0.5)
+            for n in range(5): producer.send_nowait(message(n))
+            """,
+            "messages are not known to be stored as the process ends messages=5 app=test reason=test: readonly",
+        ),
+        (
+            """
+            qmq.blocking.producer.EXIT_S = 0.1
+            producer = qmq.blocking.Producer(metaserver=metaserver, app="test", timeout_s=0.1)
+            async def hang(): await asyncio.Event().wait()  # as a database that does not answer
+            producer._session().producer.outbox.drain = hang
+            """,
+            "messages stay in the outbox as the process ends app=test",
+        ),
+        (
             "asyncio.run(leave_open(5))",
             "messages are not known to be stored messages=5: the event loop ended before the producer was closed.",
         ),
@@ -171,7 +189,7 @@ def test_what_is_sent_while_the_interpreter_ends_is_stored(broker, run):
             "messages are not known to be stored messages=5: the process ended before the producer was closed.",
         ),
     ],
-    ids=["asyncio.run", "closed loop"],
+    ids=["blocking", "outbox", "asyncio.run", "closed loop"],
 )
 def test_messages_that_a_process_did_not_send_are_counted_in_its_log(broker, start, code, said):
     broker.readonly()
@@ -192,6 +210,45 @@ async def leave_open(count):
 
 
 # Forks.
+
+FORKS = 30
+"""Where gRPC's fork handlers were on, two of three children crashed."""
+
+
+@pytest.mark.parametrize(
+    "imports, warning",
+    [("", ""), ("import qmq, grpc", ""), ("import grpc.aio", "Import qmq before grpc")],
+    ids=["no grpc", "grpc second", "grpc first"],
+)
+def test_no_child_crashes_or_hangs_while_its_parent_sends(broker, launch, imports, warning):
+    code = f"""
+channel = grpc.insecure_channel(metaserver.removeprefix("http://")) if {imports == "import qmq, grpc"} else None
+if channel:
+    grpc.channel_ready_future(channel)
+producer.send(message(0)).check()
+is_over = threading.Event()
+def send():
+    while not is_over.is_set(): producer.send(message(1)).check()
+threads = [threading.Thread(target=send) for _ in range(2)]
+for thread in threads: thread.start()
+pids = []
+for n in range({FORKS}):
+    if not (pid := os.fork()):
+        if n % 2:
+            producer.send(message(2)).check()
+            sys.exit()
+        time.sleep(0.02)
+        os._exit(0)
+    pids.append(pid)
+codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+is_over.set()
+print(*codes)
+"""
+    process = launch("-c", imports + HEAD + code, broker.metaserver)
+    out, err = process.communicate(timeout=120)
+    assert out.split() == ["0"] * FORKS, err
+    assert process.returncode == 0 and (warning in err if warning else err == "")
+    assert numbers(broker.messages("s")).count(2) == FORKS // 2
 
 
 def test_forked_workers_that_open_one_producer_are_different_producers(broker, run):
@@ -225,7 +282,8 @@ def test_forked_workers_that_run_one_consumer_are_different_consumers(broker, pr
         async def on_message(message): ...
         @consumer.listen("s", broadcast=True, start="earliest")
         async def on_broadcast(message):
-            print(consumer.id, consumer.listeners["s", consumer.id].group, flush=True)
+            line = f"{consumer.id} {consumer.listeners['s', consumer.id].group}\\n"
+            os.write(1, line.encode())  # whole, beside that of the other worker
         pids = []
         for _ in range(2):
             if not (pid := os.fork()):
@@ -273,6 +331,101 @@ def test_clients_that_a_parent_opened_are_refused_in_its_child(run):
         """
     )
     assert " ".join(out).count("before this process was forked: ") == 4
+
+
+@pytest.mark.parametrize("module", ["qmq", "qmq.blocking"])
+def test_sigterm_ends_the_child_of_a_running_consumer_and_not_its_parent(broker, producer, start, module):
+    process = start(
+        f"""
+        import asyncio, {module}
+        consumer = {module}.Consumer(metaserver=metaserver, app="test")
+        @consumer.listen("s", group="g", start="earliest")
+        def on_message(message):
+            child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(100,))
+            child.start()
+            child.terminate()
+            child.join()
+            print(child.exitcode, flush=True)
+        run = consumer.run()
+        if run is not None: asyncio.run(run)
+        """
+    )
+    for n in range(2):
+        producer.send(message(n))
+        assert process.stdout.readline() == f"{-signal.SIGTERM}\n"
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, out, err) == (0, "", "")
+
+
+# Pools.
+
+POOLS = """
+import contextlib, sqlite3
+from concurrent.futures import ProcessPoolExecutor
+from qmq.outbox import dbapi, schema
+outbox = f"{sys.argv[0]}.db"
+def execute(statement):
+    with contextlib.closing(sqlite3.connect(outbox)) as connection: return connection.execute(statement).fetchall()
+def commit(n):
+    with dbapi.Database(lambda: sqlite3.connect(outbox)).transaction() as transaction:
+        producer.send_many([message(20 * n + i) for i in range(20)], session=transaction)
+def send(n, producer=producer):
+    for i in range(20): producer.send_nowait(message(20 * n + i))
+def send_and_skip_atexit(n, end):
+    send(n)
+    end()
+    os._exit(0)
+def run_all(context, target, *rest, workers=10):
+    workers = [context.Process(target=target, args=(n, *rest)) for n in range(workers)]
+    for worker in workers: worker.start()
+    for worker in workers: worker.join()
+    assert not any(worker.exitcode for worker in workers)
+def run_pool(pool, work=send):
+    pool.map(work, range(10), chunksize=1)
+    pool.close()
+    pool.join()
+if __name__ == "__main__":
+    fork, spawn, server = map(multiprocessing.get_context, ["fork", "spawn", "forkserver"])
+"""
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "run_all(fork, send)",
+        "run_pool(fork.Pool(2))",
+        "run_pool(fork.Pool(2, maxtasksperchild=1))",
+        pytest.param(
+            "for line in schema.create_statements('sqlite'): execute(line)\n"
+            "    run_pool(fork.Pool(2, maxtasksperchild=1), commit)\n"
+            "    assert execute('SELECT * FROM qmq_msg_queue') == []",
+            id="outbox",
+        ),
+        "with ProcessPoolExecutor(2, mp_context=fork) as pool: list(pool.map(send, range(10)))",
+        "with ProcessPoolExecutor(2, mp_context=server) as pool: list(pool.map(send, range(10)))",
+        "producer.send(qmq.Message('t', {})); run_all(spawn, send, producer, workers=2)",
+        "run_all(fork, send_and_skip_atexit, multiprocessing.util._exit_function)",
+        "run_all(fork, send_and_skip_atexit, celery_signals.worker_process_shutdown.send)",
+    ],
+)
+def test_workers_send_everything_before_they_end(broker, launch, tmp_path, code):
+    program = tmp_path / "program.py"
+    program.write_text(HEAD + CELERY + POOLS + f"    {code}\n")
+    process = launch(program, broker.metaserver)
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (0, "")
+    assert sorted(numbers(broker.messages("s"))) == list(range(40 if "spawn" in code else 200))
+
+
+CELERY = """
+class Signal:
+    def connect(self, receiver, weak, dispatch_uid): self.receiver = receiver
+    def send(self): self.receiver(sender=None, pid=os.getpid(), exitcode=0)
+class celery_signals:
+    worker_process_shutdown = Signal()
+sys.modules["celery.signals"] = celery_signals
+"""
 
 
 def test_a_forked_process_has_a_loop_and_a_producer_of_its_own(broker, run):
