@@ -11,6 +11,7 @@ import grpc
 import grpc.aio
 
 from qmq.broker import progress
+from qmq.broker.beginning import Begin
 from qmq.broker.browsing import Browsing
 from qmq.broker.causes import Cause
 from qmq.broker.master import BrokerMaster
@@ -42,7 +43,11 @@ class Control(CopyControl[BrokerMaster]):
         node, groups = self._service.node, list[progress.GroupProgress]()
         try:
             master = node.acting_master()
-            found = progress.of_groups(node.log, master.subscriptions, subject=request.subject, group=request.group)
+            keys = {(one.subject, one.group): _begin(one.begin) for one in request.known}
+            lacking = {key: master.begins_at(key, at) for key, at in keys.items() if key not in node.log.state.groups}
+            found = progress.of_groups(
+                node.log, master.subscriptions, subject=request.subject, group=request.group, lacking=lacking
+            )
             for number, one in enumerate(found):
                 if one.lag or one.dead_letters or not request.behind_max:
                     groups.append(one)
@@ -87,6 +92,14 @@ class Control(CopyControl[BrokerMaster]):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         return answer
 
+    async def MarkGroups(self, request: pb.MarkGroupsRequest, context: Any) -> pb.MarkGroupsAnswer:
+        keys, known = [(one.subject, one.group) for one in request.groups], list[bool]()
+        try:
+            known = self._service.node.acting_master().mark_groups(request.mark, keys)
+        except QmqError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        return pb.MarkGroupsAnswer(known=known)
+
     async def ResetOffset(self, request: pb.ResetOffsetRequest, context: Any) -> pb.ResetOffsetAnswer:
         """FAILED_PRECONDITION: refused, nothing changed. DEADLINE_EXCEEDED, UNAVAILABLE: it may or may not stay."""
         reset, safe = None, self._loop.create_future()
@@ -99,6 +112,7 @@ class Control(CopyControl[BrokerMaster]):
                 request.to,
                 request.value,
                 dry_run=request.dry_run,
+                begin=_begin(request.begin) if request.HasField("begin") else None,
                 answer=lambda error: None if safe.done() else safe.set_result(error),
             )
 
@@ -128,6 +142,10 @@ class Control(CopyControl[BrokerMaster]):
         if error is not None:
             text = "the master changed before both copies knew it: look at Consumers before you repeat it"
             await context.abort(grpc.StatusCode.UNAVAILABLE, text)
+
+
+def _begin(message: pb.GroupBegin) -> Begin:
+    return Begin(message.since_ms, message.mark)
 
 
 def _group_message(one: progress.GroupProgress, oldest_ms: int, causes: list[Cause]) -> pb.GroupProgress:

@@ -14,6 +14,7 @@ from functools import partial
 
 from qmq.broker import causes, progress
 from qmq.broker.backlogs import Backlogs
+from qmq.broker.beginning import Ask, Begin, Beginning, Key
 from qmq.broker.choosing import UNACKED_MESSAGES_MAX, Chosen, choose
 from qmq.broker.consume import Consumption, Subscription, WaitingPull
 from qmq.broker.counters import Counters
@@ -59,12 +60,20 @@ log = logging.getLogger(__name__)
 class Delivery:
     """Made by the master; ends with the mastership."""
 
-    def __init__(self, mastership: Mastership, settings: BrokerSettings, counters: Counters, clocks: Clocks) -> None:
+    def __init__(
+        self,
+        mastership: Mastership,
+        settings: BrokerSettings,
+        counters: Counters,
+        clocks: Clocks,
+        ask: Ask | None = None,
+    ) -> None:
         self._mastership, self._settings, self._counters = mastership, settings, counters
         self.consumption = Consumption(
             mastership.log, lease_ms=settings.lease_ms, now_ms=mastership.host.monotonic_ms()
         )
         self._passes = Passes()
+        self.beginning = Beginning(mastership.log, ask)
         self._dead_letters = DeadLetters(mastership, counters, self.consumption, self._passes, self.wake)
         self.pruning = Pruning(mastership, clocks, self._dead_letters, self.wake)
         self._filtering = Filtering(mastership.log, lambda: self.consumption.connected, self._passes)
@@ -86,11 +95,15 @@ class Delivery:
         mastership = self._mastership
         mastership.check_may_progress()
         f = read_terms(packet)
-        subject, group, consumer = f["subject"], f["group"], f["consumer"]
-        is_new = (subject, group) not in mastership.log.state.groups
-        position = self._first_position(subject, f["start"], f["since_ms"]) if is_new else None
-        if is_new and not f["held_end"]:  # else it is refused next, and no group begins
-            self._check_may_begin(link, subject, group)
+        subject, group, consumer = key = f["subject"], f["group"], f["consumer"]
+        position = None
+        # With `held_end` a group without a position is refused next, and does not begin.
+        if key[:2] not in mastership.log.state.groups and not f["held_end"]:
+            if self.beginning.is_first(key[:2]):
+                self._check_may_begin(link, subject, group)
+            if (begin := self.beginning.answer_for(f, link, packet)) is None:
+                return
+            position = self.begins_at(key[:2], begin)
         subscription = self.consumption.subscribe(
             link,
             subject=subject,
@@ -107,6 +120,7 @@ class Delivery:
         known = self.consumption.consumer(*subscription.key)
         if position is not None:
             # The position of a new group is written down at once, or a restart would move it (W8).
+            self.beginning.begun(key[:2])
             entry = position, int(f["broadcast"]), 0
             mastership.append_progress(FrameKind.POSITION, (subject, group, ""), [entry])
         elif known is not None and known.unacked and f["is_new"] and not f["held_end"]:
@@ -140,16 +154,17 @@ class Delivery:
         if not (is_own_retry and (real, group) in self._mastership.log.state.groups):
             link.ration.begin_group()
 
-    def _first_position(self, subject: str, start: str, since_ms: int) -> int:
-        log = self._mastership.log
+    def begins_at(self, key: Key, begin: Begin) -> int:
+        """Return where a group begins that has no position here. Raises NotServed: this copy is damaged there."""
+        log, (subject, _) = self._mastership.log, key
+        if (noted := self.beginning.noted(begin, key)) is not None:
+            return noted
         try:
-            first, end = progress.sequences_kept(log, subject)
-            if start == "since":
-                return progress.first_since(log, subject, since_ms)
+            first, _ = progress.sequences_kept(log, subject)
+            return progress.first_since(log, subject, begin.since_ms) if begin.since_ms else first
         except CorruptFrame as problem:
             self._mastership.found_damage(problem)
             raise NotServed("this copy is damaged where it had to be read, and is being repaired; ask again") from None
-        return first if start == "earliest" else end
 
     def pull(self, link: Link, packet: Packet) -> None:
         mastership = self._mastership
@@ -297,9 +312,19 @@ class Delivery:
             self.wake(key[0])
 
     def move_group(
-        self, subject: str, group: str, to: str, value: int, *, dry_run: bool, answer: Answer
+        self,
+        subject: str,
+        group: str,
+        to: str,
+        value: int,
+        *,
+        dry_run: bool,
+        answer: Answer,
+        begin: Begin | None = None,
     ) -> progress.Reset:
         """Let `group` go on elsewhere on `subject`; `answer` is called once both copies know it.
+
+        `begin` is set if the cluster knows the group. If it has no position here, it gets one.
 
         Messages that the group had acked are only kept by age: the slave may have dropped some that are still here, and
         if it becomes the master before the group has them, they are skipped, and counted so.
@@ -309,8 +334,11 @@ class Delivery:
         """
         mastership = self._mastership
         mastership.check_may_progress()
+        known = mastership.log.state.groups.get((subject, group))
+        if known is None and begin is not None:
+            known = Group(position=self.begins_at((subject, group), begin))
         try:
-            reset = progress.plan_reset(mastership.log, subject, group, to, value)
+            reset = progress.plan_reset(mastership.log, subject, group, known, to, value)
         except CorruptFrame as problem:
             mastership.found_damage(problem)
             raise NotServed("this copy is damaged where it had to be read, and is being repaired; ask again") from None
@@ -318,8 +346,9 @@ class Delivery:
             # Consumers would act on it at once, and a master that never heard of it would undo it.
             raise OperatorError(f"the slave of {mastership.group} is missing and would not know it: start it first")
         if not dry_run:
-            is_broadcast = mastership.log.state.groups[subject, group].is_broadcast
-            mastership.append_progress(FrameKind.POSITION, (subject, group, ""), [(reset.after, int(is_broadcast), 0)])
+            assert known is not None  # else it is refused
+            entry = reset.after, int(known.is_broadcast), 0
+            mastership.append_progress(FrameKind.POSITION, (subject, group, ""), [entry])
             self.consumption.move(subject, group)
             mastership.gate.stored(mastership.log.end, answer)
         return reset
@@ -451,6 +480,7 @@ class Delivery:
     def step_down(self, error: QmqError) -> None:
         """The mastership is over: whoever waits asks the next master."""
         self._dead_letters.step_down(error)
+        self.beginning.step_down(error)
         for subscription in self.consumption.all_waiting():
             while subscription.waiting:
                 waiting = self.consumption.take_waiting(subscription)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from qmq.broker.announcing import Announcing
 from qmq.broker.control import Control
 from qmq.broker.counters import Counters
 from qmq.broker.master import BrokerMaster
@@ -40,20 +41,22 @@ def main() -> int:
 
 
 def _build(settings: BrokerSettings, message_log: MessageLog, disk: RealDisk, identity: IdentityFile) -> Tasks:
-    counters, retention = Counters(), Retention(settings)
+    counters, retention, announcing = Counters(), Retention(settings), Announcing()
     service = Service(
         message_log=message_log,
         disk=disk,
         identity=identity,
         settings=settings,
         commands=CLIENT_COMMANDS,
-        promote=lambda promotion: BrokerMaster(promotion, settings, counters),
+        promote=lambda promotion: BrokerMaster(promotion, settings, counters, announcing.ask),
         keeper=retention,
     )
     samples = Samples(lambda: (counters.produced_messages, counters.pulled_messages))
+    meta_link = MetaLink(service, settings)
     tasks = [
         service.run(),
-        MetaLink(service, settings).run(),
+        meta_link.run(),
+        announcing.run(service, meta_link, settings),
         Control(service, settings, samples).serve(),
         keep_whole(service, settings),
         Scrub(service, settings).run(),

@@ -7,10 +7,11 @@ slave ───── qmq.replication.master ┘
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from qmq.broker import progress
 from qmq.broker.backlogs import Backlogs
+from qmq.broker.beginning import Ask, Begin, Key
 from qmq.broker.causes import Causes
 from qmq.broker.consume import Subscription
 from qmq.broker.counters import Counters
@@ -25,11 +26,17 @@ from qmq.server.producing import Producing
 
 
 class BrokerMaster(Master):
-    """One mastership. Made by the node; `counters` goes on from one mastership to the next."""
+    """One mastership. Made by the node; `counters` goes on from one mastership to the next.
 
-    def __init__(self, promotion: Promotion, settings: BrokerSettings, counters: Counters) -> None:
+    Args:
+        ask: asks the cluster where consumer groups begin; None: this broker group is all of it.
+    """
+
+    def __init__(
+        self, promotion: Promotion, settings: BrokerSettings, counters: Counters, ask: Ask | None = None
+    ) -> None:
         super().__init__(promotion)
-        self._delivery = Delivery(self._mastership, settings, counters, promotion.clocks)
+        self._delivery = Delivery(self._mastership, settings, counters, promotion.clocks, ask)
         producing = Producing(
             self._mastership, counters, wake=self._delivery.wake, check_room=self._delivery.pruning.check_room
         )
@@ -78,11 +85,28 @@ class BrokerMaster(Master):
         super().heed_operators(assignment)
         self._delivery.heed_operators(limits=assignment.limits, offline=assignment.offline)
 
+    def mark_groups(self, mark: str, keys: Iterable[Key]) -> list[bool]:
+        """MarkGroups: note where subjects end now; return which consumer groups have a position."""
+        self._mastership.check_may_progress()
+        return self._delivery.beginning.note(mark, keys)
+
+    def begins_at(self, key: Key, begin: Begin) -> int:
+        """Return where a consumer group that has no position begins."""
+        return self._delivery.begins_at(key, begin)
+
     def move_group(
-        self, subject: str, group: str, to: str, value: int, *, dry_run: bool, answer: Answer
+        self,
+        subject: str,
+        group: str,
+        to: str,
+        value: int,
+        *,
+        dry_run: bool,
+        answer: Answer,
+        begin: Begin | None = None,
     ) -> progress.Reset:
         """ResetOffset: see `Delivery.move_group`."""
-        return self._delivery.move_group(subject, group, to, value, dry_run=dry_run, answer=answer)
+        return self._delivery.move_group(subject, group, to, value, dry_run=dry_run, answer=answer, begin=begin)
 
     @property
     def subscriptions(self) -> Collection[Subscription]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
 from typing import NamedTuple
 
 from qmq import ranges
@@ -64,9 +65,15 @@ class GroupProgress:
 
 
 def of_groups(
-    log: MessageLog, subscriptions: Iterable[Subscription], *, subject: str = "", group: str = ""
+    log: MessageLog,
+    subscriptions: Iterable[Subscription],
+    *,
+    subject: str = "",
+    group: str = "",
+    lacking: Mapping[tuple[str, str], int] = MappingProxyType({}),
 ) -> Iterator[GroupProgress]:
-    """Say how far each group is; an empty name stands for all.
+    """Say how far each group is; an empty name stands for all. Those that are `lacking` begin at a sequence when they
+    subscribe here.
 
     Raises:
         CorruptFrame: this copy is damaged.
@@ -77,6 +84,9 @@ def of_groups(
     for key in [key for key in log.state.groups if subject in ("", key[0]) and group in ("", key[1])]:
         if (known := log.state.groups.get(key)) is not None:
             yield _of_group(log, key, known, peers.get(key, {}))
+    for key, position in lacking.items():
+        if subject in ("", key[0]) and group in ("", key[1]) and key not in log.state.groups:
+            yield _of_group(log, key, Group(position), {})
 
 
 def _of_group(log: MessageLog, key: tuple[str, str], group: Group, peers: dict[str, str]) -> GroupProgress:
@@ -132,14 +142,15 @@ def sequences_kept(log: MessageLog, subject: str) -> tuple[int, int]:
     return refs[0].begin if refs else end, end
 
 
-def plan_reset(log: MessageLog, subject: str, group: str, to: str, value: int) -> Reset:
-    """Say what moving `group` on `subject` changes. What retention took is not to be had: the oldest message is next.
+def plan_reset(log: MessageLog, subject: str, group: str, known: Group | None, to: str, value: int) -> Reset:
+    """Say what moving `group`, which stands as `known`, on `subject` changes.
+
+    What retention took is not to be had: the oldest message is next.
 
     Raises:
         OperatorError: that cannot be done; says why.
         CorruptFrame: this copy is damaged where it had to be read.
     """
-    known = log.state.groups.get((subject, group))
     if known is None:
         raise OperatorError(f"consumer group {group!r} never subscribed to {subject!r} here: there is nothing to move")
     first, end = sequences_kept(log, subject)

@@ -38,6 +38,7 @@ def read_terms(packet: Packet) -> dict[str, Any]:
         raise InvalidRequest(f"tags are at most {TAGS_MAX} words")
     if min(f["deliveries_max"], f["held_end"], f["since_ms"]) < 0:
         raise InvalidRequest("deliveries_max, held_end and since_ms are 0 or more")
+    f["ephemeral"] = f.get("ephemeral") is True
     f["begins"] = f.get("begins") is True
     f["exclusive_ms"] = since_ms if isinstance(since_ms := f.get("exclusive_ms", 0), int) else 0
     if is_dead_letter_subject(f["subject"]):

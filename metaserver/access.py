@@ -28,6 +28,7 @@ FIRST_ADMIN_NAME = "first-admin"
 RPC_ROLES: Mapping[str, frozenset[TokenRole]] = {
     "Register": frozenset({TokenRole.BROKER}),
     "Heartbeat": frozenset({TokenRole.BROKER}),
+    "BeginGroups": frozenset({TokenRole.BROKER}),
     "CheckToken": frozenset({TokenRole.BROKER}),
     "WatchRoutes": frozenset({TokenRole.CLIENT}),
     "CountOldRoutes": frozenset({TokenRole.CLUSTER}),

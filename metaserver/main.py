@@ -32,6 +32,7 @@ from qmq.metaserver.console.attempts import ProviderPort
 from qmq.metaserver.console.nights import Nights
 from qmq.metaserver.console.routes import Console
 from qmq.metaserver.console.sessions import Sessions
+from qmq.metaserver.consumer_groups import ConsumerGroups
 from qmq.metaserver.database import Database, DatabaseAway, DatabaseSetAside
 from qmq.metaserver.db.changes import AddToken
 from qmq.metaserver.db.errors import DatabaseUnusable
@@ -176,6 +177,7 @@ class Metaserver:
             upkeep.hold_lease,
             self._database,
             self._vault,
+            ConsumerGroups(self.registry, self._database, self._brokers),
             self._failovers.may_rest,
         )
         add_MetaserverServicer_to_server(rpc, rpc_server)

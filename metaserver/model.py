@@ -401,3 +401,22 @@ class LeaseRow:
     beat: int
     address: str = ""
     update_time_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumerGroupRow:
+    """A consumer group that began on a subject, and where it begins on a broker group on which it has no position."""
+
+    subject: str
+    group: str
+    since_ms: int
+    """On a member: begin with the first message stored at that time or later; 0: with the first that is kept."""
+    mark: str
+    """Under which members noted where the subject ended before this row was stored; empty: they noted nothing."""
+    members: tuple[str, ...]
+    """Broker groups of the subject's route when this row was stored."""
+    created_ms: int
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.subject, self.group

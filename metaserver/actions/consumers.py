@@ -14,6 +14,7 @@ from qmq.metaserver.actions.desk import Desk, wall_ms
 from qmq.metaserver.actions.handler import Handler, PartlyDone
 from qmq.metaserver.actions.plan import Plan, refused
 from qmq.metaserver.actions.words import Words
+from qmq.metaserver.group_starts import begin_at
 from qmq.metaserver.model import ALL_SUBJECTS, NORMAL, AuditRow, Group, Offline
 from qmq.operator_limits import OF_SUBJECT
 from qmq.proto import qmq_pb2 as pb
@@ -89,11 +90,24 @@ async def _reset(
 ) -> tuple[dict[str, pb.ResetOffsetAnswer], dict[str, tuple[str, bool]]]:
     """Order, or try, a reset on the masters of these groups; return what was done, and what failed: why, and whether
     it may be done all the same."""
-    request = pb.ResetOffsetRequest(
-        subject=words["subject"], group=words["group"], to=to, value=words.number("value"), dry_run=dry_run
-    )
-    asked = list(groups)
-    calls = [_reset_one(desk, group, request) for group in asked]
+    subject, consumer_group, value = words["subject"], words["group"], words.number("value")
+    asked, key = list(groups), (subject, consumer_group)
+    rows = await desk.database.read(lambda repository: repository.consumer_groups([key]))
+    calls = [
+        _reset_one(
+            desk,
+            group,
+            pb.ResetOffsetRequest(
+                subject=subject,
+                group=consumer_group,
+                to=to,
+                value=value,
+                dry_run=dry_run,
+                begin=pb.GroupBegin(**begin_at(rows[key], group.name)._asdict()) if key in rows else None,
+            ),
+        )
+        for group in asked
+    ]
     results = await asyncio.gather(*calls, return_exceptions=True)
     done, failed = {}, {}
     for group, result in zip(asked, results, strict=True):

@@ -15,11 +15,13 @@ from qmq.metaserver.actions.vault import Vault
 from qmq.metaserver.db.changes import Change
 from qmq.metaserver.db.repository import Repository
 from qmq.metaserver.failovers import Failovers
+from qmq.metaserver.group_starts import expected_at
 from qmq.metaserver.model import (
     ALL_SUBJECTS,
     DELAY,
     AuditRow,
     Broker,
+    ConsumerGroupRow,
     Directory,
     Group,
     MetaserverRow,
@@ -200,7 +202,8 @@ class Desk:
         if group.kind == DELAY:
             return await self._delayed(group)
         try:
-            answer = await self.ask_consumers(group)
+            of = "" if subject == ALL_SUBJECTS else subject
+            answer = await self.ask_consumers(group, known=await self.consumer_groups(of), known_of=of)
         except QmqError as error:
             return Contents(unknown=str(error))
         left = [
@@ -219,12 +222,33 @@ class Desk:
         pending = stats.pending_messages
         return Contents((Leftover(ALL_SUBJECTS, DELAYED, pending),) if pending else ())
 
+    async def consumer_groups(self, subject: str) -> list[ConsumerGroupRow]:
+        """Read the consumer groups of a subject, or of all. Raises DatabaseAway."""
+        return await self.database.read(lambda repository: repository.consumer_groups_of(subject))
+
     async def ask_consumers(
-        self, group: Group, subject: str = "", consumer_group: str = "", *, behind_max: int = 0
+        self,
+        group: Group,
+        subject: str = "",
+        consumer_group: str = "",
+        *,
+        behind_max: int = 0,
+        known: Iterable[ConsumerGroupRow] = (),
+        known_of: str = "",
     ) -> pb.ConsumersAnswer:
-        """Ask the master of a group how far its consumer groups are."""
-        master = self.master_of(group)
-        return await self.brokers.consumers(master, subject=subject, group=consumer_group, behind_max=behind_max)
+        """Ask the master of a group how far its consumer groups are.
+
+        Args:
+            known: consumer groups that count where they have no position; all of the subject `known_of` if it is given.
+        """
+        expected = expected_at(known, self.registry.routes, group.name, real_subject(known_of))
+        messages = [
+            pb.KnownGroup(subject=row.subject, group=row.group, begin=pb.GroupBegin(**begin._asdict()))
+            for row, begin in expected
+        ]
+        return await self.brokers.consumers(
+            self.master_of(group), subject=subject, group=consumer_group, behind_max=behind_max, known=messages
+        )
 
     async def notice_stopped(self, brokers: Iterable[Broker]) -> bool:
         """Ask brokers that count as running whether they are; return whether one of them turned out not to be."""
@@ -256,11 +280,21 @@ class Desk:
         self, groups: Iterable[Group], subject: str = "", consumer_group: str = "", *, behind_max: int = 0
     ) -> tuple[dict[str, pb.ConsumersAnswer], dict[str, str]]:
         """Ask the masters of many groups at once; return the answers, and who did not answer why."""
-        asked = sorted(groups, key=lambda group: group.name)
+        asked, answers, failed = sorted(groups, key=lambda group: group.name), {}, {}
+        known = await _caught(self.consumer_groups(subject))
+        if isinstance(known, QmqError):
+            failed["database"], known = f"groups without a position on a broker group are not counted: {known}", []
+        rows = known
         results = await together(
-            [_caught(self.ask_consumers(group, subject, consumer_group, behind_max=behind_max)) for group in asked]
+            [
+                _caught(
+                    self.ask_consumers(
+                        group, subject, consumer_group, behind_max=behind_max, known=rows, known_of=subject
+                    )
+                )
+                for group in asked
+            ]
         )
-        answers, failed = {}, {}
         for group, result in zip(asked, results, strict=True):
             if isinstance(result, QmqError):
                 failed[group.name] = str(result)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from qmq.metaserver.actions.plan import Plan, refused
 from qmq.metaserver.actions.shapes import route_json, subject_json
-from qmq.metaserver.db.changes import AddSubject, Change, RemoveRoute, SetRoute
+from qmq.metaserver.db.changes import AddSubject, Change, ForgetConsumerGroups, RemoveRoute, SetRoute
 from qmq.metaserver.dead_letter_routes import sources_left
 from qmq.metaserver.model import ALL_SUBJECTS, NORMAL, Directory, Route, Routes, SubjectInfo, has_route
 from qmq.subjects import parse_derived
@@ -162,7 +162,7 @@ def remove_subject(routes: Routes, subject: str, *, contents: Mapping[str, Conte
     if users:
         objections.append(f"{users:,} client{'s use' if users > 1 else ' uses'} {subject} now, and would make it again")
     return Plan(
-        (RemoveRoute(subject, route.version),),
+        (RemoveRoute(subject, route.version), ForgetConsumerGroups(subject)),
         objections=tuple(objections),
         subjects=frozenset({subject}),
         groups=frozenset(route.groups),

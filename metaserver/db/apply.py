@@ -8,7 +8,7 @@ from typing import assert_never
 
 from sqlalchemy import Connection
 
-from qmq.metaserver.db import backup, groups, operators, points, routes, tokens
+from qmq.metaserver.db import backup, consumer_groups, groups, operators, points, routes, tokens
 from qmq.metaserver.db import changes as c
 from qmq.metaserver.db.errors import StaleDirectory
 from qmq.metaserver.db.transactions import DIRECTORY, ROUTES, SIGHTINGS, leave_groups, raise_versions
@@ -20,6 +20,7 @@ LEAVE_GROUPS = (
     c.UnsetMark,
     c.SetRoute,
     c.RemoveRoute,
+    c.ForgetConsumerGroups,
     c.AddSubject,
     c.SetOffline,
     c.UnsetOffline,
@@ -64,7 +65,7 @@ def _compare(connection: Connection, change: c.Change, raised: Mapping[str, int]
 
 def _touches(change: c.Change) -> tuple[str, ...]:
     match change:
-        case c.SetRoute() | c.RemoveRoute() | c.NoRouteSince():
+        case c.SetRoute() | c.RemoveRoute() | c.NoRouteSince() | c.ForgetConsumerGroups():
             return (ROUTES,)
         case c.RemoveGroup():
             return (DIRECTORY, ROUTES)  # no route may take the group in at this moment
@@ -97,6 +98,8 @@ def _apply(connection: Connection, change: c.Change, routes_version: int) -> Non
             routes.set_routes(connection, [_order(change)], routes_version)
         case c.RemoveRoute():
             routes.remove_route(connection, change.subject, change.version, routes_version)
+        case c.ForgetConsumerGroups():
+            consumer_groups.forget(connection, change.subject)
         case c.AddSubject():
             operators.add_subject(connection, change.name, change.tag)
         case c.DecidedOn() | c.NoRouteSince():

@@ -31,6 +31,7 @@ PARENTS_FIRST = (
     tables.subject_route,
     tables.client_offline_state,
     tables.operator_limits,
+    tables.consumer_group,
     tables.datasource_config,
     tables.api_token,
     tables.audit_trail,
@@ -66,6 +67,7 @@ def restore(connection: Connection, dumped: Mapping[str, Any], changed: int, *, 
     _continue_routes(connection, content["subject_route"], changed)
     content["broker"] = with_disks(present, content)
     content["api_token"] = _merge_tokens(connection, content["api_token"])
+    content["consumer_group"] = _merge_consumer_groups(connection, content["consumer_group"])
     content["audit_trail"] = _merge_audit(_rows(connection, tables.audit_trail), content["audit_trail"])
     try:
         for table in reversed(PARENTS_FIRST):
@@ -145,6 +147,12 @@ def _merge_tokens(connection: Connection, rows: Rows) -> Rows:
         row = merged.setdefault(before["id"], before)
         row["revoke_time"] = row["revoke_time"] or before["revoke_time"]
     return list(merged.values())
+
+
+def _merge_consumer_groups(connection: Connection, rows: Rows) -> Rows:
+    """Keep the rows that are there: a group that is forgotten would begin at the end, and lose what came before."""
+    stored = {(row["subject"], row["group_name"]): row for row in _rows(connection, tables.consumer_group)}
+    return list(({(row["subject"], row["group_name"]): row for row in rows} | stored).values())
 
 
 def _merge_audit(present: Rows, dumped: Rows) -> Rows:

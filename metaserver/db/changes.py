@@ -97,6 +97,13 @@ class RemoveRoute:
 
 
 @dataclass(frozen=True, slots=True)
+class ForgetConsumerGroups:
+    """All consumer groups of a subject and of its retry and dead-letter subjects. None is fine too."""
+
+    subject: str
+
+
+@dataclass(frozen=True, slots=True)
 class AddSubject:
     """Announce a subject with its tag. Raises AlreadyThere."""
 
@@ -225,6 +232,7 @@ Change = (
     | UnsetMark
     | SetRoute
     | RemoveRoute
+    | ForgetConsumerGroups
     | AddSubject
     | DecidedOn
     | NoRouteSince

@@ -9,7 +9,7 @@ from qmq.metaserver.db.dumps import FORMAT, VERSION
 from qmq.metaserver.db.rows import to_json
 from qmq.metaserver.model import Directory, Group, Route, TokenRow
 
-IN_NO_MEMORY = ("datasource_config", "audit_trail")
+IN_NO_MEMORY = ("consumer_group", "datasource_config", "audit_trail")
 """What only the database has: it stays as it is there."""
 
 Rows = list[dict[str, Any]]

@@ -9,8 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import Connection, Engine, text
+from sqlalchemy.exc import IntegrityError
 
-from qmq.metaserver.db import backup, groups, leases, operators, points, routes, sightings, tokens
+from qmq.metaserver.db import backup, consumer_groups, groups, leases, operators, points, routes, sightings, tokens
 from qmq.metaserver.db.apply import apply_all
 from qmq.metaserver.db.bad_rows import BadRows
 from qmq.metaserver.db.changes import Change, Order
@@ -29,6 +30,7 @@ from qmq.metaserver.db.transactions import (
 from qmq.metaserver.model import (
     AuditRow,
     Broker,
+    ConsumerGroupRow,
     DataSource,
     Directory,
     LeaseRow,
@@ -269,6 +271,29 @@ class Repository:
 
     def leases(self) -> list[LeaseRow]:
         return self._transactions.read(leases.load)
+
+    # -- consumer groups --------------------------------------------------------------------------------------------
+
+    def consumer_groups(self, keys: Iterable[tuple[str, str]]) -> dict[tuple[str, str], ConsumerGroupRow]:
+        """Return the rows of those of these (subject, consumer group) that have one."""
+        listed = list(keys)
+        return self._transactions.read(lambda connection: consumer_groups.load(connection, listed))
+
+    def consumer_groups_of(self, subject: str) -> list[ConsumerGroupRow]:
+        """Return all consumer groups of a subject; of an empty name, of all subjects."""
+        return self._transactions.read(lambda connection: consumer_groups.load_all(connection, subject))
+
+    def store_consumer_groups(
+        self, rows: Sequence[ConsumerGroupRow], replaced: Sequence[ConsumerGroupRow] = ()
+    ) -> None:
+        """Store new rows, in the place of those that are `replaced`; none at all if one of them has a row already.
+
+        Who reads afterwards finds the rows that count, whoever stored them.
+        """
+        try:
+            self._transactions.write(lambda connection: consumer_groups.store(connection, rows, replaced))
+        except IntegrityError:
+            pass  # another metaserver was first
 
     def dump(self) -> dict[str, Any]:
         """Read everything, as a value that JSON can hold and `RestoreAll` takes."""

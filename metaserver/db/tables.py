@@ -215,6 +215,18 @@ operator_limits = Table(
     **OPTIONS,
 )
 
+consumer_group = Table(
+    "consumer_group",  # consumer groups that began on a subject; where one begins on a broker group that lacks it
+    metadata,
+    Column("subject", name(), primary_key=True),
+    Column("group_name", name(), primary_key=True),
+    Column("since_ms", BigInteger, nullable=False),  # for members: of messages stored then or later; 0: of all
+    Column("mark", name(32), nullable=False),  # under which members noted the end of the subject; empty: none did
+    Column("members_json", long_text(), nullable=False),  # broker groups of the route when the consumer group began
+    Column("create_time", BigInteger, nullable=False),
+    **OPTIONS,
+)
+
 datasource_config = Table(
     "datasource_config",  # client databases that the watchdog scans
     metadata,

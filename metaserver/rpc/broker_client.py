@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -10,6 +10,7 @@ import grpc
 
 from qmq.control_plane import CHANNEL_OPTIONS
 from qmq.errors import AccessError, CallError, InvalidRequest, NotServed, OperatorError, QmqError
+from qmq.metaserver.group_starts import Asked
 from qmq.metaserver.model import Broker, ReplicaState
 from qmq.metaserver.rpc.convert import state_from_message
 from qmq.proto import qmq_pb2 as pb
@@ -90,14 +91,29 @@ class Brokers:
             return await self._ask(broker, call)
 
     async def consumers(
-        self, broker: Broker, *, subject: str = "", group: str = "", behind_max: int = 0
+        self,
+        broker: Broker,
+        *,
+        subject: str = "",
+        group: str = "",
+        behind_max: int = 0,
+        known: Iterable[pb.KnownGroup] = (),
     ) -> pb.ConsumersAnswer:
-        """Ask a master how far its consumer groups are; empty: all. `behind_max`: so many, the largest lag first."""
-        request = pb.ConsumersRequest(subject=subject, group=group, behind_max=behind_max)
+        """Ask a master how far its consumer groups are; empty: all. `behind_max`: so many, the largest lag first.
+        Groups that are `known` count where they have no position yet."""
+        request = pb.ConsumersRequest(subject=subject, group=group, behind_max=behind_max, known=known)
         async with self._stub(broker) as (stub, metadata):
             call = stub.Consumers(request, **metadata, timeout=self._timeout_ms / 1000)
             answer: pb.ConsumersAnswer = await self._call(broker, call)
             return answer
+
+    async def mark_groups(self, broker: Broker, mark: str, groups: Sequence[Asked]) -> list[bool]:
+        """Let a master note where the subjects of new consumer groups end; return which groups it has a position of."""
+        request = pb.MarkGroupsRequest(mark=mark, groups=[pb.NewGroup(**one._asdict()) for one in groups])
+        async with self._stub(broker) as (stub, metadata):
+            call = stub.MarkGroups(request, **metadata, timeout=self._timeout_ms / 1000)
+            answer: pb.MarkGroupsAnswer = await self._call(broker, call)
+            return list(answer.known)
 
     async def reset_offset(self, broker: Broker, request: pb.ResetOffsetRequest) -> pb.ResetOffsetAnswer:
         """Let a master set where a consumer group goes on; it answers when slave and disk know it."""

@@ -1,14 +1,17 @@
-"""Shell. The gRPC service of the metaserver, joined of its parts: brokers, clients' routes, tokens, watchdogs."""
+"""Shell. The gRPC service of the metaserver, joined of its parts: brokers, consumer groups, clients' routes, tokens,
+watchdogs."""
 
 from __future__ import annotations
 
 from qmq.metaserver.access import Access
 from qmq.metaserver.actions.vault import Vault
+from qmq.metaserver.consumer_groups import ConsumerGroups
 from qmq.metaserver.database import Database
 from qmq.metaserver.metrics import Metrics
 from qmq.metaserver.registry import Ask, Registry
 from qmq.metaserver.route_hubs import RouteHubs
 from qmq.metaserver.rpc.brokers import BrokerRpc, MayRest
+from qmq.metaserver.rpc.consumer_groups import ConsumerGroupRpc
 from qmq.metaserver.rpc.routes import RouteRpc
 from qmq.metaserver.rpc.tokens import TokenRpc
 from qmq.metaserver.rpc.visits import Visits
@@ -16,7 +19,7 @@ from qmq.metaserver.rpc.watchdogs import Hold, WatchdogRpc
 from qmq.proto.qmq_pb2_grpc import MetaserverServicer
 
 
-class MetaserverRpc(BrokerRpc, RouteRpc, TokenRpc, WatchdogRpc, MetaserverServicer):  # type: ignore[misc]
+class MetaserverRpc(BrokerRpc, ConsumerGroupRpc, RouteRpc, TokenRpc, WatchdogRpc, MetaserverServicer):  # type: ignore[misc]
     """Created by main, once.
 
     Args:
@@ -35,10 +38,11 @@ class MetaserverRpc(BrokerRpc, RouteRpc, TokenRpc, WatchdogRpc, MetaserverServic
         hold: Hold,
         database: Database,
         vault: Vault,
+        consumer_groups: ConsumerGroups,
         may_rest: MayRest = lambda group, broker: False,
     ) -> None:
         self._registry, self._hubs, self._access, self._metrics = registry, hubs, access, metrics
-        self._database, self._vault = database, vault
+        self._database, self._vault, self._consumer_groups = database, vault, consumer_groups
         self._ask, self._hold, self._may_rest = ask, hold, may_rest
         self._logged: set[str] = set()
         self.visits = Visits(access)

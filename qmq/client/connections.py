@@ -131,8 +131,9 @@ class Connections:
     def _open_sessions(self, subscription: Subscription) -> None:
         """Pull from every group that may hold messages, writable or not."""
         if not subscription.is_closing:
+            joins = subscription.sessions_count > 0
             for group in self._routing.groups_of(subscription.terms.subject):
-                subscription.open_session(self._links[group.broker_group])
+                subscription.open_session(self._links[group.broker_group], joins=joins)
 
     def _leased(self, lease_ms: int) -> None:
         """A broker gave a lease; a short one may not last until somebody was to look."""

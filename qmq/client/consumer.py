@@ -147,6 +147,8 @@ class Consumer:
                 of suspected ones, one. What it returns or raises is the outcome of all that it has not decided itself
                 (`nack_nowait` and the like of a message). Filters take single messages, and are refused.
             start: where a new group begins: "latest", "earliest" for all that is stored, or a datetime with time zone.
+                It counts once, when the group first appears: on a broker group that joins the subject later, the group
+                begins with the first message.
             retries_max: delivery attempts in all, at least one; a message may carry its own number.
             retry_delay: seconds, at most a day.
             most_once: the broker keeps the ack before the handler is called: a crash loses messages, none comes twice.
@@ -174,6 +176,7 @@ class Consumer:
             subject=subject,
             group=group,
             consumer=self.id,
+            has_id=not self._has_default_id,
             broadcast=broadcast,
             start=start,
             tags=tags,
@@ -303,6 +306,7 @@ class Consumer:
             subject=subject,
             group=group,
             consumer=self.id,
+            has_id=not self._has_default_id,
             broadcast=broadcast,
             start=start,
             tags=tags,

@@ -122,16 +122,19 @@ class SessionOwner(Protocol):
 class GroupSession:
     """One subscription at one broker group. Made by the subscription; used on its event loop; never blocks.
 
-    Answers that belong to an earlier state (before a reconnect, or a reset) are ignored.
+    Answers that belong to an earlier state (before a reconnect, or a reset) are ignored. `joins` is set on a broker
+    group that joined the subject while the consumer ran.
     """
 
-    def __init__(self, owner: SessionOwner, link: Link, source: str) -> None:
+    def __init__(self, owner: SessionOwner, link: Link, source: str, *, joins: bool = False) -> None:
         self._owner, self._link, self.source = owner, link, source
         self.policy, self.group = owner.terms.policy, owner.terms.group
         self.unacked = Unacked()
         self.buffered = self.buffered_bytes = 0
         self._times_given_back = 0
         self.is_mailbox = source != owner.terms.subject
+        # The cluster keeps no beginning of an ephemeral consumer: on a broker group that joins, it wants all there is.
+        self._from_first = self.is_mailbox or (joins and owner.terms.ephemeral)
         self._may_expire = not is_dead_letter_subject(source)  # what died of that would die again
         self._pulls_max = 1 if self.is_mailbox else PULLS_IN_FLIGHT
         self._ack_wait_s = 0.0 if owner.terms.most_once else ACK_WAIT_S  # there, somebody waits for each
@@ -210,7 +213,7 @@ class GroupSession:
             consumer=terms.consumer,
             held_end=self.unacked.held_end,
             is_new=self._is_new,
-            start=terms.start if is_plain else "earliest",
+            start="earliest" if self._from_first else terms.start,
             since_ms=terms.since_ms,
             broadcast=terms.broadcast,
             deliveries_max=terms.policy.backstop,
@@ -218,6 +221,7 @@ class GroupSession:
             tag_mode=terms.tag_mode,
             begins=True,
             exclusive_ms=terms.exclusive_ms,
+            ephemeral=terms.ephemeral,
         )
         self._request(Command.SUBSCRIBE, body, self._subscribed)
 

@@ -60,12 +60,16 @@ class Subscription:
 
     # Called by the connections.
 
-    def open_session(self, link: Link) -> None:
-        """Pull from a broker group, if not yet so; a new session begins when the link is open."""
+    def open_session(self, link: Link, *, joins: bool = False) -> None:
+        """Pull from a broker group, if not yet so; a new session begins when the link is open.
+
+        Args:
+            joins: the broker group was not in the first route of the subject.
+        """
         for source in (self.terms.subject, self.terms.mailbox):
             key = (link.broker_group, source or "")
             if source is not None and key not in self._sessions:
-                self._sessions[key] = GroupSession(self, link, source)
+                self._sessions[key] = GroupSession(self, link, source, joins=joins)
                 if link.is_open:
                     self._sessions[key].opened()
 

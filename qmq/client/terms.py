@@ -40,6 +40,8 @@ class Terms:
     unacked_max: int
     exclusive_ms: int = 0
     """Since when it takes its turn among exclusive consumers, ms since 1970 UTC; 0: it shares with others."""
+    ephemeral: bool = False
+    """A broadcast whose consumer was given no id: the next process has another name."""
 
     @property
     def mailbox(self) -> str | None:
@@ -67,6 +69,7 @@ def make_terms(
     prefetch_bytes: int,
     unacked_max: int,
     exclusive_ms: int = 0,
+    has_id: bool = True,
 ) -> Terms:
     """Check the arguments of `Consumer.listen` and `Consumer.pull`.
 
@@ -107,6 +110,7 @@ def make_terms(
         prefetch_bytes,
         unacked_max,
         exclusive_ms,
+        broadcast and not has_id,
     )
 
 

@@ -66,6 +66,42 @@ class SourceList(_message.Message):
     sources: _containers.RepeatedCompositeFieldContainer[Source]
     def __init__(self, sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ...) -> None: ...
 
+class NewGroup(_message.Message):
+    __slots__ = ("subject", "group", "latest", "since_ms", "broadcast")
+    SUBJECT_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    LATEST_FIELD_NUMBER: _ClassVar[int]
+    SINCE_MS_FIELD_NUMBER: _ClassVar[int]
+    BROADCAST_FIELD_NUMBER: _ClassVar[int]
+    subject: str
+    group: str
+    latest: bool
+    since_ms: int
+    broadcast: bool
+    def __init__(self, subject: _Optional[str] = ..., group: _Optional[str] = ..., latest: _Optional[bool] = ..., since_ms: _Optional[int] = ..., broadcast: _Optional[bool] = ...) -> None: ...
+
+class BeginGroupsRequest(_message.Message):
+    __slots__ = ("broker_group", "groups")
+    BROKER_GROUP_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    broker_group: str
+    groups: _containers.RepeatedCompositeFieldContainer[NewGroup]
+    def __init__(self, broker_group: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[NewGroup, _Mapping]]] = ...) -> None: ...
+
+class GroupBegin(_message.Message):
+    __slots__ = ("since_ms", "mark")
+    SINCE_MS_FIELD_NUMBER: _ClassVar[int]
+    MARK_FIELD_NUMBER: _ClassVar[int]
+    since_ms: int
+    mark: str
+    def __init__(self, since_ms: _Optional[int] = ..., mark: _Optional[str] = ...) -> None: ...
+
+class BeginGroupsAnswer(_message.Message):
+    __slots__ = ("begins",)
+    BEGINS_FIELD_NUMBER: _ClassVar[int]
+    begins: _containers.RepeatedCompositeFieldContainer[GroupBegin]
+    def __init__(self, begins: _Optional[_Iterable[_Union[GroupBegin, _Mapping]]] = ...) -> None: ...
+
 class TokenQuestion(_message.Message):
     __slots__ = ("token",)
     TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -585,15 +621,41 @@ class BrowseAnswer(_message.Message):
     end_sequence: int
     def __init__(self, messages: _Optional[_Iterable[_Union[BrowsedMessage, _Mapping]]] = ..., begin: _Optional[int] = ..., end: _Optional[int] = ..., first_sequence: _Optional[int] = ..., end_sequence: _Optional[int] = ...) -> None: ...
 
+class MarkGroupsRequest(_message.Message):
+    __slots__ = ("mark", "groups")
+    MARK_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    mark: str
+    groups: _containers.RepeatedCompositeFieldContainer[NewGroup]
+    def __init__(self, mark: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[NewGroup, _Mapping]]] = ...) -> None: ...
+
+class MarkGroupsAnswer(_message.Message):
+    __slots__ = ("known",)
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    known: _containers.RepeatedScalarFieldContainer[bool]
+    def __init__(self, known: _Optional[_Iterable[bool]] = ...) -> None: ...
+
+class KnownGroup(_message.Message):
+    __slots__ = ("subject", "group", "begin")
+    SUBJECT_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    subject: str
+    group: str
+    begin: GroupBegin
+    def __init__(self, subject: _Optional[str] = ..., group: _Optional[str] = ..., begin: _Optional[_Union[GroupBegin, _Mapping]] = ...) -> None: ...
+
 class ConsumersRequest(_message.Message):
-    __slots__ = ("subject", "group", "behind_max")
+    __slots__ = ("subject", "group", "behind_max", "known")
     SUBJECT_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     BEHIND_MAX_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
     subject: str
     group: str
     behind_max: int
-    def __init__(self, subject: _Optional[str] = ..., group: _Optional[str] = ..., behind_max: _Optional[int] = ...) -> None: ...
+    known: _containers.RepeatedCompositeFieldContainer[KnownGroup]
+    def __init__(self, subject: _Optional[str] = ..., group: _Optional[str] = ..., behind_max: _Optional[int] = ..., known: _Optional[_Iterable[_Union[KnownGroup, _Mapping]]] = ...) -> None: ...
 
 class ConsumerProgress(_message.Message):
     __slots__ = ("consumer", "connected", "unacked", "peer")
@@ -640,18 +702,20 @@ class ConsumersAnswer(_message.Message):
     def __init__(self, groups: _Optional[_Iterable[_Union[GroupProgress, _Mapping]]] = ...) -> None: ...
 
 class ResetOffsetRequest(_message.Message):
-    __slots__ = ("subject", "group", "to", "value", "dry_run")
+    __slots__ = ("subject", "group", "to", "value", "dry_run", "begin")
     SUBJECT_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     TO_FIELD_NUMBER: _ClassVar[int]
     VALUE_FIELD_NUMBER: _ClassVar[int]
     DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
     subject: str
     group: str
     to: str
     value: int
     dry_run: bool
-    def __init__(self, subject: _Optional[str] = ..., group: _Optional[str] = ..., to: _Optional[str] = ..., value: _Optional[int] = ..., dry_run: _Optional[bool] = ...) -> None: ...
+    begin: GroupBegin
+    def __init__(self, subject: _Optional[str] = ..., group: _Optional[str] = ..., to: _Optional[str] = ..., value: _Optional[int] = ..., dry_run: _Optional[bool] = ..., begin: _Optional[_Union[GroupBegin, _Mapping]] = ...) -> None: ...
 
 class ResetOffsetAnswer(_message.Message):
     __slots__ = ("before", "after", "skipped", "repeated")

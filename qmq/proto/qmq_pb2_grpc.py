@@ -61,6 +61,11 @@ class MetaserverStub:
                 request_serializer=qmq_dot_proto_dot_qmq__pb2.OldRoutesQuestion.SerializeToString,
                 response_deserializer=qmq_dot_proto_dot_qmq__pb2.OldRoutesAnswer.FromString,
                 _registered_method=True)
+        self.BeginGroups = channel.unary_unary(
+                '/qmq.Metaserver/BeginGroups',
+                request_serializer=qmq_dot_proto_dot_qmq__pb2.BeginGroupsRequest.SerializeToString,
+                response_deserializer=qmq_dot_proto_dot_qmq__pb2.BeginGroupsAnswer.FromString,
+                _registered_method=True)
         self.HoldLease = channel.unary_unary(
                 '/qmq.Metaserver/HoldLease',
                 request_serializer=qmq_dot_proto_dot_qmq__pb2.LeaseRequest.SerializeToString,
@@ -115,6 +120,14 @@ class MetaserverServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def BeginGroups(self, request, context):
+        """A master asks where consumer groups begin that have no position there. A group that is new in the cluster is stored
+        before the answer (decision 80). UNAVAILABLE: it cannot be stored now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def HoldLease(self, request, context):
         """A watchdog keeps, takes or gives back the lease of its namespace; the answer is the row as it is then.
         """
@@ -156,6 +169,11 @@ def add_MetaserverServicer_to_server(servicer, server):
                     servicer.CountOldRoutes,
                     request_deserializer=qmq_dot_proto_dot_qmq__pb2.OldRoutesQuestion.FromString,
                     response_serializer=qmq_dot_proto_dot_qmq__pb2.OldRoutesAnswer.SerializeToString,
+            ),
+            'BeginGroups': grpc.unary_unary_rpc_method_handler(
+                    servicer.BeginGroups,
+                    request_deserializer=qmq_dot_proto_dot_qmq__pb2.BeginGroupsRequest.FromString,
+                    response_serializer=qmq_dot_proto_dot_qmq__pb2.BeginGroupsAnswer.SerializeToString,
             ),
             'HoldLease': grpc.unary_unary_rpc_method_handler(
                     servicer.HoldLease,
@@ -316,6 +334,33 @@ class Metaserver:
             _registered_method=True)
 
     @staticmethod
+    def BeginGroups(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/qmq.Metaserver/BeginGroups',
+            qmq_dot_proto_dot_qmq__pb2.BeginGroupsRequest.SerializeToString,
+            qmq_dot_proto_dot_qmq__pb2.BeginGroupsAnswer.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def HoldLease(request,
             target,
             options=(),
@@ -429,6 +474,11 @@ class BrokerStub:
                 request_serializer=qmq_dot_proto_dot_qmq__pb2.ConsumersRequest.SerializeToString,
                 response_deserializer=qmq_dot_proto_dot_qmq__pb2.ConsumersAnswer.FromString,
                 _registered_method=True)
+        self.MarkGroups = channel.unary_unary(
+                '/qmq.Broker/MarkGroups',
+                request_serializer=qmq_dot_proto_dot_qmq__pb2.MarkGroupsRequest.SerializeToString,
+                response_deserializer=qmq_dot_proto_dot_qmq__pb2.MarkGroupsAnswer.FromString,
+                _registered_method=True)
         self.ResetOffset = channel.unary_unary(
                 '/qmq.Broker/ResetOffset',
                 request_serializer=qmq_dot_proto_dot_qmq__pb2.ResetOffsetRequest.SerializeToString,
@@ -530,6 +580,14 @@ class BrokerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def MarkGroups(self, request, context):
+        """Before new consumer groups are stored: note under `mark` where their subjects end now, and return which groups have a
+        position already. FAILED_PRECONDITION: not the master.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ResetOffset(self, request, context):
         """Set a group's position; written down as a frame, so that the slave and a restart know it. FAILED_PRECONDITION: why not.
         """
@@ -618,6 +676,11 @@ def add_BrokerServicer_to_server(servicer, server):
                     servicer.Consumers,
                     request_deserializer=qmq_dot_proto_dot_qmq__pb2.ConsumersRequest.FromString,
                     response_serializer=qmq_dot_proto_dot_qmq__pb2.ConsumersAnswer.SerializeToString,
+            ),
+            'MarkGroups': grpc.unary_unary_rpc_method_handler(
+                    servicer.MarkGroups,
+                    request_deserializer=qmq_dot_proto_dot_qmq__pb2.MarkGroupsRequest.FromString,
+                    response_serializer=qmq_dot_proto_dot_qmq__pb2.MarkGroupsAnswer.SerializeToString,
             ),
             'ResetOffset': grpc.unary_unary_rpc_method_handler(
                     servicer.ResetOffset,
@@ -915,6 +978,33 @@ class Broker:
             '/qmq.Broker/Consumers',
             qmq_dot_proto_dot_qmq__pb2.ConsumersRequest.SerializeToString,
             qmq_dot_proto_dot_qmq__pb2.ConsumersAnswer.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MarkGroups(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/qmq.Broker/MarkGroups',
+            qmq_dot_proto_dot_qmq__pb2.MarkGroupsRequest.SerializeToString,
+            qmq_dot_proto_dot_qmq__pb2.MarkGroupsAnswer.FromString,
             options,
             channel_credentials,
             insecure,

@@ -193,7 +193,8 @@ def decode_produced(body: memoryview) -> Produced:
 #            subscribed before: what its name has un-acked goes back to the group, as delivered,
 #            deliveries_max int: deliveries of a message before it is a dead letter (0: no limit), tags list of str
 #            (none: all messages), tag_mode "any"|"all"; and, true or missing, begins: this client sends BEGIN for
-#            suspected messages, and its Pulled leave out of `times` what does not count.
+#            suspected messages, and its Pulled leave out of `times` what does not count. ephemeral, true or missing: a
+#            broadcast consumer whose name never comes back, so the cluster does not keep where it began.
 #            -> JSON subscription int (valid on this connection), acked_end int, lease_ms int, unacked list of
 #            [begin, end]: pull sequences below held_end that are not settled. The consumer holds them, or says again
 #            what it decided: a master that was alone may have answered it, and its successor knows nothing of that.
@@ -215,6 +216,7 @@ def encode_subscribe(
     tag_mode: str = "any",
     begins: bool = False,
     exclusive_ms: int = 0,
+    ephemeral: bool = False,
 ) -> bytes:
     return encode_json(
         subject=subject,
@@ -230,6 +232,7 @@ def encode_subscribe(
         tag_mode=tag_mode,
         **({"begins": True} if begins else {}),
         **({"exclusive_ms": exclusive_ms} if exclusive_ms else {}),
+        **({"ephemeral": True} if ephemeral else {}),
     )
 
 

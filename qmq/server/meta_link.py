@@ -96,6 +96,8 @@ class MetaLink:
         self._failures = 0
         self._has_part = False
         """Whether a metaserver gave this process its part; one that it remembers may be of an earlier life."""
+        self.stub: MetaserverStub | None = None
+        """Of the metaserver that serves this broker; None: none does now."""
         self._last: pb.Assignment | None = None
         self._served_since: float | None = None
         """On the clock of the loop; None: not since the last failure."""
@@ -112,7 +114,7 @@ class MetaLink:
                 self.failed(error)
             if self._served_since is not None and loop.time() - self._served_since >= STEADY_S:
                 self._failures = 0
-            self._served_since = None
+            self._served_since = self.stub = None
             wait_s = RETRIES_S[min(self._failures, len(RETRIES_S) - 1)]
             self._failures += 1
             await asyncio.sleep(wait_s * random.uniform(1.0, 1.5))
@@ -166,7 +168,7 @@ class MetaLink:
         )
         self._last = None
         self._heard(await stub.Register(identity, metadata=self._metadata, timeout=REGISTER_S))
-        loop = asyncio.get_running_loop()
+        self.stub, loop = stub, asyncio.get_running_loop()
         try:
             async with asyncio.timeout(SILENT_S) as silence:
                 async for assignment in stub.Heartbeat(self._beats(), metadata=self._metadata):

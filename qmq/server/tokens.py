@@ -44,6 +44,7 @@ CONTROL_ROLES: Mapping[str, frozenset[TokenRole]] = {
     "CancelSwap": frozenset({TokenRole.CLUSTER}),
     "PrepareFailover": frozenset({TokenRole.CLUSTER}),
     "ResetOffset": frozenset({TokenRole.CLUSTER}),
+    "MarkGroups": frozenset({TokenRole.CLUSTER}),
 }
 """Method of the control port -> roles of which a caller needs one. What changes something comes from a metaserver."""
 

@@ -17,6 +17,7 @@ from qmq import rpc_access
 from qmq.errors import NotServed, OperatorError, OutcomeUnknown
 from qmq.metaserver import database, main, upkeep
 from qmq.metaserver.actions.clients import Clients
+from qmq.metaserver.consumer_groups import ConsumerGroups
 from qmq.metaserver.model import Broker, ReplicaState
 from qmq.metaserver.rpc.convert import state_from_message
 from qmq.metaserver.rpc.servicer import MetaserverRpc
@@ -136,6 +137,7 @@ class Running:
             self.upkeep.hold_lease,
             self.all._database,
             self.all._vault,
+            ConsumerGroups(self.registry, self.all._database, self.all._brokers),
         )
 
     @property

@@ -13,6 +13,7 @@ from itertools import count
 from pathlib import Path
 from zlib import crc32
 
+from qmq.broker.beginning import Ask
 from qmq.broker.consume import LOOKS_IN_LEASE
 from qmq.broker.counters import Counters
 from qmq.broker.master import BrokerMaster
@@ -153,6 +154,9 @@ class FakeHost:
 class Broker:
     """One broker: disk, identity, node. `crash` loses what was not fsynced and starts it again."""
 
+    ask: Ask | None = None
+    """Asks the cluster where consumer groups begin."""
+
     def __init__(self, name: str, settings: BrokerSettings = SETTINGS) -> None:
         self.name, self.settings = name, replace(settings, hostname=name)
         self.disk, self.starts = MemoryDisk(), 0
@@ -170,7 +174,7 @@ class Broker:
             host=self.host,
             identity=identity,
             settings=settings,
-            promote=partial(BrokerMaster, settings=settings, counters=self.counters),
+            promote=partial(BrokerMaster, settings=settings, counters=self.counters, ask=self.ask),
         )
         self.host.node = self.node
         self.keeper = Retention(settings)

@@ -185,7 +185,7 @@ class Brokers:
         self.cancelled.append(broker.hostname)
         return self._reach(broker)
 
-    async def consumers(self, broker, *, subject="", group="", behind_max=0):
+    async def consumers(self, broker, *, subject="", group="", behind_max=0, known=()):
         self._reach(broker)
         rows = [
             row

@@ -1,0 +1,113 @@
+"""A broker group joins a subject's route: consumer groups that exist get all that is stored there (decision 80)."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+import qmq
+from tests.integration.cluster_world import WAIT_S, consumer, producer, row, running_apart
+
+MANY = 100
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with running_apart(tmp_path_factory.mktemp("joining"), ("g1", "g2")) as cluster:
+        yield cluster
+
+
+class Story:
+    """Messages with numbers, sent to one broker group of a subject, and those that its consumers handled."""
+
+    def __init__(self, cluster, name, terms, *, consumer_id=None):
+        self.cluster, self.subject, self.terms, self.consumer_id = cluster, name, terms, consumer_id
+        self.got, self.sent = set(), {}
+        cluster.manage("AddNewSubject", subject=name, tag="g1")
+
+    async def send(self, sender, count):
+        receipts = await sender.send_many([qmq.Message(self.subject, {"n": len(self.sent) + n}) for n in range(count)])
+        assert receipts.all_stored
+        for receipt in receipts:
+            self.sent[len(self.sent)] = receipt.broker_group
+
+    def listen(self):
+        client = consumer(self.cluster, consumer_id=self.consumer_id)
+
+        @client.listen(self.subject, **self.terms)
+        async def handle(message):
+            self.got.add(int(message["n"]))
+
+        return client, asyncio.create_task(client.run())
+
+    async def until_got(self, numbers):
+        async with asyncio.timeout(WAIT_S):
+            while not self.got >= set(numbers):
+                await asyncio.sleep(0.05)
+
+    async def until_only_on(self, sender, group, count):
+        """Send until the broker group has got messages of the newest route."""
+        async with asyncio.timeout(WAIT_S):
+            while list(self.sent.values()).count(group) < count:
+                await self.send(sender, 10)
+
+
+@pytest.mark.parametrize(
+    ("name", "terms", "consumer_id", "runs"),
+    [
+        ("stopped", {"group": "billing"}, None, False),
+        ("running", {"group": "billing"}, None, True),
+        ("broadcast", {"broadcast": True}, "fixed", False),
+        ("ephemeral", {"broadcast": True}, None, True),
+    ],
+)
+def test_an_existing_group_gets_all_that_a_joined_broker_group_stores(cluster, name, terms, consumer_id, runs):
+    async def story():
+        world = Story(cluster, f"join.{name}", terms, consumer_id=consumer_id)
+        async with producer(cluster) as sender:
+            await world.send(sender, 1)  # from before the consumer group: not for it
+            client, task = world.listen()
+            while not world.got:  # it has begun once it gets one
+                await world.send(sender, 1)
+                await asyncio.sleep(0.05)
+            first = min(world.got)
+            assert first > 0
+            if not runs:
+                client.stop()
+                await task
+            await asyncio.to_thread(cluster.manage, "AddSubjectBrokerGroup", subject=world.subject, brokerGroup="g2")
+            await world.until_only_on(sender, "g2", MANY)
+            if not runs:
+                lag = await asyncio.to_thread(cluster.manage, "Lag", subject=world.subject)
+                behind = lag["lag"][0]["brokerGroups"]
+                assert behind["g2"] >= MANY, "the joined broker group counts before the consumer subscribes there"
+                client, task = world.listen()
+            await world.until_got(range(first, len(world.sent)))
+            client.stop()
+            await task
+
+    asyncio.run(story())
+    rows = row(cluster, "SELECT count(*) FROM consumer_group WHERE subject = ?", f"join.{name}")
+    assert rows == (0 if name == "ephemeral" else 1,)
+
+
+def test_a_new_group_that_starts_at_latest_gets_nothing_from_before_on_any_broker_group(cluster):
+    async def story():
+        world = Story(cluster, "join.latest", {"group": "late"})
+        async with producer(cluster) as sender:
+            await world.send(sender, 1)
+            await asyncio.to_thread(cluster.manage, "AddSubjectBrokerGroup", subject=world.subject, brokerGroup="g2")
+            await world.until_only_on(sender, "g2", 20)
+            before = len(world.sent)
+            workers = [world.listen() for _ in range(3)]
+            async with asyncio.timeout(WAIT_S):
+                while {world.sent[n] for n in world.got} != {"g1", "g2"}:
+                    await world.send(sender, 10)
+                    await asyncio.sleep(0.05)
+            assert min(world.got) >= before
+            for client, task in workers:
+                client.stop()
+                await task
+
+    asyncio.run(story())

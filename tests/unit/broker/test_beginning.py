@@ -1,0 +1,164 @@
+"""Core. Where a consumer group begins on a broker group on which it has no position (decision 80)."""
+
+from __future__ import annotations
+
+import pytest
+
+from qmq.broker import beginning
+from qmq.broker.beginning import Begin, NewGroup
+from qmq.errors import ErrorCode, NotServed, OperatorError
+from qmq.rations import NewSubjects, TokenRation
+from qmq.rights import Caller, TokenRole
+from qmq.subjects import retry_subject
+from qmq.types import Role
+from tests.unit.broker.world import Broker, Client, Group
+
+KEY = ("s", "g")
+FIRST = Begin(0)
+
+
+class Cluster:
+    """A broker group, and the metaserver's part, played by the test."""
+
+    def __init__(self, monkeypatch):
+        self.asked = []
+        monkeypatch.setattr(Broker, "ask", staticmethod(lambda group, answered: self.asked.append((group, answered))))
+        self.world = Group.made().start()
+        self.broker = self.world.a
+
+    def produce(self, *ids):
+        Client(self.broker).produce(*ids)
+        self.world.settle()
+
+    def subscribe(self, client=None, **terms):
+        client = client or Client(self.broker)
+        opaque = client.subscribe("c", **terms)
+        self.world.settle()
+        return client, opaque
+
+    def answer(self, answer):
+        """Answer the oldest question."""
+        _, answered = self.asked.pop(0)
+        for link, packet in answered(answer):
+            self.broker.node.packet_received(link, packet)
+        self.world.settle()
+
+    @property
+    def position(self):
+        group = self.broker.log.state.groups.get(KEY)
+        return None if group is None else group.position
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    return Cluster(monkeypatch)
+
+
+def test_a_subscribe_of_a_new_group_waits_and_begins_where_the_cluster_says(cluster):
+    cluster.produce("0", "1", "2")
+    client, asked = cluster.subscribe(start="latest")
+    other, also = cluster.subscribe(start="latest")
+    assert not client.answered(asked) and not other.answered(also) and cluster.position is None
+    assert [group for group, _ in cluster.asked] == [NewGroup("s", "g", True, 0, False)], "one question for both"
+    cluster.answer(FIRST)
+    assert client.code(asked) == ErrorCode.SUCCESS and other.answered(also)
+    assert cluster.position == 0, "the group is older than this broker group's part in the route"
+    _, again = cluster.subscribe(client, start="latest")
+    assert client.code(again) == ErrorCode.SUCCESS and not cluster.asked, "a group with a position asks no more"
+
+
+def test_a_group_begins_where_its_subject_ended_before_the_group_was_stored(cluster):
+    cluster.produce("0")
+    assert cluster.broker.master.mark_groups("m1", [KEY]) == [False]
+    cluster.produce("1")
+    assert cluster.broker.master.mark_groups("m2", [KEY]) == [False], "of another metaserver, which lost the race"
+    cluster.produce("2")
+    cluster.subscribe(start="latest")
+    cluster.answer(Begin(1, "m1"))
+    assert cluster.position == 1
+    assert cluster.broker.master.mark_groups("m3", [KEY, ("s", "other")]) == [True, False]
+
+
+def test_without_its_mark_a_group_begins_by_time(cluster):
+    for name in "012":
+        cluster.broker.host.clock_ms += 1_000
+        cluster.produce(name)
+    since_ms = cluster.broker.host.now_ms() - 1_000
+    cluster.subscribe(start="latest")
+    cluster.answer(Begin(since_ms, "noted by a master that was swapped"))
+    assert cluster.position == 1
+
+
+@pytest.mark.parametrize(
+    "subject, terms",
+    [
+        ("s", {"broadcast": True, "ephemeral": True, "start": "latest"}),
+        (retry_subject("s", "g"), {"start": "earliest"}),
+    ],
+)
+def test_the_cluster_is_not_asked_for_what_begins_the_same_anyway(cluster, subject, terms):
+    client, asked = cluster.subscribe(subject=subject, **terms)
+    assert client.code(asked) == ErrorCode.SUCCESS and not cluster.asked
+
+
+def test_without_the_metaserver_a_new_group_waits_and_a_known_one_goes_on(cluster):
+    cluster.subscribe(subject="known")
+    cluster.answer(FIRST)
+    client, asked = cluster.subscribe(start="latest")
+    cluster.answer(NotServed("g is new here, and waits for the metaserver: the database does not answer"))
+    assert client.code(asked) == ErrorCode.NOT_SERVED and "waits for the metaserver" in client.text(asked)
+    assert cluster.position is None
+    known, again = cluster.subscribe(subject="known")
+    assert known.code(again) == ErrorCode.SUCCESS and not cluster.asked
+    _, later = cluster.subscribe(client, start="latest")
+    cluster.answer(FIRST)
+    assert client.code(later) == ErrorCode.SUCCESS and cluster.position == 0
+
+
+def test_a_metaserver_without_consumer_groups_lets_a_group_begin_as_it_asks(cluster):
+    cluster.produce("0")
+    cluster.subscribe(start="latest")
+    cluster.answer(None)
+    assert cluster.position == 1
+
+
+def test_a_question_again_and_again_costs_a_token_one_group(cluster):
+    client = Client(cluster.broker)
+    client.link.ration = TokenRation(
+        Caller("shop", TokenRole.CLIENT), NewSubjects(1, 1, "consumer groups"), None, lambda: 0
+    )
+    for answer in (NotServed("away"), NotServed("away"), FIRST):
+        _, asked = cluster.subscribe(client)
+        cluster.answer(answer)
+    assert client.code(asked) == ErrorCode.SUCCESS
+    _, other = cluster.subscribe(client, subject="other")
+    assert client.code(other) == ErrorCode.OVERLOADED and not cluster.asked, "what is refused is not stored"
+
+
+def test_those_that_wait_are_bounded_and_end_with_the_mastership(cluster, monkeypatch):
+    monkeypatch.setattr(beginning, "WAITING_MAX", 3)
+    clients = [cluster.subscribe() for _ in range(2)]
+    for number in range(2):
+        cluster.subscribe(subject=f"s{number}")
+    client, refused = cluster.subscribe(subject="one-too-many")
+    assert client.code(refused) == ErrorCode.OVERLOADED
+    gone, left = cluster.subscribe()
+    gone.lost()
+    assert client.code(cluster.subscribe(client)[1]) == ErrorCode.OVERLOADED
+    cluster.world.cut()
+    cluster.broker.assign(Role.SLAVE, 2)
+    assert {client.code(asked) for client, asked in clients} == {ErrorCode.NOT_MASTER} and not gone.answered(left)
+    assert cluster.asked[0][1](FIRST) == [], "an answer that comes too late"
+
+
+def test_a_reset_reaches_a_broker_group_that_the_consumer_group_has_not_joined(cluster):
+    cluster.produce("0", "1")
+
+    def reset(begin):
+        return cluster.broker.master.move_group(
+            *KEY, "latest", 0, dry_run=False, answer=lambda error: None, begin=begin
+        )
+
+    with pytest.raises(OperatorError, match="never subscribed"):
+        reset(None)
+    assert reset(FIRST) == (0, 2, 2, 0) and cluster.position == 2

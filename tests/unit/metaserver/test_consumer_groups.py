@@ -1,0 +1,165 @@
+"""Shell. Consumer groups are stored once, when they first appear in the cluster (decision 80)."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from qmq.errors import NotServed
+from qmq.metaserver import consumer_groups
+from qmq.metaserver.consumer_groups import ConsumerGroups
+from qmq.metaserver.database import DatabaseAway
+from qmq.metaserver.db.changes import RestoreAll
+from qmq.metaserver.group_starts import CLOCKS_MS, STALE_MS, Asked, Begin
+from tests.unit.metaserver.actions_world import in_world
+
+NOW_MS = 1_800_000_000_000
+BILLING = Asked("s1", "billing", latest=True, since_ms=0, broadcast=False)
+FIRST = Begin(0, "")
+
+
+class Masters:
+    """Masters of broker groups, and what each knows. `before` is called when one is asked."""
+
+    def __init__(self):
+        self.known, self.silent, self.asked = {}, set(), []
+        self.before = lambda: asyncio.sleep(0)
+
+    async def mark_groups(self, broker, mark, groups):
+        self.asked.append((broker.group, mark))
+        await self.before()
+        if broker.group in self.silent:
+            raise NotServed("does not answer")
+        return [one.key in self.known.get(broker.group, ()) for one in groups]
+
+
+async def made(world, *, groups=("g1", "g2"), subject="s1"):
+    for name in ("g1", "g2", "g3"):
+        await world.running_copies(name)
+    await world.routed(subject, groups=groups)
+    masters = Masters()
+    return ConsumerGroups(world.registry, world.database, masters), masters
+
+
+@pytest.fixture(autouse=True)
+def at_noon(monkeypatch):
+    clock = [NOW_MS]
+    monkeypatch.setattr(consumer_groups, "_wall_ms", lambda: clock[0])
+    return clock
+
+
+async def begin(groups, at, *asked):
+    return (await groups.begin(at, asked or (BILLING,)))[0]
+
+
+@in_world
+async def test_a_new_group_begins_where_members_noted_the_end_and_elsewhere_with_the_first_message(world):
+    groups, masters = await made(world)
+    first = await begin(groups, "g1")
+    assert {name for name, _ in masters.asked} == {"g1", "g2"}, "the one that asks notes its end before the row, too"
+    assert first == Begin(NOW_MS - CLOCKS_MS, masters.asked[0][1])
+    masters.asked.clear()
+    assert await begin(groups, "g2") == first, "whatever it asks for: it began"
+    assert await begin(groups, "g3") == FIRST, "it was no member"
+    assert not masters.asked, "a group that is stored costs no question to a broker"
+
+
+@in_world
+async def test_start_is_resolved_once(world):
+    groups, _ = await made(world)
+    dated = Asked("s1", "dated", latest=False, since_ms=NOW_MS - 5, broadcast=False)
+    assert await begin(groups, "g1", dated) == Begin(NOW_MS - 5, "")
+    early = Asked("s1", "early", latest=False, since_ms=0, broadcast=False)
+    assert await begin(groups, "g1", early) == FIRST
+    assert await begin(groups, "g2", early._replace(latest=True)) == FIRST
+
+
+@in_world
+async def test_a_group_of_which_a_broker_group_has_a_position_is_no_new_one(world):
+    """Groups from before rows were kept, and those whose row an emptied or older database lacks."""
+    groups, masters = await made(world)
+    masters.known["g1"] = {BILLING.key}
+    masters.silent = {"g2"}
+    assert await begin(groups, "g2") == FIRST
+
+
+@in_world
+async def test_a_broker_group_that_does_not_answer_begins_by_time(world):
+    groups, masters = await made(world)
+    masters.silent = {"g2"}
+    world.stop("g2-a")
+    assert (await begin(groups, "g1")).mark
+    assert (await begin(groups, "g2")).since_ms == NOW_MS - CLOCKS_MS
+    assert {name for name, _ in masters.asked} == {"g1"}, "a master that is known to be down costs no time"
+
+
+@in_world
+async def test_of_two_metaservers_one_row_counts(world):
+    """Both read that there is none, and ask; the first one that stores decides."""
+    groups, masters = await made(world)
+    rival, theirs = ConsumerGroups(world.registry, world.database, Masters()), {}
+
+    async def overtake():
+        theirs[await begin(rival, "g2")] = None
+
+    masters.before = overtake
+    assert [await begin(groups, "g1")] == list(theirs)
+
+
+@in_world
+async def test_many_groups_of_one_question(world):
+    groups, masters = await made(world)
+    asked = [BILLING._replace(group=f"g{number}") for number in range(1_500)]
+    await begin(groups, "g1", *asked[:700])
+    masters.asked.clear()
+    assert len(set(await groups.begin("g1", [*asked, *asked]))) == 2, "two marks"
+    assert len(masters.asked) == 2, "one question to each master"
+
+
+@in_world
+async def test_a_broadcast_consumer_that_every_broker_group_forgot_begins_anew(world):
+    groups, masters = await made(world)
+    cache = BILLING._replace(group="cache-7", broadcast=True)
+    first = await begin(groups, "g1", cache)
+    later = consumer_groups._wall_ms() + STALE_MS + 1
+    consumer_groups._wall_ms = lambda: later  # the fixture puts it back
+    masters.known["g2"] = {cache.key}
+    assert await begin(groups, "g1", cache) == first, "one remembers it"
+    masters.known.clear()
+    masters.silent = {"g2"}
+    assert await begin(groups, "g1", cache) == first, "one may remember it"
+    masters.silent.clear()
+    assert (await begin(groups, "g1", cache)).since_ms == later - CLOCKS_MS
+    assert await begin(groups, "g1") == await begin(groups, "g2"), "a group that is no broadcast never begins anew"
+
+
+@in_world
+async def test_rows_go_with_their_subject_and_nothing_else(world):
+    groups, masters = await made(world)
+    retries = "%RETRY%s1%billing"
+    for subject in ("s1", retries, "s2"):
+        await begin(groups, "g1", BILLING._replace(subject=subject))
+    await world.done("RemoveSubject", subject="s1")
+    left = await world.database.read(lambda repository: repository.consumer_groups_of(""))
+    assert [row.subject for row in left] == ["s2"]
+
+
+@in_world
+async def test_a_dump_adds_consumer_groups_and_removes_none(world):
+    groups, _ = await made(world)
+    await begin(groups, "g1")
+    dump = await world.database.read(lambda repository: repository.dump())
+    await begin(groups, "g1", BILLING._replace(group="newer"))
+    await world.database.write(lambda repository: repository.change([RestoreAll(dump)]))
+    rows = await world.database.read(lambda repository: repository.consumer_groups_of("s1"))
+    assert [row.group for row in rows] == ["billing", "newer"]
+
+
+@in_world
+async def test_without_the_database_no_new_group_begins(world):
+    groups, masters = await made(world)
+    world.database._is_away("stopped by the test")
+    with pytest.raises(DatabaseAway, match="does not answer"):
+        await begin(groups, "g1")
+    assert not masters.asked
