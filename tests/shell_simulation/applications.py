@@ -118,7 +118,7 @@ class ConsumerProgram:
             consumer.listen(
                 subject,
                 group=GROUP,
-                start="earliest",
+                start="latest" if world.swarm.joins else "earliest",
                 concurrency=rng.choice((1, 4)),
                 retries_max=1000,
                 retry_delay=0.5,

@@ -294,6 +294,7 @@ class MetaserverMachine(Machine):
             cluster_token=CLUSTER_TOKEN,
             password_keys=(PASSWORD_KEY,),
             failover=self.world.swarm.fails_over,
+            **({"groups_per_subject_min": 1, "groups_per_subject_new": 1} if self.world.swarm.joins else {}),
         )
         self.metaserver, stop = Metaserver(settings), asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+from qmq.broker.beginning import Beginning
 from qmq.client.batch_life import Stored, Unknown
 from qmq.client.batching import Batch
 from qmq.client.group_session import GroupSession
@@ -183,6 +184,10 @@ def _claims_of_a_dead_watchdog_stay() -> list[Patch]:
     return [mock.patch.object(Outbox, "read_claims", lambda self, work: [])]
 
 
+def _group_begins_anew_on_each_broker_group() -> list[Patch]:
+    return [mock.patch.object(Beginning, "_must_ask", lambda self, f: False)]
+
+
 BUGS = [
     Bug("commit told before it is written", _told_before_it_is_written),
     Bug("sync does nothing", _sync_does_nothing),
@@ -205,6 +210,11 @@ BUGS = [
     Bug("messages of an outbox are sent before their commit", _messages_are_sent_before_their_commit),
     Bug("a row goes before its message", _row_goes_before_its_message, first=12, favoured="kill"),
     Bug("a watchdog takes sent for stored", _watchdog_takes_sent_for_stored, 4, favoured="kill"),
+    Bug(
+        "a consumer group begins anew on each broker group",
+        _group_begins_anew_on_each_broker_group,
+        kinds={"joins": True},
+    ),
     Bug("claims of a dead watchdog stay", _claims_of_a_dead_watchdog_stay, first=137, favoured="kill"),
     Bug("a message is done before it is handled", _message_is_done_before_it_is_handled, favoured="kill"),
 ]

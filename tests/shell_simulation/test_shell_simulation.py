@@ -35,6 +35,13 @@ def test_every_promise_is_kept_though_a_disk_loses_what_it_had(seed: int, steeri
     assert outcome.acknowledged > 0 and outcome.delivered > 0
 
 
+@pytest.mark.parametrize("seed", (1, 2))
+def test_a_consumer_group_gets_all_that_a_broker_group_stores_which_joins_later(seed: int) -> None:
+    outcome = simulate(seed, joins=True)
+    assert_well(outcome)
+    assert outcome.acknowledged > 0 and outcome.counts["AddSubjectBrokerGroup DONE"]
+
+
 def test_a_seed_gives_the_same_trace_twice() -> None:
     assert simulate(4, is_plain=True) == simulate(4, is_plain=True)
 

@@ -26,7 +26,7 @@ from qmq.client.batch_life import BATCH_LIFE
 from qmq.client.session_life import SESSION
 from qmq.log import RealDisk
 from qmq.metaserver.db.engine import open_database
-from tests.shell_simulation.applications import ConsumerProgram, ProducerProgram, ShopProgram
+from tests.shell_simulation.applications import GROUP, SUBJECTS, ConsumerProgram, ProducerProgram, ShopProgram
 from tests.shell_simulation.loop import current
 from tests.shell_simulation.machines import (
     SERVE_PORT,
@@ -81,9 +81,12 @@ class Swarm:
     """Whether there is a second broker group, of two copies."""
     watchdogs: int
     """Of a shop with an outbox; 0: there is no shop."""
+    joins: bool
+    """Whether each subject has one broker group at first, and the second one joins in the war. The consumer group
+    begins at the end, and is there before the first message: it has to get all."""
 
     @staticmethod
-    def draw(rng: Random, *, second: bool, watchdogs: int) -> Swarm:
+    def draw(rng: Random, *, second: bool, watchdogs: int, joins: bool) -> Swarm:
         copies = rng.choice((2, 2, 2, 3))
         return Swarm(
             copies=copies,
@@ -101,13 +104,16 @@ class Swarm:
             delays=rng.random() < 0.5,
             second=second,
             watchdogs=watchdogs,
+            joins=joins,
         )
 
 
 class World:
     """Everything that belongs to one seed."""
 
-    def __init__(self, seed: int, folder: Path, steering: Steering, *, is_plain: bool) -> None:
+    def __init__(
+        self, seed: int, folder: Path, steering: Steering, *, is_plain: bool, joins: bool | None = None
+    ) -> None:
         self.loop = NetworkLoop(seed)
         self.seed, self.steering, self._folder, self.is_plain = seed, steering, folder, is_plain
         self.counts: Counter[str] = Counter()
@@ -115,15 +121,18 @@ class World:
         self.recent: deque[str] = deque(maxlen=KEPT_EVENTS)
         self.hash = 0
         self.failure = ""
-        self.is_at_war, self.is_producing = True, True
+        self.is_at_war = True
         self.token = ""
+        second = joins or (not is_plain and Random(f"{seed} groups").random() < 0.3)
         self.swarm = Swarm.draw(
             self.loop.rng,
-            second=not is_plain and Random(f"{seed} groups").random() < 0.3,
+            second=second,
             watchdogs=Random(f"{seed} outbox").choice((0, 0, 1, 2)),
+            joins=second and Random(f"{seed} joins").random() < 0.5 if joins is None else joins,
         )
         self.network = self.loop.network = Network(self.loop, self.note)
         self.network.buffer_bytes = self.swarm.buffer_bytes
+        self.is_producing = not self.swarm.joins
         self.oracle = Oracle(self)
         self.shop = Shop(folder / "shop.db")
         self.metaservers = [
@@ -206,6 +215,11 @@ class World:
     async def run(self) -> None:
         await self._set_up()
         await self._lasts(2.0)
+        if self.swarm.joins:
+            if not await self._lasts(PEACE_S, self._has_consumer_groups):
+                raise Violation(f"I20: no consumer group begins within {PEACE_S:.0f} s")
+            self.is_producing = True
+            self.later(0.0, self.swarm.war_s / 2, self._join)
         nemesis = Nemesis(self, self.seed)
         await self._lasts(self.swarm.war_s)
         nemesis.stop()
@@ -265,6 +279,20 @@ class World:
         if answer.status.name != "DONE":
             raise RuntimeError(f"{action}: {answer}")
         return answer.data
+
+    def _has_consumer_groups(self) -> bool:
+        logs = [copy.message_log for copy in self.copies if copy.message_log is not None]
+        return all(any((subject, GROUP) in one.state.groups for one in logs) for subject in SUBJECTS)
+
+    def _join(self) -> None:
+        """Let each broker group serve each subject, while consumers are away; again, as that may fail or be undone."""
+        for machine in self.applications:
+            if self.is_at_war and machine.name.startswith("c") and machine.process is not None:
+                machine.process.kill()
+        for subject in SUBJECTS:
+            for group in ("g1", "g2"):
+                self.operate("AddSubjectBrokerGroup", subject=subject, brokerGroup=group)
+        self.later(5.0, 10.0, self._join)
 
     def operate(self, action: str, **words: object) -> None:
         """An operator tries something at some metaserver; it may be refused."""
@@ -370,12 +398,14 @@ def _quiet() -> Iterator[None]:
         sys.unraisablehook = hook
 
 
-def simulate(seed: int, *, steering: Steering = UNSTEERED, is_plain: bool = False) -> Outcome:
+def simulate(
+    seed: int, *, steering: Steering = UNSTEERED, is_plain: bool = False, joins: bool | None = None
+) -> Outcome:
     """Run one seed to its end; a failure is in the outcome. `is_plain`: one broker group, whose disks and database keep
-    what they have."""
+    what they have. `joins` as in `Swarm`; None: as the seed has it."""
     folder = Path(tempfile.mkdtemp(prefix="qmq-simulation-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
     (folder / "metaserver.db").write_bytes(_empty_database())
-    world = World(seed, folder, steering, is_plain=is_plain)
+    world = World(seed, folder, steering, is_plain=is_plain, joins=joins)
     _freeze()
     try:
         with _quiet():
