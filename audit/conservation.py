@@ -20,6 +20,8 @@ from qmq.log.progress import DEAD, EXPIRED, OVERFLOWED, PASSED, Progress
 STATES = ("acked", "dead", "in_flight", "requeued", "passed", "expired", "overflowed", "never")
 _WITHOUT_A_CONSUMER = {PASSED: "passed", EXPIRED: "expired", OVERFLOWED: "overflowed"}
 _SETTLED = {EXPIRED: "expired", DEAD: "dead"}
+HOUR_MS, CLOCKS_MS = 3_600_000, 60_000
+"""By the second, clocks of brokers and metaservers may differ."""
 ENTRIES_MAX = 10_000
 """Ranges of one group that are kept apart; of more, those that touch are joined."""
 
@@ -36,6 +38,8 @@ class Account:
     def __init__(self, begin: int) -> None:
         self.begin = begin
         """The first message that counts: where the group began, or was moved to."""
+        self.began_ms = 0
+        """When the group began in the cluster; 0: not known, or it was moved."""
         self.nacked = 0
         self._settled: list[Range] = []
         self._joined = ENTRIES_MAX
@@ -43,7 +47,7 @@ class Account:
     def take(self, frame: Frame, said: Progress, group: Group | None) -> None:
         """Take a progress frame, before the fold does."""
         if frame.kind == FrameKind.POSITION and said.entries and not said.consumer:
-            self.begin, self._settled, self.nacked = said.entries[0][0], [], 0
+            (self.begin, _, self.began_ms), self._settled, self.nacked = said.entries[0], [], 0
         elif frame.kind == FrameKind.PULL:
             for number, sequence, messages in said.entries:
                 if (state := _WITHOUT_A_CONSUMER.get(number)) is not None:
@@ -109,6 +113,18 @@ def broken_at(ranges: list[Range], begin: int, end: int) -> tuple[int, str] | No
             return one.begin, f"{one.state} and something else"
         at = one.end
     return None if at >= end else (at, "in no state")
+
+
+def skipped_at(account: Account, hours: list[tuple[int, int]]) -> int | None:
+    """Return the last message before the group's position if it was stored in an hour after the group had begun in the
+    cluster: the group lost it. None: it was not, or that is not known.
+
+    Args:
+        hours: as of `per_hour`.
+    """
+    at = bisect_right(hours, (account.begin - 1, 1 << 63)) - 1
+    lost = account.begin > 0 and account.began_ms > 0 and at >= 0
+    return account.begin - 1 if lost and hours[at][1] * HOUR_MS > account.began_ms + CLOCKS_MS else None
 
 
 def per_hour(ranges: list[Range], begin: int, end: int, hours: list[tuple[int, int]]) -> Iterator[dict[str, Any]]:

@@ -15,7 +15,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from qmq.audit.conservation import Account, broken_at, per_hour
+from qmq.audit.conservation import Account, broken_at, per_hour, skipped_at
 from qmq.audit.kinds import Kind
 from qmq.audit.letters import Letter, Letters
 from qmq.audit.passing import Complaint, Passing
@@ -164,12 +164,15 @@ class Judge:
             if group is None or name in self._given_up:
                 continue
             begin = max(account.begin, self._first)
-            ranges = account.ranges(group, begin, end)
+            ranges, hours = account.ranges(group, begin, end), sorted(self._hours)
             row: Row = {"offset": None, "end": None, "subject": subject, "sequence": None, "id": None}
             if (broken := broken_at(ranges, begin, end)) is not None:
                 text = f"group {name}: message {broken[0]} is {broken[1]}"
                 yield row | {"what": Kind.CONSERVATION, "sequence": broken[0], "text": text}
-            for hour in per_hour(ranges, begin, end, sorted(self._hours)):
+            if (skipped := skipped_at(account, hours)) is not None:
+                text = f"group {name}: begins behind message {skipped}, which was stored after the group had begun"
+                yield row | {"what": Kind.CONSERVATION, "sequence": skipped, "text": text}
+            for hour in per_hour(ranges, begin, end, hours):
                 said = {"group": name, "nacked": account.nacked, **hour}
                 yield row | {"what": CONSERVED, "sequence": hour["hour"], "text": json.dumps(said)}
 

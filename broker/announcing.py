@@ -62,7 +62,7 @@ async def _answers(
         answer = await stub.BeginGroups(asked, metadata=metadata, timeout=ANSWER_S)
         if len(answer.begins) != len(groups):
             raise NotServed("the metaserver answered for other groups than were asked for")
-        return [Begin(one.since_ms, one.mark) for one in answer.begins]
+        return [Begin(one.since_ms, one.mark, one.began_ms) for one in answer.begins]
     except grpc.aio.AioRpcError as error:
         if error.code() == grpc.StatusCode.UNIMPLEMENTED:
             return [None] * len(groups)

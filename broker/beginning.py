@@ -36,10 +36,11 @@ class NewGroup(NamedTuple):
 
 class Begin(NamedTuple):
     """Where a group begins: with the first message stored at `since_ms` or later (0: with the first that is kept), or,
-    if the end of the subject was noted under `mark`, there."""
+    if the end of the subject was noted under `mark`, there. `began_ms`: when it began in the cluster; 0: not known."""
 
     since_ms: int
     mark: str = ""
+    began_ms: int = 0
 
     @staticmethod
     def as_asked(start: str, since_ms: int) -> Begin:

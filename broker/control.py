@@ -145,7 +145,7 @@ class Control(CopyControl[BrokerMaster]):
 
 
 def _begin(message: pb.GroupBegin) -> Begin:
-    return Begin(message.since_ms, message.mark)
+    return Begin(message.since_ms, message.mark, message.began_ms)
 
 
 def _group_message(one: progress.GroupProgress, oldest_ms: int, causes: list[Cause]) -> pb.GroupProgress:

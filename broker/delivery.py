@@ -96,14 +96,14 @@ class Delivery:
         mastership.check_may_progress()
         f = read_terms(packet)
         subject, group, consumer = key = f["subject"], f["group"], f["consumer"]
-        position = None
+        position, began_ms = None, 0
         # With `held_end` a group without a position is refused next, and does not begin.
         if key[:2] not in mastership.log.state.groups and not f["held_end"]:
             if self.beginning.is_first(key[:2]):
                 self._check_may_begin(link, subject, group)
             if (begin := self.beginning.answer_for(f, link, packet)) is None:
                 return
-            position = self.begins_at(key[:2], begin)
+            position, began_ms = self.begins_at(key[:2], begin), begin.began_ms
         subscription = self.consumption.subscribe(
             link,
             subject=subject,
@@ -121,7 +121,7 @@ class Delivery:
         if position is not None:
             # The position of a new group is written down at once, or a restart would move it (W8).
             self.beginning.begun(key[:2])
-            entry = position, int(f["broadcast"]), 0
+            entry = position, int(f["broadcast"]), began_ms
             mastership.append_progress(FrameKind.POSITION, (subject, group, ""), [entry])
         elif known is not None and known.unacked and f["is_new"] and not f["held_end"]:
             # A new process of an old name: what the old one began with counts as delivered, or a message that kills

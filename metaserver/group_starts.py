@@ -41,11 +41,14 @@ class Begin(NamedTuple):
 
     since_ms: int
     mark: str
+    began_ms: int
+    """From then on the group gets everything."""
 
 
 def begin_at(row: ConsumerGroupRow, broker_group: str) -> Begin:
     """Return where the group begins on a broker group that lacks its position."""
-    return Begin(row.since_ms, row.mark) if broker_group in row.members else Begin(0, "")
+    began_ms = max(row.created_ms, row.since_ms)
+    return Begin(row.since_ms, row.mark, began_ms) if broker_group in row.members else Begin(0, "", began_ms)
 
 
 def new_row(asked: Asked, members: Iterable[str], *, is_known: bool, mark: str, now_ms: int) -> ConsumerGroupRow:

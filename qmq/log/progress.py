@@ -17,7 +17,8 @@ One layout for all but epoch (integers little-endian), padded with zeros to a mu
                               handler got them, or DEAD if dead letters of them are stored
     nack       yes        n x (begin, end, due): pull sequences, half-open; they come again, not before due (ms; 0: now;
                               NOT_BEGUN: now, and this delivery does not count)
-    position   no         1 x (position, broadcast, 0): the group starts at this sequence; broadcast is 1 or 0
+    position   no         1 x (position, broadcast, began): the group starts at this sequence; broadcast is 1 or 0; it
+                              gets everything since it began in the cluster (ms; 0: not known, or it was moved)
     position   no         none: the group is forgotten
     position   yes        1 x (departure, 0, 0): this consumer left, what it did not ack goes back to its group
                               departure SUSPECTED: and then n x (begin, end, 0): pull sequences that it had begun with

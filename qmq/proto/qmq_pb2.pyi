@@ -89,12 +89,14 @@ class BeginGroupsRequest(_message.Message):
     def __init__(self, broker_group: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[NewGroup, _Mapping]]] = ...) -> None: ...
 
 class GroupBegin(_message.Message):
-    __slots__ = ("since_ms", "mark")
+    __slots__ = ("since_ms", "mark", "began_ms")
     SINCE_MS_FIELD_NUMBER: _ClassVar[int]
     MARK_FIELD_NUMBER: _ClassVar[int]
+    BEGAN_MS_FIELD_NUMBER: _ClassVar[int]
     since_ms: int
     mark: str
-    def __init__(self, since_ms: _Optional[int] = ..., mark: _Optional[str] = ...) -> None: ...
+    began_ms: int
+    def __init__(self, since_ms: _Optional[int] = ..., mark: _Optional[str] = ..., began_ms: _Optional[int] = ...) -> None: ...
 
 class BeginGroupsAnswer(_message.Message):
     __slots__ = ("begins",)

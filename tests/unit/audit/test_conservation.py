@@ -99,3 +99,30 @@ def test_hours_are_those_in_which_messages_were_stored():
         (100, 7, 4, 3),
         (101, 2, 1, 1),
     ]
+
+
+HOUR_MS = 3_600_000
+
+
+@pytest.mark.parametrize(
+    "position, began_ms, lost",
+    [
+        (3, 100 * HOUR_MS, 2),
+        (3, 0, None),  # moved by an operator, or of a version that did not write it
+        (3, 101 * HOUR_MS, None),  # the hour in which it began decides nothing
+        (2, 100 * HOUR_MS, None),
+        (0, 100 * HOUR_MS, None),
+    ],
+)
+def test_a_group_that_begins_behind_messages_that_came_after_it_is_a_finding(position, began_ms, lost):
+    """The position of a broker group that joined, written at the end of what it had stored."""
+    copy = Copy(segment_bytes=1 << 20)
+    copy.begin_epoch()
+    copy.messages(*"abc", subject="s")
+    copy.progress(FrameKind.POSITION, "", (position, 0, began_ms), subject="s")
+    copy.flush()
+    judge = Judge("s", 0)
+    for hour, first in ((100, 0), (101, 2)):
+        judge.hour(hour, first)
+    found = [one for fact in facts(copy) for one in judge.judge(fact)] + list(judge.finish())
+    assert [one["sequence"] for one in found if one["what"] == Kind.CONSERVATION] == ([] if lost is None else [lost])

@@ -7,6 +7,7 @@ import pytest
 from qmq.broker import beginning
 from qmq.broker.beginning import Begin, NewGroup
 from qmq.errors import ErrorCode, NotServed, OperatorError
+from qmq.log.progress import decode_progress
 from qmq.rations import NewSubjects, TokenRation
 from qmq.rights import Caller, TokenRole
 from qmq.subjects import retry_subject
@@ -74,8 +75,10 @@ def test_a_group_begins_where_its_subject_ended_before_the_group_was_stored(clus
     assert cluster.broker.master.mark_groups("m2", [KEY]) == [False], "of another metaserver, which lost the race"
     cluster.produce("2")
     cluster.subscribe(start="latest")
-    cluster.answer(Begin(1, "m1"))
+    cluster.answer(Begin(1, "m1", 77))
     assert cluster.position == 1
+    _, body = cluster.broker.log.tail_body(cluster.broker.log.state.groups[KEY].began)
+    assert decode_progress(body).entries == ((1, 0, 77),), "the audit reads when the group began"
     assert cluster.broker.master.mark_groups("m3", [KEY, ("s", "other")]) == [True, False]
 
 

@@ -16,7 +16,7 @@ from tests.unit.metaserver.actions_world import in_world
 
 NOW_MS = 1_800_000_000_000
 BILLING = Asked("s1", "billing", latest=True, since_ms=0, broadcast=False)
-FIRST = Begin(0, "")
+FIRST = Begin(0, "", NOW_MS)
 
 
 class Masters:
@@ -58,7 +58,7 @@ async def test_a_new_group_begins_where_members_noted_the_end_and_elsewhere_with
     groups, masters = await made(world)
     first = await begin(groups, "g1")
     assert {name for name, _ in masters.asked} == {"g1", "g2"}, "the one that asks notes its end before the row, too"
-    assert first == Begin(NOW_MS - CLOCKS_MS, masters.asked[0][1])
+    assert first == Begin(NOW_MS - CLOCKS_MS, masters.asked[0][1], NOW_MS)
     masters.asked.clear()
     assert await begin(groups, "g2") == first, "whatever it asks for: it began"
     assert await begin(groups, "g3") == FIRST, "it was no member"
@@ -69,7 +69,7 @@ async def test_a_new_group_begins_where_members_noted_the_end_and_elsewhere_with
 async def test_start_is_resolved_once(world):
     groups, _ = await made(world)
     dated = Asked("s1", "dated", latest=False, since_ms=NOW_MS - 5, broadcast=False)
-    assert await begin(groups, "g1", dated) == Begin(NOW_MS - 5, "")
+    assert await begin(groups, "g1", dated) == Begin(NOW_MS - 5, "", NOW_MS)
     early = Asked("s1", "early", latest=False, since_ms=0, broadcast=False)
     assert await begin(groups, "g1", early) == FIRST
     assert await begin(groups, "g2", early._replace(latest=True)) == FIRST
