@@ -4,8 +4,8 @@
         cluster.kill("g1", "master")
         cluster.wait_writable("g1")
 
-The directory holds everything: `cluster.json` (who listens where, kept true), `plan.json` (ports and token),
-`logs/`, and a folder of settings and data per process. A second start continues with the same data.
+The directory holds everything: `cluster.json` (who listens where, kept true), `plan.json` (ports, token,
+key for passwords), `logs/`, and a folder of settings and data per process. A second start continues with the same data.
 """
 
 from __future__ import annotations
@@ -303,6 +303,7 @@ class Cluster:
             "advertised_ip": HOST,
             "database": f"sqlite:///{self.run_dir / 'metaserver' / 'metaserver.db'}",
             "cluster_token": self.token,
+            "password_keys": [self.plan.password_key],
         }
         self._service("metaserver", "metaserver", settings | self._metaserver_settings).start()
         self.wait(lambda: answers(f"{self.metaserver}/meta/address"), "the metaserver does not answer", START_S)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import secrets
 import socket
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,6 +61,8 @@ class Plan:
     brokers: list[BrokerPlan]
     others: dict[str, int] = field(default_factory=dict)
     """HTTP port of each process that is there once, by its name."""
+    password_key: str = ""
+    """Of the metaserver: it encrypts passwords of databases that AddDb names. Plans of older starts have none."""
 
     @property
     def metaserver(self) -> str:
@@ -97,7 +100,12 @@ def make_plan(groups: Groups, http_port: int, broker_port: int) -> Plan:
     web, ports = _free_ports(http_port, taken), _free_ports(broker_port, taken)
     http, grpc = next(web), next(web)
     others = dict(zip(groups.others, web))
-    return Plan(secrets.token_hex(16), http, grpc, _plan_groups(groups, ports), others)
+    return Plan(secrets.token_hex(16), http, grpc, _plan_groups(groups, ports), others, make_password_key())
+
+
+def make_password_key() -> str:
+    """Make what the setting `password_keys` takes: 32 random bytes in URL-safe base64."""
+    return base64.urlsafe_b64encode(secrets.token_bytes(32)).decode()
 
 
 def _plan_groups(groups: Groups, ports: Iterator[int]) -> list[BrokerPlan]:
@@ -122,7 +130,7 @@ def _plan_groups(groups: Groups, ports: Iterator[int]) -> list[BrokerPlan]:
 def load_plan(path: Path, groups: Groups, http_port: int, broker_port: int) -> Plan:
     """Read the plan of an earlier start, so that a cluster goes on with its data; make and keep one if there is none.
 
-    Groups of delay servers and single processes that it does not have yet are added.
+    Groups of delay servers, single processes and a key for passwords that it does not have yet are added.
 
     Raises:
         NotServed: another program uses a port of this cluster now.
@@ -136,7 +144,8 @@ def load_plan(path: Path, groups: Groups, http_port: int, broker_port: int) -> P
     known = {broker.group for broker in plan.brokers}
     delay = tuple(name for name in groups.delay if name not in known)
     others = [name for name in groups.others if name not in plan.others]
-    if delay or others:
+    if delay or others or not plan.password_key:
+        plan = replace(plan, password_key=plan.password_key or make_password_key())
         plan.brokers.extend(
             _plan_groups(Groups((), delay, copies=groups.copies), _free_ports(broker_port, set(plan.ports)))
         )

@@ -56,6 +56,8 @@ class Option:
     """The value if the option stands without one."""
     local: bool = False
     """Not sent: what the tool itself does."""
+    not_with: tuple[str, str] = ("", "")
+    """Another option and its value with which a secret is not asked for."""
 
     @property
     def parameter(self) -> str:

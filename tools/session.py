@@ -177,7 +177,10 @@ def _values(command: Command, options: argparse.Namespace) -> dict[str, str]:
         raise NoInput("standard input can give one thing only; put the other into a file")
     for option in command.options:
         if option.kind is Kind.SECRET:
-            values[option.name] = read_password(option.name, values[option.name], paths[option.name])
+            typed, path = values[option.name] or None, paths[option.name]
+            if typed is None and path is None and values.get(option.not_with[0]) == option.not_with[1]:
+                continue
+            values[option.name] = read_password(option.name, typed, path)
         elif option.kind is Kind.FILE:
             values[option.name] = read_document(values[option.name])
     return values

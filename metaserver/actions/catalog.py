@@ -436,8 +436,11 @@ _CONSUMERS = (
     ),
 )
 
-_DATABASE = Parameter(
-    "database", "its name on the server, default qmq_produce; of SQLite the path of the file", chars_max=150
+_PLACE = (
+    Parameter("type", "kind of the database: mmm, mysql, mariadb, postgresql, sqlite", default="mmm", kind=Kind.NAME),
+    Parameter("host", "its server; SQLite has none", kind=Kind.NAME),
+    Parameter("port", "the server's port; default 3306, of PostgreSQL 5432", kind=Kind.PORT),
+    Parameter("database", "its name on the server, default qmq_produce; of SQLite the path of the file", chars_max=150),
 )
 _OUTBOX = Parameter("database", "only this database, as ListDbs names it", chars_max=250)
 _DELAYS = (
@@ -498,13 +501,10 @@ _DATABASES = (
         "register an application's database for the watchdog",
         ADMIN,
         (
-            Parameter("type", "kind of the database", default="mmm", kind=Kind.NAME),
-            Parameter("host", "where it is", required=True, kind=Kind.NAME),
-            Parameter("port", "its port", required=True, kind=Kind.PORT),
-            Parameter("username", "its user", required=True, kind=Kind.NAME),
-            Parameter("password", "the user's password; stored encrypted", required=True, secret=True, chars_max=1000),
+            *_PLACE,
+            Parameter("username", "its user; SQLite has none", kind=Kind.NAME),
+            Parameter("password", "the user's password; stored encrypted", secret=True, chars_max=1000),
             Parameter("room", "namespace of the watchdog that scans it", default="default", kind=Kind.NAME),
-            _DATABASE,
             Parameter("table", "name of the outbox: table, or schema.table", default="qmq_msg_queue", chars_max=130),
             Parameter(
                 "rate",
@@ -525,12 +525,7 @@ _DATABASES = (
         "RemoveDb",
         "forget a database",
         ADMIN,
-        (
-            Parameter("type", "kind of the database", default="mmm", kind=Kind.NAME),
-            Parameter("host", "where it is", required=True, kind=Kind.NAME),
-            Parameter("port", "its port", required=True, kind=Kind.PORT),
-            _DATABASE,
-        ),
+        (*_PLACE,),
         changes=True,
     ),
     Action("ListDbs", "list registered databases, without passwords", VIEWER, installation=True),

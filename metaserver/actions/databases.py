@@ -16,11 +16,17 @@ from qmq.metaserver.db.tables import LONG_NAME_CHARS_MAX, datasource_config
 from qmq.metaserver.model import WATCHDOGS, DataSource
 from qmq.outbox.table import table_name
 
+SQLITE = "sqlite"
+PORTS = {"mmm": 3306, "mysql": 3306, "mariadb": 3306, "postgresql": 5432, SQLITE: 1}
+"""Type of a database -> its server's usual port. `mmm` is QMQ's word for MySQL. A file has no server; with a host all
+the same, as older registrations have one, the port is a part of its name."""
+
 
 async def _add(desk: Desk, words: Words) -> Plan:
     url = _url(words)
     try:
-        stored = desk.vault.encrypt(words["password"])
+        _check(words)
+        stored = desk.vault.encrypt(words["password"]) if words["password"] else ""
         table = table_name(words["table"])
         checked(datasource_config, {"url": url})  # made of parts that are legal each for itself
     except (OperatorError, InvalidRequest) as refusal:
@@ -59,8 +65,24 @@ async def _find(desk: Desk, url: str) -> DataSource | None:
 
 
 def _url(words: Words) -> str:
-    url = f"{words['type']}://{words['host']}:{words.number('port')}"
-    return f"{url}/{words['database']}" if words["database"] else url
+    """Return the name of a database: type://host:port/database, of SQLite also type:///path."""
+    kind, server = words["type"], ""
+    if kind != SQLITE or words["host"]:
+        server = f"{words['host']}:{words.number('port') or PORTS.get(kind, 0)}"
+    return f"{kind}://{server}/{words['database']}" if words["database"] else f"{kind}://{server}"
+
+
+def _check(words: Words) -> None:
+    """Check that the words say where the database is; raises InvalidRequest."""
+    if (kind := words["type"]) not in PORTS:
+        raise InvalidRequest(f"type {kind!r} is none of {', '.join(PORTS)}")
+    if kind == SQLITE:
+        if not words["database"].startswith("/"):
+            raise InvalidRequest("database is the whole path of the file: --database=/var/lib/shop/shop.db")
+        return
+    for name, option in (("host", "--host"), ("username", "--username"), ("password", "--password-file")):
+        if not words[name]:
+            raise InvalidRequest(f"{name} is empty; a database of type {kind} needs {option}")
 
 
 async def _watchdogs(desk: Desk, words: Words) -> Any:

@@ -66,7 +66,7 @@ class WatchdogRpc:
 
     def _source(self, source: DataSource) -> pb.Source:
         try:
-            password, problem = self._vault.decrypt(source.password), ""
+            password, problem = self._vault.decrypt(source.password) if source.password else "", ""
         except OperatorError as error:
             password, problem = "", str(error)
         return pb.Source(

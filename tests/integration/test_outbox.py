@@ -21,9 +21,9 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from qmq.idempotence.tables import HandledTable
 from qmq.idempotence.transaction import SqlTransaction
 from qmq.outbox.row import decode_row
-from tests.integration.cluster_world import WAIT_S, consumer, until
+from tests.integration.cluster_world import WAIT_S, consumer, running, until
 from tests.integration.outbox_process import STEPS
-from tests.integration.watchdog_world import Application, WatchdogProcess, register, running
+from tests.integration.watchdog_world import Application, WatchdogProcess, register
 from tests.unit.idempotence.stores import async_url
 
 ROOT = Path(__file__).parents[2]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.integration.cluster_world import begin, consume_all, end, until
-from tests.integration.watchdog_world import Application, WatchdogProcess, register, running
+from tests.integration.cluster_world import begin, consume_all, end, running, until
+from tests.integration.watchdog_world import Application, WatchdogProcess, register
 
 SUBJECT = "order.paid"
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
-from tests.integration.cluster_world import consume_all, until
+from tests.integration.cluster_world import consume_all, running, until
 from tests.integration.tools_world import DONE, REFUSED, UNREACHABLE, run
-from tests.integration.watchdog_world import Application, WatchdogProcess, register, running
+from tests.integration.watchdog_world import Application, WatchdogProcess, register
 
 SUBJECT = "order.paid"
 

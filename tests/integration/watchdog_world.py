@@ -32,25 +32,25 @@ QUICK = {"lease_ms": 6000, "beat_ms": 200, "refresh_ms": 300, "scan_ms": 100, "s
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-def running(run_dir, *, groups=("g1",), **broker):
-    """A cluster whose metaserver can keep passwords."""
-    return cluster_world.running(run_dir, groups=groups, metaserver={"password_keys": [KEY]}, **broker)
-
-
 def source_of(url, **options):
     """What AddDb and the watchdog need to know of a SQLAlchemy URL of tests."""
     parsed = make_url(url)
     kind = parsed.get_backend_name().replace("mysql", "mariadb")
-    host, port = parsed.host or "localhost", parsed.port or 1
-    return Source(f"{kind}://{host}:{port}/{parsed.database}", parsed.username or "", parsed.password or "", **options)
+    server = f"{parsed.host or 'localhost'}:{parsed.port}" if kind != "sqlite" else ""
+    return Source(f"{kind}://{server}/{parsed.database}", parsed.username or "", parsed.password or "", **options)
+
+
+def _password(source):
+    """AddDb wants one of each server; PostgreSQL's lets us in whatever it is."""
+    return source.password or ("" if source.kind == "sqlite" else "none")
 
 
 def register(cluster, source, **more):
     scheme, _, rest = source.url.partition("://")
     place, _, database = rest.partition("/")
     host, _, port = place.partition(":")
-    words = {"type": scheme, "host": host, "port": port, "username": source.user or "nobody", "database": database}
-    cluster.manage("AddDb", **words, password=source.password or "none", table=source.table, age=0, **more)
+    words = {"type": scheme, "host": host, "port": port, "username": source.user, "database": database}
+    cluster.manage("AddDb", **words, password=_password(source), table=source.table, age=0, **more)
     return words
 
 

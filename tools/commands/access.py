@@ -10,9 +10,9 @@ from qmq.tools.command import ANY_GROUP, ANY_SUBJECT, FORCE, Command, Kind, Opti
 from qmq.tools.table import Block, Cell, Column, Table, moment, size
 
 _DB = (
-    Option("type", "kind of the database", default="mmm"),
-    Option("host", "where it is"),
-    Option("port", "its port", kind=Kind.PORT),
+    Option("type", "kind of the database: mmm, mysql, mariadb, postgresql, sqlite", default="mmm"),
+    Option("host", "its server; SQLite has none", default=""),
+    Option("port", "the server's port; default 3306, of PostgreSQL 5432", "", Kind.PORT),
     Option("database", "its name on the server, default qmq_produce; of SQLite the path of the file", default=""),
 )
 
@@ -54,8 +54,8 @@ DATABASES = (
         "--host=db1 --port=3306 --username=qmq --password-file=db1.password",
         (
             *_DB,
-            Option("username", "its user"),
-            Option("password", "the user's password", kind=Kind.SECRET),
+            Option("username", "its user; SQLite has none", default=""),
+            Option("password", "the user's password", "", Kind.SECRET, not_with=("type", "sqlite")),
             Option("room", "namespace of the watchdog that scans it", default="default"),
             Option("table", "name of the outbox: table, or schema.table; default qmq_msg_queue", default=""),
             Option("rate", "rows a second that are sent at most; default 10000", "", Kind.NUMBER),

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from cryptography.fernet import Fernet
 from deaths import Step
 from fastapi import FastAPI, HTTPException
 from fastapi.responses import FileResponse
@@ -92,7 +91,6 @@ class Panel:
         self.cluster = Cluster(
             self._directory / "cluster",
             groups=("g1",),
-            metaserver={"password_keys": [self._password_key()]},
             http_port=self._cluster_port,
             broker_port=self._cluster_port + 2,
             restart_s=RESTART_S,
@@ -134,26 +132,9 @@ class Panel:
         log = self._directory / f"{name}.log"
         self.kept[name] = Kept(name, [sys.executable, *arguments], environment, log)
 
-    def _password_key(self) -> str:
-        """The metaserver's key for passwords of databases; made once."""
-        file = self._directory / "password.key"
-        if not file.exists():
-            file.touch(0o600)
-            file.write_bytes(Fernet.generate_key())
-        return file.read_text()
-
     def _register(self) -> None:
         """Tell the watchdog of the shop's database, as an operator does with `tools.sh AddDb`."""
-        self.cluster.manage(
-            "AddDb",
-            type="sqlite",
-            host="localhost",
-            port=1,
-            database=str(self._database),
-            username="none",
-            password="none",
-            age=AGE_S,
-        )
+        self.cluster.manage("AddDb", type="sqlite", database=str(self._database), age=AGE_S)
 
     # What the buttons do.
 

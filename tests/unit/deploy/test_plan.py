@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import socket
+import stat
 import tomllib
+from dataclasses import asdict
 
 import pytest
 
 from qmq.deploy.plan import HOST, Groups, load_plan, write_settings
 from qmq.errors import NotServed
+from qmq.metaserver.actions.vault import Vault
 from tests.support.ports import run_of_ports
 
 
@@ -58,9 +61,19 @@ def test_a_process_that_came_later_gets_a_port_of_its_own_and_keeps_it(tmp_path,
     assert load_plan(path, Groups(("g1",), others=("watchdog",)), first, first) == more
 
 
-def test_two_clusters_have_different_tokens(tmp_path, first):
+def test_two_clusters_have_different_secrets_for_their_owner_alone(tmp_path, first):
     one, other = (load_plan(tmp_path / name, Groups(("g1",)), first, first) for name in "ab")
-    assert one.token != other.token
+    assert one.token != other.token and one.password_key != other.password_key
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o600
+
+
+def test_a_plan_of_an_older_start_gets_a_key_for_passwords(tmp_path, first):
+    path = tmp_path / "plan.json"
+    plan = asdict(load_plan(path, Groups(("g1",)), first, first))
+    del plan["password_key"]
+    path.write_text(json.dumps(plan))
+    keys = [load_plan(path, Groups(("g1",)), first, first).password_key for _ in range(2)]
+    assert keys[0] == keys[1] and Vault([keys[0]]).is_open
 
 
 def test_a_kept_port_that_somebody_else_uses_is_named(tmp_path, busy_port, first):

@@ -46,6 +46,28 @@ async def test_a_database_is_registered_with_its_table_its_rate_and_the_age_of_i
 
 
 @in_world
+async def test_each_kind_of_database_needs_what_it_has(world):
+    """A file has no server, no user and no password, so it needs no key for passwords either."""
+    user = {"username": "app", "password": "hunter2"}
+    await world.done("AddDb", type="postgresql", host="db1", **user)
+    await world.done("AddDb", type="mariadb", host="db1", database="shop", **user)
+    object.__setattr__(world.desk, "vault", Vault())
+    await world.done("AddDb", type="sqlite", database="/var/lib/shop.db")
+    urls = ["mariadb://db1:3306/shop", "postgresql://db1:5432", "sqlite:////var/lib/shop.db"]
+    assert sorted(shown["url"] for shown in await world.done("ListDbs")) == urls
+    for words, why in (
+        ({"type": "oracle", "host": "db1", **user}, "none of mmm, mysql"),
+        ({"type": "sqlite", "database": "shop.db"}, "--database=/"),
+        ({"type": "postgresql", **user}, "--host"),
+        ({"type": "postgresql", "host": "db1", "password": "hunter2"}, "--username"),
+        ({"type": "postgresql", "host": "db1", "username": "app"}, "--password-file"),
+    ):
+        assert why in await world.refused("AddDb", **words)
+    await world.done("RemoveDb", type="sqlite", database="/var/lib/shop.db")
+    assert len(await world.done("ListDbs")) == 2
+
+
+@in_world
 async def test_watchdogs_are_listed_by_room(world):
     wish = LeaseRow("watchdog/default", "n1", 0, 0, "10.0.0.1:8090")
     await world.database.write(lambda repository: repository.hold_lease(wish, take=False, release=False))
@@ -71,7 +93,7 @@ async def test_a_password_too_long_to_be_stored_is_refused_by_the_dry_run_as_wel
 
 @in_world
 async def test_a_database_whose_url_cannot_be_stored_is_refused_by_the_dry_run_as_well(world):
-    long = {"type": "t" * 100, "host": "h" * 100, "database": "d" * 100}
+    long = {"host": "h" * 100, "database": "d" * 150}
     for more, why in ((long, "250 fit"), ({"database": "d "}, "space")):
         for words in ({"dryRun": "true"}, {}):
             assert why in await world.refused("AddDb", **(DB | more), **words)

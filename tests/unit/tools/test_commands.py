@@ -29,9 +29,9 @@ QMQS = {
     "MarkReadonly": "brokerGroup* subject",
     "UnMarkReadonly": "brokerGroup* subject",
     "ResetOffset": "subject* group* action",
-    "AddDb": "type host* port* username* password* room",
+    "AddDb": "type host port username password room",
 }
-"""QMQ's commands; `*`: required."""
+"""QMQ's commands; `*`: required. Of AddDb the metaserver says what a kind of database needs: SQLite has no server."""
 
 ASKING = {name: command for name, command in COMMANDS.items() if not command.runs}
 """Commands that are actions of the metaserver; the others speak to brokers."""
