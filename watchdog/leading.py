@@ -13,10 +13,10 @@ from collections.abc import Callable
 
 from qmq.client.numbered import NumberedSender
 from qmq.errors import CallError, NotServed
+from qmq.outbox.claims import PRODUCER_BITS
+from qmq.outbox.draining import Counts, Draining
 from qmq.ticking import until_next_second
-from qmq.watchdog.claims import PRODUCER_BITS
 from qmq.watchdog.drain import Drain
-from qmq.watchdog.draining import Counts, Draining
 from qmq.watchdog.lease import Lease
 from qmq.watchdog.meta_link import MetaLink
 from qmq.watchdog.settings import WatchdogSettings

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from qmq.errors import InvalidName
 from qmq.logs import FORMATS, LEVELS
+from qmq.outbox.draining import Limits
 from qmq.settings import InvalidSettings, setting
 from qmq.subjects import check_name
-from qmq.watchdog.draining import Limits
 
 
 @dataclass(frozen=True)

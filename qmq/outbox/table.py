@@ -32,6 +32,7 @@ BYTES_MAX = 4 << 20
 Execute = Callable[[str, Sequence[object]], Sequence[Sequence[Any]]]
 """Runs a statement with its values, within a transaction; returns the rows that it gives."""
 
+_NAMED = re.compile(r"(?<![:\w]):([a-z_]+)")
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_$]{0,62}")
 _MARKS: dict[str, Callable[[int], str]] = {
     "qmark": lambda _: "?",
@@ -98,6 +99,28 @@ class Rows:
             raise InvalidRequest(f"a driver with the paramstyle {paramstyle!r} is not known here")
         self._execute, self._table, self._flavor = execute, table_name(table), flavor
         self._mark = _MARKS[paramstyle]
+        self._escapes_percent = paramstyle in ("format", "pyformat")
+
+    @property
+    def table(self) -> str:
+        return self._table
+
+    @property
+    def flavor(self) -> Flavor:
+        return self._flavor
+
+    def run(self, statement: str, **values: object) -> Sequence[Sequence[Any]]:
+        """Run a statement in which `:name` stands for each of the values; return the rows that it gives."""
+        given: list[object] = []
+
+        def mark(found: re.Match[str]) -> str:
+            given.append(values[found[1]])
+            return self._mark(len(given) - 1)
+
+        if values and self._escapes_percent:
+            statement = statement.replace("%", "%%")
+        text = _NAMED.sub(mark, statement)
+        return self._execute(text, given)
 
     def insert(self, contents: Sequence[str]) -> list[Inserted]:
         """Write rows."""

@@ -8,10 +8,8 @@ from dataclasses import replace
 import pytest
 from sqlalchemy import text
 
-from qmq.watchdog.db.engine import open_source
-from qmq.watchdog.db.outbox import CLAIMS_MAX, Outbox
-from qmq.watchdog.db.questions import Questions
-from qmq.watchdog.work import (
+from qmq.outbox.statements import CLAIMS_MAX
+from qmq.outbox.work import (
     Claiming,
     Disown,
     Due,
@@ -24,6 +22,9 @@ from qmq.watchdog.work import (
     Settling,
     TakeOver,
 )
+from qmq.watchdog.db.engine import open_source
+from qmq.watchdog.db.outbox import Outbox
+from qmq.watchdog.db.questions import Questions
 from tests.integration.cluster_world import until
 from tests.integration.watchdog_world import TABLE, Application
 
@@ -62,14 +63,14 @@ def test_a_row_that_is_younger_than_what_a_scan_may_see_is_not_claimed(applicati
     """It got the id of one that the scan saw: its database has lost the commit of that one meanwhile."""
     application.write(SUBJECT, names(2))
     outbox = Outbox(application.engine, application.source)
-    page = outbox.read_page(ReadPage(None, 10))
+    page = outbox.do(ReadPage(None, 10))
     old, young = ids_of(page)
     later = Outbox(application.engine, replace(application.source, age_ms=3_600_000))
     with application.engine.begin() as connection:
         connection.execute(text(f"UPDATE {TABLE} SET update_time = '2020-01-01 00:00:00' WHERE id = {old}"))
-    assert later.claim(Claiming({"a": [old, young]}, [], [])) == {"a": [old]}
-    assert later.claim(Claiming({}, [(young, "wrong")], [Postponed([young], LATER, "nobody")])) == {}
-    assert ids_of(outbox.read_page(ReadPage(None, 10))) == [young]
+    assert later.do(Claiming({"a": [old, young]}, [], [])) == {"a": [old]}
+    assert later.do(Claiming({}, [(young, "wrong")], [Postponed([young], LATER, "nobody")])) == {}
+    assert ids_of(outbox.do(ReadPage(None, 10))) == [young]
 
 
 def test_scans_use_an_index(application, outbox):
@@ -81,7 +82,9 @@ def test_scans_use_an_index(application, outbox):
     with application.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         connection.execute(text(refresh.get(application.engine.dialect.name, f"ANALYZE {TABLE}")))
     behind = " AND update_time >= '2026-01-01' AND (update_time > '2026-01-01' OR id > 5)"
-    for statement in (outbox.page_statement("", 100), outbox.page_statement(behind, 100)):
+    with application.engine.connect() as connection:
+        pages = [outbox.statements(connection).page_statement(part, 100) for part in ("", behind)]
+    for statement in pages:
         plan = plan_of(application, statement)
         assert "qmq_msg_queue_due" in plan and "filesort" not in plan, plan
     claims = plan_of(application, f"SELECT claim, MIN(update_time) FROM {TABLE} WHERE claim > '' GROUP BY claim")
@@ -96,7 +99,7 @@ def test_pages_go_through_the_whole_table_in_order_and_end(application, outbox):
     application.write(SUBJECT, names(25))
     seen, after = [], None
     while True:
-        page = outbox.read_page(ReadPage(after, 10))
+        page = outbox.do(ReadPage(after, 10))
         seen += ids_of(page)
         if (after := page.after) is None:
             break
@@ -105,7 +108,7 @@ def test_pages_go_through_the_whole_table_in_order_and_end(application, outbox):
 
 def test_a_page_has_a_bound_of_bytes_and_one_row_at_least(application, outbox):
     application.write_rows(['{"messageId": "x", "subject": "s", "attrs": {"a": "%s"}}' % ("x" * 3_000_000)] * 3)
-    first = outbox.read_page(ReadPage(None, 10))
+    first = outbox.do(ReadPage(None, 10))
     assert len(first.rows) == 1 and first.after is not None
 
 
@@ -116,80 +119,80 @@ def test_a_password_may_have_any_letters(application):
         connection.execute(text("CREATE USER IF NOT EXISTS 'слон'@'127.0.0.1' IDENTIFIED BY 'пароль'"))
         connection.execute(text("GRANT ALL ON *.* TO 'слон'@'127.0.0.1'"))
     engine = open_source(replace(application.source, user="слон", password="пароль"))
-    assert Outbox(engine, application.source).read_claims(ReadClaims()) == []
+    assert Outbox(engine, application.source).do(ReadClaims()) == []
     engine.dispose()
 
 
 def test_young_rows_are_left_to_their_application(application):
     old = Outbox(application.engine, replace(application.source, age_ms=60_000))
     application.write(SUBJECT, ["young"])
-    assert old.read_page(ReadPage(None, 10)) == Page([], None)
+    assert old.do(ReadPage(None, 10)) == Page([], None)
 
 
 def test_a_claim_takes_each_row_once_and_passes_over_what_others_have(application, outbox):
     application.write(SUBJECT, names(6))
-    ids = ids_of(outbox.read_page(ReadPage(None, 10)))
-    assert outbox.claim(Claiming({"1:1:1:g1": ids[:4]}, [], [])) == {"1:1:1:g1": ids[:4]}
-    assert outbox.claim(Claiming({"2:1:1:g1": ids}, [], [])) == {"2:1:1:g1": ids[4:]}
-    assert ids_of(outbox.read_page(ReadPage(None, 10))) == []
+    ids = ids_of(outbox.do(ReadPage(None, 10)))
+    assert outbox.do(Claiming({"1:1:1:g1": ids[:4]}, [], [])) == {"1:1:1:g1": ids[:4]}
+    assert outbox.do(Claiming({"2:1:1:g1": ids}, [], [])) == {"2:1:1:g1": ids[4:]}
+    assert ids_of(outbox.do(ReadPage(None, 10))) == []
 
 
 def test_a_row_that_another_transaction_locks_is_left_out(application, outbox):
     if application.engine.dialect.name == "sqlite":
         return  # there a transaction has the whole file, or nothing
     application.write(SUBJECT, names(3))
-    ids = ids_of(outbox.read_page(ReadPage(None, 10)))
+    ids = ids_of(outbox.do(ReadPage(None, 10)))
     with application.engine.begin() as other:
         other.execute(text(f"SELECT id FROM {TABLE} WHERE id = {ids[1]} FOR UPDATE"))
-        assert outbox.claim(Claiming({"1:1:1:g1": ids}, [], [])) == {"1:1:1:g1": [ids[0], ids[2]]}
+        assert outbox.do(Claiming({"1:1:1:g1": ids}, [], [])) == {"1:1:1:g1": [ids[0], ids[2]]}
 
 
 def test_what_a_deposed_leader_writes_finds_no_row(application, outbox):
     application.write(SUBJECT, names(2))
-    [first, second] = ids_of(outbox.read_page(ReadPage(None, 10)))
-    outbox.claim(Claiming({"1:1:1:g1": [first, second]}, [], []))
-    [known] = outbox.read_claims(ReadClaims())
+    [first, second] = ids_of(outbox.do(ReadPage(None, 10)))
+    outbox.do(Claiming({"1:1:1:g1": [first, second]}, [], []))
+    [known] = outbox.do(ReadClaims())
     assert known.claim == "1:1:1:g1" and known.age_ms < 60_000
-    rows = outbox.take_over(TakeOver("1:1:1:g1", "1:1:2:g1"))
+    rows = outbox.do(TakeOver("1:1:1:g1", "1:1:2:g1"))
     assert [row.id for row in rows] == [first, second] and not rows[0].problem
     late = Settling([Settled("1:1:1:g1", [first], [(second, "?")])], [Released("1:1:1:g1", [first], NOW, "?", 1)])
-    outbox.settle(late)
+    outbox.do(late)
     assert [(row.status, row.error, row.claim) for row in application.rows()] == [(0, 0, "1:1:2:g1")] * 2
-    assert outbox.take_over(TakeOver("1:1:1:g1", "1:1:3:g1")) == []
-    outbox.settle(Settling([Settled("1:1:2:g1", [first], [(second, "no broker takes it")])], []))
+    assert outbox.do(TakeOver("1:1:1:g1", "1:1:3:g1")) == []
+    outbox.do(Settling([Settled("1:1:2:g1", [first], [(second, "no broker takes it")])], []))
     [left] = application.rows()
     assert (left.id, left.status, left.reason, left.claim) == (second, -2, "no broker takes it", None)
 
 
 def test_released_and_postponed_rows_wait_and_come_again(application, outbox):
     application.write(SUBJECT, names(4))
-    ids = ids_of(outbox.read_page(ReadPage(None, 10)))
-    outbox.claim(Claiming({"1:1:1:g1": ids[:2]}, [], [Postponed(ids[2:], LATER, "readonly")]))
-    outbox.settle(
+    ids = ids_of(outbox.do(ReadPage(None, 10)))
+    outbox.do(Claiming({"1:1:1:g1": ids[:2]}, [], [Postponed(ids[2:], LATER, "readonly")]))
+    outbox.do(
         Settling([], [Released("1:1:1:g1", ids[:1], NOW, "later", 1), Released("1:1:1:g1", ids[1:2], LATER, "?", 0)])
     )
-    assert ids_of(outbox.read_page(ReadPage(None, 10))) == ids[:1]
+    assert ids_of(outbox.do(ReadPage(None, 10))) == ids[:1]
     assert [(row.error, row.reason) for row in application.rows()][:2] == [(1, "later"), (0, "?")]
 
 
 def test_rows_that_are_put_off_together_come_in_their_order_however_long_each_write_took(application, outbox):
     application.write(SUBJECT, names(4))
-    page = outbox.read_page(ReadPage(None, 10))
+    page = outbox.do(ReadPage(None, 10))
     ids, due = ids_of(page), Due(page.told, 1_200)
-    outbox.claim(Claiming({"1:1:1:g1": ids[:1]}, [], [Postponed(ids[2:], due, "readonly")]))
-    outbox.claim(Claiming({}, [], [Postponed(ids[1:2], due, "readonly")]))
+    outbox.do(Claiming({"1:1:1:g1": ids[:1]}, [], [Postponed(ids[2:], due, "readonly")]))
+    outbox.do(Claiming({}, [], [Postponed(ids[1:2], due, "readonly")]))
     time.sleep(0.1)
-    outbox.settle(Settling([], [Released("1:1:1:g1", ids[:1], due, "readonly", 0)]))
-    assert outbox.read_page(ReadPage(None, 10)).rows == []
-    until(lambda: ids_of(outbox.read_page(ReadPage(None, 10))) == ids, "all of them are due, the first one first")
+    outbox.do(Settling([], [Released("1:1:1:g1", ids[:1], due, "readonly", 0)]))
+    assert outbox.do(ReadPage(None, 10)).rows == []
+    until(lambda: ids_of(outbox.do(ReadPage(None, 10))) == ids, "all of them are due, the first one first")
 
 
 def test_more_claims_than_one_answer_has_are_read_on(application, outbox):
     application.write(SUBJECT, names(CLAIMS_MAX + 5))
-    ids = ids_of(outbox.read_page(ReadPage(None, 1_000)))
-    outbox.claim(Claiming({f"1:{number:x}:1:g1": [id] for number, id in enumerate(ids)}, [], []))
-    first = outbox.read_claims(ReadClaims())
-    rest = outbox.read_claims(ReadClaims(first[-1].claim))
+    ids = ids_of(outbox.do(ReadPage(None, 1_000)))
+    outbox.do(Claiming({f"1:{number:x}:1:g1": [id] for number, id in enumerate(ids)}, [], []))
+    first = outbox.do(ReadClaims())
+    rest = outbox.do(ReadClaims(first[-1].claim))
     assert len(first) == CLAIMS_MAX and len({one.claim for one in first + rest}) == CLAIMS_MAX + 5
 
 
@@ -197,8 +200,8 @@ def test_questions_count_list_and_retry(application, outbox):
     questions = Questions(application.engine, application.source)
     application.write(SUBJECT, names(3))
     application.write_rows(["poison"])
-    ids = ids_of(outbox.read_page(ReadPage(None, 10)))
-    outbox.claim(Claiming({"1:1:1:g1": ids[:1]}, [(ids[3], "cannot be read")], []))
+    ids = ids_of(outbox.do(ReadPage(None, 10)))
+    outbox.do(Claiming({"1:1:1:g1": ids[:1]}, [(ids[3], "cannot be read")], []))
     stats = questions.stats()
     assert (stats.pending, stats.claimed, stats.parked) == (3, 1, 1) and stats.oldest_s < 3_600
     stuck = questions.stuck(older_s=0, limit=10)
@@ -213,32 +216,32 @@ def test_questions_count_list_and_retry(application, outbox):
 def test_rows_whose_claim_nobody_can_read_are_parked_a_part_at_a_time_and_may_be_sent_again(
     application, outbox, monkeypatch
 ):
-    monkeypatch.setattr("qmq.watchdog.db.outbox.DISOWNED_MAX", 2)
+    monkeypatch.setattr("qmq.outbox.statements.DISOWNED_MAX", 2)
     application.write(SUBJECT, names(5))
-    ids = ids_of(outbox.read_page(ReadPage(None, 10)))
-    outbox.claim(Claiming({"": ids[:1], "by hand": ids[1:4], "1:1:1:g1": ids[4:]}, [], []))
-    assert [one.claim for one in outbox.read_claims(ReadClaims())] == ["", "1:1:1:g1", "by hand"]
-    assert [outbox.disown(Disown("by hand", "of no watchdog")) for _ in range(3)] == [2, 1, 0]
-    assert outbox.disown(Disown("", "of no watchdog")) == 1
-    assert [one.claim for one in outbox.read_claims(ReadClaims())] == ["1:1:1:g1"]
+    ids = ids_of(outbox.do(ReadPage(None, 10)))
+    outbox.do(Claiming({"": ids[:1], "by hand": ids[1:4], "1:1:1:g1": ids[4:]}, [], []))
+    assert [one.claim for one in outbox.do(ReadClaims())] == ["", "1:1:1:g1", "by hand"]
+    assert [outbox.do(Disown("by hand", "of no watchdog")) for _ in range(3)] == [2, 1, 0]
+    assert outbox.do(Disown("", "of no watchdog")) == 1
+    assert [one.claim for one in outbox.do(ReadClaims())] == ["1:1:1:g1"]
     questions = Questions(application.engine, application.source)
     assert questions.stats().parked == 4 and questions.retry(None) == 4
-    assert sorted(ids_of(outbox.read_page(ReadPage(None, 10)))) == ids[:4]
+    assert sorted(ids_of(outbox.do(ReadPage(None, 10)))) == ids[:4]
 
 
 def test_a_retry_of_all_rows_ends_though_they_are_parked_again_at_once(application, outbox, monkeypatch):
     questions = Questions(application.engine, application.source)
     application.write_rows(["poison"] * 3)
-    ids = ids_of(outbox.read_page(ReadPage(None, 10)))
+    ids = ids_of(outbox.do(ReadPage(None, 10)))
     park = Claiming({}, [(id, "cannot be read") for id in ids], [])
-    outbox.claim(park)
+    outbox.do(park)
     retry, rounds = questions._retry, []
 
     def retry_beside_a_drain(part):
         rounds.append(part)
         assert len(rounds) < 300, "it never ends"
         done = retry(part)
-        outbox.claim(park)
+        outbox.do(park)
         time.sleep(0.01)
         return done
 

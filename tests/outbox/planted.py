@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from unittest import mock
 
-from qmq.watchdog.claims import ClaimName
-from qmq.watchdog.draining import Draining
+from qmq.outbox.claims import ClaimName
+from qmq.outbox.draining import Draining
 from tests.support.planting import Bug
 
 

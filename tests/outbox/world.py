@@ -21,14 +21,14 @@ from qmq.client.routing import group_of_key
 from qmq.codec import decode_envelope, labels_bytes, split_batch
 from qmq.errors import BrokerReadOnly, NotMaster
 from qmq.message import Message
+from qmq.outbox.claims import ClaimName, batch_of, candidate_of
+from qmq.outbox.draining import Draining, Limits
 from qmq.outbox.row import encode_row
 from qmq.outbox.schema import create_statements
-from qmq.watchdog.claims import ClaimName, batch_of, candidate_of
+from qmq.outbox.work import Claiming, ReadClaims, ReadPage, Settling, TakeOver
 from qmq.watchdog.db.engine import open_source
 from qmq.watchdog.db.outbox import Outbox
-from qmq.watchdog.draining import Draining, Limits
 from qmq.watchdog.sources import Source
-from qmq.watchdog.work import Claiming, ReadClaims, ReadPage, Settling, TakeOver
 from tests.simulation.outcome import Outcome, failure_of
 from tests.simulation.steering import UNSTEERED
 
@@ -161,7 +161,7 @@ class Watchdog:
             case Claiming():
                 core.claimed(result, world.now_ms)
             case Settling():
-                core.settled(work)
+                core.settled(work, world.now_ms)
             case ReadClaims():
                 core.known(result)
             case TakeOver():
@@ -306,14 +306,7 @@ class World:
         if fate < self.fails / 2:
             self.counts["commit refused"] += 1
             raise OperationalError("the connection broke before the commit", {}, Exception())
-        does = {
-            ReadPage: self.outbox.read_page,
-            Claiming: self.outbox.claim,
-            Settling: self.outbox.settle,
-            ReadClaims: self.outbox.read_claims,
-            TakeOver: self.outbox.take_over,
-        }
-        result = does[type(work)](work)
+        result = self.outbox.do(work)
         if fate < self.fails:
             self.counts["commit unanswered"] += 1
             raise OperationalError("the connection broke after the commit", {}, Exception())

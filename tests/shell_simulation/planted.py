@@ -23,14 +23,14 @@ from qmq.errors import OutcomeUnknown
 from qmq.log import Commit
 from qmq.log.disk import RealDisk
 from qmq.outbox.courier import Courier
+from qmq.outbox.draining import Attempt
+from qmq.outbox.statements import Statements
 from qmq.outbox.unit import Item, Unit, Written
 from qmq.remoting.connection import Connection
 from qmq.remoting.packet import Packet
 from qmq.server.meta_link import MetaLink
 from qmq.server.service import Service, _MasterLink
-from qmq.watchdog.db.outbox import Outbox
 from qmq.watchdog.drain import Drain
-from qmq.watchdog.draining import Attempt
 from tests.support.planting import Bug, Patch
 
 
@@ -181,7 +181,7 @@ def _watchdog_takes_sent_for_stored() -> list[Patch]:
 
 
 def _claims_of_a_dead_watchdog_stay() -> list[Patch]:
-    return [mock.patch.object(Outbox, "read_claims", lambda self, work: [])]
+    return [mock.patch.object(Statements, "_read_claims", lambda self, work: [])]
 
 
 def _group_begins_anew_on_each_broker_group() -> list[Patch]:

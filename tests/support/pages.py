@@ -9,11 +9,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from qmq.broker.metrics import BrokerCollector
 from qmq.delayserver.metrics import DelayCollector
+from qmq.outbox.draining import Counts
 from qmq.server.metrics import CopyCollector
 from qmq.server.metrics_page import render
 from qmq.server.overload import ConnectionState, LimitsReached, MemoryAlarm
 from qmq.watchdog.db.questions import Stats
-from qmq.watchdog.draining import Counts
 from qmq.watchdog.leading import Leading
 from qmq.watchdog.metrics import Metrics
 from qmq.watchdog.settings import WatchdogSettings

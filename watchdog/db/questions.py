@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 from sqlalchemy import Engine, Row, text
 
 from qmq.errors import CallError
+from qmq.outbox.dialect import DIALECTS
 from qmq.outbox.row import decode_row
-from qmq.outbox.table import table_name
-from qmq.watchdog.db.dialect import DIALECTS
+from qmq.outbox.table import Flavor, table_name
 from qmq.watchdog.db.engine import READING
 from qmq.watchdog.sources import Source
 
@@ -52,7 +52,7 @@ class Questions:
 
     def __init__(self, engine: Engine, source: Source) -> None:
         self._engine, self._reading = engine, engine.execution_options(**{READING: True})
-        self._table, self._dialect = table_name(source.table), DIALECTS[source.kind]
+        self._table, self._dialect = table_name(source.table), DIALECTS[Flavor(source.kind)]
         self._age_ms = source.age_ms
 
     def close(self) -> None:

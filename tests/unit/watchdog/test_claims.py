@@ -9,8 +9,8 @@ import pytest
 
 import qmq
 from qmq.codec import decode_labels, decode_message, labels_bytes, split_batch
+from qmq.outbox.claims import ClaimName, batch_of, candidate_of
 from qmq.outbox.row import encode_row
-from qmq.watchdog.claims import ClaimName, batch_of, candidate_of
 from qmq.watchdog.sources import Source, UnusableSource
 
 

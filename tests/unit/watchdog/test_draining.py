@@ -8,9 +8,9 @@ from qmq.client.batch_life import NotStored, Stored, Unknown
 from qmq.client.routing import group_of_key
 from qmq.codec import label_of
 from qmq.errors import AccessError, BrokerReadOnly, InvalidMessage, InvalidRequest
-from qmq.watchdog.claims import Candidate, ClaimName
-from qmq.watchdog.draining import NUMBERS_SPAN_MAX, Draining, Limits
-from qmq.watchdog.work import Claiming, Disown, Known, Page, ReadClaims, ReadPage, Settling, TakeOver
+from qmq.outbox.claims import Candidate, ClaimName
+from qmq.outbox.draining import NUMBERS_SPAN_MAX, Draining, Limits
+from qmq.outbox.work import Claiming, Disown, Known, Page, ReadClaims, ReadPage, Settling, TakeOver
 
 
 class Brokers:
@@ -90,7 +90,7 @@ class Drain:
     def settle(self):
         work = self.next()
         assert isinstance(work, Settling), work
-        self.core.settled(work)
+        self.core.settled(work, self.now_ms)
         return work
 
 

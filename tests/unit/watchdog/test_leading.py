@@ -134,15 +134,15 @@ def test_without_a_metaserver_it_stops_when_its_lease_is_over(source):
 
 def test_changed_settings_begin_only_when_the_last_write_of_the_drain_before_has_ended(source, monkeypatch):
     link, held, began = Link(source), threading.Event(), threading.Event()
-    read_claims = Outbox.read_claims
+    do = Outbox.do
 
     def slow(self, work):
         began.set()
         held.wait(60)
-        return read_claims(self, work)
+        return do(self, work)
 
     async def test(watchdog):
-        monkeypatch.setattr(Outbox, "read_claims", slow)
+        monkeypatch.setattr(Outbox, "do", slow)
         await until_async(began.is_set)
         link.registered = [replace(source, rate=7)]
         await until_async(lambda: not watchdog.drains)

@@ -11,7 +11,11 @@
 Nothing is sent before its claim is stored, and a claim's rows leave it only for a reason that is certain. One piece of
 work with the database is under way at a time; answers of brokers come whenever they come.
 
-Order: messages with order keys go to the group of their key, one batch of a subject and group at a time.
+Order: messages with order keys go to the group of their key, one batch of a subject and group at a time; none while
+another drain has claims for that group.
+
+A drain is a watchdog's, one at a time by a lease, with a term that grows; or a producer's (qmq.outbox.relay), of which
+there are several at a time, with the term 0.
 """
 
 from __future__ import annotations
@@ -33,9 +37,8 @@ from qmq.client.batch_life import (
     Stored,
 )
 from qmq.errors import AskAnotherBroker, CallError, NotServed, QmqError
-from qmq.states import TRANSITIONS_KEPT, Transition
-from qmq.watchdog.claims import Candidate, ClaimName, batch_of
-from qmq.watchdog.work import (
+from qmq.outbox.claims import Candidate, ClaimName, batch_of
+from qmq.outbox.work import (
     Claiming,
     Disown,
     Due,
@@ -50,6 +53,7 @@ from qmq.watchdog.work import (
     TakeOver,
     Work,
 )
+from qmq.states import TRANSITIONS_KEPT, Transition
 
 BATCH_BYTES_MAX = 1 << 20
 NUMBERS_SPAN_MAX = 60
@@ -61,6 +65,11 @@ OTHER_TERMS_MS = 600_000
 """A claim of a later term is a later leader's, and we are deposed. But one that is so old, longer than any lease, is of
 another room, or from before the metaservers began anew: nobody else takes it. Taken wrongly, its batch is repeated.
 What nobody of ours wrote, or was damaged, is left to who knows it for as long; then its rows are parked."""
+RELAY_TERM = 0
+"""Of producers' claims. Several producers relay at a time, so none of them ends another's claim for its term alone."""
+RELAY_MS = 60_000
+"""A producer's claim that is so old may be of a process that is gone: any drain takes it over. If it goes on after all,
+both send the same batch, which its broker group stores once."""
 PASS_MS_MAX = 60_000
 """A pass over rows that come due as fast as it reads never ends; then what lies behind it would never be seen."""
 
@@ -192,6 +201,8 @@ class Draining:
     """When a scan last came to the end of the table."""
     _claims: dict[str, Claim] = field(default_factory=dict)
     _lanes: dict[str, _Lane] = field(default_factory=dict)
+    _producers: set[int] = field(default_factory=set)
+    """Ids of all lanes there ever were."""
     _order: Claiming | None = None
     _new: dict[str, Claim] = field(default_factory=dict)
     """What `_order` will have claimed."""
@@ -232,6 +243,11 @@ class Draining:
         """Whether nothing is under way that could end soon."""
         return all(claim.is_waiting and claim.may_be_stored for claim in self._claims.values())
 
+    @property
+    def has_stopped(self) -> bool:
+        """Whether it was stopped, and what was under way has come to its end as far as it does soon."""
+        return self._is_stopping and self.is_idle and not any(claim.end for claim in self._claims.values())
+
     def next_work(self, now_ms: int) -> Work | None:
         """Return what to do with the database now; None: nothing, until `wake_ms` or an answer."""
         if any(claim.end for claim in self._claims.values()):
@@ -252,14 +268,20 @@ class Draining:
             return ReadClaims(self._claims_after)
         return self._next_page(now_ms)
 
+    @property
+    def is_passing_by(self) -> bool:
+        """Whether no row is sent for want of any broker group."""
+        return self._is_passing_by
+
     def _next_page(self, now_ms: int) -> Work | None:
         if self._page is not None:
             self._compose(self._page, now_ms)
             return self._order
+        if self._begin_anew_if_any_is_usable():
+            self._rest_until_ms = now_ms
         limit = min(self.limits.page_rows, self._allowed(now_ms))
         if now_ms < self._rest_until_ms or not limit or not self._has_room(now_ms):
             return None
-        self._begin_anew_if_any_is_usable()
         if self._after is None:
             self._pass_ms = now_ms
         return ReadPage(self._after, limit)
@@ -324,6 +346,8 @@ class Draining:
         self._new, self._order = {}, None
         for text, ids in got.items():
             claim, kept = new[text], set(ids)
+            if claim.is_ordered and not kept:
+                self._hold(claim.line, "another process sends for its broker group", now_ms)
             claim.rows = [row for row in claim.rows if row.id in kept]
             if claim.rows:
                 self._claims[text] = claim
@@ -332,13 +356,16 @@ class Draining:
         if order is not None:
             self.counts.parked += len(order.parked)
 
-    def settled(self, work: Settling) -> None:
+    def settled(self, work: Settling, now_ms: int) -> None:
         ends: list[Settled | Released] = [*work.settled, *work.released]
         for end in ends:
             claim = self._claims.get(end.claim)
             if claim is not None and claim.end is end:
                 del self._claims[end.claim]
                 self._count(end)
+                if isinstance(end, Released) and now_ms - claim.claimed_ms >= RELAY_MS:
+                    # Another drain may have taken it over and send it yet, so its number must not grow too old.
+                    self._lanes.pop(claim.name.group, None)
 
     def _count(self, end: Settled | Released) -> None:
         if isinstance(end, Settled):
@@ -353,11 +380,16 @@ class Draining:
         for one in found:
             if one.claim in self._claims:
                 continue
-            term, is_old = _term_of(one.claim), one.age_ms >= OTHER_TERMS_MS
-            if term is None and is_old:
-                self._unowned.append(one)
-            elif term is not None and (term <= self.term or is_old):
+            name, is_old = _name_of(one.claim), one.age_ms >= OTHER_TERMS_MS
+            if name is None:
+                if is_old:
+                    self._unowned.append(one)
+            elif name.producer in self._producers or is_old or self._is_over(name.term, one.age_ms):
                 self._foreign.append(one)
+
+    def _is_over(self, term: int, age_ms: int) -> bool:
+        """Whether a claim's drain has ended, or its claims are ours to end."""
+        return age_ms >= RELAY_MS if term == RELAY_TERM else term <= self.term
 
     def disowned(self, work: Disown, count: int) -> None:
         """Rows were parked; if there are more, the next pass finds their claim again."""
@@ -409,7 +441,9 @@ class Draining:
             left += rest
             postponed += stuck
         if parked or postponed or self._new:
-            self._order = Claiming({text: claim.ids for text, claim in self._new.items()}, parked, postponed)
+            ordered = frozenset(text for text, claim in self._new.items() if claim.is_ordered)
+            claims = {text: claim.ids for text, claim in self._new.items()}
+            self._order = Claiming(claims, parked, postponed, ordered, frozenset(self._claims))
         self._page = Page(left, page.after) if left else None
         if self._new:
             self._page_ms = now_ms  # rows of one subject each fill many batches: that is no want of room
@@ -516,6 +550,7 @@ class Draining:
         lane = self._lanes.get(group)
         if lane is None:
             lane = self._lanes[group] = _Lane(self.new_producer())
+            self._producers.add(lane.producer)
         if room <= 0 or lane.number + 1 - self._oldest_number(lane) >= NUMBERS_SPAN_MAX:
             return rows
         if rows[0].bytes > room and (unsent or self.brokers.in_flight(group)):
@@ -647,9 +682,9 @@ def _reason(text: str) -> str:
     return text.encode("unicode_escape").decode("ascii")[:REASON_CHARS_MAX]
 
 
-def _term_of(claim: str) -> int | None:
-    """Return the term of the leader that wrote a claim; None: none of ours did."""
+def _name_of(claim: str) -> ClaimName | None:
+    """Parse a claim; None: none of ours wrote it."""
     try:
-        return ClaimName.parse(claim).term
+        return ClaimName.parse(claim)
     except ValueError:
         return None

@@ -1,7 +1,7 @@
 """Core. What a drain asks of its database, one transaction at a time, and what comes back.
 
 Each kind of work may be repeated when nobody knows whether it was done: all that it writes looks for the claim that it
-expects. `watchdog.db.outbox` carries it out.
+expects. `qmq.outbox.statements` carries it out.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from qmq.watchdog.claims import Candidate
+from qmq.outbox.claims import Candidate
 
 
 class Due(NamedTuple):
@@ -47,12 +47,17 @@ class Page(NamedTuple):
 class Claiming:
     """Claim rows, each for its batch; park those that cannot be sent, postpone those that nobody takes now.
 
+    `ordered`: claims that get all of their rows or none, and none while another drain has a claim for their group.
+    `known`: claims of this drain.
+
     Answer: for each claim the ids that got it. Rows that others lock, or that are gone, are left out.
     """
 
     claims: dict[str, list[int]]
     parked: list[tuple[int, str]]
     postponed: list[Postponed]
+    ordered: frozenset[str] = frozenset()
+    known: frozenset[str] = frozenset()
 
 
 class Released(NamedTuple):

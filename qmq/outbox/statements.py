@@ -1,0 +1,224 @@
+"""Shell. The statements of a drain (qmq.outbox.work) on one outbox, for any driver, and how its rows are counted.
+
+A scan reads without a lock; a claiming locks just the rows that it was given, by their keys, and passes over those
+that others lock. So an application waits for a drain no longer than for any other short transaction on its rows.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from qmq.outbox.claims import Candidate, ClaimName, candidate_of
+from qmq.outbox.dialect import DIALECTS
+from qmq.outbox.table import Rows
+from qmq.outbox.work import Claiming, Disown, Due, Known, Page, ReadClaims, ReadPage, Settling, TakeOver, Work
+
+PARKED = -2
+"""QMQ's number of a row that is not sent any more."""
+PAGE_BYTES_MAX = 4 << 20
+CLAIMS_MAX = 100
+DISOWNED_MAX = 1_000
+"""Rows parked in one transaction, of a claim that none of ours wrote and whose rows nobody counted."""
+COUNT_MAX = 10_000
+"""Rows that are counted."""
+
+
+class Left(NamedTuple):
+    """Rows that wait, up to COUNT_MAX, the age of the oldest by the database's clock, and how many are parked."""
+
+    rows: int
+    oldest_ms: int
+    parked: int
+
+
+class Statements:
+    """A drain's work, within one transaction of one connection: `do` is called once in it.
+
+    Args:
+        age_ms: how old a row is before a drain may have it.
+    """
+
+    def __init__(self, rows: Rows, age_ms: int) -> None:
+        self._run, self._table, self._age_ms = rows.run, rows.table, age_ms
+        self._dialect = DIALECTS[rows.flavor]
+
+    def do(self, work: Work) -> Any:
+        """Carry a piece of work out; return its answer."""
+        match work:
+            case ReadPage():
+                return self._page(work)
+            case Claiming():
+                return self._claim(work)
+            case Settling():
+                return self._settle(work)
+            case ReadClaims():
+                return self._read_claims(work)
+            case TakeOver():
+                return self._take_over(work)
+            case Disown():
+                return self._disown(work)
+
+    def left(self, older_ms: int) -> Left:
+        """Count the rows that wait for longer than `older_ms`; `create_time` is by this session's time zone."""
+        age = self._dialect.age.format("create_time")
+        waiting = f"SELECT {age} AS age FROM {self._table} WHERE status = 0 ORDER BY update_time, id LIMIT {COUNT_MAX}"
+        parked = f"SELECT 1 AS one FROM {self._table} WHERE status < 0 LIMIT {COUNT_MAX}"
+        [(rows, oldest_ms)] = self._run(
+            f"SELECT COUNT(*), MAX(age) FROM ({waiting}) AS waiting WHERE age >= {int(older_ms)}"
+        )
+        [(parked_rows,)] = self._run(f"SELECT COUNT(*) FROM ({parked}) AS parked")
+        return Left(int(rows), int(oldest_ms or 0), int(parked_rows))
+
+    def _read_claims(self, work: ReadClaims) -> list[Known]:
+        statement = (
+            f"SELECT claim, {self._dialect.age.format('MIN(update_time)')} FROM {self._table}"
+            f" WHERE {'claim > :after' if work.after else 'claim IS NOT NULL'}"
+            f" GROUP BY claim ORDER BY claim LIMIT {CLAIMS_MAX}"
+        )
+        values = {"after": work.after} if work.after else {}
+        return [Known(*row) for row in self._run(statement, **values)]
+
+    def _page(self, work: ReadPage) -> Page:
+        behind, values = "", {}
+        if work.after is not None:
+            behind = " AND update_time >= :time AND (update_time > :time OR id > :id)"
+            values = {"time": work.after[0], "id": work.after[1]}
+        found = self._run(self.page_statement(behind, work.limit), **values)
+        taken = _within(PAGE_BYTES_MAX, [row[3] for row in found])
+        whole = taken == len(found) < work.limit
+        rows = self._candidates([row[0] for row in found[:taken]])
+        errors = {row[0]: row[2] for row in found}
+        after = None if whole else (found[taken - 1][1], found[taken - 1][0])
+        told = found[0][4] if found else None
+        return Page([rows[id]._replace(errors=errors[id]) for id, *_ in found[:taken] if id in rows], after, told)
+
+    def page_statement(self, behind: str, limit: int) -> str:
+        """The scan: by the index (status, update_time, id), without the contents."""
+        old = self._dialect.moment.format(-self._age_ms)
+        return (
+            f"SELECT id, update_time, error, LENGTH(content), {self._dialect.moment.format(0)} FROM {self._table}"
+            f" WHERE status = 0 AND claim IS NULL AND update_time <= {old}{behind}"
+            f" ORDER BY update_time, id LIMIT {int(limit)}"
+        )
+
+    def _candidates(self, ids: Sequence[int]) -> dict[int, Candidate]:
+        if not ids:
+            return {}
+        statement = f"SELECT id, content FROM {self._table} WHERE id IN ({_list(ids)})"
+        now_ms = time.time_ns() // 1_000_000
+        return {id: candidate_of(id, content, 0, now_ms) for id, content in self._run(statement)}
+
+    def _claim(self, work: Claiming) -> dict[str, list[int]]:
+        wanted = [id for ids in work.claims.values() for id in ids]
+        wanted += [id for id, _ in work.parked] + [id for one in work.postponed for id in one.ids]
+        free = self._lock(wanted)
+        busy = self._groups_of_others(work.known) if work.ordered else set()
+        got = {}
+        for claim, ids in work.claims.items():
+            taken = [id for id in ids if id in free]
+            if claim in work.ordered and (len(taken) < len(ids) or ClaimName.parse(claim).group in busy):
+                taken = []  # rows before these are another drain's, or were: what is behind must not overtake them
+            got[claim] = self._take(claim, taken)
+        for reason, ids in _by_reason(work.parked):
+            self._update([id for id in ids if id in free], self._parking(), reason=reason)
+        for one in work.postponed:
+            due, values = self._due(one.due)
+            setting = f"reason = :reason, update_time = {due}"
+            self._update([id for id in one.ids if id in free], setting, _FREE, reason=one.reason, **values)
+        return got
+
+    def _take(self, claim: str, ids: Sequence[int]) -> list[int]:
+        """Put a claim on rows; return those that have it. Without the lock of `_lock`, as on SQLite and where each
+        statement is a transaction, another drain may have been faster."""
+        if not ids:
+            return []
+        now = self._dialect.moment.format(0)
+        self._update(ids, f"claim = :claim, update_time = {now}", _FREE, claim=claim)
+        held = {row[0] for row in self._run(f"SELECT id FROM {self._table} WHERE claim = :claim", claim=claim)}
+        return [id for id in ids if id in held]
+
+    def _groups_of_others(self, known: frozenset[str]) -> set[str]:
+        """Return the broker groups that other drains have claims for."""
+        found = self._run(f"SELECT claim FROM {self._table} WHERE claim IS NOT NULL GROUP BY claim LIMIT {COUNT_MAX}")
+        return {claim.split(":", 3)[-1] for (claim,) in found if claim not in known}
+
+    def _lock(self, ids: Sequence[int]) -> set[int]:
+        """Lock the rows that are as the scan saw them and that nobody else locks; return which. One that is too young
+        was never seen: a database that lost its last commits gave it the id. As a condition, its age could lead the
+        optimizer to an index of more rows than these, which it would lock."""
+        if not ids:
+            return set()
+        is_old = f"update_time <= {self._dialect.moment.format(-self._age_ms)}"
+        statement = (
+            f"SELECT id, {is_old} FROM {self._table} WHERE id IN ({_list(sorted(ids))}){_FREE}{self._dialect.lock}"
+        )
+        return {id for id, is_old in self._run(statement) if is_old}
+
+    def _settle(self, work: Settling) -> None:
+        for one in work.settled:
+            if one.stored:
+                where = f"id IN ({_list(sorted(one.stored))}) AND claim = :claim"
+                self._run(f"DELETE FROM {self._table} WHERE {where}", claim=one.claim)
+            for reason, ids in _by_reason(one.parked):
+                setting = f"{self._parking()}, error = error + 1"
+                self._update(ids, setting, " AND claim = :claim", claim=one.claim, reason=reason)
+        for back in work.released:
+            due, values = self._due(back.due)
+            setting = f"claim = NULL, error = error + {int(back.failures)}, reason = :reason, update_time = {due}"
+            self._update(back.ids, setting, " AND claim = :claim", claim=back.claim, reason=back.reason, **values)
+
+    def _due(self, due: Due) -> tuple[str, dict[str, Any]]:
+        """Return what `update_time` is set to, as SQL, and its values."""
+        plus_ms = due.plus_ms - self._age_ms
+        if due.told is None:
+            return self._dialect.moment.format(plus_ms), {}
+        return self._dialect.since.format(plus_ms), {"told": due.told}
+
+    def _parking(self) -> str:
+        return f"status = {PARKED}, reason = :reason, claim = NULL, update_time = {self._dialect.moment.format(0)}"
+
+    def _take_over(self, work: TakeOver) -> list[Candidate]:
+        # MariaDB moves `update_time` on with each update that does not name it, and it tells since when this claim is.
+        setting = "claim = :new, update_time = update_time"
+        self._run(f"UPDATE {self._table} SET {setting} WHERE claim = :old", old=work.old, new=work.new)
+        found = self._run(f"SELECT id, content, error FROM {self._table} WHERE claim = :new ORDER BY id", new=work.new)
+        now_ms = time.time_ns() // 1_000_000
+        return [candidate_of(id, content, errors, now_ms) for id, content, errors in found]
+
+    def _disown(self, work: Disown) -> int:
+        where = "claim = :claim AND status = 0"
+        chosen = f"SELECT id FROM {self._table} WHERE {where} LIMIT {DISOWNED_MAX}"
+        ids = [row[0] for row in self._run(chosen, claim=work.claim)]
+        self._update(ids, self._parking(), f" AND {where}", claim=work.claim, reason=work.reason)
+        return len(ids)
+
+    def _update(self, ids: Sequence[int], setting: str, more: str = "", **values: Any) -> None:
+        if ids:
+            where = f"id IN ({_list(sorted(ids))}){more}"
+            self._run(f"UPDATE {self._table} SET {setting} WHERE {where}", **values)
+
+
+_FREE = " AND status = 0 AND claim IS NULL"
+
+
+def _within(bytes_max: int, sizes: Sequence[int | None]) -> int:
+    """Return how many of the first contents are not more than `bytes_max` together; one at least."""
+    total = 0
+    for position, size in enumerate(sizes):
+        total += size or 0
+        if position and total > bytes_max:
+            return position
+    return len(sizes)
+
+
+def _by_reason(parked: Sequence[tuple[int, str]]) -> Iterator[tuple[str, list[int]]]:
+    found: dict[str, list[int]] = {}
+    for id, reason in parked:
+        found.setdefault(reason, []).append(id)
+    yield from found.items()
+
+
+def _list(ids: Sequence[int]) -> str:
+    return ", ".join(str(int(id)) for id in ids)
