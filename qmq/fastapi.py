@@ -49,7 +49,17 @@ class Clients:
             yield
 
     def check(self) -> None:
-        """Answer 503 if a consumer does not run: a dependency for the application's health."""
+        """Answer 503 if a consumer does not run, or if messages wait in a producer's outbox: a dependency for the
+        application's health. The detail says how many messages, for how long, and why."""
+        self.check_running()
+        for client in self._clients:
+            for left in getattr(client, "left_behind", ()):
+                if left.is_degraded:
+                    raise HTTPException(503, str(left))
+
+    def check_running(self) -> None:
+        """Answer 503 if a consumer does not run: for an orchestrator, which restarts or cuts off what is not well. An
+        application whose messages wait goes on, and a restart sends none of them."""
         for consumer in self._clients:
             if isinstance(consumer, Consumer) and not self._is_running(consumer):
                 raise HTTPException(503, f"consumer {consumer.id} does not run")

@@ -22,9 +22,11 @@ from qmq.client.delaying import Delay, DelayArguments, DelayOutcome
 from qmq.client.journal import Journal
 from qmq.client.producer import Producer as AsyncProducer
 from qmq.client.producer import read_delay
-from qmq.errors import ClientClosed, QueueFull
+from qmq.errors import ClientClosed, InvalidRequest, QueueFull
 from qmq.logs import bounded
 from qmq.message import Message
+from qmq.outbox.relay import LeftBehind
+from qmq.outbox.session import find_database
 from qmq.outbox.table import DEFAULT_TABLE
 from qmq.remoting.commands import RecurringSchedule
 
@@ -65,7 +67,9 @@ class Producer:
         in_flight_max: int = 16,
         queue_messages_max: int = 100_000,
         queue_bytes_max: int = 64 << 20,
+        outbox: object = None,
         outbox_table: str = DEFAULT_TABLE,
+        outbox_age_s: float | None = None,
         journal: Journal | None = None,
         readonly_wait_s: float | None = None,
     ) -> None:
@@ -79,11 +83,15 @@ class Producer:
             in_flight_max=in_flight_max,
             queue_messages_max=queue_messages_max,
             queue_bytes_max=queue_bytes_max,
+            outbox=outbox,
             outbox_table=outbox_table,
+            outbox_age_s=outbox_age_s,
             journal=journal,
             readonly_wait_s=readonly_wait_s,
         )
         self._make()  # wrong arguments are refused here, not in a worker an hour later
+        if outbox is not None and getattr(find_database(outbox), "is_async", False):
+            raise InvalidRequest("an engine for coroutines needs the producer for coroutines: qmq.Producer")
         self._messages_max, self._bytes_max = queue_messages_max, queue_bytes_max
         self._app, self._timeout_s = app, timeout_s
         self._open: _Session | None = None
@@ -234,6 +242,12 @@ class Producer:
         """Return the recurring schedules of a subject: see `qmq.Producer.list_recurring`."""
         own = self._session()
         return own.background.run(own.producer.list_recurring(subject=subject))
+
+    @property
+    def left_behind(self) -> list[LeftBehind]:
+        """What waits in outboxes: see `qmq.Producer.left_behind`. Of this process; empty before its first use."""
+        session = self._open_here()
+        return session.producer.left_behind if session is not None else []
 
     def flush(self, timeout: float | None = None) -> None:
         """Wait until every message that `send_nowait` or a transaction took before has its outcome.

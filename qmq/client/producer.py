@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Iterable
 from datetime import datetime, timedelta
+from functools import partial
 from itertools import islice
 from types import TracebackType
 from typing import overload
@@ -22,6 +23,7 @@ from qmq.client.calling import after_commit, call_back, check_callable
 from qmq.client.delaying import Delay, DelayOutcome, delay_of, due_of_call, wanted
 from qmq.client.journal import Journal, JournalWriter
 from qmq.client.many import CHUNK_MESSAGES, ManySend
+from qmq.client.numbered import NumberedSender
 from qmq.client.open_clients import closed, opened
 from qmq.client.queues import Backlog, SubjectQueue, Waiting
 from qmq.client.sender import Sender
@@ -32,6 +34,8 @@ from qmq.control_plane import metaserver_url
 from qmq.errors import ClientClosed, InvalidRequest, QueueFull
 from qmq.message import Message, not_a_message
 from qmq.outbox.courier import Courier
+from qmq.outbox.relay import LeftBehind, Relays
+from qmq.outbox.session import find_database
 from qmq.outbox.table import DEFAULT_TABLE, table_name
 from qmq.plain import plain, plain_text
 from qmq.remoting.commands import RecurringSchedule
@@ -53,7 +57,12 @@ class Producer:
             next batch. Over all subjects a broker group has up to 64.
         queue_messages_max, queue_bytes_max: single messages of one subject that may wait; then `send` waits,
             `send_nowait` refuses. All subjects together may have an eighth more, in fair shares.
+        outbox: the database of the application's outbox: an engine, the alias of a Django database, or a function that
+            opens a DB-API connection. What an earlier process left in it is sent from the start on; without it, from
+            the first message with a `session` on (docs/outbox.md).
         outbox_table: the table in the databases of `session`s, "table" or "schema.table".
+        outbox_age_s: a row that is so old is sent by any producer of its database, whichever process wrote it. It is
+            more than the `timeout_s` of all of them; by default 60, or twice this one's.
         journal: keeps what was acknowledged in files of this machine, for the audit; none by default.
 
     The id of a message without one is made here, and set, so that it keeps it when it is sent again.
@@ -70,7 +79,9 @@ class Producer:
         in_flight_max: int = 16,
         queue_messages_max: int = 100_000,
         queue_bytes_max: int = 64 << 20,
+        outbox: object = None,
         outbox_table: str = DEFAULT_TABLE,
+        outbox_age_s: float | None = None,
         journal: Journal | None = None,
         readonly_wait_s: float | None = None,
     ) -> None:
@@ -87,7 +98,14 @@ class Producer:
         self._in_flight_max = in_flight_max
         self._backlog = Backlog(queue_messages_max, queue_bytes_max)
         self._outbox_table, self._outbox_messages_max = table_name(outbox_table), queue_messages_max
+        self._outbox_age_ms = max(60_000, 2 * self._timeout_ms)
+        if outbox_age_s is not None:
+            self._outbox_age_ms = int(check_seconds("outbox_age_s", outbox_age_s, is_zero_allowed=False) * 1000)
+        if self._outbox_age_ms <= self._timeout_ms:
+            raise InvalidRequest("outbox_age_s must be more than timeout_s: before, the row's own producer sends it")
+        self._outbox_database = find_database(outbox) if outbox is not None else None
         self._outbox: Courier | None = None
+        self._relays: Relays | None = None
         self._journal_place = journal
         self._journal: JournalWriter | None = None
         self._callbacks: set[asyncio.Task[object]] = set()
@@ -111,9 +129,36 @@ class Producer:
             table=self._outbox_table,
             id_prefix=_id_prefix(self._metaserver),
             messages_max=self._outbox_messages_max,
+            used=self._open_relays().use,
+            left=self._open_relays().left,
         )
+        if self._outbox_database is not None:
+            self._open_relays().use(self._outbox_database, wait_s=0.0)
         opened(self)
         return self
+
+    def _open_relays(self) -> Relays:
+        if self._relays is None:
+            self._relays = Relays(
+                new_sender=partial(
+                    NumberedSender,
+                    metaserver=self._metaserver,
+                    token=self._token,
+                    app=self._app,
+                    answer_timeout_s=self._answer_timeout_s,
+                ),
+                table=self._outbox_table,
+                timeout_ms=self._timeout_ms,
+                age_ms=self._outbox_age_ms,
+                under_way=lambda database: self._outbox.under_way(database) if self._outbox is not None else set(),
+            )
+        return self._relays
+
+    @property
+    def left_behind(self) -> list[LeftBehind]:
+        """What waits in outboxes for longer than `timeout_s`, or is parked there: an entry for each database that has
+        such rows, with their number, the age of the oldest and the reason. Empty if all is sent."""
+        return self._relays.left_behind if self._relays is not None and not self._is_parents else []
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -146,6 +191,8 @@ class Producer:
         if senders is None or self._is_parents:
             return
         try:
+            if self._relays is not None:
+                await self._relays.close()
             while self._outbox is not None and self._outbox.is_busy:
                 await self._outbox.drain()
             while not senders.is_idle:
@@ -350,7 +397,7 @@ class Producer:
         return await self._send_all(messages, later)
 
     async def _send_committed(self, messages: Iterable[Message]) -> Receipts:
-        """Give all of it up together, however much waits before it: what is sent later, the watchdog sends as well."""
+        """Give all of it up together, however much waits before it: what is sent later, others relay as well."""
         return await self._send_all(messages, timeout_ms=self._timeout_ms)
 
     async def _send_all(

@@ -4,7 +4,8 @@
 
 Producer id, number and group name the batch at the broker, which stores it once however often it is sent; they never
 change. The term is that of the leader who looks after it: a new leader puts its own in its place before it does
-anything else, and every later write of the old one looks for a claim that is not there any more.
+anything else, and every later write of the old one looks for a claim that is not there any more. A producer that
+relays has a random term from RELAY_TERM on, where no leader's comes: it, too, puts its own in the place of another's.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from qmq.subjects import check_subject, is_derived_name
 
 PRODUCER_BITS = 52
 """A claim has 128 characters, a group's name up to 100: 13 hexadecimal digits are left for the producer."""
+RELAY_TERM_BITS = 27
+"""Seven hexadecimal digits are left for the term, with five for the number."""
+RELAY_TERM = 1 << RELAY_TERM_BITS
 CREATED_AT, CREATED_BYTES = 1, 8
 """Where an encoded message has its moment of creation (qmq.codec)."""
 
@@ -48,6 +52,11 @@ class ClaimName(NamedTuple):
         if str(name) != text or not all(0 <= part < 1 << 64 for part in name[:3]):
             raise ValueError(f"{text!r} is no claim of ours")
         return name
+
+
+def is_relay(term: int) -> bool:
+    """Whether it is the term of a producer, not of a watchdog's leader."""
+    return term >= RELAY_TERM
 
 
 class Candidate(NamedTuple):

@@ -1,4 +1,4 @@
-"""Shell. Sends what transactions committed, and deletes its rows. What fails is left to the watchdog."""
+"""Shell. Sends what transactions committed, and deletes its rows. What fails stays, to be relayed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ class Courier:
         send_many: the producer's.
         table: name of the outbox in all databases, or schema.table.
         id_prefix: of messages that have no id yet; nobody else has it.
-        messages_max: committed messages on their way; more stay in the outbox, for the watchdog.
+        messages_max: committed messages on their way; more stay in the outbox, to be relayed.
+        used, left: called with each database that has messages, and with the reason when rows of it were not sent.
     """
 
     def __init__(
@@ -58,13 +59,16 @@ class Courier:
         table: str,
         id_prefix: str,
         messages_max: int,
+        used: Callable[[Database], None] = lambda database: None,
+        left: Callable[[Database, str], None] = lambda database, reason: None,
     ) -> None:
+        self._used, self._left = used, left
         self.table = table_name(table)
         self._send_many, self._messages_max = send_many, messages_max
         self._loop = asyncio.get_running_loop()
         self._id_prefix, self._id_numbers = id_prefix, count(1)  # `next` of it is one step for all threads
         self._arrived: deque[Written] = deque()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], Written] = {}
         self._messages = 0
         self._deletions: dict[Database, _Deletion] = {}
 
@@ -157,8 +161,13 @@ class Courier:
     def is_busy(self) -> bool:
         return bool(self._arrived or self._tasks)
 
+    def under_way(self, database: Database) -> set[int]:
+        """Return the ids of rows whose messages are being sent, or that are about to be deleted."""
+        sent = [written for written in self._tasks.values() if written.database == database]
+        return {id for written in sent for inserted in written.rows or () for id in inserted.ids}
+
     async def drain(self) -> None:
-        """Wait until what is committed by now was sent, and its rows deleted, or given up to the watchdog."""
+        """Wait until what is committed by now was sent, and its rows deleted, or left to be relayed."""
         self._begin()
         if self._tasks:
             await asyncio.wait(self._tasks)
@@ -173,14 +182,16 @@ class Courier:
             written = self._arrived.popleft()
             if self._messages + len(written.items) > self._messages_max and self._messages:
                 self._refuse(written, QueueFull("too many messages are on their way; this one is in the outbox"))
+                self._left(written.database, "too many messages were on their way")
                 continue
             self._messages += len(written.items)
             task = self._loop.create_task(self._deliver(written))
-            self._tasks.add(task)
+            self._tasks[task] = written
+            self._used(written.database)
             task.add_done_callback(partial(self._delivered, written))
 
     def _delivered(self, written: Written, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
+        self._tasks.pop(task, None)
         self._messages -= len(written.items)
         are_unknown(written.items)  # of a task that was cancelled; others have their outcomes
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -193,6 +204,8 @@ class Courier:
             receipts = await self._kept_after_all(items, receipts, database)
         for item, receipt in zip(items, receipts):
             item.receipt.set_result(receipt)
+        if unsent := next((receipt for receipt in receipts if not receipt.is_stored), None):
+            self._left(database, unsent.reason)
         if rows is not None and any(receipt.is_stored for receipt in receipts):
             await self._delete(database, await self._stored(database, rows, receipts))
 

@@ -26,6 +26,10 @@ _FLAVORS = {
 """Of the modules that connections come from; whether it is MariaDB, the server says."""
 
 
+_numbers = count(1)
+"""Of the databases that were made: a function that connects has no name that says where."""
+
+
 class Database:
     """A database with an outbox; given to a producer as `session`, its messages are kept outside of a transaction.
 
@@ -41,6 +45,11 @@ class Database:
 
     def __init__(self, connect: Callable[[], Any]) -> None:
         self._connect = check_plain("connect", connect)
+        self._number = next(_numbers)
+
+    @property
+    def name(self) -> str:
+        return f"database {self._number} of the DB-API"
 
     @contextmanager
     def transaction(self, connection: Any = None) -> Iterator[Transaction]:

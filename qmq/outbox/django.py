@@ -48,6 +48,10 @@ class DjangoDatabase:
 
     alias: str
 
+    @property
+    def name(self) -> str:
+        return self.alias
+
     async def run(self, table: str, work: Callable[[Rows], T]) -> T:
         def run() -> T:
             connection = connections[self.alias]  # this thread's own

@@ -18,7 +18,7 @@ class Drain:
     """The steps of one drain. Made by a watchdog for a lease, by a producer's relay while rows wait; used on one loop.
 
     Args:
-        do: has the database do a piece of work, and returns its answer; it may raise whatever a driver raises.
+        do: has the database do a piece of work, and returns its answer; it may raise any error of a driver.
     """
 
     def __init__(self, core: Draining, sender: NumberedSender, do: Callable[[Work], Awaitable[Any]]) -> None:
@@ -31,10 +31,10 @@ class Drain:
         self._moved.set()
 
     async def step(self) -> None:
-        """Send what is to be sent, then do one piece of work, or wait until there may be some.
+        """Send due batches, then do one piece of work, or wait until there may be some.
 
         Raises:
-            Exception: the database did not do it, or nobody knows; the core has noted that.
+            Exception: the work failed, or its outcome is unknown; the core has noted that.
         """
         now_ms = now()
         self._moved.clear()
@@ -65,7 +65,7 @@ class Drain:
         core = self.core
         try:
             result = await self._do(work)
-        except Exception:  # drivers raise what they like: RuntimeError for want of a package, UnicodeError
+        except Exception:  # of any kind: RuntimeError for want of a package, UnicodeError
             core.failed(work, now())
             raise
         match work:

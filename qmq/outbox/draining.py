@@ -14,8 +14,8 @@ work with the database is under way at a time; answers of brokers come whenever 
 Order: messages with order keys go to the group of their key, one batch of a subject and group at a time; none while
 another drain has claims for that group.
 
-A drain is a watchdog's, one at a time by a lease, with a term that grows; or a producer's (qmq.outbox.relay), of which
-there are several at a time, with the term 0.
+A drain is a watchdog's, one at a time by a lease; or a producer's (qmq.outbox.relay), of which there are several at a
+time. None of these ends another's claim for its term alone.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from qmq.client.batch_life import (
     Stored,
 )
 from qmq.errors import AskAnotherBroker, CallError, NotServed, QmqError
-from qmq.outbox.claims import Candidate, ClaimName, batch_of
+from qmq.outbox.claims import Candidate, ClaimName, batch_of, is_relay
 from qmq.outbox.work import (
     Claiming,
     Disown,
@@ -65,8 +65,6 @@ OTHER_TERMS_MS = 600_000
 """A claim of a later term is a later leader's, and we are deposed. But one that is so old, longer than any lease, is of
 another room, or from before the metaservers began anew: nobody else takes it. Taken wrongly, its batch is repeated.
 What nobody of ours wrote, or was damaged, is left to who knows it for as long; then its rows are parked."""
-RELAY_TERM = 0
-"""Of producers' claims. Several producers relay at a time, so none of them ends another's claim for its term alone."""
 RELAY_MS = 60_000
 """A producer's claim that is so old may be of a process that is gone: any drain takes it over. If it goes on after all,
 both send the same batch, which its broker group stores once."""
@@ -248,6 +246,13 @@ class Draining:
         """Whether it was stopped, and what was under way has come to its end as far as it does soon."""
         return self._is_stopping and self.is_idle and not any(claim.end for claim in self._claims.values())
 
+    def is_through(self, began_ms: int) -> bool:
+        """Whether nothing is to be done now: a whole pass since `began_ms` sent what can be sent, and has answers."""
+        is_passed = self.last_pass_ms is not None and self.last_pass_ms >= began_ms
+        is_passed = is_passed or (self._is_passing_by and not self.brokers.is_any_usable())
+        is_busy = self._order is not None or self._page is not None or any(one.end for one in self._claims.values())
+        return is_passed and not is_busy and self.is_idle
+
     def next_work(self, now_ms: int) -> Work | None:
         """Return what to do with the database now; None: nothing, until `wake_ms` or an answer."""
         if any(claim.end for claim in self._claims.values()):
@@ -267,11 +272,6 @@ class Draining:
         if self._claims_after is not None:
             return ReadClaims(self._claims_after)
         return self._next_page(now_ms)
-
-    @property
-    def is_passing_by(self) -> bool:
-        """Whether no row is sent for want of any broker group."""
-        return self._is_passing_by
 
     def _next_page(self, now_ms: int) -> Work | None:
         if self._page is not None:
@@ -388,8 +388,8 @@ class Draining:
                 self._foreign.append(one)
 
     def _is_over(self, term: int, age_ms: int) -> bool:
-        """Whether a claim's drain has ended, or its claims are ours to end."""
-        return age_ms >= RELAY_MS if term == RELAY_TERM else term <= self.term
+        """Whether a claim's drain has ended, as far as its term and age tell."""
+        return age_ms >= RELAY_MS if is_relay(term) else term <= self.term and not is_relay(self.term)
 
     def disowned(self, work: Disown, count: int) -> None:
         """Rows were parked; if there are more, the next pass finds their claim again."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
+from functools import partial
 from importlib import import_module
 
 from qmq.errors import InvalidRequest
@@ -11,6 +13,32 @@ from qmq.outbox.unit import AsyncTransaction, Database, Transaction
 
 _FINDERS = {"sqlalchemy": "qmq.outbox.sqlalchemy", "django": "qmq.outbox.django"}
 """A library that is not imported yet cannot have made the session."""
+
+
+def find_database(outbox: object) -> Database:
+    """Return the database that the argument `outbox` of a producer names.
+
+    Raises:
+        InvalidRequest: it names none.
+    """
+    if isinstance(outbox, str):
+        if "django" not in sys.modules:
+            raise InvalidRequest(f"outbox={outbox!r}: a text is the alias of a Django database; give an engine instead")
+        connections = import_module("django.db").connections
+        if outbox not in connections:
+            raise InvalidRequest(f"outbox={outbox!r}: Django's DATABASES has {', '.join(connections)}")
+        return find_database(connections[outbox])
+    if inspect.isfunction(outbox) or inspect.ismethod(outbox) or isinstance(outbox, partial):
+        return dbapi.Database(outbox)
+    try:
+        if isinstance(found := find(outbox), Database):
+            return found
+    except InvalidRequest:
+        pass
+    raise InvalidRequest(
+        "outbox= takes what outlives a transaction: an engine, the alias of a Django database, a "
+        "qmq.outbox.dbapi.Database, or a function that opens a DB-API connection"
+    )
 
 
 def find(session: object) -> Transaction | AsyncTransaction | Database:

@@ -63,7 +63,7 @@ def sends_after_commit(connection: Connection | AsyncConnection) -> Iterator[Non
         with engine.connect() as connection, sends_after_commit(connection), connection.begin():
             producer.send(message, session=connection)
 
-    Without it, messages of such a transaction wait in the outbox for the watchdog.
+    Without it, messages of such a transaction wait in the outbox, to be relayed.
     """
     sync = connection if isinstance(connection, Connection) else connection.sync_connection
     if sync is None:
@@ -88,8 +88,22 @@ class SqlDatabase:
 
     engine: Engine
 
+    @property
+    def name(self) -> str:
+        return self.engine.url.render_as_string(hide_password=True)
+
+    @property
+    def is_async(self) -> bool:
+        """Whether only an event loop can use it."""
+        return self.engine.dialect.is_async
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether each thread sees another one."""
+        return self.engine.dialect.name == "sqlite" and self.engine.url.database in (None, "", ":memory:")
+
     async def run(self, table: str, work: Callable[[Rows], T]) -> T:
-        if self.engine.dialect.is_async:
+        if self.is_async:
             async with AsyncEngine(self.engine).begin() as connection:
                 return await connection.run_sync(lambda sync: work(_rows(sync, table)))
 

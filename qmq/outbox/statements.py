@@ -20,7 +20,7 @@ PARKED = -2
 PAGE_BYTES_MAX = 4 << 20
 CLAIMS_MAX = 100
 DISOWNED_MAX = 1_000
-"""Rows parked in one transaction, of a claim that none of ours wrote and whose rows nobody counted."""
+"""Rows parked in one transaction, of an unreadable claim; it may have any number."""
 COUNT_MAX = 10_000
 """Rows that are counted."""
 
@@ -119,7 +119,7 @@ class Statements:
         for claim, ids in work.claims.items():
             taken = [id for id in ids if id in free]
             if claim in work.ordered and (len(taken) < len(ids) or ClaimName.parse(claim).group in busy):
-                taken = []  # rows before these are another drain's, or were: what is behind must not overtake them
+                taken = []  # another drain has, or had, rows before these, which must not overtake them
             got[claim] = self._take(claim, taken)
         for reason, ids in _by_reason(work.parked):
             self._update([id for id in ids if id in free], self._parking(), reason=reason)

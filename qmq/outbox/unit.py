@@ -7,7 +7,7 @@ staged  -> written              right before the commit, all at once
 staged  -> rolled back          with its savepoint, or the transaction
 written -> sent                 the commit is known to have succeeded
 written -> rolled back          the transaction is known to be rolled back
-written -> unknown              neither: if the row is there, the watchdog sends it
+written -> unknown              neither: if the row is there, it is relayed
 """
 
 from __future__ import annotations
@@ -46,6 +46,10 @@ class Item:
 @runtime_checkable
 class Database(Protocol):
     """A database with an outbox, reached by connections of its own. Two that are equal are the same database."""
+
+    @property
+    def name(self) -> str:
+        """What it is called in logs, without secrets. Two of one name are the same database."""
 
     async def run(self, table: str, work: Callable[[Rows], T]) -> T:
         """Do `work` in a transaction, and commit it."""
@@ -150,7 +154,7 @@ class Unit:
 
 def are_unknown(items: Iterable[Item]) -> None:
     for item in items:
-        error = OutcomeUnknown("the commit may have failed; the watchdog sends what is in the outbox")
+        error = OutcomeUnknown("the commit may have failed; what is in the outbox is sent later")
         item.fail(Outcome.UNKNOWN, error)
 
 

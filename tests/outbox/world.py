@@ -21,8 +21,8 @@ from qmq.client.routing import group_of_key
 from qmq.codec import decode_envelope, labels_bytes, split_batch
 from qmq.errors import BrokerReadOnly, NotMaster
 from qmq.message import Message
-from qmq.outbox.claims import ClaimName, batch_of, candidate_of
-from qmq.outbox.draining import Draining, Limits
+from qmq.outbox.claims import RELAY_TERM, ClaimName, batch_of, candidate_of, is_relay
+from qmq.outbox.draining import RELAY_MS, Draining, Limits
 from qmq.outbox.row import encode_row
 from qmq.outbox.schema import create_statements
 from qmq.outbox.work import Claiming, ReadClaims, ReadPage, Settling, TakeOver
@@ -44,6 +44,8 @@ MUST_OCCUR = (
     "poison",
     "leader deposed",
     "leader killed",
+    "relay killed",
+    "relay taken over",
     "group down",
     "group moved",
     "group readonly",
@@ -123,7 +125,7 @@ class View:
 
 
 class Watchdog:
-    """A leader of one term. `hand`: work that it decided on and did not do yet; `now_ms`: by its own clock."""
+    """A leader of one term, or a producer's relay. `hand`: work that it decided on and did not do yet."""
 
     def __init__(self, term, world):
         self.term, self.world = term, world
@@ -166,6 +168,7 @@ class Watchdog:
                 core.known(result)
             case TakeOver():
                 core.taken_over(work, result, world.now_ms)
+                world.counts["relay taken over"] += is_relay(ClaimName.parse(work.old).term) and bool(result)
 
 
 class World:
@@ -185,9 +188,11 @@ class World:
             connection.execute(text("CREATE TABLE business (id VARCHAR(50) PRIMARY KEY)"))
         self.groups = {name: Group(name) for name in ("g1", "g2")}
         self.now_ms, self.term, self.made = 1_000, 0, 0
-        self.network, self.watchdogs = [], []
+        self.network, self.watchdogs, self.relays = [], [], []
+        self.has_watchdogs = self.rng.random() < 0.7
+        """Or its producers are all that sends what they left."""
+        self.claimed_ms = {}
         self.sent_by_application, self.poison = set(), set()
-        self.order_of = defaultdict(list)
         self.counts = Counter()
         self.loses, self.fails, self.pauses = (self.rng.choice([0, 0.1, 0.4]) for _ in range(3))
 
@@ -198,8 +203,18 @@ class World:
 
     def run(self, steps=250):
         moves = [self.business] * 4 + [self.act] * 12 + [self.deliver] * 8
-        moves += [self.elect, self.kill, self.group_changes, self.group_changes, self.spoil, self.pass_time]
+        moves += [
+            self.elect,
+            self.kill,
+            self.start,
+            self.stop,
+            self.group_changes,
+            self.group_changes,
+            self.spoil,
+            self.pass_time,
+        ]
         self.elect()
+        self.start()
         for _ in range(steps):
             self.rng.choice(moves)()
             self.now_ms += self.rng.choice([0, 0, 1, 3])
@@ -258,7 +273,7 @@ class World:
 
     def elect(self):
         """Another watchdog leads; those before may not know it yet, and go on."""
-        if self.rng.random() < 0.3 or not self.watchdogs:
+        if self.has_watchdogs and (self.rng.random() < 0.3 or not self.watchdogs):
             self.counts["leader deposed"] += bool(self.watchdogs)
             self.term += 1
             self.watchdogs.append(Watchdog(self.term, self))
@@ -268,8 +283,25 @@ class World:
             self.counts["leader killed"] += 1
             self.watchdogs.remove(self.rng.choice(self.watchdogs))
 
+    def start(self):
+        """A process of the application starts, and its producer relays what others left."""
+        if len(self.relays) < 3:
+            self.relays.append(self.new_relay())
+
+    def stop(self):
+        if len(self.relays) > 1 and self.rng.random() < 0.7:
+            self.counts["relay killed"] += 1
+            self.relays.remove(self.rng.choice(self.relays))
+
+    def new_relay(self):
+        return Watchdog(RELAY_TERM + self.rng.getrandbits(20), self)
+
+    @property
+    def drains(self):
+        return self.watchdogs + self.relays
+
     def act(self):
-        self.rng.choice(self.watchdogs).step()
+        self.rng.choice(self.drains).step()
 
     def deliver(self):
         """A request arrives, at last; its answer may be lost, and who sent it may be gone."""
@@ -289,7 +321,7 @@ class World:
             ):  # its link was given up, it arrives all the same
                 self.network.append((None, attempt))
                 self.counts["request late"] += 1
-            if watchdog in self.watchdogs:
+            if watchdog in self.drains:
                 watchdog.core.answered(attempt.claim, answer, self.now_ms)
 
     def group_changes(self):
@@ -298,7 +330,7 @@ class World:
         self.counts[f"group {group.state}"] += 1
 
     def pass_time(self):
-        self.now_ms += self.rng.choice([5, 50, 2_000])
+        self.now_ms += self.rng.choice([5, 50, 2_000, RELAY_MS])
 
     def database(self, work):
         """Do a watchdog's work; the connection may break before the commit or after it."""
@@ -307,6 +339,11 @@ class World:
             self.counts["commit refused"] += 1
             raise OperationalError("the connection broke before the commit", {}, Exception())
         result = self.outbox.do(work)
+        if isinstance(work, Claiming):
+            self.claimed_ms |= dict.fromkeys((ClaimName.parse(claim)[:2] for claim in work.claims), self.now_ms)
+        elif isinstance(work, ReadClaims):  # the world's time is not the database's
+            ages = [self.now_ms - self.claimed_ms[ClaimName.parse(known.claim)[:2]] for known in result]
+            result = [known._replace(age_ms=age_ms) for known, age_ms in zip(result, ages)]
         if fate < self.fails:
             self.counts["commit unanswered"] += 1
             raise OperationalError("the connection broke after the commit", {}, Exception())
@@ -315,19 +352,21 @@ class World:
     # The end.
 
     def recover(self):
-        """Everything is back: one new leader drains what is left."""
+        """Everything is back: one new leader drains what is left, or a producer that starts."""
         self.loses = self.fails = self.pauses = 0.0
         for group in self.groups.values():
             group.state = "writable"
         self.term += 1
-        self.watchdogs.append(Watchdog(self.term, self))
+        last = Watchdog(self.term, self) if self.has_watchdogs else self.new_relay()
+        (self.watchdogs if self.has_watchdogs else self.relays).append(last)
+        self.now_ms += RELAY_MS
         for _ in range(3_000):
-            for watchdog in self.watchdogs:  # the deposed ones, too, until the end
-                watchdog.step()
+            for drain in self.drains:  # the deposed ones, too, until the end
+                drain.step()
             while self.network:
                 self.deliver()
             self.now_ms += 2
-            if not self.waiting() and not self.watchdogs[-1].core._claims:
+            if not self.waiting() and not last.core._claims:
                 return
         raise AssertionError(f"seed {self.seed}: {self.waiting()} rows are not sent though all is well")
 
@@ -344,7 +383,7 @@ class World:
         wanted = {id for id in business if not id.startswith(REFUSED)}
         assert set(stored) == wanted, f"seed {self.seed}: {wanted ^ set(stored)}"
         again = {id for id, count in stored.items() if count > 1} - self.sent_by_application
-        assert not again, f"seed {self.seed}: watchdogs stored twice: {again}"
+        assert not again, f"seed {self.seed}: stored twice without cause: {again}"
         assert all(status == -2 and reason and claim is None for _, status, reason, claim in left), f"seed {self.seed}"
         parked = len(business - wanted) + len(self.poison)
         assert len(left) == parked, f"seed {self.seed}: {len(left)} rows are parked, not {parked}"

@@ -8,8 +8,8 @@ from qmq.client.batch_life import NotStored, Stored, Unknown
 from qmq.client.routing import group_of_key
 from qmq.codec import label_of
 from qmq.errors import AccessError, BrokerReadOnly, InvalidMessage, InvalidRequest
-from qmq.outbox.claims import Candidate, ClaimName
-from qmq.outbox.draining import NUMBERS_SPAN_MAX, Draining, Limits
+from qmq.outbox.claims import RELAY_TERM, Candidate, ClaimName
+from qmq.outbox.draining import NUMBERS_SPAN_MAX, RELAY_MS, Draining, Limits
 from qmq.outbox.work import Claiming, Disown, Known, Page, ReadClaims, ReadPage, Settling, TakeOver
 
 
@@ -405,6 +405,42 @@ def test_a_claim_that_a_leader_of_other_terms_left_behind_is_taken_over_when_it_
     drain.core._claims_after = ""
     drain.core.known([Known("abc:5:39:g1", 599_999), Known("abc:6:39:g1", 600_000)])
     assert drain.next() == TakeOver("abc:6:39:g1", "abc:6:3:g1")
+
+
+@pytest.mark.parametrize("term", [7, RELAY_TERM + 7], ids=["watchdog", "producer"])
+def test_a_claim_of_a_producer_is_taken_over_when_it_is_a_minute_old(term):
+    """By watchdogs and other producers alike; producers leave those of a watchdog to the next one for longer."""
+    drain = Drain(term=term)
+    young, old = f"5:1:{RELAY_TERM:x}:g1", f"5:2:{RELAY_TERM:x}:g1"
+    drain.core.known([Known(young, RELAY_MS - 1), Known(old, RELAY_MS)])
+    assert drain.next() == TakeOver(old, f"5:2:{term:x}:g1")
+    drain = Drain(term=term)
+    drain.core.known([Known("5:1:3:g1", RELAY_MS)])
+    assert isinstance(drain.next(), TakeOver) == (term == 7)
+
+
+def test_a_claim_that_is_released_late_ends_the_numbers_of_its_producer():
+    """Another drain may have taken it over, and brokers tell the last 64 numbers of a producer apart."""
+    drain, producers = Drain(), []
+    for id, late_ms in enumerate((0, RELAY_MS, 0)):
+        drain.page(row(id))
+        [claim] = drain.claim().claims
+        producers.append(ClaimName.parse(claim).producer)
+        [attempt] = drain.attempts()
+        drain.answer(attempt, NotStored(InvalidRequest("damaged")))
+        drain.now_ms += late_ms
+        drain.settle()
+        drain.core._rest_until_ms = drain.now_ms
+    assert producers[0] == producers[1] != producers[2]
+
+
+def test_rows_behind_ordered_ones_that_another_drain_sends_wait():
+    drain = Drain()
+    drain.page(row(1, key="k"), after=(1, 1))
+    [claim] = drain.next().ordered
+    drain.core.claimed({claim: []}, drain.now_ms)
+    drain.page(row(2, key="k"))
+    assert drain.claim().postponed[0].ids == [2]
 
 
 def test_rows_with_a_claim_that_nobody_can_read_are_parked_when_it_is_old():

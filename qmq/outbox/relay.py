@@ -1,0 +1,305 @@
+"""Shell. Relays the rows that stay in a producer's outboxes: at its start, and after an outage.
+
+A row stays if its process ended before it was sent, or if the send failed. For each database that a producer uses there
+is one relay. It does one thing at a time:
+
+    look     counts the rows that wait for longer than the producer tries: at the start, then once a minute; while rows
+             wait, after 1 s, 2 s, … 30 s, and when a broker group can be sent to again
+    drain    if rows are old enough: claims, sends and deletes them (qmq.outbox.draining), by the same rules and claims
+             as a watchdog, so any number of producers and watchdogs may do so at a time
+
+An application without such rows has one SELECT a minute in its database, and no connection beside the producer's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from qmq.client.numbered import NumberedSender
+from qmq.logs import bounded
+from qmq.outbox.claims import PRODUCER_BITS, RELAY_TERM, RELAY_TERM_BITS
+from qmq.outbox.drain import Drain, now
+from qmq.outbox.draining import Draining, Limits
+from qmq.outbox.statements import Left, Statements
+from qmq.outbox.unit import Database
+from qmq.outbox.work import ReadPage, Work
+
+log = bounded(__name__)
+
+LOOK_S = 60.0
+AGAIN_S_MIN, AGAIN_S_MAX = 1.0, 30.0
+"""Until the next look while rows wait: doubled each time, as each one reads all of them."""
+LEARNED_S = 10.0
+"""Until the first look at a database that the first message named: a short program ends before, a start is over."""
+STOP_S = 5.0
+"""How long the end waits for answers of brokers. Claims without one are taken over by another drain after a minute."""
+TROUBLES_MIN = 2
+"""So many failures in a row are no passing lock of a database."""
+DATABASES_MAX = 64
+"""An application may make them as it goes; of those that have no rows waiting, the oldest is forgotten."""
+LIMITS = Limits(rate=2_000, page_rows=100, claims_max=4)
+"""A guest beside the application's own work: a fifth of what a watchdog takes."""
+
+
+class LeftBehind(NamedTuple):
+    """Rows of one outbox that were not sent.
+
+    `rows`: those that wait for longer than the producer tries, up to 10,000. `oldest_s`: age of the oldest. `parked`:
+    rows that stay until OutboxRetry; they do not wait. `reason`: why they wait, or why they cannot be counted.
+    """
+
+    database: str
+    rows: int
+    oldest_s: float
+    parked: int
+    reason: str
+
+    @property
+    def is_degraded(self) -> bool:
+        return bool(self.rows or self.reason)
+
+    def __str__(self) -> str:
+        """Return it as a sentence, without the address of the database."""
+        if not self.rows:
+            return f"outbox: {self.reason or f'{self.parked} rows are parked'}"
+        waits = f"{self.rows} messages wait in the outbox, the oldest for {self.oldest_s:.0f} s"
+        return f"{waits}: {self.reason}" if self.reason else waits
+
+
+class Relays:
+    """All relays of a producer. Made by it, and ends with it; used on its event loop.
+
+    Args:
+        new_sender: makes the way of batches to the brokers; it is opened while rows wait.
+        timeout_ms: how long a producer tries; then a row is left behind.
+        age_ms: a row that is so old is left to its application no longer.
+        under_way: ids of rows in a database that this producer sends just now.
+    """
+
+    def __init__(
+        self,
+        *,
+        new_sender: Callable[[], NumberedSender],
+        table: str,
+        timeout_ms: int,
+        age_ms: int,
+        under_way: Callable[[Database], set[int]],
+    ) -> None:
+        self.new_sender, self.table = new_sender, table
+        self.timeout_ms, self.age_ms, self.under_way = timeout_ms, age_ms, under_way
+        self._relays: dict[str, Relay] = {}
+        self._is_closed = False
+
+    def use(self, database: Database, *, wait_s: float | None = None) -> None:
+        """Relay the rows that stay in this database; two of one name are the same one.
+
+        Args:
+            wait_s: until the first look.
+        """
+        if self._is_closed or getattr(database, "is_in_memory", False):  # there, each connection has another database
+            return
+        known = self._relays.get(database.name)
+        if known is not None:
+            known.database = database  # an earlier engine may be disposed
+            return
+        if len(self._relays) >= DATABASES_MAX:
+            for name, relay in self._relays.items():
+                if not relay.waits:
+                    relay.cancel()
+                    del self._relays[name]
+                    break
+            else:
+                return
+        first_s = min(LEARNED_S, self.age_ms / 1000) if wait_s is None else wait_s
+        self._relays[database.name] = Relay(self, database, first_s)
+
+    def left(self, database: Database, reason: str) -> None:
+        """Rows of this database could not be sent."""
+        if (relay := self._relays.get(database.name)) is not None:
+            relay.left(reason)
+
+    @property
+    def left_behind(self) -> list[LeftBehind]:
+        """Rows that wait or are parked: an entry for each database that has such rows or cannot be counted."""
+        found = (relay.left_behind for relay in list(self._relays.values()))
+        return [one for one in found if one.is_degraded or one.parked]
+
+    async def close(self) -> None:
+        """End all relays; claims under way get a while."""
+        relays, self._relays, self._is_closed = list(self._relays.values()), {}, True
+        await asyncio.gather(*(relay.stop() for relay in relays))
+
+
+class Relay:
+    """The relay of one database. Made by `Relays`; its task ends with `stop` or `cancel`."""
+
+    def __init__(self, owner: Relays, database: Database, first_s: float) -> None:
+        self.database = database
+        self._owner = owner
+        self._left, self._looked_ms = Left(0, 0, 0), now()
+        self._reason = ""
+        """Why a message of this database was last not sent; "" if another process left it and none was tried yet."""
+        self._trouble, self._troubles = "", 0
+        self._is_announced, self._relayed = False, 0
+        self._again_s = AGAIN_S_MIN
+        self._moved = asyncio.Event()
+        self._is_stopping, self._is_expected = False, False
+        self._sender: NumberedSender | None = None
+        self._drain: Drain | None = None
+        self._task = asyncio.get_running_loop().create_task(self._run(first_s))
+
+    @property
+    def waits(self) -> bool:
+        return bool(self._left.rows)
+
+    @property
+    def left_behind(self) -> LeftBehind:
+        """Result of the last look; any thread may read it."""
+        left, oldest_s = self._left, 0.0
+        if left.rows:
+            oldest_s, reason = (left.oldest_ms + now() - self._looked_ms) / 1000, self._trouble or self._reason
+        else:
+            reason = self._trouble if self._troubles >= TROUBLES_MIN else ""
+        return LeftBehind(str(self.database.name), left.rows, oldest_s, left.parked, reason)
+
+    def left(self, reason: str) -> None:
+        """A message could not be sent; its row stays."""
+        self._reason, self._is_expected = reason, True
+        if not self._left.rows:  # else the next look comes by itself, and each one reads all rows that wait
+            self._moved.set()
+
+    def cancel(self) -> None:
+        self._task.cancel()
+
+    async def stop(self) -> None:
+        """End; a drain under way claims nothing more, and waits a little for its answers."""
+        self._is_stopping = True
+        try:
+            if self._drain is not None:
+                self._drain.core.stop()
+                self._drain.wake()
+                if not self._drain.core.has_stopped:
+                    await asyncio.wait([self._task], timeout=STOP_S)
+        finally:
+            self._task.cancel()
+        await asyncio.wait([self._task])
+
+    async def _run(self, first_s: float) -> None:
+        try:
+            await self._rest(first_s)
+            while not self._is_stopping:
+                await self._rest(await self._turn())
+        finally:
+            await self._disconnect()
+
+    async def _turn(self) -> float:
+        """Look, and relay old rows; return how many seconds to wait until the next turn."""
+        relayed = 0
+        try:
+            await self._look()
+            if self._left.rows and self._left.oldest_ms >= self._owner.age_ms:
+                relayed = await self._relay()
+                self._relayed += relayed
+                await self._look()
+                refusals = self._sender.refusals if self._sender is not None else {}
+                self._reason = refusals.get("", "") or self._reason or next(iter(refusals.values()), "")
+        except Exception as error:  # whatever a driver raises
+            self._troubled(error)
+            return self._next_s()
+        self._trouble, self._troubles = "", 0
+        self._announce()
+        if not self._left.rows:
+            await self._disconnect()
+            self._again_s = AGAIN_S_MIN
+            if self._is_expected:  # it was refused before its time was over
+                self._is_expected = False
+                return self._owner.timeout_ms / 1000
+            self._reason = ""
+            return min(LOOK_S, self._owner.age_ms / 1000) * random.uniform(0.9, 1.1)
+        if relayed:
+            self._again_s = AGAIN_S_MIN
+        again_s, young_s = self._next_s(), (self._owner.age_ms - self._left.oldest_ms) / 1000
+        return min(again_s, young_s) if young_s > 0 else again_s
+
+    def _next_s(self) -> float:
+        again_s, self._again_s = self._again_s, min(self._again_s * 2, AGAIN_S_MAX)
+        return again_s
+
+    async def _rest(self, seconds: float) -> None:
+        """Wait until something moves, for a second at least."""
+        await asyncio.sleep(min(seconds, AGAIN_S_MIN))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, seconds - AGAIN_S_MIN)):
+                await self._moved.wait()
+        self._moved.clear()
+
+    async def _look(self) -> None:
+        timeout_ms = self._owner.timeout_ms
+        self._left = await self._on_rows(lambda statements: statements.left(timeout_ms))
+        self._looked_ms = now()
+
+    def _announce(self) -> None:
+        """Log once that rows wait, and once that none does any more."""
+        left = self._left
+        if left.rows and not self._is_announced:
+            self._is_announced, self._relayed = True, 0
+            log.warning(
+                "messages wait in the outbox until brokers take them"
+                " database=%s messages=%d oldest_s=%d parked=%d reason=%s",
+                self.database.name,
+                left.rows,
+                left.oldest_ms // 1000,
+                left.parked,
+                self._reason or "left by another process",
+            )
+        elif not left.rows and self._is_announced:
+            self._is_announced = False
+            log.warning("no message waits in the outbox now database=%s relayed=%d", self.database.name, self._relayed)
+
+    def _troubled(self, error: Exception) -> None:
+        reason = str(getattr(error, "orig", None) or error).partition("\n")[0][:200] or type(error).__name__
+        self._troubles += 1
+        trouble = f"rows cannot be relayed: {reason}. The table needs all columns of docs/outbox.md, its user UPDATE"
+        if trouble != self._trouble:
+            log.warning("outbox cannot be relayed now database=%s reason=%s", self.database.name, reason)
+        self._trouble = trouble
+
+    async def _relay(self) -> int:
+        """Drain until nothing is left to do now; return how many messages were stored."""
+        drain = self._drain or await self._connect()
+        core, began_ms = drain.core, now()
+        before = core.counts.sent
+        while True:
+            await drain.step()
+            if core.has_stopped if self._is_stopping else core.is_through(began_ms):
+                return core.counts.sent - before
+
+    async def _connect(self) -> Drain:
+        sender = self._sender = self._owner.new_sender()
+        await sender.__aenter__()
+        term = RELAY_TERM + secrets.randbits(RELAY_TERM_BITS)
+        core = Draining(term, LIMITS, sender, lambda: secrets.randbits(PRODUCER_BITS) or 1)
+        drain = self._drain = Drain(core, sender, self._do)
+        sender.on_change(drain.wake)
+        sender.on_change(self._moved.set)
+        return drain
+
+    async def _disconnect(self) -> None:
+        sender, self._sender, self._drain = self._sender, None, None
+        if sender is not None:
+            await sender.__aexit__(None, None, None)
+
+    async def _do(self, work: Work) -> Any:
+        answer = await self._on_rows(lambda statements: statements.do(work))
+        if isinstance(work, ReadPage) and (own := self._owner.under_way(self.database)):
+            return answer._replace(rows=[row for row in answer.rows if row.id not in own])
+        return answer
+
+    async def _on_rows(self, work: Callable[[Statements], Any]) -> Any:
+        age_ms = self._owner.age_ms
+        return await self.database.run(self._owner.table, lambda rows: work(Statements(rows, age_ms)))

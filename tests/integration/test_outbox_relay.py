@@ -1,0 +1,140 @@
+"""Shell. A producer sends what its outbox still has, without a watchdog: a real application, cluster and databases."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections import Counter
+from contextlib import contextmanager
+
+import pytest
+
+from qmq.deploy.copies import read_copy
+from tests.integration.cluster_world import WAIT_S, data_of, running, until
+from tests.integration.watchdog_world import Application
+from tests.support.ports import kept_port
+from tests.unit.idempotence.stores import async_url
+
+SUBJECT = "order.paid"
+SHOP = """
+import logging, sys
+import uvicorn
+from fastapi import Depends, FastAPI
+from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
+import qmq
+from qmq.fastapi import Clients
+
+metaserver, url, port = sys.argv[1:]
+logging.basicConfig(level="INFO", format="%(levelname)s %(name)s %(message)s")
+engine = create_async_engine(url)
+producer = qmq.Producer(metaserver=metaserver, app="shop", timeout_s=2.0, outbox=engine, outbox_age_s=4.0)
+clients = Clients(producer)
+app = FastAPI(lifespan=clients.lifespan)
+
+@app.post("/orders/{number}")
+async def pay(number: int) -> str:
+    async with AsyncSession(engine) as session, session.begin():
+        await producer.send(qmq.Message("order.paid", {"n": number}, id=f"order-{number}"), session=session)
+    return "paid"
+
+@app.get("/health", dependencies=[Depends(clients.check)])
+async def health() -> str:
+    return "well"
+
+@app.get("/running", dependencies=[Depends(clients.check_running)])
+async def running() -> str:
+    return "running"
+
+uvicorn.run(app, host="127.0.0.1", port=int(port), log_level="warning")
+"""
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+class Shop:
+    """The application as a process, which writes its log into a file."""
+
+    def __init__(self, cluster, url, port, log):
+        self._port, self.log = port, log
+        command = [sys.executable, "-c", SHOP, cluster.metaserver, url, str(port)]
+        with log.open("ab") as file:
+            environment = os.environ | {"QMQ_TOKEN": cluster.token}
+            self.process = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
+        until(lambda: self.ask("/running") is not None, "the shop answers")
+
+    def ask(self, path, method="GET"):
+        """Return status and JSON; None if it does not answer."""
+        request = urllib.request.Request(f"http://127.0.0.1:{self._port}{path}", method=method)
+        try:
+            with _DIRECT.open(request, timeout=WAIT_S) as answer:
+                return answer.status, json.loads(answer.read())
+        except urllib.error.HTTPError as error:
+            return error.code, json.loads(error.read())
+        except OSError:
+            return None
+
+    def trouble(self):
+        """What its health complains of."""
+        status, answer = self.ask("/health")
+        return answer["detail"] if status == 503 else ""
+
+    def pay(self, numbers):
+        assert {self.ask(f"/orders/{number}", "POST") for number in numbers} == {(200, "paid")}
+
+    def lines(self, text):
+        return [line for line in self.log.read_text().splitlines() if text in line]
+
+    def end(self, number=signal.SIGTERM):
+        self.process.send_signal(number)
+        self.process.wait(WAIT_S)
+
+
+@contextmanager
+def shop_of(*arguments):
+    shop = Shop(*arguments)
+    try:
+        yield shop
+    finally:
+        shop.process.kill()
+        shop.process.wait(WAIT_S)
+
+
+@pytest.fixture
+def application(database_url):
+    made = Application(database_url)
+    yield made
+    made.close()
+
+
+def test_rows_left_in_an_outage_or_by_a_killed_process_are_sent_by_the_producer(tmp_path, database_url, application):
+    url, log = async_url(database_url), tmp_path / "shop.log"
+    with running(tmp_path / "cluster") as cluster:
+        port = kept_port()  # while those of the metaserver are in use
+        cluster.end("metaserver")
+        with shop_of(cluster, url, port, log) as shop:
+            shop.pay(range(5))
+            until(lambda: shop.trouble().startswith("5 messages wait in the outbox, the oldest for"), "it is told")
+            assert "sent no route" in shop.trouble()
+            assert shop.ask("/running") == (200, "running") and application.count() == 5
+            cluster.begin("metaserver")
+            until(lambda: shop.ask("/health") == (200, "well"), "all is sent")
+            assert application.count("1 = 1") == 0
+            assert len(shop.lines("messages wait in the outbox")) == len(shop.lines("no message waits")) == 1
+
+            cluster.end("metaserver")
+            shop.end()
+        with shop_of(cluster, url, port, log) as shop:
+            shop.pay(range(5, 8))
+            shop.end(signal.SIGKILL)
+        assert application.count() == 3
+        cluster.begin("metaserver")
+        with shop_of(cluster, url, port, log) as shop:
+            until(lambda: application.count("1 = 1") == 0, "what the killed process left is sent")
+            shop.end()
+        data = data_of(cluster, cluster.broker("g1", "master"))
+    stored = Counter(id for subject, _, id in read_copy(data).messages if subject == SUBJECT)
+    assert stored == Counter(f"order-{number}" for number in range(8))

@@ -1,0 +1,194 @@
+"""Shell. A producer relays what others left in its outbox: through each interface, on each database."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+
+import pytest
+from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy.orm import sessionmaker
+
+import qmq.blocking
+from qmq import InvalidRequest, Message
+from qmq.outbox.relay import Relays
+from qmq.outbox.row import encode_row
+from qmq.outbox.session import find_database
+from qmq.outbox.statements import Left, Statements
+from qmq.outbox.table import Inserted
+from qmq.outbox.unit import Written
+from tests.support.waiting import until
+from tests.unit.outbox.test_courier import Sender, courier_of
+
+OLD = {"timeout_s": 0.2, "outbox_age_s": 0.3}
+"""A row is old at once."""
+
+
+def leave(world, *ids, **options):
+    """Leave rows behind, as a process that was killed."""
+    contents = [encode_row(Message("order.paid", {"id": id}, id=id, **options), 1) for id in ids]
+    asyncio.run(find_database(world.outside).run("qmq_msg_queue", lambda rows: rows.insert(contents)))
+
+
+def producer_of(broker, world, **options):
+    return qmq.blocking.Producer(
+        metaserver=broker.metaserver, token="any", app="shop", outbox=world.outside, **(OLD | options)
+    )
+
+
+def test_rows_that_another_process_left_are_sent_once_and_deleted(world, broker):
+    leave(world, "paid-1", "paid-2")
+    leave(world, "paid-3", order_key="k")
+    with producer_of(broker, world), producer_of(broker, world):
+        until(lambda: world.rows() == [], "all are sent")
+    assert sorted(message.id for message in broker.messages("order.paid")) == ["paid-1", "paid-2", "paid-3"]
+
+
+def test_a_row_is_left_to_its_own_process_until_it_is_old(session_world, broker):
+    leave(session_world, "paid-1")
+    with producer_of(broker, session_world, outbox_age_s=3600.0) as producer:
+        until(lambda: producer.left_behind, "it is counted")
+        [left] = producer.left_behind
+        assert (left.rows, left.parked, left.is_degraded) == (1, 0, True) and "1 messages wait" in str(left)
+    assert session_world.rows() == ["paid-1"] and broker.messages("order.paid") == []
+
+
+def test_a_row_that_cannot_be_sent_is_parked_and_does_not_wait(session_world, broker):
+    leave(session_world, "paid-1")
+    with session_world.engine.begin() as connection:
+        connection.exec_driver_sql("UPDATE qmq_msg_queue SET content = 'poison'")
+    with producer_of(broker, session_world) as producer:
+        until(lambda: [(left.rows, left.parked) for left in producer.left_behind] == [(0, 1)], "it is parked")
+        assert not producer.left_behind[0].is_degraded
+
+
+@dataclass(eq=False)
+class Database:
+    """Rows that are counted as a test says; each count is noted, none is claimed."""
+
+    name: str = "shop"
+    left: Left = Left(0, 0, 0)
+    error: Exception | None = None
+    looks: int = 0
+    looked: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def run(self, table, work):
+        self.looks += 1
+        self.looked.set()
+        if self.error is not None:
+            raise self.error
+        return self.left
+
+    async def next_look(self):
+        self.looked.clear()
+        async with asyncio.timeout(20):
+            await self.looked.wait()
+        await asyncio.sleep(0)
+
+
+def relays_of(database, *, wait_s=0.0):
+    relays = Relays(
+        new_sender=lambda: None, table="t", timeout_ms=1_000, age_ms=60_000, under_way=lambda database: set()
+    )
+    relays.use(database, wait_s=wait_s)
+    return relays
+
+
+def test_an_outage_is_logged_once_and_its_end_once(caplog):
+    async def run():
+        database = Database(left=Left(5, 31_000, 0))
+        relays = relays_of(database)
+        await database.next_look()
+        [left] = relays.left_behind
+        assert left.rows == 5 and 31 <= left.oldest_s < 60
+        await database.next_look()
+        database.left = Left(0, 0, 0)
+        await database.next_look()
+        assert relays.left_behind == []
+        await relays.close()
+
+    with caplog.at_level(logging.INFO, "qmq.outbox"):
+        asyncio.run(run())
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2 and "messages=5 oldest_s=31" in lines[0] and "no message waits" in lines[1]
+
+
+def test_a_failed_send_is_looked_for_at_once_and_an_idle_outbox_once_a_minute():
+    async def run():
+        database = Database()
+        relays = relays_of(database, wait_s=3600.0)
+        [relay] = relays._relays.values()
+        assert 54 <= await relay._turn() <= 66
+        relays.left(database, "no route")
+        assert relay._moved.is_set()
+        assert await relay._turn() == 1.0, "refused early, it is left behind when the producer's time is over"
+        assert 54 <= await relay._turn() <= 66
+        database.left = Left(3, 2_000, 0)
+        assert [await relay._turn() for _ in range(7)] == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+        await relays.close()
+        relays.use(Database("another"))
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(run())
+
+
+def test_a_database_that_cannot_be_read_is_a_trouble_when_it_lasts(caplog):
+    async def run():
+        database = Database(error=OSError("no column claim"))
+        relays = relays_of(database)
+        await database.next_look()
+        assert relays.left_behind == []
+        await database.next_look()
+        [left] = relays.left_behind
+        assert left.is_degraded and "no column claim" in left.reason and "docs/outbox.md" in left.reason
+        await relays.close()
+
+    asyncio.run(run())
+    assert len(caplog.records) == 1
+
+
+def test_rows_that_the_producer_itself_sends_are_under_way_until_they_are_deleted():
+    async def run():
+        sender, database = Sender(), Database()
+        sender.may = {"m": asyncio.Event()}
+        courier = courier_of(sender)
+        items = courier.items([Message("a", id="m")])
+        courier.committed(Written(database, items, [Inserted([7], ["x"])]))
+        await asyncio.sleep(0)
+        assert courier.under_way(database) == {7} and courier.under_way(Database()) == set()
+        sender.may["m"].set()
+        await courier.drain()
+        assert courier.under_way(database) == set()
+
+    asyncio.run(run())
+
+
+def test_ordered_rows_are_claimed_all_or_none_and_never_beside_anothers_claim(session_world):
+    from qmq.outbox.work import Claiming, Settled, Settling
+
+    leave(session_world, "1", "2", "3")
+
+    def do(work):
+        database = find_database(session_world.outside)
+        return asyncio.run(database.run("qmq_msg_queue", lambda rows: Statements(rows, 0).do(work)))
+
+    def ordered(claim, ids, *known):
+        return do(Claiming({claim: ids}, [], [], frozenset([claim]), frozenset(known)))[claim]
+
+    assert do(Claiming({"1:1:1:g1": [1]}, [], [])) == {"1:1:1:g1": [1]}
+    assert ordered("2:1:2:g2", [1, 2]) == [] and ordered("2:1:2:g1", [2, 3]) == []
+    assert ordered("2:1:2:g2", [2]) == [2] and ordered("1:2:1:g1", [3], "1:1:1:g1") == [3]
+    do(Settling([Settled("1:1:1:g1", [1], []), Settled("9:9:9:g2", [2], [])], []))
+    assert session_world.rows() == ["2", "3"]
+
+
+def test_what_names_no_database_is_refused_with_what_would(session_world):
+    options = {"metaserver": "http://127.0.0.1:1", "app": "shop", "token": "any"}
+    for wrong in (object(), sessionmaker(session_world.engine)(), "no alias"):
+        with pytest.raises(InvalidRequest, match="engine|DATABASES"):
+            qmq.Producer(**options, outbox=wrong)
+    with pytest.raises(InvalidRequest, match="more than timeout_s"):
+        qmq.Producer(**options, outbox=session_world.engine, timeout_s=30.0, outbox_age_s=30.0)
+    with pytest.raises(InvalidRequest, match=r"qmq\.Producer"):
+        qmq.blocking.Producer(**options, outbox=create_async_engine("sqlite+aiosqlite:///shop.db"))
