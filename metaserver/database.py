@@ -19,6 +19,7 @@ from sqlalchemy import Engine
 from sqlalchemy.exc import DataError, IntegrityError, SQLAlchemyError
 
 from qmq.errors import NotServed, cause_of
+from qmq.garbage import without_frames
 from qmq.metaserver.db.engine import open_database
 from qmq.metaserver.db.errors import CommitUnknown, DatabaseUnusable
 from qmq.metaserver.db.repository import Repository
@@ -129,10 +130,10 @@ class Database:
         Raises:
             DatabaseAway: no answer yet.
         """
-        earlier = self._probe
-        if earlier is not None and not earlier.done():
-            await self._answer(earlier)  # it tells that the database is there, not how it is since we were called
-        if self._probe is None or self._probe is earlier:
+        if self._probe is not None and not self._probe.done():
+            await self._answer(self._probe)  # it tells that the database is there, not how it is since we were called
+        # No variable may hold the earlier one: this frame is in the traceback of the error that the next one keeps.
+        if self._probe is None or self._probe.done():
             self._probe = asyncio.ensure_future(self._on_thread(self._ask_versions))
             self._probe.add_done_callback(_heard)
         return await self._answer(self._probe)
@@ -214,7 +215,7 @@ class Database:
 
         def run() -> T:
             try:
-                return work()
+                return without_frames(work)
             finally:
                 self._under_way.discard(started)
 

@@ -9,9 +9,11 @@ import asyncio
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from qmq.client.numbered import NumberedSender
+from qmq.garbage import without_frames
 from qmq.outbox import drain
 from qmq.outbox.draining import Draining
 from qmq.outbox.work import Work
@@ -69,7 +71,7 @@ class Drain(drain.Drain):
 
     async def _ask(self, work: Work) -> Any:
         assert self._outbox is not None
-        self._call = self._thread.submit(self._outbox.do, work)
+        self._call = self._thread.submit(without_frames, partial(self._outbox.do, work))
         result = await asyncio.wrap_future(self._call)
         if self.trouble:
             log.warning("outbox answers again database=%s", self.source.url)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import traceback
+import weakref
 
 import pytest
 
@@ -76,7 +78,6 @@ def test_once_in_a_while_it_looks_at_everything(monkeypatch):
 
 
 def test_it_looks_at_everything_when_memory_has_grown(monkeypatch):
-    """A metaserver whose database was away took 4 GB in half an hour: its attempts to connect were old circles."""
     monkeypatch.setattr(garbage, "YOUNG_S", 0.001)
     monkeypatch.setattr(garbage, "LOOK_EVERY", 1)
 
@@ -125,3 +126,31 @@ def test_an_idle_process_looks_at_nothing_while_there_is_little_new(monkeypatch)
 
     asyncio.run(run())
     assert len(looks) == garbage.IDLE_TURNS + 1, "one for each turn at first, then one as soon as there is enough"
+
+
+def test_an_error_keeps_the_lines_that_raised_it_and_none_of_their_variables():
+    def connect():
+        mine = Circle()
+        mine.me = None
+        made.append(weakref.ref(mine))
+        raise ValueError
+
+    def ask():
+        held = Circle()
+        held.me = None
+        made.append(weakref.ref(held))
+        try:
+            connect()
+        except ValueError as error:
+            kept = error  # a circle: the error's traceback holds this frame
+            raise OSError("away") from kept
+
+    made: list[weakref.ref[Circle]] = []
+    gc.disable()
+    try:
+        with pytest.raises(OSError) as raised:
+            garbage.without_frames(ask)
+        assert [one() for one in made] == [None, None]
+        assert "connect()" in "".join(traceback.format_exception(raised.value))
+    finally:
+        gc.enable()

@@ -1,0 +1,26 @@
+"""Shell. The metaserver's way to its database, without a server."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+
+import pytest
+
+from qmq.metaserver.database import Database, DatabaseAway
+
+
+def test_an_outage_leaves_no_errors_behind(tmp_path):
+    """Each attempt's error held the attempt before, for as long as the database was away: 5 MB a second."""
+
+    async def run():
+        database = Database(f"sqlite:///{tmp_path}/missing/metaserver.db", timeout_ms=60_000)
+        for _ in range(20):
+            with pytest.raises(DatabaseAway):
+                await database.probe()
+        gc.collect()
+        kept = [one for one in gc.get_objects() if isinstance(one, DatabaseAway)]
+        database.close()
+        return len(kept)
+
+    assert asyncio.run(run()) <= 1, "the newest answer alone"
