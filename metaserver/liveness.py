@@ -49,6 +49,8 @@ class Sighting:
     """The session that the row names, as far as we know."""
     asked: int = 0
     """How often it was asked since nobody hears it."""
+    suspected: bool = False
+    """A broker here says that it is gone: it is asked once, though the metaserver that hears it lives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +273,19 @@ class Liveness:
             return sighting.up and now_ms - sighting.seen_ms > self.timeout_ms
         if not sighting.up:  # without the database nobody could tell us that it is back
             return self.peers.is_unread(now_ms=now_ms)
+        if sighting.suspected:
+            return True
         return now_ms >= self._presumed_until_ms and self.peers.is_silent(sighting.metaserver, now_ms=now_ms)
+
+    def suspect(self, key: BrokerKey, *, now_ms: int) -> bool:
+        """Let a broker be asked that another metaserver hears, as long as that one stands still unnoticed; False: it
+        is heard here, or down."""
+        sighting = self._sightings.get(key)
+        if sighting is None or sighting.live or not sighting.up:
+            return False
+        sighting.suspected = True
+        sighting.ask_ms = sighting.ask_ms or now_ms
+        return True
 
     def to_ask(self, *, now_ms: int) -> list[Question]:
         """Return who should be asked now. Each question must get an answer with `answered`; until then it is not asked
@@ -300,6 +314,7 @@ class Liveness:
         sighting = self._sightings.get(question.key)
         if sighting is None or sighting.session != question.session or sighting.ask_ms is None:
             return  # it is heard again, here or at another metaserver
+        sighting.suspected = False
         if state is None and sighting.up:
             sighting.up, sighting.asked = False, 0
             self._changed(question.key)

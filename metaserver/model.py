@@ -279,6 +279,8 @@ class ReplicaState:
     """Names the filling that its copy is in or that comes next; empty from a version that does not say it."""
     clock_off_s: int = 0
     """By so many seconds its machine's clock is ahead of the metaserver's and of other copies', or behind them."""
+    lost_master: bool = False
+    """A slave's words: it was in sync, and does not hear its master now."""
     known_term: int = 0
     """Without a part: the newest term that it had written down when it registered."""
 

@@ -338,6 +338,9 @@ class Registry:
         if broker := self.directory.find(key):
             self._reported.note(broker.group, state.term)
             self._reported.note_promise(broker.group, state.promised_term)
+            master = self.directory.groups[broker.group].master
+            if state.lost_master and master is not None and self.liveness.suspect(master.key, now_ms=self.now_ms()):
+                self.doubted.set()
             place = broker.group, state.incarnation
             if state.point is not None and state.point != self.stored_points.get(place):
                 self.points[place] = state.point

@@ -27,10 +27,6 @@ from qmq.types import Role
 log = logging.getLogger("qmq.metaserver")
 
 REMEMBERED_MAX = 10_000
-CLOCK_S = 1.5
-"""Who beats every second hears to every other beat what time it is."""
-REST_CLOCK_S = 3.5
-"""And who rests, to every other one of its beats."""
 STOPPING = "this metaserver stops; ask /meta/address for another one"
 
 MayRest = Callable[[Group, Broker], bool]
@@ -102,7 +98,6 @@ class BrokerRpc:
             try:
                 seen: Directory | None = None
                 assignment: pb.Assignment | None = None
-                told_s = 0.0
                 while not reader.done():
                     wake.clear()
                     sent = assignment
@@ -114,9 +109,7 @@ class BrokerRpc:
                     elif assignment is None:
                         text = f"{broker.key} has no place in a group any more, or not with this data directory"
                         await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{text}; register again")
-                    elif assignment != sent or time.monotonic() - told_s >= _clock_s(assignment):
-                        told_s = time.monotonic()
-                        yield _with_clock(assignment if assignment != sent else None)
+                    yield _with_clock(assignment if assignment != sent else None)
                     await wake.wait()
                 if reader.cancelled():
                     return
@@ -215,10 +208,6 @@ def _state(message: pb.BrokerState, first: pb.BrokerState) -> ReplicaState:
 
 def _leads_several(assignment: pb.Assignment) -> bool:
     return assignment.role == Role.MASTER and len(assignment.slaves) > 1
-
-
-def _clock_s(assignment: pb.Assignment) -> float:
-    return REST_CLOCK_S if assignment.may_rest else CLOCK_S
 
 
 def _with_clock(assignment: pb.Assignment | None) -> pb.Assignment:

@@ -75,6 +75,7 @@ def state_from_message(message: pb.BrokerState) -> ReplicaState:
         incomplete=message.incomplete,
         fill_id=message.fill_id,
         clock_off_s=message.clock_off_s,
+        lost_master=message.lost_master,
     )
 
 
@@ -109,6 +110,7 @@ def assignment_for(
         sync_mode=group.sync_mode,
         fills=[pb.FillOrder(fill_id=one.fill_id, allowed=one.fill_allowed) for one in group.brokers if one.fill_id],
         may_rest=may_rest(group, broker),
+        answers_each=True,
     )
 
 

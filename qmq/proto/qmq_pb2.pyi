@@ -187,7 +187,7 @@ class BrokerAddress(_message.Message):
     def __init__(self, ip: _Optional[str] = ..., serve_port: _Optional[int] = ..., sync_port: _Optional[int] = ..., control_port: _Optional[int] = ..., metrics_port: _Optional[int] = ...) -> None: ...
 
 class Assignment(_message.Message):
-    __slots__ = ("broker_group", "term", "role", "master", "slaves", "readonly_subjects", "offline", "points", "loss_accepted_term", "min_copies", "limits", "sync_mode", "fills", "may_rest", "clock_ms")
+    __slots__ = ("broker_group", "term", "role", "master", "slaves", "readonly_subjects", "offline", "points", "loss_accepted_term", "min_copies", "limits", "sync_mode", "fills", "may_rest", "clock_ms", "answers_each")
     BROKER_GROUP_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -203,6 +203,7 @@ class Assignment(_message.Message):
     FILLS_FIELD_NUMBER: _ClassVar[int]
     MAY_REST_FIELD_NUMBER: _ClassVar[int]
     CLOCK_MS_FIELD_NUMBER: _ClassVar[int]
+    ANSWERS_EACH_FIELD_NUMBER: _ClassVar[int]
     broker_group: str
     term: int
     role: int
@@ -218,7 +219,8 @@ class Assignment(_message.Message):
     fills: _containers.RepeatedCompositeFieldContainer[FillOrder]
     may_rest: bool
     clock_ms: int
-    def __init__(self, broker_group: _Optional[str] = ..., term: _Optional[int] = ..., role: _Optional[int] = ..., master: _Optional[_Union[BrokerAddress, _Mapping]] = ..., slaves: _Optional[_Iterable[_Union[BrokerAddress, _Mapping]]] = ..., readonly_subjects: _Optional[_Iterable[str]] = ..., offline: _Optional[_Iterable[_Union[Offline, _Mapping]]] = ..., points: _Optional[_Iterable[_Union[AcknowledgedPoint, _Mapping]]] = ..., loss_accepted_term: _Optional[int] = ..., min_copies: _Optional[int] = ..., limits: _Optional[_Iterable[_Union[OperatorLimits, _Mapping]]] = ..., sync_mode: _Optional[str] = ..., fills: _Optional[_Iterable[_Union[FillOrder, _Mapping]]] = ..., may_rest: _Optional[bool] = ..., clock_ms: _Optional[int] = ...) -> None: ...
+    answers_each: bool
+    def __init__(self, broker_group: _Optional[str] = ..., term: _Optional[int] = ..., role: _Optional[int] = ..., master: _Optional[_Union[BrokerAddress, _Mapping]] = ..., slaves: _Optional[_Iterable[_Union[BrokerAddress, _Mapping]]] = ..., readonly_subjects: _Optional[_Iterable[str]] = ..., offline: _Optional[_Iterable[_Union[Offline, _Mapping]]] = ..., points: _Optional[_Iterable[_Union[AcknowledgedPoint, _Mapping]]] = ..., loss_accepted_term: _Optional[int] = ..., min_copies: _Optional[int] = ..., limits: _Optional[_Iterable[_Union[OperatorLimits, _Mapping]]] = ..., sync_mode: _Optional[str] = ..., fills: _Optional[_Iterable[_Union[FillOrder, _Mapping]]] = ..., may_rest: _Optional[bool] = ..., clock_ms: _Optional[int] = ..., answers_each: _Optional[bool] = ...) -> None: ...
 
 class FillOrder(_message.Message):
     __slots__ = ("fill_id", "allowed")
@@ -273,7 +275,7 @@ class Offline(_message.Message):
     def __init__(self, subject: _Optional[str] = ..., group: _Optional[str] = ..., consumer: _Optional[str] = ...) -> None: ...
 
 class BrokerState(_message.Message):
-    __slots__ = ("broker_group", "role", "term", "boot", "log_start", "log_end", "flushed_end", "matched_end", "high_watermark", "chain", "readonly_reasons", "hostname", "serve_port", "writable", "durability", "incarnation", "in_step", "acknowledged", "in_sync", "promised_term", "last_term", "last_boot", "incomplete", "fill_id", "clock_off_s")
+    __slots__ = ("broker_group", "role", "term", "boot", "log_start", "log_end", "flushed_end", "matched_end", "high_watermark", "chain", "readonly_reasons", "hostname", "serve_port", "writable", "durability", "incarnation", "in_step", "acknowledged", "in_sync", "promised_term", "last_term", "last_boot", "incomplete", "fill_id", "clock_off_s", "lost_master")
     BROKER_GROUP_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
@@ -299,6 +301,7 @@ class BrokerState(_message.Message):
     INCOMPLETE_FIELD_NUMBER: _ClassVar[int]
     FILL_ID_FIELD_NUMBER: _ClassVar[int]
     CLOCK_OFF_S_FIELD_NUMBER: _ClassVar[int]
+    LOST_MASTER_FIELD_NUMBER: _ClassVar[int]
     broker_group: str
     role: int
     term: int
@@ -324,7 +327,8 @@ class BrokerState(_message.Message):
     incomplete: bool
     fill_id: str
     clock_off_s: int
-    def __init__(self, broker_group: _Optional[str] = ..., role: _Optional[int] = ..., term: _Optional[int] = ..., boot: _Optional[int] = ..., log_start: _Optional[int] = ..., log_end: _Optional[int] = ..., flushed_end: _Optional[int] = ..., matched_end: _Optional[int] = ..., high_watermark: _Optional[int] = ..., chain: _Optional[int] = ..., readonly_reasons: _Optional[_Iterable[str]] = ..., hostname: _Optional[str] = ..., serve_port: _Optional[int] = ..., writable: _Optional[bool] = ..., durability: _Optional[str] = ..., incarnation: _Optional[str] = ..., in_step: _Optional[_Iterable[str]] = ..., acknowledged: _Optional[_Union[AcknowledgedPoint, _Mapping]] = ..., in_sync: _Optional[bool] = ..., promised_term: _Optional[int] = ..., last_term: _Optional[int] = ..., last_boot: _Optional[int] = ..., incomplete: _Optional[bool] = ..., fill_id: _Optional[str] = ..., clock_off_s: _Optional[int] = ...) -> None: ...
+    lost_master: bool
+    def __init__(self, broker_group: _Optional[str] = ..., role: _Optional[int] = ..., term: _Optional[int] = ..., boot: _Optional[int] = ..., log_start: _Optional[int] = ..., log_end: _Optional[int] = ..., flushed_end: _Optional[int] = ..., matched_end: _Optional[int] = ..., high_watermark: _Optional[int] = ..., chain: _Optional[int] = ..., readonly_reasons: _Optional[_Iterable[str]] = ..., hostname: _Optional[str] = ..., serve_port: _Optional[int] = ..., writable: _Optional[bool] = ..., durability: _Optional[str] = ..., incarnation: _Optional[str] = ..., in_step: _Optional[_Iterable[str]] = ..., acknowledged: _Optional[_Union[AcknowledgedPoint, _Mapping]] = ..., in_sync: _Optional[bool] = ..., promised_term: _Optional[int] = ..., last_term: _Optional[int] = ..., last_boot: _Optional[int] = ..., incomplete: _Optional[bool] = ..., fill_id: _Optional[str] = ..., clock_off_s: _Optional[int] = ..., lost_master: _Optional[bool] = ...) -> None: ...
 
 class RouteRequest(_message.Message):
     __slots__ = ("subjects", "app", "client_id", "produces", "held", "kind", "forgotten", "looks_only")

@@ -11,7 +11,7 @@ from typing import NamedTuple
 METASERVER, MASTER, SLAVE = "metaserver", "master", "slave"
 
 READING_MS_MAX = 9_000
-"""The other copy says it every second, a metaserver every four; one answer may be late."""
+"""The other copy says it every second, a metaserver every other one, an older one every four; one may be late."""
 
 
 OFF_S_MAX = 1 << 30

@@ -20,6 +20,7 @@ from qmq.replication.assignment import Address, Assignment
 from qmq.replication.fills import SyncMode
 from qmq.replication.points import Point
 from qmq.replication.settings import CopySettings
+from qmq.server.patience import Patience
 from qmq.server.service import Service
 from qmq.ticking import REST_S, until_next_second
 from qmq.types import Epoch, GroupKind, Role
@@ -40,11 +41,8 @@ it. Up to half of a wait is added at random, so that not all brokers come at onc
 STEADY_S = 3.0
 """Who was served for so long begins with the first wait again. Two machines with a copy of one broker's disk and name
 end each other's heartbeats; they must not do it a hundred times a second."""
-REGISTER_S = 5.0
 SOON_S = 0.5
 """Who said something so short a time before does not repeat it."""
-SILENT_S = 10.0
-"""A metaserver answers every four seconds. One that stands still keeps its connections, and tells of no new master."""
 ALONE_AFTER_S = 3.0
 """How long a broker that starts waits for the metaserver before it takes up the part it had."""
 
@@ -79,6 +77,7 @@ def state_message(service: Service[Any], settings: CopySettings) -> pb.BrokerSta
         incomplete=not node.identity.value.complete,
         fill_id=node.identity.value.fill_id,
         clock_off_s=node.clock_off_s,
+        lost_master=service.has_lost_master,
     )
 
 
@@ -101,6 +100,9 @@ class MetaLink:
         self._last: pb.Assignment | None = None
         self._served_since: float | None = None
         """On the clock of the loop; None: not since the last failure."""
+        self._patience = Patience()
+        self._look: asyncio.TimerHandle | None = None
+        """When it is looked whether a heartbeat was answered."""
 
     async def run(self) -> None:
         """Register, beat; again after every failure."""
@@ -167,19 +169,35 @@ class MetaLink:
             begins=not self._has_part,
         )
         self._last = None
-        self._heard(await stub.Register(identity, metadata=self._metadata, timeout=REGISTER_S))
+        self._heard(await self._register(stub, identity))
         self.stub, loop = stub, asyncio.get_running_loop()
+        self._patience.begin()
         try:
-            async with asyncio.timeout(SILENT_S) as silence:
-                async for assignment in stub.Heartbeat(self._beats(), metadata=self._metadata):
+            async with asyncio.timeout(None) as silence:
+                async for assignment in stub.Heartbeat(self._beats(silence), metadata=self._metadata):
+                    self._patience.answered(loop.time())
                     self.served(loop.time())
                     self._heard(assignment)
-                    silence.reschedule(loop.time() + SILENT_S)
         except TimeoutError:
-            raise NotServed(f"the metaserver said nothing for {SILENT_S:.0f} s") from None
+            self._patience.leave()
+            raise NotServed("the metaserver does not answer heartbeats") from None
+        finally:
+            if self._look is not None:
+                self._look.cancel()
+                self._look = None
         raise NotServed("the metaserver ended the heartbeat")
 
-    async def _beats(self) -> AsyncIterator[pb.BrokerState]:
+    async def _register(self, stub: MetaserverStub, identity: pb.BrokerIdentity) -> pb.Assignment:
+        try:
+            timeout_s = self._patience.limit_s
+            part: pb.Assignment = await stub.Register(identity, metadata=self._metadata, timeout=timeout_s)
+            return part
+        except grpc.aio.AioRpcError as error:
+            if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+                self._patience.leave()
+            raise
+
+    async def _beats(self, silence: asyncio.Timeout) -> AsyncIterator[pb.BrokerState]:
         changed, loop = self._service.state_changed, asyncio.get_running_loop()
         said, said_s = pb.BrokerState(), 0.0
         while True:
@@ -187,12 +205,23 @@ class MetaLink:
             state = state_message(self._service, self._settings)
             if state != said or self._is_time_to_beat(loop.time(), said_s):
                 said, said_s = state, loop.time()
+                self._patience.asked(said_s, is_each_answered=self._last is not None and self._last.answers_each)
+                if self._look is None:
+                    self._look_later(silence)
                 yield state
             try:
                 async with asyncio.timeout(until_next_second(loop.time())):
                     await changed.wait()
             except TimeoutError:
                 pass
+
+    def _look_later(self, silence: asyncio.Timeout) -> None:
+        """Look whether the metaserver answers, when it should have; leave it, if it does not."""
+        loop = asyncio.get_running_loop()
+        left_s = self._patience.left_s(loop.time())
+        self._look = loop.call_later(left_s, self._look_later, silence) if left_s else None
+        if left_s == 0.0:
+            silence.reschedule(loop.time())
 
     def _is_time_to_beat(self, now_s: float, said_s: float) -> bool:
         rests = self._last is not None and self._last.may_rest

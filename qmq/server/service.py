@@ -64,6 +64,8 @@ TOLD_CHARS = 500
 RECONNECTS_S = (0.02, 0.05, 0.1, 0.2)
 """How long a slave waits before it connects again, by attempts since its role changed: the new master of a failover
 begins some milliseconds after its slaves hear of it, and takes nothing before one of them has matched."""
+LOST_MS = 2000
+"""A slave that heard nothing for so long, in which its master sends two beats at least, reports its master as lost."""
 GIVE_BACK_S = 1.0
 """While memory is short, how often what is free in it goes back to the system."""
 BLOCKED_READ_MAX = 32
@@ -295,6 +297,13 @@ class Service(Generic[M]):
     def heard_master(self) -> None:
         self._master_heard_at = self._loop.time()
 
+    @property
+    def has_lost_master(self) -> bool:
+        """Whether this is a slave that was in sync, and does not hear its master now."""
+        heard_ms_ago = self.master_heard_ms_ago()
+        slave = self.node.slave
+        return slave is not None and slave.has_matched and (heard_ms_ago is None or heard_ms_ago >= LOST_MS)
+
     def master_heard_ms_ago(self) -> int | None:
         """How long ago the last packet came from the master; None: there is no link to it."""
         link = self._master_link
@@ -405,6 +414,7 @@ class Service(Generic[M]):
                 if self.node.slave is not None and not self.node.is_held:
                     self.guarded(partial(self.node.slave.connected, self._master_link))
                     await self._until_lost_or_changed(acceptor)
+                    self.state_changed.set()
                 self._master_link.close("the roles changed")
             except (NotServed, AccessError) as error:
                 log.warning("master not reached group=%s at=%s:%d: %s", self.node.group, peer.ip, peer.sync_port, error)

@@ -50,13 +50,15 @@ http {{
 class Installation:
     """Everything in one folder; `metaservers` and `brokers` are processes that a test stops and starts."""
 
-    def __init__(self, folder, database, *, metaservers=2, copies=2):
-        self.folder, self.database = folder, database
-        ports = free_ports(2 * metaservers + 4 * copies + 1)
+    def __init__(self, folder, database, *, metaservers=2, copies=2, groups=1, **settings):
+        self.folder, self.database, self.copies, self.settings = folder, database, copies, settings
+        ports = free_ports(2 * metaservers + 4 * copies * groups + 1)
         self.nginx_port, *ports = ports
         self.metaservers = [self._metaserver(f"m{number}", ports.pop(), ports.pop()) for number in range(metaservers)]
         self.url = f"http://{HOST}:{self.nginx_port}"
-        self.brokers = [self._broker(f"b{number}", [ports.pop() for _ in range(4)]) for number in range(copies)]
+        self.brokers = [
+            self._broker(f"b{number}", [ports.pop() for _ in range(4)]) for number in range(copies * groups)
+        ]
 
     def _metaserver(self, name, http_port, grpc_port):
         settings = {
@@ -69,7 +71,7 @@ class Installation:
             "broker_timeout_ms": 2000,
             "database_timeout_ms": 3000,
             "snapshot": str(self.folder / f"{name}.snapshot"),
-        }
+        } | self.settings
         service = self._service(name, "metaserver", settings)
         service.url, service.grpc = f"http://{HOST}:{http_port}", f"{HOST}:{grpc_port}"
         return service
@@ -104,10 +106,11 @@ class Installation:
             until(lambda service=service: self.answers(service.url), f"{service.name} answers")
         self._start_nginx()
         for number, broker in enumerate(self.brokers):
-            manage(self.url, TOKEN, "AddBroker", brokerGroup="g1", role=min(number, 1), **broker.place)
+            group, place = divmod(number, self.copies)
+            manage(self.url, TOKEN, "AddBroker", brokerGroup=f"g{group + 1}", role=min(place, 1), **broker.place)
             broker.start()
         for service in self.metaservers:
-            until(lambda service=service: self.writable(service.url), f"g1 is writable at {service.name}")
+            until(lambda service=service: self.writable(service.url), f"each group is writable at {service.name}")
         return self
 
     def _start_nginx(self):

@@ -222,6 +222,10 @@ class Network:
     def listens(self, port: tuple[str, int]) -> bool:
         return port in self._listening and not self._listening[port][0].is_dead
 
+    def answers(self, port: tuple[str, int]) -> bool:
+        """As `listens`, and the process does not stand still."""
+        return self.listens(port) and not self._listening[port][0].is_stopped
+
     async def connect(self, host: str, port: int, receiver: Callable[[End], Receiver]) -> Receiver:
         """Raises OSError: nobody listens."""
         process = current()

@@ -220,14 +220,17 @@ class World:
                 raise Violation(f"I20: no consumer group begins within {PEACE_S:.0f} s")
             self.is_producing = True
             self.later(0.0, self.swarm.war_s / 2, self._join)
-        nemesis = Nemesis(self, self.seed)
-        await self._lasts(self.swarm.war_s)
-        nemesis.stop()
+        await self._war()
         self._make_peace()
         peace_s = PEACE_S + (CATCH_UP_S if self.delays and self.counts["clock"] else 0.0)
         if not await self._lasts(peace_s, self._is_well):
             raise Violation(f"I20: not well {peace_s:.0f} s after the last fault: {self.describe()}")
         self._check_end()
+
+    async def _war(self) -> None:
+        nemesis = Nemesis(self, self.seed)
+        await self._lasts(self.swarm.war_s)
+        nemesis.stop()
 
     async def _lasts(self, seconds: float, done: Callable[[], bool] | None = None) -> bool:
         end_s = self.loop.now_s + seconds
@@ -399,13 +402,18 @@ def _quiet() -> Iterator[None]:
 
 
 def simulate(
-    seed: int, *, steering: Steering = UNSTEERED, is_plain: bool = False, joins: bool | None = None
+    seed: int,
+    *,
+    steering: Steering = UNSTEERED,
+    is_plain: bool = False,
+    joins: bool | None = None,
+    world_of: Callable[..., World] = World,
 ) -> Outcome:
     """Run one seed to its end; a failure is in the outcome. `is_plain`: one broker group, whose disks and database keep
     what they have. `joins` as in `Swarm`; None: as the seed has it."""
     folder = Path(tempfile.mkdtemp(prefix="qmq-simulation-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
     (folder / "metaserver.db").write_bytes(_empty_database())
-    world = World(seed, folder, steering, is_plain=is_plain, joins=joins)
+    world = world_of(seed, folder, steering, is_plain=is_plain, joins=joins)
     _freeze()
     try:
         with _quiet():

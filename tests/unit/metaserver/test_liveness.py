@@ -65,6 +65,29 @@ def test_broker_is_asked_past_the_timeout(later, asked):
     assert signs.is_up(KEY, now_ms=START + later)
 
 
+@pytest.mark.parametrize("answer", [None, ACTING_MASTER])
+def test_broker_that_its_slave_lost_is_asked_though_the_metaserver_that_hears_it_lives(answer):
+    signs = liveness()
+    signs.peers.read([peer()], now_ms=START)
+    signs.take_rows([row()], now_ms=START)
+    signs.tick(now_ms=START)
+    assert signs.to_ask(now_ms=START) == []
+    assert signs.suspect(KEY, now_ms=START)
+    signs.tick(now_ms=START)
+    (question,) = signs.to_ask(now_ms=START)
+    signs.answered(question, answer, now_ms=START + 10)
+    signs.tick(now_ms=START + 500)
+    assert signs.is_up(KEY, now_ms=START + 500) is (answer is not None)
+    assert signs.to_ask(now_ms=START + 500) == [], "asked once"
+
+
+def test_broker_that_is_heard_here_is_not_suspected():
+    signs, _ = beating()
+    assert not signs.suspect(KEY, now_ms=START)
+    signs.tick(now_ms=START)
+    assert signs.to_ask(now_ms=START) == []
+
+
 def silenced(at=START + TIMEOUT + 1):
     signs, session = beating()
     flush(signs)

@@ -14,15 +14,13 @@ import pytest
 from qmq.broker.settings import BrokerSettings
 from qmq.errors import DiskFailed, NotServed, OperatorError
 from qmq.log import RealDisk
-from qmq.metaserver.rpc.brokers import REST_CLOCK_S
 from qmq.proto import qmq_pb2 as pb
 from qmq.replication.assignment import Assignment
-from qmq.replication.clocks import READING_MS_MAX
 from qmq.replication.identity import IdentityFile
 from qmq.server import meta_link
 from qmq.server.meta_link import RETRIES_S, MetaLink
+from qmq.server.patience import SILENT_S, SILENT_S_MAX, Patience
 from qmq.server.service import Service
-from qmq.ticking import REST_S
 from qmq.types import Role
 from tests.shell_simulation.loop import VirtualLoop
 
@@ -151,27 +149,97 @@ def test_a_process_begins_until_a_metaserver_gave_it_its_part(tmp_path):
     asyncio.run(test())
 
 
-def test_a_metaserver_that_says_nothing_is_left(monkeypatch):
-    """One that is stopped keeps its connections: without that its brokers would hear of no new master."""
+class Meta:
+    """A metaserver on a virtual clock: answers each heartbeat after `answers_s`, and none from `silent_at_s` on."""
+
+    def __init__(self, loop, *, answers_s=0.0, silent_at_s=float("inf"), answers_each=True):
+        self.loop, self.answers_s, self.silent_at_s = loop, answers_s, silent_at_s
+        self.part = pb.Assignment(broker_group="g1", term=5, may_rest=True, answers_each=answers_each)
+        self.registers_s = []
+
+    async def Register(self, identity, *, timeout, **words):
+        self.registers_s.append(timeout)
+        return self.part
+
+    async def Heartbeat(self, beats, **words):
+        async for _ in beats:
+            await asyncio.sleep(self.answers_s)
+            if self.loop.time() >= self.silent_at_s:
+                await asyncio.Event().wait()
+            yield pb.Assignment(clock_ms=1)
+
+
+def leaves(monkeypatch, meta_of, *, lives=1, pause_s=None, most_s=300.0):
+    """Return for how long a broker, from 1000 s on, stays with each metaserver that it finds."""
+    loop, found = VirtualLoop(1), []
 
     async def test() -> None:
-        monkeypatch.setattr(meta_link, "SILENT_S", 0.05)
+        monkeypatch.setattr(meta_link, "state_message", lambda *_: pb.BrokerState())
         value = SimpleNamespace(group="", incarnation="disk a", term=0)
         node = SimpleNamespace(identity=SimpleNamespace(value=value), heard_metaserver=lambda clock_ms: None)
-        service = SimpleNamespace(node=node, guarded=lambda call: call(), state_changed=asyncio.Event())
+        link = MetaLink(SimpleNamespace(node=node, state_changed=asyncio.Event()), SETTINGS)
+        monkeypatch.setattr(link, "_assign", lambda message: None)
+        if pause_s is not None:
+            loop.call_at(1000 + pause_s[0], lambda: setattr(loop, "now_s", 1000 + pause_s[1]))
+        for _ in range(lives):
+            began, meta = loop.time(), meta_of(loop)
+            try:
+                async with asyncio.timeout(most_s):
+                    await link._live(meta)
+            except (NotServed, TimeoutError):
+                found.append(loop.time() - began)
 
-        class Stub:
-            async def Register(self, identity, **words):
-                return pb.Assignment()
+    try:
+        loop.run_until_complete(test())
+    finally:
+        loop.close()
+    return found
 
-            async def Heartbeat(self, beats, **words):
-                yield pb.Assignment(clock_ms=1)
-                await asyncio.Event().wait()
 
-        with pytest.raises(NotServed, match="said nothing for"):
-            await MetaLink(service, SETTINGS)._live(Stub())
+@pytest.mark.parametrize(
+    ("silent_at_s", "leaves_s"),
+    [
+        pytest.param(1000, 2, id="it never answered"),
+        pytest.param(1004, 6, id="from a heartbeat on"),
+        pytest.param(1004.1, 8, id="from the moment after an answer on: a broker that rests asks two seconds later"),
+    ],
+)
+def test_a_metaserver_that_leaves_a_heartbeat_without_an_answer_is_left_after_two_seconds(
+    monkeypatch, silent_at_s, leaves_s
+):
+    (stayed_s,) = leaves(monkeypatch, lambda loop: Meta(loop, silent_at_s=silent_at_s))
+    assert stayed_s == pytest.approx(leaves_s)
 
-    asyncio.run(test())
+
+def test_an_older_metaserver_that_answers_some_heartbeats_only_is_left_after_ten(monkeypatch):
+    (stayed_s,) = leaves(monkeypatch, lambda loop: Meta(loop, silent_at_s=1000, answers_each=False))
+    assert stayed_s == pytest.approx(10)
+
+
+def test_busy_metaservers_are_left_less_and_less_often(monkeypatch):
+    """The next one may be as busy. Each answer takes three seconds here."""
+    stayed_s = leaves(monkeypatch, lambda loop: Meta(loop, answers_s=3.0), lives=3)
+    assert stayed_s == [pytest.approx(2), 300, 300]
+
+
+def test_a_broker_that_stood_still_itself_reads_first_what_came_meanwhile(monkeypatch):
+    (stayed_s,) = leaves(monkeypatch, lambda loop: Meta(loop, answers_s=1.0), pause_s=(0.5, 60.0), most_s=120.0)
+    assert stayed_s >= 120
+
+
+def test_patience_is_short_again_once_answers_were_quick_for_a_while():
+    patience = Patience()
+    for _ in range(4):
+        patience.leave()
+    assert patience.limit_s == SILENT_S_MAX
+    limits = []
+    for second in range(0, 60, 3):
+        patience.asked(second, is_each_answered=True)
+        patience.answered(second + (0.1 if second >= 30 else 2.0))
+        limits.append(patience.limit_s)
+    assert limits[:3] == [SILENT_S_MAX, SILENT_S_MAX, 4.0]
+    assert set(limits[3:10]) == {4.0}, "answers take half of that"
+    assert limits[-1] == SILENT_S
 
 
 RESTS = pb.Assignment(broker_group="g1", term=5, may_rest=True)
@@ -190,7 +258,7 @@ def seconds_of_beats(monkeypatch, *, told, until_s, changes_at_s=()):
         monkeypatch.setattr(
             meta_link, "state_message", lambda *_: pb.BrokerState(log_end=sum(s <= loop.time() for s in changes_at_s))
         )
-        async with aclosing(link._beats()) as told_beats:
+        async with asyncio.timeout(None) as silence, aclosing(link._beats(silence)) as told_beats:
             async for _ in told_beats:
                 beats.append(loop.time())
                 if loop.time() >= until_s:
@@ -216,14 +284,6 @@ def test_a_broker_that_may_rest_beats_every_other_second_unless_it_has_something
     monkeypatch, told, changes_at_s, beats
 ):
     assert seconds_of_beats(monkeypatch, told=told, until_s=1004, changes_at_s=changes_at_s) == beats
-
-
-def test_one_late_answer_sends_no_broker_away_and_makes_no_clock_unknown():
-    """Who rests hears to every other beat what time it is."""
-    answers_s = 2 * REST_S
-    assert REST_S < REST_CLOCK_S < answers_s
-    assert meta_link.SILENT_S > 2 * answers_s
-    assert READING_MS_MAX > 2000 * answers_s
 
 
 def test_an_answer_that_says_only_what_time_it_is_changes_no_part(monkeypatch):

@@ -1,0 +1,66 @@
+"""Core. How long a broker waits for the answer to a heartbeat before it goes to another metaserver.
+
+A metaserver that stands still keeps its connections, so its brokers would learn of no new master. A busy one answers
+late: a broker that left it for that may find the next one as busy. So each departure doubles the wait, and it is
+shortened again by what answers took since, not by time alone.
+
+    heartbeat ─► answered ─► next one
+             └─► not answered for `limit_s` ─► this process stood still itself? ─► yes: wait once more
+                                                                               └─► no: leave
+"""
+
+from __future__ import annotations
+
+SILENT_S = 2.0
+SILENT_S_MAX = 10.0
+"""Also for a metaserver of an older version: it answers not each heartbeat, but one in four seconds."""
+LATE_S = 0.5
+"""A look that comes so late was held up here: the answer may wait unread."""
+CALM_S = 5.0
+"""What answers took in so long a time decides about the wait after it. Longer, and a metaserver that stood still would
+make its brokers slow to leave the next one that does."""
+
+
+class Patience:
+    """Made once for each broker, as it goes on over metaservers. `now_s` is any clock that only goes forward."""
+
+    def __init__(self) -> None:
+        self.limit_s = SILENT_S
+        self._asked_s: float | None = None
+        """When the oldest heartbeat without an answer was sent."""
+        self._wait_s = SILENT_S
+        self._slowest_s = 0.0
+        self._since_s: float | None = None
+
+    def begin(self) -> None:
+        """A new stream of heartbeats: of the one before, nothing is waited for."""
+        self._asked_s = self._since_s = None
+
+    def asked(self, now_s: float, *, is_each_answered: bool) -> None:
+        """A heartbeat leaves."""
+        if self._asked_s is None:
+            self._asked_s, self._wait_s = now_s, self.limit_s if is_each_answered else SILENT_S_MAX
+
+    def answered(self, now_s: float) -> None:
+        """The metaserver sent something."""
+        if self._since_s is None:
+            self._since_s, self._slowest_s = now_s, 0.0
+        if self._asked_s is not None:
+            self._slowest_s = max(self._slowest_s, now_s - self._asked_s)
+        self._asked_s = None
+        if now_s - self._since_s >= CALM_S:
+            self.limit_s = min(self.limit_s, max(SILENT_S, 2 * self._slowest_s))
+            self._since_s = None
+
+    def left_s(self, now_s: float) -> float | None:
+        """Return for how long to wait on; 0: leave now; None: everything was answered."""
+        if self._asked_s is None:
+            return None
+        over_s = now_s - self._asked_s - self._wait_s
+        if over_s > LATE_S:
+            self._asked_s, over_s = now_s, -self._wait_s
+        return max(0.0, -over_s)
+
+    def leave(self) -> None:
+        """It was not answered in time: the next one gets twice as long."""
+        self.limit_s = min(2 * self.limit_s, SILENT_S_MAX)
