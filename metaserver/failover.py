@@ -284,7 +284,8 @@ def _too_few(facts: Facts) -> tuple[Refusal, str] | None:
 
 
 def _is_disk_of_row(known: SlaveFacts) -> bool:
-    return bool(known.slave.incarnation) and known.said.incarnation == known.slave.incarnation
+    is_there = known.slave.instance in ("", known.said.instance)
+    return bool(known.slave.incarnation) and known.said.incarnation == known.slave.incarnation and is_there
 
 
 def _was_in_sync_before(known: SlaveFacts) -> bool:

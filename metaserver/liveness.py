@@ -26,6 +26,13 @@ ASK_EACH_MS = 10
 many brokers, up to so long for each, as an answer costs about 3 ms."""
 
 
+STOP_ONE = (
+    "Stop the process that is not to go on, and delete its directory. This one is accepted once the other is stopped. "
+    "A further copy of the group gets an empty directory and a name of its own (AddBroker, ReplaceBroker)"
+)
+"""What to do about two processes with one data directory."""
+
+
 class PlaceTaken(OperatorError):
     """Another process with another data directory holds this broker's place. Stop one of them, then start again."""
 
@@ -91,8 +98,8 @@ class Liveness:
         """Raise PlaceTaken if another incarnation holds the place.
 
         Args:
-            has_moved: it comes from another machine than the one that was heard last. With one data directory, both
-                would be given the same part, in the same term.
+            has_moved: it comes from another machine than the one that was heard last, or its directory is at another
+                place. One of the two directories is a copy.
         """
         claimed, claimed_ms = self._claims.get(key, ("", 0))
         sighting = self._sightings.get(key)
@@ -106,8 +113,8 @@ class Liveness:
             )
         if has_moved and sighting is not None and sighting.up:
             raise PlaceTaken(
-                f"another process serves as {key} at this moment, from another address, with the data directory that "
-                "this one has a copy of. Stop one of them"
+                f"another process serves as {key} at this moment, from another address or directory: one of the two "
+                f"data directories is a copy of the other. {STOP_ONE}"
             )
 
     def claim(self, key: BrokerKey, incarnation: str, *, now_ms: int) -> None:

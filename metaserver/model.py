@@ -77,6 +77,8 @@ class Broker:
     """Of the newest filling of its copy that an operator spoke of (`qmq.replication.fills`); empty: of none."""
     fill_allowed: bool = False
     """SyncReplica allowed that filling; else CancelSync stopped it."""
+    instance: str = ""
+    """Names that data directory at its place; a copy of it has another one. Another one gets the part in a new term."""
     kind: int = field(default=NORMAL, compare=False)
     """Its group's, which is stored and never changes."""
 
@@ -281,6 +283,8 @@ class ReplicaState:
     """By so many seconds its machine's clock is ahead of the metaserver's and of other copies', or behind them."""
     lost_master: bool = False
     """A slave's words: it was in sync, and does not hear its master now."""
+    instance: str = ""
+    """Names its data directory at its place; empty from a version that does not say it."""
     known_term: int = 0
     """Without a part: the newest term that it had written down when it registered."""
 

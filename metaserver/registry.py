@@ -19,11 +19,11 @@ from qmq.metaserver.awake import AwakeClock
 from qmq.metaserver.changes import Changes
 from qmq.metaserver.commits import LOAD_MS, Commits
 from qmq.metaserver.database import Database, DatabaseAway, DatabaseSetAside, deciding
-from qmq.metaserver.db.changes import Change
+from qmq.metaserver.db.changes import Change, SetRoles
 from qmq.metaserver.db.errors import CommitUnknown, StaleTerm
 from qmq.metaserver.db.from_memory import dump_of
 from qmq.metaserver.failover import Refusal
-from qmq.metaserver.liveness import Liveness, Question
+from qmq.metaserver.liveness import STOP_ONE, Liveness, PlaceTaken, Question
 from qmq.metaserver.metrics import GroupReading, Metrics
 from qmq.metaserver.model import (
     ALL_SUBJECTS,
@@ -44,7 +44,7 @@ from qmq.metaserver.reported_terms import ReportedTerms
 from qmq.metaserver.route_table import RouteTable
 from qmq.metaserver.snapshot import Snapshot
 from qmq.replication.points import Point
-from qmq.types import NO_EPOCH
+from qmq.types import NO_EPOCH, Role
 
 log = logging.getLogger("qmq.metaserver")
 
@@ -52,6 +52,8 @@ Ask = Callable[[Question], Awaitable[None]]
 TakeTokens = Callable[[list[TokenRow]], None]
 
 REGISTER_TRIES = 3
+REFUSED_SHOWN_MS = 60_000
+"""A process that is refused registers again each second or two."""
 NO_POINT = Point(NO_EPOCH, 0, 0)
 
 
@@ -112,6 +114,8 @@ class Registry:
         """Groups whose master is gone, and why the slave does not become the master by itself."""
         self.news = asyncio.Event()
         """Set when there is something to store."""
+        self.refused: dict[BrokerKey, tuple[str, int]] = {}
+        """Brokers as which another process was refused, why, and when on this clock the last time."""
         self.doubted = asyncio.Event()
         """Set when there may be a broker to ask whether it is there."""
         self.is_loaded = False
@@ -275,14 +279,15 @@ class Registry:
             if self.directory.find(said.key) is None:
                 self._judge()
             known = self.directory.find(said.key) or roles.refuse_unknown(said, self.directory)
-        doubt, has_moved = self.liveness.doubt(said.key), known.ip != said.ip
+        doubt, has_moved = self.liveness.doubt(said.key), roles.may_be_copy(known, said)
         if doubt is not None and (doubt.incarnation != said.incarnation or has_moved):
             await ask(doubt)
-        self.liveness.check_free(said.key, said.incarnation, now_ms=self.now_ms(), has_moved=has_moved)
         for attempt in range(REGISTER_TRIES):
             known = self.directory.find(said.key) or roles.refuse_unknown(said, self.directory)
             roles.check_kind(known, said)
-            roles.check_registration(known, said.incarnation)
+            self._check_place(known, said)
+            is_older = roles.is_older(known, said, term, self.last_state(known))
+            roles.check_registration(known, said.incarnation, is_older=is_older)
             self.liveness.claim(said.key, said.incarnation, now_ms=self.now_ms())
             same_disk = known.incarnation == said.incarnation
             complete = known.complete and same_disk
@@ -307,10 +312,46 @@ class Registry:
         self._known_terms[said.key] = term
         return broker
 
+    def _check_place(self, known: Broker, said: Broker) -> None:
+        """Raise PlaceTaken while another process is heard as this broker, here or by its master."""
+        has_moved, group = roles.may_be_copy(known, said), self.directory.groups[known.group]
+        try:
+            self.liveness.check_free(said.key, said.incarnation, now_ms=self.now_ms(), has_moved=has_moved)
+            if has_moved and self._is_in_sync(group, known):
+                raise PlaceTaken(
+                    f"another process is connected to the master of {group.name} as {known.key}, from another address "
+                    f"or directory: one of the two data directories is a copy of the other. {STOP_ONE}"
+                )
+        except PlaceTaken as error:
+            self.refused[said.key] = str(error), self.now_ms()
+            raise
+
+    def _is_in_sync(self, group: Group, slave: Broker) -> bool:
+        """Whether the group's master, which is heard here, has this slave in sync."""
+        master = self.state(group.master) if group.master and slave.role == Role.SLAVE else None
+        is_heard_here = group.master is not None and self.liveness.where(group.master.key) == self.liveness.own
+        return is_heard_here and master is not None and slave.incarnation in master.in_step
+
+    def refused_lately(self, broker: Broker) -> str:
+        """Say why another process was refused as this broker within the last minute; empty: none was."""
+        text, refused_ms = self.refused.get(broker.key, ("", 0))
+        return text if self.now_ms() - refused_ms <= REFUSED_SHOWN_MS else ""
+
     async def _store_registration(self, broker: Broker, before: Broker) -> None:
+        if roles.is_elsewhere(before, broker) and self.old_row(broker.group) is None:
+            return await self._begin_elsewhere(broker)
         async with self._commits.writing:
             await self.database.write(lambda r: r.store_registration(broker, before))
             await self.catch_up()
+
+    async def _begin_elsewhere(self, broker: Broker) -> None:
+        """Give a broker its part in a new term: nobody counts the process that had it. Raises as `change`."""
+        group = self.directory.groups[broker.group]
+        change = roles.begin_elsewhere(group, broker, above=self.term_floor(group.name))
+        cause = f"{broker.key} has started on another machine or directory, or its machine was started again"
+        audit = AuditRow("metaserver", "", "NewTerm", {"brokerGroup": group.name, "cause": cause}, result="done")
+        await self.change((SetRoles(change),), audit)
+        log.warning("new term broker_group=%s term=%d: %s", group.name, change.new_term, cause)
 
     def join(self, key: BrokerKey, incarnation: str) -> str:
         """Begin a session of heartbeats; return its name. Raises PlaceTaken."""

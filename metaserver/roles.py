@@ -402,17 +402,53 @@ def check_kind(broker: Broker, said: Broker) -> None:
         )
 
 
-def check_registration(broker: Broker, incarnation: str) -> None:
+def check_registration(broker: Broker, incarnation: str, *, is_older: bool = False) -> None:
     """Refuse a master that comes with another disk than before: it would count its empty log as the group's history.
+    So would one that comes with a copy from before it was promoted (`is_older`).
 
     A slave may: it is seeded anew, and until then it counts for nothing.
     """
-    if broker.role == Role.MASTER and broker.incarnation and broker.incarnation != incarnation:
+    if broker.role == Role.MASTER and broker.incarnation and (broker.incarnation != incarnation or is_older):
         raise OperatorError(
             f"{broker.key} was the master of {broker.group} with another data directory. Give it that one back; if it "
             f"is lost: qmq RecoverGroup --brokerGroup={broker.group} --gone={broker.key} makes the best copy that "
             "is left the master, from which this broker is filled. Whose disk is lost, too, is named in --gone as well"
         )
+
+
+def is_elsewhere(known: Broker, said: Broker) -> bool:
+    """Whether a broker comes with the data directory of its row, at another place, or after a start of its machine.
+
+    It may be a copy, and the process that had the part may be at work where no metaserver reaches it. So its part
+    begins in a new term, in which nobody counts the other one.
+    """
+    return bool(known.incarnation) and known.incarnation == said.incarnation and known.instance != said.instance
+
+
+def may_be_copy(known: Broker, said: Broker) -> bool:
+    """Whether a broker may be another process than the one of its row, with the same data directory or a copy of it.
+
+    With one directory at one place it is the same one: its lock lets in one process at a time.
+    """
+    knows_places = bool(known.instance or said.instance) and known.incarnation == said.incarnation
+    return is_elsewhere(known, said) if knows_places else known.ip != said.ip
+
+
+def is_older(known: Broker, said: Broker, term: int, last: ReplicaState | None) -> bool:
+    """Whether a broker comes at another place with a directory that lacks a term which it once reported: a copy from
+    before. The old master, which wrote what was acknowledged then, would cut that for it.
+
+    Args:
+        term: the newest one that it has written down. last: what it reported last.
+    """
+    return is_elsewhere(known, said) and last is not None and term < last.term
+
+
+def begin_elsewhere(group: Group, broker: Broker, *, above: int) -> RoleChange:
+    """The same roles in a new term, over `above`, for a broker that `is_elsewhere`."""
+    master = broker if group.master and group.master.key == broker.key else group.master
+    slaves = tuple(broker if slave.key == broker.key else slave for slave in group.slaves)
+    return replace(renew(group, above=above), master=master, slaves=slaves)
 
 
 def is_rolled_back(state: ReplicaState) -> bool:
@@ -513,7 +549,7 @@ def _addressed(group: Group, broker: Broker) -> Broker:
     """The broker where the operator says, with what it told about itself and its disk when it registered."""
     known = next((member for member in group.brokers if member.key == broker.key), broker)
     told = replace(broker, control_port=known.control_port, metrics_port=known.metrics_port)
-    return replace(told, incarnation=known.incarnation)
+    return replace(told, incarnation=known.incarnation, instance=known.instance)
 
 
 def _require_free(directory: Directory, key: BrokerKey) -> None:

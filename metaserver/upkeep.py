@@ -162,7 +162,8 @@ class Upkeep:
         except OperatorError as error:  # somebody is there, who only does not know our token, say
             log.warning("broker did not say how it stands broker=%s: %s", question.key, error)
             return self._registry.state(broker) or ReplicaState(role=int(broker.role), term=0)
-        return state if state.incarnation in ("", question.incarnation) else None
+        is_same = state.incarnation in ("", question.incarnation) and state.instance in ("", broker.instance)
+        return state if is_same else None
 
     async def _follow(self) -> None:
         """Read what other metaservers changed; once a second, with the same transaction, show them that we live."""

@@ -109,6 +109,8 @@ async def _broker(desk: Desk, broker: Broker, ask: Ask) -> Check:
         roles.check_registration(broker, state.incarnation or broker.incarnation)
     except OperatorError as other_disk:
         return check(False, "runs on another data directory than before", str(other_disk))
+    if refused := desk.registry.refused_lately(broker):
+        return check(False, "another process is refused in its place", refused)
     if not facts["up"]:
         return check(False, "answers, but sends no heartbeats", NOT_HEARD)
     if troubles := [reason for reason in state.readonly_reasons if reason != BY_OPERATOR]:

@@ -49,10 +49,8 @@ def lost_masters(present: Tables, dumped: Tables) -> list[str]:
 def with_disks(present: Tables, dumped: Tables) -> list[dict[str, Any]]:
     """Brokers of the dump. Which disk each one has served with never goes back: a master with an emptied one would be
     let in. Whether a slave is complete has to be seen again."""
-    disks = {_key(row): row["incarnation"] for row in present["broker"]}
-    return [
-        {**row, "complete": False, "incarnation": disks.get(_key(row), row["incarnation"])} for row in dumped["broker"]
-    ]
+    disks = {_key(row): {name: row[name] for name in ("incarnation", "instance")} for row in present["broker"]}
+    return [{**row, "complete": False, **disks.get(_key(row), {})} for row in dumped["broker"]]
 
 
 def _masters(tables: Tables) -> dict[str, Mapping[str, Any]]:

@@ -99,6 +99,7 @@ def _brokers(group: Group, now: int) -> Rows:
             "complete": False,
             "fill_id": broker.fill_id,
             "fill_allowed": broker.fill_allowed,
+            "instance": broker.instance,
             "create_time": now,
             "update_time": now,
         }

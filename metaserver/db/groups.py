@@ -86,6 +86,7 @@ def store_registration(connection: Connection, said: Broker, before: Broker | No
         control_port=said.control_port,
         metrics_port=said.metrics_port,
         incarnation=said.incarnation,
+        instance=said.instance,
         complete=said.complete,
     )
 
@@ -274,6 +275,7 @@ def _broker(row: Row[Any]) -> Broker:
         complete=bool(row.complete),
         fill_id=row.fill_id,
         fill_allowed=bool(row.fill_allowed),
+        instance=row.instance,
     )
 
 
@@ -291,6 +293,7 @@ def _broker_values(holder: Broker, now: int) -> dict[str, Any]:
         "complete": holder.complete,
         "fill_id": holder.fill_id,
         "fill_allowed": holder.fill_allowed,
+        "instance": holder.instance,
         "create_time": now,
         "update_time": now,
     }

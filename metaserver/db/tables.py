@@ -101,6 +101,7 @@ broker = Table(
     Column("complete", Boolean, nullable=False),
     Column("fill_id", name(120), nullable=False, server_default=""),
     Column("fill_allowed", Boolean, nullable=False, server_default=false()),
+    Column("instance", name(), nullable=False, server_default=""),
     Column("create_time", BigInteger, nullable=False),
     Column("update_time", BigInteger, nullable=False),
     UniqueConstraint("hostname", "serve_port", name="uniq_broker"),

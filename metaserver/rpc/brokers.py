@@ -56,7 +56,7 @@ class BrokerRpc:
         self._metrics.registrations.labels(broker.group, "accepted").inc()
         log.info("broker registered broker=%s broker_group=%s role=%s", key, broker.group, broker.part.name)
         assignment = convert.assignment_for(self._registry.directory, key, self._may_rest)
-        if assignment is None:
+        if assignment is None or not _is_of(self._registry.directory.find(key), request):
             text = f"{key} was replaced at this moment; register again"
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
         assert assignment is not None  # abort raises
@@ -127,7 +127,7 @@ class BrokerRpc:
     async def _join(self, first: pb.BrokerState, context: Context) -> tuple[Broker, str]:
         key = BrokerKey(first.hostname, first.serve_port)
         broker = self._registry.directory.find(key)
-        if broker is None or not first.incarnation or broker.incarnation != first.incarnation:
+        if broker is None or not first.incarnation or not _is_of(broker, first):
             text = f"{str(key)[:200]}, incarnation {first.incarnation[:100]!r}, is not registered; call Register first"
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
         assert broker is not None  # abort raises
@@ -146,6 +146,8 @@ class BrokerRpc:
         master would be refused then: it goes on, and an operator decides.
         """
         row = directory.find(broker.key)
+        if row is not None and row.instance not in ("", broker.instance):
+            return None  # its part was given to another process since
         if (
             row is not None
             and row.incarnation != broker.incarnation
@@ -184,6 +186,11 @@ class BrokerRpc:
                 self._logged.clear()
             self._logged.add(line)
             log.warning("%s", line)
+
+
+def _is_of(broker: Broker | None, said: pb.BrokerIdentity | pb.BrokerState) -> bool:
+    """Whether a row names this data directory, at this place."""
+    return broker is not None and (broker.incarnation, broker.instance) == (said.incarnation, said.instance)
 
 
 def _check_group(broker: Broker, said: pb.BrokerIdentity) -> None:

@@ -31,6 +31,8 @@ def broker_from_identity(identity: pb.BrokerIdentity) -> Broker:
         str(identity.sync_port),
     )
     check_name("incarnation", identity.incarnation)
+    if identity.instance:
+        check_name("instance", identity.instance)
     for name, port in (("control_port", identity.control_port), ("metrics_port", identity.metrics_port)):
         if not 0 <= port < 65536:
             raise InvalidRequest(f"{name} {port} is no port")
@@ -47,6 +49,7 @@ def broker_from_identity(identity: pb.BrokerIdentity) -> Broker:
         control_port=identity.control_port,
         metrics_port=identity.metrics_port,
         incarnation=identity.incarnation,
+        instance=identity.instance,
         kind=kind,
     )
 
@@ -76,6 +79,7 @@ def state_from_message(message: pb.BrokerState) -> ReplicaState:
         fill_id=message.fill_id,
         clock_off_s=message.clock_off_s,
         lost_master=message.lost_master,
+        instance=message.instance,
     )
 
 

@@ -145,7 +145,7 @@ class OldRoutesAnswer(_message.Message):
     def __init__(self, producers: _Optional[int] = ..., consumers: _Optional[int] = ..., watchers: _Optional[int] = ...) -> None: ...
 
 class BrokerIdentity(_message.Message):
-    __slots__ = ("broker_group", "hostname", "ip", "serve_port", "sync_port", "control_port", "metrics_port", "incarnation", "version", "kind", "term", "begins")
+    __slots__ = ("broker_group", "hostname", "ip", "serve_port", "sync_port", "control_port", "metrics_port", "incarnation", "version", "kind", "term", "begins", "instance")
     BROKER_GROUP_FIELD_NUMBER: _ClassVar[int]
     HOSTNAME_FIELD_NUMBER: _ClassVar[int]
     IP_FIELD_NUMBER: _ClassVar[int]
@@ -158,6 +158,7 @@ class BrokerIdentity(_message.Message):
     KIND_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     BEGINS_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
     broker_group: str
     hostname: str
     ip: str
@@ -170,7 +171,8 @@ class BrokerIdentity(_message.Message):
     kind: int
     term: int
     begins: bool
-    def __init__(self, broker_group: _Optional[str] = ..., hostname: _Optional[str] = ..., ip: _Optional[str] = ..., serve_port: _Optional[int] = ..., sync_port: _Optional[int] = ..., control_port: _Optional[int] = ..., metrics_port: _Optional[int] = ..., incarnation: _Optional[str] = ..., version: _Optional[str] = ..., kind: _Optional[int] = ..., term: _Optional[int] = ..., begins: _Optional[bool] = ...) -> None: ...
+    instance: str
+    def __init__(self, broker_group: _Optional[str] = ..., hostname: _Optional[str] = ..., ip: _Optional[str] = ..., serve_port: _Optional[int] = ..., sync_port: _Optional[int] = ..., control_port: _Optional[int] = ..., metrics_port: _Optional[int] = ..., incarnation: _Optional[str] = ..., version: _Optional[str] = ..., kind: _Optional[int] = ..., term: _Optional[int] = ..., begins: _Optional[bool] = ..., instance: _Optional[str] = ...) -> None: ...
 
 class BrokerAddress(_message.Message):
     __slots__ = ("ip", "serve_port", "sync_port", "control_port", "metrics_port")
@@ -275,7 +277,7 @@ class Offline(_message.Message):
     def __init__(self, subject: _Optional[str] = ..., group: _Optional[str] = ..., consumer: _Optional[str] = ...) -> None: ...
 
 class BrokerState(_message.Message):
-    __slots__ = ("broker_group", "role", "term", "boot", "log_start", "log_end", "flushed_end", "matched_end", "high_watermark", "chain", "readonly_reasons", "hostname", "serve_port", "writable", "durability", "incarnation", "in_step", "acknowledged", "in_sync", "promised_term", "last_term", "last_boot", "incomplete", "fill_id", "clock_off_s", "lost_master")
+    __slots__ = ("broker_group", "role", "term", "boot", "log_start", "log_end", "flushed_end", "matched_end", "high_watermark", "chain", "readonly_reasons", "hostname", "serve_port", "writable", "durability", "incarnation", "in_step", "acknowledged", "in_sync", "promised_term", "last_term", "last_boot", "incomplete", "fill_id", "clock_off_s", "instance", "lost_master")
     BROKER_GROUP_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
@@ -301,6 +303,7 @@ class BrokerState(_message.Message):
     INCOMPLETE_FIELD_NUMBER: _ClassVar[int]
     FILL_ID_FIELD_NUMBER: _ClassVar[int]
     CLOCK_OFF_S_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
     LOST_MASTER_FIELD_NUMBER: _ClassVar[int]
     broker_group: str
     role: int
@@ -327,8 +330,9 @@ class BrokerState(_message.Message):
     incomplete: bool
     fill_id: str
     clock_off_s: int
+    instance: str
     lost_master: bool
-    def __init__(self, broker_group: _Optional[str] = ..., role: _Optional[int] = ..., term: _Optional[int] = ..., boot: _Optional[int] = ..., log_start: _Optional[int] = ..., log_end: _Optional[int] = ..., flushed_end: _Optional[int] = ..., matched_end: _Optional[int] = ..., high_watermark: _Optional[int] = ..., chain: _Optional[int] = ..., readonly_reasons: _Optional[_Iterable[str]] = ..., hostname: _Optional[str] = ..., serve_port: _Optional[int] = ..., writable: _Optional[bool] = ..., durability: _Optional[str] = ..., incarnation: _Optional[str] = ..., in_step: _Optional[_Iterable[str]] = ..., acknowledged: _Optional[_Union[AcknowledgedPoint, _Mapping]] = ..., in_sync: _Optional[bool] = ..., promised_term: _Optional[int] = ..., last_term: _Optional[int] = ..., last_boot: _Optional[int] = ..., incomplete: _Optional[bool] = ..., fill_id: _Optional[str] = ..., clock_off_s: _Optional[int] = ..., lost_master: _Optional[bool] = ...) -> None: ...
+    def __init__(self, broker_group: _Optional[str] = ..., role: _Optional[int] = ..., term: _Optional[int] = ..., boot: _Optional[int] = ..., log_start: _Optional[int] = ..., log_end: _Optional[int] = ..., flushed_end: _Optional[int] = ..., matched_end: _Optional[int] = ..., high_watermark: _Optional[int] = ..., chain: _Optional[int] = ..., readonly_reasons: _Optional[_Iterable[str]] = ..., hostname: _Optional[str] = ..., serve_port: _Optional[int] = ..., writable: _Optional[bool] = ..., durability: _Optional[str] = ..., incarnation: _Optional[str] = ..., in_step: _Optional[_Iterable[str]] = ..., acknowledged: _Optional[_Union[AcknowledgedPoint, _Mapping]] = ..., in_sync: _Optional[bool] = ..., promised_term: _Optional[int] = ..., last_term: _Optional[int] = ..., last_boot: _Optional[int] = ..., incomplete: _Optional[bool] = ..., fill_id: _Optional[str] = ..., clock_off_s: _Optional[int] = ..., instance: _Optional[str] = ..., lost_master: _Optional[bool] = ...) -> None: ...
 
 class RouteRequest(_message.Message):
     __slots__ = ("subjects", "app", "client_id", "produces", "held", "kind", "forgotten", "looks_only")

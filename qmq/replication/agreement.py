@@ -82,6 +82,8 @@ class Hello:
     """Of the filling that it is in or that comes next; empty from a version that does not know `wait`."""
     is_whole: bool = False
     """Once it had all that its master had."""
+    instance: str = ""
+    """Names its data directory at its place: a copy of the directory has another one. Empty from older versions."""
 
     @property
     def would_be_filled(self) -> bool:
@@ -122,6 +124,7 @@ class Hello:
             owner=self.owner,
             fill_id=self.fill_id,
             whole=self.is_whole,
+            instance=self.instance,
         )
 
     @classmethod
@@ -170,6 +173,7 @@ class Hello:
             str(f.get("owner", "")),
             str(f.get("fill_id", "")),
             bool(f.get("whole", False)),
+            str(f.get("instance", "")),
         )
 
 

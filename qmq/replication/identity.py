@@ -5,7 +5,8 @@
                     "assignment": the last one from the metaserver, or null,
                     "promised": it is no part of a mastership of an older term; 0: it promised nothing,
                     "owner": hostname:serve_port of the broker that the assignment was for,
-                    "fills": how often this copy was filled: it became complete so often}
+                    "fills": how often this copy was filled: it became complete so often,
+                    "instance": of the process that the assignment was for: where its directory was}
 
 A broker fsyncs a newer epoch here before it acts in it and refuses every message of an older one from then on.
 The last assignment lets it start while the metaserver is down. What it knows to be acknowledged is in a file of its
@@ -39,6 +40,7 @@ class Identity:
     owner: str = ""
     promised: int = 0
     fills: int = 0
+    instance: str = ""
 
     @property
     def epoch(self) -> Epoch:
@@ -54,9 +56,13 @@ class Identity:
 class IdentityFile:
     """The identity and its file. Made by main; the only writer."""
 
-    def __init__(self, disk: Disk, *, new_incarnation: str) -> None:
-        """Raises CorruptFrame if the file is damaged: move this data directory aside and let the broker be seeded."""
-        self._disk = disk
+    def __init__(self, disk: Disk, *, new_incarnation: str, instance: str = "") -> None:
+        """Raises CorruptFrame if the file is damaged: move this data directory aside and let the broker be seeded.
+
+        Args:
+            instance: names this directory at its place (`qmq.log.one_process`); a copy of it has another one.
+        """
+        self._disk, self.instance = disk, instance
         self.points = PointFile(disk)
         self.value = Identity(new_incarnation)
         if data := disk.read(NAME, 0, disk.size(NAME)):
@@ -86,8 +92,9 @@ class IdentityFile:
             self._change(complete=complete, fills=self.value.fills + complete)
 
     def assigned(self, group: str, assignment: dict[str, Any], owner: str) -> None:
-        if (group, assignment, owner) != (self.value.group, self.value.assignment, self.value.owner):
-            self._change(group=group, assignment=assignment, owner=owner)
+        part = {"group": group, "assignment": assignment, "owner": owner, "instance": self.instance}
+        if any(getattr(self.value, name) != value for name, value in part.items()):
+            self._change(**part)
 
     def _change(self, **fields: Any) -> None:
         self.value = replace(self.value, **fields)

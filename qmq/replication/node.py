@@ -84,6 +84,12 @@ class Node(Generic[M]):
         return self.identity.value.owner not in ("", self._name)
 
     @property
+    def is_elsewhere(self) -> bool:
+        """Whether its part was given to this directory at another place, or before the machine's last start. This one
+        may be a copy, and the original may be at work; a version that knew no instances left it empty."""
+        return self.identity.value.instance not in ("", self.identity.instance)
+
+    @property
     def owner(self) -> str:
         """Whose directory it is."""
         return f"{self.identity.value.owner or 'a broker'} of {self.identity.value.group}"
@@ -144,8 +150,24 @@ class Node(Generic[M]):
         if self.is_of_another:
             log.error("part of another broker not taken up: the directory belongs to %s", self.owner)
             return False
+        if self.is_elsewhere:
+            log.error(
+                "part not taken up without the metaserver group=%s: since it was given, the machine was started again, "
+                "or the directory was moved or copied. Only the metaserver can exclude another process with a copy",
+                remembered.group,
+            )
+            return False
         self.assign(remembered)
         return True
+
+    def lose_part(self, why: str) -> None:
+        """Another process has this broker's part, says the metaserver: confirm and acknowledge nothing more."""
+        if self.assignment is None:
+            return
+        log.critical("part ends group=%s term=%d: %s", self.group, self.assignment.term, why)
+        self._leave_role()
+        self.assignment = None
+        self._host.role_changed()
 
     def _remembered(self) -> Assignment | None:
         fields = self.identity.value.assignment

@@ -105,6 +105,7 @@ class Slave:
             known.owner,
             known.fill_id,
             known.complete,
+            self._identity.instance,
         )
         self._host.hello(hello.encode())
 

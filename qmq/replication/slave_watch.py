@@ -95,6 +95,8 @@ class SlaveWatch:
         """Up to where its log was ours at its last hello; None: it said none, or its log was empty."""
         self.owner = ""
         """Its broker, hostname:serve_port; of an older version, its incarnation."""
+        self.instance = ""
+        """Of the process whose hello was answered last."""
 
     @property
     def confirmed_end(self) -> int | None:
@@ -140,7 +142,13 @@ class SlaveWatch:
 
     def hello(self, link: Link, packet: Packet, hello: Hello) -> None:
         mastership, points = self._mastership, self._identity.points
-        self.owner = hello.owner or hello.incarnation
+        if self._link not in (None, link) and hello.instance != self.instance:
+            log.critical("another process says hello group=%s peer=%s: it is refused", mastership.group, link.peer)
+            raise NotServed(
+                f"another process with this copy is the slave of {mastership.group} at this moment, and you may be a "
+                "copy of its directory. Stop one of the two"
+            )
+        self.owner, self.instance = hello.owner or hello.incarnation, hello.instance
         is_ahead = hello.is_ahead_of(mastership.log.state.epoch)
         try:
             agreement = agree(hello, mastership.log, mastership.epoch, has_begun=mastership.has_begun, point=points.own)

@@ -78,6 +78,7 @@ def state_message(service: Service[Any], settings: CopySettings) -> pb.BrokerSta
         fill_id=node.identity.value.fill_id,
         clock_off_s=node.clock_off_s,
         lost_master=service.has_lost_master,
+        instance=node.identity.instance,
     )
 
 
@@ -134,7 +135,11 @@ class MetaLink:
         text = (isinstance(error, grpc.aio.AioRpcError) and error.details()) or cause_of(error)
         if self._service.node.is_of_another and not isinstance(error, OperatorError):
             text = f"{text} (this data directory belongs to {self._service.node.owner})"
-        log.warning("metaserver does not serve us at=%s: %s", self._settings.metaserver, text)
+        is_taken = isinstance(error, grpc.aio.AioRpcError) and error.code() == grpc.StatusCode.ALREADY_EXISTS
+        level = logging.CRITICAL if is_taken else logging.WARNING
+        log.log(level, "metaserver does not serve us at=%s: %s", self._settings.metaserver, text)
+        if is_taken:
+            self._service.guarded(lambda: self._service.node.lose_part(text))
 
     def start_alone(self) -> None:
         """Take up the part we had, unless the metaserver was reached and refused it: ours may be a copied directory."""
@@ -167,6 +172,7 @@ class MetaLink:
             kind=self._kind,
             term=self._service.node.identity.value.term,
             begins=not self._has_part,
+            instance=self._service.node.identity.instance,
         )
         self._last = None
         self._heard(await self._register(stub, identity))

@@ -52,8 +52,11 @@ def run(name: str, settings_type: type[S], prefix: str, description: str, build:
     come_first()
     try:
         settings.data.mkdir(parents=True, exist_ok=True)
-        with one_process(settings.data, name), asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(_serve(settings, build))
+        with (
+            one_process(settings.data, name) as instance,
+            asyncio.Runner(loop_factory=_loop_factory()) as runner,
+        ):
+            runner.run(_serve(settings, build, instance))
     except (QmqError, OSError) as error:
         log.critical("%s cannot start: %s", name, error)
         return 1
@@ -68,7 +71,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return cast(Callable[[], asyncio.AbstractEventLoop], uvloop.new_event_loop)
 
 
-async def _serve(settings: S, build: Build[S]) -> None:
+async def _serve(settings: S, build: Build[S], instance: str) -> None:
     disk = RealDisk(settings.data, cached_bytes=settings.cached_bytes)
     await wait_for_room(disk)
     began = time.monotonic()
@@ -81,7 +84,7 @@ async def _serve(settings: S, build: Build[S]) -> None:
         message_log.torn_bytes,
         time.monotonic() - began,
     )
-    identity = IdentityFile(disk, new_incarnation=secrets.token_hex(8))
+    identity = IdentityFile(disk, new_incarnation=secrets.token_hex(8), instance=instance)
     parts = build(settings, message_log, disk, identity)
     gc.collect()
     gc.freeze()  # what was imported and built stays for good; looking at it again and again costs 30 ms a time

@@ -54,9 +54,9 @@ def running(run_dir, *, groups=("g1",), delay_groups=(), copies=2, restart_s=0.1
 
 
 @contextmanager
-def running_apart(run_dir, groups, **settings):
+def running_apart(run_dir, groups, *, metaserver=None, **settings):
     """Run a cluster for several scenarios: each group serves a subject of its own, `s.GROUP`."""
-    alone = {"groups_per_subject_min": 1, "groups_per_subject_new": 1}
+    alone = {"groups_per_subject_min": 1, "groups_per_subject_new": 1} | (metaserver or {})
     with running(run_dir, groups=groups, metaserver=alone, **settings) as cluster:
         for group in groups:
             cluster.manage("SetGroupTag", brokerGroup=group, tag=group)

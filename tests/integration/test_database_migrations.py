@@ -22,7 +22,7 @@ from qmq.metaserver.db.tables import meta_version, metadata, subject_route
 from qmq.metaserver.model import ReadonlyMark
 from qmq.types import Role
 
-NEWEST = "0015"
+NEWEST = "0016"
 
 
 @pytest.fixture

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
+from unittest import mock
 
 import grpc
 import pytest
 
+from qmq.metaserver import renewals
+from qmq.metaserver.model import BrokerKey
 from qmq.proto import qmq_pb2 as pb
 from tests.integration.metaserver_world import METADATA, FakeBroker, in_world, place
 from tests.integration.watchdog_world import KEY
@@ -63,6 +67,32 @@ async def test_second_process_claiming_a_live_broker_is_refused(world):
         assert error.code() == grpc.StatusCode.ALREADY_EXISTS
         assert "Stop it first" in error.details()
     assert await world.writable("g1") and master.gone is None
+
+
+@in_world
+async def test_stream_of_a_broker_ends_whose_part_was_given_to_a_copy_at_another_place(world):
+    """By another metaserver, say. And no process is told of a term that another one got while it registered."""
+    master, slave = await world.copies()
+    registry = world.server.registry
+
+    async def is_missing():
+        return not registry.state(registry.directory.groups["g1"].master).in_step
+
+    async def give_away(*_):
+        row = registry.directory.find(BrokerKey("g1-b", 20881))
+        copied = replace(row, instance=f"{row.instance} copy")
+        await registry.database.write(lambda repository: repository.store_registration(copied))
+        await registry.catch_up()
+
+    await give_away()
+    gone = await slave.until_gone()
+    assert gone.code() == grpc.StatusCode.FAILED_PRECONDITION and "register again" in gone.details()
+    await slave.stop()
+    master.in_step_with = ""
+    await world.until(is_missing)
+    with mock.patch.object(renewals, "begin_life", give_away):
+        error = await refusal(world.rpc.Register(slave.identity(begins=True), metadata=METADATA))
+    assert error.code() == grpc.StatusCode.FAILED_PRECONDITION and "register again" in error.details()
 
 
 @in_world

@@ -189,7 +189,7 @@ class CopyMachine(Machine):
         return RealDisk(root, cached_bytes=cached_bytes, system=self.system)
 
     async def work(self) -> None:
-        await running._serve(self.settings, self._build)
+        await running._serve(self.settings, self._build, self.name)
 
     @property
     def settings(self) -> CopySettings:

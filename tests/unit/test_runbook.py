@@ -20,6 +20,7 @@ STARTS = {
     "qmq/replication/identity.py": {"_decode"},
     "qmq/replication/node.py": {"assign"},
     "metaserver/liveness.py": {"check_free"},
+    "metaserver/registry.py": {"_check_place"},
     "metaserver/roles.py": {"refuse_unknown", "check_kind", "check_registration"},
 }
 """Functions that send a starting process away."""

@@ -159,8 +159,15 @@ class Broker:
 
     def __init__(self, name: str, settings: BrokerSettings = SETTINGS) -> None:
         self.name, self.settings = name, replace(settings, hostname=name)
-        self.disk, self.starts = MemoryDisk(), 0
+        self.disk, self.starts, self.instance = MemoryDisk(), 0, f"{name} at its place"
         self.start()
+
+    def copied(self) -> Broker:
+        """A process on a copy of the directory."""
+        other = Broker(self.name, self.settings)
+        other.disk, other.instance = self.disk.copy(), "a copy"
+        other.start()
+        return other
 
     def start(self) -> None:
         self.starts += 1
@@ -168,7 +175,7 @@ class Broker:
         settings = self.settings
         message_log = MessageLog(self.disk, segment_bytes=settings.segment_bytes, tail_bytes=settings.tail_bytes)
         self.counters = Counters()
-        identity = IdentityFile(self.disk, new_incarnation=f"{self.name}-{self.starts}")
+        identity = IdentityFile(self.disk, new_incarnation=f"{self.name}-{self.starts}", instance=self.instance)
         self.node = Node(
             message_log=message_log,
             host=self.host,

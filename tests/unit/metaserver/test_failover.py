@@ -52,6 +52,7 @@ REFUSED = [
     pytest.param(replace(FINE, unwilling={B.key: "heard"}), Refusal.HEARS_ITS_MASTER, id="it hears its master"),
     pytest.param(slave_says(incarnation="empty"), Refusal.OTHER_DISK, id="its disk was replaced"),
     pytest.param(slave_says(incarnation=""), Refusal.OTHER_DISK, id="it does not name its disk"),
+    pytest.param(slave_is(instance="1"), Refusal.OTHER_DISK, id="its disk is a copy"),
     pytest.param(
         replace(slave_is(incarnation=""), master_said=replace(MASTER_SAID, in_step=("",))),
         Refusal.OTHER_DISK,

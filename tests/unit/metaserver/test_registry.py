@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from qmq.errors import OperatorError
 from qmq.metaserver.database import DatabaseAway
 from qmq.metaserver.db.changes import RemoveRoute, SetMark, SetRoute
 from qmq.metaserver.liveness import PlaceTaken, Question
@@ -185,5 +186,84 @@ def test_a_copy_of_a_data_directory_gets_no_part_while_the_broker_that_it_is_of_
 
         registry.leave(known.key, world.sessions["g1-a"])  # the machine is another one now, and the old one is off
         assert (await registry.register(moved, is_gone)).ip == "10.0.0.9"
+
+    asyncio.run(test())
+
+
+def test_a_broker_that_starts_at_another_place_gets_its_part_in_a_new_term_once_the_other_one_is_gone(tmp_path):
+    """The process that had the part may be at work where no metaserver reaches it: its master must not count it."""
+
+    async def test() -> None:
+        world = await opened(tmp_path)
+        for hostname in ("g1-a", "g1-b"):
+            await world.start(hostname)
+        registry, asked = world.registry, []
+        group = registry.directory.groups["g1"]
+        original = replace(group.slaves[0], complete=True)
+        copied = replace(original, instance="a copy")
+        for _ in range(2):
+            with pytest.raises(PlaceTaken, match="one of the two data directories is a copy"):
+                await registry.register(copied, asked.append)
+        checks = (await world.done("Doctor"))["checks"]
+        (told,) = [check for check in checks if check["found"] == "another process is refused in its place"]
+        assert str(original.key) in told["name"] and "delete its directory" in told["remedy"]
+
+        async def is_gone(question: Question) -> None:
+            asked.append(question)
+            registry.liveness.answered(question, None, now_ms=registry.now_ms())
+
+        world.beat("g1-a", in_step=(original.incarnation,))
+        registry.leave(original.key, world.sessions["g1-b"])
+        with pytest.raises(PlaceTaken, match="connected to the master"):
+            await registry.register(copied, is_gone)
+        assert registry.directory.groups["g1"] == group
+        world.beat("g1-a")
+        for _ in range(2):  # the second one says nothing new
+            assert (await registry.register(copied, is_gone)).instance == "a copy"
+        row = registry.directory.groups["g1"]
+        assert (row.term, row.slaves[0].instance, row.master) == (group.term + 1, "a copy", group.master)
+        registry.join(copied.key, copied.incarnation)
+        with pytest.raises(PlaceTaken, match="is a copy of the other"):
+            await registry.register(original, is_gone)
+        assert (await registry.register(replace(copied, ip="10.0.0.7"), is_gone)).ip == "10.0.0.7"  # the same process
+        assert registry.directory.groups["g1"].term == row.term
+
+    asyncio.run(test())
+
+
+def test_a_broker_at_another_place_raises_no_row_that_is_older_than_its_brokers(tmp_path):
+    """The new term would give parts that a newer row, which the database lost, gave otherwise."""
+
+    async def test() -> None:
+        world = await opened(tmp_path)
+        await world.start("g1-a")
+        registry = world.registry
+        group = registry.directory.groups["g1"]
+        world.beat("g1-a", term=group.term + 5)
+        world.stop("g1-a")
+        await registry.register(replace(group.master, instance="a copy"), asyncio.sleep, term=group.term + 5)
+        assert registry.directory.groups["g1"].term == group.term
+
+    asyncio.run(test())
+
+
+def test_a_copy_from_before_a_master_was_promoted_does_not_take_its_place(tmp_path):
+    """What the old master and this one had acknowledged before, only the original is known to have."""
+
+    async def test() -> None:
+        world = await opened(tmp_path)
+        for hostname in ("g1-a", "g1-b"):
+            await world.start(hostname)
+        registry = world.registry
+        group = registry.directory.groups["g1"]
+        world.stop("g1-a")
+        world.stop("g1-b")
+        copied = replace(group.master, instance="a copy")
+        with pytest.raises(OperatorError, match="Give it that one back"):
+            await registry.register(copied, asyncio.sleep, term=group.term - 1)
+        slave = replace(group.slaves[0], instance="a copy")
+        await registry.register(slave, asyncio.sleep, term=group.term - 1)  # it counts once it has matched
+        await registry.register(copied, asyncio.sleep, term=group.term)
+        assert registry.directory.groups["g1"].term == group.term + 2
 
     asyncio.run(test())

@@ -69,6 +69,39 @@ def test_the_last_row_gives_its_part_to_a_broker_that_starts_without_a_metaserve
     assert group.b.node.start_without_metaserver() and group.b.node.slave is not None
 
 
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_a_copy_of_a_directory_takes_a_part_from_the_metaserver_only(name, caplog):
+    group = a_group()
+    copied = getattr(group, name).copied()
+    assert not copied.node.start_without_metaserver() and copied.node.role is None
+    assert "moved or copied" in caplog.text
+    copied.assign(Role.SLAVE, 2)
+    copied.crash()
+    assert copied.node.start_without_metaserver() and copied.node.slave is not None
+
+
+def test_a_directory_of_a_version_without_instances_takes_up_its_part():
+    group = a_group()
+    group.b.node.identity.instance = ""
+    group.b.assign(Role.SLAVE, 1)
+    group.b.crash()
+    assert group.b.node.start_without_metaserver()
+
+
+def test_a_process_whose_part_another_one_has_confirms_and_acknowledges_nothing_more(caplog):
+    group = a_group()
+    for broker in (group.b, group.a):
+        broker.node.lose_part("another process serves as it")
+        assert broker.node.role is None and broker.node.assignment is None and not broker.node.readonly_reasons
+        broker.wait(1000)
+        broker.host.settle()
+        assert broker.node.role is None
+    assert caplog.text.count("part ends group=g1 term=1: another process serves as it") == 2
+    group.a.assign(Role.MASTER, 2)
+    assert group.a.node.master is not None
+    Broker("new").node.lose_part("it has none")
+
+
 def test_a_directory_of_another_group_takes_no_part():
     group = a_group()
     with pytest.raises(OperatorError, match="belongs to a:.* of g1, not to g2"):

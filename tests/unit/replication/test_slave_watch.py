@@ -147,6 +147,27 @@ def test_a_newer_connection_of_a_slave_replaces_the_older_one_whatever_it_was_fo
     assert same.is_open
 
 
+def test_a_copy_of_a_slave_is_refused_while_that_one_is_connected(caplog):
+    """Their confirmations would count by turns, and neither has what the other confirmed."""
+    group = Group.made().start()
+    slave, copied = group.b, group.b.copied()
+    group.b = copied
+    copied.assign(Role.SLAVE, 1)
+    older = (group.at_master, group.at_slave)
+    group.connect()
+    group.deliver_hello()
+    assert older[0].is_open and not group.at_slave.is_open and "another process says hello group=g1" in caplog.text
+    Client(group.a).produce("m")
+    group.b, (group.at_master, group.at_slave) = slave, older
+    group.settle()
+    assert group.a.node.writable and slave.log.end == group.a.log.end > copied.log.end
+    group.cut()
+    group.b = copied
+    group.connect()
+    group.settle()
+    assert group.a.node.writable and copied.log.end == group.a.log.end
+
+
 def test_frames_are_taken_from_a_slave_only_until_the_mastership_begins():
     group = a_master_that_takes_back_piece_by_piece()
     end = group.a.log.end

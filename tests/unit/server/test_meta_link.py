@@ -32,6 +32,10 @@ class Node:
 
     def __init__(self, error=None):
         self.started, self.error = 0, error
+        self.lost = []
+
+    def lose_part(self, why):
+        self.lost.append(why)
 
     def start_without_metaserver(self):
         if self.error is not None:
@@ -61,6 +65,8 @@ def test_broker_takes_up_its_old_part_only_if_nobody_told_it_not_to(error, start
     link.failed(error)
     link.start_alone()
     assert node.started == starts
+    is_taken = isinstance(error, grpc.aio.AioRpcError) and error.code() == grpc.StatusCode.ALREADY_EXISTS
+    assert node.lost == (["because"] if is_taken else []), "the part of another process ends at once"
 
 
 def test_disk_that_fails_as_the_old_part_is_taken_up_ends_the_process():
@@ -176,7 +182,8 @@ def leaves(monkeypatch, meta_of, *, lives=1, pause_s=None, most_s=300.0):
     async def test() -> None:
         monkeypatch.setattr(meta_link, "state_message", lambda *_: pb.BrokerState())
         value = SimpleNamespace(group="", incarnation="disk a", term=0)
-        node = SimpleNamespace(identity=SimpleNamespace(value=value), heard_metaserver=lambda clock_ms: None)
+        identity = SimpleNamespace(value=value, instance="place 1")
+        node = SimpleNamespace(identity=identity, heard_metaserver=lambda clock_ms: None)
         link = MetaLink(SimpleNamespace(node=node, state_changed=asyncio.Event()), SETTINGS)
         monkeypatch.setattr(link, "_assign", lambda message: None)
         if pause_s is not None:
