@@ -1,6 +1,6 @@
 # Everything here needs Python 3.11 or newer, make, and, for the audit, Java 17. `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help venv run stop demo test quick lint types format bench bench-metaserver bench-failover bench-idle bench-scrape bench-neighbours bench-outbox outbox bench-delay transcripts drawings console-pictures simulate mutants chaos audit-live delay-ledger history proto lock clean
+.PHONY: help venv run stop demo test quick lint types format bench bench-metaserver bench-failover bench-idle bench-scrape bench-neighbours bench-outbox outbox bench-delay transcripts drawings console-pictures simulate mutants chaos audit-live clones delay-ledger history proto lock clean
 SHELL := /bin/bash
 
 VENV ?= .venv
@@ -80,7 +80,7 @@ drawings: $(STAMP) ## write the drawings of docs/states.md anew from the tables
 console-pictures: $(STAMP) ## draw docs/console-*.png anew, of a real cluster on a bad night (Debian's Chromium)
 	@exec $(PY) -m tests.integration.console_story docs
 
-simulate: $(STAMP) ## everything that may go wrong, in virtual time, for SEEDS seeds (default 2000); SCENARIO=cores (default), delay, outbox or shells
+simulate: $(STAMP) ## everything that may go wrong, in virtual time, for SEEDS seeds (default 2000); SCENARIO=cores (default), clones, delay, outbox or shells
 	@$(PY) -m tests.simulation --scenario "$(or $(SCENARIO),cores)" --seeds "$(or $(SEEDS),2000)"
 
 mutants: $(STAMP) ## plant small faults, SAMPLE (default 100, 0: all) in each of log, replication and broker, drawn by SEED; AREAS="broker/consume.py"
@@ -91,6 +91,9 @@ chaos: $(STAMP) ## real processes killed, stopped and swapped for MINUTES minute
 
 audit-live: $(STAMP) ## RUNS (default 20) audits of a cluster that works, with swaps, failovers, seeding and restarts in the middle
 	@$(PY) -m tests.chaos.audit_live --runs "$(or $(RUNS),20)"
+
+clones: $(STAMP) ## copies of data directories run beside their brokers, ROUNDS times (default 50) in four groups
+	@$(PY) -m tests.chaos.clones --rounds "$(or $(ROUNDS),50)"
 
 delay-ledger: $(STAMP) ## MESSAGES (default 100000) come due while delay servers are killed 20 times and swapped 5 times
 	@$(PY) -m tests.chaos.delay_trial --messages "$(or $(MESSAGES),100000)"

@@ -54,7 +54,7 @@ class DelayProcess(Process):
     world: DelayWorld
 
     def __init__(self, machine: DelayMachine) -> None:
-        self.machine, self.world, self.name = machine, machine.world, machine.name
+        self.machine, self.world, self.name, self.broker = machine, machine.world, machine.name, machine.broker
         self._events = machine.world.events
         world, limits = self.world, self.world.swarm.limits
         self.is_alive = True
@@ -83,7 +83,9 @@ class DelayProcess(Process):
             host=self,
             settings=self.settings,
             promote=self._promote,
-            identity=IdentityFile(machine.disk, new_incarnation=f"{machine.name}{machine.lives}"),
+            identity=IdentityFile(
+                machine.disk, new_incarnation=f"{machine.name}{machine.lives}", instance=machine.name
+            ),
         )
         self.filing = Filing(
             self.log,

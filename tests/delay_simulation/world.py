@@ -37,7 +37,7 @@ class DelayWorld(World):
         self.events = Events(seed)
         self.steering, self.watch = steering, None
         rng = self.events.rng
-        self._moves = False
+        self._moves, self._clones, self.copies, self.stopped = False, False, 2, []
         swarm = Swarm.draw(rng)
         self.swarm = swarm = replace(swarm, consumers=0, tagged=False, keys=rng.random() < 0.3)
         self._draw(rng)

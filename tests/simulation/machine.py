@@ -87,10 +87,14 @@ class Limits:
 
 
 class Machine:
-    """What stays when a process dies."""
+    """What stays when a process dies.
 
-    def __init__(self, world: World, name: str) -> None:
-        self.world, self.name = world, name
+    Args:
+        broker: which one runs on it; by default the one that is called as the machine is.
+    """
+
+    def __init__(self, world: World, name: str, broker: str = "") -> None:
+        self.world, self.name, self.broker = world, name, broker or name
         self.disk = SimulatedDisk(world.events.rng)
         self.process: Process | None = None
         self.wall_skew_ms = 0
@@ -139,7 +143,7 @@ class Machine:
     def start(self) -> None:
         """Start a process; it may die at once."""
         events = self.world.events
-        if self.process is not None:
+        if self.process is not None or self.stays_down:
             return
         self.lives += 1
         if events.chance(self.world.swarm.crash_in_recovery):
@@ -243,7 +247,7 @@ class Process:
     """One life of a broker. It is the core's Host and owns its connections."""
 
     def __init__(self, machine: Machine) -> None:
-        self.machine, self.world, self.name = machine, machine.world, machine.name
+        self.machine, self.world, self.name, self.broker = machine, machine.world, machine.name, machine.broker
         self._events = machine.world.events
         limits = self.world.swarm.limits
         self.is_alive = True
@@ -259,7 +263,7 @@ class Process:
         self.stirs = 0
         """How often something happened."""
         self._tick_doze = Doze(self, lambda: self.node.quiet_ms())
-        identity = IdentityFile(machine.disk, new_incarnation=f"{machine.name}{machine.lives}")
+        identity = IdentityFile(machine.disk, new_incarnation=f"{machine.name}{machine.lives}", instance=machine.name)
         self.log = WatchedLog(
             machine.disk,
             owner=machine.name,
@@ -267,7 +271,7 @@ class Process:
             segment_bytes=limits.segment_bytes,
             tail_bytes=limits.tail_bytes,
         )
-        settings = limits.settings(machine.name)
+        settings = limits.settings(machine.broker)
         self.keeper: Keeper = Retention(settings)
         self.node = Node(
             message_log=self.log,
@@ -548,7 +552,7 @@ class Process:
         for peer in self.node.assignment.peers if self.node.assignment is not None else ():
             other = self.world.machine(peer.ip).process
             if other is not None and self.world.network.is_through(self.name, other.name):
-                several = len(self.world.machines) > 2
+                several = self.world.copies > 2
                 slave = f"{SLAVE} {other.node.identity.value.owner}" if several else SLAVE
                 whose = slave if self.node.master is not None else MASTER
                 self.node.clocks.heard(whose, other.now_ms(), monotonic_ms=self.monotonic_ms())

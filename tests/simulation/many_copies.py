@@ -46,10 +46,9 @@ class ManyCopies(Metaserver):
 
     # Brokers.
 
-    def _register(self, name: str, incarnation: str) -> bool:
-        process = self._world.machine(name).process
-        assert process is not None, "it is alive"
-        if not super()._register(name, incarnation):
+    def _register(self, process: Process) -> bool:
+        name = process.name
+        if not super()._register(process):
             return False
         if self._lives.get(name) is process:
             return True

@@ -57,7 +57,7 @@ class Oracle:
         self.delivered: dict[tuple[str, int], str] = {}
         self._begins: dict[tuple[str, str], int] = {}
         """(subject, consumer group) -> the sequence it began with, by its last master, if nobody moved it since."""
-        self.min_copies = 2
+        self.copies = self.min_copies = 2
         self.has_operator = False
         """Whether somebody moves groups."""
         self.deliveries_max = 0
@@ -110,7 +110,7 @@ class Oracle:
         more than two copies none does so: each of its lives as the master has a term of its own.
         """
         what = f"two frames with epoch {frame.epoch} and offset {frame.offset}; one at {log.owner}"
-        if len(self.machines) > 2 or all(frame.epoch > machine.forgot for machine in self.machines):
+        if self.copies > 2 or all(frame.epoch > machine.forgot for machine in self.machines):
             raise Violation(f"I3: {what}")
         writer = self._machine(log)
         master = writer.process.node.master if writer.process is not None else None
@@ -154,14 +154,14 @@ class Oracle:
 
     def beginning(self, log: WatchedLog, epoch: Epoch) -> None:
         """Whoever becomes master has everything that was committed, and no newer master had committed before."""
-        if len(self.machines) > 2 and self._lives.setdefault(epoch.term, log) is not log:
+        if self.copies > 2 and self._lives.setdefault(epoch.term, log) is not log:
             raise Violation(f"I2: {log.owner} begins in {epoch}, and another life was the master in that term")
-        committed, put_back = self.committed, self._is_put_back(log)
+        committed, put_back = self.committed, self._is_put_back(log) or self._has_a_copy(log)
         if put_back and self.has_it_again(log):
             put_back = self._machine(log).is_put_back = False
-        if epoch < committed.epoch and len(self.machines) > 2:
+        if epoch < committed.epoch and self.copies > 2:
             return  # it has not heard of its successor; the copies that promised confirm nothing to it
-        if put_back and len(self.machines) == 2:
+        if put_back and self.copies == 2:
             return self._begins_in_good_faith(log)
         if epoch < committed.epoch:
             raise Violation(f"I2: {log.owner} becomes master in {epoch} after {committed.epoch} had committed")
@@ -194,6 +194,11 @@ class Oracle:
 
     def _is_put_back(self, log: WatchedLog) -> bool:
         return self._machine(log).is_put_back
+
+    def _has_a_copy(self, log: WatchedLog) -> bool:
+        """Whether a copy of its directory may have served in its place since: it cannot know what that confirmed."""
+        broker = self._machine(log).broker
+        return sum(machine.broker == broker for machine in self.machines) > 1
 
     def has_it_again(self, log: WatchedLog) -> bool:
         """Whether a log has all that was ever committed."""

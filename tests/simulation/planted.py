@@ -556,6 +556,25 @@ def _mastership_ends_without_a_memory() -> list[Patch]:
     return [mock.patch.object(PointFile, "save", lambda self: None)]
 
 
+def _a_copy_takes_up_a_part_alone() -> list[Patch]:
+    """A directory that was copied starts without the metaserver, as one that stayed at its place may."""
+    return [mock.patch.object(Node, "is_elsewhere", property(lambda self: False))]
+
+
+def _a_copy_gets_the_same_term() -> list[Patch]:
+    """A metaserver lets in whoever has the directory of its row, wherever that is."""
+    return [mock.patch("qmq.metaserver.roles.is_elsewhere", lambda known, said: False)]
+
+
+CLONE_BUGS = [
+    Bug(
+        "a copy takes up a part alone",
+        _a_copy_takes_up_a_part_alone,
+        first=9,
+        favoured="clone_while_the_metaserver_is_away",
+    ),
+    Bug("a copy gets the same term", _a_copy_gets_the_same_term, favoured="clone"),
+]
 BUGS = [
     Bug("ack before fsync", _ack_before_fsync),
     Bug("confirm before fsync", _confirm_before_fsync),

@@ -58,9 +58,9 @@ class Metaserver:
         def heard() -> None:
             if not self.is_up or not network.is_through(process.name, META) or not process.is_alive:
                 return
-            if not self._register(process.name, incarnation):
+            if not self._register(process):
                 return
-            self._note(process.name, state)
+            self._note(process.broker, state)
             if state.point is not None:
                 known = self.points.get(incarnation)
                 self.points[incarnation] = state.point if known is None else max(known, state.point)
@@ -93,8 +93,8 @@ class Metaserver:
     def push(self, process: Process) -> None:
         """Tell a broker its part: late, perhaps twice, perhaps of a row that is old by then."""
         network, events = self._world.network, self._events
-        assignment = self.assignment(process.name)
-        if assignment is None:
+        assignment, row = self.assignment(process.broker), self.broker(process.broker)
+        if assignment is None or row is None or row.instance not in ("", process.node.identity.instance):
             return
 
         def arrive() -> None:
@@ -112,9 +112,11 @@ class Metaserver:
             if process is not None and self._events.chance(0.8):
                 self.push(process)
 
+    def broker(self, name: str) -> Broker | None:
+        return Directory({GROUP: self.group}).find(_key(name))
+
     def assignment(self, name: str) -> Assignment | None:
-        broker = Directory({GROUP: self.group}).find(_key(name))
-        if broker is None:
+        if (broker := self.broker(name)) is None:
             return None
         group = self.group
         slaves = tuple(_address(slave) for slave in group.slaves)
@@ -122,10 +124,22 @@ class Metaserver:
         marks = tuple(sorted(self.marks))
         return Assignment(GROUP, group.term, broker.role, master, slaves, marks, (), group.min_copies)
 
-    def _register(self, name: str, incarnation: str) -> bool:
-        known = Directory({GROUP: self.group}).find(_key(name))
+    def _register(self, process: Process) -> bool:
+        name, identity = process.broker, process.node.identity
+        known, incarnation = self.broker(name), identity.value.incarnation
         if known is None:
             return False
+        said = replace(known, ip=process.name, incarnation=incarnation, instance=identity.instance)
+        is_elsewhere = roles.is_elsewhere(known, said)
+        if is_elsewhere and self._reach(name) is not None:
+            self._refuse_copy(process)
+            return False
+        if known.role == Role.MASTER and roles.is_older(known, said, identity.value.term, self._said.get(name)):
+            self._events.count("older copy refused")
+            return False
+        if is_elsewhere:
+            self._events.count("began elsewhere")
+            return self.begin_elsewhere(said)
         try:
             roles.check_registration(known, incarnation)
         except OperatorError:
@@ -133,10 +147,21 @@ class Metaserver:
             self.master_is_refused = True
             return False
         self._unseen_disks.discard(name)
-        if known.incarnation != incarnation:
-            same = replace(known, incarnation=incarnation, complete=False)
-            self._put_member(same)
+        if known != said:
+            self._put_member(replace(said, complete=known.complete and known.incarnation == incarnation))
         return True
+
+    def begin_elsewhere(self, said: Broker) -> bool:
+        return self.change(roles.begin_elsewhere(self.group, said, above=self.group.term))
+
+    def _refuse_copy(self, process: Process) -> None:
+        """Another process serves in its place."""
+        self._events.count("copy refused")
+
+        def arrive() -> None:
+            process.guarded(lambda: process.node.lose_part("another process has it"))
+
+        self._events.after(self._world.network.delay_ms(META, process.name), arrive)
 
     def _put_member(self, broker: Broker) -> None:
         if broker.role == Role.MASTER:
@@ -169,7 +194,7 @@ class Metaserver:
     def route(self) -> str | None:
         """Return who is the master, as a client with an old or a new route sees it."""
         group = self.group if self._events.chance(0.9) else self._group_before
-        return group.master.hostname if group.master else None
+        return group.master.ip if group.master else None
 
     # Changes.
 
@@ -209,7 +234,9 @@ class Metaserver:
         if broker is None:
             return
         try:
-            wanted = replace(new_broker(broker.hostname, role), incarnation=broker.incarnation)
+            wanted = replace(
+                new_broker(broker.hostname, role), incarnation=broker.incarnation, instance=broker.instance
+            )
             row = Directory({GROUP: group})
             change, _ = roles.replace_broker(row, wanted, lambda _: False, accept_loss=accept_loss)
         except OperatorError as error:
@@ -237,9 +264,7 @@ class Metaserver:
         def goes_on() -> bool:
             return self.is_up and self.life == life and not events.chance(0.05)
 
-        def reach(name: str) -> Process | None:
-            process = self._world.machine(name).process
-            return process if process is not None and self._world.network.is_through(META, name) else None
+        reach = self._reach
 
         def prepare() -> None:
             process = reach(master)
@@ -301,8 +326,11 @@ class Metaserver:
         """What an operator does in peace, besides."""
 
     def _reach(self, name: str) -> Process | None:
-        process = self._world.machine(name).process
-        return process if process is not None and self._world.network.is_through(META, name) else None
+        """Return the process of a broker, at the place that the row names, if it can be asked."""
+        broker = self.broker(name)
+        place = broker.ip if broker else name
+        process = self._world.machine(place).process
+        return process if process is not None and self._world.network.is_through(META, place) else None
 
     def _facts(self, group: Group) -> Facts | None:
         """What is known now; None: the row has changed."""
@@ -387,6 +415,7 @@ def full_state(process: Process) -> ReplicaState:
         term=known.term if node.role else 0,
         boot=known.boot,
         incarnation=known.incarnation,
+        instance=node.identity.instance,
         in_step=node.master.in_step if node.master else (),
         in_sync=node.slave is not None and node.slave.has_matched,
         promised_term=known.promised,

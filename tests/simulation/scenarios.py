@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from tests.shell_simulation import nemesis as shell_nemesis
 from tests.shell_simulation import planted as shell_planted
 from tests.shell_simulation import world as shell_world
 from tests.simulation import nemesis, planted, world
+from tests.simulation.clones import CLONE_FAULTS
 from tests.simulation.coverage import STATES
 from tests.simulation.many_copies import MANY_FAULTS
 from tests.simulation.outcome import Outcome
@@ -78,6 +80,21 @@ SCENARIOS = {
         ),
         planted.BUGS,
         of_bugs={"copies": 2},
+    ),
+    "clones": Scenario(
+        partial(world.simulate, clones=True, fails_over=True),
+        CLONE_FAULTS,
+        (
+            *CLONE_FAULTS,
+            "batch acknowledged",
+            "began elsewhere",
+            "copy refused",
+            "failed over",
+            "start without metaserver",
+            "swapped",
+        ),
+        planted.CLONE_BUGS,
+        states=(),
     ),
     "delay": Scenario(
         delay_world.simulate,

@@ -24,6 +24,7 @@ SEEDS = range(10_001, 10_161)
 MOVES = range(10_001, 10_041)
 FAILOVERS = range(10_001, 10_013)
 COPIES = range(10_001, 10_021)
+CLONES = range(10_001, 10_013)
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +67,15 @@ def test_every_promise_is_kept_while_the_metaserver_makes_slaves_masters() -> No
         assert_well(outcome)
         counts += outcome.counts
     assert counts["failed over"] > 0
+
+
+def test_every_promise_is_kept_while_copies_of_directories_run() -> None:
+    counts: Counter[str] = Counter()
+    for seed in CLONES:
+        outcome = SCENARIOS["clones"].simulate(seed, steering=Steering("clone"))
+        assert_well(outcome)
+        counts += outcome.counts
+    assert [name for name in ("clone", "copy refused", "began elsewhere", "failed over") if not counts[name]] == []
 
 
 def test_every_promise_is_kept_with_three_copies() -> None:

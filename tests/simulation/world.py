@@ -15,6 +15,7 @@ from qmq.log.segments import index_name, snapshot_name
 from qmq.remoting.packet import Packet
 from qmq.types import Role
 from tests.simulation.clients import Client, Consumer, Producer
+from tests.simulation.clones import CloneNemesis, stop_copies
 from tests.simulation.events import Events, Violation
 from tests.simulation.machine import Limits, Machine, Process
 from tests.simulation.many_copies import ManyCopies, ManyNemesis
@@ -115,16 +116,20 @@ class World:
         *,
         moves: bool = False,
         fails_over: bool = False,
+        clones: bool = False,
         copies: int = 2,
         min_copies: int = 2,
         steering: Steering = UNSTEERED,
     ) -> None:
-        self.events = Events(seed)
+        self.events, self.copies, self._clones = Events(seed), copies, clones
         self.steering = steering
         self._moves, self._fails_over = moves, fails_over
         self.watch: Callable[[Process], None] | None = None
         """Told of each copy that something happened to."""
-        self.swarm = swarm = Swarm.draw(self.events.rng).on_the_way(steering.state)
+        swarm = Swarm.draw(self.events.rng).on_the_way(steering.state)
+        if clones:  # a process that has lost its part writes on alone where others write, and when is noted by offset
+            swarm = replace(swarm, limits=replace(swarm.limits, retention_ms=1 << 50))
+        self.swarm = swarm
         self.oracle = Oracle(self.events)
         self.oracle.has_operator, self.oracle.deliveries_max = moves, swarm.deliveries_max
         self.oracle.is_counted = not moves and not swarm.unsubscribe
@@ -135,7 +140,9 @@ class World:
         self.network = Network(self.events, delay_ms=swarm.delay_ms, stall=swarm.stall, keepalive_ms=swarm.keepalive_ms)
         self.network.on_answer = self._on_answer
         self.machines = [Machine(self, name) for name in "abcde"[:copies]]
-        self.oracle.machines, self.oracle.min_copies = self.machines, min_copies
+        self.stopped: list[Machine] = []
+        """Those that an operator stopped for good."""
+        self.oracle.machines, self.oracle.copies, self.oracle.min_copies = self.machines, copies, min_copies
         for machine in self.machines:
             self.network.listen(machine)
         names = [machine.name for machine in self.machines]
@@ -151,7 +158,7 @@ class World:
         self.clients: list[Client] = [*self.producers, *self.consumers]
 
     def machine(self, name: str) -> Machine:
-        return next(machine for machine in self.machines if machine.name == name)
+        return next(machine for machine in (*self.machines, *self.stopped) if machine.name == name)
 
     def may_forget(self, name: str) -> bool:
         """Whether a strike may take what a disk had: another one has a whole log with all that was committed."""
@@ -174,9 +181,9 @@ class World:
         for machine in self.machines:
             machine.start()
         self.events.run_until(int(self.swarm.war_ms * 100))
-        nemesis = Nemesis(self) if len(self.machines) == 2 else ManyNemesis(self)
+        nemesis = (CloneNemesis if self._clones else Nemesis if self.copies == 2 else ManyNemesis)(self)
         operator = Operator(self) if self._moves else None
-        if self._fails_over or len(self.machines) > 2:
+        if self._fails_over or self.copies > 2:
             self.metaserver.look()
         self.events.run_until(int(self.swarm.war_ms * 1000))
         nemesis.stop()
@@ -226,6 +233,8 @@ class World:
         self.events.after(1000, self._look_after)
         self.network.heal_all()  # faults that were still under way
         self.metaserver.look_after()
+        if self._clones:
+            stop_copies(self)
         if self.metaserver.master_is_refused:
             self.metaserver.replace(Role.MASTER)
         if self.metaserver.master_is_refused:  # still: its disk is lost, and the other copy was never seen in step
@@ -301,13 +310,16 @@ def simulate(
     *,
     moves: bool = False,
     fails_over: bool = False,
+    clones: bool = False,
     copies: int = 2,
     min_copies: int = 2,
     steering: Steering = UNSTEERED,
 ) -> Outcome:
     """Run one seed to its end; a failure is in the outcome. `moves`: with an operator who moves consumer groups;
-    `fails_over`: with a metaserver that makes the slave the master by itself, as it always does with more `copies`."""
-    world = World(seed, moves=moves, fails_over=fails_over, copies=copies, min_copies=min_copies, steering=steering)
+    `fails_over`: with a metaserver that makes the slave the master by itself, as it always does with more `copies`;
+    `clones`: a copy of a data directory is started on another machine."""
+    kinds = {"moves": moves, "fails_over": fails_over, "clones": clones}
+    world = World(seed, **kinds, copies=copies, min_copies=min_copies, steering=steering)
     failure = failure_of(world.run)
     return outcome_of(seed, world.events, len(world.oracle.acked), len(world.oracle.delivered), failure)
 

@@ -8,6 +8,10 @@ passes.
     assign a master term=1         what the metaserver says; `slave` likewise; sync=manual: slaves wait to be filled
     fill b allowed                 the row says so of the filling that b is in, or that comes next; `stopped` likewise
     empty b                        b ends, loses its directory, and starts with an empty one
+    copy b c                       a process c starts on a copy of b's directory
+    slave c                        what follows between the copies is between a and c; the connection before stands
+    alone c                        c does not reach the metaserver, and takes up the part that it remembers, if it may
+    refused c                      the metaserver refuses c: another process has its part
     connect | cut | hello          the slave connects; the connection breaks; the slave's hello and its answer arrive
     pass a                         the loop of a ends its pass: frames leave, an fsync is asked for
     fsync a | ship | confirm       a's oldest fsync ends; the next packet reaches the slave; the next one the master
@@ -124,6 +128,21 @@ class Player:
         self._brokers[name].disk = MemoryDisk()
         self._brokers[name].start()
         self._seen[name] = Seen()
+
+    def _do_copy(self, name: str, copy: str) -> None:
+        self._brokers[copy] = self._brokers[name].copied()
+        frames = list(frames_from(self._brokers[copy].log, self._brokers[copy].log.start))
+        self._seen[copy] = Seen(frames, self._brokers[copy].log.flushed_end)
+
+    def _do_slave(self, name: str) -> None:
+        self._group.b = self._brokers[name]
+        self._group.at_master = self._group.at_slave = None
+
+    def _do_alone(self, name: str) -> None:
+        self._brokers[name].node.start_without_metaserver()
+
+    def _do_refused(self, name: str) -> None:
+        self._brokers[name].node.lose_part("another process has it")
 
     def _do_connect(self) -> None:
         self._group.connect()

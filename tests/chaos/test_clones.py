@@ -1,0 +1,12 @@
+"""Shell. Copies of data directories against real processes; `make clones` runs for longer."""
+
+from __future__ import annotations
+
+from tests.chaos.clones import run_trial
+
+
+def test_of_two_processes_with_one_directory_one_has_the_part_and_nothing_is_lost(tmp_path):
+    told = []
+    findings = run_trial(tmp_path, rounds=2, groups=2, seed=1, say=told.append)
+    assert not findings.lost and not findings.accused, [findings, *told]
+    assert findings.acknowledged > 10 and findings.refused > 0, [findings, *told]
