@@ -248,6 +248,15 @@ class Directory:
 
 
 @dataclass(frozen=True, slots=True)
+class PartedTail:
+    """The end of a slave's log that its master's does not have; the slave confirmed it."""
+
+    offset: int
+    messages: tuple[tuple[str, int, int], ...]
+    """(subject, first sequence, last sequence)."""
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaState:
     """What a broker says about itself, each second and when asked. Offsets are bytes of its message log."""
 
@@ -285,6 +294,8 @@ class ReplicaState:
     """A slave's words: it was in sync, and does not hear its master now."""
     instance: str = ""
     """Names its data directory at its place; empty from a version that does not say it."""
+    parted: PartedTail | None = None
+    """Of a slave that is `diverged`, when it was asked."""
     known_term: int = 0
     """Without a part: the newest term that it had written down when it registered."""
 

@@ -341,6 +341,20 @@ def needs_new_life(group: Group, key: BrokerKey) -> bool:
     return len(group.slaves) > 1 and group.master is not None and group.master.key == key
 
 
+def awaited(group: Group) -> tuple[Broker, ...]:
+    """Return the slaves that a master which has restarted waits for: those in sync at its last report.
+
+    Where the row names too few to have acknowledged anything, as right after a change of roles, it waits for all that
+    ever registered; unless an operator has given up what the missing ones have.
+    """
+    if len(group.slaves) < 2:
+        return ()
+    in_sync = tuple(slave for slave in group.slaves if slave.complete)
+    if len(in_sync) >= group.min_copies - 1 or group.lost_term:
+        return in_sync
+    return tuple(slave for slave in group.slaves if slave.incarnation)
+
+
 def has_clock_for(group: Group, slave: ReplicaState | None) -> bool:
     """Whether a slave's clock would do if it became the master: only a delay group's says when something is due."""
     return group.kind != DELAY or slave is None or not slave.clock_off_s

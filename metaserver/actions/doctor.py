@@ -18,7 +18,7 @@ from qmq.metaserver.access import is_valid
 from qmq.metaserver.actions.causes import Check, Kind, one_per_cause
 from qmq.metaserver.actions.desk import Desk, together, wall_ms
 from qmq.metaserver.actions.handler import Handler
-from qmq.metaserver.actions.shapes import broker_json
+from qmq.metaserver.actions.shapes import broker_json, parted_json
 from qmq.metaserver.actions.words import Words
 from qmq.metaserver.database import DatabaseSetAside
 from qmq.metaserver.lost_groups import COMMANDS
@@ -116,6 +116,12 @@ async def _broker(desk: Desk, broker: Broker, ask: Ask) -> Check:
     if troubles := [reason for reason in state.readonly_reasons if reason != BY_OPERATOR]:
         facts["reasons"] = troubles
         found = f"{'takes no messages' if broker.role == Role.MASTER else 'is no whole copy'}: {', '.join(troubles)}"
+        if state.parted is not None:
+            facts["parted"] = parted = parted_json(state.parted)
+            found += (
+                f". It alone has {parted['messages']:,} messages, from offset {parted['offset']} of its log on: they "
+                "may have been acknowledged"
+            )
         return check(False, found, "; ".join(_way_out(reason, broker) for reason in troubles))
     return check(True, "up")
 

@@ -15,6 +15,7 @@ from qmq.metaserver.model import (
     Group,
     LeaseRow,
     MetaserverRow,
+    PartedTail,
     ReplicaState,
     Route,
     SubjectInfo,
@@ -142,6 +143,15 @@ def state_json(state: ReplicaState | None) -> dict[str, Any]:
         "durability": state and state.durability,
         "lastEpoch": state and [state.last_term, state.last_boot],
         "incomplete": state and state.incomplete,
+        "parted": state and state.parted and parted_json(state.parted),
+    }
+
+
+def parted_json(parted: PartedTail) -> dict[str, Any]:
+    return {
+        "offset": parted.offset,
+        "messages": sum(last - first + 1 for _, first, last in parted.messages),
+        "subjects": {subject: [first, last] for subject, first, last in parted.messages},
     }
 
 

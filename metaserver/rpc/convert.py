@@ -5,8 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from qmq.errors import InvalidRequest
-from qmq.metaserver.model import ALL_SUBJECTS, DELAY, NORMAL, Broker, BrokerKey, Directory, Group, ReplicaState
-from qmq.metaserver.roles import parse_broker
+from qmq.metaserver.model import (
+    ALL_SUBJECTS,
+    DELAY,
+    NORMAL,
+    Broker,
+    BrokerKey,
+    Directory,
+    Group,
+    PartedTail,
+    ReplicaState,
+)
+from qmq.metaserver.roles import awaited, parse_broker
 from qmq.proto import qmq_pb2 as pb
 from qmq.replication.points import Point
 from qmq.subjects import check_name
@@ -80,7 +90,12 @@ def state_from_message(message: pb.BrokerState) -> ReplicaState:
         clock_off_s=message.clock_off_s,
         lost_master=message.lost_master,
         instance=message.instance,
+        parted=_parted(message.parted) if message.HasField("parted") else None,
     )
+
+
+def _parted(message: pb.PartedTail) -> PartedTail:
+    return PartedTail(message.offset, tuple((one.subject, one.first, one.last) for one in message.messages))
 
 
 def _point(message: pb.AcknowledgedPoint) -> Point:
@@ -115,6 +130,7 @@ def assignment_for(
         fills=[pb.FillOrder(fill_id=one.fill_id, allowed=one.fill_allowed) for one in group.brokers if one.fill_id],
         may_rest=may_rest(group, broker),
         answers_each=True,
+        awaited=[str(slave.key) for slave in awaited(group)] if broker.role == Role.MASTER else (),
     )
 
 

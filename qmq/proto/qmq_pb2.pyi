@@ -189,7 +189,7 @@ class BrokerAddress(_message.Message):
     def __init__(self, ip: _Optional[str] = ..., serve_port: _Optional[int] = ..., sync_port: _Optional[int] = ..., control_port: _Optional[int] = ..., metrics_port: _Optional[int] = ...) -> None: ...
 
 class Assignment(_message.Message):
-    __slots__ = ("broker_group", "term", "role", "master", "slaves", "readonly_subjects", "offline", "points", "loss_accepted_term", "min_copies", "limits", "sync_mode", "fills", "may_rest", "clock_ms", "answers_each")
+    __slots__ = ("broker_group", "term", "role", "master", "slaves", "readonly_subjects", "offline", "points", "loss_accepted_term", "min_copies", "limits", "sync_mode", "fills", "may_rest", "clock_ms", "answers_each", "awaited")
     BROKER_GROUP_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -206,6 +206,7 @@ class Assignment(_message.Message):
     MAY_REST_FIELD_NUMBER: _ClassVar[int]
     CLOCK_MS_FIELD_NUMBER: _ClassVar[int]
     ANSWERS_EACH_FIELD_NUMBER: _ClassVar[int]
+    AWAITED_FIELD_NUMBER: _ClassVar[int]
     broker_group: str
     term: int
     role: int
@@ -222,7 +223,8 @@ class Assignment(_message.Message):
     may_rest: bool
     clock_ms: int
     answers_each: bool
-    def __init__(self, broker_group: _Optional[str] = ..., term: _Optional[int] = ..., role: _Optional[int] = ..., master: _Optional[_Union[BrokerAddress, _Mapping]] = ..., slaves: _Optional[_Iterable[_Union[BrokerAddress, _Mapping]]] = ..., readonly_subjects: _Optional[_Iterable[str]] = ..., offline: _Optional[_Iterable[_Union[Offline, _Mapping]]] = ..., points: _Optional[_Iterable[_Union[AcknowledgedPoint, _Mapping]]] = ..., loss_accepted_term: _Optional[int] = ..., min_copies: _Optional[int] = ..., limits: _Optional[_Iterable[_Union[OperatorLimits, _Mapping]]] = ..., sync_mode: _Optional[str] = ..., fills: _Optional[_Iterable[_Union[FillOrder, _Mapping]]] = ..., may_rest: _Optional[bool] = ..., clock_ms: _Optional[int] = ..., answers_each: _Optional[bool] = ...) -> None: ...
+    awaited: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, broker_group: _Optional[str] = ..., term: _Optional[int] = ..., role: _Optional[int] = ..., master: _Optional[_Union[BrokerAddress, _Mapping]] = ..., slaves: _Optional[_Iterable[_Union[BrokerAddress, _Mapping]]] = ..., readonly_subjects: _Optional[_Iterable[str]] = ..., offline: _Optional[_Iterable[_Union[Offline, _Mapping]]] = ..., points: _Optional[_Iterable[_Union[AcknowledgedPoint, _Mapping]]] = ..., loss_accepted_term: _Optional[int] = ..., min_copies: _Optional[int] = ..., limits: _Optional[_Iterable[_Union[OperatorLimits, _Mapping]]] = ..., sync_mode: _Optional[str] = ..., fills: _Optional[_Iterable[_Union[FillOrder, _Mapping]]] = ..., may_rest: _Optional[bool] = ..., clock_ms: _Optional[int] = ..., answers_each: _Optional[bool] = ..., awaited: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class FillOrder(_message.Message):
     __slots__ = ("fill_id", "allowed")
@@ -277,7 +279,7 @@ class Offline(_message.Message):
     def __init__(self, subject: _Optional[str] = ..., group: _Optional[str] = ..., consumer: _Optional[str] = ...) -> None: ...
 
 class BrokerState(_message.Message):
-    __slots__ = ("broker_group", "role", "term", "boot", "log_start", "log_end", "flushed_end", "matched_end", "high_watermark", "chain", "readonly_reasons", "hostname", "serve_port", "writable", "durability", "incarnation", "in_step", "acknowledged", "in_sync", "promised_term", "last_term", "last_boot", "incomplete", "fill_id", "clock_off_s", "instance", "lost_master")
+    __slots__ = ("broker_group", "role", "term", "boot", "log_start", "log_end", "flushed_end", "matched_end", "high_watermark", "chain", "readonly_reasons", "hostname", "serve_port", "writable", "durability", "incarnation", "in_step", "acknowledged", "in_sync", "promised_term", "last_term", "last_boot", "incomplete", "fill_id", "clock_off_s", "instance", "lost_master", "parted")
     BROKER_GROUP_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
@@ -305,6 +307,7 @@ class BrokerState(_message.Message):
     CLOCK_OFF_S_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     LOST_MASTER_FIELD_NUMBER: _ClassVar[int]
+    PARTED_FIELD_NUMBER: _ClassVar[int]
     broker_group: str
     role: int
     term: int
@@ -332,7 +335,26 @@ class BrokerState(_message.Message):
     clock_off_s: int
     instance: str
     lost_master: bool
-    def __init__(self, broker_group: _Optional[str] = ..., role: _Optional[int] = ..., term: _Optional[int] = ..., boot: _Optional[int] = ..., log_start: _Optional[int] = ..., log_end: _Optional[int] = ..., flushed_end: _Optional[int] = ..., matched_end: _Optional[int] = ..., high_watermark: _Optional[int] = ..., chain: _Optional[int] = ..., readonly_reasons: _Optional[_Iterable[str]] = ..., hostname: _Optional[str] = ..., serve_port: _Optional[int] = ..., writable: _Optional[bool] = ..., durability: _Optional[str] = ..., incarnation: _Optional[str] = ..., in_step: _Optional[_Iterable[str]] = ..., acknowledged: _Optional[_Union[AcknowledgedPoint, _Mapping]] = ..., in_sync: _Optional[bool] = ..., promised_term: _Optional[int] = ..., last_term: _Optional[int] = ..., last_boot: _Optional[int] = ..., incomplete: _Optional[bool] = ..., fill_id: _Optional[str] = ..., clock_off_s: _Optional[int] = ..., instance: _Optional[str] = ..., lost_master: _Optional[bool] = ...) -> None: ...
+    parted: PartedTail
+    def __init__(self, broker_group: _Optional[str] = ..., role: _Optional[int] = ..., term: _Optional[int] = ..., boot: _Optional[int] = ..., log_start: _Optional[int] = ..., log_end: _Optional[int] = ..., flushed_end: _Optional[int] = ..., matched_end: _Optional[int] = ..., high_watermark: _Optional[int] = ..., chain: _Optional[int] = ..., readonly_reasons: _Optional[_Iterable[str]] = ..., hostname: _Optional[str] = ..., serve_port: _Optional[int] = ..., writable: _Optional[bool] = ..., durability: _Optional[str] = ..., incarnation: _Optional[str] = ..., in_step: _Optional[_Iterable[str]] = ..., acknowledged: _Optional[_Union[AcknowledgedPoint, _Mapping]] = ..., in_sync: _Optional[bool] = ..., promised_term: _Optional[int] = ..., last_term: _Optional[int] = ..., last_boot: _Optional[int] = ..., incomplete: _Optional[bool] = ..., fill_id: _Optional[str] = ..., clock_off_s: _Optional[int] = ..., instance: _Optional[str] = ..., lost_master: _Optional[bool] = ..., parted: _Optional[_Union[PartedTail, _Mapping]] = ...) -> None: ...
+
+class PartedTail(_message.Message):
+    __slots__ = ("offset", "messages")
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    offset: int
+    messages: _containers.RepeatedCompositeFieldContainer[SequenceRange]
+    def __init__(self, offset: _Optional[int] = ..., messages: _Optional[_Iterable[_Union[SequenceRange, _Mapping]]] = ...) -> None: ...
+
+class SequenceRange(_message.Message):
+    __slots__ = ("subject", "first", "last")
+    SUBJECT_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    subject: str
+    first: int
+    last: int
+    def __init__(self, subject: _Optional[str] = ..., first: _Optional[int] = ..., last: _Optional[int] = ...) -> None: ...
 
 class RouteRequest(_message.Message):
     __slots__ = ("subjects", "app", "client_id", "produces", "held", "kind", "forgotten", "looks_only")

@@ -17,6 +17,7 @@
     213   SNAPSHOT       master -> slave       one-way: u64 offset, snapshot of the state at that offset
     214   BEAT           master <-> slave      one-way: Beat, every second
     215   ACKNOWLEDGED   master -> slave       one-way: the acknowledged point, as a Confirmation
+    216   PARTED         master -> slave       one-way: u64 offset at which the logs part; the refused HELLO follows
     220   RECUR          producer -> delay server   Recurring schedules
     221   BEGIN          consumer -> broker    empty
 
@@ -58,6 +59,7 @@ class Command(IntEnum):
     SNAPSHOT = 213
     BEAT = 214
     ACKNOWLEDGED = 215
+    PARTED = 216
     RECUR = 220
     BEGIN = 221
 

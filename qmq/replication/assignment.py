@@ -43,6 +43,9 @@ class Assignment:
     sync_mode: str = SyncMode.AUTOMATIC
     fills: tuple[tuple[str, bool], ...] = ()
     """(id of a filling, whether an operator allows it)."""
+    awaited: tuple[str, ...] = ()
+    """`hostname:serve_port` of slaves that were in sync at the last report: a master that has restarted waits for them.
+    Not remembered: only the metaserver's answer counts."""
 
     @property
     def fill_orders(self) -> FillOrders:
@@ -74,7 +77,9 @@ class Assignment:
             "limits": [one._asdict() for one in self.limits],
             "fills": [list(order) for order in self.fills],
         }
-        return asdict(self) | {"role": int(self.role)} | lists
+        fields = asdict(self) | {"role": int(self.role)} | lists
+        del fields["awaited"]
+        return fields
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Assignment:

@@ -90,7 +90,7 @@ def report(disk: Disk, *, verify: bool = False, above: int | None = None) -> dic
         "manifest": listed,
         "subjects": dict(sorted(state.next_sequence.items())),
         "troubles": [asdict(trouble) for trouble in troubles],
-        **({} if above is None else {"above": _above(log, above)}),
+        **({} if above is None else {"above": messages_above(log, above, ids_max=IDS_MAX)}),
     }
 
 
@@ -184,8 +184,8 @@ def _point(point: Point | None) -> dict[str, Any] | None:
     return {"term": point.epoch.term, "boot": point.epoch.boot, "end": point.end, "chain": f"{point.chain:016x}"}
 
 
-def _above(log: MessageLog, offset: int) -> dict[str, Any]:
-    """Name the messages from `offset` on: per subject the first and the last sequence, and the ids."""
+def messages_above(log: MessageLog, offset: int, *, ids_max: int) -> dict[str, Any]:
+    """Name the messages from `offset` on: per subject the first and the last sequence, and the first ids."""
     ranges: dict[str, list[int]] = {}
     ids: list[list[Any]] = []
     stopped = ""
@@ -196,7 +196,7 @@ def _above(log: MessageLog, offset: int) -> dict[str, Any]:
                 continue
             known = ranges.setdefault(frame.subject, [frame.first_sequence, 0])
             known[1] = frame.first_sequence + frame.count - 1
-            for at, message in enumerate(islice(split_batch(body, frame.count), IDS_MAX - len(ids))):
+            for at, message in enumerate(islice(split_batch(body, frame.count), ids_max - len(ids))):
                 ids.append([frame.subject, frame.first_sequence + at, decode_envelope(bytes(message)).id])
     except (CorruptFrame, InvalidMessage) as error:
         stopped = str(error)

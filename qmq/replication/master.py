@@ -56,6 +56,8 @@ class Promotion:
     slaves: int = 1
     """In the metaserver's row."""
     min_copies: int = 2
+    rejoin_wait_ms: int = 0
+    """How long to wait for each slave that was in sync before this process began."""
 
 
 class Master:
@@ -77,7 +79,14 @@ class Master:
         self._mastership = Mastership(promotion.group, epoch, message_log, promotion.host, promotion.settings, gate)
         self.readonly.change(Reason.CORRUPT, message_log.damage is not None)
         wait_ms = 0 if promotion.is_failover else promotion.settings.slave_wait_ms
-        self.slaves = Slaves(self._mastership, promotion.identity, self.go_on, wait_ms=wait_ms, count=promotion.slaves)
+        self.slaves = Slaves(
+            self._mastership,
+            promotion.identity,
+            self.go_on,
+            wait_ms=wait_ms,
+            count=promotion.slaves,
+            rejoin_wait_ms=promotion.rejoin_wait_ms,
+        )
         self._noted_end = self._noted_ms = 0
         """A log end, noted when our disk had the one noted before, and when that was (ms)."""
         self._handlers: dict[int, Handler] = {
@@ -139,9 +148,9 @@ class Master:
         self.slaves.step_down()
 
     def heed_operators(self, assignment: Assignment) -> None:
-        """Take over what operators marked readonly, and which slaves may be filled."""
+        """Take over what operators marked readonly, which slaves may be filled, and which ones were in sync."""
         self.readonly.mark_subjects(frozenset(assignment.readonly_subjects))
-        self.slaves.heed(assignment.fill_orders)
+        self.slaves.heed(assignment.fill_orders, frozenset(assignment.awaited))
 
     # What the node tells us.
 

@@ -67,6 +67,8 @@ class Node(Generic[M]):
         self._swap_until_ms = 0
         self._failover: tuple[int, int] | None = None
         """The term whose master is gone, and until when this slave follows nobody."""
+        self._has_matched = False
+        """Whether this process has all that it ever confirmed: it began a mastership, or reached a master's end."""
         self._is_diverged = False
         """As a slave: the handshake said that our log is not the master's."""
         self._gives_up_from: int | None = None
@@ -185,6 +187,7 @@ class Node(Generic[M]):
         self._look_at_points()
         role: M | Slave
         if assignment.role == Role.MASTER:
+            is_trusted = is_failover or self._has_matched or len(assignment.slaves) < 2
             promotion = Promotion(
                 assignment.group,
                 assignment.term,
@@ -197,6 +200,7 @@ class Node(Generic[M]):
                 is_failover,
                 len(assignment.slaves),
                 assignment.min_copies,
+                0 if is_trusted else int(self._settings.rejoin_wait_s * 1000),
             )
             self.role = role = self._promote(promotion)
             role.heed_operators(assignment)
@@ -240,6 +244,11 @@ class Node(Generic[M]):
         if self.log.damage is not None and Reason.CORRUPT not in reasons:
             reasons.append(Reason.CORRUPT)
         return reasons
+
+    @property
+    def parted_at(self) -> int | None:
+        """Where the log of a `diverged` slave parts from its master's; None: it is not `diverged`, or it is unknown."""
+        return self.slave.parted_at if self.slave is not None and self._is_diverged else None
 
     @property
     def writable(self) -> bool:
@@ -617,6 +626,7 @@ class Node(Generic[M]):
     def _leave_role(self) -> None:
         """What a mastership acknowledged last, only this copy may know: it remembers that before it may have to cut."""
         if self.role is not None:
+            self._has_matched |= self.role.has_begun if isinstance(self.role, Master) else self.role.has_matched
             self.role.step_down()
             self.role = None
             self.identity.points.save()

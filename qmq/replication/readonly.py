@@ -14,6 +14,7 @@ class Reason(StrEnum):
     OPERATOR = "operator"
     SLAVE_DOWN = "slave_down"
     SLAVE_LAG = "slave_lag"
+    REJOIN = "rejoin"
     UNFILLED = "unfilled"
     DISK = "disk"
     DISK_LATE = "disk_late"
@@ -29,6 +30,10 @@ WAY_OUT = {
     Reason.OPERATOR: "an operator marked or drains it: UnMarkReadonly or UndrainGroup ends it",
     Reason.SLAVE_DOWN: "its slave is missing: start it; if it never returns, Doctor names the command",
     Reason.SLAVE_LAG: "its slave is behind and catches up",
+    Reason.REJOIN: (
+        "its master has restarted and waits, for rejoin_wait_s at most, for each copy that was in sync before: start "
+        "them; RemoveBroker ends the wait for one that is gone for good"
+    ),
     Reason.UNFILLED: "a slave that is not whole waits until it may be filled: SyncReplica, as Doctor says",
     Reason.DISK: "its disk is nearly full: make room",
     Reason.DISK_LATE: "its disk does not finish what it is given: if that lasts, end this broker, then ask Doctor",

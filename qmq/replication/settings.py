@@ -72,6 +72,9 @@ class CopySettings:
     slave_lag_bytes_max: int = setting(256 * MIB, unit="bytes", least=1, why="unconfirmed bytes that make readonly")
     slave_lag_ms_max: int = setting(5_000, unit="ms", least=10, why="age of an unconfirmed frame that makes readonly")
     slave_wait_ms: int = setting(5_000, unit="ms", least=0, why="wait of a restarted master for its slave")
+    rejoin_wait_s: float = setting(
+        30.0, unit="s", least=0, why="wait of a restarted master of several slaves for those that were in sync"
+    )
     catch_up_bytes_per_s: int = setting(256 * MIB, unit="bytes/s", least=1024, why="rate at which a slave is seeded")
     disk_free_limit: int = setting(1 << 30, unit="bytes", least=0, why="free space below which the group is readonly")
     memory_limit: float = setting(

@@ -56,6 +56,8 @@ class Slave:
         self.has_matched = False
         """Since this part began, in this process, our log reached the end that the master's had at a handshake: nothing
         was acknowledged since that our log lacks."""
+        self.parted_at: int | None = None
+        """Where our log parts from the master's, if the last handshake found that both confirmed what they have."""
         self._ticked_ms = host.monotonic_ms()
 
     @property
@@ -118,6 +120,7 @@ class Slave:
         """
         if not isinstance(self.life.now, HelloSent) or link is not self.life.now.link:
             return  # it was meant for an earlier connection
+        self.parted_at = None
         if not self._log.is_idle:
             return link.close(_DELETING)
         agreement = Agreement.decode(body)
@@ -180,6 +183,7 @@ class Slave:
         """Raise Diverged if we confirmed what we would give up from `offset` on: it may be acknowledged (I5)."""
         kept_end = self._identity.points.keeps(self._log)
         if offset < kept_end:
+            self.parted_at = offset
             raise Diverged(
                 f"the master's log parts from ours at {offset}, and we confirmed all up to {kept_end}: its disk may "
                 "have been put back"
@@ -241,6 +245,8 @@ class Slave:
             self._seed(now, *commands.split_offset(packet.body))
         elif packet.code == Command.ACKNOWLEDGED and isinstance(now, Following):
             self._acknowledged(commands.decode_confirmation(packet.body))
+        elif packet.code == Command.PARTED and isinstance(now, HelloSent):
+            self.parted_at, _ = commands.split_offset(packet.body)
         elif packet.code == Command.CONFIRM and isinstance(now, Restoring):
             self._restored(now, commands.decode_confirmation(packet.body))
         else:

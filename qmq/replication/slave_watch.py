@@ -150,11 +150,13 @@ class SlaveWatch:
             )
         self.owner, self.instance = hello.owner or hello.incarnation, hello.instance
         is_ahead = hello.is_ahead_of(mastership.log.state.epoch)
+        parted_at: int | None = None
         try:
             agreement = agree(hello, mastership.log, mastership.epoch, has_begun=mastership.has_begun, point=points.own)
             self.shared_end = agreement.offset if hello.end else None
             if isinstance(agreement, Yield):
-                self._check_yield(agreement.offset, hello, is_ahead=is_ahead)
+                parted_at = agreement.offset
+                self._check_yield(parted_at, hello, is_ahead=is_ahead)
         except Fenced:
             self._slaves.fenced(hello.known)
             raise
@@ -164,6 +166,8 @@ class SlaveWatch:
         except Diverged as error:
             if is_ahead:
                 self._compare(hello)  # we do not begin without it
+            if parted_at is not None:
+                link.tell(Command.PARTED, commands.offset_header(parted_at))
             link.refuse(packet, error)
             self._diverged(link, error)
             return

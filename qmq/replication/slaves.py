@@ -40,13 +40,22 @@ class Slaves:
         matched: called when a slave begins to count.
         wait_ms: how long to wait before going on without any slave.
         count: slaves in the metaserver's row.
+        rejoin_wait_ms: how long to wait for each slave that was in sync at the last report.
     """
 
     def __init__(
-        self, mastership: Mastership, identity: IdentityFile, matched: Callable[[], None], *, wait_ms: int, count: int
+        self,
+        mastership: Mastership,
+        identity: IdentityFile,
+        matched: Callable[[], None],
+        *,
+        wait_ms: int,
+        count: int,
+        rejoin_wait_ms: int = 0,
     ) -> None:
         self._mastership, self._identity, self._on_match, self._wait_ms = mastership, identity, matched, wait_ms
         self._count = max(1, count)
+        self._rejoin_wait_ms, self._awaited = rejoin_wait_ms, frozenset[str]()
         self.fenced_by: Epoch | None = None
         self.yields_from: int | None = None
         self._must_match = mastership.log.is_empty or mastership.log.is_tail_cut or not identity.value.complete
@@ -212,9 +221,10 @@ class Slaves:
     def holds(self, end: int) -> None:
         self._held_end = max(self._held_end, end)
 
-    def heed(self, orders: FillOrders) -> None:
-        """Take over which slaves may be filled. One that waits or is to stop says hello again, and is answered anew."""
-        self.fill_orders = orders
+    def heed(self, orders: FillOrders, awaited: frozenset[str] = frozenset()) -> None:
+        """Take over which slaves may be filled, and which ones to wait for. One that waits to be filled or is to stop
+        says hello again, and is answered anew."""
+        self.fill_orders, self._awaited = orders, awaited
         for watch in self._watches.values():
             watch.heed(orders)
 
@@ -263,19 +273,34 @@ class Slaves:
         A slave whose log parts from ours before its end has nothing that our disk may have lost behind it.
         """
         watches, points = self._watches.values(), self._identity.points
-        if self._mastership.has_begun or points.lacks is not None:
+        if self._mastership.has_begun:
+            return
+        waited_ms = now_ms - self._began_ms
+        missing = self._missing()
+        is_waited_for = bool(missing) and waited_ms < self._rejoin_wait_ms
+        if self._mastership.readonly.change(Reason.REJOIN, is_waited_for) and is_waited_for:
+            log.info("waiting for copies that were in sync group=%s copies=%s", self._mastership.group, missing)
+        if is_waited_for or points.lacks is not None:
             return
         if any(watch.follower.restoring is not None for watch in watches):
             return
         heard = sum(watch.is_compared for watch in watches)
         with_parted = sum(watch.is_compared or watch.has_parted for watch in watches)
-        waited_ms = now_ms - self._began_ms
         if heard >= self._count:
             self._begin("its slave matched" if heard == 1 else "its slaves matched")
         elif heard >= self._enough and waited_ms >= min(OTHERS_WAIT_MS, self._wait_ms):
             self._begin(f"{heard} of its {self._count} slaves matched")
         elif waited_ms >= self._wait_ms and (not self._must_match or with_parted >= self._enough):
             self._begin("went on without its slave")
+
+    def _missing(self) -> str:
+        """Name the slaves that were in sync at the last report and have not been compared since.
+
+        Our disk may have lied about its last fsync. What was acknowledged then may be on one of them alone, and the
+        first slave that comes may be another one, which was behind. One whose log parts from ours may be it, too.
+        """
+        compared = {watch.name for watch in self._watches.values() if watch.is_compared}
+        return ", ".join(sorted(self._awaited - compared))
 
     @property
     def _enough(self) -> int:
@@ -288,6 +313,13 @@ class Slaves:
     def _begin(self, why: str) -> None:
         """Write the epoch frame: from here on this mastership's bytes are its own."""
         mastership = self._mastership
+        if self._rejoin_wait_ms and (missing := self._missing()):
+            log.error(
+                "not waiting any longer group=%s copies=%s: they were in sync; should this disk have forgotten what it "
+                "acknowledged last, only they have that, and it is overwritten now",
+                mastership.group,
+                missing,
+            )
         mastership.has_begun = True
         mastership.gate.begins(self._identity.points.high_watermark(mastership.log))
         if mastership.at_begin is not None:

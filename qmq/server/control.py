@@ -16,6 +16,7 @@ from qmq.errors import CorruptFrame, NotServed, OperatorError
 from qmq.log.index import segment_at
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import BrokerServicer, add_BrokerServicer_to_server
+from qmq.replication.copy_report import messages_above
 from qmq.replication.settings import CopySettings
 from qmq.rights import Caller
 from qmq.rpc_access import RpcAcceptor, caller
@@ -70,7 +71,12 @@ class CopyControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generate
         return caller
 
     async def ReplicaStatus(self, request: pb.Nothing, context: Any) -> pb.BrokerState:
-        return state_message(self._service, self._settings)
+        state, node = state_message(self._service, self._settings), self._service.node
+        if node.parted_at is not None:
+            above = await asyncio.to_thread(messages_above, node.log, node.parted_at, ids_max=0)
+            ranges = [pb.SequenceRange(subject=name, first=at[0], last=at[1]) for name, at in above["subjects"].items()]
+            state.parted.CopyFrom(pb.PartedTail(offset=node.parted_at, messages=ranges))
+        return state
 
     async def Rates(self, request: pb.Nothing, context: Any) -> pb.RatesAnswer:
         return pb.RatesAnswer(samples=[pb.RateSample(**one._asdict()) for one in self._samples.all()])

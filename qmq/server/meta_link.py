@@ -256,6 +256,7 @@ class MetaLink:
             ),
             sync_mode=message.sync_mode or SyncMode.AUTOMATIC,
             fills=tuple((order.fill_id, order.allowed) for order in message.fills),
+            awaited=tuple(message.awaited),
         )
         points = [Point(Epoch(point.term, point.boot), point.end, point.chain) for point in message.points]
         node, accepted_term = self._service.node, message.loss_accepted_term

@@ -66,6 +66,8 @@ def test_a_slave_whose_copy_differs_is_named_and_filled_again(tmp_path):
         assert any("RecoverGroup" in remedy for remedy in remedies.values()), remedies
         plan = qmq(cluster, "RecoverGroup", "g1", "--dry-run")
         assert f"set aside the data directory of {key(other)}, stopped" in plan.stdout, plan.stdout + plan.stderr
+        only_there = f"MAYBE LOST: s.g1, sequences {COUNT} to {2 * COUNT - 1} ({COUNT}): only {key(other)} has them"
+        assert only_there in plan.stdout, plan.stdout
         end(cluster, other.hostname)
         aside = shutil.move(data_of(cluster, other), tmp_path / "aside")
         begin(cluster, other.hostname)

@@ -70,6 +70,7 @@ class Limits:
     def settings(self, name: str) -> BrokerSettings:
         return BrokerSettings(
             hostname=name,
+            serve_port=1,
             data=Path(name),
             token="t",
             segment_bytes=self.segment_bytes,

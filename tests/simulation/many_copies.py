@@ -73,11 +73,15 @@ class ManyCopies(Metaserver):
 
     def may_forget(self, name: str) -> bool:
         """Outside the moment between a promise and the choice that rests on it, as docs/decisions/0043 has it; and the
-        master's disk only once the row knows what was acknowledged."""
+        master's disk only if the row knows what was acknowledged, or a slave that has all of it is waited for."""
         assert self.group.master is not None
         known = max((point.end for point in self.points.values()), default=0)
         is_master = self.group.master.hostname == name
-        return not self.choices and (not is_master or known >= self._world.oracle.committed.end)
+        is_kept = not is_master or known >= self._world.oracle.committed.end or self._is_one_waited_for()
+        return not self.choices and is_kept
+
+    def _is_one_waited_for(self) -> bool:
+        return any(self._world.holds_all(self._world.machine(one.hostname)) for one in roles.awaited(self.group))
 
     # Changes.
 
@@ -192,6 +196,7 @@ class ManyCopies(Metaserver):
         )
         if change is not None and self.change(replace(change, above=self._floor())):
             self.loss_accepted_term = self.group.term
+            self.group = replace(self.group, lost_term=self.group.term)
             self._events.count("loss accepted")
 
     def swap(self) -> None:
@@ -266,6 +271,21 @@ class ManyNemesis(Nemesis):
     def _two(self) -> tuple[str, str]:
         one, other = self._rng.sample([machine.name for machine in self._world.machines], 2)
         return one, other
+
+    def power_everywhere(self) -> bool:
+        """At times one disk has lied for a while before."""
+        if self._rng.random() < 0.5:
+            return super().power_everywhere()
+        system = self.victim.disk.system
+        system.is_lying = True
+
+        def power() -> None:
+            self.victim.die("power everywhere, and its flushes were lies", power=True)
+            system.is_lying = False
+            Nemesis.power_everywhere(self)
+
+        self._events.between(5, 300, power)
+        return True
 
     def cut(self) -> bool:
         return self._cut_between(*self._two(), both_ways=True)

@@ -32,6 +32,7 @@ from qmq.replication.readonly import Reason
 from qmq.replication.shipper import Shipper
 from qmq.replication.slave import Slave
 from qmq.replication.slave_watch import SlaveWatch
+from qmq.replication.slaves import Slaves
 from qmq.tools.recovery.plan import Copy
 from qmq.types import Epoch
 from tests.simulation.machine import Process
@@ -531,6 +532,11 @@ def _master_begins_in_its_old_term() -> list[Patch]:
     return [mock.patch("qmq.metaserver.roles.needs_new_life", lambda group, key: False)]
 
 
+def _restarted_master_waits_for_any_slave() -> list[Patch]:
+    """A slave that was in sync before is not waited for, once another one is there."""
+    return [mock.patch.object(Slaves, "_missing", lambda self: "")]
+
+
 def _rolled_back_names_no_way_out() -> list[Patch]:
     """A master that lacks what no copy has waits for one, and nobody is told that he may give that up."""
     return [mock.patch.dict(readonly.WAY_OUT, {Reason.ROLLED_BACK: "start the other copy, which refills it"})]
@@ -619,6 +625,13 @@ BUGS = [
     Bug("one promise too few", _one_promise_too_few, first=20, kinds={"copies": 3}, favoured="cut_off_master"),
     Bug("confirms after promising", _confirms_after_promising, kinds={"copies": 3}, favoured="cut_off_master"),
     Bug("a master begins in its old term", _master_begins_in_its_old_term, first=3, kinds={"copies": 3}),
+    Bug(
+        "a restarted master waits for any slave",
+        _restarted_master_waits_for_any_slave,
+        first=108,
+        kinds={"copies": 3},
+        favoured="power_everywhere",
+    ),
     Bug("rolled back names no way out", _rolled_back_names_no_way_out, first=860, kinds={"copies": 3}),
     Bug("diverged names no way out", diverged_names_no_way_out, first=4037, kinds={"copies": 3, "min_copies": 3}),
     Bug("a copy that differs never goes on", _a_copy_that_differs_never_goes_on, first=13265, kinds={"copies": 3}),

@@ -122,7 +122,8 @@ class Metaserver:
         slaves = tuple(_address(slave) for slave in group.slaves)
         master = _address(group.master) if group.master else None
         marks = tuple(sorted(self.marks))
-        return Assignment(GROUP, group.term, broker.role, master, slaves, marks, (), group.min_copies)
+        awaited = tuple(str(slave.key) for slave in roles.awaited(group))
+        return Assignment(GROUP, group.term, broker.role, master, slaves, marks, (), group.min_copies, awaited=awaited)
 
     def _register(self, process: Process) -> bool:
         name, identity = process.broker, process.node.identity

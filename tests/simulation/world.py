@@ -163,9 +163,9 @@ class World:
     def may_forget(self, name: str) -> bool:
         """Whether a strike may take what a disk had: another one has a whole log with all that was committed."""
         others = [machine for machine in self.machines if machine.name != name]
-        return self.metaserver.may_forget(name) and any(map(self._holds_all, others))
+        return self.metaserver.may_forget(name) and any(map(self.holds_all, others))
 
-    def _holds_all(self, machine: Machine) -> bool:
+    def holds_all(self, machine: Machine) -> bool:
         process = machine.process
         if process is None or process.log.damage is not None or machine.disk.flipped:
             return False

@@ -53,6 +53,7 @@ COPY = {
     "slave_lag_bytes_max": Reason.SLAVE_LAG,
     "slave_lag_ms_max": Reason.SLAVE_LAG,
     "slave_wait_ms": Cause.MASTER,
+    "rejoin_wait_s": Reason.REJOIN,
     "catch_up_bytes_per_s": Cause.NO_SLAVE,
     "disk_free_limit": Reason.DISK,
 }

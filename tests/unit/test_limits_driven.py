@@ -212,6 +212,15 @@ def a_master_waits_for_its_slave() -> Seen:
     return waiting
 
 
+@drives("broker", "rejoin_wait_s")
+def a_master_of_several_waits_for_one_that_was_in_sync() -> Seen:
+    broker = Broker("m")
+    broker.node.identity.completed(True)
+    broker.assign(Role.MASTER, slaves=2, awaited=("b:20881",))
+    broker.wait(29_000)
+    return [Reason(reason) for reason in broker.node.readonly_reasons if reason != Reason.SLAVE_DOWN]
+
+
 @drives("broker", "catch_up_bytes_per_s")
 def a_new_slave_is_seeded_slowly() -> Seen:
     group, client = a_broker_group(catch_up_bytes_per_s=1024, tail_bytes=2_000)

@@ -6,7 +6,7 @@ only silent nothing is decided: it may be the one that has everything.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -54,6 +54,8 @@ class Copy:
     """Next sequence of each subject; None: only a report says so."""
     ids: tuple[tuple[str, int, str], ...] = ()
     """(subject, sequence, message id) that its report names."""
+    parted: Mapping[str, Any] | None = None
+    """`offset`, `messages` and `subjects` of what it confirmed and the master's log does not have, as it says."""
 
     @property
     def who(self) -> str:
@@ -80,12 +82,14 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Messages of a subject that a copy has and the one that goes on has not; sequences are inclusive."""
+    """Messages of a subject that a copy has and the one that goes on has not; sequences are inclusive. `only_at`: the
+    copy, if nobody can tell whether they were acknowledged."""
 
     subject: str
     first: int
     last: int
     ids: tuple[str, ...] = ()
+    only_at: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +107,8 @@ class Decision:
     lost_offsets: tuple[int, int] | None = None
     """Acknowledged, and in no copy that goes on: half-open offsets of the log."""
     needs_acceptance: bool = False
+    maybe_lost: tuple[Lost, ...] = ()
+    """With copies that differ: nobody acknowledged them unless a disk lied."""
 
 
 def read_copies(
@@ -143,7 +149,8 @@ def _copy(row: Mapping[str, Any], said: Mapping[str, Any], report: Mapping[str, 
         epoch = _epoch(said["lastEpoch"])
         if said.get("otherDirectory") and report is None:
             return Copy(*place, OTHER)
-        return Copy(*place, RUNS, said["logEnd"], epoch, said["highWatermark"] or 0, troubles)
+        parted = said.get("parted")
+        return Copy(*place, RUNS, said["logEnd"], epoch, said["highWatermark"] or 0, troubles, parted=parted)
     if report is None:
         known = said.get("highWatermark") or 0
         epoch = _epoch(said.get("lastEpoch"))
@@ -203,7 +210,7 @@ def decide(copies: Sequence[Copy], *, term: int = 0, min_copies: int = 2, rememb
         parted = [copy for copy in copies if PARTED in copy.troubles]
         others = [copy for copy in copies if copy not in parted]
         aside = _set_aside(parted, master, copies, term, min_copies) if parted else ()
-        return Decision((*aside, *_all_start(others)), kept)
+        return Decision((*aside, *_all_start(others)), kept, maybe_lost=tuple(_maybe_lost(parted)))
     if is_proven and master.is_there and set(master.troubles) <= REFILLED:
         return Decision((*_all_start(copies), f"{master.who} is refilled by itself from {kept.who}"), kept)
     if is_proven and len(copies) > 2:
@@ -246,8 +253,21 @@ def _set_aside(
             "tell what was acknowledged. Start those that do not run; else compare the logs with the audit",
         )
     return tuple(
-        f"{ASIDE}{copy.who}, stopped, and start it with an empty one: {master.who} fills it" for copy in parted
+        f"{ASIDE}{copy.who}, stopped, and start it with an empty one: {master.who} fills it{_kept_apart(copy)}"
+        for copy in parted
     )
+
+
+def _kept_apart(copy: Copy) -> str:
+    if not copy.parted or not copy.parted["messages"]:
+        return ""
+    return f". Delete nothing: `qmq inspect DIR --above={copy.parted['offset']}` names the messages that only it has"
+
+
+def _maybe_lost(parted: Iterable[Copy]) -> Iterator[Lost]:
+    for copy in parted:
+        for subject, (first, last) in copy.parted["subjects"].items() if copy.parted else ():
+            yield Lost(subject, first, last, only_at=copy.who)
 
 
 def _put_in_the_masters_place(kept: Copy, master: Copy, copies: Sequence[Copy], known: int) -> Decision:

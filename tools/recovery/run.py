@@ -94,4 +94,9 @@ def _shown(copies: Iterable[Copy], decision: Decision) -> Iterable[Block]:
     for lost in decision.lost:
         ids = f": {', '.join(lost.ids)}" if lost.ids else ""
         yield bad(f"LOST: {lost.subject}, sequences {lost.first} to {lost.last}{ids}")
+    for lost in decision.maybe_lost:
+        yield bad(
+            f"MAYBE LOST: {lost.subject}, sequences {lost.first} to {lost.last} ({lost.last - lost.first + 1:,}): only "
+            f"{lost.only_at} has them, and confirmed them. If a disk forgot what it had fsynced, they were acknowledged"
+        )
     yield from (f"{number}. {step}" for number, step in enumerate(decision.steps, 1))

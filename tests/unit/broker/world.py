@@ -401,6 +401,8 @@ class Group:
         self.a.node.packet_received(self.at_master, packet)
         if opaque in self.at_master.answers:
             code, answer = self.at_master.answers.pop(opaque)
+            while code and self.to_slave():  # sent before the refusal
+                pass
             self.b.node.agreed(self.at_slave, from_code(code, answer.decode()) if code else memoryview(answer))
         return True
 

@@ -11,7 +11,7 @@ from qmq.metaserver.actions.causes import Kind
 from qmq.metaserver.actions.doctor import examine_reported
 from qmq.metaserver.database import DatabaseAway
 from qmq.metaserver.doctor_metrics import DoctorMetrics
-from qmq.metaserver.model import MetaserverRow
+from qmq.metaserver.model import MetaserverRow, PartedTail
 from qmq.rights import TokenRole
 from tests.unit.metaserver.actions_world import in_world
 from tests.unit.metaserver.http_world import HttpWorld
@@ -226,3 +226,13 @@ async def test_the_doctor_names_a_slave_that_was_rolled_back_and_the_way_out(wor
     [wrong] = [check for check in (await world.done("Doctor"))["checks"] if not check["ok"]]
     assert wrong["name"] == "broker g1-b:20881 (SLAVE of g1)" and wrong["found"] == "is no whole copy: rolled_back"
     assert "start the other copy, which refills it" in wrong["remedy"] and "docs/runbook.md" in wrong["remedy"]
+
+
+@in_world
+async def test_doctor_counts_messages_that_only_a_diverged_copy_has(world):
+    await world.running_copies("g1")
+    tail = PartedTail(400, (("s.a", 30, 31), ("s.b", 7, 7)))
+    world.beat("g1-b", role=1, readonly_reasons=("diverged",), parted=tail)
+    [wrong] = [check for check in (await world.done("Doctor"))["checks"] if not check["ok"]]
+    assert "It alone has 3 messages, from offset 400 of its log on" in wrong["found"]
+    assert wrong["facts"]["parted"]["subjects"] == {"s.a": [30, 31], "s.b": [7, 7]}

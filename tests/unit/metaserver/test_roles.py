@@ -9,6 +9,7 @@ import pytest
 from qmq.errors import InvalidName, OperatorError
 from qmq.metaserver import roles
 from qmq.metaserver.model import DELAY, NORMAL, Broker, Directory, Group, ReplicaState
+from qmq.metaserver.rpc import convert
 from qmq.types import Role
 
 WORDS = {"group": "g1", "role": "0", "hostname": "h1", "ip": "10.0.0.1", "serve_port": "20881", "sync_port": "20882"}
@@ -526,3 +527,30 @@ def test_only_a_master_of_several_slaves_needs_a_new_life():
     assert not roles.needs_new_life(directory().groups["g1"], MASTER.key)
     change = roles.renew(group, above=9)
     assert (change.term, change.new_term, change.brokers) == (7, 10, group.brokers)
+
+
+@pytest.mark.parametrize(
+    "complete, lost_term, waits_for",
+    [
+        pytest.param("bc", 0, "bc", id="both were in sync"),
+        pytest.param("b", 0, "b", id="one was, and the other was known to be away"),
+        pytest.param("", 0, "bc", id="a change of roles has forgotten who was"),
+        pytest.param("", 7, "", id="an operator gave up what others have"),
+    ],
+)
+def test_restarted_master_waits_for_slaves_in_sync_at_the_last_report(complete, lost_term, waits_for):
+    known, group = of_three()
+    slaves = tuple(replace(slave, complete=slave.hostname in complete) for slave in group.slaves)
+    group = replace(group, slaves=slaves, lost_term=lost_term)
+    assert [slave.hostname for slave in roles.awaited(group)] == list(waits_for)
+    known = replace(known, groups={"g1": group})
+    told = [list(convert.assignment_for(known, one.key).awaited) for one in (MASTER, SLAVE)]
+    assert told == [[f"{name}:20881" for name in waits_for], []]
+
+
+def test_slave_that_never_registered_is_not_waited_for():
+    _, group = of_three()
+    new = replace(group.slaves[1], complete=False, incarnation="")
+    assert roles.awaited(replace(group, slaves=(replace(group.slaves[0], complete=False), new))) == (
+        replace(group.slaves[0], complete=False),
+    )

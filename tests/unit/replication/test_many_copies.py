@@ -8,6 +8,7 @@ import pytest
 
 from qmq.errors import ErrorCode, IllegalTransition, OperatorError
 from qmq.replication.clocks import METASERVER, SLAVE
+from qmq.replication.copy_report import messages_above
 from qmq.replication.follower import FollowerState
 from qmq.replication.readonly import Reason
 from qmq.replication.slaves import OTHERS_WAIT_MS
@@ -24,11 +25,14 @@ class Copies:
         self.min_copies = min_copies
         self.wires = {"b": Group(self.a, self.b), "c": Group(self.a, self.c)}
 
-    def start(self, *, connected: str | None = None, term: int = 1, master: Broker | None = None) -> Copies:
+    def start(
+        self, *, connected: str | None = None, term: int = 1, master: Broker | None = None, awaited: str = ""
+    ) -> Copies:
         master = master or self.a
         for broker in (self.a, self.b, self.c):
             role = Role.MASTER if broker is master else Role.SLAVE
-            broker.assign(role, term, slaves=2, min_copies=self.min_copies)
+            waits = tuple(f"{name}:{SETTINGS.serve_port}" for name in awaited)
+            broker.assign(role, term, slaves=2, min_copies=self.min_copies, awaited=waits)
         slaves = [broker for broker in (self.a, self.b, self.c) if broker is not master]
         self.wires = {slave.name: Group(master, slave) for slave in slaves}
         self.connect("".join(self.wires) if connected is None else connected)
@@ -170,6 +174,80 @@ def test_a_master_waits_a_second_for_the_third_copy():
     copies.a.wait(100)
     copies.settle()
     assert copies.a.master.has_begun and copies.a.node.writable
+
+
+def powered_off_after_a_lie() -> tuple[Copies, int]:
+    """All restart: b has a message that was acknowledged, c lacks it, and so does the disk of a, which lied."""
+    copies = Copies().start()
+    copies.cut("c")
+    lie = copies.a.disk.copy()
+    stored = Client(copies.a)
+    request = stored.produce("m1")
+    copies.settle()
+    assert stored.receipt(request).stored == 1
+    end = copies.b.log.end
+    copies.a.disk.put_back(lie)
+    for broker in (copies.a, copies.b, copies.c):
+        broker.crash()
+    assert copies.a.log.end < end == copies.b.log.end
+    return copies, end
+
+
+@pytest.mark.parametrize("order", ["c", "", "cb"], ids=["behind it first", "alone", "in time"])
+def test_restarted_master_waits_for_each_copy_that_was_in_sync(order):
+    """Also alone: what it would write then stands in the way of the copy that comes later."""
+    copies, end = powered_off_after_a_lie()
+    copies.start(connected=order[:1], term=2, awaited="bc")
+    copies.a.wait(int(SETTINGS.rejoin_wait_s * 1000) - 100)
+    assert not copies.a.master.has_begun and Reason.REJOIN in copies.a.node.readonly_reasons
+    copies.connect("".join(name for name in "bc" if name not in order[:1]))
+    assert copies.a.node.writable and not copies.b.node.readonly_reasons
+    assert copies.a.log.chain == copies.b.log.chain == copies.c.log.chain and copies.a.log.end > end
+
+
+def test_rejoin_wait_ends_and_names_the_missing_copy(caplog):
+    copies, _ = powered_off_after_a_lie()
+    copies.start(connected="c", term=2, awaited="bc")
+    copies.a.wait(int(SETTINGS.rejoin_wait_s * 1000))
+    copies.settle()
+    assert copies.a.node.writable and not copies.a.node.readonly_reasons
+    (line,) = [record.getMessage() for record in caplog.records if "not waiting" in record.getMessage()]
+    assert "b:20881" in line and "c:20881" not in line
+    copies.connect("b")
+    assert copies.state("b") is FollowerState.DIVERGED and Reason.DIVERGED in copies.b.node.readonly_reasons
+    above = messages_above(copies.b.log, copies.b.node.parted_at, ids_max=9)
+    assert above["subjects"] == {"s": [0, 0]} and [id for _, _, id in above["ids"]] == ["m1"]
+
+
+def test_slave_that_was_away_before_is_not_waited_for():
+    copies = Copies().start()
+    copies.a.crash()
+    copies.start(connected="b", awaited="b")
+    copies.a.wait(OTHERS_WAIT_MS)
+    copies.settle()
+    assert copies.a.node.writable
+
+
+def test_row_without_the_missing_slave_ends_the_wait():
+    """An operator removed it, or its disk was replaced."""
+    copies, _ = powered_off_after_a_lie()
+    copies.start(connected="c", term=2, awaited="bc")
+    copies.a.wait(2 * OTHERS_WAIT_MS)
+    assert not copies.a.master.has_begun
+    copies.a.assign(Role.MASTER, 2, slaves=2, awaited=(f"c:{SETTINGS.serve_port}",))
+    copies.a.wait(100)
+    assert copies.a.master.has_begun
+
+
+@pytest.mark.parametrize("proof", ["it was the master", "it was a slave in sync"])
+def test_process_that_goes_on_waits_for_nobody(proof):
+    """What it confirmed it has: its disk cannot have forgotten that."""
+    copies = Copies().start()
+    master = copies.a if proof == "it was the master" else copies.b
+    copies.cut()
+    copies.start(term=2, connected="c", master=master, awaited="abc".replace(master.name, ""))
+    master.wait(OTHERS_WAIT_MS)
+    assert master.master.has_begun
 
 
 def test_a_broker_counts_once_whatever_disks_it_had():

@@ -44,7 +44,7 @@ def sent(broker: Broker, link: FakeLink, command: Command, body: bytes) -> int:
     ("action", "taken"),
     [
         pytest.param(Action.FOLLOW, {Command.FRAMES, Command.ACKNOWLEDGED}, id="it follows"),
-        pytest.param(None, set(), id="it has said hello"),
+        pytest.param(None, {Command.PARTED}, id="it has said hello"),
         pytest.param(Action.WAIT, set(), id="it waits until it may be filled"),
         pytest.param(Action.SEED, {Command.SNAPSHOT}, id="it is seeded"),
         pytest.param(Action.RESTORE, {Command.CONFIRM}, id="it restores its master"),
@@ -66,6 +66,7 @@ def test_a_slave_takes_what_belongs_to_its_state_and_refuses_the_rest(action, ta
         Command.ACKNOWLEDGED: confirmation,
         Command.CONFIRM: confirmation,
         Command.SNAPSHOT: bytes(commands.offset_header(base)) + bytes(snapshot),
+        Command.PARTED: bytes(commands.offset_header(end)),
         Command.HELLO: b"",
     }
     for command in sorted(set(packets) - taken):

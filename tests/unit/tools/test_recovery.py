@@ -9,6 +9,7 @@ import pytest
 from qmq.tools.answer import Exit
 from qmq.tools.recovery import run as recovery
 from qmq.tools.recovery.plan import WrongReport, decide, read_copies
+from qmq.tools.terminal import show
 
 A, B = "a:1", "b:1"
 
@@ -289,6 +290,20 @@ def test_a_slave_that_differs_is_set_aside_if_what_it_confirmed_was_not_acknowle
     plan = decided_of_three(states, min_copies=min_copies)
     said = [step[: len(wanted)] for step, wanted in zip(plan.steps, steps, strict=True)]
     assert said == steps and plan.keeps.who == A and not plan.command
+
+
+def test_messages_that_only_the_diverged_copy_has_are_named(capsys):
+    parted = {"offset": 100, "messages": 3, "subjects": {"s.a": [30, 31], "s.b": [7, 7]}}
+    replicas = [replica("a", up=True), replica("b", up=True, reasons=["diverged"], parted=parted)]
+    copies = read_copies(rows(), replicas, (), ())
+    plan = decide(copies, term=4)
+    assert [(one.subject, one.first, one.last, one.only_at) for one in plan.maybe_lost] == [
+        ("s.a", 30, 31, "b:1"),
+        ("s.b", 7, 7, "b:1"),
+    ]
+    assert "qmq inspect DIR --above=100" in plan.steps[0]
+    show(recovery._shown(copies, plan))
+    assert "MAYBE LOST: s.a, sequences 30 to 31 (2): only b:1 has them" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(
