@@ -54,6 +54,9 @@ TakeTokens = Callable[[list[TokenRow]], None]
 REGISTER_TRIES = 3
 REFUSED_SHOWN_MS = 60_000
 """A process that is refused registers again each second or two."""
+AWAY_MS = 10_000
+"""A slave of several that is away for less goes on counting as in sync at the last report: when it is back and confirms
+what is acknowledged, a power cut may come before the database has that, and the restarted master waits for it."""
 NO_POINT = Point(NO_EPOCH, 0, 0)
 
 
@@ -101,6 +104,8 @@ class Registry:
         """What brokers are told: groups, brokers, marks and offline states; each change is about some brokers' keys."""
         self.completeness: dict[BrokerKey, tuple[Broker, int, bool]] = {}
         """What masters say about their slaves and the database does not have yet."""
+        self._away_since: dict[BrokerKey, int] = {}
+        """Since when masters say of slaves that they are not in sync, and the database has that they are."""
         self.points: dict[tuple[str, str], Point] = {}
         """Acknowledged points, by group and incarnation, that heartbeats told and the database does not have yet."""
         self.stored_points: dict[tuple[str, str], Point] = {}
@@ -467,6 +472,12 @@ class Registry:
             complete = roles.slave_complete(group, slave, key, state) if slave.incarnation else None
             if complete is None:
                 continue
+            if not complete and key != slave.key and slave.complete:
+                away_ms = self.now_ms() - self._away_since.setdefault(slave.key, self.now_ms())
+                if away_ms < AWAY_MS:
+                    continue
+            else:
+                self._away_since.pop(slave.key, None)
             if slave.complete == complete:
                 self.completeness.pop(slave.key, None)
                 continue

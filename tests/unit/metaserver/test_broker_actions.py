@@ -9,10 +9,10 @@ from unittest.mock import patch
 from qmq.metaserver import swap
 from qmq.metaserver.actions import Status
 from qmq.metaserver.database import DatabaseAway
-from qmq.metaserver.model import BrokerKey
+from qmq.metaserver.model import BrokerKey, ReplicaState
 from qmq.metaserver.state_metrics import StateMetrics
 from qmq.replication.points import Point
-from qmq.types import Epoch
+from qmq.types import Epoch, Role
 from tests.unit.metaserver.actions_world import in_world, left, place
 
 
@@ -398,3 +398,18 @@ async def test_an_accepted_loss_is_told_of_until_it_is_acknowledged(world):
     assert actions[0] == ("AcknowledgeLoss", {"lostTerm": term})
     assert (await world.done("AcknowledgeLoss", brokerGroup="g1"))["lostTerm"] == 0, "there is nothing more"
     assert "no broker group g9" in await world.refused("AcknowledgeLoss", brokerGroup="g9")
+
+
+@in_world
+async def test_slave_that_is_away_for_moments_counts_as_in_sync_at_the_last_report(world):
+    """It may confirm again before that is stored; a master that restarts then has to wait for it."""
+    await world.running_copies("g1")
+    await world.done("AddBroker", **place("g1", 1, "g1-c"))
+    await world.start("g1-c", complete=True)
+    registry, slave, marked = world.registry, BrokerKey("g1-c", 20881), []
+    alone = ReplicaState(Role.MASTER, registry.directory.groups["g1"].term, writable=True)
+    for now_ms in (0, 9_999, 10_000):
+        with patch.object(registry, "now_ms", lambda now_ms=now_ms: now_ms):
+            registry._note_completeness(BrokerKey("g1-a", 20881), alone)
+        marked.append(slave in registry.completeness)
+    assert marked == [False, False, True]
