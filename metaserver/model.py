@@ -294,6 +294,10 @@ class ReplicaState:
     """A slave's words: it was in sync, and does not hear its master now."""
     instance: str = ""
     """Names its data directory at its place; empty from a version that does not say it."""
+    quarantine_bytes: int = 0
+    """Bytes that left its log and are kept."""
+    quarantine_full: bool = False
+    """They are more than its bound, and what is left is an operator's to clear."""
     parted: PartedTail | None = None
     """Of a slave that is `diverged`, when it was asked."""
     known_term: int = 0

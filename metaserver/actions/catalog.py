@@ -122,6 +122,25 @@ _BROKERS = (
         changes=True,
     ),
     Action(
+        "ListQuarantine",
+        "list what left the logs of a group's copies and is kept, and what of it may be the last copy of messages",
+        OPERATOR,
+        (_GROUP,),
+    ),
+    Action(
+        "ClearQuarantine",
+        "delete what one copy keeps: the named parts, or all that is no evidence",
+        ADMIN,
+        (
+            _GROUP,
+            Parameter("host", "hostname, or hostname:port, of the broker", required=True),
+            Parameter(
+                "parts", "names of parts, separated by commas; without: all that is no evidence", chars_max=60_000
+            ),
+        ),
+        changes=True,
+    ),
+    Action(
         "SwapRoles",
         "exchange the master and a slave of a group while both go on running",
         ADMIN,

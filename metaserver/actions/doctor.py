@@ -123,7 +123,14 @@ async def _broker(desk: Desk, broker: Broker, ask: Ask) -> Check:
                 "may have been acknowledged"
             )
         return check(False, found, "; ".join(_way_out(reason, broker) for reason in troubles))
-    return check(True, "up")
+    if state.quarantine_full:
+        found = f"keeps {state.quarantine_bytes:,} bytes that left its log, which may be the last copies of messages"
+        remedy = (
+            f"qmq ListQuarantine --brokerGroup={broker.group} names them, ClearQuarantine deletes (docs/runbook.md)"
+        )
+        return check(False, found, remedy)
+    kept = f", keeps {state.quarantine_bytes:,} bytes that left its log" if state.quarantine_bytes else ""
+    return check(True, f"up{kept}")
 
 
 def _way_out(reason: str, broker: Broker) -> str:

@@ -167,6 +167,13 @@ class Brokers:
             answer: pb.CancelDelayedAnswer = await self._call(broker, call, silent=lambda code: code not in _REFUSALS)
             return answer
 
+    async def quarantine(self, broker: Broker, request: pb.QuarantineRequest) -> pb.QuarantineAnswer:
+        """Ask any copy what it keeps of what left its log, or let it clear some."""
+        async with self._stub(broker) as (stub, metadata):
+            call = stub.Quarantine(request, **metadata, timeout=self._timeout_ms / 1000)
+            answer: pb.QuarantineAnswer = await self._call(broker, call)
+            return answer
+
     @asynccontextmanager
     async def _stub(self, broker: Broker) -> AsyncIterator[tuple[Any, dict[str, Any]]]:
         async with grpc.aio.insecure_channel(f"{broker.ip}:{broker.control_port}", options=CHANNEL_OPTIONS) as channel:

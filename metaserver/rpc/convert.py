@@ -90,6 +90,8 @@ def state_from_message(message: pb.BrokerState) -> ReplicaState:
         clock_off_s=message.clock_off_s,
         lost_master=message.lost_master,
         instance=message.instance,
+        quarantine_bytes=message.quarantine_bytes,
+        quarantine_full=message.quarantine_full,
         parted=_parted(message.parted) if message.HasField("parted") else None,
     )
 

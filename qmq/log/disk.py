@@ -140,6 +140,12 @@ class RealDisk:
     def names(self, folder: str) -> list[str]:
         return sorted(self._system.names(self._path(folder)))
 
+    def folders(self, folder: str) -> list[str]:
+        """Return the names of the folders in it; none if there is no such folder."""
+        with contextlib.suppress(FileNotFoundError):
+            return sorted(self._system.folders(self._path(folder)))
+        return []
+
     def has(self, name: str) -> bool:
         return self._system.size(self._path(name)) is not None
 

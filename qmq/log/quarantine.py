@@ -1,21 +1,98 @@
-"""Core. What must go from a log is kept here, with a report of the message ids in it; never deleted by us.
+"""Core. What must go from a log is kept here, with a report of the message ids in it.
 
 quarantine/<begin>-<end>-<n>.bytes    bytes that were cut off or replaced
 quarantine/<begin>-<end>-<n>.json     where they stood, why they went, the ids of the messages in them
 quarantine/<begin>-<end>-<why>-<n>/   a whole copy that was set aside
+
+The folder is bounded: what another copy has anyway goes, that of the oldest part of the log first. What may be the last
+copy of a message is *evidence*; only an operator deletes it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 
 from qmq.codec import decode_envelope, split_batch
 from qmq.errors import CorruptFrame, InvalidMessage
-from qmq.log.disk import Disk
+from qmq.log.disk import Disk, RealDisk
 from qmq.log.frame import FrameKind, decode_frames
 
 FOLDER = "quarantine"
+HAD_BY_ANOTHER = frozenset({"damaged", "torn tail", "seeded-anew", "taken-back", "manifest-damaged"})
+"""Causes after which another copy has what was acknowledged of it, or retention deleted that there."""
+_LABEL = re.compile(r"(\d{20})-(\d{20})(?:-(.+))?-\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """One thing in quarantine. `messages`: ids that its report names; 0 for a whole copy, where nobody counted."""
+
+    name: str
+    begin: int
+    end: int
+    why: str
+    bytes: int
+    messages: int
+    is_evidence: bool
+    files: tuple[str, ...]
+
+
+def labels(disk: RealDisk) -> list[str]:
+    """Return the names of what is in quarantine. An empty folder is what was cleared."""
+    folders = [name for name in disk.folders(FOLDER) if disk.names(f"{FOLDER}/{name}")]
+    names = {name.removesuffix(".bytes").removesuffix(".json") for name in disk.names(FOLDER)}
+    return sorted(name for name in (*names, *folders) if _LABEL.fullmatch(name))
+
+
+def all_kept(disk: RealDisk) -> list[Kept]:
+    """Return what is in quarantine, that of the oldest part of the log first."""
+    found = []
+    for label in labels(disk):
+        if (match := _LABEL.fullmatch(label)) is not None:
+            found.append(_kept(disk, label, int(match[1]), int(match[2]), match[3] or ""))
+    return sorted(found, key=lambda kept: (kept.end, kept.begin, kept.name))
+
+
+def _kept(disk: RealDisk, label: str, begin: int, end: int, why: str) -> Kept:
+    path = f"{FOLDER}/{label}"
+    files = tuple(f"{path}/{name}" for name in disk.names(path))
+    messages = 0
+    if not files:
+        files = tuple(filter(disk.has, (f"{path}.json", f"{path}.bytes")))
+        with suppress(ValueError, KeyError, TypeError):
+            report = json.loads(disk.read(f"{path}.json", 0, disk.size(f"{path}.json")))
+            why, messages = str(report["why"]), len(report["message_ids"])
+    # A cut tail without a message is an epoch frame, or progress. Of damaged bytes, and of those whose report is not
+    # written yet, nobody can tell what is in them.
+    is_cut = bool(why) and f"{path}.bytes" in files and "damage" not in why
+    is_evidence = why not in HAD_BY_ANOTHER and not (is_cut and not messages)
+    return Kept(label, begin, end, why, sum(map(disk.size, files)), messages, is_evidence, files)
+
+
+def clear(disk: RealDisk, names: Collection[str]) -> list[Kept]:
+    """Delete these, and return what was there of them."""
+    gone = [kept for kept in all_kept(disk) if kept.name in names]
+    for kept in gone:
+        for file in kept.files:
+            disk.remove(file)
+    return gone
+
+
+def bound(disk: RealDisk, bytes_max: int) -> list[Kept]:
+    """Delete what is no evidence until the rest has at most `bytes_max`; return what is left, which may be more."""
+    left = all_kept(disk)
+    over = sum(kept.bytes for kept in left) - bytes_max
+    going = set()
+    for kept in left:
+        if over > 0 and not kept.is_evidence:
+            going.add(kept.name)
+            over -= kept.bytes
+    clear(disk, going)
+    return [kept for kept in left if kept.name not in going]
 
 
 def keep_bytes(disk: Disk, begin: int, data: bytes, why: str) -> str:

@@ -279,7 +279,7 @@ class Offline(_message.Message):
     def __init__(self, subject: _Optional[str] = ..., group: _Optional[str] = ..., consumer: _Optional[str] = ...) -> None: ...
 
 class BrokerState(_message.Message):
-    __slots__ = ("broker_group", "role", "term", "boot", "log_start", "log_end", "flushed_end", "matched_end", "high_watermark", "chain", "readonly_reasons", "hostname", "serve_port", "writable", "durability", "incarnation", "in_step", "acknowledged", "in_sync", "promised_term", "last_term", "last_boot", "incomplete", "fill_id", "clock_off_s", "instance", "lost_master", "parted")
+    __slots__ = ("broker_group", "role", "term", "boot", "log_start", "log_end", "flushed_end", "matched_end", "high_watermark", "chain", "readonly_reasons", "hostname", "serve_port", "writable", "durability", "incarnation", "in_step", "acknowledged", "in_sync", "promised_term", "last_term", "last_boot", "incomplete", "fill_id", "clock_off_s", "instance", "lost_master", "parted", "quarantine_bytes", "quarantine_full")
     BROKER_GROUP_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
@@ -308,6 +308,8 @@ class BrokerState(_message.Message):
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     LOST_MASTER_FIELD_NUMBER: _ClassVar[int]
     PARTED_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINE_FULL_FIELD_NUMBER: _ClassVar[int]
     broker_group: str
     role: int
     term: int
@@ -336,7 +338,9 @@ class BrokerState(_message.Message):
     instance: str
     lost_master: bool
     parted: PartedTail
-    def __init__(self, broker_group: _Optional[str] = ..., role: _Optional[int] = ..., term: _Optional[int] = ..., boot: _Optional[int] = ..., log_start: _Optional[int] = ..., log_end: _Optional[int] = ..., flushed_end: _Optional[int] = ..., matched_end: _Optional[int] = ..., high_watermark: _Optional[int] = ..., chain: _Optional[int] = ..., readonly_reasons: _Optional[_Iterable[str]] = ..., hostname: _Optional[str] = ..., serve_port: _Optional[int] = ..., writable: _Optional[bool] = ..., durability: _Optional[str] = ..., incarnation: _Optional[str] = ..., in_step: _Optional[_Iterable[str]] = ..., acknowledged: _Optional[_Union[AcknowledgedPoint, _Mapping]] = ..., in_sync: _Optional[bool] = ..., promised_term: _Optional[int] = ..., last_term: _Optional[int] = ..., last_boot: _Optional[int] = ..., incomplete: _Optional[bool] = ..., fill_id: _Optional[str] = ..., clock_off_s: _Optional[int] = ..., instance: _Optional[str] = ..., lost_master: _Optional[bool] = ..., parted: _Optional[_Union[PartedTail, _Mapping]] = ...) -> None: ...
+    quarantine_bytes: int
+    quarantine_full: bool
+    def __init__(self, broker_group: _Optional[str] = ..., role: _Optional[int] = ..., term: _Optional[int] = ..., boot: _Optional[int] = ..., log_start: _Optional[int] = ..., log_end: _Optional[int] = ..., flushed_end: _Optional[int] = ..., matched_end: _Optional[int] = ..., high_watermark: _Optional[int] = ..., chain: _Optional[int] = ..., readonly_reasons: _Optional[_Iterable[str]] = ..., hostname: _Optional[str] = ..., serve_port: _Optional[int] = ..., writable: _Optional[bool] = ..., durability: _Optional[str] = ..., incarnation: _Optional[str] = ..., in_step: _Optional[_Iterable[str]] = ..., acknowledged: _Optional[_Union[AcknowledgedPoint, _Mapping]] = ..., in_sync: _Optional[bool] = ..., promised_term: _Optional[int] = ..., last_term: _Optional[int] = ..., last_boot: _Optional[int] = ..., incomplete: _Optional[bool] = ..., fill_id: _Optional[str] = ..., clock_off_s: _Optional[int] = ..., instance: _Optional[str] = ..., lost_master: _Optional[bool] = ..., parted: _Optional[_Union[PartedTail, _Mapping]] = ..., quarantine_bytes: _Optional[int] = ..., quarantine_full: _Optional[bool] = ...) -> None: ...
 
 class PartedTail(_message.Message):
     __slots__ = ("offset", "messages")
@@ -414,6 +418,38 @@ class RouteUpdate(_message.Message):
     version: int
     routes: _containers.RepeatedCompositeFieldContainer[SubjectRoute]
     def __init__(self, version: _Optional[int] = ..., routes: _Optional[_Iterable[_Union[SubjectRoute, _Mapping]]] = ...) -> None: ...
+
+class QuarantineRequest(_message.Message):
+    __slots__ = ("cleared",)
+    CLEARED_FIELD_NUMBER: _ClassVar[int]
+    cleared: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, cleared: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class QuarantineAnswer(_message.Message):
+    __slots__ = ("parts", "bytes_max")
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_MAX_FIELD_NUMBER: _ClassVar[int]
+    parts: _containers.RepeatedCompositeFieldContainer[KeptPart]
+    bytes_max: int
+    def __init__(self, parts: _Optional[_Iterable[_Union[KeptPart, _Mapping]]] = ..., bytes_max: _Optional[int] = ...) -> None: ...
+
+class KeptPart(_message.Message):
+    __slots__ = ("name", "begin", "end", "why", "bytes", "messages", "evidence")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    EVIDENCE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    begin: int
+    end: int
+    why: str
+    bytes: int
+    messages: int
+    evidence: bool
+    def __init__(self, name: _Optional[str] = ..., begin: _Optional[int] = ..., end: _Optional[int] = ..., why: _Optional[str] = ..., bytes: _Optional[int] = ..., messages: _Optional[int] = ..., evidence: _Optional[bool] = ...) -> None: ...
 
 class RateSample(_message.Message):
     __slots__ = ("at_ms", "taken", "delivered")

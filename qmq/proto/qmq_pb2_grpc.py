@@ -469,6 +469,11 @@ class BrokerStub:
                 request_serializer=qmq_dot_proto_dot_qmq__pb2.Nothing.SerializeToString,
                 response_deserializer=qmq_dot_proto_dot_qmq__pb2.Nothing.FromString,
                 _registered_method=True)
+        self.Quarantine = channel.unary_unary(
+                '/qmq.Broker/Quarantine',
+                request_serializer=qmq_dot_proto_dot_qmq__pb2.QuarantineRequest.SerializeToString,
+                response_deserializer=qmq_dot_proto_dot_qmq__pb2.QuarantineAnswer.FromString,
+                _registered_method=True)
         self.Consumers = channel.unary_unary(
                 '/qmq.Broker/Consumers',
                 request_serializer=qmq_dot_proto_dot_qmq__pb2.ConsumersRequest.SerializeToString,
@@ -573,6 +578,13 @@ class BrokerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Quarantine(self, request, context):
+        """List what left this copy's log and is kept, or clear parts of it by name and list what was cleared.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Consumers(self, request, context):
         """How far each consumer group is. FAILED_PRECONDITION: not the master.
         """
@@ -671,6 +683,11 @@ def add_BrokerServicer_to_server(servicer, server):
                     servicer.HoldLog,
                     request_deserializer=qmq_dot_proto_dot_qmq__pb2.Nothing.FromString,
                     response_serializer=qmq_dot_proto_dot_qmq__pb2.Nothing.SerializeToString,
+            ),
+            'Quarantine': grpc.unary_unary_rpc_method_handler(
+                    servicer.Quarantine,
+                    request_deserializer=qmq_dot_proto_dot_qmq__pb2.QuarantineRequest.FromString,
+                    response_serializer=qmq_dot_proto_dot_qmq__pb2.QuarantineAnswer.SerializeToString,
             ),
             'Consumers': grpc.unary_unary_rpc_method_handler(
                     servicer.Consumers,
@@ -951,6 +968,33 @@ class Broker:
             '/qmq.Broker/HoldLog',
             qmq_dot_proto_dot_qmq__pb2.Nothing.SerializeToString,
             qmq_dot_proto_dot_qmq__pb2.Nothing.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Quarantine(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/qmq.Broker/Quarantine',
+            qmq_dot_proto_dot_qmq__pb2.QuarantineRequest.SerializeToString,
+            qmq_dot_proto_dot_qmq__pb2.QuarantineAnswer.FromString,
             options,
             channel_credentials,
             insecure,

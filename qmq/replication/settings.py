@@ -39,6 +39,13 @@ class CopySettings:
     log_level: str = setting("INFO", one_of=LEVELS, why="which log lines are written")
     log_format: str = setting("text", one_of=FORMATS, why="one line an event, as text or as JSON")
 
+    quarantine_bytes: int = setting(
+        0,
+        unit="bytes",
+        least=0,
+        why="what is kept of bytes that left the log; 0: as much as the log has, a segment at least",
+    )
+
     clock_difference_ms_max: int = setting(
         10_000, unit="ms", least=100, why="difference of two machines' clocks above which nothing is deleted"
     )

@@ -78,6 +78,31 @@ class CopyControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generate
             state.parted.CopyFrom(pb.PartedTail(offset=node.parted_at, messages=ranges))
         return state
 
+    async def Quarantine(self, request: pb.QuarantineRequest, context: Any) -> pb.QuarantineAnswer:
+        keeper = self._service.quarantine
+        if request.cleared:
+            parts = await asyncio.to_thread(keeper.clear, list(request.cleared))
+            names = ", ".join(part.name for part in parts)
+            log.warning("quarantine cleared group=%s parts=%s", self._service.node.group, names)
+            self._service.state_changed.set()
+        else:
+            parts = await asyncio.to_thread(keeper.all)
+        return pb.QuarantineAnswer(
+            parts=[
+                pb.KeptPart(
+                    name=part.name,
+                    begin=part.begin,
+                    end=part.end,
+                    why=part.why,
+                    bytes=part.bytes,
+                    messages=part.messages,
+                    evidence=part.is_evidence,
+                )
+                for part in parts
+            ],
+            bytes_max=keeper.limit,
+        )
+
     async def Rates(self, request: pb.Nothing, context: Any) -> pb.RatesAnswer:
         return pb.RatesAnswer(samples=[pb.RateSample(**one._asdict()) for one in self._samples.all()])
 

@@ -79,6 +79,8 @@ def state_message(service: Service[Any], settings: CopySettings) -> pb.BrokerSta
         clock_off_s=node.clock_off_s,
         lost_master=service.has_lost_master,
         instance=node.identity.instance,
+        quarantine_bytes=service.quarantine.bytes,
+        quarantine_full=service.quarantine.is_full,
     )
 
 

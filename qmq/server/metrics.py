@@ -174,6 +174,8 @@ class CopyCollector(Collector, Generic[M]):
         yield "disk_free_bytes", "Free space on the disk of the log", service.disk_free_bytes
         limit = service.disk_free_limit
         yield "disk_free_limit_bytes", "Free space below which no message is taken", limit
+        yield "quarantine_bytes", "Bytes that left the log and are kept", service.quarantine.bytes
+        yield "quarantine_limit_bytes", "What is over it and no evidence of a loss is deleted", service.quarantine.limit
         apart = bool(self._service.node.clocks_disagreement())
         yield "clocks_disagree", "1 while clocks differ by more than clock_difference_ms_max: nothing is deleted", apart
         yield "metaserver_connected", "1 while a metaserver answers this process", float(service.is_registered)

@@ -43,6 +43,7 @@ from qmq.server.access import Access
 from qmq.server.cores import come_first, stand_back
 from qmq.server.overload import ConnectionState, DiskWatch, LimitsReached, MemoryAlarm, Shares
 from qmq.server.pulse import Pulse
+from qmq.server.quarantine import QuarantineKeeper
 from qmq.server.reserve import DISK_FLOOR_BYTES, keep_reserve
 from qmq.ticking import until_next_second
 from qmq.types import Endpoint
@@ -124,6 +125,7 @@ class Service(Generic[M]):
         self.shares = Shares[Acceptor]()
         self.scrub: Scrub | None = None
         self.disk_free_limit = max(settings.disk_free_limit, DISK_FLOOR_BYTES)
+        self.quarantine = QuarantineKeeper(disk, settings.quarantine_bytes, settings.segment_bytes)
         self._disk_watch = DiskWatch(self.disk_free_limit)
         self._given_back_at = 0.0
         self._role_changed = asyncio.Event()
@@ -435,6 +437,7 @@ class Service(Generic[M]):
         while True:
             self.guarded(partial(keep_reserve, self._disk, self.disk_free_limit))
             self.guarded(self._look_after_log)
+            self.read(self._look_after_quarantine, _raise_failure)
             is_soon = self._disk_watch.is_full or self.node.log.state.kept.start > self.node.log.start
             pause_s = HOUSE_SOON_S if is_soon else HOUSE_S
             await asyncio.sleep(DELETE_S if self.node.log.is_deleting else pause_s)
@@ -455,6 +458,11 @@ class Service(Generic[M]):
             self._delete_oldest()
         except CorruptFrame as problem:
             self.node.found_damage(problem)
+
+    def _look_after_quarantine(self) -> None:
+        message_log = self.node.log
+        is_short = self.disk_free_bytes < 2 * self.disk_free_limit
+        self.quarantine.look(message_log.end - message_log.start, is_disk_short=is_short)
 
     def _delete_oldest(self) -> None:
         """Begin to delete the oldest segment, if it may go and the one before is gone: a commit that deletes one takes
@@ -478,6 +486,11 @@ def _swept(swept: asyncio.Future[bool], result: bool | LogError) -> None:
         raise result
     if not swept.done():  # a process that stops waits for no piece
         swept.set_result(result)
+
+
+def _raise_failure(result: object) -> None:
+    if isinstance(result, LogError):
+        raise result
 
 
 def _wake(stirred: asyncio.Future[bool]) -> None:

@@ -39,6 +39,7 @@ CONTROL_ROLES: Mapping[str, frozenset[TokenRole]] = {
     "DelayStats": frozenset({TokenRole.OPERATOR}),
     "ListDelayed": frozenset({TokenRole.OPERATOR}),
     "CancelDelayed": frozenset({TokenRole.CLUSTER}),
+    "Quarantine": frozenset({TokenRole.CLUSTER}),
     "Browse": frozenset({TokenRole.OPERATOR, TokenRole.CLIENT}),
     "PrepareSwap": frozenset({TokenRole.CLUSTER}),
     "CancelSwap": frozenset({TokenRole.CLUSTER}),

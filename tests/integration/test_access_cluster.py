@@ -109,6 +109,7 @@ def requests(term, subject):
         "ReadLog": pb.ReadLogRequest(begin=0, end=1 << 40),
         "ReadDerived": pb.ReadDerivedRequest(base=0),
         "HoldLog": nothing,
+        "Quarantine": pb.QuarantineRequest(cleared=["all"]),
         "Consumers": pb.ConsumersRequest(),
         "ResetOffset": pb.ResetOffsetRequest(subject=subject, group="g", to="latest"),
         "Browse": pb.BrowseRequest(subject=subject),

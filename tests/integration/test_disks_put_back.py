@@ -12,7 +12,7 @@ from qmq.checked_json import decode_checked, encode_checked
 from qmq.deploy.copies import read_copy
 from qmq.deploy.processes import suspend
 from qmq.errors import OperatorError
-from qmq.log import RealDisk
+from qmq.log import RealDisk, quarantine
 from qmq.log.segments import log_name, segment_bases
 from tests.integration.cluster_world import (
     are_equal,
@@ -21,6 +21,7 @@ from tests.integration.cluster_world import (
     data_of,
     end,
     log_of,
+    metrics,
     reasons,
     row,
     running,
@@ -263,3 +264,29 @@ def test_master_by_a_swap_whose_disk_was_put_back_meanwhile_waits_for_the_other_
     begin(cluster, master.hostname)
     check_nothing_is_lost(cluster, 0)
     assert "went on without its slave" not in log_of(cluster, slave.hostname)
+
+
+def test_what_left_the_log_is_listed_measured_and_cleared(cluster):
+    _, slave = copies(cluster)
+    end(cluster, slave.hostname)
+    message = [frame for frame in read_copy(data_of(cluster, slave)).frames if frame.subject == "s"][-1]
+    disk = RealDisk(data_of(cluster, slave))
+    data = disk.read(log_name(0), message.offset, message.end - message.offset)
+    quarantine.keep_bytes(disk, message.offset, data, "conflict with the master of epoch 1.1")
+    disk.put("log/a", bytes(100))
+    quarantine.keep_files(disk, ["log/a"], 0, 100, "seeded-anew")
+    disk.close()
+    begin(cluster, slave.hostname)
+    size = 'qmq_broker_quarantine_bytes{broker_group="g1"}'
+    until(lambda: state(cluster, slave) and metrics(cluster, slave)[size], "it is measured")
+    (_, kept) = cluster.manage("ListQuarantine", brokerGroup="g1")["brokers"]
+    assert [(part["why"], part["evidence"]) for part in kept["parts"]] == [
+        ("seeded-anew", False),
+        ("conflict with the master of epoch 1.1", True),
+    ]
+    words = {"brokerGroup": "g1", "host": slave.hostname}
+    assert len(cluster.manage("ClearQuarantine", **words)["cleared"]) == 1
+    with pytest.raises(OperatorError, match="go by name"):
+        cluster.manage("ClearQuarantine", **words)
+    cluster.manage("ClearQuarantine", parts=kept["parts"][1]["name"], **words)
+    assert not metrics(cluster, slave)[size] and not disk.names("quarantine")

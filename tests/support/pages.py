@@ -74,6 +74,7 @@ def _service(copy: Any, limits: LimitsReached | None) -> Any:
         memory_alarm=MemoryAlarm(1 << 30),
         disk_free_bytes=1 << 30,
         disk_free_limit=0,
+        quarantine=SimpleNamespace(bytes=0, limit=1 << 30),
         sync_us=0.0,
         commits=0,
         sync_seconds=0.0,

@@ -39,6 +39,7 @@ COPY = {
     "inline_sync_us_max": DISK,
     "retention_hours": DISK,
     "retention_bytes": DISK,
+    "quarantine_bytes": Nobody("what left the log is kept for less long; Doctor, if an operator has to clear it"),
     "metrics_subjects_max": Nobody("what /metrics shows; Lag and Doctor have all"),
     "clock_difference_ms_max": Nobody("nothing is deleted; Doctor's finding `clocks`"),
     "packet_bytes_max": REACHED,  # what is delivered is cut to 8 MiB

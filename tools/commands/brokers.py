@@ -93,6 +93,29 @@ def _fill_ordered(data: Any) -> Iterable[Block]:
         yield good(f"{who} is not filled until SyncReplica says so; what it has it keeps")
 
 
+def _quarantine(data: Any) -> Iterable[Block]:
+    columns = (
+        Column("PART", "name"),
+        Column("BYTES", "bytes"),
+        Column("MESSAGES", "messages"),
+        Column("EVIDENCE", lambda row: "yes" if row["evidence"] else ""),
+        Column("WHY", "why", fold=20),
+    )
+    for copy in data["brokers"]:
+        who = f"{copy['hostname']}:{copy['servePort']}"
+        if why := data["unasked"].get(who):
+            yield warning(f"{who}: not asked, {why}")
+            continue
+        title = f"\n{who}: {copy['bytes']:,} of at most {copy['bytesMax']:,} bytes"
+        yield Table(columns, copy["parts"], title=title, empty=f"{who} keeps nothing")
+    if any(part["evidence"] for copy in data["brokers"] for part in copy["parts"]):
+        yield "evidence may be the last copy of acknowledged messages: it is cleared by name only"
+
+
+def _cleared(data: Any) -> Iterable[Block]:
+    yield good(f"{data['broker']}: {len(data['cleared'])} parts cleared, {data['bytes']:,} bytes")
+
+
 def _rates(data: Any) -> Iterable[Block]:
     columns = (
         Column("UNTIL", moment("at")),
@@ -270,6 +293,26 @@ BROKERS = (
         _fill_ordered,
         changes=True,
         look="ReplicaStatus --brokerGroup={brokerGroup}",
+    ),
+    Command(
+        "ListQuarantine",
+        "list what left logs and is kept",
+        "--brokerGroup=g1",
+        (GROUP,),
+        _quarantine,
+    ),
+    Command(
+        "ClearQuarantine",
+        "delete what left one copy's log",
+        "--brokerGroup=g1 --host=mq2",
+        (
+            GROUP,
+            Option("host", "hostname, or hostname:port, of the broker"),
+            Option("parts", "names of parts: a,b; without: all that is no evidence", default=""),
+        ),
+        _cleared,
+        changes=True,
+        look="ListQuarantine --brokerGroup={brokerGroup}",
     ),
     Command(
         "SwapRoles",

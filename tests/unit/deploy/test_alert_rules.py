@@ -74,6 +74,10 @@ WELL = {
     'qmq_broker_disk_free_limit_bytes{broker_group="g1",instance="b1"}': "100",
     'qmq_delayserver_disk_free_bytes{broker_group="d",instance="d1"}': "900",
     'qmq_delayserver_disk_free_limit_bytes{broker_group="d",instance="d1"}': "100",
+    'qmq_broker_quarantine_bytes{broker_group="g1",instance="b1"}': "900",
+    'qmq_broker_quarantine_limit_bytes{broker_group="g1",instance="b1"}': "1000",
+    'qmq_delayserver_quarantine_bytes{broker_group="d",instance="d1"}': "900",
+    'qmq_delayserver_quarantine_limit_bytes{broker_group="d",instance="d1"}': "1000",
     LAG: "500-1x400 100+0x1 0x3000",
     'qmq_broker_subject_messages_total{broker_group="g1",subject="a"}': "0+600x3000",
     'qmq_broker_skipped_messages_total{broker_group="g1",subject="a",consumer_group="c"}': "5",
@@ -191,6 +195,13 @@ STORIES = [
     Story("QmqDiskFillsUp", 10, {'qmq_broker_disk_free_bytes{broker_group="g1",instance="b1"}': "190"}),
     Story(
         "QmqDiskFillsUp", 10, {'qmq_delayserver_disk_free_bytes{broker_group="d",instance="d1"}': "190"}, "delay server"
+    ),
+    Story("QmqQuarantineFull", 10, {'qmq_broker_quarantine_bytes{broker_group="g1",instance="b1"}': "1001"}),
+    Story(
+        "QmqQuarantineFull",
+        10,
+        {'qmq_delayserver_quarantine_bytes{broker_group="d",instance="d1"}': "1001"},
+        "delay server",
     ),
     Story("QmqDiskLate", 1, {readonly("disk_late"): "1"}),
     Story("QmqMemoryFull", 5, {readonly("memory"): "1"}),

@@ -21,12 +21,16 @@ class World:
         self.node.oldest_may_go = lambda keeper, readers: len(copy.log.bases) > 1
         self._disk, self._keeper, self.disk_free_limit = copy.disk, None, 1 << 50
         self._disk_watch = SimpleNamespace(is_full=False)
+        self._look_after_quarantine = lambda: None
         self._look_after_log, self._delete_oldest = (
             partial(method, self) for method in (Service._look_after_log, Service._delete_oldest)
         )
 
     def guarded(self, call) -> None:
         call()
+
+    def read(self, job, done) -> None:
+        done(job())
 
     def pass_soon(self) -> None:
         asyncio.get_running_loop().call_soon(self._commit)

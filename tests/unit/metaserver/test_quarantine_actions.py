@@ -1,0 +1,58 @@
+"""Shell. Operators list and clear what copies keep of what left their logs."""
+
+from __future__ import annotations
+
+from qmq.errors import NotServed
+from qmq.proto import qmq_pb2 as pb
+from tests.unit.metaserver.actions_world import in_world
+
+PART, EVIDENCE = f"{0:020d}-{9:020d}-seeded-anew-0", f"{9:020d}-{20:020d}-0"
+
+
+class Quarantines:
+    """What both brokers of g1 keep; one that is silent does not answer."""
+
+    def __init__(self, world):
+        self.parts = {"g1-a": [], "g1-b": [(PART, False), (EVIDENCE, True)]}
+        world.brokers.quarantine = self.quarantine
+
+    async def quarantine(self, broker, request):
+        if broker.hostname not in self.parts:
+            raise NotServed(f"{broker.key} did not answer")
+        parts = [part for part in self.parts[broker.hostname] if part[0] in request.cleared or not request.cleared]
+        if request.cleared:
+            self.parts[broker.hostname] = [part for part in self.parts[broker.hostname] if part not in parts]
+        return pb.QuarantineAnswer(
+            parts=[pb.KeptPart(name=name, bytes=10, evidence=evidence) for name, evidence in parts], bytes_max=100
+        )
+
+
+@in_world
+async def test_each_copy_says_what_it_keeps(world):
+    await world.running_copies("g1")
+    kept = Quarantines(world)
+    del kept.parts["g1-a"]
+    said = await world.done("ListQuarantine", brokerGroup="g1")
+    assert [(row["hostname"], row["bytes"], len(row["parts"])) for row in said["brokers"]] == [
+        ("g1-a", 0, 0),
+        ("g1-b", 20, 2),
+    ]
+    assert said["unasked"] == {"g1-a:20881": "g1-a:20881 did not answer"}
+
+
+@in_world
+async def test_evidence_is_cleared_by_its_name_only(world):
+    await world.running_copies("g1")
+    kept, words = Quarantines(world), {"brokerGroup": "g1", "host": "g1-b"}
+    preview = await world.done("ClearQuarantine", dryRun="true", **words)
+    assert preview["wouldChange"] and [part["name"] for part in preview["before"]] == [PART]
+    assert len(kept.parts["g1-b"]) == 2
+    assert (await world.done("ClearQuarantine", **words))["bytes"] == 10
+    assert kept.parts["g1-b"] == [(EVIDENCE, True)]
+    assert "1 parts are evidence, and go by name: --parts" in await world.refused("ClearQuarantine", **words)
+    assert "has no such part" in await world.refused("ClearQuarantine", parts=PART, **words)
+    await world.done("ClearQuarantine", parts=EVIDENCE, **words)
+    assert not kept.parts["g1-b"]
+    results = [row.result for row in await world.audit() if row.action == "ClearQuarantine"]
+    assert [result for result in results if result in ("begun", "done")] == ["done", "begun"] * 2
+    assert "no broker of g1" in await world.refused("ClearQuarantine", brokerGroup="g1", host="other")
