@@ -537,11 +537,6 @@ def _restarted_master_waits_for_any_slave() -> list[Patch]:
     return [mock.patch.object(Slaves, "_missing", lambda self: "")]
 
 
-def _rolled_back_names_no_way_out() -> list[Patch]:
-    """A master that lacks what no copy has waits for one, and nobody is told that he may give that up."""
-    return [mock.patch.dict(readonly.WAY_OUT, {Reason.ROLLED_BACK: "start the other copy, which refills it"})]
-
-
 def diverged_names_no_way_out() -> list[Patch]:
     """A slave keeps what the master's log has no place for, and nobody is told whose directory is set aside."""
     return [mock.patch.dict(readonly.WAY_OUT, {Reason.DIVERGED: "read the logs with the audit"})]
@@ -632,7 +627,6 @@ BUGS = [
         kinds={"copies": 3},
         favoured="power_everywhere",
     ),
-    Bug("rolled back names no way out", _rolled_back_names_no_way_out, first=860, kinds={"copies": 3}),
     Bug("diverged names no way out", diverged_names_no_way_out, first=4037, kinds={"copies": 3, "min_copies": 3}),
     Bug("a copy that differs never goes on", _a_copy_that_differs_never_goes_on, first=13265, kinds={"copies": 3}),
     Bug("a mastership ends without a memory", _mastership_ends_without_a_memory, first=113_501),

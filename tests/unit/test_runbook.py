@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from qmq.replication.readonly import Reason
+from qmq.replication.readonly import Reason, explain
 
 ROOT = Path(__file__).parents[2]
 RUNBOOK = (ROOT / "docs" / "runbook.md").read_text()
@@ -59,6 +59,11 @@ def without_a_row(texts, table):
 
 def test_each_reason_has_its_row():
     assert set(REASONS) == set(Reason)
+
+
+def test_reasons_that_a_person_ends_name_the_command():
+    """Operators of the simulator follow what these texts name (tests/simulation/recovery.py)."""
+    assert {reason for reason in Reason if "RecoverGroup" in explain(reason)} == {Reason.ROLLED_BACK, Reason.DIVERGED}
 
 
 def test_each_refusal_to_start_has_its_row():
