@@ -14,6 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from qmq.idempotence.keys import Claim, State
 from qmq.idempotence.tables import CLAIMS, ClaimsTable
 from qmq.idempotence.threads import in_thread
+from qmq.outbox.sqlalchemy import run, run_async
 
 T = TypeVar("T")
 
@@ -81,14 +82,8 @@ class SqlKeys:
         """Run `work` in a transaction and commit it."""
         engine = self._engine
         if isinstance(engine, AsyncEngine):
-            async with engine.begin() as connection:
-                return await connection.run_sync(work)
-
-        def run() -> T:
-            with engine.begin() as connection:
-                return work(connection)
-
-        return await in_thread(run)
+            return await run_async(engine, work)
+        return await in_thread(lambda: run(engine, work))
 
 
 def _ms(seconds: float) -> int:

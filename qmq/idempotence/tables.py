@@ -27,7 +27,7 @@ from sqlalchemy import (
     Column,
     ColumnElement,
     Connection,
-    Insert,
+    Index,
     MetaData,
     Table,
     and_,
@@ -35,9 +35,11 @@ from sqlalchemy import (
     select,
     update,
 )
+from sqlalchemy.exc import IntegrityError
 
 from qmq.errors import InvalidRequest
 from qmq.idempotence.keys import Claim, State, key_digest
+from qmq.outbox.sqlalchemy import check_atomic
 from qmq.plain import plain_text
 
 HANDLED, CLAIMS = "qmq_handled", "qmq_claims"
@@ -45,18 +47,24 @@ HANDLED, CLAIMS = "qmq_handled", "qmq_claims"
 
 def handled_table(metadata: MetaData, name: str = HANDLED) -> Table:
     """Describe the table of transactions within the application's own metadata, so that its migrations make it."""
-    return _table(metadata, name, Column("handled_ms", BigInteger, nullable=False, index=True))
+    return _table(metadata, name, Column("handled_ms", BigInteger, nullable=False))
 
 
 def claims_table(metadata: MetaData, name: str = CLAIMS) -> Table:
     """Describe the table of `SqlKeys` within the application's own metadata, so that its migrations make it."""
     columns = Column("owner", CHAR(32)), Column("lease_end_ms", BigInteger)
-    return _table(metadata, name, *columns, Column("updated_ms", BigInteger, nullable=False, index=True))
+    return _table(metadata, name, *columns, Column("updated_ms", BigInteger, nullable=False))
 
 
 def _table(metadata: MetaData, name: str, *columns: Column[Any]) -> Table:
     name, key = plain_text("the name of a table", name), Column("message_key", CHAR(64), primary_key=True)
-    return Table(name, metadata, key, *columns, mysql_engine="InnoDB", mariadb_engine="InnoDB")
+    moment = columns[-1].name
+    index = Index(f"ix_{name}_{moment}", moment)  # by its name, whatever convention the metadata has
+    return Table(name, metadata, key, *columns, index, mysql_engine="InnoDB", mariadb_engine="InnoDB")
+
+
+class KeyRefused(Exception):
+    """The table has the key, or does not take it for another reason, which is the cause."""
 
 
 class HandledTable:
@@ -68,9 +76,24 @@ class HandledTable:
     def create(self, connection: Connection) -> None:
         self.table.create(connection, checkfirst=True)
 
-    def insert(self, key: str, now_ms: int) -> Insert:
-        """The message is handled; fails with an IntegrityError if it is so already."""
-        return self.table.insert().values(message_key=key_digest(key), handled_ms=now_ms)
+    def claim(self, connection: Connection, key: str, now_ms: int) -> None:
+        """Note, in the transaction that does the work, that the message is handled.
+
+        Raises:
+            KeyRefused: the table does not take the key. Roll back, then call `check_handled`.
+            InvalidRequest: the connection is in no transaction: the key would be kept without the work.
+        """
+        check_atomic(connection)
+        try:
+            connection.execute(self.table.insert().values(message_key=key_digest(key), handled_ms=now_ms))
+        except IntegrityError as error:
+            raise KeyRefused from error
+
+    def check_handled(self, connection: Connection, key: str, refused: KeyRefused) -> None:
+        """Raise the database's error unless the message is handled: the key may have broken another rule."""
+        is_key = self.table.c.message_key == key_digest(key)
+        if connection.execute(select(self.table.c.message_key).where(is_key)).first() is None:
+            raise refused.__cause__ or refused
 
     def forget(self, connection: Connection, before: datetime) -> int:
         """Delete the keys of messages that were handled before that moment; return how many."""

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
 from contextvars import ContextVar
 from datetime import datetime
 from typing import TypeVar
 
-from sqlalchemy import Engine
-from sqlalchemy.exc import IntegrityError
-from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
+from sqlalchemy import Connection, Engine
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 from sqlalchemy.orm import Session
 
 from qmq.client.calling import check_plain
 from qmq.client.received import ReceivedMessage
 from qmq.errors import InvalidRequest
 from qmq.idempotence.keys import KeyOf, message_key
-from qmq.idempotence.tables import HANDLED, HandledTable
+from qmq.idempotence.tables import HANDLED, HandledTable, KeyRefused
 from qmq.outbox.sqlalchemy import sends_after_commit
 
 S = TypeVar("S", AsyncSession, Session)
@@ -69,22 +67,28 @@ class SqlTransaction:
 
     async def __call__(self, message: ReceivedMessage, handle: Callable[[ReceivedMessage], Awaitable[object]]) -> None:
         key = message_key(message, self._name_of)
-        async with AsyncExitStack() as stack:
-            connection = await stack.enter_async_context(self._engine.connect())
-            stack.enter_context(sends_after_commit(connection))
-            transaction = await stack.enter_async_context(connection.begin())
-            try:
-                await connection.execute(self._table.insert(key, _now_ms()))
-            except IntegrityError:
-                await transaction.rollback()
-                return
-            async with AsyncSession(connection, join_transaction_mode="create_savepoint") as session:
-                before = self._session.set(session)
+        async with self._engine.connect() as connection:
+            with sends_after_commit(connection):
                 try:
-                    await handle(message)
-                finally:
-                    self._session.reset(before)
-                await session.commit()
+                    async with connection.begin():
+                        await connection.run_sync(self._table.claim, key, _now_ms())
+                        await self._handle(connection, message, handle)
+                except KeyRefused as refused:  # rolled back by now
+                    await connection.run_sync(self._table.check_handled, key, refused)
+
+    async def _handle(
+        self,
+        connection: AsyncConnection,
+        message: ReceivedMessage,
+        handle: Callable[[ReceivedMessage], Awaitable[object]],
+    ) -> None:
+        async with AsyncSession(connection, join_transaction_mode="create_savepoint") as session:
+            before = self._session.set(session)
+            try:
+                await handle(message)
+            finally:
+                self._session.reset(before)
+            await session.commit()
 
 
 class BlockingSqlTransaction:
@@ -114,19 +118,24 @@ class BlockingSqlTransaction:
 
     def __call__(self, message: ReceivedMessage, handle: Callable[[ReceivedMessage], object]) -> None:
         key = message_key(message, self._name_of)
-        with self._engine.connect() as connection, sends_after_commit(connection), connection.begin() as transaction:
+        with self._engine.connect() as connection, sends_after_commit(connection):
             try:
-                connection.execute(self._table.insert(key, _now_ms()))
-            except IntegrityError:
-                transaction.rollback()
-                return
-            with Session(connection, join_transaction_mode="create_savepoint") as session:
-                before = self._session.set(session)
-                try:
-                    handle(message)
-                finally:
-                    self._session.reset(before)
-                session.commit()
+                with connection.begin():
+                    self._table.claim(connection, key, _now_ms())
+                    self._handle(connection, message, handle)
+            except KeyRefused as refused:  # rolled back by now
+                self._table.check_handled(connection, key, refused)
+
+    def _handle(
+        self, connection: Connection, message: ReceivedMessage, handle: Callable[[ReceivedMessage], object]
+    ) -> None:
+        with Session(connection, join_transaction_mode="create_savepoint") as session:
+            before = self._session.set(session)
+            try:
+                handle(message)
+            finally:
+                self._session.reset(before)
+            session.commit()
 
 
 def _current(variable: ContextVar[S]) -> S:

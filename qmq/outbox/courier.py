@@ -10,7 +10,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from qmq.client.batching import Outcome, Receipt, unstored
 from qmq.codec import batch_encoder
@@ -18,27 +19,28 @@ from qmq.errors import ClientClosed, InvalidMessage, InvalidRequest, NotServed, 
 from qmq.logs import bounded
 from qmq.message import Message
 from qmq.outbox.row import decode_row, encode_row
-from qmq.outbox.session import find
-from qmq.outbox.table import Inserted, head_of, table_name
-from qmq.outbox.unit import AsyncTransaction, Database, Item, Transaction, Written, are_unknown
+from qmq.outbox.session import find, prepare
+from qmq.outbox.table import Inserted, Rows, head_of, table_name
+from qmq.outbox.unit import AsyncTransaction, Database, Item, Transaction, Written, are_rolled_back, are_unknown
 from qmq.plain import plain
 from qmq.subjects import check_subject
 
 log = bounded(__name__)
 
+T = TypeVar("T")
+
 Run = Callable[[Coroutine[Any, Any, None]], None]
 
-DELETES_MAX = 3
-"""Tries: a pooled connection may be dead, and of two transactions in a deadlock the database ends one."""
+TRIES_MAX = 3
+"""A pooled connection may be dead, and of two transactions in a deadlock the database ends one."""
 
 
 @dataclass(slots=True)
-class _Deletion:
-    """Rows of one database that are to be deleted. Ends with the last of the tasks that want it."""
+class _Batch:
+    """Rows of one database that one statement reads or deletes for several tasks."""
 
     rows: list[Inserted] = field(default_factory=list)
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    tasks: int = 0
+    done: Any = None
 
 
 class Courier:
@@ -70,14 +72,18 @@ class Courier:
         self._arrived: deque[Written] = deque()
         self._tasks: dict[asyncio.Task[None], Written] = {}
         self._messages = 0
-        self._deletions: dict[Database, _Deletion] = {}
+        self._to_read: dict[Database, _Batch] = {}
+        self._to_delete: dict[Database, _Batch] = {}
+        self._locks: WeakValueDictionary[Database, asyncio.Lock] = WeakValueDictionary()
+        prepare()
 
     async def stage(self, messages: Iterable[Message], session: object) -> list[Future[Receipt]]:
-        """Give messages to the transaction, or write them to the database, that `session` stands for.
+        """Write messages within the transaction, or to the database, that `session` stands for.
 
         Raises:
             InvalidName, InvalidMessage: one of them can never be sent as it is; none was taken.
-            InvalidRequest: this is no session.
+            InvalidRequest: this is no session, or its rows would not be part of the application's transaction.
+            An error of the driver: the rows cannot be written. The transaction cannot be committed any more.
         """
         found, items = find(session), self.items(messages)
         if not items:
@@ -155,7 +161,7 @@ class Courier:
         """
         if self._messages + len(items) > self._messages_max:
             raise QueueFull(f"{self._messages} messages of the outbox are on their way")
-        self.committed(Written(database, items, await self._insert(items, database)))
+        self.committed(Written(database, items, await self._insert(items, database), is_checked=True))
 
     @property
     def is_busy(self) -> bool:
@@ -198,7 +204,9 @@ class Courier:
             log.error("messages stay in the outbox error=%r", error)
 
     async def _deliver(self, written: Written) -> None:
-        database, items, rows = written
+        database, items, rows, is_checked = written
+        if rows is not None and not is_checked and not (items := await self._there(database, items, rows)):
+            return
         receipts = await self._send(items)
         if rows is None:
             receipts = await self._kept_after_all(items, receipts, database)
@@ -208,6 +216,27 @@ class Courier:
             self._left(database, unsent.reason)
         if rows is not None and any(receipt.is_stored for receipt in receipts):
             await self._delete(database, await self._stored(database, rows, receipts))
+
+    async def _there(self, database: Database, items: Sequence[Item], rows: Sequence[Inserted]) -> Sequence[Item]:
+        """Return the messages whose rows the database has, and end the others."""
+        heads = await self._heads(database, rows)
+        if heads is None:
+            are_unknown(items)
+            return []
+        are_rolled_back(item for item in items if head_of(item.content) not in heads)
+        return [item for item in items if head_of(item.content) in heads]
+
+    async def _heads(self, database: Database, rows: Sequence[Inserted]) -> set[str] | None:
+        """Return which rows the database has; None if it does not answer."""
+        batch = await self._together(
+            self._to_read,
+            database,
+            rows,
+            lambda table, some: table.heads(some),
+            "rows of the outbox are not read, and stay",
+        )
+        heads: set[str] | None = batch.done
+        return heads
 
     async def _send(self, items: Sequence[Item]) -> Sequence[Receipt]:
         try:
@@ -250,29 +279,38 @@ class Courier:
         return [Inserted([id], [head_of(content)]) for id, content in read if _message_id(content) in stored]
 
     async def _delete(self, database: Database, rows: Sequence[Inserted]) -> None:
-        """Delete rows. While one DELETE is under way, others gather, so that it takes one connection, not all."""
-        deletion = self._deletions.setdefault(database, _Deletion())
-        deletion.rows.extend(rows)
-        deletion.tasks += 1
-        try:
-            async with deletion.lock:
-                gathered, deletion.rows = deletion.rows, []
-                if gathered:  # else somebody took them along
-                    await self._delete_now(database, gathered)
-        finally:
-            deletion.tasks -= 1
-            if not deletion.tasks:
-                del self._deletions[database]
+        await self._together(
+            self._to_delete, database, rows, lambda table, some: table.delete(some), "rows stay, and are sent again"
+        )
 
-    async def _delete_now(self, database: Database, gathered: Sequence[Inserted]) -> None:
-        for attempt in range(1, DELETES_MAX + 1):
+    async def _together(
+        self,
+        waiting: dict[Database, _Batch],
+        database: Database,
+        rows: Sequence[Inserted],
+        work: Callable[[Rows, Sequence[Inserted]], Any],
+        failed: str,
+    ) -> _Batch:
+        """Do `work` on rows. While others do it, rows gather, so that the outbox takes one connection, not all."""
+        batch = waiting.setdefault(database, _Batch())
+        batch.rows.extend(rows)
+        async with self._locks.setdefault(database, asyncio.Lock()):
+            if waiting.get(database) is batch:  # else another task took these rows along
+                del waiting[database]
+                if batch.rows:
+                    batch.done = await self._try(database, lambda table: work(table, batch.rows), failed, batch.rows)
+        return batch
+
+    async def _try(
+        self, database: Database, work: Callable[[Rows], T], failed: str, rows: Sequence[Inserted]
+    ) -> T | None:
+        for attempt in range(1, TRIES_MAX + 1):
             try:
-                await database.run(self.table, lambda rows: rows.delete(gathered))
-                return
+                return await database.run(self.table, work)
             except Exception as error:
-                if attempt == DELETES_MAX:
-                    count = sum(len(one.ids) for one in gathered)
-                    log.warning("rows stay, and are sent again rows=%d error=%r", count, error)
+                if attempt == TRIES_MAX:
+                    log.warning("%s rows=%d error=%r", failed, sum(len(one.ids) for one in rows), error)
+        return None
 
     def _refuse(self, written: Written, error: QmqError) -> None:
         for item in written.items:

@@ -84,57 +84,65 @@ class Transaction:
         self.connection = connection
         self._unit = Unit(database)
         self._names = count(1)
-        self._is_ours = False
-        """Begun by a statement of ours, and so ended by one: a driver that autocommits may have nothing to commit."""
+        self._ends_by_statement = False
+        """The driver believes that there is nothing to commit."""
+        self._depth = 0
+        self._lacks = ""
+        """Why a message could not be written; then the transaction must not be committed."""
 
     def stage(self, items: list[Item]) -> None:
-        self._unit.add(items)
+        if commits_each_statement(self.connection):
+            raise InvalidRequest("the connection left its transaction, or commits each statement by itself since then")
+        try:
+            self._unit.write(items, lambda table: rows(self.connection, table))
+        except BaseException as error:
+            if not self._depth:  # else the savepoint is rolled back, or the application decides otherwise
+                self._lacks = str(error) or repr(error)
+            raise
 
     @contextmanager
     def savepoint(self) -> Iterator[None]:
         """A part of the transaction that is rolled back, with its messages, if the block raises. It may be nested."""
         name = f"qmq_{next(self._names)}"
         self._execute(f"SAVEPOINT {name}")
-        self._unit.savepoint()
+        self._depth += 1
         try:
             yield
         except BaseException:
-            self._unit.roll_back_savepoint()
             self._execute(f"ROLLBACK TO SAVEPOINT {name}")
             raise
+        finally:
+            self._depth -= 1
         self._execute(f"RELEASE SAVEPOINT {name}")
-        self._unit.release()
 
     def begin(self) -> None:
         """Begin, where the driver does not do so by itself before the first statement."""
-        self._is_ours = _begins_explicitly(self.connection)
-        if self._is_ours:
+        if _begins_explicitly(self.connection):
             self._execute("BEGIN")
+        self._ends_by_statement = _ends_by_statement(self.connection)
 
     def commit(self) -> None:
-        try:
-            self._unit.write(lambda table: rows(self.connection, table))
-        except BaseException:
+        if self._lacks:
             self.roll_back()
-            raise
+            raise InvalidRequest(f"rolled back, as a message of the transaction could not be written: {self._lacks}")
         try:
-            if self._is_ours:
+            if self._ends_by_statement:
                 self._execute("COMMIT")
             else:
                 self.connection.commit()
         except BaseException:
             self._unit.lost()
-            with suppress(Exception):  # the connection may be gone; the error of the commit is what counts
-                self._end()
+            self.roll_back()
             raise
         self._unit.committed()
 
     def roll_back(self) -> None:
         self._unit.rolled_back()
-        self._end()
+        with suppress(Exception):  # the connection may be gone; the error that led here is what counts
+            self._end()
 
     def _end(self) -> None:
-        if not self._is_ours:
+        if not self._ends_by_statement:
             self.connection.rollback()
         elif getattr(self.connection, "in_transaction", True):  # SQLite ends it by itself when its disk is full
             self._execute("ROLLBACK")
@@ -167,14 +175,41 @@ def _module(connection: Any) -> str:
     raise InvalidRequest(f"{type(connection).__module__} is not known here, but {', '.join(sorted(_FLAVORS))} are")
 
 
+def commits_each_statement(connection: Any) -> bool:
+    """Whether statements of a driver's connection, or of SQLAlchemy's adapter of one, are in no transaction."""
+    if hasattr(connection, "isolation_level") and hasattr(connection, "in_transaction"):  # sqlite3, aiosqlite
+        return not connection.in_transaction and _begins_explicitly_in_sqlite(connection)
+    if hasattr(connection, "get_autocommit"):  # PyMySQL, mysqlclient, aiomysql
+        return bool(connection.get_autocommit()) and not getattr(connection, "server_status", 0) & _IN_TRANSACTION
+    is_idle = getattr(getattr(connection, "info", None), "transaction_status", 0) == 0  # psycopg, psycopg2
+    return getattr(connection, "autocommit", False) is True and is_idle
+
+
+_IN_TRANSACTION = 1
+"""A bit of MySQL's status."""
+
+
+def _begins_explicitly_in_sqlite(connection: Any) -> bool:
+    autocommit = getattr(connection, "autocommit", -1)  # since Python 3.12; -1 is the way of before
+    return autocommit is True or (autocommit == -1 and connection.isolation_level is None)
+
+
 def _begins_explicitly(connection: Any) -> bool:
+    if (
+        _module(connection) == "sqlite3"
+    ):  # it would begin before the first change only, and a savepoint's release would commit
+        return not connection.in_transaction
+    return commits_each_statement(connection)
+
+
+def _ends_by_statement(connection: Any) -> bool:
     match _module(connection):
-        case "sqlite3":  # it would begin before the first change only, and a savepoint's release would commit
-            return not connection.in_transaction
-        case "psycopg" | "psycopg2":
+        case "sqlite3":
+            return _begins_explicitly_in_sqlite(connection)
+        case "psycopg2":
             return bool(connection.autocommit)
         case _:
-            return bool(connection.get_autocommit())
+            return False
 
 
 @contextmanager

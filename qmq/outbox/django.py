@@ -72,7 +72,11 @@ class _Atomic:
 
     def stage(self, items: list[Item]) -> None:
         connection, courier = connections[self._alias], items[0].courier
-        rows = _rows(connection, courier.table).insert([item.content for item in items])
+        try:
+            rows = _rows(connection, courier.table).insert([item.content for item in items])
+        except BaseException:
+            connection.set_rollback(True)  # this block of `atomic` lacks a message, whatever becomes of the error
+            raise
         hook = _hook_of_this_level(connection)
         if hook is None or hook.courier is not courier:
             hook = _AfterCommit(DjangoDatabase(self._alias), courier)

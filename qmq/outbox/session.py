@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
 
@@ -39,6 +40,13 @@ def find_database(outbox: object) -> Database:
         "outbox= takes what outlives a transaction: an engine, the alias of a Django database, a "
         "qmq.outbox.dbapi.Database, or a function that opens a DB-API connection"
     )
+
+
+def prepare() -> None:
+    """Begin to watch SQLAlchemy's sessions for what they write, if the application has any."""
+    if "sqlalchemy" in sys.modules:
+        with suppress(ImportError):  # a version without an outbox, or none that has sessions
+            import_module(_FINDERS["sqlalchemy"])
 
 
 def find(session: object) -> Transaction | AsyncTransaction | Database:

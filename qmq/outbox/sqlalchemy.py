@@ -1,39 +1,72 @@
 """Shell. The outbox within transactions of SQLAlchemy: sessions and connections, blocking and of coroutines.
 
-Rows are written when the connection is about to commit, behind everything that a flush may still do; that is also where
-savepoints are seen. The session that began the transaction reports its commit. A session that joined a
-connection's transaction cannot: wrap that transaction in `sends_after_commit`.
+`send` writes the rows at once, on the connection that the session writes to: the database itself takes them along with
+a savepoint or a roll-back, and an error is an error of `send`. The session that began the transaction reports its
+commit. A session that joined a connection's transaction cannot: wrap that transaction in `sends_after_commit`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
-from sqlalchemy import Connection, Engine, ExceptionContext, TwoPhaseTransaction, event
+from sqlalchemy import Column, Connection, Engine, ExceptionContext, Insert, MetaData, Table, Text, event, insert
+from sqlalchemy.exc import UnboundExecutionError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, async_scoped_session
 from sqlalchemy.orm import Session, SessionTransaction, scoped_session
 
 from qmq.errors import InvalidRequest
+from qmq.outbox.dbapi import commits_each_statement
 from qmq.outbox.table import Flavor, Rows
 from qmq.outbox.unit import AsyncTransaction, Database, Item, Transaction, Unit
 
 T = TypeVar("T")
 
-TWO_PHASES = "there is no outbox in transactions of two phases"
-
 _units: WeakKeyDictionary[Connection, Unit] = WeakKeyDictionary()
 """Transactions with messages that have not ended yet."""
-_of_sessions: WeakKeyDictionary[Session, Connection] = WeakKeyDictionary()
-"""Sessions that began such a transaction."""
+_doomed: WeakKeyDictionary[Connection, str] = WeakKeyDictionary()
+"""Transactions that lack a message, with the reason: they must not be committed."""
 _announced: WeakSet[Connection] = WeakSet()
 """Connections whose transaction reports its end."""
-_heard: WeakSet[Engine] = WeakSet()
+_changed: WeakSet[Connection] = WeakSet()
+"""Connections of sessions that have changed something in their transaction."""
+_watched: WeakSet[Engine] = WeakSet()
 """Engines whose events are listened to."""
+
+
+class _Work:
+    """What a session does in one transaction."""
+
+    def __init__(self) -> None:
+        self.connections: list[Connection] = []
+        self.outbox: Connection | None = None
+        """The connection that has the rows of its messages."""
+        self.is_owner = False
+        """Whether the session reports the end of that connection's transaction."""
+
+    @property
+    def changed(self) -> list[Connection]:
+        return [connection for connection in self.connections if connection in _changed]
+
+
+_works: WeakKeyDictionary[Session, _Work] = WeakKeyDictionary()
+_sessions_on: WeakKeyDictionary[Connection, WeakSet[Session]] = WeakKeyDictionary()
+
+_CHANGES = re.compile(
+    r"(?:\s|/\*.*?\*/|--[^\n]*\n)*(?:(?:WITH|EXPLAIN)\b.*\b)?"
+    r"(?:INSERT|UPDATE|DELETE|REPLACE|MERGE|CALL|COPY|LOAD|TRUNCATE|DO|EXECUTE|CREATE|ALTER|DROP)\b",
+    re.IGNORECASE | re.DOTALL,
+)
+"""Statements given as text that may change something."""
+
+
+_INSERT: Insert = insert(Table("qmq_msg_queue", MetaData(), Column("content", Text)))
+"""Sessions that route statements are asked where this one goes."""
 
 
 def find(session: object) -> Transaction | AsyncTransaction | Database | None:
@@ -48,7 +81,7 @@ def find(session: object) -> Transaction | AsyncTransaction | Database | None:
         case Connection():
             return _OfConnection(session)
         case AsyncConnection() if session.sync_connection is not None:
-            return _OfConnection(session.sync_connection)
+            return _OfAsyncConnection(session)
         case Engine():
             return SqlDatabase(session)
         case AsyncEngine():
@@ -63,11 +96,12 @@ def sends_after_commit(connection: Connection | AsyncConnection) -> Iterator[Non
         with engine.connect() as connection, sends_after_commit(connection), connection.begin():
             producer.send(message, session=connection)
 
-    Without it, messages of such a transaction wait in the outbox, to be relayed.
+    Without it, messages of such a transaction wait in the outbox, to be relayed. A commit that fails is rolled back.
     """
     sync = connection if isinstance(connection, Connection) else connection.sync_connection
     if sync is None:
         raise InvalidRequest("the connection is not open")
+    _watch(sync.engine)
     _announced.add(sync)
     try:
         yield
@@ -80,6 +114,21 @@ def sends_after_commit(connection: Connection | AsyncConnection) -> Iterator[Non
             (unit.lost if sync.in_transaction() else unit.committed)()
     finally:
         _announced.discard(sync)
+        _doomed.pop(sync, None)
+
+
+def check_atomic(connection: Connection) -> None:
+    """Raise unless statements on the connection are part of a transaction.
+
+    Raises:
+        InvalidRequest: the driver commits each statement by itself.
+    """
+    pooled = connection.connection
+    if commits_each_statement(pooled.driver_connection) or commits_each_statement(pooled.dbapi_connection):
+        raise InvalidRequest(
+            "the connection commits each statement by itself (AUTOCOMMIT), so nothing would be atomic: use an engine "
+            "and a connection without it, or give the producer the engine to send outside of a transaction"
+        )
 
 
 @dataclass(frozen=True)
@@ -103,15 +152,26 @@ class SqlDatabase:
         return self.engine.dialect.name == "sqlite" and self.engine.url.database in (None, "", ":memory:")
 
     async def run(self, table: str, work: Callable[[Rows], T]) -> T:
+        def on(connection: Connection) -> T:
+            return work(_rows(connection, table))
+
         if self.is_async:
-            async with AsyncEngine(self.engine).begin() as connection:
-                return await connection.run_sync(lambda sync: work(_rows(sync, table)))
+            return await run_async(AsyncEngine(self.engine), on)
+        return await asyncio.to_thread(run, self.engine, on)
 
-        def run() -> T:
-            with self.engine.begin() as connection:
-                return work(_rows(connection, table))
 
-        return await asyncio.to_thread(run)
+async def run_async(engine: AsyncEngine, work: Callable[[Connection], T]) -> T:
+    """Do `work` in a transaction of its own and commit it."""
+    async with engine.connect() as connection:
+        with sends_after_commit(connection):  # for what it does if the commit fails
+            async with connection.begin():
+                return await connection.run_sync(work)
+
+
+def run(engine: Engine, work: Callable[[Connection], T]) -> T:
+    """Do `work` in a transaction of its own and commit it."""
+    with engine.connect() as connection, sends_after_commit(connection), connection.begin():
+        return work(connection)
 
 
 class _OfConnection:
@@ -123,7 +183,19 @@ class _OfConnection:
     def stage(self, items: list[Item]) -> None:
         if not self._connection.in_transaction():
             raise InvalidRequest("the connection is in no transaction: begin one, or give the engine instead")
-        _unit(self._connection).add(items)
+        for session in list(_sessions_on.get(self._connection, ())):
+            _take(session, self._connection)
+        _write(self._connection, items)
+
+
+class _OfAsyncConnection:
+    """The same of a connection for coroutines."""
+
+    def __init__(self, connection: AsyncConnection) -> None:
+        self._connection = connection
+
+    async def stage_async(self, items: list[Item]) -> None:
+        await self._connection.run_sync(lambda connection: _OfConnection(connection).stage(items))
 
 
 class _OfSession:
@@ -133,14 +205,9 @@ class _OfSession:
         self._session = session
 
     def stage(self, items: list[Item]) -> None:
-        session = self._session
-        if session.twophase:
-            raise InvalidRequest(TWO_PHASES)
-        connection = session.connection()
-        if isinstance(session.get_bind(), Engine):  # else it joined a transaction, and does not see its end
-            _of_sessions[session] = connection
-            _announced.add(connection)
-        _unit(connection).add(items)
+        connection = _connection_of(self._session)
+        _take(self._session, connection)
+        _write(connection, items)
 
 
 class _OfAsyncSession:
@@ -153,14 +220,66 @@ class _OfAsyncSession:
         await self._session.run_sync(lambda session: _OfSession(session).stage(items))
 
 
-def _unit(connection: Connection) -> Unit:
-    """Return the messages of the connection's transaction."""
+def _connection_of(session: Session) -> Connection:
+    """Return the connection that the session writes to, or would write the outbox to if it has written nothing.
+
+    Raises:
+        InvalidRequest: there is none.
+    """
+    if session.autoflush and not session._flushing:  # as before any query of a session
+        session.flush()
+    arguments: dict[str, Any] = {"clause": _INSERT}
+    if (work := _works.get(session)) is not None:
+        if work.outbox is not None and work.outbox.in_transaction():
+            arguments = {"bind": work.outbox.engine}
+        elif changed := work.changed:
+            arguments = {"bind": changed[0].engine}
+    try:
+        return session.connection(bind_arguments=arguments)  # it also begins the session's savepoint there
+    except UnboundExecutionError as error:
+        raise InvalidRequest(
+            "the session has no database for the outbox: flush the changes that the message belongs to, or give "
+            "session.connection(bind_arguments={'mapper': Order}) as session"
+        ) from error
+
+
+def _take(session: Session, connection: Connection) -> None:
+    """Note that the connection has the session's messages.
+
+    Raises:
+        InvalidRequest: the session has changed something elsewhere.
+    """
+    work = _works.setdefault(session, _Work())
+    _refuse_others(session, connection, work.changed)
+    work.outbox = connection
+    if connection not in _announced:
+        _announced.add(connection)
+        work.is_owner = True
+
+
+def _refuse_others(session: Session, outbox: Connection, changed: Sequence[Connection]) -> None:
+    others = {str(connection.engine.url) for connection in changed if connection is not outbox}
+    if others and not session.twophase:  # in which all of them commit, or none
+        raise InvalidRequest(
+            f"the session changes {' and '.join(sorted(others))}, which does not commit together with the outbox on "
+            f"{outbox.engine.url}: use a session for each database; flush the changes that a message belongs to "
+            "before it is sent, or give session.connection(bind_arguments={'mapper': Order}) as session"
+        )
+
+
+def _write(connection: Connection, items: list[Item]) -> None:
+    """Write rows within the connection's transaction."""
+    check_atomic(connection)
+    _watch(connection.engine)
     if (unit := _units.get(connection)) is None:
-        if isinstance(connection.get_transaction(), TwoPhaseTransaction):
-            raise InvalidRequest(TWO_PHASES)
-        _listen(connection.engine)
-        unit = _units[connection] = Unit(SqlDatabase(connection.engine))
-    return unit
+        unit = Unit(SqlDatabase(connection.engine))
+    try:
+        unit.write(items, lambda table: _rows(connection, table))
+    except BaseException as error:
+        if not connection.in_nested_transaction():  # else the savepoint is rolled back, or somebody decides otherwise
+            _doomed[connection] = str(getattr(error, "orig", error))
+        raise
+    _units[connection] = unit
 
 
 def _rows(connection: Connection, table: str) -> Rows:
@@ -188,71 +307,103 @@ def _flavor(connection: Connection) -> Flavor:
 # Events.
 
 
-def _listen(engine: Engine) -> None:
-    if engine not in _heard:
-        _heard.add(engine)
+def _watch(engine: Engine) -> None:
+    if engine not in _watched:
+        _watched.add(engine)
         event.listen(engine, "begin", _begun)
+        event.listen(engine, "before_cursor_execute", _before_statement)
         event.listen(engine, "commit", _before_commit)
+        event.listen(engine, "commit_twophase", _before_commit)
         event.listen(engine, "handle_error", _failed)
         event.listen(engine, "rollback", _rolled_back)
-        event.listen(engine, "savepoint", _savepoint)
-        event.listen(engine, "rollback_savepoint", _rolled_back_to_savepoint)
-        event.listen(engine, "release_savepoint", _released_savepoint)
+        event.listen(engine, "rollback_twophase", _rolled_back)
 
 
 def _begun(connection: Connection) -> None:
+    _doomed.pop(connection, None)
     if unit := _units.pop(connection, None):
         unit.lost()  # of a transaction before, whose end was not reported
 
 
-def _before_commit(connection: Connection) -> None:
-    if unit := _units.get(connection):
-        unit.write(lambda table: _rows(connection, table))
-        if connection not in _announced:
-            del _units[connection]
-            unit.lost()
+def _before_statement(connection: Connection, cursor: Any, statement: str, values: Any, context: Any, _: bool) -> None:
+    """Note which connections of a session change something, and stop the second one if the first has messages."""
+    if connection in _changed or (sessions := _sessions_on.get(connection)) is None:
+        return
+    is_crud = context is not None and (context.isinsert or context.isupdate or context.isdelete)
+    if is_crud or _CHANGES.match(statement):
+        for session in list(sessions):
+            if (work := _works.get(session)) is not None and work.outbox is not None:
+                _refuse_others(session, work.outbox, [connection])
+        _changed.add(connection)
 
 
-def _failed(context: ExceptionContext) -> None:
-    """Also called for statements. Of a commit that fails it is all that is told: no roll-back follows."""
-    connection = context.connection
-    if connection is not None and (unit := _units.get(connection)) and unit.is_written:
-        del _units[connection]
+def _before_commit(connection: Connection, *_: object) -> None:
+    if (reason := _doomed.pop(connection, None)) is not None:
+        if unit := _units.pop(connection, None):
+            unit.rolled_back()
+        _roll_back(connection)
+        raise InvalidRequest(f"rolled back, as a message of the transaction could not be written: {reason}")
+    if connection not in _announced and (unit := _units.pop(connection, None)):
         unit.lost()
 
 
-def _rolled_back(connection: Connection) -> None:
+def _failed(context: ExceptionContext) -> None:
+    """Of a commit that fails it is all that is told: no roll-back follows, also none of the driver's connection, which
+    would go back to its pool within the transaction, and the next user's commit would be this one's."""
+    connection = context.connection
+    if connection is None or context.statement is not None:
+        return
+    unit = _units.pop(connection, None)
+    if unit:
+        unit.lost()
+    if (unit or connection in _announced) and not context.is_disconnect:
+        _roll_back(connection)
+
+
+def _roll_back(connection: Connection) -> None:
+    """Roll back what SQLAlchemy takes for ended."""
+    try:
+        connection.dialect.do_rollback(connection.connection)
+    except Exception as error:
+        with suppress(Exception):
+            connection.invalidate(error)
+
+
+def _rolled_back(connection: Connection, *_: object) -> None:
+    _doomed.pop(connection, None)
     if unit := _units.pop(connection, None):
         unit.rolled_back()
 
 
-def _savepoint(connection: Connection, name: str | None) -> None:
-    if unit := _units.get(connection):
-        unit.savepoint()
-
-
-def _rolled_back_to_savepoint(connection: Connection, name: str, context: None) -> None:
-    if unit := _units.get(connection):
-        unit.roll_back_savepoint()
-
-
-def _released_savepoint(connection: Connection, name: str, context: None) -> None:
-    if unit := _units.get(connection):
-        unit.release()
+@event.listens_for(Session, "after_begin")
+def _after_begin(session: Session, transaction: SessionTransaction, connection: Connection) -> None:
+    _watch(connection.engine)
+    work = _works.setdefault(session, _Work())
+    if connection not in work.connections:
+        work.connections.append(connection)
+        _sessions_on.setdefault(connection, WeakSet()).add(session)
 
 
 @event.listens_for(Session, "after_commit")
 def _after_commit(session: Session) -> None:
     """Also called for savepoints, and by sessions that joined a transaction: then it goes on."""
-    connection = _of_sessions.get(session)
-    if connection is not None and not connection.in_transaction():
-        del _of_sessions[session]
-        if unit := _units.pop(connection, None):
+    work = _works.get(session)
+    if work is not None and work.is_owner and work.outbox is not None and not work.outbox.in_transaction():
+        if unit := _units.pop(work.outbox, None):
             unit.committed()
 
 
 @event.listens_for(Session, "after_transaction_end")
 def _after_end(session: Session, transaction: SessionTransaction) -> None:
-    if transaction.parent is None and (connection := _of_sessions.pop(session, None)) is not None:
-        if unit := _units.pop(connection, None):
+    if transaction.parent is not None or (work := _works.pop(session, None)) is None:
+        return
+    for connection in work.connections:
+        if (sessions := _sessions_on.get(connection)) is not None:
+            sessions.discard(session)
+            if not sessions:
+                del _sessions_on[connection]
+                _changed.discard(connection)
+    if work.is_owner and work.outbox is not None:
+        _announced.discard(work.outbox)
+        if unit := _units.pop(work.outbox, None):
             unit.lost()

@@ -81,9 +81,12 @@ class Inserted(NamedTuple):
     heads: list[str]
 
 
+_AFTER_HEAD = ',"subject":'
+
+
 def head_of(content: str) -> str:
     """Return how a content begins: with the id of its message, as `qmq.outbox.row` writes it."""
-    return content.partition(',"subject":')[0]
+    return content.partition(_AFTER_HEAD)[0]
 
 
 class Rows:
@@ -148,6 +151,19 @@ class Rows:
                 for size, some in groupby(heads, len)
             )
             self._execute(f"DELETE FROM {self._table} WHERE id IN ({_list(sorted(ids))}) AND ({same})", heads)
+
+    def heads(self, inserted: Iterable[Inserted]) -> set[str]:
+        """Return the heads of those rows that are there. SQLite gives the ids of a savepoint that was rolled back to
+        other rows, so ids alone do not say which."""
+        return {
+            head_of(row[0])
+            for ids, heads in _joined(inserted)
+            for row in self._execute(
+                f"SELECT SUBSTR(content, 1, {max(map(len, heads)) + len(_AFTER_HEAD)}) FROM {self._table}"
+                f" WHERE id IN ({_list(sorted(set(ids)))})",
+                (),
+            )
+        }
 
     def read(self, ids: Sequence[int]) -> list[tuple[int, str]]:
         """Return (id, content) of those rows that are still there."""

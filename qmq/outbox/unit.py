@@ -1,13 +1,10 @@
-"""Core. One transaction with messages: what is written before its commit, and what becomes of each message after it.
+"""Core. One transaction with messages: their rows, and what becomes of each message after its end.
 
-staged         given to `send`, and not written yet
-written        the row is there if the transaction commits
+written        the row is there if the transaction commits; `send` has written it
 
-staged  -> written              right before the commit, all at once
-staged  -> rolled back          with its savepoint, or the transaction
-written -> sent                 the commit is known to have succeeded
-written -> rolled back          the transaction is known to be rolled back
-written -> unknown              neither: if the row is there, it is relayed
+written -> sent                 the transaction has ended with a commit, and the row is there
+written -> rolled back          the transaction is known to be rolled back, or was committed and the row is not there
+written -> unknown              neither is known: if the row is there, it is relayed later
 """
 
 from __future__ import annotations
@@ -20,7 +17,6 @@ from qmq.client.batching import Outcome, Receipt, unstored
 from qmq.client.calling import after_commit
 from qmq.errors import OutcomeUnknown, QmqError, RolledBack
 from qmq.message import Message
-from qmq.outbox.staged import Staged
 from qmq.outbox.table import Inserted, Rows
 
 T = TypeVar("T")
@@ -58,11 +54,16 @@ class Database(Protocol):
 
 
 class Written(NamedTuple):
-    """Messages whose rows are committed. `rows` is None if there are none."""
+    """Messages whose transaction was committed. `rows` is None if there are none.
+
+    is_checked: the rows are known to be committed. Else the database is asked for them: a savepoint may be rolled back,
+        and the COMMIT of a transaction that the server has given up reports no error.
+    """
 
     database: Database
     items: Sequence[Item]
     rows: Sequence[Inserted] | None
+    is_checked: bool = False
 
 
 class Courier(Protocol):
@@ -79,7 +80,11 @@ class Transaction(Protocol):
     """A transaction that messages can be given to, in the thread that uses it."""
 
     def stage(self, items: list[Item]) -> None:
-        """Take messages: they are written with the transaction, and sent after its commit."""
+        """Write messages within the transaction; they are sent after its commit.
+
+        Raises:
+            InvalidRequest: their rows would not be part of the application's transaction; nothing was written.
+        """
 
 
 @runtime_checkable
@@ -87,69 +92,46 @@ class AsyncTransaction(Protocol):
     """The same of a coroutine driver."""
 
     async def stage_async(self, items: list[Item]) -> None:
-        """Take messages: they are written with the transaction, and sent after its commit."""
+        """Write messages within the transaction; they are sent after its commit."""
 
 
 class Unit:
-    """The messages of one transaction. Made by the shell that sees its savepoints and its end; used in one thread."""
+    """The messages of one transaction. Made by the shell that sees its end; used in one thread."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._staged: Staged[Item] = Staged()
-        self._written: list[Written] = []
-        self.is_written = False
-        """Whether nothing is left to do but the commit."""
+        self._written: dict[Courier, tuple[list[Item], list[Inserted]]] = {}
 
-    def add(self, items: list[Item]) -> None:
-        self._staged.add(items)
-
-    def savepoint(self) -> None:
-        self._staged.savepoint()
-
-    def release(self) -> None:
-        self._staged.release()
-
-    def roll_back_savepoint(self) -> None:
-        _are_rolled_back(self._staged.roll_back())
-
-    def write(self, rows_of: Callable[[str], Rows]) -> None:
-        """Write all rows: right before the commit, within the transaction. An error must fail the transaction.
+    def write(self, items: list[Item], rows_of: Callable[[str], Rows]) -> None:
+        """Write the rows of messages of one courier, within the transaction.
 
         Args:
             rows_of: the outbox with that name, within this transaction.
         """
-        by_courier: dict[Courier, list[Item]] = {}
-        for item in self._staged.take():
-            by_courier.setdefault(item.courier, []).append(item)
-        try:
-            for courier, items in by_courier.items():
-                rows = rows_of(courier.table).insert([item.content for item in items])
-                self._written.append(Written(self._database, items, rows))
-            self.is_written = True
-        except BaseException:
-            for items in by_courier.values():
-                _are_rolled_back(items)
-            raise
+        courier = items[0].courier
+        inserted = rows_of(courier.table).insert([item.content for item in items])
+        all_items, all_rows = self._written.setdefault(courier, ([], []))
+        all_items += items
+        all_rows += inserted
 
     def committed(self) -> None:
-        """The commit has succeeded."""
-        written, self._written = self._written, []
-        for one in written:
-            one.items[0].courier.committed(one)
-        _are_rolled_back(self._staged.take())  # given after the commit had begun: nobody wrote them
+        """The commit was reported to have succeeded."""
+        written, self._written = self._written, {}
+        for courier, (items, rows) in written.items():
+            courier.committed(Written(self._database, items, rows))
 
     def rolled_back(self) -> None:
         """Nothing of the transaction is kept."""
-        _are_rolled_back(item for one in self._written for item in one.items)
-        _are_rolled_back(self._staged.take())
-        self._written = []
+        self._end(are_rolled_back)
 
     def lost(self) -> None:
-        """The transaction has ended, and nobody said how: what was written may be there."""
-        for one in self._written:
-            are_unknown(one.items)
-        self._written = []
-        self.rolled_back()
+        """The transaction has ended in an unknown way: what was written may be there."""
+        self._end(are_unknown)
+
+    def _end(self, receipts: Callable[[Iterable[Item]], None]) -> None:
+        written, self._written = self._written, {}
+        for items, _ in written.values():
+            receipts(items)
 
 
 def are_unknown(items: Iterable[Item]) -> None:
@@ -158,6 +140,6 @@ def are_unknown(items: Iterable[Item]) -> None:
         item.fail(Outcome.UNKNOWN, error)
 
 
-def _are_rolled_back(items: Iterable[Item]) -> None:
+def are_rolled_back(items: Iterable[Item]) -> None:
     for item in items:
         item.fail(Outcome.REFUSED, RolledBack("its transaction or savepoint was rolled back"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -25,6 +26,7 @@ from qmq.log.disk import RealDisk
 from qmq.outbox.courier import Courier
 from qmq.outbox.draining import Attempt
 from qmq.outbox.statements import Statements
+from qmq.outbox.table import Rows
 from qmq.outbox.unit import Item, Unit, Written
 from qmq.remoting.connection import Connection
 from qmq.remoting.packet import Packet
@@ -151,13 +153,13 @@ def _delayed_batch_is_forgotten_with_its_connection() -> list[Patch]:
 
 
 def _messages_are_sent_before_their_commit() -> list[Patch]:
-    original = Unit.add
+    original = Unit.write
 
-    def add(self: Unit, items: list[Item]) -> None:
-        original(self, items)
+    def write(self: Unit, items: list[Item], rows_of: Callable[[str], Rows]) -> None:
+        original(self, items, rows_of)
         items[0].courier.committed(Written(self._database, items, None))
 
-    return [mock.patch.object(Unit, "add", add)]
+    return [mock.patch.object(Unit, "write", write)]
 
 
 def _row_goes_before_its_message() -> list[Patch]:

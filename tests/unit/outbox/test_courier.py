@@ -60,7 +60,8 @@ def courier_of(sender):
 
 def commit(courier, id, database, row):
     items = courier.items([Message("a", id=id)])
-    courier.committed(Written(database, items, [Inserted([row], [head_of(items[0].content)])]))
+    rows = [Inserted([row], [head_of(items[0].content)])]
+    courier.committed(Written(database, items, rows, is_checked=True))
     return items[0].receipt
 
 
