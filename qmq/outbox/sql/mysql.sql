@@ -4,7 +4,7 @@ CREATE TABLE qmq_msg_queue (
     content     LONGTEXT     NOT NULL,              -- the message, as JSON
     status      SMALLINT     NOT NULL DEFAULT 0,    -- 0: to be sent; below: parked
     error       INT UNSIGNED NOT NULL DEFAULT 0,    -- failed tries of the watchdog
-    create_time DATETIME     NOT NULL,
+    create_time DATETIME     NOT NULL DEFAULT CURRENT_TIMESTAMP,
     update_time TIMESTAMP    NOT NULL DEFAULT CURRENT_TIMESTAMP ON UPDATE CURRENT_TIMESTAMP,
     reason      VARCHAR(500),                       -- why it is parked, or failed last
     claim       VARCHAR(128)                        -- the watchdog's batch that it travels in

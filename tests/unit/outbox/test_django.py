@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from django.db import connections, transaction
+from django.core.management import call_command
+from django.db import OperationalError, connections, transaction
 from django.utils.connection import ConnectionProxy
 
 from qmq import Outcome
 from qmq.errors import InvalidRequest
+from qmq.outbox.django_app.models import Row
 from tests.unit.outbox.test_transactions import Failed, paid, sent
-from tests.unit.outbox.worlds import DjangoWorld
+from tests.unit.outbox.worlds import TABLE, DjangoWorld
 
 
 @pytest.fixture
@@ -61,3 +63,28 @@ def test_a_connection_without_managed_transactions_is_refused(world, producer):
     world.connection.rollback()
     world.connection.set_autocommit(True)
     assert world.rows() == []
+
+
+def test_app_makes_the_table_and_finds_nothing_to_change(shop_url):
+    world = DjangoWorld(shop_url)
+    world.drop_outbox()
+    alias = world.connection.alias
+    call_command("migrate", "qmq_outbox", database=alias, verbosity=0)
+    assert (world.rows(), Row.objects.using(alias).count()) == ([], 0)
+    call_command("migrate", "qmq_outbox", "zero", database=alias, verbosity=0)
+    world.make_tables()
+    call_command("migrate", "qmq_outbox", database=alias, verbosity=0)  # it is there: nothing happens
+    call_command("makemigrations", "qmq_outbox", check=True, dry_run=True, verbosity=0)
+    world.close()
+
+
+def test_failed_insert_is_rolled_back_with_its_nested_block_only(world, broker, producer):
+    with world.begin() as begun:
+        begun.execute("INSERT INTO orders VALUES (1)")
+        with pytest.raises(OperationalError), begun.savepoint():
+            begun.execute("INSERT INTO orders VALUES (2)")
+            begun.execute(f"ALTER TABLE {TABLE} RENAME TO gone")
+            producer.send(paid(2), session=begun.session)
+        producer.send(paid(1), session=begun.session)
+    producer.flush()
+    assert (sent(broker), world.orders(), world.rows()) == (["paid-1"], [1], [])

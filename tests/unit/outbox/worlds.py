@@ -25,7 +25,9 @@ TABLE = "qmq_msg_queue"
 BACKENDS = {"mariadb": "mysql", "sqlite": "sqlite3"}
 """Django's names, where they are others."""
 
-django.conf.settings.configure(DATABASES={"default": {}}, USE_TZ=True, LOGGING_CONFIG=None)
+django.conf.settings.configure(
+    DATABASES={"default": {}}, USE_TZ=True, LOGGING_CONFIG=None, INSTALLED_APPS=["qmq.outbox.django_app"]
+)
 pymysql.version_info = (2, 2, 1, "final", 0)  # what Django asks of the driver that it plays here
 pymysql.install_as_MySQLdb()
 django.setup()
