@@ -212,12 +212,13 @@ def by_connection(url):
 
 @pytest.mark.parametrize("way", [by_engine, by_execution_options, by_session_connection, by_connection])
 def test_autocommit_is_refused(shop_url, producer, way):
-    SessionWorld(shop_url).close()
+    world = SessionWorld(shop_url)
     with way(shop_url) as session:
         with pytest.raises(InvalidRequest, match="AUTOCOMMIT"):
             producer.send(paid(1), session=session)
     getattr(session, "bind", session.engine if hasattr(session, "engine") else None).dispose()
-    assert SessionWorld(shop_url).rows() == []
+    assert world.rows() == []
+    world.close()
 
 
 def test_autocommit_is_refused_for_coroutines_and_handlers(shop_url, broker):
