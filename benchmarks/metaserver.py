@@ -375,6 +375,7 @@ def _groups(count: int) -> dict[str, list[dict[str, Any]]]:
                     "control_port": 20883,
                     "metrics_port": 20884,
                     "incarnation": f"disk{number:04d}-{role}",
+                    "instance": "",
                     "complete": False,
                     "fill_id": "",
                     "fill_allowed": False,

@@ -142,7 +142,8 @@ class SlaveWatch:
 
     def hello(self, link: Link, packet: Packet, hello: Hello) -> None:
         mastership, points = self._mastership, self._identity.points
-        if self._link not in (None, link) and hello.instance != self.instance:
+        is_another = self._link not in (None, link) and hello.instance != self.instance
+        if is_another and hello.known <= mastership.epoch:  # a newer epoch fences this master, whoever knows it
             log.critical("another process says hello group=%s peer=%s: it is refused", mastership.group, link.peer)
             raise NotServed(
                 f"another process with this copy is the slave of {mastership.group} at this moment, and you may be a "

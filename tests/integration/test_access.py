@@ -79,6 +79,7 @@ REQUESTS = {
     ),
     "Heartbeat": pb.BrokerState(hostname="a", serve_port=20001, incarnation="disk of a"),
     "WatchRoutes": pb.RouteRequest(subjects=["new"], app="x", client_id="y", produces=True),
+    "BeginGroups": pb.BeginGroupsRequest(broker_group="g1", groups=[pb.NewGroup(subject="new", group="g")]),
     "CheckToken": pb.TokenQuestion(token=TOKEN),
     "CountOldRoutes": pb.OldRoutesQuestion(broker_group="g1", subject="*"),
     "HoldLease": pb.LeaseRequest(name="watchdog/default", node="x", address="127.0.0.1:1"),

@@ -110,6 +110,7 @@ def requests(term, subject):
         "ReadDerived": pb.ReadDerivedRequest(base=0),
         "HoldLog": nothing,
         "Quarantine": pb.QuarantineRequest(cleared=["all"]),
+        "MarkGroups": pb.MarkGroupsRequest(mark="m", groups=[pb.NewGroup(subject=subject, group="new")]),
         "Consumers": pb.ConsumersRequest(),
         "ResetOffset": pb.ResetOffsetRequest(subject=subject, group="g", to="latest"),
         "Browse": pb.BrowseRequest(subject=subject),

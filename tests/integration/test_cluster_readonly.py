@@ -310,6 +310,8 @@ def test_exchanged_directories_are_named_and_nobody_takes_mastership(tmp_path):
 def test_brokers_restart_without_the_metaserver_in_the_parts_they_had(cluster, subject):
     master, slave = (cluster.broker("g1", role) for role in ("master", "slave"))
     send_all(cluster, subject, 10)
+    with Wire(master.serve_port, token=cluster.token) as wire:
+        subscribe(wire, subject)  # a consumer group that is new waits for the metaserver
     cluster.swap_roles("g1")
     cluster.wait_writable()
     end(cluster, "metaserver", master.hostname, slave.hostname)

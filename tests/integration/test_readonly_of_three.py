@@ -24,6 +24,7 @@ from tests.integration.cluster_world import (
     state,
 )
 from tests.integration.test_broker_damage import damage
+from tests.integration.test_disks_put_back import back_up, put_back
 from tests.support.waiting import until
 
 COUNT = 60
@@ -129,14 +130,13 @@ def test_a_master_whose_disk_was_put_back_waits_for_a_slave_and_has_all_again(cl
     master, slaves = plans_of(cluster)
     names = [master.hostname, *(plan.hostname for plan in slaves)]
     end(cluster, *names)
-    shutil.copytree(data_of(cluster, master), tmp_path / "older")
+    back_up(cluster, master, tmp_path / "older")
     begin(cluster, *names)
     until(lambda: all_are_in_sync(cluster), "all three")
     ids = send(cluster, "put-back")
     until(lambda: remembered_end(cluster) == state(cluster, master).log_end, "the metaserver remembers all of it")
     end(cluster, *names)
-    shutil.rmtree(data_of(cluster, master))
-    shutil.move(tmp_path / "older", data_of(cluster, master))
+    put_back(cluster, master, tmp_path / "older")
     begin(cluster, master.hostname)
     until(lambda: "rolled_back" in (reasons(cluster, master) or ()), "it says so of itself")
     begin(cluster, slaves[1].hostname)

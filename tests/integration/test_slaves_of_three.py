@@ -88,6 +88,8 @@ def test_a_slave_with_a_full_disk_is_passed_over_until_there_is_room(tmp_path):
             shutil.copytree(kept, data, dirs_exist_ok=True)
             begin(cluster, slave.hostname)
             until(lambda: in_step(cluster) == 2 and (data / "reserve").is_file(), "in sync, with a reserve")
+            points, end_now = data / "points.json", state(cluster, master).log_end
+            until(lambda: points.is_file() and f" {end_now}," in points.read_text(), "it has written down that point")
             filler = fill(data)
             send_all(cluster, "s", 400, size=10_000)  # several segments
             assert state(cluster, master).writable and not reasons(cluster, master)

@@ -98,7 +98,7 @@ def test_kept_seeds_can_be_read(scenario: str) -> None:
 
 def test_the_runner_plants_a_bug_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--scenario", "outbox", "--bug", "doubt is dropped", "--seeds", "60"]) == 0
-    assert "watchdogs stored twice" in capsys.readouterr().out
+    assert "stored twice without cause" in capsys.readouterr().out
 
 
 def test_the_runner_says_what_never_happened(capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,7 +49,7 @@ def broker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[st
     write(tmp_path)
     disk = RealDisk(tmp_path)
     message_log = MessageLog(disk, segment_bytes=1 << 30, tail_bytes=0)
-    node = SimpleNamespace(group="g1", log=message_log)
+    node = SimpleNamespace(group="g1", log=message_log, parted_at=None)
     service = SimpleNamespace(node=node, reader_positions={})
     monkeypatch.setattr(control, "state_message", lambda *args: pb.BrokerState(high_watermark=message_log.end))
     monkeypatch.setattr(control, "caller", lambda: SimpleNamespace(scope=SimpleNamespace(all_subjects=True)))
