@@ -71,6 +71,12 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """Event loop of tests that are coroutines."""
+    return "asyncio"
+
+
 @pytest.fixture(autouse=True)
 def _each_test_logs_by_itself() -> None:
     """What the library logs is bounded for the whole process."""

@@ -5,7 +5,6 @@ The exchanges go through the real HTTP application and the real actions, in orde
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from pathlib import Path
@@ -51,33 +50,30 @@ def ask(client, exchange):
 
 
 @pytest.mark.slow
-def test_qmqs_tools_get_the_answers_they_know(tmp_path):
+async def test_qmqs_tools_get_the_answers_they_know(tmp_path):
     """Weakness 36: three styles and mixed languages are QMQ's; ours are the same styles, in one language."""
 
-    async def body():
-        world = World(tmp_path / "metaserver.db")
-        await world.open()
-        app = build_app(
-            world.actions,
-            Access([TOKEN]),
-            world.metrics,
-            Refusals(world.metrics),
-            address="10.0.0.1:8081",
-            database_trouble=lambda: "",
-            limits=Limits(body_bytes_max=10_000, admin_body_bytes_max=10_000, body_timeout_ms=1000),
-        )
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://m") as client:
-            for exchange in EXCHANGES:
-                if "given" in exchange:
-                    await prepare(world, exchange["given"])
-                    continue
-                answer = await ask(client, exchange)
-                assert answer.status_code == 200, exchange["claim"]
-                assert answer.headers["content-type"].startswith(exchange.get("type", "application/json"))
-                assert re.fullmatch(pattern(exchange["answer"]), answer.text), f"{exchange['claim']}: {answer.text}"
-        world.database.close()
-
-    asyncio.run(body())
+    world = World(tmp_path / "metaserver.db")
+    await world.open()
+    app = build_app(
+        world.actions,
+        Access([TOKEN]),
+        world.metrics,
+        Refusals(world.metrics),
+        address="10.0.0.1:8081",
+        database_trouble=lambda: "",
+        limits=Limits(body_bytes_max=10_000, admin_body_bytes_max=10_000, body_timeout_ms=1000),
+    )
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://m") as client:
+        for exchange in EXCHANGES:
+            if "given" in exchange:
+                await prepare(world, exchange["given"])
+                continue
+            answer = await ask(client, exchange)
+            assert answer.status_code == 200, exchange["claim"]
+            assert answer.headers["content-type"].startswith(exchange.get("type", "application/json"))
+            assert re.fullmatch(pattern(exchange["answer"]), answer.text), f"{exchange['claim']}: {answer.text}"
+    world.database.close()
 
 
 def test_every_action_of_qmq_has_an_exchange():

@@ -140,23 +140,20 @@ async def test_no_address_answers_without_a_token(world):
                 assert answer.status_code == 401 and answer.json()["error"]["code"] == "UNAUTHORIZED", route.path
 
 
-def test_of_two_first_metaservers_one_prints_the_first_admin_token_and_both_take_it(tmp_path, capsys):
-    async def body():
-        worlds = [World(tmp_path / "metaserver.db"), World(tmp_path / "metaserver.db")]
-        await asyncio.gather(*(world.start() for world in worlds))
-        try:
-            [token] = printed(capsys)
-            for world in worlds:
-                await world.until(lambda world=world: accepts(world, token))
-                assert (await make(world, "viewer", token=token))["role"] == "viewer"
-        finally:
-            for world in worlds:
-                await world.stop()
-        again = await World(tmp_path / "metaserver.db").start()
-        await again.stop()
-        assert printed(capsys) == [], "it is printed once, ever"
-
-    asyncio.run(body())
+async def test_of_two_first_metaservers_one_prints_the_first_admin_token_and_both_take_it(tmp_path, capsys):
+    worlds = [World(tmp_path / "metaserver.db"), World(tmp_path / "metaserver.db")]
+    await asyncio.gather(*(world.start() for world in worlds))
+    try:
+        [token] = printed(capsys)
+        for world in worlds:
+            await world.until(lambda world=world: accepts(world, token))
+            assert (await make(world, "viewer", token=token))["role"] == "viewer"
+    finally:
+        for world in worlds:
+            await world.stop()
+    again = await World(tmp_path / "metaserver.db").start()
+    await again.stop()
+    assert printed(capsys) == [], "it is printed once, ever"
 
 
 async def accepts(world, token):
@@ -164,33 +161,30 @@ async def accepts(world, token):
     return answer.status_code == 200
 
 
-def test_tokens_are_rotated_and_revoked_at_all_metaservers(tmp_path):
+async def test_tokens_are_rotated_and_revoked_at_all_metaservers(tmp_path):
     """Weakness 28: no expiry, no roles, compared by look-up in a file."""
 
-    async def body():
-        one, other = await World(tmp_path / "m.db").start(), await World(tmp_path / "m.db").start()
-        try:
-            old, new = await make(one, "viewer", "dashboard"), await make(one, "viewer", "dashboard")
-            third = await one.post("AddToken", name="dashboard", role="viewer")
-            assert third["status"] == -1 and "two tokens named dashboard" in third["message"]
-            for row in (old, new):
-                await other.until(lambda row=row: accepts(other, row["token"]))
-            await one.done("RevokeToken", id=old["id"])
-            assert not await accepts(one, old["token"]) and await accepts(one, new["token"])
-
-            async def is_refused():
-                return not await accepts(other, old["token"])
-
-            await other.until(is_refused)
-            assert await accepts(other, new["token"])
-        finally:
-            await one.stop()
-            await other.stop()
-        stored = b"".join(path.read_bytes() for path in tmp_path.iterdir())
+    one, other = await World(tmp_path / "m.db").start(), await World(tmp_path / "m.db").start()
+    try:
+        old, new = await make(one, "viewer", "dashboard"), await make(one, "viewer", "dashboard")
+        third = await one.post("AddToken", name="dashboard", role="viewer")
+        assert third["status"] == -1 and "two tokens named dashboard" in third["message"]
         for row in (old, new):
-            assert row["token"].rpartition("_")[2].encode() not in stored, "only hashes are stored"
+            await other.until(lambda row=row: accepts(other, row["token"]))
+        await one.done("RevokeToken", id=old["id"])
+        assert not await accepts(one, old["token"]) and await accepts(one, new["token"])
 
-    asyncio.run(body())
+        async def is_refused():
+            return not await accepts(other, old["token"])
+
+        await other.until(is_refused)
+        assert await accepts(other, new["token"])
+    finally:
+        await one.stop()
+        await other.stop()
+    stored = b"".join(path.read_bytes() for path in tmp_path.iterdir())
+    for row in (old, new):
+        assert row["token"].rpartition("_")[2].encode() not in stored, "only hashes are stored"
 
 
 def test_a_broker_token_registers_brokers_of_its_groups_only(tmp_path):
@@ -240,28 +234,25 @@ def test_a_client_watches_the_subjects_of_its_token_only(tmp_path):
     in_world(body)(tmp_path)
 
 
-def test_the_clients_of_one_token_cannot_fill_the_tables(tmp_path):
+async def test_the_clients_of_one_token_cannot_fill_the_tables(tmp_path):
     """Weakness 31: auto-created subjects allowed anyone to fill them."""
 
-    async def body():
-        world = await World(tmp_path / "m.db", new_subjects_per_minute=3).start()
-        try:
-            await world.copies()
-            token = (await make(world, "client"))["token"]
-            async with world.watch(*(f"s{number}" for number in range(30)), metadata=metadata(token)) as watch:
-                await watch.until(lambda routes: sum(bool(route.groups) for route in routes.values()) == 3)
-            async with world.watch("another", metadata=metadata(token)) as watch:
-                await watch.until(lambda routes: routes and "too many new subjects" in routes["another"].refused)
-            async with world.watch("of the cluster") as watch:
-                await watch.until(lambda routes: routes and routes["of the cluster"].groups)
-        finally:
-            await world.close()
-        with sqlite3.connect(tmp_path / "m.db") as database:
-            [(rows,)] = database.execute("SELECT count(*) FROM subject_route").fetchall()
-        database.close()
-        assert rows == 4
-
-    asyncio.run(body())
+    world = await World(tmp_path / "m.db", new_subjects_per_minute=3).start()
+    try:
+        await world.copies()
+        token = (await make(world, "client"))["token"]
+        async with world.watch(*(f"s{number}" for number in range(30)), metadata=metadata(token)) as watch:
+            await watch.until(lambda routes: sum(bool(route.groups) for route in routes.values()) == 3)
+        async with world.watch("another", metadata=metadata(token)) as watch:
+            await watch.until(lambda routes: routes and "too many new subjects" in routes["another"].refused)
+        async with world.watch("of the cluster") as watch:
+            await watch.until(lambda routes: routes and routes["of the cluster"].groups)
+    finally:
+        await world.close()
+    with sqlite3.connect(tmp_path / "m.db") as database:
+        [(rows,)] = database.execute("SELECT count(*) FROM subject_route").fetchall()
+    database.close()
+    assert rows == 4
 
 
 @pytest.mark.parametrize("garbage", [b"\0" * 100, b"GET / HTTP/1.1\r\n\r\n" * 50, b"\xff" * 70_000], ids=range(3))
@@ -356,7 +347,7 @@ OPERATOR, PROXY = "203.0.113.7", "127.0.0.2"
         pytest.param((PROXY,), PROXY, "x" * 1000, "x" * 100, id="long nonsense"),
     ],
 )
-def test_the_audit_trail_names_the_operators_address_as_trusted_proxies_tell_it(
+async def test_the_audit_trail_names_the_operators_address_as_trusted_proxies_tell_it(
     tmp_path, trusted, sender, forwarded, peer
 ):
     async def ask(world):
@@ -368,11 +359,8 @@ def test_the_audit_trail_names_the_operators_address_as_trusted_proxies_tell_it(
         rows = (await world.done("AuditTrail", who="cluster", name="AddToken"))["rows"]
         assert [row["peer"] for row in rows] == [peer]
 
-    async def with_setting():
-        world = await World(tmp_path / "metaserver.db", trusted_proxies=trusted).start()
-        try:
-            await ask(world)
-        finally:
-            await world.close()
-
-    asyncio.run(with_setting())
+    world = await World(tmp_path / "metaserver.db", trusted_proxies=trusted).start()
+    try:
+        await ask(world)
+    finally:
+        await world.close()

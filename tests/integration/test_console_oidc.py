@@ -228,15 +228,12 @@ def _log_in_with_a_browser(address, profile):
         assert "Log in" in browser.open(f"{address.replace('127.0.0.1', 'localhost')}/console"), "it is of one host"
 
 
-def test_without_a_provider_there_is_no_such_login(tmp_path):
-    async def body():
-        world = ConsoleWorld(tmp_path / "metaserver.db")
-        await world.open()
-        assert "OpenID" not in (await world.browser.get("/console/login")).text
-        assert (await world.browser.get("/console/oidc/login")).status_code == 401
-        world.database.close()
-
-    asyncio.run(body())
+async def test_without_a_provider_there_is_no_such_login(tmp_path):
+    world = ConsoleWorld(tmp_path / "metaserver.db")
+    await world.open()
+    assert "OpenID" not in (await world.browser.get("/console/login")).text
+    assert (await world.browser.get("/console/oidc/login")).status_code == 401
+    world.database.close()
 
 
 def test_a_metaservers_settings_become_a_provider(issuer):

@@ -77,59 +77,53 @@ async def dead_letters(cluster, subject, group, count):
     return dead
 
 
-def test_what_failed_comes_again_after_its_delay_with_its_number_raised(cluster):
-    async def test():
-        await send(cluster, "delayed", 20)
-        client, handed = consumer(cluster), []
+async def test_what_failed_comes_again_after_its_delay_with_its_number_raised(cluster):
+    await send(cluster, "delayed", 20)
+    client, handed = consumer(cluster), []
 
-        @client.listen("delayed", group="g", start="earliest", retry_delay=1.5)
-        async def handle(message):
-            handed.append((int(message["n"]), message.times, time.monotonic()))
-            if message["n"] == "7" and message.times < 3:
-                raise ValueError("not now")
+    @client.listen("delayed", group="g", start="earliest", retry_delay=1.5)
+    async def handle(message):
+        handed.append((int(message["n"]), message.times, time.monotonic()))
+        if message["n"] == "7" and message.times < 3:
+            raise ValueError("not now")
 
-        async with listening(client):
-            await happens(lambda: len(handed) == 22)
-        assert Counter(n for n, _, _ in handed) == Counter({n: 3 if n == 7 else 1 for n in range(20)})
-        of_seven = [(times, at) for n, times, at in handed if n == 7]
-        assert [times for times, _ in of_seven] == [1, 2, 3]
-        waits = [after[1] - before[1] for before, after in zip(of_seven, of_seven[1:], strict=False)]
-        assert min(waits) >= 1.5, "not before its delay is over"
-        assert handed[-1][0] == 7, "nobody waited for it"
-
-    asyncio.run(test())
+    async with listening(client):
+        await happens(lambda: len(handed) == 22)
+    assert Counter(n for n, _, _ in handed) == Counter({n: 3 if n == 7 else 1 for n in range(20)})
+    of_seven = [(times, at) for n, times, at in handed if n == 7]
+    assert [times for times, _ in of_seven] == [1, 2, 3]
+    waits = [after[1] - before[1] for before, after in zip(of_seven, of_seven[1:], strict=False)]
+    assert min(waits) >= 1.5, "not before its delay is over"
+    assert handed[-1][0] == 7, "nobody waited for it"
 
 
-def test_what_fails_for_good_is_a_dead_letter_that_tells_its_story(cluster):
-    async def test():
-        await send(cluster, "dead", 4, tags=lambda n: ["pay"], retries_max=lambda n: 2 if n == 3 else None)
-        client, times = consumer(cluster), Counter()
+async def test_what_fails_for_good_is_a_dead_letter_that_tells_its_story(cluster):
+    await send(cluster, "dead", 4, tags=lambda n: ["pay"], retries_max=lambda n: 2 if n == 3 else None)
+    client, times = consumer(cluster), Counter()
 
-        @client.listen("dead", group="g", start="earliest", retries_max=4, retry_delay=0.05)
-        async def handle(message):
-            times[message["n"]] += 1
-            if message["n"] == "1":
-                raise qmq.DeadLetter("no such order")
-            if message["n"] in "23":
-                raise ValueError("never")
+    @client.listen("dead", group="g", start="earliest", retries_max=4, retry_delay=0.05)
+    async def handle(message):
+        times[message["n"]] += 1
+        if message["n"] == "1":
+            raise qmq.DeadLetter("no such order")
+        if message["n"] in "23":
+            raise ValueError("never")
 
-        async with listening(client):
-            await happens(lambda: times == {"0": 1, "1": 1, "2": 4, "3": 2})
-            dead = {one["n"]: one for one in await dead_letters(cluster, "dead", "g", 3)}
-        assert times == {"0": 1, "1": 1, "2": 4, "3": 2}
-        assert {n: (one["qmq_times"], one["qmq_deadReason"]) for n, one in dead.items()} == {
-            "1": ("1", "no such order"),
-            "2": ("4", "delivered 4 times; ValueError('never')"),
-            "3": ("2", "delivered 2 times; ValueError('never')"),
-        }
-        for n, one in dead.items():
-            assert (one.id, one.tags, one.broker_group in ("g1", "g2")) == (f"m-{n}", {"pay"}, True)
-            assert int(one["qmq_deadSequence"]) >= 0
-
-    asyncio.run(test())
+    async with listening(client):
+        await happens(lambda: times == {"0": 1, "1": 1, "2": 4, "3": 2})
+        dead = {one["n"]: one for one in await dead_letters(cluster, "dead", "g", 3)}
+    assert times == {"0": 1, "1": 1, "2": 4, "3": 2}
+    assert {n: (one["qmq_times"], one["qmq_deadReason"]) for n, one in dead.items()} == {
+        "1": ("1", "no such order"),
+        "2": ("4", "delivered 4 times; ValueError('never')"),
+        "3": ("2", "delivered 2 times; ValueError('never')"),
+    }
+    for n, one in dead.items():
+        assert (one.id, one.tags, one.broker_group in ("g1", "g2")) == (f"m-{n}", {"pay"}, True)
+        assert int(one["qmq_deadSequence"]) >= 0
 
 
-def test_bytes_that_are_no_message_are_given_up_as_they_are(cluster):
+async def test_bytes_that_are_no_message_are_given_up_as_they_are(cluster):
     """Properties cannot be added to them; whoever reads the dead letter finds the bytes that were sent."""
     good = batch_encoder("garbage", 1)(qmq.Message("garbage", {"n": 7}, id="bad"))
     bad = good[:-3] + b"\0\x09" + good[-1:]  # the value's length is wrong
@@ -139,20 +133,17 @@ def test_bytes_that_are_no_message_are_given_up_as_they_are(cluster):
         answer = wire.ask(Command.PRODUCE, header, batch)
         assert commands.decode_produced(answer.body).stored == 1
 
-    async def test():
-        await send(cluster, "garbage", 1)
-        client, handled = consumer(cluster), []
+    await send(cluster, "garbage", 1)
+    client, handled = consumer(cluster), []
 
-        @client.listen("garbage", group="g", start="earliest", retries_max=2, retry_delay=0.05)
-        async def handle(message):
-            handled.append(message["n"])
+    @client.listen("garbage", group="g", start="earliest", retries_max=2, retry_delay=0.05)
+    async def handle(message):
+        handled.append(message["n"])
 
-        async with listening(client):
-            (dead,) = await dead_letters(cluster, "garbage", "g", 1)
-        assert handled == ["0"]
-        assert (dead._data, dead.id) == (bad, "bad")
-
-    asyncio.run(test())
+    async with listening(client):
+        (dead,) = await dead_letters(cluster, "garbage", "g", 1)
+    assert handled == ["0"]
+    assert (dead._data, dead.id) == (bad, "bad")
 
 
 CRASHING = """
@@ -197,7 +188,7 @@ def lines_until(process, condition):
     return lines
 
 
-def test_what_a_dead_consumer_had_goes_to_others_and_what_it_had_done_does_not(cluster):
+async def test_what_a_dead_consumer_had_goes_to_others_and_what_it_had_done_does_not(cluster):
     """It hangs in three messages: the acks of the others do not wait for them."""
     asyncio.run(send(cluster, "crash", 300))
     with consumer_process(cluster, CRASHING, "crash") as process:
@@ -209,24 +200,21 @@ def test_what_a_dead_consumer_had_goes_to_others_and_what_it_had_done_does_not(c
     began = {n for what, n, _ in lines if what == "began"}
     assert len(began - ended) == 3 and len(ended) > 10
 
-    async def test():
-        client, handed = consumer(cluster), []
+    client, handed = consumer(cluster), []
 
-        @client.listen("crash", group="g", concurrency=10)
-        async def handle(message):
-            handed.append((message["n"], message.is_suspected))
+    @client.listen("crash", group="g", concurrency=10)
+    async def handle(message):
+        handed.append((message["n"], message.is_suspected))
 
-        async with listening(client):
-            await happens(lambda: {n for n, _ in handed} | ended == {str(n) for n in range(300)})
-        suspected = dict(handed)
-        assert all(suspected[n] for n in began - ended), "a consumer that vanished had them"
-        assert not ended & suspected.keys()
-        assert max(Counter(n for n, _ in handed).values()) == 1
-
-    asyncio.run(test())
+    async with listening(client):
+        await happens(lambda: {n for n, _ in handed} | ended == {str(n) for n in range(300)})
+    suspected = dict(handed)
+    assert all(suspected[n] for n in began - ended), "a consumer that vanished had them"
+    assert not ended & suspected.keys()
+    assert max(Counter(n for n, _ in handed).values()) == 1
 
 
-def test_a_slow_message_does_not_hold_back_the_acks_of_others(cluster):
+async def test_a_slow_message_does_not_hold_back_the_acks_of_others(cluster):
     asyncio.run(send(cluster, "slow", 2_000))
 
     async def dies():
@@ -249,68 +237,59 @@ def test_a_slow_message_does_not_hold_back_the_acks_of_others(cluster):
 
     slow = asyncio.run(dies())
 
-    async def goes_on():
-        client, handed = consumer(cluster), []
+    client, handed = consumer(cluster), []
 
-        @client.listen("slow", group="g")
-        async def handle(message):
-            handed.append((message["n"], message.is_suspected))
+    @client.listen("slow", group="g")
+    async def handle(message):
+        handed.append((message["n"], message.is_suspected))
 
-        async with listening(client):
-            await happens(lambda: handed)
-        assert handed == [(slow, True)]
-
-    asyncio.run(goes_on())
+    async with listening(client):
+        await happens(lambda: handed)
+    assert handed == [(slow, True)]
 
 
 def sessions_of(client):
     return [session for one in client._connections._subscriptions for session in one._sessions.values()]
 
 
-def test_at_most_once_nothing_comes_twice_whatever_happens(cluster):
-    async def test():
-        await send(cluster, "once", 500)
-        handled = []
+async def test_at_most_once_nothing_comes_twice_whatever_happens(cluster):
+    await send(cluster, "once", 500)
+    handled = []
 
-        async def handle(message):
-            handled.append((message["n"], message.times))
-            if int(message["n"]) % 3 == 0:
-                raise ValueError("lost, then")
+    async def handle(message):
+        handled.append((message["n"], message.times))
+        if int(message["n"]) % 3 == 0:
+            raise ValueError("lost, then")
 
-        for part in range(4):
-            client = consumer(cluster)
-            client.listen("once", group="g", start="earliest", most_once=True, concurrency=20)(handle)
-            async with listening(client):
-                await happens(lambda: len(handled) >= min(500, 130 * (part + 1)))  # noqa: B023
-        await asyncio.sleep(0.2)
-        assert Counter(n for n, _ in handled) == Counter(str(n) for n in range(500))
-        assert {times for _, times in handled} == {1}
-
-    asyncio.run(test())
+    for part in range(4):
+        client = consumer(cluster)
+        client.listen("once", group="g", start="earliest", most_once=True, concurrency=20)(handle)
+        async with listening(client):
+            await happens(lambda: len(handled) >= min(500, 130 * (part + 1)))  # noqa: B023
+    await asyncio.sleep(0.2)
+    assert Counter(n for n, _ in handled) == Counter(str(n) for n in range(500))
+    assert {times for _, times in handled} == {1}
 
 
-def test_a_broadcast_reaches_everybody_with_the_tags_asked_for(cluster):
-    async def test():
-        tags = {0: ["red"], 1: ["red", "blue"], 2: ["blue"], 3: [], 4: ["green", "red", "blue"]}
-        got = {name: [] for name in ("any", "all", "every")}
-        clients = []
-        for name, options in (
-            ("any", {"tags": ["red", "green"]}),
-            ("all", {"tags": ["red", "blue"], "tag_mode": "all"}),
-            ("every", {}),
-        ):
-            client = consumer(cluster)
-            client.listen("cast", broadcast=True, start="earliest", **options)(collector(got[name]))
-            clients.append(client)
-        await send(cluster, "cast", 500, tags=lambda n: tags[n % 5])
-        async with listening(clients[0]), listening(clients[1]), listening(clients[2]):
-            await happens(lambda: [len(got[name]) for name in ("any", "all", "every")] == [300, 200, 500])
-            await asyncio.sleep(0.3)
-        expected = {"any": {0, 1, 4}, "all": {1, 4}, "every": {0, 1, 2, 3, 4}}
-        for name, kinds in expected.items():
-            assert sorted(int(n) for n in got[name]) == [n for n in range(500) if n % 5 in kinds], name
-
-    asyncio.run(test())
+async def test_a_broadcast_reaches_everybody_with_the_tags_asked_for(cluster):
+    tags = {0: ["red"], 1: ["red", "blue"], 2: ["blue"], 3: [], 4: ["green", "red", "blue"]}
+    got = {name: [] for name in ("any", "all", "every")}
+    clients = []
+    for name, options in (
+        ("any", {"tags": ["red", "green"]}),
+        ("all", {"tags": ["red", "blue"], "tag_mode": "all"}),
+        ("every", {}),
+    ):
+        client = consumer(cluster)
+        client.listen("cast", broadcast=True, start="earliest", **options)(collector(got[name]))
+        clients.append(client)
+    await send(cluster, "cast", 500, tags=lambda n: tags[n % 5])
+    async with listening(clients[0]), listening(clients[1]), listening(clients[2]):
+        await happens(lambda: [len(got[name]) for name in ("any", "all", "every")] == [300, 200, 500])
+        await asyncio.sleep(0.3)
+    expected = {"any": {0, 1, 4}, "all": {1, 4}, "every": {0, 1, 2, 3, 4}}
+    for name, kinds in expected.items():
+        assert sorted(int(n) for n in got[name]) == [n for n in range(500) if n % 5 in kinds], name
 
 
 def collector(got):
@@ -320,76 +299,67 @@ def collector(got):
     return handle
 
 
-def test_a_broadcast_retries_within_its_own_consumer(cluster):
-    async def test():
-        clients, handed = [consumer(cluster) for _ in range(2)], [[], []]
-        for client, seen in zip(clients, handed, strict=True):
+async def test_a_broadcast_retries_within_its_own_consumer(cluster):
+    clients, handed = [consumer(cluster) for _ in range(2)], [[], []]
+    for client, seen in zip(clients, handed, strict=True):
 
-            @client.listen("castagain", broadcast=True, start="earliest", retry_delay=0.05)
-            async def handle(message, seen=seen, fails=client is clients[0]):
-                seen.append(message.times)
-                if fails and message.times == 1:
-                    raise ValueError("again")
+        @client.listen("castagain", broadcast=True, start="earliest", retry_delay=0.05)
+        async def handle(message, seen=seen, fails=client is clients[0]):
+            seen.append(message.times)
+            if fails and message.times == 1:
+                raise ValueError("again")
 
-        await send(cluster, "castagain", 10)
-        async with listening(clients[0]), listening(clients[1]):
-            await happens(lambda: len(handed[0]) == 20 and len(handed[1]) == 10)
-        assert (Counter(handed[0]), Counter(handed[1])) == ({1: 10, 2: 10}, {1: 10})
-
-    asyncio.run(test())
+    await send(cluster, "castagain", 10)
+    async with listening(clients[0]), listening(clients[1]):
+        await happens(lambda: len(handed[0]) == 20 and len(handed[1]) == 10)
+    assert (Counter(handed[0]), Counter(handed[1])) == ({1: 10, 2: 10}, {1: 10})
 
 
-def test_a_group_starts_where_its_first_consumer_says(cluster):
-    async def test():
-        await send(cluster, "since", 10)
-        await asyncio.sleep(0.3)
-        between = datetime.now(UTC)
-        await asyncio.sleep(0.3)
-        await send(cluster, "since", 10, begin=10)
-        for start, expected in (
-            ("earliest", range(20)),
-            (between, range(10, 20)),
-            (between + timedelta(hours=1), range(0)),
-        ):
-            async with consumer(cluster).pull("since", group=f"g-{len(expected)}", start=start) as puller:
-                got = []
-                async with asyncio.timeout(WAIT_S):
-                    while (messages := await puller.pull(100, timeout=1.0)) or len(got) < len(expected):
-                        got += [int(message["n"]) for message in messages]
-                        await puller.ack(messages)
-            assert sorted(got) == list(expected)
-
-    asyncio.run(test())
+async def test_a_group_starts_where_its_first_consumer_says(cluster):
+    await send(cluster, "since", 10)
+    await asyncio.sleep(0.3)
+    between = datetime.now(UTC)
+    await asyncio.sleep(0.3)
+    await send(cluster, "since", 10, begin=10)
+    for start, expected in (
+        ("earliest", range(20)),
+        (between, range(10, 20)),
+        (between + timedelta(hours=1), range(0)),
+    ):
+        async with consumer(cluster).pull("since", group=f"g-{len(expected)}", start=start) as puller:
+            got = []
+            async with asyncio.timeout(WAIT_S):
+                while (messages := await puller.pull(100, timeout=1.0)) or len(got) < len(expected):
+                    got += [int(message["n"]) for message in messages]
+                    await puller.ack(messages)
+        assert sorted(got) == list(expected)
 
 
-def test_offline_gives_everything_to_the_others_and_online_takes_part_again(cluster):
-    async def test():
-        await send(cluster, "line", 400)
-        first, second = consumer(cluster), consumer(cluster, online=False)
-        handed = {first.id: [], second.id: []}
-        for client in (first, second):
+async def test_offline_gives_everything_to_the_others_and_online_takes_part_again(cluster):
+    await send(cluster, "line", 400)
+    first, second = consumer(cluster), consumer(cluster, online=False)
+    handed = {first.id: [], second.id: []}
+    for client in (first, second):
 
-            @client.listen("line", group="g", start="earliest", concurrency=2)
-            async def handle(message, seen=handed[client.id]):
-                seen.append((int(message["n"]), message.times))
-                await asyncio.sleep(0.002)
+        @client.listen("line", group="g", start="earliest", concurrency=2)
+        async def handle(message, seen=handed[client.id]):
+            seen.append((int(message["n"]), message.times))
+            await asyncio.sleep(0.002)
 
-        async with listening(first), listening(second):
-            await happens(lambda: len(handed[first.id]) >= 50)
-            first.offline()
-            assert not handed[second.id]
-            second.online()
-            await happens(lambda: sum(map(len, handed.values())) >= 400)
-            at_offline = len(handed[first.id])
-            assert at_offline < 400
-            first.online()
-            second.offline()
-            await send(cluster, "line", 10, begin=400)
-            await happens(lambda: len(handed[first.id]) >= at_offline + 10)
-        everything = [*handed[first.id], *handed[second.id]]
-        assert sorted(everything) == [(n, 1) for n in range(410)], "once each, and nothing counts as delivered twice"
-
-    asyncio.run(test())
+    async with listening(first), listening(second):
+        await happens(lambda: len(handed[first.id]) >= 50)
+        first.offline()
+        assert not handed[second.id]
+        second.online()
+        await happens(lambda: sum(map(len, handed.values())) >= 400)
+        at_offline = len(handed[first.id])
+        assert at_offline < 400
+        first.online()
+        second.offline()
+        await send(cluster, "line", 10, begin=400)
+        await happens(lambda: len(handed[first.id]) >= at_offline + 10)
+    everything = [*handed[first.id], *handed[second.id]]
+    assert sorted(everything) == [(n, 1) for n in range(410)], "once each, and nothing counts as delivered twice"
 
 
 DRAINING = """
@@ -439,25 +409,22 @@ def test_sigterm_loses_and_repeats_nothing_that_was_finished(cluster):
     assert {n for what, n, times in lines if what == "ended" and times == "2"} == failed
 
 
-def test_a_swap_is_told_and_loses_no_decision(cluster):
-    async def test():
-        await send(cluster, "swap", 600)
-        client, handed, events = consumer(cluster), [], []
-        client.on_master_changed(events.append)
+async def test_a_swap_is_told_and_loses_no_decision(cluster):
+    await send(cluster, "swap", 600)
+    client, handed, events = consumer(cluster), [], []
+    client.on_master_changed(events.append)
 
-        @client.listen("swap", group="g", start="earliest", concurrency=10, retry_delay=0.2)
-        async def handle(message):
-            handed.append((int(message["n"]), message.times))
-            await asyncio.sleep(0.002)
-            if int(message["n"]) % 50 == 0 and message.times == 1:
-                raise ValueError("again")
+    @client.listen("swap", group="g", start="earliest", concurrency=10, retry_delay=0.2)
+    async def handle(message):
+        handed.append((int(message["n"]), message.times))
+        await asyncio.sleep(0.002)
+        if int(message["n"]) % 50 == 0 and message.times == 1:
+            raise ValueError("again")
 
-        async with listening(client):
-            await happens(lambda: len(handed) > 50)
-            await asyncio.to_thread(cluster.swap_roles, "g1")
-            await happens(lambda: len({n for n, times in handed if times == 2 or n % 50}) == 600)
-            await happens(lambda: events)
-        assert [event.broker_group for event in events] == ["g1"]
-        assert {n for n, times in handed if times >= 2} >= set(range(0, 600, 50))
-
-    asyncio.run(test())
+    async with listening(client):
+        await happens(lambda: len(handed) > 50)
+        await asyncio.to_thread(cluster.swap_roles, "g1")
+        await happens(lambda: len({n for n, times in handed if times == 2 or n % 50}) == 600)
+        await happens(lambda: events)
+    assert [event.broker_group for event in events] == ["g1"]
+    assert {n for n, times in handed if times >= 2} >= set(range(0, 600, 50))

@@ -11,26 +11,23 @@ from tests.unit.metaserver.actions_world import World, place
 SUBJECTS = 3000
 
 
-def test_actions_are_the_same_on_every_database(database_url, monkeypatch):
+async def test_actions_are_the_same_on_every_database(database_url, monkeypatch):
     """Weakness 6: on each database, changes are whole, races have one winner, and each change has its row."""
     # A machine that runs all tests may stand still for longer than a metaserver ever should.
     monkeypatch.setattr(engine, "NEXT_STATEMENT_S", 30)
     monkeypatch.setattr(engine, "LOCK_S", 60)
 
-    async def body():
-        world, other = World(database_url), World(database_url)
-        await world.open()
-        await other.open()
-        try:
-            await race(world, other)
-            await keep_kinds(world, other)
-            await change_many(world)
-            await remove_and_restore(world)
-        finally:
-            world.database.close()
-            other.database.close()
-
-    asyncio.run(body())
+    world, other = World(database_url), World(database_url)
+    await world.open()
+    await other.open()
+    try:
+        await race(world, other)
+        await keep_kinds(world, other)
+        await change_many(world)
+        await remove_and_restore(world)
+    finally:
+        world.database.close()
+        other.database.close()
 
 
 async def race(world, other):

@@ -141,26 +141,23 @@ def test_operators_change_is_refused_with_the_reason_and_changes_nothing(world, 
     assert [group["readonlySubjects"] for group in world.look(world.url)] == [[]]
 
 
-def test_weakness_18_a_failing_database_never_empties_what_a_client_has(world, mariadb):
+async def test_weakness_18_a_failing_database_never_empties_what_a_client_has(world, mariadb):
     """Weakness 18: refusal answers empty the consumer's groups."""
 
-    async def watch():
-        service = world.metaservers[0]
-        async with grpc.aio.insecure_channel(service.grpc) as channel:
-            call = MetaserverStub(channel).WatchRoutes(metadata=METADATA)
-            await call.write(pb.RouteRequest(subjects=[SUBJECT], app="test", client_id="c", produces=True))
-            first = await call.read()
-            assert first.routes[0].groups
-            with stopped(mariadb):
-                await asyncio.to_thread(all_know, world, up=False)
-                await call.write(pb.RouteRequest(subjects=[SUBJECT, "unheard.of"], app="test", client_id="c"))
-                updates = [await asyncio.wait_for(call.read(), WAIT_S)]
-            for update in updates:
-                for route in update.routes:
-                    assert route.groups or route.subject == "unheard.of"
-            call.cancel()
-
-    asyncio.run(watch())
+    service = world.metaservers[0]
+    async with grpc.aio.insecure_channel(service.grpc) as channel:
+        call = MetaserverStub(channel).WatchRoutes(metadata=METADATA)
+        await call.write(pb.RouteRequest(subjects=[SUBJECT], app="test", client_id="c", produces=True))
+        first = await call.read()
+        assert first.routes[0].groups
+        with stopped(mariadb):
+            await asyncio.to_thread(all_know, world, up=False)
+            await call.write(pb.RouteRequest(subjects=[SUBJECT, "unheard.of"], app="test", client_id="c"))
+            updates = [await asyncio.wait_for(call.read(), WAIT_S)]
+        for update in updates:
+            for route in update.routes:
+                assert route.groups or route.subject == "unheard.of"
+        call.cancel()
 
 
 def test_broker_that_dies_meanwhile_is_known_to_be_down_and_stays_so(world, mariadb):

@@ -42,31 +42,28 @@ def test_the_example_cancels_the_order_that_nobody_paid(cluster):
     assert lines[3:] == ["A-1: paid", "A-2: paid", "A-3: cancelled", "A-3, paid too late: not accepted"]
 
 
-def test_messages_come_when_they_are_due_although_the_delay_master_dies(cluster):
-    async def test():
-        consumer = qmq.Consumer(**client(cluster))
-        async with qmq.Producer(**client(cluster)) as producer:
-            due = datetime.now(UTC) + timedelta(seconds=25)  # a machine with much to do starts the master slowly
-            messages = [Message("kill.late", {"n": n}) for n in range(500)]
-            receipts = await producer.send_many(messages, at=due)
-            assert receipts.all_stored and {one.broker_group for one in receipts} == {"d1"}
-            moved = await producer.send(Message("kill.late", {"n": "moved"}), delay=timedelta(days=300), key="moved")
-            cluster.kill("d1", "master")
-            assert await producer.cancel(receipts[0]) is DelayOutcome.CANCELLED
-            assert await producer.reschedule(moved, at=due) is DelayOutcome.RESCHEDULED
-            assert await producer.cancel(subject="kill.late", id="nobody") is DelayOutcome.UNKNOWN
-            got = {}
-            async with consumer.pull("kill.late", group="g", start="earliest") as puller:
-                while len(got) < 500:
-                    for message in await puller.pull(500, timeout=30):
-                        assert message.due_ms is not None and now_ms() >= message.due_ms
-                        got[message["n"]] = message.due_ms
-                        await message.ack()
-            due_ms = receipts[1].due_ms
-            assert got == {str(n): due_ms for n in range(1, 500)} | {"moved": due_ms}
-            assert await producer.cancel(receipts[7]) is DelayOutcome.SENT
-
-    asyncio.run(test())
+async def test_messages_come_when_they_are_due_although_the_delay_master_dies(cluster):
+    consumer = qmq.Consumer(**client(cluster))
+    async with qmq.Producer(**client(cluster)) as producer:
+        due = datetime.now(UTC) + timedelta(seconds=25)  # a machine with much to do starts the master slowly
+        messages = [Message("kill.late", {"n": n}) for n in range(500)]
+        receipts = await producer.send_many(messages, at=due)
+        assert receipts.all_stored and {one.broker_group for one in receipts} == {"d1"}
+        moved = await producer.send(Message("kill.late", {"n": "moved"}), delay=timedelta(days=300), key="moved")
+        cluster.kill("d1", "master")
+        assert await producer.cancel(receipts[0]) is DelayOutcome.CANCELLED
+        assert await producer.reschedule(moved, at=due) is DelayOutcome.RESCHEDULED
+        assert await producer.cancel(subject="kill.late", id="nobody") is DelayOutcome.UNKNOWN
+        got = {}
+        async with consumer.pull("kill.late", group="g", start="earliest") as puller:
+            while len(got) < 500:
+                for message in await puller.pull(500, timeout=30):
+                    assert message.due_ms is not None and now_ms() >= message.due_ms
+                    got[message["n"]] = message.due_ms
+                    await message.ack()
+        due_ms = receipts[1].due_ms
+        assert got == {str(n): due_ms for n in range(1, 500)} | {"moved": due_ms}
+        assert await producer.cancel(receipts[7]) is DelayOutcome.SENT
 
 
 def test_roles_of_the_delay_group_swap_while_messages_wait(cluster):
@@ -85,34 +82,31 @@ def test_roles_of_the_delay_group_swap_while_messages_wait(cluster):
             puller.ack([message])
 
 
-def test_a_delayed_message_to_a_mailbox_reaches_its_consumer_group_alone(cluster):
+async def test_a_delayed_message_to_a_mailbox_reaches_its_consumer_group_alone(cluster):
     """The way of retries of more than a day (docs/decisions/0015), in two seconds."""
 
-    async def test():
-        consumer = qmq.Consumer(**client(cluster))
-        got = {"slow": [], "other": []}
+    consumer = qmq.Consumer(**client(cluster))
+    got = {"slow": [], "other": []}
 
-        def listen(group):
-            @consumer.listen("retry.late", group=group, start="earliest")
-            async def handle(message):
-                got[group].append((message["n"], message.times, message.source))
+    def listen(group):
+        @consumer.listen("retry.late", group=group, start="earliest")
+        async def handle(message):
+            got[group].append((message["n"], message.times, message.source))
 
-        for group in got:
-            listen(group)
-        task = asyncio.create_task(consumer.run())
-        async with qmq.Producer(**client(cluster)) as producer:
-            (await producer.send(Message("retry.late", {"n": 0}))).check()
-            sent = await producer.send(Message("%RETRY%retry.late%slow", {"n": 1}), delay=2)
-            sent.check()
-            async with asyncio.timeout(WAIT_S):
-                while len(got["slow"]) < 2 or not got["other"]:
-                    await asyncio.sleep(0.05)
-        assert now_ms() >= sent.due_ms
-        consumer.stop()
-        await task
-        assert got == {
-            "slow": [("0", 1, "retry.late"), ("1", 1, "%RETRY%retry.late%slow")],
-            "other": [("0", 1, "retry.late")],
-        }
-
-    asyncio.run(test())
+    for group in got:
+        listen(group)
+    task = asyncio.create_task(consumer.run())
+    async with qmq.Producer(**client(cluster)) as producer:
+        (await producer.send(Message("retry.late", {"n": 0}))).check()
+        sent = await producer.send(Message("%RETRY%retry.late%slow", {"n": 1}), delay=2)
+        sent.check()
+        async with asyncio.timeout(WAIT_S):
+            while len(got["slow"]) < 2 or not got["other"]:
+                await asyncio.sleep(0.05)
+    assert now_ms() >= sent.due_ms
+    consumer.stop()
+    await task
+    assert got == {
+        "slow": [("0", 1, "retry.late"), ("1", 1, "%RETRY%retry.late%slow")],
+        "other": [("0", 1, "retry.late")],
+    }

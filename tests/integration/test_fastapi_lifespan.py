@@ -56,73 +56,61 @@ async def nothing(producer, message):
     pass
 
 
-def test_an_application_sends_and_handles_messages_while_it_runs():
-    async def run():
-        handled = []
+async def test_an_application_sends_and_handles_messages_while_it_runs():
+    handled = []
 
-        async def handle(producer, message):
-            handled.append(message["n"])
+    async def handle(producer, message):
+        handled.append(message["n"])
 
-        async with Broker() as broker:
-            async with serving(application(broker, handle)) as web:
-                assert (await web.post("/orders/1")).json() == "stored"
-                await broker.wait_until_consumed("order", "g")
-                assert (await web.get("/health")).json() == "well"
-        assert handled == ["1"]
-
-    asyncio.run(run())
-
-
-def test_the_end_waits_for_handlers_which_can_still_send():
-    async def run():
-        began, may_end = asyncio.Event(), asyncio.Event()
-
-        async def handle(producer, message):
-            began.set()
-            await may_end.wait()
-            assert (await producer.send(qmq.Message("order.done", {"n": message["n"]}))).is_stored
-
-        async with Broker() as broker:
-            async with serving(application(broker, handle)) as web:
-                await web.post("/orders/1")
-                await began.wait()
-                asyncio.get_running_loop().call_later(0.2, may_end.set)
-            assert len(broker.messages("order.done")) == 1
+    async with Broker() as broker:
+        async with serving(application(broker, handle)) as web:
+            assert (await web.post("/orders/1")).json() == "stored"
             await broker.wait_until_consumed("order", "g")
-
-    asyncio.run(run())
-
-
-def test_health_says_when_a_consumer_has_ended_and_the_application_goes_on():
-    async def run():
-        async with Broker() as broker:
-            async with serving(application(broker, nothing, consumer_id="same")) as web:
-                await broker.wait_until_subscribed("order", "g")
-                assert (await web.get("/health")).status_code == 200
-                other = qmq.Consumer(metaserver=broker.metaserver, app="other", consumer_id="same")
-                async with other.pull("order", group="g"), asyncio.timeout(WAIT_S):
-                    while (await web.get("/health")).status_code == 200:
-                        await asyncio.sleep(0.02)
-                    answer = await web.get("/health")
-                    assert (answer.status_code, answer.json()) == (503, {"detail": "consumer same does not run"})
-                    assert (await web.post("/orders/1")).json() == "stored"
-
-    asyncio.run(run())
+            assert (await web.get("/health")).json() == "well"
+    assert handled == ["1"]
 
 
-def test_an_application_whose_consumer_cannot_begin_does_not_begin():
-    async def run():
-        async with Broker() as broker:
-            options = {"metaserver": broker.metaserver, "app": "shop"}
-            producer = qmq.Producer(**options)
-            app = FastAPI(lifespan=Clients(producer, qmq.Consumer(**options)).lifespan)
-            with pytest.raises(qmq.InvalidRequest, match="nothing to run"):
-                async with serving(app):
-                    pass
-            with pytest.raises(qmq.ClientClosed):
-                await producer.send(qmq.Message("order", {"n": 1}))
+async def test_the_end_waits_for_handlers_which_can_still_send():
+    began, may_end = asyncio.Event(), asyncio.Event()
 
-    asyncio.run(run())
+    async def handle(producer, message):
+        began.set()
+        await may_end.wait()
+        assert (await producer.send(qmq.Message("order.done", {"n": message["n"]}))).is_stored
+
+    async with Broker() as broker:
+        async with serving(application(broker, handle)) as web:
+            await web.post("/orders/1")
+            await began.wait()
+            asyncio.get_running_loop().call_later(0.2, may_end.set)
+        assert len(broker.messages("order.done")) == 1
+        await broker.wait_until_consumed("order", "g")
+
+
+async def test_health_says_when_a_consumer_has_ended_and_the_application_goes_on():
+    async with Broker() as broker:
+        async with serving(application(broker, nothing, consumer_id="same")) as web:
+            await broker.wait_until_subscribed("order", "g")
+            assert (await web.get("/health")).status_code == 200
+            other = qmq.Consumer(metaserver=broker.metaserver, app="other", consumer_id="same")
+            async with other.pull("order", group="g"), asyncio.timeout(WAIT_S):
+                while (await web.get("/health")).status_code == 200:
+                    await asyncio.sleep(0.02)
+                answer = await web.get("/health")
+                assert (answer.status_code, answer.json()) == (503, {"detail": "consumer same does not run"})
+                assert (await web.post("/orders/1")).json() == "stored"
+
+
+async def test_an_application_whose_consumer_cannot_begin_does_not_begin():
+    async with Broker() as broker:
+        options = {"metaserver": broker.metaserver, "app": "shop"}
+        producer = qmq.Producer(**options)
+        app = FastAPI(lifespan=Clients(producer, qmq.Consumer(**options)).lifespan)
+        with pytest.raises(qmq.InvalidRequest, match="nothing to run"):
+            async with serving(app):
+                pass
+        with pytest.raises(qmq.ClientClosed):
+            await producer.send(qmq.Message("order", {"n": 1}))
 
 
 SERVER = """

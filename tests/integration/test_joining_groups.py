@@ -92,22 +92,19 @@ def test_an_existing_group_gets_all_that_a_joined_broker_group_stores(cluster, n
     assert rows == (0 if name == "ephemeral" else 1,)
 
 
-def test_a_new_group_that_starts_at_latest_gets_nothing_from_before_on_any_broker_group(cluster):
-    async def story():
-        world = Story(cluster, "join.latest", {"group": "late"})
-        async with producer(cluster) as sender:
-            await world.send(sender, 1)
-            await asyncio.to_thread(cluster.manage, "AddSubjectBrokerGroup", subject=world.subject, brokerGroup="g2")
-            await world.until_only_on(sender, "g2", 20)
-            before = len(world.sent)
-            workers = [world.listen() for _ in range(3)]
-            async with asyncio.timeout(WAIT_S):
-                while {world.sent[n] for n in world.got} != {"g1", "g2"}:
-                    await world.send(sender, 10)
-                    await asyncio.sleep(0.05)
-            assert min(world.got) >= before
-            for client, task in workers:
-                client.stop()
-                await task
-
-    asyncio.run(story())
+async def test_a_new_group_that_starts_at_latest_gets_nothing_from_before_on_any_broker_group(cluster):
+    world = Story(cluster, "join.latest", {"group": "late"})
+    async with producer(cluster) as sender:
+        await world.send(sender, 1)
+        await asyncio.to_thread(cluster.manage, "AddSubjectBrokerGroup", subject=world.subject, brokerGroup="g2")
+        await world.until_only_on(sender, "g2", 20)
+        before = len(world.sent)
+        workers = [world.listen() for _ in range(3)]
+        async with asyncio.timeout(WAIT_S):
+            while {world.sent[n] for n in world.got} != {"g1", "g2"}:
+                await world.send(sender, 10)
+                await asyncio.sleep(0.05)
+        assert min(world.got) >= before
+        for client, task in workers:
+            client.stop()
+            await task

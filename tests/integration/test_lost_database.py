@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import grpc
 import pytest
 
@@ -17,69 +15,63 @@ def has_groups(subject):
 
 
 @pytest.mark.parametrize("restarts", [False, True], ids=["it runs on", "it restarts"])
-def test_brokers_and_clients_go_on_while_the_database_is_empty(tmp_path, restarts):
-    async def test():
-        world = await World(tmp_path / "database", snapshot=str(tmp_path / "snapshot")).start()
-        try:
-            await world.copies()
-            token = (await world.done("AddToken", name="shop", role="client"))["token"]
-            async with world.watch("order.changed") as watch:
-                await watch.until(has_groups("order.changed"))
-            if restarts:
-                await world.stop()
-            empty(f"sqlite:///{tmp_path / 'database'}")
-            if restarts:
-                await world.start()
-            await world.until(lambda: _is_set_aside(world))
-            answer = await world.rpc.CheckToken(pb.TokenQuestion(token=token), metadata=METADATA)
-            assert answer.name == "shop", "clients that run are let in"
-            async with world.watch("order.changed", metadata=[("x-api-token", token)]) as watch:
-                await watch.until(has_groups("order.changed"))
-                async with world.watch("new.subject") as new:
-                    await new.next()
-                    assert "cannot be stored" in new.routes["new.subject"].refused
-            broker = world._brokers[0]
-            again = await world.rpc.Register(broker.identity(), metadata=METADATA)
-            assert again.term == broker.assignment.term, "its place is known, so it gets its part"
-            ready = (await world.http.get("/health/ready")).json()
-            assert ready["ready"] and not ready["database"] and "no row of g1" in ready["trouble"]
-            assert "AdoptDatabase" in (await world.post("DrainGroup", brokerGroup="g1"))["message"]
-            await world.done("AdoptDatabase", keep="memory")
-            assert (await world.http.get("/health/ready")).json() == {"ready": True, "database": True}
-            async with world.watch("new.subject") as new:
-                await new.until(has_groups("new.subject"))
-        finally:
-            for broker in world._brokers:
-                await broker.stop()
+async def test_brokers_and_clients_go_on_while_the_database_is_empty(tmp_path, restarts):
+    world = await World(tmp_path / "database", snapshot=str(tmp_path / "snapshot")).start()
+    try:
+        await world.copies()
+        token = (await world.done("AddToken", name="shop", role="client"))["token"]
+        async with world.watch("order.changed") as watch:
+            await watch.until(has_groups("order.changed"))
+        if restarts:
             await world.stop()
-
-    asyncio.run(test())
+        empty(f"sqlite:///{tmp_path / 'database'}")
+        if restarts:
+            await world.start()
+        await world.until(lambda: _is_set_aside(world))
+        answer = await world.rpc.CheckToken(pb.TokenQuestion(token=token), metadata=METADATA)
+        assert answer.name == "shop", "clients that run are let in"
+        async with world.watch("order.changed", metadata=[("x-api-token", token)]) as watch:
+            await watch.until(has_groups("order.changed"))
+            async with world.watch("new.subject") as new:
+                await new.next()
+                assert "cannot be stored" in new.routes["new.subject"].refused
+        broker = world._brokers[0]
+        again = await world.rpc.Register(broker.identity(), metadata=METADATA)
+        assert again.term == broker.assignment.term, "its place is known, so it gets its part"
+        ready = (await world.http.get("/health/ready")).json()
+        assert ready["ready"] and not ready["database"] and "no row of g1" in ready["trouble"]
+        assert "AdoptDatabase" in (await world.post("DrainGroup", brokerGroup="g1"))["message"]
+        await world.done("AdoptDatabase", keep="memory")
+        assert (await world.http.get("/health/ready")).json() == {"ready": True, "database": True}
+        async with world.watch("new.subject") as new:
+            await new.until(has_groups("new.subject"))
+    finally:
+        for broker in world._brokers:
+            await broker.stop()
+        await world.stop()
 
 
 async def _is_set_aside(world):
     return bool((await world.http.get("/health/ready")).json().get("trouble"))
 
 
-def test_a_metaserver_without_memory_refuses_nobody_on_an_empty_database(tmp_path):
-    async def test():
-        world = await World(tmp_path / "database", snapshot="none").start()
-        try:
-            identity = pb.BrokerIdentity(
-                hostname="g1-a",
-                broker_group="g1",
-                ip="127.0.0.1",
-                serve_port=20881,
-                sync_port=20882,
-                term=4,
-                incarnation="disk",
-            )
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await world.rpc.Register(identity, metadata=METADATA)
-            assert refused.value.code() == grpc.StatusCode.UNAVAILABLE, "it may come again; nothing is decided"
-            with pytest.raises(grpc.aio.AioRpcError) as unknown:
-                await world.rpc.CheckToken(pb.TokenQuestion(token="token of a client"), metadata=METADATA)
-            assert unknown.value.code() == grpc.StatusCode.UNAVAILABLE, "nobody can say whose it is"
-        finally:
-            await world.stop()
-
-    asyncio.run(test())
+async def test_a_metaserver_without_memory_refuses_nobody_on_an_empty_database(tmp_path):
+    world = await World(tmp_path / "database", snapshot="none").start()
+    try:
+        identity = pb.BrokerIdentity(
+            hostname="g1-a",
+            broker_group="g1",
+            ip="127.0.0.1",
+            serve_port=20881,
+            sync_port=20882,
+            term=4,
+            incarnation="disk",
+        )
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await world.rpc.Register(identity, metadata=METADATA)
+        assert refused.value.code() == grpc.StatusCode.UNAVAILABLE, "it may come again; nothing is decided"
+        with pytest.raises(grpc.aio.AioRpcError) as unknown:
+            await world.rpc.CheckToken(pb.TokenQuestion(token="token of a client"), metadata=METADATA)
+        assert unknown.value.code() == grpc.StatusCode.UNAVAILABLE, "nobody can say whose it is"
+    finally:
+        await world.stop()

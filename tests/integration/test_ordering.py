@@ -113,7 +113,7 @@ def test_messages_of_a_key_are_handled_one_by_one_in_order(cluster, harm):
     assert handled.together > 3, "and keys do not wait for each other"
 
 
-def test_tags_choose_among_batches_in_closed_segments_and_new_ones(cluster):
+async def test_tags_choose_among_batches_in_closed_segments_and_new_ones(cluster):
     async def take(count, **terms):
         found = []
         async with consumer(cluster).pull("tagged", start="earliest", **terms) as puller:
@@ -125,20 +125,17 @@ def test_tags_choose_among_batches_in_closed_segments_and_new_ones(cluster):
                 assert not await puller.pull(100, timeout=0.3)
         return found
 
-    async def test():
-        count = 3_000
-        await send(
-            cluster,
-            [
-                qmq.Message("tagged", {"n": n, "x": "y" * 200}, tags=[f"t{n % 100}", "even" if n % 2 == 0 else "odd"])
-                for n in range(count)
-            ],
-        )
-        rare = [n for n in range(count) if n % 100 == 7]
-        assert await take(len(rare), group="rare", tags=["t7"]) == rare
-        some = [n for n in range(count) if n % 100 in (7, 8)]
-        assert await take(len(some), group="some", tags=["t7", "t8"]) == some
-        assert await take(len(rare), group="both", tags=["t7", "odd"], tag_mode="all") == rare
-        assert await take(0, group="none", tags=["t7", "even"], tag_mode="all") == []
-
-    asyncio.run(test())
+    count = 3_000
+    await send(
+        cluster,
+        [
+            qmq.Message("tagged", {"n": n, "x": "y" * 200}, tags=[f"t{n % 100}", "even" if n % 2 == 0 else "odd"])
+            for n in range(count)
+        ],
+    )
+    rare = [n for n in range(count) if n % 100 == 7]
+    assert await take(len(rare), group="rare", tags=["t7"]) == rare
+    some = [n for n in range(count) if n % 100 in (7, 8)]
+    assert await take(len(some), group="some", tags=["t7", "t8"]) == some
+    assert await take(len(rare), group="both", tags=["t7", "odd"], tag_mode="all") == rare
+    assert await take(0, group="none", tags=["t7", "even"], tag_mode="all") == []

@@ -36,40 +36,34 @@ async def pulled(cluster, subject, count):
     return ids
 
 
-def test_occurrence_comes_once_although_the_masters_of_all_delay_groups_die(cluster):
-    async def test():
-        async with qmq.Producer(**client(cluster)) as producer:
-            names = [f"n{at}" for at in range(10)]
-            for name in names:
-                await producer.put_recurring(Message("recur.kill", {"n": name}), name=name, **YEARLY)
-            for name in names:
-                id = f"recurring:{name}"
-                assert await producer.reschedule(subject="recur.kill", id=id, delay=3) is DelayOutcome.RESCHEDULED
-            for group in ("d1", "d2"):
-                cluster.kill(group, "master")
-            ids = await pulled(cluster, "recur.kill", 10)
-            assert sorted(id.split("@")[0] for id in ids) == names
-            listed = await producer.list_recurring(subject="recur.kill")
-            assert [one.name for one in listed] == names
-            assert {(one.next_at.month, one.next_at.day, one.next_at.hour) for one in listed} == {(12, 31, 23)}
-
-    asyncio.run(test())
+async def test_occurrence_comes_once_although_the_masters_of_all_delay_groups_die(cluster):
+    async with qmq.Producer(**client(cluster)) as producer:
+        names = [f"n{at}" for at in range(10)]
+        for name in names:
+            await producer.put_recurring(Message("recur.kill", {"n": name}), name=name, **YEARLY)
+        for name in names:
+            id = f"recurring:{name}"
+            assert await producer.reschedule(subject="recur.kill", id=id, delay=3) is DelayOutcome.RESCHEDULED
+        for group in ("d1", "d2"):
+            cluster.kill(group, "master")
+        ids = await pulled(cluster, "recur.kill", 10)
+        assert sorted(id.split("@")[0] for id in ids) == names
+        listed = await producer.list_recurring(subject="recur.kill")
+        assert [one.name for one in listed] == names
+        assert {(one.next_at.month, one.next_at.day, one.next_at.hour) for one in listed} == {(12, 31, 23)}
 
 
-def test_schedule_goes_on_behind_a_swap_and_ends_when_it_is_deleted(cluster):
-    async def test():
-        async with qmq.Producer(**client(cluster)) as producer:
-            await producer.put_recurring(Message("recur.swap"), name="a", owner="billing", **YEARLY)
-            for group in ("d1", "d2"):
-                await asyncio.to_thread(cluster.swap_roles, group)
-            cluster.wait_writable("d1", "d2")
-            assert [one.owner for one in await producer.list_recurring(subject="recur.swap")] == ["billing"]
-            await producer.reschedule(subject="recur.swap", id="recurring:a", delay=0)
-            assert len(await pulled(cluster, "recur.swap", 1)) == 1
-            assert await producer.delete_recurring(subject="recur.swap", name="a")
-            assert await producer.reschedule(subject="recur.swap", id="recurring:a", delay=0) is DelayOutcome.CANCELLED
-
-    asyncio.run(test())
+async def test_schedule_goes_on_behind_a_swap_and_ends_when_it_is_deleted(cluster):
+    async with qmq.Producer(**client(cluster)) as producer:
+        await producer.put_recurring(Message("recur.swap"), name="a", owner="billing", **YEARLY)
+        for group in ("d1", "d2"):
+            await asyncio.to_thread(cluster.swap_roles, group)
+        cluster.wait_writable("d1", "d2")
+        assert [one.owner for one in await producer.list_recurring(subject="recur.swap")] == ["billing"]
+        await producer.reschedule(subject="recur.swap", id="recurring:a", delay=0)
+        assert len(await pulled(cluster, "recur.swap", 1)) == 1
+        assert await producer.delete_recurring(subject="recur.swap", name="a")
+        assert await producer.reschedule(subject="recur.swap", id="recurring:a", delay=0) is DelayOutcome.CANCELLED
 
 
 def test_operators_see_schedules_among_delayed_messages_and_delete_them(cluster):

@@ -99,37 +99,31 @@ PREFACE, SETTINGS = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", bytes(3) + b"\x04" + by
         pytest.param(PREFACE + SETTINGS, IDLE_MS, id="a handshake and no call"),
     ],
 )
-def test_a_grpc_port_of_ours_closes_a_connection_that_says_no_more(said, limit):
+async def test_a_grpc_port_of_ours_closes_a_connection_that_says_no_more(said, limit):
     assert dict(SERVER_OPTIONS)[HANDSHAKE_MS] <= 10_000 and dict(SERVER_OPTIONS)[IDLE_MS] <= 60_000
 
-    async def test() -> None:
-        async with grpc_port(**{limit: 50}) as port:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            try:
-                writer.write(said)
-                async with asyncio.timeout(15.0):
-                    await reader.read()  # until it is closed
-            finally:
-                writer.close()
-
-    asyncio.run(test())
+    async with grpc_port(**{limit: 50}) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            writer.write(said)
+            async with asyncio.timeout(15.0):
+                await reader.read()  # until it is closed
+        finally:
+            writer.close()
 
 
-def test_a_channel_of_ours_that_was_closed_as_it_rested_connects_again_with_its_next_call():
-    async def test() -> None:
-        async with (
-            grpc_port(**{IDLE_MS: 50}) as port,
-            grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=CHANNEL_OPTIONS) as channel,
-            asyncio.timeout(15.0),
-        ):
-            for _ in range(3):
-                with pytest.raises(grpc.aio.AioRpcError) as answered:
-                    await channel.unary_unary("/qmq.Broker/None")(b"")
-                assert answered.value.code() == grpc.StatusCode.UNIMPLEMENTED, "it is the server who answers"
-                while (state := channel.get_state()) is not grpc.ChannelConnectivity.IDLE:
-                    await channel.wait_for_state_change(state)
-
-    asyncio.run(test())
+async def test_a_channel_of_ours_that_was_closed_as_it_rested_connects_again_with_its_next_call():
+    async with (
+        grpc_port(**{IDLE_MS: 50}) as port,
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=CHANNEL_OPTIONS) as channel,
+        asyncio.timeout(15.0),
+    ):
+        for _ in range(3):
+            with pytest.raises(grpc.aio.AioRpcError) as answered:
+                await channel.unary_unary("/qmq.Broker/None")(b"")
+            assert answered.value.code() == grpc.StatusCode.UNIMPLEMENTED, "it is the server who answers"
+            while (state := channel.get_state()) is not grpc.ChannelConnectivity.IDLE:
+                await channel.wait_for_state_change(state)
 
 
 PING = 6

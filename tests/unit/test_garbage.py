@@ -39,62 +39,53 @@ async def collected(task):
     await asyncio.gather(task, return_exceptions=True)
 
 
-def test_the_collector_comes_by_the_clock_and_by_itself_only_afterwards(monkeypatch):
+async def test_the_collector_comes_by_the_clock_and_by_itself_only_afterwards(monkeypatch):
     monkeypatch.setattr(garbage, "YOUNG_S", 0.01)
 
-    async def run():
-        gc.collect()
-        task = asyncio.create_task(garbage.collect_by_the_clock())
-        await asyncio.sleep(0)
-        assert not gc.isenabled()
-        kept = [Circle() for _ in range(5_000)]
-        for _ in range(5_000):
-            Circle()
-        assert young() == 10_000, "nothing looked at them yet"
-        async with asyncio.timeout(60):
-            while young():
-                await asyncio.sleep(0.01)
-        assert sum(type(one) is Circle for one in gc.get_objects()) == len(kept), "what nobody has is gone"
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        assert gc.isenabled()
-
-    asyncio.run(run())
+    gc.collect()
+    task = asyncio.create_task(garbage.collect_by_the_clock())
+    await asyncio.sleep(0)
+    assert not gc.isenabled()
+    kept = [Circle() for _ in range(5_000)]
+    for _ in range(5_000):
+        Circle()
+    assert young() == 10_000, "nothing looked at them yet"
+    async with asyncio.timeout(60):
+        while young():
+            await asyncio.sleep(0.01)
+    assert sum(type(one) is Circle for one in gc.get_objects()) == len(kept), "what nobody has is gone"
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert gc.isenabled()
 
 
-def test_once_in_a_while_it_looks_at_everything(monkeypatch):
+async def test_once_in_a_while_it_looks_at_everything(monkeypatch):
     monkeypatch.setattr(garbage, "YOUNG_S", 0.001)
     monkeypatch.setattr(garbage, "FULL_S", 0.01)
 
-    async def run():
-        gc.collect()
-        olds = [Circle() for _ in range(100)]
-        gc.collect()  # they are old now
-        olds.clear()
-        task = asyncio.create_task(garbage.collect_by_the_clock())
-        await collected(task)
-
-    asyncio.run(run())
+    gc.collect()
+    olds = [Circle() for _ in range(100)]
+    gc.collect()  # they are old now
+    olds.clear()
+    task = asyncio.create_task(garbage.collect_by_the_clock())
+    await collected(task)
 
 
-def test_it_looks_at_everything_when_memory_has_grown(monkeypatch):
+async def test_it_looks_at_everything_when_memory_has_grown(monkeypatch):
     monkeypatch.setattr(garbage, "YOUNG_S", 0.001)
     monkeypatch.setattr(garbage, "LOOK_EVERY", 1)
 
-    async def run():
-        gc.collect()
-        task = asyncio.create_task(garbage.collect_by_the_clock())
-        await asyncio.sleep(0)
-        olds = [Circle() for _ in range(4)]
-        for old in olds:
-            old.data = b"x" * (garbage.memory_bytes() // 8 + garbage.GROWTH_BYTES // 2)
-        gc.collect(1)
-        gc.collect(1)  # they are old now
-        olds.clear()
-        del old
-        await collected(task)
-
-    asyncio.run(run())
+    gc.collect()
+    task = asyncio.create_task(garbage.collect_by_the_clock())
+    await asyncio.sleep(0)
+    olds = [Circle() for _ in range(4)]
+    for old in olds:
+        old.data = b"x" * (garbage.memory_bytes() // 8 + garbage.GROWTH_BYTES // 2)
+    gc.collect(1)
+    gc.collect(1)  # they are old now
+    olds.clear()
+    del old
+    await collected(task)
 
 
 def test_memory_is_what_a_process_has_for_itself():

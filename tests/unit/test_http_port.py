@@ -52,16 +52,13 @@ async def ok(request):
     return PlainTextResponse("ok")
 
 
-def test_each_answer_says_what_time_it_is():
+async def test_each_answer_says_what_time_it_is():
     """Doctor compares the machines' clocks by it."""
 
-    async def test():
-        async with port_of(Starlette(routes=[Route("/", ok)])) as port:
-            for path in ("/", "/nothing"):
-                date = parsedate_to_datetime((await get(port, path)).headers["date"])
-                assert abs(date.timestamp() - time.time()) < 60
-
-    asyncio.run(test())
+    async with port_of(Starlette(routes=[Route("/", ok)])) as port:
+        for path in ("/", "/nothing"):
+            date = parsedate_to_datetime((await get(port, path)).headers["date"])
+            assert abs(date.timestamp() - time.time()) < 60
 
 
 def test_half_open_connections_keep_nobody_out_and_write_no_line(caplog):
@@ -82,60 +79,51 @@ def test_half_open_connections_keep_nobody_out_and_write_no_line(caplog):
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
-def test_a_connection_without_a_whole_head_is_closed_in_time(monkeypatch):
+async def test_a_connection_without_a_whole_head_is_closed_in_time(monkeypatch):
     monkeypatch.setattr(http_port, "HEAD_S", 0.3)
 
-    async def test():
-        async with port_of(Starlette(routes=[Route("/", ok)])) as port:
-            for begun in (b"", b"GET / HT", b"GET / HTTP/1.1\r\nX: "):
-                reader, writer = await opened(port, begun)
-                assert await asyncio.wait_for(reader.read(), WAIT_S) == b""
-                writer.close()
-
-    asyncio.run(test())
+    async with port_of(Starlette(routes=[Route("/", ok)])) as port:
+        for begun in (b"", b"GET / HT", b"GET / HTTP/1.1\r\nX: "):
+            reader, writer = await opened(port, begun)
+            assert await asyncio.wait_for(reader.read(), WAIT_S) == b""
+            writer.close()
 
 
-def test_who_sends_a_byte_at_a_time_is_ended_and_others_are_served_meanwhile(monkeypatch):
+async def test_who_sends_a_byte_at_a_time_is_ended_and_others_are_served_meanwhile(monkeypatch):
     """Each byte is progress, and no reason to wait for longer."""
     monkeypatch.setattr(http_port, "HEAD_S", 0.5)
 
-    async def test():
-        async with port_of(Starlette(routes=[Route("/", ok)])) as port:
-            reader, writer = await opened(port, b"GET / HTTP/1.1\r\nX: ")
-            ended, served = asyncio.create_task(reader.read()), 0
-            async with asyncio.timeout(WAIT_S):
-                while not ended.done():
-                    writer.write(b"x")
-                    assert (await get(port)).text == "ok"
-                    served += 1
-            with suppress(ConnectionResetError):
-                assert await ended == b""
-            assert served > 1
-            writer.close()
-
-    asyncio.run(test())
+    async with port_of(Starlette(routes=[Route("/", ok)])) as port:
+        reader, writer = await opened(port, b"GET / HTTP/1.1\r\nX: ")
+        ended, served = asyncio.create_task(reader.read()), 0
+        async with asyncio.timeout(WAIT_S):
+            while not ended.done():
+                writer.write(b"x")
+                assert (await get(port)).text == "ok"
+                served += 1
+        with suppress(ConnectionResetError):
+            assert await ended == b""
+        assert served > 1
+        writer.close()
 
 
-def test_a_request_that_is_being_answered_is_not_ended_for_others():
-    async def test():
-        begun, go_on = asyncio.Event(), asyncio.Event()
+async def test_a_request_that_is_being_answered_is_not_ended_for_others():
+    begun, go_on = asyncio.Event(), asyncio.Event()
 
-        async def slow(request):
-            begun.set()
-            await go_on.wait()
-            return PlainTextResponse("done")
+    async def slow(request):
+        begun.set()
+        await go_on.wait()
+        return PlainTextResponse("done")
 
-        async with port_of(Starlette(routes=[Route("/", slow)]), connections_max=1) as port:
-            asking = asyncio.create_task(get(port))
-            await begun.wait()
-            reader, writer = await opened(port)
-            with suppress(ConnectionResetError):
-                assert await asyncio.wait_for(reader.read(), WAIT_S) == b""
-            writer.close()
-            go_on.set()
-            assert (await asking).text == "done"
-
-    asyncio.run(test())
+    async with port_of(Starlette(routes=[Route("/", slow)]), connections_max=1) as port:
+        asking = asyncio.create_task(get(port))
+        await begun.wait()
+        reader, writer = await opened(port)
+        with suppress(ConnectionResetError):
+            assert await asyncio.wait_for(reader.read(), WAIT_S) == b""
+        writer.close()
+        go_on.set()
+        assert (await asking).text == "done"
 
 
 class Access:
@@ -164,13 +152,10 @@ class Access:
         ("/else", {}, 404),
     ],
 )
-def test_who_may_see_what_on_the_port_of_a_copy(path, headers, status):
-    async def test():
-        http = CopyHttp(CollectorRegistry(), Access(), list, lambda: {"ready": False}, list)
-        async with port_of(http.app()) as port:
-            assert (await get(port, path, **headers)).status_code == status
-
-    asyncio.run(test())
+async def test_who_may_see_what_on_the_port_of_a_copy(path, headers, status):
+    http = CopyHttp(CollectorRegistry(), Access(), list, lambda: {"ready": False}, list)
+    async with port_of(http.app()) as port:
+        assert (await get(port, path, **headers)).status_code == status
 
 
 def test_a_token_is_shown_in_either_header():

@@ -73,143 +73,125 @@ def is_child(span, parent):
     return span.parent.span_id == parent.context.span_id and span.context.trace_id == parent.context.trace_id
 
 
-def test_spans_of_one_message_share_a_trace_from_producer_to_ack():
-    async def run():
-        async with world() as w:
+async def test_spans_of_one_message_share_a_trace_from_producer_to_ack():
+    async with world() as w:
 
-            @w.consumer.listen("order", group="g", start="earliest", filters=[w.tracing])
-            async def handle(message):
+        @w.consumer.listen("order", group="g", start="earliest", filters=[w.tracing])
+        async def handle(message):
+            pass
+
+        receipt = await w.producer.send(qmq.Message("order", {"n": 1}))
+        await w.consume()
+        (send,), (carry,), (process,), (ack,) = (w.spans.named(name) for name in (SEND, CARRY, PROCESS, ACK))
+        assert is_child(carry, send) and is_child(process, send) and is_child(ack, process)
+        identity = {"subject": "order", "messageId": receipt.message_id}
+        assert dict(send.attributes) == identity | {"messaging.system": "qmq", "outcome": "stored"}
+        assert dict(carry.attributes) == {"broker": "test"}
+        assert dict(process.attributes) == identity | {"messaging.system": "qmq", "times": 1}
+        assert dict(ack.attributes) == identity | {"consumerGroup": "g", "outcome": "ack"}
+
+
+async def test_a_message_of_a_transaction_has_spans_until_its_outcome_is_known(tmp_path):
+    database = create_engine(f"sqlite:///{tmp_path / 'shop.db'}")
+    with database.begin() as connection:
+        for statement in create_statements("sqlite"):
+            connection.execute(text(statement))
+    async with world() as w:
+        with Session(database) as session:
+            later = await w.producer.send(qmq.Message("order", id="1"), session=session)
+            assert w.spans.named(SEND) == []
+            session.commit()
+            await later
+            refused = await w.producer.send(qmq.Message("order", id="2"), session=session)
+            session.rollback()
+            await refused
+            with pytest.raises(InvalidMessage):
+                await w.producer.send(qmq.Message("order", {"qmq_x": "1"}), session=session)
+        await asyncio.sleep(0)
+        outcomes = [span.attributes.get("outcome") for span in w.spans.named(SEND)]
+        assert sorted(map(str, outcomes)) == ["None", "refused", "stored"]
+        assert w.broker.messages("order")[0].get("qtrace_traceparent")
+    database.dispose()
+
+
+async def test_what_a_handler_does_belongs_to_its_span_in_coroutines_and_in_threads():
+    async with world() as w:
+        tracer = w.provider.get_tracer("application")
+
+        @w.consumer.listen("order", group="coroutine", start="earliest", filters=[w.tracing])
+        async def coroutine(message):
+            with tracer.start_as_current_span("coroutine's own"):
+                await asyncio.sleep(0)
+
+        @w.consumer.listen("order", group="thread", start="earliest", filters=[w.tracing])
+        def thread(message):
+            with tracer.start_as_current_span("thread's own"):
                 pass
 
-            receipt = await w.producer.send(qmq.Message("order", {"n": 1}))
-            await w.consume()
-            (send,), (carry,), (process,), (ack,) = (w.spans.named(name) for name in (SEND, CARRY, PROCESS, ACK))
-            assert is_child(carry, send) and is_child(process, send) and is_child(ack, process)
-            identity = {"subject": "order", "messageId": receipt.message_id}
-            assert dict(send.attributes) == identity | {"messaging.system": "qmq", "outcome": "stored"}
-            assert dict(carry.attributes) == {"broker": "test"}
-            assert dict(process.attributes) == identity | {"messaging.system": "qmq", "times": 1}
-            assert dict(ack.attributes) == identity | {"consumerGroup": "g", "outcome": "ack"}
-
-    asyncio.run(run())
+        await w.producer.send(qmq.Message("order", {"n": 1}))
+        running = asyncio.create_task(w.consumer.run())
+        for group in ("coroutine", "thread"):
+            await w.broker.wait_until_consumed("order", group)
+        running.cancel()
+        await asyncio.wait([running])
+        for name in ("coroutine's own", "thread's own"):
+            (own,) = w.spans.named(name)
+            assert [process for process in w.spans.named(PROCESS) if is_child(own, process)]
 
 
-def test_a_message_of_a_transaction_has_spans_until_its_outcome_is_known(tmp_path):
-    async def run():
-        database = create_engine(f"sqlite:///{tmp_path / 'shop.db'}")
-        with database.begin() as connection:
-            for statement in create_statements("sqlite"):
-                connection.execute(text(statement))
-        async with world() as w:
-            with Session(database) as session:
-                later = await w.producer.send(qmq.Message("order", id="1"), session=session)
-                assert w.spans.named(SEND) == []
-                session.commit()
-                await later
-                refused = await w.producer.send(qmq.Message("order", id="2"), session=session)
-                session.rollback()
-                await refused
-                with pytest.raises(InvalidMessage):
-                    await w.producer.send(qmq.Message("order", {"qmq_x": "1"}), session=session)
-            await asyncio.sleep(0)
-            outcomes = [span.attributes.get("outcome") for span in w.spans.named(SEND)]
-            assert sorted(map(str, outcomes)) == ["None", "refused", "stored"]
-            assert w.broker.messages("order")[0].get("qtrace_traceparent")
-        database.dispose()
+async def test_each_delivery_has_its_span_in_the_same_trace():
+    async with world() as w:
+        errors = [ValueError("bad"), qmq.RetryLater(1.0), qmq.DeadLetter("broken")]
 
-    asyncio.run(run())
+        @w.consumer.listen("order", group="g", start="earliest", filters=[w.tracing])
+        async def handle(message):
+            raise errors[message.times - 1]
 
-
-def test_what_a_handler_does_belongs_to_its_span_in_coroutines_and_in_threads():
-    async def run():
-        async with world() as w:
-            tracer = w.provider.get_tracer("application")
-
-            @w.consumer.listen("order", group="coroutine", start="earliest", filters=[w.tracing])
-            async def coroutine(message):
-                with tracer.start_as_current_span("coroutine's own"):
-                    await asyncio.sleep(0)
-
-            @w.consumer.listen("order", group="thread", start="earliest", filters=[w.tracing])
-            def thread(message):
-                with tracer.start_as_current_span("thread's own"):
-                    pass
-
-            await w.producer.send(qmq.Message("order", {"n": 1}))
-            running = asyncio.create_task(w.consumer.run())
-            for group in ("coroutine", "thread"):
-                await w.broker.wait_until_consumed("order", group)
-            running.cancel()
-            await asyncio.wait([running])
-            for name in ("coroutine's own", "thread's own"):
-                (own,) = w.spans.named(name)
-                assert [process for process in w.spans.named(PROCESS) if is_child(own, process)]
-
-    asyncio.run(run())
+        await w.producer.send(qmq.Message("order", {"n": 1}))
+        await w.consume()
+        (send,), processes = w.spans.named(SEND), w.spans.named(PROCESS)
+        assert all(is_child(process, send) for process in processes)
+        assert [process.attributes["times"] for process in processes] == [1, 2, 3]
+        assert [process.status.status_code for process in processes] == [
+            StatusCode.ERROR,
+            StatusCode.UNSET,
+            StatusCode.ERROR,
+        ]
+        assert [event.name for process in processes for event in process.events] == [
+            "exception",
+            "retry",
+            "exception",
+        ]
+        assert [ack.attributes["outcome"] for ack in w.spans.named(ACK)] == ["nack", "nack", "dead letter"]
 
 
-def test_each_delivery_has_its_span_in_the_same_trace():
-    async def run():
-        async with world() as w:
-            errors = [ValueError("bad"), qmq.RetryLater(1.0), qmq.DeadLetter("broken")]
+async def test_a_cancelled_handler_ends_its_span():
+    async with world() as w:
+        began = asyncio.Event()
 
-            @w.consumer.listen("order", group="g", start="earliest", filters=[w.tracing])
-            async def handle(message):
-                raise errors[message.times - 1]
+        async def handle(message):
+            began.set()
+            await asyncio.Event().wait()
 
-            await w.producer.send(qmq.Message("order", {"n": 1}))
-            await w.consume()
-            (send,), processes = w.spans.named(SEND), w.spans.named(PROCESS)
-            assert all(is_child(process, send) for process in processes)
-            assert [process.attributes["times"] for process in processes] == [1, 2, 3]
-            assert [process.status.status_code for process in processes] == [
-                StatusCode.ERROR,
-                StatusCode.UNSET,
-                StatusCode.ERROR,
-            ]
-            assert [event.name for process in processes for event in process.events] == [
-                "exception",
-                "retry",
-                "exception",
-            ]
-            assert [ack.attributes["outcome"] for ack in w.spans.named(ACK)] == ["nack", "nack", "dead letter"]
-
-    asyncio.run(run())
+        message = await received(w, qmq.Message("order", {"n": 1}))
+        handling = asyncio.create_task(w.tracing(message, handle))
+        await began.wait()
+        handling.cancel()
+        await asyncio.wait([handling])
+        assert handling.cancelled()
+        assert [span.name for span in w.spans.ended] == [ACK, PROCESS]
+        assert w.spans.named(ACK)[0].attributes["outcome"] == "nack"
 
 
-def test_a_cancelled_handler_ends_its_span():
-    async def run():
-        async with world() as w:
-            began = asyncio.Event()
+async def test_without_automatic_acks_nothing_is_said_of_acks():
+    async with world() as w:
+        tracing = Tracing(acks=False, tracer_provider=w.provider)
 
-            async def handle(message):
-                began.set()
-                await asyncio.Event().wait()
+        async def handle(message):
+            pass
 
-            message = await received(w, qmq.Message("order", {"n": 1}))
-            handling = asyncio.create_task(w.tracing(message, handle))
-            await began.wait()
-            handling.cancel()
-            await asyncio.wait([handling])
-            assert handling.cancelled()
-            assert [span.name for span in w.spans.ended] == [ACK, PROCESS]
-            assert w.spans.named(ACK)[0].attributes["outcome"] == "nack"
-
-    asyncio.run(run())
-
-
-def test_without_automatic_acks_nothing_is_said_of_acks():
-    async def run():
-        async with world() as w:
-            tracing = Tracing(acks=False, tracer_provider=w.provider)
-
-            async def handle(message):
-                pass
-
-            await tracing(await received(w, qmq.Message("order", {"n": 1})), handle)
-            assert [span.name for span in w.spans.ended] == [PROCESS]
-
-    asyncio.run(run())
+        await tracing(await received(w, qmq.Message("order", {"n": 1})), handle)
+        assert [span.name for span in w.spans.ended] == [PROCESS]
 
 
 async def received(w, message):
@@ -221,91 +203,76 @@ async def received(w, message):
         return one
 
 
-def test_a_message_that_carries_no_context_begins_a_trace():
-    async def run():
-        async with world() as w:
+async def test_a_message_that_carries_no_context_begins_a_trace():
+    async with world() as w:
 
-            async def handle(message):
-                pass
+        async def handle(message):
+            pass
 
-            with w.provider.get_tracer("application").start_as_current_span("unrelated"):
-                await w.tracing(await received(w, qmq.Message("order", {"n": 1})), handle)
-            assert w.spans.named(PROCESS)[0].parent is None
-
-    asyncio.run(run())
+        with w.provider.get_tracer("application").start_as_current_span("unrelated"):
+            await w.tracing(await received(w, qmq.Message("order", {"n": 1})), handle)
+        assert w.spans.named(PROCESS)[0].parent is None
 
 
-def test_a_delayed_message_belongs_to_the_trace_of_who_sent_it():
-    async def test():
-        async with world() as one:
+async def test_a_delayed_message_belongs_to_the_trace_of_who_sent_it():
+    async with world() as one:
 
-            @one.consumer.listen("order", group="g", start="earliest", filters=[one.tracing])
-            async def handle(message):
-                assert message.due_ms is not None
+        @one.consumer.listen("order", group="g", start="earliest", filters=[one.tracing])
+        async def handle(message):
+            assert message.due_ms is not None
 
-            (await one.producer.send(qmq.Message("order", {"n": 1}), delay=60)).check()
-            assert (await one.producer.send_many([qmq.Message("order")], delay=60)).all_stored
-            told = []
-            one.producer.send_nowait(qmq.Message("order"), told.append, delay=60, key="k")
-            await one.plain.flush()
-            assert told[0].due_ms is not None
-            with pytest.raises(qmq.InvalidRequest, match="commit"):
-                await one.producer.send(qmq.Message("order"), session=object(), delay=1)
-            one.broker.advance(61)
-            await one.consume()
-            sent, processed = ({span.context.trace_id for span in one.spans.named(name)} for name in (SEND, PROCESS))
-            assert len(one.spans.named(PROCESS)) == 3 and processed <= sent
-
-    asyncio.run(test())
+        (await one.producer.send(qmq.Message("order", {"n": 1}), delay=60)).check()
+        assert (await one.producer.send_many([qmq.Message("order")], delay=60)).all_stored
+        told = []
+        one.producer.send_nowait(qmq.Message("order"), told.append, delay=60, key="k")
+        await one.plain.flush()
+        assert told[0].due_ms is not None
+        with pytest.raises(qmq.InvalidRequest, match="commit"):
+            await one.producer.send(qmq.Message("order"), session=object(), delay=1)
+        one.broker.advance(61)
+        await one.consume()
+        sent, processed = ({span.context.trace_id for span in one.spans.named(name)} for name in (SEND, PROCESS))
+        assert len(one.spans.named(PROCESS)) == 3 and processed <= sent
 
 
-def test_send_many_has_one_span_for_all_its_messages():
-    async def run():
-        async with world() as w:
+async def test_send_many_has_one_span_for_all_its_messages():
+    async with world() as w:
 
-            @w.consumer.listen("order", group="g", start="earliest", filters=[w.tracing])
-            async def handle(message):
-                pass
+        @w.consumer.listen("order", group="g", start="earliest", filters=[w.tracing])
+        async def handle(message):
+            pass
 
-            messages = [qmq.Message("order", {"n": n}) for n in range(30)] + [qmq.Message("order", {"x": "x" * 40_000})]
-            await w.producer.send_many(iter(messages))
-            await w.consume()
-            (send,), processes = w.spans.named(SEND), w.spans.named(PROCESS)
-            assert len(processes) == 30 and all(is_child(process, send) for process in processes)
-            assert (send.attributes["messages"], send.attributes["messages.not_stored"]) == (31, 1)
-            assert send.status.status_code is StatusCode.ERROR
-
-    asyncio.run(run())
+        messages = [qmq.Message("order", {"n": n}) for n in range(30)] + [qmq.Message("order", {"x": "x" * 40_000})]
+        await w.producer.send_many(iter(messages))
+        await w.consume()
+        (send,), processes = w.spans.named(SEND), w.spans.named(PROCESS)
+        assert len(processes) == 30 and all(is_child(process, send) for process in processes)
+        assert (send.attributes["messages"], send.attributes["messages.not_stored"]) == (31, 1)
+        assert send.status.status_code is StatusCode.ERROR
 
 
-def test_send_nowait_ends_its_spans_with_the_outcome_whatever_that_is():
-    async def run():
-        async with world() as w:
-            receipts = asyncio.Queue()
-            w.producer.send_nowait(qmq.Message("order", {"n": 1}), receipts.put_nowait)
-            assert (await receipts.get()).is_stored
-            w.broker.refuse_next(InvalidMessage("not today"))
-            w.producer.send_nowait(qmq.Message("order", {"n": 2}), receipts.put_nowait)
-            assert not (await receipts.get()).is_stored
-            with pytest.raises(InvalidMessage):
-                w.producer.send_nowait(qmq.Message("order", {"n": object()}), receipts.put_nowait)
-            codes = [span.status.status_code for span in w.spans.named(SEND)]
-            assert codes == [StatusCode.UNSET, StatusCode.ERROR, StatusCode.ERROR]
-            assert len(w.spans.named(CARRY)) == 3
-
-    asyncio.run(run())
+async def test_send_nowait_ends_its_spans_with_the_outcome_whatever_that_is():
+    async with world() as w:
+        receipts = asyncio.Queue()
+        w.producer.send_nowait(qmq.Message("order", {"n": 1}), receipts.put_nowait)
+        assert (await receipts.get()).is_stored
+        w.broker.refuse_next(InvalidMessage("not today"))
+        w.producer.send_nowait(qmq.Message("order", {"n": 2}), receipts.put_nowait)
+        assert not (await receipts.get()).is_stored
+        with pytest.raises(InvalidMessage):
+            w.producer.send_nowait(qmq.Message("order", {"n": object()}), receipts.put_nowait)
+        codes = [span.status.status_code for span in w.spans.named(SEND)]
+        assert codes == [StatusCode.UNSET, StatusCode.ERROR, StatusCode.ERROR]
+        assert len(w.spans.named(CARRY)) == 3
 
 
-def test_a_refused_or_impossible_message_ends_its_spans_as_failed():
-    async def run():
-        async with world() as w:
-            w.broker.refuse_next(InvalidMessage("not today"))
-            assert not (await w.producer.send(qmq.Message("order", {"n": 1}))).is_stored
-            with pytest.raises(InvalidMessage):
-                await w.producer.send(qmq.Message("order", {"n": object()}))
-            assert [span.status.status_code for span in w.spans.named(SEND)] == [StatusCode.ERROR] * 2
-
-    asyncio.run(run())
+async def test_a_refused_or_impossible_message_ends_its_spans_as_failed():
+    async with world() as w:
+        w.broker.refuse_next(InvalidMessage("not today"))
+        assert not (await w.producer.send(qmq.Message("order", {"n": 1}))).is_stored
+        with pytest.raises(InvalidMessage):
+            await w.producer.send(qmq.Message("order", {"n": object()}))
+        assert [span.status.status_code for span in w.spans.named(SEND)] == [StatusCode.ERROR] * 2
 
 
 def test_the_context_goes_into_properties_with_the_prefix_and_leaves_the_callers_dict_alone():
@@ -320,14 +287,11 @@ def test_the_context_goes_into_properties_with_the_prefix_and_leaves_the_callers
     assert (carried.trace_id, carried.span_id) == (span.get_span_context().trace_id, span.get_span_context().span_id)
 
 
-def test_without_a_provider_a_message_stays_as_it_is():
-    async def run():
-        async with Broker() as broker, qmq.Producer(metaserver=broker.metaserver, app="test") as producer:
-            message = qmq.Message("order", {"n": 1})
-            assert (await TracedProducer(producer).send(message)).is_stored
-            assert message.properties == {"n": 1}
-
-    asyncio.run(run())
+async def test_without_a_provider_a_message_stays_as_it_is():
+    async with Broker() as broker, qmq.Producer(metaserver=broker.metaserver, app="test") as producer:
+        message = qmq.Message("order", {"n": 1})
+        assert (await TracedProducer(producer).send(message)).is_stored
+        assert message.properties == {"n": 1}
 
 
 def test_opentelemetry_is_not_imported_by_those_who_do_not_use_it():

@@ -53,169 +53,136 @@ async def squared(producer, message):
     await reply(producer, message, qmq.Message("", {"square": message.get_int("n") ** 2}))
 
 
-def test_each_of_many_requests_gets_its_own_answer():
-    async def run():
-        async with shop() as world:
-            answers = await asyncio.gather(*(world.ask(number) for number in range(200)))
-            assert answers == [str(number**2) for number in range(200)]
-            assert (world.requester.waiting, world.requester.late_answers) == (0, 0)
-
-    asyncio.run(run())
+async def test_each_of_many_requests_gets_its_own_answer():
+    async with shop() as world:
+        answers = await asyncio.gather(*(world.ask(number) for number in range(200)))
+        assert answers == [str(number**2) for number in range(200)]
+        assert (world.requester.waiting, world.requester.late_answers) == (0, 0)
 
 
-def test_answers_come_over_lost_connections_and_another_master():
-    async def run():
-        async with shop() as world:
-            assert await world.ask(1) == "1"
-            for trouble in (world.broker.drop_connections, world.broker.swap_roles):
-                asking = asyncio.create_task(world.ask(3))
-                await asyncio.sleep(0)
-                trouble()
-                assert await asking == "9"
-
-    asyncio.run(run())
+async def test_answers_come_over_lost_connections_and_another_master():
+    async with shop() as world:
+        assert await world.ask(1) == "1"
+        for trouble in (world.broker.drop_connections, world.broker.swap_roles):
+            asking = asyncio.create_task(world.ask(3))
+            await asyncio.sleep(0)
+            trouble()
+            assert await asking == "9"
 
 
-def test_without_an_answer_in_time_the_error_says_so_and_nothing_waits_on():
+async def test_without_an_answer_in_time_the_error_says_so_and_nothing_waits_on():
     async def silent(producer, message):
         pass
 
-    async def run():
-        async with shop(silent) as world:
-            with pytest.raises(NoAnswer, match="no answer to message .* within 1.5 s"):
-                await world.ask(1, timeout=1.5)
-            assert world.requester.waiting == 0
-
-    asyncio.run(run())
+    async with shop(silent) as world:
+        with pytest.raises(NoAnswer, match="no answer to message .* within 1.5 s"):
+            await world.ask(1, timeout=1.5)
+        assert world.requester.waiting == 0
 
 
-def test_late_and_second_answers_are_counted_and_answer_nothing():
-    async def run():
-        may_answer = asyncio.Event()
+async def test_late_and_second_answers_are_counted_and_answer_nothing():
+    may_answer = asyncio.Event()
 
-        async def late(producer, message):
-            if message["n"] == "1":
-                await may_answer.wait()
-            await squared(producer, message)
-            await squared(producer, message)
+    async def late(producer, message):
+        if message["n"] == "1":
+            await may_answer.wait()
+        await squared(producer, message)
+        await squared(producer, message)
 
-        async with shop(late) as world:
-            with pytest.raises(NoAnswer):
-                await world.ask(1, timeout=1.5)
-            assert await world.ask(2) == "4"
-            may_answer.set()
-            await until_async(lambda: world.requester.late_answers == 3)
-            assert await world.ask(3) == "9"
-
-    asyncio.run(run())
+    async with shop(late) as world:
+        with pytest.raises(NoAnswer):
+            await world.ask(1, timeout=1.5)
+        assert await world.ask(2) == "4"
+        may_answer.set()
+        await until_async(lambda: world.requester.late_answers == 3)
+        assert await world.ask(3) == "9"
 
 
-def test_requesters_of_one_subject_get_their_own_answers_and_no_others():
-    async def run():
-        async with shop() as world:
-            other = qmq.Consumer(metaserver=world.broker.metaserver, app="shop")
-            async with Requester(world.producer, other, reply_subject=ANSWERS) as second:
-                answers = await asyncio.gather(
-                    *(world.ask(number) for number in range(20)),
-                    *(second.request(qmq.Message(QUERY, {"n": number}), timeout=LONG_S) for number in range(20)),
-                )
-                assert [answer["square"] for answer in answers[20:]] == answers[:20]
-                assert (world.requester.late_answers, second.late_answers) == (0, 0)
-
-    asyncio.run(run())
+async def test_requesters_of_one_subject_get_their_own_answers_and_no_others():
+    async with shop() as world:
+        other = qmq.Consumer(metaserver=world.broker.metaserver, app="shop")
+        async with Requester(world.producer, other, reply_subject=ANSWERS) as second:
+            answers = await asyncio.gather(
+                *(world.ask(number) for number in range(20)),
+                *(second.request(qmq.Message(QUERY, {"n": number}), timeout=LONG_S) for number in range(20)),
+            )
+            assert [answer["square"] for answer in answers[20:]] == answers[:20]
+            assert (world.requester.late_answers, second.late_answers) == (0, 0)
 
 
-def test_a_request_that_is_not_stored_fails_at_once():
-    async def run():
-        async with shop() as world:
+async def test_a_request_that_is_not_stored_fails_at_once():
+    async with shop() as world:
+        world.broker.refuse_next(InvalidMessage("not today"))
+        with pytest.raises(NotServed, match="not stored: .*not today"):
+            await world.ask(1)
+        with pytest.raises(InvalidMessage):
+            await world.requester.request(qmq.Message(QUERY, {"n": object()}), timeout=LONG_S)
+        assert world.requester.waiting == 0
+
+
+async def test_an_answer_that_is_not_stored_fails_the_handler_and_the_request_comes_again():
+    times = []
+
+    async def refused_once(producer, message):
+        times.append(message.times)
+        if len(times) == 1:
             world.broker.refuse_next(InvalidMessage("not today"))
-            with pytest.raises(NotServed, match="not stored: .*not today"):
-                await world.ask(1)
-            with pytest.raises(InvalidMessage):
-                await world.requester.request(qmq.Message(QUERY, {"n": object()}), timeout=LONG_S)
-            assert world.requester.waiting == 0
+        await squared(producer, message)
 
-    asyncio.run(run())
+    async with shop(refused_once) as world:
+        assert await world.ask(5) == "25"
+        assert times == [1, 2]
 
 
-def test_an_answer_that_is_not_stored_fails_the_handler_and_the_request_comes_again():
-    async def run():
-        times = []
-
-        async def refused_once(producer, message):
-            times.append(message.times)
-            if len(times) == 1:
-                world.broker.refuse_next(InvalidMessage("not today"))
-            await squared(producer, message)
-
-        async with shop(refused_once) as world:
-            assert await world.ask(5) == "25"
-            assert times == [1, 2]
-
-    asyncio.run(run())
-
-
-def test_a_cancelled_request_waits_no_more():
+async def test_a_cancelled_request_waits_no_more():
     async def silent(producer, message):
         pass
 
-    async def run():
-        async with shop(silent) as world:
-            asking = asyncio.create_task(world.ask(1))
-            await until_async(lambda: world.requester.waiting)
-            asking.cancel()
-            await asyncio.wait([asking])
-            assert asking.cancelled() and world.requester.waiting == 0
-
-    asyncio.run(run())
+    async with shop(silent) as world:
+        asking = asyncio.create_task(world.ask(1))
+        await until_async(lambda: world.requester.waiting)
+        asking.cancel()
+        await asyncio.wait([asking])
+        assert asking.cancelled() and world.requester.waiting == 0
 
 
-def test_closing_ends_those_that_wait_and_refuses_others():
+async def test_closing_ends_those_that_wait_and_refuses_others():
     async def silent(producer, message):
         pass
 
-    async def run():
-        async with shop(silent) as world:
-            client = qmq.Consumer(metaserver=world.broker.metaserver, app="shop")
-            async with Requester(world.producer, client, reply_subject=ANSWERS) as requester:
-                asking = asyncio.create_task(requester.request(qmq.Message(QUERY, {"n": 1}), timeout=LONG_S))
-                await until_async(lambda: requester.waiting)
-            with pytest.raises(qmq.ClientClosed, match="the requester is closed"):
-                await asking
-            with pytest.raises(qmq.ClientClosed, match="not open"):
-                await requester.request(qmq.Message(QUERY, {"n": 1}), timeout=LONG_S)
-            assert requester.waiting == 0
-
-    asyncio.run(run())
+    async with shop(silent) as world:
+        client = qmq.Consumer(metaserver=world.broker.metaserver, app="shop")
+        async with Requester(world.producer, client, reply_subject=ANSWERS) as requester:
+            asking = asyncio.create_task(requester.request(qmq.Message(QUERY, {"n": 1}), timeout=LONG_S))
+            await until_async(lambda: requester.waiting)
+        with pytest.raises(qmq.ClientClosed, match="the requester is closed"):
+            await asking
+        with pytest.raises(qmq.ClientClosed, match="not open"):
+            await requester.request(qmq.Message(QUERY, {"n": 1}), timeout=LONG_S)
+        assert requester.waiting == 0
 
 
-def test_a_requester_whose_consumer_id_another_one_takes_says_so_to_all_that_wait():
+async def test_a_requester_whose_consumer_id_another_one_takes_says_so_to_all_that_wait():
     async def silent(producer, message):
         pass
 
-    async def run():
-        async with shop(silent) as world:
-            options = {"metaserver": world.broker.metaserver, "app": "shop", "consumer_id": "same"}
-            one = Requester(world.producer, qmq.Consumer(**options), reply_subject=ANSWERS)
-            two = Requester(world.producer, qmq.Consumer(**options), reply_subject=ANSWERS)
-            async with one:
-                asking = asyncio.create_task(one.request(qmq.Message(QUERY, {"n": 1}), timeout=LONG_S))
-                await world.broker.wait_until_subscribed(ANSWERS, "same")
-                async with two:
-                    with pytest.raises(qmq.SubscriptionReplaced):
-                        await asking
-                    with pytest.raises(qmq.SubscriptionReplaced):
-                        await one.request(qmq.Message(QUERY, {"n": 1}), timeout=LONG_S)
-
-    asyncio.run(run())
+    async with shop(silent) as world:
+        options = {"metaserver": world.broker.metaserver, "app": "shop", "consumer_id": "same"}
+        one = Requester(world.producer, qmq.Consumer(**options), reply_subject=ANSWERS)
+        two = Requester(world.producer, qmq.Consumer(**options), reply_subject=ANSWERS)
+        async with one:
+            asking = asyncio.create_task(one.request(qmq.Message(QUERY, {"n": 1}), timeout=LONG_S))
+            await world.broker.wait_until_subscribed(ANSWERS, "same")
+            async with two:
+                with pytest.raises(qmq.SubscriptionReplaced):
+                    await asking
+                with pytest.raises(qmq.SubscriptionReplaced):
+                    await one.request(qmq.Message(QUERY, {"n": 1}), timeout=LONG_S)
 
 
-def test_only_requests_are_answered():
-    async def run():
-        async with shop() as world:
-            message = qmq.Message(QUERY, {"n": 1}, id="id-1")
-            assert not is_request(message)
-            with pytest.raises(qmq.InvalidRequest, match="message id-1 is no request"):
-                await reply(world.producer, message, qmq.Message("", {}))
-
-    asyncio.run(run())
+async def test_only_requests_are_answered():
+    async with shop() as world:
+        message = qmq.Message(QUERY, {"n": 1}, id="id-1")
+        assert not is_request(message)
+        with pytest.raises(qmq.InvalidRequest, match="message id-1 is no request"):
+            await reply(world.producer, message, qmq.Message("", {}))

@@ -13,190 +13,162 @@ from qmq.errors import InvalidRequest
 from tests.support.waiting import until_async
 from tests.unit.client.consuming import consumer_of, fill, listening, ns
 from tests.unit.client.fakes import FakeBroker, cluster
-from tests.unit.client.test_producer import run
 
 
 def settled(broker: FakeBroker, consumer: str = "c1") -> bool:
     return ("a", "g", consumer) in broker.subscribers and not broker.subscribers["a", "g", consumer].pulled
 
 
-def test_a_handler_gets_what_is_here_in_lists_and_what_it_returns_from_is_acked():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(100))
-            consumer, calls = consumer_of(metaserver, consumer_id="c1"), []
+async def test_a_handler_gets_what_is_here_in_lists_and_what_it_returns_from_is_acked():
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(100))
+        consumer, calls = consumer_of(metaserver, consumer_id="c1"), []
 
-            @consumer.listen("a", group="g", start="earliest", batch=7)
-            async def handle(messages: list[qmq.ReceivedMessage]) -> None:
-                calls.append(ns(messages))
+        @consumer.listen("a", group="g", start="earliest", batch=7)
+        async def handle(messages: list[qmq.ReceivedMessage]) -> None:
+            calls.append(ns(messages))
 
-            async with listening(consumer):
-                await until_async(lambda: sum(map(len, calls)) == 100 and settled(broker))
-            assert [number for call in calls for number in call] == list(range(100))
-            assert max(map(len, calls)) == 7 and len(calls) < 40 and not broker.nacks
-
-    run(test())
+        async with listening(consumer):
+            await until_async(lambda: sum(map(len, calls)) == 100 and settled(broker))
+        assert [number for call in calls for number in call] == list(range(100))
+        assert max(map(len, calls)) == 7 and len(calls) < 40 and not broker.nacks
 
 
-def test_a_plain_function_gets_lists_in_its_thread():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(20))
-            consumer, calls = consumer_of(metaserver, consumer_id="c1"), []
+async def test_a_plain_function_gets_lists_in_its_thread():
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(20))
+        consumer, calls = consumer_of(metaserver, consumer_id="c1"), []
 
-            @consumer.listen("a", group="g", start="earliest", batch=5)
-            def handle(messages: list[qmq.ReceivedMessage]) -> None:
-                calls.append(ns(messages))
+        @consumer.listen("a", group="g", start="earliest", batch=5)
+        def handle(messages: list[qmq.ReceivedMessage]) -> None:
+            calls.append(ns(messages))
 
-            async with listening(consumer):
-                await until_async(lambda: sum(map(len, calls)) == 20 and settled(broker))
-            assert [number for call in calls for number in call] == list(range(20)) and len(calls) < 20
-
-    run(test())
+        async with listening(consumer):
+            await until_async(lambda: sum(map(len, calls)) == 20 and settled(broker))
+        assert [number for call in calls for number in call] == list(range(20)) and len(calls) < 20
 
 
 @pytest.mark.parametrize("raises", [False, True])
-def test_what_a_handler_decided_itself_stays_and_the_rest_has_the_outcome_of_the_call(raises):
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(6))
-            consumer, handed = consumer_of(metaserver, consumer_id="c1"), Counter()
+async def test_what_a_handler_decided_itself_stays_and_the_rest_has_the_outcome_of_the_call(raises):
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(6))
+        consumer, handed = consumer_of(metaserver, consumer_id="c1"), Counter()
 
-            @consumer.listen("a", group="g", start="earliest", batch=6, retry_delay=0.01)
-            async def handle(messages: list[qmq.ReceivedMessage]) -> None:
-                handed.update(numbers := ns(messages))
-                if numbers == list(range(6)):
-                    messages[1].dead_letter_nowait("no such order")
-                    messages[2].nack_nowait("later", delay=0.01)
-                    messages[3].ack_nowait()
-                    if raises:
-                        raise ValueError("not now")
+        @consumer.listen("a", group="g", start="earliest", batch=6, retry_delay=0.01)
+        async def handle(messages: list[qmq.ReceivedMessage]) -> None:
+            handed.update(numbers := ns(messages))
+            if numbers == list(range(6)):
+                messages[1].dead_letter_nowait("no such order")
+                messages[2].nack_nowait("later", delay=0.01)
+                messages[3].ack_nowait()
+                if raises:
+                    raise ValueError("not now")
 
-            async with listening(consumer):
-                await until_async(lambda: sum(handed.values()) == (10 if raises else 7) and settled(broker))
-            assert handed == Counter({0: 2, 1: 1, 2: 2, 3: 1, 4: 2, 5: 2} if raises else [0, 1, 2, 2, 3, 4, 5])
-            reasons = {nack.reason for nack in broker.nacks}
-            assert reasons == {"no such order", "later"} | ({"ValueError('not now')"} if raises else set())
-
-    run(test())
+        async with listening(consumer):
+            await until_async(lambda: sum(handed.values()) == (10 if raises else 7) and settled(broker))
+        assert handed == Counter({0: 2, 1: 1, 2: 2, 3: 1, 4: 2, 5: 2} if raises else [0, 1, 2, 2, 3, 4, 5])
+        reasons = {nack.reason for nack in broker.nacks}
+        assert reasons == {"no such order", "later"} | ({"ValueError('not now')"} if raises else set())
 
 
 @pytest.mark.parametrize("retries_max", [3, 8, 32])
-def test_a_message_that_fails_each_call_it_is_in_is_a_dead_letter_alone(retries_max):
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(100))
-            consumer, handled, buried = consumer_of(metaserver, consumer_id="c1"), set(), []
+async def test_a_message_that_fails_each_call_it_is_in_is_a_dead_letter_alone(retries_max):
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(100))
+        consumer, handled, buried = consumer_of(metaserver, consumer_id="c1"), set(), []
 
-            @consumer.listen("a", group="g", start="earliest", batch=64, retries_max=retries_max, retry_delay=0.0)
-            async def handle(messages: list[qmq.ReceivedMessage]) -> None:
-                if 17 in (numbers := ns(messages)):
-                    if messages[0].times == retries_max:
-                        buried.append(numbers)
-                    raise ValueError("17 is a poison")
-                handled.update(numbers)
+        @consumer.listen("a", group="g", start="earliest", batch=64, retries_max=retries_max, retry_delay=0.0)
+        async def handle(messages: list[qmq.ReceivedMessage]) -> None:
+            if 17 in (numbers := ns(messages)):
+                if messages[0].times == retries_max:
+                    buried.append(numbers)
+                raise ValueError("17 is a poison")
+            handled.update(numbers)
 
-            async with listening(consumer):
-                await until_async(lambda: buried and settled(broker))
-            assert buried == [[17]] and handled == set(range(100)) - {17}
-
-    run(test())
+        async with listening(consumer):
+            await until_async(lambda: buried and settled(broker))
+        assert buried == [[17]] and handled == set(range(100)) - {17}
 
 
-def test_a_message_with_a_limit_of_its_own_is_alone_at_its_last_attempt_wherever_in_the_list_it_is():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            for n in range(20):
-                own = 2 if n == 9 else None
-                broker.add("a", encode_message(qmq.Message("a", {"n": n}, id=f"m{n}", retries_max=own), 0))
-            consumer, handled = consumer_of(metaserver, consumer_id="c1"), set()
+async def test_a_message_with_a_limit_of_its_own_is_alone_at_its_last_attempt_wherever_in_the_list_it_is():
+    async with cluster("g1") as (metaserver, [broker]):
+        for n in range(20):
+            own = 2 if n == 9 else None
+            broker.add("a", encode_message(qmq.Message("a", {"n": n}, id=f"m{n}", retries_max=own), 0))
+        consumer, handled = consumer_of(metaserver, consumer_id="c1"), set()
 
-            @consumer.listen("a", group="g", start="earliest", batch=20, retries_max=8, retry_delay=0.0)
-            async def handle(messages: list[qmq.ReceivedMessage]) -> None:
-                if 8 in (numbers := ns(messages)):
-                    raise ValueError("8 is a poison")
-                handled.update(numbers)
+        @consumer.listen("a", group="g", start="earliest", batch=20, retries_max=8, retry_delay=0.0)
+        async def handle(messages: list[qmq.ReceivedMessage]) -> None:
+            if 8 in (numbers := ns(messages)):
+                raise ValueError("8 is a poison")
+            handled.update(numbers)
 
-            async with listening(consumer):
-                await until_async(lambda: len(handled) == 19 and settled(broker))
-
-    run(test())
+        async with listening(consumer):
+            await until_async(lambda: len(handled) == 19 and settled(broker))
 
 
-def test_what_came_to_the_mailbox_for_its_last_attempt_is_alone():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            for n in range(10):
-                data = encode_message(qmq.Message("a", {"n": n}, id=f"m{n}"), 0)
-                broker.add("%RETRY%a%g", with_properties(data, {"qmq_times": "4"}) if n == 1 else data)
-            consumer, calls = consumer_of(metaserver, consumer_id="c1"), []
+async def test_what_came_to_the_mailbox_for_its_last_attempt_is_alone():
+    async with cluster("g1") as (metaserver, [broker]):
+        for n in range(10):
+            data = encode_message(qmq.Message("a", {"n": n}, id=f"m{n}"), 0)
+            broker.add("%RETRY%a%g", with_properties(data, {"qmq_times": "4"}) if n == 1 else data)
+        consumer, calls = consumer_of(metaserver, consumer_id="c1"), []
 
-            @consumer.listen("a", group="g", start="earliest", batch=10, retries_max=4)
-            async def handle(messages: list[qmq.ReceivedMessage]) -> None:
-                calls.append([(number, message.times) for number, message in zip(ns(messages), messages, strict=True)])
+        @consumer.listen("a", group="g", start="earliest", batch=10, retries_max=4)
+        async def handle(messages: list[qmq.ReceivedMessage]) -> None:
+            calls.append([(number, message.times) for number, message in zip(ns(messages), messages, strict=True)])
 
-            async with listening(consumer):
-                await until_async(lambda: sum(map(len, calls)) == 10)
-            assert [(1, 4)] in calls
-
-    run(test())
+        async with listening(consumer):
+            await until_async(lambda: sum(map(len, calls)) == 10)
+        assert [(1, 4)] in calls
 
 
-def test_a_call_that_fails_is_logged_once(caplog):
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(50))
-            consumer, calls = consumer_of(metaserver, consumer_id="c1"), []
+async def test_a_call_that_fails_is_logged_once(caplog):
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(50))
+        consumer, calls = consumer_of(metaserver, consumer_id="c1"), []
 
-            @consumer.listen("a", group="g", start="earliest", batch=50, retry_delay=0.0)
-            async def handle(messages: list[qmq.ReceivedMessage]) -> None:
-                calls.append(len(messages))
-                if len(calls) == 1:
-                    raise ValueError("not now")
+        @consumer.listen("a", group="g", start="earliest", batch=50, retry_delay=0.0)
+        async def handle(messages: list[qmq.ReceivedMessage]) -> None:
+            calls.append(len(messages))
+            if len(calls) == 1:
+                raise ValueError("not now")
 
-            async with listening(consumer):
-                await until_async(lambda: len(calls) > 1 and settled(broker))
-            (line,) = [one.getMessage() for one in caplog.records if "handler failed" in one.getMessage()]
-            assert f"messages={calls[0]}" in line
-
-    run(test())
+        async with listening(consumer):
+            await until_async(lambda: len(calls) > 1 and settled(broker))
+        (line,) = [one.getMessage() for one in caplog.records if "handler failed" in one.getMessage()]
+        assert f"messages={calls[0]}" in line
 
 
-def test_a_suspected_message_is_a_list_of_its_own():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            broker.begins, broker.suspected = True, {3, 4}
-            fill(broker, range(10))
-            consumer, calls = consumer_of(metaserver, consumer_id="c1"), []
+async def test_a_suspected_message_is_a_list_of_its_own():
+    async with cluster("g1") as (metaserver, [broker]):
+        broker.begins, broker.suspected = True, {3, 4}
+        fill(broker, range(10))
+        consumer, calls = consumer_of(metaserver, consumer_id="c1"), []
 
-            @consumer.listen("a", group="g", start="earliest", batch=10, concurrency=2)
-            async def handle(messages: list[qmq.ReceivedMessage]) -> None:
-                calls.append(ns(messages))
-                assert {3, 4}.isdisjoint(calls[-1]) or broker.begun[-1] == calls[-1][0]
+        @consumer.listen("a", group="g", start="earliest", batch=10, concurrency=2)
+        async def handle(messages: list[qmq.ReceivedMessage]) -> None:
+            calls.append(ns(messages))
+            assert {3, 4}.isdisjoint(calls[-1]) or broker.begun[-1] == calls[-1][0]
 
-            async with listening(consumer):
-                await until_async(lambda: sum(map(len, calls)) == 10 and settled(broker))
-            assert [3] in calls and [4] in calls and sorted(broker.begun) == [3, 4]
-
-    run(test())
+        async with listening(consumer):
+            await until_async(lambda: sum(map(len, calls)) == 10 and settled(broker))
+        assert [3] in calls and [4] in calls and sorted(broker.begun) == [3, 4]
 
 
-def test_at_most_once_a_list_has_what_the_broker_keeps_the_ack_of():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(30))
-            consumer, handled = consumer_of(metaserver, consumer_id="c1"), []
+async def test_at_most_once_a_list_has_what_the_broker_keeps_the_ack_of():
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(30))
+        consumer, handled = consumer_of(metaserver, consumer_id="c1"), []
 
-            @consumer.listen("a", group="g", start="earliest", batch=10, most_once=True)
-            async def handle(messages: list[qmq.ReceivedMessage]) -> None:
-                assert all(message.is_settled for message in messages)
-                handled.extend(ns(messages))
+        @consumer.listen("a", group="g", start="earliest", batch=10, most_once=True)
+        async def handle(messages: list[qmq.ReceivedMessage]) -> None:
+            assert all(message.is_settled for message in messages)
+            handled.extend(ns(messages))
 
-            async with listening(consumer):
-                await until_async(lambda: len(handled) == 30)
-            assert handled == list(range(30))
-
-    run(test())
+        async with listening(consumer):
+            await until_async(lambda: len(handled) == 30)
+        assert handled == list(range(30))
 
 
 @pytest.mark.parametrize(

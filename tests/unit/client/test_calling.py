@@ -251,33 +251,27 @@ async def called(handler: Any, filters: list[Any]) -> Any:
 
 
 @pytest.mark.parametrize("place", returning(print))
-def test_returned_work_has_ended_before_the_call_or_the_filter_around_it(place):
-    async def test() -> None:
-        with ThreadPoolExecutor(1) as pool:
-            for kind, make in RUN.items():
-                effects.clear()
-                await called(*returning(partial(make, pool))[place])
-                first = 2 if kind == "several" else 1
-                behind = ["after"] if "behind" in place else []
-                assert (effects[first:], len(effects[:first])) == (behind, first), (kind, effects)
-
-    asyncio.run(test())
+async def test_returned_work_has_ended_before_the_call_or_the_filter_around_it(place):
+    with ThreadPoolExecutor(1) as pool:
+        for kind, make in RUN.items():
+            effects.clear()
+            await called(*returning(partial(make, pool))[place])
+            first = 2 if kind == "several" else 1
+            behind = ["after"] if "behind" in place else []
+            assert (effects[first:], len(effects[:first])) == (behind, first), (kind, effects)
 
 
 @pytest.mark.parametrize("place", returning(print))
-def test_returned_work_that_fails_or_that_nothing_runs_is_an_error(place):
-    async def test() -> None:
-        with ThreadPoolExecutor(1) as pool:
-            for kind, (make, reason) in FAILS.items():
-                print(kind)
-                with pytest.raises((InvalidRequest, ValueError, asyncio.CancelledError, CancelledError), match=reason):
-                    await called(*returning(partial(make, pool))[place])
-        assert not effects
-
-    asyncio.run(test())
+async def test_returned_work_that_fails_or_that_nothing_runs_is_an_error(place):
+    with ThreadPoolExecutor(1) as pool:
+        for kind, (make, reason) in FAILS.items():
+            print(kind)
+            with pytest.raises((InvalidRequest, ValueError, asyncio.CancelledError, CancelledError), match=reason):
+                await called(*returning(partial(make, pool))[place])
+    assert not effects
 
 
-def test_a_filter_that_does_not_wait_for_its_handler_fails_the_message():
+async def test_a_filter_that_does_not_wait_for_its_handler_fails_the_message():
     async def forgets(message: Any, handle: Any) -> None:
         handle(message)
 
@@ -288,15 +282,12 @@ def test_a_filter_that_does_not_wait_for_its_handler_fails_the_message():
     async def forever(message: Any) -> None:
         await asyncio.Event().wait()
 
-    async def test() -> None:
-        for one in (forgets, leaves_it_running):
-            with pytest.raises(InvalidRequest, match=r"write await handle\(message\)"):
-                await called(forever, [one])
-        for task in tasks:
-            task.cancel()
-
     tasks: list[asyncio.Task[Any]] = []
-    asyncio.run(test())
+    for one in (forgets, leaves_it_running):
+        with pytest.raises(InvalidRequest, match=r"write await handle\(message\)"):
+            await called(forever, [one])
+    for task in tasks:
+        task.cancel()
 
 
 @pytest.mark.parametrize("batch", [None, 1])
@@ -370,36 +361,30 @@ def test_what_fails_in_a_callback_or_is_never_run_is_reported(caplog):
     assert "failed later" in caplog.text and "nothing runs it" in caplog.text
 
 
-def test_coroutines_of_on_master_changed_run_and_their_errors_are_logged(caplog):
+async def test_coroutines_of_on_master_changed_run_and_their_errors_are_logged(caplog):
     async def fails() -> None:
         raise ValueError("failed later")
 
-    async def test() -> None:
-        async with qmq.testing.Broker() as broker:
-            one = qmq.Consumer(metaserver=broker.metaserver, app="test")
-            one.on_master_changed(lambda event: noted())
-            one.on_master_changed(lambda event: fails())
-            async with one.pull("a", group="g"):
-                await broker.wait_until_subscribed("a", "g")
-                broker.swap_roles()
-                await until_async(lambda: effects and "failed later" in caplog.text)
-
-    run(test())
+    async with qmq.testing.Broker() as broker:
+        one = qmq.Consumer(metaserver=broker.metaserver, app="test")
+        one.on_master_changed(lambda event: noted())
+        one.on_master_changed(lambda event: fails())
+        async with one.pull("a", group="g"):
+            await broker.wait_until_subscribed("a", "g")
+            broker.swap_roles()
+            await until_async(lambda: effects and "failed later" in caplog.text)
 
 
-def test_the_receipt_of_a_transaction_may_be_returned_before_its_commit(tmp_path):
+async def test_the_receipt_of_a_transaction_may_be_returned_before_its_commit(tmp_path):
     """Waiting for it in the handler would last forever, as the commit follows the handler."""
 
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, _), producer_of(metaserver) as one:
-            for statement in create_statements("sqlite"):
-                sqlite3.connect(tmp_path / "db").execute(statement)
-            with Database(lambda: sqlite3.connect(tmp_path / "db")).transaction() as transaction:
-                later = await one.send(qmq.Message("a"), session=transaction)
-                assert await finished(later) is later and not later.done()
-            assert (await later).is_stored
-
-    run(test())
+    async with cluster("g1") as (metaserver, _), producer_of(metaserver) as one:
+        for statement in create_statements("sqlite"):
+            sqlite3.connect(tmp_path / "db").execute(statement)
+        with Database(lambda: sqlite3.connect(tmp_path / "db")).transaction() as transaction:
+            later = await one.send(qmq.Message("a"), session=transaction)
+            assert await finished(later) is later and not later.done()
+        assert (await later).is_stored
 
 
 @pytest.mark.parametrize("key", [None, noted, object()])

@@ -26,39 +26,33 @@ def consumer_of(metaserver):
     return qmq.Consumer(metaserver=metaserver.url, app="test", token=TOKEN)
 
 
-def test_a_long_retry_is_stored_by_the_delay_group_and_then_acked():
-    async def test():
-        async with delay_cluster("d1") as (metaserver, broker, [server]):
-            broker.add("a", encode_message(Message("a", {"n": 1}, tags={"t"}, id="one"), 7))
-            async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
-                (message,) = await puller.pull(1, timeout=10)
-                await message.nack("next week", delay=7 * DAY_S)
-                assert message.is_decided
-                await puller.flush()
-                assert message.is_settled and broker.acks and not broker.nacks
-            (data,) = server.subjects[MAILBOX]
-            copy = decode_message(data)
-            assert (copy.id, copy.tags, copy.created_ms) == ("one", {"t"}, 7)
-            assert copy.properties == {"n": "1", "qmq_times": "2"}
-            assert due_of(data) > 6 * DAY_MS
-
-    run(test())
+async def test_a_long_retry_is_stored_by_the_delay_group_and_then_acked():
+    async with delay_cluster("d1") as (metaserver, broker, [server]):
+        broker.add("a", encode_message(Message("a", {"n": 1}, tags={"t"}, id="one"), 7))
+        async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
+            (message,) = await puller.pull(1, timeout=10)
+            await message.nack("next week", delay=7 * DAY_S)
+            assert message.is_decided
+            await puller.flush()
+            assert message.is_settled and broker.acks and not broker.nacks
+        (data,) = server.subjects[MAILBOX]
+        copy = decode_message(data)
+        assert (copy.id, copy.tags, copy.created_ms) == ("one", {"t"}, 7)
+        assert copy.properties == {"n": "1", "qmq_times": "2"}
+        assert due_of(data) > 6 * DAY_MS
 
 
-def test_the_count_goes_on_in_the_mailbox():
-    async def test():
-        async with delay_cluster("d1") as (metaserver, broker, [server]):
-            message = Message("a", {"n": 1}, id="one")
-            data = deferring.delayed_copy(encode_message(message, 7), 0, {"qmq_times": "5"})
-            broker.add(MAILBOX, data)
-            async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
-                (got,) = await puller.pull(1, timeout=10)
-                assert (got.source, got.times) == (MAILBOX, 5)
-                await got.nack(delay=2 * DAY_S)
-                await puller.flush()
-            assert decode_message(server.subjects[MAILBOX][0])["qmq_times"] == "6"
-
-    run(test())
+async def test_the_count_goes_on_in_the_mailbox():
+    async with delay_cluster("d1") as (metaserver, broker, [server]):
+        message = Message("a", {"n": 1}, id="one")
+        data = deferring.delayed_copy(encode_message(message, 7), 0, {"qmq_times": "5"})
+        broker.add(MAILBOX, data)
+        async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
+            (got,) = await puller.pull(1, timeout=10)
+            assert (got.source, got.times) == (MAILBOX, 5)
+            await got.nack(delay=2 * DAY_S)
+            await puller.flush()
+        assert decode_message(server.subjects[MAILBOX][0])["qmq_times"] == "6"
 
 
 def test_without_a_delay_group_the_broker_keeps_it_for_a_day_and_the_log_says_why(monkeypatch, caplog):
@@ -90,18 +84,15 @@ def test_without_a_delay_group_the_broker_keeps_it_for_a_day_and_the_log_says_wh
 
 
 @pytest.mark.parametrize("arguments", [{"broadcast": True}, {"group": "g"}], ids=["broadcast", "dead letters"])
-def test_who_has_no_mailbox_is_refused_more_than_a_day(arguments):
-    async def test():
-        async with delay_cluster("d1") as (metaserver, broker, _):
-            subject = "a" if "broadcast" in arguments else "%DEAD_RETRY%a%g"
-            broker.add(subject, encode_message(Message(subject, {"n": 1}, id="one"), 7))
-            async with consumer_of(metaserver).pull(subject, start="earliest", **arguments) as puller:
-                (message,) = await puller.pull(1, timeout=10)
-                with pytest.raises(InvalidRequest, match="86400"):
-                    await message.nack(delay=2 * DAY_S)
-                await message.nack(delay=DAY_S)
-
-    run(test())
+async def test_who_has_no_mailbox_is_refused_more_than_a_day(arguments):
+    async with delay_cluster("d1") as (metaserver, broker, _):
+        subject = "a" if "broadcast" in arguments else "%DEAD_RETRY%a%g"
+        broker.add(subject, encode_message(Message(subject, {"n": 1}, id="one"), 7))
+        async with consumer_of(metaserver).pull(subject, start="earliest", **arguments) as puller:
+            (message,) = await puller.pull(1, timeout=10)
+            with pytest.raises(InvalidRequest, match="86400"):
+                await message.nack(delay=2 * DAY_S)
+            await message.nack(delay=DAY_S)
 
 
 def add(broker, **ids):
@@ -109,77 +100,68 @@ def add(broker, **ids):
         broker.add("a", encode_message(Message("a", {"n": id}, id=id, order_key=order_key), 7))
 
 
-def test_what_a_broker_postpones_no_more_goes_to_the_delay_group_and_the_rest_is_asked_again(monkeypatch):
+async def test_what_a_broker_postpones_no_more_goes_to_the_delay_group_and_the_rest_is_asked_again(monkeypatch):
     """What has an order key stays in its place, and what is due soon is not worth a copy."""
     monkeypatch.setattr(group_session, "RETRY_S_MAX", 0.05)
 
-    async def test():
-        async with delay_cluster("d1") as (metaserver, broker, [server]):
-            broker.postpones = False
-            add(broker, long=None, soon=None, keyed="k")
-            async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
-                long, soon, keyed = await puller.pull(3, timeout=10)
-                await long.nack("busy", delay=3_600)
-                await soon.nack("busy", delay=1)
-                await keyed.nack("busy", delay=3_600)
-                await until_async(lambda: long.is_settled)
-                (data,) = server.subjects[MAILBOX]
-                copy = decode_message(data)
-                assert (copy.id, copy.properties) == ("long", {"n": "long", "qmq_times": "2"})
-                assert 3_590_000 < due_of(data) - time.time() * 1000 <= 3_600_000
-                await until_async(lambda: broker.refusals > 3)
-                assert not keyed.is_settled
-                await until_async(lambda: soon.is_settled)
-                assert [entry.delay_ms for nack in broker.nacks for entry in nack.entries] == [0], "its time is over"
-                broker.postpones = True
-                await puller.flush()
-                assert keyed.is_settled and len(server.subjects[MAILBOX]) == 1
-
-    run(test())
+    async with delay_cluster("d1") as (metaserver, broker, [server]):
+        broker.postpones = False
+        add(broker, long=None, soon=None, keyed="k")
+        async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
+            long, soon, keyed = await puller.pull(3, timeout=10)
+            await long.nack("busy", delay=3_600)
+            await soon.nack("busy", delay=1)
+            await keyed.nack("busy", delay=3_600)
+            await until_async(lambda: long.is_settled)
+            (data,) = server.subjects[MAILBOX]
+            copy = decode_message(data)
+            assert (copy.id, copy.properties) == ("long", {"n": "long", "qmq_times": "2"})
+            assert 3_590_000 < due_of(data) - time.time() * 1000 <= 3_600_000
+            await until_async(lambda: broker.refusals > 3)
+            assert not keyed.is_settled
+            await until_async(lambda: soon.is_settled)
+            assert [entry.delay_ms for nack in broker.nacks for entry in nack.entries] == [0], "its time is over"
+            broker.postpones = True
+            await puller.flush()
+            assert keyed.is_settled and len(server.subjects[MAILBOX]) == 1
 
 
-def test_without_a_delay_group_what_a_broker_postpones_no_more_stays_and_the_log_says_so(monkeypatch, caplog):
+async def test_without_a_delay_group_what_a_broker_postpones_no_more_stays_and_the_log_says_so(monkeypatch, caplog):
     monkeypatch.setattr(deferring, "TIMEOUT_MS", 200)
     monkeypatch.setattr(group_session, "RETRY_S_MAX", 0.05)
 
-    async def test():
-        async with delay_cluster() as (metaserver, broker, _):
-            broker.postpones = False
-            add(broker, one=None, two=None)
-            async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
-                one, two = await puller.pull(2, timeout=10)
-                await one.nack("busy", delay=3_600)
-                await two.nack("busy", delay=0)
-                await until_async(lambda: two.is_settled)
-                await until_async(lambda: "stays with its consumer" in caplog.text)
-                asked = broker.refusals
-                await until_async(lambda: broker.refusals > asked + 3)
-                assert caplog.text.count("stays with its consumer") == 1, "the delay group is not asked each time"
-                broker.postpones = True
-                await puller.flush()
-                assert one.is_settled
-
-    run(test())
+    async with delay_cluster() as (metaserver, broker, _):
+        broker.postpones = False
+        add(broker, one=None, two=None)
+        async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
+            one, two = await puller.pull(2, timeout=10)
+            await one.nack("busy", delay=3_600)
+            await two.nack("busy", delay=0)
+            await until_async(lambda: two.is_settled)
+            await until_async(lambda: "stays with its consumer" in caplog.text)
+            asked = broker.refusals
+            await until_async(lambda: broker.refusals > asked + 3)
+            assert caplog.text.count("stays with its consumer") == 1, "the delay group is not asked each time"
+            broker.postpones = True
+            await puller.flush()
+            assert one.is_settled
 
 
-def test_a_group_that_postpones_everything_gets_everything(monkeypatch):
+async def test_a_group_that_postpones_everything_gets_everything(monkeypatch):
     """Above the bound what it postponed stayed with its consumer, and at `unacked_max` it got nothing more."""
     monkeypatch.setattr(causes, "REQUEUED_RANGES_MAX", 20)
 
-    async def test():
-        async with Broker() as broker, qmq.Producer(metaserver=broker.metaserver, app="t") as producer:
-            seen, consumer = set(), qmq.Consumer(metaserver=broker.metaserver, app="t", drain_s=0.1)
+    async with Broker() as broker, qmq.Producer(metaserver=broker.metaserver, app="t") as producer:
+        seen, consumer = set(), qmq.Consumer(metaserver=broker.metaserver, app="t", drain_s=0.1)
 
-            @consumer.listen("s", group="g", start="earliest", unacked_max=50)
-            async def handle(message):
-                seen.add(int(message["n"]))
-                raise qmq.RetryLater(3_600 + int(message["n"]))
+        @consumer.listen("s", group="g", start="earliest", unacked_max=50)
+        async def handle(message):
+            seen.add(int(message["n"]))
+            raise qmq.RetryLater(3_600 + int(message["n"]))
 
-            task = asyncio.create_task(consumer.run())
-            for number in range(200):
-                assert (await producer.send(Message("s", {"n": number}))).is_stored
-            await until_async(lambda: len(seen) == 200)
-            consumer.stop()
-            await task
-
-    run(test())
+        task = asyncio.create_task(consumer.run())
+        for number in range(200):
+            assert (await producer.send(Message("s", {"n": number}))).is_stored
+        await until_async(lambda: len(seen) == 200)
+        consumer.stop()
+        await task

@@ -15,7 +15,7 @@ from qmq.errors import BrokerReadOnly, CallError, InvalidRequest, NoRoute, NotSe
 from qmq.remoting.commands import Command
 from tests.support.waiting import until_async
 from tests.unit.client.fakes import FakeDelayServer, delay_cluster
-from tests.unit.client.test_producer import producer_of, run
+from tests.unit.client.test_producer import producer_of
 
 LATER = datetime(2040, 1, 1, tzinfo=UTC)
 LATER_MS = 2_208_988_800_000
@@ -25,187 +25,145 @@ def dues(server: FakeDelayServer, subject: str = "a") -> list[int | None]:
     return [due_of(data) for data in server.subjects[subject]]
 
 
-def test_delayed_messages_go_to_the_delay_group_and_others_to_brokers():
-    async def test() -> None:
-        async with delay_cluster("d1") as (metaserver, broker, [server]), producer_of(metaserver) as producer:
-            before_ms = time.time_ns() // 1_000_000
-            receipt = await producer.send(Message("a", {"n": 1}), delay=timedelta(minutes=30))
-            at_once = await producer.send(Message("a", {"n": 2}))
-            assert receipt.is_stored and receipt.broker_group == "d1" and at_once.broker_group == "g1"
-            assert receipt.due_ms is not None and at_once.due_ms is None
-            assert before_ms + 1_800_000 <= receipt.due_ms <= time.time_ns() // 1_000_000 + 1_800_000
-            assert dues(server) == [receipt.due_ms]
-            assert [decode_message(data)["n"] for data in broker.subjects["a"]] == ["2"]
-
-    run(test())
+async def test_delayed_messages_go_to_the_delay_group_and_others_to_brokers():
+    async with delay_cluster("d1") as (metaserver, broker, [server]), producer_of(metaserver) as producer:
+        before_ms = time.time_ns() // 1_000_000
+        receipt = await producer.send(Message("a", {"n": 1}), delay=timedelta(minutes=30))
+        at_once = await producer.send(Message("a", {"n": 2}))
+        assert receipt.is_stored and receipt.broker_group == "d1" and at_once.broker_group == "g1"
+        assert receipt.due_ms is not None and at_once.due_ms is None
+        assert before_ms + 1_800_000 <= receipt.due_ms <= time.time_ns() // 1_000_000 + 1_800_000
+        assert dues(server) == [receipt.due_ms]
+        assert [decode_message(data)["n"] for data in broker.subjects["a"]] == ["2"]
 
 
-def test_all_ways_to_send_take_a_delay_and_say_when_it_is_due():
-    async def test() -> None:
-        async with delay_cluster("d1") as (metaserver, _, [server]), producer_of(metaserver) as producer:
-            told: list[qmq.Receipt] = []
-            producer.send_nowait(Message("a"), told.append, at=LATER)
-            many = await producer.send_many([Message("a", id=f"m{n}") for n in range(2_500)], at=LATER)
-            keyed = await producer.send_many([Message("a"), Message("b", tags={"t"})], at=LATER, key="k")
-            ordered = await producer.send_many([Message("a", order_key="x"), Message("a")], at=LATER)
-            await producer.flush()
-            every = [*told, *many, *keyed, *ordered]
-            assert len(every) == 2_505
-            assert {(one.outcome, one.broker_group, one.due_ms) for one in every} == {(Outcome.STORED, "d1", LATER_MS)}
-            assert dues(server) == [LATER_MS] * 2_504 and dues(server, "b") == [LATER_MS]
-            assert decode_message(server.subjects["b"][0])["qmq_delayKey"] == "k"
-            assert server.attempts[-1].labels or server.attempts[-2].labels, "order keys reach the delay server"
-
-    run(test())
+async def test_all_ways_to_send_take_a_delay_and_say_when_it_is_due():
+    async with delay_cluster("d1") as (metaserver, _, [server]), producer_of(metaserver) as producer:
+        told: list[qmq.Receipt] = []
+        producer.send_nowait(Message("a"), told.append, at=LATER)
+        many = await producer.send_many([Message("a", id=f"m{n}") for n in range(2_500)], at=LATER)
+        keyed = await producer.send_many([Message("a"), Message("b", tags={"t"})], at=LATER, key="k")
+        ordered = await producer.send_many([Message("a", order_key="x"), Message("a")], at=LATER)
+        await producer.flush()
+        every = [*told, *many, *keyed, *ordered]
+        assert len(every) == 2_505
+        assert {(one.outcome, one.broker_group, one.due_ms) for one in every} == {(Outcome.STORED, "d1", LATER_MS)}
+        assert dues(server) == [LATER_MS] * 2_504 and dues(server, "b") == [LATER_MS]
+        assert decode_message(server.subjects["b"][0])["qmq_delayKey"] == "k"
+        assert server.attempts[-1].labels or server.attempts[-2].labels, "order keys reach the delay server"
 
 
-def test_a_message_that_is_refused_alone_says_when_it_would_have_been_due():
-    async def test() -> None:
-        async with delay_cluster("d1") as (metaserver, _, _), producer_of(metaserver) as producer:
-            receipts = await producer.send_many([Message("a", {"qmq_x": 1}), Message("a")], at=LATER)
-            assert [(one.outcome, one.due_ms) for one in receipts] == [
-                (Outcome.REFUSED, LATER_MS),
-                (Outcome.STORED, LATER_MS),
-            ]
-
-    run(test())
+async def test_a_message_that_is_refused_alone_says_when_it_would_have_been_due():
+    async with delay_cluster("d1") as (metaserver, _, _), producer_of(metaserver) as producer:
+        receipts = await producer.send_many([Message("a", {"qmq_x": 1}), Message("a")], at=LATER)
+        assert [(one.outcome, one.due_ms) for one in receipts] == [
+            (Outcome.REFUSED, LATER_MS),
+            (Outcome.STORED, LATER_MS),
+        ]
 
 
-def test_without_a_delay_group_the_error_names_what_an_operator_does():
-    async def test() -> None:
-        async with delay_cluster() as (metaserver, broker, _), producer_of(metaserver, timeout_s=1.5) as producer:
-            receipt = await producer.send(Message("a"), delay=5)
-            assert receipt.outcome is Outcome.REFUSED and isinstance(receipt.error, NoRoute)
-            assert "AddBroker" in receipt.reason and receipt.due_ms is not None
-            with pytest.raises(NoRoute, match="AddBroker"):
-                await producer.cancel(subject="a", id="x")
-            assert not broker.attempts
-
-    run(test())
+async def test_without_a_delay_group_the_error_names_what_an_operator_does():
+    async with delay_cluster() as (metaserver, broker, _), producer_of(metaserver, timeout_s=1.5) as producer:
+        receipt = await producer.send(Message("a"), delay=5)
+        assert receipt.outcome is Outcome.REFUSED and isinstance(receipt.error, NoRoute)
+        assert "AddBroker" in receipt.reason and receipt.due_ms is not None
+        with pytest.raises(NoRoute, match="AddBroker"):
+            await producer.cancel(subject="a", id="x")
+        assert not broker.attempts
 
 
-def test_naive_datetimes_are_refused_before_anything_is_sent():
-    async def test() -> None:
-        async with delay_cluster("d1") as (metaserver, broker, [server]), producer_of(metaserver) as producer:
-            naive = datetime(2040, 1, 1)
-            with pytest.raises(InvalidRequest, match="time zone"):
-                await producer.send(Message("a"), at=naive)
-            with pytest.raises(InvalidRequest, match="time zone"):
-                producer.send_nowait(Message("a"), lambda _: None, at=naive)
-            with pytest.raises(InvalidRequest, match="time zone"):
-                await producer.send_many([Message("a")], at=naive)
-            with pytest.raises(InvalidRequest, match="time zone"):
-                await producer.reschedule(subject="a", id="x", at=naive)
-            with pytest.raises(InvalidRequest, match="commit"):
-                await producer.send(Message("a"), session=object(), delay=1)  # type: ignore[call-overload]
-            assert not broker.attempts and not server.attempts
-
-    run(test())
+async def test_naive_datetimes_are_refused_before_anything_is_sent():
+    async with delay_cluster("d1") as (metaserver, broker, [server]), producer_of(metaserver) as producer:
+        naive = datetime(2040, 1, 1)
+        with pytest.raises(InvalidRequest, match="time zone"):
+            await producer.send(Message("a"), at=naive)
+        with pytest.raises(InvalidRequest, match="time zone"):
+            producer.send_nowait(Message("a"), lambda _: None, at=naive)
+        with pytest.raises(InvalidRequest, match="time zone"):
+            await producer.send_many([Message("a")], at=naive)
+        with pytest.raises(InvalidRequest, match="time zone"):
+            await producer.reschedule(subject="a", id="x", at=naive)
+        with pytest.raises(InvalidRequest, match="commit"):
+            await producer.send(Message("a"), session=object(), delay=1)  # type: ignore[call-overload]
+        assert not broker.attempts and not server.attempts
 
 
-def test_a_receipt_takes_its_message_back_at_its_own_group():
-    async def test() -> None:
-        async with delay_cluster("d1", "d2") as (metaserver, _, servers), producer_of(metaserver) as producer:
-            receipt = await producer.send(Message("a"), at=LATER)
-            assert await producer.cancel(receipt) is DelayOutcome.CANCELLED
-            (asked,) = [server for server in servers if server.asked]
-            assert asked.name == receipt.broker_group and asked.cancelled == {receipt.message_id}
-            assert asked.asked[0].due_ms == LATER_MS
-
-    run(test())
+async def test_a_receipt_takes_its_message_back_at_its_own_group():
+    async with delay_cluster("d1", "d2") as (metaserver, _, servers), producer_of(metaserver) as producer:
+        receipt = await producer.send(Message("a"), at=LATER)
+        assert await producer.cancel(receipt) is DelayOutcome.CANCELLED
+        (asked,) = [server for server in servers if server.asked]
+        assert asked.name == receipt.broker_group and asked.cancelled == {receipt.message_id}
+        assert asked.asked[0].due_ms == LATER_MS
 
 
 @pytest.mark.parametrize("by", ["id", "key"])
-def test_without_a_receipt_all_delay_groups_are_asked(by):
-    async def test() -> None:
-        async with delay_cluster("d1", "d2") as (metaserver, _, servers), producer_of(metaserver) as producer:
-            receipt = await producer.send(Message("a"), at=LATER, key="order-42")
-            names = {"id": receipt.message_id} if by == "id" else {"key": "order-42"}
-            assert await producer.reschedule(subject="a", delay=5, **names) is DelayOutcome.RESCHEDULED
-            assert await producer.cancel(subject="a", **names) is DelayOutcome.CANCELLED
-            assert [len(server.asked) for server in servers] == [2, 2]
-            assert await producer.cancel(subject="other", **names) is DelayOutcome.UNKNOWN
-
-    run(test())
+async def test_without_a_receipt_all_delay_groups_are_asked(by):
+    async with delay_cluster("d1", "d2") as (metaserver, _, servers), producer_of(metaserver) as producer:
+        receipt = await producer.send(Message("a"), at=LATER, key="order-42")
+        names = {"id": receipt.message_id} if by == "id" else {"key": "order-42"}
+        assert await producer.reschedule(subject="a", delay=5, **names) is DelayOutcome.RESCHEDULED
+        assert await producer.cancel(subject="a", **names) is DelayOutcome.CANCELLED
+        assert [len(server.asked) for server in servers] == [2, 2]
+        assert await producer.cancel(subject="other", **names) is DelayOutcome.UNKNOWN
 
 
-def test_what_was_sent_is_answered_so():
-    async def test() -> None:
-        async with delay_cluster("d1") as (metaserver, _, [server]), producer_of(metaserver) as producer:
-            receipt = await producer.send(Message("a"), at=LATER)
-            server.sent.add(receipt.message_id)
-            assert await producer.cancel(receipt) is DelayOutcome.SENT
-            assert await producer.reschedule(receipt, at=LATER) is DelayOutcome.SENT
-
-    run(test())
+async def test_what_was_sent_is_answered_so():
+    async with delay_cluster("d1") as (metaserver, _, [server]), producer_of(metaserver) as producer:
+        receipt = await producer.send(Message("a"), at=LATER)
+        server.sent.add(receipt.message_id)
+        assert await producer.cancel(receipt) is DelayOutcome.SENT
+        assert await producer.reschedule(receipt, at=LATER) is DelayOutcome.SENT
 
 
-def test_a_lost_answer_is_asked_for_again():
-    async def test() -> None:
-        async with delay_cluster("d1") as (metaserver, _, [server]), producer_of(metaserver) as producer:
-            receipt = await producer.send(Message("a"), at=LATER)
-            server.loses_answer_to = Command.CANCEL
-            assert await producer.cancel(receipt) is DelayOutcome.CANCELLED
-            assert len(server.asked) == 2
-
-    run(test())
+async def test_a_lost_answer_is_asked_for_again():
+    async with delay_cluster("d1") as (metaserver, _, [server]), producer_of(metaserver) as producer:
+        receipt = await producer.send(Message("a"), at=LATER)
+        server.loses_answer_to = Command.CANCEL
+        assert await producer.cancel(receipt) is DelayOutcome.CANCELLED
+        assert len(server.asked) == 2
 
 
-def test_a_group_that_cannot_write_now_is_asked_until_it_can():
-    async def test() -> None:
-        async with delay_cluster("d1") as (metaserver, _, [server]), producer_of(metaserver) as producer:
-            receipt = await producer.send(Message("a"), at=LATER)
-            server.refuse_recall_with = BrokerReadOnly("slave_down")
-            asking = asyncio.create_task(producer.cancel(receipt))
-            await until_async(lambda: len(server.asked) >= 2)
-            server.refuse_recall_with = None
-            assert await asking is DelayOutcome.CANCELLED
-
-    run(test())
+async def test_a_group_that_cannot_write_now_is_asked_until_it_can():
+    async with delay_cluster("d1") as (metaserver, _, [server]), producer_of(metaserver) as producer:
+        receipt = await producer.send(Message("a"), at=LATER)
+        server.refuse_recall_with = BrokerReadOnly("slave_down")
+        asking = asyncio.create_task(producer.cancel(receipt))
+        await until_async(lambda: len(server.asked) >= 2)
+        server.refuse_recall_with = None
+        assert await asking is DelayOutcome.CANCELLED
 
 
-def test_unknown_is_not_said_while_a_group_is_silent():
-    async def test() -> None:
-        async with (
-            delay_cluster("d1", "d2") as (metaserver, _, servers),
-            producer_of(metaserver, timeout_s=4.0, answer_timeout_s=0.4) as producer,
-        ):
-            servers[1].is_silent = True
-            with pytest.raises(NotServed, match="d2"):
-                await producer.cancel(subject="a", id="nobody knows it")
-            assert len(servers[1].asked) > 1, "it was asked again on a new connection"
-
-    run(test())
+async def test_unknown_is_not_said_while_a_group_is_silent():
+    async with (
+        delay_cluster("d1", "d2") as (metaserver, _, servers),
+        producer_of(metaserver, timeout_s=4.0, answer_timeout_s=0.4) as producer,
+    ):
+        servers[1].is_silent = True
+        with pytest.raises(NotServed, match="d2"):
+            await producer.cancel(subject="a", id="nobody knows it")
+        assert len(servers[1].asked) > 1, "it was asked again on a new connection"
 
 
-def test_a_refusal_of_the_delay_server_reaches_the_caller():
-    async def test() -> None:
-        async with delay_cluster("d1") as (metaserver, _, [server]), producer_of(metaserver) as producer:
-            receipt = await producer.send(Message("a"), at=LATER)
-            server.refuse_recall_with = InvalidRequest("due in 9999 days; this delay server takes at most 730")
-            with pytest.raises(CallError, match="at most 730"):
-                await producer.reschedule(receipt, delay=timedelta(days=9999))
-
-    run(test())
+async def test_a_refusal_of_the_delay_server_reaches_the_caller():
+    async with delay_cluster("d1") as (metaserver, _, [server]), producer_of(metaserver) as producer:
+        receipt = await producer.send(Message("a"), at=LATER)
+        server.refuse_recall_with = InvalidRequest("due in 9999 days; this delay server takes at most 730")
+        with pytest.raises(CallError, match="at most 730"):
+            await producer.reschedule(receipt, delay=timedelta(days=9999))
 
 
-def test_closing_waits_for_delayed_messages_too():
-    async def test() -> None:
-        async with delay_cluster("d1") as (metaserver, _, [server]):
-            told: list[qmq.Receipt] = []
-            async with producer_of(metaserver) as producer:
-                producer.send_nowait(Message("a"), told.append, at=LATER)
-            assert [one.outcome for one in told] == [Outcome.STORED] and len(server.subjects["a"]) == 1
-
-    run(test())
+async def test_closing_waits_for_delayed_messages_too():
+    async with delay_cluster("d1") as (metaserver, _, [server]):
+        told: list[qmq.Receipt] = []
+        async with producer_of(metaserver) as producer:
+            producer.send_nowait(Message("a"), told.append, at=LATER)
+        assert [one.outcome for one in told] == [Outcome.STORED] and len(server.subjects["a"]) == 1
 
 
-def test_a_closed_producer_cancels_nothing():
-    async def test() -> None:
-        async with delay_cluster("d1") as (metaserver, _, _):
-            async with producer_of(metaserver) as producer:
-                pass
-            with pytest.raises(qmq.ClientClosed):
-                await producer.cancel(subject="a", id="x")
-
-    run(test())
+async def test_a_closed_producer_cancels_nothing():
+    async with delay_cluster("d1") as (metaserver, _, _):
+        async with producer_of(metaserver) as producer:
+            pass
+        with pytest.raises(qmq.ClientClosed):
+            await producer.cancel(subject="a", id="x")

@@ -19,7 +19,6 @@ from qmq.remoting.commands import Verdict
 from tests.support.waiting import until_async
 from tests.unit.client.consuming import consumer_of, listening, ns
 from tests.unit.client.fakes import FakeBroker, cluster
-from tests.unit.client.test_producer import run
 
 DAY_S = 86_400
 
@@ -41,41 +40,35 @@ def verdicts(broker: FakeBroker) -> list[int]:
 
 @pytest.mark.parametrize("batch", [None, 4])
 @pytest.mark.parametrize("most_once", [False, True])
-def test_a_handler_gets_nothing_that_has_expired_and_the_broker_is_told(batch, most_once):
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill_expiring(broker, 60, {2: 30, 3: 59, 4: DAY_S, 9: 1})
-            consumer, handled = consumer_of(metaserver, consumer_id="c1"), []
+async def test_a_handler_gets_nothing_that_has_expired_and_the_broker_is_told(batch, most_once):
+    async with cluster("g1") as (metaserver, [broker]):
+        fill_expiring(broker, 60, {2: 30, 3: 59, 4: DAY_S, 9: 1})
+        consumer, handled = consumer_of(metaserver, consumer_id="c1"), []
 
-            @consumer.listen("a", group="g", start="earliest", batch=batch, most_once=most_once)
-            async def handle(given) -> None:
-                handled.extend(ns(given if batch else [given]))
+        @consumer.listen("a", group="g", start="earliest", batch=batch, most_once=most_once)
+        async def handle(given) -> None:
+            handled.extend(ns(given if batch else [given]))
 
-            async with listening(consumer):
-                subscriber = lambda: broker.subscribers["a", "g", "c1"]
-                await until_async(lambda: len(handled) == 7 and not subscriber().pulled)
-            assert handled == [0, 1, 4, 5, 6, 7, 8]
-            assert verdicts(broker) == [Verdict.EXPIRED] * 3
-
-    run(test())
+        async with listening(consumer):
+            subscriber = lambda: broker.subscribers["a", "g", "c1"]
+            await until_async(lambda: len(handled) == 7 and not subscriber().pulled)
+        assert handled == [0, 1, 4, 5, 6, 7, 8]
+        assert verdicts(broker) == [Verdict.EXPIRED] * 3
 
 
-def test_a_message_that_expires_while_it_waits_here_is_not_handled():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill_expiring(broker, 0, {1: 0.05}, count=2)
-            consumer, handled = consumer_of(metaserver, consumer_id="c1"), []
+async def test_a_message_that_expires_while_it_waits_here_is_not_handled():
+    async with cluster("g1") as (metaserver, [broker]):
+        fill_expiring(broker, 0, {1: 0.05}, count=2)
+        consumer, handled = consumer_of(metaserver, consumer_id="c1"), []
 
-            @consumer.listen("a", group="g", start="earliest")
-            async def handle(message: qmq.ReceivedMessage) -> None:
-                handled.append(int(message["n"]))
-                await asyncio.sleep(0.06)
+        @consumer.listen("a", group="g", start="earliest")
+        async def handle(message: qmq.ReceivedMessage) -> None:
+            handled.append(int(message["n"]))
+            await asyncio.sleep(0.06)
 
-            async with listening(consumer):
-                await until_async(lambda: verdicts(broker) == [Verdict.EXPIRED])
-            assert handled == [0]
-
-    run(test())
+        async with listening(consumer):
+            await until_async(lambda: verdicts(broker) == [Verdict.EXPIRED])
+        assert handled == [0]
 
 
 @pytest.fixture
@@ -89,49 +82,43 @@ def clock(monkeypatch):
 
 @pytest.mark.parametrize("suspected", [{0}, {1}], ids=["for the one that is alone", "to be alone"])
 @pytest.mark.parametrize("batch", [None, 2], ids=["single", "in lists"])
-def test_a_message_that_expires_while_it_waits_for_its_turn_is_not_handled(clock, suspected, batch):
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            broker.begins, broker.suspected = True, suspected
-            fill_expiring(broker, 0, {1: DAY_S}, count=3)
-            consumer, began, gate = consumer_of(metaserver, consumer_id="c1"), [], asyncio.Event()
+async def test_a_message_that_expires_while_it_waits_for_its_turn_is_not_handled(clock, suspected, batch):
+    async with cluster("g1") as (metaserver, [broker]):
+        broker.begins, broker.suspected = True, suspected
+        fill_expiring(broker, 0, {1: DAY_S}, count=3)
+        consumer, began, gate = consumer_of(metaserver, consumer_id="c1"), [], asyncio.Event()
 
-            @consumer.listen("a", group="g", start="earliest", concurrency=2, batch=batch)
-            async def handle(given) -> None:
-                began.extend(ns(given if batch else [given]))
-                await gate.wait()
+        @consumer.listen("a", group="g", start="earliest", concurrency=2, batch=batch)
+        async def handle(given) -> None:
+            began.extend(ns(given if batch else [given]))
+            await gate.wait()
 
-            async with listening(consumer):
-                taken = 3 if batch and suspected == {0} else 2
-                await until_async(lambda: began and waiting(consumer) == 3 - taken)
-                clock.ahead_s = 2 * DAY_S
-                gate.set()
-                await until_async(lambda: verdicts(broker) and not broker.subscribers["a", "g", "c1"].pulled)
-            assert began == [0, 2] and verdicts(broker) == [Verdict.EXPIRED]
-
-    run(test())
+        async with listening(consumer):
+            taken = 3 if batch and suspected == {0} else 2
+            await until_async(lambda: began and waiting(consumer) == 3 - taken)
+            clock.ahead_s = 2 * DAY_S
+            gate.set()
+            await until_async(lambda: verdicts(broker) and not broker.subscribers["a", "g", "c1"].pulled)
+        assert began == [0, 2] and verdicts(broker) == [Verdict.EXPIRED]
 
 
 @pytest.mark.parametrize("batch", [None, 2], ids=["single", "in lists"])
-def test_at_most_once_a_message_that_expires_while_its_ack_is_on_the_way_is_not_handled(clock, batch):
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            broker.holds_acks = True
-            fill_expiring(broker, 0, {0: DAY_S}, count=2)
-            consumer, handled = consumer_of(metaserver, consumer_id="c1"), []
+async def test_at_most_once_a_message_that_expires_while_its_ack_is_on_the_way_is_not_handled(clock, batch):
+    async with cluster("g1") as (metaserver, [broker]):
+        broker.holds_acks = True
+        fill_expiring(broker, 0, {0: DAY_S}, count=2)
+        consumer, handled = consumer_of(metaserver, consumer_id="c1"), []
 
-            @consumer.listen("a", group="g", start="earliest", most_once=True, batch=batch)
-            async def handle(given) -> None:
-                handled.extend(ns(given if batch else [given]))
+        @consumer.listen("a", group="g", start="earliest", most_once=True, batch=batch)
+        async def handle(given) -> None:
+            handled.extend(ns(given if batch else [given]))
 
-            async with listening(consumer):
-                await until_async(lambda: broker._held_acks)
-                clock.ahead_s = 2 * DAY_S
-                broker.release_acks()
-                await until_async(lambda: handled)
-            assert handled == [1] and not broker.nacks
-
-    run(test())
+        async with listening(consumer):
+            await until_async(lambda: broker._held_acks)
+            clock.ahead_s = 2 * DAY_S
+            broker.release_acks()
+            await until_async(lambda: handled)
+        assert handled == [1] and not broker.nacks
 
 
 def waiting(consumer: qmq.Consumer) -> int:
@@ -140,28 +127,22 @@ def waiting(consumer: qmq.Consumer) -> int:
     return sum(len(parcel.messages) - parcel.at for parcel in subscription._parcels)
 
 
-def test_a_puller_gets_nothing_that_has_expired():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill_expiring(broker, 60, dict.fromkeys(range(9), 30))
-            async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
-                assert ns(await puller.pull(10, timeout=10)) == [9]
-                await puller.flush()
-            assert verdicts(broker)[:9] == [Verdict.EXPIRED] * 9
-
-    run(test())
+async def test_a_puller_gets_nothing_that_has_expired():
+    async with cluster("g1") as (metaserver, [broker]):
+        fill_expiring(broker, 60, dict.fromkeys(range(9), 30))
+        async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
+            assert ns(await puller.pull(10, timeout=10)) == [9]
+            await puller.flush()
+        assert verdicts(broker)[:9] == [Verdict.EXPIRED] * 9
 
 
-def test_dead_letters_do_not_expire():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            dead = "%DEAD_RETRY%a%g"
-            encode = batch_encoder(dead, now_ms() - 60_000)
-            broker.add(dead, encode(Message(dead, {"n": 1}, id="m1", expires_after=1)))
-            async with consumer_of(metaserver).pull(dead, group="support", start="earliest") as puller:
-                assert ns(await puller.pull(10, timeout=10)) == [1]
-
-    run(test())
+async def test_dead_letters_do_not_expire():
+    async with cluster("g1") as (metaserver, [broker]):
+        dead = "%DEAD_RETRY%a%g"
+        encode = batch_encoder(dead, now_ms() - 60_000)
+        broker.add(dead, encode(Message(dead, {"n": 1}, id="m1", expires_after=1)))
+        async with consumer_of(metaserver).pull(dead, group="support", start="earliest") as puller:
+            assert ns(await puller.pull(10, timeout=10)) == [1]
 
 
 class _Piece:
@@ -187,17 +168,14 @@ def test_a_time_that_cannot_be_is_refused(wrong):
         encode_message(Message("a", id="m", expires_after=wrong), 0)
 
 
-def test_send_many_says_it_too():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            async with qmq.Producer(metaserver=metaserver.url, app="test", token="secret") as producer:
-                await producer.send_many(Message("a", {"n": n}, expires_after=60 if n else None) for n in range(3))
-                await producer.send(Message("a", {"n": 3}, expires_after=61))
-            found = [decode_message(bytes(data)) for data in broker.subjects["a"]]
-            name = "qmq_consumerExpiresAfter"
-            assert [one.properties.get(name) for one in found] == [None, "60000", "60000", "61000"]
-
-    run(test())
+async def test_send_many_says_it_too():
+    async with cluster("g1") as (metaserver, [broker]):
+        async with qmq.Producer(metaserver=metaserver.url, app="test", token="secret") as producer:
+            await producer.send_many(Message("a", {"n": n}, expires_after=60 if n else None) for n in range(3))
+            await producer.send(Message("a", {"n": 3}, expires_after=61))
+        found = [decode_message(bytes(data)) for data in broker.subjects["a"]]
+        name = "qmq_consumerExpiresAfter"
+        assert [one.properties.get(name) for one in found] == [None, "60000", "60000", "61000"]
 
 
 def test_an_outbox_keeps_it():

@@ -17,29 +17,26 @@ from qmq.errors import BrokerReadOnly, InvalidRequest
 from qmq.message import Message
 from qmq.types import Durability
 from tests.unit.client.fakes import cluster
-from tests.unit.client.test_producer import producer_of, run
+from tests.unit.client.test_producer import producer_of
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for path in sorted(folder.glob("*.ndjson")) for line in path.read_text().splitlines()]
 
 
-def test_what_a_broker_stored_is_in_the_journal_as_the_broker_has_it(tmp_path: Path) -> None:
+async def test_what_a_broker_stored_is_in_the_journal_as_the_broker_has_it(tmp_path: Path) -> None:
     """Tags and order keys give labels behind the batch, which are no part of a message."""
 
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            async with producer_of(metaserver, journal=qmq.Journal(tmp_path / "made", one_in=1)) as producer:
-                sent = [Message("a", {"n": n}, tags={"t"} if n % 2 else (), order_key=f"k{n}") for n in range(5)]
-                receipts = [*await producer.send_many(sent), await producer.send(Message("b", {"n": 9}))]
-            found = lines(tmp_path / "made")
-            assert [(one["subject"], one["group"], one["sequence"], one["id"]) for one in found] == [
-                (receipt.subject, "g1", receipt.sequence, receipt.message_id) for receipt in receipts
-            ]
-            kept = [*broker.subjects["a"], *broker.subjects["b"]]
-            assert [one["hash"] for one in found] == [sha256(message).hexdigest()[:16] for message in kept]
-
-    run(test())
+    async with cluster("g1") as (metaserver, [broker]):
+        async with producer_of(metaserver, journal=qmq.Journal(tmp_path / "made", one_in=1)) as producer:
+            sent = [Message("a", {"n": n}, tags={"t"} if n % 2 else (), order_key=f"k{n}") for n in range(5)]
+            receipts = [*await producer.send_many(sent), await producer.send(Message("b", {"n": 9}))]
+        found = lines(tmp_path / "made")
+        assert [(one["subject"], one["group"], one["sequence"], one["id"]) for one in found] == [
+            (receipt.subject, "g1", receipt.sequence, receipt.message_id) for receipt in receipts
+        ]
+        kept = [*broker.subjects["a"], *broker.subjects["b"]]
+        assert [one["hash"] for one in found] == [sha256(message).hexdigest()[:16] for message in kept]
 
 
 def test_what_was_not_stored_is_not_in_it(tmp_path: Path) -> None:

@@ -12,21 +12,18 @@ from qmq.client.sender import Sender
 from tests.unit.client.fakes import TOKEN, cluster
 
 
-def test_a_part_that_ends_by_a_defect_is_logged_before_the_client_is_closed(
+async def test_a_part_that_ends_by_a_defect_is_logged_before_the_client_is_closed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def broken(self: Sender) -> None:
         raise ValueError("a defect")
 
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, _):
-            async with qmq.Producer(metaserver=metaserver.url, app="test", token=TOKEN):
-                await asyncio.sleep(0)
-                await asyncio.sleep(0)
-                assert "client broken" in caplog.text and "a defect" in caplog.text
-
     monkeypatch.setattr(Sender, "_tick", broken)
-    asyncio.run(test())
+    async with cluster("g1") as (metaserver, _):
+        async with qmq.Producer(metaserver=metaserver.url, app="test", token=TOKEN):
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert "client broken" in caplog.text and "a defect" in caplog.text
 
 
 def test_a_part_that_is_cancelled_is_not(caplog: pytest.LogCaptureFixture) -> None:

@@ -22,510 +22,444 @@ from tests.unit.client.fakes import FakeBroker, cluster
 from tests.unit.client.test_producer import run
 
 
-def test_a_message_whose_handler_raises_is_handed_over_again_and_nothing_else_waits_for_it():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(20))
-            consumer, handled, failures = consumer_of(metaserver, consumer_id="c1"), [], []
+async def test_a_message_whose_handler_raises_is_handed_over_again_and_nothing_else_waits_for_it():
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(20))
+        consumer, handled, failures = consumer_of(metaserver, consumer_id="c1"), [], []
 
-            @consumer.listen("a", group="g", start="earliest", retry_delay=0.01)
-            async def handle(message: qmq.ReceivedMessage) -> None:
-                number = int(message["n"])
-                if number == 5 and message.times < 3:
-                    failures.append(message.times)
-                    raise ValueError("not now")
-                handled.append(number)
+        @consumer.listen("a", group="g", start="earliest", retry_delay=0.01)
+        async def handle(message: qmq.ReceivedMessage) -> None:
+            number = int(message["n"])
+            if number == 5 and message.times < 3:
+                failures.append(message.times)
+                raise ValueError("not now")
+            handled.append(number)
 
-            task = asyncio.create_task(consumer.run())
-            progress = lambda: broker.subscribers["a", "g", "c1"]
-            await until_async(lambda: len(handled) == 20 and not progress().pulled)
-            assert failures == [1, 2]
-            assert handled == [*range(5), *range(6, 20), 5]
-            assert [nack.reason for nack in broker.nacks] == ["ValueError('not now')"] * 2
-            await cancelled(task)
-
-    run(test())
+        task = asyncio.create_task(consumer.run())
+        progress = lambda: broker.subscribers["a", "g", "c1"]
+        await until_async(lambda: len(handled) == 20 and not progress().pulled)
+        assert failures == [1, 2]
+        assert handled == [*range(5), *range(6, 20), 5]
+        assert [nack.reason for nack in broker.nacks] == ["ValueError('not now')"] * 2
+        await cancelled(task)
 
 
-def test_as_many_handlers_run_at_the_same_time_as_asked():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(30))
-            consumer, running, most, gate = consumer_of(metaserver), 0, 0, asyncio.Event()
+async def test_as_many_handlers_run_at_the_same_time_as_asked():
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(30))
+        consumer, running, most, gate = consumer_of(metaserver), 0, 0, asyncio.Event()
 
-            @consumer.listen("a", group="g", start="earliest", concurrency=8)
-            async def handle(message: qmq.ReceivedMessage) -> None:
-                nonlocal running, most
-                running += 1
-                most = max(most, running)
-                if running == 8:
-                    gate.set()
-                await gate.wait()
-                running -= 1
-
-            task = asyncio.create_task(consumer.run())
+        @consumer.listen("a", group="g", start="earliest", concurrency=8)
+        async def handle(message: qmq.ReceivedMessage) -> None:
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            if running == 8:
+                gate.set()
             await gate.wait()
-            await cancelled(task)
-            assert most == 8
+            running -= 1
 
-    run(test())
+        task = asyncio.create_task(consumer.run())
+        await gate.wait()
+        await cancelled(task)
+        assert most == 8
 
 
 @pytest.mark.parametrize("how", ["cancelled", "SIGTERM"])
-def test_the_end_lets_handlers_finish_acks_them_and_gives_the_rest_back(how):
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(50))
-            consumer, started, gate = consumer_of(metaserver, consumer_id="c1"), [], asyncio.Event()
+async def test_the_end_lets_handlers_finish_acks_them_and_gives_the_rest_back(how):
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(50))
+        consumer, started, gate = consumer_of(metaserver, consumer_id="c1"), [], asyncio.Event()
 
-            @consumer.listen("a", group="g", start="earliest", concurrency=2)
-            async def handle(message: qmq.ReceivedMessage) -> None:
-                started.append(int(message["n"]))
-                await gate.wait()
+        @consumer.listen("a", group="g", start="earliest", concurrency=2)
+        async def handle(message: qmq.ReceivedMessage) -> None:
+            started.append(int(message["n"]))
+            await gate.wait()
 
-            task = asyncio.create_task(consumer.run())
-            await until_async(lambda: len(started) == 2)
-            if how == "SIGTERM":
-                os.kill(os.getpid(), signal.SIGTERM)
-            else:
-                task.cancel()
-            await settle()
-            assert not task.done(), "handlers still run"
-            gate.set()
-            if how == "SIGTERM":
+        task = asyncio.create_task(consumer.run())
+        await until_async(lambda: len(started) == 2)
+        if how == "SIGTERM":
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            task.cancel()
+        await settle()
+        assert not task.done(), "handlers still run"
+        gate.set()
+        if how == "SIGTERM":
+            await task
+        else:
+            with pytest.raises(asyncio.CancelledError):
                 await task
-            else:
-                with pytest.raises(asyncio.CancelledError):
-                    await task
-            assert started == [0, 1]
-            pulled = broker.positions["a", "g"]
-            assert pulled > 2 and sorted(broker.returned["a", "g"]) == list(range(2, pulled)), "given back at once"
-            assert broker.times["a", "g"] == {n: int(n < 2) for n in range(pulled)}, "they do not count as delivered"
-
-    run(test())
+        assert started == [0, 1]
+        pulled = broker.positions["a", "g"]
+        assert pulled > 2 and sorted(broker.returned["a", "g"]) == list(range(2, pulled)), "given back at once"
+        assert broker.times["a", "g"] == {n: int(n < 2) for n in range(pulled)}, "they do not count as delivered"
 
 
-def test_a_handler_that_never_ends_is_cancelled_and_its_message_given_back():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(1))
-            consumer, started = consumer_of(metaserver, drain_s=0.1), asyncio.Event()
+async def test_a_handler_that_never_ends_is_cancelled_and_its_message_given_back():
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(1))
+        consumer, started = consumer_of(metaserver, drain_s=0.1), asyncio.Event()
 
-            @consumer.listen("a", group="g", start="earliest")
-            async def handle(message: qmq.ReceivedMessage) -> None:
-                started.set()
-                await asyncio.Event().wait()
+        @consumer.listen("a", group="g", start="earliest")
+        async def handle(message: qmq.ReceivedMessage) -> None:
+            started.set()
+            await asyncio.Event().wait()
 
-            task = asyncio.create_task(consumer.run())
-            await started.wait()
-            await cancelled(task)
-            assert broker.returned["a", "g"] == [0]
-
-    run(test())
+        task = asyncio.create_task(consumer.run())
+        await started.wait()
+        await cancelled(task)
+        assert broker.returned["a", "g"] == [0]
 
 
 # What fails.
 
 
-def test_what_failed_as_often_as_it_may_is_a_dead_letter_with_its_reason():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(3))
-            consumer, times = consumer_of(metaserver), []
+async def test_what_failed_as_often_as_it_may_is_a_dead_letter_with_its_reason():
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(3))
+        consumer, times = consumer_of(metaserver), []
 
-            @consumer.listen("a", group="g", start="earliest", retries_max=3, retry_delay=0.0)
-            async def handle(message: qmq.ReceivedMessage) -> None:
-                if message["n"] == "1":
-                    times.append(message.times)
-                    raise ValueError("never")
+        @consumer.listen("a", group="g", start="earliest", retries_max=3, retry_delay=0.0)
+        async def handle(message: qmq.ReceivedMessage) -> None:
+            if message["n"] == "1":
+                times.append(message.times)
+                raise ValueError("never")
 
-            async with listening(consumer):
-                await until_async(lambda: broker.dead["a", "g"])
-            assert times == [1, 2, 3]
-            assert broker.dead["a", "g"] == [(1, "delivered 3 times; ValueError('never')")]
-
-    run(test())
+        async with listening(consumer):
+            await until_async(lambda: broker.dead["a", "g"])
+        assert times == [1, 2, 3]
+        assert broker.dead["a", "g"] == [(1, "delivered 3 times; ValueError('never')")]
 
 
-def test_a_handler_says_by_what_it_raises_what_becomes_of_its_message():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(3))
-            consumer, handled = consumer_of(metaserver), []
+async def test_a_handler_says_by_what_it_raises_what_becomes_of_its_message():
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(3))
+        consumer, handled = consumer_of(metaserver), []
 
-            @consumer.listen("a", group="g", start="earliest", retry_delay=1_000)
-            async def handle(message: qmq.ReceivedMessage) -> None:
-                if message["n"] == "0":
-                    raise qmq.DeadLetter("no such order")
-                if message["n"] == "1" and message.times == 1:
-                    raise qmq.RetryLater(0.01)
-                handled.append((message["n"], message.times))
+        @consumer.listen("a", group="g", start="earliest", retry_delay=1_000)
+        async def handle(message: qmq.ReceivedMessage) -> None:
+            if message["n"] == "0":
+                raise qmq.DeadLetter("no such order")
+            if message["n"] == "1" and message.times == 1:
+                raise qmq.RetryLater(0.01)
+            handled.append((message["n"], message.times))
 
-            async with listening(consumer):
-                await until_async(lambda: len(handled) == 2)
-            assert handled == [("2", 1), ("1", 2)]
-            assert broker.dead["a", "g"] == [(0, "no such order")]
-
-    run(test())
+        async with listening(consumer):
+            await until_async(lambda: len(handled) == 2)
+        assert handled == [("2", 1), ("1", 2)]
+        assert broker.dead["a", "g"] == [(0, "no such order")]
 
 
-def test_bytes_that_are_no_message_end_as_a_dead_letter_and_stop_nobody():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, [0])
-            broker.add("a", b"another language wrote this, badly")
-            fill(broker, [2])
-            consumer, handled = consumer_of(metaserver), []
+async def test_bytes_that_are_no_message_end_as_a_dead_letter_and_stop_nobody():
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, [0])
+        broker.add("a", b"another language wrote this, badly")
+        fill(broker, [2])
+        consumer, handled = consumer_of(metaserver), []
 
-            @consumer.listen("a", group="g", start="earliest", retries_max=2, retry_delay=0.0)
-            async def handle(message: qmq.ReceivedMessage) -> None:
-                handled.append(message["n"])
+        @consumer.listen("a", group="g", start="earliest", retries_max=2, retry_delay=0.0)
+        async def handle(message: qmq.ReceivedMessage) -> None:
+            handled.append(message["n"])
 
-            async with listening(consumer):
-                await until_async(lambda: broker.dead["a", "g"])
-            assert handled == ["0", "2"]
-            assert "InvalidMessage" in broker.dead["a", "g"][0][1]
-
-    run(test())
+        async with listening(consumer):
+            await until_async(lambda: broker.dead["a", "g"])
+        assert handled == ["0", "2"]
+        assert "InvalidMessage" in broker.dead["a", "g"][0][1]
 
 
-def test_messages_that_fail_together_travel_in_one_nack():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(100))
-            consumer = consumer_of(metaserver)
+async def test_messages_that_fail_together_travel_in_one_nack():
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(100))
+        consumer = consumer_of(metaserver)
 
-            @consumer.listen("a", group="g", start="earliest", concurrency=100, retry_delay=1_000)
-            async def handle(message: qmq.ReceivedMessage) -> None:
-                await asyncio.sleep(0)
-                raise ValueError("down")
+        @consumer.listen("a", group="g", start="earliest", concurrency=100, retry_delay=1_000)
+        async def handle(message: qmq.ReceivedMessage) -> None:
+            await asyncio.sleep(0)
+            raise ValueError("down")
 
-            async with listening(consumer):
-                await until_async(lambda: sum(broker.times["a", "g"].values()) == 100)
-                await until_async(lambda: not any(one.pulled for one in broker.subscribers.values()))
-            assert len(broker.nacks) < 10
-
-    run(test())
+        async with listening(consumer):
+            await until_async(lambda: sum(broker.times["a", "g"].values()) == 100)
+            await until_async(lambda: not any(one.pulled for one in broker.subscribers.values()))
+        assert len(broker.nacks) < 10
 
 
-def test_a_nack_whose_answer_was_lost_is_sent_again_and_counts_once():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(2))
-            broker.loses_answer_to = Command.NACK
-            consumer, times, gate = consumer_of(metaserver, consumer_id="c1"), [], asyncio.Event()
+async def test_a_nack_whose_answer_was_lost_is_sent_again_and_counts_once():
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(2))
+        broker.loses_answer_to = Command.NACK
+        consumer, times, gate = consumer_of(metaserver, consumer_id="c1"), [], asyncio.Event()
 
-            @consumer.listen("a", group="g", start="earliest", concurrency=2, retry_delay=0.2)
-            async def handle(message: qmq.ReceivedMessage) -> None:
-                times.append((message["n"], message.times))
-                if message["n"] == "0":
-                    await gate.wait()
-                elif message.times == 1:
-                    raise ValueError("not now")
+        @consumer.listen("a", group="g", start="earliest", concurrency=2, retry_delay=0.2)
+        async def handle(message: qmq.ReceivedMessage) -> None:
+            times.append((message["n"], message.times))
+            if message["n"] == "0":
+                await gate.wait()
+            elif message.times == 1:
+                raise ValueError("not now")
 
-            async with listening(consumer):
-                await until_async(lambda: len(broker.nacks) == 2)
-                gate.set()
-                await until_async(lambda: len(times) == 3 and not broker.subscribers["a", "g", "c1"].pulled)
-            assert len(broker.nacks) == 2
-            assert times == [("0", 1), ("1", 1), ("1", 2)]
-
-    run(test())
+        async with listening(consumer):
+            await until_async(lambda: len(broker.nacks) == 2)
+            gate.set()
+            await until_async(lambda: len(times) == 3 and not broker.subscribers["a", "g", "c1"].pulled)
+        assert len(broker.nacks) == 2
+        assert times == [("0", 1), ("1", 1), ("1", 2)]
 
 
-def test_what_was_handled_before_an_ack_was_refused_is_neither_acked_nor_nacked_later():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(2))
-            consumer, gate, began = consumer_of(metaserver, consumer_id="c1"), asyncio.Event(), []
+async def test_what_was_handled_before_an_ack_was_refused_is_neither_acked_nor_nacked_later():
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(2))
+        consumer, gate, began = consumer_of(metaserver, consumer_id="c1"), asyncio.Event(), []
 
-            @consumer.listen("a", group="g", start="earliest", concurrency=2, retry_delay=0.0)
-            async def handle(message: qmq.ReceivedMessage) -> None:
-                began.append((message["n"], message.times))
-                if message.times == 1 and message["n"] == "1":
-                    await gate.wait()
-                    raise ValueError("too late")
+        @consumer.listen("a", group="g", start="earliest", concurrency=2, retry_delay=0.0)
+        async def handle(message: qmq.ReceivedMessage) -> None:
+            began.append((message["n"], message.times))
+            if message.times == 1 and message["n"] == "1":
+                await gate.wait()
+                raise ValueError("too late")
 
-            broker.ack_error = InvalidAck("not yours")
-            async with listening(consumer):
-                await until_async(lambda: broker.ack_error is None and len(subscribes(broker)) == 2)
-                gate.set()
-                await until_async(lambda: len(began) == 4 and not broker.subscribers["a", "g", "c1"].pulled)
-            assert sorted(began) == [("0", 1), ("0", 2), ("1", 1), ("1", 2)]
-            assert not broker.nacks
-
-    run(test())
+        broker.ack_error = InvalidAck("not yours")
+        async with listening(consumer):
+            await until_async(lambda: broker.ack_error is None and len(subscribes(broker)) == 2)
+            gate.set()
+            await until_async(lambda: len(began) == 4 and not broker.subscribers["a", "g", "c1"].pulled)
+        assert sorted(began) == [("0", 1), ("0", 2), ("1", 1), ("1", 2)]
+        assert not broker.nacks
 
 
 # Messages of other kinds.
 
 
-def test_the_mailbox_of_a_group_is_shown_as_its_subject():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, [0])
-            fill(broker, [1], subject="%RETRY%a%g")
-            consumer, handled = consumer_of(metaserver), []
+async def test_the_mailbox_of_a_group_is_shown_as_its_subject():
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, [0])
+        fill(broker, [1], subject="%RETRY%a%g")
+        consumer, handled = consumer_of(metaserver), []
 
-            @consumer.listen("a", group="g", tags=["x"])
-            async def handle(message: qmq.ReceivedMessage) -> None:
-                handled.append((message.subject, message.source, message["n"]))
+        @consumer.listen("a", group="g", tags=["x"])
+        async def handle(message: qmq.ReceivedMessage) -> None:
+            handled.append((message.subject, message.source, message["n"]))
 
-            async with listening(consumer):
-                await until_async(lambda: handled)
-            assert handled == [("a", "%RETRY%a%g", "1")], "from the earliest on, though the group begins at the latest"
-            plain, mailbox = subscribes(broker)[0], subscribes(broker, "%RETRY%a%g")[0]
-            assert (plain["start"], plain["tags"], plain["deliveries_max"]) == ("latest", ["x"], 1_000)
-            assert (mailbox["start"], mailbox["tags"], mailbox["deliveries_max"]) == ("earliest", [], 1_000)
-
-    run(test())
+        async with listening(consumer):
+            await until_async(lambda: handled)
+        assert handled == [("a", "%RETRY%a%g", "1")], "from the earliest on, though the group begins at the latest"
+        plain, mailbox = subscribes(broker)[0], subscribes(broker, "%RETRY%a%g")[0]
+        assert (plain["start"], plain["tags"], plain["deliveries_max"]) == ("latest", ["x"], 1_000)
+        assert (mailbox["start"], mailbox["tags"], mailbox["deliveries_max"]) == ("earliest", [], 1_000)
 
 
-def test_a_broadcast_asks_for_a_group_of_its_own_and_no_mailbox():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            consumer = consumer_of(metaserver, consumer_id="c1")
+async def test_a_broadcast_asks_for_a_group_of_its_own_and_no_mailbox():
+    async with cluster("g1") as (metaserver, [broker]):
+        consumer = consumer_of(metaserver, consumer_id="c1")
 
-            @consumer.listen("a", tags=["y", "x"], tag_mode="all", start=datetime(1970, 1, 1, 0, 0, 7, tzinfo=UTC))
-            async def handle(message: qmq.ReceivedMessage) -> None: ...
+        @consumer.listen("a", tags=["y", "x"], tag_mode="all", start=datetime(1970, 1, 1, 0, 0, 7, tzinfo=UTC))
+        async def handle(message: qmq.ReceivedMessage) -> None: ...
 
-            async with listening(consumer):
-                await until_async(lambda: broker.pulls)
-            (fields,) = broker.subscribes
-            asked = {name: fields[name] for name in ("group", "broadcast", "tags", "tag_mode", "start", "since_ms")}
-            assert asked == {
-                "group": "c1",
-                "broadcast": True,
-                "tags": ["x", "y"],
-                "tag_mode": "all",
-                "start": "since",
-                "since_ms": 7000,
-            }
-
-    run(test())
+        async with listening(consumer):
+            await until_async(lambda: broker.pulls)
+        (fields,) = broker.subscribes
+        asked = {name: fields[name] for name in ("group", "broadcast", "tags", "tag_mode", "start", "since_ms")}
+        assert asked == {
+            "group": "c1",
+            "broadcast": True,
+            "tags": ["x", "y"],
+            "tag_mode": "all",
+            "start": "since",
+            "since_ms": 7000,
+        }
 
 
-def test_a_message_that_names_another_group_is_taken_as_done():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            for at, group in enumerate(("other", "g", "")):
-                encoded = batch_encoder("a", 1)(qmq.Message("a", {"n": at}, id=str(at)))
-                broker.add("a", with_properties(encoded, {"qmq_consumerGroupName": group} if group else {}))
-            consumer, handled = consumer_of(metaserver, consumer_id="c1"), []
+async def test_a_message_that_names_another_group_is_taken_as_done():
+    async with cluster("g1") as (metaserver, [broker]):
+        for at, group in enumerate(("other", "g", "")):
+            encoded = batch_encoder("a", 1)(qmq.Message("a", {"n": at}, id=str(at)))
+            broker.add("a", with_properties(encoded, {"qmq_consumerGroupName": group} if group else {}))
+        consumer, handled = consumer_of(metaserver, consumer_id="c1"), []
 
-            @consumer.listen("a", group="g", start="earliest")
-            async def handle(message: qmq.ReceivedMessage) -> None:
-                handled.append(message["n"])
+        @consumer.listen("a", group="g", start="earliest")
+        async def handle(message: qmq.ReceivedMessage) -> None:
+            handled.append(message["n"])
 
-            async with listening(consumer):
-                await until_async(lambda: len(handled) == 2 and not broker.subscribers["a", "g", "c1"].pulled)
-            assert handled == ["1", "2"]
-
-    run(test())
+        async with listening(consumer):
+            await until_async(lambda: len(handled) == 2 and not broker.subscribers["a", "g", "c1"].pulled)
+        assert handled == ["1", "2"]
 
 
 # At most once.
 
 
-def test_at_most_once_the_broker_keeps_the_ack_before_the_handler_is_called():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(20))
-            consumer, unacked = consumer_of(metaserver, consumer_id="c1"), []
+async def test_at_most_once_the_broker_keeps_the_ack_before_the_handler_is_called():
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(20))
+        consumer, unacked = consumer_of(metaserver, consumer_id="c1"), []
 
-            @consumer.listen("a", group="g", start="earliest", most_once=True, concurrency=3, retry_delay=0.0)
-            async def handle(message: qmq.ReceivedMessage) -> None:
-                unacked.append(message.sequence in broker.subscribers["a", "g", "c1"].pulled.values())
-                raise ValueError("is not tried again")
+        @consumer.listen("a", group="g", start="earliest", most_once=True, concurrency=3, retry_delay=0.0)
+        async def handle(message: qmq.ReceivedMessage) -> None:
+            unacked.append(message.sequence in broker.subscribers["a", "g", "c1"].pulled.values())
+            raise ValueError("is not tried again")
 
-            async with listening(consumer):
-                await until_async(lambda: len(unacked) == 20)
-            assert not any(unacked)
-            assert not broker.nacks
-            assert broker.times["a", "g"] == dict.fromkeys(range(20), 1)
-
-    run(test())
+        async with listening(consumer):
+            await until_async(lambda: len(unacked) == 20)
+        assert not any(unacked)
+        assert not broker.nacks
+        assert broker.times["a", "g"] == dict.fromkeys(range(20), 1)
 
 
-def test_at_most_once_what_somebody_may_have_begun_is_skipped():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(4))
-            broker.positions["a", "g"] = 2
-            broker.times["a", "g"].update({0: 1, 1: 0})
-            broker.returned["a", "g"] = [0, 1]
-            consumer, handled = consumer_of(metaserver, consumer_id="c1"), []
+async def test_at_most_once_what_somebody_may_have_begun_is_skipped():
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(4))
+        broker.positions["a", "g"] = 2
+        broker.times["a", "g"].update({0: 1, 1: 0})
+        broker.returned["a", "g"] = [0, 1]
+        consumer, handled = consumer_of(metaserver, consumer_id="c1"), []
 
-            @consumer.listen("a", group="g", most_once=True)
-            async def handle(message: qmq.ReceivedMessage) -> None:
-                handled.append(message.sequence)
+        @consumer.listen("a", group="g", most_once=True)
+        async def handle(message: qmq.ReceivedMessage) -> None:
+            handled.append(message.sequence)
 
-            async with listening(consumer):
-                await until_async(lambda: len(handled) == 3)
-            assert sorted(handled) == [1, 2, 3]
-            assert not broker.subscribers["a", "g", "c1"].pulled
-            assert broker.returned["a", "g"] == []
-
-    run(test())
+        async with listening(consumer):
+            await until_async(lambda: len(handled) == 3)
+        assert sorted(handled) == [1, 2, 3]
+        assert not broker.subscribers["a", "g", "c1"].pulled
+        assert broker.returned["a", "g"] == []
 
 
-def test_at_most_once_nothing_that_only_waited_here_is_acked():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(50))
-            consumer, began, gate = consumer_of(metaserver, consumer_id="c1"), [], asyncio.Event()
+async def test_at_most_once_nothing_that_only_waited_here_is_acked():
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(50))
+        consumer, began, gate = consumer_of(metaserver, consumer_id="c1"), [], asyncio.Event()
 
-            @consumer.listen("a", group="g", start="earliest", most_once=True, prefetch_messages=40)
-            async def handle(message: qmq.ReceivedMessage) -> None:
-                began.append(message.sequence)
-                await gate.wait()
+        @consumer.listen("a", group="g", start="earliest", most_once=True, prefetch_messages=40)
+        async def handle(message: qmq.ReceivedMessage) -> None:
+            began.append(message.sequence)
+            await gate.wait()
 
-            async with listening(consumer) as task:
-                await until_async(lambda: began and len(broker.subscribers["a", "g", "c1"].pulled) >= 3)
-                consumer.stop()
-                gate.set()
-                await task
-            assert began == [0]
-            left = sorted(broker.returned["a", "g"])
-            assert left + list(range(broker.positions["a", "g"], 50)) == list(range(1, 50))
-            assert {broker.times["a", "g"][sequence] for sequence in left} == {0}, "the next one does not skip them"
-
-    run(test())
+        async with listening(consumer) as task:
+            await until_async(lambda: began and len(broker.subscribers["a", "g", "c1"].pulled) >= 3)
+            consumer.stop()
+            gate.set()
+            await task
+        assert began == [0]
+        left = sorted(broker.returned["a", "g"])
+        assert left + list(range(broker.positions["a", "g"], 50)) == list(range(1, 50))
+        assert {broker.times["a", "g"][sequence] for sequence in left} == {0}, "the next one does not skip them"
 
 
-def test_at_most_once_a_handler_is_not_called_when_the_ack_is_refused():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(1))
-            broker.ack_error = InvalidAck("not yours")
-            consumer, handled = consumer_of(metaserver, consumer_id="c1"), []
+async def test_at_most_once_a_handler_is_not_called_when_the_ack_is_refused():
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(1))
+        broker.ack_error = InvalidAck("not yours")
+        consumer, handled = consumer_of(metaserver, consumer_id="c1"), []
 
-            @consumer.listen("a", group="g", start="earliest", most_once=True)
-            async def handle(message: qmq.ReceivedMessage) -> None:
-                handled.append(message.sequence)
+        @consumer.listen("a", group="g", start="earliest", most_once=True)
+        async def handle(message: qmq.ReceivedMessage) -> None:
+            handled.append(message.sequence)
 
-            async with listening(consumer):
-                await until_async(lambda: len(broker.acks) == 1)  # of the message that came again
-            assert handled == []
-
-    run(test())
+        async with listening(consumer):
+            await until_async(lambda: len(broker.acks) == 1)  # of the message that came again
+        assert handled == []
 
 
-def test_while_no_dead_letter_can_be_stored_other_messages_are_consumed_and_retried():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            broker.stores_dead_letters = False
-            fill(broker, [0])
-            consumer, handled = consumer_of(metaserver, consumer_id="c1"), []
+async def test_while_no_dead_letter_can_be_stored_other_messages_are_consumed_and_retried():
+    async with cluster("g1") as (metaserver, [broker]):
+        broker.stores_dead_letters = False
+        fill(broker, [0])
+        consumer, handled = consumer_of(metaserver, consumer_id="c1"), []
 
-            @consumer.listen("a", group="g", start="earliest", retry_delay=0.0)
-            async def handle(message: qmq.ReceivedMessage) -> None:
-                if message["n"] == "0":
-                    raise qmq.DeadLetter("no such order")
-                if message["n"] == "1" and message.times == 1:
-                    raise ValueError("not now")
-                handled.append(int(message["n"]))
+        @consumer.listen("a", group="g", start="earliest", retry_delay=0.0)
+        async def handle(message: qmq.ReceivedMessage) -> None:
+            if message["n"] == "0":
+                raise qmq.DeadLetter("no such order")
+            if message["n"] == "1" and message.times == 1:
+                raise ValueError("not now")
+            handled.append(int(message["n"]))
 
-            async with listening(consumer):
-                await until_async(lambda: len(subscribes(broker)) == 1)
-                await until_async(lambda: broker.refusals > 1)
-                for number in range(1, 20):
-                    fill(broker, [number])
-                    await until_async(lambda: number == 1 or number in handled)  # noqa: B023
-                await until_async(lambda: sorted(handled) == list(range(1, 20)))
-                assert len(subscribes(broker)) == 1, "the subscription goes on"
-                broker.stores_dead_letters = True
-                await until_async(lambda: broker.dead["a", "g"] == [(0, "no such order")])
-
-    run(test())
+        async with listening(consumer):
+            await until_async(lambda: len(subscribes(broker)) == 1)
+            await until_async(lambda: broker.refusals > 1)
+            for number in range(1, 20):
+                fill(broker, [number])
+                await until_async(lambda: number == 1 or number in handled)  # noqa: B023
+            await until_async(lambda: sorted(handled) == list(range(1, 20)))
+            assert len(subscribes(broker)) == 1, "the subscription goes on"
+            broker.stores_dead_letters = True
+            await until_async(lambda: broker.dead["a", "g"] == [(0, "no such order")])
 
 
 @pytest.mark.parametrize("number", ["9" * 5_000, "9" * 30])
-def test_whatever_a_message_says_of_its_retries_it_is_decided(number):
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            data = batch_encoder("a", 1)(qmq.Message("a", {}, id="m"))
-            broker.add("a", with_properties(data, {"qmq_maxRetryNum": number}))
-            consumer, times = consumer_of(metaserver, consumer_id="c1"), []
+async def test_whatever_a_message_says_of_its_retries_it_is_decided(number):
+    async with cluster("g1") as (metaserver, [broker]):
+        data = batch_encoder("a", 1)(qmq.Message("a", {}, id="m"))
+        broker.add("a", with_properties(data, {"qmq_maxRetryNum": number}))
+        consumer, times = consumer_of(metaserver, consumer_id="c1"), []
 
-            @consumer.listen("a", group="g", start="earliest", retry_delay=0.0)
-            async def handle(message: qmq.ReceivedMessage) -> None:
-                times.append(message.times)
-                if message.times < 3:
-                    raise ValueError("not now")
+        @consumer.listen("a", group="g", start="earliest", retry_delay=0.0)
+        async def handle(message: qmq.ReceivedMessage) -> None:
+            times.append(message.times)
+            if message.times < 3:
+                raise ValueError("not now")
 
-            async with listening(consumer):
-                await until_async(lambda: times == [1, 2, 3])
-
-    run(test())
+        async with listening(consumer):
+            await until_async(lambda: times == [1, 2, 3])
 
 
-def test_an_exception_that_cannot_say_what_it_is_decides_its_message_too():
+async def test_an_exception_that_cannot_say_what_it_is_decides_its_message_too():
     class Broken(qmq.DeadLetter):
         def __str__(self) -> str:
             raise ValueError("no text")
 
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, [0])
-            consumer, times = consumer_of(metaserver, consumer_id="c1"), []
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, [0])
+        consumer, times = consumer_of(metaserver, consumer_id="c1"), []
 
-            @consumer.listen("a", group="g", start="earliest", retry_delay=0.0)
-            async def handle(message: qmq.ReceivedMessage) -> None:
-                times.append(message.times)
-                if message.times == 1:
-                    raise Broken
+        @consumer.listen("a", group="g", start="earliest", retry_delay=0.0)
+        async def handle(message: qmq.ReceivedMessage) -> None:
+            times.append(message.times)
+            if message.times == 1:
+                raise Broken
 
-            async with listening(consumer):
-                await until_async(lambda: times == [1, 2])
-
-    run(test())
+        async with listening(consumer):
+            await until_async(lambda: times == [1, 2])
 
 
-def test_what_is_no_ordinary_exception_fails_its_message_and_no_other():
+async def test_what_is_no_ordinary_exception_fails_its_message_and_no_other():
     class Panic(BaseException):
         """Such as extensions in other languages raise."""
 
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(3))
-            consumer, handled = consumer_of(metaserver, consumer_id="c1"), []
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(3))
+        consumer, handled = consumer_of(metaserver, consumer_id="c1"), []
 
-            @consumer.listen("a", group="g", start="earliest", retry_delay=0.0)
-            async def handle(message: qmq.ReceivedMessage) -> None:
-                if message["n"] == "1" and message.times == 1:
-                    raise Panic("index out of bounds")
-                handled.append(int(message["n"]))
+        @consumer.listen("a", group="g", start="earliest", retry_delay=0.0)
+        async def handle(message: qmq.ReceivedMessage) -> None:
+            if message["n"] == "1" and message.times == 1:
+                raise Panic("index out of bounds")
+            handled.append(int(message["n"]))
 
-            async with listening(consumer):
-                await until_async(lambda: sorted(handled) == [0, 1, 2])
-            assert [nack.reason for nack in broker.nacks] == ["Panic('index out of bounds')"]
-
-    run(test())
+        async with listening(consumer):
+            await until_async(lambda: sorted(handled) == [0, 1, 2])
+        assert [nack.reason for nack in broker.nacks] == ["Panic('index out of bounds')"]
 
 
 @pytest.mark.parametrize("raised", [SystemExit(1), KeyboardInterrupt(), GeneratorExit(), StopIteration()], ids=repr)
-def test_a_thread_that_exits_fails_its_message_and_ends_no_loop(raised):
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(3))
-            consumer, handled = consumer_of(metaserver, consumer_id="c1"), []
+async def test_a_thread_that_exits_fails_its_message_and_ends_no_loop(raised):
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(3))
+        consumer, handled = consumer_of(metaserver, consumer_id="c1"), []
 
-            @consumer.listen("a", group="g", start="earliest", retry_delay=0.0)
-            def handle(message: qmq.ReceivedMessage) -> None:
-                if message["n"] == "1" and message.times == 1:
-                    raise raised
-                handled.append(int(message["n"]))
+        @consumer.listen("a", group="g", start="earliest", retry_delay=0.0)
+        def handle(message: qmq.ReceivedMessage) -> None:
+            if message["n"] == "1" and message.times == 1:
+                raise raised
+            handled.append(int(message["n"]))
 
-            async with listening(consumer):
-                await until_async(lambda: sorted(handled) == [0, 1, 2])
-            assert repr(raised) in broker.nacks[0].reason
-
-    run(test())
+        async with listening(consumer):
+            await until_async(lambda: sorted(handled) == [0, 1, 2])
+        assert repr(raised) in broker.nacks[0].reason
 
 
 @pytest.mark.parametrize("rest_s", [0.01, 3600])
-def test_a_worker_that_gets_no_thread_tries_again_after_a_rest(monkeypatch, rest_s):
+async def test_a_worker_that_gets_no_thread_tries_again_after_a_rest(monkeypatch, rest_s):
     """Where a container allows no more threads, workers that failed at once began anew at once: a core was busy."""
     attempts: list[str] = []
 
@@ -539,311 +473,275 @@ def test_a_worker_that_gets_no_thread_tries_again_after_a_rest(monkeypatch, rest
     monkeypatch.setattr(listener, "HandlerThread", no_thread)
     monkeypatch.setattr(listener, "WORKER_REST_S", rest_s)
 
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(3))
-            consumer, handled = consumer_of(metaserver), []
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(3))
+        consumer, handled = consumer_of(metaserver), []
 
-            @consumer.listen("a", group="g", start="earliest")
-            def handle(message: qmq.ReceivedMessage) -> None:
-                handled.append(int(message["n"]))
+        @consumer.listen("a", group="g", start="earliest")
+        def handle(message: qmq.ReceivedMessage) -> None:
+            handled.append(int(message["n"]))
 
-            async with listening(consumer):
-                if rest_s > 1:
-                    await until_async(lambda: attempts)
-                    await settle()
-                    assert len(attempts) == 1
-                else:
-                    await until_async(lambda: len(handled) == 3)
-
-    run(test())
+        async with listening(consumer):
+            if rest_s > 1:
+                await until_async(lambda: attempts)
+                await settle()
+                assert len(attempts) == 1
+            else:
+                await until_async(lambda: len(handled) == 3)
 
 
 # Decisions of the application.
 
 
-def test_without_auto_ack_messages_are_decided_by_whoever_has_them():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(6))
-            consumer, taken = consumer_of(metaserver, consumer_id="c1"), []
+async def test_without_auto_ack_messages_are_decided_by_whoever_has_them():
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(6))
+        consumer, taken = consumer_of(metaserver, consumer_id="c1"), []
 
-            @consumer.listen("a", group="g", start="earliest", auto_ack=False, retry_delay=1_000)
-            async def handle(message: qmq.ReceivedMessage) -> None:
-                taken.append(message)
-                if message["n"] == "5":
-                    raise ValueError("an exception nacks")
+        @consumer.listen("a", group="g", start="earliest", auto_ack=False, retry_delay=1_000)
+        async def handle(message: qmq.ReceivedMessage) -> None:
+            taken.append(message)
+            if message["n"] == "5":
+                raise ValueError("an exception nacks")
 
-            async with listening(consumer):
-                await until_async(lambda: len(taken) == 6)
-                progress = broker.subscribers["a", "g", "c1"]
-                await until_async(lambda: len(progress.pulled) == 5)
-                await taken[0].ack()
-                await taken[0].nack("too late")
-                await taken[1].nack("later", delay=1_000)
-                await taken[2].dead_letter("never")
-                await asyncio.to_thread(taken[3].ack_nowait)  # from another thread
-                await until_async(lambda: list(progress.pulled.values()) == [4])
-                assert broker.dead["a", "g"] == [(2, "never")]
-                reasons = {nack.reason for nack in broker.nacks}
-                assert reasons == {"later", "never", "ValueError('an exception nacks')"}
-                await taken[4].ack()
-
-    run(test())
+        async with listening(consumer):
+            await until_async(lambda: len(taken) == 6)
+            progress = broker.subscribers["a", "g", "c1"]
+            await until_async(lambda: len(progress.pulled) == 5)
+            await taken[0].ack()
+            await taken[0].nack("too late")
+            await taken[1].nack("later", delay=1_000)
+            await taken[2].dead_letter("never")
+            await asyncio.to_thread(taken[3].ack_nowait)  # from another thread
+            await until_async(lambda: list(progress.pulled.values()) == [4])
+            assert broker.dead["a", "g"] == [(2, "never")]
+            reasons = {nack.reason for nack in broker.nacks}
+            assert reasons == {"later", "never", "ValueError('an exception nacks')"}
+            await taken[4].ack()
 
 
-def test_the_end_waits_for_decisions_of_messages_that_were_taken():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(2))
-            consumer, taken = consumer_of(metaserver, consumer_id="c1"), []
+async def test_the_end_waits_for_decisions_of_messages_that_were_taken():
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(2))
+        consumer, taken = consumer_of(metaserver, consumer_id="c1"), []
 
-            @consumer.listen("a", group="g", start="earliest", auto_ack=False)
-            async def handle(message: qmq.ReceivedMessage) -> None:
-                taken.append(message)
+        @consumer.listen("a", group="g", start="earliest", auto_ack=False)
+        async def handle(message: qmq.ReceivedMessage) -> None:
+            taken.append(message)
 
-            async with listening(consumer) as task:
-                await until_async(lambda: len(taken) == 2)
-                consumer.stop()
-                await asyncio.wait([task], timeout=0.05)
-                assert not task.done()
-                await taken[1].ack()
-                await taken[0].nack("not done", delay=1_000)
-                await task
-            assert broker.times["a", "g"] == {0: 1, 1: 1}
-            assert [nack.reason for nack in broker.nacks] == ["not done"]
-            assert broker.returned["a", "g"] == []
-
-    run(test())
+        async with listening(consumer) as task:
+            await until_async(lambda: len(taken) == 2)
+            consumer.stop()
+            await asyncio.wait([task], timeout=0.05)
+            assert not task.done()
+            await taken[1].ack()
+            await taken[0].nack("not done", delay=1_000)
+            await task
+        assert broker.times["a", "g"] == {0: 1, 1: 1}
+        assert [nack.reason for nack in broker.nacks] == ["not done"]
+        assert broker.returned["a", "g"] == []
 
 
-def test_an_exception_after_a_decision_is_logged_and_changes_nothing(caplog):
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(1))
-            consumer = consumer_of(metaserver, consumer_id="c1")
+async def test_an_exception_after_a_decision_is_logged_and_changes_nothing(caplog):
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(1))
+        consumer = consumer_of(metaserver, consumer_id="c1")
 
-            @consumer.listen("a", group="g", start="earliest")
-            async def handle(message: qmq.ReceivedMessage) -> None:
-                await message.ack()
-                raise ValueError("afterwards")
+        @consumer.listen("a", group="g", start="earliest")
+        async def handle(message: qmq.ReceivedMessage) -> None:
+            await message.ack()
+            raise ValueError("afterwards")
 
-            async with listening(consumer):
-                await until_async(lambda: "afterwards" in caplog.text)
-            assert not broker.nacks and broker.acks
-
-    run(test())
+        async with listening(consumer):
+            await until_async(lambda: "afterwards" in caplog.text)
+        assert not broker.nacks and broker.acks
 
 
 # While it runs.
 
 
-def test_concurrency_changes_while_handlers_run():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(1_000))
-            consumer, running, gate = consumer_of(metaserver), set(), asyncio.Semaphore(0)
+async def test_concurrency_changes_while_handlers_run():
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(1_000))
+        consumer, running, gate = consumer_of(metaserver), set(), asyncio.Semaphore(0)
 
-            @consumer.listen("a", group="g", start="earliest", concurrency=2)
-            async def handle(message: qmq.ReceivedMessage) -> None:
-                running.add(message.sequence)
-                await gate.acquire()
-                running.discard(message.sequence)
+        @consumer.listen("a", group="g", start="earliest", concurrency=2)
+        async def handle(message: qmq.ReceivedMessage) -> None:
+            running.add(message.sequence)
+            await gate.acquire()
+            running.discard(message.sequence)
 
-            listener = consumer.listeners["a", "g"]
-            async with listening(consumer):
-                await until_async(lambda: len(running) == 2)
-                listener.concurrency = 7
-                await until_async(lambda: len(running) == 7)
-                listener.concurrency = 3
-                for _ in range(6):  # so many end at once, and two of them go on
-                    gate.release()
-                await until_async(lambda: gate.locked() and len(running) == 3 and len(listener._workers) == 3)
-                listener.concurrency = 4
-                await until_async(lambda: len(running) == 4)
-                for _ in range(2_000):
-                    gate.release()
-            assert max(broker.times["a", "g"].values()) == 1
-
-    run(test())
+        listener = consumer.listeners["a", "g"]
+        async with listening(consumer):
+            await until_async(lambda: len(running) == 2)
+            listener.concurrency = 7
+            await until_async(lambda: len(running) == 7)
+            listener.concurrency = 3
+            for _ in range(6):  # so many end at once, and two of them go on
+                gate.release()
+            await until_async(lambda: gate.locked() and len(running) == 3 and len(listener._workers) == 3)
+            listener.concurrency = 4
+            await until_async(lambda: len(running) == 4)
+            for _ in range(2_000):
+                gate.release()
+        assert max(broker.times["a", "g"].values()) == 1
 
 
 @pytest.mark.parametrize("how", ["stop and resume", "offline and online"])
-def test_a_listener_leaves_its_group_and_comes_back(how):
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(100))
-            consumer, handled, gate = consumer_of(metaserver, consumer_id="c1"), [], asyncio.Event()
+async def test_a_listener_leaves_its_group_and_comes_back(how):
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(100))
+        consumer, handled, gate = consumer_of(metaserver, consumer_id="c1"), [], asyncio.Event()
 
-            @consumer.listen("a", group="g", start="earliest")
-            async def handle(message: qmq.ReceivedMessage) -> None:
-                handled.append(message["n"])
-                await gate.wait()
+        @consumer.listen("a", group="g", start="earliest")
+        async def handle(message: qmq.ReceivedMessage) -> None:
+            handled.append(message["n"])
+            await gate.wait()
 
-            listener = consumer.listeners["a", "g"]
-            away, back = (
-                (listener.stop, listener.resume) if how == "stop and resume" else (consumer.offline, consumer.online)
-            )
-            async with listening(consumer):
-                await until_async(lambda: handled)
-                away()
-                gate.set()
-                await until_async(lambda: broker.unsubscribes == 2)  # the mailbox, too
-                assert handled == ["0"]
-                pulled = broker.positions["a", "g"]
-                assert pulled > 1 and sorted(broker.returned["a", "g"]) == list(range(1, pulled))
-                assert broker.times["a", "g"] == {n: int(n < 1) for n in range(pulled)}
-                back()
-                await until_async(lambda: len(handled) == 100)
-            assert sorted(handled, key=int) == [str(n) for n in range(100)]
-
-    run(test())
+        listener = consumer.listeners["a", "g"]
+        away, back = (
+            (listener.stop, listener.resume) if how == "stop and resume" else (consumer.offline, consumer.online)
+        )
+        async with listening(consumer):
+            await until_async(lambda: handled)
+            away()
+            gate.set()
+            await until_async(lambda: broker.unsubscribes == 2)  # the mailbox, too
+            assert handled == ["0"]
+            pulled = broker.positions["a", "g"]
+            assert pulled > 1 and sorted(broker.returned["a", "g"]) == list(range(1, pulled))
+            assert broker.times["a", "g"] == {n: int(n < 1) for n in range(pulled)}
+            back()
+            await until_async(lambda: len(handled) == 100)
+        assert sorted(handled, key=int) == [str(n) for n in range(100)]
 
 
-def test_a_listener_that_comes_back_before_a_cancelled_handler_has_ended_has_its_workers_again(monkeypatch):
+async def test_a_listener_that_comes_back_before_a_cancelled_handler_has_ended_has_its_workers_again(monkeypatch):
     monkeypatch.setattr("qmq.client.listener.CANCEL_S", 0.0)
 
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(10))
-            consumer, begun, handled = consumer_of(metaserver, consumer_id="c1", drain_s=0.0), asyncio.Event(), []
-            tidied = asyncio.Event()
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(10))
+        consumer, begun, handled = consumer_of(metaserver, consumer_id="c1", drain_s=0.0), asyncio.Event(), []
+        tidied = asyncio.Event()
 
-            @consumer.listen("a", group="g", start="earliest")
-            async def handle(message: qmq.ReceivedMessage) -> None:
-                if not begun.is_set():
-                    begun.set()
-                    try:
-                        await asyncio.Event().wait()
-                    finally:
-                        await tidied.wait()
-                handled.append(int(message["n"]))
+        @consumer.listen("a", group="g", start="earliest")
+        async def handle(message: qmq.ReceivedMessage) -> None:
+            if not begun.is_set():
+                begun.set()
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    await tidied.wait()
+            handled.append(int(message["n"]))
 
-            listener = consumer.listeners["a", "g"]
-            async with listening(consumer):
-                await begun.wait()
-                listener.stop()
-                await until_async(lambda: broker.unsubscribes == 2)
-                listener.resume()
-                await until_async(lambda: sorted(handled) == list(range(10)))
-                tidied.set()
-
-    run(test())
+        listener = consumer.listeners["a", "g"]
+        async with listening(consumer):
+            await begun.wait()
+            listener.stop()
+            await until_async(lambda: broker.unsubscribes == 2)
+            listener.resume()
+            await until_async(lambda: sorted(handled) == list(range(10)))
+            tidied.set()
 
 
 @pytest.mark.parametrize("how", ["stop", "offline"])
-def test_who_is_stopped_for_no_more_than_a_moment_takes_part_again(how):
+async def test_who_is_stopped_for_no_more_than_a_moment_takes_part_again(how):
     """Within one turn of the loop: its subscription was over, and nobody made another."""
 
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            consumer, handled = consumer_of(metaserver), []
+    async with cluster("g1") as (metaserver, [broker]):
+        consumer, handled = consumer_of(metaserver), []
 
-            @consumer.listen("a", group="g", start="earliest")
-            async def handle(message: qmq.ReceivedMessage) -> None:
-                handled.append(int(message["n"]))
+        @consumer.listen("a", group="g", start="earliest")
+        async def handle(message: qmq.ReceivedMessage) -> None:
+            handled.append(int(message["n"]))
 
-            fill(broker, range(3))
-            async with listening(consumer):
-                await until_async(lambda: len(handled) == 3)
-                if how == "stop":
-                    consumer.listeners["a", "g"].stop()
-                    consumer.listeners["a", "g"].resume()
-                else:
-                    consumer.offline()
-                    consumer.online()
-                fill(broker, range(3, 6))
-                await until_async(lambda: handled == [*range(6)])
-
-    run(test())
-
-
-def test_a_consumer_that_is_not_online_waits_until_it_is():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(1))
-            consumer, handled = consumer_of(metaserver, online=False), asyncio.Event()
-
-            @consumer.listen("a", group="g", start="earliest")
-            async def handle(message: qmq.ReceivedMessage) -> None:
-                handled.set()
-
-            async with listening(consumer):
-                await settle()
-                assert not broker.subscribes
+        fill(broker, range(3))
+        async with listening(consumer):
+            await until_async(lambda: len(handled) == 3)
+            if how == "stop":
+                consumer.listeners["a", "g"].stop()
+                consumer.listeners["a", "g"].resume()
+            else:
+                consumer.offline()
                 consumer.online()
-                await handled.wait()
+            fill(broker, range(3, 6))
+            await until_async(lambda: handled == [*range(6)])
 
-    run(test())
+
+async def test_a_consumer_that_is_not_online_waits_until_it_is():
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(1))
+        consumer, handled = consumer_of(metaserver, online=False), asyncio.Event()
+
+        @consumer.listen("a", group="g", start="earliest")
+        async def handle(message: qmq.ReceivedMessage) -> None:
+            handled.set()
+
+        async with listening(consumer):
+            await settle()
+            assert not broker.subscribes
+            consumer.online()
+            await handled.wait()
 
 
-def test_a_listener_that_is_added_while_others_run_begins():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(1))
-            fill(broker, range(1), subject="b")
-            consumer, handled = consumer_of(metaserver), []
+async def test_a_listener_that_is_added_while_others_run_begins():
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(1))
+        fill(broker, range(1), subject="b")
+        consumer, handled = consumer_of(metaserver), []
 
-            async def handle(message: qmq.ReceivedMessage) -> None:
-                handled.append(message.subject)
+        async def handle(message: qmq.ReceivedMessage) -> None:
+            handled.append(message.subject)
 
-            consumer.listen("a", group="g", start="earliest")(handle)
+        consumer.listen("a", group="g", start="earliest")(handle)
+        async with listening(consumer):
+            await until_async(lambda: handled == ["a"])
+            consumer.listen("b", group="g", start="earliest")(handle)
+            await until_async(lambda: handled == ["a", "b"])
+
+
+async def test_the_application_hears_of_a_new_master():
+    async with cluster("g1") as (metaserver, [old]):
+        fill(old, range(1))
+        consumer, handled, events = consumer_of(metaserver), [], []
+
+        @consumer.on_master_changed
+        def broken(event: qmq.MasterChanged) -> None:
+            raise ValueError("stops nobody")
+
+        consumer.on_master_changed(events.append)
+
+        @consumer.listen("a", group="g", start="earliest")
+        async def handle(message: qmq.ReceivedMessage) -> None:
+            handled.append(message["n"])
+
+        async with listening(consumer):
+            await until_async(lambda: handled)
+            assert events == []
+            new = FakeBroker("g1")
+            await new.start()
+            old.move_to(new)
+            metaserver.set_group(new, term=2)
+            fill(new, [1])
+            await until_async(lambda: len(handled) == 2)
+        assert events == [qmq.MasterChanged("g1", 2)]
+        await new.stop()
+
+
+async def test_one_consumer_runs_once_and_again_when_it_has_ended():
+    async with cluster("g1") as (metaserver, [broker]):
+        consumer, handled = consumer_of(metaserver), []
+
+        @consumer.listen("a", group="g", start="earliest")
+        async def handle(message: qmq.ReceivedMessage) -> None:
+            handled.append(message["n"])
+
+        for n in range(2):
+            fill(broker, [n])
             async with listening(consumer):
-                await until_async(lambda: handled == ["a"])
-                consumer.listen("b", group="g", start="earliest")(handle)
-                await until_async(lambda: handled == ["a", "b"])
-
-    run(test())
-
-
-def test_the_application_hears_of_a_new_master():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [old]):
-            fill(old, range(1))
-            consumer, handled, events = consumer_of(metaserver), [], []
-
-            @consumer.on_master_changed
-            def broken(event: qmq.MasterChanged) -> None:
-                raise ValueError("stops nobody")
-
-            consumer.on_master_changed(events.append)
-
-            @consumer.listen("a", group="g", start="earliest")
-            async def handle(message: qmq.ReceivedMessage) -> None:
-                handled.append(message["n"])
-
-            async with listening(consumer):
-                await until_async(lambda: handled)
-                assert events == []
-                new = FakeBroker("g1")
-                await new.start()
-                old.move_to(new)
-                metaserver.set_group(new, term=2)
-                fill(new, [1])
-                await until_async(lambda: len(handled) == 2)
-            assert events == [qmq.MasterChanged("g1", 2)]
-            await new.stop()
-
-    run(test())
-
-
-def test_one_consumer_runs_once_and_again_when_it_has_ended():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            consumer, handled = consumer_of(metaserver), []
-
-            @consumer.listen("a", group="g", start="earliest")
-            async def handle(message: qmq.ReceivedMessage) -> None:
-                handled.append(message["n"])
-
-            for n in range(2):
-                fill(broker, [n])
-                async with listening(consumer):
-                    await until_async(lambda: len(handled) == n + 1)  # noqa: B023
-                    with pytest.raises(qmq.InvalidRequest, match="runs"):
-                        await consumer.run()
-
-    run(test())
+                await until_async(lambda: len(handled) == n + 1)  # noqa: B023
+                with pytest.raises(qmq.InvalidRequest, match="runs"):
+                    await consumer.run()
 
 
 # Signals.
@@ -874,111 +772,96 @@ def test_in_another_thread_a_consumer_is_stopped_by_hand():
         future.result(timeout=60)
 
 
-def test_sigterm_ends_all_consumers_of_a_loop_and_is_left_as_it_was():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            tasks = []
-            for _ in range(2):
-                consumer = consumer_of(metaserver)
-                consumer.listen("a", group="g")(_nothing)
-                tasks.append(asyncio.create_task(consumer.run()))
-            await until_async(lambda: len(subscribes(broker)) == 2)
-            os.kill(os.getpid(), signal.SIGTERM)
-            await asyncio.gather(*tasks)
-            assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-
-    run(test())
+async def test_sigterm_ends_all_consumers_of_a_loop_and_is_left_as_it_was():
+    async with cluster("g1") as (metaserver, [broker]):
+        tasks = []
+        for _ in range(2):
+            consumer = consumer_of(metaserver)
+            consumer.listen("a", group="g")(_nothing)
+            tasks.append(asyncio.create_task(consumer.run()))
+        await until_async(lambda: len(subscribes(broker)) == 2)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.gather(*tasks)
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_sigterm_is_the_applications_if_it_handles_it():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            signals: list[int] = []
-            before = signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
-            try:
-                consumer = consumer_of(metaserver)
-                consumer.listen("a", group="g")(_nothing)
-                async with listening(consumer) as task:
-                    await until_async(lambda: broker.pulls)
-                    os.kill(os.getpid(), signal.SIGTERM)
-                    await until_async(lambda: signals)
-                    assert not task.done()
-            finally:
-                signal.signal(signal.SIGTERM, before)
-
-    run(test())
+async def test_sigterm_is_the_applications_if_it_handles_it():
+    async with cluster("g1") as (metaserver, [broker]):
+        signals: list[int] = []
+        before = signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
+        try:
+            consumer = consumer_of(metaserver)
+            consumer.listen("a", group="g")(_nothing)
+            async with listening(consumer) as task:
+                await until_async(lambda: broker.pulls)
+                os.kill(os.getpid(), signal.SIGTERM)
+                await until_async(lambda: signals)
+                assert not task.done()
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
 
 async def _nothing(message: qmq.ReceivedMessage) -> None: ...
 
 
-def test_an_exclusive_consumer_says_since_when():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(1))
-            begin_ms, seen = time.time_ns() // 1_000_000, asyncio.Event()
-            consumer = consumer_of(metaserver, consumer_id="c1")
+async def test_an_exclusive_consumer_says_since_when():
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(1))
+        begin_ms, seen = time.time_ns() // 1_000_000, asyncio.Event()
+        consumer = consumer_of(metaserver, consumer_id="c1")
 
-            @consumer.listen("a", group="g", start="earliest", exclusive=True)
-            async def handle(message: qmq.ReceivedMessage) -> None:
-                seen.set()
+        @consumer.listen("a", group="g", start="earliest", exclusive=True)
+        async def handle(message: qmq.ReceivedMessage) -> None:
+            seen.set()
 
-            async with listening(consumer):
-                await seen.wait()
-            assert begin_ms <= subscribes(broker)[0]["exclusive_ms"] <= time.time_ns() // 1_000_000
-            with pytest.raises(qmq.InvalidRequest, match="exclusive"):
-                consumer.listen("b", broadcast=True, exclusive=True)
-
-    run(test())
+        async with listening(consumer):
+            await seen.wait()
+        assert begin_ms <= subscribes(broker)[0]["exclusive_ms"] <= time.time_ns() // 1_000_000
+        with pytest.raises(qmq.InvalidRequest, match="exclusive"):
+            consumer.listen("b", broadcast=True, exclusive=True)
 
 
 @pytest.mark.parametrize("batch", [None, 5], ids=["single", "in lists"])
-def test_a_handler_that_cancels_its_own_task_has_failed_and_the_listener_goes_on(batch):
+async def test_a_handler_that_cancels_its_own_task_has_failed_and_the_listener_goes_on(batch):
     """Libraries cancel the task that they run in, to bound a wait. Its worker ended, and its message stayed."""
 
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(3))
-            consumer, handled, attempts = consumer_of(metaserver, consumer_id="c1"), [], []
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(3))
+        consumer, handled, attempts = consumer_of(metaserver, consumer_id="c1"), [], []
 
-            @consumer.listen("a", group="g", start="earliest", retry_delay=0.01, batch=batch)
-            async def handle(given: qmq.ReceivedMessage | list[qmq.ReceivedMessage]) -> None:
-                messages = given if isinstance(given, list) else [given]
-                if len(attempts) < 2:
-                    attempts.append(messages)
-                    asyncio.current_task().cancel()
-                    await asyncio.sleep(0)
-                handled.extend(int(message["n"]) for message in messages)
+        @consumer.listen("a", group="g", start="earliest", retry_delay=0.01, batch=batch)
+        async def handle(given: qmq.ReceivedMessage | list[qmq.ReceivedMessage]) -> None:
+            messages = given if isinstance(given, list) else [given]
+            if len(attempts) < 2:
+                attempts.append(messages)
+                asyncio.current_task().cancel()
+                await asyncio.sleep(0)
+            handled.extend(int(message["n"]) for message in messages)
 
-            async with listening(consumer):
-                await until_async(lambda: sorted(handled) == [0, 1, 2])
-                await until_async(lambda: not broker.subscribers["a", "g", "c1"].pulled)
-            assert {nack.reason for nack in broker.nacks} == {"CancelledError()"}
-
-    run(test())
+        async with listening(consumer):
+            await until_async(lambda: sorted(handled) == [0, 1, 2])
+            await until_async(lambda: not broker.subscribers["a", "g", "c1"].pulled)
+        assert {nack.reason for nack in broker.nacks} == {"CancelledError()"}
 
 
 @pytest.mark.parametrize("batch", [None, 1], ids=["single", "in lists"])
-def test_a_handler_that_cancels_its_own_task_and_returns_fails_no_other_message(batch):
+async def test_a_handler_that_cancels_its_own_task_and_returns_fails_no_other_message(batch):
     """The cancellation came out of the next message's handler."""
 
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(3))
-            consumer, handled = consumer_of(metaserver, consumer_id="c1"), []
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(3))
+        consumer, handled = consumer_of(metaserver, consumer_id="c1"), []
 
-            @consumer.listen("a", group="g", start="earliest", retry_delay=0.0, batch=batch)
-            async def handle(given: qmq.ReceivedMessage | list[qmq.ReceivedMessage]) -> None:
-                (message,) = given if isinstance(given, list) else [given]
-                if message["n"] == "0":
-                    asyncio.current_task().cancel()
-                else:
-                    await asyncio.sleep(0)
-                handled.append((int(message["n"]), message.times))
+        @consumer.listen("a", group="g", start="earliest", retry_delay=0.0, batch=batch)
+        async def handle(given: qmq.ReceivedMessage | list[qmq.ReceivedMessage]) -> None:
+            (message,) = given if isinstance(given, list) else [given]
+            if message["n"] == "0":
+                asyncio.current_task().cancel()
+            else:
+                await asyncio.sleep(0)
+            handled.append((int(message["n"]), message.times))
 
-            async with listening(consumer):
-                await until_async(lambda: len(handled) == 3)
-                await until_async(lambda: not broker.subscribers["a", "g", "c1"].pulled)
-            assert handled == [(0, 1), (1, 1), (2, 1)] and not broker.nacks
-
-    run(test())
+        async with listening(consumer):
+            await until_async(lambda: len(handled) == 3)
+            await until_async(lambda: not broker.subscribers["a", "g", "c1"].pulled)
+        assert handled == [(0, 1), (1, 1), (2, 1)] and not broker.nacks

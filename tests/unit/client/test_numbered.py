@@ -27,7 +27,7 @@ from qmq.log.frame import label_flags
 from qmq.message import Message
 from tests.support.waiting import until_async
 from tests.unit.client.fakes import TOKEN, FakeMetaserver, cluster
-from tests.unit.client.test_producer import Hold, run
+from tests.unit.client.test_producer import Hold
 
 
 def batch(number: int, *texts: str, producer: int = 7, subject: str = "a", key: str | None = None) -> NumberedBatch:
@@ -57,223 +57,172 @@ async def sent(sender: NumberedSender, group: str, one: NumberedBatch) -> Answer
     return answers[0]
 
 
-def test_a_numbered_batch_is_stored_with_its_number_at_the_group_that_was_named():
-    async def test() -> None:
-        async with cluster("g1", "g2") as (metaserver, brokers), sender_of(metaserver, "g1", "g2") as sender:
-            assert await sent(sender, "g2", batch(41, "x", "y")) == Stored(0, 2, [])
-            [attempt] = brokers[1].attempts
-            assert (attempt.producer, attempt.batch, attempt.count) == (7, 41, 2)
-            assert [decode_message(one)["n"] for one in brokers[1].subjects["a"]] == ["x", "y"]
-            assert brokers[0].attempts == []
-
-    run(test())
+async def test_a_numbered_batch_is_stored_with_its_number_at_the_group_that_was_named():
+    async with cluster("g1", "g2") as (metaserver, brokers), sender_of(metaserver, "g1", "g2") as sender:
+        assert await sent(sender, "g2", batch(41, "x", "y")) == Stored(0, 2, [])
+        [attempt] = brokers[1].attempts
+        assert (attempt.producer, attempt.batch, attempt.count) == (7, 41, 2)
+        assert [decode_message(one)["n"] for one in brokers[1].subjects["a"]] == ["x", "y"]
+        assert brokers[0].attempts == []
 
 
-def test_labels_travel_with_the_batch():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]), sender_of(metaserver, "g1") as sender:
-            assert isinstance(await sent(sender, "g1", batch(1, "x", key="k")), Stored)
-            assert broker.attempts[0].labels == [label_of((), "k")]
-
-    run(test())
+async def test_labels_travel_with_the_batch():
+    async with cluster("g1") as (metaserver, [broker]), sender_of(metaserver, "g1") as sender:
+        assert isinstance(await sent(sender, "g1", batch(1, "x", key="k")), Stored)
+        assert broker.attempts[0].labels == [label_of((), "k")]
 
 
-def test_a_lost_connection_leaves_the_outcome_unknown_and_a_repeat_stores_it_once():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]), sender_of(metaserver, "g1") as sender:
-            hold = Hold(broker)
-            answers: list[Answer] = []
-            sender.send("g1", batch(1, "x"), answers.append)
-            await until_async(lambda: hold.held)
-            broker.store(hold.held[0][2])
-            broker.on_produce = lambda *_: False
-            broker.cut()
-            await until_async(lambda: answers)
-            assert isinstance(answers[0], Unknown)
-            await until_async(lambda: sender.groups("a"))
-            assert await sent(sender, "g1", batch(1, "x")) == Stored(0, 1, [])
-            assert len(broker.subjects["a"]) == 1
-
-    run(test())
+async def test_a_lost_connection_leaves_the_outcome_unknown_and_a_repeat_stores_it_once():
+    async with cluster("g1") as (metaserver, [broker]), sender_of(metaserver, "g1") as sender:
+        hold = Hold(broker)
+        answers: list[Answer] = []
+        sender.send("g1", batch(1, "x"), answers.append)
+        await until_async(lambda: hold.held)
+        broker.store(hold.held[0][2])
+        broker.on_produce = lambda *_: False
+        broker.cut()
+        await until_async(lambda: answers)
+        assert isinstance(answers[0], Unknown)
+        await until_async(lambda: sender.groups("a"))
+        assert await sent(sender, "g1", batch(1, "x")) == Stored(0, 1, [])
+        assert len(broker.subjects["a"]) == 1
 
 
 @pytest.mark.parametrize("error", [BrokerReadOnly("no slave"), Overloaded("full"), InvalidMessage("bad")])
-def test_a_refusal_says_that_nothing_was_stored_and_nothing_is_repeated(error):
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]), sender_of(metaserver, "g1") as sender:
-            broker.refuse_with = error
-            answer = await sent(sender, "g1", batch(1, "x"))
-            assert isinstance(answer, NotStored) and type(answer.error) is type(error)
-            assert len(broker.attempts) == 1
-
-    run(test())
+async def test_a_refusal_says_that_nothing_was_stored_and_nothing_is_repeated(error):
+    async with cluster("g1") as (metaserver, [broker]), sender_of(metaserver, "g1") as sender:
+        broker.refuse_with = error
+        answer = await sent(sender, "g1", batch(1, "x"))
+        assert isinstance(answer, NotStored) and type(answer.error) is type(error)
+        assert len(broker.attempts) == 1
 
 
-def test_a_broker_that_does_not_know_leaves_the_outcome_unknown():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]), sender_of(metaserver, "g1") as sender:
-            broker.refuse_with = OutcomeUnknown("stored on one copy")
-            assert isinstance(await sent(sender, "g1", batch(1, "x")), Unknown)
-
-    run(test())
+async def test_a_broker_that_does_not_know_leaves_the_outcome_unknown():
+    async with cluster("g1") as (metaserver, [broker]), sender_of(metaserver, "g1") as sender:
+        broker.refuse_with = OutcomeUnknown("stored on one copy")
+        assert isinstance(await sent(sender, "g1", batch(1, "x")), Unknown)
 
 
-def test_messages_that_the_group_never_takes_are_named_by_position():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]), sender_of(metaserver, "g1") as sender:
-            broker.limits["message_bytes_max"] = 200
-            answer = await sent(sender, "g1", batch(1, "x", "y" * 300, "z"))
-            assert isinstance(answer, Stored) and answer.stored == 2
-            assert [position for position, _ in answer.refused] == [1]
-
-    run(test())
+async def test_messages_that_the_group_never_takes_are_named_by_position():
+    async with cluster("g1") as (metaserver, [broker]), sender_of(metaserver, "g1") as sender:
+        broker.limits["message_bytes_max"] = 200
+        answer = await sent(sender, "g1", batch(1, "x", "y" * 300, "z"))
+        assert isinstance(answer, Stored) and answer.stored == 2
+        assert [position for position, _ in answer.refused] == [1]
 
 
-def test_a_group_without_a_connection_stores_nothing():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]), sender_of(metaserver, "g1") as sender:
-            await broker.stop()
-            await until_async(lambda: not sender.groups("a"))
-            for group in ("g1", "never heard of"):
-                answer = await sent(sender, group, batch(1, "x"))
-                assert isinstance(answer, NotStored) and isinstance(answer.error, NotServed)
-            assert "g1" in sender.why_not("a")
-
-    run(test())
+async def test_a_group_without_a_connection_stores_nothing():
+    async with cluster("g1") as (metaserver, [broker]), sender_of(metaserver, "g1") as sender:
+        await broker.stop()
+        await until_async(lambda: not sender.groups("a"))
+        for group in ("g1", "never heard of"):
+            answer = await sent(sender, group, batch(1, "x"))
+            assert isinstance(answer, NotStored) and isinstance(answer.error, NotServed)
+        assert "g1" in sender.why_not("a")
 
 
-def test_a_batch_that_no_connection_takes_is_refused_as_too_large():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            broker.limits["packet_bytes_max"] = 4096
-            async with sender_of(metaserver, "g1") as sender:
-                assert sender.room("g1") < 4096
-                answer = await sent(sender, "g1", batch(1, "x" * 5000))
-                assert isinstance(answer, NotStored) and isinstance(answer.error, MessageTooLarge)
-                assert broker.attempts == []
-
-    run(test())
+async def test_a_batch_that_no_connection_takes_is_refused_as_too_large():
+    async with cluster("g1") as (metaserver, [broker]):
+        broker.limits["packet_bytes_max"] = 4096
+        async with sender_of(metaserver, "g1") as sender:
+            assert sender.room("g1") < 4096
+            answer = await sent(sender, "g1", batch(1, "x" * 5000))
+            assert isinstance(answer, NotStored) and isinstance(answer.error, MessageTooLarge)
+            assert broker.attempts == []
 
 
-def test_the_window_of_the_broker_is_kept():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            broker.limits["window_bytes"] = 1000
-            async with sender_of(metaserver, "g1") as sender:
-                hold, answers = Hold(broker), []
-                sender.send("g1", batch(1, "x" * 600), answers.append)
-                assert 0 < sender.room("g1") < 400 and sender.in_flight("g1") == 1
-                answer = await sent(sender, "g1", batch(2, "y" * 600))
-                assert isinstance(answer, NotStored) and isinstance(answer.error, Overloaded)
-                await until_async(lambda: hold.held)
-                hold.release()
-                await until_async(lambda: answers)
-                assert sender.room("g1") == 1000 and sender.in_flight("g1") == 0
-
-    run(test())
+async def test_the_window_of_the_broker_is_kept():
+    async with cluster("g1") as (metaserver, [broker]):
+        broker.limits["window_bytes"] = 1000
+        async with sender_of(metaserver, "g1") as sender:
+            hold, answers = Hold(broker), []
+            sender.send("g1", batch(1, "x" * 600), answers.append)
+            assert 0 < sender.room("g1") < 400 and sender.in_flight("g1") == 1
+            answer = await sent(sender, "g1", batch(2, "y" * 600))
+            assert isinstance(answer, NotStored) and isinstance(answer.error, Overloaded)
+            await until_async(lambda: hold.held)
+            hold.release()
+            await until_async(lambda: answers)
+            assert sender.room("g1") == 1000 and sender.in_flight("g1") == 0
 
 
-def test_a_connection_that_owes_answers_for_too_long_is_dropped():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]), sender_of(metaserver, "g1", answer_timeout_s=2.0) as sender:
+async def test_a_connection_that_owes_answers_for_too_long_is_dropped():
+    async with cluster("g1") as (metaserver, [broker]), sender_of(metaserver, "g1", answer_timeout_s=2.0) as sender:
+        hold = Hold(broker)
+        answer = await sent(sender, "g1", batch(1, "x"))
+        assert isinstance(answer, Unknown) and "no answer" in answer.reason
+        assert len(hold.held) == 1
+
+
+async def test_whoever_waits_when_the_sender_is_closed_hears_that_the_outcome_is_unknown():
+    answers: list[Answer] = []
+    async with cluster("g1") as (metaserver, [broker]):
+        async with sender_of(metaserver, "g1") as sender:
             hold = Hold(broker)
-            answer = await sent(sender, "g1", batch(1, "x"))
-            assert isinstance(answer, Unknown) and "no answer" in answer.reason
-            assert len(hold.held) == 1
-
-    run(test())
-
-
-def test_whoever_waits_when_the_sender_is_closed_hears_that_the_outcome_is_unknown():
-    async def test() -> None:
-        answers: list[Answer] = []
-        async with cluster("g1") as (metaserver, [broker]):
-            async with sender_of(metaserver, "g1") as sender:
-                hold = Hold(broker)
-                sender.send("g1", batch(1, "x"), answers.append)
-                await until_async(lambda: hold.held)
-            assert [type(one) for one in answers] == [Unknown]
-            closed = await sent(sender, "g1", batch(2, "x"))
-            assert isinstance(closed, NotStored) and isinstance(closed.error, ClientClosed)
-        assert len(answers) == 1
-
-    run(test())
+            sender.send("g1", batch(1, "x"), answers.append)
+            await until_async(lambda: hold.held)
+        assert [type(one) for one in answers] == [Unknown]
+        closed = await sent(sender, "g1", batch(2, "x"))
+        assert isinstance(closed, NotStored) and isinstance(closed.error, ClientClosed)
+    assert len(answers) == 1
 
 
-def test_a_readonly_group_is_none_to_send_to_until_it_is_writable_again():
-    async def test() -> None:
-        async with cluster("g1", "g2") as (metaserver, brokers), sender_of(metaserver, "g1", "g2") as sender:
-            changes: list[list[str]] = []
-            sender.on_change(lambda: changes.append(sender.groups("a")))
-            metaserver.set_group(brokers[0], writable=False)
-            await until_async(lambda: sender.groups("a") == ["g2"])
-            metaserver.set_group(brokers[0], writable=True)
-            await until_async(lambda: len(sender.groups("a")) == 2)
-            assert ["g2"] in changes and sorted(changes[-1]) == ["g1", "g2"]
-
-    run(test())
+async def test_a_readonly_group_is_none_to_send_to_until_it_is_writable_again():
+    async with cluster("g1", "g2") as (metaserver, brokers), sender_of(metaserver, "g1", "g2") as sender:
+        changes: list[list[str]] = []
+        sender.on_change(lambda: changes.append(sender.groups("a")))
+        metaserver.set_group(brokers[0], writable=False)
+        await until_async(lambda: sender.groups("a") == ["g2"])
+        metaserver.set_group(brokers[0], writable=True)
+        await until_async(lambda: len(sender.groups("a")) == 2)
+        assert ["g2"] in changes and sorted(changes[-1]) == ["g1", "g2"]
 
 
-def test_a_group_that_refused_rests_and_is_told_of_again():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]), sender_of(metaserver, "g1") as sender:
-            told = asyncio.Event()
-            broker.refuse_with = BrokerReadOnly("no slave")
-            await sent(sender, "g1", batch(1, "x"))
-            assert sender.groups("a") == []
-            sender.on_change(lambda: told.set() if sender.groups("a") else None)
-            async with asyncio.timeout(20):  # the metaserver would tell of it again after 50
-                await told.wait()
-
-    run(test())
+async def test_a_group_that_refused_rests_and_is_told_of_again():
+    async with cluster("g1") as (metaserver, [broker]), sender_of(metaserver, "g1") as sender:
+        told = asyncio.Event()
+        broker.refuse_with = BrokerReadOnly("no slave")
+        await sent(sender, "g1", batch(1, "x"))
+        assert sender.groups("a") == []
+        sender.on_change(lambda: told.set() if sender.groups("a") else None)
+        async with asyncio.timeout(20):  # the metaserver would tell of it again after 50
+            await told.wait()
 
 
-def test_an_order_key_has_the_home_that_producers_give_it():
-    async def test() -> None:
-        async with cluster("g1", "g2") as (metaserver, brokers), sender_of(metaserver, "g1", "g2") as sender:
-            label = label_of((), "seat-1")
-            home = group_of_key(label >> 32, ["g1", "g2"])
-            assert sender.home("a", label) == home
-            metaserver.set_group(brokers[int(home[1]) - 1], writable=False)
-            await until_async(lambda: len(sender.groups("a")) == 1)
-            assert sender.home("a", label) == home
-            assert sender.home("unwatched", label) is None
-
-    run(test())
+async def test_an_order_key_has_the_home_that_producers_give_it():
+    async with cluster("g1", "g2") as (metaserver, brokers), sender_of(metaserver, "g1", "g2") as sender:
+        label = label_of((), "seat-1")
+        home = group_of_key(label >> 32, ["g1", "g2"])
+        assert sender.home("a", label) == home
+        metaserver.set_group(brokers[int(home[1]) - 1], writable=False)
+        await until_async(lambda: len(sender.groups("a")) == 1)
+        assert sender.home("a", label) == home
+        assert sender.home("unwatched", label) is None
 
 
-def test_a_subject_without_a_route_says_why():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, _), sender_of(metaserver, "g1") as sender:
-            metaserver.refuse["b"] = "no group is allowed for it"
-            assert not sender.is_known("b")
-            sender.watch("b")
-            await until_async(lambda: sender.is_known("b"))
-            assert sender.groups("b") == [] and "no group is allowed" in sender.why_not("b")
-
-    run(test())
+async def test_a_subject_without_a_route_says_why():
+    async with cluster("g1") as (metaserver, _), sender_of(metaserver, "g1") as sender:
+        metaserver.refuse["b"] = "no group is allowed for it"
+        assert not sender.is_known("b")
+        sender.watch("b")
+        await until_async(lambda: sender.is_known("b"))
+        assert sender.groups("b") == [] and "no group is allowed" in sender.why_not("b")
 
 
-def test_a_route_that_was_forgotten_comes_back_with_its_next_use(monkeypatch):
+async def test_a_route_that_was_forgotten_comes_back_with_its_next_use(monkeypatch):
     monkeypatch.setattr(route_watch, "KEPT", 0)
     monkeypatch.setattr(route_watch, "IDLE_S", 0.05)
 
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, _), sender_of(metaserver, "g1") as sender:
-            await until_async(lambda: not sender.is_known("a"))
-            await until_async(lambda: sender.groups("a") == ["g1"])
-            assert isinstance(await sent(sender, "g1", batch(1, "x")), Stored)
-
-    run(test())
+    async with cluster("g1") as (metaserver, _), sender_of(metaserver, "g1") as sender:
+        await until_async(lambda: not sender.is_known("a"))
+        await until_async(lambda: sender.groups("a") == ["g1"])
+        assert isinstance(await sent(sender, "g1", batch(1, "x")), Stored)
 
 
-def test_what_the_metaserver_refuses_is_named(monkeypatch):
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, _), sender_of(metaserver, "g1") as sender:
-            assert sender.refusals == {}
-            metaserver.refuse["b"] = "one subject too many"
-            sender.watch("b")
-            await until_async(lambda: sender.refusals == {"b": "one subject too many"})
-            assert sender.groups("a") == ["g1"]
-
-    run(test())
+async def test_what_the_metaserver_refuses_is_named(monkeypatch):
+    async with cluster("g1") as (metaserver, _), sender_of(metaserver, "g1") as sender:
+        assert sender.refusals == {}
+        metaserver.refuse["b"] = "one subject too many"
+        sender.watch("b")
+        await until_async(lambda: sender.refusals == {"b": "one subject too many"})
+        assert sender.groups("a") == ["g1"]

@@ -10,28 +10,24 @@ from qmq.codec import batch_encoder
 from tests.support.waiting import until_async
 from tests.unit.client.consuming import consumer_of, listening
 from tests.unit.client.fakes import cluster
-from tests.unit.client.test_producer import run
 
 
-def test_a_slow_message_holds_up_no_ack_of_other_keys(monkeypatch):
+async def test_a_slow_message_holds_up_no_ack_of_other_keys(monkeypatch):
     monkeypatch.setattr(group_session, "SWEEP_S", 1_000.0)
 
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            encode = batch_encoder("a", 1)
-            for number in range(5):
-                broker.add("a", encode(qmq.Message("a", {"n": number}, id=f"m{number}", order_key=f"k{number}")))
-            consumer, gate = consumer_of(metaserver, consumer_id="c1"), asyncio.Event()
+    async with cluster("g1") as (metaserver, [broker]):
+        encode = batch_encoder("a", 1)
+        for number in range(5):
+            broker.add("a", encode(qmq.Message("a", {"n": number}, id=f"m{number}", order_key=f"k{number}")))
+        consumer, gate = consumer_of(metaserver, consumer_id="c1"), asyncio.Event()
 
-            @consumer.listen("a", group="g", start="earliest", concurrency=5)
-            async def handle(message: qmq.ReceivedMessage) -> None:
-                if message["n"] == "0":
-                    await gate.wait()
+        @consumer.listen("a", group="g", start="earliest", concurrency=5)
+        async def handle(message: qmq.ReceivedMessage) -> None:
+            if message["n"] == "0":
+                await gate.wait()
 
-            async with listening(consumer):
-                await until_async(lambda: ("a", "g", "c1") in broker.subscribers)
-                subscriber = broker.subscribers["a", "g", "c1"]
-                await until_async(lambda: broker.acks and list(subscriber.pulled.values()) == [0])
-                gate.set()
-
-    run(test())
+        async with listening(consumer):
+            await until_async(lambda: ("a", "g", "c1") in broker.subscribers)
+            subscriber = broker.subscribers["a", "g", "c1"]
+            await until_async(lambda: broker.acks and list(subscriber.pulled.values()) == [0])
+            gate.set()

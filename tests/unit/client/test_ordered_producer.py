@@ -16,7 +16,7 @@ from qmq.remoting.connection import Connection
 from qmq.remoting.packet import Packet
 from tests.support.waiting import settle, until_async
 from tests.unit.client.fakes import Attempt, FakeBroker, cluster
-from tests.unit.client.test_producer import Hold, producer_of, properties, run
+from tests.unit.client.test_producer import Hold, producer_of, properties
 
 
 def group_of(key: str, *groups: str) -> str:
@@ -40,186 +40,159 @@ def in_order(count: int, keys: int) -> list[Message]:
 
 
 @pytest.mark.parametrize("way", ["send_many", "send_nowait"])
-def test_all_messages_of_a_key_go_to_its_broker_group_in_order(way):
-    async def test() -> None:
-        async with cluster("g1", "g2", "g3") as (metaserver, brokers), producer_of(metaserver) as producer:
-            messages = in_order(3_000, keys=40)
-            receipts: list[qmq.Receipt] = []
-            if way == "send_many":
-                receipts.extend(await producer.send_many(messages))
-            else:
-                for message in messages:
-                    producer.send_nowait(message, receipts.append)
-                await producer.flush()
-            assert len(receipts) == 3_000 and all(receipt.is_stored for receipt in receipts)
-            for broker in brokers:
-                for key, numbers in numbers_of_keys(broker).items():
-                    assert group_of(key, "g1", "g2", "g3") == broker.name
-                    assert numbers == list(range(int(key[1:]), 3_000, 40))
-            assert sum(len(broker.subjects["a"]) for broker in brokers) == 3_000
-
-    run(test())
+async def test_all_messages_of_a_key_go_to_its_broker_group_in_order(way):
+    async with cluster("g1", "g2", "g3") as (metaserver, brokers), producer_of(metaserver) as producer:
+        messages = in_order(3_000, keys=40)
+        receipts: list[qmq.Receipt] = []
+        if way == "send_many":
+            receipts.extend(await producer.send_many(messages))
+        else:
+            for message in messages:
+                producer.send_nowait(message, receipts.append)
+            await producer.flush()
+        assert len(receipts) == 3_000 and all(receipt.is_stored for receipt in receipts)
+        for broker in brokers:
+            for key, numbers in numbers_of_keys(broker).items():
+                assert group_of(key, "g1", "g2", "g3") == broker.name
+                assert numbers == list(range(int(key[1:]), 3_000, 40))
+        assert sum(len(broker.subjects["a"]) for broker in brokers) == 3_000
 
 
-def test_receipts_of_plain_and_ordered_messages_come_in_the_order_given():
-    async def test() -> None:
-        async with cluster("g1", "g2") as (metaserver, brokers), producer_of(metaserver) as producer:
-            messages = [
-                Message(f"s{number % 3 // 2}", {"n": number}, order_key=f"k{number % 5}" if number % 2 else None)
-                for number in range(2_500)
-            ]
-            messages[7] = Message("s0", {"n": "x" * 40_000}, order_key="k", id="bad")
-            receipts = await producer.send_many(messages)
-            logs = {broker.name: broker.subjects for broker in brokers}
-            for number, receipt in enumerate(receipts):
-                if number == 7:
-                    assert (receipt.outcome, receipt.message_id) == (qmq.Outcome.REFUSED, "bad")
-                    continue
-                stored = decode_message(logs[receipt.broker_group][receipt.subject][receipt.sequence])
-                assert (stored["n"], stored.id) == (str(number), receipt.message_id)
-
-    run(test())
+async def test_receipts_of_plain_and_ordered_messages_come_in_the_order_given():
+    async with cluster("g1", "g2") as (metaserver, brokers), producer_of(metaserver) as producer:
+        messages = [
+            Message(f"s{number % 3 // 2}", {"n": number}, order_key=f"k{number % 5}" if number % 2 else None)
+            for number in range(2_500)
+        ]
+        messages[7] = Message("s0", {"n": "x" * 40_000}, order_key="k", id="bad")
+        receipts = await producer.send_many(messages)
+        logs = {broker.name: broker.subjects for broker in brokers}
+        for number, receipt in enumerate(receipts):
+            if number == 7:
+                assert (receipt.outcome, receipt.message_id) == (qmq.Outcome.REFUSED, "bad")
+                continue
+            stored = decode_message(logs[receipt.broker_group][receipt.subject][receipt.sequence])
+            assert (stored["n"], stored.id) == (str(number), receipt.message_id)
 
 
-def test_keys_and_tags_are_told_to_the_broker_in_labels():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
-            await producer.send(Message("a", {"n": 1}, tags={"pay"}, order_key="k"))
-            await producer.send_many([Message("a", {"n": 2}), Message("a", {"n": 3}, tags={"pay"})])
-            await producer.send(Message("a", {"n": 4}))
-            assert [attempt.labels for attempt in broker.attempts] == [
-                [label_of({"pay"}, "k")],
-                [0, label_of({"pay"}, None)],
-                [],
-            ]
-
-    run(test())
+async def test_keys_and_tags_are_told_to_the_broker_in_labels():
+    async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
+        await producer.send(Message("a", {"n": 1}, tags={"pay"}, order_key="k"))
+        await producer.send_many([Message("a", {"n": 2}), Message("a", {"n": 3}, tags={"pay"})])
+        await producer.send(Message("a", {"n": 4}))
+        assert [attempt.labels for attempt in broker.attempts] == [
+            [label_of({"pay"}, "k")],
+            [0, label_of({"pay"}, None)],
+            [],
+        ]
 
 
-def test_one_batch_of_a_subject_in_order_is_under_way_per_broker_group_and_plain_ones_pass():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
-            await producer.send(Message("a", {"n": "connected"}))
-            hold = Hold(broker)
-            sends = [asyncio.create_task(producer.send(message)) for message in in_order(3, keys=3)]
-            await until_async(lambda: hold.held)
-            sends += [asyncio.create_task(producer.send(message)) for message in in_order(50, keys=3)]
-            sends.append(asyncio.create_task(producer.send(Message("a", {"n": "plain"}))))
-            await until_async(lambda: len(hold.held) == 2)
-            assert [attempt.count for _, _, attempt in hold.held] == [3, 1]
-            hold.release()
-            await asyncio.gather(*sends)
-            assert [attempt.count for attempt in broker.attempts] == [1, 3, 1, 50]
-
-    run(test())
+async def test_one_batch_of_a_subject_in_order_is_under_way_per_broker_group_and_plain_ones_pass():
+    async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
+        await producer.send(Message("a", {"n": "connected"}))
+        hold = Hold(broker)
+        sends = [asyncio.create_task(producer.send(message)) for message in in_order(3, keys=3)]
+        await until_async(lambda: hold.held)
+        sends += [asyncio.create_task(producer.send(message)) for message in in_order(50, keys=3)]
+        sends.append(asyncio.create_task(producer.send(Message("a", {"n": "plain"}))))
+        await until_async(lambda: len(hold.held) == 2)
+        assert [attempt.count for _, _, attempt in hold.held] == [3, 1]
+        hold.release()
+        await asyncio.gather(*sends)
+        assert [attempt.count for attempt in broker.attempts] == [1, 3, 1, 50]
 
 
 @pytest.mark.parametrize("error", [BrokerReadOnly("operator"), Overloaded("full")])
-def test_a_message_in_order_waits_for_its_group_and_goes_to_no_other(error):
-    async def test() -> None:
-        async with cluster("g1", "g2") as (metaserver, [first, second]), producer_of(metaserver) as producer:
-            key = key_for("g1", "g1", "g2")
-            first.refuse_with = error
-            sends = []
-            for number in range(20):
-                sends.append(asyncio.create_task(producer.send(Message("a", {"n": number}, order_key=key))))
-                await asyncio.sleep(0)
-            await until_async(lambda: len(first.attempts) >= 2)
-            assert (await producer.send(Message("a", {"n": "plain"}))).broker_group == "g2"
-            first.refuse_with = None
-            receipts = await asyncio.gather(*sends)
-            assert {receipt.broker_group for receipt in receipts} == {"g1"}
-            assert numbers_of_keys(first)[key] == list(range(20))
-            assert properties(second) == ["plain"]
-
-    run(test())
+async def test_a_message_in_order_waits_for_its_group_and_goes_to_no_other(error):
+    async with cluster("g1", "g2") as (metaserver, [first, second]), producer_of(metaserver) as producer:
+        key = key_for("g1", "g1", "g2")
+        first.refuse_with = error
+        sends = []
+        for number in range(20):
+            sends.append(asyncio.create_task(producer.send(Message("a", {"n": number}, order_key=key))))
+            await asyncio.sleep(0)
+        await until_async(lambda: len(first.attempts) >= 2)
+        assert (await producer.send(Message("a", {"n": "plain"}))).broker_group == "g2"
+        first.refuse_with = None
+        receipts = await asyncio.gather(*sends)
+        assert {receipt.broker_group for receipt in receipts} == {"g1"}
+        assert numbers_of_keys(first)[key] == list(range(20))
+        assert properties(second) == ["plain"]
 
 
-def test_a_readonly_group_keeps_its_keys():
-    async def test() -> None:
-        async with cluster("g1", "g2") as (metaserver, [first, second]), producer_of(metaserver) as producer:
-            key = key_for("g1", "g1", "g2")
-            metaserver.set_group(first, writable=False)
-            sending = asyncio.create_task(producer.send(Message("a", {"n": 1}, order_key=key)))
-            assert (await producer.send(Message("a", {"n": 2}, order_key=key_for("g2", "g1", "g2")))).is_stored
-            assert not sending.done()
-            metaserver.set_group(first, writable=True)
-            assert (await sending).broker_group == "g1"
-
-    run(test())
+async def test_a_readonly_group_keeps_its_keys():
+    async with cluster("g1", "g2") as (metaserver, [first, second]), producer_of(metaserver) as producer:
+        key = key_for("g1", "g1", "g2")
+        metaserver.set_group(first, writable=False)
+        sending = asyncio.create_task(producer.send(Message("a", {"n": 1}, order_key=key)))
+        assert (await producer.send(Message("a", {"n": 2}, order_key=key_for("g2", "g1", "g2")))).is_stored
+        assert not sending.done()
+        metaserver.set_group(first, writable=True)
+        assert (await sending).broker_group == "g1"
 
 
-def test_a_lost_batch_in_order_is_repeated_before_anything_behind_it():
-    async def test() -> None:
-        async with cluster("g1", "g2") as (metaserver, [first, second]), producer_of(metaserver) as producer:
-            key = key_for("g1", "g1", "g2")
-            await producer.send(Message("a", {"n": 0}, order_key=key))
-            losses = iter([False, True, False])
+async def test_a_lost_batch_in_order_is_repeated_before_anything_behind_it():
+    async with cluster("g1", "g2") as (metaserver, [first, second]), producer_of(metaserver) as producer:
+        key = key_for("g1", "g1", "g2")
+        await producer.send(Message("a", {"n": 0}, order_key=key))
+        losses = iter([False, True, False])
 
-            def lose(connection: Connection, packet: Packet, attempt: Attempt) -> bool:
-                stores = next(losses, None)
-                if stores is None:
-                    return False
-                if stores:
-                    first.store(attempt)
-                connection._transport.abort()  # type: ignore[union-attr]
-                return True
+        def lose(connection: Connection, packet: Packet, attempt: Attempt) -> bool:
+            stores = next(losses, None)
+            if stores is None:
+                return False
+            if stores:
+                first.store(attempt)
+            connection._transport.abort()  # type: ignore[union-attr]
+            return True
 
-            first.on_produce = lose
-            sends = []
-            for number in range(1, 200):
-                sends.append(asyncio.create_task(producer.send(Message("a", {"n": number}, order_key=key))))
-                if number % 20 == 0:
-                    await settle()
-            receipts = await asyncio.gather(*sends)
-            assert all(receipt.is_stored for receipt in receipts)
-            assert numbers_of_keys(first)[key] == list(range(200))
-            assert [receipt.sequence for receipt in receipts] == list(range(1, 200))
-
-    run(test())
+        first.on_produce = lose
+        sends = []
+        for number in range(1, 200):
+            sends.append(asyncio.create_task(producer.send(Message("a", {"n": number}, order_key=key))))
+            if number % 20 == 0:
+                await settle()
+        receipts = await asyncio.gather(*sends)
+        assert all(receipt.is_stored for receipt in receipts)
+        assert numbers_of_keys(first)[key] == list(range(200))
+        assert [receipt.sequence for receipt in receipts] == list(range(1, 200))
 
 
-def test_a_broker_group_that_comes_takes_its_share_of_the_keys_when_nothing_is_under_way():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [first]), producer_of(metaserver) as producer:
-            moving, staying = key_for("g2", "g1", "g2"), key_for("g1", "g1", "g2")
-            await producer.send(Message("a", {"n": 0}, order_key=moving))
-            hold = Hold(first)
-            sends = [asyncio.create_task(producer.send(Message("a", {"n": 1}, order_key=moving)))]
-            await until_async(lambda: hold.held)
-            second = FakeBroker("g2")
-            await second.start()
-            metaserver.set_group(second)
-            await until_async(lambda: second.connections)
-            for key in (moving, staying):
-                sends.append(asyncio.create_task(producer.send(Message("a", {"n": 2}, order_key=key))))
-            await settle()
-            assert not second.attempts, "the first batch of the key has no outcome yet"
-            hold.release()
-            assert [receipt.broker_group for receipt in await asyncio.gather(*sends)] == ["g1", "g2", "g1"]
-            await second.stop()
-
-    run(test())
+async def test_a_broker_group_that_comes_takes_its_share_of_the_keys_when_nothing_is_under_way():
+    async with cluster("g1") as (metaserver, [first]), producer_of(metaserver) as producer:
+        moving, staying = key_for("g2", "g1", "g2"), key_for("g1", "g1", "g2")
+        await producer.send(Message("a", {"n": 0}, order_key=moving))
+        hold = Hold(first)
+        sends = [asyncio.create_task(producer.send(Message("a", {"n": 1}, order_key=moving)))]
+        await until_async(lambda: hold.held)
+        second = FakeBroker("g2")
+        await second.start()
+        metaserver.set_group(second)
+        await until_async(lambda: second.connections)
+        for key in (moving, staying):
+            sends.append(asyncio.create_task(producer.send(Message("a", {"n": 2}, order_key=key))))
+        await settle()
+        assert not second.attempts, "the first batch of the key has no outcome yet"
+        hold.release()
+        assert [receipt.broker_group for receipt in await asyncio.gather(*sends)] == ["g1", "g2", "g1"]
+        await second.stop()
 
 
-def test_keys_change_groups_while_no_group_takes_anything():
+async def test_keys_change_groups_while_no_group_takes_anything():
     """What waited in line for its old lane had the producer stop sending, and telling, for good."""
 
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [first]), producer_of(metaserver) as producer:
-            await producer.send(Message("a", {"n": 0}, order_key="k"))
-            first.refuse_with = BrokerReadOnly("no slave")
-            keys = key_for("g1", "g1", "g2"), key_for("g2", "g1", "g2")
-            sends = [asyncio.create_task(producer.send(Message("a", {"n": 1}, order_key=key))) for key in keys]
-            sender = producer._senders.of(is_delayed=False)
-            await until_async(lambda: len(first.attempts) > 1 and any(queue.group == "g1" for queue in sender._active))
-            second = FakeBroker("g2")
-            second.refuse_with = first.refuse_with
-            await second.start()
-            metaserver.set_group(second)
-            await until_async(lambda: second.connections)
-            first.refuse_with = second.refuse_with = None
-            assert [receipt.broker_group for receipt in await asyncio.gather(*sends)] == ["g1", "g2"]
-            await second.stop()
-
-    run(test())
+    async with cluster("g1") as (metaserver, [first]), producer_of(metaserver) as producer:
+        await producer.send(Message("a", {"n": 0}, order_key="k"))
+        first.refuse_with = BrokerReadOnly("no slave")
+        keys = key_for("g1", "g1", "g2"), key_for("g2", "g1", "g2")
+        sends = [asyncio.create_task(producer.send(Message("a", {"n": 1}, order_key=key))) for key in keys]
+        sender = producer._senders.of(is_delayed=False)
+        await until_async(lambda: len(first.attempts) > 1 and any(queue.group == "g1" for queue in sender._active))
+        second = FakeBroker("g2")
+        second.refuse_with = first.refuse_with
+        await second.start()
+        metaserver.set_group(second)
+        await until_async(lambda: second.connections)
+        first.refuse_with = second.refuse_with = None
+        assert [receipt.broker_group for receipt in await asyncio.gather(*sends)] == ["g1", "g2"]
+        await second.stop()

@@ -11,7 +11,6 @@ from qmq.client.prefetch import AHEAD_S, BEFORE_KNOWN_MIN, Prefetch
 from tests.support.waiting import until_async
 from tests.unit.client.consuming import consumer_of, fill, listening
 from tests.unit.client.fakes import cluster
-from tests.unit.client.test_producer import run
 
 
 @pytest.mark.parametrize(
@@ -53,30 +52,27 @@ def test_more_handlers_at_once_ask_for_more():
     assert prefetch.messages == 20
 
 
-def test_a_second_consumer_finds_nearly_all_of_a_backlog_of_slow_work():
+async def test_a_second_consumer_finds_nearly_all_of_a_backlog_of_slow_work():
     """At a thousand ahead, the first consumer had all 100 messages of 0.2 s, and the second one none for 20 s."""
 
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(100))
-            first, second, done = consumer_of(metaserver), consumer_of(metaserver), []
-            began, ended = asyncio.Event(), asyncio.Event()
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(100))
+        first, second, done = consumer_of(metaserver), consumer_of(metaserver), []
+        began, ended = asyncio.Event(), asyncio.Event()
 
-            @first.listen("a", group="g", start="earliest")
-            async def slow(message: qmq.ReceivedMessage) -> None:
-                began.set()
-                await ended.wait()
+        @first.listen("a", group="g", start="earliest")
+        async def slow(message: qmq.ReceivedMessage) -> None:
+            began.set()
+            await ended.wait()
 
-            @second.listen("a", group="g", start="earliest")
-            async def fast(message: qmq.ReceivedMessage) -> None:
-                done.append(int(message["n"]))
+        @second.listen("a", group="g", start="earliest")
+        async def fast(message: qmq.ReceivedMessage) -> None:
+            done.append(int(message["n"]))
 
-            first_task = asyncio.create_task(first.run())
-            await began.wait()
-            async with listening(second):
-                await until_async(lambda: len(done) >= 90)
-            ended.set()
-            first_task.cancel()
-            await asyncio.gather(first_task, return_exceptions=True)
-
-    run(test())
+        first_task = asyncio.create_task(first.run())
+        await began.wait()
+        async with listening(second):
+            await until_async(lambda: len(done) >= 90)
+        ended.set()
+        first_task.cancel()
+        await asyncio.gather(first_task, return_exceptions=True)

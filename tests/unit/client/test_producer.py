@@ -62,96 +62,81 @@ class Hold:
             connection.answer(packet, commands.encode_produced(self._broker.store(attempt)))
 
 
-def test_what_waits_behind_a_request_travels_as_one_batch():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver, in_flight_max=1) as producer:
-            await producer.send(Message("a", {"n": "first"}))
-            hold = Hold(broker)
-            sends = [asyncio.create_task(producer.send(Message("a", {"n": 0})))]
-            await until_async(lambda: hold.held)
-            sends += [asyncio.create_task(producer.send(message)) for message in numbered(100)]
-            await asyncio.sleep(0)
-            hold.release()
-            receipts = await asyncio.gather(*sends)
-            assert [attempt.count for attempt in broker.attempts] == [1, 1, 100]
-            assert [receipt.sequence for receipt in receipts] == list(range(1, 102))
-            assert all(receipt.is_stored for receipt in receipts)
-
-    run(test())
+async def test_what_waits_behind_a_request_travels_as_one_batch():
+    async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver, in_flight_max=1) as producer:
+        await producer.send(Message("a", {"n": "first"}))
+        hold = Hold(broker)
+        sends = [asyncio.create_task(producer.send(Message("a", {"n": 0})))]
+        await until_async(lambda: hold.held)
+        sends += [asyncio.create_task(producer.send(message)) for message in numbered(100)]
+        await asyncio.sleep(0)
+        hold.release()
+        receipts = await asyncio.gather(*sends)
+        assert [attempt.count for attempt in broker.attempts] == [1, 1, 100]
+        assert [receipt.sequence for receipt in receipts] == list(range(1, 102))
+        assert all(receipt.is_stored for receipt in receipts)
 
 
-def test_what_is_sent_in_the_same_turn_of_the_loop_travels_as_one_batch():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
-            await producer.send(Message("a", {"n": "connected"}))
-            await asyncio.gather(*(producer.send(message) for message in numbered(50)))
-            assert [attempt.count for attempt in broker.attempts] == [1, 50]
-
-    run(test())
+async def test_what_is_sent_in_the_same_turn_of_the_loop_travels_as_one_batch():
+    async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
+        await producer.send(Message("a", {"n": "connected"}))
+        await asyncio.gather(*(producer.send(message) for message in numbered(50)))
+        assert [attempt.count for attempt in broker.attempts] == [1, 50]
 
 
 @pytest.mark.parametrize("is_stored", [True, False], ids=["stored before the loss", "lost before it was stored"])
-def test_a_lost_answer_repeats_the_same_batch_to_the_same_group(is_stored):
-    async def test() -> None:
-        async with cluster("g1", "g2") as (metaserver, brokers), producer_of(metaserver) as producer:
-            await asyncio.gather(*(producer.send(Message("a", {"n": -1})) for _ in range(2)))
-            await until_async(lambda: all(broker.connections for broker in brokers))
-            earlier = {broker.name: len(broker.attempts) for broker in brokers}
-            lost: list[Attempt] = []
+async def test_a_lost_answer_repeats_the_same_batch_to_the_same_group(is_stored):
+    async with cluster("g1", "g2") as (metaserver, brokers), producer_of(metaserver) as producer:
+        await asyncio.gather(*(producer.send(Message("a", {"n": -1})) for _ in range(2)))
+        await until_async(lambda: all(broker.connections for broker in brokers))
+        earlier = {broker.name: len(broker.attempts) for broker in brokers}
+        lost: list[Attempt] = []
 
-            def lose(connection: Connection, packet: Packet, attempt: Attempt) -> bool:
-                lost.append(attempt)
-                if is_stored:
-                    broker_of[connection].store(attempt)
-                for broker in brokers:
-                    broker.on_produce = lambda *_: False
-                connection._transport.abort()  # type: ignore[union-attr]
-                return True
-
-            broker_of = {connection: broker for broker in brokers for connection in broker.connections}
+        def lose(connection: Connection, packet: Packet, attempt: Attempt) -> bool:
+            lost.append(attempt)
+            if is_stored:
+                broker_of[connection].store(attempt)
             for broker in brokers:
-                broker.on_produce = lose
-            receipt = await producer.send(Message("a", {"n": 7}))
-            assert receipt.is_stored
-            new = [attempt for broker in brokers for attempt in broker.attempts[earlier[broker.name] :]]
-            assert len(lost) == 1 and new == [lost[0], lost[0]], "the same producer, number and bytes, twice"
-            touched = [broker for broker in brokers if len(broker.attempts) > earlier[broker.name]]
-            assert [broker.name for broker in touched] == [receipt.broker_group]
-            assert sum(properties(broker).count("7") for broker in brokers) == 1
-
-    run(test())
-
-
-def test_a_connection_that_owes_an_answer_is_given_up_and_the_batch_stored_once():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver, answer_timeout_s=0.2) as producer:
-            await producer.send(Message("a", {"n": 0}))
-
-            def stay_silent(connection: Connection, packet: Packet, attempt: Attempt) -> bool:
-                broker.store(attempt)
                 broker.on_produce = lambda *_: False
-                return True
+            connection._transport.abort()  # type: ignore[union-attr]
+            return True
 
-            broker.on_produce = stay_silent
-            assert (await producer.send(Message("a", {"n": 1}))).sequence == 1
-            assert broker.attempts[-1] == broker.attempts[-2]
-            assert properties(broker) == ["0", "1"]
+        broker_of = {connection: broker for broker in brokers for connection in broker.connections}
+        for broker in brokers:
+            broker.on_produce = lose
+        receipt = await producer.send(Message("a", {"n": 7}))
+        assert receipt.is_stored
+        new = [attempt for broker in brokers for attempt in broker.attempts[earlier[broker.name] :]]
+        assert len(lost) == 1 and new == [lost[0], lost[0]], "the same producer, number and bytes, twice"
+        touched = [broker for broker in brokers if len(broker.attempts) > earlier[broker.name]]
+        assert [broker.name for broker in touched] == [receipt.broker_group]
+        assert sum(properties(broker).count("7") for broker in brokers) == 1
 
-    run(test())
+
+async def test_a_connection_that_owes_an_answer_is_given_up_and_the_batch_stored_once():
+    async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver, answer_timeout_s=0.2) as producer:
+        await producer.send(Message("a", {"n": 0}))
+
+        def stay_silent(connection: Connection, packet: Packet, attempt: Attempt) -> bool:
+            broker.store(attempt)
+            broker.on_produce = lambda *_: False
+            return True
+
+        broker.on_produce = stay_silent
+        assert (await producer.send(Message("a", {"n": 1}))).sequence == 1
+        assert broker.attempts[-1] == broker.attempts[-2]
+        assert properties(broker) == ["0", "1"]
 
 
 @pytest.mark.parametrize("error", [BrokerReadOnly("slave_down"), NotMaster("old route"), Overloaded("full")])
-def test_a_group_that_refuses_is_left_for_another_at_once(error):
-    async def test() -> None:
-        async with cluster("g1", "g2") as (metaserver, brokers), producer_of(metaserver) as producer:
-            brokers[0].refuse_with = error
-            receipts = [await producer.send(message) for message in numbered(10)]
-            assert {receipt.broker_group for receipt in receipts} == {"g2"}
-            assert properties(brokers[1]) == [str(number) for number in range(10)]
-            numbers = [attempt.batch for attempt in brokers[1].attempts]
-            assert numbers == sorted(numbers), "numbers of a group ascend"
-
-    run(test())
+async def test_a_group_that_refuses_is_left_for_another_at_once(error):
+    async with cluster("g1", "g2") as (metaserver, brokers), producer_of(metaserver) as producer:
+        brokers[0].refuse_with = error
+        receipts = [await producer.send(message) for message in numbered(10)]
+        assert {receipt.broker_group for receipt in receipts} == {"g2"}
+        assert properties(brokers[1]) == [str(number) for number in range(10)]
+        numbers = [attempt.batch for attempt in brokers[1].attempts]
+        assert numbers == sorted(numbers), "numbers of a group ascend"
 
 
 def test_many_subjects_do_not_all_look_for_a_group_again_with_each_refusal(monkeypatch):
@@ -178,318 +163,267 @@ def test_many_subjects_do_not_all_look_for_a_group_again_with_each_refusal(monke
     assert looks < 10 * subjects
 
 
-def test_a_group_whose_broker_does_not_answer_is_left_for_another():
-    async def test() -> None:
-        async with cluster("g1", "g2") as (metaserver, brokers), producer_of(metaserver) as producer:
-            await brokers[0].stop()
-            receipts = [await producer.send(message) for message in numbered(5)]
-            assert {receipt.broker_group for receipt in receipts} == {"g2"}
-
-    run(test())
+async def test_a_group_whose_broker_does_not_answer_is_left_for_another():
+    async with cluster("g1", "g2") as (metaserver, brokers), producer_of(metaserver) as producer:
+        await brokers[0].stop()
+        receipts = [await producer.send(message) for message in numbered(5)]
+        assert {receipt.broker_group for receipt in receipts} == {"g2"}
 
 
-def test_a_batch_that_may_be_stored_is_never_moved_even_if_its_group_turns_readonly():
-    async def test() -> None:
-        async with cluster("g1", "g2") as (metaserver, [first, second]), producer_of(metaserver) as producer:
-            second.refuse_with = BrokerReadOnly("operator")
-            await producer.send(Message("a", {"n": 0}))
+async def test_a_batch_that_may_be_stored_is_never_moved_even_if_its_group_turns_readonly():
+    async with cluster("g1", "g2") as (metaserver, [first, second]), producer_of(metaserver) as producer:
+        second.refuse_with = BrokerReadOnly("operator")
+        await producer.send(Message("a", {"n": 0}))
 
-            def lose(connection: Connection, packet: Packet, attempt: Attempt) -> bool:
-                first.store(attempt)
-                first.on_produce = lambda *_: False
-                first.refuse_with = BrokerReadOnly("slave_down")
-                connection._transport.abort()  # type: ignore[union-attr]
-                return True
+        def lose(connection: Connection, packet: Packet, attempt: Attempt) -> bool:
+            first.store(attempt)
+            first.on_produce = lambda *_: False
+            first.refuse_with = BrokerReadOnly("slave_down")
+            connection._transport.abort()  # type: ignore[union-attr]
+            return True
 
-            first.on_produce = lose
-            count = len(first.attempts)
-            sending = asyncio.create_task(producer.send(Message("a", {"n": 1})))
-            await until_async(lambda: len(first.attempts) >= count + 2)  # lost, then refused as readonly
-            second.refuse_with = None
-            other = await producer.send(Message("a", {"n": 2}))
-            await until_async(lambda: len(first.attempts) >= count + 3)
-            first.refuse_with = None
-            receipt = await sending
-            assert (other.broker_group, receipt.broker_group, receipt.outcome) == ("g2", "g1", qmq.Outcome.STORED)
-            assert properties(first) == ["0", "1"]
-            assert "1" not in properties(second)
-
-    run(test())
+        first.on_produce = lose
+        count = len(first.attempts)
+        sending = asyncio.create_task(producer.send(Message("a", {"n": 1})))
+        await until_async(lambda: len(first.attempts) >= count + 2)  # lost, then refused as readonly
+        second.refuse_with = None
+        other = await producer.send(Message("a", {"n": 2}))
+        await until_async(lambda: len(first.attempts) >= count + 3)
+        first.refuse_with = None
+        receipt = await sending
+        assert (other.broker_group, receipt.broker_group, receipt.outcome) == ("g2", "g1", qmq.Outcome.STORED)
+        assert properties(first) == ["0", "1"]
+        assert "1" not in properties(second)
 
 
-def test_without_an_answer_the_outcome_is_unknown_and_no_other_group_gets_the_message():
-    async def test() -> None:
-        async with cluster("g1", "g2") as (metaserver, brokers):
-            async with producer_of(metaserver, timeout_s=4.0, answer_timeout_s=0.4) as producer:
-                holds = [Hold(broker) for broker in brokers]
-                receipt = await producer.send(Message("a", {"n": 1}, id="mine"))
-                assert (receipt.outcome, receipt.message_id, receipt.sequence) == (qmq.Outcome.UNKNOWN, "mine", -1)
-                touched = [broker.name for broker, hold in zip(brokers, holds) if hold.held]
-                assert touched == [receipt.broker_group]
-                attempts = [attempt for hold in holds for _, _, attempt in hold.held]
-                assert len(attempts) >= 2 and all(attempt == attempts[0] for attempt in attempts)
-
-    run(test())
+async def test_without_an_answer_the_outcome_is_unknown_and_no_other_group_gets_the_message():
+    async with cluster("g1", "g2") as (metaserver, brokers):
+        async with producer_of(metaserver, timeout_s=4.0, answer_timeout_s=0.4) as producer:
+            holds = [Hold(broker) for broker in brokers]
+            receipt = await producer.send(Message("a", {"n": 1}, id="mine"))
+            assert (receipt.outcome, receipt.message_id, receipt.sequence) == (qmq.Outcome.UNKNOWN, "mine", -1)
+            touched = [broker.name for broker, hold in zip(brokers, holds) if hold.held]
+            assert touched == [receipt.broker_group]
+            attempts = [attempt for hold in holds for _, _, attempt in hold.held]
+            assert len(attempts) >= 2 and all(attempt == attempts[0] for attempt in attempts)
 
 
-def test_what_no_group_took_is_refused_and_says_why():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver, timeout_s=2.0) as producer:
-            broker.refuse_with = BrokerReadOnly("readonly: slave_down")
-            receipt = await producer.send(Message("a", {"n": 1}))
-            assert receipt.outcome is qmq.Outcome.REFUSED
-            assert "slave_down" in receipt.reason
-
-    run(test())
+async def test_what_no_group_took_is_refused_and_says_why():
+    async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver, timeout_s=2.0) as producer:
+        broker.refuse_with = BrokerReadOnly("readonly: slave_down")
+        receipt = await producer.send(Message("a", {"n": 1}))
+        assert receipt.outcome is qmq.Outcome.REFUSED
+        assert "slave_down" in receipt.reason
 
 
-def test_a_final_refusal_is_not_repeated():
-    async def test() -> None:
-        async with cluster("g1", "g2") as (metaserver, brokers), producer_of(metaserver) as producer:
-            for broker in brokers:
-                broker.refuse_with = InvalidRequest("no")
-            assert (await producer.send(Message("a", {"n": 1}))).outcome is qmq.Outcome.REFUSED
-            assert sum(len(broker.attempts) for broker in brokers) == 1
-
-    run(test())
+async def test_a_final_refusal_is_not_repeated():
+    async with cluster("g1", "g2") as (metaserver, brokers), producer_of(metaserver) as producer:
+        for broker in brokers:
+            broker.refuse_with = InvalidRequest("no")
+        assert (await producer.send(Message("a", {"n": 1}))).outcome is qmq.Outcome.REFUSED
+        assert sum(len(broker.attempts) for broker in brokers) == 1
 
 
-def test_refused_messages_do_not_touch_their_batch_mates():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
-            broker.limits["message_bytes_max"] = 10_000
-            messages = numbered(20)
-            messages[3] = Message("a", {"n": "x" * 40_000})
-            messages[5] = Message("a", {"n": "x" * 20_000})
-            messages[8] = Message("a/b", {"n": "slash"})
-            messages[11] = Message("a", {"n": [1]})  # type: ignore[dict-item]
-            receipts = await producer.send_many(messages)
-            refused = [at for at, receipt in enumerate(receipts) if receipt.outcome is qmq.Outcome.REFUSED]
-            assert refused == [3, 5, 8, 11]
-            assert all(receipts[at].reason for at in refused)
-            kept = [at for at in range(20) if at not in refused]
-            assert properties(broker) == [str(at) for at in kept]
-            assert [receipts[at].sequence for at in kept] == list(range(16))
-            assert receipts.count_of(qmq.Outcome.STORED) == 16 and not receipts.all_stored
-
-    run(test())
+async def test_refused_messages_do_not_touch_their_batch_mates():
+    async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
+        broker.limits["message_bytes_max"] = 10_000
+        messages = numbered(20)
+        messages[3] = Message("a", {"n": "x" * 40_000})
+        messages[5] = Message("a", {"n": "x" * 20_000})
+        messages[8] = Message("a/b", {"n": "slash"})
+        messages[11] = Message("a", {"n": [1]})  # type: ignore[dict-item]
+        receipts = await producer.send_many(messages)
+        refused = [at for at, receipt in enumerate(receipts) if receipt.outcome is qmq.Outcome.REFUSED]
+        assert refused == [3, 5, 8, 11]
+        assert all(receipts[at].reason for at in refused)
+        kept = [at for at in range(20) if at not in refused]
+        assert properties(broker) == [str(at) for at in kept]
+        assert [receipts[at].sequence for at in kept] == list(range(16))
+        assert receipts.count_of(qmq.Outcome.STORED) == 16 and not receipts.all_stored
 
 
-def test_a_fault_in_a_run_of_one_subject_touches_nothing_before_or_behind_it():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
-            messages = numbered(2500)
-            for at in (0, 700, 701, 2499):
-                messages[at] = Message("a", {"n": "x" * 40_000}, id=f"bad-{at}")
-            receipts = await producer.send_many(messages)
-            refused = [receipt.message_id for receipt in receipts if not receipt.is_stored]
-            assert refused == ["bad-0", "bad-700", "bad-701", "bad-2499"]
-            assert properties(broker) == [str(at) for at in range(2500) if at not in (0, 700, 701, 2499)]
-
-    run(test())
+async def test_a_fault_in_a_run_of_one_subject_touches_nothing_before_or_behind_it():
+    async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
+        messages = numbered(2500)
+        for at in (0, 700, 701, 2499):
+            messages[at] = Message("a", {"n": "x" * 40_000}, id=f"bad-{at}")
+        receipts = await producer.send_many(messages)
+        refused = [receipt.message_id for receipt in receipts if not receipt.is_stored]
+        assert refused == ["bad-0", "bad-700", "bad-701", "bad-2499"]
+        assert properties(broker) == [str(at) for at in range(2500) if at not in (0, 700, 701, 2499)]
 
 
-def test_send_raises_for_what_can_never_be_sent():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, _), producer_of(metaserver) as producer:
-            with pytest.raises(qmq.InvalidName):
-                await producer.send(Message("a/b", {}))
-            with pytest.raises(qmq.InvalidMessage):
-                await producer.send(Message("a", {"n": "x" * 40_000}))
-            with pytest.raises(qmq.InvalidMessage):
-                producer.send_nowait(Message("a", {"n": None}), print)  # type: ignore[dict-item]
-
-    run(test())
+async def test_send_raises_for_what_can_never_be_sent():
+    async with cluster("g1") as (metaserver, _), producer_of(metaserver) as producer:
+        with pytest.raises(qmq.InvalidName):
+            await producer.send(Message("a/b", {}))
+        with pytest.raises(qmq.InvalidMessage):
+            await producer.send(Message("a", {"n": "x" * 40_000}))
+        with pytest.raises(qmq.InvalidMessage):
+            producer.send_nowait(Message("a", {"n": None}), print)  # type: ignore[dict-item]
 
 
-def test_ids_are_made_once_kept_through_retries_and_never_replaced():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
-            broker.refuse_with = BrokerReadOnly("for a moment")
-            made, given = Message("a", {"n": 1}), Message("a", {"n": 2}, id="mine")
-            sending = [asyncio.create_task(producer.send(message)) for message in (made, given)]
-            await until_async(lambda: len(broker.attempts) >= 2)
-            broker.refuse_with = None
-            receipts = await asyncio.gather(*sending)
-            ids = [decode_message(data).id for data in broker.subjects["a"]]
-            assert ids == [made.id, "mine"] == [receipt.message_id for receipt in receipts]
-            more = await producer.send_many(numbered(2500))
-            all_ids = {decode_message(data).id for data in broker.subjects["a"]}
-            assert len(all_ids) == 2502
-            assert {receipt.message_id for receipt in more} < all_ids
-            date, moment, *ip, pid, token = str(made.id).split(".")
-            assert (len(date), len(moment), len(ip)) == (6, 6, 4) and pid.isdigit() and token
-
-    run(test())
+async def test_ids_are_made_once_kept_through_retries_and_never_replaced():
+    async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
+        broker.refuse_with = BrokerReadOnly("for a moment")
+        made, given = Message("a", {"n": 1}), Message("a", {"n": 2}, id="mine")
+        sending = [asyncio.create_task(producer.send(message)) for message in (made, given)]
+        await until_async(lambda: len(broker.attempts) >= 2)
+        broker.refuse_with = None
+        receipts = await asyncio.gather(*sending)
+        ids = [decode_message(data).id for data in broker.subjects["a"]]
+        assert ids == [made.id, "mine"] == [receipt.message_id for receipt in receipts]
+        more = await producer.send_many(numbered(2500))
+        all_ids = {decode_message(data).id for data in broker.subjects["a"]}
+        assert len(all_ids) == 2502
+        assert {receipt.message_id for receipt in more} < all_ids
+        date, moment, *ip, pid, token = str(made.id).split(".")
+        assert (len(date), len(moment), len(ip)) == (6, 6, 4) and pid.isdigit() and token
 
 
-def test_receipts_of_many_subjects_come_in_the_order_of_the_messages():
-    async def test() -> None:
-        async with cluster("g1", "g2") as (metaserver, brokers), producer_of(metaserver) as producer:
-            messages = [Message(f"s{number % 3}", {"n": number}) for number in range(3000)]
-            receipts = await producer.send_many(message for message in messages)
-            assert [receipt.subject for receipt in receipts] == [message.subject for message in messages]
-            logs = {broker.name: broker.subjects for broker in brokers}
-            for number in (0, 1, 999, 1000, 2999):
-                receipt = receipts[number]
-                stored = decode_message(logs[receipt.broker_group][receipt.subject][receipt.sequence])
-                assert (stored["n"], stored.id) == (str(number), receipt.message_id)
-
-    run(test())
+async def test_receipts_of_many_subjects_come_in_the_order_of_the_messages():
+    async with cluster("g1", "g2") as (metaserver, brokers), producer_of(metaserver) as producer:
+        messages = [Message(f"s{number % 3}", {"n": number}) for number in range(3000)]
+        receipts = await producer.send_many(message for message in messages)
+        assert [receipt.subject for receipt in receipts] == [message.subject for message in messages]
+        logs = {broker.name: broker.subjects for broker in brokers}
+        for number in (0, 1, 999, 1000, 2999):
+            receipt = receipts[number]
+            stored = decode_message(logs[receipt.broker_group][receipt.subject][receipt.sequence])
+            assert (stored["n"], stored.id) == (str(number), receipt.message_id)
 
 
-def test_no_more_bytes_and_numbers_are_unacknowledged_than_the_broker_allows():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            broker.limits["window_bytes"] = 40_000
-            async with producer_of(metaserver, in_flight_max=64) as producer:
-                hold = Hold(broker)
-                sends = []
-                for _number in range(60):
-                    sends.append(asyncio.create_task(producer.send(Message("a", {"n": "x" * 2_000}))))
-                    await asyncio.sleep(0)
-                    await asyncio.sleep(0)
-                await until_async(lambda: hold.held)
-                await settle()
-                assert sum(len(attempt.body) for _, _, attempt in hold.held) <= 40_000
-                hold.release()
-                assert all(receipt.is_stored for receipt in await asyncio.gather(*sends))
-
-    run(test())
+async def test_no_more_bytes_and_numbers_are_unacknowledged_than_the_broker_allows():
+    async with cluster("g1") as (metaserver, [broker]):
+        broker.limits["window_bytes"] = 40_000
+        async with producer_of(metaserver, in_flight_max=64) as producer:
+            hold = Hold(broker)
+            sends = []
+            for _number in range(60):
+                sends.append(asyncio.create_task(producer.send(Message("a", {"n": "x" * 2_000}))))
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
+            await until_async(lambda: hold.held)
+            await settle()
+            assert sum(len(attempt.body) for _, _, attempt in hold.held) <= 40_000
+            hold.release()
+            assert all(receipt.is_stored for receipt in await asyncio.gather(*sends))
 
 
-def test_batches_are_small_while_others_produce_to_the_same_group_and_only_then():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
+async def test_batches_are_small_while_others_produce_to_the_same_group_and_only_then():
+    async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
 
-            async def largest(batch_bytes: int, messages: list[Message]) -> int:
-                broker.batch_bytes = batch_bytes
-                await producer.send(Message("a", {"n": "x"}))  # its answer says what is so now
-                begin = len(broker.attempts)
-                assert (await producer.send_many(messages)).all_stored
-                return max(len(attempt.body) for attempt in broker.attempts[begin:])
+        async def largest(batch_bytes: int, messages: list[Message]) -> int:
+            broker.batch_bytes = batch_bytes
+            await producer.send(Message("a", {"n": "x"}))  # its answer says what is so now
+            begin = len(broker.attempts)
+            assert (await producer.send_many(messages)).all_stored
+            return max(len(attempt.body) for attempt in broker.attempts[begin:])
 
-            uniform = [Message("a", {"n": "x" * 1_000}) for _ in range(1_000)]
-            mixed = [Message(subject, {"n": "x" * 1_000}) for _ in range(500) for subject in "ab"]
-            for messages in (uniform, mixed):
-                assert await largest(0, messages) > 500_000
-                assert 100_000 < await largest(128 << 10, messages) < 140_000
+        uniform = [Message("a", {"n": "x" * 1_000}) for _ in range(1_000)]
+        mixed = [Message(subject, {"n": "x" * 1_000}) for _ in range(500) for subject in "ab"]
+        for messages in (uniform, mixed):
+            assert await largest(0, messages) > 500_000
+            assert 100_000 < await largest(128 << 10, messages) < 140_000
 
-            begin, receipts = len(broker.attempts), []
-            for message in uniform:
-                producer.send_nowait(message, receipts.append)
-            await until_async(lambda: len(receipts) == len(uniform))
-            assert max(len(attempt.body) for attempt in broker.attempts[begin:]) < 140_000
-
-    run(test())
+        begin, receipts = len(broker.attempts), []
+        for message in uniform:
+            producer.send_nowait(message, receipts.append)
+        await until_async(lambda: len(receipts) == len(uniform))
+        assert max(len(attempt.body) for attempt in broker.attempts[begin:]) < 140_000
 
 
-def test_what_a_group_advised_is_over_when_it_takes_nothing_any_more():
+async def test_what_a_group_advised_is_over_when_it_takes_nothing_any_more():
     """Nothing is sent to it, so no answer of its own would ever say so."""
 
-    async def test() -> None:
-        async with cluster("g1", "g2") as (metaserver, [away, there]), producer_of(metaserver) as producer:
-            away.batch_bytes = 64 << 10
-            while not (away.attempts and there.attempts):
-                await producer.send(Message("a", {"n": "x"}))
-            metaserver.set_group(away, writable=False)
-            [sender] = producer._open_senders._all
-            await until_async(lambda: not all(group.writable for group in sender._routing.groups_of("a")))
-            begin = len(there.attempts)
-            assert (await producer.send_many(Message("a", {"n": "x" * 1_000}) for _ in range(1_000))).all_stored
-            assert max(len(attempt.body) for attempt in there.attempts[begin:]) > 500_000
-
-    run(test())
+    async with cluster("g1", "g2") as (metaserver, [away, there]), producer_of(metaserver) as producer:
+        away.batch_bytes = 64 << 10
+        while not (away.attempts and there.attempts):
+            await producer.send(Message("a", {"n": "x"}))
+        metaserver.set_group(away, writable=False)
+        [sender] = producer._open_senders._all
+        await until_async(lambda: not all(group.writable for group in sender._routing.groups_of("a")))
+        begin = len(there.attempts)
+        assert (await producer.send_many(Message("a", {"n": "x" * 1_000}) for _ in range(1_000))).all_stored
+        assert max(len(attempt.body) for attempt in there.attempts[begin:]) > 500_000
 
 
-def test_a_batch_over_the_packet_limit_is_cut_and_a_message_over_it_refused():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            broker.limits["packet_bytes_max"] = 20_000
-            async with producer_of(metaserver) as producer:
-                messages = numbered(200)
-                for message in messages[:100]:
-                    message.properties = {"n": message["n"], "text": "x" * 1_000}
-                messages[50] = Message("a", {"n": "x" * 30_000})
-                receipts = await producer.send_many(messages)
-                refused = [at for at, receipt in enumerate(receipts) if not receipt.is_stored]
-                assert refused == [50]
-                assert "more than g1 takes" in receipts[50].reason
-                assert properties(broker) == [str(at) for at in range(200) if at != 50]
-                assert max(len(attempt.body) for attempt in broker.attempts) < 20_000
-
-    run(test())
+async def test_a_batch_over_the_packet_limit_is_cut_and_a_message_over_it_refused():
+    async with cluster("g1") as (metaserver, [broker]):
+        broker.limits["packet_bytes_max"] = 20_000
+        async with producer_of(metaserver) as producer:
+            messages = numbered(200)
+            for message in messages[:100]:
+                message.properties = {"n": message["n"], "text": "x" * 1_000}
+            messages[50] = Message("a", {"n": "x" * 30_000})
+            receipts = await producer.send_many(messages)
+            refused = [at for at, receipt in enumerate(receipts) if not receipt.is_stored]
+            assert refused == [50]
+            assert "more than g1 takes" in receipts[50].reason
+            assert properties(broker) == [str(at) for at in range(200) if at != 50]
+            assert max(len(attempt.body) for attempt in broker.attempts) < 20_000
 
 
-def test_a_new_master_gets_what_the_old_one_left_unanswered_and_stores_it_once():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [old]), producer_of(metaserver) as producer:
-            await producer.send(Message("a", {"n": "before"}))
-            new = FakeBroker("g1")
-            await new.start()
-            stored: list[Attempt] = []
+async def test_a_new_master_gets_what_the_old_one_left_unanswered_and_stores_it_once():
+    async with cluster("g1") as (metaserver, [old]), producer_of(metaserver) as producer:
+        await producer.send(Message("a", {"n": "before"}))
+        new = FakeBroker("g1")
+        await new.start()
+        stored: list[Attempt] = []
 
-            def store_and_die(connection: Connection, packet: Packet, attempt: Attempt) -> bool:
-                old.store(attempt)
-                stored.append(attempt)
-                connection._transport.abort()  # type: ignore[union-attr]
-                old.move_to(new)
-                old.on_produce = lambda *_: False
-                return True
+        def store_and_die(connection: Connection, packet: Packet, attempt: Attempt) -> bool:
+            old.store(attempt)
+            stored.append(attempt)
+            connection._transport.abort()  # type: ignore[union-attr]
+            old.move_to(new)
+            old.on_produce = lambda *_: False
+            return True
 
-            old.on_produce = store_and_die
-            sending = asyncio.create_task(producer.send(Message("a", {"n": "during"})))
-            await until_async(lambda: stored)
-            metaserver.set_group(new, term=2)
-            receipt = await sending
-            assert (receipt.outcome, receipt.sequence) == (qmq.Outcome.STORED, 1)
-            assert new.attempts == stored
-            assert (await producer.send(Message("a", {"n": "after"}))).sequence == 2
-            assert properties(new) == ["before", "during", "after"]
-            await new.stop()
-
-    run(test())
+        old.on_produce = store_and_die
+        sending = asyncio.create_task(producer.send(Message("a", {"n": "during"})))
+        await until_async(lambda: stored)
+        metaserver.set_group(new, term=2)
+        receipt = await sending
+        assert (receipt.outcome, receipt.sequence) == (qmq.Outcome.STORED, 1)
+        assert new.attempts == stored
+        assert (await producer.send(Message("a", {"n": "after"}))).sequence == 2
+        assert properties(new) == ["before", "during", "after"]
+        await new.stop()
 
 
-def test_routes_stay_in_use_while_the_metaserver_is_down_and_follow_when_it_is_back():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
-            await producer.send(Message("a", {"n": 0}))
-            port = metaserver.http_port
-            await metaserver.stop()
-            assert (await producer.send(Message("a", {"n": 1}))).is_stored
-            moved = FakeBroker("g1")
-            await moved.start()
-            broker.move_to(moved)
-            metaserver.set_group(moved, term=2)
-            await metaserver.start(http_port=port)
-            assert (await producer.send(Message("a", {"n": 2}))).is_stored
-            assert [attempt.count for attempt in moved.attempts] == [1]
-            await moved.stop()
-
-    run(test())
+async def test_routes_stay_in_use_while_the_metaserver_is_down_and_follow_when_it_is_back():
+    async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
+        await producer.send(Message("a", {"n": 0}))
+        port = metaserver.http_port
+        await metaserver.stop()
+        assert (await producer.send(Message("a", {"n": 1}))).is_stored
+        moved = FakeBroker("g1")
+        await moved.start()
+        broker.move_to(moved)
+        metaserver.set_group(moved, term=2)
+        await metaserver.start(http_port=port)
+        assert (await producer.send(Message("a", {"n": 2}))).is_stored
+        assert [attempt.count for attempt in moved.attempts] == [1]
+        await moved.stop()
 
 
-def test_send_nowait_says_when_the_queue_is_full_and_tells_each_outcome():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            async with producer_of(metaserver, queue_messages_max=10, in_flight_max=1) as producer:
-                await producer.send(Message("a", {"n": "connected"}))
-                hold = Hold(broker)
-                receipts: list[qmq.Receipt] = []
-                producer.send_nowait(Message("a", {"n": "in flight"}), receipts.append)
-                await until_async(lambda: hold.held)
-                for message in numbered(10):
-                    producer.send_nowait(message, receipts.append)
-                with pytest.raises(qmq.QueueFull):
-                    producer.send_nowait(Message("a", {"n": 11}), receipts.append)
-                waiting = asyncio.create_task(producer.send(Message("a", {"n": "waits for room"})))
-                await asyncio.sleep(0)
-                hold.release()
-                assert (await waiting).is_stored
-                assert len(receipts) == 11 and all(receipt.is_stored for receipt in receipts)
-
-    run(test())
+async def test_send_nowait_says_when_the_queue_is_full_and_tells_each_outcome():
+    async with cluster("g1") as (metaserver, [broker]):
+        async with producer_of(metaserver, queue_messages_max=10, in_flight_max=1) as producer:
+            await producer.send(Message("a", {"n": "connected"}))
+            hold = Hold(broker)
+            receipts: list[qmq.Receipt] = []
+            producer.send_nowait(Message("a", {"n": "in flight"}), receipts.append)
+            await until_async(lambda: hold.held)
+            for message in numbered(10):
+                producer.send_nowait(message, receipts.append)
+            with pytest.raises(qmq.QueueFull):
+                producer.send_nowait(Message("a", {"n": 11}), receipts.append)
+            waiting = asyncio.create_task(producer.send(Message("a", {"n": "waits for room"})))
+            await asyncio.sleep(0)
+            hold.release()
+            assert (await waiting).is_stored
+            assert len(receipts) == 11 and all(receipt.is_stored for receipt in receipts)
 
 
 def test_a_callback_that_raises_harms_nobody_else(caplog):
@@ -509,43 +443,34 @@ def test_a_callback_that_raises_harms_nobody_else(caplog):
     assert "on_done of send_nowait failed" in caplog.text
 
 
-def test_closing_waits_for_what_was_given_and_takes_nothing_after():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            receipts: list[qmq.Receipt] = []
-            async with producer_of(metaserver) as producer:
-                for message in numbered(3000):
-                    producer.send_nowait(message, receipts.append)
-            assert len(receipts) == 3000 and len(broker.subjects["a"]) == 3000
-            for call in (producer.send(Message("a")), producer.send_many([])):
-                with pytest.raises(qmq.ClientClosed):
-                    await _awaited(call)
+async def test_closing_waits_for_what_was_given_and_takes_nothing_after():
+    async with cluster("g1") as (metaserver, [broker]):
+        receipts: list[qmq.Receipt] = []
+        async with producer_of(metaserver) as producer:
+            for message in numbered(3000):
+                producer.send_nowait(message, receipts.append)
+        assert len(receipts) == 3000 and len(broker.subjects["a"]) == 3000
+        for call in (producer.send(Message("a")), producer.send_many([])):
             with pytest.raises(qmq.ClientClosed):
-                await producer.__aenter__()
-
-    run(test())
+                await _awaited(call)
+        with pytest.raises(qmq.ClientClosed):
+            await producer.__aenter__()
 
 
 async def _awaited(call: Awaitable[object]) -> object:
     return await call
 
 
-def test_a_wrong_token_is_told_at_once():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, _):
-            async with qmq.Producer(metaserver=metaserver.url, app="test", token="wrong") as producer:
-                receipt = await producer.send(Message("a", {"n": 1}))
-                assert receipt.outcome is qmq.Outcome.REFUSED
-                assert "token" in receipt.reason
-
-    run(test())
+async def test_a_wrong_token_is_told_at_once():
+    async with cluster("g1") as (metaserver, _):
+        async with qmq.Producer(metaserver=metaserver.url, app="test", token="wrong") as producer:
+            receipt = await producer.send(Message("a", {"n": 1}))
+            assert receipt.outcome is qmq.Outcome.REFUSED
+            assert "token" in receipt.reason
 
 
-def test_the_token_comes_from_the_environment(monkeypatch):
+async def test_the_token_comes_from_the_environment(monkeypatch):
     monkeypatch.setenv("QMQ_TOKEN", TOKEN)
 
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, _), qmq.Producer(metaserver=metaserver.url, app="test") as producer:
-            assert (await producer.send(Message("a", {"n": 1}))).is_stored
-
-    run(test())
+    async with cluster("g1") as (metaserver, _), qmq.Producer(metaserver=metaserver.url, app="test") as producer:
+        assert (await producer.send(Message("a", {"n": 1}))).is_stored

@@ -29,484 +29,409 @@ from qmq.errors import (
 from qmq.message import Message
 from tests.support.waiting import settle, until_async
 from tests.unit.client.fakes import TOKEN, FakeBroker, cluster
-from tests.unit.client.test_producer import Hold, numbered, producer_of, properties, run
+from tests.unit.client.test_producer import Hold, numbered, producer_of, properties
 
 
-def test_a_subject_without_route_is_refused_in_time_by_name():
+async def test_a_subject_without_route_is_refused_in_time_by_name():
     """Gaps of QMQ, sections 1, 2 and 10: such a send never completes."""
 
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, _), producer_of(metaserver, timeout_s=1.5) as producer:
-            metaserver.refuse["nowhere"] = "no broker group is allowed for it"
-            receipt = await producer.send(Message("nowhere", {"n": 1}, id="mine"))
-            assert (receipt.outcome, receipt.message_id) == (qmq.Outcome.REFUSED, "mine")
-            assert "no broker group is allowed" in receipt.reason
-            with pytest.raises(NoRoute):
-                receipt.check()
-            [many] = await producer.send_many([Message("nowhere")])
-            [ordered] = await producer.send_many([Message("nowhere", order_key="k")])
-            assert isinstance(many.error, NoRoute) and isinstance(ordered.error, NoRoute)
-
-    run(test())
+    async with cluster("g1") as (metaserver, _), producer_of(metaserver, timeout_s=1.5) as producer:
+        metaserver.refuse["nowhere"] = "no broker group is allowed for it"
+        receipt = await producer.send(Message("nowhere", {"n": 1}, id="mine"))
+        assert (receipt.outcome, receipt.message_id) == (qmq.Outcome.REFUSED, "mine")
+        assert "no broker group is allowed" in receipt.reason
+        with pytest.raises(NoRoute):
+            receipt.check()
+        [many] = await producer.send_many([Message("nowhere")])
+        [ordered] = await producer.send_many([Message("nowhere", order_key="k")])
+        assert isinstance(many.error, NoRoute) and isinstance(ordered.error, NoRoute)
 
 
-def test_without_a_metaserver_a_send_ends_in_time():
+async def test_without_a_metaserver_a_send_ends_in_time():
     """Gap of QMQ, section 10: the first look-up blocks without limit."""
 
-    async def test() -> None:
-        with socket.socket() as nobody:
-            nobody.bind(("127.0.0.1", 0))
-            url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
-            async with qmq.Producer(metaserver=url, app="test", token=TOKEN, timeout_s=0.3) as producer:
-                assert isinstance((await producer.send(Message("a"))).error, NoRoute)
-
-    run(test())
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        async with qmq.Producer(metaserver=url, app="test", token=TOKEN, timeout_s=0.3) as producer:
+            assert isinstance((await producer.send(Message("a"))).error, NoRoute)
 
 
-def test_three_subjects_without_route_do_not_hold_up_the_others():
+async def test_three_subjects_without_route_do_not_hold_up_the_others():
     """Gap of QMQ, section 2: three such subjects stop the producer."""
 
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            async with producer_of(metaserver, queue_messages_max=500) as producer:
-                stuck: list[qmq.Receipt] = []
-                for number in range(3):
-                    metaserver.refuse[f"stuck{number}"] = "no broker group"
-                    with pytest.raises(QueueFull):
-                        for _ in range(501):
-                            producer.send_nowait(Message(f"stuck{number}"), stuck.append)
-                for _ in range(5):
-                    receipts = await asyncio.gather(*(producer.send(message) for message in numbered(100)))
-                    assert all(receipt.is_stored for receipt in receipts)
-                assert (await producer.send_many(numbered(3_000))).all_stored
-                assert not stuck
-                metaserver.refuse.clear()
-                metaserver.tell()
-                await producer.flush()
-                assert stuck and all(receipt.is_stored for receipt in stuck)
-
-    run(test())
+    async with cluster("g1") as (metaserver, [broker]):
+        async with producer_of(metaserver, queue_messages_max=500) as producer:
+            stuck: list[qmq.Receipt] = []
+            for number in range(3):
+                metaserver.refuse[f"stuck{number}"] = "no broker group"
+                with pytest.raises(QueueFull):
+                    for _ in range(501):
+                        producer.send_nowait(Message(f"stuck{number}"), stuck.append)
+            for _ in range(5):
+                receipts = await asyncio.gather(*(producer.send(message) for message in numbered(100)))
+                assert all(receipt.is_stored for receipt in receipts)
+            assert (await producer.send_many(numbered(3_000))).all_stored
+            assert not stuck
+            metaserver.refuse.clear()
+            metaserver.tell()
+            await producer.flush()
+            assert stuck and all(receipt.is_stored for receipt in stuck)
 
 
-def test_the_rest_of_a_send_many_does_not_wait_as_long_again():
+async def test_the_rest_of_a_send_many_does_not_wait_as_long_again():
     """A call with many batches for a subject that nobody takes ends about when its first batch does."""
 
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, _), producer_of(metaserver, timeout_s=0.5) as producer:
-            metaserver.refuse["nowhere"] = "no broker group"
-            began = asyncio.get_running_loop().time()
-            receipts = await producer.send_many(numbered(30_000, "nowhere"))
-            assert receipts.count_of(qmq.Outcome.REFUSED) == 30_000
-            assert asyncio.get_running_loop().time() - began < 0.5 * 15, "30 batches, of which 2 wait at a time"
-
-    run(test())
+    async with cluster("g1") as (metaserver, _), producer_of(metaserver, timeout_s=0.5) as producer:
+        metaserver.refuse["nowhere"] = "no broker group"
+        began = asyncio.get_running_loop().time()
+        receipts = await producer.send_many(numbered(30_000, "nowhere"))
+        assert receipts.count_of(qmq.Outcome.REFUSED) == 30_000
+        assert asyncio.get_running_loop().time() - began < 0.5 * 15, "30 batches, of which 2 wait at a time"
 
 
-def test_a_group_that_refused_is_used_again_without_a_new_route():
+async def test_a_group_that_refused_is_used_again_without_a_new_route():
     """Gap of QMQ, section 2: what a refusal set to unavailable stays so until the route changes."""
 
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
-            for _ in range(3):
-                broker.refuse_with = BrokerReadOnly("slave_down")
-                broker.attempts.clear()
-                sending = asyncio.create_task(producer.send(Message("a", {"n": 1})))
-                await until_async(lambda: broker.attempts)
-                broker.refuse_with = None
-                assert (await sending).is_stored
-
-    run(test())
-
-
-def test_what_a_readonly_group_did_not_take_in_time_is_not_served():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver, timeout_s=2.0) as producer:
-            broker.refuse_with = BrokerReadOnly("disk")
-            error = (await producer.send(Message("a"))).error
-            assert isinstance(error, NotServed) and not isinstance(error, NoRoute) and "disk" in str(error)
-
-    run(test())
-
-
-@pytest.mark.parametrize("is_told", [False, True], ids=["the broker says so", "the route says so"])
-def test_who_does_not_want_to_wait_for_a_readonly_group_is_told_its_reason_at_once(is_told):
-    async def test() -> None:
-        options = {"timeout_s": 3_600.0, "readonly_wait_s": 0.0}
-        async with cluster("g1", "g2") as (metaserver, brokers), producer_of(metaserver, **options) as producer:
-            assert (await producer.send(Message("a"))).is_stored
-            for broker in brokers:
-                broker.refuse_with = BrokerReadOnly(f"{broker.name} is readonly: disk, make room")
-                if is_told:
-                    metaserver.set_group(broker, writable=False)
-            receipt = await producer.send(Message("a"))
-            assert isinstance(receipt.error, NotServed) and receipt.outcome is qmq.Outcome.REFUSED
-            assert all(f"{one.name}: " in receipt.reason for one in brokers)
-            ordered = await producer.send(Message("a", order_key="k"))
-            assert isinstance(ordered.error, NotServed), "also where one group alone may take it"
-            for broker in brokers:
-                broker.refuse_with = None
-                metaserver.set_group(broker, writable=True)
-            while not (await producer.send(Message("a"))).is_stored:
-                pass
-
-    run(test())
-
-
-def test_what_a_broker_refuses_on_its_own_is_an_invalid_message_with_its_id():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
-            broker.limits["message_bytes_max"] = 1_000
-            receipts = await producer.send_many([Message("a", {"n": "x" * 2_000}, id="large"), Message("a", {"n": 1})])
-            assert (receipts[0].message_id, receipts[0].outcome) == ("large", qmq.Outcome.REFUSED)
-            assert isinstance(receipts[0].error, InvalidMessage)
-            assert receipts[1].check() is not None
-
-    run(test())
-
-
-def test_an_unknown_outcome_says_so_by_its_error():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver, timeout_s=2.0) as producer:
-            await producer.send(Message("a", {"n": 0}))
-            Hold(broker)
-            receipt = await producer.send(Message("a", {"n": 1}))
-            assert receipt.outcome is qmq.Outcome.UNKNOWN
-            with pytest.raises(OutcomeUnknown):
-                receipt.check()
-
-    run(test())
-
-
-def test_a_full_queue_makes_send_wait_no_longer_than_its_time_and_takes_nothing():
-    """Rule: queue full. QMQ blocks for 50 ms and then drops the message."""
-
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            async with producer_of(metaserver, queue_messages_max=5, in_flight_max=1) as producer:
-                await producer.send(Message("a", {"n": "connected"}))
-                hold = Hold(broker)
-                done: list[qmq.Receipt] = []
-                producer.send_nowait(Message("a", {"n": "under way"}), done.append)
-                await until_async(lambda: hold.held)
-                for message in numbered(5):
-                    producer.send_nowait(message, done.append)
-                with pytest.raises(QueueFull):
-                    producer.send_nowait(Message("a", {"n": 5}), done.append)
-                patient_ms, producer._timeout_ms = producer._timeout_ms, 200  # less than those before it have
-                receipt = await producer.send(Message("a", {"n": "waits"}))
-                assert receipt.outcome is qmq.Outcome.REFUSED and not done
-                producer._timeout_ms = patient_ms
-                hold.release()
-                await producer.flush()
-                assert len(done) == 6
-                assert properties(broker) == ["connected", "under way", *"01234"]
-
-    run(test())
-
-
-def test_producers_of_one_process_share_nothing():
-    """Gaps of QMQ, sections 2 and 10: one object of settings and one metaserver for the whole process."""
-
-    async def test() -> None:
-        async with cluster("g1") as (here, [near]), cluster("g2") as (there, [far]):
-            async with producer_of(here, queue_messages_max=1) as first, producer_of(there) as second:
-                receipts = await asyncio.gather(first.send(Message("a", {"n": 1})), second.send(Message("a", {"n": 2})))
-                assert [receipt.broker_group for receipt in receipts] == ["g1", "g2"]
-                with pytest.raises(QueueFull):
-                    for message in numbered(2):
-                        first.send_nowait(message, lambda _: None)
-                for message in numbered(2):
-                    second.send_nowait(message, lambda _: None)
-            assert (len(properties(near)), len(properties(far))) == (2, 3)
-
-    run(test())
-
-
-def test_flush_waits_for_what_was_given_before_and_not_for_what_comes_later():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver, in_flight_max=4) as producer:
-            await producer.flush()
-            await producer.send(Message("a", {"n": 0}))
-            hold, receipts = Hold(broker), []
-            for message in (*numbered(10), Message("a", {"n": 10}, order_key="k")):
-                producer.send_nowait(message, receipts.append)
-            many = asyncio.create_task(producer.send_many(numbered(10, "b")))
-            await until_async(lambda: len(hold.held) >= 3)
-            flushing = asyncio.create_task(producer.flush())
-            for _ in range(5):
-                await asyncio.sleep(0)
-            assert not flushing.done()
-            hold.release()
-            later = Hold(broker)
-            producer.send_nowait(Message("a", {"n": "later"}), receipts.append)
-            await flushing
-            assert len(receipts) == 11 and (await many).all_stored
-            await until_async(lambda: later.held)
-            later.release()
-            await producer.flush()
-            assert len(receipts) == 12
-
-    run(test())
-
-
-def test_flush_of_a_closed_producer_is_refused():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, _):
-            producer = producer_of(metaserver)
-            with pytest.raises(ClientClosed):
-                await producer.flush()
-            async with producer:
-                pass
-            with pytest.raises(ClientClosed):
-                await producer.flush()
-
-    run(test())
-
-
-@pytest.mark.parametrize("cancels", [1, 2], ids=["cancelled", "cancelled while it disconnects, too"])
-def test_closing_that_is_cancelled_leaves_nobody_without_an_outcome(cancels):
-    """Gap of QMQ, section 2: what is left at shutdown is neither sent nor told."""
-
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            producer = await producer_of(metaserver, in_flight_max=1).__aenter__()
-            await producer.send(Message("a", {"n": 0}))
-            hold, receipts = Hold(broker), []
-            sends = [asyncio.create_task(producer.send(Message("a", {"n": "under way"})))]
-            await until_async(lambda: hold.held)
-            sends += [asyncio.create_task(producer.send(Message("a", {"n": "waits"}))) for _ in range(2)]
-            sends.append(asyncio.create_task(producer.send(Message("a", {"n": "in order"}, order_key="k"))))
-            many = asyncio.create_task(producer.send_many(numbered(10)))
-            producer.send_nowait(Message("a"), receipts.append)
-            await settle()
-            closing = asyncio.create_task(producer.close())
-            for _ in range(cancels):
-                await asyncio.sleep(0)
-                closing.cancel()
-            outcomes = [receipt.outcome for receipt in await asyncio.gather(*sends)]
-            assert outcomes == [qmq.Outcome.UNKNOWN] + [qmq.Outcome.REFUSED] * 3
-            assert (await many).count_of(qmq.Outcome.REFUSED) == 10
-            assert [type(receipt.error) for receipt in receipts] == [ClientClosed]
-
-    run(test())
-
-
-def test_a_send_many_that_outlives_its_producer_ends_with_outcomes():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            async with producer_of(metaserver) as producer:
-                opened = asyncio.Event()
-
-                def messages() -> Iterator[Message]:
-                    for number in range(20_000):
-                        if number == 5_000:
-                            opened.set()
-                        yield Message("a", {"n": number}, order_key="k" if number % 5_000 == 1 else None)
-
-                many = asyncio.create_task(producer.send_many(messages()))
-                await opened.wait()
-            receipts = await many
-            stored = receipts.count_of(qmq.Outcome.STORED)
-            assert len(receipts) == 20_000 and stored == len(broker.subjects["a"])
-            assert {type(receipt.error) for receipt in receipts if not receipt.is_stored} <= {ClientClosed}
-
-    run(test())
-
-
-def test_answers_of_a_group_that_is_overloaded_do_not_open_its_breaker():
-    """Rule: any answer counts as a success for the breaker."""
-
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
-            broker.refuse_with = Overloaded("full")
-            sending = asyncio.create_task(producer.send(Message("a")))
-            await until_async(lambda: len(broker.attempts) >= 3)
-            assert producer._senders.of(is_delayed=False)._groups["g1"].breaker._failures == 0
+    async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
+        for _ in range(3):
+            broker.refuse_with = BrokerReadOnly("slave_down")
+            broker.attempts.clear()
+            sending = asyncio.create_task(producer.send(Message("a", {"n": 1})))
+            await until_async(lambda: broker.attempts)
             broker.refuse_with = None
             assert (await sending).is_stored
 
-    run(test())
+
+async def test_what_a_readonly_group_did_not_take_in_time_is_not_served():
+    async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver, timeout_s=2.0) as producer:
+        broker.refuse_with = BrokerReadOnly("disk")
+        error = (await producer.send(Message("a"))).error
+        assert isinstance(error, NotServed) and not isinstance(error, NoRoute) and "disk" in str(error)
 
 
-def test_a_group_that_answers_nothing_is_given_up_and_the_others_take_what_comes():
+@pytest.mark.parametrize("is_told", [False, True], ids=["the broker says so", "the route says so"])
+async def test_who_does_not_want_to_wait_for_a_readonly_group_is_told_its_reason_at_once(is_told):
+    options = {"timeout_s": 3_600.0, "readonly_wait_s": 0.0}
+    async with cluster("g1", "g2") as (metaserver, brokers), producer_of(metaserver, **options) as producer:
+        assert (await producer.send(Message("a"))).is_stored
+        for broker in brokers:
+            broker.refuse_with = BrokerReadOnly(f"{broker.name} is readonly: disk, make room")
+            if is_told:
+                metaserver.set_group(broker, writable=False)
+        receipt = await producer.send(Message("a"))
+        assert isinstance(receipt.error, NotServed) and receipt.outcome is qmq.Outcome.REFUSED
+        assert all(f"{one.name}: " in receipt.reason for one in brokers)
+        ordered = await producer.send(Message("a", order_key="k"))
+        assert isinstance(ordered.error, NotServed), "also where one group alone may take it"
+        for broker in brokers:
+            broker.refuse_with = None
+            metaserver.set_group(broker, writable=True)
+        while not (await producer.send(Message("a"))).is_stored:
+            pass
+
+
+async def test_what_a_broker_refuses_on_its_own_is_an_invalid_message_with_its_id():
+    async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
+        broker.limits["message_bytes_max"] = 1_000
+        receipts = await producer.send_many([Message("a", {"n": "x" * 2_000}, id="large"), Message("a", {"n": 1})])
+        assert (receipts[0].message_id, receipts[0].outcome) == ("large", qmq.Outcome.REFUSED)
+        assert isinstance(receipts[0].error, InvalidMessage)
+        assert receipts[1].check() is not None
+
+
+async def test_an_unknown_outcome_says_so_by_its_error():
+    async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver, timeout_s=2.0) as producer:
+        await producer.send(Message("a", {"n": 0}))
+        Hold(broker)
+        receipt = await producer.send(Message("a", {"n": 1}))
+        assert receipt.outcome is qmq.Outcome.UNKNOWN
+        with pytest.raises(OutcomeUnknown):
+            receipt.check()
+
+
+async def test_a_full_queue_makes_send_wait_no_longer_than_its_time_and_takes_nothing():
+    """Rule: queue full. QMQ blocks for 50 ms and then drops the message."""
+
+    async with cluster("g1") as (metaserver, [broker]):
+        async with producer_of(metaserver, queue_messages_max=5, in_flight_max=1) as producer:
+            await producer.send(Message("a", {"n": "connected"}))
+            hold = Hold(broker)
+            done: list[qmq.Receipt] = []
+            producer.send_nowait(Message("a", {"n": "under way"}), done.append)
+            await until_async(lambda: hold.held)
+            for message in numbered(5):
+                producer.send_nowait(message, done.append)
+            with pytest.raises(QueueFull):
+                producer.send_nowait(Message("a", {"n": 5}), done.append)
+            patient_ms, producer._timeout_ms = producer._timeout_ms, 200  # less than those before it have
+            receipt = await producer.send(Message("a", {"n": "waits"}))
+            assert receipt.outcome is qmq.Outcome.REFUSED and not done
+            producer._timeout_ms = patient_ms
+            hold.release()
+            await producer.flush()
+            assert len(done) == 6
+            assert properties(broker) == ["connected", "under way", *"01234"]
+
+
+async def test_producers_of_one_process_share_nothing():
+    """Gaps of QMQ, sections 2 and 10: one object of settings and one metaserver for the whole process."""
+
+    async with cluster("g1") as (here, [near]), cluster("g2") as (there, [far]):
+        async with producer_of(here, queue_messages_max=1) as first, producer_of(there) as second:
+            receipts = await asyncio.gather(first.send(Message("a", {"n": 1})), second.send(Message("a", {"n": 2})))
+            assert [receipt.broker_group for receipt in receipts] == ["g1", "g2"]
+            with pytest.raises(QueueFull):
+                for message in numbered(2):
+                    first.send_nowait(message, lambda _: None)
+            for message in numbered(2):
+                second.send_nowait(message, lambda _: None)
+        assert (len(properties(near)), len(properties(far))) == (2, 3)
+
+
+async def test_flush_waits_for_what_was_given_before_and_not_for_what_comes_later():
+    async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver, in_flight_max=4) as producer:
+        await producer.flush()
+        await producer.send(Message("a", {"n": 0}))
+        hold, receipts = Hold(broker), []
+        for message in (*numbered(10), Message("a", {"n": 10}, order_key="k")):
+            producer.send_nowait(message, receipts.append)
+        many = asyncio.create_task(producer.send_many(numbered(10, "b")))
+        await until_async(lambda: len(hold.held) >= 3)
+        flushing = asyncio.create_task(producer.flush())
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not flushing.done()
+        hold.release()
+        later = Hold(broker)
+        producer.send_nowait(Message("a", {"n": "later"}), receipts.append)
+        await flushing
+        assert len(receipts) == 11 and (await many).all_stored
+        await until_async(lambda: later.held)
+        later.release()
+        await producer.flush()
+        assert len(receipts) == 12
+
+
+async def test_flush_of_a_closed_producer_is_refused():
+    async with cluster("g1") as (metaserver, _):
+        producer = producer_of(metaserver)
+        with pytest.raises(ClientClosed):
+            await producer.flush()
+        async with producer:
+            pass
+        with pytest.raises(ClientClosed):
+            await producer.flush()
+
+
+@pytest.mark.parametrize("cancels", [1, 2], ids=["cancelled", "cancelled while it disconnects, too"])
+async def test_closing_that_is_cancelled_leaves_nobody_without_an_outcome(cancels):
+    """Gap of QMQ, section 2: what is left at shutdown is neither sent nor told."""
+
+    async with cluster("g1") as (metaserver, [broker]):
+        producer = await producer_of(metaserver, in_flight_max=1).__aenter__()
+        await producer.send(Message("a", {"n": 0}))
+        hold, receipts = Hold(broker), []
+        sends = [asyncio.create_task(producer.send(Message("a", {"n": "under way"})))]
+        await until_async(lambda: hold.held)
+        sends += [asyncio.create_task(producer.send(Message("a", {"n": "waits"}))) for _ in range(2)]
+        sends.append(asyncio.create_task(producer.send(Message("a", {"n": "in order"}, order_key="k"))))
+        many = asyncio.create_task(producer.send_many(numbered(10)))
+        producer.send_nowait(Message("a"), receipts.append)
+        await settle()
+        closing = asyncio.create_task(producer.close())
+        for _ in range(cancels):
+            await asyncio.sleep(0)
+            closing.cancel()
+        outcomes = [receipt.outcome for receipt in await asyncio.gather(*sends)]
+        assert outcomes == [qmq.Outcome.UNKNOWN] + [qmq.Outcome.REFUSED] * 3
+        assert (await many).count_of(qmq.Outcome.REFUSED) == 10
+        assert [type(receipt.error) for receipt in receipts] == [ClientClosed]
+
+
+async def test_a_send_many_that_outlives_its_producer_ends_with_outcomes():
+    async with cluster("g1") as (metaserver, [broker]):
+        async with producer_of(metaserver) as producer:
+            opened = asyncio.Event()
+
+            def messages() -> Iterator[Message]:
+                for number in range(20_000):
+                    if number == 5_000:
+                        opened.set()
+                    yield Message("a", {"n": number}, order_key="k" if number % 5_000 == 1 else None)
+
+            many = asyncio.create_task(producer.send_many(messages()))
+            await opened.wait()
+        receipts = await many
+        stored = receipts.count_of(qmq.Outcome.STORED)
+        assert len(receipts) == 20_000 and stored == len(broker.subjects["a"])
+        assert {type(receipt.error) for receipt in receipts if not receipt.is_stored} <= {ClientClosed}
+
+
+async def test_answers_of_a_group_that_is_overloaded_do_not_open_its_breaker():
+    """Rule: any answer counts as a success for the breaker."""
+
+    async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
+        broker.refuse_with = Overloaded("full")
+        sending = asyncio.create_task(producer.send(Message("a")))
+        await until_async(lambda: len(broker.attempts) >= 3)
+        assert producer._senders.of(is_delayed=False)._groups["g1"].breaker._failures == 0
+        broker.refuse_with = None
+        assert (await sending).is_stored
+
+
+async def test_a_group_that_answers_nothing_is_given_up_and_the_others_take_what_comes():
     """Rule: 100 requests in a row without an answer open the breaker; then no request goes there."""
 
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [silent]):
-            async with producer_of(metaserver, timeout_s=6.0, answer_timeout_s=0.1, in_flight_max=64) as producer:
-                await producer.send(Message("a", {"n": "connected"}))
-                breaker = producer._senders.of(is_delayed=False)._groups["g1"].breaker
-                Hold(silent)
-                sends = []
-                for message in numbered(60):
-                    sends.append(asyncio.create_task(producer.send(message)))
-                    await asyncio.sleep(0)
-                    await asyncio.sleep(0)
-                await until_async(lambda: breaker.state is BreakerState.OPEN)
-                count = len(silent.attempts)
-                assert count > FAILURES_MAX
-                other = FakeBroker("g2")
-                await other.start()
-                metaserver.set_group(other)
-                receipts = [await producer.send(message) for message in numbered(20)]
-                assert {receipt.broker_group for receipt in receipts} == {"g2"}
-                assert len(silent.attempts) == count, "not even repeats"
-                unknown = await asyncio.gather(*sends)
-                assert {(receipt.outcome, receipt.broker_group) for receipt in unknown} == {(qmq.Outcome.UNKNOWN, "g1")}
-                assert unknown[0].reason == "no answer of g1 before the deadline; last: no answer for 0.1 s"
-                await other.stop()
-
-    run(test())
+    async with cluster("g1") as (metaserver, [silent]):
+        async with producer_of(metaserver, timeout_s=6.0, answer_timeout_s=0.1, in_flight_max=64) as producer:
+            await producer.send(Message("a", {"n": "connected"}))
+            breaker = producer._senders.of(is_delayed=False)._groups["g1"].breaker
+            Hold(silent)
+            sends = []
+            for message in numbered(60):
+                sends.append(asyncio.create_task(producer.send(message)))
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
+            await until_async(lambda: breaker.state is BreakerState.OPEN)
+            count = len(silent.attempts)
+            assert count > FAILURES_MAX
+            other = FakeBroker("g2")
+            await other.start()
+            metaserver.set_group(other)
+            receipts = [await producer.send(message) for message in numbered(20)]
+            assert {receipt.broker_group for receipt in receipts} == {"g2"}
+            assert len(silent.attempts) == count, "not even repeats"
+            unknown = await asyncio.gather(*sends)
+            assert {(receipt.outcome, receipt.broker_group) for receipt in unknown} == {(qmq.Outcome.UNKNOWN, "g1")}
+            assert unknown[0].reason == "no answer of g1 before the deadline; last: no answer for 0.1 s"
+            await other.stop()
 
 
-def test_a_new_master_gets_a_new_breaker():
+async def test_a_new_master_gets_a_new_breaker():
     """Rule: kept while the master's address is the same."""
 
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
-            await producer.send(Message("a"))
-            group = producer._senders.of(is_delayed=False)._groups["g1"]
-            breaker = group.breaker
-            metaserver.set_group(broker, writable=False)
-            metaserver.set_group(broker, writable=True)
-            await producer.send(Message("a"))
-            assert group.breaker is breaker
-            metaserver.set_group(broker, term=2)
-            await until_async(lambda: group.breaker is not breaker)
-
-    run(test())
+    async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
+        await producer.send(Message("a"))
+        group = producer._senders.of(is_delayed=False)._groups["g1"]
+        breaker = group.breaker
+        metaserver.set_group(broker, writable=False)
+        metaserver.set_group(broker, writable=True)
+        await producer.send(Message("a"))
+        assert group.breaker is breaker
+        metaserver.set_group(broker, term=2)
+        await until_async(lambda: group.breaker is not breaker)
 
 
 @pytest.mark.parametrize("error", [ValueError("mine alone"), asyncio.CancelledError()], ids=["error", "cancellation"])
-def test_callbacks_that_raise_leave_their_batch_alone(error):
+async def test_callbacks_that_raise_leave_their_batch_alone(error):
     """Gap of QMQ, section 2: the other messages of the request get no callback and no resend."""
 
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
-            asyncio.get_running_loop().set_exception_handler(lambda *_: None)
-            await producer.send(Message("a", {"n": "connected"}))
-            receipts: list[qmq.Receipt] = []
+    async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+        await producer.send(Message("a", {"n": "connected"}))
+        receipts: list[qmq.Receipt] = []
 
-            def fail(receipt: qmq.Receipt) -> None:
-                receipts.append(receipt)
-                raise error
+        def fail(receipt: qmq.Receipt) -> None:
+            receipts.append(receipt)
+            raise error
 
-            for message in numbered(20):
-                producer.send_nowait(message, fail)
-            await producer.flush()
-            assert len(receipts) == 20 and broker.attempts[-1].count == 20
-
-    run(test())
+        for message in numbered(20):
+            producer.send_nowait(message, fail)
+        await producer.flush()
+        assert len(receipts) == 20 and broker.attempts[-1].count == 20
 
 
-def test_a_callback_may_send_the_next_message():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
-            left = iter(range(50))
+async def test_a_callback_may_send_the_next_message():
+    async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
+        left = iter(range(50))
 
-            def again(_: qmq.Receipt) -> None:
-                if (number := next(left, None)) is not None:
-                    producer.send_nowait(Message("a", {"n": number}), again)
+        def again(_: qmq.Receipt) -> None:
+            if (number := next(left, None)) is not None:
+                producer.send_nowait(Message("a", {"n": number}), again)
 
-            again(None)  # type: ignore[arg-type]
-            await until_async(lambda: len(broker.subjects["a"]) == 50)
-            assert properties(broker) == [str(number) for number in range(50)]
-
-    run(test())
+        again(None)  # type: ignore[arg-type]
+        await until_async(lambda: len(broker.subjects["a"]) == 50)
+        assert properties(broker) == [str(number) for number in range(50)]
 
 
-def test_a_callback_that_sends_what_was_refused_again_holds_up_nobody():
+async def test_a_callback_that_sends_what_was_refused_again_holds_up_nobody():
     """The loop went round in one call for ever: refused, sent again, refused."""
 
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver, readonly_wait_s=0.0) as producer:
-            await producer.send(Message("a", {"n": "connected"}))
-            broker.refuse_with = BrokerReadOnly("no slave")
-            calls = 0
+    async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver, readonly_wait_s=0.0) as producer:
+        await producer.send(Message("a", {"n": "connected"}))
+        broker.refuse_with = BrokerReadOnly("no slave")
+        calls = 0
 
-            def again(receipt: qmq.Receipt) -> None:
-                nonlocal calls
-                calls += 1
-                if not receipt.is_stored and calls < 1_000:
-                    producer.send_nowait(Message("a", {"n": 1}), again)
+        def again(receipt: qmq.Receipt) -> None:
+            nonlocal calls
+            calls += 1
+            if not receipt.is_stored and calls < 1_000:
+                producer.send_nowait(Message("a", {"n": 1}), again)
 
-            producer.send_nowait(Message("a", {"n": 1}), again)
-            await until_async(lambda: calls)
-            assert calls < 1_000, "others had no turn in between"
-            broker.refuse_with = None
-            await until_async(lambda: properties(broker) == ["connected", "1"])
-
-    run(test())
+        producer.send_nowait(Message("a", {"n": 1}), again)
+        await until_async(lambda: calls)
+        assert calls < 1_000, "others had no turn in between"
+        broker.refuse_with = None
+        await until_async(lambda: properties(broker) == ["connected", "1"])
 
 
-def test_a_callback_that_sends_what_is_too_large_again_holds_up_nobody():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
-            broker.limits["packet_bytes_max"] = 10_000
-            await producer.send(Message("a", {"n": "connected"}))
-            calls, seen = 0, set()
+async def test_a_callback_that_sends_what_is_too_large_again_holds_up_nobody():
+    async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
+        broker.limits["packet_bytes_max"] = 10_000
+        await producer.send(Message("a", {"n": "connected"}))
+        calls, seen = 0, set()
 
-            def again(receipt: qmq.Receipt) -> None:
-                nonlocal calls
-                calls += 1
-                if isinstance(receipt.error, MessageTooLarge) and calls < 5_000:
-                    producer.send_nowait(Message("a", {"n": "x" * 20_000}), again)
+        def again(receipt: qmq.Receipt) -> None:
+            nonlocal calls
+            calls += 1
+            if isinstance(receipt.error, MessageTooLarge) and calls < 5_000:
+                producer.send_nowait(Message("a", {"n": "x" * 20_000}), again)
 
-            again(qmq.Receipt(qmq.Outcome.REFUSED, "", "a", "", -1, None, error=MessageTooLarge("20,000 bytes")))
-            while calls < 5_000:
-                await asyncio.sleep(0)
-                seen.add(calls)
-            assert len(seen) > 3, "others had no turn in between"
-
-    run(test())
+        again(qmq.Receipt(qmq.Outcome.REFUSED, "", "a", "", -1, None, error=MessageTooLarge("20,000 bytes")))
+        while calls < 5_000:
+            await asyncio.sleep(0)
+            seen.add(calls)
+        assert len(seen) > 3, "others had no turn in between"
 
 
-def test_ids_have_the_form_of_qmqs():
+async def test_ids_have_the_form_of_qmqs():
     """Rule: message id."""
 
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
-            message = Message("a", {"n": 1})
-            await producer.send(message)
-            await producer.send_many(numbered(2))
-            for data in broker.subjects["a"]:
-                assert re.fullmatch(r"\d{6}\.\d{6}\.\d+\.\d+\.\d+\.\d+\.\d+\.-?\d+", decode_message(data).id or "")
-
-    run(test())
+    async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
+        message = Message("a", {"n": 1})
+        await producer.send(message)
+        await producer.send_many(numbered(2))
+        for data in broker.subjects["a"]:
+            assert re.fullmatch(r"\d{6}\.\d{6}\.\d+\.\d+\.\d+\.\d+\.\d+\.-?\d+", decode_message(data).id or "")
 
 
-def test_a_derived_subject_with_two_long_names_is_sent():
+async def test_a_derived_subject_with_two_long_names_is_sent():
     """Rule: retry and dead-letter subjects are exempt from the length of a subject."""
 
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
-            subject = f"%RETRY%{'s' * 100}%{'g' * 100}"
-            assert (await producer.send(Message(subject, {"n": 1}))).is_stored
-            for illegal in ("s" * 101, "", "a/b", "a\nb", "a\rb", " a", "a\u2028b", f"%RETRY%{'s' * 101}%g"):
-                with pytest.raises(qmq.InvalidName):
-                    await producer.send(Message(illegal))
-
-    run(test())
+    async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
+        subject = f"%RETRY%{'s' * 100}%{'g' * 100}"
+        assert (await producer.send(Message(subject, {"n": 1}))).is_stored
+        for illegal in ("s" * 101, "", "a/b", "a\nb", "a\rb", " a", "a\u2028b", f"%RETRY%{'s' * 101}%g"):
+            with pytest.raises(qmq.InvalidName):
+                await producer.send(Message(illegal))
 
 
-def test_a_full_subject_is_refused_at_once_and_no_other_subject_of_the_group_waits():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver, timeout_s=60) as producer:
+async def test_a_full_subject_is_refused_at_once_and_no_other_subject_of_the_group_waits():
+    async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver, timeout_s=60) as producer:
 
-            def on_produce(connection, packet, attempt) -> bool:
-                if attempt.subject == "full":
-                    connection.refuse(packet, SubjectFull("10 messages of full wait for g at g1"))
-                return attempt.subject == "full"
+        def on_produce(connection, packet, attempt) -> bool:
+            if attempt.subject == "full":
+                connection.refuse(packet, SubjectFull("10 messages of full wait for g at g1"))
+            return attempt.subject == "full"
 
-            broker.on_produce = on_produce
-            async with asyncio.timeout(20):
-                full, many = await producer.send(Message("full")), await producer.send_many([Message("full")] * 1)
-                assert [one.outcome for one in (full, *many)] == [qmq.Outcome.REFUSED] * 2
-                assert isinstance(full.error, SubjectFull) and "wait for g" in full.reason
-            begin = time.monotonic()
-            for _ in range(20):
-                await producer.send(Message("full"))
-                assert (await producer.send(Message("other"))).is_stored
-            assert time.monotonic() - begin < 2 * REST_MS_MAX / 1000, "the group does not rest for that"
-
-    run(test())
+        broker.on_produce = on_produce
+        async with asyncio.timeout(20):
+            full, many = await producer.send(Message("full")), await producer.send_many([Message("full")] * 1)
+            assert [one.outcome for one in (full, *many)] == [qmq.Outcome.REFUSED] * 2
+            assert isinstance(full.error, SubjectFull) and "wait for g" in full.reason
+        begin = time.monotonic()
+        for _ in range(20):
+            await producer.send(Message("full"))
+            assert (await producer.send(Message("other"))).is_stored
+        assert time.monotonic() - begin < 2 * REST_MS_MAX / 1000, "the group does not rest for that"

@@ -14,7 +14,6 @@ from qmq.errors import InvalidAck, NotMaster, NotServed, SubscriptionReplaced
 from tests.support.waiting import settle, until_async
 from tests.unit.client.consuming import cancelled, consumer_of, fill, ns, pull_all, subscribes
 from tests.unit.client.fakes import TOKEN, FakeBroker, cluster
-from tests.unit.client.test_producer import run
 
 
 def counted_sweeps():
@@ -23,394 +22,328 @@ def counted_sweeps():
     return patch.object(group_session.GroupSession, "_sweep", autospec=True, side_effect=sweep)
 
 
-def test_a_puller_gets_every_message_of_every_group_once_also_of_readonly_ones():
-    async def test() -> None:
-        async with cluster("g1", "g2") as (metaserver, [first, second]):
-            fill(first, range(1000))
-            fill(second, range(1000, 1500))
-            metaserver.set_group(second, writable=False)
-            async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
-                messages = await pull_all(puller, 1500)
-                assert sorted(ns(messages)) == list(range(1500))
-                of_first = [message for message in messages if message.broker_group == "g1"]
-                assert ns(of_first) == list(range(1000)), "of one group, in order"
-                assert [message.sequence for message in of_first] == list(range(1000))
-                assert await puller.pull(1, timeout=0.05) == []
-
-    run(test())
+async def test_a_puller_gets_every_message_of_every_group_once_also_of_readonly_ones():
+    async with cluster("g1", "g2") as (metaserver, [first, second]):
+        fill(first, range(1000))
+        fill(second, range(1000, 1500))
+        metaserver.set_group(second, writable=False)
+        async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
+            messages = await pull_all(puller, 1500)
+            assert sorted(ns(messages)) == list(range(1500))
+            of_first = [message for message in messages if message.broker_group == "g1"]
+            assert ns(of_first) == list(range(1000)), "of one group, in order"
+            assert [message.sequence for message in of_first] == list(range(1000))
+            assert await puller.pull(1, timeout=0.05) == []
 
 
-def test_a_new_group_begins_at_the_latest_message_unless_told_otherwise():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(5))
-            async with consumer_of(metaserver).pull("a", group="g") as puller:
-                await until_async(lambda: broker.pulls)
-                fill(broker, [5])
-                assert ns(await puller.pull(10, timeout=10)) == [5]
-
-    run(test())
+async def test_a_new_group_begins_at_the_latest_message_unless_told_otherwise():
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(5))
+        async with consumer_of(metaserver).pull("a", group="g") as puller:
+            await until_async(lambda: broker.pulls)
+            fill(broker, [5])
+            assert ns(await puller.pull(10, timeout=10)) == [5]
 
 
-def test_a_slow_message_holds_back_the_acks_of_its_own_piece_and_no_other():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(12))
-            consumer = consumer_of(metaserver, consumer_id="c1")
-            async with consumer.pull("a", group="g", start="earliest", prefetch_messages=16) as puller:
-                messages = await pull_all(puller, 12)  # in pieces of four
-                progress = broker.subscribers["a", "g", "c1"]
-                await puller.ack(messages[4:7])
-                await messages[0].ack()
-                await puller.ack(messages[8:])
-                await until_async(lambda: len(progress.pulled) == 7)
-                assert sorted(progress.pulled.values()) == [1, 2, 3, 4, 5, 6, 7]
-                base = messages[0].pull_sequence
-                assert broker.acks == [[(base, base + 1), (base + 8, base + 12)]]
-                await until_async(lambda: len(progress.pulled) == 4)
-                assert sorted(progress.pulled.values()) == [1, 2, 3, 7], "after a moment, not even those of its piece"
-
-    run(test())
+async def test_a_slow_message_holds_back_the_acks_of_its_own_piece_and_no_other():
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(12))
+        consumer = consumer_of(metaserver, consumer_id="c1")
+        async with consumer.pull("a", group="g", start="earliest", prefetch_messages=16) as puller:
+            messages = await pull_all(puller, 12)  # in pieces of four
+            progress = broker.subscribers["a", "g", "c1"]
+            await puller.ack(messages[4:7])
+            await messages[0].ack()
+            await puller.ack(messages[8:])
+            await until_async(lambda: len(progress.pulled) == 7)
+            assert sorted(progress.pulled.values()) == [1, 2, 3, 4, 5, 6, 7]
+            base = messages[0].pull_sequence
+            assert broker.acks == [[(base, base + 1), (base + 8, base + 12)]]
+            await until_async(lambda: len(progress.pulled) == 4)
+            assert sorted(progress.pulled.values()) == [1, 2, 3, 7], "after a moment, not even those of its piece"
 
 
-def test_pieces_that_follow_each_other_are_acked_as_one_and_each_message_keeps_its_place():
+async def test_pieces_that_follow_each_other_are_acked_as_one_and_each_message_keeps_its_place():
     """Each message that a tag chooses stands alone in the log; what it costs must not be that of a batch."""
 
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            broker.passed = {n for n in range(100) if n % 10 not in (3, 4, 7)}
-            broker.times["a", "g"][53] = 1  # so this one was delivered before, and cannot be held with the others
-            fill(broker, range(100))
-            consumer = consumer_of(metaserver, consumer_id="c1")
-            async with consumer.pull("a", group="g", start="earliest") as puller:
-                messages = await pull_all(puller, 30)
-                expected = [n for n in range(100) if n not in broker.passed]
-                assert ns(messages) == [message.sequence for message in messages] == expected
-                base = messages[0].pull_sequence
-                assert [message.pull_sequence - base for message in messages] == list(range(30))
-                assert [message.sequence for message in messages if message.times > 1] == [53]
-                await puller.ack([one for one in messages if one.sequence not in (47, 53)])
-                await until_async(lambda: broker.acks)
-                assert broker.acks == [[(base, base + 14), (base + 16, base + 30)]]
-                broker.cut()
-                await until_async(lambda: len(subscribes(broker)) == 2)
-                await puller.ack(messages)
-                await puller.flush()
-                assert not broker.subscribers["a", "g", "c1"].pulled
-
-    run(test())
+    async with cluster("g1") as (metaserver, [broker]):
+        broker.passed = {n for n in range(100) if n % 10 not in (3, 4, 7)}
+        broker.times["a", "g"][53] = 1  # so this one was delivered before, and cannot be held with the others
+        fill(broker, range(100))
+        consumer = consumer_of(metaserver, consumer_id="c1")
+        async with consumer.pull("a", group="g", start="earliest") as puller:
+            messages = await pull_all(puller, 30)
+            expected = [n for n in range(100) if n not in broker.passed]
+            assert ns(messages) == [message.sequence for message in messages] == expected
+            base = messages[0].pull_sequence
+            assert [message.pull_sequence - base for message in messages] == list(range(30))
+            assert [message.sequence for message in messages if message.times > 1] == [53]
+            await puller.ack([one for one in messages if one.sequence not in (47, 53)])
+            await until_async(lambda: broker.acks)
+            assert broker.acks == [[(base, base + 14), (base + 16, base + 30)]]
+            broker.cut()
+            await until_async(lambda: len(subscribes(broker)) == 2)
+            await puller.ack(messages)
+            await puller.flush()
+            assert not broker.subscribers["a", "g", "c1"].pulled
 
 
-def test_a_slow_message_does_not_keep_a_full_consumer_from_its_next_pull(monkeypatch):
+async def test_a_slow_message_does_not_keep_a_full_consumer_from_its_next_pull(monkeypatch):
     monkeypatch.setattr(group_session, "SWEEP_S", 3600)
 
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            broker.passed = {n for n in range(200) if n % 2}  # each message is a piece of its own
-            fill(broker, range(200))
-            async with consumer_of(metaserver).pull("a", group="g", start="earliest", unacked_max=40) as puller:
-                messages = await pull_all(puller, 40)
-                await puller.ack(messages[1:])
-                assert ns(await pull_all(puller, 39)) == list(range(80, 158, 2))
-
-    run(test())
+    async with cluster("g1") as (metaserver, [broker]):
+        broker.passed = {n for n in range(200) if n % 2}  # each message is a piece of its own
+        fill(broker, range(200))
+        async with consumer_of(metaserver).pull("a", group="g", start="earliest", unacked_max=40) as puller:
+            messages = await pull_all(puller, 40)
+            await puller.ack(messages[1:])
+            assert ns(await pull_all(puller, 39)) == list(range(80, 158, 2))
 
 
-def test_what_is_done_amid_a_piece_is_acked_in_a_while_though_requests_were_all_under_way(monkeypatch):
+async def test_what_is_done_amid_a_piece_is_acked_in_a_while_though_requests_were_all_under_way(monkeypatch):
     monkeypatch.setattr(group_session, "SWEEP_S", 0.01)
 
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(40))
-            consumer = consumer_of(metaserver, consumer_id="c1")
-            async with consumer.pull("a", group="g", start="earliest") as puller:
-                messages = await pull_all(puller, 40)
-                broker.holds_acks = True
-                for number in range(group_session.REQUESTS_IN_FLIGHT):
-                    await messages[number].ack()
-                    await until_async(lambda done=number: len(broker._held_acks) == done + 1)
-                with counted_sweeps() as sweeps:
-                    await puller.ack(messages[group_session.REQUESTS_IN_FLIGHT + 1 :])
-                    await until_async(lambda: sweeps.call_count)  # the moment for it comes, and no request may be sent
-                broker.release_acks()
-                progress = broker.subscribers["a", "g", "c1"]
-                await until_async(lambda: list(progress.pulled.values()) == [group_session.REQUESTS_IN_FLIGHT])
-
-    run(test())
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(40))
+        consumer = consumer_of(metaserver, consumer_id="c1")
+        async with consumer.pull("a", group="g", start="earliest") as puller:
+            messages = await pull_all(puller, 40)
+            broker.holds_acks = True
+            for number in range(group_session.REQUESTS_IN_FLIGHT):
+                await messages[number].ack()
+                await until_async(lambda done=number: len(broker._held_acks) == done + 1)
+            with counted_sweeps() as sweeps:
+                await puller.ack(messages[group_session.REQUESTS_IN_FLIGHT + 1 :])
+                await until_async(lambda: sweeps.call_count)  # the moment for it comes, and no request may be sent
+            broker.release_acks()
+            progress = broker.subscribers["a", "g", "c1"]
+            await until_async(lambda: list(progress.pulled.values()) == [group_session.REQUESTS_IN_FLIGHT])
 
 
-def test_flush_has_every_ack_kept_wherever_its_message_stands():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(10))
-            consumer = consumer_of(metaserver, consumer_id="c1")
-            async with consumer.pull("a", group="g", start="earliest") as puller:
-                messages = await pull_all(puller, 10)
-                await puller.ack([messages[1], *messages[5:]])
-                await puller.flush()
-                assert sorted(broker.subscribers["a", "g", "c1"].pulled.values()) == [0, 2, 3, 4]
-
-    run(test())
-
-
-def test_flush_does_not_say_that_brokers_keep_what_was_decided_when_the_subscription_ended():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(3))
-            first, second = (consumer_of(metaserver, consumer_id="same", drain_s=0.1) for _ in range(2))
-            async with first.pull("a", group="g", start="earliest") as puller:
-                messages = await pull_all(puller, 3)
-                async with second.pull("a", group="g"):
-                    with pytest.raises(SubscriptionReplaced):
-                        await puller.pull(1, timeout=10)
-                    await puller.ack(messages)
-                    with pytest.raises(SubscriptionReplaced):
-                        await puller.flush()
-                    await until_async(puller._task.done)
-                    with pytest.raises(SubscriptionReplaced):
-                        await puller.flush()
-
-    run(test())
-
-
-def test_flush_waits_for_what_is_sent_while_the_puller_goes_offline():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(3))
-            consumer = consumer_of(metaserver, consumer_id="c1")
-            async with consumer.pull("a", group="g", start="earliest") as puller:
-                messages = await pull_all(puller, 3)
-                broker.holds_acks = True
-                await puller.ack(messages)
-                consumer.offline()
-                await until_async(lambda: broker._held_acks)
-                await settle()
-                flushed = asyncio.create_task(puller.flush())
-                await settle()
-                assert not flushed.done()
-                broker.release_acks()
-                await flushed
-                assert all(message.is_settled for message in messages)
-
-    run(test())
-
-
-def test_leaving_keeps_acks_and_gives_the_rest_back_at_once():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(10))
-            async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
-                await puller.ack((await pull_all(puller, 10))[:4])
-            async with consumer_of(metaserver).pull("a", group="g") as puller:
-                assert ns(await pull_all(puller, 6)) == list(range(4, 10))
-
-    run(test())
-
-
-def test_after_a_lost_connection_nothing_held_comes_twice_and_acks_are_not_lost():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(100))
-            consumer = consumer_of(metaserver, consumer_id="c1")
-            async with consumer.pull("a", group="g", start="earliest") as puller:
-                messages = await pull_all(puller, 100)
-                await puller.ack(messages[:30])
-                broker.cut()
-                await until_async(lambda: len(subscribes(broker)) == 2)
-                assert subscribes(broker)[1]["held_end"] == messages[-1].pull_sequence + 1
-                fill(broker, range(100, 120))
-                assert ns(await pull_all(puller, 20)) == list(range(100, 120))
-                await puller.ack(messages)
-                await puller.flush()
-                assert len(broker.subscribers["a", "g", "c1"].pulled) == 20
-
-    run(test())
-
-
-def test_what_was_done_amid_a_piece_while_no_broker_was_there_is_acked_once_one_is(monkeypatch):
-    monkeypatch.setattr(group_session, "SWEEP_S", 0.01)
-
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(3))
-            consumer = consumer_of(metaserver, consumer_id="c1")
-            async with consumer.pull("a", group="g", start="earliest") as puller:
-                messages = await pull_all(puller, 3)
-                await broker.stop()
-                with counted_sweeps() as sweeps:
-                    await puller.ack(messages[1:])
-                    await until_async(lambda: sweeps.call_count)  # it found nobody
-                await broker.start(broker.port)
-                progress = broker.subscribers["a", "g", "c1"]
-                await until_async(lambda: list(progress.pulled.values()) == [0])
-
-    run(test())
-
-
-def test_a_process_that_comes_back_with_its_id_gets_what_it_had_not_acked():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(10))
-            first = consumer_of(metaserver, consumer_id="c1", drain_s=0.1)
-            puller = await first.pull("a", group="g", start="earliest").__aenter__()
-            await puller.ack((await pull_all(puller, 10))[:3])
+async def test_flush_has_every_ack_kept_wherever_its_message_stands():
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(10))
+        consumer = consumer_of(metaserver, consumer_id="c1")
+        async with consumer.pull("a", group="g", start="earliest") as puller:
+            messages = await pull_all(puller, 10)
+            await puller.ack([messages[1], *messages[5:]])
             await puller.flush()
-            assert first._connections is not None
-            await first._connections.close()  # as a crash: no unsubscribe
-            second = consumer_of(metaserver, consumer_id="c1")
-            async with second.pull("a", group="g") as again:
-                assert subscribes(broker)[0]["held_end"] == 0
-                assert ns(await pull_all(again, 7)) == list(range(3, 10))
-
-    run(test())
+            assert sorted(broker.subscribers["a", "g", "c1"].pulled.values()) == [0, 2, 3, 4]
 
 
-def test_a_consumer_follows_its_group_to_the_new_master():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [old]):
-            fill(old, range(50))
-            async with consumer_of(metaserver, consumer_id="c1").pull("a", group="g", start="earliest") as puller:
-                messages = await pull_all(puller, 50)
-                await puller.ack(messages[:10])
-                await puller.flush()
-                new = FakeBroker("g1")
-                await new.start()
-                old.move_to(new)
-                old.cut()
-                metaserver.set_group(new, term=2)
-                fill(new, range(50, 60))
-                more = await pull_all(puller, 10)
-                assert ns(more) == list(range(50, 60))
-                assert more[0].pull_sequence >= 2 << 32, "the new mastership began after a gap"
-                await puller.ack([*messages[10:], *more])
-                await puller.flush()
-                assert not new.subscribers["a", "g", "c1"].pulled
-            await new.stop()
-
-    run(test())
-
-
-def test_a_broker_that_is_not_master_is_asked_again_later():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(5))
-            broker.refuse_with = NotMaster("not yet")
-            async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
-                await until_async(lambda: len(metaserver.requests) >= 2)  # it asked for routes again
-                broker.refuse_with = None
-                assert ns(await pull_all(puller, 5)) == list(range(5))
-
-    run(test())
-
-
-def test_messages_whose_ack_was_refused_come_again():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(5))
-            async with consumer_of(metaserver, consumer_id="c1").pull("a", group="g", start="earliest") as puller:
-                messages = await pull_all(puller, 5)
-                broker.ack_error = InvalidAck("not yours")
-                await puller.ack(messages[:2])
-                again = await pull_all(puller, 5)
-                assert ns(again) == list(range(5))
-                await puller.ack(messages)  # the old ones: nothing happens
-                await puller.ack(again)
-                await puller.flush()
-                assert not broker.subscribers["a", "g", "c1"].pulled
-
-    run(test())
-
-
-def test_messages_that_wait_here_when_an_ack_is_refused_come_once():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(20))
-            async with consumer_of(metaserver, consumer_id="c1").pull("a", group="g", start="earliest") as puller:
-                taken = await pull_all(puller, 5)
-                assert len(broker.subscribers["a", "g", "c1"].pulled) == 20, "15 wait here"
-                broker.ack_error = InvalidAck("not yours")
-                await puller.ack(taken[:1])
-                await until_async(lambda: len(subscribes(broker)) == 2)
-                assert ns(await pull_all(puller, 20)) == list(range(20))
-                assert await puller.pull(1, timeout=0.05) == []
-
-    run(test())
-
-
-def test_a_second_consumer_with_the_same_id_ends_the_first_with_an_error():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            first, second = (consumer_of(metaserver, consumer_id="same", drain_s=0.2) for _ in range(2))
-            async with first.pull("a", group="g") as puller:
-                await until_async(lambda: broker.pulls)
-                async with second.pull("a", group="g"):
-                    with pytest.raises(SubscriptionReplaced):
-                        await puller.pull(1, timeout=10)
-
-    run(test())
-
-
-def test_prefetch_bounds_what_is_on_its_way_and_unacked_max_what_is_held():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(1000))
-            consumer = consumer_of(metaserver, consumer_id="c1")
-            async with consumer.pull("a", group="g", start="earliest", prefetch_messages=40, unacked_max=100) as puller:
-                await until_async(lambda: broker.subscribers.get(("a", "g", "c1")) and len(broker.pulls) >= 4)
-                progress = broker.subscribers["a", "g", "c1"]
-                await settle()
-                assert len(progress.pulled) <= 40
-                assert {pull.messages_max for pull in broker.pulls} == {10}
-                messages = []
-                while len(messages) < 100:
-                    messages += await puller.pull(1000, timeout=10)
-                assert await puller.pull(1000, timeout=0.1) == [] and len(messages) == 100
+async def test_flush_does_not_say_that_brokers_keep_what_was_decided_when_the_subscription_ended():
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(3))
+        first, second = (consumer_of(metaserver, consumer_id="same", drain_s=0.1) for _ in range(2))
+        async with first.pull("a", group="g", start="earliest") as puller:
+            messages = await pull_all(puller, 3)
+            async with second.pull("a", group="g"):
+                with pytest.raises(SubscriptionReplaced):
+                    await puller.pull(1, timeout=10)
                 await puller.ack(messages)
-                assert len(await puller.pull(10, timeout=10)) == 10, "acks make room"
+                with pytest.raises(SubscriptionReplaced):
+                    await puller.flush()
+                await until_async(puller._task.done)
+                with pytest.raises(SubscriptionReplaced):
+                    await puller.flush()
 
-    run(test())
+
+async def test_flush_waits_for_what_is_sent_while_the_puller_goes_offline():
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(3))
+        consumer = consumer_of(metaserver, consumer_id="c1")
+        async with consumer.pull("a", group="g", start="earliest") as puller:
+            messages = await pull_all(puller, 3)
+            broker.holds_acks = True
+            await puller.ack(messages)
+            consumer.offline()
+            await until_async(lambda: broker._held_acks)
+            await settle()
+            flushed = asyncio.create_task(puller.flush())
+            await settle()
+            assert not flushed.done()
+            broker.release_acks()
+            await flushed
+            assert all(message.is_settled for message in messages)
+
+
+async def test_leaving_keeps_acks_and_gives_the_rest_back_at_once():
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(10))
+        async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
+            await puller.ack((await pull_all(puller, 10))[:4])
+        async with consumer_of(metaserver).pull("a", group="g") as puller:
+            assert ns(await pull_all(puller, 6)) == list(range(4, 10))
+
+
+async def test_after_a_lost_connection_nothing_held_comes_twice_and_acks_are_not_lost():
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(100))
+        consumer = consumer_of(metaserver, consumer_id="c1")
+        async with consumer.pull("a", group="g", start="earliest") as puller:
+            messages = await pull_all(puller, 100)
+            await puller.ack(messages[:30])
+            broker.cut()
+            await until_async(lambda: len(subscribes(broker)) == 2)
+            assert subscribes(broker)[1]["held_end"] == messages[-1].pull_sequence + 1
+            fill(broker, range(100, 120))
+            assert ns(await pull_all(puller, 20)) == list(range(100, 120))
+            await puller.ack(messages)
+            await puller.flush()
+            assert len(broker.subscribers["a", "g", "c1"].pulled) == 20
+
+
+async def test_what_was_done_amid_a_piece_while_no_broker_was_there_is_acked_once_one_is(monkeypatch):
+    monkeypatch.setattr(group_session, "SWEEP_S", 0.01)
+
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(3))
+        consumer = consumer_of(metaserver, consumer_id="c1")
+        async with consumer.pull("a", group="g", start="earliest") as puller:
+            messages = await pull_all(puller, 3)
+            await broker.stop()
+            with counted_sweeps() as sweeps:
+                await puller.ack(messages[1:])
+                await until_async(lambda: sweeps.call_count)  # it found nobody
+            await broker.start(broker.port)
+            progress = broker.subscribers["a", "g", "c1"]
+            await until_async(lambda: list(progress.pulled.values()) == [0])
+
+
+async def test_a_process_that_comes_back_with_its_id_gets_what_it_had_not_acked():
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(10))
+        first = consumer_of(metaserver, consumer_id="c1", drain_s=0.1)
+        puller = await first.pull("a", group="g", start="earliest").__aenter__()
+        await puller.ack((await pull_all(puller, 10))[:3])
+        await puller.flush()
+        assert first._connections is not None
+        await first._connections.close()  # as a crash: no unsubscribe
+        second = consumer_of(metaserver, consumer_id="c1")
+        async with second.pull("a", group="g") as again:
+            assert subscribes(broker)[0]["held_end"] == 0
+            assert ns(await pull_all(again, 7)) == list(range(3, 10))
+
+
+async def test_a_consumer_follows_its_group_to_the_new_master():
+    async with cluster("g1") as (metaserver, [old]):
+        fill(old, range(50))
+        async with consumer_of(metaserver, consumer_id="c1").pull("a", group="g", start="earliest") as puller:
+            messages = await pull_all(puller, 50)
+            await puller.ack(messages[:10])
+            await puller.flush()
+            new = FakeBroker("g1")
+            await new.start()
+            old.move_to(new)
+            old.cut()
+            metaserver.set_group(new, term=2)
+            fill(new, range(50, 60))
+            more = await pull_all(puller, 10)
+            assert ns(more) == list(range(50, 60))
+            assert more[0].pull_sequence >= 2 << 32, "the new mastership began after a gap"
+            await puller.ack([*messages[10:], *more])
+            await puller.flush()
+            assert not new.subscribers["a", "g", "c1"].pulled
+        await new.stop()
+
+
+async def test_a_broker_that_is_not_master_is_asked_again_later():
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(5))
+        broker.refuse_with = NotMaster("not yet")
+        async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
+            await until_async(lambda: len(metaserver.requests) >= 2)  # it asked for routes again
+            broker.refuse_with = None
+            assert ns(await pull_all(puller, 5)) == list(range(5))
+
+
+async def test_messages_whose_ack_was_refused_come_again():
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(5))
+        async with consumer_of(metaserver, consumer_id="c1").pull("a", group="g", start="earliest") as puller:
+            messages = await pull_all(puller, 5)
+            broker.ack_error = InvalidAck("not yours")
+            await puller.ack(messages[:2])
+            again = await pull_all(puller, 5)
+            assert ns(again) == list(range(5))
+            await puller.ack(messages)  # the old ones: nothing happens
+            await puller.ack(again)
+            await puller.flush()
+            assert not broker.subscribers["a", "g", "c1"].pulled
+
+
+async def test_messages_that_wait_here_when_an_ack_is_refused_come_once():
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(20))
+        async with consumer_of(metaserver, consumer_id="c1").pull("a", group="g", start="earliest") as puller:
+            taken = await pull_all(puller, 5)
+            assert len(broker.subscribers["a", "g", "c1"].pulled) == 20, "15 wait here"
+            broker.ack_error = InvalidAck("not yours")
+            await puller.ack(taken[:1])
+            await until_async(lambda: len(subscribes(broker)) == 2)
+            assert ns(await pull_all(puller, 20)) == list(range(20))
+            assert await puller.pull(1, timeout=0.05) == []
+
+
+async def test_a_second_consumer_with_the_same_id_ends_the_first_with_an_error():
+    async with cluster("g1") as (metaserver, [broker]):
+        first, second = (consumer_of(metaserver, consumer_id="same", drain_s=0.2) for _ in range(2))
+        async with first.pull("a", group="g") as puller:
+            await until_async(lambda: broker.pulls)
+            async with second.pull("a", group="g"):
+                with pytest.raises(SubscriptionReplaced):
+                    await puller.pull(1, timeout=10)
+
+
+async def test_prefetch_bounds_what_is_on_its_way_and_unacked_max_what_is_held():
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(1000))
+        consumer = consumer_of(metaserver, consumer_id="c1")
+        async with consumer.pull("a", group="g", start="earliest", prefetch_messages=40, unacked_max=100) as puller:
+            await until_async(lambda: broker.subscribers.get(("a", "g", "c1")) and len(broker.pulls) >= 4)
+            progress = broker.subscribers["a", "g", "c1"]
+            await settle()
+            assert len(progress.pulled) <= 40
+            assert {pull.messages_max for pull in broker.pulls} == {10}
+            messages = []
+            while len(messages) < 100:
+                messages += await puller.pull(1000, timeout=10)
+            assert await puller.pull(1000, timeout=0.1) == [] and len(messages) == 100
+            await puller.ack(messages)
+            assert len(await puller.pull(10, timeout=10)) == 10, "acks make room"
 
 
 @pytest.mark.parametrize("prefetch", [1, 3, 5, 10])
-def test_no_more_than_the_prefetch_waits_here_however_small_it_is(prefetch):
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(50))
-            consumer = consumer_of(metaserver)
-            async with consumer.pull("a", group="g", start="earliest", prefetch_messages=prefetch) as puller:
-                for taken in range(1, 21):
-                    await puller.pull(1, timeout=10)
-                    await settle()
-                    assert broker.positions["a", "g"] - taken <= prefetch
-
-    run(test())
+async def test_no_more_than_the_prefetch_waits_here_however_small_it_is(prefetch):
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(50))
+        consumer = consumer_of(metaserver)
+        async with consumer.pull("a", group="g", start="earliest", prefetch_messages=prefetch) as puller:
+            for taken in range(1, 21):
+                await puller.pull(1, timeout=10)
+                await settle()
+                assert broker.positions["a", "g"] - taken <= prefetch
 
 
-def test_heartbeats_keep_the_lease():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            broker.lease_ms = 60
-            async with consumer_of(metaserver).pull("a", group="g"):
-                await until_async(lambda: broker.heartbeats >= 5)
-
-    run(test())
+async def test_heartbeats_keep_the_lease():
+    async with cluster("g1") as (metaserver, [broker]):
+        broker.lease_ms = 60
+        async with consumer_of(metaserver).pull("a", group="g"):
+            await until_async(lambda: broker.heartbeats >= 5)
 
 
-def test_each_broker_group_gets_heartbeats_as_often_as_its_own_lease_needs():
-    async def test() -> None:
-        async with cluster("long") as (metaserver, [long]):
-            long.lease_ms = 3_600_000
-            async with consumer_of(metaserver).pull("a", group="g"):
-                await until_async(lambda: long.heartbeats)
-                short = FakeBroker("short")
-                short.lease_ms = 60
-                await short.start()
-                metaserver.set_group(short)
-                await until_async(lambda: short.heartbeats >= 5)
-                assert long.heartbeats == 1
-            await short.stop()
-
-    run(test())
+async def test_each_broker_group_gets_heartbeats_as_often_as_its_own_lease_needs():
+    async with cluster("long") as (metaserver, [long]):
+        long.lease_ms = 3_600_000
+        async with consumer_of(metaserver).pull("a", group="g"):
+            await until_async(lambda: long.heartbeats)
+            short = FakeBroker("short")
+            short.lease_ms = 60
+            await short.start()
+            metaserver.set_group(short)
+            await until_async(lambda: short.heartbeats >= 5)
+            assert long.heartbeats == 1
+        await short.stop()
 
 
 def test_wrong_arguments_are_told_before_anything_begins():
@@ -425,258 +358,216 @@ def test_wrong_arguments_are_told_before_anything_begins():
         asyncio.run(consumer.run())
 
 
-def test_a_puller_nacks_and_gives_up_messages():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(6))
-            consumer = consumer_of(metaserver, consumer_id="c1")
-            async with consumer.pull("a", group="g", start="earliest", retry_delay=1_000) as puller:
-                messages = await pull_all(puller, 6)
-                await puller.nack(messages[:2], "soon", delay=0.01)
-                await puller.nack([messages[2]], "in the end")
-                await puller.dead_letter(messages[3:5], "never")
-                with pytest.raises(qmq.InvalidRequest):
-                    await puller.nack([messages[5]], delay=-1)
-                await puller.flush()
-                assert list(broker.subscribers["a", "g", "c1"].pulled.values()) == [5]
-                again = await pull_all(puller, 2)
-                assert [(message["n"], message.times) for message in again] == [("0", 2), ("1", 2)]
-                assert broker.dead["a", "g"] == [(3, "never"), (4, "never")]
-                delays = [[entry.delay_ms for entry in nack.entries] for nack in broker.nacks]
-                assert delays[0][0] <= 10 and 990_000 < delays[1][0] <= 1_000_000
-
-    run(test())
+async def test_a_puller_nacks_and_gives_up_messages():
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(6))
+        consumer = consumer_of(metaserver, consumer_id="c1")
+        async with consumer.pull("a", group="g", start="earliest", retry_delay=1_000) as puller:
+            messages = await pull_all(puller, 6)
+            await puller.nack(messages[:2], "soon", delay=0.01)
+            await puller.nack([messages[2]], "in the end")
+            await puller.dead_letter(messages[3:5], "never")
+            with pytest.raises(qmq.InvalidRequest):
+                await puller.nack([messages[5]], delay=-1)
+            await puller.flush()
+            assert list(broker.subscribers["a", "g", "c1"].pulled.values()) == [5]
+            again = await pull_all(puller, 2)
+            assert [(message["n"], message.times) for message in again] == [("0", 2), ("1", 2)]
+            assert broker.dead["a", "g"] == [(3, "never"), (4, "never")]
+            delays = [[entry.delay_ms for entry in nack.entries] for nack in broker.nacks]
+            assert delays[0][0] <= 10 and 990_000 < delays[1][0] <= 1_000_000
 
 
-def test_messages_that_were_taken_and_not_decided_count_as_handed_over_and_no_others():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(10))
-            async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
-                messages = await puller.pull(4, timeout=10)
-                await messages[1].ack()
-            assert broker.times["a", "g"] == {n: int(n < 4) for n in range(10)}
-            await until_async(lambda: sorted(broker.returned["a", "g"]) == [0, *range(2, 10)])
-
-    run(test())
+async def test_messages_that_were_taken_and_not_decided_count_as_handed_over_and_no_others():
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(10))
+        async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
+            messages = await puller.pull(4, timeout=10)
+            await messages[1].ack()
+        assert broker.times["a", "g"] == {n: int(n < 4) for n in range(10)}
+        await until_async(lambda: sorted(broker.returned["a", "g"]) == [0, *range(2, 10)])
 
 
-def test_a_pull_that_is_cancelled_loses_nothing():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
-                got: list[str] = []
-                for n in range(200):
-                    task = asyncio.create_task(puller.pull(10, timeout=10))
-                    for _ in range(n % 7):
-                        await asyncio.sleep(0)
-                    fill(broker, [n])
-                    for _ in range(n % 11):
-                        await asyncio.sleep(0)
-                    task.cancel()
-                    with suppress(asyncio.CancelledError):
-                        got += [str(message["n"]) for message in await task]
-                while len(got) < 200:
-                    got += [str(message["n"]) for message in await puller.pull(1_000, timeout=10)]
-                assert sorted(got, key=int) == [str(n) for n in range(200)]
-
-    run(test())
+async def test_a_pull_that_is_cancelled_loses_nothing():
+    async with cluster("g1") as (metaserver, [broker]):
+        async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
+            got: list[str] = []
+            for n in range(200):
+                task = asyncio.create_task(puller.pull(10, timeout=10))
+                for _ in range(n % 7):
+                    await asyncio.sleep(0)
+                fill(broker, [n])
+                for _ in range(n % 11):
+                    await asyncio.sleep(0)
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    got += [str(message["n"]) for message in await task]
+            while len(got) < 200:
+                got += [str(message["n"]) for message in await puller.pull(1_000, timeout=10)]
+            assert sorted(got, key=int) == [str(n) for n in range(200)]
 
 
-def test_several_tasks_may_pull_from_one_puller():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
-                tasks = [asyncio.create_task(puller.pull(1, timeout=10)) for _ in range(5)]
-                await until_async(lambda: broker.pulls)
-                tasks[0].cancel()
-                fill(broker, range(4))
-                got = [message["n"] for messages in await asyncio.gather(*tasks[1:]) for message in messages]
-                assert sorted(got) == ["0", "1", "2", "3"]
-
-    run(test())
+async def test_several_tasks_may_pull_from_one_puller():
+    async with cluster("g1") as (metaserver, [broker]):
+        async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
+            tasks = [asyncio.create_task(puller.pull(1, timeout=10)) for _ in range(5)]
+            await until_async(lambda: broker.pulls)
+            tasks[0].cancel()
+            fill(broker, range(4))
+            got = [message["n"] for messages in await asyncio.gather(*tasks[1:]) for message in messages]
+            assert sorted(got) == ["0", "1", "2", "3"]
 
 
-def test_a_task_that_is_cancelled_when_it_was_woken_wakes_another():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
-                await until_async(lambda: broker.pulls)
-                subscription = puller._subscription
-                assert subscription is not None
-                first, second = (asyncio.create_task(subscription.wait()) for _ in range(2))
-                await asyncio.sleep(0)
-                subscription._wake(1)
-                first.cancel()
-                async with asyncio.timeout(60):
-                    await second
-
-    run(test())
+async def test_a_task_that_is_cancelled_when_it_was_woken_wakes_another():
+    async with cluster("g1") as (metaserver, [broker]):
+        async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
+            await until_async(lambda: broker.pulls)
+            subscription = puller._subscription
+            assert subscription is not None
+            first, second = (asyncio.create_task(subscription.wait()) for _ in range(2))
+            await asyncio.sleep(0)
+            subscription._wake(1)
+            first.cancel()
+            async with asyncio.timeout(60):
+                await second
 
 
-def test_calls_that_end_before_anything_comes_leave_nothing_behind():
+async def test_calls_that_end_before_anything_comes_leave_nothing_behind():
     """A puller that looks now and then at a subject where nothing happens grew by each look, for weeks."""
 
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, [0])
-            async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
-                messages = await pull_all(puller, 1)
-                subscription = puller._subscription
-                assert subscription is not None
-                for _ in range(3):
-                    assert await puller.pull(1, timeout=0) == []
-                assert not subscription._takers
-                broker.holds_acks = True
-                await puller.ack(messages)
-                for _ in range(3):
-                    flushing = asyncio.create_task(puller.flush())
-                    await asyncio.sleep(0)
-                    await cancelled(flushing)
-                assert not subscription._settlers
-                broker.release_acks()
-                await puller.flush()
-
-    run(test())
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, [0])
+        async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
+            messages = await pull_all(puller, 1)
+            subscription = puller._subscription
+            assert subscription is not None
+            for _ in range(3):
+                assert await puller.pull(1, timeout=0) == []
+            assert not subscription._takers
+            broker.holds_acks = True
+            await puller.ack(messages)
+            for _ in range(3):
+                flushing = asyncio.create_task(puller.flush())
+                await asyncio.sleep(0)
+                await cancelled(flushing)
+            assert not subscription._settlers
+            broker.release_acks()
+            await puller.flush()
 
 
-def test_a_pull_without_time_returns_what_is_here():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
-                assert await puller.pull(10, timeout=0) == []
-                assert await puller.pull(0, timeout=10) == []
-                fill(broker, range(3))
-                messages: list[qmq.ReceivedMessage] = []
-                while len(messages) < 3:
-                    messages += await puller.pull(10, timeout=0)
-                assert ns(messages) == [0, 1, 2]
-
-    run(test())
+async def test_a_pull_without_time_returns_what_is_here():
+    async with cluster("g1") as (metaserver, [broker]):
+        async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
+            assert await puller.pull(10, timeout=0) == []
+            assert await puller.pull(0, timeout=10) == []
+            fill(broker, range(3))
+            messages: list[qmq.ReceivedMessage] = []
+            while len(messages) < 3:
+                messages += await puller.pull(10, timeout=0)
+            assert ns(messages) == [0, 1, 2]
 
 
-def test_at_most_once_what_is_pulled_is_acked_and_what_waits_is_not():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(10))
-            consumer = consumer_of(metaserver, consumer_id="c1")
-            async with consumer.pull("a", group="g", start="earliest", most_once=True) as puller:
-                messages = await puller.pull(4, timeout=10)
-                assert all(message.is_settled for message in messages)
-                assert sorted(broker.subscribers["a", "g", "c1"].pulled.values()) == list(range(4, 10))
-            assert sorted(broker.returned["a", "g"]) == list(range(4, 10))
-
-    run(test())
+async def test_at_most_once_what_is_pulled_is_acked_and_what_waits_is_not():
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(10))
+        consumer = consumer_of(metaserver, consumer_id="c1")
+        async with consumer.pull("a", group="g", start="earliest", most_once=True) as puller:
+            messages = await puller.pull(4, timeout=10)
+            assert all(message.is_settled for message in messages)
+            assert sorted(broker.subscribers["a", "g", "c1"].pulled.values()) == list(range(4, 10))
+        assert sorted(broker.returned["a", "g"]) == list(range(4, 10))
 
 
-def test_at_most_once_what_was_acked_for_a_pull_that_is_cancelled_is_what_the_next_one_returns():
+async def test_at_most_once_what_was_acked_for_a_pull_that_is_cancelled_is_what_the_next_one_returns():
     """Nobody can call such acks back: the messages were lost, without a crash."""
 
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(8))
-            consumer = consumer_of(metaserver, consumer_id="c1")
-            async with consumer.pull("a", group="g", start="earliest", most_once=True) as puller:
-                broker.holds_acks = True
-                pulled = asyncio.create_task(puller.pull(4, timeout=10))
-                await until_async(lambda: broker._held_acks)
-                pulled.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await pulled
-                broker.release_acks()
-                assert ns(await puller.pull(3, timeout=10)) == [0, 1, 2], "as many as asked for"
-                assert ns(await pull_all(puller, 5)) == [3, 4, 5, 6, 7]
-
-    run(test())
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(8))
+        consumer = consumer_of(metaserver, consumer_id="c1")
+        async with consumer.pull("a", group="g", start="earliest", most_once=True) as puller:
+            broker.holds_acks = True
+            pulled = asyncio.create_task(puller.pull(4, timeout=10))
+            await until_async(lambda: broker._held_acks)
+            pulled.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await pulled
+            broker.release_acks()
+            assert ns(await puller.pull(3, timeout=10)) == [0, 1, 2], "as many as asked for"
+            assert ns(await pull_all(puller, 5)) == [3, 4, 5, 6, 7]
 
 
-def test_at_most_once_a_pull_ends_with_the_puller_though_no_broker_says_that_it_keeps_the_acks():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(10))
-            consumer = consumer_of(metaserver, consumer_id="c1", drain_s=0.1)
-            async with consumer.pull("a", group="g", start="earliest", most_once=True) as puller:
-                await puller.pull(1, timeout=10)
-                broker.ack_error = NotServed("the roles are being swapped")
-                pulled = asyncio.create_task(puller.pull(4, timeout=0.1))
-                await until_async(lambda: broker.ack_error is None)
-                await broker.stop()
-                puller.stop()
-                async with asyncio.timeout(60):
-                    assert await pulled == []
-
-    run(test())
+async def test_at_most_once_a_pull_ends_with_the_puller_though_no_broker_says_that_it_keeps_the_acks():
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(10))
+        consumer = consumer_of(metaserver, consumer_id="c1", drain_s=0.1)
+        async with consumer.pull("a", group="g", start="earliest", most_once=True) as puller:
+            await puller.pull(1, timeout=10)
+            broker.ack_error = NotServed("the roles are being swapped")
+            pulled = asyncio.create_task(puller.pull(4, timeout=0.1))
+            await until_async(lambda: broker.ack_error is None)
+            await broker.stop()
+            puller.stop()
+            async with asyncio.timeout(60):
+                assert await pulled == []
 
 
-def test_a_puller_that_is_offline_holds_nothing_and_goes_on_when_it_is_online():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(10))
-            consumer = consumer_of(metaserver, consumer_id="c1")
-            async with consumer.pull("a", group="g", start="earliest") as puller:
-                messages = await puller.pull(3, timeout=10)
-                consumer.offline()
-                assert await puller.pull(1, timeout=0.05) == []
-                assert broker.unsubscribes == 0, "it waits for what was taken"
-                await puller.ack(messages)
-                await until_async(lambda: broker.unsubscribes == 2)
-                assert sorted(broker.returned["a", "g"]) == list(range(3, 10))
-                waiting = asyncio.create_task(puller.pull(100, timeout=10))
-                consumer.online()
-                assert ns(await waiting)[0] == 3
-
-    run(test())
+async def test_a_puller_that_is_offline_holds_nothing_and_goes_on_when_it_is_online():
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(10))
+        consumer = consumer_of(metaserver, consumer_id="c1")
+        async with consumer.pull("a", group="g", start="earliest") as puller:
+            messages = await puller.pull(3, timeout=10)
+            consumer.offline()
+            assert await puller.pull(1, timeout=0.05) == []
+            assert broker.unsubscribes == 0, "it waits for what was taken"
+            await puller.ack(messages)
+            await until_async(lambda: broker.unsubscribes == 2)
+            assert sorted(broker.returned["a", "g"]) == list(range(3, 10))
+            waiting = asyncio.create_task(puller.pull(100, timeout=10))
+            consumer.online()
+            assert ns(await waiting)[0] == 3
 
 
-def test_a_class_of_its_own_is_taken_first_however_long_the_other_backlog_is():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(500), "normal")
-            consumer, handled = consumer_of(metaserver), []
-            terms = {"group": "pay", "start": "earliest", "prefetch_messages": 100}
-            async with consumer.pull("urgent", **terms) as urgent, consumer.pull("normal", **terms) as normal:
-                while len(handled) < 505:
-                    for puller in (urgent, normal):
-                        if messages := await puller.pull(10, timeout=0.05 if puller is normal else 0):
-                            handled += [message.subject for message in messages]
-                            await puller.ack(messages)
-                            break
-                    if len(handled) == 100:
-                        fill(broker, range(5), "urgent")
-                        await until_async(lambda: urgent._subscription.next_message() is not None)
-            assert handled.index("urgent") <= 110 and handled.count("urgent") == 5
-
-    run(test())
+async def test_a_class_of_its_own_is_taken_first_however_long_the_other_backlog_is():
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(500), "normal")
+        consumer, handled = consumer_of(metaserver), []
+        terms = {"group": "pay", "start": "earliest", "prefetch_messages": 100}
+        async with consumer.pull("urgent", **terms) as urgent, consumer.pull("normal", **terms) as normal:
+            while len(handled) < 505:
+                for puller in (urgent, normal):
+                    if messages := await puller.pull(10, timeout=0.05 if puller is normal else 0):
+                        handled += [message.subject for message in messages]
+                        await puller.ack(messages)
+                        break
+                if len(handled) == 100:
+                    fill(broker, range(5), "urgent")
+                    await until_async(lambda: urgent._subscription.next_message() is not None)
+        assert handled.index("urgent") <= 110 and handled.count("urgent") == 5
 
 
-def test_leaving_while_offline_does_not_wait_for_what_was_taken():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(3))
-            consumer = consumer_of(metaserver, consumer_id="c1", drain_s=1_000.0)
-            async with consumer.pull("a", group="g", start="earliest") as puller:
-                await puller.pull(3, timeout=10)
-                consumer.offline()
-                assert await puller.pull(1, timeout=0.05) == []
-            assert broker.times["a", "g"] == {0: 1, 1: 1, 2: 1}
-
-    run(test())
+async def test_leaving_while_offline_does_not_wait_for_what_was_taken():
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(3))
+        consumer = consumer_of(metaserver, consumer_id="c1", drain_s=1_000.0)
+        async with consumer.pull("a", group="g", start="earliest") as puller:
+            await puller.pull(3, timeout=10)
+            consumer.offline()
+            assert await puller.pull(1, timeout=0.05) == []
+        assert broker.times["a", "g"] == {0: 1, 1: 1, 2: 1}
 
 
-def test_a_puller_is_used_while_it_is_open_and_once():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, _):
-            consumer = consumer_of(metaserver)
-            puller = consumer.pull("a", group="g")
+async def test_a_puller_is_used_while_it_is_open_and_once():
+    async with cluster("g1") as (metaserver, _):
+        consumer = consumer_of(metaserver)
+        puller = consumer.pull("a", group="g")
+        with pytest.raises(qmq.ClientClosed):
+            await puller.pull(1, timeout=1)
+        async with puller:
+            with pytest.raises(qmq.InvalidRequest, match="already"):
+                consumer.listen("a", group="g")
+        for use in (puller.__aenter__(), puller.pull(1, timeout=1)):
             with pytest.raises(qmq.ClientClosed):
-                await puller.pull(1, timeout=1)
-            async with puller:
-                with pytest.raises(qmq.InvalidRequest, match="already"):
-                    consumer.listen("a", group="g")
-            for use in (puller.__aenter__(), puller.pull(1, timeout=1)):
-                with pytest.raises(qmq.ClientClosed):
-                    await use
-            async with consumer.pull("a", group="g"):
-                pass
-
-    run(test())
+                await use
+        async with consumer.pull("a", group="g"):
+            pass

@@ -9,7 +9,7 @@ from qmq.codec import decode_message
 from qmq.errors import BrokerReadOnly, CallError, InvalidMessage, InvalidRequest, NotServed
 from qmq.remoting.commands import Command
 from tests.unit.client.fakes import delay_cluster
-from tests.unit.client.test_producer import producer_of, run
+from tests.unit.client.test_producer import producer_of
 
 DAILY = {"name": "daily", "cron": "0 8 * * *", "timezone": "Europe/Berlin"}
 
@@ -18,115 +18,91 @@ def holders(servers, name="daily"):
     return [server.name for server in servers if ("s", name) in server.recurring]
 
 
-def test_schedule_says_everything_and_can_be_listed_and_deleted():
-    async def test():
-        async with delay_cluster("d1") as (metaserver, _, [server]), producer_of(metaserver) as producer:
-            message = Message("s", {"kind": "report"}, tags={"t"}, order_key="k")
-            put = await producer.put_recurring(message, **DAILY, owner="billing")
-            assert (put.subject, put.name, put.owner, put.cron, put.timezone) == (
-                "s",
-                "daily",
-                "billing",
-                "0 8 * * *",
-                "Europe/Berlin",
-            )
-            stored = decode_message(server.templates["s", "daily"])
-            assert (stored["kind"], stored.tags, stored.order_key) == ("report", {"t"}, "k")
-            assert message.id is None, "it can be put again"
-            assert await producer.list_recurring(subject="s") == [put]
-            assert await producer.delete_recurring(subject="s", name="daily") is True
-            assert await producer.delete_recurring(subject="s", name="daily") is False
-
-    run(test())
+async def test_schedule_says_everything_and_can_be_listed_and_deleted():
+    async with delay_cluster("d1") as (metaserver, _, [server]), producer_of(metaserver) as producer:
+        message = Message("s", {"kind": "report"}, tags={"t"}, order_key="k")
+        put = await producer.put_recurring(message, **DAILY, owner="billing")
+        assert (put.subject, put.name, put.owner, put.cron, put.timezone) == (
+            "s",
+            "daily",
+            "billing",
+            "0 8 * * *",
+            "Europe/Berlin",
+        )
+        stored = decode_message(server.templates["s", "daily"])
+        assert (stored["kind"], stored.tags, stored.order_key) == ("report", {"t"}, "k")
+        assert message.id is None, "it can be put again"
+        assert await producer.list_recurring(subject="s") == [put]
+        assert await producer.delete_recurring(subject="s", name="daily") is True
+        assert await producer.delete_recurring(subject="s", name="daily") is False
 
 
-def test_owner_is_the_application_unless_somebody_else_is_named():
-    async def test():
-        async with delay_cluster("d1") as (metaserver, _, _), producer_of(metaserver) as producer:
-            assert (await producer.put_recurring(Message("s"), **DAILY)).owner == producer._app
-
-    run(test())
+async def test_owner_is_the_application_unless_somebody_else_is_named():
+    async with delay_cluster("d1") as (metaserver, _, _), producer_of(metaserver) as producer:
+        assert (await producer.put_recurring(Message("s"), **DAILY)).owner == producer._app
 
 
-def test_name_is_in_one_group_whoever_puts_it_and_names_spread_over_groups():
-    async def test():
-        async with delay_cluster("d1", "d2", "d3") as (metaserver, _, servers):
-            for _ in range(3):
-                async with producer_of(metaserver) as producer:
-                    for at in range(20):
-                        await producer.put_recurring(Message("s"), **DAILY | {"name": f"n{at}"})
-            places = [holders(servers, f"n{at}") for at in range(20)]
-            assert all(len(place) == 1 for place in places) and len({place[0] for place in places}) == 3
-
-    run(test())
+async def test_name_is_in_one_group_whoever_puts_it_and_names_spread_over_groups():
+    async with delay_cluster("d1", "d2", "d3") as (metaserver, _, servers):
+        for _ in range(3):
+            async with producer_of(metaserver) as producer:
+                for at in range(20):
+                    await producer.put_recurring(Message("s"), **DAILY | {"name": f"n{at}"})
+        places = [holders(servers, f"n{at}") for at in range(20)]
+        assert all(len(place) == 1 for place in places) and len({place[0] for place in places}) == 3
 
 
-def test_schedule_stays_in_the_group_that_has_it_and_a_second_one_is_taken_away():
-    async def test():
-        async with delay_cluster("d1", "d2", "d3") as (metaserver, _, servers), producer_of(metaserver) as producer:
+async def test_schedule_stays_in_the_group_that_has_it_and_a_second_one_is_taken_away():
+    async with delay_cluster("d1", "d2", "d3") as (metaserver, _, servers), producer_of(metaserver) as producer:
+        await producer.put_recurring(Message("s"), **DAILY)
+        (first,) = [server for server in servers if server.recurring]
+        other = next(server for server in servers if server is not first)
+        other.recurring, first.recurring = dict(first.recurring), {}
+        await producer.put_recurring(Message("s"), **DAILY | {"cron": "0 9 * * *"})
+        assert holders(servers) == [other.name]
+        first.recurring = dict(other.recurring)
+        await producer.put_recurring(Message("s"), **DAILY)
+        assert len(holders(servers)) == 1
+
+
+async def test_new_schedule_goes_to_another_group_if_its_own_is_readonly():
+    async with delay_cluster("d1", "d2") as (metaserver, _, servers), producer_of(metaserver) as producer:
+        servers[0].refuse_put_with = BrokerReadOnly("d1 is readonly: operator")
+        for at in range(8):
+            await producer.put_recurring(Message("s"), **DAILY | {"name": f"n{at}"})
+        assert not servers[0].recurring and len(servers[1].recurring) == 8
+        servers[1].refuse_put_with = BrokerReadOnly("d2 is readonly: disk")
+        with pytest.raises(BrokerReadOnly):
             await producer.put_recurring(Message("s"), **DAILY)
-            (first,) = [server for server in servers if server.recurring]
-            other = next(server for server in servers if server is not first)
-            other.recurring, first.recurring = dict(first.recurring), {}
-            await producer.put_recurring(Message("s"), **DAILY | {"cron": "0 9 * * *"})
-            assert holders(servers) == [other.name]
-            first.recurring = dict(other.recurring)
+
+
+async def test_nothing_is_put_or_said_while_a_group_that_may_have_it_is_silent():
+    async with (
+        delay_cluster("d1", "d2") as (metaserver, _, servers),
+        producer_of(metaserver, timeout_s=3.0, answer_timeout_s=0.5) as producer,
+    ):
+        servers[1].is_silent = True
+        with pytest.raises(NotServed):
             await producer.put_recurring(Message("s"), **DAILY)
-            assert len(holders(servers)) == 1
-
-    run(test())
-
-
-def test_new_schedule_goes_to_another_group_if_its_own_is_readonly():
-    async def test():
-        async with delay_cluster("d1", "d2") as (metaserver, _, servers), producer_of(metaserver) as producer:
-            servers[0].refuse_put_with = BrokerReadOnly("d1 is readonly: operator")
-            for at in range(8):
-                await producer.put_recurring(Message("s"), **DAILY | {"name": f"n{at}"})
-            assert not servers[0].recurring and len(servers[1].recurring) == 8
-            servers[1].refuse_put_with = BrokerReadOnly("d2 is readonly: disk")
-            with pytest.raises(BrokerReadOnly):
-                await producer.put_recurring(Message("s"), **DAILY)
-
-    run(test())
+        with pytest.raises(NotServed):
+            await producer.list_recurring(subject="s")
+        assert holders(servers) == []
 
 
-def test_nothing_is_put_or_said_while_a_group_that_may_have_it_is_silent():
-    async def test():
-        async with (
-            delay_cluster("d1", "d2") as (metaserver, _, servers),
-            producer_of(metaserver, timeout_s=3.0, answer_timeout_s=0.5) as producer,
-        ):
-            servers[1].is_silent = True
-            with pytest.raises(NotServed):
-                await producer.put_recurring(Message("s"), **DAILY)
-            with pytest.raises(NotServed):
-                await producer.list_recurring(subject="s")
-            assert holders(servers) == []
-
-    run(test())
+async def test_answer_that_was_lost_is_asked_for_again():
+    async with delay_cluster("d1") as (metaserver, _, [server]), producer_of(metaserver) as producer:
+        server.loses_answer_to = Command.RECUR
+        assert (await producer.put_recurring(Message("s"), **DAILY)).name == "daily"
 
 
-def test_answer_that_was_lost_is_asked_for_again():
-    async def test():
-        async with delay_cluster("d1") as (metaserver, _, [server]), producer_of(metaserver) as producer:
-            server.loses_answer_to = Command.RECUR
-            assert (await producer.put_recurring(Message("s"), **DAILY)).name == "daily"
-
-    run(test())
-
-
-def test_what_can_never_be_put_is_refused_before_anybody_is_asked():
-    async def test():
-        async with delay_cluster("d1") as (metaserver, _, [server]), producer_of(metaserver) as producer:
-            with pytest.raises(InvalidMessage, match="an id of its own"):
-                await producer.put_recurring(Message("s", id="mine"), **DAILY)
-            with pytest.raises(InvalidRequest, match="name of a recurring schedule"):
-                await producer.put_recurring(Message("s"), **DAILY | {"name": ""})
-            with pytest.raises(InvalidMessage):
-                await producer.put_recurring(Message("s", {"x": "y" * 40_000}), **DAILY)
-            server.refuse_put_with = InvalidRequest("cron expression 'x': write five fields")
-            with pytest.raises(CallError, match="write five fields"):
-                await producer.put_recurring(Message("s"), **DAILY | {"cron": "x"})
-
-    run(test())
+async def test_what_can_never_be_put_is_refused_before_anybody_is_asked():
+    async with delay_cluster("d1") as (metaserver, _, [server]), producer_of(metaserver) as producer:
+        with pytest.raises(InvalidMessage, match="an id of its own"):
+            await producer.put_recurring(Message("s", id="mine"), **DAILY)
+        with pytest.raises(InvalidRequest, match="name of a recurring schedule"):
+            await producer.put_recurring(Message("s"), **DAILY | {"name": ""})
+        with pytest.raises(InvalidMessage):
+            await producer.put_recurring(Message("s", {"x": "y" * 40_000}), **DAILY)
+        server.refuse_put_with = InvalidRequest("cron expression 'x': write five fields")
+        with pytest.raises(CallError, match="write five fields"):
+            await producer.put_recurring(Message("s"), **DAILY | {"cron": "x"})

@@ -13,53 +13,46 @@ from qmq.testing import Broker
 from tests.support.waiting import until_async
 from tests.unit.client.consuming import consumer_of, listening
 from tests.unit.client.fakes import cluster
-from tests.unit.client.test_producer import run
 
 
 @pytest.mark.parametrize("own, expected", [(None, 3), (5, 5), (1, 1)])
-def test_a_message_that_always_fails_is_tried_as_often_as_it_says_itself(own, expected):
-    async def test() -> None:
-        async with Broker() as broker, qmq.Producer(metaserver=broker.metaserver, app="test") as producer:
-            await producer.send(qmq.Message("s", {"n": 1}, retries_max=own))
-            consumer, times = qmq.Consumer(metaserver=broker.metaserver, app="test"), []
+async def test_a_message_that_always_fails_is_tried_as_often_as_it_says_itself(own, expected):
+    async with Broker() as broker, qmq.Producer(metaserver=broker.metaserver, app="test") as producer:
+        await producer.send(qmq.Message("s", {"n": 1}, retries_max=own))
+        consumer, times = qmq.Consumer(metaserver=broker.metaserver, app="test"), []
 
-            @consumer.listen("s", group="g", start="earliest", retries_max=3, retry_delay=0.0)
-            async def handle(message: qmq.ReceivedMessage) -> None:
-                times.append(message.times)
-                raise ValueError("always")
+        @consumer.listen("s", group="g", start="earliest", retries_max=3, retry_delay=0.0)
+        async def handle(message: qmq.ReceivedMessage) -> None:
+            times.append(message.times)
+            raise ValueError("always")
 
-            running = asyncio.create_task(consumer.run())
-            await broker.wait_until_consumed("s", "g")
-            consumer.stop()
-            await running
-            assert times == list(range(1, expected + 1))
-            (dead,) = broker.dead_letters("s", "g")
-            assert dead["qmq_times"] == str(expected)
-
-    asyncio.run(test())
+        running = asyncio.create_task(consumer.run())
+        await broker.wait_until_consumed("s", "g")
+        consumer.stop()
+        await running
+        assert times == list(range(1, expected + 1))
+        (dead,) = broker.dead_letters("s", "g")
+        assert dead["qmq_times"] == str(expected)
 
 
 @pytest.mark.parametrize(
     "own, given, is_handled", [(None, 3, True), (None, 4, False), (5, 5, True), (5, 6, False), (1, 2, False)]
 )
-def test_a_message_whose_consumers_vanished_counts_each_time_it_was_handed_over(own, given, is_handled):
+async def test_a_message_whose_consumers_vanished_counts_each_time_it_was_handed_over(own, given, is_handled):
     """Nobody said what became of it: whoever gets it next looks before a handler begins with it."""
 
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            broker.add("a", encode_message(qmq.Message("a", {"n": 0}, id="m", retries_max=own), 0))
-            broker.times["a", "g"][0] = given - 1
-            consumer, handled = consumer_of(metaserver), []
+    async with cluster("g1") as (metaserver, [broker]):
+        broker.add("a", encode_message(qmq.Message("a", {"n": 0}, id="m", retries_max=own), 0))
+        broker.times["a", "g"][0] = given - 1
+        consumer, handled = consumer_of(metaserver), []
 
-            @consumer.listen("a", group="g", start="earliest", retries_max=3)
-            async def handle(message: qmq.ReceivedMessage) -> None:
-                handled.append(message.times)
+        @consumer.listen("a", group="g", start="earliest", retries_max=3)
+        async def handle(message: qmq.ReceivedMessage) -> None:
+            handled.append(message.times)
 
-            async with listening(consumer):
-                await until_async(lambda: broker.acks or broker.nacks)
-            assert handled == ([given] if is_handled else [])
-            reasons = [nack.reason for nack in broker.nacks]
-            assert reasons == ([] if is_handled else [f"{delivered(own or 3)}, and never acked"])
-            assert [reason for _, reason in broker.dead["a", "g"]] == reasons
-
-    run(test())
+        async with listening(consumer):
+            await until_async(lambda: broker.acks or broker.nacks)
+        assert handled == ([given] if is_handled else [])
+        reasons = [nack.reason for nack in broker.nacks]
+        assert reasons == ([] if is_handled else [f"{delivered(own or 3)}, and never acked"])
+        assert [reason for _, reason in broker.dead["a", "g"]] == reasons

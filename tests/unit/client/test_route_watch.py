@@ -61,144 +61,120 @@ def quick(monkeypatch):
     monkeypatch.setattr(route_watch, "CONFIRM_WITHIN_S", 0.0)
 
 
-def test_a_new_stream_brings_what_differs_from_what_is_in_use():
+async def test_a_new_stream_brings_what_differs_from_what_is_in_use():
     """Weakness 25: polls of QMQ's clients carry the whole answer, each minute."""
 
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]), watching(metaserver, "a", "b") as client:
-            await until_async(lambda: client.brought == ["a", "b"])
-            metaserver.requests.clear()
-            metaserver.refuse["b"] = "changed meanwhile"
-            await metaserver.stop_grpc()
-            await metaserver.start_grpc()
-            await until_async(lambda: any(said.subjects for said in metaserver.requests) and len(client.brought) > 2)
-            assert set(client.brought[2:]) == {"b"}
-            first = next(request for request in metaserver.requests if request.subjects)  # not what it had to confirm
-            assert set(first.subjects) == set(first.held) == {"a", "b"}
-
-    run(test())
+    async with cluster("g1") as (metaserver, [broker]), watching(metaserver, "a", "b") as client:
+        await until_async(lambda: client.brought == ["a", "b"])
+        metaserver.requests.clear()
+        metaserver.refuse["b"] = "changed meanwhile"
+        await metaserver.stop_grpc()
+        await metaserver.start_grpc()
+        await until_async(lambda: any(said.subjects for said in metaserver.requests) and len(client.brought) > 2)
+        assert set(client.brought[2:]) == {"b"}
+        first = next(request for request in metaserver.requests if request.subjects)  # not what it had to confirm
+        assert set(first.subjects) == set(first.held) == {"a", "b"}
 
 
-def test_what_is_in_use_is_confirmed():
+async def test_what_is_in_use_is_confirmed():
     """Weakness 20: nobody can say how many of QMQ's producers still use an old route."""
 
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]), watching(metaserver, "a") as client:
-            await until_async(lambda: metaserver.confirmed() == {"a": metaserver.route("a").version})
-            metaserver.set_group(broker, writable=False)
-            await until_async(lambda: metaserver.confirmed() == {"a": metaserver.route("a").version})
-            assert client.writable("a") == {"g1": False}
-            assert [len(request.subjects) for request in metaserver.requests] == [1, 0, 0]
-
-    run(test())
+    async with cluster("g1") as (metaserver, [broker]), watching(metaserver, "a") as client:
+        await until_async(lambda: metaserver.confirmed() == {"a": metaserver.route("a").version})
+        metaserver.set_group(broker, writable=False)
+        await until_async(lambda: metaserver.confirmed() == {"a": metaserver.route("a").version})
+        assert client.writable("a") == {"g1": False}
+        assert [len(request.subjects) for request in metaserver.requests] == [1, 0, 0]
 
 
-def test_confirming_waits_for_its_moment_and_holds_up_nothing_that_is_asked(monkeypatch):
+async def test_confirming_waits_for_its_moment_and_holds_up_nothing_that_is_asked(monkeypatch):
     monkeypatch.setattr(route_watch, "CONFIRM_WITHIN_S", 1e9)
 
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]), watching(metaserver, "a") as client:
-            await until_async(lambda: client.brought == ["a"])
-            client.watch.watch("b")
-            await until_async(lambda: client.brought == ["a", "b"])
-            a, b = metaserver.route("a").version, metaserver.route("b").version
-            assert [(list(said.subjects), dict(said.held)) for said in metaserver.requests] == [
-                (["a"], {}),
-                (["b"], {"a": a}),
-            ]
-            metaserver.requests.clear()
-            await metaserver.stop_grpc()
-            await metaserver.start_grpc()
-            await until_async(lambda: metaserver.requests)
-            assert metaserver.requests[0].held == {"a": a, "b": b}, "a new stream says it at once"
-
-    run(test())
+    async with cluster("g1") as (metaserver, [broker]), watching(metaserver, "a") as client:
+        await until_async(lambda: client.brought == ["a"])
+        client.watch.watch("b")
+        await until_async(lambda: client.brought == ["a", "b"])
+        a, b = metaserver.route("a").version, metaserver.route("b").version
+        assert [(list(said.subjects), dict(said.held)) for said in metaserver.requests] == [
+            (["a"], {}),
+            (["b"], {"a": a}),
+        ]
+        metaserver.requests.clear()
+        await metaserver.stop_grpc()
+        await metaserver.start_grpc()
+        await until_async(lambda: metaserver.requests)
+        assert metaserver.requests[0].held == {"a": a, "b": b}, "a new stream says it at once"
 
 
-def test_an_error_never_empties_a_route():
+async def test_an_error_never_empties_a_route():
     """Weakness 18: QMQ's refusal takes all groups from a consumer."""
 
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]), watching(metaserver, "a") as client:
-            await until_async(lambda: client.writable("a") == {"g1": True})
-            version = metaserver.route("a").version
-            metaserver.refuse["a"] = "the database does not answer"
-            metaserver.tell()
-            await until_async(lambda: len(client.brought) >= 2)
-            assert client.writable("a") == {"g1": True}
-            assert "does not answer" in client.routing.why_not("a")
-            assert metaserver.confirmed() == {"a": version}, "what is in use is still the route before"
-            del metaserver.refuse["a"]
-            metaserver.set_group(broker, writable=False)
-            await until_async(lambda: client.writable("a") == {"g1": False})
-            await metaserver.stop()
-            client.watch.refresh()
-            await until_async(lambda: client.watch._failure)
-            assert client.writable("a") == {"g1": False}
-
-    run(test())
+    async with cluster("g1") as (metaserver, [broker]), watching(metaserver, "a") as client:
+        await until_async(lambda: client.writable("a") == {"g1": True})
+        version = metaserver.route("a").version
+        metaserver.refuse["a"] = "the database does not answer"
+        metaserver.tell()
+        await until_async(lambda: len(client.brought) >= 2)
+        assert client.writable("a") == {"g1": True}
+        assert "does not answer" in client.routing.why_not("a")
+        assert metaserver.confirmed() == {"a": version}, "what is in use is still the route before"
+        del metaserver.refuse["a"]
+        metaserver.set_group(broker, writable=False)
+        await until_async(lambda: client.writable("a") == {"g1": False})
+        await metaserver.stop()
+        client.watch.refresh()
+        await until_async(lambda: client.watch._failure)
+        assert client.writable("a") == {"g1": False}
 
 
-def test_no_groups_on_purpose_are_no_groups():
+async def test_no_groups_on_purpose_are_no_groups():
     """Weakness 19: with QMQ, nobody can tell "none on purpose" from an error."""
 
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, _), watching(metaserver, "a") as client:
-            await until_async(lambda: client.writable("a") == {"g1": True})
-            metaserver.groups.clear()
-            metaserver.tell()
-            await until_async(lambda: client.writable("a") == {})
-
-    run(test())
+    async with cluster("g1") as (metaserver, _), watching(metaserver, "a") as client:
+        await until_async(lambda: client.writable("a") == {"g1": True})
+        metaserver.groups.clear()
+        metaserver.tell()
+        await until_async(lambda: client.writable("a") == {})
 
 
-def test_while_grpc_is_blocked_routes_come_over_http_and_over_grpc_again_afterwards(caplog):
+async def test_while_grpc_is_blocked_routes_come_over_http_and_over_grpc_again_afterwards(caplog):
     caplog.set_level(logging.INFO)
 
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            await metaserver.block_grpc()
-            async with watching(metaserver, "a") as client:
-                await until_async(lambda: client.writable("a") == {"g1": True})
-                metaserver.set_group(broker, writable=False)
-                await until_async(lambda: client.writable("a") == {"g1": False})
-                client.watch.watch("b")
-                await until_async(lambda: client.writable("b"))
-                await until_async(lambda: len(metaserver.polls[-1].get("held", ())) == 2)
-                assert client.brought == ["a", "a", "b"], "each poll brings what differs"
-                assert metaserver.polls[-1]["produces"] == ["true"] and not metaserver.requests
-                await metaserver.unblock_grpc()
-                await until_async(lambda: metaserver.requests)
-                metaserver.set_group(broker, writable=True, term=2)
-                await until_async(lambda: client.writable("a") == {"g1": True})
-                count = len(metaserver.polls)
-                await until_async(lambda: "routes come over gRPC again" in caplog.text)
-                await settle()
-                assert len(metaserver.polls) == count, "who has a stream does not poll"
-
-    run(test())
-
-
-def test_a_stream_that_breaks_does_not_make_a_client_wait_for_grpc():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]), watching(metaserver, "a") as client:
+    async with cluster("g1") as (metaserver, [broker]):
+        await metaserver.block_grpc()
+        async with watching(metaserver, "a") as client:
             await until_async(lambda: client.writable("a") == {"g1": True})
-            await metaserver.block_grpc()
             metaserver.set_group(broker, writable=False)
             await until_async(lambda: client.writable("a") == {"g1": False})
+            client.watch.watch("b")
+            await until_async(lambda: client.writable("b"))
+            await until_async(lambda: len(metaserver.polls[-1].get("held", ())) == 2)
+            assert client.brought == ["a", "a", "b"], "each poll brings what differs"
+            assert metaserver.polls[-1]["produces"] == ["true"] and not metaserver.requests
+            await metaserver.unblock_grpc()
+            await until_async(lambda: metaserver.requests)
+            metaserver.set_group(broker, writable=True, term=2)
+            await until_async(lambda: client.writable("a") == {"g1": True})
+            count = len(metaserver.polls)
+            await until_async(lambda: "routes come over gRPC again" in caplog.text)
+            await settle()
+            assert len(metaserver.polls) == count, "who has a stream does not poll"
 
-    run(test())
+
+async def test_a_stream_that_breaks_does_not_make_a_client_wait_for_grpc():
+    async with cluster("g1") as (metaserver, [broker]), watching(metaserver, "a") as client:
+        await until_async(lambda: client.writable("a") == {"g1": True})
+        await metaserver.block_grpc()
+        metaserver.set_group(broker, writable=False)
+        await until_async(lambda: client.writable("a") == {"g1": False})
 
 
-def test_a_wrong_token_is_told_apart_from_silence_over_http_too():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, _):
-            await metaserver.block_grpc()
-            async with watching(metaserver, "a", token="wrong") as client:
-                await until_async(lambda: client.watch.refused)
-                assert "unknown token" in str(client.watch.refused)
-
-    run(test())
+async def test_a_wrong_token_is_told_apart_from_silence_over_http_too():
+    async with cluster("g1") as (metaserver, _):
+        await metaserver.block_grpc()
+        async with watching(metaserver, "a", token="wrong") as client:
+            await until_async(lambda: client.watch.refused)
+            assert "unknown token" in str(client.watch.refused)
 
 
 @pytest.mark.parametrize("way", ["a stream", "a stream, behind an error of gRPC's own", "HTTP"])
@@ -233,217 +209,184 @@ def test_a_token_that_is_not_accepted_is_in_the_log(way, caplog):
     assert [record.levelname for record in caplog.records if "accept the token" in record.message][0] == "ERROR"
 
 
-def test_many_subjects_are_polled_in_several_requests():
-    async def test() -> None:
-        names = [f"{number:03d}" + "ü" * 48 for number in range(100)]
-        async with cluster("g1") as (metaserver, _):
-            await metaserver.block_grpc()
-            async with watching(metaserver, *names) as client:
-                await until_async(lambda: set(client.brought) == set(names))
-                assert max(len(words["subject"]) for words in metaserver.polls) <= 40
-
-    run(test())
+async def test_many_subjects_are_polled_in_several_requests():
+    names = [f"{number:03d}" + "ü" * 48 for number in range(100)]
+    async with cluster("g1") as (metaserver, _):
+        await metaserver.block_grpc()
+        async with watching(metaserver, *names) as client:
+            await until_async(lambda: set(client.brought) == set(names))
+            assert max(len(words["subject"]) for words in metaserver.polls) <= 40
 
 
-def test_producers_heed_a_route_whose_groups_are_all_readonly():
+async def test_producers_heed_a_route_whose_groups_are_all_readonly():
     """Weakness 19: QMQ's producers go on with the old route then, so that the operator's order has no effect."""
 
-    async def test() -> None:
-        async with cluster("g1", "g2") as (metaserver, brokers), producer_of(metaserver, timeout_s=3.0) as producer:
-            assert (await producer.send(Message("a", {}))).is_stored
-            for broker in brokers:
-                metaserver.set_group(broker, writable=False)
-            await until_async(lambda: metaserver.confirmed() == {"a": metaserver.route("a").version})
-            attempts = [len(broker.attempts) for broker in brokers]
-            receipt = await producer.send(Message("a", {}))
-            assert receipt.outcome is qmq.Outcome.REFUSED
-            assert receipt.reason == "g1: readonly; g2: readonly"
-            assert [len(broker.attempts) for broker in brokers] == attempts
-            waiting = asyncio.create_task(producer.send(Message("a", {})))
-            await asyncio.sleep(0)
-            metaserver.set_group(brokers[1], writable=True)
-            assert (await waiting).broker_group == "g2", "who waits goes on as soon as a group takes messages"
-
-    run(test())
+    async with cluster("g1", "g2") as (metaserver, brokers), producer_of(metaserver, timeout_s=3.0) as producer:
+        assert (await producer.send(Message("a", {}))).is_stored
+        for broker in brokers:
+            metaserver.set_group(broker, writable=False)
+        await until_async(lambda: metaserver.confirmed() == {"a": metaserver.route("a").version})
+        attempts = [len(broker.attempts) for broker in brokers]
+        receipt = await producer.send(Message("a", {}))
+        assert receipt.outcome is qmq.Outcome.REFUSED
+        assert receipt.reason == "g1: readonly; g2: readonly"
+        assert [len(broker.attempts) for broker in brokers] == attempts
+        waiting = asyncio.create_task(producer.send(Message("a", {})))
+        await asyncio.sleep(0)
+        metaserver.set_group(brokers[1], writable=True)
+        assert (await waiting).broker_group == "g2", "who waits goes on as soon as a group takes messages"
 
 
-def test_a_consumer_goes_on_while_its_route_is_refused():
+async def test_a_consumer_goes_on_while_its_route_is_refused():
     """Weaknesses 17 and 18."""
 
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
-            consumer = qmq.Consumer(metaserver=metaserver.url, app="test", token=TOKEN)
-            async with consumer.pull("a", group="g", start="earliest") as puller:
-                await producer.send(Message("a", {"n": 1}))
-                assert len(await puller.pull(10, timeout=60)) == 1
-                metaserver.refuse["a"] = "the database does not answer"
-                metaserver.tell()
-                await until_async(lambda: len(metaserver.updates) >= 4)
-                await producer.send(Message("a", {"n": 2}))
-                assert len(await puller.pull(10, timeout=60)) == 1
-
-    run(test())
+    async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
+        consumer = qmq.Consumer(metaserver=metaserver.url, app="test", token=TOKEN)
+        async with consumer.pull("a", group="g", start="earliest") as puller:
+            await producer.send(Message("a", {"n": 1}))
+            assert len(await puller.pull(10, timeout=60)) == 1
+            metaserver.refuse["a"] = "the database does not answer"
+            metaserver.tell()
+            await until_async(lambda: len(metaserver.updates) >= 4)
+            await producer.send(Message("a", {"n": 2}))
+            assert len(await puller.pull(10, timeout=60)) == 1
 
 
-def test_what_is_asked_after_a_stream_ended_is_asked_of_the_next_one(monkeypatch):
+async def test_what_is_asked_after_a_stream_ended_is_asked_of_the_next_one(monkeypatch):
     monkeypatch.setattr(route_watch, "ANSWER_TIMEOUT_S", 1000.0)
     monkeypatch.setattr(route_watch, "POLL_AFTER_S", 1000.0)
 
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, _), watching(metaserver, "a") as client:
-            await until_async(lambda: client.writable("a"))
-            for number in range(3):
-                metaserver.requests.clear()
-                await metaserver.stop_grpc()
-                await metaserver.start_grpc()
-                await until_async(lambda: metaserver.requests)
-                client.watch.watch(f"b{number}")
-                await until_async(lambda number=number: client.writable(f"b{number}"))
-
-    run(test())
+    async with cluster("g1") as (metaserver, _), watching(metaserver, "a") as client:
+        await until_async(lambda: client.writable("a"))
+        for number in range(3):
+            metaserver.requests.clear()
+            await metaserver.stop_grpc()
+            await metaserver.start_grpc()
+            await until_async(lambda: metaserver.requests)
+            client.watch.watch(f"b{number}")
+            await until_async(lambda number=number: client.writable(f"b{number}"))
 
 
-def test_a_poll_that_a_stream_overtook_changes_nothing(monkeypatch):
+async def test_a_poll_that_a_stream_overtook_changes_nothing(monkeypatch):
     """Its answer is the older one, and the metaserver would not send the newer one again."""
 
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            await metaserver.block_grpc()
-            polling, go_on = threading.Event(), threading.Event()
-            poll = route_watch.route_poll.poll
+    async with cluster("g1") as (metaserver, [broker]):
+        await metaserver.block_grpc()
+        polling, go_on = threading.Event(), threading.Event()
+        poll = route_watch.route_poll.poll
 
-            def late(*args, **options):
-                routes = poll(*args, **options)
-                polling.set()
-                go_on.wait(60)
-                return routes
+        def late(*args, **options):
+            routes = poll(*args, **options)
+            polling.set()
+            go_on.wait(60)
+            return routes
 
-            monkeypatch.setattr(route_watch.route_poll, "poll", late)
-            async with watching(metaserver, "a") as client:
-                await until_async(polling.is_set)
-                metaserver.set_group(broker, writable=False)
-                await metaserver.unblock_grpc()
-                version = metaserver.route("a", GroupKind.NORMAL).version
-                await until_async(lambda: metaserver.confirmed().get("a") == version)
-                assert client.writable("a") == {"g1": False}
-                go_on.set()
-                client.watch.watch("b")
-                await until_async(lambda: client.writable("b"))
-                assert client.writable("a") == {"g1": False} and metaserver.confirmed()["a"] == version
-
-    run(test())
+        monkeypatch.setattr(route_watch.route_poll, "poll", late)
+        async with watching(metaserver, "a") as client:
+            await until_async(polling.is_set)
+            metaserver.set_group(broker, writable=False)
+            await metaserver.unblock_grpc()
+            version = metaserver.route("a", GroupKind.NORMAL).version
+            await until_async(lambda: metaserver.confirmed().get("a") == version)
+            assert client.writable("a") == {"g1": False}
+            go_on.set()
+            client.watch.watch("b")
+            await until_async(lambda: client.writable("b"))
+            assert client.writable("a") == {"g1": False} and metaserver.confirmed()["a"] == version
 
 
-def test_a_broker_that_stays_away_does_not_make_its_clients_ask_all_the_time():
+async def test_a_broker_that_stays_away_does_not_make_its_clients_ask_all_the_time():
     """Each attempt to connect says that routes may be old; a thousand clients of one dead broker are a storm."""
 
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, _), watching(metaserver, "a", "b") as client:
-            await until_async(lambda: len(metaserver.confirmed()) == 2)
-            metaserver.requests.clear()
-            for number in range(5):
-                client.watch.refresh()
-                await until_async(lambda: metaserver.requests and client.watch._asked_at is None)
-                client.watch.watch(f"new{number}")
-                await until_async(lambda number=number: client.writable(f"new{number}"))
-            assert sum("a" in request.subjects for request in metaserver.requests) == 1
-
-    run(test())
+    async with cluster("g1") as (metaserver, _), watching(metaserver, "a", "b") as client:
+        await until_async(lambda: len(metaserver.confirmed()) == 2)
+        metaserver.requests.clear()
+        for number in range(5):
+            client.watch.refresh()
+            await until_async(lambda: metaserver.requests and client.watch._asked_at is None)
+            client.watch.watch(f"new{number}")
+            await until_async(lambda number=number: client.writable(f"new{number}"))
+        assert sum("a" in request.subjects for request in metaserver.requests) == 1
 
 
-def test_a_subject_that_is_added_while_a_request_is_written_is_asked_for():
+async def test_a_subject_that_is_added_while_a_request_is_written_is_asked_for():
     """Else its first message waits until something else changes."""
 
-    async def test() -> None:
-        watch = Client(FakeMetaserver(), "a").watch
-        requests = watch._requests(asyncio.Event())
-        assert (await anext(requests)).subjects == ["a"]
-        watch.watch("b")
-        assert (await anext(requests)).subjects == ["b"]
-
-    run(test())
+    watch = Client(FakeMetaserver(), "a").watch
+    requests = watch._requests(asyncio.Event())
+    assert (await anext(requests)).subjects == ["a"]
+    watch.watch("b")
+    assert (await anext(requests)).subjects == ["b"]
 
 
-def test_requests_are_of_bounded_size_when_asking_confirming_and_forgetting(monkeypatch):
+async def test_requests_are_of_bounded_size_when_asking_confirming_and_forgetting(monkeypatch):
     monkeypatch.setattr(route_watch, "REQUEST_SUBJECTS_MAX", 3)
     names = [f"s{number}" for number in range(10)]
 
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]), watching(metaserver, *names) as client:
-            await until_async(lambda: sorted(client.brought) == names)
-            await until_async(lambda: sorted(metaserver.confirmed()) == names)
-            metaserver.set_group(broker, writable=False)
-            versions = {name: metaserver.route(name).version for name in names}
-            await until_async(lambda: metaserver.confirmed() == versions)
-            client.watch.forget(names[:7])
-            client.watch.watch(names[6])
-            await until_async(lambda: client.brought.count(names[6]) == 3)
-            await until_async(lambda: sum(len(one.forgotten) for one in metaserver.requests) == 7)
-            forgotten = [at for at, one in enumerate(metaserver.requests) if names[6] in one.forgotten]
-            asked = [at for at, one in enumerate(metaserver.requests) if names[6] in one.subjects]
-            assert asked[-1] >= forgotten[-1], "what is watched again was forgotten first"
-            sizes = [max(map(len, (one.subjects, one.held, one.forgotten))) for one in metaserver.requests]
-            assert max(sizes) == 3
-            assert [name for one in metaserver.requests for name in one.forgotten] == names[:7]
-
-    run(test())
+    async with cluster("g1") as (metaserver, [broker]), watching(metaserver, *names) as client:
+        await until_async(lambda: sorted(client.brought) == names)
+        await until_async(lambda: sorted(metaserver.confirmed()) == names)
+        metaserver.set_group(broker, writable=False)
+        versions = {name: metaserver.route(name).version for name in names}
+        await until_async(lambda: metaserver.confirmed() == versions)
+        client.watch.forget(names[:7])
+        client.watch.watch(names[6])
+        await until_async(lambda: client.brought.count(names[6]) == 3)
+        await until_async(lambda: sum(len(one.forgotten) for one in metaserver.requests) == 7)
+        forgotten = [at for at, one in enumerate(metaserver.requests) if names[6] in one.forgotten]
+        asked = [at for at, one in enumerate(metaserver.requests) if names[6] in one.subjects]
+        assert asked[-1] >= forgotten[-1], "what is watched again was forgotten first"
+        sizes = [max(map(len, (one.subjects, one.held, one.forgotten))) for one in metaserver.requests]
+        assert max(sizes) == 3
+        assert [name for one in metaserver.requests for name in one.forgotten] == names[:7]
 
 
-def test_a_refused_subject_is_asked_for_again_and_named_meanwhile(monkeypatch):
+async def test_a_refused_subject_is_asked_for_again_and_named_meanwhile(monkeypatch):
     monkeypatch.setattr(route_watch, "REPEAT_S", 0.05)
 
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, _):
-            metaserver.refuse["b"] = "one subject too many"
-            async with watching(metaserver, "a", "b") as client:
-                await until_async(lambda: client.watch.refusals == {"b": "one subject too many"})
-                assert client.writable("a") == {"g1": True}
-                del metaserver.refuse["b"]  # and nobody tells
-                await until_async(lambda: client.writable("b"))
-                assert client.watch.refusals == {} and client.watch.trouble == ""
-
-    run(test())
+    async with cluster("g1") as (metaserver, _):
+        metaserver.refuse["b"] = "one subject too many"
+        async with watching(metaserver, "a", "b") as client:
+            await until_async(lambda: client.watch.refusals == {"b": "one subject too many"})
+            assert client.writable("a") == {"g1": True}
+            del metaserver.refuse["b"]  # and nobody tells
+            await until_async(lambda: client.writable("b"))
+            assert client.watch.refusals == {} and client.watch.trouble == ""
 
 
-def test_that_no_metaserver_answers_is_a_trouble_once_it_lasts(monkeypatch):
+async def test_that_no_metaserver_answers_is_a_trouble_once_it_lasts(monkeypatch):
     monkeypatch.setattr(route_watch, "TROUBLE_S", 0.2)
 
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, _), watching(metaserver, "a") as client:
-            await until_async(lambda: client.writable("a"))
-            await metaserver.stop()
-            await until_async(lambda: client.watch.trouble)
-            await metaserver.start(metaserver.http_port)
-            await until_async(lambda: not client.watch.trouble)
-            await metaserver.block_grpc()
-            client.watch.watch("b")
-            await until_async(lambda: client.writable("b"))
-            assert client.watch.trouble == "", "polls keep routes up to date"
-
-    run(test())
+    async with cluster("g1") as (metaserver, _), watching(metaserver, "a") as client:
+        await until_async(lambda: client.writable("a"))
+        await metaserver.stop()
+        await until_async(lambda: client.watch.trouble)
+        await metaserver.start(metaserver.http_port)
+        await until_async(lambda: not client.watch.trouble)
+        await metaserver.block_grpc()
+        client.watch.watch("b")
+        await until_async(lambda: client.writable("b"))
+        assert client.watch.trouble == "", "polls keep routes up to date"
 
 
-def test_a_producer_forgets_routes_beyond_those_it_keeps_once_they_are_idle_and_asks_again(monkeypatch):
+async def test_a_producer_forgets_routes_beyond_those_it_keeps_once_they_are_idle_and_asks_again(monkeypatch):
     monkeypatch.setattr(route_watch, "KEPT", 2)
 
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
-            names = [f"s{number}" for number in range(6)]
-            for name in names:
-                assert (await producer.send(Message(name, {}, order_key="k"))).is_stored
-            sender = producer._senders.of(is_delayed=False)
-            hold = Hold(broker)
-            waiting = asyncio.create_task(producer.send(Message("s0", {})))
-            await until_async(lambda: hold.held)
-            sender._watch._forget_idle()
-            assert len(sender._queues) == 6, "all were used since the last time"
-            sender._watch._forget_idle()
-            assert list(sender._queues) == ["s0", "s4", "s5"], "the message of s0 has no outcome yet"
-            assert list(sender._lanes) == list(sender._watch._held) == list(sender._queues)
-            hold.release()
-            assert (await waiting).is_stored
-            for name in names:
-                assert (await producer.send(Message(name, {}, order_key="k"))).is_stored
-            assert {name for one in metaserver.requests for name in one.forgotten} == {"s1", "s2", "s3"}
-
-    run(test())
+    async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
+        names = [f"s{number}" for number in range(6)]
+        for name in names:
+            assert (await producer.send(Message(name, {}, order_key="k"))).is_stored
+        sender = producer._senders.of(is_delayed=False)
+        hold = Hold(broker)
+        waiting = asyncio.create_task(producer.send(Message("s0", {})))
+        await until_async(lambda: hold.held)
+        sender._watch._forget_idle()
+        assert len(sender._queues) == 6, "all were used since the last time"
+        sender._watch._forget_idle()
+        assert list(sender._queues) == ["s0", "s4", "s5"], "the message of s0 has no outcome yet"
+        assert list(sender._lanes) == list(sender._watch._held) == list(sender._queues)
+        hold.release()
+        assert (await waiting).is_stored
+        for name in names:
+            assert (await producer.send(Message(name, {}, order_key="k"))).is_stored
+        assert {name for one in metaserver.requests for name in one.forgotten} == {"s1", "s2", "s3"}

@@ -25,7 +25,6 @@ from qmq.states import draw
 from tests.support.waiting import until_async
 from tests.unit.client.consuming import consumer_of, fill, ns
 from tests.unit.client.fakes import cluster
-from tests.unit.client.test_producer import run
 
 FACTS = {
     SessionState.UNSUBSCRIBED: Unsubscribed,
@@ -62,22 +61,19 @@ def test_a_state_takes_no_facts_of_another():
     assert life.state is SessionState.UNSUBSCRIBED and not life.history
 
 
-def test_a_session_keeps_what_happened_to_it():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(3))
-            consumer = consumer_of(metaserver)
-            async with consumer.pull("a", group="g", start="earliest") as puller:
-                assert ns(await puller.pull(3, timeout=60)) == [0, 1, 2]
-                [subscription] = consumer._connections._subscriptions
-                session = next(one for (_, source), one in subscription._sessions.items() if source == "a")
-                broker.refuse_with = NotMaster("another one is")
-                broker.cut()
-                await until_async(lambda: session._life.state is SessionState.RESTING)
-                broker.refuse_with = None
-                await until_async(lambda: session._life.state is SessionState.SUBSCRIBED)
-            events = [one.event for one in session.history]
-            assert events[:6] == ["ASKED", "ACCEPTED", "PUT_OFF", "LOST", "ASKED", "PUT_OFF"]
-            assert events[-4:] == ["RESTED", "ASKED", "ACCEPTED", "CLOSED"]
-
-    run(test())
+async def test_a_session_keeps_what_happened_to_it():
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(3))
+        consumer = consumer_of(metaserver)
+        async with consumer.pull("a", group="g", start="earliest") as puller:
+            assert ns(await puller.pull(3, timeout=60)) == [0, 1, 2]
+            [subscription] = consumer._connections._subscriptions
+            session = next(one for (_, source), one in subscription._sessions.items() if source == "a")
+            broker.refuse_with = NotMaster("another one is")
+            broker.cut()
+            await until_async(lambda: session._life.state is SessionState.RESTING)
+            broker.refuse_with = None
+            await until_async(lambda: session._life.state is SessionState.SUBSCRIBED)
+        events = [one.event for one in session.history]
+        assert events[:6] == ["ASKED", "ACCEPTED", "PUT_OFF", "LOST", "ASKED", "PUT_OFF"]
+        assert events[-4:] == ["RESTED", "ASKED", "ACCEPTED", "CLOSED"]

@@ -16,7 +16,6 @@ from qmq.remoting.commands import Command, NackEntry, Verdict
 from tests.support.waiting import until_async
 from tests.unit.client.consuming import cancelled, consumer_of, fill, listening, ns
 from tests.unit.client.fakes import FakeBroker, FakeMetaserver, cluster
-from tests.unit.client.test_producer import run
 
 MESSAGES, FAST = 300, 1
 
@@ -157,138 +156,120 @@ def joining(metaserver: FakeMetaserver, **options: object) -> tuple[qmq.Consumer
         pytest.param({"most_once": True}, 1, id="at most once"),
     ],
 )
-def test_what_waits_for_handlers_that_became_slow_goes_to_others_and_counts_for_nothing(hurried, options, kept):
+async def test_what_waits_for_handlers_that_became_slow_goes_to_others_and_counts_for_nothing(hurried, options, kept):
     """A second consumer got nothing as long as the first had any of its thousand messages."""
 
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            broker.begins = True
-            first, (second, done) = Slow(metaserver, **options), joining(metaserver)
-            task = await first.begin(broker)
-            await until_async(lambda: given_back(broker) and first.waiting <= kept)
-            still = first.waiting
-            async with listening(second):
-                await until_async(lambda: len(done) == MESSAGES - len(first.began) - still)
-            first.gate.set()
-            await until_async(lambda: len(first.done) + len(done) == MESSAGES)
-            await cancelled(task)
-            assert sorted([*first.done, *(n for n, _ in done)]) == list(range(MESSAGES))
-            assert {times for _, times in done} == {1} and set(broker.times["a", "g"].values()) == {1}
-            assert still == kept
-
-    run(test())
+    async with cluster("g1") as (metaserver, [broker]):
+        broker.begins = True
+        first, (second, done) = Slow(metaserver, **options), joining(metaserver)
+        task = await first.begin(broker)
+        await until_async(lambda: given_back(broker) and first.waiting <= kept)
+        still = first.waiting
+        async with listening(second):
+            await until_async(lambda: len(done) == MESSAGES - len(first.began) - still)
+        first.gate.set()
+        await until_async(lambda: len(first.done) + len(done) == MESSAGES)
+        await cancelled(task)
+        assert sorted([*first.done, *(n for n, _ in done)]) == list(range(MESSAGES))
+        assert {times for _, times in done} == {1} and set(broker.times["a", "g"].values()) == {1}
+        assert still == kept
 
 
-def test_it_is_looked_at_again_after_a_pause_without_messages(hurried):
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            broker.begins = True
-            fill(broker, range(FAST))
-            first = Slow(metaserver)
-            task = asyncio.create_task(first.client.run())
-            await until_async(lambda: len(first.done) == FAST)
-            await _many_looks()
-            fill(broker, range(FAST, MESSAGES))
-            await until_async(lambda: given_back(broker))
-            first.gate.set()
-            await until_async(lambda: len(first.done) == MESSAGES)
-            await cancelled(task)
-
-    run(test())
+async def test_it_is_looked_at_again_after_a_pause_without_messages(hurried):
+    async with cluster("g1") as (metaserver, [broker]):
+        broker.begins = True
+        fill(broker, range(FAST))
+        first = Slow(metaserver)
+        task = asyncio.create_task(first.client.run())
+        await until_async(lambda: len(first.done) == FAST)
+        await _many_looks()
+        fill(broker, range(FAST, MESSAGES))
+        await until_async(lambda: given_back(broker))
+        first.gate.set()
+        await until_async(lambda: len(first.done) == MESSAGES)
+        await cancelled(task)
 
 
-def test_nothing_comes_and_goes_while_there_is_nobody_to_share_with(hurried):
+async def test_nothing_comes_and_goes_while_there_is_nobody_to_share_with(hurried):
     """Pulls that are on their way ask for as much as fast handlers had."""
 
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            broker.begins = True
-            first = Slow(metaserver)
-            task = await first.begin(broker)
-            await until_async(lambda: first.waiting == 1)
-            await _many_looks()
-            assert sum(entry.end - entry.begin for entry in given_back(broker)) <= MESSAGES + 4 * 250
-            assert len([pull for pull in broker.pulls if pull.messages_max > 1]) <= 8, "it asks for no more of them"
-            first.gate.set()
-            await until_async(lambda: len(first.done) == MESSAGES)
-            await cancelled(task)
-            assert first.done == list(range(MESSAGES)), "one at a time, in order"
-
-    run(test())
+    async with cluster("g1") as (metaserver, [broker]):
+        broker.begins = True
+        first = Slow(metaserver)
+        task = await first.begin(broker)
+        await until_async(lambda: first.waiting == 1)
+        await _many_looks()
+        assert sum(entry.end - entry.begin for entry in given_back(broker)) <= MESSAGES + 4 * 250
+        assert len([pull for pull in broker.pulls if pull.messages_max > 1]) <= 8, "it asks for no more of them"
+        first.gate.set()
+        await until_async(lambda: len(first.done) == MESSAGES)
+        await cancelled(task)
+        assert first.done == list(range(MESSAGES)), "one at a time, in order"
 
 
-def test_what_comes_meanwhile_is_handled_after_what_was_given_back(hurried):
+async def test_what_comes_meanwhile_is_handled_after_what_was_given_back(hurried):
     """A pull that was on its way brings newer messages before the broker has those that go back."""
 
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            broker.begins = True
-            first, nack, packets = Slow(metaserver), broker._nack, []
+    async with cluster("g1") as (metaserver, [broker]):
+        broker.begins = True
+        first, nack, packets = Slow(metaserver), broker._nack, []
 
-            def nacked(*packet: object) -> None:
-                packets.append(packet)
-                if len(packets) > 1:
-                    nack(*packet)
-                else:
-                    fill(broker, range(MESSAGES, MESSAGES + 10))
-                    asyncio.get_running_loop().call_later(0.02, nack, *packet)
+        def nacked(*packet: object) -> None:
+            packets.append(packet)
+            if len(packets) > 1:
+                nack(*packet)
+            else:
+                fill(broker, range(MESSAGES, MESSAGES + 10))
+                asyncio.get_running_loop().call_later(0.02, nack, *packet)
 
-            broker._nack = nacked  # type: ignore[method-assign]
-            task = await first.begin(broker)
-            await until_async(lambda: any(entry.end - entry.begin > 200 for entry in given_back(broker)))
-            assert len(given_back(broker)) > 1 and first.waiting == 1
-            first.gate.set()
-            await until_async(lambda: len(first.done) == MESSAGES + 10)
-            await cancelled(task)
-            assert first.done == list(range(MESSAGES + 10))
-
-    run(test())
+        broker._nack = nacked  # type: ignore[method-assign]
+        task = await first.begin(broker)
+        await until_async(lambda: any(entry.end - entry.begin > 200 for entry in given_back(broker)))
+        assert len(given_back(broker)) > 1 and first.waiting == 1
+        first.gate.set()
+        await until_async(lambda: len(first.done) == MESSAGES + 10)
+        await cancelled(task)
+        assert first.done == list(range(MESSAGES + 10))
 
 
-def test_a_pull_that_follows_what_was_given_back_brings_that_first(hurried, monkeypatch):
+async def test_a_pull_that_follows_what_was_given_back_brings_that_first(hurried, monkeypatch):
     """A handler that goes on at that very moment has the next pull sent; what goes back goes first, or what the broker
     has still to give would come before it."""
 
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            broker.begins = True
-            first, sent, ask = Slow(metaserver, prefetch_messages=100), [], GroupSession._ask
-            gave_back = GroupSession.gave_back
+    async with cluster("g1") as (metaserver, [broker]):
+        broker.begins = True
+        first, sent, ask = Slow(metaserver, prefetch_messages=100), [], GroupSession._ask
+        gave_back = GroupSession.gave_back
 
-            def asked(session: GroupSession, command: Command, *rest: Any) -> None:
-                if first.gate.is_set() and command in (Command.NACK, Command.PULL):
-                    sent.append(command)
-                ask(session, command, *rest)
+        def asked(session: GroupSession, command: Command, *rest: Any) -> None:
+            if first.gate.is_set() and command in (Command.NACK, Command.PULL):
+                sent.append(command)
+            ask(session, command, *rest)
 
-            def went_back(session: GroupSession) -> None:
-                first.gate.set()
-                gave_back(session)
+        def went_back(session: GroupSession) -> None:
+            first.gate.set()
+            gave_back(session)
 
-            monkeypatch.setattr(GroupSession, "_ask", asked)
-            monkeypatch.setattr(GroupSession, "gave_back", went_back)
-            task = await first.begin(broker, delivered=FAST + 100)
-            await until_async(lambda: len(first.done) == MESSAGES)
-            await cancelled(task)
-            assert sent[0] is Command.NACK and first.done == list(range(MESSAGES))
-
-    run(test())
+        monkeypatch.setattr(GroupSession, "_ask", asked)
+        monkeypatch.setattr(GroupSession, "gave_back", went_back)
+        task = await first.begin(broker, delivered=FAST + 100)
+        await until_async(lambda: len(first.done) == MESSAGES)
+        await cancelled(task)
+        assert sent[0] is Command.NACK and first.done == list(range(MESSAGES))
 
 
-def test_twice_as_many_as_would_be_asked_for_stay(hurried):
+async def test_twice_as_many_as_would_be_asked_for_stay(hurried):
     """Or handlers that take now longer and now shorter would have messages come and go."""
 
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            broker.begins = True
-            first = Slow(metaserver)
-            task = await first.begin(broker, FAST + 3)
-            await _many_looks(lambda: bool(broker.nacks))
-            assert not broker.nacks and first.waiting == 2
-            first.gate.set()
-            await until_async(lambda: len(first.done) == FAST + 3)
-            await cancelled(task)
-
-    run(test())
+    async with cluster("g1") as (metaserver, [broker]):
+        broker.begins = True
+        first = Slow(metaserver)
+        task = await first.begin(broker, FAST + 3)
+        await _many_looks(lambda: bool(broker.nacks))
+        assert not broker.nacks and first.waiting == 2
+        first.gate.set()
+        await until_async(lambda: len(first.done) == FAST + 3)
+        await cancelled(task)
 
 
 async def _many_looks(is_over: Callable[[], bool] = lambda: False) -> None:
@@ -306,79 +287,67 @@ async def _many_looks(is_over: Callable[[], bool] = lambda: False) -> None:
         pytest.param(True, {"exclusive": True}, id="nor has one that has all of the group"),
     ],
 )
-def test_a_listener_keeps_what_nobody_else_could_take(hurried, begins, options):
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            broker.begins = begins
-            first = Slow(metaserver, **options)
-            task = await first.begin(broker)
-            await _many_looks(lambda: bool(broker.nacks))
-            assert not broker.nacks and first.waiting == MESSAGES - FAST - 1
-            first.gate.set()
-            await until_async(lambda: len(first.done) == MESSAGES)
-            await cancelled(task)
-
-    run(test())
+async def test_a_listener_keeps_what_nobody_else_could_take(hurried, begins, options):
+    async with cluster("g1") as (metaserver, [broker]):
+        broker.begins = begins
+        first = Slow(metaserver, **options)
+        task = await first.begin(broker)
+        await _many_looks(lambda: bool(broker.nacks))
+        assert not broker.nacks and first.waiting == MESSAGES - FAST - 1
+        first.gate.set()
+        await until_async(lambda: len(first.done) == MESSAGES)
+        await cancelled(task)
 
 
-def test_what_waits_behind_a_suspected_message_is_shared_too(hurried):
+async def test_what_waits_behind_a_suspected_message_is_shared_too(hurried):
     """It is handled alone, so the others wait for it, whatever they are."""
 
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            broker.begins, broker.suspected = True, {*range(FAST, 40)}
-            first, (second, done) = Slow(metaserver, concurrency=4), joining(metaserver)
-            task = await first.begin(broker)
-            assert first.began[-1] == FAST
-            async with listening(second):
-                await until_async(lambda: len(done) >= MESSAGES - FAST - 2 * 4 - 1)
-                first.gate.set()
-                await until_async(lambda: len(first.done) + len(done) == MESSAGES)
-            await cancelled(task)
-            assert sorted([*first.done, *(n for n, _ in done)]) == list(range(MESSAGES))
-            assert set(broker.times["a", "g"].values()) == {1}
-            assert sorted(broker.begun) == list(range(FAST, 40)), "where it is handled, and only there"
-
-    run(test())
-
-
-def test_a_listener_that_leaves_gives_back_each_message_once(hurried):
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            broker.begins = True
-            first, (second, done) = Slow(metaserver, concurrency=2), joining(metaserver)
-            task = await first.begin(broker)
-            await until_async(lambda: given_back(broker))
-            first.client.stop()
-            async with listening(second):
-                await until_async(lambda: len(done) == MESSAGES - len(first.began))
-                first.gate.set()
-                await task
-            assert sorted([*first.done, *(n for n, _ in done)]) == list(range(MESSAGES))
-            assert set(broker.times["a", "g"].values()) == {1}
-
-    run(test())
-
-
-def test_of_several_broker_groups_and_the_mailbox_each_keeps_its_oldest(hurried):
-    async def test() -> None:
-        async with cluster("g1", "g2") as (metaserver, brokers):
-            for broker in brokers:
-                broker.begins = True
-            fill(brokers[0], range(FAST))
-            first, (second, done) = Slow(metaserver), joining(metaserver)
-            task = asyncio.create_task(first.client.run())
-            await until_async(lambda: len(first.done) == FAST)
-            fill(brokers[0], range(FAST, MESSAGES))
-            fill(brokers[1], range(MESSAGES))
-            for broker in brokers:
-                fill(broker, range(1_000, 1_100), "%RETRY%a%g")
-            await until_async(lambda: all(map(given_back, brokers)) and first.waiting <= 4)
-            async with listening(second):
-                await until_async(lambda: len(done) >= 2 * (MESSAGES + 100) - len(first.began) - 4)
+    async with cluster("g1") as (metaserver, [broker]):
+        broker.begins, broker.suspected = True, {*range(FAST, 40)}
+        first, (second, done) = Slow(metaserver, concurrency=4), joining(metaserver)
+        task = await first.begin(broker)
+        assert first.began[-1] == FAST
+        async with listening(second):
+            await until_async(lambda: len(done) >= MESSAGES - FAST - 2 * 4 - 1)
             first.gate.set()
-            await until_async(lambda: len(first.done) + len(done) == 2 * (MESSAGES + 100))
-            await cancelled(task)
-            assert {times for _, times in done} == {1}
+            await until_async(lambda: len(first.done) + len(done) == MESSAGES)
+        await cancelled(task)
+        assert sorted([*first.done, *(n for n, _ in done)]) == list(range(MESSAGES))
+        assert set(broker.times["a", "g"].values()) == {1}
+        assert sorted(broker.begun) == list(range(FAST, 40)), "where it is handled, and only there"
 
-    run(test())
+
+async def test_a_listener_that_leaves_gives_back_each_message_once(hurried):
+    async with cluster("g1") as (metaserver, [broker]):
+        broker.begins = True
+        first, (second, done) = Slow(metaserver, concurrency=2), joining(metaserver)
+        task = await first.begin(broker)
+        await until_async(lambda: given_back(broker))
+        first.client.stop()
+        async with listening(second):
+            await until_async(lambda: len(done) == MESSAGES - len(first.began))
+            first.gate.set()
+            await task
+        assert sorted([*first.done, *(n for n, _ in done)]) == list(range(MESSAGES))
+        assert set(broker.times["a", "g"].values()) == {1}
+
+
+async def test_of_several_broker_groups_and_the_mailbox_each_keeps_its_oldest(hurried):
+    async with cluster("g1", "g2") as (metaserver, brokers):
+        for broker in brokers:
+            broker.begins = True
+        fill(brokers[0], range(FAST))
+        first, (second, done) = Slow(metaserver), joining(metaserver)
+        task = asyncio.create_task(first.client.run())
+        await until_async(lambda: len(first.done) == FAST)
+        fill(brokers[0], range(FAST, MESSAGES))
+        fill(brokers[1], range(MESSAGES))
+        for broker in brokers:
+            fill(broker, range(1_000, 1_100), "%RETRY%a%g")
+        await until_async(lambda: all(map(given_back, brokers)) and first.waiting <= 4)
+        async with listening(second):
+            await until_async(lambda: len(done) >= 2 * (MESSAGES + 100) - len(first.began) - 4)
+        first.gate.set()
+        await until_async(lambda: len(first.done) + len(done) == 2 * (MESSAGES + 100))
+        await cancelled(task)
+        assert {times for _, times in done} == {1}

@@ -11,92 +11,79 @@ from qmq.errors import InvalidAck
 from tests.support.waiting import until_async
 from tests.unit.client.consuming import cancelled, consumer_of, fill, listening, ns
 from tests.unit.client.fakes import FakeMetaserver, cluster
-from tests.unit.client.test_producer import run
 
 
 @pytest.mark.parametrize("suspected", [{0}, {3, 4, 5}, set(range(10)), {9}])
-def test_a_suspected_message_is_handled_alone_after_its_broker_knows(suspected):
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            broker.begins, broker.suspected = True, suspected
-            fill(broker, range(10))
-            consumer, running, done, most = consumer_of(metaserver), set(), [], 0
+async def test_a_suspected_message_is_handled_alone_after_its_broker_knows(suspected):
+    async with cluster("g1") as (metaserver, [broker]):
+        broker.begins, broker.suspected = True, suspected
+        fill(broker, range(10))
+        consumer, running, done, most = consumer_of(metaserver), set(), [], 0
 
-            @consumer.listen("a", group="g", start="earliest", concurrency=4)
-            async def handle(message: qmq.ReceivedMessage) -> None:
-                nonlocal most
-                running.add(number := int(message["n"]))
-                for _ in range(5):
-                    await asyncio.sleep(0)
-                    assert len(running) == 1 or not running & suspected
-                    most = max(most, len(running))
-                assert number not in suspected or broker.begun[-1] == number
-                running.remove(number)
-                done.append(number)
+        @consumer.listen("a", group="g", start="earliest", concurrency=4)
+        async def handle(message: qmq.ReceivedMessage) -> None:
+            nonlocal most
+            running.add(number := int(message["n"]))
+            for _ in range(5):
+                await asyncio.sleep(0)
+                assert len(running) == 1 or not running & suspected
+                most = max(most, len(running))
+            assert number not in suspected or broker.begun[-1] == number
+            running.remove(number)
+            done.append(number)
 
-            async with listening(consumer):
-                await until_async(lambda: len(done) == 10)
-            assert sorted(done) == list(range(10)) and not broker.nacks
-            assert sorted(broker.begun) == sorted(suspected), "of others nothing is said"
-            assert most > 1 or len(suspected) == 10
-
-    run(test())
+        async with listening(consumer):
+            await until_async(lambda: len(done) == 10)
+        assert sorted(done) == list(range(10)) and not broker.nacks
+        assert sorted(broker.begun) == sorted(suspected), "of others nothing is said"
+        assert most > 1 or len(suspected) == 10
 
 
-def test_what_was_decided_is_acked_before_a_suspected_message_begins():
+async def test_what_was_decided_is_acked_before_a_suspected_message_begins():
     """A process that dies with one takes no acks of its neighbours along: they would die with it in the end."""
 
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            broker.begins, broker.suspected = True, set(range(5))
-            fill(broker, range(5))
-            consumer, acked = consumer_of(metaserver), []
+    async with cluster("g1") as (metaserver, [broker]):
+        broker.begins, broker.suspected = True, set(range(5))
+        fill(broker, range(5))
+        consumer, acked = consumer_of(metaserver), []
 
-            @consumer.listen("a", group="g", start="earliest")
-            async def handle(message: qmq.ReceivedMessage) -> None:
-                acked.append(sum(end - begin for ranges in broker.acks for begin, end in ranges))
+        @consumer.listen("a", group="g", start="earliest")
+        async def handle(message: qmq.ReceivedMessage) -> None:
+            acked.append(sum(end - begin for ranges in broker.acks for begin, end in ranges))
 
-            async with listening(consumer):
-                await until_async(lambda: len(acked) == 5)
-            assert acked == list(range(5))
-
-    run(test())
+        async with listening(consumer):
+            await until_async(lambda: len(acked) == 5)
+        assert acked == list(range(5))
 
 
-def test_a_puller_gets_suspected_messages_one_at_a_time():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            broker.begins, broker.suspected = True, {2, 3}
-            fill(broker, range(6))
-            async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
-                got = []
-                while sum(map(len, got)) < 6:
-                    got.append(ns(await puller.pull(10, timeout=5)))
-                    assert broker.begun == [number for one in got for number in one if number in (2, 3)]
-            assert [2] in got and [3] in got and [number for one in got for number in one] == list(range(6))
-
-    run(test())
+async def test_a_puller_gets_suspected_messages_one_at_a_time():
+    async with cluster("g1") as (metaserver, [broker]):
+        broker.begins, broker.suspected = True, {2, 3}
+        fill(broker, range(6))
+        async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
+            got = []
+            while sum(map(len, got)) < 6:
+                got.append(ns(await puller.pull(10, timeout=5)))
+                assert broker.begun == [number for one in got for number in one if number in (2, 3)]
+        assert [2] in got and [3] in got and [number for one in got for number in one] == list(range(6))
 
 
-def test_a_message_that_waits_to_be_alone_is_not_begun_when_the_drain_runs_out_of_patience():
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            broker.begins, broker.suspected = True, {1}
-            fill(broker, range(2))
-            consumer, began = consumer_of(metaserver, drain_s=0.05), []
+async def test_a_message_that_waits_to_be_alone_is_not_begun_when_the_drain_runs_out_of_patience():
+    async with cluster("g1") as (metaserver, [broker]):
+        broker.begins, broker.suspected = True, {1}
+        fill(broker, range(2))
+        consumer, began = consumer_of(metaserver, drain_s=0.05), []
 
-            @consumer.listen("a", group="g", start="earliest", concurrency=2)
-            async def handle(message: qmq.ReceivedMessage) -> None:
-                began.append(int(message["n"]))
-                await asyncio.Event().wait()
+        @consumer.listen("a", group="g", start="earliest", concurrency=2)
+        async def handle(message: qmq.ReceivedMessage) -> None:
+            began.append(int(message["n"]))
+            await asyncio.Event().wait()
 
-            task = asyncio.create_task(consumer.run())
-            await until_async(lambda: began and not consumer._connections._subscriptions[0]._parcels)
-            await cancelled(task)
-            assert began == [0] and broker.begun == []
-            assert broker.times["a", "g"] == {0: 1, 1: 0}, "the one that never began does not count"
-
-    run(test())
+        task = asyncio.create_task(consumer.run())
+        await until_async(lambda: began and not consumer._connections._subscriptions[0]._parcels)
+        await cancelled(task)
+        assert began == [0] and broker.begun == []
+        assert broker.times["a", "g"] == {0: 1, 1: 0}, "the one that never began does not count"
 
 
 def slow_and_fast(metaserver: FakeMetaserver, *, concurrency: int):
@@ -118,74 +105,65 @@ def slow_and_fast(metaserver: FakeMetaserver, *, concurrency: int):
 
 
 @pytest.mark.parametrize("suspected", [{0}, {1}], ids=["for the one that is alone", "to be alone"])
-def test_a_draining_consumer_gives_back_at_once_what_waits_for_its_turn(suspected):
+async def test_a_draining_consumer_gives_back_at_once_what_waits_for_its_turn(suspected):
     """It began with that when its turn came, in the midst of the drain."""
 
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            broker.begins, broker.suspected = True, suspected
-            fill(broker, range(2))
-            first, second, began, gate, done = slow_and_fast(metaserver, concurrency=2)
-            task = asyncio.create_task(first.run())
-            await until_async(lambda: began and not first._connections._subscriptions[0]._parcels)
-            first.stop()
-            async with listening(second):
-                await until_async(lambda: done)
-                assert not task.done(), "its handler still runs"
-                gate.set()
-                await task
-            assert began == [0] and done == [(1, 1)]
-
-    run(test())
+    async with cluster("g1") as (metaserver, [broker]):
+        broker.begins, broker.suspected = True, suspected
+        fill(broker, range(2))
+        first, second, began, gate, done = slow_and_fast(metaserver, concurrency=2)
+        task = asyncio.create_task(first.run())
+        await until_async(lambda: began and not first._connections._subscriptions[0]._parcels)
+        first.stop()
+        async with listening(second):
+            await until_async(lambda: done)
+            assert not task.done(), "its handler still runs"
+            gate.set()
+            await task
+        assert began == [0] and done == [(1, 1)]
 
 
 @pytest.mark.parametrize("suspected", [{0}, {1}], ids=["for the one that is alone", "to be alone"])
 @pytest.mark.parametrize("batch", [None, 2], ids=["single", "in lists"])
-def test_no_handler_begins_with_what_was_given_to_others_while_it_waited_for_its_turn(suspected, batch):
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            broker.begins, broker.suspected = True, suspected
-            fill(broker, range(2))
-            consumer, began, gate = consumer_of(metaserver, consumer_id="c1"), [], asyncio.Event()
+async def test_no_handler_begins_with_what_was_given_to_others_while_it_waited_for_its_turn(suspected, batch):
+    async with cluster("g1") as (metaserver, [broker]):
+        broker.begins, broker.suspected = True, suspected
+        fill(broker, range(2))
+        consumer, began, gate = consumer_of(metaserver, consumer_id="c1"), [], asyncio.Event()
 
-            @consumer.listen("a", group="g", start="earliest", concurrency=2, batch=batch)
-            async def handle(given: qmq.ReceivedMessage | list[qmq.ReceivedMessage]) -> None:
-                for message in given if isinstance(given, list) else [given]:
-                    began.append((int(message["n"]), message.is_dropped))
-                    if len(began) == 1:
-                        await gate.wait()
+        @consumer.listen("a", group="g", start="earliest", concurrency=2, batch=batch)
+        async def handle(given: qmq.ReceivedMessage | list[qmq.ReceivedMessage]) -> None:
+            for message in given if isinstance(given, list) else [given]:
+                began.append((int(message["n"]), message.is_dropped))
+                if len(began) == 1:
+                    await gate.wait()
 
-            async with listening(consumer):
-                await until_async(lambda: began and not consumer._connections._subscriptions[0]._parcels)
-                session = consumer._connections._subscriptions[0]._sessions["g1", "a"]
-                session._reset(InvalidAck("not yours"))  # as an answer to any request may have it
-                gate.set()
-                await until_async(lambda: len(began) >= 3 and not broker.subscribers["a", "g", "c1"].pulled)
-            assert began[0] == (0, False) and sorted(began[1:]) == [(0, False), (1, False)]
-
-    run(test())
+        async with listening(consumer):
+            await until_async(lambda: began and not consumer._connections._subscriptions[0]._parcels)
+            session = consumer._connections._subscriptions[0]._sessions["g1", "a"]
+            session._reset(InvalidAck("not yours"))  # as an answer to any request may have it
+            gate.set()
+            await until_async(lambda: len(began) >= 3 and not broker.subscribers["a", "g", "c1"].pulled)
+        assert began[0] == (0, False) and sorted(began[1:]) == [(0, False), (1, False)]
 
 
 @pytest.mark.parametrize("begins", [True, False], ids=["broker", "older broker"])
-def test_a_draining_consumer_gives_back_at_once_what_it_has_not_begun(begins):
+async def test_a_draining_consumer_gives_back_at_once_what_it_has_not_begun(begins):
     """It held on to that until its last handler had ended, for up to 20 s."""
 
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            broker.begins = begins
-            fill(broker, range(20))
-            first, second, began, gate, done = slow_and_fast(metaserver, concurrency=1)
-            first_task = asyncio.create_task(first.run())
-            await until_async(lambda: began)
-            first.stop()
-            async with listening(second):
-                if begins:
-                    await until_async(lambda: len(done) == 19)
-                    assert not first_task.done(), "its handler still runs"
-                gate.set()
-                await first_task
+    async with cluster("g1") as (metaserver, [broker]):
+        broker.begins = begins
+        fill(broker, range(20))
+        first, second, began, gate, done = slow_and_fast(metaserver, concurrency=1)
+        first_task = asyncio.create_task(first.run())
+        await until_async(lambda: began)
+        first.stop()
+        async with listening(second):
+            if begins:
                 await until_async(lambda: len(done) == 19)
-            assert sorted(done) == [(number, 1) for number in range(1, 20)] and began == [0]
-            assert all(not nack.entries for nack in broker.nacks) or begins
-
-    run(test())
+                assert not first_task.done(), "its handler still runs"
+            gate.set()
+            await first_task
+            await until_async(lambda: len(done) == 19)
+        assert sorted(done) == [(number, 1) for number in range(1, 20)] and began == [0]
+        assert all(not nack.entries for nack in broker.nacks) or begins

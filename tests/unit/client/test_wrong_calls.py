@@ -56,46 +56,37 @@ def test_a_time_to_drain_may_be_nothing_and_not_less(seconds):
         consumer(drain_s=seconds)
 
 
-def test_a_producer_that_was_not_opened_says_how_and_one_that_was_closed_says_so():
-    async def test() -> None:
-        one = producer()
-        with pytest.raises(qmq.ClientClosed, match="async with"):
-            await one.send(qmq.Message("a"))
-        with pytest.raises(qmq.ClientClosed, match="async with"):
-            await one.send_many([qmq.Message("a")])
-        async with one:
-            pass
-        with pytest.raises(qmq.ClientClosed, match="was closed"):
-            await one.send(qmq.Message("a"))
-        with pytest.raises(qmq.ClientClosed, match="was closed"):
-            await one.send_many([qmq.Message("a")])
-
-    asyncio.run(test())
+async def test_a_producer_that_was_not_opened_says_how_and_one_that_was_closed_says_so():
+    one = producer()
+    with pytest.raises(qmq.ClientClosed, match="async with"):
+        await one.send(qmq.Message("a"))
+    with pytest.raises(qmq.ClientClosed, match="async with"):
+        await one.send_many([qmq.Message("a")])
+    async with one:
+        pass
+    with pytest.raises(qmq.ClientClosed, match="was closed"):
+        await one.send(qmq.Message("a"))
+    with pytest.raises(qmq.ClientClosed, match="was closed"):
+        await one.send_many([qmq.Message("a")])
 
 
 @pytest.mark.parametrize("wrong", [{"orderNo": 42}, "paid", None])
-def test_what_is_no_message_is_not_sent(wrong):
-    async def test() -> None:
-        async with producer() as one:
-            with pytest.raises(qmq.InvalidMessage, match="is a qmq.Message"):
-                await one.send(wrong)
-            with pytest.raises(qmq.InvalidMessage, match="is a qmq.Message"):
-                await one.send_many([wrong])
-            with pytest.raises(qmq.InvalidMessage, match="is a qmq.Message"):
-                one.send_nowait(wrong, print)
-
-    asyncio.run(test())
+async def test_what_is_no_message_is_not_sent(wrong):
+    async with producer() as one:
+        with pytest.raises(qmq.InvalidMessage, match="is a qmq.Message"):
+            await one.send(wrong)
+        with pytest.raises(qmq.InvalidMessage, match="is a qmq.Message"):
+            await one.send_many([wrong])
+        with pytest.raises(qmq.InvalidMessage, match="is a qmq.Message"):
+            one.send_nowait(wrong, print)
 
 
-def test_one_message_is_not_taken_for_several():
+async def test_one_message_is_not_taken_for_several():
     """It has `[name]`, by which Python would iterate over it."""
 
-    async def test() -> None:
-        async with producer() as one:
-            with pytest.raises(TypeError, match="not iterable"):
-                await one.send_many(qmq.Message("a", {"n": 1}))  # type: ignore[call-overload]
-
-    asyncio.run(test())
+    async with producer() as one:
+        with pytest.raises(TypeError, match="not iterable"):
+            await one.send_many(qmq.Message("a", {"n": 1}))  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize(
@@ -111,28 +102,22 @@ def test_one_message_is_not_taken_for_several():
     ],
     ids=["a text as properties", "a list as properties", "a dict within", "long", "half a letter", "no zone", "no tag"],
 )
-def test_content_that_does_not_travel_is_refused_with_what_does(message: Callable[[], qmq.Message], says: str):
-    async def test() -> None:
-        async with producer() as one:
-            with pytest.raises(qmq.InvalidMessage, match=says) as sent:
-                await one.send(message())
-            (receipt,) = await one.send_many([message()])
-            assert receipt.outcome is qmq.Outcome.REFUSED
-            assert receipt.reason.partition(": ")[2] == str(sent.value).partition(": ")[2]
-
-    asyncio.run(test())
-
-
-def test_a_wrong_address_is_named_in_the_receipt():
-    async def test() -> None:
-        address = f"http://127.0.0.1:{free_ports(1)[0]}"
-        async with producer(metaserver=address, timeout_s=0.3) as one:
-            receipt = await one.send(qmq.Message("a"))
+async def test_content_that_does_not_travel_is_refused_with_what_does(message: Callable[[], qmq.Message], says: str):
+    async with producer() as one:
+        with pytest.raises(qmq.InvalidMessage, match=says) as sent:
+            await one.send(message())
+        (receipt,) = await one.send_many([message()])
         assert receipt.outcome is qmq.Outcome.REFUSED
-        assert isinstance(receipt.error, qmq.NoRoute)
-        assert f"the metaserver at {address} sent no route: " in receipt.reason
+        assert receipt.reason.partition(": ")[2] == str(sent.value).partition(": ")[2]
 
-    asyncio.run(test())
+
+async def test_a_wrong_address_is_named_in_the_receipt():
+    address = f"http://127.0.0.1:{free_ports(1)[0]}"
+    async with producer(metaserver=address, timeout_s=0.3) as one:
+        receipt = await one.send(qmq.Message("a"))
+    assert receipt.outcome is qmq.Outcome.REFUSED
+    assert isinstance(receipt.error, qmq.NoRoute)
+    assert f"the metaserver at {address} sent no route: " in receipt.reason
 
 
 def test_a_decorator_without_its_arguments_says_which():
@@ -200,35 +185,29 @@ def test_the_pause_between_attempts_is_seconds(wrong):
         consumer().listen("a", group="g", retry_delay=wrong)
 
 
-def test_an_exception_is_no_reason_to_nack_or_to_give_up():
+async def test_an_exception_is_no_reason_to_nack_or_to_give_up():
     """It was found out when the nack was to be sent; after four of these the consumer sent none any more."""
 
-    async def test() -> None:
-        async with qmq.testing.Broker() as broker:
-            async with qmq.Producer(metaserver=broker.metaserver, app="a") as sender:
-                await sender.send(qmq.Message("a"))
-            one = qmq.Consumer(metaserver=broker.metaserver, app="a")
-            async with one.pull("a", group="g", start="earliest") as puller:
-                (message,) = await puller.pull(1, timeout=60)
-                for refuse in (message.nack, message.dead_letter, message.nack_nowait, message.dead_letter_nowait):
-                    with pytest.raises(qmq.InvalidRequest, match="a reason is a str, not ValueError"):
-                        if asyncio.iscoroutine(done := refuse(ValueError("no"))):  # type: ignore[arg-type]
-                            await done
-                assert not message.is_decided
-                await puller.ack([message])
-
-    asyncio.run(test())
+    async with qmq.testing.Broker() as broker:
+        async with qmq.Producer(metaserver=broker.metaserver, app="a") as sender:
+            await sender.send(qmq.Message("a"))
+        one = qmq.Consumer(metaserver=broker.metaserver, app="a")
+        async with one.pull("a", group="g", start="earliest") as puller:
+            (message,) = await puller.pull(1, timeout=60)
+            for refuse in (message.nack, message.dead_letter, message.nack_nowait, message.dead_letter_nowait):
+                with pytest.raises(qmq.InvalidRequest, match="a reason is a str, not ValueError"):
+                    if asyncio.iscoroutine(done := refuse(ValueError("no"))):  # type: ignore[arg-type]
+                        await done
+            assert not message.is_decided
+            await puller.ack([message])
 
 
-def test_two_consumers_with_one_id_are_told_so():
-    async def test() -> None:
-        async with qmq.testing.Broker() as broker:
-            first, second = (qmq.Consumer(metaserver=broker.metaserver, app="a", consumer_id="c1") for _ in range(2))
-            async with first.pull("a", group="g") as puller:
-                await broker.wait_until_subscribed("a", "g")
-                async with second.pull("a", group="g"):
-                    with pytest.raises(qmq.QmqError, match="consumer_id 'c1'.*of its own"):
-                        while True:
-                            await puller.pull(1, timeout=10.0)
-
-    asyncio.run(test())
+async def test_two_consumers_with_one_id_are_told_so():
+    async with qmq.testing.Broker() as broker:
+        first, second = (qmq.Consumer(metaserver=broker.metaserver, app="a", consumer_id="c1") for _ in range(2))
+        async with first.pull("a", group="g") as puller:
+            await broker.wait_until_subscribed("a", "g")
+            async with second.pull("a", group="g"):
+                with pytest.raises(qmq.QmqError, match="consumer_id 'c1'.*of its own"):
+                    while True:
+                        await puller.pull(1, timeout=10.0)

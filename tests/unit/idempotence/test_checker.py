@@ -73,27 +73,21 @@ async def deliver_until_acked(check, message, handler):
                 await asyncio.sleep(0)
 
 
-def test_a_message_that_comes_again_is_acked_and_not_handled_again(some_stores):
-    async def run():
-        async with some_stores() as (one, other):
-            handler, message = Handler(), Handed("id-1")
-            for keys in (one, other, one):
-                assert await deliver(Idempotence(keys), message, handler)
-            assert handler.handled == ["id-1"]
-
-    asyncio.run(run())
+async def test_a_message_that_comes_again_is_acked_and_not_handled_again(some_stores):
+    async with some_stores() as (one, other):
+        handler, message = Handler(), Handed("id-1")
+        for keys in (one, other, one):
+            assert await deliver(Idempotence(keys), message, handler)
+        assert handler.handled == ["id-1"]
 
 
-def test_other_messages_groups_and_subjects_are_handled(some_stores):
-    async def run():
-        async with some_stores() as (one, _):
-            handler, check = Handler(), Idempotence(one)
-            messages = Handed("a"), Handed("b"), Handed("a", group="mail"), Handed("a", subject="order.sent")
-            for message in messages:
-                assert await deliver(check, message, handler)
-            assert handler.handled == ["a", "b", "a", "a"]
-
-    asyncio.run(run())
+async def test_other_messages_groups_and_subjects_are_handled(some_stores):
+    async with some_stores() as (one, _):
+        handler, check = Handler(), Idempotence(one)
+        messages = Handed("a"), Handed("b"), Handed("a", group="mail"), Handed("a", subject="order.sent")
+        for message in messages:
+            assert await deliver(check, message, handler)
+        assert handler.handled == ["a", "b", "a", "a"]
 
 
 @pytest.mark.parametrize(
@@ -106,91 +100,79 @@ def test_other_messages_groups_and_subjects_are_handled(some_stores):
         pytest.param(SystemExit(1), id="exit"),
     ],
 )
-def test_whatever_the_handler_raises_the_message_is_not_acked_and_is_handled_when_it_comes_again(some_stores, error):
+async def test_whatever_the_handler_raises_the_message_is_not_acked_and_is_handled_when_it_comes_again(
+    some_stores, error
+):
     """QMQ: an error that is no exception keeps the key; a local retry begins before the key is gone. Both lose it."""
 
-    async def run():
-        async with some_stores() as (one, other):
-            handler, message = Handler(error), Handed("id-1")
-            with pytest.raises(type(error)):
-                await Idempotence(one)(message, handler)
-            assert handler.handled == []
-            assert await deliver(Idempotence(other), message, handler), "the key was given back before the failure"
-            assert handler.handled == ["id-1"]
-
-    asyncio.run(run())
+    async with some_stores() as (one, other):
+        handler, message = Handler(error), Handed("id-1")
+        with pytest.raises(type(error)):
+            await Idempotence(one)(message, handler)
+        assert handler.handled == []
+        assert await deliver(Idempotence(other), message, handler), "the key was given back before the failure"
+        assert handler.handled == ["id-1"]
 
 
-def test_cancelled_anywhere_the_message_is_handled_when_it_comes_again(some_stores):
-    async def run():
-        async with some_stores() as (one, other):
-            for turns in range(25):
-                handler, message = Handler(), Handed(f"id-{turns}")
-                task = asyncio.create_task(deliver(Idempotence(one, lease_s=0.2), message, handler))
-                for _ in range(turns):
-                    await asyncio.sleep(0)
-                task.cancel()
-                await asyncio.wait([task])
-                is_acked = not task.cancelled() and task.result()
-                if not is_acked:
-                    await deliver_until_acked(Idempotence(other, lease_s=0.2), message, handler)
-                assert handler.handled, f"lost: cancelled after {turns} turns of the loop"
-
-    asyncio.run(run())
+async def test_cancelled_anywhere_the_message_is_handled_when_it_comes_again(some_stores):
+    async with some_stores() as (one, other):
+        for turns in range(25):
+            handler, message = Handler(), Handed(f"id-{turns}")
+            task = asyncio.create_task(deliver(Idempotence(one, lease_s=0.2), message, handler))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task])
+            is_acked = not task.cancelled() and task.result()
+            if not is_acked:
+                await deliver_until_acked(Idempotence(other, lease_s=0.2), message, handler)
+            assert handler.handled, f"lost: cancelled after {turns} turns of the loop"
 
 
-def test_a_crash_between_claim_and_end_delays_the_message_by_the_lease_and_loses_nothing(shared_stores):
+async def test_a_crash_between_claim_and_end_delays_the_message_by_the_lease_and_loses_nothing(shared_stores):
     """QMQ: the key stays, and the message that comes again counts as done."""
 
-    async def run():
-        async with shared_stores() as (crashed, other):
-            handler, message = Handler(), Handed("id-1")
-            await crashed.claim("order.paid%stock%id-1", "owner that is gone", SHORT_S)
-            await deliver_until_acked(Idempotence(other, lease_s=SHORT_S), message, handler)
-            assert handler.handled == ["id-1"]
-
-    asyncio.run(run())
+    async with shared_stores() as (crashed, other):
+        handler, message = Handler(), Handed("id-1")
+        await crashed.claim("order.paid%stock%id-1", "owner that is gone", SHORT_S)
+        await deliver_until_acked(Idempotence(other, lease_s=SHORT_S), message, handler)
+        assert handler.handled == ["id-1"]
 
 
-def test_of_two_that_have_the_message_one_handles_it_and_the_other_asks_again_after_the_lease(some_stores):
-    async def run():
-        async with some_stores() as (one, other):
-            began, may_end = asyncio.Event(), asyncio.Event()
+async def test_of_two_that_have_the_message_one_handles_it_and_the_other_asks_again_after_the_lease(some_stores):
+    async with some_stores() as (one, other):
+        began, may_end = asyncio.Event(), asyncio.Event()
 
-            async def slow(message):
-                began.set()
-                await may_end.wait()
+        async def slow(message):
+            began.set()
+            await may_end.wait()
 
-            handler, message = Handler(), Handed("id-1")
-            first = asyncio.create_task(deliver(Idempotence(one, lease_s=60.0), message, slow))
-            await began.wait()
-            with pytest.raises(RetryLater) as later:
-                await Idempotence(other, lease_s=60.0)(message, handler)
-            assert 30.0 < later.value.delay_s <= 60.0
-            may_end.set()
-            assert await first
-            assert await deliver(Idempotence(other), message, handler)
-            assert handler.handled == [], "the first one did it"
-
-    asyncio.run(run())
+        handler, message = Handler(), Handed("id-1")
+        first = asyncio.create_task(deliver(Idempotence(one, lease_s=60.0), message, slow))
+        await began.wait()
+        with pytest.raises(RetryLater) as later:
+            await Idempotence(other, lease_s=60.0)(message, handler)
+        assert 30.0 < later.value.delay_s <= 60.0
+        may_end.set()
+        assert await first
+        assert await deliver(Idempotence(other), message, handler)
+        assert handler.handled == [], "the first one did it"
 
 
-def test_the_lease_is_renewed_until_the_handler_ends_and_no_longer(some_stores):
-    async def run():
-        async with some_stores() as (one, other):
-            watched, enough = Renewed(one), asyncio.Event()
-            watched.on_renewed = lambda: len(watched.renewals) == 3 and enough.set()
+async def test_the_lease_is_renewed_until_the_handler_ends_and_no_longer(some_stores):
+    tasks = asyncio.all_tasks()
+    async with some_stores() as (one, other):
+        watched, enough = Renewed(one), asyncio.Event()
+        watched.on_renewed = lambda: len(watched.renewals) == 3 and enough.set()
 
-            async def slow(message):
-                async with asyncio.timeout(30):
-                    await enough.wait()
+        async def slow(message):
+            async with asyncio.timeout(30):
+                await enough.wait()
 
-            assert await deliver(Idempotence(watched, lease_s=4.5), Handed("id-1"), slow)
-            assert len(watched.renewals) >= 3 and all(watched.renewals)
-            assert await other.claim("order.paid%stock%id-1", "other", 4.5) == Claim(State.HANDLED)
-            assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    asyncio.run(run())
+        assert await deliver(Idempotence(watched, lease_s=4.5), Handed("id-1"), slow)
+        assert len(watched.renewals) >= 3 and all(watched.renewals)
+        assert await other.claim("order.paid%stock%id-1", "other", 4.5) == Claim(State.HANDLED)
+        assert asyncio.all_tasks() == tasks
 
 
 class Renewed:
@@ -208,21 +190,18 @@ class Renewed:
         return getattr(self._keys, name)
 
 
-def test_who_lost_its_claim_meanwhile_does_not_ack(some_stores):
+async def test_who_lost_its_claim_meanwhile_does_not_ack(some_stores):
     """It stood still for longer than its lease; what the other one makes of the message is not known yet."""
 
-    async def run():
-        async with some_stores() as (one, other):
-            watched, key = Owned(one), "order.paid%stock%id-1"
+    async with some_stores() as (one, other):
+        watched, key = Owned(one), "order.paid%stock%id-1"
 
-            async def taken_over(message):
-                await one.release(key, watched.owner)
-                assert await other.claim(key, "other", 60.0) == Claim(State.OURS)
+        async def taken_over(message):
+            await one.release(key, watched.owner)
+            assert await other.claim(key, "other", 60.0) == Claim(State.OURS)
 
-            with pytest.raises(RetryLater):
-                await Idempotence(watched, lease_s=60.0)(Handed("id-1"), taken_over)
-
-    asyncio.run(run())
+        with pytest.raises(RetryLater):
+            await Idempotence(watched, lease_s=60.0)(Handed("id-1"), taken_over)
 
 
 class Owned:
@@ -241,90 +220,66 @@ class Owned:
 
 @pytest.mark.parametrize("step", ["claim", "answer_of_claim", "renew", "finish", "answer_of_finish", "release"])
 @pytest.mark.parametrize("error", [None, ValueError("bad")], ids=["handled", "handler fails"])
-def test_a_store_that_fails_at_any_step_loses_no_message(tmp_path, step, error):
-    async def run():
-        async with blocking_sql_stores(f"sqlite:///{tmp_path / 'keys.db'}") as (keys, _):
-            handler, check = (
-                Handler(*filter(None, [error])),
-                Idempotence(FailingKeys(keys, **{step: 1}), lease_s=SHORT_S),
-            )
-            await deliver_until_acked(check, Handed("id-1"), handler)
-            assert set(handler.handled) == {"id-1"}
-
-    asyncio.run(run())
-
-
-def test_the_handlers_own_error_is_what_counts_when_the_key_cannot_be_given_back():
-    async def run():
-        with pytest.raises(ValueError, match="bad"):
-            await Idempotence(FailingKeys(MemoryKeys(), release=1))(Handed("id-1"), Handler(ValueError("bad")))
-
-    asyncio.run(run())
-
-
-def test_a_failing_store_fails_the_message_unless_it_may_be_handled_anyway():
-    async def run():
-        handler = Handler()
-        with pytest.raises(ConnectionError):
-            await Idempotence(FailingKeys(MemoryKeys(), claim=1))(Handed("id-1"), handler)
-        assert handler.handled == []
-        assert await deliver(
-            Idempotence(FailingKeys(MemoryKeys(), claim=1), handle_anyway=True), Handed("id-1"), handler
+async def test_a_store_that_fails_at_any_step_loses_no_message(tmp_path, step, error):
+    async with blocking_sql_stores(f"sqlite:///{tmp_path / 'keys.db'}") as (keys, _):
+        handler, check = (
+            Handler(*filter(None, [error])),
+            Idempotence(FailingKeys(keys, **{step: 1}), lease_s=SHORT_S),
         )
-        assert await deliver(
-            Idempotence(FailingKeys(MemoryKeys(), finish=1), handle_anyway=True), Handed("id-2"), handler
-        )
-        assert handler.handled == ["id-1", "id-2"]
-        failing = Handler(ValueError("bad"))
-        assert not await deliver(
-            Idempotence(FailingKeys(MemoryKeys(), claim=1), handle_anyway=True), Handed("id-3"), failing
-        )
-
-    asyncio.run(run())
+        await deliver_until_acked(check, Handed("id-1"), handler)
+        assert set(handler.handled) == {"id-1"}
 
 
-def test_errors_that_count_as_done_keep_the_key_and_no_others_do():
+async def test_the_handlers_own_error_is_what_counts_when_the_key_cannot_be_given_back():
+    with pytest.raises(ValueError, match="bad"):
+        await Idempotence(FailingKeys(MemoryKeys(), release=1))(Handed("id-1"), Handler(ValueError("bad")))
+
+
+async def test_a_failing_store_fails_the_message_unless_it_may_be_handled_anyway():
+    handler = Handler()
+    with pytest.raises(ConnectionError):
+        await Idempotence(FailingKeys(MemoryKeys(), claim=1))(Handed("id-1"), handler)
+    assert handler.handled == []
+    assert await deliver(Idempotence(FailingKeys(MemoryKeys(), claim=1), handle_anyway=True), Handed("id-1"), handler)
+    assert await deliver(Idempotence(FailingKeys(MemoryKeys(), finish=1), handle_anyway=True), Handed("id-2"), handler)
+    assert handler.handled == ["id-1", "id-2"]
+    failing = Handler(ValueError("bad"))
+    assert not await deliver(
+        Idempotence(FailingKeys(MemoryKeys(), claim=1), handle_anyway=True), Handed("id-3"), failing
+    )
+
+
+async def test_errors_that_count_as_done_keep_the_key_and_no_others_do():
     """QMQ's idempotent-for, without its retry-for that has no effect."""
 
-    async def run():
-        keys = MemoryKeys()
-        check = Idempotence(keys, done_for=(LookupError,))
-        handler = Handler(KeyError("gone"), ValueError("bad"))
-        assert not await deliver(check, Handed("done"), handler)
-        assert not await deliver(check, Handed("failed"), handler)
-        assert await deliver(check, Handed("done"), handler)
-        assert await deliver(check, Handed("failed"), handler)
-        assert handler.handled == ["failed"]
-
-    asyncio.run(run())
+    keys = MemoryKeys()
+    check = Idempotence(keys, done_for=(LookupError,))
+    handler = Handler(KeyError("gone"), ValueError("bad"))
+    assert not await deliver(check, Handed("done"), handler)
+    assert not await deliver(check, Handed("failed"), handler)
+    assert await deliver(check, Handed("done"), handler)
+    assert await deliver(check, Handed("failed"), handler)
+    assert handler.handled == ["failed"]
 
 
 @pytest.mark.parametrize("error", [RetryLater(0.0), DeadLetter("broken")], ids=["retry later", "dead letter"])
-def test_who_asks_for_the_message_again_has_not_done_it_whatever_counts_as_done(error):
-    async def run():
-        check, handler = Idempotence(MemoryKeys(), done_for=(Exception,)), Handler(error)
-        assert not await deliver(check, Handed("id-1"), handler)
-        assert await deliver(check, Handed("id-1"), handler)
-        assert handler.handled == ["id-1"]
-
-    asyncio.run(run())
+async def test_who_asks_for_the_message_again_has_not_done_it_whatever_counts_as_done(error):
+    check, handler = Idempotence(MemoryKeys(), done_for=(Exception,)), Handler(error)
+    assert not await deliver(check, Handed("id-1"), handler)
+    assert await deliver(check, Handed("id-1"), handler)
+    assert handler.handled == ["id-1"]
 
 
-def test_an_empty_or_failing_key_fails_the_message():
-    async def run():
-        handler = Handler()
-        assert not await deliver(Idempotence(MemoryKeys(), key=lambda _: ""), Handed("id-1"), handler)
-        assert not await deliver(Idempotence(MemoryKeys(), key=lambda message: message["no"]), Handed("id-1"), handler)
-        assert handler.handled == []
-
-    asyncio.run(run())
+async def test_an_empty_or_failing_key_fails_the_message():
+    handler = Handler()
+    assert not await deliver(Idempotence(MemoryKeys(), key=lambda _: ""), Handed("id-1"), handler)
+    assert not await deliver(Idempotence(MemoryKeys(), key=lambda message: message["no"]), Handed("id-1"), handler)
+    assert handler.handled == []
 
 
-def test_it_leaves_no_task_behind():
-    async def run():
-        check = Idempotence(MemoryKeys())
-        for at in range(20):
-            await deliver(check, Handed(f"id-{at}"), Handler(*([ValueError()] if at % 2 else [])))
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    asyncio.run(run())
+async def test_it_leaves_no_task_behind():
+    tasks = asyncio.all_tasks()
+    check = Idempotence(MemoryKeys())
+    for at in range(20):
+        await deliver(check, Handed(f"id-{at}"), Handler(*([ValueError()] if at % 2 else [])))
+    assert asyncio.all_tasks() == tasks

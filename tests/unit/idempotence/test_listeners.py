@@ -46,110 +46,98 @@ def shipments(engine):
         return sorted(connection.execute(text("SELECT number FROM shipment")).scalars())
 
 
-def test_a_message_that_a_producer_sent_twice_is_handled_once_by_coroutines_and_threads():
-    async def run():
-        async with Broker() as broker:
-            consumer, handled = qmq.Consumer(metaserver=broker.metaserver, app="test"), []
+async def test_a_message_that_a_producer_sent_twice_is_handled_once_by_coroutines_and_threads():
+    async with Broker() as broker:
+        consumer, handled = qmq.Consumer(metaserver=broker.metaserver, app="test"), []
 
-            @consumer.listen("order", group="coroutine", start="earliest", filters=[Idempotence(MemoryKeys())])
-            async def coroutine(message):
-                handled.append(("coroutine", message.id))
+        @consumer.listen("order", group="coroutine", start="earliest", filters=[Idempotence(MemoryKeys())])
+        async def coroutine(message):
+            handled.append(("coroutine", message.id))
 
-            @consumer.listen("order", group="thread", start="earliest", filters=[Idempotence(MemoryKeys())])
-            def thread(message):
-                handled.append(("thread", message.id))
+        @consumer.listen("order", group="thread", start="earliest", filters=[Idempotence(MemoryKeys())])
+        def thread(message):
+            handled.append(("thread", message.id))
 
-            await send(broker, "a", "b", "a", "b", "c")
-            async with consuming(consumer):
-                for group in ("coroutine", "thread"):
-                    await broker.wait_until_consumed("order", group)
-            assert sorted(handled) == [(name, id) for name in ("coroutine", "thread") for id in "abc"]
-
-    asyncio.run(run())
+        await send(broker, "a", "b", "a", "b", "c")
+        async with consuming(consumer):
+            for group in ("coroutine", "thread"):
+                await broker.wait_until_consumed("order", group)
+        assert sorted(handled) == [(name, id) for name in ("coroutine", "thread") for id in "abc"]
 
 
-def test_work_in_the_transaction_of_a_coroutine_is_kept_once(tmp_path):
-    async def run():
-        database = make_shipments(f"sqlite:///{tmp_path / 'shop.db'}")
-        engine = create_async_engine(f"sqlite+aiosqlite:///{tmp_path / 'shop.db'}")
-        commits = []
+async def test_work_in_the_transaction_of_a_coroutine_is_kept_once(tmp_path):
+    database = make_shipments(f"sqlite:///{tmp_path / 'shop.db'}")
+    engine = create_async_engine(f"sqlite+aiosqlite:///{tmp_path / 'shop.db'}")
+    commits = []
 
-        @event.listens_for(engine.sync_engine, "commit")
-        def fail_once(connection):
-            commits.append(connection)
-            if len(commits) == 1:
-                raise ConnectionError("the first commit fails")
+    @event.listens_for(engine.sync_engine, "commit")
+    def fail_once(connection):
+        commits.append(connection)
+        if len(commits) == 1:
+            raise ConnectionError("the first commit fails")
 
-        async with Broker() as broker:
-            consumer = qmq.Consumer(metaserver=broker.metaserver, app="test")
-            once = SqlTransaction(engine)
+    async with Broker() as broker:
+        consumer = qmq.Consumer(metaserver=broker.metaserver, app="test")
+        once = SqlTransaction(engine)
 
-            @consumer.listen("order", group="g", start="earliest", filters=[once])
-            async def handle(message):
-                await once.session.execute(SHIP, {"number": message.get_int("n")})
-                if message["n"] == "1" and message.times == 1:
-                    raise ValueError("bad")
+        @consumer.listen("order", group="g", start="earliest", filters=[once])
+        async def handle(message):
+            await once.session.execute(SHIP, {"number": message.get_int("n")})
+            if message["n"] == "1" and message.times == 1:
+                raise ValueError("bad")
 
-            await send(broker, "a", "b", "c", "c")
-            async with consuming(consumer):
-                await broker.wait_until_consumed("order", "g")
-            assert broker.dead_letters("order", "g") == []
-        await engine.dispose()
-        numbers = shipments(database)
-        assert len(numbers) == 3 and {0, 1} < set(numbers), "what failed at its commit came again"
-        database.dispose()
-
-    asyncio.run(run())
+        await send(broker, "a", "b", "c", "c")
+        async with consuming(consumer):
+            await broker.wait_until_consumed("order", "g")
+        assert broker.dead_letters("order", "g") == []
+    await engine.dispose()
+    numbers = shipments(database)
+    assert len(numbers) == 3 and {0, 1} < set(numbers), "what failed at its commit came again"
+    database.dispose()
 
 
-def test_work_in_the_transaction_of_a_thread_is_kept_once(tmp_path):
-    async def run():
-        database = make_shipments(f"sqlite:///{tmp_path / 'shop.db'}")
-        async with Broker() as broker:
-            consumer = qmq.Consumer(metaserver=broker.metaserver, app="test")
-            once = BlockingSqlTransaction(database)
+async def test_work_in_the_transaction_of_a_thread_is_kept_once(tmp_path):
+    database = make_shipments(f"sqlite:///{tmp_path / 'shop.db'}")
+    async with Broker() as broker:
+        consumer = qmq.Consumer(metaserver=broker.metaserver, app="test")
+        once = BlockingSqlTransaction(database)
 
-            @consumer.listen("order", group="g", start="earliest", concurrency=2, filters=[once])
-            def handle(message):
-                once.session.execute(SHIP, {"number": message.get_int("n")})
-                if message["n"] == "1" and message.times == 1:
-                    raise ValueError("bad")
+        @consumer.listen("order", group="g", start="earliest", concurrency=2, filters=[once])
+        def handle(message):
+            once.session.execute(SHIP, {"number": message.get_int("n")})
+            if message["n"] == "1" and message.times == 1:
+                raise ValueError("bad")
 
-            await send(broker, "a", "b", "b")
-            async with consuming(consumer):
-                await broker.wait_until_consumed("order", "g")
-        numbers = shipments(database)
-        assert len(numbers) == 2 and 0 in numbers
-        database.dispose()
-
-    asyncio.run(run())
+        await send(broker, "a", "b", "b")
+        async with consuming(consumer):
+            await broker.wait_until_consumed("order", "g")
+    numbers = shipments(database)
+    assert len(numbers) == 2 and 0 in numbers
+    database.dispose()
 
 
-def test_a_dead_letter_that_is_sent_back_is_handled():
+async def test_a_dead_letter_that_is_sent_back_is_handled():
     """Its key was given back each time that it failed."""
 
-    async def run():
-        async with Broker() as broker:
-            consumer, handled = qmq.Consumer(metaserver=broker.metaserver, app="test"), []
-            check, is_broken = Idempotence(MemoryKeys()), True
+    async with Broker() as broker:
+        consumer, handled = qmq.Consumer(metaserver=broker.metaserver, app="test"), []
+        check, is_broken = Idempotence(MemoryKeys()), True
 
-            @consumer.listen("order", group="g", start="earliest", retries_max=2, filters=[check])
-            async def handle(message):
-                if is_broken:
-                    raise ValueError("bad")
-                handled.append(message.id)
+        @consumer.listen("order", group="g", start="earliest", retries_max=2, filters=[check])
+        async def handle(message):
+            if is_broken:
+                raise ValueError("bad")
+            handled.append(message.id)
 
-            await send(broker, "a")
-            async with consuming(consumer):
-                await broker.wait_until_consumed("order", "g")
-                (dead,) = broker.dead_letters("order", "g")
-                is_broken = False
-                async with qmq.Producer(metaserver=broker.metaserver, app="test") as producer:
-                    assert (await producer.send(dead.copy_to("order", id=dead.id))).is_stored
-                await broker.wait_until_consumed("order", "g")
-            assert handled == ["a"]
-
-    asyncio.run(run())
+        await send(broker, "a")
+        async with consuming(consumer):
+            await broker.wait_until_consumed("order", "g")
+            (dead,) = broker.dead_letters("order", "g")
+            is_broken = False
+            async with qmq.Producer(metaserver=broker.metaserver, app="test") as producer:
+                assert (await producer.send(dead.copy_to("order", id=dead.id))).is_stored
+            await broker.wait_until_consumed("order", "g")
+        assert handled == ["a"]
 
 
 @pytest.mark.parametrize("wrong", [{"auto_ack": False}, {"most_once": True}], ids=["own acks", "at most once"])

@@ -26,175 +26,136 @@ async def claim_in_the_end(store, key, owner, lease_s=LONG_S):
             await asyncio.sleep(claim.left_s)
 
 
-def test_a_key_is_claimed_once_then_handled_for_ever(stores):
-    async def run():
-        async with stores() as (one, other):
-            assert await one.claim("k", "a", LONG_S) == OURS
-            busy = await other.claim("k", "b", LONG_S)
-            assert busy.state is State.BUSY and LONG_S - 60 < busy.left_s <= LONG_S
-            assert await one.finish("k", "a")
-            assert [await store.claim("k", "c", LONG_S) for store in (one, other)] == [HANDLED, HANDLED]
-
-    asyncio.run(run())
+async def test_a_key_is_claimed_once_then_handled_for_ever(stores):
+    async with stores() as (one, other):
+        assert await one.claim("k", "a", LONG_S) == OURS
+        busy = await other.claim("k", "b", LONG_S)
+        assert busy.state is State.BUSY and LONG_S - 60 < busy.left_s <= LONG_S
+        assert await one.finish("k", "a")
+        assert [await store.claim("k", "c", LONG_S) for store in (one, other)] == [HANDLED, HANDLED]
 
 
-def test_of_many_that_claim_at_once_one_gets_it(stores):
-    async def run():
-        async with stores() as (one, other):
-            for key in "abcde":
-                owners = [f"owner-{at}" for at in range(8)]
-                claims = await asyncio.gather(
-                    *((one, other)[at % 2].claim(key, owner, LONG_S) for at, owner in enumerate(owners))
-                )
-                assert sorted(claim.state.value for claim in claims) == ["busy"] * 7 + ["ours"]
-
-    asyncio.run(run())
-
-
-def test_a_released_key_is_free_at_once(stores):
-    async def run():
-        async with stores() as (one, other):
-            await one.claim("k", "a", LONG_S)
-            await one.release("k", "a")
-            assert await other.claim("k", "b", LONG_S) == OURS
-
-    asyncio.run(run())
-
-
-def test_only_its_owner_releases_renews_or_finishes_a_claim(stores):
-    async def run():
-        async with stores() as (one, other):
-            await one.claim("k", "a", LONG_S)
-            await other.release("k", "b")
-            assert not await other.renew("k", "b", LONG_S)
-            assert not await other.finish("k", "b")
-            assert (await other.claim("k", "b", LONG_S)).state is State.BUSY
-            assert await one.finish("k", "a")
-            await one.release("k", "a")
-            assert await other.claim("k", "b", LONG_S) == HANDLED, "what is handled cannot be released"
-
-    asyncio.run(run())
-
-
-def test_keys_differ_in_their_last_character_after_three_hundred_and_in_case(stores):
-    """MySQL cuts at the column's length with no more than a warning, and takes Foo for foo."""
-
-    async def run():
-        async with stores() as (one, other):
-            for key in ("x" * 300 + "1", "x" * 300 + "2", "Foo", "foo", "foo ", "föö"):
-                assert await one.claim(key, "a", LONG_S) == OURS
-                assert await one.finish(key, "a")
-
-    asyncio.run(run())
-
-
-def test_a_claim_whose_lease_ended_goes_to_the_next_and_its_owner_has_lost_it(shared_stores):
-    """A crash between claim and end does not lose the message."""
-
-    async def run():
-        async with shared_stores() as (one, other):
-            await one.claim("k", "a", SHORT_S)
-            await claim_in_the_end(other, "k", "b")
-            assert not await one.renew("k", "a", LONG_S)
-            assert not await one.finish("k", "a")
-            await one.release("k", "a")
-            assert await other.finish("k", "b")
-
-    asyncio.run(run())
-
-
-def test_of_many_that_take_over_an_ended_claim_one_gets_it(shared_stores):
-    async def run():
-        async with shared_stores() as (one, other):
-            await one.claim("k", "gone", 0.001)
-            await asyncio.sleep(0.05)
-            claims = await asyncio.gather(*((one, other)[at % 2].claim("k", f"owner-{at}", LONG_S) for at in range(8)))
+async def test_of_many_that_claim_at_once_one_gets_it(stores):
+    async with stores() as (one, other):
+        for key in "abcde":
+            owners = [f"owner-{at}" for at in range(8)]
+            claims = await asyncio.gather(
+                *((one, other)[at % 2].claim(key, owner, LONG_S) for at, owner in enumerate(owners))
+            )
             assert sorted(claim.state.value for claim in claims) == ["busy"] * 7 + ["ours"]
 
-    asyncio.run(run())
+
+async def test_a_released_key_is_free_at_once(stores):
+    async with stores() as (one, other):
+        await one.claim("k", "a", LONG_S)
+        await one.release("k", "a")
+        assert await other.claim("k", "b", LONG_S) == OURS
 
 
-def test_a_renewed_lease_lasts(stores):
-    async def run():
-        async with stores() as (one, other):
-            await one.claim("k", "a", 60.0)
-            assert await one.renew("k", "a", LONG_S)
-            assert (await other.claim("k", "b", LONG_S)).left_s > 60.0
-            assert await one.finish("k", "a")
-
-    asyncio.run(run())
-
-
-def test_a_lease_that_ended_is_still_finished_by_its_owner_if_nobody_took_it(stores):
-    async def run():
-        async with stores() as (one, other):
-            await one.claim("k", "a", 0.001)
-            await asyncio.sleep(0.05)
-            assert await one.finish("k", "a")
-            assert await other.claim("k", "b", LONG_S) == HANDLED
-
-    asyncio.run(run())
+async def test_only_its_owner_releases_renews_or_finishes_a_claim(stores):
+    async with stores() as (one, other):
+        await one.claim("k", "a", LONG_S)
+        await other.release("k", "b")
+        assert not await other.renew("k", "b", LONG_S)
+        assert not await other.finish("k", "b")
+        assert (await other.claim("k", "b", LONG_S)).state is State.BUSY
+        assert await one.finish("k", "a")
+        await one.release("k", "a")
+        assert await other.claim("k", "b", LONG_S) == HANDLED, "what is handled cannot be released"
 
 
-def test_a_cancelled_claim_leaves_nothing_that_a_release_does_not_end(stores):
-    async def run():
-        async with stores() as (one, other):
-            for turns in range(12):
-                task = asyncio.create_task(one.claim("k", "a", LONG_S))
-                for _ in range(turns):
-                    await asyncio.sleep(0)
-                task.cancel()
-                await asyncio.wait([task])
-                await one.release("k", "a")
-                assert await other.claim("k", "b", LONG_S) == OURS, f"cancelled after {turns} turns of the loop"
-                await other.release("k", "b")
+async def test_keys_differ_in_their_last_character_after_three_hundred_and_in_case(stores):
+    """MySQL cuts at the column's length with no more than a warning, and takes Foo for foo."""
 
-    asyncio.run(run())
+    async with stores() as (one, other):
+        for key in ("x" * 300 + "1", "x" * 300 + "2", "Foo", "foo", "foo ", "föö"):
+            assert await one.claim(key, "a", LONG_S) == OURS
+            assert await one.finish(key, "a")
 
 
-def test_forgetting_takes_what_was_handled_before_and_no_claim_that_is_held(sql_stores):
-    async def run():
-        async with sql_stores() as (one, other):
-            await one.claim("handled", "a", LONG_S)
-            await one.finish("handled", "a")
-            await one.claim("held", "a", LONG_S)
-            await one.claim("left", "a", 0.001)
-            await asyncio.sleep(0.05)
-            now = datetime.now(UTC)
-            assert await other.forget(now - timedelta(hours=1)) == 0
-            assert await other.forget(now + timedelta(hours=1)) == 2
-            assert await other.claim("handled", "b", LONG_S) == OURS
-            assert (await other.claim("held", "b", LONG_S)).state is State.BUSY
-            with pytest.raises(qmq.InvalidRequest, match="no time zone"):
-                await other.forget(datetime(2030, 1, 1))
+async def test_a_claim_whose_lease_ended_goes_to_the_next_and_its_owner_has_lost_it(shared_stores):
+    """A crash between claim and end does not lose the message."""
 
-    asyncio.run(run())
+    async with shared_stores() as (one, other):
+        await one.claim("k", "a", SHORT_S)
+        await claim_in_the_end(other, "k", "b")
+        assert not await one.renew("k", "a", LONG_S)
+        assert not await one.finish("k", "a")
+        await one.release("k", "a")
+        assert await other.finish("k", "b")
 
 
-def test_memory_forgets_the_oldest_of_what_is_handled_and_no_claim():
-    async def run():
-        keys = MemoryKeys(keys_max=2)
-        await keys.claim("held", "a", LONG_S)
-        for key in "xyz":
-            await keys.claim(key, key, LONG_S)
-            await keys.finish(key, key)
-        assert len(keys) == 2
-        assert await keys.claim("z", "a", LONG_S) == HANDLED
-        assert await keys.claim("x", "a", LONG_S) == OURS
-        assert (await keys.claim("held", "b", LONG_S)).state is State.BUSY
-
-    asyncio.run(run())
+async def test_of_many_that_take_over_an_ended_claim_one_gets_it(shared_stores):
+    async with shared_stores() as (one, other):
+        await one.claim("k", "gone", 0.001)
+        await asyncio.sleep(0.05)
+        claims = await asyncio.gather(*((one, other)[at % 2].claim("k", f"owner-{at}", LONG_S) for at in range(8)))
+        assert sorted(claim.state.value for claim in claims) == ["busy"] * 7 + ["ours"]
 
 
-def test_redis_forgets_what_is_handled_after_its_time(redis_server: RedisServer):
-    async def run():
-        async with redis.asyncio.Redis.from_url(redis_server.url) as client:
-            await client.flushall()
-            keys = RedisKeys(client, keep_s=0.05)
-            await keys.claim("k", "a", LONG_S)
-            assert await keys.finish("k", "a")
-            async with asyncio.timeout(30):
-                while await client.exists("qmq:handled:k"):
-                    await asyncio.sleep(0.01)
+async def test_a_renewed_lease_lasts(stores):
+    async with stores() as (one, other):
+        await one.claim("k", "a", 60.0)
+        assert await one.renew("k", "a", LONG_S)
+        assert (await other.claim("k", "b", LONG_S)).left_s > 60.0
+        assert await one.finish("k", "a")
 
-    asyncio.run(run())
+
+async def test_a_lease_that_ended_is_still_finished_by_its_owner_if_nobody_took_it(stores):
+    async with stores() as (one, other):
+        await one.claim("k", "a", 0.001)
+        await asyncio.sleep(0.05)
+        assert await one.finish("k", "a")
+        assert await other.claim("k", "b", LONG_S) == HANDLED
+
+
+async def test_a_cancelled_claim_leaves_nothing_that_a_release_does_not_end(stores):
+    async with stores() as (one, other):
+        for turns in range(12):
+            task = asyncio.create_task(one.claim("k", "a", LONG_S))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task])
+            await one.release("k", "a")
+            assert await other.claim("k", "b", LONG_S) == OURS, f"cancelled after {turns} turns of the loop"
+            await other.release("k", "b")
+
+
+async def test_forgetting_takes_what_was_handled_before_and_no_claim_that_is_held(sql_stores):
+    async with sql_stores() as (one, other):
+        await one.claim("handled", "a", LONG_S)
+        await one.finish("handled", "a")
+        await one.claim("held", "a", LONG_S)
+        await one.claim("left", "a", 0.001)
+        await asyncio.sleep(0.05)
+        now = datetime.now(UTC)
+        assert await other.forget(now - timedelta(hours=1)) == 0
+        assert await other.forget(now + timedelta(hours=1)) == 2
+        assert await other.claim("handled", "b", LONG_S) == OURS
+        assert (await other.claim("held", "b", LONG_S)).state is State.BUSY
+        with pytest.raises(qmq.InvalidRequest, match="no time zone"):
+            await other.forget(datetime(2030, 1, 1))
+
+
+async def test_memory_forgets_the_oldest_of_what_is_handled_and_no_claim():
+    keys = MemoryKeys(keys_max=2)
+    await keys.claim("held", "a", LONG_S)
+    for key in "xyz":
+        await keys.claim(key, key, LONG_S)
+        await keys.finish(key, key)
+    assert len(keys) == 2
+    assert await keys.claim("z", "a", LONG_S) == HANDLED
+    assert await keys.claim("x", "a", LONG_S) == OURS
+    assert (await keys.claim("held", "b", LONG_S)).state is State.BUSY
+
+
+async def test_redis_forgets_what_is_handled_after_its_time(redis_server: RedisServer):
+    async with redis.asyncio.Redis.from_url(redis_server.url) as client:
+        await client.flushall()
+        keys = RedisKeys(client, keep_s=0.05)
+        await keys.claim("k", "a", LONG_S)
+        assert await keys.finish("k", "a")
+        async with asyncio.timeout(30):
+            while await client.exists("qmq:handled:k"):
+                await asyncio.sleep(0.01)

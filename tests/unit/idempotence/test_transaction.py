@@ -251,46 +251,40 @@ def test_keys_are_forgotten_when_told(world, database):
     assert kept(database) == ([1], 0)
 
 
-def test_coroutines_make_the_table_and_forget_as_well(database_url):
-    async def run():
-        engine = create_async_engine(async_url(database_url))
-        try:
-            once = SqlTransaction(engine, table="other_name")
-            for _ in range(2):
-                await once.create_table()
+async def test_coroutines_make_the_table_and_forget_as_well(database_url):
+    engine = create_async_engine(async_url(database_url))
+    try:
+        once = SqlTransaction(engine, table="other_name")
+        for _ in range(2):
+            await once.create_table()
 
-            async def handler(message):
-                await once.session.execute(text("SELECT 1"))
+        async def handler(message):
+            await once.session.execute(text("SELECT 1"))
 
-            await once(Handed("id-1"), handler)
-            assert await once.forget(datetime.now(UTC) + timedelta(days=1)) == 1
-        finally:
-            await engine.dispose()
-
-    asyncio.run(run())
+        await once(Handed("id-1"), handler)
+        assert await once.forget(datetime.now(UTC) + timedelta(days=1)) == 1
+    finally:
+        await engine.dispose()
 
 
 @pytest.mark.parametrize("database_url", ["mariadb", "postgresql"], indirect=True)
-def test_handlers_that_run_at_the_same_time_have_sessions_of_their_own(database, database_url):
-    async def run():
-        engine = create_async_engine(async_url(database_url))
-        once, turns = SqlTransaction(engine), asyncio.Barrier(3)
+async def test_handlers_that_run_at_the_same_time_have_sessions_of_their_own(database, database_url):
+    engine = create_async_engine(async_url(database_url))
+    once, turns = SqlTransaction(engine), asyncio.Barrier(3)
 
-        async def handler(message):
-            mine = once.session
-            await mine.execute(text("SELECT 1"))
-            await turns.wait()
-            assert once.session is mine
-            sessions.add(mine)
+    async def handler(message):
+        mine = once.session
+        await mine.execute(text("SELECT 1"))
+        await turns.wait()
+        assert once.session is mine
+        sessions.add(mine)
 
-        sessions = set()
-        try:
-            await asyncio.gather(*(once(Handed(f"id-{at}"), handler) for at in range(3)))
-        finally:
-            await engine.dispose()
-        assert len(sessions) == 3
-
-    asyncio.run(run())
+    sessions = set()
+    try:
+        await asyncio.gather(*(once(Handed(f"id-{at}"), handler) for at in range(3)))
+    finally:
+        await engine.dispose()
+    assert len(sessions) == 3
 
 
 def test_there_is_no_session_outside_of_a_handler(tmp_path):

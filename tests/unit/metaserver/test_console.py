@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import html
 import random
@@ -317,19 +316,16 @@ def test_a_session_ends_and_is_not_forged():
         assert not sessions.is_csrf(cookie, wrong)
 
 
-def test_lists_that_are_open_are_open_here_and_the_rest_is_not(tmp_path):
+async def test_lists_that_are_open_are_open_here_and_the_rest_is_not(tmp_path):
     """Without a token the console shows what the tools get without one."""
 
-    async def body():
-        world = ConsoleWorld(tmp_path / "metaserver.db", open_lists=True)
-        await world.open()
-        await world.running_copies("g1")
-        text = await world.read()
-        assert "1 of 1 take messages" in text and "log in to see this" in text
-        assert (await world.browser.get("/console/change?action=DrainGroup")).status_code == 303
-        world.database.close()
-
-    asyncio.run(body())
+    world = ConsoleWorld(tmp_path / "metaserver.db", open_lists=True)
+    await world.open()
+    await world.running_copies("g1")
+    text = await world.read()
+    assert "1 of 1 take messages" in text and "log in to see this" in text
+    assert (await world.browser.get("/console/change?action=DrainGroup")).status_code == 303
+    world.database.close()
 
 
 # Changes.

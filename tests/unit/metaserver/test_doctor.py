@@ -150,7 +150,7 @@ async def test_the_metrics_ask_no_broker(world):
     assert not (await world.done("Doctor"))["healthy"]
 
 
-def test_nobody_looks_before_a_scrape_and_a_scrape_waits_for_no_look():
+async def test_nobody_looks_before_a_scrape_and_a_scrape_waits_for_no_look():
     looks, may_end = [], asyncio.Event()
 
     async def examine():
@@ -162,40 +162,34 @@ def test_nobody_looks_before_a_scrape_and_a_scrape_waits_for_no_look():
             {"kind": Kind.GROUP, "ok": True},
         ]
 
-    async def body():
-        metrics = DoctorMetrics(examine)
-        task = asyncio.create_task(metrics.scrapes.run())
+    metrics = DoctorMetrics(examine)
+    task = asyncio.create_task(metrics.scrapes.run())
+    await asyncio.sleep(0)
+    assert not looks
+    for _ in range(3):
+        assert series(metrics) == {("qmq_metaserver_doctor_checked_timestamp_seconds", ""): 0}
         await asyncio.sleep(0)
-        assert not looks
-        for _ in range(3):
-            assert series(metrics) == {("qmq_metaserver_doctor_checked_timestamp_seconds", ""): 0}
-            await asyncio.sleep(0)
-        assert len(looks) == 1
-        may_end.set()
-        while len(found := series(metrics)) == 1:
-            await asyncio.sleep(0)
-        assert found["qmq_metaserver_doctor_findings", Kind.BROKER] == 2
-        assert found["qmq_metaserver_doctor_findings", Kind.GROUP] == 0
-        assert found["qmq_metaserver_doctor_checked_timestamp_seconds", ""] > 0 and len(looks) == 1
-        task.cancel()
-
-    asyncio.run(body())
+    assert len(looks) == 1
+    may_end.set()
+    while len(found := series(metrics)) == 1:
+        await asyncio.sleep(0)
+    assert found["qmq_metaserver_doctor_findings", Kind.BROKER] == 2
+    assert found["qmq_metaserver_doctor_findings", Kind.GROUP] == 0
+    assert found["qmq_metaserver_doctor_checked_timestamp_seconds", ""] > 0 and len(looks) == 1
+    task.cancel()
 
 
-def test_a_defect_of_a_check_ends_no_metaserver_and_shows_by_a_time_that_stands_still(caplog):
+async def test_a_defect_of_a_check_ends_no_metaserver_and_shows_by_a_time_that_stands_still(caplog):
     async def examine():
         raise ValueError("a defect")
 
-    async def body():
-        metrics = DoctorMetrics(examine)
-        task = asyncio.create_task(metrics.scrapes.run())
-        series(metrics)
-        while "a defect" not in caplog.text:
-            await asyncio.sleep(0)
-        assert not task.done() and series(metrics) == {("qmq_metaserver_doctor_checked_timestamp_seconds", ""): 0}
-        task.cancel()
-
-    asyncio.run(body())
+    metrics = DoctorMetrics(examine)
+    task = asyncio.create_task(metrics.scrapes.run())
+    series(metrics)
+    while "a defect" not in caplog.text:
+        await asyncio.sleep(0)
+    assert not task.done() and series(metrics) == {("qmq_metaserver_doctor_checked_timestamp_seconds", ""): 0}
+    task.cancel()
 
 
 @in_world

@@ -97,16 +97,13 @@ async def test_what_does_not_exist_is_told_to_token_holders_only(world):
     assert is_typed(answer) == "METHOD_NOT_ALLOWED" and "GET" in answer.headers["allow"]
 
 
-def test_a_route_that_names_no_role_is_refused_to_everybody():
-    async def body():
-        async def forgotten(request):
-            return PlainTextResponse("secret")
+async def test_a_route_that_names_no_role_is_refused_to_everybody():
+    async def forgotten(request):
+        return PlainTextResponse("secret")
 
-        world = HttpWorld(more=[Route("/forgotten", forgotten)])
-        for role in TokenRole:
-            assert is_typed(await world.client.get("/forgotten", headers=world.headers(role))) == "MISSING_RIGHT"
-
-    asyncio.run(body())
+    world = HttpWorld(more=[Route("/forgotten", forgotten)])
+    for role in TokenRole:
+        assert is_typed(await world.client.get("/forgotten", headers=world.headers(role))) == "MISSING_RIGHT"
 
 
 @in_http
@@ -162,18 +159,15 @@ async def test_management_refuses_a_role_that_does_not_reach(world):
     assert answer.json()["status"] == -1 and "needs admin" in answer.json()["message"] and world.actions.ran == []
 
 
-def test_open_lists_open_what_qmq_lists_and_nothing_else():
-    async def body():
-        world = HttpWorld(open_lists=True)
-        world.actions.answer = Answer(Status.DONE, data=[])
-        for name, action in ACTIONS.items():
-            world.actions.ran.clear()
-            await world.client.post("/management", data={"action": name})
-            assert bool(world.actions.ran) is (not action.needs_token), name
-        wrong = await world.client.post("/management", data={"action": "ListBrokers"}, headers={"X-Api-Token": "x"})
-        assert wrong.json()["status"] == -1
-
-    asyncio.run(body())
+async def test_open_lists_open_what_qmq_lists_and_nothing_else():
+    world = HttpWorld(open_lists=True)
+    world.actions.answer = Answer(Status.DONE, data=[])
+    for name, action in ACTIONS.items():
+        world.actions.ran.clear()
+        await world.client.post("/management", data={"action": name})
+        assert bool(world.actions.ran) is (not action.needs_token), name
+    wrong = await world.client.post("/management", data={"action": "ListBrokers"}, headers={"X-Api-Token": "x"})
+    assert wrong.json()["status"] == -1
 
 
 @in_http
@@ -190,47 +184,41 @@ async def test_a_bearer_token_is_as_good(world):
     ],
 )
 @pytest.mark.parametrize("path", ["/management", "/api/v1/ListBrokers"])
-def test_a_body_over_the_limit_is_refused(path, content, headers):
+async def test_a_body_over_the_limit_is_refused(path, content, headers):
     """Weakness 31: no limit of size."""
 
-    async def body():
-        world = HttpWorld()
-        sent = headers | world.headers("operator")
-        answer = await world.client.post(path, content=content, headers=sent)
-        assert is_typed(answer) == "TOO_LARGE" and answer.headers["connection"] == "close" and world.actions.ran == []
-        backup = {"backup": {"x": "y" * 5000}}
-        answer = await world.client.post("/api/v1/Restore", json=backup, headers=world.headers("admin"))
-        assert answer.status_code == 200, "an admin's backup is longer"
-
-    asyncio.run(body())
+    world = HttpWorld()
+    sent = headers | world.headers("operator")
+    answer = await world.client.post(path, content=content, headers=sent)
+    assert is_typed(answer) == "TOO_LARGE" and answer.headers["connection"] == "close" and world.actions.ran == []
+    backup = {"backup": {"x": "y" * 5000}}
+    answer = await world.client.post("/api/v1/Restore", json=backup, headers=world.headers("admin"))
+    assert answer.status_code == 200, "an admin's backup is longer"
 
 
 @pytest.mark.parametrize("path", ["/management", "/api/v1/ListBrokers", "/health/live", "/nothing"])
-def test_a_body_that_does_not_come_costs_no_more_than_its_time(path):
+async def test_a_body_that_does_not_come_costs_no_more_than_its_time(path):
     """Weakness 31: no idle time-out."""
 
-    async def body():
-        world, sent = HttpWorld(), []
+    world, sent = HttpWorld(), []
 
-        async def receive():
-            await asyncio.Event().wait()
+    async def receive():
+        await asyncio.Event().wait()
 
-        async def send(message):
-            sent.append(message)
+    async def send(message):
+        sent.append(message)
 
-        headers = [(b"x-api-token", CLUSTER.encode())]
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": path,
-            "headers": headers,
-            "query_string": b"",
-            "client": None,
-        }
-        await asyncio.wait_for(world.app(scope, receive, send), 60)
-        assert sent[0]["status"] in (404, 405, 408)
-
-    asyncio.run(body())
+    headers = [(b"x-api-token", CLUSTER.encode())]
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "headers": headers,
+        "query_string": b"",
+        "client": None,
+    }
+    await asyncio.wait_for(world.app(scope, receive, send), 60)
+    assert sent[0]["status"] in (404, 405, 408)
 
 
 @pytest.mark.parametrize("role", ["viewer", "cluster"])
@@ -242,20 +230,17 @@ def test_a_body_that_does_not_come_costs_no_more_than_its_time(path):
         RecursionError("secret"),
     ],
 )
-def test_a_failure_inside_is_answered_without_the_inside(error, role, caplog):
+async def test_a_failure_inside_is_answered_without_the_inside(error, role, caplog):
     """Weakness 30: stack traces and SQL texts in answers."""
 
-    async def body():
-        world = HttpWorld()
-        world.actions.answer = error
-        for path in ("/api/v1/ListBrokers", "/management?action=ListBrokers"):
-            answer = await world.client.post(path, headers=world.headers(role))
-            assert is_typed(answer) == "INTERNAL"
-            assert not any(word in answer.text for word in ("secret", "Traceback", "SELECT", "Error", ".py"))
-            reference = answer.json()["error"]["message"].rpartition(" ")[2]
-            assert reference in caplog.text, "the log has the cause under this reference"
-
-    asyncio.run(body())
+    world = HttpWorld()
+    world.actions.answer = error
+    for path in ("/api/v1/ListBrokers", "/management?action=ListBrokers"):
+        answer = await world.client.post(path, headers=world.headers(role))
+        assert is_typed(answer) == "INTERNAL"
+        assert not any(word in answer.text for word in ("secret", "Traceback", "SELECT", "Error", ".py"))
+        reference = answer.json()["error"]["message"].rpartition(" ")[2]
+        assert reference in caplog.text, "the log has the cause under this reference"
 
 
 @pytest.mark.parametrize(
@@ -268,17 +253,12 @@ def test_a_failure_inside_is_answered_without_the_inside(error, role, caplog):
         pytest.param(Answer(Status.WAIT, "later", {"half": 1}), 503, "NOT_SERVED", id="database away"),
     ],
 )
-def test_each_outcome_has_a_status_and_a_code(answer, status, code):
-    async def body():
-        world = HttpWorld()
-        world.actions.answer = answer
-        got = await world.client.post(
-            "/api/v1/DrainGroup", json={"brokerGroup": "g"}, headers=world.headers("operator")
-        )
-        assert (got.status_code, is_typed(got), got.json()["error"]["message"]) == (status, code, answer.message)
-        assert (got.json()["error"].get("details", {}).get("data") == {"half": 1}) is (answer.data is not None)
-
-    asyncio.run(body())
+async def test_each_outcome_has_a_status_and_a_code(answer, status, code):
+    world = HttpWorld()
+    world.actions.answer = answer
+    got = await world.client.post("/api/v1/DrainGroup", json={"brokerGroup": "g"}, headers=world.headers("operator"))
+    assert (got.status_code, is_typed(got), got.json()["error"]["message"]) == (status, code, answer.message)
+    assert (got.json()["error"].get("details", {}).get("data") == {"half": 1}) is (answer.data is not None)
 
 
 @pytest.mark.parametrize(
@@ -306,14 +286,11 @@ def test_each_outcome_has_a_status_and_a_code(answer, status, code):
         pytest.param("AddBroker", json.dumps(MASTER | {"hostname": "\ud800"}).encode(), "not valid", id="surrogate"),
     ],
 )
-def test_a_wrong_body_is_refused_with_what_is_wrong(name, content, problem):
-    async def body():
-        world = HttpWorld()
-        answer = await world.client.post(f"/api/v1/{name}", content=content, headers=world.headers("admin"))
-        assert is_typed(answer) == "INVALID_REQUEST" and problem in answer.json()["error"]["message"]
-        assert world.actions.ran == []
-
-    asyncio.run(body())
+async def test_a_wrong_body_is_refused_with_what_is_wrong(name, content, problem):
+    world = HttpWorld()
+    answer = await world.client.post(f"/api/v1/{name}", content=content, headers=world.headers("admin"))
+    assert is_typed(answer) == "INVALID_REQUEST" and problem in answer.json()["error"]["message"]
+    assert world.actions.ran == []
 
 
 @in_http
@@ -336,27 +313,22 @@ async def test_parameters_of_a_question_stand_in_the_address(world):
     assert is_typed(answer) == "INVALID_REQUEST"
 
 
-def test_a_change_that_takes_too_long_goes_on_and_its_caller_hears_so(monkeypatch):
+async def test_a_change_that_takes_too_long_goes_on_and_its_caller_hears_so(monkeypatch):
     """Weakness 34: the operator saw a failure while the change happened."""
     monkeypatch.setattr(running, "GRACE_MS", 20 - ACTIONS["DrainGroup"].wait_ms)
 
-    async def body():
-        world, may_end, ended = HttpWorld(), asyncio.Event(), asyncio.Event()
+    world, may_end, ended = HttpWorld(), asyncio.Event(), asyncio.Event()
 
-        async def slowly():
-            await may_end.wait()
-            ended.set()
-            return Answer(Status.DONE)
+    async def slowly():
+        await may_end.wait()
+        ended.set()
+        return Answer(Status.DONE)
 
-        world.actions.answer = slowly
-        answer = await world.client.post(
-            "/api/v1/DrainGroup", json={"brokerGroup": "g"}, headers=world.headers("operator")
-        )
-        assert is_typed(answer) == "OUTCOME_UNKNOWN" and not ended.is_set()
-        may_end.set()
-        await asyncio.wait_for(ended.wait(), 60)
-
-    asyncio.run(body())
+    world.actions.answer = slowly
+    answer = await world.client.post("/api/v1/DrainGroup", json={"brokerGroup": "g"}, headers=world.headers("operator"))
+    assert is_typed(answer) == "OUTCOME_UNKNOWN" and not ended.is_set()
+    may_end.set()
+    await asyncio.wait_for(ended.wait(), 60)
 
 
 @in_http

@@ -167,26 +167,21 @@ def test_a_metaserver_that_starts_holds_the_database_against_its_snapshot(tmp_pa
     on(migrated_url, test)
 
 
-def test_brokers_that_register_count_against_a_database_without_any_group(migrated_url):
-    async def test():
-        world = World(migrated_url)
-        await world.open()
-        said = Broker("g9", Role.SLAVE, "g9-a", "10.0.0.1", 20881, 20882, incarnation="disk of g9-a")
-        with pytest.raises(OperatorError, match="is no broker here"):
-            await world.registry.register(
-                Broker("", Role.SLAVE, "new", "10.0.0.1", 1, 2, incarnation="x"), None, term=0
-            )
-        assert world.registry.database.is_up, "a broker that never had a role says nothing"
-        with pytest.raises(DatabaseSetAside, match="no row of g9"):
-            await world.registry.register(said, None, term=4)
-        assert not (await world.run("AddBroker", **place("g9", 0, "g9-a"))).done
-        assert "in no memory either" in await world.refused("AdoptDatabase", keep="memory")
-        await world.done("AdoptDatabase", keep="database")
-        await world.done("AddBroker", **place("g9", 0, "g9-a"))
-        assert world.registry.directory.groups["g9"].term == 5
-        world.database.close()
-
-    asyncio.run(test())
+async def test_brokers_that_register_count_against_a_database_without_any_group(migrated_url):
+    world = World(migrated_url)
+    await world.open()
+    said = Broker("g9", Role.SLAVE, "g9-a", "10.0.0.1", 20881, 20882, incarnation="disk of g9-a")
+    with pytest.raises(OperatorError, match="is no broker here"):
+        await world.registry.register(Broker("", Role.SLAVE, "new", "10.0.0.1", 1, 2, incarnation="x"), None, term=0)
+    assert world.registry.database.is_up, "a broker that never had a role says nothing"
+    with pytest.raises(DatabaseSetAside, match="no row of g9"):
+        await world.registry.register(said, None, term=4)
+    assert not (await world.run("AddBroker", **place("g9", 0, "g9-a"))).done
+    assert "in no memory either" in await world.refused("AdoptDatabase", keep="memory")
+    await world.done("AdoptDatabase", keep="database")
+    await world.done("AddBroker", **place("g9", 0, "g9-a"))
+    assert world.registry.directory.groups["g9"].term == 5
+    world.database.close()
 
 
 def test_a_group_that_an_operator_removed_is_not_lost(migrated_url):

@@ -27,243 +27,215 @@ async def opened(path: Path) -> World:
     return world
 
 
-def test_a_change_that_was_read_is_published_although_the_next_reading_failed(tmp_path, monkeypatch):
+async def test_a_change_that_was_read_is_published_although_the_next_reading_failed(tmp_path, monkeypatch):
     """Groups, routes and sightings are read one after the other; the database may go away in between."""
 
-    async def test() -> None:
-        world = await opened(tmp_path)
-        registry, read = world.registry, world.database.read
-        changes = [SetMark(ReadonlyMark("a", "g1")), SetRoute("a", ("g1",), 0)]
-        await world.database.write(lambda repository: repository.change(changes, ANOTHER))
-        with registry.changes.watch() as wake:
-            readings = 0
+    world = await opened(tmp_path)
+    registry, read = world.registry, world.database.read
+    changes = [SetMark(ReadonlyMark("a", "g1")), SetRoute("a", ("g1",), 0)]
+    await world.database.write(lambda repository: repository.change(changes, ANOTHER))
+    with registry.changes.watch() as wake:
+        readings = 0
 
-            async def failing(*args, **options):
-                nonlocal readings
-                readings += 1
-                if readings == 2:
-                    raise DatabaseAway("in between")
-                return await read(*args, **options)
+        async def failing(*args, **options):
+            nonlocal readings
+            readings += 1
+            if readings == 2:
+                raise DatabaseAway("in between")
+            return await read(*args, **options)
 
-            monkeypatch.setattr(world.database, "read", failing)
-            with pytest.raises(DatabaseAway):
-                await registry.catch_up()
-            assert registry.directory.marks and wake.is_set()
-            wake.clear()
+        monkeypatch.setattr(world.database, "read", failing)
+        with pytest.raises(DatabaseAway):
             await registry.catch_up()
-            assert registry.routes["a"].groups == ("g1",) and wake.is_set()
-
-    asyncio.run(test())
-
-
-def test_a_route_that_was_removed_while_the_answer_was_on_its_way_stays_removed(tmp_path, monkeypatch):
-    async def test() -> None:
-        world = await opened(tmp_path)
-        await world.start("g1-a")
-        write = world.database.write
-
-        async def late(work):
-            stored = await write(work)
-            (route,) = stored
-            await write(lambda repository: repository.change([RemoveRoute("a", route.version)], ANOTHER))
-            await world.registry.catch_up()
-            return stored
-
-        monkeypatch.setattr(world.database, "write", late)
-        await world.registry.routes_for(["a"])
-        assert not world.registry.routes
-
-    asyncio.run(test())
+        assert registry.directory.marks and wake.is_set()
+        wake.clear()
+        await registry.catch_up()
+        assert registry.routes["a"].groups == ("g1",) and wake.is_set()
 
 
-def test_a_change_wakes_the_brokers_that_it_concerns_and_no_others(tmp_path):
-    async def test() -> None:
-        world = await opened(tmp_path)
-        await world.copies("g2")
-        registry, changes = world.registry, world.registry.directory_changes
-        one, other = (registry.directory.groups[name].master.key for name in ("g1", "g2"))
-        with changes.watch(one) as woken, changes.watch(other) as left:
+async def test_a_route_that_was_removed_while_the_answer_was_on_its_way_stays_removed(tmp_path, monkeypatch):
+    world = await opened(tmp_path)
+    await world.start("g1-a")
+    write = world.database.write
 
-            async def run(*args, **words) -> tuple[bool, bool]:
-                woken.clear()
-                left.clear()
-                await world.done(*args, **words)
-                return woken.is_set(), left.is_set()
+    async def late(work):
+        stored = await write(work)
+        (route,) = stored
+        await write(lambda repository: repository.change([RemoveRoute("a", route.version)], ANOTHER))
+        await world.registry.catch_up()
+        return stored
 
-            assert await run("MarkReadonlyBrokerGroup", brokerGroup="g1", subject="*") == (True, False)
-            assert await run("UnMarkReadonlyBrokerGroup", brokerGroup="g1", subject="*") == (True, False)
-            assert await run("DrainGroup", brokerGroup="g2") == (False, True)
-            assert await run("AddNewSubject", subject="s", tag="t") == (False, False)
-            offline = {"subject": "s", "consumerGroup": "c", "clientId": "*", "state": "offline"}
-            assert await run("OnOffline", **offline) == (True, True)
-            assert await run("SetLimits", subject="s", expiresAfterS="60") == (True, True)
-            assert await run("RemoveBroker", hostname="g2-b", servePort=20881) == (False, True)
-
-    asyncio.run(test())
+    monkeypatch.setattr(world.database, "write", late)
+    await world.registry.routes_for(["a"])
+    assert not world.registry.routes
 
 
-def test_routes_of_a_group_are_those_that_list_it(tmp_path):
-    async def test() -> None:
-        world = await opened(tmp_path)
-        registry = world.registry
-        await registry.change([SetRoute("a", ("g1",), 0), SetRoute("b", ("g1",), 0)], ANOTHER)
-        assert registry.routes_of(["g1"]) == registry.routes and registry.routes_of(["g2"]) == {}
-        await registry.change([RemoveRoute("a", 1)], ANOTHER)
-        assert registry.routes_of(["g1", "g2"]).keys() == {"b"}
+async def test_a_change_wakes_the_brokers_that_it_concerns_and_no_others(tmp_path):
+    world = await opened(tmp_path)
+    await world.copies("g2")
+    registry, changes = world.registry, world.registry.directory_changes
+    one, other = (registry.directory.groups[name].master.key for name in ("g1", "g2"))
+    with changes.watch(one) as woken, changes.watch(other) as left:
 
-    asyncio.run(test())
+        async def run(*args, **words) -> tuple[bool, bool]:
+            woken.clear()
+            left.clear()
+            await world.done(*args, **words)
+            return woken.is_set(), left.is_set()
 
-
-def test_a_beat_that_says_the_same_is_taken_in_again_when_points_are_to_be_stored_or_the_directory_was_read(tmp_path):
-    async def test() -> None:
-        world = await opened(tmp_path)
-        await world.start("g1-a")
-        registry, state = world.registry, ReplicaState(1, 1, point=Point(Epoch(1, 1), 100, 7), incarnation="x")
-        key, place = BrokerKey("g1-a", 20881), ("g1", "x")
-
-        def beats() -> dict[tuple[str, str], Point]:
-            """Return the points that a beat leaves to be stored, and store them."""
-            assert registry.beat(key, world.sessions["g1-a"], state)
-            told = dict(registry.points)
-            registry.stored_points |= told
-            registry.points.clear()
-            return told
-
-        assert [beats(), beats()] == [{place: state.point}, {}]
-        registry.store_points_again()
-        assert [beats(), beats()] == [{place: state.point}, {}]
-        registry.stored_points.clear()  # so it shows that the beat was taken in
-        await registry.change([SetMark(ReadonlyMark("a", "g1"))], ANOTHER)
-        assert beats() == {place: state.point}
-
-    asyncio.run(test())
+        assert await run("MarkReadonlyBrokerGroup", brokerGroup="g1", subject="*") == (True, False)
+        assert await run("UnMarkReadonlyBrokerGroup", brokerGroup="g1", subject="*") == (True, False)
+        assert await run("DrainGroup", brokerGroup="g2") == (False, True)
+        assert await run("AddNewSubject", subject="s", tag="t") == (False, False)
+        offline = {"subject": "s", "consumerGroup": "c", "clientId": "*", "state": "offline"}
+        assert await run("OnOffline", **offline) == (True, True)
+        assert await run("SetLimits", subject="s", expiresAfterS="60") == (True, True)
+        assert await run("RemoveBroker", hostname="g2-b", servePort=20881) == (False, True)
 
 
-def test_what_a_master_says_of_its_slave_outlives_an_older_word_of_that_slave(tmp_path):
+async def test_routes_of_a_group_are_those_that_list_it(tmp_path):
+    world = await opened(tmp_path)
+    registry = world.registry
+    await registry.change([SetRoute("a", ("g1",), 0), SetRoute("b", ("g1",), 0)], ANOTHER)
+    assert registry.routes_of(["g1"]) == registry.routes and registry.routes_of(["g2"]) == {}
+    await registry.change([RemoveRoute("a", 1)], ANOTHER)
+    assert registry.routes_of(["g1", "g2"]).keys() == {"b"}
+
+
+async def test_a_beat_that_says_the_same_is_taken_in_again_when_points_are_to_be_stored_or_the_directory_was_read(
+    tmp_path,
+):
+    world = await opened(tmp_path)
+    await world.start("g1-a")
+    registry, state = world.registry, ReplicaState(1, 1, point=Point(Epoch(1, 1), 100, 7), incarnation="x")
+    key, place = BrokerKey("g1-a", 20881), ("g1", "x")
+
+    def beats() -> dict[tuple[str, str], Point]:
+        """Return the points that a beat leaves to be stored, and store them."""
+        assert registry.beat(key, world.sessions["g1-a"], state)
+        told = dict(registry.points)
+        registry.stored_points |= told
+        registry.points.clear()
+        return told
+
+    assert [beats(), beats()] == [{place: state.point}, {}]
+    registry.store_points_again()
+    assert [beats(), beats()] == [{place: state.point}, {}]
+    registry.stored_points.clear()  # so it shows that the beat was taken in
+    await registry.change([SetMark(ReadonlyMark("a", "g1"))], ANOTHER)
+    assert beats() == {place: state.point}
+
+
+async def test_what_a_master_says_of_its_slave_outlives_an_older_word_of_that_slave(tmp_path):
     """The two come on streams of their own. Without messages the master says the same again, and it was not heard."""
 
-    async def test() -> None:
-        world = await opened(tmp_path)
-        for name in ("g1-a", "g1-b"):
-            await world.start(name)
-        registry = world.registry
-        group = registry.directory.groups["g1"]
-        slave = group.slaves[0]
-        await world.database.write(lambda r: r.store_complete(slave, term=group.term, complete=False))
-        await registry.reload()
-        slave = registry.directory.groups["g1"].slaves[0]
-        master = ReplicaState(Role.MASTER, group.term, writable=True, in_step=(slave.incarnation,))
-        filled = ReplicaState(Role.SLAVE, group.term, incarnation=slave.incarnation, incomplete=True)
+    world = await opened(tmp_path)
+    for name in ("g1-a", "g1-b"):
+        await world.start(name)
+    registry = world.registry
+    group = registry.directory.groups["g1"]
+    slave = group.slaves[0]
+    await world.database.write(lambda r: r.store_complete(slave, term=group.term, complete=False))
+    await registry.reload()
+    slave = registry.directory.groups["g1"].slaves[0]
+    master = ReplicaState(Role.MASTER, group.term, writable=True, in_step=(slave.incarnation,))
+    filled = ReplicaState(Role.SLAVE, group.term, incarnation=slave.incarnation, incomplete=True)
 
-        def beat(name: str, state: ReplicaState) -> bool:
-            """Return whether it is to be stored that the slave is complete."""
-            assert registry.beat(BrokerKey(name, 20881), world.sessions[name], state)
-            return registry.completeness.get(slave.key) == (slave, group.term, True)
+    def beat(name: str, state: ReplicaState) -> bool:
+        """Return whether it is to be stored that the slave is complete."""
+        assert registry.beat(BrokerKey(name, 20881), world.sessions[name], state)
+        return registry.completeness.get(slave.key) == (slave, group.term, True)
 
-        assert [beat("g1-a", master), beat("g1-b", filled)] == [True, False]
-        assert beat("g1-a", master)
-
-    asyncio.run(test())
+    assert [beat("g1-a", master), beat("g1-b", filled)] == [True, False]
+    assert beat("g1-a", master)
 
 
-def test_a_copy_of_a_data_directory_gets_no_part_while_the_broker_that_it_is_of_is_heard(tmp_path):
+async def test_a_copy_of_a_data_directory_gets_no_part_while_the_broker_that_it_is_of_is_heard(tmp_path):
     """Both were masters of the same term, and of three copies each found another slave that confirmed."""
 
-    async def test() -> None:
-        world = await opened(tmp_path)
-        await world.start("g1-a")
-        registry, asked = world.registry, []
-        known = registry.directory.groups["g1"].master
-        assert known is not None
-        moved = replace(known, ip="10.0.0.9")
-        with pytest.raises(PlaceTaken, match="from another address"):
-            await registry.register(moved, asked.append)
-        assert registry.directory.find(known.key) == known and asked == []
-        await registry.register(known, asked.append)
+    world = await opened(tmp_path)
+    await world.start("g1-a")
+    registry, asked = world.registry, []
+    known = registry.directory.groups["g1"].master
+    assert known is not None
+    moved = replace(known, ip="10.0.0.9")
+    with pytest.raises(PlaceTaken, match="from another address"):
+        await registry.register(moved, asked.append)
+    assert registry.directory.find(known.key) == known and asked == []
+    await registry.register(known, asked.append)
 
-        async def is_gone(question: Question) -> None:
-            registry.liveness.answered(question, None, now_ms=registry.now_ms())
+    async def is_gone(question: Question) -> None:
+        registry.liveness.answered(question, None, now_ms=registry.now_ms())
 
-        registry.leave(known.key, world.sessions["g1-a"])  # the machine is another one now, and the old one is off
-        assert (await registry.register(moved, is_gone)).ip == "10.0.0.9"
-
-    asyncio.run(test())
+    registry.leave(known.key, world.sessions["g1-a"])  # the machine is another one now, and the old one is off
+    assert (await registry.register(moved, is_gone)).ip == "10.0.0.9"
 
 
-def test_a_broker_that_starts_at_another_place_gets_its_part_in_a_new_term_once_the_other_one_is_gone(tmp_path):
+async def test_a_broker_that_starts_at_another_place_gets_its_part_in_a_new_term_once_the_other_one_is_gone(tmp_path):
     """The process that had the part may be at work where no metaserver reaches it: its master must not count it."""
 
-    async def test() -> None:
-        world = await opened(tmp_path)
-        for hostname in ("g1-a", "g1-b"):
-            await world.start(hostname)
-        registry, asked = world.registry, []
-        group = registry.directory.groups["g1"]
-        original = replace(group.slaves[0], complete=True)
-        copied = replace(original, instance="a copy")
-        for _ in range(2):
-            with pytest.raises(PlaceTaken, match="one of the two data directories is a copy"):
-                await registry.register(copied, asked.append)
-        checks = (await world.done("Doctor"))["checks"]
-        (told,) = [check for check in checks if check["found"] == "another process is refused in its place"]
-        assert str(original.key) in told["name"] and "delete its directory" in told["remedy"]
+    world = await opened(tmp_path)
+    for hostname in ("g1-a", "g1-b"):
+        await world.start(hostname)
+    registry, asked = world.registry, []
+    group = registry.directory.groups["g1"]
+    original = replace(group.slaves[0], complete=True)
+    copied = replace(original, instance="a copy")
+    for _ in range(2):
+        with pytest.raises(PlaceTaken, match="one of the two data directories is a copy"):
+            await registry.register(copied, asked.append)
+    checks = (await world.done("Doctor"))["checks"]
+    (told,) = [check for check in checks if check["found"] == "another process is refused in its place"]
+    assert str(original.key) in told["name"] and "delete its directory" in told["remedy"]
 
-        async def is_gone(question: Question) -> None:
-            asked.append(question)
-            registry.liveness.answered(question, None, now_ms=registry.now_ms())
+    async def is_gone(question: Question) -> None:
+        asked.append(question)
+        registry.liveness.answered(question, None, now_ms=registry.now_ms())
 
-        world.beat("g1-a", in_step=(original.incarnation,))
-        registry.leave(original.key, world.sessions["g1-b"])
-        with pytest.raises(PlaceTaken, match="connected to the master"):
-            await registry.register(copied, is_gone)
-        assert registry.directory.groups["g1"] == group
-        world.beat("g1-a")
-        for _ in range(2):  # the second one says nothing new
-            assert (await registry.register(copied, is_gone)).instance == "a copy"
-        row = registry.directory.groups["g1"]
-        assert (row.term, row.slaves[0].instance, row.master) == (group.term + 1, "a copy", group.master)
-        registry.join(copied.key, copied.incarnation)
-        with pytest.raises(PlaceTaken, match="is a copy of the other"):
-            await registry.register(original, is_gone)
-        assert (await registry.register(replace(copied, ip="10.0.0.7"), is_gone)).ip == "10.0.0.7"  # the same process
-        assert registry.directory.groups["g1"].term == row.term
-
-    asyncio.run(test())
+    world.beat("g1-a", in_step=(original.incarnation,))
+    registry.leave(original.key, world.sessions["g1-b"])
+    with pytest.raises(PlaceTaken, match="connected to the master"):
+        await registry.register(copied, is_gone)
+    assert registry.directory.groups["g1"] == group
+    world.beat("g1-a")
+    for _ in range(2):  # the second one says nothing new
+        assert (await registry.register(copied, is_gone)).instance == "a copy"
+    row = registry.directory.groups["g1"]
+    assert (row.term, row.slaves[0].instance, row.master) == (group.term + 1, "a copy", group.master)
+    registry.join(copied.key, copied.incarnation)
+    with pytest.raises(PlaceTaken, match="is a copy of the other"):
+        await registry.register(original, is_gone)
+    assert (await registry.register(replace(copied, ip="10.0.0.7"), is_gone)).ip == "10.0.0.7"  # the same process
+    assert registry.directory.groups["g1"].term == row.term
 
 
-def test_a_broker_at_another_place_raises_no_row_that_is_older_than_its_brokers(tmp_path):
+async def test_a_broker_at_another_place_raises_no_row_that_is_older_than_its_brokers(tmp_path):
     """The new term would give parts that a newer row, which the database lost, gave otherwise."""
 
-    async def test() -> None:
-        world = await opened(tmp_path)
-        await world.start("g1-a")
-        registry = world.registry
-        group = registry.directory.groups["g1"]
-        world.beat("g1-a", term=group.term + 5)
-        world.stop("g1-a")
-        await registry.register(replace(group.master, instance="a copy"), asyncio.sleep, term=group.term + 5)
-        assert registry.directory.groups["g1"].term == group.term
-
-    asyncio.run(test())
+    world = await opened(tmp_path)
+    await world.start("g1-a")
+    registry = world.registry
+    group = registry.directory.groups["g1"]
+    world.beat("g1-a", term=group.term + 5)
+    world.stop("g1-a")
+    await registry.register(replace(group.master, instance="a copy"), asyncio.sleep, term=group.term + 5)
+    assert registry.directory.groups["g1"].term == group.term
 
 
-def test_a_copy_from_before_a_master_was_promoted_does_not_take_its_place(tmp_path):
+async def test_a_copy_from_before_a_master_was_promoted_does_not_take_its_place(tmp_path):
     """What the old master and this one had acknowledged before, only the original is known to have."""
 
-    async def test() -> None:
-        world = await opened(tmp_path)
-        for hostname in ("g1-a", "g1-b"):
-            await world.start(hostname)
-        registry = world.registry
-        group = registry.directory.groups["g1"]
-        world.stop("g1-a")
-        world.stop("g1-b")
-        copied = replace(group.master, instance="a copy")
-        with pytest.raises(OperatorError, match="Give it that one back"):
-            await registry.register(copied, asyncio.sleep, term=group.term - 1)
-        slave = replace(group.slaves[0], instance="a copy")
-        await registry.register(slave, asyncio.sleep, term=group.term - 1)  # it counts once it has matched
-        await registry.register(copied, asyncio.sleep, term=group.term)
-        assert registry.directory.groups["g1"].term == group.term + 2
-
-    asyncio.run(test())
+    world = await opened(tmp_path)
+    for hostname in ("g1-a", "g1-b"):
+        await world.start(hostname)
+    registry = world.registry
+    group = registry.directory.groups["g1"]
+    world.stop("g1-a")
+    world.stop("g1-b")
+    copied = replace(group.master, instance="a copy")
+    with pytest.raises(OperatorError, match="Give it that one back"):
+        await registry.register(copied, asyncio.sleep, term=group.term - 1)
+    slave = replace(group.slaves[0], instance="a copy")
+    await registry.register(slave, asyncio.sleep, term=group.term - 1)  # it counts once it has matched
+    await registry.register(copied, asyncio.sleep, term=group.term)
+    assert registry.directory.groups["g1"].term == group.term + 2

@@ -32,137 +32,124 @@ async def made(path):
     return world, Upkeep(world.registry, world.brokers, Snapshots(None, "sqlite://"), own, poll_ms=1000)
 
 
-def test_a_broker_is_not_asked_again_while_a_question_to_it_waits(tmp_path, monkeypatch):
+async def test_a_broker_is_not_asked_again_while_a_question_to_it_waits(tmp_path, monkeypatch):
     """Where a thousand machines are gone, questions would come faster than they time out."""
 
-    async def test() -> None:
-        world, upkeep = await made(tmp_path)
-        ticks, asked, question = 0, [], Question(KEY, "m2.1", "x")
-        ticked, go_on = asyncio.Event(), asyncio.Event()
+    world, upkeep = await made(tmp_path)
+    ticks, asked, question = 0, [], Question(KEY, "m2.1", "x")
+    ticked, go_on = asyncio.Event(), asyncio.Event()
 
-        def to_ask(*, now_ms):
-            nonlocal ticks
-            ticks += 1
-            if ticks % 10 == 0:
-                ticked.set()
-            return [question]
+    def to_ask(*, now_ms):
+        nonlocal ticks
+        ticks += 1
+        if ticks % 10 == 0:
+            ticked.set()
+        return [question]
 
-        async def ask(question):
-            asked.append(question)
-            await go_on.wait()
+    async def ask(question):
+        asked.append(question)
+        await go_on.wait()
 
-        monkeypatch.setattr(module, "TICK_S", 0)
-        monkeypatch.setattr(module, "_pause_s", lambda every_s: 0.0)
-        monkeypatch.setattr(world.liveness, "to_ask", to_ask)
-        monkeypatch.setattr(upkeep, "ask", ask)
-        watching = asyncio.create_task(upkeep._watch_silence())
-        await ticked.wait()
-        assert asked == [question]
-        go_on.set()
-        ticked.clear()
-        await ticked.wait()
-        assert len(asked) > 1, "once it is answered it may be asked again"
-        watching.cancel()
-        with suppress(asyncio.CancelledError):
-            await watching
-
-    asyncio.run(test())
+    monkeypatch.setattr(module, "TICK_S", 0)
+    monkeypatch.setattr(module, "_pause_s", lambda every_s: 0.0)
+    monkeypatch.setattr(world.liveness, "to_ask", to_ask)
+    monkeypatch.setattr(upkeep, "ask", ask)
+    watching = asyncio.create_task(upkeep._watch_silence())
+    await ticked.wait()
+    assert asked == [question]
+    go_on.set()
+    ticked.clear()
+    await ticked.wait()
+    assert len(asked) > 1, "once it is answered it may be asked again"
+    watching.cancel()
+    with suppress(asyncio.CancelledError):
+        await watching
 
 
-def test_what_a_master_says_while_its_last_words_are_stored_is_stored_too(tmp_path, monkeypatch):
-    async def test() -> None:
-        world, upkeep = await made(tmp_path)
-        slave, said = world.registry.directory.groups["g1"].slave, world.registry.completeness
-        write, stored = world.database.write, []
+async def test_what_a_master_says_while_its_last_words_are_stored_is_stored_too(tmp_path, monkeypatch):
+    world, upkeep = await made(tmp_path)
+    slave, said = world.registry.directory.groups["g1"].slave, world.registry.completeness
+    write, stored = world.database.write, []
 
-        async def slow(work):
-            stored.append(said[slave.key])
-            result = await write(work)
-            if len(stored) == 1:
-                said[slave.key] = slave, 2, False
-            return result
+    async def slow(work):
+        stored.append(said[slave.key])
+        result = await write(work)
+        if len(stored) == 1:
+            said[slave.key] = slave, 2, False
+        return result
 
-        monkeypatch.setattr(world.database, "write", slow)
-        said[slave.key] = slave, 2, True
-        await upkeep._store_news()
-        await upkeep._store_news()
-        assert stored == [(slave, 2, True), (slave, 2, False)] and not said
-
-    asyncio.run(test())
+    monkeypatch.setattr(world.database, "write", slow)
+    said[slave.key] = slave, 2, True
+    await upkeep._store_news()
+    await upkeep._store_news()
+    assert stored == [(slave, 2, True), (slave, 2, False)] and not said
 
 
 @pytest.mark.parametrize("again_s", [3600.0, 0.0])
-def test_a_point_is_stored_when_it_is_told_and_again_when_the_database_may_have_lost_it(tmp_path, monkeypatch, again_s):
-    async def test() -> None:
-        world, upkeep = await made(tmp_path)
-        await world.start("g1-a")
-        stored, write, point = asyncio.Queue(), world.database.write, Point(Epoch(1, 1), 100, 7)
+async def test_a_point_is_stored_when_it_is_told_and_again_when_the_database_may_have_lost_it(
+    tmp_path, monkeypatch, again_s
+):
+    world, upkeep = await made(tmp_path)
+    await world.start("g1-a")
+    stored, write, point = asyncio.Queue(), world.database.write, Point(Epoch(1, 1), 100, 7)
 
-        async def seen(work):
-            await write(work)
-            stored.put_nowait(dict(world.registry.points))
+    async def seen(work):
+        await write(work)
+        stored.put_nowait(dict(world.registry.points))
 
-        monkeypatch.setattr(module, "_pause_s", lambda: 0.0)
-        monkeypatch.setattr(module, "STORED_AGAIN_S", again_s)
-        monkeypatch.setattr(world.database, "write", seen)
-        storing = asyncio.create_task(upkeep._store_points())
-        for _ in range(10):
-            await asyncio.sleep(0)
+    monkeypatch.setattr(module, "_pause_s", lambda: 0.0)
+    monkeypatch.setattr(module, "STORED_AGAIN_S", again_s)
+    monkeypatch.setattr(world.database, "write", seen)
+    storing = asyncio.create_task(upkeep._store_points())
+    for _ in range(10):
+        await asyncio.sleep(0)
+    world.beat("g1-a", point=point, incarnation="x")
+    assert await stored.get() == {("g1", "x"): point}
+    world.beat("g1-a", point=point, incarnation="x")
+    assert again_s == 0 or not world.registry.points, "the database has it"
+    while again_s == 0 and stored.empty():  # it may have lost it
+        await asyncio.sleep(0)
         world.beat("g1-a", point=point, incarnation="x")
-        assert await stored.get() == {("g1", "x"): point}
-        world.beat("g1-a", point=point, incarnation="x")
-        assert again_s == 0 or not world.registry.points, "the database has it"
-        while again_s == 0 and stored.empty():  # it may have lost it
-            await asyncio.sleep(0)
-            world.beat("g1-a", point=point, incarnation="x")
-        storing.cancel()
-        with suppress(asyncio.CancelledError):
-            await storing
-
-    asyncio.run(test())
+    storing.cancel()
+    with suppress(asyncio.CancelledError):
+        await storing
 
 
-def test_the_route_of_dead_letters_follows_the_one_of_where_they_come_from(tmp_path):
+async def test_the_route_of_dead_letters_follows_the_one_of_where_they_come_from(tmp_path):
     """A broker group that serves the subject from now on stores its dead letters, too."""
 
-    async def test() -> None:
-        world, upkeep = await made(tmp_path)
-        await world.copies("g2")
-        await world.routed("s", "dead", groups=("g1",))
-        await world.done("LimitGroup", subject="s", group="shop", deadLettersTo="dead")
-        await world.done("AddSubjectBrokerGroup", subject="s", brokerGroup="g2")
-        assert world.groups_of("dead") == ("g1",)
-        await upkeep._widen_routes()
-        assert world.groups_of("dead") == ("g1", "g2")
-        row = (await world.audit())[0]
-        assert (row.action, row.parameters, row.result) == ("WidenRoute", {"subject": "dead"}, "done")
-        await upkeep._widen_routes()
-        assert (await world.audit())[0] == row, "once"
-
-    asyncio.run(test())
+    world, upkeep = await made(tmp_path)
+    await world.copies("g2")
+    await world.routed("s", "dead", groups=("g1",))
+    await world.done("LimitGroup", subject="s", group="shop", deadLettersTo="dead")
+    await world.done("AddSubjectBrokerGroup", subject="s", brokerGroup="g2")
+    assert world.groups_of("dead") == ("g1",)
+    await upkeep._widen_routes()
+    assert world.groups_of("dead") == ("g1", "g2")
+    row = (await world.audit())[0]
+    assert (row.action, row.parameters, row.result) == ("WidenRoute", {"subject": "dead"}, "done")
+    await upkeep._widen_routes()
+    assert (await world.audit())[0] == row, "once"
 
 
-def test_a_route_that_goes_while_another_one_gets_wider_ends_no_upkeep(tmp_path, monkeypatch):
-    async def test() -> None:
-        world, upkeep = await made(tmp_path)
-        await world.copies("g2")
-        await world.routed("s", "dead", "gone", groups=("g1",))
-        for group, to in (("shop", "dead"), ("bank", "gone")):
-            await world.done("LimitGroup", subject="s", group=group, deadLettersTo=to)
-        await world.done("AddSubjectBrokerGroup", subject="s", brokerGroup="g2")
-        change = world.registry.change
+async def test_a_route_that_goes_while_another_one_gets_wider_ends_no_upkeep(tmp_path, monkeypatch):
+    world, upkeep = await made(tmp_path)
+    await world.copies("g2")
+    await world.routed("s", "dead", "gone", groups=("g1",))
+    for group, to in (("shop", "dead"), ("bank", "gone")):
+        await world.done("LimitGroup", subject="s", group=group, deadLettersTo=to)
+    await world.done("AddSubjectBrokerGroup", subject="s", brokerGroup="g2")
+    change = world.registry.change
 
-        async def one_goes(changes, audit):
-            other = {"dead": "gone", "gone": "dead"}[changes[0].subject]
-            if other in world.registry.routes and world.groups_of(other) == ("g1",):
-                await change((RemoveRoute(other, world.registry.routes[other].version),), audit)
-            await change(changes, audit)
+    async def one_goes(changes, audit):
+        other = {"dead": "gone", "gone": "dead"}[changes[0].subject]
+        if other in world.registry.routes and world.groups_of(other) == ("g1",):
+            await change((RemoveRoute(other, world.registry.routes[other].version),), audit)
+        await change(changes, audit)
 
-        monkeypatch.setattr(world.registry, "change", one_goes)
-        await upkeep._widen_routes()
-        assert sorted(filter(None, map(world.registry.find, ("dead", "gone"))))[0].groups == ("g1", "g2")
-
-    asyncio.run(test())
+    monkeypatch.setattr(world.registry, "change", one_goes)
+    await upkeep._widen_routes()
+    assert sorted(filter(None, map(world.registry.find, ("dead", "gone"))))[0].groups == ("g1", "g2")
 
 
 async def rounds(world, upkeep, monkeypatch, *, second_s):
@@ -191,96 +178,78 @@ async def rounds(world, upkeep, monkeypatch, *, second_s):
     return asked[:4]
 
 
-def test_a_metaserver_that_is_alone_asks_its_database_once_a_second_and_writes_seldom(tmp_path, monkeypatch):
+async def test_a_metaserver_that_is_alone_asks_its_database_once_a_second_and_writes_seldom(tmp_path, monkeypatch):
     """Each transaction costs a tenth of a percent of a core, so showing life and looking for news are one."""
 
-    async def test() -> None:
-        world, upkeep = await made(tmp_path)
-        assert await rounds(world, upkeep, monkeypatch, second_s=0.0) == ["write", "read", "read", "read"]
-
-    asyncio.run(test())
+    world, upkeep = await made(tmp_path)
+    assert await rounds(world, upkeep, monkeypatch, second_s=0.0) == ["write", "read", "read", "read"]
 
 
-def test_a_metaserver_that_is_alone_sees_what_changed_and_stays_alive_for_itself(tmp_path, monkeypatch):
+async def test_a_metaserver_that_is_alone_sees_what_changed_and_stays_alive_for_itself(tmp_path, monkeypatch):
     """Its own row is never read anew as one that stands still: it would be forgotten, and removed."""
 
-    async def test() -> None:
-        world, upkeep = await made(tmp_path)
-        registry, repository = world.registry, world.database.repository
-        await registry.catch_up(upkeep._show_life)
-        repository.change([SetMark(ReadonlyMark("elsewhere", "g1"))])
-        await registry.catch_up(upkeep._show_life)
-        assert registry.directory.is_marked("g1", "elsewhere")
-        assert [row.beat for row in registry.peers()] == [2]
-        assert [row.beat for row in repository.load_metaservers()] == [1], "nobody else reads it"
-        monkeypatch.setattr(module, "STORED_AGAIN_S", 0.0)
-        upkeep._shown_until_s = 0.0
-        await registry.catch_up(upkeep._show_life)
-        await registry.catch_up(upkeep._show_life)
-        assert [row.beat for row in repository.load_metaservers()] == [4], "what the database takes is tried"
-
-    asyncio.run(test())
+    world, upkeep = await made(tmp_path)
+    registry, repository = world.registry, world.database.repository
+    await registry.catch_up(upkeep._show_life)
+    repository.change([SetMark(ReadonlyMark("elsewhere", "g1"))])
+    await registry.catch_up(upkeep._show_life)
+    assert registry.directory.is_marked("g1", "elsewhere")
+    assert [row.beat for row in registry.peers()] == [2]
+    assert [row.beat for row in repository.load_metaservers()] == [1], "nobody else reads it"
+    monkeypatch.setattr(module, "STORED_AGAIN_S", 0.0)
+    upkeep._shown_until_s = 0.0
+    await registry.catch_up(upkeep._show_life)
+    await registry.catch_up(upkeep._show_life)
+    assert [row.beat for row in repository.load_metaservers()] == [4], "what the database takes is tried"
 
 
-def test_a_metaserver_shows_its_life_as_soon_as_another_one_may_time_it(tmp_path):
-    async def test() -> None:
-        world, upkeep = await made(tmp_path)
-        repository = world.database.repository
+async def test_a_metaserver_shows_its_life_as_soon_as_another_one_may_time_it(tmp_path):
+    world, upkeep = await made(tmp_path)
+    repository = world.database.repository
 
-        async def look() -> int:
-            await world.registry.catch_up(upkeep._show_life)
-            return next(row.beat for row in repository.load_metaservers() if row.id == "m1")
+    async def look() -> int:
+        await world.registry.catch_up(upkeep._show_life)
+        return next(row.beat for row in repository.load_metaservers() if row.id == "m1")
 
-        assert [await look(), await look()] == [1, 1]
-        repository.beat(MetaserverRow("m2", "h", "g", 1, "1"))
-        assert [await look(), await look()] == [3, 4]
-        assert {row.id for row in world.registry.peers()} == {"m1", "m2"}
-        repository.remove_metaserver("m2")
-        assert [await look(), await look()] == [5, 5], "alone again"
-        repository.remove_metaserver("m1")  # the database was restored from before its first beat
-        assert await look() == 7
-
-    asyncio.run(test())
+    assert [await look(), await look()] == [1, 1]
+    repository.beat(MetaserverRow("m2", "h", "g", 1, "1"))
+    assert [await look(), await look()] == [3, 4]
+    assert {row.id for row in world.registry.peers()} == {"m1", "m2"}
+    repository.remove_metaserver("m2")
+    assert [await look(), await look()] == [5, 5], "alone again"
+    repository.remove_metaserver("m1")  # the database was restored from before its first beat
+    assert await look() == 7
 
 
-def test_between_its_beats_a_metaserver_looks_for_what_others_changed(tmp_path, monkeypatch):
-    async def test() -> None:
-        world, upkeep = await made(tmp_path)
-        world.database.repository.beat(MetaserverRow("m2", "h", "g", 1, "1"))
-        upkeep._poll_s = 0.0
-        assert await rounds(world, upkeep, monkeypatch, second_s=1000.0) == ["write", "probe", "probe", "probe"]
-
-    asyncio.run(test())
+async def test_between_its_beats_a_metaserver_looks_for_what_others_changed(tmp_path, monkeypatch):
+    world, upkeep = await made(tmp_path)
+    world.database.repository.beat(MetaserverRow("m2", "h", "g", 1, "1"))
+    upkeep._poll_s = 0.0
+    assert await rounds(world, upkeep, monkeypatch, second_s=1000.0) == ["write", "probe", "probe", "probe"]
 
 
-def test_a_row_that_cannot_be_kept_stops_no_metaserver_from_following(tmp_path, monkeypatch):
-    async def test() -> None:
-        world, upkeep = await made(tmp_path)
+async def test_a_row_that_cannot_be_kept_stops_no_metaserver_from_following(tmp_path, monkeypatch):
+    world, upkeep = await made(tmp_path)
 
-        def refuse(row):
-            raise ValueRefused("the row")
+    def refuse(row):
+        raise ValueRefused("the row")
 
-        monkeypatch.setattr(world.database.repository, "beat", refuse)
-        assert await rounds(world, upkeep, monkeypatch, second_s=0.0) == ["write", "probe"] * 2
-
-    asyncio.run(test())
+    monkeypatch.setattr(world.database.repository, "beat", refuse)
+    assert await rounds(world, upkeep, monkeypatch, second_s=0.0) == ["write", "probe"] * 2
 
 
-def test_a_metaserver_gives_up_its_place_though_what_it_heard_last_cannot_be_stored(tmp_path, monkeypatch):
-    async def test() -> None:
-        world, upkeep = await made(tmp_path)
-        await rounds(world, upkeep, monkeypatch, second_s=0.0)
-        await world.start("g1-a")
-        world.beat("g1-a", point=Point(Epoch(1, 1), 100, 7), incarnation="x")
+async def test_a_metaserver_gives_up_its_place_though_what_it_heard_last_cannot_be_stored(tmp_path, monkeypatch):
+    world, upkeep = await made(tmp_path)
+    await rounds(world, upkeep, monkeypatch, second_s=0.0)
+    await world.start("g1-a")
+    world.beat("g1-a", point=Point(Epoch(1, 1), 100, 7), incarnation="x")
 
-        def refuse(points):
-            raise IntegrityError("INSERT", {}, Exception("another one stored it at this moment"))
+    def refuse(points):
+        raise IntegrityError("INSERT", {}, Exception("another one stored it at this moment"))
 
-        monkeypatch.setattr(world.database.repository, "store_points", refuse)
-        await upkeep.stop()
-        assert await world.database.read(lambda r: r.load_metaservers()) == []
-
-    asyncio.run(test())
+    monkeypatch.setattr(world.database.repository, "store_points", refuse)
+    await upkeep.stop()
+    assert await world.database.read(lambda r: r.load_metaservers()) == []
 
 
 WISH = LeaseRow("watchdog/default", "n1", 0, 0, "10.0.0.1:8090")
@@ -306,129 +275,111 @@ async def soon(is_so):
             await asyncio.sleep(0.001)
 
 
-def test_a_metaserver_that_is_alone_looks_in_the_transaction_of_a_lease(tmp_path, monkeypatch):
+async def test_a_metaserver_that_is_alone_looks_in_the_transaction_of_a_lease(tmp_path, monkeypatch):
     """A watchdog keeps its lease every two seconds: a look of its own each time would cost another call."""
 
-    async def test() -> None:
-        world, upkeep = await made(tmp_path)
-        following = await follows(upkeep, monkeypatch)
-        rest = upkeep._rest
-        rows = [await hold(upkeep)]
-        rows.append(await hold(upkeep, rows[0]))
-        assert [(row.node, row.term, row.beat) for row in rows] == [("n1", 1, 0), ("n1", 1, 1)]
-        assert [row.beat for row in world.registry.peers()] == [3], "it lives, for itself"
-        assert upkeep._rest is rest, "nobody was woken"
-        assert rest.when() - asyncio.get_running_loop().time() <= module.LOOKED_S < 3, "should the watchdog go"
-        following.cancel()
-
-    asyncio.run(test())
+    world, upkeep = await made(tmp_path)
+    following = await follows(upkeep, monkeypatch)
+    rest = upkeep._rest
+    rows = [await hold(upkeep)]
+    rows.append(await hold(upkeep, rows[0]))
+    assert [(row.node, row.term, row.beat) for row in rows] == [("n1", 1, 0), ("n1", 1, 1)]
+    assert [row.beat for row in world.registry.peers()] == [3], "it lives, for itself"
+    assert upkeep._rest is rest, "nobody was woken"
+    assert rest.when() - asyncio.get_running_loop().time() <= module.LOOKED_S < 3, "should the watchdog go"
+    following.cancel()
 
 
-def test_a_look_waits_for_a_lease_that_is_kept_in_the_same_moments(tmp_path, monkeypatch):
+async def test_a_look_waits_for_a_lease_that_is_kept_in_the_same_moments(tmp_path, monkeypatch):
     """A watchdog and a metaserver on one machine wake together: the look came a moment earlier, never along."""
 
-    async def test() -> None:
-        world, upkeep = await made(tmp_path)
-        monkeypatch.setattr(module, "until_next_second", lambda now_s, every_s: module.ALONE_S)
-        now_s = asyncio.get_running_loop().time()
-        await world.registry.catch_up(upkeep._show_life)
-        assert upkeep._until_look_s(now_s) == module.ALONE_S
-        await hold(upkeep)
-        assert upkeep._until_look_s(now_s + module.ALONE_S) == module.LOOKED_S > module.ALONE_S
-        assert upkeep._until_look_s(now_s + 2 * module.ALONE_S) == module.ALONE_S, "the watchdog is gone"
-
-    asyncio.run(test())
+    world, upkeep = await made(tmp_path)
+    monkeypatch.setattr(module, "until_next_second", lambda now_s, every_s: module.ALONE_S)
+    now_s = asyncio.get_running_loop().time()
+    await world.registry.catch_up(upkeep._show_life)
+    assert upkeep._until_look_s(now_s) == module.ALONE_S
+    await hold(upkeep)
+    assert upkeep._until_look_s(now_s + module.ALONE_S) == module.LOOKED_S > module.ALONE_S
+    assert upkeep._until_look_s(now_s + 2 * module.ALONE_S) == module.ALONE_S, "the watchdog is gone"
 
 
-def test_what_a_look_in_the_transaction_of_a_lease_finds_is_read_at_once(tmp_path, monkeypatch):
-    async def test() -> None:
-        world, upkeep = await made(tmp_path)
-        repository = world.database.repository
-        following = await follows(upkeep, monkeypatch)
-        repository.change([SetMark(ReadonlyMark("elsewhere", "g1"))])
-        await hold(upkeep)
-        await soon(lambda: world.registry.directory.is_marked("g1", "elsewhere"))
-        repository.beat(MetaserverRow("m2", "h", "g", 1, "1"))
-        await hold(upkeep)
-        await soon(lambda: {row.id for row in world.registry.peers()} == {"m1", "m2"})
-        assert next(row.beat for row in repository.load_metaservers() if row.id == "m1") > 1, "the other one times it"
-        following.cancel()
-
-    asyncio.run(test())
+async def test_what_a_look_in_the_transaction_of_a_lease_finds_is_read_at_once(tmp_path, monkeypatch):
+    world, upkeep = await made(tmp_path)
+    repository = world.database.repository
+    following = await follows(upkeep, monkeypatch)
+    repository.change([SetMark(ReadonlyMark("elsewhere", "g1"))])
+    await hold(upkeep)
+    await soon(lambda: world.registry.directory.is_marked("g1", "elsewhere"))
+    repository.beat(MetaserverRow("m2", "h", "g", 1, "1"))
+    await hold(upkeep)
+    await soon(lambda: {row.id for row in world.registry.peers()} == {"m1", "m2"})
+    assert next(row.beat for row in repository.load_metaservers() if row.id == "m1") > 1, "the other one times it"
+    following.cancel()
 
 
-def test_many_leases_do_not_make_many_looks_and_none_where_others_look_more_often(tmp_path, monkeypatch):
-    async def test() -> None:
-        world, upkeep = await made(tmp_path)
-        repository, looks = world.database.repository, []
-        look_along = repository.hold_lease_and_look
+async def test_many_leases_do_not_make_many_looks_and_none_where_others_look_more_often(tmp_path, monkeypatch):
+    world, upkeep = await made(tmp_path)
+    repository, looks = world.database.repository, []
+    look_along = repository.hold_lease_and_look
 
-        def counted(wish, *, take, release):
-            looks.append(wish)
-            return look_along(wish, take=take, release=release)
+    def counted(wish, *, take, release):
+        looks.append(wish)
+        return look_along(wish, take=take, release=release)
 
-        monkeypatch.setattr(repository, "hold_lease_and_look", counted)
-        await hold(upkeep)
-        assert not looks, "before it looked by itself for the first time"
-        following = await follows(upkeep, monkeypatch)
-        monkeypatch.setattr(module, "SECOND_S", 1000.0)
-        await hold(upkeep)
-        assert not looks, "it looked a moment ago"
-        monkeypatch.setattr(module, "SECOND_S", 0.0)
-        await hold(upkeep)
-        assert len(looks) == 1
-        upkeep._shown_until_s = 0.0
-        await hold(upkeep)
-        assert len(looks) == 1, "its row is to be stored again: by that it learns whether the database takes anything"
-        following.cancel()
-        repository.beat(MetaserverRow("m2", "h", "g", 1, "1"))
-        await world.registry.catch_up(upkeep._show_life)
-        await hold(upkeep)
-        assert len(looks) == 1, "it polls"
-
-    asyncio.run(test())
+    monkeypatch.setattr(repository, "hold_lease_and_look", counted)
+    await hold(upkeep)
+    assert not looks, "before it looked by itself for the first time"
+    following = await follows(upkeep, monkeypatch)
+    monkeypatch.setattr(module, "SECOND_S", 1000.0)
+    await hold(upkeep)
+    assert not looks, "it looked a moment ago"
+    monkeypatch.setattr(module, "SECOND_S", 0.0)
+    await hold(upkeep)
+    assert len(looks) == 1
+    upkeep._shown_until_s = 0.0
+    await hold(upkeep)
+    assert len(looks) == 1, "its row is to be stored again: by that it learns whether the database takes anything"
+    following.cancel()
+    repository.beat(MetaserverRow("m2", "h", "g", 1, "1"))
+    await world.registry.catch_up(upkeep._show_life)
+    await hold(upkeep)
+    assert len(looks) == 1, "it polls"
 
 
-def test_what_was_heard_of_a_group_is_not_stored_for_another_one_of_its_name(tmp_path):
-    async def test() -> None:
-        world, upkeep = await made(tmp_path)
-        for name in ("g1-a", "g1-b"):
-            await world.start(name)
-        world.beat("g1-a", incarnation="disk of g1-a", point=Point(Epoch(2, 1), 4096, 7))
-        for name in ("g1-b", "g1-a"):
-            world.stop(name)
-            await world.done("RemoveBroker", hostname=name, servePort=20881, force="true")
-        await world.copies()
-        await upkeep._store_points_once()
-        assert not (await world.registry.points_of("g1")).by_incarnation
-
-    asyncio.run(test())
+async def test_what_was_heard_of_a_group_is_not_stored_for_another_one_of_its_name(tmp_path):
+    world, upkeep = await made(tmp_path)
+    for name in ("g1-a", "g1-b"):
+        await world.start(name)
+    world.beat("g1-a", incarnation="disk of g1-a", point=Point(Epoch(2, 1), 4096, 7))
+    for name in ("g1-b", "g1-a"):
+        world.stop(name)
+        await world.done("RemoveBroker", hostname=name, servePort=20881, force="true")
+    await world.copies()
+    await upkeep._store_points_once()
+    assert not (await world.registry.points_of("g1")).by_incarnation
 
 
-def test_a_database_that_was_put_back_is_read_anew_although_as_much_was_changed_in_it_since(tmp_path):
+async def test_a_database_that_was_put_back_is_read_anew_although_as_much_was_changed_in_it_since(tmp_path):
     """As many changes make the same versions, of something else: that was believed until the next change."""
 
     def changes(subject):
         return [SetMark(ReadonlyMark(subject, "g1")), SetRoute(subject, ("g1",), 0)]
 
-    async def test() -> None:
-        world, upkeep = await made(tmp_path)
-        audit, path = AuditRow("anna", "", "change"), tmp_path / "database"
-        other, repository = World(path), world.database.repository
-        await other.open()
-        repository.beat(MetaserverRow("m2", "h", "g", 1, "1"))
-        with closing(sqlite3.connect(path)) as database, closing(sqlite3.connect(":memory:")) as copy:
-            await world.registry.catch_up(upkeep._show_life)
-            database.backup(copy)
-            await world.registry.catch_up(upkeep._show_life)
-            await world.registry.change(changes("a"), audit)
-            copy.backup(database)
-        await other.registry.change(changes("b"), audit)
+    world, upkeep = await made(tmp_path)
+    audit, path = AuditRow("anna", "", "change"), tmp_path / "database"
+    other, repository = World(path), world.database.repository
+    await other.open()
+    repository.beat(MetaserverRow("m2", "h", "g", 1, "1"))
+    with closing(sqlite3.connect(path)) as database, closing(sqlite3.connect(":memory:")) as copy:
         await world.registry.catch_up(upkeep._show_life)
-        assert world.registry.directory.marks == {ReadonlyMark("b", "g1")}
-        assert [name for name, route in world.registry.routes.items() if route.groups] == ["b"]
-        reads = world.registry._seen
+        database.backup(copy)
         await world.registry.catch_up(upkeep._show_life)
-        assert world.registry._seen is reads, "once"
-
-    asyncio.run(test())
+        await world.registry.change(changes("a"), audit)
+        copy.backup(database)
+    await other.registry.change(changes("b"), audit)
+    await world.registry.catch_up(upkeep._show_life)
+    assert world.registry.directory.marks == {ReadonlyMark("b", "g1")}
+    assert [name for name, route in world.registry.routes.items() if route.groups] == ["b"]
+    reads = world.registry._seen
+    await world.registry.catch_up(upkeep._show_life)
+    assert world.registry._seen is reads, "once"

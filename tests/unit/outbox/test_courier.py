@@ -65,67 +65,58 @@ def commit(courier, id, database, row):
     return items[0].receipt
 
 
-def test_who_flushes_waits_for_what_was_committed_before_and_for_nothing_later():
-    async def flush():
-        sender = Sender()
-        courier = courier_of(sender)
-        sender.may = {"first": asyncio.Event(), "second": asyncio.Event()}
-        first = commit(courier, "first", Database(1), 1)
-        flushing = asyncio.create_task(courier.drain())
-        await asyncio.sleep(0)
-        commit(courier, "second", Database(1), 2)
-        await asyncio.sleep(0)
-        assert not flushing.done()
-        sender.may["first"].set()
-        async with asyncio.timeout(5):
-            await flushing
-        assert first.done() and deleted.pop(1) == [1]
-        sender.may["second"].set()
-        await courier.drain()
-        assert deleted.pop(1) == [2] and not courier.is_busy
-
-    asyncio.run(flush())
+async def test_who_flushes_waits_for_what_was_committed_before_and_for_nothing_later():
+    sender = Sender()
+    courier = courier_of(sender)
+    sender.may = {"first": asyncio.Event(), "second": asyncio.Event()}
+    first = commit(courier, "first", Database(1), 1)
+    flushing = asyncio.create_task(courier.drain())
+    await asyncio.sleep(0)
+    commit(courier, "second", Database(1), 2)
+    await asyncio.sleep(0)
+    assert not flushing.done()
+    sender.may["first"].set()
+    async with asyncio.timeout(5):
+        await flushing
+    assert first.done() and deleted.pop(1) == [1]
+    sender.may["second"].set()
+    await courier.drain()
+    assert deleted.pop(1) == [2] and not courier.is_busy
 
 
-def test_nothing_is_kept_of_databases_whose_rows_are_deleted():
+async def test_nothing_is_kept_of_databases_whose_rows_are_deleted():
     """An application may open an engine for each request."""
 
-    async def use_many():
-        courier = courier_of(Sender())
-        for number in range(20):
-            for row in range(3):
-                commit(courier, f"m-{number}-{row}", Database(number), row)
-        await courier.drain()
-        assert all(sorted(deleted.pop(number)) == [0, 1, 2] for number in range(20))
-        kept = [name for name, value in vars(courier).items() if isinstance(value, dict) and value]
-        assert kept == []
-
-    asyncio.run(use_many())
+    courier = courier_of(Sender())
+    for number in range(20):
+        for row in range(3):
+            commit(courier, f"m-{number}-{row}", Database(number), row)
+    await courier.drain()
+    assert all(sorted(deleted.pop(number)) == [0, 1, 2] for number in range(20))
+    kept = [name for name, value in vars(courier).items() if isinstance(value, dict) and value]
+    assert kept == []
 
 
-def test_a_message_stays_that_got_the_id_of_one_whose_commit_the_database_lost(tmp_path):
+async def test_a_message_stays_that_got_the_id_of_one_whose_commit_the_database_lost(tmp_path):
     """It was restored, or a replica without the last commits took over, and another process has committed since."""
 
-    async def lose_a_commit():
-        path, backup = tmp_path / "shop.db", tmp_path / "backup.db"
-        database = dbapi.Database(lambda: sqlite3.connect(path))
-        with closing(sqlite3.connect(path)) as connection:
-            for statement in create_statements("sqlite", "t"):
-                connection.execute(statement)
-        shutil.copy(path, backup)
-        sender, other = Sender(), Sender()
-        sender.may, other.may = {"lost": asyncio.Event()}, {"kept": asyncio.Event()}
-        courier, dead = courier_of(sender), courier_of(other)
-        with database.transaction() as transaction:
-            await courier.stage([Message("a", id="lost")], transaction)
-        shutil.copy(backup, path)
-        with database.transaction() as transaction:
-            await dead.stage([Message("a", id="kept")], transaction)
-        sender.may["lost"].set()
-        await courier.drain()
-        with closing(sqlite3.connect(path)) as connection:
-            ((content,),) = connection.execute("SELECT content FROM t").fetchall()
-        assert '"kept"' in content
-        dead.stop()
-
-    asyncio.run(lose_a_commit())
+    path, backup = tmp_path / "shop.db", tmp_path / "backup.db"
+    database = dbapi.Database(lambda: sqlite3.connect(path))
+    with closing(sqlite3.connect(path)) as connection:
+        for statement in create_statements("sqlite", "t"):
+            connection.execute(statement)
+    shutil.copy(path, backup)
+    sender, other = Sender(), Sender()
+    sender.may, other.may = {"lost": asyncio.Event()}, {"kept": asyncio.Event()}
+    courier, dead = courier_of(sender), courier_of(other)
+    with database.transaction() as transaction:
+        await courier.stage([Message("a", id="lost")], transaction)
+    shutil.copy(backup, path)
+    with database.transaction() as transaction:
+        await dead.stage([Message("a", id="kept")], transaction)
+    sender.may["lost"].set()
+    await courier.drain()
+    with closing(sqlite3.connect(path)) as connection:
+        ((content,),) = connection.execute("SELECT content FROM t").fetchall()
+    assert '"kept"' in content
+    dead.stop()

@@ -114,23 +114,21 @@ def test_an_outage_is_logged_once_and_its_end_once(caplog):
     assert len(lines) == 2 and "messages=5 oldest_s=31" in lines[0] and "no message waits" in lines[1]
 
 
-def test_a_failed_send_is_looked_for_at_once_and_an_idle_outbox_once_a_minute():
-    async def run():
-        database = Database()
-        relays = relays_of(database, wait_s=3600.0)
-        [relay] = relays._relays.values()
-        assert 54 <= await relay._turn() <= 66
-        relays.left(database, "no route")
-        assert relay._moved.is_set()
-        assert await relay._turn() == 1.0, "refused early, it is left behind when the producer's time is over"
-        assert 54 <= await relay._turn() <= 66
-        database.left = Left(3, 2_000, 0)
-        assert [await relay._turn() for _ in range(7)] == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
-        await relays.close()
-        relays.use(Database("another"))
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    asyncio.run(run())
+async def test_a_failed_send_is_looked_for_at_once_and_an_idle_outbox_once_a_minute():
+    tasks = asyncio.all_tasks()
+    database = Database()
+    relays = relays_of(database, wait_s=3600.0)
+    [relay] = relays._relays.values()
+    assert 54 <= await relay._turn() <= 66
+    relays.left(database, "no route")
+    assert relay._moved.is_set()
+    assert await relay._turn() == 1.0, "refused early, it is left behind when the producer's time is over"
+    assert 54 <= await relay._turn() <= 66
+    database.left = Left(3, 2_000, 0)
+    assert [await relay._turn() for _ in range(7)] == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+    await relays.close()
+    relays.use(Database("another"))
+    assert asyncio.all_tasks() == tasks
 
 
 def test_a_database_that_cannot_be_read_is_a_trouble_when_it_lasts(caplog):
@@ -148,20 +146,17 @@ def test_a_database_that_cannot_be_read_is_a_trouble_when_it_lasts(caplog):
     assert len(caplog.records) == 1
 
 
-def test_rows_that_the_producer_itself_sends_are_under_way_until_they_are_deleted():
-    async def run():
-        sender, database = Sender(), Database()
-        sender.may = {"m": asyncio.Event()}
-        courier = courier_of(sender)
-        items = courier.items([Message("a", id="m")])
-        courier.committed(Written(database, items, [Inserted([7], ["x"])]))
-        await asyncio.sleep(0)
-        assert courier.under_way(database) == {7} and courier.under_way(Database()) == set()
-        sender.may["m"].set()
-        await courier.drain()
-        assert courier.under_way(database) == set()
-
-    asyncio.run(run())
+async def test_rows_that_the_producer_itself_sends_are_under_way_until_they_are_deleted():
+    sender, database = Sender(), Database()
+    sender.may = {"m": asyncio.Event()}
+    courier = courier_of(sender)
+    items = courier.items([Message("a", id="m")])
+    courier.committed(Written(database, items, [Inserted([7], ["x"])]))
+    await asyncio.sleep(0)
+    assert courier.under_way(database) == {7} and courier.under_way(Database()) == set()
+    sender.may["m"].set()
+    await courier.drain()
+    assert courier.under_way(database) == set()
 
 
 def test_ordered_rows_are_claimed_all_or_none_and_never_beside_anothers_claim(session_world):

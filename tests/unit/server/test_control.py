@@ -100,7 +100,7 @@ async def until_let_in(port):
     return writer
 
 
-def test_a_control_port_takes_so_many_connections_and_another_when_one_has_ended(monkeypatch):
+async def test_a_control_port_takes_so_many_connections_and_another_when_one_has_ended(monkeypatch):
     """What anybody opens there must not use up the files of a process that has a log to write."""
     monkeypatch.setattr(control, "CONNECTIONS_MAX", 2)
     (port,) = free_ports(1)
@@ -108,16 +108,13 @@ def test_a_control_port_takes_so_many_connections_and_another_when_one_has_ended
         ip="127.0.0.1", control_port=port, read_log_bytes_per_s=1_024, catch_up_bytes_per_s=1_024
     )
 
-    async def run():
-        serving = asyncio.create_task(CopyControl(None, settings, None).serve())
-        first, second = await until_let_in(port), await let_in(port)
-        assert second is not None
-        assert await let_in(port) is None
-        first.close()
-        third = await until_let_in(port)
-        for writer in (second, third):
-            writer.close()
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
-
-    asyncio.run(run())
+    serving = asyncio.create_task(CopyControl(None, settings, None).serve())
+    first, second = await until_let_in(port), await let_in(port)
+    assert second is not None
+    assert await let_in(port) is None
+    first.close()
+    third = await until_let_in(port)
+    for writer in (second, third):
+        writer.close()
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)

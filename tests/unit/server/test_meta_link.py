@@ -117,42 +117,39 @@ def test_broker_waits_longer_each_time_unless_it_was_served_for_a_while(monkeypa
     assert waited == waits
 
 
-def test_a_process_begins_until_a_metaserver_gave_it_its_part(tmp_path):
+async def test_a_process_begins_until_a_metaserver_gave_it_its_part(tmp_path):
     """Also one that took up the part which its disk remembers: that may be of an earlier life."""
 
-    async def test() -> None:
-        disk = RealDisk(tmp_path)
-        node = SimpleNamespace(
-            identity=IdentityFile(disk, new_incarnation="disk a"),
-            is_of_another=False,
-            assignment=None,
-            remembered_elsewhere=lambda points, **words: None,
-        )
-        node.assign = lambda assignment: setattr(node, "assignment", assignment)
-        service = SimpleNamespace(node=node, guarded=lambda call: call(), state_changed=asyncio.Event())
-        link, said = MetaLink(service, SETTINGS), []
+    disk = RealDisk(tmp_path)
+    node = SimpleNamespace(
+        identity=IdentityFile(disk, new_incarnation="disk a"),
+        is_of_another=False,
+        assignment=None,
+        remembered_elsewhere=lambda points, **words: None,
+    )
+    node.assign = lambda assignment: setattr(node, "assignment", assignment)
+    service = SimpleNamespace(node=node, guarded=lambda call: call(), state_changed=asyncio.Event())
+    link, said = MetaLink(service, SETTINGS), []
 
-        class Stub:
-            answer = pb.Assignment()
+    class Stub:
+        answer = pb.Assignment()
 
-            async def Register(self, identity, **words):
-                said.append(identity.begins)
-                return self.answer
+        async def Register(self, identity, **words):
+            said.append(identity.begins)
+            return self.answer
 
-            async def Heartbeat(self, beats, **words):
-                return
-                yield
+        async def Heartbeat(self, beats, **words):
+            return
+            yield
 
-        stub = Stub()
-        node.assignment = Assignment("g1", 4, Role.MASTER)  # it took up what it remembers
-        for answer in (pb.Assignment(), pb.Assignment(broker_group="g1", term=5), pb.Assignment()):
-            stub.answer = answer
-            with pytest.raises(NotServed):
-                await link._live(stub)
-        assert said == [True, True, False]
-        disk.close()
-
-    asyncio.run(test())
+    stub = Stub()
+    node.assignment = Assignment("g1", 4, Role.MASTER)  # it took up what it remembers
+    for answer in (pb.Assignment(), pb.Assignment(broker_group="g1", term=5), pb.Assignment()):
+        stub.answer = answer
+        with pytest.raises(NotServed):
+            await link._live(stub)
+    assert said == [True, True, False]
+    disk.close()
 
 
 class Meta:

@@ -29,29 +29,23 @@ class World:
         raise Ended from error
 
 
-def test_a_broker_that_stops_while_a_piece_is_given_back_stops_as_any():
+async def test_a_broker_that_stops_while_a_piece_is_given_back_stops_as_any():
     """It ended as fenced, and what it remembered to be acknowledged was not saved."""
 
-    async def run():
-        world = World()
-        sweeping = asyncio.ensure_future(Service._sweep(world, world.disk))
-        piece_is_done = await world.pieces.get()
-        sweeping.cancel()
-        await asyncio.gather(sweeping, return_exceptions=True)
-        piece_is_done(True)
-
-    asyncio.run(run())
+    world = World()
+    sweeping = asyncio.ensure_future(Service._sweep(world, world.disk))
+    piece_is_done = await world.pieces.get()
+    sweeping.cancel()
+    await asyncio.gather(sweeping, return_exceptions=True)
+    piece_is_done(True)
 
 
-def test_a_piece_that_cannot_be_given_back_ends_the_process():
+async def test_a_piece_that_cannot_be_given_back_ends_the_process():
     """It was tried again twenty times a second, without a word."""
 
-    async def run():
-        world = World()
-        sweeping = asyncio.ensure_future(Service._sweep(world, world.disk))
-        piece_is_done = await world.pieces.get()
-        with pytest.raises(Ended):
-            piece_is_done(DiskFailed("removed/log-0: Input/output error"))
-        sweeping.cancel()
-
-    asyncio.run(run())
+    world = World()
+    sweeping = asyncio.ensure_future(Service._sweep(world, world.disk))
+    piece_is_done = await world.pieces.get()
+    with pytest.raises(Ended):
+        piece_is_done(DiskFailed("removed/log-0: Input/output error"))
+    sweeping.cancel()

@@ -35,214 +35,173 @@ def names(messages):
     return [str(message["n"]) for message in messages]
 
 
-def test_a_delayed_message_is_there_when_it_is_due_and_not_before(broker):
-    async def test():
-        async with producer_of(broker) as producer:
-            receipt = await producer.send(Message("s", {"n": 1}), delay=timedelta(minutes=30))
-            assert receipt.is_stored and receipt.broker_group == "test-delay"
-            broker.advance(1_790)
-            assert broker.messages("s") == [] and names(broker.delayed("s")) == ["1"]
-            broker.advance(11)
-            assert names(broker.messages("s")) == ["1"] and broker.delayed("s") == []
-
-    run(test())
+async def test_a_delayed_message_is_there_when_it_is_due_and_not_before(broker):
+    async with producer_of(broker) as producer:
+        receipt = await producer.send(Message("s", {"n": 1}), delay=timedelta(minutes=30))
+        assert receipt.is_stored and receipt.broker_group == "test-delay"
+        broker.advance(1_790)
+        assert broker.messages("s") == [] and names(broker.delayed("s")) == ["1"]
+        broker.advance(11)
+        assert names(broker.messages("s")) == ["1"] and broker.delayed("s") == []
 
 
-def test_messages_come_in_the_order_in_which_they_are_due(broker):
-    async def test():
-        async with producer_of(broker) as producer:
-            for n, delay_s in enumerate([300, 100, 200]):
-                await producer.send(Message("s", {"n": n}), delay=delay_s)
-            await producer.send(Message("s", {"n": "at once"}))
-            broker.advance(DAY_S)
-            assert names(broker.messages("s")) == ["at once", "1", "2", "0"]
-
-    run(test())
+async def test_messages_come_in_the_order_in_which_they_are_due(broker):
+    async with producer_of(broker) as producer:
+        for n, delay_s in enumerate([300, 100, 200]):
+            await producer.send(Message("s", {"n": n}), delay=delay_s)
+        await producer.send(Message("s", {"n": "at once"}))
+        broker.advance(DAY_S)
+        assert names(broker.messages("s")) == ["at once", "1", "2", "0"]
 
 
-def test_a_time_that_has_passed_is_delivered_at_once(broker):
-    async def test():
-        async with producer_of(broker) as producer:
-            await producer.send(Message("s", {"n": 1}), at=datetime(2020, 1, 1, tzinfo=UTC))
-            broker.advance(0.001)
-            assert names(broker.messages("s")) == ["1"]
-
-    run(test())
+async def test_a_time_that_has_passed_is_delivered_at_once(broker):
+    async with producer_of(broker) as producer:
+        await producer.send(Message("s", {"n": 1}), at=datetime(2020, 1, 1, tzinfo=UTC))
+        broker.advance(0.001)
+        assert names(broker.messages("s")) == ["1"]
 
 
-def test_a_delay_counts_from_the_time_that_the_test_has_reached(broker):
-    async def test():
-        async with producer_of(broker) as producer:
-            broker.advance(3_600)
-            first = await producer.send(Message("s", {"n": 1}), delay=600)
-            broker.advance(3_600)
-            await producer.send(Message("s", {"n": 2}), delay=600)
-            assert await producer.reschedule(first, delay=900) is DelayOutcome.SENT
-            broker.advance(590)
-            assert names(broker.messages("s")) == ["1"]
-            broker.advance(11)
-            assert names(broker.messages("s")) == ["1", "2"]
-
-    run(test())
+async def test_a_delay_counts_from_the_time_that_the_test_has_reached(broker):
+    async with producer_of(broker) as producer:
+        broker.advance(3_600)
+        first = await producer.send(Message("s", {"n": 1}), delay=600)
+        broker.advance(3_600)
+        await producer.send(Message("s", {"n": 2}), delay=600)
+        assert await producer.reschedule(first, delay=900) is DelayOutcome.SENT
+        broker.advance(590)
+        assert names(broker.messages("s")) == ["1"]
+        broker.advance(11)
+        assert names(broker.messages("s")) == ["1", "2"]
 
 
-def test_cancelling_answers_the_truth(broker):
-    async def test():
-        async with producer_of(broker) as producer:
-            one = await producer.send(Message("s", {"n": 1}), delay=60)
-            await producer.send(Message("s", {"n": 2}, id="two"), delay=60)
-            await producer.send(Message("s", {"n": 3}), delay=60, key="order-3")
-            assert await producer.cancel(one) is DelayOutcome.CANCELLED
-            assert await producer.cancel(one) is DelayOutcome.CANCELLED, "and it stays so"
-            assert await producer.cancel(subject="s", key="order-3") is DelayOutcome.CANCELLED
-            assert await producer.cancel(subject="s", id="nobody") is DelayOutcome.UNKNOWN
-            assert await producer.cancel(subject="other", id="two") is DelayOutcome.UNKNOWN
-            broker.advance(61)
-            assert names(broker.messages("s")) == ["2"]
-            assert await producer.cancel(subject="s", id="two") is DelayOutcome.SENT
-
-    run(test())
+async def test_cancelling_answers_the_truth(broker):
+    async with producer_of(broker) as producer:
+        one = await producer.send(Message("s", {"n": 1}), delay=60)
+        await producer.send(Message("s", {"n": 2}, id="two"), delay=60)
+        await producer.send(Message("s", {"n": 3}), delay=60, key="order-3")
+        assert await producer.cancel(one) is DelayOutcome.CANCELLED
+        assert await producer.cancel(one) is DelayOutcome.CANCELLED, "and it stays so"
+        assert await producer.cancel(subject="s", key="order-3") is DelayOutcome.CANCELLED
+        assert await producer.cancel(subject="s", id="nobody") is DelayOutcome.UNKNOWN
+        assert await producer.cancel(subject="other", id="two") is DelayOutcome.UNKNOWN
+        broker.advance(61)
+        assert names(broker.messages("s")) == ["2"]
+        assert await producer.cancel(subject="s", id="two") is DelayOutcome.SENT
 
 
-def test_rescheduling_moves_a_message_to_earlier_or_later(broker):
-    async def test():
-        async with producer_of(broker) as producer:
-            early = await producer.send(Message("s", {"n": "early"}), delay=600)
-            await producer.send(Message("s", {"n": "late"}), delay=60, key="k")
-            assert await producer.reschedule(early, delay=60) is DelayOutcome.RESCHEDULED
-            assert await producer.reschedule(subject="s", key="k", delay=DAY_S) is DelayOutcome.RESCHEDULED
-            broker.advance(600)
-            assert names(broker.messages("s")) == ["early"]
-            assert await producer.cancel(subject="s", key="k") is DelayOutcome.CANCELLED
-
-    run(test())
+async def test_rescheduling_moves_a_message_to_earlier_or_later(broker):
+    async with producer_of(broker) as producer:
+        early = await producer.send(Message("s", {"n": "early"}), delay=600)
+        await producer.send(Message("s", {"n": "late"}), delay=60, key="k")
+        assert await producer.reschedule(early, delay=60) is DelayOutcome.RESCHEDULED
+        assert await producer.reschedule(subject="s", key="k", delay=DAY_S) is DelayOutcome.RESCHEDULED
+        broker.advance(600)
+        assert names(broker.messages("s")) == ["early"]
+        assert await producer.cancel(subject="s", key="k") is DelayOutcome.CANCELLED
 
 
-def test_a_time_too_far_ahead_is_refused(broker):
-    async def test():
-        async with producer_of(broker) as producer:
-            receipt = await producer.send(Message("s"), delay=timedelta(days=800))
-            assert receipt.outcome is qmq.Outcome.REFUSED and "730" in receipt.reason
-            other = await producer.send(Message("s"), delay=timedelta(days=729))
-            assert other.is_stored
-            with pytest.raises(qmq.QmqError, match="730"):
-                await producer.reschedule(other, delay=timedelta(days=731))
-
-    run(test())
+async def test_a_time_too_far_ahead_is_refused(broker):
+    async with producer_of(broker) as producer:
+        receipt = await producer.send(Message("s"), delay=timedelta(days=800))
+        assert receipt.outcome is qmq.Outcome.REFUSED and "730" in receipt.reason
+        other = await producer.send(Message("s"), delay=timedelta(days=729))
+        assert other.is_stored
+        with pytest.raises(qmq.QmqError, match="730"):
+            await producer.reschedule(other, delay=timedelta(days=731))
 
 
-def test_a_consumer_sees_when_a_message_was_due(broker):
-    async def test():
-        consumer = qmq.Consumer(metaserver=broker.metaserver, app="test")
-        async with producer_of(broker) as producer, consumer.pull("s", group="g", start="earliest") as puller:
-            receipt = await producer.send(Message("s", {"n": 1}, tags={"t"}, order_key="o"), delay=60)
-            await producer.send(Message("s", {"n": 2}))
-            (first,) = await puller.pull(1, timeout=5)
-            broker.advance(60)
-            (second,) = await puller.pull(1, timeout=5)
-            assert (first["n"], first.due_ms) == ("2", None)
-            assert (second["n"], second.due_ms, second.id) == ("1", receipt.due_ms, receipt.message_id)
-            assert (second.tags, second.order_key) == ({"t"}, "o")
-            await puller.ack([first, second])
-
-    run(test())
+async def test_a_consumer_sees_when_a_message_was_due(broker):
+    consumer = qmq.Consumer(metaserver=broker.metaserver, app="test")
+    async with producer_of(broker) as producer, consumer.pull("s", group="g", start="earliest") as puller:
+        receipt = await producer.send(Message("s", {"n": 1}, tags={"t"}, order_key="o"), delay=60)
+        await producer.send(Message("s", {"n": 2}))
+        (first,) = await puller.pull(1, timeout=5)
+        broker.advance(60)
+        (second,) = await puller.pull(1, timeout=5)
+        assert (first["n"], first.due_ms) == ("2", None)
+        assert (second["n"], second.due_ms, second.id) == ("1", receipt.due_ms, receipt.message_id)
+        assert (second.tags, second.order_key) == ({"t"}, "o")
+        await puller.ack([first, second])
 
 
-def test_while_the_broker_is_readonly_a_due_message_waits(broker):
-    async def test():
-        async with producer_of(broker) as producer:
-            await producer.send(Message("s", {"n": 1}), delay=60)
-            broker.readonly("s")
-            broker.advance(120)
-            assert broker.messages("s") == [] and names(broker.delayed("s")) == ["1"]
-            broker.writable()
-            broker.advance(1)
-            assert names(broker.messages("s")) == ["1"]
-
-    run(test())
+async def test_while_the_broker_is_readonly_a_due_message_waits(broker):
+    async with producer_of(broker) as producer:
+        await producer.send(Message("s", {"n": 1}), delay=60)
+        broker.readonly("s")
+        broker.advance(120)
+        assert broker.messages("s") == [] and names(broker.delayed("s")) == ["1"]
+        broker.writable()
+        broker.advance(1)
+        assert names(broker.messages("s")) == ["1"]
 
 
-def test_lost_connections_and_new_masters_lose_no_delayed_message(broker):
-    async def test():
-        async with producer_of(broker) as producer:
-            receipts = []
-            for n in range(30):
-                receipts.append(await producer.send(Message("s", {"n": n}), delay=60 + n))
-                if n == 10:
-                    broker.drop_connections()
-                if n == 20:
-                    broker.swap_roles()
-            broker.advance(75)
-            broker.swap_roles()
-            broker.advance(75)
-            assert names(broker.messages("s")) == [str(n) for n in range(30)]
-            assert await producer.cancel(receipts[0]) is DelayOutcome.SENT
-
-    run(test())
+async def test_lost_connections_and_new_masters_lose_no_delayed_message(broker):
+    async with producer_of(broker) as producer:
+        receipts = []
+        for n in range(30):
+            receipts.append(await producer.send(Message("s", {"n": n}), delay=60 + n))
+            if n == 10:
+                broker.drop_connections()
+            if n == 20:
+                broker.swap_roles()
+        broker.advance(75)
+        broker.swap_roles()
+        broker.advance(75)
+        assert names(broker.messages("s")) == [str(n) for n in range(30)]
+        assert await producer.cancel(receipts[0]) is DelayOutcome.SENT
 
 
-def test_many_days_pass_quickly(broker):
-    async def test():
-        async with producer_of(broker) as producer:
-            receipts = await producer.send_many(
-                [Message("s", {"n": n}) for n in range(2_000)], delay=timedelta(days=10)
-            )
-            assert receipts.all_stored
-            broker.advance(11 * DAY_S)
-            assert len(broker.messages("s")) == 2_000
-
-    run(test())
+async def test_many_days_pass_quickly(broker):
+    async with producer_of(broker) as producer:
+        receipts = await producer.send_many([Message("s", {"n": n}) for n in range(2_000)], delay=timedelta(days=10))
+        assert receipts.all_stored
+        broker.advance(11 * DAY_S)
+        assert len(broker.messages("s")) == 2_000
 
 
-def test_a_retry_in_more_than_a_day_waits_at_the_delay_group_for_its_consumer_group_alone(broker):
-    async def test():
-        consumer = qmq.Consumer(metaserver=broker.metaserver, app="test")
-        tried, others = [], []
+async def test_a_retry_in_more_than_a_day_waits_at_the_delay_group_for_its_consumer_group_alone(broker):
+    consumer = qmq.Consumer(metaserver=broker.metaserver, app="test")
+    tried, others = [], []
 
-        @consumer.listen("s", group="slow", start="earliest", retries_max=3)
-        async def handle(message):
-            tried.append((message["n"], message.times, message.id))
-            raise qmq.RetryLater(1.1 * DAY_S)
+    @consumer.listen("s", group="slow", start="earliest", retries_max=3)
+    async def handle(message):
+        tried.append((message["n"], message.times, message.id))
+        raise qmq.RetryLater(1.1 * DAY_S)
 
-        @consumer.listen("s", group="other", start="earliest")
-        async def other(message):
-            others.append(message["n"])
+    @consumer.listen("s", group="other", start="earliest")
+    async def other(message):
+        others.append(message["n"])
 
-        async with producer_of(broker) as producer:
-            await producer.send(Message("s", {"n": 1}, tags={"t"}, id="one"))
-            task = asyncio.create_task(consumer.run())
-            for times in (1, 2, 3):
-                await broker.wait_until_consumed("s", "slow")
-                while len(tried) < times:
-                    await asyncio.sleep(0.01)
-                await broker.wait_until_consumed("s", "slow", skip_delays=False)
-                assert tried[-1] == ("1", times, "one")
-                broker.advance(1.05 * DAY_S)
-                assert len(tried) == times, "not early"
-                broker.advance(0.1 * DAY_S)
-            assert len(tried) == 3 and others == ["1"]
-            (dead,) = broker.dead_letters("s", "slow")
-            assert dead.id == "one" and dead.tags == {"t"} and "3 times" in str(dead["qmq_deadReason"])
-            consumer.stop()
-            await task
-
-    run(test())
+    async with producer_of(broker) as producer:
+        await producer.send(Message("s", {"n": 1}, tags={"t"}, id="one"))
+        task = asyncio.create_task(consumer.run())
+        for times in (1, 2, 3):
+            await broker.wait_until_consumed("s", "slow")
+            while len(tried) < times:
+                await asyncio.sleep(0.01)
+            await broker.wait_until_consumed("s", "slow", skip_delays=False)
+            assert tried[-1] == ("1", times, "one")
+            broker.advance(1.05 * DAY_S)
+            assert len(tried) == times, "not early"
+            broker.advance(0.1 * DAY_S)
+        assert len(tried) == 3 and others == ["1"]
+        (dead,) = broker.dead_letters("s", "slow")
+        assert dead.id == "one" and dead.tags == {"t"} and "3 times" in str(dead["qmq_deadReason"])
+        consumer.stop()
+        await task
 
 
-def test_a_day_is_kept_by_the_broker_itself(broker):
-    async def test():
-        consumer = qmq.Consumer(metaserver=broker.metaserver, app="test")
-        async with producer_of(broker) as producer, consumer.pull("s", group="g", start="earliest") as puller:
-            await producer.send(Message("s", {"n": 1}))
-            (message,) = await puller.pull(1, timeout=5)
-            await message.nack("tomorrow", delay=DAY_S)
-            await broker.wait_until_delayed("s", "g")
-            broker.advance(DAY_S)
-            (message,) = await puller.pull(1, timeout=5)
-            assert message.times == 2 and message.source == "s"
-            await message.ack()
-
-    run(test())
+async def test_a_day_is_kept_by_the_broker_itself(broker):
+    consumer = qmq.Consumer(metaserver=broker.metaserver, app="test")
+    async with producer_of(broker) as producer, consumer.pull("s", group="g", start="earliest") as puller:
+        await producer.send(Message("s", {"n": 1}))
+        (message,) = await puller.pull(1, timeout=5)
+        await message.nack("tomorrow", delay=DAY_S)
+        await broker.wait_until_delayed("s", "g")
+        broker.advance(DAY_S)
+        (message,) = await puller.pull(1, timeout=5)
+        assert message.times == 2 and message.source == "s"
+        await message.ack()
 
 
 def test_blocking_programs_delay_and_cancel_too(qmq_blocking_broker):

@@ -9,7 +9,7 @@ import pytest
 import qmq.blocking
 from qmq import Message
 from qmq.errors import CallError
-from tests.unit.testing.test_delays import broker, producer_of, run
+from tests.unit.testing.test_delays import broker, producer_of
 
 __all__ = ["broker"]
 
@@ -21,49 +21,40 @@ def pass_first(broker, schedule):
     broker.advance((schedule.next_at - datetime.now(UTC)).total_seconds() + 30)
 
 
-def test_each_time_is_one_message_also_if_time_leaps(broker):
-    async def test():
-        async with producer_of(broker) as producer:
-            before = datetime.now(UTC)
-            schedule = await producer.put_recurring(Message("s", {"n": 1}, tags={"t"}), **MINUTELY, owner="ops")
-            assert before < schedule.next_at <= datetime.now(UTC) + timedelta(minutes=1)
-            pass_first(broker, schedule)
-            broker.advance(540)
-            messages = broker.messages("s")
-            assert len(messages) == 10 and len({message.id for message in messages}) == 10
-            assert {(message["n"], message.tags, message["qmq_recurOwner"]) for message in messages} == {
-                ("1", frozenset({"t"}), "ops")
-            }
-            created = [message.created_ms for message in messages]
-            assert created == list(range(schedule.due_ms, schedule.due_ms + 600_000, 60_000))
-
-    run(test())
+async def test_each_time_is_one_message_also_if_time_leaps(broker):
+    async with producer_of(broker) as producer:
+        before = datetime.now(UTC)
+        schedule = await producer.put_recurring(Message("s", {"n": 1}, tags={"t"}), **MINUTELY, owner="ops")
+        assert before < schedule.next_at <= datetime.now(UTC) + timedelta(minutes=1)
+        pass_first(broker, schedule)
+        broker.advance(540)
+        messages = broker.messages("s")
+        assert len(messages) == 10 and len({message.id for message in messages}) == 10
+        assert {(message["n"], message.tags, message["qmq_recurOwner"]) for message in messages} == {
+            ("1", frozenset({"t"}), "ops")
+        }
+        created = [message.created_ms for message in messages]
+        assert created == list(range(schedule.due_ms, schedule.due_ms + 600_000, 60_000))
 
 
-def test_deleted_schedule_is_over_and_a_changed_one_follows_its_new_times(broker):
-    async def test():
-        async with producer_of(broker) as producer:
-            pass_first(broker, await producer.put_recurring(Message("s"), **MINUTELY))
-            broker.advance(60)
-            await producer.put_recurring(Message("s"), **MINUTELY | {"cron": "0 0 1 1 *"})
-            broker.advance(600)
-            assert len(broker.messages("s")) == 2
-            assert [one.cron for one in await producer.list_recurring(subject="s")] == ["0 0 1 1 *"]
-            assert await producer.delete_recurring(subject="s", name="minutely")
-            assert await producer.list_recurring(subject="s") == []
-            assert not broker.delayed("s")
-
-    run(test())
+async def test_deleted_schedule_is_over_and_a_changed_one_follows_its_new_times(broker):
+    async with producer_of(broker) as producer:
+        pass_first(broker, await producer.put_recurring(Message("s"), **MINUTELY))
+        broker.advance(60)
+        await producer.put_recurring(Message("s"), **MINUTELY | {"cron": "0 0 1 1 *"})
+        broker.advance(600)
+        assert len(broker.messages("s")) == 2
+        assert [one.cron for one in await producer.list_recurring(subject="s")] == ["0 0 1 1 *"]
+        assert await producer.delete_recurring(subject="s", name="minutely")
+        assert await producer.list_recurring(subject="s") == []
+        assert not broker.delayed("s")
 
 
-def test_order_keys_and_consumers_see_occurrences_as_any_message(broker):
-    async def test():
-        async with producer_of(broker) as producer:
-            await producer.put_recurring(Message("s", order_key="k"), **MINUTELY)
-            broker.advance(180)
-            assert {message.order_key for message in broker.messages("s")} == {"k"}
-
-    run(test())
+async def test_order_keys_and_consumers_see_occurrences_as_any_message(broker):
+    async with producer_of(broker) as producer:
+        await producer.put_recurring(Message("s", order_key="k"), **MINUTELY)
+        broker.advance(180)
+        assert {message.order_key for message in broker.messages("s")} == {"k"}
 
 
 def test_program_without_event_loop_has_the_same(broker):
