@@ -62,32 +62,29 @@ class Story:
         ("ephemeral", {"broadcast": True}, None, True),
     ],
 )
-def test_an_existing_group_gets_all_that_a_joined_broker_group_stores(cluster, name, terms, consumer_id, runs):
-    async def story():
-        world = Story(cluster, f"join.{name}", terms, consumer_id=consumer_id)
-        async with producer(cluster) as sender:
-            await world.send(sender, 1)  # from before the consumer group: not for it
-            client, task = world.listen()
-            while not world.got:  # it has begun once it gets one
-                await world.send(sender, 1)
-                await asyncio.sleep(0.05)
-            first = min(world.got)
-            assert first > 0
-            if not runs:
-                client.stop()
-                await task
-            await asyncio.to_thread(cluster.manage, "AddSubjectBrokerGroup", subject=world.subject, brokerGroup="g2")
-            await world.until_only_on(sender, "g2", MANY)
-            if not runs:
-                lag = await asyncio.to_thread(cluster.manage, "Lag", subject=world.subject)
-                behind = lag["lag"][0]["brokerGroups"]
-                assert behind["g2"] >= MANY, "the joined broker group counts before the consumer subscribes there"
-                client, task = world.listen()
-            await world.until_got(range(first, len(world.sent)))
+async def test_an_existing_group_gets_all_that_a_joined_broker_group_stores(cluster, name, terms, consumer_id, runs):
+    world = Story(cluster, f"join.{name}", terms, consumer_id=consumer_id)
+    async with producer(cluster) as sender:
+        await world.send(sender, 1)  # from before the consumer group: not for it
+        client, task = world.listen()
+        while not world.got:  # it has begun once it gets one
+            await world.send(sender, 1)
+            await asyncio.sleep(0.05)
+        first = min(world.got)
+        assert first > 0
+        if not runs:
             client.stop()
             await task
-
-    asyncio.run(story())
+        await asyncio.to_thread(cluster.manage, "AddSubjectBrokerGroup", subject=world.subject, brokerGroup="g2")
+        await world.until_only_on(sender, "g2", MANY)
+        if not runs:
+            lag = await asyncio.to_thread(cluster.manage, "Lag", subject=world.subject)
+            behind = lag["lag"][0]["brokerGroups"]
+            assert behind["g2"] >= MANY, "the joined broker group counts before the consumer subscribes there"
+            client, task = world.listen()
+        await world.until_got(range(first, len(world.sent)))
+        client.stop()
+        await task
     rows = row(cluster, "SELECT count(*) FROM consumer_group WHERE subject = ?", f"join.{name}")
     assert rows == (0 if name == "ephemeral" else 1,)
 

@@ -94,18 +94,15 @@ def kill_the_master(cluster):
 
 
 @pytest.mark.parametrize("harm", [None, swap, kill_the_master], ids=lambda harm: harm.__name__ if harm else "retries")
-def test_messages_of_a_key_are_handled_one_by_one_in_order(cluster, harm):
+async def test_messages_of_a_key_are_handled_one_by_one_in_order(cluster, harm):
     subject = f"ordered.{harm.__name__ if harm else 'retries'}"
     handled = Handled(Random(1))
 
-    async def test():
-        await send(
-            cluster,
-            [qmq.Message(subject, {"n": n}, order_key=f"k{key}") for n in range(EACH) for key in range(KEYS)],
-        )
-        await consume(cluster, subject, handled, harm)
-
-    asyncio.run(test())
+    await send(
+        cluster,
+        [qmq.Message(subject, {"n": n}, order_key=f"k{key}") for n in range(EACH) for key in range(KEYS)],
+    )
+    await consume(cluster, subject, handled, harm)
     for key in (f"k{number}" for number in range(KEYS)):
         assert list(dict.fromkeys(handled.done[key])) == list(range(EACH)), "each came, in order"
         assert handled.tries[key] == sorted(handled.tries[key]), "none came before what stands before it was done"

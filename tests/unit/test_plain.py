@@ -137,47 +137,44 @@ def test_addresses_tokens_tables_and_reasons_are_values():
     assert all(is_plain(one, "a") for one in (put.name, put.owner, put.cron, put.timezone, wish.subject, wish.group))
 
 
-def test_a_message_comes_back_as_the_values_it_was_given(qmq_broker):
+async def test_a_message_comes_back_as_the_values_it_was_given(qmq_broker):
     """Through every call that takes a name, a retry, a dead letter, a recall and a requester."""
     broker = qmq_broker
     got: list[qmq.ReceivedMessage] = []
 
-    async def test() -> None:
-        asked = {"metaserver": Loud(broker.metaserver), "app": Word.A, "token": Word.A}
-        consumer = qmq.Consumer(**asked, consumer_id=Word.C1)
-        options: dict[str, Any] = {"start": "earliest", "retries_max": Number.NINE, "retry_delay": Ratio.HALF}
+    asked = {"metaserver": Loud(broker.metaserver), "app": Word.A, "token": Word.A}
+    consumer = qmq.Consumer(**asked, consumer_id=Word.C1)
+    options: dict[str, Any] = {"start": "earliest", "retries_max": Number.NINE, "retry_delay": Ratio.HALF}
 
-        @consumer.listen(Word.A, group=Word.B, tags=[Word.A], **options)
-        async def handler(message: qmq.ReceivedMessage) -> None:
-            got.append(message)
-            if message.times == 1:
-                raise ValueError
-            raise qmq.DeadLetter(Word.C1)
+    @consumer.listen(Word.A, group=Word.B, tags=[Word.A], **options)
+    async def handler(message: qmq.ReceivedMessage) -> None:
+        got.append(message)
+        if message.times == 1:
+            raise ValueError
+        raise qmq.DeadLetter(Word.C1)
 
-        async with qmq.Producer(**asked) as producer:
-            assigned = qmq.Message("x", {"n": Number.NINE}, tags={Word.A})
-            assigned.subject, assigned.id = Word.A, Word.B
-            (first,) = await producer.send_many([assigned])
-            ordered = qmq.Message(Word.A, order_key=Word.A)
-            ordered.id = Word.C1
-            (mixed,) = await producer.send_many([ordered])
-            for receipt, id in ((first, "b"), (mixed, "c1")):
-                assert is_plain(receipt.message_id, id) and is_plain(receipt.subject, "a")
-            later = qmq.Message(Word.B, id=Word.A)
-            await producer.send(later, delay=Number.NINE, key=Word.C1)
-            assert [one.id for one in broker.delayed(Word.B)] == ["a"]
-            assert await producer.cancel(subject=Word.B, key=Word.C1) is qmq.DelayOutcome.CANCELLED
-            schedule = await producer.put_recurring(
-                qmq.Message(Word.B), name=Word.A, cron="0 8 * * *", timezone="UTC", owner=Word.C1
-            )
-            assert (schedule.name, schedule.owner) == ("a", "c1")
-            assert await producer.delete_recurring(subject=Word.B, name=Word.A)
-        running = asyncio.create_task(consumer.run())
-        await broker.wait_until_consumed(Word.A, Word.B)
-        consumer.stop()
-        await running
-
-    asyncio.run(test())
+    async with qmq.Producer(**asked) as producer:
+        assigned = qmq.Message("x", {"n": Number.NINE}, tags={Word.A})
+        assigned.subject, assigned.id = Word.A, Word.B
+        (first,) = await producer.send_many([assigned])
+        ordered = qmq.Message(Word.A, order_key=Word.A)
+        ordered.id = Word.C1
+        (mixed,) = await producer.send_many([ordered])
+        for receipt, id in ((first, "b"), (mixed, "c1")):
+            assert is_plain(receipt.message_id, id) and is_plain(receipt.subject, "a")
+        later = qmq.Message(Word.B, id=Word.A)
+        await producer.send(later, delay=Number.NINE, key=Word.C1)
+        assert [one.id for one in broker.delayed(Word.B)] == ["a"]
+        assert await producer.cancel(subject=Word.B, key=Word.C1) is qmq.DelayOutcome.CANCELLED
+        schedule = await producer.put_recurring(
+            qmq.Message(Word.B), name=Word.A, cron="0 8 * * *", timezone="UTC", owner=Word.C1
+        )
+        assert (schedule.name, schedule.owner) == ("a", "c1")
+        assert await producer.delete_recurring(subject=Word.B, name=Word.A)
+    running = asyncio.create_task(consumer.run())
+    await broker.wait_until_consumed(Word.A, Word.B)
+    consumer.stop()
+    await running
     assert [(one.id, one["n"], one.tags) for one in got] == [("b", "9", {"a"})] * 2
     (dead,) = broker.dead_letters(Word.A, Word.B)
     assert (dead.id, dead["qmq_deadReason"]) == ("b", "c1")

@@ -16,7 +16,6 @@ from qmq.errors import InvalidRequest
 from qmq.testing import Broker
 from tests.support.waiting import until_async
 from tests.unit.client.fakes import TOKEN, delay_cluster
-from tests.unit.client.test_producer import run
 
 DAY_S, DAY_MS = 86_400, 86_400_000
 MAILBOX = "%RETRY%a%g"
@@ -55,31 +54,28 @@ async def test_the_count_goes_on_in_the_mailbox():
         assert decode_message(server.subjects[MAILBOX][0])["qmq_times"] == "6"
 
 
-def test_without_a_delay_group_the_broker_keeps_it_for_a_day_and_the_log_says_why(monkeypatch, caplog):
+async def test_without_a_delay_group_the_broker_keeps_it_for_a_day_and_the_log_says_why(monkeypatch, caplog):
     monkeypatch.setattr(deferring, "TIMEOUT_MS", 200)
 
-    async def test():
-        async with delay_cluster() as (metaserver, broker, _):
-            broker.add("a", encode_message(Message("a", {"n": 1}, id="one"), 7))
-            broker.add("a", encode_message(Message("a", {"n": 2}, id="two"), 7))
-            handled = []
-            consumer = consumer_of(metaserver)
+    async with delay_cluster() as (metaserver, broker, _):
+        broker.add("a", encode_message(Message("a", {"n": 1}, id="one"), 7))
+        broker.add("a", encode_message(Message("a", {"n": 2}, id="two"), 7))
+        handled = []
+        consumer = consumer_of(metaserver)
 
-            @consumer.listen("a", group="g", start="earliest")
-            async def handle(message):
-                handled.append(message.id)
-                if message.id == "one":
-                    raise qmq.RetryLater(7 * DAY_S)
+        @consumer.listen("a", group="g", start="earliest")
+        async def handle(message):
+            handled.append(message.id)
+            if message.id == "one":
+                raise qmq.RetryLater(7 * DAY_S)
 
-            task = asyncio.create_task(consumer.run())
-            await until_async(lambda: broker.nacks)
-            assert handled == ["one", "two"], "no worker waits"
-            (entry,) = broker.nacks[0].entries
-            assert DAY_MS - 1_000 < entry.delay_ms <= DAY_MS and not broker.dead
-            consumer.stop()
-            await task
-
-    run(test())
+        task = asyncio.create_task(consumer.run())
+        await until_async(lambda: broker.nacks)
+        assert handled == ["one", "two"], "no worker waits"
+        (entry,) = broker.nacks[0].entries
+        assert DAY_MS - 1_000 < entry.delay_ms <= DAY_MS and not broker.dead
+        consumer.stop()
+        await task
     assert "AddBroker" in caplog.text and "id=one" in caplog.text
 
 

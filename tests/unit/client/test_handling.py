@@ -164,25 +164,22 @@ def test_a_blocking_handler_decides_from_its_thread():
     assert broker.dead["a", "g"] == [(1, "of no use")]
 
 
-def test_a_blocking_handler_that_never_ends_keeps_nobody_from_ending():
+async def test_a_blocking_handler_that_never_ends_keeps_nobody_from_ending():
     release, began = threading.Event(), threading.Event()
 
     def handler(message: qmq.ReceivedMessage) -> None:
         began.set()
         release.wait(120)
 
-    async def test() -> None:
-        async with cluster("g1") as (metaserver, [broker]):
-            fill(broker, range(3))
-            consumer = consumer_of(metaserver, drain_s=0.1)
-            consumer.listen("a", group="g", start="earliest")(handler)
-            async with listening(consumer):
-                await until_async(began.is_set)
-            assert broker.times["a", "g"] == {0: 1, 1: 0, 2: 0}
-            assert [nack.reason for nack in broker.nacks] == ["the consumer left"]
-            await until_async(lambda: sorted(broker.returned["a", "g"]) == [0, 1, 2])
-
-    run(test())
+    async with cluster("g1") as (metaserver, [broker]):
+        fill(broker, range(3))
+        consumer = consumer_of(metaserver, drain_s=0.1)
+        consumer.listen("a", group="g", start="earliest")(handler)
+        async with listening(consumer):
+            await until_async(began.is_set)
+        assert broker.times["a", "g"] == {0: 1, 1: 0, 2: 0}
+        assert [nack.reason for nack in broker.nacks] == ["the consumer left"]
+        await until_async(lambda: sorted(broker.returned["a", "g"]) == [0, 1, 2])
     release.set()
 
 

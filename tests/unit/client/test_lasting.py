@@ -26,12 +26,9 @@ async def test_a_part_that_ends_by_a_defect_is_logged_before_the_client_is_close
             assert "client broken" in caplog.text and "a defect" in caplog.text
 
 
-def test_a_part_that_is_cancelled_is_not(caplog: pytest.LogCaptureFixture) -> None:
-    async def test() -> None:
-        task = lasting(asyncio.create_task(asyncio.sleep(3600)))
-        await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-    asyncio.run(test())
+async def test_a_part_that_is_cancelled_is_not(caplog: pytest.LogCaptureFixture) -> None:
+    task = lasting(asyncio.create_task(asyncio.sleep(3600)))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
     assert not caplog.text

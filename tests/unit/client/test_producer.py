@@ -139,7 +139,7 @@ async def test_a_group_that_refuses_is_left_for_another_at_once(error):
         assert numbers == sorted(numbers), "numbers of a group ascend"
 
 
-def test_many_subjects_do_not_all_look_for_a_group_again_with_each_refusal(monkeypatch):
+async def test_many_subjects_do_not_all_look_for_a_group_again_with_each_refusal(monkeypatch):
     subjects, looks = 1_000, 0
     choose = Routing.choose
 
@@ -148,18 +148,15 @@ def test_many_subjects_do_not_all_look_for_a_group_again_with_each_refusal(monke
         looks += 1
         return choose(*args, **options)
 
-    async def test() -> None:
-        monkeypatch.setattr(Routing, "choose", counted)
-        async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
-            await producer.send(Message("a", {}))
-            broker.refuse_with = BrokerReadOnly("g1: its roles are exchanged")
-            messages = [Message(f"s{number}", {}) for number in range(subjects)]
-            sending = asyncio.create_task(producer.send_many(messages))
-            await until_async(lambda: len(broker.attempts) > 60)
-            broker.refuse_with = None
-            assert (await sending).all_stored
-
-    run(test())
+    monkeypatch.setattr(Routing, "choose", counted)
+    async with cluster("g1") as (metaserver, [broker]), producer_of(metaserver) as producer:
+        await producer.send(Message("a", {}))
+        broker.refuse_with = BrokerReadOnly("g1: its roles are exchanged")
+        messages = [Message(f"s{number}", {}) for number in range(subjects)]
+        sending = asyncio.create_task(producer.send_many(messages))
+        await until_async(lambda: len(broker.attempts) > 60)
+        broker.refuse_with = None
+        assert (await sending).all_stored
     assert looks < 10 * subjects
 
 

@@ -19,7 +19,7 @@ from qmq.message import Message
 from qmq.types import GroupKind
 from tests.support.waiting import settle, until_async
 from tests.unit.client.fakes import TOKEN, FakeMetaserver, cluster
-from tests.unit.client.test_producer import Hold, producer_of, run
+from tests.unit.client.test_producer import Hold, producer_of
 
 
 class Client:
@@ -178,7 +178,7 @@ async def test_a_wrong_token_is_told_apart_from_silence_over_http_too():
 
 
 @pytest.mark.parametrize("way", ["a stream", "a stream, behind an error of gRPC's own", "HTTP"])
-def test_a_token_that_is_not_accepted_is_in_the_log(way, caplog):
+async def test_a_token_that_is_not_accepted_is_in_the_log(way, caplog):
     """A consumer has no receipt that could say so, and waits: a metaserver may not know a new token yet."""
 
     class Hasty(FakeMetaserver):
@@ -193,19 +193,16 @@ def test_a_token_that_is_not_accepted_is_in_the_log(way, caplog):
             async for update in super().WatchRoutes(requests, context):
                 yield update
 
-    async def test() -> None:
-        metaserver = Hasty()
-        await metaserver.start()
-        try:
-            if way == "HTTP":
-                await metaserver.block_grpc()
-            async with watching(metaserver, "a", token="wrong"):
-                said = f"does not accept the token: unknown token metaserver={metaserver.url}"
-                await until_async(lambda: said in caplog.text)
-        finally:
-            await metaserver.stop()
-
-    run(test())
+    metaserver = Hasty()
+    await metaserver.start()
+    try:
+        if way == "HTTP":
+            await metaserver.block_grpc()
+        async with watching(metaserver, "a", token="wrong"):
+            said = f"does not accept the token: unknown token metaserver={metaserver.url}"
+            await until_async(lambda: said in caplog.text)
+    finally:
+        await metaserver.stop()
     assert [record.levelname for record in caplog.records if "accept the token" in record.message][0] == "ERROR"
 
 

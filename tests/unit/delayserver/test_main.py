@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +16,7 @@ class Joined(Exception):
     """The service is made."""
 
 
-def test_what_the_schedule_removes_is_given_back_as_what_the_log_does(tmp_path, monkeypatch):
+async def test_what_the_schedule_removes_is_given_back_as_what_the_log_does(tmp_path, monkeypatch):
     """Segments of the schedule in which all was over stayed on the disk for ever."""
     shelf = RealDisk(tmp_path / "schedule")
     for name in ("segments/2.records", "segments/2.marks"):
@@ -29,13 +28,10 @@ def test_what_the_schedule_removes_is_given_back_as_what_the_log_does(tmp_path, 
         swept.extend([disk, *shelves])
         raise Joined
 
-    async def build():
-        monkeypatch.setattr(main, "Service", service)
-        settings = DelaySettings(hostname="d", data=tmp_path, metaserver="http://127.0.0.1:1", token="t" * 40)
-        with pytest.raises(Joined):
-            main._build(settings, SimpleNamespace(start=0), RealDisk(tmp_path), SimpleNamespace())
-
-    asyncio.run(build())
+    monkeypatch.setattr(main, "Service", service)
+    settings = DelaySettings(hostname="d", data=tmp_path, metaserver="http://127.0.0.1:1", token="t" * 40)
+    with pytest.raises(Joined):
+        main._build(settings, SimpleNamespace(start=0), RealDisk(tmp_path), SimpleNamespace())
     for disk in swept:
         while disk.sweep():
             pass

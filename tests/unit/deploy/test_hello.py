@@ -11,14 +11,11 @@ import qmq.testing
 from qmq.deploy import hello
 
 
-def test_it_gets_its_own_message_from_behind_others(capsys):
-    async def test() -> None:
-        async with qmq.testing.Broker() as broker:
-            async with qmq.Producer(metaserver=broker.metaserver, app="shop") as producer:
-                assert (await producer.send_many(qmq.Message(hello.SUBJECT) for _ in range(250))).all_stored
-            await hello.hello(broker.metaserver, "any")
-
-    asyncio.run(test())
+async def test_it_gets_its_own_message_from_behind_others(capsys):
+    async with qmq.testing.Broker() as broker:
+        async with qmq.Producer(metaserver=broker.metaserver, app="shop") as producer:
+            assert (await producer.send_many(qmq.Message(hello.SUBJECT) for _ in range(250))).all_stored
+        await hello.hello(broker.metaserver, "any")
     said = capsys.readouterr().out.splitlines()
     own = said[1].partition(" id ")[2]
     assert len(said) == 253 and said[0] == "sent: stored" and said[-1].endswith(f" id {own}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from contextlib import contextmanager, suppress
 
@@ -221,21 +220,18 @@ def test_autocommit_is_refused(shop_url, producer, way):
     world.close()
 
 
-def test_autocommit_is_refused_for_coroutines_and_handlers(shop_url, broker):
+async def test_autocommit_is_refused_for_coroutines_and_handlers(shop_url, broker):
     world = SessionWorld(shop_url)
 
-    async def shop():
-        engine = create_async_engine(async_url(shop_url), isolation_level="AUTOCOMMIT")
-        async with qmq.Producer(metaserver=broker.metaserver, token="any", app="shop") as producer:
-            async with AsyncSession(engine) as session:
-                with pytest.raises(InvalidRequest, match="AUTOCOMMIT"):
-                    await producer.send(paid(1), session=session)
-            async with engine.connect() as connection, connection.begin():
-                with pytest.raises(InvalidRequest, match="AUTOCOMMIT"):
-                    await producer.send(paid(1), session=connection)
-        await engine.dispose()
-
-    asyncio.run(shop())
+    engine = create_async_engine(async_url(shop_url), isolation_level="AUTOCOMMIT")
+    async with qmq.Producer(metaserver=broker.metaserver, token="any", app="shop") as producer:
+        async with AsyncSession(engine) as session:
+            with pytest.raises(InvalidRequest, match="AUTOCOMMIT"):
+                await producer.send(paid(1), session=session)
+        async with engine.connect() as connection, connection.begin():
+            with pytest.raises(InvalidRequest, match="AUTOCOMMIT"):
+                await producer.send(paid(1), session=connection)
+    await engine.dispose()
     engine = create_engine(shop_url, isolation_level="AUTOCOMMIT")
     once, handled = BlockingSqlTransaction(engine), []
     once.create_table()

@@ -131,18 +131,15 @@ async def test_a_failed_send_is_looked_for_at_once_and_an_idle_outbox_once_a_min
     assert asyncio.all_tasks() == tasks
 
 
-def test_a_database_that_cannot_be_read_is_a_trouble_when_it_lasts(caplog):
-    async def run():
-        database = Database(error=OSError("no column claim"))
-        relays = relays_of(database)
-        await database.next_look()
-        assert relays.left_behind == []
-        await database.next_look()
-        [left] = relays.left_behind
-        assert left.is_degraded and "no column claim" in left.reason and "docs/outbox.md" in left.reason
-        await relays.close()
-
-    asyncio.run(run())
+async def test_a_database_that_cannot_be_read_is_a_trouble_when_it_lasts(caplog):
+    database = Database(error=OSError("no column claim"))
+    relays = relays_of(database)
+    await database.next_look()
+    assert relays.left_behind == []
+    await database.next_look()
+    [left] = relays.left_behind
+    assert left.is_degraded and "no column claim" in left.reason and "docs/outbox.md" in left.reason
+    await relays.close()
     assert len(caplog.records) == 1
 
 

@@ -46,33 +46,30 @@ async def engine_and_producer(world, broker):
     await engine.dispose()
 
 
-def test_coroutines_send_what_they_commit(world, broker):
-    async def shop():
-        async with engine_and_producer(world, broker) as (engine, producer):
-            async with AsyncSession(engine) as session, session.begin():
-                await session.execute(text("INSERT INTO orders VALUES (1)"))
-                later = await producer.send(paid(1), session=session)
-                with pytest.raises(Failed):
-                    async with session.begin_nested():
-                        await producer.send(paid(2), session=session)
-                        raise Failed
-                await producer.send_many([paid(3), paid(4)], session=session)
-                assert not later.done()
-            assert (await later).is_stored
+async def test_coroutines_send_what_they_commit(world, broker):
+    async with engine_and_producer(world, broker) as (engine, producer):
+        async with AsyncSession(engine) as session, session.begin():
+            await session.execute(text("INSERT INTO orders VALUES (1)"))
+            later = await producer.send(paid(1), session=session)
             with pytest.raises(Failed):
-                async with AsyncSession(engine) as session, session.begin():
-                    refused = await producer.send(paid(5), session=session)
+                async with session.begin_nested():
+                    await producer.send(paid(2), session=session)
                     raise Failed
-            assert not (await refused).is_stored
-            scoped = async_scoped_session(async_sessionmaker(engine), scopefunc=asyncio.current_task)
-            await producer.send(paid(6), session=scoped)
-            await scoped.commit()
-            await scoped.remove()
-            kept = await producer.send(paid(7), session=engine)
-            await producer.flush()
-            assert (await kept).is_stored
-
-    asyncio.run(shop())
+            await producer.send_many([paid(3), paid(4)], session=session)
+            assert not later.done()
+        assert (await later).is_stored
+        with pytest.raises(Failed):
+            async with AsyncSession(engine) as session, session.begin():
+                refused = await producer.send(paid(5), session=session)
+                raise Failed
+        assert not (await refused).is_stored
+        scoped = async_scoped_session(async_sessionmaker(engine), scopefunc=asyncio.current_task)
+        await producer.send(paid(6), session=scoped)
+        await scoped.commit()
+        await scoped.remove()
+        kept = await producer.send(paid(7), session=engine)
+        await producer.flush()
+        assert (await kept).is_stored
     assert sorted(sent(broker)) == [f"paid-{number}" for number in (1, 3, 4, 6, 7)]
     assert (world.orders(), world.rows()) == ([1], [])
 
@@ -88,16 +85,13 @@ def test_closing_the_producer_sends_what_was_committed(world, broker):
     assert (sent(broker), world.rows()) == (["paid-1"], [])
 
 
-def test_a_blocking_session_may_be_used_beside_coroutines(session_world, broker):
-    async def shop():
-        async with qmq.Producer(metaserver=broker.metaserver, token="any", app="shop") as producer:
-            with session_world.begin() as begun:
-                later = await producer.send(paid(1), session=begun.session)
-            assert (await later).is_stored
-            in_thread = await producer.send(paid(2), session=session_world.engine)
-            assert (await in_thread).is_stored
-
-    asyncio.run(shop())
+async def test_a_blocking_session_may_be_used_beside_coroutines(session_world, broker):
+    async with qmq.Producer(metaserver=broker.metaserver, token="any", app="shop") as producer:
+        with session_world.begin() as begun:
+            later = await producer.send(paid(1), session=begun.session)
+        assert (await later).is_stored
+        in_thread = await producer.send(paid(2), session=session_world.engine)
+        assert (await in_thread).is_stored
     assert (sent(broker), session_world.rows()) == (["paid-1", "paid-2"], [])
 
 
@@ -305,19 +299,16 @@ def test_a_handler_may_send_in_the_transaction_that_handles_its_message(world, b
     assert (sent(broker), world.rows()) == (["paid-1"], [])
 
 
-def test_a_handler_of_coroutines_may_so_too(world, broker):
-    async def shop():
-        async with engine_and_producer(world, broker) as (engine, producer):
-            once = SqlTransaction(engine)
-            await once.create_table()
+async def test_a_handler_of_coroutines_may_so_too(world, broker):
+    async with engine_and_producer(world, broker) as (engine, producer):
+        once = SqlTransaction(engine)
+        await once.create_table()
 
-            async def handle(message):
-                await producer.send(paid(1), session=once.session)
+        async def handle(message):
+            await producer.send(paid(1), session=once.session)
 
-            await once(Handed("n"), handle)
-            await once(Handed("n"), handle)
-
-    asyncio.run(shop())
+        await once(Handed("n"), handle)
+        await once(Handed("n"), handle)
     assert (sent(broker), world.rows()) == (["paid-1"], [])
 
 

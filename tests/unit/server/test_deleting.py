@@ -42,7 +42,7 @@ class World:
         self.gone.append(len({*before} - {*segment_bases(self.copy.disk)}))
 
 
-def test_many_segments_go_in_as_many_commits(monkeypatch):
+async def test_many_segments_go_in_as_many_commits(monkeypatch):
     """All went in one: of 70, nothing was acknowledged for 3.8 s."""
     monkeypatch.setattr(service, "DELETE_S", 0.001)
     copy = Copy()
@@ -50,13 +50,10 @@ def test_many_segments_go_in_as_many_commits(monkeypatch):
     copy.fill(60)
     segments, world = len(copy.log.bases) - 1, World(copy)
 
-    async def run():
-        house = asyncio.ensure_future(Service._keep_house(world))
-        async with asyncio.timeout(10):
-            while sum(world.gone) < segments:
-                await asyncio.sleep(0.001)
-        house.cancel()
-        await asyncio.gather(house, return_exceptions=True)
-
-    asyncio.run(run())
+    house = asyncio.ensure_future(Service._keep_house(world))
+    async with asyncio.timeout(10):
+        while sum(world.gone) < segments:
+            await asyncio.sleep(0.001)
+    house.cancel()
+    await asyncio.gather(house, return_exceptions=True)
     assert segments > 5 and set(world.gone) == {1}
