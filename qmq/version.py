@@ -2,5 +2,5 @@
 
 from __future__ import annotations
 
-VERSION = "0.2.0"
+VERSION = "0.3.0"
 """The same as in pyproject.toml; a checkout that is not installed has no metadata to ask."""

@@ -135,9 +135,16 @@ def test_every_target_of_make_that_a_page_names_exists(page):
 
 
 def test_every_decision_has_a_status():
-    for path in sorted((ROOT / "docs" / "decisions").glob("*.md")):
+    for path in sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md")):
         status = re.search(r"(?m)^\*\*Status:\*\* (accepted|superseded by)\b", path.read_text())
         assert status, f"{path.name}: no **Status:** accepted, or superseded by another"
+
+
+@pytest.mark.parametrize("folder", ["docs", "docs/decisions"])
+def test_index_lists_every_page(folder):
+    index = (ROOT / folder / "README.md").read_text()
+    names = [page.name for page in (ROOT / folder).glob("*.md") if page.name != "README.md"]
+    assert [name for name in names if f"({name})" not in index] == []
 
 
 def test_no_paper_outside_the_repo_is_cited():
