@@ -1,5 +1,5 @@
 """The nightly audit, and message logs as tables of Spark."""
 
-from qmq.audit.spark import register
+from qmq.audit.data_source import register
 
 __all__ = ["register"]

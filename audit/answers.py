@@ -6,10 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from qmq.audit.kinds import Kind
-from qmq.audit.reading import ALL
-from qmq.audit.said import ACCOUNT, EPOCHS, FINDING, HOUR, KEPT, MORE, PIECE, SUBJECT, UNREAD
-from qmq.audit.schema import BOTH, MASTER
+from qmq.audit.facts import ALL
+from qmq.audit.findings import ACCOUNT, BOTH, EPOCHS, FINDING, HOUR, KEPT, MASTER, MORE, PIECE, SUBJECT, UNREAD, Kind
 
 Row = dict[str, Any]
 READ = ("messages", "bytes", "due_bytes", "frames")
@@ -18,7 +16,7 @@ _FIELDS = ("what", "offset", "end", "subject", "sequence", "id", "text")
 
 
 class Answer:
-    """Takes (copy, kind, row) of `audit.said`, of one broker group; `names` are its copies, the master first."""
+    """Takes (copy, kind, row) of `audit.findings`, of one broker group; `names` are its copies, the master first."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = tuple(names)

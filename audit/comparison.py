@@ -1,5 +1,5 @@
 """Core. In what two copies differ, frame by frame, of many pairs of copies at once: DataFrame to DataFrame (columns:
-`audit.schema`).
+`audit.findings`).
 
 Plans are what costs here, not rows: this one takes Spark 7 CPU seconds, for one pair or for many.
 """
@@ -11,8 +11,7 @@ from functools import reduce
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
 
-from qmq.audit.kinds import Kind
-from qmq.audit.schema import COPIES, FINDINGS, MASTER, SLAVE
+from qmq.audit.findings import COPIES, FINDINGS, MASTER, SLAVE, Kind
 
 _COMPARED = (
     "end",

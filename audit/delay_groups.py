@@ -1,4 +1,4 @@
-"""Shell. Holds the logs of delay groups against those of the broker groups that they send to (`qmq.audit.due`)."""
+"""Shell. Holds the logs of delay groups against those of the broker groups that they send to (`qmq.audit.delays`)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,19 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.storagelevel import StorageLevel
 
-from qmq.audit import due
 from qmq.audit.copies import CannotRead, folder_of, open_copy
-from qmq.audit.extents import CLOCK_MS
-from qmq.audit.kinds import Kind
-from qmq.audit.spark import read_copy
+from qmq.audit.data_source import read_copy
+from qmq.audit.delays import (
+    DELAY_STATES,
+    absent_batches,
+    account_per_hour,
+    early_messages,
+    fates,
+    unsent_messages,
+    waits_for,
+)
+from qmq.audit.findings import Kind
+from qmq.audit.selection import CLOCK_MS
 from qmq.audit.walk import HEADER_BYTES_MAX
 from qmq.errors import CorruptFrame
 from qmq.log.frame import decode_header
@@ -76,15 +84,15 @@ def account_for(
     try:
         if now_ms is None:
             now_ms = rows.agg(F.max("timestamp_ms")).collect()[0][0] or 0
-        found = due.fates(rows, now_ms)
-        hours = due.account(found)
+        found = fates(rows, now_ms)
+        hours = account_per_hour(found)
         if parquet is not None:
             write_by_day(hours, parquet / delays.group / "delayed")
-        names = ("taken", *due.STATES, "late")
+        names = ("taken", *DELAY_STATES, "late")
         sums = [F.sum(name).alias(name) for name in names] + [F.max("late_ms_max").alias("late_ms_max")]
         listed = hours.groupBy("subject").agg(*sums).orderBy("subject").limit(SUBJECTS_MAX).collect()
-        unsent = due.unsent(found).where(~due.waits_for(closed or {})).drop("targets")
-        broken = {Kind.EARLY: due.early(rows), Kind.UNSENT: unsent, Kind.LOST: _not_there(spark, rows, targets)}
+        unsent = unsent_messages(found).where(~waits_for(closed or {})).drop("targets")
+        broken = {Kind.EARLY: early_messages(rows), Kind.UNSENT: unsent, Kind.LOST: _not_there(spark, rows, targets)}
         findings, more = _listed({kind: table for kind, table in broken.items() if table is not None})
         return Account([row.asDict() for row in listed], findings, [*_waiting(found, closed or {})], more)
     finally:
@@ -114,7 +122,7 @@ def _listed(tables: Mapping[Kind, DataFrame]) -> tuple[list[dict[str, Any]], dic
 def _waiting(found: DataFrame, closed: Mapping[str, Sequence[str]]) -> Iterator[str]:
     if not closed:
         return
-    rows = due.unsent(found).where(due.waits_for(closed)).groupBy(F.array_sort("targets").alias("targets")).count()
+    rows = unsent_messages(found).where(waits_for(closed)).groupBy(F.array_sort("targets").alias("targets")).count()
     for row in sorted(rows.collect()):
         names = "; ".join(f"{name} ({', '.join(closed[name])})" for name in row["targets"])
         messages = f"{row['count']} messages that were due an hour ago or earlier"
@@ -122,7 +130,7 @@ def _waiting(found: DataFrame, closed: Mapping[str, Sequence[str]]) -> Iterator[
 
 
 def _not_there(spark: SparkSession, rows: DataFrame, targets: Sequence[Source]) -> DataFrame | None:
-    """Return batches that targets acknowledged and lack (`due.not_there`); None if there is none to be looked for."""
+    """Return batches that targets acknowledged and lack (`absent_batches`); None if there is none to be looked for."""
     asked = {
         row["target"]: row["at_ms"]
         for row in rows.where("event = 'planned'").groupBy("target").agg(F.min("timestamp_ms").alias("at_ms")).collect()
@@ -135,7 +143,7 @@ def _not_there(spark: SparkSession, rows: DataFrame, targets: Sequence[Source]) 
         DataFrame.unionByName,
         [_table(spark, source, "frames", since=max(0, asked[source.group] - CLOCK_MS)) for source in sources],
     )
-    return due.not_there(rows, frames, spark.createDataFrame(since, "target string, since_ms long"))
+    return absent_batches(rows, frames, spark.createDataFrame(since, "target string, since_ms long"))
 
 
 def _kept_since(source: Source) -> int:

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
+from qmq.audit.findings import Kind, Said, finding
 from qmq.audit.headers import no_messages, whole_frames
-from qmq.audit.kinds import Kind
-from qmq.audit.said import Said, finding
 from qmq.audit.walk import HEADER_BYTES_MAX
 from qmq.codec import Buffer
 from qmq.errors import CorruptFrame

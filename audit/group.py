@@ -21,21 +21,18 @@ from pyspark.storagelevel import StorageLevel
 from qmq.audit import journal as journals
 from qmq.audit.answers import Answer, together
 from qmq.audit.conservation import STATES
+from qmq.audit.consumption import CONSERVED
 from qmq.audit.copies import CannotRead, Copy, Description, open_copy
 from qmq.audit.delay_groups import Source, account_for, is_delay_group, write_by_day
 from qmq.audit.derived import read_snapshot
-from qmq.audit.differences import Pair, differences
-from qmq.audit.extents import PIECE_BYTES, split_range
+from qmq.audit.facts import LogRange, Reading
+from qmq.audit.findings import BOTH, COPIES_MIN, DERIVED, FINDINGS, HOUR, JOURNAL, MASTER, SLAVE, Kind
+from qmq.audit.frame_order import AHEAD_MS_MAX, FOREVER_MS
 from qmq.audit.history import CHAINS, CONSERVED_KEPT, FINDINGS_KEPT, SHARE, VERDICTS, History, look_back, moment, who
-from qmq.audit.kinds import DERIVED, Kind
-from qmq.audit.line import AHEAD_MS_MAX, FOREVER_MS
-from qmq.audit.naming import name_findings
+from qmq.audit.inspection import Pair, differences, name_findings
 from qmq.audit.places import check_places, places_now
 from qmq.audit.plan import FINDINGS_MAX, HOURS_MAX, Job, judged
-from qmq.audit.progress import CONSERVED
-from qmq.audit.reading import LogRange, Reading
-from qmq.audit.said import HOUR
-from qmq.audit.schema import BOTH, COPIES_MIN, FINDINGS, JOURNAL, MASTER, SLAVE
+from qmq.audit.selection import PIECE_BYTES, split_range
 from qmq.ledger import Entry, Ledger, Piece, known_from, lies_in
 
 AGAIN_MAX, AGAIN_WAIT_S, POLL_S = 3, 120.0, 0.5

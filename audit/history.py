@@ -16,8 +16,7 @@ from datetime import UTC, datetime
 from typing import NamedTuple
 
 from qmq.audit.copies import Description, open_copy
-from qmq.audit.kinds import Kind
-from qmq.audit.schema import BOTH
+from qmq.audit.findings import BOTH, Kind
 from qmq.audit.walk import HEADER_BYTES_MAX
 from qmq.errors import CorruptFrame
 from qmq.ledger import FINDINGS, NOT_READ, PROVEN, Entry, Known, Piece, pieces_due

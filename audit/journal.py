@@ -11,8 +11,8 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from qmq.audit.comparison import finding
-from qmq.audit.kinds import Kind
-from qmq.audit.spark import read_copy
+from qmq.audit.data_source import read_copy
+from qmq.audit.findings import Kind
 
 HASH_DIGITS = 16
 """As producers write it (qmq.client.journal): the beginning of the SHA-256."""

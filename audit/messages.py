@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from qmq.audit.kinds import Kind
-from qmq.audit.letters import Letter, letter_of
+from qmq.audit.dead_letters import Letter, letter_of
+from qmq.audit.findings import Kind
 from qmq.audit.walk import Problem, Window
 from qmq.codec import (
     FLAG_TAGS,

@@ -15,8 +15,8 @@ from shlex import quote
 from typing import Any
 
 from qmq.audit.conservation import STATES
-from qmq.audit.due import STATES as DELAY_STATES
-from qmq.audit.kinds import Kind
+from qmq.audit.delays import DELAY_STATES
+from qmq.audit.findings import Kind
 from qmq.ledger import FINDINGS, NOT_READ, PROVEN, Entry, known_from
 
 NIGHTS = 30

@@ -2,7 +2,7 @@
 
     facts    job: number of the broker group, key: which judge takes it, piece: where it begins, copy: its name, or
              empty: all of them, said: a pickled object
-    judged   the same job, and copy; kind and said: of an `audit.said.Said`, as JSON; listed: if the driver needs it
+    judged   the same job, and copy; kind and said: of an `audit.findings.Said`, as JSON; listed: if the driver needs it
 
 Message bytes stay where they are read; what is shuffled is a few rows per piece and subject, a hash per message, and
 the pulls and acks. Nothing of it is joined or compiled by Spark: one sort, and two functions of ours around it.
@@ -22,15 +22,14 @@ from typing import Any
 import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 
+from qmq.audit.consumption import CONSERVED
 from qmq.audit.copies import CannotRead, Copy, open_copy
+from qmq.audit.dead_letters import OfLetters, check_letters
 from qmq.audit.delays import OfDelays, spread_delayed
 from qmq.audit.derived import OfDerived, check_segment
-from qmq.audit.facts import PieceFacts
-from qmq.audit.originals import OfLetters, check_letters
-from qmq.audit.progress import CONSERVED
-from qmq.audit.reading import ALL, Reading
+from qmq.audit.facts import ALL, PieceFacts, Reading
+from qmq.audit.findings import FINDING, HOUR, MORE, UNREAD, Judging, Said
 from qmq.audit.rules import Apart, OfGroup, OfStored, OfSubject, spread_stored
-from qmq.audit.said import FINDING, HOUR, MORE, UNREAD, Judging, Said
 from qmq.log.frame import Frame
 
 HOURS_MAX = 20_000

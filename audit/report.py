@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from qmq.audit.conservation import STATES
-from qmq.audit.due import STATES as DELAY_STATES
+from qmq.audit.delays import DELAY_STATES
 from qmq.audit.group import Result
 
 NAMED_MAX = 100

@@ -15,14 +15,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from qmq.audit.borders import NO_FRAME, Borders
 from qmq.audit.conservation import STATES
-from qmq.audit.facts import PieceFacts, SubjectFacts
-from qmq.audit.kinds import Kind
+from qmq.audit.consumption import ANY, CONSERVED, Judge
+from qmq.audit.facts import ALL, PieceFacts, SubjectFacts
+from qmq.audit.findings import ACCOUNT, EPOCHS, FINDING, HOUR, KEPT, MORE, PIECE, SUBJECT, Judging, Kind, Said, finding
+from qmq.audit.frame_order import NO_FRAME, Borders
 from qmq.audit.messages import STORED
-from qmq.audit.progress import ANY, CONSERVED, Judge
-from qmq.audit.reading import ALL
-from qmq.audit.said import ACCOUNT, EPOCHS, FINDING, HOUR, KEPT, MORE, PIECE, SUBJECT, Judging, Said, finding
 from qmq.log.frame import Frame
 
 TWICE_MAX = 20_000
@@ -201,7 +199,7 @@ class OfStored:
     """Finds batches and message ids that were stored twice under one producer, of those whose hash falls to it.
 
     Takes `{what: (hashes, offsets of frames, places in them)}`. The last one of each is named. `sequence` is the place
-    of the message in its frame: `audit.naming` reads which one that is.
+    of the message in its frame: `audit.inspection` reads which one that is.
     """
 
     def __init__(self) -> None:

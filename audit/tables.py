@@ -12,8 +12,8 @@ from typing import Any
 import pyarrow as pa
 
 from qmq.audit.headers import NUMBER_MAX, TIME_MS_MAX
+from qmq.audit.selection import Wanted
 from qmq.audit.walk import Walk, Window
-from qmq.audit.wanted import Wanted
 from qmq.codec import check_batch, decode_envelope, decode_properties, due_of, labels_bytes, split_batch
 from qmq.errors import CorruptFrame, QmqError
 from qmq.log.delays import Outcome, batch_begin, decode_dispatch, decode_places, decode_settled

@@ -13,8 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from qmq.audit.findings import Kind
 from qmq.audit.headers import NUMBER_MAX, whole_frames
-from qmq.audit.kinds import Kind
 from qmq.codec import decode_labels, labels_bytes
 from qmq.errors import CorruptFrame
 from qmq.log.frame import FLAG_LABELLED, HEADER_BYTES, Frame, FrameKind, check_body, decode_header, find_frame

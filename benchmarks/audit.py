@@ -29,8 +29,8 @@ from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
 from pyspark.sql import SparkSession
 
 from qmq.audit.copies import place_options
+from qmq.audit.data_source import start_spark
 from qmq.audit.group import Group, Options, Result, audit_groups
-from qmq.audit.spark import start_spark
 from qmq.codec import encode_message, join_batch
 from qmq.log.fold import State, apply, encode_snapshot
 from qmq.log.frame import FrameKind, encode_header, subject_field

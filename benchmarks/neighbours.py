@@ -167,9 +167,9 @@ class Noise:
 
     async def audit(self) -> None:
         """The nightly job, which reads both copies of everything, again and again; as nice as its unit makes it."""
-        from qmq.audit.brokers import find_places
+        from qmq.audit.data_source import start_spark
         from qmq.audit.group import Group, Options, audit_groups  # Spark is here for this neighbour alone
-        from qmq.audit.spark import start_spark
+        from qmq.audit.places import find_places
 
         os.nice(10)
         await self._backlog(300_000)
@@ -184,7 +184,7 @@ class Noise:
         """What an audit asks of brokers, without Spark: the logs of both copies, as fast as they are sent, thrown away.
 
         It keeps to one core, for an audit belongs on another machine: give the rest another one (`taskset -c 1`)."""
-        from qmq.audit.brokers import find_places
+        from qmq.audit.places import find_places
 
         os.sched_setaffinity(0, {0})
         places = find_places(self._client["metaserver"], self._client["token"])["g1"].values()

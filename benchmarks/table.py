@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from benchmarks.audit import SUBJECT, write_log
-from qmq.audit.table import TableReader
+from qmq.audit.data_source import TableReader
 
 COLUMNS = {
     "numbers": "subject,sequence,timestamp_ms",

@@ -17,14 +17,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from qmq.access import add_token_options, find_token
-from qmq.audit.brokers import Standing, find_places, find_standing
 from qmq.audit.copies import CannotRead, place_options
-from qmq.audit.extents import PIECE_BYTES
+from qmq.audit.data_source import start_spark
 from qmq.audit.group import Group, Options, Result, audit_groups
 from qmq.audit.history import SHARE
 from qmq.audit.page import page, page_json
+from qmq.audit.places import Standing, find_places, find_standing
 from qmq.audit.report import VERDICTS, as_json, as_markdown, status_of
-from qmq.audit.spark import start_spark
+from qmq.audit.selection import PIECE_BYTES
 from qmq.errors import QmqError
 from qmq.ledger import Entry, Ledger, LedgerDamaged
 from qmq.ledger_status import write_gauges

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
-from qmq.audit.jobs.sources import Place, Rows, add_source_options, ask, table
+from qmq.audit.jobs.query import Place, Rows, add_source_options, ask, table
 from qmq.audit.trail import STORED_COLUMNS
 
 ROWS_MAX = 1_000

@@ -1,6 +1,8 @@
-"""Shell. Ask the message logs in SQL: views `messages` and `progress` over one copy per broker group.
+r"""Shell. What the jobs that ask the logs share: which logs, the views over them, how the answer is printed.
 
-    qmq query --source /data/b1 \\
+Ask the message logs in SQL: views `messages` and `progress` over one copy per broker group.
+
+    qmq query --source /data/b1 \
         --sql "SELECT subject, count(*) AS messages FROM messages GROUP BY 1"
 
 Columns: docs/audit.md. Two copies of one group count everything twice. A damaged range that is read ends the query with
@@ -10,12 +12,89 @@ an error, as an answer over a part of the log is none.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
+from functools import reduce
+from typing import Any
 
-from pyspark.sql import SparkSession
+from pyspark.errors import PySparkException
+from pyspark.sql import DataFrame, SparkSession
 
-from qmq.audit.jobs.sources import Place, Rows, add_source_options, ask, lines, table
+from qmq.access import add_token_options, find_token
+from qmq.audit.copies import CannotRead, open_copy, place_options
+from qmq.audit.data_source import read_copy, start_spark
+from qmq.audit.places import find_places
+from qmq.audit.tables import SCHEMAS
+from qmq.errors import AccessError
+
+Rows = list[dict[str, Any]]
+Place = dict[str, str]
+
+
+def add_source_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `ask` needs."""
+    parser.add_argument("--metaserver", default="", help="its URL: read the logs of all broker groups")
+    parser.add_argument(
+        "--source", action="append", default=[], help="instead: a data directory, or ip:control_port; once per group"
+    )
+    add_token_options(parser)
+    parser.add_argument("--spark-master", help="spark://host:port, yarn, …; by default spark-submit's, or local[*]")
+    parser.add_argument("--json", action="store_true", help="print a JSON array of rows instead of text")
+
+
+def places_of(sources: Sequence[str], metaserver: str, token: str) -> list[Place]:
+    """Return what to read, as options of the data source; raises CannotRead."""
+    if bool(sources) == bool(metaserver):
+        raise CannotRead("give either --metaserver, or --source, once per broker group")
+    if metaserver:
+        find_places(metaserver, token)
+        return [{"metaserver": metaserver, "token": token}]
+    places = [place_options(source, token) for source in sources]
+    for place in places:
+        with closing(open_copy(place)) as copy:
+            copy.describe()
+    return places
+
+
+def table(spark: SparkSession, places: Sequence[Place], rows: str, **options: object) -> DataFrame:
+    """Read a table of all the logs, but for messages' bytes; a damaged range that is read fails the query."""
+    columns = ",".join(name for name in SCHEMAS[rows].names if name not in ("message", "problem"))
+    given = {"rows": rows, "damage": "fail", "columns": columns} | options
+    return reduce(DataFrame.unionByName, [read_copy(spark, place, **given) for place in places])
+
+
+def ask(
+    name: str,
+    options: argparse.Namespace,
+    look: Callable[[SparkSession, list[Place]], Rows],
+    show: Callable[[Rows], Iterable[str]],
+) -> int:
+    """Start Spark, look, print what was found; return the exit status: 0, or 2 if it could not be read."""
+    spark = None
+    try:
+        token = find_token(options.token, token_file=options.token_file)
+        places = places_of(options.source, options.metaserver, token)
+        spark = start_spark(options.spark_master, name)
+        rows = look(spark, places)
+    except (AccessError, CannotRead, PySparkException) as error:
+        print(error, file=sys.stderr)
+        return 2
+    finally:
+        if spark is not None:
+            spark.stop()
+    if options.json:
+        print(json.dumps(rows, default=str))
+    else:
+        for line in show(rows):
+            print(line)
+    return 0
+
+
+def lines(rows: Rows) -> Iterable[str]:
+    """Show rows as they are, values with tabs between them."""
+    return ("\t".join("" if value is None else str(value) for value in row.values()) for row in rows)
 
 
 def run_query(spark: SparkSession, places: Sequence[Place], sql: str) -> Rows:

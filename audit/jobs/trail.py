@@ -17,7 +17,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 from pyspark.storagelevel import StorageLevel
 
-from qmq.audit.jobs.sources import Place, Rows, add_source_options, ask, table
+from qmq.audit.jobs.query import Place, Rows, add_source_options, ask, table
 from qmq.audit.trail import STORED_COLUMNS, aftermath, deliveries, steps
 from qmq.subjects import parse_derived
 

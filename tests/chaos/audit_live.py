@@ -27,9 +27,9 @@ from typing import Any
 from pyspark.sql import SparkSession
 
 import qmq
-from qmq.audit.brokers import Standing, find_places, find_standing
 from qmq.audit.copies import CannotRead
 from qmq.audit.group import Group, Options, Result, audit_groups
+from qmq.audit.places import Standing, find_places, find_standing
 from qmq.deploy.chaos.faults.disks import STRIKES as OF_DISKS
 from qmq.deploy.chaos.faults.operators import STRIKES as OF_OPERATORS
 from qmq.deploy.chaos.faults.processes import STRIKES as OF_PROCESSES

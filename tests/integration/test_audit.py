@@ -16,11 +16,10 @@ import pytest
 from pyspark.sql import SparkSession
 
 from qmq.audit.copies import PathCopy, place_options
+from qmq.audit.data_source import TableReader, read_copy
 from qmq.audit.group import Group, Options, Result, audit_group, audit_groups
 from qmq.audit.jobs import consistency, query
 from qmq.audit.report import as_json, as_markdown
-from qmq.audit.spark import read_copy
-from qmq.audit.table import TableReader
 from qmq.codec import encode_message, join_batch
 from qmq.log.delays import Outcome, encode_dispatch, encode_places, encode_settled
 from qmq.log.frame import Frame, FrameKind

@@ -147,7 +147,7 @@ def test_job_on_a_standalone_cluster_names_what_differs(cluster: Cluster, tmp_pa
 
 SUBMITTED = """
 import json, sys
-from qmq.audit.spark import start_spark
+from qmq.audit.data_source import start_spark
 spark = start_spark(None, "submitted")
 prefixes = spark.sparkContext.parallelize(range(2), 2).map(lambda _: __import__("sys").prefix).distinct().collect()
 messages = spark.read.format("qmq").option("path", sys.argv[1]).option("piece_bytes", "20000").load().count()

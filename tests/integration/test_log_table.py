@@ -12,7 +12,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql.streaming import StreamingQuery
 
 from qmq.audit.delay_groups import Source, account_for
-from qmq.audit.due import STATES
+from qmq.audit.delays import DELAY_STATES
 from qmq.audit.group import Group, Options, audit_groups
 from qmq.audit.jobs.find import find
 from qmq.audit.jobs.trail import find_trail
@@ -190,7 +190,7 @@ def test_every_delayed_message_is_in_one_state_and_what_was_sent_is_where_it_was
         places[name] = {copy: {"path": str(tmp_path / name / copy)} for copy in ("master", "slave")}
     groups = [Group(name, of) for name, of in places.items()]
     result, _ = audit_groups(spark, groups, Options(parquet=tmp_path / "parquet"))
-    sums = [tuple(row[name] for name in ("subject", "taken", *STATES, "late")) for row in result.delayed]
+    sums = [tuple(row[name] for name in ("subject", "taken", *DELAY_STATES, "late")) for row in result.delayed]
     assert (result.unreadable, sums) == (None, [(A, 8, 3, 1, 1, 1, 1, 1, 3)])
     assert [(row["what"], row["copy"], row["sequence"], row["id"], row["offset"]) for row in result.findings] == [
         ("unsent", "both", 6, "m6", log.frames[1].offset),

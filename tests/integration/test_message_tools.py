@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 import qmq
-from qmq.audit.table import TableReader, TableStream
+from qmq.audit.data_source import TableReader, TableStream
 from qmq.codec import join_batch
 from qmq.errors import ErrorCode
 from qmq.proto import qmq_pb2 as pb

@@ -11,7 +11,7 @@ from typing import Any
 
 from pyspark.sql import SparkSession
 
-from qmq.audit.spark import start_spark
+from qmq.audit.data_source import start_spark
 
 QUICK = {
     "spark.sql.codegen.wholeStage": "false",

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from qmq.audit.extents import split_range
+from qmq.audit.findings import FINDING
 from qmq.audit.rules import OfGroup
-from qmq.audit.said import FINDING
+from qmq.audit.selection import split_range
 from qmq.types import Epoch
 from tests.unit.audit.logs import BEGIN_MS, LogWriter
 from tests.unit.audit.test_messages import NOW_MS, facts_of

@@ -13,7 +13,7 @@ import grpc.aio
 import pytest
 
 from qmq.audit.copies import BrokerCopy
-from qmq.audit.table import TableReader
+from qmq.audit.data_source import TableReader
 from qmq.log import MessageLog
 from qmq.log.disk import RealDisk
 from qmq.proto import qmq_pb2 as pb

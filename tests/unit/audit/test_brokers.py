@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qmq.audit import brokers
+from qmq.audit import places
 from qmq.audit.copies import CannotRead
 
 
@@ -13,8 +13,8 @@ def row(group, role, port):
 
 
 def groups(monkeypatch, *rows):
-    monkeypatch.setattr(brokers, "_list_brokers", lambda metaserver, token: list(rows))
-    found = brokers.find_places("http://m", "t")
+    monkeypatch.setattr(places, "_list_brokers", lambda metaserver, token: list(rows))
+    found = places.find_places("http://m", "t")
     return {name: {copy: place["broker"] for copy, place in places.items()} for name, places in found.items()}
 
 
@@ -51,8 +51,8 @@ def test_what_a_group_is_how_many_copies_acknowledge_and_why_it_takes_nothing_is
         {"groupName": "g2", "writable": False, "why": ["it has no slave"], "kind": "NORMAL"},
         {"groupName": "d1", "writable": True, "kind": "DELAY"},
     ]
-    monkeypatch.setattr(brokers, "_list_groups", lambda metaserver, token: rows)
-    assert brokers.find_standing("http://m", "t") == {
+    monkeypatch.setattr(places, "_list_groups", lambda metaserver, token: rows)
+    assert places.find_standing("http://m", "t") == {
         "g1": (3, (), False),
         "g2": (2, ("it has no slave",), False),
         "d1": (2, (), True),

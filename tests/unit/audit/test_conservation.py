@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qmq.audit.conservation import STATES, Range, broken_at, per_hour
-from qmq.audit.kinds import Kind
-from qmq.audit.progress import CONSERVED, Judge
+from qmq.audit.consumption import CONSERVED, Judge
+from qmq.audit.findings import Kind
 from qmq.log.frame import FrameKind
 from qmq.log.progress import DEAD, EXPIRED, OVERFLOWED
 from tests.unit.audit.test_progress import a_history, facts, subjects

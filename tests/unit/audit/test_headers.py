@@ -11,8 +11,8 @@ import pytest
 
 from qmq.audit import facts
 from qmq.audit.facts import Gathering, PieceFacts
+from qmq.audit.frame_order import Line
 from qmq.audit.headers import no_messages, whole_frames
-from qmq.audit.line import Line
 from qmq.audit.walk import Window
 from qmq.errors import CorruptFrame
 from qmq.log.frame import NO_CHAIN, Frame, FrameKind, check_body, decode_header, encode_header, subject_field

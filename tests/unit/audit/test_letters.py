@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from qmq.audit import originals
+from qmq.audit import dead_letters
 from qmq.audit.copies import PathCopy
-from qmq.audit.letters import Letters, letter_of
-from qmq.audit.originals import check_letters
+from qmq.audit.dead_letters import Letters, check_letters, letter_of
 from qmq.dead_letters import fingerprint, letters_producer, original_subject, with_fate
 from qmq.log.frame import Frame, FrameKind
 from qmq.log.group import Consumer, Group, UnackedRange
@@ -75,7 +74,7 @@ def test_dead_letters_in_a_chosen_subject_are_held_against_their_originals(log: 
 
 def test_originals_are_found_by_index_and_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_world(tmp_path)
-    monkeypatch.setattr(originals, "BLOCK_BYTES", 10_000)
+    monkeypatch.setattr(dead_letters, "BLOCK_BYTES", 10_000)
     assert wrong(tmp_path) == []
     for path in (tmp_path / "log").glob("*.idx"):
         path.unlink()

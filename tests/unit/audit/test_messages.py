@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from qmq.audit.copies import PathCopy
+from qmq.audit.dead_letters import check_letters
 from qmq.audit.facts import Gathering, PieceFacts
+from qmq.audit.findings import FINDING
 from qmq.audit.messages import STORED, TAGGED
-from qmq.audit.originals import check_letters
 from qmq.audit.rules import OfGroup, OfSubject
-from qmq.audit.said import FINDING
 from qmq.audit.walk import Walk
 from qmq.codec import delayed_encoder, encode_labels, encode_message, join_batch, label_of
 from qmq.log.frame import FrameKind, label_flags

@@ -11,8 +11,8 @@ import grpc
 import pytest
 
 from qmq.audit.copies import open_copy, place_options
+from qmq.audit.findings import Kind
 from qmq.audit.group import Group, Result, _add_met
-from qmq.audit.kinds import Kind
 from qmq.proto import qmq_pb2, qmq_pb2_grpc
 
 OLD, SEEN, UNSEEN = ((begin, begin + 50, "wrong body CRC") for begin in (100, 200, 300))

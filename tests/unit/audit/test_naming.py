@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from qmq.audit.copies import Description, place_options
+from qmq.audit.findings import Kind
 from qmq.audit.group import Result, _count_repaired
-from qmq.audit.kinds import Kind
-from qmq.audit.naming import name_findings
+from qmq.audit.inspection import name_findings
 from qmq.types import Epoch
 from tests.unit.audit.logs import LogWriter
 from tests.unit.audit.test_walk import flip

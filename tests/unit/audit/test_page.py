@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from qmq.audit.kinds import Kind
+from qmq.audit.findings import Kind
 from qmq.audit.page import page, page_json, what_to_do
 from qmq.ledger import FINDINGS, NOT_READ, PROVEN, Entry
 

@@ -13,10 +13,9 @@ import pytest
 
 from qmq.audit import plan
 from qmq.audit.copies import PathCopy
-from qmq.audit.facts import PieceFacts
-from qmq.audit.reading import LogRange, Reading
+from qmq.audit.facts import LogRange, PieceFacts, Reading
+from qmq.audit.findings import PIECE, UNREAD
 from qmq.audit.rules import OfGroup
-from qmq.audit.said import PIECE, UNREAD
 from tests.unit.audit.forged import write_world
 
 BROKEN = "broken"

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qmq.audit.kinds import Kind
-from qmq.audit.progress import CONSERVED, Judge
+from qmq.audit.consumption import CONSERVED, Judge
+from qmq.audit.findings import Kind
 from qmq.log.frame import FrameKind, decode_frames, encode_header, subject_field
 from qmq.log.progress import DEFERRED, PASSED, encode_progress
 from tests.unit.log.logs import Copy, a_frame

@@ -11,7 +11,7 @@ from shutil import copytree
 import pytest
 
 from qmq.audit.copies import PathCopy
-from qmq.audit.reading import ALL, LogRange, Reading
+from qmq.audit.facts import ALL, LogRange, Reading
 from qmq.types import Epoch
 from tests.unit.audit.logs import LogWriter
 from tests.unit.audit.test_walk import flip

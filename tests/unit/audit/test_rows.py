@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from qmq.audit.copies import PathCopy
+from qmq.audit.selection import Wanted
 from qmq.audit.tables import table_batches
 from qmq.audit.walk import Walk
-from qmq.audit.wanted import Wanted
 from qmq.codec import encode_labels, encode_message, join_batch, label_of
 from qmq.log.frame import FrameKind, label_flags
 from qmq.message import Message

@@ -9,9 +9,9 @@ import pytest
 from pyspark.sql.datasource import EqualTo, Filter, GreaterThan, GreaterThanOrEqual, In, LessThan, LessThanOrEqual
 
 from qmq.audit.copies import CannotRead
-from qmq.audit.table import TableReader, TableStream
+from qmq.audit.data_source import TableReader, TableStream
+from qmq.audit.selection import WrongOption
 from qmq.audit.tables import SCHEMAS
-from qmq.audit.wanted import WrongOption
 from qmq.errors import CorruptFrame
 from qmq.log.frame import FrameKind, find_frame
 from qmq.log.progress import DEFERRED, EXPIRED, NOT_BEGUN, OVERFLOWED, PASSED, Departure

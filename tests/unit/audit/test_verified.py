@@ -10,6 +10,7 @@ import pytest
 
 from qmq.audit.answers import Answer
 from qmq.audit.copies import Description, place_options
+from qmq.audit.findings import BOTH, FINDINGS, MASTER, PIECE, Kind
 from qmq.audit.group import (
     Group,
     Result,
@@ -26,10 +27,7 @@ from qmq.audit.group import (
 )
 from qmq.audit.history import History
 from qmq.audit.journal import not_behind
-from qmq.audit.kinds import Kind
 from qmq.audit.report import as_markdown
-from qmq.audit.said import PIECE
-from qmq.audit.schema import BOTH, FINDINGS, MASTER
 from qmq.ledger import PROVEN, Entry, Ledger, Piece, known_from
 from qmq.types import Epoch
 from tests.unit.audit.logs import LogWriter

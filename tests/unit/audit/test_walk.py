@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from qmq.audit.copies import CannotRead, PathCopy
-from qmq.audit.extents import split_range
+from qmq.audit.selection import split_range
 from qmq.audit.walk import Problem, Walk
 from qmq.types import Epoch
 from tests.unit.audit.logs import LogWriter

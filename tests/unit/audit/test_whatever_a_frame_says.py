@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from qmq.audit.data_source import TableReader
 from qmq.audit.headers import NUMBER_MAX, TIME_MS_MAX
 from qmq.audit.report import as_markdown
-from qmq.audit.table import TableReader
 from qmq.codec import encode_message, join_batch
 from qmq.log.delays import encode_dispatch, encode_places
 from qmq.log.frame import FrameKind

@@ -1,8 +1,24 @@
-"""Core. The kinds of findings, and of what is wrong they are the names."""
+"""Core. The kinds of findings, and of what is wrong they are the names.
+
+Columns that the audit's tables take and give; what the words in them mean.
+
+    findings   what string, copy string, offset long, end long, subject string, sequence long, id string, text string
+
+`what` is an `audit.findings.Kind`, `copy` is "master", "slave", or "both" where both copies are wrong alike. To what is
+reported, `audit.inspection` adds group, host, segment and epoch.
+
+What judges say: findings, and what the driver needs to know of pieces and subjects. All of it can be JSON.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
+from typing import Any, NamedTuple, Protocol
+
+from pyspark.sql.types import LongType, StringType, StructField, StructType
+
+from qmq.ledger import ALIKE
 
 
 class Kind(StrEnum):
@@ -99,3 +115,73 @@ class Kind(StrEnum):
 
 DERIVED = frozenset({Kind.INDEX, Kind.SNAPSHOT})
 """These are about files beside the log, at the offset of their segment, and about no frame."""
+
+
+def _struct(**fields: type[LongType] | type[StringType]) -> StructType:
+    return StructType([StructField(name, kind()) for name, kind in fields.items()])
+
+
+FINDINGS = _struct(
+    what=StringType,
+    copy=StringType,
+    offset=LongType,
+    end=LongType,
+    subject=StringType,
+    sequence=LongType,
+    id=StringType,
+    text=StringType,
+)
+JOURNAL = _struct(subject=StringType, group=StringType, sequence=LongType, id=StringType, hash=StringType)
+
+MASTER, SLAVE = "master", "slave"
+COPIES = (MASTER, SLAVE)
+BOTH = ALIKE
+COPIES_MIN = 2
+"""So many copies acknowledge (`min_copies`), if nobody says otherwise; of a group with more, others may be behind."""
+
+
+FINDING = "finding"
+"""A row of `audit.findings.FINDINGS` without its copy, and for the driver
+
+    seen    offset of what made it plain: behind damage of that copy it may follow from that
+    due     of a gap: where the last frame of the subject before it ends; damage in between explains it
+"""
+MORE = "more"
+"""{kind: findings of it that are counted and not listed}"""
+PIECE = "piece"
+"""begin, bytes, frames, messages, digest, apart: whether the copies have other bytes; and of its last frame, if it has
+any: end, chain, size: its offset"""
+SUBJECT = "subject"
+"""subject, first: its first sequence, end: the one after its last, due_end: the same of what was promised"""
+HOUR = "hour"
+"""subject, hour since 1970 UTC, messages, bytes"""
+ACCOUNT = "account"
+"""subject, consumer_group, stored and each state of `audit.conservation`, nacked: of all hours together"""
+EPOCHS = "epochs"
+"""{epoch: offset where it begins}"""
+KEPT = "kept"
+"""from: frames are kept from here on, by the retention frames"""
+UNREAD = "unread"
+"""text: why a piece was not read"""
+
+Row = dict[str, Any]
+
+
+class Said(NamedTuple):
+    """One thing that a judge says; its kind is one of the above, or `audit.consumption.CONSERVED`."""
+
+    kind: str
+    row: Row
+
+
+class Judging(Protocol):
+    """Takes what one copy says, piece after piece."""
+
+    def take(self, piece: int, said: Any, /) -> Iterable[Said]: ...
+
+    def finish(self) -> Iterable[Said]: ...
+
+
+def finding(what: Kind, text: str, *, seen: int | None = None, **fields: Any) -> Said:
+    row: Row = dict.fromkeys(("offset", "end", "subject", "sequence", "id"))
+    return Said(FINDING, row | fields | {"what": what.value, "text": text, "seen": seen})

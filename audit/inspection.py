@@ -1,20 +1,105 @@
-"""Shell. Reads the place of a finding in both copies again, to name what it is about: byte, message, epoch, segment,
-host; and whether a broker has repaired it since."""
+"""Shell. Where copies differ, both are read again frame by frame and compared: one Spark action for all groups.
+
+Reads the place of a finding in both copies again, to name what it is about: byte, message, epoch, segment,
+host; and whether a broker has repaired it since.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass
+from functools import partial
+from hashlib import blake2b
 from typing import Any
 
+import pyarrow as pa
+from pyspark.sql import SparkSession
+from pyspark.sql.pandas.types import from_arrow_schema
+from pyspark.storagelevel import StorageLevel
+
+from qmq.audit.comparison import COLUMNS, compare
 from qmq.audit.copies import CannotRead, Copy, Description, open_copy
-from qmq.audit.kinds import DERIVED, Kind
-from qmq.audit.schema import BOTH, COPIES, MASTER, SLAVE
+from qmq.audit.facts import LogRange
+from qmq.audit.findings import BOTH, COPIES, DERIVED, MASTER, SLAVE, Kind
 from qmq.audit.walk import HEADER_BYTES_MAX, Walk, Window
 from qmq.codec import batch_ends, decode_envelope, labels_bytes
 from qmq.errors import QmqError
 from qmq.log.frame import FLAG_LABELLED, FRAME_BYTES_MAX, Frame, FrameKind
+
+_TEXTS = frozenset({"subject", "producer", "batch", "chain", "body"})
+_OF_PAIR = pa.schema([("pair", pa.int32()), ("side", pa.string()), ("due", pa.bool_())])
+_ROWS = pa.schema([*_OF_PAIR, *((name, pa.string() if name in _TEXTS else pa.int64()) for name in COLUMNS)])
+_NO_RANGE = "SELECT 0 AS d_pair, '' AS d_copy, 0L AS d_offset, 0L AS d_end WHERE false"
+_RANGES = "d_pair int, d_copy string, d_offset long, d_end long"
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two copies with other bytes in some `pieces`: their places and logs, by the names of COPIES, and broken ranges as
+    (name, begin, end): that frames are missing there is not said again."""
+
+    places: Mapping[str, Mapping[str, str]]
+    logs: Mapping[str, LogRange]
+    pieces: Sequence[tuple[int, int]]
+    watermark: int
+    damaged: Sequence[tuple[str, int, int]]
+
+
+def differences(spark: SparkSession, pairs: Sequence[Pair]) -> list[list[Row]]:
+    """Return of each pair its findings, as rows of `audit.findings.FINDINGS` and `frames`: how many one stands for."""
+    tasks = [(number, begin, end) for number, pair in enumerate(pairs) for begin, end in pair.pieces]
+    found: list[list[Row]] = [[] for _ in pairs]
+    if not tasks:
+        return found
+    ranges = [(number, *damaged) for number, pair in enumerate(pairs) for damaged in pair.damaged]
+    damaged = spark.createDataFrame(ranges, _RANGES) if ranges else spark.sql(_NO_RANGE)
+    rows = spark.range(0, len(tasks), 1, len(tasks))
+    frames = rows.mapInArrow(partial(_frames, tuple(pairs), tasks), from_arrow_schema(_ROWS))
+    frames = frames.persist(StorageLevel.MEMORY_AND_DISK)
+    try:
+        for row in compare(frames, damaged).collect():
+            said = row.asDict()
+            found[said.pop("pair")].append(said)
+    finally:
+        frames.unpersist()
+    return found
+
+
+def _frames(pairs: Sequence[Pair], tasks: Sequence[tuple[int, int, int]], batches: Iterable[Any]) -> Iterator[Any]:
+    for batch in batches:
+        for task in batch.column(0).to_pylist():
+            number, begin, end = tasks[task]
+            for side in COPIES:
+                yield from _of_copy(pairs[number], number, side, begin, end)
+
+
+def _of_copy(pair: Pair, number: int, side: str, begin: int, end: int) -> Iterator[Any]:
+    log = pair.logs[side]
+    is_start, until = begin == log.start, max(begin, min(end, log.end))
+    with closing(open_copy(pair.places[side], limit=end)) as copy:
+        for window in Walk(copy, begin, until, chain=log.chain if is_start else None, is_start=is_start).windows():
+            rows = [_row(window, frame) | {"pair": number, "side": side} for frame in window.frames]
+            for row in rows:
+                row["due"] = row["offset"] < pair.watermark
+            yield pa.RecordBatch.from_pylist(rows, _ROWS)
+
+
+def _row(window: Window, frame: Frame) -> Row:
+    """Return COLUMNS of a frame; without a hash of its body, if that is damaged."""
+    is_whole = frame.offset not in window.damaged
+    return frame._asdict() | {
+        "term": frame.epoch.term,
+        "boot": frame.epoch.boot,
+        "producer": f"{frame.producer:016x}",
+        "batch": f"{frame.batch:016x}",
+        "chain": f"{frame.chain:016x}",
+        "body": blake2b(window.body(frame), digest_size=16).hexdigest() if is_whole else None,
+    }
+
 
 _OF_FRAMES = frozenset({Kind.DIFFERENT, Kind.MISSING, Kind.EXTRA, Kind.SHIFTED, Kind.HISTORY})
 """Their `sequence` is that of the frame's header, which says nothing where it is no frame of messages."""
@@ -26,8 +111,6 @@ BLOCK_BYTES = 1 << 16
 _COMPARED = frozenset({Kind.DIFFERENT, Kind.DAMAGED, Kind.CHAIN, Kind.REORDERED})
 _BY_PLACE = frozenset({Kind.BATCH_TWICE, Kind.ID_TWICE})
 """Their `sequence` is the place of the message in its frame, until it is read here."""
-
-Row = dict[str, Any]
 
 
 def name_findings(
