@@ -26,37 +26,33 @@ from qmq.metaserver.actions.doctor import examine_reported
 from qmq.metaserver.actions.runner import Actions
 from qmq.metaserver.actions.vault import Vault
 from qmq.metaserver.actions.watchdogs import Watchdogs
-from qmq.metaserver.audit_metrics import AuditMetrics
-from qmq.metaserver.awake import AwakeClock
+from qmq.metaserver.cluster.liveness import AwakeClock, Liveness
+from qmq.metaserver.cluster.registry import Registry
+from qmq.metaserver.cluster.snapshot import Snapshots
+from qmq.metaserver.cluster.upkeep import Upkeep
 from qmq.metaserver.console.attempts import ProviderPort
 from qmq.metaserver.console.nights import Nights
 from qmq.metaserver.console.routes import Console
 from qmq.metaserver.console.sessions import Sessions
-from qmq.metaserver.consumer_groups import ConsumerGroups
-from qmq.metaserver.database import Database, DatabaseAway, DatabaseSetAside
-from qmq.metaserver.db.changes import AddToken
-from qmq.metaserver.db.errors import DatabaseUnusable
-from qmq.metaserver.doctor_metrics import DoctorMetrics
-from qmq.metaserver.failovers import Failovers
 from qmq.metaserver.http.app import build_app
 from qmq.metaserver.http.guard import Limits
 from qmq.metaserver.http.routes import make_routes
-from qmq.metaserver.liveness import Liveness
-from qmq.metaserver.metrics import Metrics
 from qmq.metaserver.model import AuditRow, MetaserverRow
-from qmq.metaserver.quotas import Bounds, Quotas
-from qmq.metaserver.refusals import Refusals
-from qmq.metaserver.registry import Registry
-from qmq.metaserver.route_hubs import RouteHubs
+from qmq.metaserver.observability.collectors import AuditMetrics, DoctorMetrics, StateMetrics
+from qmq.metaserver.observability.metrics import Metrics
+from qmq.metaserver.roles.failover import Failovers
+from qmq.metaserver.roles.swap import Swaps
+from qmq.metaserver.routes.hub import RouteHubs
+from qmq.metaserver.routes.quotas import Bounds, Quotas
 from qmq.metaserver.rpc.broker_client import Brokers
+from qmq.metaserver.rpc.consumer_groups import ConsumerGroups
 from qmq.metaserver.rpc.routes import add_route_methods
 from qmq.metaserver.rpc.servicer import MetaserverRpc
-from qmq.metaserver.rpc.tokens import make_acceptor, wall_ms
+from qmq.metaserver.rpc.tokens import Refusals, make_acceptor, wall_ms
 from qmq.metaserver.settings import MetaserverSettings
-from qmq.metaserver.snapshot import Snapshots
-from qmq.metaserver.state_metrics import StateMetrics
-from qmq.metaserver.swap import Swaps
-from qmq.metaserver.upkeep import Upkeep
+from qmq.metaserver.storage.changes import AddToken
+from qmq.metaserver.storage.database import Database, DatabaseAway, DatabaseSetAside
+from qmq.metaserver.storage.errors import DatabaseUnusable
 from qmq.proto.qmq_pb2_grpc import add_MetaserverServicer_to_server
 from qmq.rations import NewSubjects
 from qmq.rights import TokenRole

@@ -1,7 +1,7 @@
 """Core. What the metaserver knows: brokers, groups, routes of subjects, marks, and what else its tables hold.
 
 A `Directory` is one consistent reading of the database. It is never changed in place: who changes the database reads
-a new one. What brokers report about themselves is not in it but in `metaserver.liveness`.
+a new one. What brokers report about themselves is not in it but in `metaserver.cluster.liveness`.
 """
 
 from __future__ import annotations

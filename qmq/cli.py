@@ -93,7 +93,9 @@ SECTIONS: Mapping[str, Mapping[str, Program]] = {
         "nightly": Program(
             "qmq.deploy.nightly", "", "run a nightly job and tell Prometheus how it ended", ("--name=", "--textfile=")
         ),
-        "try-backup": Program("qmq.metaserver.try_backup", "server", "restore a backup into an empty database, to see"),
+        "try-backup": Program(
+            "qmq.metaserver.storage.try_backup", "server", "restore a backup into an empty database, to see"
+        ),
         "prometheus": Program(
             "qmq.deploy.prometheus.config",
             "",

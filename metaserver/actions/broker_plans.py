@@ -1,4 +1,4 @@
-"""Core. Changes of who is what in a broker group, as plans. What may be done is decided in `metaserver.roles`."""
+"""Core. Changes of who is what in a broker group, as plans. What may be done is decided in `metaserver.roles.rules`."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from dataclasses import replace
 from functools import partial
 
 from qmq.errors import OperatorError
-from qmq.metaserver import old_rows, roles
 from qmq.metaserver.actions.plan import Plan, refused
 from qmq.metaserver.actions.route_plans import NAMED_MAX, take_out_of_routes
 from qmq.metaserver.actions.shapes import broker_json, parts_json
-from qmq.metaserver.db.changes import AcceptLoss, Change, RemoveGroup, SetGroupState, SetRoles, StoreAddresses
+from qmq.metaserver.cluster import old_database
+from qmq.metaserver.cluster.old_database import StateOf
 from qmq.metaserver.model import DELAY, Broker, BrokerKey, Directory, Group, Routes
-from qmq.metaserver.old_rows import StateOf
-from qmq.metaserver.roles import MayBeUp, RoleChange
+from qmq.metaserver.roles import rules
+from qmq.metaserver.roles.rules import MayBeUp, RoleChange
+from qmq.metaserver.storage.changes import AcceptLoss, Change, RemoveGroup, SetGroupState, SetRoles, StoreAddresses
 from qmq.replication.points import Point
 
 
@@ -24,7 +25,7 @@ def add_broker(directory: Directory, broker: Broker, *, reported: int = 0) -> Pl
         reported: the newest term that any broker of the group reported, here and below.
     """
     try:
-        change = replace(roles.add_broker(directory, broker), above=reported)
+        change = replace(rules.add_broker(directory, broker), above=reported)
     except OperatorError as refusal:
         return refused(str(refusal))
     return _role_plan(change, data=broker_json(broker))
@@ -46,9 +47,9 @@ def replace_broker(
 
     Args:
         remembered: the newest point up to which anybody knows that the group acknowledged messages.
-        accept_loss, lacking, master_lacking: as in `roles.replace_broker`.
+        accept_loss, lacking, master_lacking: as in `rules.replace_broker`.
     """
-    decide = roles.swap_stopped if swap else partial(roles.replace_broker, master_lacking=master_lacking)
+    decide = rules.swap_stopped if swap else partial(rules.replace_broker, master_lacking=master_lacking)
     try:
         change, before = decide(directory, broker, may_be_up, accept_loss=accept_loss, lacking=lacking)
     except OperatorError as refusal:
@@ -92,13 +93,13 @@ def remove_broker(
     """Take a stopped broker out of its group; with the last one, the group goes, too.
 
     Args:
-        master_lacking: as in `roles.replace_broker`.
+        master_lacking: as in `rules.replace_broker`.
     """
     broker = directory.find(key)
     if broker is None:
         return refused(f"{key} is no broker; ListBrokers names them")
     try:
-        change = replace(roles.remove_broker(directory, broker, may_be_up), above=reported)
+        change = replace(rules.remove_broker(directory, broker, may_be_up), above=reported)
     except OperatorError as refusal:
         return refused(str(refusal))
     data = broker_json(broker)
@@ -111,7 +112,7 @@ def remove_broker(
 def _last_copy(change: RoleChange, slave: Broker, may_be_up: MayBeUp, master_lacking: str) -> tuple[str, ...]:
     try:
         if change.before and slave in change.before.slaves:
-            roles.require_not_the_last(change.before, slave, may_be_up, master_lacking, anyway="force")
+            rules.require_not_the_last(change.before, slave, may_be_up, master_lacking, anyway="force")
     except OperatorError as objection:
         return (str(objection),)
     return ()
@@ -149,7 +150,7 @@ def _remove_last(directory: Directory, routes: Routes, change: RoleChange, data:
 
 def swap_roles(group: Group, *, term: int, to: BrokerKey | None = None) -> Plan:
     """SwapRoles, once both logs are proven equal."""
-    return _role_plan(roles.swap_roles(group, term=term, to=to), data=None)
+    return _role_plan(rules.swap_roles(group, term=term, to=to), data=None)
 
 
 def fail_over(change: RoleChange) -> Plan:
@@ -166,7 +167,7 @@ def set_copies(group: Group, min_copies: int | None, sync_mode: str, *, reported
     if min_copies is None and not sync_mode:
         return refused("say what is to be set: --minCopies, --syncMode, or both")
     try:
-        change = roles.set_copies(group, min_copies) if min_copies is not None else None
+        change = rules.set_copies(group, min_copies) if min_copies is not None else None
     except OperatorError as refusal:
         return refused(str(refusal))
     mode = sync_mode or group.sync_mode
@@ -190,12 +191,12 @@ def adopt_roles(
 ) -> Plan:
     """AdoptRoles: choose the master of a group whose row is older than its brokers, which do not agree."""
     try:
-        change = old_rows.adopt(group, key, reported, state_of, given=given)
+        change = old_database.adopt(group, key, reported, state_of, given=given)
     except OperatorError as refusal:
         return refused(str(refusal))
     assert change.master, "it was named"
     data = {"brokerGroup": group.name, "term": change.new_term, "master": broker_json(change.master)}
-    against = old_rows.objection(change.master, reported, state_of)
+    against = old_database.objection(change.master, reported, state_of)
     return replace(_role_plan(change, data=data), objections=(against,) if against else (), forced=forced)
 
 

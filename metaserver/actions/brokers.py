@@ -7,15 +7,15 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from qmq.errors import OperatorError, QmqError
-from qmq.metaserver import roles
 from qmq.metaserver.actions import broker_plans, fill_plans
 from qmq.metaserver.actions.desk import Desk, together
 from qmq.metaserver.actions.handler import Handler
 from qmq.metaserver.actions.plan import Plan, refused
 from qmq.metaserver.actions.shapes import broker_json, group_json, state_json
 from qmq.metaserver.actions.words import Words
-from qmq.metaserver.database import DatabaseAway
 from qmq.metaserver.model import AuditRow, Broker, BrokerKey, Group, Points
+from qmq.metaserver.roles import rules
+from qmq.metaserver.storage.database import DatabaseAway
 from qmq.replication.readonly import Reason
 
 _BROKER_WORDS = ("brokerGroup", "role", "hostname", "ip", "servePort", "syncPort")
@@ -269,7 +269,7 @@ async def _replica(desk: Desk, broker: Broker) -> dict[str, Any]:
 
 
 def _broker(words: Words) -> Broker:
-    return roles.parse_broker(*(words[name] for name in _BROKER_WORDS))
+    return rules.parse_broker(*(words[name] for name in _BROKER_WORDS))
 
 
 HANDLERS = {

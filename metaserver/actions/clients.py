@@ -15,7 +15,7 @@ import grpc
 from qmq.control_plane import CHANNEL_OPTIONS
 from qmq.metaserver.actions.desk import OldRoutes
 from qmq.metaserver.model import DELAY, MetaserverRow
-from qmq.metaserver.watchers import ClientInfo, Counts
+from qmq.metaserver.routes.audience import ClientInfo, Counts
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import MetaserverStub
 

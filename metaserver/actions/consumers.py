@@ -14,7 +14,7 @@ from qmq.metaserver.actions.desk import Desk, wall_ms
 from qmq.metaserver.actions.handler import Handler, PartlyDone
 from qmq.metaserver.actions.plan import Plan, refused
 from qmq.metaserver.actions.words import Words
-from qmq.metaserver.group_starts import begin_at
+from qmq.metaserver.cluster.group_starts import begin_at
 from qmq.metaserver.model import ALL_SUBJECTS, NORMAL, AuditRow, Group, Offline
 from qmq.operator_limits import OF_SUBJECT
 from qmq.proto import qmq_pb2 as pb

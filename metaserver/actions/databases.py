@@ -10,10 +10,10 @@ from qmq.metaserver.actions.handler import Handler
 from qmq.metaserver.actions.plan import Plan, refused
 from qmq.metaserver.actions.shapes import source_json, watchdog_json
 from qmq.metaserver.actions.words import Words
-from qmq.metaserver.db.changes import AddDataSource, RemoveDataSource
-from qmq.metaserver.db.limits import checked
-from qmq.metaserver.db.tables import LONG_NAME_CHARS_MAX, datasource_config
 from qmq.metaserver.model import WATCHDOGS, DataSource
+from qmq.metaserver.storage.changes import AddDataSource, RemoveDataSource
+from qmq.metaserver.storage.sql import checked
+from qmq.metaserver.storage.tables import LONG_NAME_CHARS_MAX, datasource_config
 from qmq.outbox.table import table_name
 
 SQLITE = "sqlite"

@@ -12,10 +12,8 @@ from qmq.errors import NotServed, OperatorError, QmqError
 from qmq.metaserver.actions.plan import Blast, Plan
 from qmq.metaserver.actions.route_plans import Contents, Leftover
 from qmq.metaserver.actions.vault import Vault
-from qmq.metaserver.db.changes import Change
-from qmq.metaserver.db.repository import Repository
-from qmq.metaserver.failovers import Failovers
-from qmq.metaserver.group_starts import expected_at
+from qmq.metaserver.cluster.group_starts import expected_at
+from qmq.metaserver.cluster.old_database import OldRow
 from qmq.metaserver.model import (
     ALL_SUBJECTS,
     DELAY,
@@ -29,9 +27,11 @@ from qmq.metaserver.model import (
     ReplicaState,
     Route,
 )
-from qmq.metaserver.old_rows import OldRow
+from qmq.metaserver.roles.failover import Failovers
+from qmq.metaserver.roles.swap import Swaps
 from qmq.metaserver.rpc.broker_client import Brokers
-from qmq.metaserver.swap import Swaps
+from qmq.metaserver.storage.changes import Change
+from qmq.metaserver.storage.repository import Repository
 from qmq.proto import qmq_pb2 as pb
 from qmq.subjects import real_subject
 

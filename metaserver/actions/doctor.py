@@ -13,16 +13,16 @@ from functools import partial
 from typing import Any
 
 from qmq.errors import NotServed, OperatorError, QmqError
-from qmq.metaserver import roles
 from qmq.metaserver.access import is_valid
 from qmq.metaserver.actions.causes import Check, Kind, one_per_cause
 from qmq.metaserver.actions.desk import Desk, together, wall_ms
 from qmq.metaserver.actions.handler import Handler
 from qmq.metaserver.actions.shapes import broker_json, parted_json
 from qmq.metaserver.actions.words import Words
-from qmq.metaserver.database import DatabaseSetAside
-from qmq.metaserver.lost_groups import COMMANDS
+from qmq.metaserver.cluster.old_database import COMMANDS
 from qmq.metaserver.model import Broker, Group, MetaserverRow, ReplicaState, part
+from qmq.metaserver.roles import rules
+from qmq.metaserver.storage.database import DatabaseSetAside
 from qmq.replication.readonly import WAY_OUT, Reason
 from qmq.rights import Caller
 from qmq.types import Role
@@ -106,7 +106,7 @@ async def _broker(desk: Desk, broker: Broker, ask: Ask) -> Check:
         return check(False, str(error).removeprefix(f"{of} "))
     facts["answers"] = True
     try:
-        roles.check_registration(broker, state.incarnation or broker.incarnation)
+        rules.check_registration(broker, state.incarnation or broker.incarnation)
     except OperatorError as other_disk:
         return check(False, "runs on another data directory than before", str(other_disk))
     if refused := desk.registry.refused_lately(broker):

@@ -9,8 +9,8 @@ from __future__ import annotations
 from qmq.errors import OperatorError
 from qmq.metaserver.actions.plan import Plan, refused
 from qmq.metaserver.actions.shapes import broker_json
-from qmq.metaserver.db.changes import OrderFill
 from qmq.metaserver.model import Broker, Group, ReplicaState
+from qmq.metaserver.storage.changes import OrderFill
 from qmq.replication.fills import FillOrder
 from qmq.replication.readonly import Reason
 

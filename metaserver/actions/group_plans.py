@@ -6,7 +6,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from qmq.metaserver.actions.plan import Plan, refused
-from qmq.metaserver.db.changes import (
+from qmq.metaserver.model import ALL_SUBJECTS, DELAY, Directory, Offline, ReadonlyMark, Routes
+from qmq.metaserver.routes.dead_letters import why_not, wider_routes
+from qmq.metaserver.storage.changes import (
     Change,
     DecidedOn,
     SetGroupState,
@@ -16,8 +18,6 @@ from qmq.metaserver.db.changes import (
     UnsetMark,
     UnsetOffline,
 )
-from qmq.metaserver.dead_letter_routes import why_not, wider_routes
-from qmq.metaserver.model import ALL_SUBJECTS, DELAY, Directory, Offline, ReadonlyMark, Routes
 from qmq.operator_limits import OperatorLimits
 from qmq.rights import CONSUME, PRODUCE
 from qmq.subjects import real_subject

@@ -13,8 +13,8 @@ from qmq.metaserver.actions.desk import Desk, OldRoutes, together
 from qmq.metaserver.actions.handler import Handler
 from qmq.metaserver.actions.plan import LISTED_MAX, Plan
 from qmq.metaserver.actions.words import Words
+from qmq.metaserver.console.rates import Look, per_second
 from qmq.metaserver.model import ALL_SUBJECTS, Route
-from qmq.metaserver.rates import Look, per_second
 
 R = TypeVar("R")
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from qmq.metaserver.db.changes import Change
+from qmq.metaserver.storage.changes import Change
 
 LISTED_MAX = 100
 """A preview names so many subjects at most; it always counts all."""

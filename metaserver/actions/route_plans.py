@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from qmq.metaserver.actions.plan import Plan, refused
 from qmq.metaserver.actions.shapes import route_json, subject_json
-from qmq.metaserver.db.changes import AddSubject, Change, ForgetConsumerGroups, RemoveRoute, SetRoute
-from qmq.metaserver.dead_letter_routes import sources_left
 from qmq.metaserver.model import ALL_SUBJECTS, NORMAL, Directory, Route, Routes, SubjectInfo, has_route
+from qmq.metaserver.routes.dead_letters import sources_left
+from qmq.metaserver.storage.changes import AddSubject, Change, ForgetConsumerGroups, RemoveRoute, SetRoute
 from qmq.subjects import parse_derived
 
 NAMED_MAX = 3

@@ -15,8 +15,8 @@ from qmq.metaserver.actions.plan import Plan
 from qmq.metaserver.actions.route_plans import Contents
 from qmq.metaserver.actions.shapes import route_json
 from qmq.metaserver.actions.words import Words
-from qmq.metaserver.db.changes import NoRouteSince
 from qmq.metaserver.model import ALL_SUBJECTS, Route
+from qmq.metaserver.storage.changes import NoRouteSince
 from qmq.subjects import real_subject
 
 

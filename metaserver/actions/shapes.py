@@ -20,7 +20,7 @@ from qmq.metaserver.model import (
     Route,
     SubjectInfo,
 )
-from qmq.metaserver.roles import RoleChange
+from qmq.metaserver.roles.rules import RoleChange
 from qmq.replication.readonly import explain
 
 SHOWN_MAX = 20

@@ -11,8 +11,8 @@ from qmq.metaserver.actions.desk import Desk, wall_ms
 from qmq.metaserver.actions.handler import Handler
 from qmq.metaserver.actions.plan import Plan, refused
 from qmq.metaserver.actions.words import Words
-from qmq.metaserver.db.changes import AddToken, RevokeToken
 from qmq.metaserver.model import TokenRow
+from qmq.metaserver.storage.changes import AddToken, RevokeToken
 
 DAY_MS = 24 * 3600 * 1000
 

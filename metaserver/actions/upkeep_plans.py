@@ -7,8 +7,8 @@ from typing import Any
 
 from qmq.metaserver.actions.plan import Plan, refused
 from qmq.metaserver.actions.route_plans import NAMED_MAX
-from qmq.metaserver.db.changes import Change, ForgetGroup, RestoreAll
-from qmq.metaserver.db.dumps import header_fault, lost_masters
+from qmq.metaserver.storage.backup import header_fault, lost_masters
+from qmq.metaserver.storage.changes import Change, ForgetGroup, RestoreAll
 
 KEPT = ("api_token", "audit_trail")
 """Tables of which rows do not make a metaserver count as used: the first admin token is there from the start."""

@@ -8,9 +8,9 @@ from typing import Any
 
 from qmq.metaserver.actions import ACTIONS, Answer, Status
 from qmq.metaserver.console.nights import Nights
+from qmq.metaserver.console.rates import Looks
 from qmq.metaserver.http.management import ANYBODY
 from qmq.metaserver.http.running import ActionsPort, run_within
-from qmq.metaserver.rates import Looks
 from qmq.rights import Caller
 
 LOG_IN = "LogIn"

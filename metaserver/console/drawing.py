@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qmq.metaserver.rates import KEPT_MS, SERIES_MAX, Rates
+from qmq.metaserver.console.rates import KEPT_MS, SERIES_MAX, Rates
 
 WIDTH, HEIGHT = 720, 160
 SPAN_MS_MIN = 30_000

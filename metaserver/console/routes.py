@@ -25,12 +25,11 @@ from qmq.metaserver.console.attempts import ATTEMPT_MS, Attempt, ProviderPort
 from qmq.metaserver.console.live import group_rates, subject_rates
 from qmq.metaserver.console.nights import Nights
 from qmq.metaserver.console.pages import PAGES, Page
+from qmq.metaserver.console.rates import Looks
 from qmq.metaserver.console.sessions import LASTS_MS, Sessions
 from qmq.metaserver.http.guard import PEER_CHARS_MAX, open_to_all
 from qmq.metaserver.http.running import ActionsPort
-from qmq.metaserver.rates import Looks
-from qmq.metaserver.refusals import Refusals
-from qmq.metaserver.rpc.tokens import wall_ms
+from qmq.metaserver.rpc.tokens import Refusals, wall_ms
 from qmq.rights import Caller
 from qmq.version import VERSION
 

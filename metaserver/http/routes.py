@@ -19,8 +19,7 @@ from qmq.metaserver.http import errors
 from qmq.metaserver.http.describing import JSON, make_route
 from qmq.metaserver.http.errors import to_json
 from qmq.metaserver.http.guard import Refused, caller_of, needs
-from qmq.metaserver.route_hubs import RouteHubs
-from qmq.metaserver.watch import TooManyWatches
+from qmq.metaserver.routes.hub import RouteHubs, TooManyWatches
 from qmq.proto import qmq_pb2 as pb
 from qmq.rights import TokenRole
 from qmq.types import GroupKind

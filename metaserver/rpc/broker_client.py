@@ -10,7 +10,7 @@ import grpc
 
 from qmq.control_plane import CHANNEL_OPTIONS
 from qmq.errors import AccessError, CallError, InvalidRequest, NotServed, OperatorError, QmqError
-from qmq.metaserver.group_starts import Asked
+from qmq.metaserver.cluster.group_starts import Asked
 from qmq.metaserver.model import Broker, ReplicaState
 from qmq.metaserver.rpc.convert import state_from_message
 from qmq.proto import qmq_pb2 as pb

@@ -1,17 +1,103 @@
-"""Shell. The gRPC method by which masters ask where consumer groups begin."""
+"""Shell. Stores consumer groups when they first appear, and answers brokers where a group begins (decision 80).
+
+The gRPC method by which masters ask where consumer groups begin.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from operator import methodcaller
+from typing import Any, Protocol
 
 import grpc
 
-from qmq.errors import CallError, MissingRight, OperatorError, QmqError
-from qmq.metaserver.consumer_groups import ConsumerGroups
-from qmq.metaserver.group_starts import Asked
+from qmq.errors import CallError, MissingRight, NotServed, OperatorError, QmqError
+from qmq.metaserver.cluster.group_starts import Asked, Begin, begin_at, new_row, to_store
+from qmq.metaserver.cluster.registry import Registry
+from qmq.metaserver.model import Broker, ConsumerGroupRow
+from qmq.metaserver.storage.database import Database
 from qmq.proto import qmq_pb2 as pb
 from qmq.rpc_access import caller
-from qmq.subjects import check_name, check_subject
+from qmq.subjects import check_name, check_subject, real_subject
+
+TRIES = 5
+"""A try fails when another metaserver stores one of the groups at the same moment."""
+
+Key = tuple[str, str]
+
+
+class Marks(Protocol):
+    """Asks a master to note where subjects end; returns which groups have a position there. Raises QmqError."""
+
+    async def mark_groups(self, broker: Broker, mark: str, groups: Sequence[Asked]) -> list[bool]: ...
+
+
+class ConsumerGroups:
+    """Made by main."""
+
+    def __init__(self, registry: Registry, database: Database, brokers: Marks) -> None:
+        self._registry, self._database, self._brokers = registry, database, brokers
+
+    async def begin(self, broker_group: str, asked: Sequence[Asked]) -> list[Begin]:
+        """Return where each group begins on a broker group; store those that are new in the cluster.
+
+        Raises:
+            NotServed, CommitUnknown: the database cannot be read or written now. Ask again.
+        """
+        keys = [one.key for one in asked]
+        checked: set[Key] = set()
+        for _ in range(TRIES):
+            rows = await self._database.read(lambda repository: repository.consumer_groups(keys))
+            missing = [one for one in to_store(asked, rows, now_ms=_wall_ms()) if one.key not in checked]
+            if not missing:
+                return [begin_at(rows[key], broker_group) for key in keys]
+            new = await self._new_rows(broker_group, missing, rows)
+            checked |= {one.key for one in missing if one.key in rows}
+            if new:
+                replaced = [rows[row.key] for row in new if row.key in rows]
+                store = methodcaller("store_consumer_groups", new, replaced)
+                await self._database.write(store)
+        raise NotServed("other metaservers store the same consumer groups at this moment; ask again")
+
+    async def _new_rows(
+        self, broker_group: str, missing: Sequence[Asked], rows: Mapping[Key, ConsumerGroupRow]
+    ) -> list[ConsumerGroupRow]:
+        """Ask the masters of the subjects' routes, then make rows. The marks are older than the rows."""
+        now_ms, mark = _wall_ms(), secrets.token_hex(8)
+        members = {one.key: self._members(one.subject, broker_group) for one in missing}
+        names = sorted({name for route in members.values() for name in route})
+        parts = [[one for one in missing if name in members[one.key]] for name in names]
+        answers = await asyncio.gather(*map(self._ask, names, [mark] * len(names), parts))
+        silent = {name for name, known in zip(names, answers, strict=True) if known is None}
+        known = {key for answer in answers for key in answer or ()}
+        return [
+            new_row(one, members[one.key], is_known=one.key in known, mark=mark, now_ms=now_ms)
+            for one in missing
+            # A row that may be stale stays if a broker group has a position, or could not be asked.
+            if one.key not in rows or not (one.key in known or members[one.key] & silent)
+        ]
+
+    def _members(self, subject: str, broker_group: str) -> frozenset[str]:
+        route = self._registry.find(real_subject(subject))
+        return frozenset((*(route.groups if route else ()), broker_group))
+
+    async def _ask(self, name: str, mark: str, groups: Sequence[Asked]) -> set[Key] | None:
+        """Return which of the groups a broker group knows; None: it does not answer, and begins by time."""
+        group = self._registry.directory.groups.get(name)
+        if group is None or group.master is None or not self._registry.may_be_up(group.master):
+            return None
+        try:
+            known = await self._brokers.mark_groups(group.master, mark, groups)
+        except QmqError:
+            return None
+        return {one.key for one, is_known in zip(groups, known, strict=False) if is_known}
+
+
+def _wall_ms() -> int:
+    return time.time_ns() // 1_000_000
 
 
 class ConsumerGroupRpc:

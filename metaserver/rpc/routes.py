@@ -13,10 +13,9 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from qmq.errors import InvalidRequest
-from qmq.metaserver.metrics import Metrics
-from qmq.metaserver.route_hubs import RouteHubs
-from qmq.metaserver.rpc.visits import Visits
-from qmq.metaserver.watch import TooManyWatches, WatchHub
+from qmq.metaserver.observability.metrics import Metrics
+from qmq.metaserver.routes.hub import RouteHubs, TooManyWatches, WatchHub
+from qmq.metaserver.rpc.brokers import Visits
 from qmq.proto import qmq_pb2 as pb
 from qmq.rpc_access import caller
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 
 from qmq.metaserver.access import Access
 from qmq.metaserver.actions.vault import Vault
-from qmq.metaserver.consumer_groups import ConsumerGroups
-from qmq.metaserver.database import Database
-from qmq.metaserver.metrics import Metrics
-from qmq.metaserver.registry import Ask, Registry
-from qmq.metaserver.route_hubs import RouteHubs
-from qmq.metaserver.rpc.brokers import BrokerRpc, MayRest
-from qmq.metaserver.rpc.consumer_groups import ConsumerGroupRpc
+from qmq.metaserver.cluster.registry import Ask, Registry
+from qmq.metaserver.observability.metrics import Metrics
+from qmq.metaserver.routes.hub import RouteHubs
+from qmq.metaserver.rpc.brokers import BrokerRpc, MayRest, Visits
+from qmq.metaserver.rpc.consumer_groups import ConsumerGroupRpc, ConsumerGroups
 from qmq.metaserver.rpc.routes import RouteRpc
 from qmq.metaserver.rpc.tokens import TokenRpc
-from qmq.metaserver.rpc.visits import Visits
 from qmq.metaserver.rpc.watchdogs import Hold, WatchdogRpc
+from qmq.metaserver.storage.database import Database
 from qmq.proto.qmq_pb2_grpc import MetaserverServicer
 
 

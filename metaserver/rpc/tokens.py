@@ -1,7 +1,11 @@
-"""Shell. The gRPC method by which brokers ask what a token may do, and the metaserver's own acceptor."""
+"""Shell. The gRPC method by which brokers ask what a token may do, and the metaserver's own acceptor.
+
+Counts refused requests, and logs each once: there may be thousands a second.
+"""
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 
@@ -9,8 +13,8 @@ import grpc
 
 from qmq.errors import AccessError
 from qmq.metaserver.access import RPC_ROLES, Access, UnknownToken
-from qmq.metaserver.database import Database
-from qmq.metaserver.refusals import Refusals
+from qmq.metaserver.observability.metrics import Metrics
+from qmq.metaserver.storage.database import Database
 from qmq.proto import qmq_pb2 as pb
 from qmq.rights import Caller
 from qmq.rpc_access import RpcAcceptor
@@ -59,3 +63,26 @@ class TokenRpc:
 def wall_ms() -> int:
     """Milliseconds since 1970: tokens' times are told to people."""
     return time.time_ns() // 1_000_000
+
+
+log = logging.getLogger("qmq.metaserver")
+
+REMEMBERED_MAX = 10_000
+
+
+class Refusals:
+    """Created by main for both acceptors, HTTP and gRPC; used on the loop."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._logged: set[tuple[str, str]] = set()
+
+    def note(self, what: str, peer: str, reason: str) -> None:
+        """`what`: the method or address; `peer`: the host, without its port."""
+        self._metrics.refused_tokens.inc()
+        if (peer, reason) in self._logged:
+            return
+        if len(self._logged) >= REMEMBERED_MAX:
+            self._logged.clear()
+        self._logged.add((peer, reason))
+        log.warning("refused at=%.100s peer=%s: %s", what, peer, reason)

@@ -12,9 +12,9 @@ import grpc
 
 from qmq.errors import InvalidName, NotServed, OperatorError, QmqError
 from qmq.metaserver.actions.vault import Vault
-from qmq.metaserver.database import Database
+from qmq.metaserver.cluster.registry import Registry
 from qmq.metaserver.model import WATCHDOGS, DataSource, LeaseRow
-from qmq.metaserver.registry import Registry
+from qmq.metaserver.storage.database import Database
 from qmq.proto import qmq_pb2 as pb
 from qmq.subjects import check_name
 

@@ -141,7 +141,7 @@ class Node(Generic[M]):
         """Take up the last part we had; epochs keep that safe. Returns whether there was one.
 
         Of more than two copies, another one may be the master by now without this one; and as a master, this one gets
-        a term that its disk cannot have forgotten (`metaserver.renewals`).
+        a term that its disk cannot have forgotten (`metaserver.roles.renewal`).
         """
         remembered = self._remembered()
         if remembered is None or self.assignment is not None:

@@ -8,7 +8,7 @@ import re
 import pytest
 from sqlalchemy import event
 
-from qmq.metaserver.database import DatabaseAway
+from qmq.metaserver.storage.database import DatabaseAway
 from tests.unit.metaserver.console_world import ConsoleWorld, text_of
 
 WORDS = {"action": "MarkReadonlyBrokerGroup", "brokerGroup": "g1", "subject": "*"}

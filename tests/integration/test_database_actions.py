@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 
-from qmq.metaserver.db import engine
+from qmq.metaserver.storage import engine
 from tests.unit.metaserver.actions_world import World, place
 
 SUBJECTS = 3000

@@ -13,13 +13,13 @@ from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from sqlalchemy import inspect, select, text
 
-from qmq.metaserver.db import migrate as migrations
-from qmq.metaserver.db.changes import SetRoute
-from qmq.metaserver.db.engine import connect, open_database
-from qmq.metaserver.db.errors import DatabaseUnusable
-from qmq.metaserver.db.repository import Repository
-from qmq.metaserver.db.tables import meta_version, metadata, subject_route
 from qmq.metaserver.model import ReadonlyMark
+from qmq.metaserver.storage import migrate as migrations
+from qmq.metaserver.storage.changes import SetRoute
+from qmq.metaserver.storage.engine import connect, open_database
+from qmq.metaserver.storage.errors import DatabaseUnusable
+from qmq.metaserver.storage.repository import Repository
+from qmq.metaserver.storage.tables import meta_version, metadata, subject_route
 from qmq.types import Role
 
 NEWEST = "0016"
@@ -45,7 +45,7 @@ def tables(engine):
 
 def migrate_to(engine, revision):
     config = Config()
-    config.set_main_option("script_location", "metaserver/db/migrations")
+    config.set_main_option("script_location", "metaserver/storage/migrations")
     with engine.begin() as connection:
         config.attributes["connection"] = connection
         command.upgrade(config, revision)
@@ -75,7 +75,7 @@ def test_between_two_statements_a_migration_may_take_longer_than_a_change(databa
         time.sleep(2.5)  # by the server's clock
         upgrade(config, revision)
 
-    monkeypatch.setattr("qmq.metaserver.db.engine.NEXT_STATEMENT_S", 1)
+    monkeypatch.setattr("qmq.metaserver.storage.engine.NEXT_STATEMENT_S", 1)
     monkeypatch.setattr(command, "upgrade", late)
     engine = open_database(database_url)
     assert version(engine) == NEWEST

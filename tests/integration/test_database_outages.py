@@ -10,19 +10,18 @@ import pytest
 from sqlalchemy import event, make_url, select
 from sqlalchemy.exc import OperationalError, SQLAlchemyError
 
-from qmq.metaserver.awake import AwakeClock
-from qmq.metaserver.database import Database, DatabaseAway
-from qmq.metaserver.db import engine as engines
-from qmq.metaserver.db.changes import SetMark
-from qmq.metaserver.db.engine import open_database
-from qmq.metaserver.db.errors import CommitUnknown
-from qmq.metaserver.db.repository import Repository
-from qmq.metaserver.db.tables import meta_version
-from qmq.metaserver.db.transactions import DIRECTORY, Transactions, raise_versions
-from qmq.metaserver.liveness import Liveness
-from qmq.metaserver.metrics import Metrics
+from qmq.metaserver.cluster.liveness import AwakeClock, Liveness
+from qmq.metaserver.cluster.registry import Registry
 from qmq.metaserver.model import AuditRow, ReadonlyMark
-from qmq.metaserver.registry import Registry
+from qmq.metaserver.observability.metrics import Metrics
+from qmq.metaserver.storage import engine as engines
+from qmq.metaserver.storage.changes import SetMark
+from qmq.metaserver.storage.database import Database, DatabaseAway
+from qmq.metaserver.storage.engine import open_database
+from qmq.metaserver.storage.errors import CommitUnknown
+from qmq.metaserver.storage.repository import Repository
+from qmq.metaserver.storage.tables import meta_version
+from qmq.metaserver.storage.transactions import DIRECTORY, Transactions, raise_versions
 from tests.support.cable import cable_to
 from tests.support.directories import add_group
 from tests.support.promises import Tries

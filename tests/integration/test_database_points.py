@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from qmq.metaserver import roles
-from qmq.metaserver.db.changes import AcceptLoss, RemoveGroup, RestoreAll, SetRoles
-from qmq.metaserver.db.engine import open_database
-from qmq.metaserver.db.repository import Repository
 from qmq.metaserver.model import Broker, Points
+from qmq.metaserver.roles import rules
+from qmq.metaserver.storage.changes import AcceptLoss, RemoveGroup, RestoreAll, SetRoles
+from qmq.metaserver.storage.engine import open_database
+from qmq.metaserver.storage.repository import Repository
 from qmq.replication.points import Point
 from qmq.types import Epoch, Role
 
@@ -43,7 +43,7 @@ def test_points_only_rise_and_belong_to_one_group_and_one_disk(repository):
 
 
 def test_what_an_operator_gave_up_is_not_remembered_and_what_comes_after_is(repository):
-    repository.change([SetRoles(roles.add_broker(repository.load(), MASTER))])
+    repository.change([SetRoles(rules.add_broker(repository.load(), MASTER))])
     repository.store_points({("g1", "a"): NEWEST, ("g2", "a"): NEWEST})
     repository.change([AcceptLoss("g1", 4)])
     assert stored(repository) == Points({}, 4)
@@ -54,7 +54,7 @@ def test_what_an_operator_gave_up_is_not_remembered_and_what_comes_after_is(repo
 
 
 def removed(repository):
-    change = roles.remove_broker(repository.load(), MASTER, lambda _: False)
+    change = rules.remove_broker(repository.load(), MASTER, lambda _: False)
     repository.change([SetRoles(change), RemoveGroup("g1", change.new_term)])
 
 
@@ -72,10 +72,10 @@ def not_in_a_backup(repository):
 def test_a_group_that_is_made_anew_begins_without_points(repository, gone):
     """Else its new master, once restarted, takes itself for rolled back to before what its log never had."""
     repository.empty = repository.dump()
-    repository.change([SetRoles(roles.add_broker(repository.load(), MASTER))])
+    repository.change([SetRoles(rules.add_broker(repository.load(), MASTER))])
     repository.store_points({("g1", "a"): NEWEST, ("g2", "a"): NEWEST})
     gone(repository)
     assert "g1" not in repository.load().groups
-    repository.change([SetRoles(roles.add_broker(repository.load(), MASTER))])
+    repository.change([SetRoles(rules.add_broker(repository.load(), MASTER))])
     assert stored(repository) == Points()
     assert stored(repository, "g2") == Points({"a": NEWEST})

@@ -10,12 +10,12 @@ from dataclasses import replace
 
 import pytest
 
-from qmq.metaserver import roles
-from qmq.metaserver.db.changes import AddSubject, RemoveGroup, SetMark, SetRoles, SetRoute, UnsetMark
-from qmq.metaserver.db.engine import open_database
-from qmq.metaserver.db.errors import AlreadyThere, GroupInUse, StaleTerm, StaleVersion, UnknownGroup
-from qmq.metaserver.db.repository import Repository
 from qmq.metaserver.model import AuditRow, BrokerKey, ReadonlyMark, SightingRow
+from qmq.metaserver.roles import rules
+from qmq.metaserver.storage.changes import AddSubject, RemoveGroup, SetMark, SetRoles, SetRoute, UnsetMark
+from qmq.metaserver.storage.engine import open_database
+from qmq.metaserver.storage.errors import AlreadyThere, GroupInUse, StaleTerm, StaleVersion, UnknownGroup
+from qmq.metaserver.storage.repository import Repository
 from tests.support.directories import add_group
 
 METASERVERS = 4
@@ -65,7 +65,7 @@ def test_of_several_decisions_on_one_term_one_is_stored(race, engine):
     repository = Repository(engine)
     for _ in range(10):
         group = repository.load().groups["g1"]
-        decision = SetRoles(roles.swap_roles(group, term=group.term))
+        decision = SetRoles(rules.swap_roles(group, term=group.term))
         audit = AuditRow("me", "here", "SwapRoles")
         stored = race(lambda own, _: attempt(lambda: own.change([decision], audit), StaleTerm))  # noqa: B023
         assert sum(stored) == 1
@@ -155,7 +155,7 @@ def test_a_group_is_removed_or_a_route_takes_it_in_but_not_both(race, engine):
         name = f"empty{turn}"
         add_group(repository, name)
         group = repository.load().groups[name]
-        repository.change([SetRoles(roles.RoleChange(name, group.term, group, None))])
+        repository.change([SetRoles(rules.RoleChange(name, group.term, group, None))])
         term = group.term + 1
 
         def act(own, number):
@@ -187,7 +187,7 @@ def swap_until(url, term):
     engine = open_database(url)
     repository, given = Repository(engine), []
     while (group := repository.load().groups["g1"]).term < term:
-        if attempt(lambda: repository.change([SetRoles(roles.swap_roles(group, term=group.term))]), StaleTerm):
+        if attempt(lambda: repository.change([SetRoles(rules.swap_roles(group, term=group.term))]), StaleTerm):
             given.append((group.term + 1, group.slave.hostname))
     engine.dispose()
     return given

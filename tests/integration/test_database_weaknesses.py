@@ -12,8 +12,9 @@ from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
 
 from qmq.errors import InvalidName
-from qmq.metaserver import roles
-from qmq.metaserver.db.changes import (
+from qmq.metaserver.model import AuditRow, DataSource, Offline, ReadonlyMark, TokenRow
+from qmq.metaserver.roles import rules
+from qmq.metaserver.storage.changes import (
     AddDataSource,
     AddSubject,
     AddToken,
@@ -27,10 +28,9 @@ from qmq.metaserver.db.changes import (
     SetRoute,
     UnsetMark,
 )
-from qmq.metaserver.db.engine import open_database
-from qmq.metaserver.db.errors import GroupInUse, NotThere, StaleTerm, StaleVersion, UnknownGroup, ValueRefused
-from qmq.metaserver.db.repository import Repository
-from qmq.metaserver.model import AuditRow, DataSource, Offline, ReadonlyMark, TokenRow
+from qmq.metaserver.storage.engine import open_database
+from qmq.metaserver.storage.errors import GroupInUse, NotThere, StaleTerm, StaleVersion, UnknownGroup, ValueRefused
+from qmq.metaserver.storage.repository import Repository
 from tests.support.directories import add_group, brokers_of
 
 
@@ -172,7 +172,7 @@ def test_broker_that_does_not_fit_is_refused(repository):
     for broken in ({"hostname": LONG}, {"ip": "1" * 46}, {"incarnation": LONG}, {"sync_port": 1 << 40}):
         broker = replace(brokers_of("g3")[0], **broken)
         with pytest.raises((ValueRefused, InvalidName)):
-            repository.change([SetRoles(roles.add_broker(repository.load(), broker))])
+            repository.change([SetRoles(rules.add_broker(repository.load(), broker))])
     assert everything(repository) == before
 
 
@@ -202,7 +202,7 @@ def test_limits_of_all_columns_agree(repository):
     add_group(repository, name)
     many = [f"{number:03d}" + "n" * 50 for number in range(100)]
     for group in many:
-        change = roles.add_broker(repository.load(), replace(brokers_of("g")[0], group=group, hostname=group))
+        change = rules.add_broker(repository.load(), replace(brokers_of("g")[0], group=group, hostname=group))
         repository.change([SetRoles(change)])
     repository.change([SetMark(ReadonlyMark(subject, name)), SetRoute(subject, (name, *many), 0)])
     assert repository.load().marks == {ReadonlyMark(subject, name)}
@@ -269,7 +269,7 @@ def test_group_can_be_removed_once_nothing_uses_it_and_its_term_goes_on(reposito
     group = repository.load().groups["g1"]
     with pytest.raises(GroupInUse, match="has brokers"):
         repository.change([RemoveGroup("g1", group.term)])
-    without = roles.RoleChange("g1", group.term, group, None)
+    without = rules.RoleChange("g1", group.term, group, None)
     with pytest.raises(GroupInUse, match="1 routes name g1"):
         repository.change([SetRoles(without), RemoveGroup("g1", group.term + 1)])
     assert repository.load().groups["g1"] == group

@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from qmq.metaserver.db.engine import open_database
-from qmq.metaserver.db.repository import Repository
 from qmq.metaserver.model import LeaseRow
+from qmq.metaserver.storage.engine import open_database
+from qmq.metaserver.storage.repository import Repository
 
 NAME = "watchdog/default"
 

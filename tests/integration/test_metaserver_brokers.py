@@ -10,8 +10,8 @@ from unittest import mock
 import grpc
 import pytest
 
-from qmq.metaserver import renewals
 from qmq.metaserver.model import BrokerKey
+from qmq.metaserver.roles import renewal
 from qmq.proto import qmq_pb2 as pb
 from tests.integration.metaserver_world import METADATA, FakeBroker, in_world, place
 from tests.integration.watchdog_world import KEY
@@ -90,7 +90,7 @@ async def test_stream_of_a_broker_ends_whose_part_was_given_to_a_copy_at_another
     await slave.stop()
     master.in_step_with = ""
     await world.until(is_missing)
-    with mock.patch.object(renewals, "begin_life", give_away):
+    with mock.patch.object(renewal, "begin_life", give_away):
         error = await refusal(world.rpc.Register(slave.identity(begins=True), metadata=METADATA))
     assert error.code() == grpc.StatusCode.FAILED_PRECONDITION and "register again" in error.details()
 

@@ -7,11 +7,11 @@ import asyncio
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from qmq.metaserver.db.changes import SetRoles
-from qmq.metaserver.db.errors import CommitUnknown
-from qmq.metaserver.db.repository import Repository
 from qmq.metaserver.model import AuditRow, Broker
-from qmq.metaserver.roles import replace_broker
+from qmq.metaserver.roles.rules import replace_broker
+from qmq.metaserver.storage.changes import SetRoles
+from qmq.metaserver.storage.errors import CommitUnknown
+from qmq.metaserver.storage.repository import Repository
 from qmq.types import Role
 from tests.integration.metaserver_world import World, in_world, place
 from tests.support.waiting import until_async

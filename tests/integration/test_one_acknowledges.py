@@ -21,7 +21,7 @@ from qmq.deploy.control import broker_state, manage
 from qmq.deploy.copies import read_copy
 from qmq.deploy.processes import module_command, suspend
 from qmq.errors import QmqError
-from qmq.metaserver.db.tables import broker_sighting
+from qmq.metaserver.storage.tables import broker_sighting
 from qmq.remoting.commands import Command
 from qmq.remoting.connection import connect
 from qmq.types import Endpoint

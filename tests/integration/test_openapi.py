@@ -26,7 +26,7 @@ from schemathesis.specs.openapi.checks import (
 from sqlalchemy import Engine, event
 from sqlalchemy.exc import OperationalError
 
-from qmq.metaserver import watch
+from qmq.metaserver.routes import hub
 from qmq.rights import TokenRole, includes
 from tests.integration.metaserver_world import TOKEN, WAIT_S, World
 
@@ -96,7 +96,7 @@ class Running:
 @pytest.fixture(scope="module")
 def running(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch, Running(tmp_path_factory.mktemp("metaserver")) as started:
-        patch.setattr(watch, "STORE_WAIT_S", 20)  # no new subject is stored behind the back of the next request
+        patch.setattr(hub, "STORE_WAIT_S", 20)  # no new subject is stored behind the back of the next request
         yield started
 
 

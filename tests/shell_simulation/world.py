@@ -25,7 +25,7 @@ from qmq import Message
 from qmq.client.batch_life import BATCH_LIFE
 from qmq.client.session_life import SESSION
 from qmq.log import RealDisk
-from qmq.metaserver.db.engine import open_database
+from qmq.metaserver.storage.engine import open_database
 from tests.shell_simulation.applications import GROUP, SUBJECTS, ConsumerProgram, ProducerProgram, ShopProgram
 from tests.shell_simulation.loop import current
 from tests.shell_simulation.machines import (

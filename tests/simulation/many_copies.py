@@ -10,11 +10,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from qmq.errors import OperatorError
-from qmq.metaserver import failover, roles
-from qmq.metaserver.db.changes import RememberPoint
-from qmq.metaserver.failover import Facts
 from qmq.metaserver.model import Broker, BrokerKey, Directory, Group, Points, ReplicaState
-from qmq.metaserver.roles import RoleChange
+from qmq.metaserver.roles import promotion, rules
+from qmq.metaserver.roles.promotion import Facts
+from qmq.metaserver.roles.rules import RoleChange
+from qmq.metaserver.storage.changes import RememberPoint
 from qmq.types import Role
 from tests.simulation.nemesis import FAULTS, Nemesis
 from tests.simulation.recovery import Recovery
@@ -52,8 +52,8 @@ class ManyCopies(Metaserver):
             return False
         if self._lives.get(name) is process:
             return True
-        if roles.needs_new_life(self.group, BrokerKey(name, 1)):
-            if not self.change(roles.renew(self.group, above=self._floor())):
+        if rules.needs_new_life(self.group, BrokerKey(name, 1)):
+            if not self.change(rules.renew(self.group, above=self._floor())):
                 return False
             self._events.count("master began a new life")
         self._lives[name] = process
@@ -81,7 +81,7 @@ class ManyCopies(Metaserver):
         return not self.choices and is_kept
 
     def _is_one_waited_for(self) -> bool:
-        return any(self._world.holds_all(self._world.machine(one.hostname)) for one in roles.awaited(self.group))
+        return any(self._world.holds_all(self._world.machine(one.hostname)) for one in rules.awaited(self.group))
 
     # Changes.
 
@@ -97,7 +97,7 @@ class ManyCopies(Metaserver):
         """Make a slave the master, and remember what it was chosen with."""
         if not self.change(change):
             return False
-        for one in failover.changes_of(change, group, chosen, said):
+        for one in promotion.changes_of(change, group, chosen, said):
             if isinstance(one, RememberPoint):
                 known = self.points.get(one.incarnation)
                 self.points[one.incarnation] = one.point if known is None else max(known, one.point)
@@ -123,7 +123,7 @@ class ManyCopies(Metaserver):
         self._promised_looks = self._promised_looks + 1 if promised > self.group.term and not is_gone else 0
         if self._promised_looks > LOOKS_BEFORE_ROW_IS_RAISED:
             self._promised_looks = 0
-            if self.change(roles.renew(self.group, above=promised - 1)):
+            if self.change(rules.renew(self.group, above=promised - 1)):
                 self._events.count("row raised")
 
     def _fail_over(self, group: Group) -> None:
@@ -131,7 +131,7 @@ class ManyCopies(Metaserver):
         events, facts = self._events, self._facts(group)
         if facts is None:
             return
-        if refused := failover.refusal(facts):
+        if refused := promotion.refusal(facts):
             return events.count(f"no failover: {refused[0].value}")
         said: dict[BrokerKey, ReplicaState] = {}
         hold_ms = events.rng.choice((50, 500, 3000))
@@ -175,13 +175,13 @@ class ManyCopies(Metaserver):
         """Those that promised."""
         if not self.is_up or facts.group.term != self.group.term:
             return self._events.count("no failover: it is too late")
-        if refused := failover.refusal(facts):
+        if refused := promotion.refusal(facts):
             return self._events.count(f"no failover: {refused[0].value}")
         best, best_said = facts.best, facts.best_said
         chosen = self._reach(best.hostname)
         if chosen is not None:
             self._world.oracle.chosen(chosen.log)
-        if self._choose(failover.choose(facts), facts.group, best, best_said):
+        if self._choose(promotion.choose(facts), facts.group, best, best_said):
             self._events.count("failed over")
 
     def replace(self, role: Role, *, accept_loss: bool = False) -> None:
@@ -191,7 +191,7 @@ class ManyCopies(Metaserver):
         """ReplaceBroker with `acceptLoss`: this broker, stopped as the master is, goes on as the master."""
         (broker,) = (broker for broker in self.group.brokers if broker.hostname == kept)
         row, wanted = Directory({GROUP: self.group}), replace(broker, role=Role.MASTER)
-        change, _ = roles.replace_broker(
+        change, _ = rules.replace_broker(
             row, wanted, lambda one: self._reach(one.hostname) is not None, accept_loss=True
         )
         if change is not None and self.change(replace(change, above=self._floor())):
@@ -241,8 +241,8 @@ class ManyCopies(Metaserver):
             if process is None or not goes_on() or group.term != self.group.term:
                 return
             try:
-                roles.check_same_log(at_end, full_state(process))
-                change = roles.swap_roles(self.group, term=group.term, to=slave.key)
+                rules.check_same_log(at_end, full_state(process))
+                change = rules.swap_roles(self.group, term=group.term, to=slave.key)
             except OperatorError:
                 return events.count("no swap: the logs differ")
             if self._choose(replace(change, above=term - 1), group, slave, at_end):

@@ -17,8 +17,8 @@ from qmq.log.group import Consumer
 from qmq.log.requeued import Requeued
 from qmq.log.requeued_ranges import RequeuedRange
 from qmq.log.retention import Kept
-from qmq.metaserver import failover
-from qmq.metaserver.failover import CONDITIONS, SLAVE_CONDITIONS, Refusal
+from qmq.metaserver.roles import promotion
+from qmq.metaserver.roles.promotion import CONDITIONS, SLAVE_CONDITIONS, Refusal
 from qmq.remoting import commands
 from qmq.remoting.commands import Command
 from qmq.replication import agreement, readonly
@@ -432,9 +432,9 @@ def _chosen_without(left_out: set[Refusal]) -> list[Patch]:
 
     tables = {"CONDITIONS": CONDITIONS, "SLAVE_CONDITIONS": SLAVE_CONDITIONS}
     kept = {name: tuple(one for one in table if one[0] not in left_out) for name, table in tables.items()}
-    patches: list[Patch] = [mock.patch.object(failover, name, table) for name, table in kept.items()]
+    patches: list[Patch] = [mock.patch.object(promotion, name, table) for name, table in kept.items()]
     if Refusal.BEHIND in left_out:
-        patches.append(mock.patch.object(failover, "_is_behind", lambda facts: False))
+        patches.append(mock.patch.object(promotion, "_is_behind", lambda facts: False))
     return [*patches, mock.patch.object(Node, "prepare_failover", prepare)]
 
 
@@ -507,10 +507,10 @@ def _promises_are_forgotten() -> list[Patch]:
 def _one_promise_too_few() -> list[Patch]:
     """A set of those that promised may miss each copy of a set that acknowledged."""
 
-    def promises_needed(self: failover.Facts) -> int:
+    def promises_needed(self: promotion.Facts) -> int:
         return len(self.group.brokers) - self.group.min_copies
 
-    return [mock.patch.object(failover.Facts, "promises_needed", property(promises_needed))]
+    return [mock.patch.object(promotion.Facts, "promises_needed", property(promises_needed))]
 
 
 def _confirms_after_promising() -> list[Patch]:
@@ -529,7 +529,7 @@ def _confirms_after_promising() -> list[Patch]:
 
 def _master_begins_in_its_old_term() -> list[Patch]:
     """The row keeps its term when the master of several slaves restarts."""
-    return [mock.patch("qmq.metaserver.roles.needs_new_life", lambda group, key: False)]
+    return [mock.patch("qmq.metaserver.roles.rules.needs_new_life", lambda group, key: False)]
 
 
 def _restarted_master_waits_for_any_slave() -> list[Patch]:
@@ -564,7 +564,7 @@ def _a_copy_takes_up_a_part_alone() -> list[Patch]:
 
 def _a_copy_gets_the_same_term() -> list[Patch]:
     """A metaserver lets in whoever has the directory of its row, wherever that is."""
-    return [mock.patch("qmq.metaserver.roles.is_elsewhere", lambda known, said: False)]
+    return [mock.patch("qmq.metaserver.roles.rules.is_elsewhere", lambda known, said: False)]
 
 
 CLONE_BUGS = [

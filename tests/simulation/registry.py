@@ -1,4 +1,4 @@
-"""The metaserver: one row per group, changed by compare-and-set with the real rules of `metaserver.roles`."""
+"""The metaserver: one row per group, changed by compare-and-set with the real rules of `metaserver.roles.rules`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from qmq.errors import OperatorError
-from qmq.metaserver import failover, roles
-from qmq.metaserver.failover import Facts
 from qmq.metaserver.model import Broker, BrokerKey, Directory, Group, Points, ReplicaState
+from qmq.metaserver.roles import promotion, rules
+from qmq.metaserver.roles.promotion import Facts
 from qmq.replication.assignment import Address, Assignment
 from qmq.replication.points import Point
 from qmq.types import Role
@@ -122,7 +122,7 @@ class Metaserver:
         slaves = tuple(_address(slave) for slave in group.slaves)
         master = _address(group.master) if group.master else None
         marks = tuple(sorted(self.marks))
-        awaited = tuple(str(slave.key) for slave in roles.awaited(group))
+        awaited = tuple(str(slave.key) for slave in rules.awaited(group))
         return Assignment(GROUP, group.term, broker.role, master, slaves, marks, (), group.min_copies, awaited=awaited)
 
     def _register(self, process: Process) -> bool:
@@ -131,18 +131,18 @@ class Metaserver:
         if known is None:
             return False
         said = replace(known, ip=process.name, incarnation=incarnation, instance=identity.instance)
-        is_elsewhere = roles.is_elsewhere(known, said)
+        is_elsewhere = rules.is_elsewhere(known, said)
         if is_elsewhere and self._reach(name) is not None:
             self._refuse_copy(process)
             return False
-        if known.role == Role.MASTER and roles.is_older(known, said, identity.value.term, self._said.get(name)):
+        if known.role == Role.MASTER and rules.is_older(known, said, identity.value.term, self._said.get(name)):
             self._events.count("older copy refused")
             return False
         if is_elsewhere:
             self._events.count("began elsewhere")
             return self.begin_elsewhere(said)
         try:
-            roles.check_registration(known, incarnation)
+            rules.check_registration(known, incarnation)
         except OperatorError:
             self._events.count("registration refused")
             self.master_is_refused = True
@@ -153,7 +153,7 @@ class Metaserver:
         return True
 
     def begin_elsewhere(self, said: Broker) -> bool:
-        return self.change(roles.begin_elsewhere(self.group, said, above=self.group.term))
+        return self.change(rules.begin_elsewhere(self.group, said, above=self.group.term))
 
     def _refuse_copy(self, process: Process) -> None:
         """Another process serves in its place."""
@@ -174,7 +174,7 @@ class Metaserver:
     def _note(self, name: str, state: ReplicaState) -> None:
         self._said[name] = state
         for slave in self.group.slaves:
-            complete = roles.slave_complete(self.group, slave, _key(name), state)
+            complete = rules.slave_complete(self.group, slave, _key(name), state)
             if complete is not None and slave.incarnation and slave.hostname not in self._unseen_disks:
                 self._put_member(replace(slave, complete=complete))
 
@@ -199,7 +199,7 @@ class Metaserver:
 
     # Changes.
 
-    def change(self, change: roles.RoleChange) -> bool:
+    def change(self, change: rules.RoleChange) -> bool:
         """Compare and set."""
         if not self.is_up or change.term != self.group.term:
             return False
@@ -239,7 +239,7 @@ class Metaserver:
                 new_broker(broker.hostname, role), incarnation=broker.incarnation, instance=broker.instance
             )
             row = Directory({GROUP: group})
-            change, _ = roles.replace_broker(row, wanted, lambda _: False, accept_loss=accept_loss)
+            change, _ = rules.replace_broker(row, wanted, lambda _: False, accept_loss=accept_loss)
         except OperatorError as error:
             self._events.count("role change refused")
             self._events.note(f"refused: {error}")
@@ -292,7 +292,7 @@ class Metaserver:
             if process is None or not goes_on():
                 return cancel()
             try:
-                roles.check_same_log(at_end[0], _state(process))
+                rules.check_same_log(at_end[0], _state(process))
             except OperatorError:
                 return cancel()
             events.between(0, 50, exchange)
@@ -301,7 +301,7 @@ class Metaserver:
             if not goes_on() or events.now_ms > hold_ends_ms:
                 return cancel()
             try:
-                change = roles.swap_roles(self.group, term=group.term)
+                change = rules.swap_roles(self.group, term=group.term)
             except OperatorError:
                 return cancel()
             if self.change(change):
@@ -349,12 +349,12 @@ class Metaserver:
         )
 
     def _fail_over(self, group: Group) -> None:
-        """As `metaserver.failovers`, step by step; nobody asks whether the slave has a connection to its master."""
+        """As `roles.failover`, step by step; nobody asks whether the slave has a connection to its master."""
         events, rng = self._events, self._events.rng
         facts = self._facts(group)
         if facts is None:
             return
-        if refused := failover.refusal(facts):
+        if refused := promotion.refusal(facts):
             return events.count(f"no failover: {refused[0].value}")
         slave = self._reach(facts.best.hostname)
         assert slave is not None, "it answered"
@@ -368,12 +368,12 @@ class Metaserver:
 
         def exchange() -> None:
             facts = self._facts(group)
-            if facts is None or failover.refusal(facts) is not None:
+            if facts is None or promotion.refusal(facts) is not None:
                 return events.count("no failover: it is too late")
             chosen = self._reach(facts.best.hostname)
             if chosen is not None:
                 self._world.oracle.chosen(chosen.log)
-            if self.change(failover.choose(facts)):
+            if self.change(promotion.choose(facts)):
                 events.count("failed over")
 
         events.between(0, rng.choice((20, 2000)), exchange)

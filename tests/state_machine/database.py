@@ -17,8 +17,8 @@ from sqlalchemy import create_engine, event
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.pool import StaticPool
 
-from qmq.metaserver.db import engine as real
-from qmq.metaserver.db.tables import metadata
+from qmq.metaserver.storage import engine as real
+from qmq.metaserver.storage.tables import metadata
 
 Row = tuple[Any, ...]
 Tables = Mapping[str, frozenset[Row]]

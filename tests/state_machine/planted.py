@@ -10,17 +10,18 @@ from typing import Any
 from unittest import mock
 
 from qmq.errors import OperatorError
-from qmq.metaserver import failover, old_rows, roles
 from qmq.metaserver.actions import routes as actions
-from qmq.metaserver.commits import Commits
-from qmq.metaserver.database import Database, DatabaseAway
-from qmq.metaserver.db import apply, changes, groups, operators, routes, transactions
-from qmq.metaserver.db.bad_rows import BadRows
-from qmq.metaserver.db.repository import Repository
-from qmq.metaserver.failover import Refusal
-from qmq.metaserver.registry import Registry
-from qmq.metaserver.roles import RoleChange
+from qmq.metaserver.cluster import old_database
+from qmq.metaserver.cluster.registry import Registry
+from qmq.metaserver.roles import promotion, rules
+from qmq.metaserver.roles.promotion import Refusal
+from qmq.metaserver.roles.rules import RoleChange
 from qmq.metaserver.rpc import convert
+from qmq.metaserver.storage import changes, groups, operators, repository, routes, transactions
+from qmq.metaserver.storage.commits import Commits
+from qmq.metaserver.storage.database import Database, DatabaseAway
+from qmq.metaserver.storage.repository import Repository
+from qmq.metaserver.storage.sql import BadRows
 from qmq.tools.recovery import plan
 from tests.state_machine.boxes import Brokers, Process
 from tests.support.planting import Bug, Patch
@@ -32,12 +33,12 @@ def _terms_are_not_compared() -> list[Patch]:
     """Whoever writes last wins."""
     real = groups._raise_term
 
-    def raise_term(connection: Any, change: roles.RoleChange, now: int) -> None:
+    def raise_term(connection: Any, change: rules.RoleChange, now: int) -> None:
         term = groups._term(connection, change.group)
         if change.before is not None and term is not None:
             stored = tuple(groups._brokers(connection, change.group).values())
-            master = next((broker for broker in stored if broker.role == roles.Role.MASTER), None)
-            slaves = tuple(broker for broker in stored if broker.role == roles.Role.SLAVE)
+            master = next((broker for broker in stored if broker.role == rules.Role.MASTER), None)
+            slaves = tuple(broker for broker in stored if broker.role == rules.Role.SLAVE)
             before = replace(change.before, master=master, slaves=slaves)
             change = replace(change, term=term, before=before)
         real(connection, change, now)
@@ -135,10 +136,10 @@ def _done_is_said_although_the_database_is_away() -> list[Patch]:
 
 
 def _incomplete_slaves_are_promoted() -> list[Patch]:
-    real = roles._promote
+    real = rules._promote
     return [
         mock.patch.object(
-            roles, "_promote", lambda directory, group, broker, _, why: real(directory, group, broker, True, why)
+            rules, "_promote", lambda directory, group, broker, _, why: real(directory, group, broker, True, why)
         )
     ]
 
@@ -151,37 +152,37 @@ def _a_new_disk_is_as_complete_as_the_old_one() -> list[Patch]:
             return None
         return bool(state.durability != "master")
 
-    return [mock.patch.object(roles, "slave_complete", slave_complete)]
+    return [mock.patch.object(rules, "slave_complete", slave_complete)]
 
 
 def _a_master_may_come_back_with_another_disk() -> list[Patch]:
-    return [mock.patch.object(roles, "check_registration", lambda broker, incarnation: None)]
+    return [mock.patch.object(rules, "check_registration", lambda broker, incarnation: None)]
 
 
 def _half_of_the_copies_acknowledge() -> list[Patch]:
     """The others may, too, in a term that a database gives out twice."""
     return [
-        mock.patch.object(roles, "COPIES_MAX", roles.COPIES_MAX + 1),
-        mock.patch.object(roles, "majority", lambda copies: (copies + 1) // 2),
+        mock.patch.object(rules, "COPIES_MAX", rules.COPIES_MAX + 1),
+        mock.patch.object(rules, "majority", lambda copies: (copies + 1) // 2),
     ]
 
 
 def _one_promise_is_enough() -> list[Patch]:
     """Who promised need not have what the others acknowledged."""
-    return [mock.patch.object(failover.Facts, "promises_needed", property(lambda facts: 1))]
+    return [mock.patch.object(promotion.Facts, "promises_needed", property(lambda facts: 1))]
 
 
 def _any_of_those_that_promised_is_chosen() -> list[Patch]:
-    return [mock.patch.object(failover.Facts, "best", property(lambda facts: facts.eligible[-1]))]
+    return [mock.patch.object(promotion.Facts, "best", property(lambda facts: facts.eligible[-1]))]
 
 
 def _slaves_that_were_not_in_sync_are_chosen() -> list[Patch]:
     """Neither by their own word nor by the row's."""
     ignored = (Refusal.NEVER_IN_SYNC, Refusal.NOT_IN_SYNC_SINCE_START, Refusal.BEHIND)
-    left = tuple(one for one in failover.SLAVE_CONDITIONS if one[0] not in ignored)
+    left = tuple(one for one in promotion.SLAVE_CONDITIONS if one[0] not in ignored)
     return [
-        mock.patch.object(failover, "SLAVE_CONDITIONS", left),
-        mock.patch.object(failover, "_is_behind", lambda facts: False),
+        mock.patch.object(promotion, "SLAVE_CONDITIONS", left),
+        mock.patch.object(promotion, "_is_behind", lambda facts: False),
         mock.patch.object(Brokers, "is_unfit", lambda self, slave, master_gone: False),
     ]
 
@@ -212,7 +213,7 @@ def _changes_are_not_announced() -> list[Patch]:
         versions = transactions.read_versions(connection)
         return [versions.get(name, 0) for name in names]
 
-    return [mock.patch.object(apply, "raise_versions", raise_versions)]
+    return [mock.patch.object(repository, "raise_versions", raise_versions)]
 
 
 def _a_mark_is_forgotten() -> list[Patch]:
@@ -233,9 +234,9 @@ def _delete_group(connection: Any, group: str, term: int) -> None:
 
 def _rows_are_raised_to_what_was_reported() -> list[Patch]:
     """In the term in which brokers run by other copies, or another number that acknowledge."""
-    real = old_rows._with_master
+    real = old_database._with_master
     raised = lambda group, named, *, above: real(group, named, above=above - 1)
-    return [mock.patch.object(old_rows, "_with_master", raised)]
+    return [mock.patch.object(old_database, "_with_master", raised)]
 
 
 def _a_database_that_lost_groups_is_used() -> list[Patch]:
@@ -243,8 +244,8 @@ def _a_database_that_lost_groups_is_used() -> list[Patch]:
 
 
 def _adopting_is_named_without_the_word_that_it_needs() -> list[Patch]:
-    real = old_rows._remedy
-    return [mock.patch.object(old_rows, "_remedy", lambda *said: real(*said).replace(" --force=true", ""))]
+    real = old_database._remedy
+    return [mock.patch.object(old_database, "_remedy", lambda *said: real(*said).replace(" --force=true", ""))]
 
 
 def _what_brokers_wrote_down_stays_where_they_registered() -> list[Patch]:
@@ -264,7 +265,7 @@ def _a_slave_that_was_never_filled_counts_as_whole() -> list[Patch]:
 
 def _a_master_with_another_disk_is_told_what_is_for_two_copies() -> list[Patch]:
     """Both commands are refused where there are several slaves."""
-    real = roles.check_registration
+    real = rules.check_registration
 
     def check(broker: Any, incarnation: str) -> None:
         try:
@@ -276,7 +277,7 @@ def _a_master_with_another_disk_is_told_what_is_for_two_copies() -> list[Patch]:
                 f"{text}{call} --ip={broker.ip} --servePort={broker.serve_port} --syncPort={broker.sync_port}"
             ) from None
 
-    return [mock.patch.object(roles, "check_registration", check)]
+    return [mock.patch.object(rules, "check_registration", check)]
 
 
 def _an_accepted_loss_is_not_noted() -> list[Patch]:

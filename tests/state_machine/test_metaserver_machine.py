@@ -13,8 +13,8 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from qmq.metaserver import roles
 from qmq.metaserver.actions import causes
+from qmq.metaserver.roles import rules
 from tests.state_machine.database import Template
 from tests.state_machine.machine import Machine, walk
 from tests.state_machine.oracle import Violation
@@ -57,7 +57,7 @@ MUST_OCCUR = [
 @pytest.fixture(autouse=True)
 def of_three(monkeypatch: pytest.MonkeyPatch) -> None:
     """There are six brokers, and two groups of them."""
-    for module in (roles, causes):
+    for module in (rules, causes):
         monkeypatch.setattr(module, "COPIES_MAX", 3)
 
 

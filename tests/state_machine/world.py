@@ -15,13 +15,15 @@ from unittest import mock
 
 from qmq import rpc_access
 from qmq.errors import NotServed, OperatorError, OutcomeUnknown
-from qmq.metaserver import database, main, upkeep
+from qmq.metaserver import main
 from qmq.metaserver.actions.clients import Clients
-from qmq.metaserver.consumer_groups import ConsumerGroups
+from qmq.metaserver.cluster import upkeep
 from qmq.metaserver.model import Broker, ReplicaState
+from qmq.metaserver.rpc.consumer_groups import ConsumerGroups
 from qmq.metaserver.rpc.convert import state_from_message
 from qmq.metaserver.rpc.servicer import MetaserverRpc
 from qmq.metaserver.settings import MetaserverSettings
+from qmq.metaserver.storage import database
 from qmq.proto import qmq_pb2 as pb
 from qmq.rights import Caller, TokenRole
 from qmq.types import Role

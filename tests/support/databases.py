@@ -24,8 +24,8 @@ from sqlalchemy import URL, create_engine, make_url, text
 from sqlalchemy.exc import DBAPIError
 
 from qmq.deploy.processes import suspend
-from qmq.metaserver.db.engine import open_database
-from qmq.metaserver.db.tables import metadata
+from qmq.metaserver.storage.engine import open_database
+from qmq.metaserver.storage.tables import metadata
 from tests.support.ports import kept_port
 
 START_S = 60

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from qmq.metaserver import roles
-from qmq.metaserver.db.changes import SetRoles
-from qmq.metaserver.db.repository import Repository
 from qmq.metaserver.model import Broker
+from qmq.metaserver.roles import rules
+from qmq.metaserver.storage.changes import SetRoles
+from qmq.metaserver.storage.repository import Repository
 from qmq.types import Role
 
 
@@ -20,4 +20,4 @@ def brokers_of(group: str) -> tuple[Broker, Broker]:
 def add_group(repository: Repository, group: str) -> None:
     """Add a broker group; its term is 2 afterwards, as each of its brokers was one change."""
     for broker in brokers_of(group):
-        repository.change([SetRoles(roles.add_broker(repository.load(), broker))])
+        repository.change([SetRoles(rules.add_broker(repository.load(), broker))])

@@ -19,7 +19,7 @@ import qmq
 from qmq.broker.causes import Cause
 from qmq.client.batch_life import Unknown
 from qmq.errors import BrokerReadOnly, ErrorCode, Overloaded, QueueFull
-from qmq.metaserver.quotas import Bounds, Quotas
+from qmq.metaserver.routes.quotas import Bounds, Quotas
 from qmq.operator_limits import OF_SUBJECT, OperatorLimits
 from qmq.rations import NewSubjects, SentBytes, TokenRation
 from qmq.remoting.packet import PacketReader

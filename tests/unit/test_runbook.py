@@ -19,9 +19,9 @@ STARTS = {
     "qmq/log/one_process.py": {"one_process"},
     "qmq/replication/identity.py": {"_decode"},
     "qmq/replication/node.py": {"assign"},
-    "metaserver/liveness.py": {"check_free"},
-    "metaserver/registry.py": {"_check_place"},
-    "metaserver/roles.py": {"refuse_unknown", "check_kind", "check_registration"},
+    "metaserver/cluster/liveness.py": {"check_free"},
+    "metaserver/cluster/registry.py": {"_check_place"},
+    "metaserver/roles/rules.py": {"refuse_unknown", "check_kind", "check_registration"},
 }
 """Functions that send a starting process away."""
 
@@ -72,9 +72,9 @@ def test_each_refusal_to_start_has_its_row():
 
 
 def test_each_refusal_of_a_role_has_its_row():
-    others = STARTS["metaserver/roles.py"]
-    texts = raised("metaserver/roles.py", lambda name: name not in others and not name.startswith(ONLY_WORDS))
-    texts += raised("metaserver/old_rows.py", lambda name: name == "adopt")
+    others = STARTS["metaserver/roles/rules.py"]
+    texts = raised("metaserver/roles/rules.py", lambda name: name not in others and not name.startswith(ONLY_WORDS))
+    texts += raised("metaserver/cluster/old_database.py", lambda name: name == "adopt")
     assert len(texts) > 15 and without_a_row(texts, REFUSED_ROLES) == []
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.metaserver import _groups
-from qmq.metaserver.db.tables import metadata
+from qmq.metaserver.storage.tables import metadata
 
 
 def test_its_rows_have_the_columns_of_the_tables():

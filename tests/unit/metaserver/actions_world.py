@@ -13,16 +13,15 @@ from qmq.metaserver.actions.desk import Desk
 from qmq.metaserver.actions.runner import Actions
 from qmq.metaserver.actions.vault import Vault
 from qmq.metaserver.actions.watchdogs import Watchdogs
-from qmq.metaserver.awake import AwakeClock
-from qmq.metaserver.database import Database
-from qmq.metaserver.failovers import Failovers
-from qmq.metaserver.liveness import Liveness
-from qmq.metaserver.metrics import Metrics
+from qmq.metaserver.cluster.liveness import AwakeClock, Liveness
+from qmq.metaserver.cluster.registry import Registry
 from qmq.metaserver.model import Broker, BrokerKey, ReplicaState
-from qmq.metaserver.registry import Registry
+from qmq.metaserver.observability.metrics import Metrics
+from qmq.metaserver.roles.failover import Failovers
+from qmq.metaserver.roles.swap import Swaps
+from qmq.metaserver.routes.audience import ClientInfo, Counts
 from qmq.metaserver.settings import MetaserverSettings
-from qmq.metaserver.swap import Swaps
-from qmq.metaserver.watchers import ClientInfo, Counts
+from qmq.metaserver.storage.database import Database
 from qmq.proto import qmq_pb2 as pb
 from qmq.redrive.redriving import REASON, TIMES
 from qmq.remoting.commands import Piece, Produced

@@ -12,9 +12,8 @@ from qmq.metaserver.actions import ACTIONS, Answer, Status
 from qmq.metaserver.actions.words import read_words
 from qmq.metaserver.http.app import build_app
 from qmq.metaserver.http.guard import Limits
-from qmq.metaserver.metrics import Metrics
-from qmq.metaserver.refusals import Refusals
-from qmq.metaserver.rpc.tokens import wall_ms
+from qmq.metaserver.observability.metrics import Metrics
+from qmq.metaserver.rpc.tokens import Refusals, wall_ms
 from qmq.rights import TokenRole
 
 CLUSTER = "the key of the installation"

@@ -6,8 +6,7 @@ import asyncio
 
 from qmq.metaserver.access import Access
 from qmq.metaserver.model import BrokerKey
-from qmq.metaserver.rpc.brokers import BrokerRpc
-from qmq.metaserver.rpc.visits import Visits
+from qmq.metaserver.rpc.brokers import BrokerRpc, Visits
 from tests.unit.metaserver.actions_world import ADMIN
 
 

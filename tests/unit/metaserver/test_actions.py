@@ -13,10 +13,10 @@ from qmq.metaserver.actions import ACTIONS, Status
 from qmq.metaserver.actions.desk import wall_ms
 from qmq.metaserver.actions.runner import HANDLERS
 from qmq.metaserver.actions.words import read_words
-from qmq.metaserver.database import DatabaseAway
-from qmq.metaserver.db.errors import CommitUnknown
-from qmq.metaserver.db.repository import Repository
-from qmq.metaserver.watchers import Counts
+from qmq.metaserver.routes.audience import Counts
+from qmq.metaserver.storage.database import DatabaseAway
+from qmq.metaserver.storage.errors import CommitUnknown
+from qmq.metaserver.storage.repository import Repository
 from tests.unit.metaserver.actions_world import caller, in_world, place
 
 QMQ = {
@@ -304,7 +304,7 @@ def test_a_commit_without_an_answer_is_found_though_the_clock_was_set_back_meanw
     @in_world
     async def body(world):
         BrokenCommit(monkeypatch, stored=True)
-        monkeypatch.setattr("metaserver.db.tokens.now_ms", lambda: wall_ms() - 60_000)
+        monkeypatch.setattr("metaserver.storage.tokens.now_ms", lambda: wall_ms() - 60_000)
         assert (await world.run("AddBroker", **place("g1", 0, "h1"))).done
 
     body(tmp_path)

@@ -7,8 +7,8 @@ from dataclasses import replace
 from functools import partial
 
 from qmq.ledger import FINDINGS, PROVEN, Entry, Ledger
-from qmq.metaserver.audit_metrics import AuditMetrics
 from qmq.metaserver.console.nights import Nights
+from qmq.metaserver.observability.collectors import AuditMetrics
 
 NIGHT = Entry("2026-11-21T01:00:00Z", 1_000_000, "g1", PROVEN, verified=700, chain="00ff", frame=650, ends={"a": 7})
 UP = "qmq_metaserver_audit_ledger_up"

@@ -8,8 +8,10 @@ from dataclasses import replace
 import pytest
 
 from qmq.errors import QmqError
-from qmq.metaserver import roles, try_backup
-from qmq.metaserver.db.changes import (
+from qmq.metaserver.model import AuditRow, Offline, ReadonlyMark, TokenRow
+from qmq.metaserver.roles import rules
+from qmq.metaserver.storage import try_backup
+from qmq.metaserver.storage.changes import (
     AcceptLoss,
     AddSubject,
     AddToken,
@@ -22,10 +24,9 @@ from qmq.metaserver.db.changes import (
     SetRoute,
     UnsetMark,
 )
-from qmq.metaserver.db.engine import open_database
-from qmq.metaserver.db.errors import ValueRefused
-from qmq.metaserver.db.repository import Repository
-from qmq.metaserver.model import AuditRow, Offline, ReadonlyMark, TokenRow
+from qmq.metaserver.storage.engine import open_database
+from qmq.metaserver.storage.errors import ValueRefused
+from qmq.metaserver.storage.repository import Repository
 from qmq.operator_limits import OperatorLimits
 from tests.support.directories import add_group, brokers_of
 
@@ -81,7 +82,7 @@ def test_restore_takes_back_what_came_since_but_never_terms_nor_revocations(fill
     slave = replace(brokers_of("g1")[1], hostname="third")
     filled.change(
         [
-            SetRoles(replace(roles.swap_roles(group, term=group.term), master=group.master, slaves=(slave,))),
+            SetRoles(replace(rules.swap_roles(group, term=group.term), master=group.master, slaves=(slave,))),
             UnsetMark(MARK),
             SetRoute("s0", ("g2",), 1),
             SetRoute("new", ("g2",), 0),
@@ -112,7 +113,7 @@ def test_restore_never_makes_another_broker_the_master(filled):
     filled.store_registration(replace(master, incarnation="first"))
     dump = through_json(filled.dump())
     group = filled.load().groups["g1"]
-    filled.change([SetRoles(roles.swap_roles(group, term=group.term))])
+    filled.change([SetRoles(rules.swap_roles(group, term=group.term))])
     before = filled.load()
     with pytest.raises(ValueRefused, match="g1 is served by g1-b:20881, the backup has g1-a:20881"):
         filled.change([RestoreAll(dump)])

@@ -6,11 +6,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import patch
 
-from qmq.metaserver import swap
 from qmq.metaserver.actions import Status
-from qmq.metaserver.database import DatabaseAway
 from qmq.metaserver.model import BrokerKey, ReplicaState
-from qmq.metaserver.state_metrics import StateMetrics
+from qmq.metaserver.observability.collectors import StateMetrics
+from qmq.metaserver.roles import swap
+from qmq.metaserver.storage.database import DatabaseAway
 from qmq.replication.points import Point
 from qmq.types import Epoch, Role
 from tests.unit.metaserver.actions_world import in_world, left, place

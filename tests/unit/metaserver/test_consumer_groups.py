@@ -7,11 +7,11 @@ import asyncio
 import pytest
 
 from qmq.errors import NotServed
-from qmq.metaserver import consumer_groups
-from qmq.metaserver.consumer_groups import ConsumerGroups
-from qmq.metaserver.database import DatabaseAway
-from qmq.metaserver.db.changes import RestoreAll
-from qmq.metaserver.group_starts import CLOCKS_MS, STALE_MS, Asked, Begin
+from qmq.metaserver.cluster.group_starts import CLOCKS_MS, STALE_MS, Asked, Begin
+from qmq.metaserver.rpc import consumer_groups
+from qmq.metaserver.rpc.consumer_groups import ConsumerGroups
+from qmq.metaserver.storage.changes import RestoreAll
+from qmq.metaserver.storage.database import DatabaseAway
 from tests.unit.metaserver.actions_world import in_world
 
 NOW_MS = 1_800_000_000_000

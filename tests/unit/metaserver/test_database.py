@@ -7,7 +7,7 @@ import gc
 
 import pytest
 
-from qmq.metaserver.database import Database, DatabaseAway
+from qmq.metaserver.storage.database import Database, DatabaseAway
 
 
 def test_an_outage_leaves_no_errors_behind(tmp_path):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from qmq.metaserver.db.changes import SetRoute
-from qmq.metaserver.dead_letter_routes import wider_routes
 from qmq.metaserver.model import Route
+from qmq.metaserver.routes.dead_letters import wider_routes
+from qmq.metaserver.storage.changes import SetRoute
 from qmq.operator_limits import OperatorLimits
 
 ROUTES = {name: Route(name, groups, 3) for name, groups in {"a": ("g1", "g2"), "b": ("g3",), "t": ("g2",)}.items()}

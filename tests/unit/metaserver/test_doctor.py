@@ -9,9 +9,9 @@ import pytest
 
 from qmq.metaserver.actions.causes import Kind
 from qmq.metaserver.actions.doctor import examine_reported
-from qmq.metaserver.database import DatabaseAway
-from qmq.metaserver.doctor_metrics import DoctorMetrics
 from qmq.metaserver.model import MetaserverRow, PartedTail
+from qmq.metaserver.observability.collectors import DoctorMetrics
+from qmq.metaserver.storage.database import DatabaseAway
 from qmq.rights import TokenRole
 from tests.unit.metaserver.actions_world import in_world
 from tests.unit.metaserver.http_world import HttpWorld

@@ -1,234 +1,583 @@
-"""Core. What must hold before the metaserver chooses a new master by itself."""
+"""Shell. A failover step by step, on a real database: who is asked, what is stored, and what if that fails."""
 
 from __future__ import annotations
 
+import asyncio
+import threading
+import time
+from contextlib import suppress
 from dataclasses import replace
+from types import SimpleNamespace
 
+import grpc
 import pytest
 
-from qmq.metaserver import failover
-from qmq.metaserver.failover import BEHIND, CONDITIONS, SLAVE_CONDITIONS, Facts, Refusal
-from qmq.metaserver.model import Broker, Group, Points, ReplicaState
+from qmq.errors import OperatorError, OutcomeUnknown
+from qmq.metaserver.model import BrokerKey
+from qmq.metaserver.roles.failover import Failovers
+from qmq.metaserver.roles.promotion import Refusal
+from qmq.metaserver.roles.renewal import Promises, begin_life
+from qmq.metaserver.storage.database import DatabaseAway
+from qmq.metaserver.storage.errors import StaleTerm
+from qmq.proto import qmq_pb2 as pb
 from qmq.replication.points import Point
 from qmq.types import Epoch, Role
-
-C = Broker("g1", Role.SLAVE, "c", "10.0.0.3", 1, 2, incarnation="disk c")
-A = Broker("g1", Role.MASTER, "a", "10.0.0.1", 1, 2, incarnation="disk a")
-B = Broker("g1", Role.SLAVE, "b", "10.0.0.2", 1, 2, incarnation="disk b", complete=True)
-ROW = Group("g1", 4, A, (B,), 0)
-MASTER_SAID = ReplicaState(Role.MASTER, 4, boot=2, writable=True, incarnation="disk a", in_step=("disk b",))
-SLAVE_SAID = ReplicaState(Role.SLAVE, 4, boot=2, flushed_end=100, incarnation="disk b", in_sync=True)
-POINTS = Points({"disk a": Point(Epoch(4, 2), 100, 7), "disk b": Point(Epoch(4, 2), 90, 8)})
-FINE = Facts(ROW, 4, 4, MASTER_SAID, {B.key: SLAVE_SAID}, POINTS)
+from tests.support.waiting import until_async
+from tests.unit.metaserver.actions_world import World, place
+from tests.unit.metaserver.rpc_world import Aborted, Aborting, service_of
 
 
-def row(**fields):
-    return replace(FINE, group=replace(ROW, **fields))
+async def a_master_is_gone(path):
+    """A group whose master has ended; its slave has everything."""
+    world = World(path / "database")
+    await world.open()
+    await world.running_copies()
+    world.beat("g1-a", incarnation="disk of g1-a", in_step=("disk of g1-b",))
+    world.beat("g1-b", incarnation="disk of g1-b", in_sync=True, flushed_end=4096)
+    world.stop("g1-a")
+    return world, failovers_of(world)
 
 
-def slave_is(**fields):
-    return row(slaves=(replace(B, **fields),))
+def failovers_of(world):
+    return Failovers(world.registry, world.brokers, replace(world.settings, failover=True))
 
 
-def slave_says(**fields):
-    return replace(FINE, slaves_said={B.key: replace(SLAVE_SAID, **fields)})
+def row(world):
+    group = world.registry.directory.groups["g1"]
+    return group.term, group.master.hostname, group.slave.hostname
 
 
-def master_said(**fields):
-    return replace(FINE, master_said=replace(MASTER_SAID, **fields))
+async def fail_over(world, failovers, monkeypatch):
+    """Fail over; the new master is at work as soon as the row says so."""
+    monkeypatch.setattr("qmq.metaserver.roles.failover._is_at_work", lambda registry, group: True)
+    await failovers.fail_over("g1")
 
 
-def acknowledged(term, end, *, accepted=0):
-    return replace(FINE, points=Points({"disk a": Point(Epoch(term, 1), end, 7)}, accepted))
-
-
-REFUSED = [
-    pytest.param(row(slaves=()), Refusal.NO_SLAVE, id="the slave's place is vacant"),
-    pytest.param(row(master=None), Refusal.NO_SLAVE, id="the master's place is vacant"),
-    pytest.param(row(master=None, slaves=(B, C)), Refusal.NO_SLAVE, id="two slaves, and the master's place is vacant"),
-    pytest.param(row(half_swapped=True), Refusal.HALF_SWAPPED, id="an operator is at it"),
-    pytest.param(replace(FINE, reported_term=5), Refusal.OLD_ROW, id="a broker reports a newer term than the row"),
-    pytest.param(replace(FINE, slaves_said={}), Refusal.SLAVE_DOWN, id="the slave does not answer"),
-    pytest.param(replace(FINE, unwilling={B.key: "heard"}), Refusal.HEARS_ITS_MASTER, id="it hears its master"),
-    pytest.param(slave_says(incarnation="empty"), Refusal.OTHER_DISK, id="its disk was replaced"),
-    pytest.param(slave_says(incarnation=""), Refusal.OTHER_DISK, id="it does not name its disk"),
-    pytest.param(slave_is(instance="1"), Refusal.OTHER_DISK, id="its disk is a copy"),
-    pytest.param(
-        replace(slave_is(incarnation=""), master_said=replace(MASTER_SAID, in_step=("",))),
-        Refusal.OTHER_DISK,
-        id="the row names no disk",
-    ),
-    pytest.param(slave_says(term=3), Refusal.OTHER_TERM, id="it followed an older master last"),
-    pytest.param(slave_says(term=5), Refusal.OTHER_TERM, id="it is ahead of the row"),
-    pytest.param(slave_says(role=Role.MASTER), Refusal.OTHER_TERM, id="it is a master"),
-    pytest.param(slave_is(complete=False), Refusal.NEVER_IN_SYNC, id="it was never in sync, by the row"),
-    pytest.param(replace(FINE, master_said=None), Refusal.NOT_IN_SYNC_AT_THE_END, id="the master never reported"),
-    pytest.param(master_said(term=3), Refusal.NOT_IN_SYNC_AT_THE_END, id="the master reported in an older term last"),
-    pytest.param(master_said(role=Role.SLAVE), Refusal.NOT_IN_SYNC_AT_THE_END, id="the master had not begun"),
-    pytest.param(master_said(in_step=()), Refusal.NOT_IN_SYNC_AT_THE_END, id="no slave was in sync"),
-    pytest.param(master_said(in_step=("disk c",)), Refusal.NOT_IN_SYNC_AT_THE_END, id="another copy was in sync"),
-    pytest.param(
-        master_said(readonly_reasons=("slave_down",)), Refusal.NOT_IN_SYNC_AT_THE_END, id="the slave was lost before"
-    ),
-    pytest.param(slave_says(in_sync=False), Refusal.NOT_IN_SYNC_SINCE_START, id="the slave restarted meanwhile"),
-    pytest.param(slave_says(readonly_reasons=("rolled_back",)), Refusal.ROLLED_BACK, id="its disk was put back"),
-    pytest.param(slave_says(readonly_reasons=("corrupt",)), Refusal.DAMAGED, id="it is damaged"),
-    pytest.param(slave_says(readonly_reasons=("diverged",)), Refusal.DAMAGED, id="the copies differ"),
-    pytest.param(slave_says(flushed_end=99), Refusal.BEHIND, id="one byte of what was acknowledged is missing"),
-    pytest.param(acknowledged(3, 101), Refusal.BEHIND, id="what an older term acknowledged is missing"),
-    pytest.param(acknowledged(3, 101, accepted=3), Refusal.BEHIND, id="loss was accepted before that was acknowledged"),
-]
-
-
-@pytest.mark.parametrize(("facts", "why"), REFUSED)
-def test_each_condition_alone_is_in_the_way(facts, why):
-    refused, text = failover.refusal(facts)
-    of_slave = {one: f"1 of its 1 slaves would have to promise, and b:1 {told}" for one, _, told in SLAVE_CONDITIONS}
-    of_slave[Refusal.HEARS_ITS_MASTER] = "1 of its 1 slaves would have to promise, and b:1 does not: heard"
-    texts = {one: told for one, _, told in CONDITIONS} | of_slave | {Refusal.BEHIND: BEHIND}
-    assert (refused, text) == (why, texts[why])
-
-
-def test_each_condition_has_an_example():
-    every = {why for why, _, _ in (*CONDITIONS, *SLAVE_CONDITIONS)} | {Refusal.BEHIND, Refusal.HEARS_ITS_MASTER}
-    assert {param.values[1] for param in REFUSED} == every
+async def test_the_slave_becomes_the_master_and_the_trail_has_the_report(tmp_path, monkeypatch):
+    world, failovers = await a_master_is_gone(tmp_path)
+    await fail_over(world, failovers, monkeypatch)
+    assert row(world) == (3, "g1-b", "g1-a") and world.brokers.held == ["g1-b"]
+    newest = (await world.audit())[0]
+    assert (newest.action, newest.parameters["epoch"], newest.parameters["slaveEnd"]) == ("Failover", [2, 0], 4096)
+    assert (newest.before["term"], newest.after["term"]) == (2, 3)
+    await fail_over(world, failovers, monkeypatch)
+    assert row(world)[0] == 3, "the new master is there"
 
 
 @pytest.mark.parametrize(
-    "facts",
+    ("setting", "of_the_group", "new_master"),
     [
-        pytest.param(FINE, id="all is known and well"),
-        pytest.param(replace(FINE, points=Points()), id="nothing was acknowledged yet"),
-        pytest.param(acknowledged(3, 101, accepted=4), id="an operator accepted the loss of what is missing"),
-        pytest.param(master_said(writable=False, readonly_reasons=("operator",)), id="the group was marked readonly"),
-        pytest.param(master_said(writable=False, readonly_reasons=("slave_lag",)), id="the slave was behind, not out"),
-        pytest.param(replace(FINE, reported_term=0), id="this metaserver has just begun and heard no term"),
+        (True, "default", "g1-b"),
+        (True, "off", "g1-a"),
+        (False, "default", "g1-a"),
+        (False, "on", "g1-b"),
     ],
 )
-def test_a_slave_that_has_everything_is_chosen_in_the_next_term(facts):
-    assert failover.refusal(facts) is None
-    change = failover.choose(facts)
-    assert (change.term, change.new_term) == (4, 5)
-    assert failover.choose(replace(facts, given_term=7)).new_term == 8
-    assert (change.master.key, change.master.role) == (B.key, Role.MASTER)
-    assert (change.slave.key, change.slave.role, change.slave.complete) == (A.key, Role.SLAVE, False)
+async def test_a_group_decides_or_leaves_it_to_the_setting(tmp_path, monkeypatch, setting, of_the_group, new_master):
+    world, failovers = await a_master_is_gone(tmp_path)
+    failovers._settings = replace(world.settings, failover=setting)
+    await world.done("SetFailover", brokerGroup="g1", failover=of_the_group)
+    (group,) = await world.done("ListBrokerGroups")
+    assert group["failover"] == of_the_group
+    failovers._look()
+    assert bool(failovers._running) == (new_master == "g1-b")
+    tried = list(failovers._running.values())
+    for task in tried:
+        task.cancel()
+    await asyncio.gather(*tried, return_exceptions=True)
+    await fail_over(world, failovers, monkeypatch)
+    assert row(world)[1] == new_master
 
 
-# Three copies and more.
+async def test_what_is_switched_on_while_a_master_is_gone_is_done_at_once(tmp_path, monkeypatch):
+    world, failovers = await a_master_is_gone(tmp_path)
+    failovers._settings = world.settings
+    monkeypatch.setattr("qmq.metaserver.roles.failover._is_at_work", lambda registry, group: True)
+    running = asyncio.create_task(failovers.run())
+    await asyncio.sleep(0)
+    assert failovers._pause_s() is None and row(world)[1] == "g1-a"
+    await world.done("SetFailover", brokerGroup="g1", failover="on")
+    await until_async(lambda: row(world)[1] == "g1-b")
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
 
 
-def copies(count, m, *, ends=None, in_step="bcde", epochs=None, **fields):
-    """`count` copies, of which m acknowledge; the slaves are named b to e."""
-    names = "bcde"[: count - 1]
-    slaves = tuple(replace(B, hostname=name, incarnation=f"disk {name}", complete=False) for name in names)
-    said = {
-        slave.key: replace(
-            SLAVE_SAID,
-            incarnation=slave.incarnation,
-            flushed_end=(ends or {}).get(slave.hostname, 100),
-            last_term=(epochs or {}).get(slave.hostname, 4),
-            last_boot=1,
-        )
-        for slave in slaves
-    }
-    master_said = replace(MASTER_SAID, in_step=tuple(f"disk {name}" for name in in_step if name in names))
-    group = replace(ROW, slaves=slaves, min_copies=m)
-    return replace(FINE, group=group, master_said=master_said, slaves_said=said, **fields)
+async def test_a_group_that_is_removed_while_its_master_is_gone_is_not_looked_for_any_more(tmp_path):
+    world, failovers = await a_master_is_gone(tmp_path)
+    await world.running_copies("g2")
+    world.stop("g1-b")
+    failovers._look()
+    await asyncio.gather(*failovers._running.values())
+    assert world.registry.no_failover.keys() == failovers._again_at.keys() == failovers._tries.keys() == {"g1"}
+    for name in ("g1-b", "g1-a"):
+        await world.done("RemoveBroker", hostname=name, servePort=20881, force="true")
+    failovers._look()
+    assert not world.registry.no_failover and not failovers._again_at and not failovers._tries
 
 
-def without(facts, *names):
-    left = {key: said for key, said in facts.slaves_said.items() if key.hostname not in names}
-    return replace(facts, slaves_said=left)
+async def test_nobody_is_chosen_while_what_is_acknowledged_cannot_be_read(tmp_path, monkeypatch):
+    """The database may be back, for the change of roles, before the slaves have answered."""
+
+    world, failovers = await a_master_is_gone(tmp_path)
+    await world.database.write(lambda r: r.store_points({("g1", "disk of g1-a"): Point(Epoch(2, 1), 5000, 7)}))
+    read = world.database.read
+
+    async def fails_once(work, **options):
+        if "load_points" in work.__code__.co_names:
+            monkeypatch.setattr(world.database, "read", read)
+            raise DatabaseAway("in between")
+        return await read(work, **options)
+
+    monkeypatch.setattr(world.database, "read", fails_once)
+    with suppress(DatabaseAway):
+        await fail_over(world, failovers, monkeypatch)
+    assert row(world) == (2, "g1-a", "g1-b") and not world.brokers.held
+    await fail_over(world, failovers, monkeypatch)
+    assert world.registry.no_failover["g1"][0] == Refusal.BEHIND
+
+
+async def test_a_slave_that_hears_its_master_stays_the_slave(tmp_path, monkeypatch):
+    world, failovers = await a_master_is_gone(tmp_path)
+    world.brokers.hears_its_master = True
+    await fail_over(world, failovers, monkeypatch)
+    assert row(world) == (2, "g1-a", "g1-b")
+    assert world.registry.no_failover["g1"][0] == Refusal.HEARS_ITS_MASTER
+
+
+async def test_a_refused_failover_is_tried_again_soon_and_then_less_often(tmp_path, monkeypatch):
+    _, failovers = await a_master_is_gone(tmp_path)
+    now_s, tried_s = 0.0, []
+
+    async def fail_over(name):
+        tried_s.append(now_s)
+
+    monkeypatch.setattr(failovers, "fail_over", fail_over)
+    monkeypatch.setattr("qmq.metaserver.roles.failover.time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr("qmq.metaserver.roles.failover.AGAINS_S", (0.125, 0.25, 0.5, 1.0))
+    while now_s < 3:
+        failovers._look()
+        await asyncio.gather(*failovers._running.values())
+        now_s += 0.125
+    assert tried_s == [0, 0.125, 0.375, 0.875, 1.875, 2.875]
+
+
+async def test_a_slave_that_restarted_meanwhile_stays_the_slave_and_doctor_says_why(tmp_path, monkeypatch):
+    world, failovers = await a_master_is_gone(tmp_path)
+    world.beat("g1-b", incarnation="disk of g1-b", in_sync=False, flushed_end=4096)
+    await fail_over(world, failovers, monkeypatch)
+    assert row(world)[0] == 2 and not world.brokers.held
+    checks = (await world.done("Doctor"))["checks"]
+    (found,) = [check["found"] for check in checks if check["name"] == "group g1"]
+    assert "not been in sync since its process began" in found
+
+
+async def test_of_two_metaservers_one_does_it_and_the_paused_one_finds_that_it_is_done(tmp_path, monkeypatch):
+    world, failovers = await a_master_is_gone(tmp_path)
+    other = World(tmp_path / "database")
+    await other.open()
+    going_on, held = asyncio.Event(), other.brokers.prepare_failover
+    other.brokers.states = world.brokers.states
+    monkeypatch.setattr(other.registry, "is_gone", lambda broker, silence_ms: "it was paused, and has not looked")
+    monkeypatch.setattr(other.registry, "last_state", world.registry.last_state)
+
+    async def paused(broker, **words):
+        await going_on.wait()
+        return await held(broker, **words)
+
+    monkeypatch.setattr(other.brokers, "prepare_failover", paused)
+    late = asyncio.create_task(failovers_of(other).fail_over("g1"))
+    await fail_over(world, failovers, monkeypatch)
+    going_on.set()
+    with pytest.raises(StaleTerm):
+        await late
+    assert row(world) == (3, "g1-b", "g1-a")
+    assert [entry.action for entry in await world.audit()].count("Failover") == 1
+
+
+@pytest.mark.parametrize("stored", [True, False])
+async def test_a_commit_without_an_answer_is_looked_up(tmp_path, monkeypatch, stored):
+    world, failovers = await a_master_is_gone(tmp_path)
+    change = world.registry.change
+
+    async def unanswered(changes, audit):
+        if stored:
+            await change(changes, audit)
+        raise OutcomeUnknown("the connection broke in the commit")
+
+    monkeypatch.setattr(world.registry, "change", unanswered)
+    if stored:
+        await fail_over(world, failovers, monkeypatch)
+    else:
+        with pytest.raises(OutcomeUnknown):
+            await fail_over(world, failovers, monkeypatch)
+    assert row(world)[0] == (3 if stored else 2)
+
+
+async def test_a_silent_machine_is_noticed_without_a_closed_connection(tmp_path):
+    world = World(tmp_path / "database")
+    await world.open()
+    await world.running_copies()
+    master, now_ms = world.registry.directory.groups["g1"].master, world.registry.now_ms()
+    world.registry.now_ms = lambda: now_ms
+    world.beat("g1-a")  # heard at this very moment, however long the other broker took to start
+    assert world.registry.is_gone(master, 2000) == ""
+    world.registry.now_ms = lambda: now_ms + 1900
+    assert world.registry.is_gone(master, 2000) == ""
+    world.registry.now_ms = lambda: now_ms + 2500
+    assert world.registry.is_gone(master, 2000).startswith("it is silent for")
 
 
 @pytest.mark.parametrize(
-    ("count", "m", "enough"), [(3, 2, 2), (3, 3, 1), (4, 3, 2), (4, 4, 1), (5, 3, 3), (5, 4, 2), (5, 5, 1)]
-)
-def test_so_many_promise_that_one_of_them_has_all_that_was_acknowledged(count, m, enough):
-    facts = copies(count, m)
-    if m == count:
-        complete = tuple(replace(slave, complete=True) for slave in facts.group.slaves)
-        facts = replace(facts, group=replace(facts.group, slaves=complete))
-    names = "bcde"[: count - 1]
-    assert facts.promises_needed == enough
-    assert failover.refusal(without(facts, *names[enough:])) is None
-    refused, text = failover.refusal(without(facts, *names[enough - 1 :]))
-    assert refused == Refusal.SLAVE_DOWN
-    assert text.startswith(f"{enough} of its {count - 1} slaves would have to promise, and ")
-
-
-@pytest.mark.parametrize(
-    ("ends", "epochs", "best"),
+    ("setting", "of_the_group", "timeout_ms", "rest"),
     [
-        ({"b": 100, "c": 200}, {}, "c"),
-        ({"b": 200, "c": 100}, {}, "b"),
-        ({"b": 300, "c": 200}, {"b": 3}, "c"),  # of an older epoch, a longer log has less
+        pytest.param(False, "", 5000, ["g1-a", "g1-b"], id="nobody acts on a silence of seconds"),
+        pytest.param(True, "", 5000, ["g1-b"], id="of a master that is watched, somebody does"),
+        pytest.param(False, "on", 5000, ["g1-b"], id="also if that is said of its group alone"),
+        pytest.param(True, "off", 5000, ["g1-a", "g1-b"], id="or of the others"),
+        pytest.param(False, "", 4999, [], id="a short time-out takes rest for silence"),
     ],
 )
-def test_who_has_most_of_those_that_promised_is_the_master(ends, epochs, best):
-    change = failover.choose(copies(3, 2, ends=ends, epochs=epochs))
-    others = {"a", "b", "c"} - {best}
-    assert change.master.hostname == best and {slave.hostname for slave in change.slaves} == others
-    assert not any(slave.complete for slave in change.slaves) and change.min_copies == 2
+async def test_who_is_not_watched_may_beat_less_often(tmp_path, setting, of_the_group, timeout_ms, rest):
+    world = World(tmp_path / "database")
+    await world.open()
+    await world.running_copies()
+    settings = replace(world.settings, failover=setting, heartbeat_timeout_ms=timeout_ms)
+    failovers = Failovers(world.registry, None, settings)
+    group = replace(world.registry.directory.groups["g1"], failover=of_the_group)
+    assert [one.hostname for one in (group.master, *group.slaves) if failovers.may_rest(group, one)] == rest
 
 
-@pytest.mark.parametrize(("wrong", "ends", "best"), [("b", {}, "c"), ("c", {}, "b"), ("c", {"b": 100, "c": 200}, "c")])
-def test_of_those_that_have_as_much_one_whose_clock_is_right_is_the_master(wrong, ends, best):
-    facts = copies(3, 2, ends=ends)
-    said = {key: replace(said, clock_off_s=30 * (key.hostname == wrong)) for key, said in facts.slaves_said.items()}
-    assert failover.choose(replace(facts, slaves_said=said)).master.hostname == best
+async def test_a_slave_that_rests_is_no_reason_to_look_for_silent_masters(tmp_path, monkeypatch):
+    monkeypatch.setattr("qmq.metaserver.roles.failover.until_next_second", lambda now_s: 1.0)
+    world = World(tmp_path / "database")
+    await world.open()
+    await world.running_copies()
+    failovers = failovers_of(world)
+    now_ms = world.registry.now_ms()
+    world.registry.now_ms = lambda: now_ms
+    world.beat("g1-b")
+    world.registry.now_ms = lambda: now_ms + 1950
+    world.beat("g1-a")
+    assert failovers._pause_s() == 1.0
 
 
-def test_the_row_gets_the_term_that_was_promised():
-    facts = copies(3, 2)
-    promised = {key: replace(said, promised_term=facts.new_term) for key, said in facts.slaves_said.items()}
-    assert facts.new_term == 5 and failover.choose(replace(facts, slaves_said=promised)).new_term == 5
-    earlier = {key: replace(said, promised_term=9) for key, said in facts.slaves_said.items()}
-    assert failover.choose(replace(facts, slaves_said=earlier)).new_term == 9, "no slave refuses the row"
-    assert failover.choose(replace(facts, given_term=11, slaves_said=earlier)).new_term == 12
+# Three copies.
 
 
-def test_one_slave_may_be_behind_but_not_the_one_that_has_most():
-    assert failover.refusal(copies(3, 2, ends={"c": 40})) is None
-    assert failover.refusal(copies(3, 2, ends={"b": 99, "c": 40}))[0] == Refusal.BEHIND
+async def a_master_of_two_slaves_is_gone(path):
+    world = World(path / "database")
+    await world.open()
+    await world.running_copies()
+    await world.done("AddBroker", **place("g1", 1, "g1-c"))
+    await world.start("g1-c")
+    slaves = {"g1-b": 4096, "g1-c": 5000}
+    world.beat("g1-a", incarnation="disk of g1-a", in_step=tuple(f"disk of {name}" for name in slaves))
+    for name, end in slaves.items():
+        world.beat(name, incarnation=f"disk of {name}", in_sync=True, flushed_end=end, last_term=2, last_boot=1)
+    world.stop("g1-a")
+    return world, failovers_of(world)
 
 
-def test_a_master_that_lost_too_many_slaves_answered_acks_alone():
-    assert failover.refusal(copies(3, 2, in_step="c")) is None
-    assert failover.refusal(copies(3, 2, in_step=""))[0] == Refusal.NOT_IN_SYNC_AT_THE_END
-    assert failover.refusal(copies(5, 3, in_step="c"))[0] == Refusal.NOT_IN_SYNC_AT_THE_END
+def row_of_three(world):
+    group = world.registry.directory.groups["g1"]
+    return group.term, group.master.hostname, {slave.hostname for slave in group.slaves}
 
 
-def test_a_slave_that_restarted_or_hears_the_master_does_not_promise():
-    facts = copies(3, 2)
-    (b, c) = facts.slaves_said
-    restarted = {**facts.slaves_said, c: replace(facts.slaves_said[c], in_sync=False)}
-    refused, text = failover.refusal(replace(facts, slaves_said=restarted))
-    assert refused == Refusal.NOT_IN_SYNC_SINCE_START and "c:1 has not been in sync since" in text
-    assert failover.refusal(replace(facts, unwilling={b: "heard"}))[0] == Refusal.HEARS_ITS_MASTER
+async def test_of_two_slaves_that_promised_the_one_with_more_is_the_master(tmp_path, monkeypatch):
+    world, failovers = await a_master_of_two_slaves_is_gone(tmp_path)
+    before, _, _ = row_of_three(world)
+    await fail_over(world, failovers, monkeypatch)
+    assert row_of_three(world) == (before + 1, "g1-c", {"g1-a", "g1-b"})
+    assert sorted(world.brokers.held) == ["g1-b", "g1-c"]
+    assert {said.promised_term for said in world.brokers.states.values()} == {before + 1}
+    points = await world.registry.points_of("g1")
+    assert points.by_incarnation["disk of g1-c"] == Point(Epoch(2, 1), 5000, 77), "what it was chosen with"
+    assert (await world.audit())[0].parameters["promised"] == ["g1-b:20881", "g1-c:20881"]
 
 
-@pytest.mark.parametrize(("count", "m"), [(2, 2), (3, 2), (3, 3), (5, 3)])
-@pytest.mark.parametrize("left_out", ["", "in the row's term", "the operator's word"])
-def test_a_slave_that_restarted_counts_by_an_operators_word_and_by_its_row_or_log(count, m, left_out):
-    """With n = m the row says who has everything; else the log does, by a frame of the row's term."""
-    facts = copies(count, m, in_step="", master_gone=left_out != "the operator's word")
-    slaves = tuple(replace(slave, complete=count == m) for slave in facts.group.slaves)
-    term = 3 if left_out == "in the row's term" else 4
-    said = {key: replace(one, in_sync=False, last_term=term) for key, one in facts.slaves_said.items()}
-    facts = replace(facts, group=replace(facts.group, slaves=slaves), slaves_said=said)
-    is_chosen = facts.master_gone and (term == 4 or count == m)
-    assert (failover.refusal(facts) is None) == is_chosen
+async def test_nobody_promises_when_too_few_can(tmp_path, monkeypatch):
+    world, failovers = await a_master_of_two_slaves_is_gone(tmp_path)
+    world.stop("g1-b")
+    before = row_of_three(world)
+    await fail_over(world, failovers, monkeypatch)
+    assert row_of_three(world) == before and not world.brokers.held
+    assert world.registry.no_failover["g1"][0] == Refusal.SLAVE_DOWN
 
 
-@pytest.mark.parametrize("why", Refusal)
-def test_each_refusal_names_what_to_do(why):
-    text = failover.way_on(why, ROW)
-    assert text and "{" not in text
-    assert "g1" in text or why in {
-        Refusal.NO_SLAVE,
-        Refusal.HALF_SWAPPED,
-        Refusal.OLD_ROW,
-        Refusal.HEARS_ITS_MASTER,
-        Refusal.NOT_STORED,
-    }
+async def test_a_promise_that_led_to_no_choice_ends_in_a_term_of_the_same_master(tmp_path, monkeypatch):
+    world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
+    await world.start("g1-a")
+    before, master, slaves = row_of_three(world)
+    world.beat("g1-b", incarnation="disk of g1-b", promised_term=before + 3)
+    now_s = time.monotonic()
+    monkeypatch.setattr("qmq.metaserver.roles.renewal.time", SimpleNamespace(monotonic=lambda: now_s))
+    promises = Promises(world.registry, world.brokers)
+    await promises.look()
+    now_s += 2.9
+    await promises.look()
+    assert row_of_three(world)[0] == before, "its choice may come yet"
+    now_s += 0.1
+    await promises.look()
+    assert row_of_three(world) == (before + 3, master, slaves)
+    await promises.look()
+    assert row_of_three(world)[0] == before + 3
+
+
+async def test_a_promise_waits_for_a_master_that_is_gone(tmp_path, monkeypatch):
+    world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
+    before = row_of_three(world)
+    world.beat("g1-b", incarnation="disk of g1-b", promised_term=before[0] + 1)
+    monkeypatch.setattr("qmq.metaserver.roles.renewal.PROMISE_S", 0.0)
+    promises = Promises(world.registry, world.brokers)
+    await promises.look()
+    await promises.look()
+    assert row_of_three(world) == before
+
+
+async def test_a_promise_waits_for_a_master_that_is_there_by_an_old_word_only(tmp_path, monkeypatch):
+    """The metaserver that it beat at is paused: nobody has said yet that the master died."""
+
+    world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
+    await world.start("g1-a")
+    before = row_of_three(world)
+    world.beat("g1-b", incarnation="disk of g1-b", promised_term=before[0] + 1)
+    del world.brokers.states[BrokerKey("g1-a", 20881)]
+    monkeypatch.setattr("qmq.metaserver.roles.renewal.PROMISE_S", 0.0)
+    promises = Promises(world.registry, world.brokers)
+    await promises.look()
+    await promises.look()
+    assert row_of_three(world) == before
+
+
+async def test_a_master_that_starts_gets_a_new_term_if_it_has_several_slaves(tmp_path):
+    world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
+    directory = world.registry.directory
+    before, *rest = row_of_three(world)
+    a, b = (directory.find(BrokerKey(name, 20881)) for name in ("g1-a", "g1-b"))
+    await begin_life(world.registry, b)
+    assert row_of_three(world)[0] == before, "a slave follows whoever is the master"
+    await begin_life(world.registry, a)
+    await begin_life(world.registry, a)
+    assert list(row_of_three(world)) == [before + 2, *rest]
+    assert [row.action for row in await world.audit()][:2] == ["NewTerm", "NewTerm"]
+
+
+async def test_a_master_of_an_old_row_does_not_begin(tmp_path):
+    """A term above it would have the old row's master, while another one is at work in the newest."""
+
+    world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
+    before = row_of_three(world)
+    world.beat("g1-b", incarnation="disk of g1-b", role=Role.MASTER, term=before[0] + 5)
+    with pytest.raises(OperatorError, match="is the master of an old row"):
+        await begin_life(world.registry, world.registry.directory.find(BrokerKey("g1-a", 20881)))
+    assert row_of_three(world) == before
+
+
+async def test_whoever_was_a_slave_a_moment_ago_is_looked_up(tmp_path, monkeypatch):
+    """Another metaserver made it the master, it acted, and was started again before this one read the row."""
+
+    world, failovers = await a_master_of_two_slaves_is_gone(tmp_path)
+    other = World(tmp_path / "database")
+    await other.open()
+    await fail_over(world, failovers, monkeypatch)
+    term, master, _ = row_of_three(world)
+    assert row_of_three(other)[:2] == (term - 1, "g1-a") and master == "g1-c"
+    await begin_life(other.registry, other.registry.directory.find(BrokerKey("g1-c", 20881)))
+    assert row_of_three(other)[:2] == (term + 1, "g1-c")
+
+
+async def test_without_the_database_no_broker_of_several_slaves_begins(tmp_path, monkeypatch):
+    world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
+    await world.running_copies("g2")
+    brokers = [world.registry.directory.find(BrokerKey(name, 20881)) for name in ("g1-a", "g1-b", "g2-a")]
+
+    async def away():
+        raise DatabaseAway("it does not answer")
+
+    monkeypatch.setattr(world.registry, "catch_up", away)
+    for broker in brokers[:2]:
+        with pytest.raises(DatabaseAway):
+            await begin_life(world.registry, broker)
+    await begin_life(world.registry, brokers[2])
+
+
+@pytest.mark.parametrize("name, begins, is_told", [("g1-a", True, False), ("g1-a", False, True), ("g1-b", True, True)])
+async def test_a_master_of_several_slaves_begins_with_what_is_acknowledged_or_not_at_all(
+    tmp_path, monkeypatch, name, begins, is_told
+):
+    """The database may go away behind the change of the row."""
+
+    world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
+    service, said = service_of(world, monkeypatch, name)
+    read, context = world.database.read, Aborting()
+
+    async def fails(work, **options):
+        if "load_points" in work.__code__.co_names:
+            raise DatabaseAway("behind the change of the row")
+        return await read(work, **options)
+
+    monkeypatch.setattr(world.database, "read", fails)
+    registering = service.Register(pb.BrokerIdentity(broker_group="g1", begins=begins, **said), context)
+    if is_told:
+        assert (await registering).term
+        return
+    with pytest.raises(Aborted, match="behind the change of the row"):
+        await registering
+    assert context.code == grpc.StatusCode.UNAVAILABLE
+
+
+async def test_nobody_waits_for_a_database_that_is_known_to_hang(tmp_path, monkeypatch):
+    """A broker of two copies begins from memory; one of three is told at once."""
+
+    world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
+    await world.running_copies("g2")
+    three, two = (world.registry.directory.find(BrokerKey(name, 20881)) for name in ("g1-a", "g2-a"))
+    hangs, goes_on = threading.Event(), threading.Event()
+
+    def no_answer():
+        hangs.set()
+        goes_on.wait()
+        raise OSError("the network is gone")
+
+    monkeypatch.setattr(world.database, "_ask_versions", no_answer)
+    world.database._is_away("no answer in time")
+    poll = asyncio.create_task(world.registry.catch_up())
+    try:
+        await asyncio.to_thread(hangs.wait)
+        await asyncio.wait_for(begin_life(world.registry, two), 10)
+        with pytest.raises(DatabaseAway, match="does not answer"):
+            await asyncio.wait_for(begin_life(world.registry, three), 10)
+    finally:
+        goes_on.set()
+    with pytest.raises(DatabaseAway, match="network is gone"):
+        await poll
+
+
+async def test_an_answer_of_an_older_version_is_no_promise(tmp_path, monkeypatch):
+    world, failovers = await a_master_of_two_slaves_is_gone(tmp_path)
+    world.brokers.promise_nothing = {"g1-b"}
+    before = row_of_three(world)
+    await fail_over(world, failovers, monkeypatch)
+    assert row_of_three(world) == before and "g1-b" in world.brokers.held
+    assert world.registry.no_failover["g1"][0] == Refusal.SLAVE_DOWN
+
+
+async def test_the_same_term_is_promised_until_it_is_chosen(tmp_path, monkeypatch):
+    world, failovers = await a_master_of_two_slaves_is_gone(tmp_path)
+    before, change = row_of_three(world)[0], world.registry.change
+
+    async def away(changes, audit):
+        raise DatabaseAway("it does not answer")
+
+    monkeypatch.setattr(world.registry, "change", away)
+    for _ in range(3):
+        with pytest.raises(DatabaseAway):
+            await fail_over(world, failovers, monkeypatch)
+        for name in ("g1-b", "g1-c"):
+            said = world.brokers.states[BrokerKey(name, 20881)]
+            assert said.promised_term == before + 1
+            world.registry.beat(BrokerKey(name, 20881), world.sessions[name], said)
+    assert world.registry.term_floor("g1") == before + 1, "no other row gets this term"
+    monkeypatch.setattr(world.registry, "change", change)
+    await fail_over(world, failovers, monkeypatch)
+    assert row_of_three(world)[0] == before + 1
+
+
+async def test_a_promise_of_a_group_that_has_two_copies_by_now_ends_too(tmp_path, monkeypatch):
+    world = World(tmp_path / "database")
+    await world.open()
+    await world.running_copies()
+    before = row(world)
+    world.beat("g1-b", incarnation="disk of g1-b", promised_term=before[0] + 3)
+    monkeypatch.setattr("qmq.metaserver.roles.renewal.PROMISE_S", 0.0)
+    promises = Promises(world.registry, world.brokers)
+    await promises.look()
+    await promises.look()
+    assert row(world) == (before[0] + 3, *before[1:])
+
+
+async def test_a_broker_of_another_group_is_refused_before_the_row_changes(tmp_path, monkeypatch):
+    world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
+    before = row_of_three(world)
+    service, said = service_of(world, monkeypatch, "g1-a")
+    key = BrokerKey("g1-a", 20881)
+    with pytest.raises(OperatorError, match="belongs to g1, not to g2"):
+        await service._register(pb.BrokerIdentity(broker_group="g2", begins=True, **said), key)
+    assert row_of_three(world) == before
+    await service._register(pb.BrokerIdentity(broker_group="g1", begins=True, **said), key)
+    assert row_of_three(world) == (before[0] + 1, *before[1:])
+
+
+# By an operator's word.
+
+
+async def test_an_operator_makes_the_failover_that_is_switched_off(tmp_path, monkeypatch):
+    world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
+    monkeypatch.setattr("qmq.metaserver.roles.failover._is_at_work", lambda registry, group: True)
+    before = row_of_three(world)
+    plan = await world.done("Failover", brokerGroup="g1", dryRun="true")
+    assert (plan["after"]["master"]["hostname"], plan["after"]["term"]) == ("g1-c", before[0] + 1)
+    assert row_of_three(world) == before and not world.brokers.held, "a plan asks nobody for a promise"
+    done = await world.done("Failover", brokerGroup="g1")
+    assert (done["master"]["hostname"], done["logEnd"], done["term"]) == ("g1-c", 5000, before[0] + 1)
+    assert row_of_three(world) == (before[0] + 1, "g1-c", {"g1-a", "g1-b"})
+    newest = (await world.audit())[0]
+    assert (newest.who, newest.action, newest.parameters["slaveEnd"]) == ("anna", "Failover", 5000)
+    assert "g1-c:20881 is there, the master of g1; SwapRoles" in await world.refused("Failover", brokerGroup="g1")
+
+
+async def test_slaves_that_restarted_are_chosen_only_if_an_operator_says_that_the_master_never_returns(
+    tmp_path, monkeypatch
+):
+    world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
+    monkeypatch.setattr("qmq.metaserver.roles.failover._is_at_work", lambda registry, group: True)
+    term = row_of_three(world)[0]
+    for name, end in (("g1-b", 4096), ("g1-c", 5000)):
+        world.beat(name, incarnation=f"disk of {name}", flushed_end=end, last_term=term, last_boot=1)
+    refused = await world.refused("Failover", brokerGroup="g1")
+    assert "since its process began" in refused and "Failover --brokerGroup=g1 --masterGone=true" in refused
+    assert row_of_three(world)[0] == term and not world.brokers.held
+    await world.done("Failover", brokerGroup="g1", masterGone="true")
+    assert row_of_three(world) == (term + 1, "g1-c", {"g1-a", "g1-b"})
+
+
+async def test_why_a_copy_does_not_promise_is_told_in_its_own_words(tmp_path, monkeypatch):
+    """By an operator's word it is asked although it restarted: its log's end may be cut, which only it knows."""
+
+    world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
+    words = "this copy of g1 was not in sync since it began, or is not whole"
+
+    async def not_whole(broker, **asked):
+        raise OperatorError(f"{broker.key} refused: {words}")
+
+    monkeypatch.setattr(world.brokers, "prepare_failover", not_whole)
+    refused = await world.refused("Failover", brokerGroup="g1", masterGone="true")
+    assert words in refused and "If a copy is not whole: qmq RecoverGroup" in refused
+
+
+async def test_a_failover_is_refused_where_there_is_nothing_to_choose(tmp_path):
+    world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
+    assert "there is no broker group g9" in await world.refused("Failover", brokerGroup="g9")
+    world.stop("g1-b")
+    refused = await world.refused("Failover", brokerGroup="g1", masterGone="true")
+    assert "2 of its 2 slaves" in refused and "RecoverGroup --brokerGroup=g1" in refused
+    assert not world.brokers.held
+
+
+async def test_what_brokers_say_of_themselves_meanwhile_refuses_no_operators_failover(tmp_path, monkeypatch):
+    """The row is compared as a whole, and the metaserver stores in it what heartbeats say."""
+
+    world, _ = await a_master_of_two_slaves_is_gone(tmp_path)
+    monkeypatch.setattr("qmq.metaserver.roles.failover._is_at_work", lambda registry, group: True)
+    change, stale = world.registry.change, [True, True]
+
+    async def changed_meanwhile(changes, audit):
+        if stale:
+            stale.pop()
+            raise StaleTerm("g1")
+        await change(changes, audit)
+
+    monkeypatch.setattr(world.registry, "change", changed_meanwhile)
+    before = row_of_three(world)[0]
+    await world.done("Failover", brokerGroup="g1")
+    assert row_of_three(world)[:2] == (before + 1, "g1-c") and not stale

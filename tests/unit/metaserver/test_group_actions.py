@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from qmq.metaserver.db.changes import AcceptLoss, SetGroupState, SetLimits
 from qmq.metaserver.model import BrokerKey, Offline
+from qmq.metaserver.routes.audience import Counts
 from qmq.metaserver.rpc.convert import assignment_for
-from qmq.metaserver.watchers import Counts
+from qmq.metaserver.storage.changes import AcceptLoss, SetGroupState, SetLimits
 from qmq.operator_limits import OperatorLimits
 from tests.unit.metaserver.actions_world import caller, in_world, left, place
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from qmq.metaserver.liveness import Liveness, PlaceTaken
+from qmq.metaserver.cluster.liveness import Liveness, PlaceTaken
 from qmq.metaserver.model import Broker, BrokerKey, Group, MetaserverRow, ReplicaState, SightingRow
 from qmq.types import Role
 

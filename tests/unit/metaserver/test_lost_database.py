@@ -9,13 +9,13 @@ import pytest
 from sqlalchemy import delete, update
 
 from qmq.errors import NotServed, OperatorError
-from qmq.metaserver import lost_groups
-from qmq.metaserver.database import DatabaseSetAside
-from qmq.metaserver.db.changes import AddToken
-from qmq.metaserver.db.engine import open_database
-from qmq.metaserver.db.tables import meta_version, metadata
+from qmq.metaserver.cluster import old_database
+from qmq.metaserver.cluster.snapshot import Snapshots
 from qmq.metaserver.model import AuditRow, Broker, TokenRow
-from qmq.metaserver.snapshot import Snapshots
+from qmq.metaserver.storage.changes import AddToken
+from qmq.metaserver.storage.database import DatabaseSetAside
+from qmq.metaserver.storage.engine import open_database
+from qmq.metaserver.storage.tables import meta_version, metadata
 from qmq.types import Role
 from tests.unit.metaserver.actions_world import World, place
 
@@ -205,4 +205,4 @@ def test_a_group_that_an_operator_removed_is_not_lost(migrated_url):
     ],
 )
 def test_what_counts_as_lost(known, reported, rows, lost):
-    assert lost_groups.find_lost(known, reported, rows) == lost
+    assert old_database.find_lost(known, reported, rows) == lost

@@ -8,11 +8,12 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from qmq.metaserver import old_rows, roles
-from qmq.metaserver.db.changes import RemoveGroup, SetMark, SetRoles
+from qmq.metaserver.cluster import old_database
+from qmq.metaserver.cluster.snapshot import Snapshots
+from qmq.metaserver.cluster.upkeep import Upkeep
 from qmq.metaserver.model import AuditRow, Broker, BrokerKey, Group, MetaserverRow, ReadonlyMark, ReplicaState
-from qmq.metaserver.snapshot import Snapshots
-from qmq.metaserver.upkeep import Upkeep
+from qmq.metaserver.roles import rules
+from qmq.metaserver.storage.changes import RemoveGroup, SetMark, SetRoles
 from qmq.proto import qmq_pb2 as pb
 from qmq.types import Role
 from tests.unit.metaserver.actions_world import World, place
@@ -44,7 +45,7 @@ def said(**states):
     ],
 )
 def test_a_row_is_raised_above_its_brokers_with_the_roles_that_all_of_them_agree_on(states, reported, agreed):
-    old = old_rows.judge(ROW, reported, said(**states))
+    old = old_database.judge(ROW, reported, said(**states))
     if agreed is None:
         assert old.change is None and "AdoptRoles --brokerGroup=g1 --hostname=" in old.remedy
         return
@@ -72,26 +73,26 @@ def test_of_three_copies_without_a_part_the_one_that_has_most_is_named(up, comma
     """A power cut, and a database from before: who is no master yet waits for a row that is as new as it is."""
     row = Group("g1", 2, A, (B, Broker("g1", Role.SLAVE, "c", "10.0.0.3", 1, 2, incarnation="disk c")), 0)
     states = {name: ReplicaState(SLAVE, 0, flushed_end=end, last_term=4) for name, end in up.items()}
-    assert command in old_rows.judge(row, 4, lambda broker: states.get(broker.hostname)).remedy
+    assert command in old_database.judge(row, 4, lambda broker: states.get(broker.hostname)).remedy
 
 
 def test_of_two_copies_that_are_no_masters_the_one_that_has_most_is_named():
     """Both wait for a row that is as new as they are. That was AdoptRoles without --force, which is refused."""
     states = {"a": ReplicaState(SLAVE, 4, flushed_end=200, last_term=4), "b": ReplicaState(SLAVE, 4, flushed_end=300)}
-    remedy = old_rows.judge(ROW, 4, lambda broker: states[broker.hostname]).remedy
+    remedy = old_database.judge(ROW, 4, lambda broker: states[broker.hostname]).remedy
     assert "AdoptRoles --brokerGroup=g1 --hostname=a --servePort=1 --force=true" in remedy
-    assert old_rows.adopt(ROW, A.key, 4, said(a=(SLAVE, 4), b=(SLAVE, 4)), given=9).new_term == 10
+    assert old_database.adopt(ROW, A.key, 4, said(a=(SLAVE, 4), b=(SLAVE, 4)), given=9).new_term == 10
 
 
 def test_a_row_as_new_as_its_brokers_is_left_alone():
-    assert old_rows.judge(ROW, 2, said(a=(MASTER, 2), b=(SLAVE, 2))) is None
+    assert old_database.judge(ROW, 2, said(a=(MASTER, 2), b=(SLAVE, 2))) is None
 
 
 def test_a_row_with_fewer_copies_than_its_brokers_have_does_not_get_their_term():
     """a counted c still, in that term, and b alone was chosen by the rule of two."""
     states = said(a=(MASTER, 4), b=(SLAVE, 4))
-    assert old_rows.judge(ROW, 4, states).change.new_term == 5
-    assert old_rows.judge(ROW, 4, states, given=7).change.new_term == 8, "nor one that was given out"
+    assert old_database.judge(ROW, 4, states).change.new_term == 5
+    assert old_database.judge(ROW, 4, states, given=7).change.new_term == 8, "nor one that was given out"
 
 
 def upkeep_of(world):
@@ -192,7 +193,7 @@ def test_a_group_that_the_database_lost_is_created_above_what_its_brokers_wrote_
         await world.done("AddBroker", **place("g9", 0, "g9-a"))
         assert world.registry.directory.groups["g9"].term == 7
         group = world.registry.directory.groups["g9"]
-        gone = roles.RoleChange("g9", 7, group, None, above=20)
+        gone = rules.RoleChange("g9", 7, group, None, above=20)
         await world.database.write(lambda r: r.change([SetRoles(gone), RemoveGroup("g9", 21)]))
         await world.done("AddBroker", **place("g9", 0, "g9-a"))
         assert world.registry.directory.groups["g9"].term == 22, "a removed group keeps its term"
@@ -207,7 +208,7 @@ def test_reports_of_brokers_with_another_data_directory_do_not_agree():
         state = states.get(broker.key)
         return state if state and state.incarnation in ("", broker.incarnation) else None
 
-    assert old_rows.judge(ROW, 4, own).change is None
+    assert old_database.judge(ROW, 4, own).change is None
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from qmq.errors import OperatorError
-from qmq.metaserver.database import DatabaseAway
-from qmq.metaserver.db.changes import RemoveRoute, SetMark, SetRoute
-from qmq.metaserver.liveness import PlaceTaken, Question
+from qmq.metaserver.cluster.liveness import PlaceTaken, Question
 from qmq.metaserver.model import AuditRow, BrokerKey, ReadonlyMark, ReplicaState
+from qmq.metaserver.storage.changes import RemoveRoute, SetMark, SetRoute
+from qmq.metaserver.storage.database import DatabaseAway
 from qmq.replication.points import Point
 from qmq.types import Epoch, Role
 from tests.unit.metaserver.actions_world import World

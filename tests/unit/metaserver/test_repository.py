@@ -8,23 +8,6 @@ from dataclasses import replace
 import pytest
 from sqlalchemy import text
 
-from qmq.metaserver import roles
-from qmq.metaserver.db.changes import (
-    AddSubject,
-    AddToken,
-    RevokeToken,
-    SetGroupState,
-    SetLimits,
-    SetMark,
-    SetOffline,
-    SetRoles,
-    SetRoute,
-    UnsetMark,
-    UnsetOffline,
-)
-from qmq.metaserver.db.engine import open_database
-from qmq.metaserver.db.errors import AlreadyThere, NotThere, StaleTerm
-from qmq.metaserver.db.repository import Repository
 from qmq.metaserver.model import (
     DELAY,
     NORMAL,
@@ -37,6 +20,23 @@ from qmq.metaserver.model import (
     SightingRow,
     TokenRow,
 )
+from qmq.metaserver.roles import rules
+from qmq.metaserver.storage.changes import (
+    AddSubject,
+    AddToken,
+    RevokeToken,
+    SetGroupState,
+    SetLimits,
+    SetMark,
+    SetOffline,
+    SetRoles,
+    SetRoute,
+    UnsetMark,
+    UnsetOffline,
+)
+from qmq.metaserver.storage.engine import open_database
+from qmq.metaserver.storage.errors import AlreadyThere, NotThere, StaleTerm
+from qmq.metaserver.storage.repository import Repository
 from qmq.operator_limits import OperatorLimits
 from qmq.types import Role
 
@@ -57,21 +57,21 @@ def repository(migrated_url):
 @pytest.fixture
 def copies(repository):
     for broker in (MASTER, SLAVE):
-        repository.change([SetRoles(roles.add_broker(repository.load(), broker))])
+        repository.change([SetRoles(rules.add_broker(repository.load(), broker))])
     return repository
 
 
 def test_each_change_of_roles_raises_the_term_by_one(copies):
     group = copies.load().groups["g1"]
     assert (group.term, group.master, group.slave) == (2, MASTER, SLAVE)
-    copies.change([SetRoles(roles.swap_roles(group, term=2))])
+    copies.change([SetRoles(rules.swap_roles(group, term=2))])
     swapped = copies.load().groups["g1"]
     assert (swapped.term, swapped.master.hostname, swapped.slave.hostname) == (3, "b", "a")
 
 
 def test_a_group_is_stored_with_the_kind_of_its_first_member(copies):
     added = Broker("d1", Role.MASTER, "c", "10.0.0.3", 1, 2, kind=DELAY)
-    copies.change([SetRoles(roles.add_broker(copies.load(), added))])
+    copies.change([SetRoles(rules.add_broker(copies.load(), added))])
     copies.store_registration(replace(added, incarnation="disk c"), added)
     groups = copies.load().groups
     assert (groups["d1"].kind, groups["d1"].master.part) == (DELAY, Role.DELAY_MASTER)
@@ -80,22 +80,22 @@ def test_a_group_is_stored_with_the_kind_of_its_first_member(copies):
 
 def test_decision_on_an_older_term_changes_nothing(copies):
     old = copies.load().groups["g1"]
-    copies.change([SetRoles(roles.swap_roles(old, term=2))])
+    copies.change([SetRoles(rules.swap_roles(old, term=2))])
     after = copies.load()
     with pytest.raises(StaleTerm):
-        copies.change([SetRoles(roles.swap_roles(old, term=2))])
+        copies.change([SetRoles(rules.swap_roles(old, term=2))])
     assert copies.load() == after
 
 
 def test_decision_is_stale_also_when_the_roles_went_there_and_back(copies):
-    copies.change([SetRoles(roles.swap_roles(copies.load().groups["g1"], term=2))])
-    copies.change([SetRoles(roles.swap_roles(copies.load().groups["g1"], term=3))])
+    copies.change([SetRoles(rules.swap_roles(copies.load().groups["g1"], term=2))])
+    copies.change([SetRoles(rules.swap_roles(copies.load().groups["g1"], term=3))])
     old = copies.load().groups["g1"]
     for term in (4, 5):
-        copies.change([SetRoles(roles.swap_roles(copies.load().groups["g1"], term=term))])
+        copies.change([SetRoles(rules.swap_roles(copies.load().groups["g1"], term=term))])
     assert copies.load().groups["g1"].brokers == old.brokers
     with pytest.raises(StaleTerm):
-        copies.change([SetRoles(roles.swap_roles(old, term=4))])
+        copies.change([SetRoles(rules.swap_roles(old, term=4))])
     assert copies.load().groups["g1"].term == 6
 
 
@@ -103,7 +103,7 @@ def test_decision_on_brokers_that_registered_since_changes_nothing(copies):
     old = copies.load().groups["g1"]
     copies.store_registration(replace(SLAVE, incarnation="new disk"))
     with pytest.raises(StaleTerm):
-        copies.change([SetRoles(roles.swap_roles(old, term=2))])
+        copies.change([SetRoles(rules.swap_roles(old, term=2))])
     group = copies.load().groups["g1"]
     assert group.term == 2 and group.slave.incarnation == "new disk"
 
@@ -116,7 +116,7 @@ def test_of_many_threads_with_connections_of_their_own_exactly_one_wins_each_ter
         engine = open_database(migrated_url)
         barrier.wait()
         try:
-            Repository(engine).change([SetRoles(roles.swap_roles(group, term=2))])
+            Repository(engine).change([SetRoles(rules.swap_roles(group, term=2))])
             results.append("won")
         except StaleTerm:
             results.append("lost")
@@ -134,9 +134,9 @@ def test_of_many_threads_with_connections_of_their_own_exactly_one_wins_each_ter
 
 def test_same_broker_added_to_two_groups_at_once_is_in_one(repository):
     empty = repository.load()
-    repository.change([SetRoles(roles.add_broker(empty, MASTER))])
+    repository.change([SetRoles(rules.add_broker(empty, MASTER))])
     with pytest.raises(StaleTerm):
-        repository.change([SetRoles(roles.add_broker(empty, replace(MASTER, group="g2")))])
+        repository.change([SetRoles(rules.add_broker(empty, replace(MASTER, group="g2")))])
     assert list(repository.load().groups) == ["g1"]
 
 
@@ -152,7 +152,7 @@ def test_completeness_is_stored_for_the_disk_and_term_it_was_seen_in(copies):
 
 def test_routes_are_created_once_and_changed_by_version(copies):
     for name in ("g2", "g3"):
-        copies.change([SetRoles(roles.add_broker(copies.load(), replace(MASTER, group=name, hostname=name)))])
+        copies.change([SetRoles(rules.add_broker(copies.load(), replace(MASTER, group=name, hostname=name)))])
     [created] = copies.store_routes([("s", ("g1",), 0)])
     assert (created.groups, created.version) == (("g1",), 1)
     assert copies.store_routes([("s", ("g2",), 0)]) == [created], "who came first counts"
@@ -214,7 +214,7 @@ def test_groups_are_read_again_only_after_a_change_of_groups(copies):
 
 def test_groups_that_did_not_change_stay_the_same_objects(copies):
     known = copies.load()
-    copies.change([SetRoles(roles.add_broker(known, Broker("g2", Role.MASTER, "c", "10.0.0.3", 1, 2)))])
+    copies.change([SetRoles(rules.add_broker(known, Broker("g2", Role.MASTER, "c", "10.0.0.3", 1, 2)))])
     assert copies.load(known).groups["g1"] is known.groups["g1"]
 
 
@@ -264,7 +264,7 @@ def test_sighting_goes_on_only_in_its_own_session(copies):
 def test_sighting_of_a_broker_that_left_its_group_is_forgotten(copies):
     copies.store_sightings([SIGHTING, replace(SIGHTING, key=SLAVE.key)])
     group = copies.load().groups["g1"]
-    copies.change([SetRoles(roles.RoleChange("g1", 2, group, group.master))])
+    copies.change([SetRoles(rules.RoleChange("g1", 2, group, group.master))])
     assert [row.key for row in copies.load_sightings()[1]] == [MASTER.key]
 
 
@@ -340,12 +340,12 @@ def test_subject_is_announced_with_its_tag(repository):
 def test_several_slaves_and_how_many_copies_acknowledge_are_kept(copies):
     third = replace(SLAVE, hostname="c", ip="10.0.0.3", incarnation="")
     group = copies.load().groups["g1"]
-    same = roles.RoleChange("g1", group.term, group, group.master, (SLAVE, third), min_copies=3)
+    same = rules.RoleChange("g1", group.term, group, group.master, (SLAVE, third), min_copies=3)
     copies.change([SetRoles(same)])
     loaded = copies.load().groups["g1"]
     assert [slave.key for slave in loaded.slaves] == [SLAVE.key, third.key]
     assert (loaded.min_copies, loaded.term, loaded.slave) == (3, group.term + 1, None)
-    copies.change([SetRoles(roles.swap_roles(loaded, term=loaded.term, to=third.key))])
+    copies.change([SetRoles(rules.swap_roles(loaded, term=loaded.term, to=third.key))])
     swapped = copies.load().groups["g1"]
     assert (swapped.master.key, swapped.min_copies) == (third.key, 3)
     assert {slave.key for slave in swapped.slaves} == {MASTER.key, SLAVE.key}

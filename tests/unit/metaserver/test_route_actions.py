@@ -9,7 +9,7 @@ import pytest
 
 from qmq.metaserver.actions import Status
 from qmq.metaserver.model import DELAY
-from qmq.metaserver.watchers import Counts
+from qmq.metaserver.routes.audience import Counts
 from tests.unit.metaserver.actions_world import in_world, left
 
 

@@ -10,6 +10,7 @@ from itertools import islice
 
 import pytest
 
+from qmq.metaserver.cluster.snapshot import BadSnapshot, Snapshot, read_snapshot, write_snapshot
 from qmq.metaserver.model import (
     Broker,
     BrokerKey,
@@ -23,7 +24,6 @@ from qmq.metaserver.model import (
     SubjectInfo,
     TokenRow,
 )
-from qmq.metaserver.snapshot import BadSnapshot, Snapshot, read_snapshot, write_snapshot
 from qmq.operator_limits import OperatorLimits
 from qmq.types import Role
 

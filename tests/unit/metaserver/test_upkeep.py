@@ -10,13 +10,13 @@ from dataclasses import replace
 import pytest
 from sqlalchemy.exc import IntegrityError
 
-from qmq.metaserver import upkeep as module
-from qmq.metaserver.db.changes import RemoveRoute, SetMark, SetRoute
-from qmq.metaserver.db.errors import ValueRefused
-from qmq.metaserver.liveness import Question
+from qmq.metaserver.cluster import upkeep as module
+from qmq.metaserver.cluster.liveness import Question
+from qmq.metaserver.cluster.snapshot import Snapshots
+from qmq.metaserver.cluster.upkeep import Upkeep
 from qmq.metaserver.model import AuditRow, BrokerKey, LeaseRow, MetaserverRow, ReadonlyMark
-from qmq.metaserver.snapshot import Snapshots
-from qmq.metaserver.upkeep import Upkeep
+from qmq.metaserver.storage.changes import RemoveRoute, SetMark, SetRoute
+from qmq.metaserver.storage.errors import ValueRefused
 from qmq.replication.points import Point
 from qmq.types import Epoch
 from tests.unit.metaserver.actions_world import World

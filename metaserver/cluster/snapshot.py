@@ -1,0 +1,273 @@
+"""Shell. The file from which a metaserver starts while the database is away.
+
+    line 1   {"qmq_snapshot": 1, "blake2b": digest of line 2}
+    line 2   {"database": …, "saved_ms": …, "groups": [[…]], "routes": [[…]], …}     rows as in the tables, as JSON
+
+It is replaced as a whole and fsynced, so there is always one whole file, also if several metaservers on one machine
+share it. One that is damaged, of another version or of another database is not used. It holds hashes of tokens, so only
+its owner may read it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qmq.metaserver.model import (
+    Broker,
+    BrokerKey,
+    Directory,
+    Group,
+    Offline,
+    ReadonlyMark,
+    ReplicaState,
+    Route,
+    SightingRow,
+    SubjectInfo,
+    TokenRow,
+)
+from qmq.metaserver.storage.engine import name_of
+from qmq.operator_limits import OperatorLimits
+from qmq.types import Role
+
+if TYPE_CHECKING:
+    from qmq.metaserver.cluster.registry import Registry
+
+log = logging.getLogger("qmq.metaserver")
+
+FORMAT = 3
+ROWS_AT_ONCE = 100
+"""A millisecond's work, during which no other thread runs."""
+
+
+class BadSnapshot(Exception):
+    """The file is damaged, or of another version or database. Do not use it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All that is needed to answer from memory."""
+
+    database: str
+    """Names the database, without its password."""
+    saved_ms: int
+    """Since 1970."""
+    directory: Directory
+    routes: Mapping[str, Route]
+    routes_version: int
+    sightings: list[SightingRow]
+    tokens: list[TokenRow]
+
+
+class Snapshots:
+    """The file of one metaserver. Created by main; used from the loop; writes on a thread of its own.
+
+    Args:
+        path: None: there is no file.
+        database: URL of the database; its password is not written.
+    """
+
+    def __init__(self, path: Path | None, database: str) -> None:
+        self._path, self._database = path, name_of(database)
+        self._thread = ThreadPoolExecutor(1, "snapshot")
+        self._problem = ""
+
+    async def save(self, registry: Registry) -> None:
+        """Write what the registry knows. A failure is logged: the snapshot before stays."""
+        if self._path is None:
+            return
+        snapshot = Snapshot(
+            self._database,
+            time.time_ns() // 1_000_000,
+            registry.directory,
+            dict(registry.routes),
+            registry.routes_version,
+            registry.liveness.rows(),
+            list(registry.tokens),
+        )
+        problem = ""
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._thread, write_snapshot, self._path, snapshot)
+        except OSError as error:
+            problem = str(error)
+        if problem and problem != self._problem:
+            log.error("snapshot not written: %s", problem)
+        self._problem = problem
+
+    def load(self, registry: Registry) -> bool:
+        """Let the registry know what the file holds; False: there is none that can be used."""
+        snapshot = self.read()
+        if snapshot is not None:
+            self.serve(snapshot, registry)
+        return snapshot is not None
+
+    def read(self) -> Snapshot | None:
+        """Return what the file holds; None: there is none that can be used."""
+        if self._path is None:
+            return None
+        try:
+            return read_snapshot(self._path, database=self._database)
+        except FileNotFoundError:
+            return None
+        except (OSError, BadSnapshot) as error:
+            log.error("snapshot not used: %s", error)
+            return None
+
+    def serve(self, snapshot: Snapshot, registry: Registry) -> None:
+        """Let the registry answer from a snapshot."""
+        registry.take_snapshot(snapshot)
+        age_s = (time.time_ns() // 1_000_000 - snapshot.saved_ms) / 1000
+        log.warning("serving from the snapshot path=%s age_s=%.0f routes=%d", self._path, age_s, len(snapshot.routes))
+
+
+def write_snapshot(path: Path, snapshot: Snapshot) -> None:
+    """Replace the file, durably. Raises OSError."""
+    body = _encode(_to_json(snapshot)).encode()
+    head = json.dumps({"qmq_snapshot": FORMAT, "blake2b": hashlib.blake2b(body).hexdigest()}).encode()
+    descriptor, new = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # for its owner alone
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(head + b"\n" + body + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, path)
+    except BaseException:
+        os.unlink(new)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _encode(content: Mapping[str, Any]) -> str:
+    """Write a JSON object, its rows a few at a time: encoding 100,000 routes at one go would hold up the loop."""
+    parts = []
+    for name, value in content.items():
+        if isinstance(value, Iterator):
+            pieces = []
+            while rows := list(islice(value, ROWS_AT_ONCE)):
+                pieces.append(_dump(rows)[1:-1])
+                time.sleep(0)  # the loop's thread takes its turn here
+            text = f"[{','.join(pieces)}]"
+        else:
+            text = _dump(value)
+        parts.append(f"{_dump(name)}:{text}")
+    return "{" + ",".join(parts) + "}"
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def read_snapshot(path: Path, *, database: str) -> Snapshot:
+    """Read the file.
+
+    Raises:
+        OSError: there is none. BadSnapshot: says why it is of no use.
+    """
+    head, _, body = path.read_bytes().partition(b"\n")
+    body = body.removesuffix(b"\n")
+    try:
+        described = json.loads(head)
+        if described["qmq_snapshot"] != FORMAT:
+            raise BadSnapshot(f"{path} is of version {described['qmq_snapshot']}, not {FORMAT}")
+        if hashlib.blake2b(body).hexdigest() != described["blake2b"]:
+            raise BadSnapshot(f"{path} is damaged: its digest is another one")
+        snapshot = _from_json(json.loads(body))
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise BadSnapshot(f"{path} is no snapshot: {type(error).__name__}: {error}") from None
+    if snapshot.database != database:
+        raise BadSnapshot(f"{path} is of the database {snapshot.database}, not of {database}")
+    return snapshot
+
+
+def _values(row: Any) -> list[Any]:
+    """Fields of a flat dataclass, in their order."""
+    return [getattr(row, field.name) for field in fields(row)]
+
+
+def _to_json(snapshot: Snapshot) -> dict[str, Any]:
+    directory = snapshot.directory
+    return {
+        "database": snapshot.database,
+        "saved_ms": snapshot.saved_ms,
+        "version": directory.version,
+        "groups": (
+            {**_named(group), "master": _optional(group.master), "slaves": [_named(slave) for slave in group.slaves]}
+            for group in directory.groups.values()
+        ),
+        "marks": sorted(directory.marks),
+        "offline": sorted(directory.offline),
+        "limits": [one._asdict() for one in sorted(directory.limits)],
+        "subjects": (_values(info) for info in directory.subjects.values()),
+        "routes": (
+            (one.subject, one.groups, one.version, one.changed, one.update_time_ms) for one in snapshot.routes.values()
+        ),
+        "routes_version": snapshot.routes_version,
+        "sightings": ({**_named(row), "state": _optional(row.state)} for row in snapshot.sightings),
+        "tokens": [_named(token) for token in snapshot.tokens],
+    }
+
+
+def _from_json(body: Any) -> Snapshot:
+    groups = [
+        Group(**{**row, "master": _broker(row["master"]), "slaves": tuple(_one(slave) for slave in row["slaves"])})
+        for row in body["groups"]
+    ]
+    subjects = [SubjectInfo(*row) for row in body["subjects"]]
+    directory = Directory(
+        {group.name: group for group in groups},
+        frozenset(ReadonlyMark(*row) for row in body["marks"]),
+        frozenset(Offline(*row) for row in body["offline"]),
+        {info.name: info for info in subjects},
+        body["version"],
+        limits=frozenset(OperatorLimits(**row) for row in body.get("limits", ())),
+    )
+    routes = [Route(subject, tuple(names), *rest) for subject, names, *rest in body["routes"]]
+    return Snapshot(
+        body["database"],
+        body["saved_ms"],
+        directory,
+        {route.subject: route for route in routes},
+        body["routes_version"],
+        [_sighting(row) for row in body["sightings"]],
+        [TokenRow(**_with_tuples(row, "subjects", "groups")) for row in body["tokens"]],
+    )
+
+
+def _named(row: Any) -> dict[str, Any]:
+    return {field.name: getattr(row, field.name) for field in fields(row)}
+
+
+def _optional(row: Any) -> dict[str, Any] | None:
+    return None if row is None else _named(row)
+
+
+def _with_tuples(row: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {**row, **{name: tuple(row[name]) for name in names}}
+
+
+def _broker(row: dict[str, Any] | None) -> Broker | None:
+    return None if row is None else _one(row)
+
+
+def _one(row: dict[str, Any]) -> Broker:
+    return Broker(**{**row, "role": Role(row["role"])})
+
+
+def _sighting(row: dict[str, Any]) -> SightingRow:
+    state = row["state"] and ReplicaState(**_with_tuples(row["state"], "readonly_reasons", "in_step"))
+    return SightingRow(**{**row, "key": BrokerKey(*row["key"]), "state": state})

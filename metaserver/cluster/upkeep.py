@@ -1,0 +1,419 @@
+"""Shell. What the metaserver does all the time: follow the database, store heartbeats' news, ask doubtful brokers.
+
+Each task goes on whatever the database does. None of them is waited for by a heartbeat or a route.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from dataclasses import replace
+from functools import partial
+
+from qmq.errors import NotServed, OperatorError, OutcomeUnknown
+from qmq.metaserver.actions.shapes import parts_json
+from qmq.metaserver.cluster.liveness import Question
+from qmq.metaserver.cluster.old_database import OldRow
+from qmq.metaserver.cluster.registry import Registry
+from qmq.metaserver.cluster.snapshot import Snapshots
+from qmq.metaserver.model import AuditRow, Broker, BrokerKey, LeaseRow, MetaserverRow, ReplicaState
+from qmq.metaserver.roles.renewal import Promises
+from qmq.metaserver.routes.dead_letters import wider_routes
+from qmq.metaserver.rpc.broker_client import Brokers
+from qmq.metaserver.storage.changes import SetRoles
+from qmq.metaserver.storage.database import DatabaseAway
+from qmq.metaserver.storage.errors import CommitUnknown, StaleTerm
+from qmq.metaserver.storage.repository import Repository
+from qmq.ticking import LEAST, REST_S, SECOND_S, until_next_second
+
+log = logging.getLogger("qmq.metaserver")
+
+TICK_S = 0.1
+STORE_GAP_S = 0.1
+"""Heartbeats' news of so long a time go into one transaction."""
+ALONE_S = REST_S
+"""A metaserver looks so often whether another one came, if it takes no silence of so long amiss; each second if not."""
+LOOKED_S = (1 + LEAST) * ALONE_S
+"""So long it does not look again by itself after a look that came with a lease: no longer than two looks of its own may
+be apart, and longer than it takes until a watchdog keeps its lease again."""
+STORED_AGAIN_S = 10.0
+"""What did not change is stored again so often: a database that was restored may have lost it, or take nothing now."""
+EARLY_S = 0.005
+"""A timer may fire so much too early."""
+AGAIN_S = 1.0
+"""What could not be stored is tried again so often."""
+SNAPSHOT_GAP_S = 4.0
+SNAPSHOT_SHARE = 20
+"""A large snapshot takes its time; it gets a twentieth of it."""
+ASKED_AT_ONCE = 32
+
+
+class Upkeep:
+    """Made by main; `run` ends when it is cancelled."""
+
+    def __init__(
+        self, registry: Registry, brokers: Brokers, snapshots: Snapshots, own: MetaserverRow, *, poll_ms: int
+    ) -> None:
+        self._registry, self._brokers, self._snapshots, self._own = registry, brokers, snapshots, own
+        self._poll_s = poll_ms / 1000
+        self._asking = asyncio.Semaphore(ASKED_AT_ONCE)
+        self._promises = Promises(registry, brokers)
+        self._stored_beat: int | None = None
+        """What our row says, unless the database was put back. None: it was not stored yet."""
+        self._shown_until_s = 0.0
+        """When our row is to be stored again, though nobody else may read it."""
+        self._looked_s = self._beat_s = 0.0
+        """When we last looked for other metaservers and for changes, and when to do so again."""
+        self._leased_s = -math.inf
+        """When a lease was last asked for here."""
+        self._rest: asyncio.Timeout | None = None
+        self._found = asyncio.Event()
+        """A look that came with a lease found something."""
+        self._named: dict[str, str] = {}
+        """Groups whose row is old and whose brokers do not agree, with what was logged of them."""
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for work in (
+                self._follow,
+                self._store,
+                self._store_points,
+                self._watch_silence,
+                self._keep_snapshot,
+                self._raise_rows,
+            ):
+                tasks.create_task(work())
+
+    async def stop(self) -> None:
+        """Store what is known, give up our place among the metaservers. Bounded; the database may be away."""
+        await self.store()
+        try:
+            await self._registry.database.write(lambda r: r.remove_metaserver(self._own.id))
+        except (DatabaseAway, CommitUnknown) as error:
+            log.warning("stopping without the database: %s", error)
+        await self._snapshots.save(self._registry)
+
+    async def store(self) -> None:
+        """Store now what brokers said. Bounded; the database may be away, or another metaserver store the same."""
+        try:
+            await self._store_news()
+            await self._store_points_once()
+        except (DatabaseAway, CommitUnknown) as error:
+            log.warning("what brokers said last is not stored: %s", error)
+        except Exception:
+            log.exception("what brokers said last cannot be stored")
+
+    async def ask(self, question: Question) -> None:
+        """Ask a silent broker whether it is there, and note the answer."""
+        async with self._asking:
+            state = await self._ask(question)
+        liveness, now_ms = self._registry.liveness, self._registry.now_ms()
+        was_up = liveness.is_up(question.key, now_ms=now_ms)
+        liveness.answered(question, state, now_ms=now_ms)
+        if was_up and not liveness.is_up(question.key, now_ms=now_ms):
+            log.warning("broker down broker=%s: it sends no heartbeats and does not answer", question.key)
+        self._registry.publish()
+
+    async def hold_lease(self, wish: LeaseRow, *, take: bool, release: bool) -> LeaseRow:
+        """Keep, take or give back a lease; see `metaserver.storage.leases`. Returns the row as it is then.
+
+        Who is alone looks for other metaservers and for changes in the same transaction, instead of in one of its own:
+        what costs is the call.
+
+        Raises:
+            DatabaseAway: nothing was changed. CommitUnknown: it may have been.
+        """
+        database, now_s = self._registry.database, asyncio.get_running_loop().time()
+        self._leased_s = now_s
+        if not self._looks_along(now_s):
+            return await database.write(lambda r: r.hold_lease(wish, take=take, release=release))
+        row, ids, versions = await database.write(lambda r: r.hold_lease_and_look(wish, take=take, release=release))
+        if ids == {self._own.id} and self._registry.has_read(versions):
+            self._is_still_alone()
+            self._looked_s, self._beat_s = now_s, now_s + LOOKED_S
+            if self._rest is not None and not self._rest.expired():
+                self._rest.reschedule(self._beat_s)
+        else:
+            self._found.set()
+        return row
+
+    def _looks_along(self, now_s: float) -> bool:
+        """Whether a lease's transaction shall look, too; not again within a second, as there may be many leases."""
+        may_rest = time.monotonic() < self._shown_until_s and self._rests() and self._registry.database.is_up
+        return may_rest and now_s - self._looked_s >= SECOND_S - EARLY_S
+
+    def _until_look_s(self, now_s: float) -> float:
+        if not self._rests():
+            return until_next_second(now_s, SECOND_S)
+        # Who looks each time a moment before the lease is kept could never look along.
+        return LOOKED_S if now_s - self._leased_s <= LOOKED_S else until_next_second(now_s, ALONE_S)
+
+    async def _ask(self, question: Question) -> ReplicaState | None:
+        broker = self._registry.directory.find(question.key)
+        if broker is None or not broker.control_port:
+            return None
+        try:
+            state = await self._brokers.replica_status(broker)
+        except NotServed:
+            return None
+        except OperatorError as error:  # somebody is there, who only does not know our token, say
+            log.warning("broker did not say how it stands broker=%s: %s", question.key, error)
+            return self._registry.state(broker) or ReplicaState(role=int(broker.role), term=0)
+        is_same = state.incarnation in ("", question.incarnation) and state.instance in ("", broker.instance)
+        return state if is_same else None
+
+    async def _follow(self) -> None:
+        """Read what other metaservers changed; once a second, with the same transaction, show them that we live."""
+        while True:
+            now_s = asyncio.get_running_loop().time()
+            is_due = now_s >= self._beat_s - EARLY_S or self._found.is_set()
+            self._found.clear()
+            if is_due:
+                self._looked_s = now_s
+                self._beat_s = now_s + self._until_look_s(now_s)
+            try:
+                await self._registry.catch_up(self._show_life if is_due and self._registry.database.is_up else None)
+            except (DatabaseAway, CommitUnknown):
+                pass  # it is logged where it is found; this loop finds it back
+            except Exception:
+                log.exception("the database gave something that cannot be used; what was read before stays")
+                await asyncio.sleep(AGAIN_S)
+            wait_s = max(0.0, self._beat_s - asyncio.get_running_loop().time())
+            await self._until_due(wait_s if self._is_alone() else min(wait_s, self._poll_s))
+
+    async def _until_due(self, wait_s: float) -> None:
+        """Wait for so long: longer, once a look came with a lease, and no longer when that found something."""
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s) as self._rest:
+                    await self._found.wait()
+        finally:
+            self._rest = None
+
+    def _rests(self) -> bool:
+        """Whether a look every `ALONE_S` is enough."""
+        return self._is_alone() and self._registry.liveness.timeout_ms > 2 * ALONE_S * 1000
+
+    def _is_alone(self) -> bool:
+        """Whether no other metaserver uses the database: none had a row when they were read, within the timeout."""
+        peers = self._registry.liveness.peers
+        return not peers.is_unread(now_ms=self._registry.now_ms()) and {row.id for row in peers.rows} <= {self._own.id}
+
+    async def _show_life(self) -> dict[str, int]:
+        """Raise our counter, look at those of the others; return the versions of what all metaservers know."""
+        registry, peers = self._registry, self._registry.liveness.peers
+        if self._is_alone() and time.monotonic() < self._shown_until_s:
+            ids, versions = await registry.database.read(lambda r: r.look())
+            if ids == {self._own.id}:
+                self._is_still_alone()
+                return versions
+        own = self._own = replace(self._own, beat=self._own.beat + 1)
+        try:
+            rows, versions, before = await registry.database.write(lambda r: r.beat(own))
+        except (DatabaseAway, CommitUnknown):
+            raise
+        except Exception:
+            log.exception("the metaservers' rows cannot be kept; the others think of us as silent")
+            return await registry.database.probe()
+        if self._stored_beat is not None and (before is None or before < self._stored_beat):
+            registry.read_anew()
+        self._stored_beat = own.beat
+        self._shown_until_s = time.monotonic() + STORED_AGAIN_S
+        peers.read(rows, mentioned=registry.liveness.mentioned(), now_ms=registry.now_ms())
+        for id in peers.forgotten():
+            await registry.database.write(partial(_remove, id=id))
+        return versions
+
+    def _is_still_alone(self) -> None:
+        """Raise our counter in memory: nobody else times it, so it need not be stored."""
+        registry = self._registry
+        self._own = replace(self._own, beat=self._own.beat + 1)
+        mentioned = registry.liveness.mentioned()
+        registry.liveness.peers.read([self._own], mentioned=mentioned, now_ms=registry.now_ms())
+
+    async def _store(self) -> None:
+        """Store what brokers say, when it is news."""
+        while True:
+            await self._registry.news.wait()
+            await asyncio.sleep(STORE_GAP_S)
+            try:
+                await self._store_news()
+            except (DatabaseAway, CommitUnknown):
+                await asyncio.sleep(AGAIN_S)
+            except Exception:
+                log.exception("what brokers say cannot be stored; it is tried again")
+                await asyncio.sleep(AGAIN_S)
+
+    async def _store_news(self) -> None:
+        registry = self._registry
+        async with registry.storing:
+            registry.news.clear()
+            rows = registry.liveness.news()
+            try:
+                if rows:
+                    await registry.database.write(lambda r: r.store_sightings(rows))
+            except BaseException:
+                registry.liveness.not_stored(rows)
+                registry.news.set()
+                raise
+            registry.liveness.stored(rows)
+        for key, (slave, term, complete) in list(registry.completeness.items()):
+            try:
+                await registry.database.write(partial(_store_complete, slave=slave, term=term, complete=complete))
+            except BaseException:
+                registry.news.set()
+                raise
+            if registry.completeness.get(key) == (slave, term, complete):  # else its master says something newer
+                del registry.completeness[key]
+
+    async def _store_points(self) -> None:
+        """Store what is acknowledged, by what copies say, once a second while that rises."""
+        again_s = 0.0
+        while True:
+            await self._until_points(again_s)
+            await asyncio.sleep(_pause_s())
+            if time.monotonic() >= again_s:
+                self._registry.store_points_again()
+                again_s = time.monotonic() + STORED_AGAIN_S
+            try:
+                await self._store_points_once()
+            except (DatabaseAway, CommitUnknown):
+                pass
+            except Exception:
+                log.exception("acknowledged points cannot be stored; it is tried again")
+
+    async def _until_points(self, again_s: float) -> None:
+        """Wait until there is a point to store, or all are to be stored again."""
+        registry = self._registry
+        if not registry.points:
+            registry.points_rose.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, again_s - time.monotonic())):
+                    await registry.points_rose.wait()
+
+    async def _store_points_once(self) -> None:
+        registry = self._registry
+        points = dict(registry.points)
+        if points:
+            await registry.database.write(lambda r: r.store_points(points))
+            registry.stored_points |= points
+            for key, point in points.items():
+                if registry.points.get(key) == point:
+                    del registry.points[key]
+
+    async def _watch_silence(self) -> None:
+        """Notice brokers that fell silent, and ask them."""
+        registry, asking = self._registry, dict[BrokerKey, asyncio.Task[None]]()
+        try:
+            while True:
+                registry.liveness.tick(now_ms=registry.now_ms())
+                registry.publish()
+                if not registry.is_stopping:
+                    for question in registry.liveness.to_ask(now_ms=registry.now_ms()):
+                        # A question to a machine that is gone takes its whole time; while many wait, none waits twice.
+                        if question.key not in asking or asking[question.key].done():
+                            asking[question.key] = asyncio.create_task(self.ask(question))
+                await self._until_silence()
+        finally:
+            for task in asking.values():
+                task.cancel()
+
+    async def _until_silence(self) -> None:
+        """Wait until somebody may have fallen silent; not long, as the clock is to be read (`AwakeClock`)."""
+        registry = self._registry
+        quiet_s = registry.liveness.quiet_ms(now_ms=registry.now_ms()) / 1000
+        registry.doubted.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(TICK_S, min(quiet_s, _pause_s(REST_S)))):
+                await registry.doubted.wait()
+
+    async def _raise_rows(self) -> None:
+        """Repair rows that are older than their brokers: the database was restored from an old copy."""
+        while True:
+            for name in self._registry.old_rows():
+                try:
+                    await self.raise_row(name)
+                except (NotServed, OperatorError, OutcomeUnknown) as error:
+                    log.warning("row of a group not raised broker_group=%s error=%s", name, error)
+                except Exception:
+                    log.exception("row of a group not raised broker_group=%s", name)
+            await self._end_promises()
+            await self._widen_routes()
+            await asyncio.sleep(_pause_s(REST_S))
+
+    async def _widen_routes(self) -> None:
+        """Let the subjects of dead letters be served wherever those come from, when that is more than it was."""
+        registry = self._registry
+        changes = wider_routes(registry.directory.limits, registry.routes)
+        for change, before in [(change, list(registry.routes[change.subject].groups)) for change in changes]:
+            words = {"subject": change.subject}
+            audit = AuditRow("metaserver", "", "WidenRoute", words, before, change.groups, result="done")
+            try:
+                await registry.change((change,), audit)
+                log.warning("route of dead letters is wider subject=%s groups=%s", change.subject, change.groups)
+            except (NotServed, OperatorError, OutcomeUnknown) as error:
+                log.warning("route of dead letters not wider subject=%s error=%s", change.subject, error)
+            except Exception:
+                log.exception("route of dead letters not wider subject=%s", change.subject)
+
+    async def _end_promises(self) -> None:
+        try:
+            await self._promises.look()
+        except (NotServed, OperatorError, OutcomeUnknown) as error:
+            log.warning("promised term not begun: %s", error)
+        except Exception:
+            log.exception("promised term not begun")
+
+    async def raise_row(self, name: str) -> None:
+        """Raise a row to what all brokers of its group agree on, by compare-and-set; if they do not, say so once."""
+        registry = self._registry
+        await registry.reload()  # another metaserver may have changed the roles this moment
+        old = registry.old_row(name)
+        if old is None:
+            self._named.pop(name, None)
+            return
+        if old.change is None:
+            if self._named.get(name) != old.found:
+                log.error("row of a group is old broker_group=%s: %s; %s", name, old.found, old.remedy)
+                self._named[name] = old.found
+            return
+        audit = _audit_of(old)
+        try:
+            await registry.change((SetRoles(old.change),), audit)
+        except StaleTerm:
+            return  # another metaserver was first; what is left of it is looked at again
+        registry.metrics.rows_raised.inc()
+        log.warning("row of a group raised broker_group=%s term=%d: %s", name, old.change.new_term, old.found)
+
+    async def _keep_snapshot(self) -> None:
+        saved: object = None
+        gap_s = SNAPSHOT_GAP_S
+        while True:
+            await asyncio.sleep(_pause_s(math.ceil(gap_s)))
+            if self._registry.is_loaded and saved != (revision := self._registry.revision):
+                began = time.monotonic()
+                await self._snapshots.save(self._registry)
+                gap_s = max(SNAPSHOT_GAP_S, SNAPSHOT_SHARE * (time.monotonic() - began))
+                saved = revision
+
+
+def _pause_s(every_s: float = SECOND_S) -> float:
+    return until_next_second(asyncio.get_running_loop().time(), every_s)
+
+
+def _audit_of(old: OldRow) -> AuditRow:
+    change, group = old.change, old.group
+    assert change is not None, "the brokers agree"
+    named = {"brokerGroup": group.name}
+    return AuditRow("metaserver", "", "AdoptRoles", named, parts_json(group), parts_json(change), result="done")
+
+
+def _remove(repository: Repository, *, id: str) -> None:
+    repository.remove_metaserver(id)
+
+
+def _store_complete(repository: Repository, *, slave: Broker, term: int, complete: bool) -> None:
+    repository.store_complete(slave, term=term, complete=complete)

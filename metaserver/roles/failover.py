@@ -1,0 +1,309 @@
+"""Shell. Automatic failover: notice that a master is gone, ask its slaves, exchange the roles, report it.
+
+Every metaserver does so for every group; there is no leader among them, as one compare-and-set decides. So nothing
+depends on who of them heard the master last, or was paused meanwhile: the loser finds that the row has changed.
+
+    master gone ─► read the row and the points ─► ask the slaves ─► may one? ─► let them follow nobody ─► and now?
+                                                                     └─ no: say why, look again     ─► compare-and-set
+
+With several slaves, following nobody is a promise for ever: `failover` says of how many. One that leads to nothing is
+ended by `metaserver.roles.renewal`. An operator's Failover is the same, once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import replace
+
+from qmq.errors import NotServed, OperatorError, OutcomeUnknown, QmqError
+from qmq.metaserver.actions.shapes import parts_json
+from qmq.metaserver.cluster.registry import Registry
+from qmq.metaserver.model import AuditRow, Broker, BrokerKey, Group, ReplicaState
+from qmq.metaserver.roles import promotion
+from qmq.metaserver.roles.promotion import NOT_STORED, Facts, NoFailover, Refusal
+from qmq.metaserver.roles.rules import RoleChange
+from qmq.metaserver.rpc.broker_client import Brokers
+from qmq.metaserver.settings import MetaserverSettings
+from qmq.metaserver.storage.database import DatabaseAway
+from qmq.metaserver.storage.errors import CommitUnknown, StaleTerm, UnknownGroup
+from qmq.ticking import until_next_second
+
+log = logging.getLogger("qmq.metaserver")
+
+LOOK_S = 0.1
+"""So often silence is looked for, when there may be some; what is said wakes at once."""
+AGAINS_S = (0.1, 0.2, 0.5, 1.0)
+"""Waits between attempts while a master is gone. What is in the way of the first may be over in a moment: a slave that
+has not read yet that its master's connection is closed."""
+HOLD_MS = 3000
+"""A slave follows nobody for so long; a compare-and-set takes a few ms."""
+NOT_STORED_AGAIN_S = 3 * HOLD_MS / 1000
+"""Behind a failed commit a slave gets the time to follow its master, should that be there for it."""
+RESTED_MS = 5000
+"""A metaserver that takes silence of so long for nothing lets brokers beat every two seconds."""
+REPORT_S = 10.0
+TRIES_MAX = 10
+"""An operator's failover looks anew so often; the automatic one does so with the next second."""
+
+
+class Failovers:
+    """Made by main; `run` ends when it is cancelled, and leaves groups alone that do not fail over by themselves."""
+
+    def __init__(self, registry: Registry, brokers: Brokers, settings: MetaserverSettings) -> None:
+        self._registry, self._brokers, self._settings = registry, brokers, settings
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._again_at: dict[str, float] = {}
+        self._tries: dict[str, int] = {}
+        """Since the master is gone."""
+
+    async def run(self) -> None:
+        """Look after all groups."""
+        try:
+            with self._registry.changes.watch() as wake:
+                while True:
+                    wake.clear()
+                    self._look()
+                    try:
+                        async with asyncio.timeout(self._pause_s()):
+                            await wake.wait()
+                    except TimeoutError:
+                        pass
+        finally:
+            for task in self._running.values():
+                task.cancel()
+
+    def may_rest(self, group: Group, broker: Broker) -> bool:
+        """Whether a broker may beat less often while nothing changes: nobody acts on so short a silence."""
+        is_watched = self._is_on(group) and group.master is not None and broker.key == group.master.key
+        return self._settings.heartbeat_timeout_ms >= RESTED_MS and not is_watched
+
+    def _pause_s(self) -> float | None:
+        """Until a master may have been silent for long enough; not long, while one is gone. None: until a change, as no
+        group fails over by itself."""
+        registry = self._registry
+        groups = [group for group in registry.directory.groups.values() if self._is_on(group)]
+        if not groups:
+            return None
+        now_ms, silence_ms = registry.now_ms(), self._settings.failover_silence_ms
+        masters = [group.master.key for group in groups if group.master]
+        quiet_ms = registry.liveness.quiet_ms(now_ms=now_ms, silence_ms=silence_ms, brokers=masters)
+        quiet_s = 0.0 if self._again_at else quiet_ms / 1000
+        return max(LOOK_S, min(quiet_s, until_next_second(asyncio.get_running_loop().time())))
+
+    def _look(self) -> None:
+        registry, now_s = self._registry, time.monotonic()
+        if registry.is_stopping:
+            return
+        groups = registry.directory.groups
+        for name in self._again_at.keys() | self._tries.keys() | registry.no_failover.keys():
+            if name not in groups:
+                self._forget(name)
+        for name, group in groups.items():
+            if not self._is_on(group) or not self._cause(group):
+                self._forget(name)
+            elif now_s >= self._again_at.get(name, 0.0) and name not in self._running:
+                tries = self._tries[name] = self._tries.get(name, 0) + 1
+                self._again_at[name] = now_s + AGAINS_S[min(tries, len(AGAINS_S)) - 1]
+                task = self._running[name] = asyncio.create_task(self._try(name))
+                task.add_done_callback(lambda _, name=name: self._running.pop(name))  # type: ignore[misc]
+
+    def _forget(self, group: str) -> None:
+        """Its master is there, it does not fail over by itself, or it was removed."""
+        self._again_at.pop(group, None)
+        self._tries.pop(group, None)
+        self._registry.no_failover.pop(group, None)
+
+    def _is_on(self, group: Group) -> bool:
+        return group.failover == "on" or (self._settings.failover and group.failover != "off")
+
+    def _cause(self, group: Group) -> str:
+        """Say why the master counts as gone; empty: it does not, or there is none."""
+        if group.master is None:
+            return ""
+        return self._registry.is_gone(group.master, self._settings.failover_silence_ms)
+
+    async def _try(self, name: str) -> None:
+        try:
+            await self.fail_over(name)
+        except (DatabaseAway, CommitUnknown, OutcomeUnknown) as error:
+            self._again_at[name] = time.monotonic() + NOT_STORED_AGAIN_S
+            self._refuse(name, Refusal.NOT_STORED, f"{NOT_STORED}: {error}")
+        except StaleTerm:
+            self._again_at.pop(name, None)  # another metaserver was first, or what a broker says was stored: look anew
+        except QmqError as error:
+            self._refuse(name, Refusal.SLAVE_DOWN, str(error))
+        except Exception:
+            log.exception("failover not tried broker_group=%s", name)
+
+    async def fail_over(self, name: str) -> None:
+        """Make a slave of a group whose master is gone its master, or note why not.
+
+        Raises:
+            DatabaseAway, OutcomeUnknown, StaleTerm: not stored, maybe stored, or the row has changed meanwhile.
+        """
+        await self._registry.reload()
+        group = self._registry.directory.groups.get(name)
+        if group is None or not self._is_on(group) or not self._cause(group):
+            return
+        try:
+            await self._once(group, AuditRow("metaserver", "", "Failover", {"brokerGroup": name}, result="done"))
+        except NoFailover as refused:
+            self._refuse(name, refused.why, refused.found)
+
+    async def plan(self, name: str, *, master_gone: bool) -> RoleChange:
+        """Say what `order` would do, as far as is known before slaves promise; raises as that does."""
+        group = self._registry.directory.groups.get(name)
+        if group is None:
+            raise UnknownGroup(name)
+        if group.master is not None and not self._cause(group):
+            raise OperatorError(f"{group.master.key} is there, the master of {name}; SwapRoles exchanges the roles")
+        facts = await self._learn(group, master_gone=master_gone)
+        promotion.require(facts)
+        return promotion.choose(facts)
+
+    async def order(self, name: str, audit: AuditRow, *, master_gone: bool) -> tuple[Facts, Group]:
+        """Fail over once, behind a `plan`; return what was known, and the row that came of it.
+
+        Raises:
+            NoFailover, OperatorError: nothing was changed. DatabaseAway, OutcomeUnknown, StaleTerm: as `fail_over`.
+        """
+        for attempt in range(1, TRIES_MAX + 1):
+            group = self._registry.directory.groups.get(name)
+            if group is None or not self._cause(group):
+                raise OperatorError(f"{name} has a master again, or is no more: look, then repeat")
+            try:
+                facts = await self._once(group, audit, master_gone=master_gone)
+                break
+            except StaleTerm:  # what brokers say about themselves is stored, too; it ends none of the reasons
+                if attempt == TRIES_MAX:
+                    raise
+                await self._registry.reload()
+        return facts, self._registry.directory.groups[name]
+
+    async def _once(self, group: Group, audit: AuditRow, *, master_gone: bool = False) -> Facts:
+        cause, began = self._cause(group), time.monotonic()
+        facts = await self._learn(group, master_gone=master_gone)
+        promotion.require(facts)
+        facts = await self._hold_all(facts)
+        promotion.require(facts)
+        change = promotion.choose(facts)
+        await self._exchange(facts, change, _audit(audit, facts, change, cause, began))
+        await self._report(facts, cause, began)
+        return facts
+
+    async def _learn(self, group: Group, *, master_gone: bool) -> Facts:
+        registry, name = self._registry, group.name
+        reported, given = registry.reported_term(name), registry.given_term(name)
+        said, points = await asyncio.gather(self._ask_all(group), registry.points_of(name, must_be_read=True))
+        master_said = _said_by_master(registry, group)
+        return Facts(group, reported, given, master_said, said, points, master_gone=master_gone)
+
+    async def _ask_all(self, group: Group) -> dict[BrokerKey, ReplicaState]:
+        answers = await asyncio.gather(*map(self._ask, group.slaves))
+        return {slave.key: said for slave, said in zip(group.slaves, answers, strict=True) if said is not None}
+
+    async def _ask(self, slave: Broker) -> ReplicaState | None:
+        try:
+            return await self._brokers.replica_status(slave)
+        except (NotServed, OperatorError):
+            return None
+
+    async def _hold_all(self, facts: Facts) -> Facts:
+        """Let the slaves that may be chosen follow nobody; return what they say then, and who does not."""
+        slaves, promises = facts.eligible, promotion.to_promise(facts.group, facts.new_term)
+        held = await asyncio.gather(*(self._hold(slave, facts, promises) for slave in slaves))
+        answers = dict(zip((slave.key for slave in slaves), held, strict=True))
+        said = {key: one for key, one in facts.slaves_said.items() if key not in answers}
+        said |= {
+            key: one
+            for key, one in answers.items()
+            if isinstance(one, ReplicaState) and one.promised_term >= promises  # an older version promises nothing
+        }
+        unwilling = {key: str(one) for key, one in answers.items() if isinstance(one, OperatorError)}
+        return replace(facts, slaves_said=said, unwilling=unwilling)
+
+    async def _hold(self, slave: Broker, facts: Facts, promises: int) -> ReplicaState | OperatorError | None:
+        try:
+            return await self._brokers.prepare_failover(
+                slave,
+                term=facts.group.term,
+                hold_ms=HOLD_MS,
+                silent_ms=self._settings.failover_silence_ms * 3 // 4,
+                promised_term=promises,
+                master_gone=facts.master_gone,
+            )
+        except OperatorError as refused:
+            return refused
+        except NotServed:
+            return None
+
+    async def _exchange(self, facts: Facts, change: RoleChange, audit: AuditRow) -> None:
+        registry = self._registry
+        changes = promotion.changes_of(change, facts.group, facts.best, facts.best_said)
+        try:
+            await registry.change(changes, audit)
+        except OutcomeUnknown:
+            await registry.settle()
+            now = registry.directory.groups.get(change.group)
+            if now is None or (now.term, _key(now.master)) != (change.new_term, _key(change.master)):
+                raise
+
+    async def _report(self, facts: Facts, cause: str, began: float) -> None:
+        """Say that it is done; until the new master reports, for the time it took."""
+        registry, name = self._registry, facts.group.name
+        registry.no_failover.pop(name, None)
+        registry.metrics.failovers.labels(name).inc()
+        now = registry.directory.groups.get(name)
+        try:
+            async with asyncio.timeout(REPORT_S):
+                while now is not None and not _is_at_work(registry, now):
+                    await asyncio.sleep(LOOK_S / 10)
+                    now = registry.directory.groups.get(name)
+        except TimeoutError:
+            log.error("new master did not report broker_group=%s: look with ReplicaStatus", name)
+        log.warning(
+            "failover broker_group=%s from=%s to=%s term=%d end=%d acknowledged=%s duration_ms=%d: of the master, %s",
+            name,
+            facts.group.master and facts.group.master.key,
+            facts.best.key,
+            now.term if now else 0,
+            facts.best_said.flushed_end,
+            facts.newest_point,
+            round((time.monotonic() - began) * 1000),
+            cause,
+        )
+
+    def _refuse(self, name: str, why: Refusal, text: str) -> None:
+        if self._registry.no_failover.get(name, ("", ""))[0] != why:
+            log.warning("no failover broker_group=%s reason=%s: %s", name, why.value, text)
+        self._registry.no_failover[name] = why, text
+
+
+def _key(broker: Broker | None) -> BrokerKey | None:
+    return broker.key if broker else None
+
+
+def _said_by_master(registry: Registry, group: Group) -> ReplicaState | None:
+    return registry.last_state(group.master) if group.master else None
+
+
+def _is_at_work(registry: Registry, group: Group) -> bool:
+    state = registry.state(group.master) if group.master else None
+    return state is not None and state.is_master_in(group.term)
+
+
+def _audit(audit: AuditRow, facts: Facts, change: RoleChange, cause: str, began: float) -> AuditRow:
+    """The report: who, why, from which epoch, and what each side was known to have."""
+    before, said = facts.group, facts.master_said
+    found = {
+        "cause": cause,
+        "epoch": [said.term, said.boot] if said else [],
+        "slaveEnd": facts.best_said.flushed_end,
+        "promised": [str(slave.key) for slave in facts.eligible],
+        "acknowledged": list(facts.newest_point.to_list()) if facts.newest_point else [],
+        "decidedMs": round((time.monotonic() - began) * 1000),
+    }
+    parameters = {**audit.parameters, **found}
+    return replace(audit, parameters=parameters, before=parts_json(before), after=parts_json(change))

@@ -1,0 +1,121 @@
+"""Shell. A row gets a new term although its roles stay, for one of two reasons.
+
+the master has started     of several slaves: its disk may have been put back, and forgotten which epochs it used
+a promise led to nothing   the slaves that promised follow no master of the row's term any more; by now one may be left
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from qmq.errors import NotServed, OperatorError
+from qmq.metaserver.actions.shapes import parts_json
+from qmq.metaserver.cluster.registry import Registry
+from qmq.metaserver.model import AuditRow, Broker, Group
+from qmq.metaserver.roles import rules
+from qmq.metaserver.rpc.broker_client import Brokers
+from qmq.metaserver.storage.changes import SetRoles
+from qmq.metaserver.storage.database import DatabaseAway
+from qmq.metaserver.storage.errors import StaleTerm
+
+log = logging.getLogger("qmq.metaserver")
+
+TRIES_MAX = 3
+PROMISE_S = 3.0
+"""So long a promise may wait for its choice."""
+
+
+async def begin_life(registry: Registry, broker: Broker) -> None:
+    """Let a broker that has just started be the master of several slaves in a new term only.
+
+    Raises:
+        OperatorError: the row is older than what brokers report, or keeps changing.
+        DatabaseAway, OutcomeUnknown: the term is not stored, or maybe.
+    """
+    try:
+        if not registry.database.is_up:  # waiting for one that hangs would take the time that a registration has
+            raise DatabaseAway(registry.database.trouble)
+        await registry.catch_up()  # that it is a slave may have been true a moment ago
+    except DatabaseAway:
+        known = registry.directory.groups.get(broker.group)
+        if known is None or len(known.slaves) > 1:
+            raise
+        return
+    for attempt in range(1, TRIES_MAX + 1):
+        group = registry.directory.groups.get(broker.group)
+        if group is None or not rules.needs_new_life(group, broker.key):
+            return
+        if (old := registry.old_row(group.name)) is not None:
+            raise OperatorError(f"{broker.key} is the master of an old row: {old.found}; {old.remedy}")
+        try:
+            return await _renew(registry, group, registry.term_floor(group.name), f"{broker.key} has started")
+        except StaleTerm:  # what we know of it is a moment old
+            if attempt == TRIES_MAX:
+                raise
+            await registry.catch_up()
+
+
+class Promises:
+    """Made by the upkeep, which looks each second."""
+
+    def __init__(self, registry: Registry, brokers: Brokers) -> None:
+        self._registry, self._brokers = registry, brokers
+        self._open: dict[str, tuple[int, int, float]] = {}
+        """By group: the row's term, the promised one above it, since when."""
+
+    async def look(self) -> None:
+        """Begin the promised term with the same master, where that is there and nobody else was chosen.
+
+        Raises:
+            NotServed, OperatorError, OutcomeUnknown: not stored, or maybe.
+        """
+        for name, group in self._registry.directory.groups.items():
+            promised = self._promised(group) if self._is_any(group) else 0
+            if promised <= group.term:
+                self._open.pop(name, None)
+                continue
+            known, now_s = self._open.get(name), time.monotonic()
+            if known is None or known[:2] != (group.term, promised):
+                self._open[name] = group.term, promised, now_s
+            elif now_s - known[2] >= PROMISE_S:
+                del self._open[name]
+                await self._end(group, promised)
+
+    def _is_any(self, group: Group) -> bool:
+        """Whether a broker ever promised a term above the row's: in nearly all groups none did."""
+        said = map(self._registry.last_state, group.brokers)
+        return any(state is not None and state.promised_term > group.term for state in said)
+
+    def _promised(self, group: Group) -> int:
+        """The newest term that its brokers promised; 0: there is no master to go on with."""
+        if not group.slaves or group.master is None or self._registry.state(group.master) is None:
+            return 0
+        said = (self._registry.own_state(broker) for broker in group.brokers)
+        return max((state.promised_term for state in said if state is not None), default=0)
+
+    async def _end(self, group: Group, promised: int) -> None:
+        if self._registry.old_row(group.name) is not None or not await self._is_there(group.master):
+            return
+        try:
+            await _renew(self._registry, group, promised - 1, f"term {promised} was promised, and nobody chosen")
+        except StaleTerm:
+            pass  # somebody was
+
+    async def _is_there(self, master: Broker | None) -> bool:
+        """Ask the master: that it is there may be the word of a metaserver that was paused since. A term of a dead one
+        would have no slave in sync, and nobody could be chosen."""
+        if master is None:
+            return False
+        try:
+            return (await self._brokers.replica_status(master)).incarnation in ("", master.incarnation)
+        except (NotServed, OperatorError):
+            return False
+
+
+async def _renew(registry: Registry, group: Group, above: int, cause: str) -> None:
+    change = rules.renew(group, above=above)
+    found = {"brokerGroup": group.name, "cause": cause}
+    audit = AuditRow("metaserver", "", "NewTerm", found, parts_json(group), parts_json(change), result="done")
+    await registry.change((SetRoles(change),), audit)
+    log.warning("new term broker_group=%s term=%d: %s", group.name, change.new_term, cause)

@@ -1,0 +1,538 @@
+"""Shell. Tells clients of routes and of every change of them, each as soon as it is there.
+
+Who waits costs nothing: a change wakes the hub alone, the hub finds the topics that it concerns, writes each of them
+once, and sends those bytes to its watchers. A client that reads slowly holds up nobody: what it is owed meanwhile is
+the newest route, not all that were.
+
+Known routes are answered from memory. Subjects that need the database (new ones, and those with too few groups) are
+gathered and stored many at a time in the background; while it does not answer, those alone wait.
+
+A hub for the routes of each kind of groups, and where the routes of delay servers come from. Delayed messages of any
+subject may go to any group of delay servers. So their route is one for all subjects, follows from the groups that there
+are, and is not stored; for the rest it is watched, told and confirmed as others are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Protocol
+
+from qmq.errors import CallError, InvalidRequest, MissingRight, QmqError
+from qmq.metaserver.cluster.changes import Changes
+from qmq.metaserver.model import ALL_SUBJECTS, DELAY, NORMAL, Directory, Group, ReadonlyMark, Route
+from qmq.metaserver.observability.metrics import Metrics
+from qmq.metaserver.routes.audience import Audience, ClientInfo, Counts, Seat, Send, Topic, Watch
+from qmq.metaserver.routes.encoding import GroupViews, RouteBytes, route_bytes, update_bytes
+from qmq.metaserver.routes.quotas import Quotas
+from qmq.rights import CONSUME, PRODUCE, Caller
+from qmq.subjects import check_subject, real_subject
+
+log = logging.getLogger("qmq.metaserver")
+
+GATHER_S = 0.005
+"""Changes of so short a time are looked at together; looking costs about as much with 2,000 groups."""
+PAUSE_S_MAX = 0.25
+"""The next look waits so long at most. Telling 20,000 watchers takes seconds; a change after it would wait as long."""
+STORE_WAIT_S = 0.5
+"""An answer waits so long for new subjects to be stored; then it goes without them, and they follow."""
+REPEAT_S = 1.0
+"""A route that could not be stored is tried again so often, while it is watched."""
+STORED_AT_ONCE = 1_000
+"""New subjects in one transaction: what 100 clients bring that start at the same time."""
+TURN = 100
+"""Routes written, or seats taken, before others have their turn: a few milliseconds."""
+UPDATE_ROUTES_MAX = 500
+"""Routes in one update: 200 kB, which a client reads in a few milliseconds. A swap changes all its routes at once."""
+TOLD_AT_ONCE = 250
+"""Watchers told before others have their turn: some 12 ms."""
+TURNS_UNDER_WAY = 4
+"""So many turns' sends are under way at most. Those of 20,000 watchers at once take 40 MB, never given back."""
+SEND_WAIT_S = 0.1
+"""Who does not read holds up those after him for so long, once: until he reads again, he is not waited for."""
+NAME_CHARS_MAX = 1_000
+"""What is no subject is refused alone, and kept with its refusal as long as its watch lasts: but not at any length."""
+POLL_KEPT_S = 20.0
+"""A client that polls every 5 s is counted so long."""
+
+
+NO_ROUTE = "has no route yet; it gets one with its first producer or consumer"
+NO_GROUP_YET = "there is no broker group that takes new subjects; AddBroker adds one"
+
+
+class RouteSource(Protocol):
+    """What the hub asks of the registry."""
+
+    @property
+    def changes(self) -> Changes: ...
+
+    @property
+    def directory(self) -> Directory: ...
+
+    @property
+    def find(self) -> Callable[[str], Route | None]:
+        """The route of a real subject, if it has one. The same object until it changes."""
+        ...
+
+    @property
+    def routes_version(self) -> int:
+        """Another one whenever a route changed but by `routes_for`."""
+        ...
+
+    def is_short(self, subject: str, groups: Sequence[str]) -> bool:
+        """Whether a route lists so few groups that `routes_for` is to be asked for more."""
+        ...
+
+    def is_writable(self, group: Group) -> bool: ...
+
+    async def routes_for(self, subjects: list[str]) -> object: ...
+
+
+class TooManyWatches(CallError):
+    """The clients of this token have as many watches as they may. Close some; routes that are known stay in use."""
+
+
+class WatchHub:
+    """Made by main, which runs `run` as a task; all methods are called from the loop.
+
+    Args:
+        allow: how many of so many new subjects a caller may bring into being now, and why not the others.
+        kind: of the groups in its routes.
+    """
+
+    def __init__(
+        self,
+        registry: RouteSource,
+        metrics: Metrics,
+        allow: Callable[[Caller, int], tuple[int, str]],
+        quotas: Quotas,
+        kind: int = NORMAL,
+    ) -> None:
+        self._registry, self._metrics, self._allow, self._quotas = registry, metrics, allow, quotas
+        self._audience = Audience()
+        self._views = GroupViews(kind)
+        self._marks: frozenset[ReadonlyMark] = frozenset()
+        self._routes_version = -1
+        self._short: dict[Topic, None] = {}
+        self._wanted: dict[str, str] = {}
+        """Real subjects that need the database, and why they still wait."""
+        self._problem = ""
+        self._want_some, self._stored = asyncio.Event(), asyncio.Event()
+        self._polled: dict[tuple[str, str, bool], Watch] = {}
+        self._sending: set[asyncio.Task[None]] = set()
+        self._revision = time.time_ns() // 1_000_000  # clients of an earlier process saw lower ones
+
+    async def run(self) -> None:
+        """Look at each change of the registry, and store what must be stored, until cancelled."""
+        self._concerned()  # so that even the first who asks is told what there is
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._look_at_changes())
+                tasks.create_task(self._store_wanted())
+        finally:
+            for task in self._sending:
+                task.cancel()
+
+    # Watchers that streams serve.
+
+    def join(
+        self,
+        *,
+        app: str,
+        client_id: str,
+        produces: bool,
+        caller: Caller,
+        send: Send | None,
+        looks_only: bool = False,
+    ) -> Watch:
+        """Begin a watch; `send` takes one update at a time. Raises TooManyWatches."""
+        if why := self._quotas.open(caller, time.monotonic()):
+            raise TooManyWatches(why)
+        watch = Watch(app, client_id, produces, caller, send, looks_only)
+        self._audience.watches[watch] = None
+        self._metrics.watches.inc()
+        return watch
+
+    def leave(self, watch: Watch) -> None:
+        if watch in self._audience.watches:
+            self.forget(watch, list(watch.seats))
+            self._audience.leave(watch)
+            self._quotas.close(watch.caller)
+            self._metrics.watches.dec()
+
+    def forget(self, watch: Watch, subjects: Iterable[str]) -> None:
+        """A client uses these routes no more."""
+        before = len(watch.seats)
+        for topic in self._audience.drop(watch, subjects):
+            self._short.pop(topic, None)
+        self._quotas.remove(watch.caller, before - len(watch.seats))
+
+    async def ask(self, watch: Watch, subjects: Sequence[str], held: Mapping[str, int]) -> None:
+        """Answer a request for routes: those that differ from what is held, or was sent. Later changes follow."""
+        watch.asking = True  # what changes meanwhile goes into the answer
+        seats = await self._take_seats(watch, subjects, held)
+        watch.asking, watch.owes_answer = False, True
+        for seat in seats:
+            _owe(seat)
+        self._serve(watch)
+
+    def confirm(self, watch: Watch, held: Mapping[str, int]) -> None:
+        """Note which versions a client uses by now."""
+        for name, version in held.items():
+            if seat := watch.seats.get(name):
+                seat.used = version
+
+    # Watchers that poll.
+
+    async def poll(
+        self,
+        subjects: Sequence[str],
+        held: Mapping[str, int],
+        caller: Caller,
+        *,
+        app: str,
+        client_id: str,
+        produces: bool,
+    ) -> list[RouteBytes]:
+        """Return the routes that differ from what is held. The client counts as a watcher for a while.
+
+        Raises:
+            TooManyWatches: routes that are known stay in use.
+        """
+        self._forget_polls()
+        key = caller.name, client_id, produces
+        watch = self._polled.get(key)
+        if watch is None:
+            watch = self.join(app=app, client_id=client_id, produces=produces, caller=caller, send=None)
+            self._polled[key] = watch
+        watch.seen_s = time.monotonic()
+        seats = await self._take_seats(watch, subjects, held)
+        for seat in seats:
+            seat.sent = held.get(seat.topic.name, 0)
+        return [seat.told() for seat in seats if seat.is_news]
+
+    def _forget_polls(self) -> None:
+        oldest_s = time.monotonic() - POLL_KEPT_S
+        for key in [key for key, watch in self._polled.items() if watch.seen_s < oldest_s]:
+            self.leave(self._polled.pop(key))
+
+    # What operators ask.
+
+    def old_routes(self, broker_group: str, subject: str) -> Counts:
+        """Count the clients of this metaserver that may still take the group for writable."""
+        self._forget_polls()
+        return self._audience.old_routes(broker_group, subject)
+
+    def clients(self) -> list[ClientInfo]:
+        self._forget_polls()
+        return self._audience.clients()
+
+    # Seats and topics.
+
+    async def _take_seats(self, watch: Watch, subjects: Sequence[str], held: Mapping[str, int]) -> list[Seat]:
+        """Let a watcher watch these subjects; wait a moment for those that must be stored first."""
+        names = list(dict.fromkeys(subjects))
+        seats = []
+        for number, name in enumerate(names, start=1):
+            seats.append(watch.seats.get(name) or self._take_seat(watch, name))
+            if number % TURN == 0:
+                await asyncio.sleep(0)
+        for seat in seats:
+            if version := held.get(seat.topic.name):
+                seat.says(version)
+        try:
+            async with asyncio.timeout(STORE_WAIT_S):
+                while any(not seat.topic.route.version for seat in seats):
+                    await self._stored.wait()
+        except TimeoutError:
+            pass
+        return seats
+
+    def _take_seat(self, watch: Watch, name: str) -> Seat:
+        """Let a watcher watch one subject more; of what a bound refuses, nothing is kept but what is told of it now."""
+        if len(name) > NAME_CHARS_MAX:
+            return _refusal(watch, name, f"a name of more than {NAME_CHARS_MAX} characters is no subject's")
+        if watch.send is None and len(watch.seats) >= self._quotas.bounds.subjects_max:
+            self.forget(watch, [next(iter(watch.seats))])  # it polls: what it still uses, it asks for again
+        if why := self._quotas.add(watch.caller, len(watch.seats), time.monotonic()):
+            return _refusal(watch, name, why)
+        try:
+            check_subject(name)
+            watch.caller.require_subject(PRODUCE if watch.produces else CONSUME, name)
+        except (CallError, MissingRight) as error:
+            log.debug("subject refused app=%s subject=%.200r reason=%s", watch.app, name, error)
+            return self._audience.take_refusal(watch, name, route_bytes(name, refused=str(error)))
+        route = self._registry.find(real_subject(name)) if watch.looks_only else None
+        if watch.looks_only and not (route and route.groups):
+            return self._audience.take_refusal(watch, name, route_bytes(name, refused=f"{name} {NO_ROUTE}"))
+        seat = self._audience.take_seat(watch, name, real_subject(name))
+        if not seat.topic.route.version:
+            self._settle(seat.topic)
+        return seat
+
+    def _settle(self, topic: Topic) -> list[Seat]:
+        """Make a topic's content anew; return the seats that must be told of it."""
+        if not topic.seats:
+            return []  # everybody left meanwhile
+        route = self._registry.find(topic.real)
+        topic.source = route
+        self._want_more(topic, route)
+        if route is not None:
+            content = self._views.route(topic.name, topic.real, route.groups, self._registry.directory)
+            changed = self._audience.settle(topic, *content)
+        elif self._wanted.get(topic.real) == "":
+            return []  # it is being stored
+        else:
+            changed = self._audience.settle(
+                topic, route_bytes(topic.name, refused=self._wanted.get(topic.real, NO_GROUP_YET))
+            )
+        self._revision += changed
+        return list(topic.seats) if changed else []
+
+    def _want_more(self, topic: Topic, route: Route | None) -> None:
+        """Have a missing or short route made, unless that was tried since the groups last changed."""
+        groups = route.groups if route else ()
+        if route and not self._registry.is_short(topic.real, groups):
+            self._short.pop(topic, None)
+            return
+        self._short[topic] = None
+        if topic.tried != self._views.state and self._views.has_more_than(groups):
+            self._wanted.setdefault(topic.real, self._problem)
+            self._want_some.set()
+
+    # Changes.
+
+    async def _look_at_changes(self) -> None:
+        with self._registry.changes.watch() as wake:
+            while True:
+                wake.clear()
+                began = time.monotonic()
+                await self._look()
+                # However fast changes come, half of the time is everybody else's; no more, as telling gives way anyway.
+                await asyncio.sleep(min(max(GATHER_S, time.monotonic() - began), PAUSE_S_MAX))
+                await wake.wait()
+
+    async def _look(self) -> None:
+        """Find what changed since the last look, and tell those whom it concerns."""
+        concerned = self._concerned()
+        for begin in range(0, len(concerned), TURN):
+            seats = [seat for topic in concerned[begin : begin + TURN] for seat in self._settle(topic)]
+            await self._tell(seats)
+            await asyncio.sleep(0)
+
+    def _concerned(self) -> list[Topic]:
+        """The topics that something changed for: a group's state, a mark, the stored route."""
+        directory, find, audience = self._registry.directory, self._registry.find, self._audience
+        concerned: list[Topic] = []
+        if self._registry.routes_version != self._routes_version:
+            self._routes_version = self._registry.routes_version
+            concerned += [topic for topic in audience.topics.values() if find(topic.real) is not topic.source]
+        changed = self._views.look(directory, self._registry.is_writable)
+        for name in sorted(changed):
+            concerned += audience.topics_of_group(name)
+        marks, self._marks = directory.marks ^ self._marks, directory.marks
+        if marks:
+            self._views.state += 1
+        for mark in marks:
+            concerned += audience.topics_of_subject(mark.subject)
+        if changed or marks:
+            concerned += self._short
+        return list(dict.fromkeys(concerned))
+
+    async def _tell(self, seats: list[Seat]) -> None:
+        """Tell watchers, a few hundred at a time, those behind one connection one after another."""
+        seats.sort(key=_peer)
+        turns: deque[list[asyncio.Task[None]]] = deque()
+        for begin in range(0, len(seats), TOLD_AT_ONCE):
+            sending = []
+            for seat in seats[begin : begin + TOLD_AT_ONCE]:
+                _owe(seat)
+                if task := self._serve(seat.watch):
+                    sending.append(task)
+            turns.append(sending)
+            await asyncio.sleep(0)
+            if len(turns) == TURNS_UNDER_WAY and (oldest := turns.popleft()):
+                await asyncio.wait(oldest, timeout=SEND_WAIT_S)
+
+    def _serve(self, watch: Watch) -> asyncio.Task[None] | None:
+        """Send a watcher what it is owed, unless it is being sent; return the task that does."""
+        if watch.send is None or watch.sending or watch.asking or not (watch.owed or watch.owes_answer):
+            return None
+        watch.sending = True
+        task = asyncio.get_running_loop().create_task(self._send(watch, watch.send))
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
+        return task
+
+    async def _send(self, watch: Watch, send: Send) -> None:
+        """Send what a watcher is owed, until that is nothing."""
+        try:
+            while (watch.owed or watch.owes_answer) and not watch.asking:
+                owed, watch.owed = watch.owed, []
+                is_answer, watch.owes_answer = watch.owes_answer, False
+                for seat in owed:
+                    seat.owed = False
+                for begin in range(0, max(len(owed), 1), UPDATE_ROUTES_MAX):
+                    routes = [seat.told() for seat in owed[begin : begin + UPDATE_ROUTES_MAX] if seat.is_news]
+                    if routes or is_answer:
+                        is_answer = False
+                        watch.revision = max(watch.revision + 1, self._revision)
+                        self._metrics.route_updates.inc(len(routes))
+                        await send(update_bytes(watch.revision, routes))
+        except Exception as error:  # the stream broke; whoever reads it notices as well, and leaves
+            log.debug("route watch broke app=%s reason=%s", watch.app, type(error).__name__)
+            watch.send = None
+        finally:
+            watch.sending = False
+
+    # Storing.
+
+    async def _store_wanted(self) -> None:
+        while True:
+            await self._want_some.wait()
+            self._want_some.clear()
+            while self._wanted:
+                if not await self._store(list(islice(self._wanted, STORED_AT_ONCE))):
+                    await asyncio.sleep(REPEAT_S)
+
+    async def _store(self, subjects: list[str]) -> bool:
+        """Have routes made or extended, and tell who waits for them; False: try the rest again later."""
+        state, waits = self._views.state, self._ration(subjects)
+        # Nobody pays for a subject whose watchers have all left: it is dropped, not stored past the ration.
+        ready = [one for one in subjects if one not in waits and self._audience.topics_of_subject(one)]
+        try:
+            if ready:
+                await self._registry.routes_for(ready)
+            self._problem = ""
+        except Exception as error:  # the database is away: known routes go on, the others are tried again
+            if not self._problem:
+                log.warning("routes not stored subjects=%d reason=%s", len(ready), error)
+            self._problem = f"the route cannot be stored now: {_reason(error)}"
+            waits |= dict.fromkeys(ready, self._problem)
+        topics = [topic for subject in subjects for topic in self._audience.topics_of_subject(subject)]
+        for topic in topics:
+            topic.tried = state
+        for subject in subjects:
+            del self._wanted[subject]
+        self._wanted |= waits
+        told = [seat for topic in topics for seat in self._settle(topic)]
+        self._stored.set()
+        self._stored = asyncio.Event()
+        await self._tell(told)
+        return not waits
+
+    def _ration(self, subjects: list[str]) -> dict[str, str]:
+        """Of the new subjects, those that their clients may not bring into being yet, with the reason."""
+        new: dict[str, tuple[Caller, list[str]]] = {}
+        for subject in subjects:
+            watch = next((seat.watch for one in self._audience.topics_of_subject(subject) for seat in one.seats), None)
+            if watch and self._registry.find(subject) is None:
+                new.setdefault(watch.caller.name, (watch.caller, []))[1].append(subject)
+        waits: dict[str, str] = {}
+        for caller, names in new.values():
+            allowed, why = self._allow(caller, len(names))
+            if later := names[allowed:]:
+                self._quotas.note(caller, why, time.monotonic())
+                waits |= dict.fromkeys(later, why)
+        return waits
+
+
+def _refusal(watch: Watch, name: str, why: str) -> Seat:
+    """What a watcher is told once, and that is not kept."""
+    return Seat(watch, Topic(name, "", route_bytes(name, refused=why)))
+
+
+def _owe(seat: Seat) -> None:
+    if not seat.owed and seat.watch.send is not None:
+        seat.owed = True
+        seat.watch.owed.append(seat)
+
+
+def _peer(seat: Seat) -> str:
+    return seat.watch.caller.peer
+
+
+def _reason(error: Exception) -> str:
+    """What a client may read of an error: ours; not a database's, which may quote anything."""
+    return str(error) if isinstance(error, QmqError) else "the database does not answer"
+
+
+class DelayRoutes:
+    """The route of delayed messages, as a hub asks for it. Made by `RouteHubs`."""
+
+    def __init__(self, registry: RouteSource) -> None:
+        self._registry = registry
+        self._directory: Directory | None = None
+        self._route = Route(ALL_SUBJECTS, (), version=0)
+
+    @property
+    def changes(self) -> Changes:
+        return self._registry.changes
+
+    @property
+    def directory(self) -> Directory:
+        return self._registry.directory
+
+    @property
+    def routes_version(self) -> int:
+        return self.find(ALL_SUBJECTS).version
+
+    def find(self, subject: str) -> Route:
+        if self._directory is not self._registry.directory:
+            self._directory = self._registry.directory
+            groups = tuple(sorted(self._directory.groups_of(DELAY)))
+            if groups != self._route.groups:
+                self._route = Route(ALL_SUBJECTS, groups, self._route.version + 1)
+        return self._route
+
+    def is_short(self, subject: str, groups: Sequence[str]) -> bool:
+        return False  # it lists all there are
+
+    def is_writable(self, group: Group) -> bool:
+        return self._registry.is_writable(group)
+
+    async def routes_for(self, subjects: list[str]) -> None:
+        """There is nothing to store."""
+
+
+class RouteHubs:
+    """Made by main, which runs `run` as a task; all methods are called from the loop. Arguments: see `WatchHub`."""
+
+    def __init__(
+        self, registry: RouteSource, metrics: Metrics, allow: Callable[[Caller, int], tuple[int, str]], quotas: Quotas
+    ) -> None:
+        self._quotas = quotas
+        self._hubs = {
+            NORMAL: WatchHub(registry, metrics, allow, quotas),
+            DELAY: WatchHub(DelayRoutes(registry), metrics, allow, quotas, kind=DELAY),
+        }
+        metrics.observe_quotas(lambda: quotas.subjects, lambda: quotas.refused)
+
+    async def run(self) -> None:
+        """Look at each change of the registry until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            for hub in self._hubs.values():
+                tasks.create_task(hub.run())
+
+    def of(self, kind: int) -> WatchHub:
+        """The hub for a kind of groups; 0 stands for normal ones. Raises InvalidRequest."""
+        hub = self._hubs.get(kind or NORMAL)
+        if hub is None:
+            raise InvalidRequest(f"kind {kind} of groups is unknown; {NORMAL} is of brokers, {DELAY} of delay servers")
+        return hub
+
+    def old_routes(self, broker_group: str, subject: str) -> Counts:
+        """Count the clients of this metaserver that may still take the group for writable."""
+        counts = [hub.old_routes(broker_group, subject) for hub in self._hubs.values()]
+        return Counts(*(sum(numbers) for numbers in zip(*counts, strict=True)))
+
+    def refusals(self) -> dict[str, str]:
+        """Return the tokens whose clients are refused routes for a bound at present, and why."""
+        return self._quotas.refusals(time.monotonic())
+
+    def clients(self) -> list[ClientInfo]:
+        return [client._replace(kind=kind) for kind, hub in self._hubs.items() for client in hub.clients()]

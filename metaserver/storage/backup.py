@@ -1,0 +1,355 @@
+"""Shell. All that operators made the metaserver know, as one JSON value, and back.
+
+Layout, version 1: {"format": "qmq metadata", "version": 1, "schema": newest migration, "time": ms,
+"tables": {table: [{column: value}, …]}}, without the ids that a database counts up. What metaservers only tell each
+other (heartbeats, versions) is not in it.
+
+What a dump of the tables has to be before it may take their place.
+
+What a metaserver has in memory as a dump of the tables: for a database that has lost it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from sqlalchemy import Boolean, Connection, Table, delete, insert, select, text
+from sqlalchemy.exc import IntegrityError
+
+from qmq.metaserver.model import Directory, Group, Route, TokenRow
+from qmq.metaserver.storage import tables
+from qmq.metaserver.storage.errors import ValueRefused
+from qmq.metaserver.storage.groups import load_groups
+from qmq.metaserver.storage.routes import load_routes
+from qmq.metaserver.storage.sql import BadRows, checked, now_ms, to_json
+from qmq.metaserver.storage.tables import REMOVED
+from qmq.metaserver.storage.tokens import load_tokens
+from qmq.types import Role
+
+PARENTS_FIRST = (
+    tables.broker_group,
+    tables.broker,
+    tables.readonly_broker_group_setting,
+    tables.subject_info,
+    tables.subject_route,
+    tables.client_offline_state,
+    tables.operator_limits,
+    tables.consumer_group,
+    tables.datasource_config,
+    tables.api_token,
+    tables.audit_trail,
+)
+
+Rows = list[dict[str, Any]]
+
+
+def dump(connection: Connection) -> dict[str, Any]:
+    """Read everything as of one moment."""
+    content = {table.name: _rows(connection, table) for table in PARENTS_FIRST}
+    return {"format": FORMAT, "version": VERSION, "schema": _schema(connection), "time": now_ms(), "tables": content}
+
+
+def restore(connection: Connection, dumped: Mapping[str, Any], changed: int, *, is_newer: bool = False) -> None:
+    """Put a dump in the place of everything.
+
+    What must never go back does not: terms and versions of routes grow, no group gets another master, nor a broker a
+    disk it had before, a revoked token stays revoked, tokens that are not in the dump stay, a slave counts as complete
+    only after it was seen again, a loss that was accepted is told of, and rows of the audit trail are added.
+
+    Args:
+        is_newer: the dump is newer than what is stored: its masters are the right ones.
+
+    Raises:
+        ValueRefused: this is no dump, a row of it makes no sense, or it names another master.
+    """
+    content = _check(connection, dumped)
+    present = {table.name: _rows(connection, table) for table in (tables.broker_group, tables.broker)}
+    if not is_newer and (lost := lost_masters(present, content)):
+        raise ValueRefused("; ".join(lost))
+    _continue_terms(connection, content["broker_group"], is_newer=is_newer)
+    _continue_routes(connection, content["subject_route"], changed)
+    content["broker"] = with_disks(present, content)
+    content["api_token"] = _merge_tokens(connection, content["api_token"])
+    content["consumer_group"] = _merge_consumer_groups(connection, content["consumer_group"])
+    content["audit_trail"] = _merge_audit(_rows(connection, tables.audit_trail), content["audit_trail"])
+    try:
+        for table in reversed(PARENTS_FIRST):
+            if table.name in content:
+                connection.execute(delete(table))
+        for table in PARENTS_FIRST:
+            if rows := content.get(table.name):
+                connection.execute(insert(table), rows)
+    except IntegrityError as error:
+        raise ValueRefused(f"rows of the dump contradict each other: {error.orig}") from None
+    _check_readable(connection)
+
+
+def _rows(connection: Connection, table: Table) -> Rows:
+    query = select(*_columns(table)).order_by(*table.primary_key.columns)
+    return [dict(row._mapping) for row in connection.execute(query)]
+
+
+def _columns(table: Table) -> list[Any]:
+    return [column for column in table.columns if not (column.name == "id" and column.autoincrement is True)]
+
+
+def _check(connection: Connection, dumped: Mapping[str, Any]) -> dict[str, Rows]:
+    names = [table.name for table in PARENTS_FIRST]
+    if fault := header_fault(dumped, schema=_schema(connection), tables=names):
+        raise ValueRefused(fault)
+    return {table.name: _check_rows(table, dumped["tables"][table.name]) for table in PARENTS_FIRST}
+
+
+def _schema(connection: Connection) -> str:
+    return str(connection.execute(text("SELECT version_num FROM alembic_version")).scalar_one())
+
+
+def _check_rows(table: Table, rows: Any) -> Rows:
+    if not isinstance(rows, Sequence) or isinstance(rows, str):
+        raise ValueRefused(f"the dump's table {table.name} is no list")
+    columns = {column.name: column for column in _columns(table)}
+    for row in rows:
+        if not isinstance(row, Mapping) or row.keys() != columns.keys():
+            raise ValueRefused(f"a row of the dump's table {table.name} has other columns than {', '.join(columns)}")
+        for name, column in columns.items():
+            if isinstance(column.type, Boolean) and not isinstance(row[name], bool):
+                raise ValueRefused(f"{table.name}.{name}: {row[name]!r} is neither true nor false")
+    return [checked(table, row) for row in rows]
+
+
+def _continue_terms(connection: Connection, rows: Rows, *, is_newer: bool) -> None:
+    """Raise each group's term above both what is stored and what the dump says; keep terms of groups that go.
+
+    A group of which nothing is stored comes back with the term that it had: if its brokers have a newer one, they say
+    so, and the row is repaired. One term more may be just theirs, of a row with other roles or copies.
+
+    A loss that either of them tells of goes on to be told: nobody may have acknowledged it.
+    """
+    stored = {row["group_name"]: row for row in _rows(connection, tables.broker_group)}
+    for row in rows:
+        before = stored.pop(row["group_name"], None)
+        if before is not None or is_newer:
+            row["term"] = max(row["term"], before["term"] if before else 0) + 1
+        row["lost_term"] = max(row["lost_term"], before["lost_term"] if before else 0)
+    rows.extend({**row, "kind": REMOVED} for row in stored.values())
+
+
+def _continue_routes(connection: Connection, rows: Rows, changed: int) -> None:
+    """The same for versions of routes; one that the dump lacks becomes a removed one."""
+    stored = {row["subject_info"]: row for row in _rows(connection, tables.subject_route)}
+    for row in rows:
+        before = stored.pop(row["subject_info"], None)
+        row |= {"version": max(row["version"], before["version"] if before else 0) + 1, "changed": changed}
+    gone = {"broker_group_json": "[]", "changed": changed, "update_time": now_ms()}
+    rows.extend({**row, **gone, "version": row["version"] + 1} for row in stored.values())
+
+
+def _merge_tokens(connection: Connection, rows: Rows) -> Rows:
+    merged = {row["id"]: row for row in rows}
+    for before in _rows(connection, tables.api_token):
+        row = merged.setdefault(before["id"], before)
+        row["revoke_time"] = row["revoke_time"] or before["revoke_time"]
+    return list(merged.values())
+
+
+def _merge_consumer_groups(connection: Connection, rows: Rows) -> Rows:
+    """Keep the rows that are there: a group that is forgotten would begin at the end, and lose what came before."""
+    stored = {(row["subject"], row["group_name"]): row for row in _rows(connection, tables.consumer_group)}
+    return list(({(row["subject"], row["group_name"]): row for row in rows} | stored).values())
+
+
+def _merge_audit(present: Rows, dumped: Rows) -> Rows:
+    """Rows of both, by time, each once: a trail only grows."""
+    names = [column.name for column in _columns(tables.audit_trail)]
+    known = {tuple(row[name] for name in names) for row in present}
+    lacking = [row for row in dumped if tuple(row[name] for name in names) not in known]
+    return sorted([*lacking, *present], key=lambda row: row["time"])
+
+
+def _check_readable(connection: Connection) -> None:
+    bad = BadRows()
+    load_groups(connection, bad)
+    load_routes(connection, 0, bad)
+    load_tokens(connection, bad)
+    if len(bad):
+        raise ValueRefused("rows of the dump make no sense; the log names them. Nothing was restored")
+
+
+FORMAT, VERSION = "qmq metadata", 1
+
+Tables = Mapping[str, Any]
+"""Rows, each a mapping of columns, by name of the table."""
+
+
+def header_fault(dumped: Mapping[str, Any], *, schema: str, tables: Iterable[str]) -> str:
+    """Say why this is no dump of tables like ours; empty: it is one. Its rows are not looked at."""
+    if dumped.get("format") != FORMAT or dumped.get("version") != VERSION:
+        return f"this is no backup of version {VERSION} of a metaserver's tables; Backup makes one"
+    if dumped.get("schema") != schema:
+        return (
+            f"the backup was made with tables of version {dumped.get('schema')}, these have {schema}: restore it into "
+            "an empty database with the qmq that made it, then start this one on that"
+        )
+    content = dumped.get("tables")
+    if not isinstance(content, Mapping) or content.keys() != set(tables):
+        return "the backup lacks tables, or has others"
+    return ""
+
+
+def lost_masters(present: Tables, dumped: Tables) -> list[str]:
+    """Say which groups would get another master than they have, which may lack what was acknowledged since.
+
+    A master that never registered has nothing to lose. A group that the dump does not have at all is removed.
+    """
+    masters, others = _masters(present), _masters(dumped)
+    live = {name for name, row in _by_name(dumped).items() if row.get("kind") != REMOVED}
+    return [
+        f"{name} is served by {_key(row)}, the backup has {_key(others[name]) if name in others else 'nobody'} in its "
+        "place, and knows nothing of messages that came since: first make the two agree (SwapRoles or ReplaceBroker; "
+        "RemoveBroker if what the group holds may go)"
+        for name, row in sorted(masters.items())
+        if row["incarnation"] and name in live and (name not in others or _key(others[name]) != _key(row))
+    ]
+
+
+def with_disks(present: Tables, dumped: Tables) -> list[dict[str, Any]]:
+    """Brokers of the dump. Which disk each one has served with never goes back: a master with an emptied one would be
+    let in. Whether a slave is complete has to be seen again."""
+    disks = {_key(row): {name: row[name] for name in ("incarnation", "instance")} for row in present["broker"]}
+    return [{**row, "complete": False, **disks.get(_key(row), {})} for row in dumped["broker"]]
+
+
+def _masters(tables: Tables) -> dict[str, Mapping[str, Any]]:
+    rows = [row for row in tables["broker"] if isinstance(row, Mapping)]
+    return {str(row.get("group_name")): row for row in rows if row.get("role") == Role.MASTER}
+
+
+def _by_name(tables: Tables) -> dict[str, Mapping[str, Any]]:
+    return {str(row.get("group_name")): row for row in tables["broker_group"] if isinstance(row, Mapping)}
+
+
+def _key(row: Mapping[str, Any]) -> str:
+    return f"{row.get('hostname')}:{row.get('serve_port')}"
+
+
+IN_NO_MEMORY = ("consumer_group", "datasource_config", "audit_trail")
+"""What only the database has: it stays as it is there."""
+
+
+def dump_of(
+    directory: Directory,
+    routes: Iterable[Route],
+    tokens: Iterable[TokenRow],
+    terms: Mapping[str, int],
+    present: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Make a dump that `RestoreAll` takes.
+
+    Args:
+        terms: of each group the newest term that was ever reported or given out.
+        present: a dump of what the database has.
+    """
+    now = int(present["time"])
+    groups = list(directory.groups.values())
+    tables = {
+        "broker_group": [_group(group, max(group.term, terms.get(group.name, 0)), now) for group in groups],
+        "broker": [row for group in groups for row in _brokers(group, now)],
+        "readonly_broker_group_setting": [
+            {"subject": mark.subject, "broker_group": mark.group, "create_time": now}
+            for mark in sorted(directory.marks)
+        ],
+        "subject_info": [
+            {"name": info.name, "tag": info.tag, "create_time": now, "update_time": info.update_time_ms}
+            for info in directory.subjects.values()
+        ],
+        "subject_route": [_route(route, now) for route in routes],
+        "client_offline_state": [
+            {"client_id": one.consumer, "subject_info": one.subject, "consumer_group": one.group, "state": 1}
+            for one in sorted(directory.offline)
+        ],
+        "operator_limits": [
+            {
+                "subject_info": one.subject,
+                "consumer_group": one.group,
+                "expires_after_s": one.expires_after_s,
+                "expired_die": one.expired_die,
+                "per_second": one.per_second,
+                "messages_max": one.messages_max,
+                "drops_oldest": one.drops_oldest,
+                "bytes_max": one.bytes_max,
+                "dead_letters_to": one.dead_letters_to,
+            }
+            for one in sorted(directory.limits)
+        ],
+        "api_token": [_token(token) for token in tokens],
+        **{name: present["tables"][name] for name in IN_NO_MEMORY},
+    }
+    return {"format": FORMAT, "version": VERSION, "schema": present["schema"], "time": now, "tables": tables}
+
+
+def _group(group: Group, term: int, now: int) -> dict[str, Any]:
+    return {
+        "group_name": group.name,
+        "kind": group.kind,
+        "term": term,
+        "half_swapped": group.half_swapped,
+        "tag": group.tag,
+        "draining": group.draining,
+        "is_full": group.full,
+        "min_copies": group.min_copies,
+        "lost_term": group.lost_term,
+        "failover": group.failover,
+        "sync_mode": group.sync_mode,
+        "create_time": now,
+        "update_time": group.update_time_ms,
+    }
+
+
+def _brokers(group: Group, now: int) -> Rows:
+    return [
+        {
+            "group_name": group.name,
+            "role": int(broker.role),
+            "hostname": broker.hostname,
+            "ip": broker.ip,
+            "serve_port": broker.serve_port,
+            "sync_port": broker.sync_port,
+            "control_port": broker.control_port,
+            "metrics_port": broker.metrics_port,
+            "incarnation": broker.incarnation,
+            "complete": False,
+            "fill_id": broker.fill_id,
+            "fill_allowed": broker.fill_allowed,
+            "instance": broker.instance,
+            "create_time": now,
+            "update_time": now,
+        }
+        for broker in group.brokers
+    ]
+
+
+def _route(route: Route, now: int) -> dict[str, Any]:
+    return {
+        "subject_info": route.subject,
+        "broker_group_json": to_json(list(route.groups)),
+        "version": route.version,
+        "changed": 0,
+        "create_time": now,
+        "update_time": route.update_time_ms,
+    }
+
+
+def _token(token: TokenRow) -> dict[str, Any]:
+    return {
+        "id": token.id,
+        "name": token.name,
+        "role": token.role,
+        "salt": token.salt,
+        "hash": token.hash,
+        "subjects_json": to_json(list(token.subjects)),
+        "groups_json": to_json(list(token.groups)),
+        "create_time": token.created_ms,
+        "expire_time": token.expires_ms,
+        "revoke_time": token.revoked_ms,
+    }

@@ -1,0 +1,258 @@
+"""Shell. The one way to the database: every call has a time limit, and none starts while the database is away.
+
+A database that hangs is worse than one that is gone: what waits for it would hold up everything else. So its calls run
+on threads of their own. Once one did not answer, all fail at once, until the question of `probe` is answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+from sqlalchemy import Engine
+from sqlalchemy.exc import DataError, IntegrityError, SQLAlchemyError
+
+from qmq.errors import NotServed, cause_of
+from qmq.garbage import without_frames
+from qmq.metaserver.storage.engine import open_database
+from qmq.metaserver.storage.errors import CommitUnknown, DatabaseUnusable
+from qmq.metaserver.storage.repository import Repository
+
+log = logging.getLogger("qmq.metaserver")
+
+THREADS = 8
+"""As many as the pool of connections has; calls take milliseconds."""
+
+T = TypeVar("T")
+
+
+class DatabaseAway(NotServed):
+    """The database does not answer. Nothing was changed; what needs it waits, all else goes on from memory."""
+
+    def __init__(self, reason: str = "") -> None:
+        super().__init__(
+            "the database does not answer: new subjects, new consumer groups and role changes wait; known routes go on"
+            + (f" ({reason})" if reason else "")
+        )
+
+
+class DatabaseSetAside(DatabaseAway):
+    """The database answers, but has lost groups whose brokers are registered. Nothing is read from it or changed in it
+    until an operator decides; the text names the commands."""
+
+    def __init__(self, reason: str) -> None:
+        NotServed.__init__(self, reason)
+
+
+_decides: ContextVar[bool] = ContextVar("decides about a database that was set aside", default=False)
+
+
+@contextmanager
+def deciding() -> Iterator[None]:
+    """What this task reads and changes reaches the database although it was set aside."""
+    before = _decides.set(True)
+    try:
+        yield
+    finally:
+        _decides.reset(before)
+
+
+class AnswerLate(CommitUnknown):
+    """A change was not answered in time. `result` is where its answer arrives, if it ever does."""
+
+    def __init__(self, result: asyncio.Future[Any]) -> None:
+        super().__init__("the database did not answer in time: the change is stored as a whole, or not at all")
+        self.result = result
+
+
+class Database:
+    """Created by main; used from the loop. Its threads end with the process.
+
+    Args:
+        timeout_ms: a call that takes longer counts as not answered.
+    """
+
+    def __init__(self, url: str, *, timeout_ms: int) -> None:
+        self._url, self._timeout_ms = url, timeout_ms
+        self._first_thread = ThreadPoolExecutor(1, "database")
+        """For a call while there is no other. Of threads that wait for work together, each that gets some wakes another
+        for nothing."""
+        self._threads = ThreadPoolExecutor(THREADS - 1, "database")
+        self._engine: Engine | None = None
+        self._repository: Repository | None = None
+        self._probe: asyncio.Future[dict[str, int]] | None = None
+        self._away_since: float | None = None
+        self._under_way: set[object] = set()
+        self.reason = ""
+        """Why it is away."""
+        self.set_aside_because = ""
+        """Why it is not used although it answers; empty: it is used."""
+        self.answer_s = 0.0
+        """How long its newest answer took."""
+        self.committed_ms = 0
+        """When something was stored last, since 1970."""
+
+    @property
+    def is_up(self) -> bool:
+        return self._repository is not None and self._away_since is None and not self.set_aside_because
+
+    @property
+    def trouble(self) -> str:
+        """Why it is not used, for everybody; empty: it is."""
+        return "" if self.is_up else self.set_aside_because or "the database does not answer"
+
+    def set_aside(self, reason: str) -> None:
+        """Use the database no more, or with an empty reason again."""
+        if reason != self.set_aside_because:
+            log.error("%s", reason) if reason else log.warning("the database is used again")
+        self.set_aside_because = reason
+
+    async def open(self) -> None:
+        """Connect, migrate. Without a time limit: a migration may take long.
+
+        Raises:
+            DatabaseUnusable: it must not be used. DatabaseAway: it does not answer.
+        """
+        await self._on_thread(self._open)
+        self._is_back()
+
+    async def probe(self) -> dict[str, int]:
+        """Ask for the versions, even if the database is away: that is how it is found to be back.
+
+        Only one such question is under way at a time, so that a database that hangs takes one thread, not all.
+
+        Raises:
+            DatabaseAway: no answer yet.
+        """
+        if self._probe is not None and not self._probe.done():
+            await self._answer(self._probe)  # it tells that the database is there, not how it is since we were called
+        # No variable may hold the earlier one: this frame is in the traceback of the error that the next one keeps.
+        if self._probe is None or self._probe.done():
+            self._probe = asyncio.ensure_future(self._on_thread(self._ask_versions))
+            self._probe.add_done_callback(_heard)
+        return await self._answer(self._probe)
+
+    async def _answer(self, probe: asyncio.Future[dict[str, int]]) -> dict[str, int]:
+        try:
+            async with asyncio.timeout(self._timeout_ms / 1000):
+                versions = await asyncio.shield(probe)
+        except TimeoutError:
+            self._is_away("no answer in time")
+            raise DatabaseAway(self.reason) from None
+        except DatabaseUnusable as error:
+            self._is_away(str(error))
+            raise DatabaseAway(self.reason) from error
+        self._is_back()
+        return versions
+
+    async def read(self, work: Callable[[Repository], T], *, timeout_ms: int = 0) -> T:
+        """Run `work` on a thread. Raises DatabaseAway."""
+        try:
+            return await self._bounded(work, timeout_ms or self._timeout_ms)
+        except TimeoutError:
+            self._is_away("no answer in time")
+            raise DatabaseAway(self.reason) from None
+
+    async def write(self, work: Callable[[Repository], T], *, timeout_ms: int = 0) -> T:
+        """Run `work`, which changes something, on a thread.
+
+        Raises:
+            DatabaseAway: nothing was changed. CommitUnknown, AnswerLate: it may have been.
+            QmqError: what the repository raises; nothing was changed.
+        """
+        result = asyncio.ensure_future(self._bounded(work, 0))
+        done, _ = await asyncio.wait({result}, timeout=(timeout_ms or self._timeout_ms) / 1000)
+        if not done:
+            self._is_away("no answer in time")
+            result.add_done_callback(_heard)
+            raise AnswerLate(result)
+        stored = result.result()
+        self.committed_ms = time.time_ns() // 1_000_000
+        return stored
+
+    @property
+    def is_hanging(self) -> bool:
+        """Whether a call has not returned. Python would wait for its thread before the process ends."""
+        return bool(self._under_way)
+
+    @property
+    def repository(self) -> Repository:
+        """For calls on threads of one's own; raises DatabaseAway."""
+        if self._repository is None:
+            raise DatabaseAway(self.reason)
+        return self._repository
+
+    @property
+    def bad_rows(self) -> int:
+        return len(self._repository.bad_rows) if self._repository is not None else 0
+
+    def close(self) -> None:
+        """Give connections back. A thread that hangs is left to its fate: waiting for it would hang the stop."""
+        for threads in (self._first_thread, self._threads):
+            threads.shutdown(wait=False, cancel_futures=True)
+        if self._engine is not None and self._away_since is None:
+            self._engine.dispose()
+
+    async def _bounded(self, work: Callable[[Repository], T], timeout_ms: int) -> T:
+        repository = self._repository
+        if repository is None or self._away_since is not None:
+            raise DatabaseAway(self.reason)
+        if self.set_aside_because and not _decides.get():
+            raise DatabaseSetAside(self.set_aside_because)
+        async with asyncio.timeout(timeout_ms / 1000 if timeout_ms else None):
+            return await self._on_thread(lambda: work(repository))
+
+    async def _on_thread(self, work: Callable[[], T]) -> T:
+        threads = self._threads if self._under_way else self._first_thread
+        self._under_way.add(started := object())
+        began = time.monotonic()
+
+        def run() -> T:
+            try:
+                return without_frames(work)
+            finally:
+                self._under_way.discard(started)
+
+        try:
+            answer = await asyncio.get_running_loop().run_in_executor(threads, run)
+            self.answer_s = time.monotonic() - began
+            return answer
+        except (IntegrityError, DataError):
+            raise  # it answers; what was asked is wrong
+        except (SQLAlchemyError, OSError) as error:
+            reason = cause_of(getattr(error, "orig", None) or error).partition("\n")[0][:200]
+            self._is_away(reason)
+            raise DatabaseAway(reason) from error
+
+    def _open(self) -> None:
+        engine = open_database(self._url)
+        self._engine, self._repository = engine, Repository(engine)
+
+    def _ask_versions(self) -> dict[str, int]:
+        if self._repository is None:
+            self._open()
+        assert self._repository is not None  # just opened
+        return self._repository.versions()
+
+    def _is_away(self, reason: str) -> None:
+        if self._away_since is None:
+            self._away_since = time.monotonic()
+            log.error("database away: %s; serving from memory", reason)
+        self.reason = reason
+
+    def _is_back(self) -> None:
+        if self._away_since is not None:
+            log.warning("database back after %.1f s", time.monotonic() - self._away_since)
+        self._away_since, self.reason = None, ""
+
+
+def _heard(result: asyncio.Future[Any]) -> None:
+    """An answer that comes when nobody waits any more is no error of ours."""
+    if not result.cancelled():
+        result.exception()

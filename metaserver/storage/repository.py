@@ -1,0 +1,431 @@
+"""Shell. Every question and change of the metaserver to its database; each method is one transaction.
+
+The methods block; the loop calls them on a thread. No rule of routing or roles is here, only compare-and-set.
+
+Carries out operators' changes, one after the other, on a connection whose transaction the caller ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import Any, assert_never
+
+from sqlalchemy import Connection, Engine, text
+from sqlalchemy.exc import IntegrityError
+
+from qmq.metaserver.model import (
+    AuditRow,
+    Broker,
+    ConsumerGroupRow,
+    DataSource,
+    Directory,
+    LeaseRow,
+    MetaserverRow,
+    Points,
+    Route,
+    SightingRow,
+    TokenRow,
+)
+from qmq.metaserver.storage import backup, consumer_groups, groups, leases, operators, points, routes, sightings, tokens
+from qmq.metaserver.storage import changes as c
+from qmq.metaserver.storage.changes import Change, Order
+from qmq.metaserver.storage.errors import StaleDirectory, Withdrawn
+from qmq.metaserver.storage.routes import RouteOrder
+from qmq.metaserver.storage.sql import BadRows
+from qmq.metaserver.storage.transactions import (
+    DIRECTORY,
+    ROUTES,
+    SIGHTINGS,
+    Transactions,
+    groups_version,
+    leave_groups,
+    raise_versions,
+    read_versions,
+)
+from qmq.replication.points import Point
+
+
+class Repository:
+    """The metaserver's tables. Created by main with an engine of `open_database`; any thread may call it.
+
+    Whatever its methods raise, nothing was changed, but for CommitUnknown: then read before acting.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._transactions = Transactions(engine)
+        self.bad_rows = BadRows()
+
+    # -- what all metaservers know ----------------------------------------------------------------------------------
+
+    def ping(self) -> None:
+        """Raise when the database does not answer."""
+        self._transactions.read(lambda connection: connection.execute(text("SELECT 1")))
+
+    def versions(self) -> dict[str, int]:
+        """Return the versions of `directory`, `routes` and `sightings`, each raised by every change of them, and what
+        says how far groups took part."""
+        return self._transactions.read(read_versions)
+
+    def load(self, known: Directory | None = None) -> Directory:
+        """Read groups, brokers, marks, subjects and consumers that are off as of one moment; routes are not in it.
+
+        Args:
+            known: an earlier reading. Groups that did not change since are the same objects; none is read if none did.
+        """
+        return self._transactions.read(lambda connection: self._load(connection, known or Directory()))
+
+    def _load(self, connection: Connection, known: Directory) -> Directory:
+        versions = read_versions(connection)
+        if groups_version(versions) != known.groups_version:
+            read = groups.load_groups(connection, self.bad_rows)
+            same = {name: group for name, group in known.groups.items() if read.get(name) == group}
+            known = Directory(groups=read | same, groups_version=groups_version(versions))
+        return known.beside(
+            marks=operators.load_marks(connection),
+            offline=operators.load_offline(connection),
+            limits=operators.load_limits(connection),
+            subjects=operators.load_subjects(connection),
+            version=versions[DIRECTORY],
+        )
+
+    def group_names(self) -> frozenset[str]:
+        """Names of all groups that ever had a row: rows of removed groups and such as make no sense are among them."""
+        return self._transactions.read(groups.all_names)
+
+    def load_routes(self, after: int = 0) -> tuple[int, list[Route]]:
+        """Return the version of all routes and those that changed after `after`; with 0, all.
+
+        One without groups was removed. Who could not read for a month reads all: removed ones are forgotten by then.
+        """
+        return self._transactions.read(
+            lambda connection: (
+                read_versions(connection)[ROUTES],
+                routes.load_routes(connection, after, self.bad_rows),
+            )
+        )
+
+    def store_routes(self, orders: Sequence[RouteOrder]) -> list[Route]:
+        """Create or change routes, each by compare-and-set on its version (0: none yet), in one transaction.
+
+        Returns:
+            What is stored afterwards, by this call or another one, as ordered. No groups: none of them exists.
+        """
+        if not orders:
+            return []
+        return self._transactions.write(
+            lambda connection: routes.store_routes(
+                connection, orders, raise_versions(connection, ROUTES)[0], self.bad_rows
+            )
+        )
+
+    # -- brokers ----------------------------------------------------------------------------------------------------
+
+    def store_registration(self, broker: Broker, before: Broker | None = None) -> None:
+        """Store what a broker said when it registered; with `before`, only if its row still is that.
+
+        Raises:
+            StaleTerm: it is not. NotThere: the broker was removed.
+        """
+
+        def work(connection: Connection) -> None:
+            raise_versions(connection, DIRECTORY)
+            groups.store_registration(connection, broker, before)
+
+        self._transactions.write(work)
+
+    def store_complete(self, broker: Broker, *, term: int, complete: bool) -> None:
+        """Store whether a slave holds all that was acknowledged, unless its part or its disk changed meanwhile."""
+
+        def work(connection: Connection) -> None:
+            raise_versions(connection, DIRECTORY)
+            groups.store_complete(connection, broker, term=term, complete=complete)
+
+        self._transactions.write(work)
+
+    def load_sightings(self, after: int = 0) -> tuple[int, list[SightingRow]]:
+        """Return the version of all sightings and those that changed after `after`; with 0, all."""
+        return self._transactions.read(
+            lambda connection: (
+                read_versions(connection)[SIGHTINGS],
+                sightings.load_sightings(connection, after, self.bad_rows),
+            )
+        )
+
+    def store_sightings(self, rows: Sequence[SightingRow]) -> None:
+        """Store each row that begins a session, and each whose session is the one that is stored; leave out others."""
+
+        def work(connection: Connection) -> None:
+            sightings.store_sightings(connection, rows, raise_versions(connection, SIGHTINGS)[0])
+
+        if rows:
+            self._transactions.write(work)
+
+    def load_points(self, group: str) -> Points:
+        """Return what the group's copies said to be acknowledged."""
+        return self._transactions.read(lambda connection: points.load_points(connection, group))
+
+    def store_points(self, rows: Mapping[tuple[str, str], Point]) -> None:
+        """Store the point of each (group, incarnation), unless a newer one is stored."""
+        self._transactions.write(lambda connection: points.store_points(connection, rows))
+
+    # -- metaservers ------------------------------------------------------------------------------------------------
+
+    def beat(self, row: MetaserverRow) -> tuple[list[MetaserverRow], dict[str, int], int | None]:
+        """Write this metaserver's row; return all of them, the `versions`, and the beat that was in it; None: it was
+        not there."""
+
+        def work(connection: Connection) -> tuple[list[MetaserverRow], dict[str, int], int | None]:
+            rows = {one.id: one for one in sightings.load_metaservers(connection)}
+            sightings.beat(connection, row)
+            before = rows[row.id].beat if row.id in rows else None
+            return list((rows | {row.id: row}).values()), read_versions(connection), before
+
+        return self._transactions.write(work)
+
+    def look(self) -> tuple[set[str], dict[str, int]]:
+        """Return the ids of all metaservers that have a row, and the `versions`; those are empty if none has."""
+        return self._transactions.read(sightings.look)
+
+    def load_metaservers(self) -> list[MetaserverRow]:
+        return self._transactions.read(sightings.load_metaservers)
+
+    def remove_metaserver(self, id: str) -> None:
+        """Remove the row of one that stopped in order, or has been silent for long."""
+        self._transactions.write(lambda connection: sightings.remove_metaserver(connection, id))
+
+    # -- operators --------------------------------------------------------------------------------------------------
+
+    def change(self, changes: Iterable[Change], audit: AuditRow | None = None, order: Order | None = None) -> None:
+        """Apply all changes and write down who made them, in one transaction; none of it if `order` is withdrawn.
+
+        Raises:
+            OperatorError, InvalidName: one of them is refused, so all are. CommitUnknown: read, then decide.
+        """
+        listed = list(changes)
+
+        def work(connection: Connection) -> None:
+            apply_all(connection, listed)
+            if audit is not None:
+                tokens.add_audit(connection, audit)
+            if order is not None and order.is_withdrawn:
+                raise Withdrawn("the database took too long, and the change was given up")
+
+        self._transactions.write(work)
+
+    def settle(self) -> None:
+        """Wait until every change that was under way is stored, or gone: this one stands behind it in the line.
+
+        A change that has not begun yet, on a thread that hangs say, is in no line: withdraw it first.
+        """
+
+        def work(connection: Connection) -> None:
+            raise_versions(connection, DIRECTORY, ROUTES)
+            leave_groups(connection)
+
+        self._transactions.write(work)
+
+    def load_tokens(self) -> list[TokenRow]:
+        """Read all tokens; they belong to the version `directory`."""
+        return self._transactions.read(lambda connection: tokens.load_tokens(connection, self.bad_rows))
+
+    def audit_trail(
+        self,
+        before: int | None = None,
+        limit: int = 100,
+        *,
+        who: str = "",
+        action: str = "",
+        since_ms: int = 0,
+        until_ms: int = 0,
+        about: Iterable[str] = (),
+    ) -> list[AuditRow]:
+        """Read the newest rows first, those with an id below `before`; `about`: they name all of these."""
+        return self._transactions.read(
+            lambda connection: tokens.load_audit(
+                connection,
+                before=before,
+                limit=limit,
+                who=who,
+                action=action,
+                since_ms=since_ms,
+                until_ms=until_ms,
+                about=about,
+            )
+        )
+
+    def data_sources(self) -> list[DataSource]:
+        return self._transactions.read(operators.load_data_sources)
+
+    def hold_lease(self, wish: LeaseRow, *, take: bool, release: bool) -> LeaseRow:
+        """Keep, take or give back a lease; see `metaserver.storage.leases`. Returns the row as it is then."""
+        return self._transactions.write(lambda connection: leases.hold(connection, wish, take=take, release=release))
+
+    def hold_lease_and_look(
+        self, wish: LeaseRow, *, take: bool, release: bool
+    ) -> tuple[LeaseRow, set[str], dict[str, int]]:
+        """As `hold_lease`; and what `look` returns, read in the same transaction."""
+
+        def work(connection: Connection) -> tuple[LeaseRow, set[str], dict[str, int]]:
+            row = leases.hold(connection, wish, take=take, release=release)
+            return row, *sightings.look(connection)
+
+        return self._transactions.write(work)
+
+    def leases(self) -> list[LeaseRow]:
+        return self._transactions.read(leases.load)
+
+    # -- consumer groups --------------------------------------------------------------------------------------------
+
+    def consumer_groups(self, keys: Iterable[tuple[str, str]]) -> dict[tuple[str, str], ConsumerGroupRow]:
+        """Return the rows of those of these (subject, consumer group) that have one."""
+        listed = list(keys)
+        return self._transactions.read(lambda connection: consumer_groups.load(connection, listed))
+
+    def consumer_groups_of(self, subject: str) -> list[ConsumerGroupRow]:
+        """Return all consumer groups of a subject; of an empty name, of all subjects."""
+        return self._transactions.read(lambda connection: consumer_groups.load_all(connection, subject))
+
+    def store_consumer_groups(
+        self, rows: Sequence[ConsumerGroupRow], replaced: Sequence[ConsumerGroupRow] = ()
+    ) -> None:
+        """Store new rows, in the place of those that are `replaced`; none at all if one of them has a row already.
+
+        Who reads afterwards finds the rows that count, whoever stored them.
+        """
+        try:
+            self._transactions.write(lambda connection: consumer_groups.store(connection, rows, replaced))
+        except IntegrityError:
+            pass  # another metaserver was first
+
+    def dump(self) -> dict[str, Any]:
+        """Read everything, as a value that JSON can hold and `RestoreAll` takes."""
+        return self._transactions.read(backup.dump)
+
+
+LEAVE_GROUPS = (
+    c.DecidedOn,
+    c.NoRouteSince,
+    c.SetMark,
+    c.UnsetMark,
+    c.SetRoute,
+    c.RemoveRoute,
+    c.ForgetConsumerGroups,
+    c.AddSubject,
+    c.SetOffline,
+    c.UnsetOffline,
+    c.SetLimits,
+    c.AddDataSource,
+    c.RemoveDataSource,
+    c.AddToken,
+    c.RevokeToken,
+)
+"""Changes after which each group and each broker is as before."""
+
+
+def apply_all(connection: Connection, changes: Sequence[c.Change]) -> None:
+    """Apply all changes; whatever one of them raises ends the transaction, and nothing was changed."""
+    # One that only writes down what happened elsewhere takes its place in the line, too: `settle` waits for it.
+    touched = sorted({name for change in changes for name in _touches(change)} or {DIRECTORY})
+    versions = dict(zip(touched, raise_versions(connection, *touched), strict=True))
+    if DIRECTORY in touched and all(isinstance(change, LEAVE_GROUPS) for change in changes):
+        leave_groups(connection)
+    for change in changes:
+        _compare(connection, change, versions)
+    changed = versions.get(ROUTES, 0)
+    for are_routes, some in groupby(changes, lambda change: isinstance(change, c.SetRoute)):
+        if are_routes:
+            routes.set_routes(connection, [_order(change) for change in some], changed)
+        else:
+            for change in some:
+                _apply(connection, change, changed)
+
+
+def _compare(connection: Connection, change: c.Change, raised: Mapping[str, int]) -> None:
+    match change:
+        case c.DecidedOn():
+            is_stale = change.version + 1 != raised[DIRECTORY]
+        case c.NoRouteSince():
+            is_stale = routes.is_listed_since(connection, change.version, change.group, without=change.without)
+        case _:
+            is_stale = False
+    if is_stale:
+        raise StaleDirectory
+
+
+def _touches(change: c.Change) -> tuple[str, ...]:
+    match change:
+        case c.SetRoute() | c.RemoveRoute() | c.NoRouteSince() | c.ForgetConsumerGroups():
+            return (ROUTES,)
+        case c.RemoveGroup():
+            return (DIRECTORY, ROUTES)  # no route may take the group in at this moment
+        case c.SetRoles():
+            return (DIRECTORY, SIGHTINGS)
+        case c.RestoreAll():
+            return (DIRECTORY, ROUTES)
+        case _:
+            return (DIRECTORY,)
+
+
+def _apply(connection: Connection, change: c.Change, routes_version: int) -> None:
+    match change:
+        case c.SetRoles():
+            groups.set_roles(connection, change.change)
+        case c.RememberPoint():
+            points.store_points(connection, {(change.group, change.incarnation): change.point})
+        case c.AcceptLoss():
+            points.accept_loss(connection, change.group, change.term)
+            groups.set_state(connection, change.group, lost_term=change.term)
+        case c.StoreAddresses():
+            groups.store_addresses(connection, change.broker)
+        case c.OrderFill():
+            groups.store_fill_order(connection, change.slave, change.order)
+        case c.SetMark():
+            operators.set_mark(connection, change.mark)
+        case c.UnsetMark():
+            operators.unset_mark(connection, change.mark)
+        case c.SetRoute():
+            routes.set_routes(connection, [_order(change)], routes_version)
+        case c.RemoveRoute():
+            routes.remove_route(connection, change.subject, change.version, routes_version)
+        case c.ForgetConsumerGroups():
+            consumer_groups.forget(connection, change.subject)
+        case c.AddSubject():
+            operators.add_subject(connection, change.name, change.tag)
+        case c.DecidedOn() | c.NoRouteSince():
+            pass  # compared before anything was changed
+        case c.SetGroupState():
+            _set_group_state(connection, change)
+        case c.RemoveGroup():
+            groups.remove_group(connection, change.group, change.term)
+        case c.ForgetGroup():
+            groups.forget_group(connection, change.group, change.term)
+        case c.SetOffline():
+            operators.set_offline(connection, change.offline)
+        case c.UnsetOffline():
+            operators.unset_offline(connection, change.offline)
+        case c.SetLimits():
+            operators.set_limits(connection, change.limits)
+        case c.AddDataSource():
+            operators.add_data_source(connection, change.source)
+        case c.RemoveDataSource():
+            operators.remove_data_source(connection, change.url)
+        case c.AddToken():
+            tokens.add_token(connection, change.token)
+        case c.RevokeToken():
+            tokens.revoke_token(connection, change.id)
+        case c.RestoreAll():
+            backup.restore(connection, change.dump, routes_version, is_newer=change.is_newer)
+        case _:
+            assert_never(change)
+
+
+def _order(change: c.Change) -> routes.RouteOrder:
+    assert isinstance(change, c.SetRoute)
+    return change.subject, change.groups, change.version
+
+
+def _set_group_state(connection: Connection, change: c.SetGroupState) -> None:
+    given = {"draining": change.draining, "is_full": change.full, "tag": change.tag, "lost_term": change.lost_term}
+    given |= {"failover": change.failover, "sync_mode": change.sync_mode}
+    groups.set_state(connection, change.group, **{name: value for name, value in given.items() if value is not None})

@@ -1,0 +1,178 @@
+"""Shell. Routes of subjects, each with its own version.
+
+A removed route stays for a while as a row without groups, so that who reads what changed learns of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy import Connection, bindparam, delete, insert, select, update
+
+from qmq.metaserver.model import Route
+from qmq.metaserver.storage.errors import StaleVersion, UnknownGroup, ValueRefused
+from qmq.metaserver.storage.groups import existing_groups
+from qmq.metaserver.storage.sql import BadRows, checked, chunks, now_ms, parse_names, to_json
+from qmq.metaserver.storage.tables import subject_route
+from qmq.subjects import check_name
+
+REMOVED_KEPT_MS = 30 * 24 * 3600 * 1000
+"""Far longer than a metaserver runs without its database; such a one would have to read all routes anew."""
+
+RouteOrder = tuple[str, tuple[str, ...], int]
+"""Subject, groups, expected version (0: there is none yet)."""
+
+_columns = subject_route.c
+_select = select(
+    _columns.subject_info, _columns.broker_group_json, _columns.version, _columns.changed, _columns.update_time
+)
+
+
+def load_routes(connection: Connection, after: int, bad: BadRows) -> list[Route]:
+    """Read routes that changed after that version, removed ones too; with 0, all that exist."""
+    known: dict[str, tuple[str, ...]] = {}  # most routes of a small installation are one of few lists
+    numbers: dict[int, int] = {}  # many routes were written together: one object for each number saves 6 MB of 100,000
+    routes = []
+    for row in connection.execute(_select.where(_columns.changed > after) if after else _select):
+        try:
+            groups = known.get(row.broker_group_json)
+            if groups is None:
+                groups = known[row.broker_group_json] = parse_names(row.broker_group_json)
+        except (ValueError, TypeError) as error:
+            bad.note("subject_route", row.subject_info, error)
+            continue
+        if groups or after:
+            changed, time_ms = (numbers.setdefault(number, number) for number in (row.changed, row.update_time))
+            routes.append(Route(row.subject_info, groups, row.version, changed, time_ms))
+    return routes
+
+
+def is_listed_since(connection: Connection, version: int, group: str, *, without: str = "") -> bool:
+    """Whether a route that was made or changed after this version of all routes lists `group`, and not `without`."""
+    changed = load_routes(connection, version, BadRows())
+    return any(group in route.groups and without not in route.groups for route in changed)
+
+
+def store_routes(connection: Connection, orders: Sequence[RouteOrder], changed: int, bad: BadRows) -> list[Route]:
+    """Create or change each route whose version still is the expected one.
+
+    Args:
+        changed: the version of all routes, raised by this transaction.
+
+    Returns:
+        What is stored afterwards, in the order asked for; no groups: they do not exist, or the row cannot be read.
+    """
+    now, existing = now_ms(), existing_groups(connection)
+    wanted = {subject: (groups, version) for subject, groups, version in reversed(orders)}
+    stored, unreadable = _read(connection, list(wanted), bad)
+    new: list[dict[str, Any]] = []
+    old: list[dict[str, Any]] = []
+    for subject in sorted(wanted.keys() - unreadable):
+        groups, version = wanted[subject]
+        before = stored.get(subject)
+        kept = before.groups if before else ()
+        names = tuple(name for name in groups if name in existing or name in kept)
+        if names and version == (before.version if before and kept else 0):
+            stored[subject] = Route(subject, names, before.version + 1 if before else 1, changed, now)
+            (old if before else new).append(_values(stored[subject]))
+    if new:
+        connection.execute(insert(subject_route), [{**values, "create_time": now} for values in new])
+    if old:
+        connection.execute(_update_each, [{f"new_{key}": value for key, value in values.items()} for values in old])
+    return [stored.get(subject) or Route(subject, (), 0) for subject, _, _ in orders]
+
+
+def set_routes(connection: Connection, orders: Sequence[RouteOrder], changed: int) -> None:
+    """Create or change routes by compare-and-set, all or none, many of them in one statement.
+
+    Raises:
+        StaleVersion, UnknownGroup, ValueRefused: the transaction must end.
+    """
+    now, existing = now_ms(), existing_groups(connection)
+    stored, unreadable = _read(connection, [subject for subject, _, _ in orders], BadRows())
+    new: list[dict[str, Any]] = []
+    old: list[dict[str, Any]] = []
+    for subject, groups, version in orders:
+        if not groups:
+            raise ValueRefused(f"a route of {subject} without any group is none; remove it instead")
+        before = stored.get(subject)
+        kept = before.groups if before else ()
+        if version != (before.version if before and kept else 0):
+            raise StaleVersion(subject)
+        if unknown := [name for name in groups if name not in existing and name not in kept]:
+            raise UnknownGroup(unknown[0])
+        if subject in unreadable:  # its version counts on, whatever it is
+            _write(connection, subject, groups, changed, is_new=False)
+            continue
+        stored[subject] = Route(subject, tuple(groups), before.version + 1 if before else 1, changed, now)
+        (old if before else new).append(_values(stored[subject]))
+    if new:
+        connection.execute(insert(subject_route), [{**values, "create_time": now} for values in new])
+    if old:
+        connection.execute(_update_each, [{f"new_{key}": value for key, value in values.items()} for values in old])
+
+
+def remove_route(connection: Connection, subject: str, version: int, changed: int) -> None:
+    """Remove one route by compare-and-set. Raises StaleVersion."""
+    if not version or _compare(connection, subject, version) is None:
+        raise StaleVersion(subject)
+    _write(connection, subject, (), changed, is_new=False)
+    old = (_columns.broker_group_json == "[]", _columns.update_time < now_ms() - REMOVED_KEPT_MS)
+    connection.execute(delete(subject_route).where(*old))
+
+
+def _compare(connection: Connection, subject: str, version: int) -> tuple[str, ...] | None:
+    """Return the stored groups; None: there is no row. One that cannot be read may be written as if it were removed."""
+    row = connection.execute(_select.where(_columns.subject_info == subject)).one_or_none()
+    try:
+        groups = parse_names(row.broker_group_json) if row else ()
+    except ValueError:
+        groups = ()
+    if version != (row.version if row and groups else 0):
+        raise StaleVersion(subject)
+    return groups if row else None
+
+
+def _write(connection: Connection, subject: str, groups: Sequence[str], changed: int, *, is_new: bool) -> None:
+    now = now_ms()
+    values = _values(Route(subject, tuple(groups), 1, changed, now))
+    if is_new:
+        connection.execute(insert(subject_route).values(**values, create_time=now))
+        return
+    del values["version"]
+    row = _columns.subject_info == subject
+    connection.execute(update(subject_route).where(row).values(**values, version=_columns.version + 1))
+
+
+def _read(connection: Connection, subjects: list[str], bad: BadRows) -> tuple[dict[str, Route], set[str]]:
+    """Rows of these subjects, and which of the subjects have one that cannot be understood."""
+    stored, unreadable = {}, set()
+    for chunk in chunks(subjects):
+        for row in connection.execute(_select.where(_columns.subject_info.in_(chunk))):
+            try:
+                groups = parse_names(row.broker_group_json)
+            except ValueError as error:
+                bad.note("subject_route", row.subject_info, error)
+                unreadable.add(row.subject_info)
+                continue
+            stored[row.subject_info] = Route(row.subject_info, groups, row.version, row.changed, row.update_time)
+    return stored, unreadable
+
+
+def _values(route: Route) -> dict[str, Any]:
+    values = {
+        "subject_info": check_name("subject", route.subject),
+        "broker_group_json": to_json(route.groups),
+        "version": route.version,
+        "changed": route.changed,
+        "update_time": route.update_time_ms,
+    }
+    return checked(subject_route, values)
+
+
+_update_each = (
+    update(subject_route)
+    .where(_columns.subject_info == bindparam("new_subject_info"))
+    .values({name: bindparam(f"new_{name}") for name in ("broker_group_json", "version", "changed", "update_time")})
+)

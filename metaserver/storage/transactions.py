@@ -1,0 +1,164 @@
+"""Shell. Transactions: what reads sees one moment, what changes is stored as a whole or not at all.
+
+Every change first raises the version rows of what it touches. Their locks put all changes in order, on each of the
+three databases, and a metaserver that polls the versions misses none.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TypeVar
+
+from sqlalchemy import Connection, Engine, select, update
+from sqlalchemy.exc import DBAPIError
+
+from qmq.metaserver.storage.engine import ANSWER_S
+from qmq.metaserver.storage.errors import CommitUnknown, DatabaseUnusable
+from qmq.metaserver.storage.sql import begin
+from qmq.metaserver.storage.tables import meta_version
+
+log = logging.getLogger("qmq.metaserver")
+
+DIRECTORY, ROUTES, SIGHTINGS = "directory", "routes", "sightings"
+
+BESIDE_GROUPS = "beside_groups"
+"""Counts down with each change of the directory that leaves groups and brokers as they are. Its sum with the version of
+the directory, which counts up, names what they are, so that nobody reads them again for a mark. Who raises the one
+alone, as an older program does, or both, makes others read them."""
+
+TRIES_MAX = 5
+"""Two transactions that wait for each other are ended by the database, one of them to be repeated."""
+
+LIMIT_S = 2 * ANSWER_S
+"""How long a transaction may take: a restore is the longest, with few statements that take seconds."""
+
+_REPEAT_SQLSTATES = {"40001", "40P01"}  # serialization failure, deadlock
+_REPEAT_NUMBERS = {1020, 1213}  # MariaDB: record changed since it was read, deadlock
+
+T = TypeVar("T")
+
+
+class Transactions:
+    """Created by the repository; any thread may call it."""
+
+    def __init__(self, engine: Engine, *, limit_s: float = LIMIT_S) -> None:
+        self._engine = engine
+        self._limit_s = limit_s
+
+    def read(self, work: Callable[[Connection], T]) -> T:
+        """Run `work` on one consistent reading of the database."""
+        return _repeat(lambda: self._read_once(work))
+
+    def write(self, work: Callable[[Connection], T]) -> T:
+        """Run `work` as one transaction; again, if another one was in its way or the connection was an old, dead one.
+
+        Raises:
+            CommitUnknown: the connection broke in the commit. Any other error: nothing was changed.
+        """
+        return _repeat(lambda: self._write_once(work))
+
+    def _read_once(self, work: Callable[[Connection], T]) -> T:
+        with (
+            self._engine.connect() as connection,
+            _deadline(connection, self._limit_s),
+            begin(connection, reading=True),
+        ):
+            return work(connection)
+
+    def _write_once(self, work: Callable[[Connection], T]) -> T:
+        with self._engine.connect() as connection, _deadline(connection, self._limit_s):
+            transaction = begin(connection)
+            try:
+                result = work(connection)
+            except BaseException:
+                transaction.rollback()
+                raise
+            try:
+                transaction.commit()
+            except DBAPIError as error:
+                connection.invalidate()  # whatever state it is in, and whatever it locks
+                if _was_in_the_way(error):
+                    raise  # a cluster of databases found out only now, and undid it
+                log.error("commit unknown reason=%s", error.orig)
+                raise CommitUnknown(
+                    "the database's connection broke while the change was stored: it is there as a whole or not at all"
+                ) from error
+            return result
+
+
+_VERSIONS = select(meta_version.c.name, meta_version.c.version)
+"""Made once: it is asked for four times a second."""
+
+
+def read_versions(connection: Connection) -> dict[str, int]:
+    rows = connection.execute(_VERSIONS)
+    return {row.name: row.version for row in rows}
+
+
+def raise_versions(connection: Connection, *names: str) -> list[int]:
+    """Raise versions and return them; until the transaction ends, no other one that touches the same gets past here."""
+    for name in sorted(names):  # always in one order, so that nobody waits in a circle
+        row = meta_version.c.name == name
+        if connection.execute(update(meta_version).where(row).values(version=meta_version.c.version + 1)).rowcount != 1:
+            raise DatabaseUnusable(f"the table meta_version lacks its row {name}; restore the database")
+    versions = read_versions(connection)
+    return [versions[name] for name in names]
+
+
+def leave_groups(connection: Connection) -> None:
+    """Note that a transaction which raises the directory's version leaves groups and brokers as they are."""
+    row = meta_version.c.name == BESIDE_GROUPS
+    connection.execute(update(meta_version).where(row).values(version=meta_version.c.version - 1))
+
+
+def groups_version(versions: Mapping[str, int]) -> int:
+    """Another one after each change of groups or brokers."""
+    return versions[DIRECTORY] + versions[BESIDE_GROUPS]
+
+
+def _repeat(transaction: Callable[[], T]) -> T:
+    """Run a transaction again while that may help; whatever it raises, it left nothing behind."""
+    was_cut = False
+    for attempt in range(1, TRIES_MAX + 1):
+        try:
+            return transaction()
+        except DBAPIError as error:
+            # A connection of the pool may have died with a restart of the database. All others of it are closed now.
+            cut_first = error.connection_invalidated and not was_cut
+            if attempt == TRIES_MAX or not (cut_first or _was_in_the_way(error)):
+                raise
+            was_cut = was_cut or error.connection_invalidated
+    raise AssertionError("the last try returns or raises")
+
+
+def _was_in_the_way(error: DBAPIError) -> bool:
+    original = error.orig
+    numbers = getattr(original, "args", ())[:1]
+    return getattr(original, "sqlstate", None) in _REPEAT_SQLSTATES or not _REPEAT_NUMBERS.isdisjoint(numbers)
+
+
+@contextmanager
+def _deadline(connection: Connection, limit_s: float) -> Iterator[None]:
+    """Break a connection to PostgreSQL whose server stands still: its driver would wait for ever.
+
+    The other two drivers have a limit of their own.
+    """
+    if connection.dialect.name != "postgresql":
+        yield
+        return
+    driver = connection.connection.driver_connection
+    assert driver is not None, "it is connected"
+    twin = socket.socket(fileno=os.dup(driver.fileno()))  # so that a closed number that was given out again is safe
+    timer = threading.Timer(limit_s, twin.shutdown, (socket.SHUT_RDWR,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        twin.close()

@@ -1,0 +1,600 @@
+"""Shell. Who is told of which change, how many bytes that takes, and what counts as old."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+from functools import wraps
+from unittest.mock import patch
+
+import pytest
+
+from qmq.errors import NotServed
+from qmq.metaserver.cluster.changes import Changes
+from qmq.metaserver.model import Broker, Directory, Group, ReadonlyMark, Route
+from qmq.metaserver.observability.metrics import Metrics
+from qmq.metaserver.routes import hub as watch_module
+from qmq.metaserver.routes.audience import Counts
+from qmq.metaserver.routes.hub import TooManyWatches, WatchHub
+from qmq.metaserver.routes.placement import Loads, Placement, is_short
+from qmq.metaserver.routes.quotas import Bounds, Quotas
+from qmq.proto import qmq_pb2 as pb
+from qmq.rights import Caller, Scope, TokenRole
+from qmq.types import Role
+from tests.support.waiting import settle, until_async
+
+WAIT_S = 60
+ANYBODY = Caller("app", TokenRole.CLIENT)
+CLUSTER = Caller("cluster", TokenRole.CLUSTER)
+
+
+class Registry:
+    """What the hub asks of the real one; its database can be away."""
+
+    def __init__(self, groups=("g1", "g2")):
+        self.changes = Changes()
+        self.directory = Directory({name: _group(name) for name in groups})
+        self.routes, self.routes_version, self.down, self.stored = {}, 0, set(), []
+        self.error = self.held_up = None
+
+    def find(self, subject):
+        return self.routes.get(subject)
+
+    def is_short(self, subject, groups):
+        return is_short(subject, groups, self.directory, groups_min=2)
+
+    def is_writable(self, group):
+        return group.name not in self.down
+
+    async def routes_for(self, subjects):
+        self.stored.append(list(subjects))
+        if self.held_up:
+            await self.held_up.wait()
+        if self.error:
+            raise self.error
+        placement = Placement(self.directory, self.is_writable, Loads(), groups_min=2, groups_new=2)
+        for subject in subjects:
+            before = self.routes.get(subject, Route(subject, (), 0))
+            if groups := placement.choose(subject, before.groups):
+                self.routes[subject] = Route(subject, groups, before.version + 1)
+
+    def change(self, **changes):
+        self.directory = replace(self.directory, **changes)
+        self.changes.publish()
+
+    def mark(self, *marks):
+        self.change(marks=frozenset(ReadonlyMark(*mark) for mark in marks))
+
+    def set_down(self, *names):
+        self.down = set(names)
+        self.changes.publish()
+
+
+def _group(name, term=1):
+    return Group(name, term, Broker(name, Role.MASTER, name, "10.0.0.1", 1, 2), (), 0)
+
+
+class Client:
+    """A stream's other end. `stuck`: it does not read."""
+
+    def __init__(self, hub, *, produces=True, caller=ANYBODY, looks_only=False):
+        self.updates, self.routes, self.data = [], {}, []
+        self.stuck = None
+        self._news = asyncio.Event()
+        self.hub = hub
+        self.watch = hub.join(
+            app="shop", client_id="c", produces=produces, caller=caller, send=self._send, looks_only=looks_only
+        )
+
+    async def _send(self, data):
+        if self.stuck:
+            await self.stuck.wait()
+        update = pb.RouteUpdate.FromString(data)
+        self.data.append(data)
+        self.updates.append([route.subject for route in update.routes])
+        self.routes.update({route.subject: route for route in update.routes})
+        self._news.set()
+
+    async def ask(self, *subjects, held=None):
+        count = len(self.updates)
+        await self.hub.ask(self.watch, subjects, held or {})
+        await self.until(lambda: len(self.updates) > count)
+        return self.updates[count]
+
+    async def until(self, condition):
+        async with asyncio.timeout(WAIT_S):
+            while not condition():
+                self._news.clear()
+                await self._news.wait()
+
+    async def until_writable(self, subject, **groups):
+        await self.until(lambda: self.writable(subject) == groups)
+
+    def writable(self, subject):
+        return {group.broker_group: group.writable for group in self.routes[subject].groups}
+
+    def version(self, subject):
+        return self.routes[subject].version
+
+    def confirm(self, *subjects):
+        self.hub.confirm(self.watch, {subject: self.version(subject) for subject in subjects or self.routes})
+
+
+def with_hub(
+    *groups,
+    subjects_max=100,
+    token_subjects_max=10_000,
+    token_watches_max=10_000,
+    allow=lambda caller, wanted: (wanted, ""),
+):
+    """Run an async test with a hub that looks at a registry of these groups."""
+
+    def decorate(test):
+        @wraps(test)
+        def run():
+            async def body():
+                registry = Registry(groups or ("g1", "g2"))
+                hub = WatchHub(
+                    registry, Metrics(), allow, Quotas(Bounds(subjects_max, token_subjects_max, token_watches_max))
+                )
+                running = asyncio.create_task(hub.run())
+                while not hub._views.state:
+                    await asyncio.sleep(0)
+                try:
+                    await test(registry, hub)
+                finally:
+                    running.cancel()
+                    await asyncio.gather(running, return_exceptions=True)
+
+            asyncio.run(body())
+
+        del run.__wrapped__  # else pytest takes the test's arguments for fixtures
+        return run
+
+    return decorate
+
+
+@with_hub()
+async def test_a_new_subject_is_stored_and_answered(registry, hub):
+    client = Client(hub)
+    assert await client.ask("a", "b") == ["a", "b"]
+    assert client.writable("a") == {"g1": True, "g2": True}
+    assert registry.stored == [["a", "b"]], "in one batch"
+
+
+@with_hub()
+async def test_who_only_looks_brings_no_subject_into_being(registry, hub):
+    await Client(hub).ask("known")
+    looker = Client(hub, looks_only=True)
+    assert await looker.ask("known", "typo") == ["known", "typo"]
+    assert looker.writable("known") == {"g1": True, "g2": True}
+    assert not looker.routes["typo"].groups and "typo has no route yet" in looker.routes["typo"].refused
+    registry.set_down("g1")
+    await looker.until_writable("known", g1=False, g2=True)
+    assert registry.stored == [["known"]] and registry.find("typo") is None
+    client = Client(hub)
+    await client.ask("typo")
+    assert client.routes["typo"].groups, "nor does that keep others from it"
+
+
+@with_hub()
+async def test_new_subjects_of_many_clients_are_stored_in_few_batches(registry, hub):
+    registry.held_up = asyncio.Event()
+    clients = [Client(hub) for _ in range(50)]
+    asking = [asyncio.create_task(client.ask(f"s{number}")) for number, client in enumerate(clients)]
+    while not registry.stored:
+        await asyncio.sleep(0)
+    registry.held_up.set()
+    await asyncio.gather(*asking)
+    assert sum(map(len, registry.stored)) == 50 and len(registry.stored) <= 2
+
+
+@with_hub()
+async def test_a_client_that_resumes_gets_only_what_differs(registry, hub):
+    """Weakness 25: every poll of QMQ's clients carries the whole answer."""
+    before = Client(hub)
+    await before.ask("a", "b")
+    held = {subject: before.version(subject) for subject in "ab"}
+    hub.leave(before.watch)
+    registry.mark(("b", "g1"))
+    again = Client(hub)
+    assert await again.ask("a", "b", held=held) == ["b"]
+    assert await again.ask("a", "b") == [], "every request is answered, if only by nothing"
+
+
+@with_hub()
+async def test_a_mark_is_pushed_to_its_subject_alone_as_the_same_bytes(registry, hub):
+    """Weaknesses 20 and 25: nobody polls, nobody waits for a minute."""
+    clients = [Client(hub) for _ in range(3)]
+    for client in clients:
+        await client.ask("a")
+    bystander = Client(hub)
+    await bystander.ask("b")
+    registry.mark(("a", "g1"))
+    for client in clients:
+        await client.until_writable("a", g1=False, g2=True)
+    route = clients[0].routes["a"].SerializeToString(deterministic=True)
+    assert all(client.data[-1].endswith(route) for client in clients)
+    assert len(bystander.updates) == 1
+
+
+@with_hub()
+async def test_state_of_a_group_reaches_all_its_subjects(registry, hub):
+    client = Client(hub)
+    await client.ask("a", "b")
+    registry.set_down("g2")
+    await client.until_writable("b", g1=True, g2=False)
+    await client.until_writable("a", g1=True, g2=False)
+    registry.change(groups={"g1": _group("g1"), "g2": _group("g2", term=2)})
+    await client.until(lambda: client.routes["a"].groups[1].term == 2)
+
+
+@with_hub()
+async def test_an_all_readonly_route_is_sent_and_says_so(registry, hub):
+    """Weakness 19: QMQ answers "no groups" then, which its producers take for an error and ignore."""
+    client = Client(hub)
+    await client.ask("a")
+    registry.mark(("*", "g1"), ("*", "g2"))
+    await client.until_writable("a", g1=False, g2=False)
+    assert client.routes["a"].refused == ""
+
+
+@with_hub()
+async def test_retry_and_dead_letter_subjects_have_the_route_of_the_real_one_under_their_own_name(registry, hub):
+    client = Client(hub, produces=False)
+    names = ["a", "%RETRY%a%g", "%DEAD_RETRY%a%g"]
+    assert set(await client.ask(*names)) == set(names)
+    assert list(registry.routes) == ["a"]
+    registry.mark(("a", "g1"))
+    for name in names:
+        await client.until_writable(name, g1=False, g2=True)
+
+
+@with_hub("g1")
+async def test_a_short_route_is_served_at_once_and_extended_when_it_can_be(registry, hub):
+    """Weakness 17: a subject with fewer groups than min.group.num must not depend on the database."""
+    registry.routes["a"] = Route("a", ("g1",), 1)
+    registry.error = OSError("away")
+    client = Client(hub)
+    await client.ask("a")
+    assert client.writable("a") == {"g1": True} and registry.stored == [], "there is nothing to extend it by"
+    registry.change(groups={"g1": _group("g1"), "g2": _group("g2")})
+    while not registry.stored:
+        await asyncio.sleep(0)
+    assert client.writable("a") == {"g1": True}
+    registry.error = None
+    await client.until_writable("a", g1=True, g2=True)
+
+
+@with_hub()
+async def test_while_the_database_is_away_known_routes_go_on_and_new_ones_follow(registry, hub):
+    """Weaknesses 15 and 18: an error concerns the new subject alone, and says what it is."""
+    client = Client(hub)
+    await client.ask("known")
+    registry.error = NotServed("the database does not answer: new subjects wait")
+    assert await client.ask("new", "known") == ["new"]
+    assert "cannot be stored now: the database does not answer" in client.routes["new"].refused
+    registry.mark(("known", "g1"))
+    await client.until_writable("known", g1=False, g2=True)
+    registry.error = None
+    await client.until(lambda: not client.routes["new"].refused)
+    assert client.writable("new") == {"g1": True, "g2": True}
+
+
+@with_hub()
+async def test_an_unforeseen_error_of_the_database_is_not_quoted_to_clients(registry, hub):
+    registry.error = OSError("SELECT secret")
+    client = Client(hub)
+    await client.ask("new")
+    assert "secret" not in client.routes["new"].refused
+
+
+@with_hub()
+async def test_a_database_that_hangs_holds_up_nobody_who_asks_for_known_routes(registry, hub):
+    """Weakness 15."""
+    client, other = Client(hub), Client(hub)
+    await client.ask("known")
+    registry.held_up = asyncio.Event()
+    asking = asyncio.create_task(client.ask("new", "known"))
+    assert await other.ask("known") == ["known"]
+    registry.mark(("known", "g1"))
+    await other.until_writable("known", g1=False, g2=True)
+    assert await asking == ["known"], "after a moment it is answered without the new one"
+    registry.held_up.set()
+    await client.until(lambda: "new" in client.routes)
+
+
+@with_hub()
+async def test_there_is_a_route_as_soon_as_there_is_a_group(registry, hub):
+    registry.change(groups={})
+    client = Client(hub)
+    await client.ask("a")
+    assert "AddBroker" in client.routes["a"].refused
+    registry.change(groups={"g1": _group("g1")})
+    await client.until_writable("a", g1=True)
+
+
+@with_hub()
+async def test_a_group_that_goes_for_good_leaves_the_route(registry, hub):
+    client = Client(hub)
+    await client.ask("a")
+    registry.change(groups={"g1": _group("g1")})
+    await client.until_writable("a", g1=True)
+    registry.change(groups={})
+    await client.until(lambda: client.routes["a"].refused)
+
+
+@with_hub(subjects_max=3)
+async def test_one_subject_too_many_is_refused_alone_and_what_is_watched_goes_on(registry, hub):
+    client = Client(hub)
+    await client.ask("a", "b", "c")
+    assert await client.ask("a", "d") == ["d"]
+    assert "watches 3 subjects" in client.routes["d"].refused
+    registry.set_down("g2")
+    for subject in "abc":
+        await client.until_writable(subject, g1=True, g2=False)
+    assert list(client.watch.seats) == ["a", "b", "c"], "nothing is kept of what was refused"
+    assert list(hub._quotas.refusals(time.monotonic())) == ["app"]
+    hub.forget(client.watch, ["b", "none of its own"])
+    assert await client.ask("d") == ["d"] and client.writable("d")["g1"]
+
+
+@with_hub(token_subjects_max=3)
+async def test_the_clients_of_one_token_have_a_bound_together_and_those_of_others_their_own(registry, hub):
+    first, second = Client(hub), Client(hub)
+    await first.ask("a", "b")
+    await second.ask("b", "c")
+    assert second.writable("b") and "token 'app' watches 3 subjects" in second.routes["c"].refused
+    stranger, cluster = Client(hub, caller=Caller("other", TokenRole.CLIENT)), Client(hub, caller=CLUSTER)
+    for client in (stranger, cluster):
+        await client.ask("c", "d")
+        assert client.writable("c") and client.writable("d")
+    await cluster.ask("e", "f")
+    assert cluster.writable("f")
+    hub.leave(first.watch)
+    await second.ask("c")
+    assert second.writable("c"), "there is room again"
+
+
+@with_hub(token_watches_max=2)
+async def test_watches_of_one_token_are_bounded_and_those_there_are_go_on(registry, hub):
+    first = Client(hub)
+    await first.ask("a")
+    await hub.poll(["a"], {}, ANYBODY, app="shop", client_id="p", produces=True)
+    with pytest.raises(TooManyWatches, match="token 'app' has 2 watches"):
+        Client(hub)
+    with pytest.raises(TooManyWatches):
+        await hub.poll(["a"], {}, ANYBODY, app="shop", client_id="q", produces=True)
+    assert await hub.poll(["b"], {}, ANYBODY, app="shop", client_id="p", produces=True), "this one is known"
+    Client(hub, caller=CLUSTER)
+    registry.set_down("g2")
+    await first.until_writable("a", g1=True, g2=False)
+    hub.leave(first.watch)
+    await Client(hub).ask("a")
+
+
+@with_hub(subjects_max=3)
+async def test_what_a_poll_asks_for_no_more_makes_room(registry, hub):
+    for subject in "abcdef":
+        [route] = await hub.poll([subject], {}, ANYBODY, app="shop", client_id="p", produces=True)
+        assert not route.message.refused
+    assert hub._quotas.subjects == 3
+
+
+@with_hub()
+async def test_many_routes_that_change_at_once_come_in_updates_of_bounded_size(registry, hub):
+    client, names = Client(hub), [f"s{number}" for number in range(30)]
+    with patch.object(watch_module, "UPDATE_ROUTES_MAX", 7):
+        await hub.ask(client.watch, names, {})
+        await client.until(lambda: set(client.routes) == set(names))
+        registry.set_down("g2")
+        for name in names:
+            await client.until_writable(name, g1=True, g2=False)
+    assert max(map(len, client.updates)) == 7
+
+
+@with_hub()
+async def test_a_route_that_is_forgotten_is_sent_no_more_and_as_new_when_asked_for_again(registry, hub):
+    client = Client(hub)
+    await client.ask("a", "b")
+    hub.forget(client.watch, ["a"])
+    registry.set_down("g2")
+    await client.until_writable("b", g1=True, g2=False)
+    assert client.writable("a") == {"g1": True, "g2": True}
+    assert hub.old_routes("g2", "a") == Counts(0, 0, 0)
+    await client.ask("a")
+    assert client.writable("a") == {"g1": True, "g2": False}
+
+
+@with_hub()
+async def test_subjects_outside_the_tokens_scope_and_illegal_ones_are_refused_one_by_one(registry, hub):
+    client = Client(hub, caller=Caller("shop", TokenRole.CLIENT, Scope(("a", "consume:b"))))
+    await client.ask("a", "b", "c/d", "%RETRY%a%g")
+    assert client.writable("a") and "limited" in client.routes["b"].refused and client.routes["c/d"].refused
+    assert client.writable("%RETRY%a%g")
+    assert list(registry.routes) == ["a"]
+    consumer = Client(hub, produces=False, caller=client.watch.caller)
+    await consumer.ask("b")
+    assert consumer.writable("b")
+
+
+@with_hub(allow=lambda caller, wanted: (min(wanted, 2), "" if wanted <= 2 else "too many"))
+async def test_too_many_new_subjects_of_one_token_wait_for_their_turn(registry, hub):
+    client = Client(hub)
+    await client.ask("a", "b", "c", "d")
+    assert [bool(client.routes[name].refused) for name in "abcd"] == [False, False, True, True]
+    await client.until(lambda: not any(client.routes[name].refused for name in "abcd"))
+
+
+@with_hub()
+async def test_a_client_that_does_not_read_holds_up_nobody_and_gets_the_newest_route_alone(registry, hub):
+    slow, fast = Client(hub), Client(hub)
+    await slow.ask("a")
+    await fast.ask("a")
+    slow.stuck = asyncio.Event()
+    for down in ("g1", "g2", "g1", "g2"):
+        registry.set_down(down)
+        await fast.until(lambda down=down: not fast.writable("a")[down])
+    slow.stuck.set()
+    await slow.until_writable("a", g1=True, g2=False)
+    assert len(fast.updates) == 5 and len(slow.updates) == 3, "the one on its way, and the newest"
+
+
+@with_hub()
+async def test_of_many_watchers_few_are_being_told_at_once_those_of_one_connection_together(registry, hub):
+    most_allowed = watch_module.TOLD_AT_ONCE * watch_module.TURNS_UNDER_WAY
+    count, told = 2 * most_allowed, []
+    under_way = most = 0
+
+    async def send(peer):
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        for _ in range(20):  # it takes longer than all those turns
+            await asyncio.sleep(0)
+        under_way -= 1
+        told.append(peer)
+
+    for number in range(count):
+        caller = replace(ANYBODY, peer=f"peer{number % 10}")
+        watch = hub.join(app="", client_id="", produces=True, caller=caller, send=lambda _, who=caller.peer: send(who))
+        await hub.ask(watch, ["a"], {})
+    await _until(lambda: len(told) == count)
+    told.clear()
+    most = 0
+    with patch.object(watch_module, "SEND_WAIT_S", WAIT_S):  # or a machine that stands still is one who does not read
+        registry.set_down("g1")
+        await _until(lambda: len(told) == count)
+    assert most <= most_allowed
+    assert told == sorted(told)
+
+
+@with_hub()
+async def test_who_does_not_read_holds_up_many_others_once_and_not_for_long(registry, hub):
+    slow, *others = [Client(hub) for _ in range(6 * watch_module.TOLD_AT_ONCE)]
+    for client in (slow, *others):
+        await client.ask("a")
+    slow.stuck = asyncio.Event()
+    for down in ("g1", "g2"):
+        registry.set_down(down)
+        for client in others:
+            await client.until(lambda client=client, down=down: not client.writable("a")[down])
+    slow.stuck.set()
+    await slow.until_writable("a", g1=True, g2=False)
+
+
+async def _until(condition):
+    async with asyncio.timeout(WAIT_S):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+@with_hub()
+async def test_old_routes_are_counted_until_the_client_confirms_the_new_one(registry, hub):
+    """Weakness 20: QMQ cannot say how many producers still use the old route."""
+    producer, consumer, other = Client(hub), Client(hub, produces=False), Client(hub)
+    for client, subject in ((producer, "a"), (consumer, "a"), (other, "b")):
+        await client.ask(subject)
+        client.confirm()
+    assert hub.old_routes("g1", "a") == Counts(1, 1, 2), "they all have one that offers it"
+    registry.mark(("a", "g1"))
+    await producer.until_writable("a", g1=False, g2=True)
+    await consumer.until_writable("a", g1=False, g2=True)
+    assert hub.old_routes("g1", "a") == Counts(1, 1, 2), "sent, not confirmed"
+    producer.confirm()
+    assert hub.old_routes("g1", "a") == Counts(0, 1, 2)
+    assert hub.old_routes("g1", "*") == Counts(1, 1, 3), "and the producer of b"
+    hub.leave(consumer.watch)
+    assert hub.old_routes("g1", "a") == Counts(0, 0, 1)
+
+
+@with_hub()
+async def test_a_resumed_client_with_an_old_route_counts_until_it_confirms(registry, hub):
+    first = Client(hub)
+    await first.ask("a")
+    held = {"a": first.version("a")}
+    hub.leave(first.watch)
+    registry.mark(("*", "g1"))
+    again = Client(hub)
+    await again.ask("a", held=held)
+    await again.until(lambda: "a" in again.routes)
+    assert hub.old_routes("g1", "*") == Counts(1, 0, 1)
+    again.confirm()
+    assert hub.old_routes("g1", "*") == Counts(0, 0, 1)
+
+
+@with_hub()
+async def test_a_client_that_polls_gets_differences_and_counts_for_a_while(registry, hub):
+    async def poll(held):
+        routes = await hub.poll(["a"], held, ANYBODY, app="shop", client_id="p", produces=True)
+        return [route.message for route in routes]
+
+    (route,) = await poll({})
+    assert [group.broker_group for group in route.groups] == ["g1", "g2"]
+    assert await poll({"a": route.version}) == []
+    registry.mark(("*", "g1"))
+    assert hub.old_routes("g1", "*") == Counts(1, 0, 1)
+    async with asyncio.timeout(WAIT_S):
+        while not (changed := await poll({"a": route.version})):
+            await asyncio.sleep(0)
+    (route,) = changed
+    assert hub.old_routes("g1", "*") == Counts(1, 0, 1)
+    assert await poll({"a": route.version}) == []
+    assert hub.old_routes("g1", "*") == Counts(0, 0, 1)
+    assert [(one.client_id, one.streams) for one in hub.clients()] == [("p", False)]
+    watch = next(iter(hub._audience.watches))
+    watch.seen_s -= watch_module.POLL_KEPT_S
+    assert hub.old_routes("g1", "*") == Counts(0, 0, 0) and hub.clients() == []
+
+
+@with_hub()
+async def test_nothing_is_kept_of_clients_that_left(registry, hub):
+    clients = [Client(hub) for _ in range(3)]
+    for client in clients:
+        await client.ask("a", "%RETRY%a%g", "x/y")
+    assert [one.subjects for one in hub.clients()] == [("a", "%RETRY%a%g", "x/y")] * 3
+    for client in clients:
+        hub.leave(client.watch)
+    audience = hub._audience
+    assert not any(client.watch.seats for client in clients), "circles stop the process when they are collected"
+    assert not (audience.topics or audience.watches or audience._by_group or audience._more or hub._short)
+
+
+@with_hub()
+async def test_a_route_of_groups_that_do_not_serve_yet_is_told_as_soon_as_they_do(registry, hub):
+    """Nothing of it is seen before: the route looks the same with and without such a group."""
+    client = Client(hub)
+    await client.ask("a")
+    registry.routes["a"] = Route("a", ("g1", "g2", "g3"), 2)
+    registry.routes_version += 1
+    registry.changes.publish()
+    await until_async(lambda: hub._routes_version == registry.routes_version)
+    registry.change(groups={name: _group(name) for name in ("g1", "g2", "g3")})
+    await client.until_writable("a", g1=True, g2=True, g3=True)
+
+
+@with_hub()
+async def test_a_route_that_changed_back_before_the_client_heard_of_it_is_sent_again(registry, hub):
+    """What a client says it holds may have been written before what is under way to it arrives."""
+    client = Client(hub)
+    await client.ask("a")
+    topic, first = hub._audience.topics["a"], client.version("a")
+    client.stuck = asyncio.Event()
+    for marks in ([("a", "g1")], []):
+        registry.mark(*marks)
+        while (topic.route.version == first) is bool(marks):
+            await asyncio.sleep(0)
+        await settle()
+    await hub.ask(client.watch, ["a"], {"a": first})
+    client.stuck.set()
+    await client.until(lambda: len(client.updates) == 3)
+    assert client.updates[1:] == [["a"], ["a"]] and client.version("a") == first
+
+
+@with_hub()
+async def test_a_client_that_uses_what_it_was_not_sent_gets_what_is_valid(registry, hub):
+    """It may have heard of it from another metaserver, over HTTP."""
+    client = Client(hub)
+    await client.ask("a")
+    assert await client.ask("a", held={"a": 4711}) == ["a"]
