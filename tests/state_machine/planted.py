@@ -156,7 +156,7 @@ def _a_new_disk_is_as_complete_as_the_old_one() -> list[Patch]:
 
 
 def _a_master_may_come_back_with_another_disk() -> list[Patch]:
-    return [mock.patch.object(rules, "check_registration", lambda broker, incarnation: None)]
+    return [mock.patch.object(rules, "check_registration", lambda broker, incarnation, **others: None)]
 
 
 def _half_of_the_copies_acknowledge() -> list[Patch]:
@@ -267,9 +267,9 @@ def _a_master_with_another_disk_is_told_what_is_for_two_copies() -> list[Patch]:
     """Both commands are refused where there are several slaves."""
     real = rules.check_registration
 
-    def check(broker: Any, incarnation: str) -> None:
+    def check(broker: Any, incarnation: str, **others: Any) -> None:
         try:
-            real(broker, incarnation)
+            real(broker, incarnation, **others)
         except OperatorError as refused:
             text = str(refused).partition("qmq RecoverGroup")[0]
             call = f"qmq ReplaceBroker --brokerGroup={broker.group} --role=1 --hostname={broker.hostname}"
