@@ -15,7 +15,7 @@ from starlette.routing import Route
 from qmq.errors import AccessError, MissingRight, NotServed, QmqError
 from qmq.http_port import HEADERS, shown_token
 from qmq.rights import Caller, TokenRole
-from qmq.watchdog.leading import Leading
+from qmq.watchdog.leader import Leader
 from qmq.watchdog.meta_link import MetaLink
 from qmq.watchdog.metrics import Metrics
 from qmq.watchdog.settings import WatchdogSettings
@@ -38,9 +38,9 @@ class Acceptor:
     """Made by main. Health is for everybody, the rest for holders of a token with the role it takes."""
 
     def __init__(
-        self, settings: WatchdogSettings, leading: Leading, watcher: Watcher, metrics: Metrics, link: MetaLink
+        self, settings: WatchdogSettings, leader: Leader, watcher: Watcher, metrics: Metrics, link: MetaLink
     ) -> None:
-        self._leading, self._watcher, self._metrics, self._link = leading, watcher, metrics, link
+        self._leader, self._watcher, self._metrics, self._link = leader, watcher, metrics, link
         self._own = settings.token.encode()
         self._known: dict[str, tuple[float, Caller]] = {}
 
@@ -58,18 +58,18 @@ class Acceptor:
 
     async def _health(self, _: Request) -> Response:
         """200 while it does its part: leads, or waits with a metaserver that answers. Troubles are told either way."""
-        leading = self._leading
-        troubles = {url: drain.trouble for url, drain in leading.drains.items() if drain.trouble} | leading.problems
-        is_well = leading.is_leader or not leading.metaserver_trouble
+        leader = self._leader
+        troubles = {url: drain.trouble for url, drain in leader.drains.items() if drain.trouble} | leader.problems
+        is_well = leader.is_leader or not leader.metaserver_trouble
         body = {
-            "leader": leading.is_leader,
-            "term": leading.lease.term,
-            "node": leading.lease.node,
-            "holder": leading.lease.holder,
-            "databases": len(leading.drains),
+            "leader": leader.is_leader,
+            "term": leader.lease.term,
+            "node": leader.lease.node,
+            "holder": leader.lease.holder,
+            "databases": len(leader.drains),
             "troubles": troubles,
-            "metaserver": leading.metaserver_trouble,
-            "routes": dict(islice(leading.refusals.items(), REFUSALS_SHOWN)),
+            "metaserver": leader.metaserver_trouble,
+            "routes": dict(islice(leader.refusals.items(), REFUSALS_SHOWN)),
         }
         return JSONResponse(body, 200 if is_well else 503)
 

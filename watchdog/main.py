@@ -16,7 +16,7 @@ from qmq.http_port import HttpPort, listen
 from qmq.logs import configure
 from qmq.settings import InvalidSettings, load
 from qmq.watchdog.acceptor import Acceptor
-from qmq.watchdog.leading import Leading
+from qmq.watchdog.leader import Leader
 from qmq.watchdog.meta_link import MetaLink
 from qmq.watchdog.metrics import Metrics
 from qmq.watchdog.settings import WatchdogSettings
@@ -33,18 +33,18 @@ async def serve(settings: WatchdogSettings, stop: asyncio.Event) -> bool:
     address = f"{settings.advertised}:{listener.getsockname()[1]}"
     link = MetaLink(settings)
     async with NumberedSender(metaserver=settings.metaserver, token=settings.token, app=APP) as sender:
-        leading = Leading(settings, link, sender, address)
-        metrics = Metrics(leading)
-        watcher = Watcher(settings, leading, link, metrics)
-        http = HttpPort(Acceptor(settings, leading, watcher, metrics, link).app(), listener)
-        tasks = [asyncio.create_task(work) for work in (leading.run(), watcher.run())]
+        leader = Leader(settings, link, sender, address)
+        metrics = Metrics(leader)
+        watcher = Watcher(settings, leader, link, metrics)
+        http = HttpPort(Acceptor(settings, leader, watcher, metrics, link).app(), listener)
+        tasks = [asyncio.create_task(work) for work in (leader.run(), watcher.run())]
         serving = asyncio.create_task(http.run())
         stopping = asyncio.create_task(stop.wait())
-        log.info("watchdog serving address=%s room=%s node=%s", address, settings.room, leading.lease.node)
+        log.info("watchdog serving address=%s room=%s node=%s", address, settings.room, leader.lease.node)
         try:
             await asyncio.wait({stopping, serving, *tasks}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await leading.stop()
+            await leader.stop()
             for task in (*tasks, serving, stopping):
                 task.cancel()
             results = await asyncio.gather(*tasks, serving, return_exceptions=True)
@@ -52,7 +52,7 @@ async def serve(settings: WatchdogSettings, stop: asyncio.Event) -> bool:
     for failed in (one for one in results if isinstance(one, Exception)):
         raise failed
     log.info("watchdog stopped")
-    return leading.is_hanging or watcher.is_hanging
+    return leader.is_hanging or watcher.is_hanging
 
 
 async def _run(settings: WatchdogSettings) -> bool:

@@ -15,8 +15,7 @@ from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import MetaserverStub
 from qmq.rights import Caller, Scope, TokenRole
 from qmq.watchdog.lease import LeaseRequest, LeaseRow
-from qmq.watchdog.settings import WatchdogSettings
-from qmq.watchdog.sources import Source
+from qmq.watchdog.settings import Source, WatchdogSettings
 
 WATCHDOGS = "watchdog/"
 """What the names of watchdogs' leases begin with; their room follows."""

@@ -9,8 +9,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from qmq.process_metrics import register_process, version_of
-from qmq.watchdog.db.questions import Stats
-from qmq.watchdog.leading import Leading, now_ms
+from qmq.watchdog.database import Stats
+from qmq.watchdog.leader import Leader, now_ms
 
 _COUNTED = {
     "sent": "Rows whose messages are stored, and that were deleted.",
@@ -25,52 +25,52 @@ _COUNTED = {
 class Metrics:
     """Made by main. `stats` and `reconciled` are set by the watcher, by database."""
 
-    def __init__(self, leading: Leading) -> None:
+    def __init__(self, leader: Leader) -> None:
         self.registry = CollectorRegistry()
         self.stats: dict[str, Stats] = {}
         self.reconciled: dict[str, dict[str, int]] = {}
         register_process(self.registry)
-        self.registry.register(_Watchdog(leading, self))
+        self.registry.register(_Watchdog(leader, self))
 
     def render(self) -> bytes:
         return generate_latest(self.registry)
 
 
 class _Watchdog(Collector):
-    def __init__(self, leading: Leading, metrics: Metrics) -> None:
-        self._leading, self._metrics = leading, metrics
+    def __init__(self, leader: Leader, metrics: Metrics) -> None:
+        self._leader, self._metrics = leader, metrics
 
     def collect(self) -> Iterable[Metric]:
-        leading = self._leading
+        leader = self._leader
         yield version_of("watchdog")
         yield GaugeMetricFamily(
-            "qmq_watchdog_metaserver_up", "1 while a metaserver answers it.", int(not leading.metaserver_trouble)
+            "qmq_watchdog_metaserver_up", "1 while a metaserver answers it.", int(not leader.metaserver_trouble)
         )
-        yield GaugeMetricFamily("qmq_watchdog_leader", "1 at the active watchdog.", int(leading.is_leader))
-        yield GaugeMetricFamily("qmq_watchdog_term", "Term of its lease; 0 at a standby.", leading.lease.term)
-        yield CounterMetricFamily("qmq_watchdog_elections", "How often it became active.", leading.elections)
+        yield GaugeMetricFamily("qmq_watchdog_leader", "1 at the active watchdog.", int(leader.is_leader))
+        yield GaugeMetricFamily("qmq_watchdog_term", "Term of its lease; 0 at a standby.", leader.lease.term)
+        yield CounterMetricFamily("qmq_watchdog_elections", "How often it became active.", leader.elections)
         yield GaugeMetricFamily(
-            "qmq_watchdog_refused_routes", "Subjects whose route the metaserver refuses.", len(leading.refusals)
+            "qmq_watchdog_refused_routes", "Subjects whose route the metaserver refuses.", len(leader.refusals)
         )
         yield from self._databases()
         yield from self._rows()
 
     def _databases(self) -> Iterable[Metric]:
-        leading = self._leading
+        leader = self._leader
         up = GaugeMetricFamily("qmq_watchdog_database_up", "1 while the database answers.", labels=["database"])
         passed = GaugeMetricFamily(
             "qmq_watchdog_last_pass_seconds", "Since the whole table was last looked through.", labels=["database"]
         )
-        for url, drain in leading.drains.items():
+        for url, drain in leader.drains.items():
             up.add_metric([url], int(not drain.trouble))
             if drain.core.last_pass_ms is not None:
                 passed.add_metric([url], (now_ms() - drain.core.last_pass_ms) / 1000)
-        for url in leading.problems:
+        for url in leader.problems:
             up.add_metric([url], 0)
         yield from (up, passed)
         for name, text in _COUNTED.items():
             family = CounterMetricFamily(f"qmq_watchdog_{name}", text, labels=["database"])
-            for url, counts in leading.counts.items():
+            for url, counts in leader.counts.items():
                 family.add_metric([url], getattr(counts, name))
             yield family
 

@@ -1,23 +1,112 @@
-"""Shell. Counts the rows of all databases for the metrics, and answers what operators ask; beside the drains."""
+"""Shell. Row counts of all databases for the metrics, and the answers to operators: stuck rows, retry, reconciliation.
+
+Reconciliation looks for the messages of rows in the logs of the brokers; it only reads. For a bounded number of rows and
+a bounded time, each broker group of the row's subject searches the messages stored since the row was written, less an
+hour for differing clocks.
+
+    in the log       some group has the message: nothing is lost, the row will be deleted
+    not in the log   every group searched all of its log
+    unchecked        anything else, with the reason
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+import grpc
+import grpc.aio
+
+from qmq.control_plane import CHANNEL_OPTIONS
 from qmq.errors import CallError, NotServed, OperatorError, QmqError
-from qmq.watchdog.db.engine import open_source
-from qmq.watchdog.db.questions import Questions, Stats, StuckRow
-from qmq.watchdog.leading import Leading
+from qmq.proto import qmq_pb2 as pb
+from qmq.proto.qmq_pb2_grpc import BrokerStub
+from qmq.watchdog.database import Questions, Stats, StuckRow, open_source
+from qmq.watchdog.leader import Leader
 from qmq.watchdog.meta_link import MetaLink
 from qmq.watchdog.metrics import Metrics
-from qmq.watchdog.reconcile import IN_LOG, NOT_IN_LOG, UNCHECKED, Finding, Reconciling
-from qmq.watchdog.settings import WatchdogSettings
-from qmq.watchdog.sources import Source
+from qmq.watchdog.settings import Source, WatchdogSettings
+
+CLOCKS_MS = 3_600_000
+ANSWER_S = 5.0
+IN_LOG, NOT_IN_LOG, UNCHECKED = "inLog", "notInLog", "unchecked"
+
+
+class Finding(NamedTuple):
+    """What is known of one row's message. `where`: broker group and sequence; `why`: what kept us from knowing."""
+
+    row: StuckRow
+    state: str
+    where: str = ""
+    why: str = ""
+
+
+class Reconciliation:
+    """One look at rows of any databases. Used on the loop: `async with`."""
+
+    def __init__(self, link: MetaLink, token: str, *, seconds: float) -> None:
+        self._link, self._token = link, token
+        self._ends_at = time.monotonic() + seconds
+        self._masters: dict[str, list[tuple[str, str]]] = {}
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    async def __aenter__(self) -> Reconciliation:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.gather(*(channel.close() for channel in self._channels.values()))
+
+    async def look(self, rows: Iterable[StuckRow]) -> list[Finding]:
+        return [await self._look_for(row) for row in rows]
+
+    async def _look_for(self, row: StuckRow) -> Finding:
+        if not row.message_id or not row.subject:
+            return Finding(row, UNCHECKED, why="the row cannot be read")
+        try:
+            masters = await self._masters_of(row.subject)
+            if not masters:
+                return Finding(row, UNCHECKED, why="the metaserver names no broker group of its subject")
+            for group, address in masters:
+                if (sequence := await self._find(address, row)) is not None:
+                    return Finding(row, IN_LOG, where=f"{group} {sequence}")
+        except (NotServed, TimeoutError) as error:
+            return Finding(row, UNCHECKED, why=str(error) or "no time was left")
+        except grpc.aio.AioRpcError as error:
+            return Finding(row, UNCHECKED, why=f"a broker does not tell: {error.details()}")
+        return Finding(row, NOT_IN_LOG)
+
+    async def _masters_of(self, subject: str) -> list[tuple[str, str]]:
+        if subject not in self._masters:
+            self._masters[subject] = await self._link.masters(subject)
+        return self._masters[subject]
+
+    async def _find(self, address: str, row: StuckRow) -> int | None:
+        """Look through one group's messages, as far as the time allows; return the message's sequence there."""
+        since_ms = max(1, row.created_ms - CLOCKS_MS) if row.created_ms else 0
+        request = pb.BrowseRequest(subject=row.subject, id=row.message_id, since_ms=since_ms, messages_max=1)
+        while True:
+            answer = await self._ask(address, request)
+            if answer.messages:
+                return int(answer.messages[0].sequence)
+            if answer.begin >= answer.end:
+                return None
+            request.begin, request.end, request.since_ms = answer.begin, answer.end, 0
+
+    async def _ask(self, address: str, request: pb.BrowseRequest) -> Any:
+        left_s = self._ends_at - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = self._channels[address] = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        metadata = (("x-api-token", self._token),)
+        return await BrokerStub(channel).Browse(request, metadata=metadata, timeout=min(left_s, ANSWER_S))
+
 
 log = logging.getLogger("qmq.watchdog")
 
@@ -36,8 +125,8 @@ T = TypeVar("T")
 class Watcher:
     """Made by main; `run` returns when it is cancelled. Used on the loop."""
 
-    def __init__(self, settings: WatchdogSettings, leading: Leading, link: MetaLink, metrics: Metrics) -> None:
-        self._settings, self._leading, self._link, self._metrics = settings, leading, link, metrics
+    def __init__(self, settings: WatchdogSettings, leader: Leader, link: MetaLink, metrics: Metrics) -> None:
+        self._settings, self._leader, self._link, self._metrics = settings, leader, link, metrics
         # Threads of our own: a database that hangs must not take those by which the metaserver is found.
         self._threads = ThreadPoolExecutor(THREADS_MAX, "questions")
         self._asked: dict[str, Future[Any]] = {}
@@ -50,12 +139,12 @@ class Watcher:
     async def run(self) -> None:
         turn = 0
         while True:
-            if self._leading.is_leader:
-                await asyncio.gather(*(self._count(source) for source in list(self._leading.sources)))
+            if self._leader.is_leader:
+                await asyncio.gather(*(self._count(source) for source in list(self._leader.sources)))
                 if turn % EACH == 0:
                     await self._sample()
                 turn += 1
-            known = {source.url for source in self._leading.sources} if self._leading.is_leader else set()
+            known = {source.url for source in self._leader.sources} if self._leader.is_leader else set()
             for url in {*self._metrics.stats, *self._metrics.reconciled} - known:
                 self._metrics.stats.pop(url, None)
                 self._metrics.reconciled.pop(url, None)
@@ -70,7 +159,7 @@ class Watcher:
             self._metrics.stats[source.url] = stats
 
     async def _sample(self) -> None:
-        for source in list(self._leading.sources):
+        for source in list(self._leader.sources):
             try:
                 report = await self.reconcile(
                     database=source.url, older_s=SAMPLE_OLDER_S, limit=SAMPLE_ROWS, seconds=SAMPLE_S
@@ -110,11 +199,11 @@ class Watcher:
 
     async def reconcile(self, *, database: str, older_s: int, limit: int, seconds: float) -> dict[str, Any]:
         """Hold rows that are parked, or older than `older_s`, against the logs of the brokers."""
-        async with Reconciling(self._link, self._settings.token, seconds=seconds) as reconciling:
+        async with Reconciliation(self._link, self._settings.token, seconds=seconds) as reconciliation:
 
             async def of(source: Source) -> dict[str, Any]:
                 stats = await self._ask(source, Questions.stats)
-                findings = await reconciling.look(await self._stuck(source, older_s, limit))
+                findings = await reconciliation.look(await self._stuck(source, older_s, limit))
                 states = Counter(finding.state for finding in findings)
                 counts = {state: states[state] for state in (IN_LOG, NOT_IN_LOG, UNCHECKED)}
                 more = {"pending": stats.pending, "parked": stats.parked, "claimed": stats.claimed}
@@ -124,11 +213,11 @@ class Watcher:
 
     async def _each(self, database: str, work: Callable[[Source], Any]) -> dict[str, Any]:
         """Do something with each database, or the one that is named. One that fails says why, in its place."""
-        if not self._leading.is_leader:
+        if not self._leader.is_leader:
             raise NotServed("this watchdog is not the active one; ListWatchdogs says which one is")
-        sources = [one for one in self._leading.sources if database in ("", one.url)]
+        sources = [one for one in self._leader.sources if database in ("", one.url)]
         if database and not sources:
-            known = ", ".join(one.url for one in self._leading.sources) or "none"
+            known = ", ".join(one.url for one in self._leader.sources) or "none"
             raise OperatorError(f"no database {database[:200]} is registered in this room; there is: {known}")
 
         async def of(source: Source) -> dict[str, Any]:
@@ -138,7 +227,7 @@ class Watcher:
                 return {"database": source.url, "problem": str(error)}
 
         answers = await asyncio.gather(*map(of, sources))
-        problems = [{"database": url, "problem": problem} for url, problem in self._leading.problems.items()]
+        problems = [{"database": url, "problem": problem} for url, problem in self._leader.problems.items()]
         return {"databases": [*answers, *(one for one in problems if database in ("", one["database"]))]}
 
     async def _ask(self, source: Source, question: Callable[[Questions], T]) -> T:

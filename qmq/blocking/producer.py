@@ -25,8 +25,8 @@ from qmq.client.producer import read_delay
 from qmq.errors import ClientClosed, InvalidRequest, QueueFull
 from qmq.logs import bounded
 from qmq.message import Message
+from qmq.outbox.courier import find_database
 from qmq.outbox.relay import LeftBehind
-from qmq.outbox.session import find_database
 from qmq.outbox.table import DEFAULT_TABLE
 from qmq.remoting.commands import RecurringSchedule
 

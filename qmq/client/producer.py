@@ -33,9 +33,8 @@ from qmq.codec import batch_encoder, label_of_message
 from qmq.control_plane import metaserver_url
 from qmq.errors import ClientClosed, InvalidRequest, QueueFull
 from qmq.message import Message, not_a_message
-from qmq.outbox.courier import Courier
+from qmq.outbox.courier import Courier, find_database
 from qmq.outbox.relay import LeftBehind, Relays
-from qmq.outbox.session import find_database
 from qmq.outbox.table import DEFAULT_TABLE, table_name
 from qmq.plain import plain, plain_text
 from qmq.remoting.commands import RecurringSchedule

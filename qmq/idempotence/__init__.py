@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from qmq.idempotence.checker import Idempotence
-from qmq.idempotence.keys import Claim, KeyStore
-from qmq.idempotence.memory import MemoryKeys
+from qmq.idempotence.keys import Claim, KeyStore, MemoryKeys
 
 __all__ = ["Claim", "Idempotence", "KeyStore", "MemoryKeys"]

@@ -1,4 +1,4 @@
-"""Shell. The filter that lets a message through once: claim its key, handle it, note that it is handled."""
+"""Shell. Filter that lets a message through once: claim its key, handle the message, mark the key as handled."""
 
 from __future__ import annotations
 
@@ -6,12 +6,28 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
 from qmq.client.calling import check_plain
 from qmq.client.received import ReceivedMessage
 from qmq.errors import DeadLetter, InvalidRequest, RetryLater
 from qmq.idempotence.keys import Claim, KeyOf, KeyStore, State, message_key
 from qmq.logs import bounded
+
+T = TypeVar("T")
+
+
+async def in_thread(call: Callable[[], T]) -> T:
+    """Run a blocking call in a thread. Who is cancelled meanwhile goes on when it has ended, as nothing can stop it:
+    what is done next, for instance to undo it, then finds it done."""
+    task = asyncio.ensure_future(asyncio.to_thread(call))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        task.exception()  # nobody waits for it any more
+        raise
+
 
 log = bounded(__name__)
 

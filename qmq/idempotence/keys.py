@@ -1,12 +1,12 @@
-"""Core. The key of a message, and what a store of keys promises.
+"""Core. The key of a message, the contract of key stores, and the store in this process's memory.
 
 A key is in one of three states:
 
-    absent      nobody handles the message, nobody has
-    claimed     somebody handles it, until a lease ends that is renewed meanwhile
-    handled     it is done
+    absent      not handled, and not being handled
+    claimed     being handled, until a lease ends; the owner renews it
+    handled     done
 
-    claim:   absent -> claimed; claimed -> claimed, by another, once the lease ended
+    claim:   absent -> claimed; claimed -> claimed, by another owner, once the lease ended
     renew:   claimed -> claimed, by its owner
     finish:  claimed -> handled, by its owner
     release: claimed -> absent, by its owner
@@ -14,6 +14,7 @@ A key is in one of three states:
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from enum import Enum
 from hashlib import sha256
@@ -84,3 +85,48 @@ def key_digest(key: str) -> str:
     Databases cut long texts, and many take `Foo` for `foo` or ignore blanks at the end; two messages would then be one.
     """
     return sha256(key.encode()).hexdigest()
+
+
+class MemoryKeys:
+    """Keys of the messages that this process handled last; they end with it, and no other process sees them.
+
+    A claim needs no lease here: it ends with the handler, as both live in this process. While one handles a message,
+    whoever is given it a second time asks for it again after a lease.
+
+    Args:
+        keys_max: handled messages that are remembered; the oldest are forgotten first.
+    """
+
+    def __init__(self, *, keys_max: int = 100_000) -> None:
+        if keys_max < 1:
+            raise InvalidRequest(f"keys_max is 1 or more, not {keys_max}")
+        self._keys_max = keys_max
+        self._claimed: dict[str, str] = {}
+        self._handled: OrderedDict[str, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._handled)
+
+    async def claim(self, key: str, owner: str, lease_s: float) -> Claim:
+        if key in self._handled:
+            return Claim(State.HANDLED)
+        if key in self._claimed:
+            return Claim(State.BUSY, lease_s)
+        self._claimed[key] = owner
+        return Claim(State.OURS)
+
+    async def renew(self, key: str, owner: str, lease_s: float) -> bool:
+        return self._claimed.get(key) == owner
+
+    async def finish(self, key: str, owner: str) -> bool:
+        if self._claimed.get(key) != owner:
+            return False
+        del self._claimed[key]
+        self._handled[key] = None
+        if len(self._handled) > self._keys_max:
+            self._handled.popitem(last=False)
+        return True
+
+    async def release(self, key: str, owner: str) -> None:
+        if self._claimed.get(key) == owner:
+            del self._claimed[key]

@@ -13,8 +13,8 @@ from redis import Redis
 
 from qmq.client.calling import finished
 from qmq.errors import InvalidRequest
+from qmq.idempotence.checker import in_thread
 from qmq.idempotence.keys import Claim, State
-from qmq.idempotence.threads import in_thread
 
 HANDLED = "handled"
 

@@ -11,9 +11,9 @@ from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from qmq.idempotence.checker import in_thread
 from qmq.idempotence.keys import Claim, State
 from qmq.idempotence.tables import CLAIMS, ClaimsTable
-from qmq.idempotence.threads import in_thread
 from qmq.outbox.sqlalchemy import run, run_async
 
 T = TypeVar("T")

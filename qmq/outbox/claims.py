@@ -1,16 +1,20 @@
-"""Core. A claim: what a row of an outbox says about the batch it travels in, written down before the batch is sent.
+"""Core. A claim: the batch that a row of an outbox travels in, stored in the row before the batch is sent.
 
     <producer id>:<number>:<term>:<broker group>        the first three hexadecimal; `claim varchar(128)`
 
-Producer id, number and group name the batch at the broker, which stores it once however often it is sent; they never
-change. The term is that of the leader who looks after it: a new leader puts its own in its place before it does
-anything else, and every later write of the old one looks for a claim that is not there any more. A producer that
-relays has a random term from RELAY_TERM on, where no leader's comes: it, too, puts its own in the place of another's.
+Producer id, number and group identify the batch at the broker, which stores it once however often it is sent; they
+never change. The term belongs to the leader responsible for the claim. A new leader first replaces the term with its
+own; every later write of the old leader then misses the claim. A relaying producer uses a random term from RELAY_TERM
+on, above all terms of leaders, and replaces terms in the same way.
+
+Below the claims is the work that a drain gives its database, one transaction at a time. Each kind may be repeated when
+its outcome is unknown: every write is conditional on the expected claim. `qmq.outbox.statements` carries it out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from qmq.client.batch_life import NumberedBatch
@@ -110,3 +114,111 @@ def batch_of(name: ClaimName, rows: Sequence[Candidate]) -> NumberedBatch:
         labels = [row.label for row in rows]
         body, flags = body + encode_labels(labels), label_flags(labels)
     return NumberedBatch(name.producer, name.number, rows[0].subject, len(rows), crc32(body), flags, [body])
+
+
+class Due(NamedTuple):
+    """A moment by the database's clock: `plus_ms` after `told`, which it told with a page; None: after this write."""
+
+    told: object
+    plus_ms: int
+
+
+class Postponed(NamedTuple):
+    """Rows that nobody takes now, for a reason; nobody looks at them before they are due."""
+
+    ids: list[int]
+    due: Due
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPage:
+    """Read rows that nobody claimed and that are old enough, the oldest first. Answer: Page."""
+
+    after: tuple[object, int] | None
+    limit: int
+
+
+class Page(NamedTuple):
+    """`after`: where the next page begins; None: nothing is behind this one. `told`: the database's clock, or None."""
+
+    rows: list[Candidate]
+    after: tuple[object, int] | None
+    told: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimRows:
+    """Claim rows, each for its batch; park those that cannot be sent, postpone those that nobody takes now.
+
+    `ordered`: claims that get all of their rows or none, and none while another drain has a claim for their group.
+    `known`: claims of this drain.
+
+    Answer: for each claim the ids that got it. Rows that others lock, or that are gone, are left out.
+    """
+
+    claims: dict[str, list[int]]
+    parked: list[tuple[int, str]]
+    postponed: list[Postponed]
+    ordered: frozenset[str] = frozenset()
+    known: frozenset[str] = frozenset()
+
+
+class Released(NamedTuple):
+    """A claim's rows that were certainly not stored: to be claimed anew when they are due, with so many more errors."""
+
+    claim: str
+    ids: list[int]
+    due: Due
+    reason: str
+    failures: int
+
+
+class Settled(NamedTuple):
+    """A claim that came to its end: rows whose messages are stored go, others are parked, each for its reason."""
+
+    claim: str
+    stored: list[int]
+    parked: list[tuple[int, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class SettleClaims:
+    """Write down what became of claims. Rows whose claim is another by now are left alone. Answer: None."""
+
+    settled: list[Settled]
+    released: list[Released]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadClaims:
+    """Which claims are there, up to a bound, those after `after` in order of their texts; "": all, also one without
+    text. Answer: list of Known."""
+
+    after: str = ""
+
+
+class Known(NamedTuple):
+    """A claim in the database. `age_ms`: since it was first written, by the database's clock."""
+
+    claim: str
+    age_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class TakeOver:
+    """Put the claim `new` in the place of `old`. Answer: its rows, in order of ids; none: it is there no more."""
+
+    old: str
+    new: str
+
+
+@dataclass(frozen=True, slots=True)
+class Disown:
+    """Park rows with a claim that none of ours wrote, up to a bound; a person decides. Answer: how many."""
+
+    claim: str
+    reason: str
+
+
+Work = ReadPage | ClaimRows | SettleClaims | ReadClaims | TakeOver | Disown

@@ -1,14 +1,14 @@
-"""Shell. Relays the rows that stay in a producer's outboxes: at its start, and after an outage.
+"""Shell. Relay of the rows that stay in a producer's outboxes, and the runner of any drain.
 
-A row stays if its process ended before it was sent, or if the send failed. For each database that a producer uses there
-is one relay. It does one thing at a time:
+A row stays if its process ended before the send, or if the send failed. Each database of a producer has one relay,
+which alternates between two steps:
 
-    look     counts the rows that wait for longer than the producer tries: at the start, then once a minute; while rows
-             wait, after 1 s, 2 s, … 30 s, and when a broker group can be sent to again
-    drain    if rows are old enough: claims, sends and deletes them (qmq.outbox.draining), by the same rules and claims
-             as a watchdog, so any number of producers and watchdogs may do so at a time
+    look     count the rows that wait longer than the producer tries: at the start, then once a minute; while rows wait,
+             after 1 s, 2 s, … 30 s, and whenever a broker group becomes usable
+    drain    if rows are old enough: claim, send and delete them by the rules of `qmq.outbox.drain_plan`; claims allow
+             any number of producers and watchdogs to drain one outbox at a time
 
-An application without such rows has one SELECT a minute in its database, and no connection beside the producer's own.
+Without such rows an application has one SELECT a minute in its database and no connection beside the producer's own.
 """
 
 from __future__ import annotations
@@ -16,18 +16,104 @@ from __future__ import annotations
 import asyncio
 import random
 import secrets
-from collections.abc import Callable
+import time
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
+from qmq.client.batch_life import Answer
 from qmq.client.numbered import NumberedSender
 from qmq.logs import bounded
-from qmq.outbox.claims import PRODUCER_BITS, RELAY_TERM, RELAY_TERM_BITS
-from qmq.outbox.drain import Drain, now
-from qmq.outbox.draining import Draining, Limits
+from qmq.outbox.claims import (
+    PRODUCER_BITS,
+    RELAY_TERM,
+    RELAY_TERM_BITS,
+    ClaimRows,
+    Disown,
+    ReadClaims,
+    ReadPage,
+    SettleClaims,
+    TakeOver,
+    Work,
+)
+from qmq.outbox.drain_plan import Attempt, DrainPlan, Limits
 from qmq.outbox.statements import Left, Statements
 from qmq.outbox.unit import Database
-from qmq.outbox.work import ReadPage, Work
+
+
+class Drain:
+    """The steps of one drain. Made by a watchdog for a lease, by a producer's relay while rows wait; used on one loop.
+
+    Args:
+        do: has the database do a piece of work, and returns its answer; it may raise any error of a driver.
+    """
+
+    def __init__(self, core: DrainPlan, sender: NumberedSender, do: Callable[[Work], Awaitable[Any]]) -> None:
+        self.core = core
+        self._sender, self._do = sender, do
+        self._moved = asyncio.Event()
+
+    def wake(self) -> None:
+        """Look again at once: an answer came, or groups can be sent to."""
+        self._moved.set()
+
+    async def step(self) -> None:
+        """Send due batches, then do one piece of work, or wait until there may be some.
+
+        Raises:
+            Exception: the work failed, or its outcome is unknown; the core has noted that.
+        """
+        now_ms = now()
+        self._moved.clear()
+        for attempt in self.core.attempts(now_ms):
+            self._send(attempt)
+        work = self.core.next_work(now_ms)
+        if work is not None:
+            await self._carry_out(work)
+        elif not self.core.has_stopped:
+            await self.rest(self.core.wake_ms(now_ms) - now_ms)
+
+    async def rest(self, wait_ms: int) -> None:
+        """Wait so long, or until something moves."""
+        try:
+            async with asyncio.timeout(wait_ms / 1000):
+                await self._moved.wait()
+        except TimeoutError:
+            pass
+
+    def _send(self, attempt: Attempt) -> None:
+        self._sender.send(attempt.group, attempt.batch, partial(self._answered, attempt))
+
+    def _answered(self, attempt: Attempt, answer: Answer) -> None:
+        self.core.answered(attempt.claim, answer, now())
+        self._moved.set()
+
+    async def _carry_out(self, work: Work) -> None:
+        core = self.core
+        try:
+            result = await self._do(work)
+        except Exception:  # of any kind: RuntimeError for want of a package, UnicodeError
+            core.failed(work, now())
+            raise
+        match work:
+            case ReadPage():
+                core.page(result, now())
+            case ClaimRows():
+                core.claimed(result, now())
+            case SettleClaims():
+                core.settled(work, now())
+            case ReadClaims():
+                core.known(result)
+            case TakeOver():
+                core.taken_over(work, result, now())
+            case Disown():
+                core.disowned(work, result)
+
+
+def now() -> int:
+    return time.monotonic_ns() // 1_000_000
+
 
 log = bounded(__name__)
 
@@ -283,7 +369,7 @@ class Relay:
         sender = self._sender = self._owner.new_sender()
         await sender.__aenter__()
         term = RELAY_TERM + secrets.randbits(RELAY_TERM_BITS)
-        core = Draining(term, LIMITS, sender, lambda: secrets.randbits(PRODUCER_BITS) or 1)
+        core = DrainPlan(term, LIMITS, sender, lambda: secrets.randbits(PRODUCER_BITS) or 1)
         drain = self._drain = Drain(core, sender, self._do)
         sender.on_change(drain.wake)
         sender.on_change(self._moved.set)

@@ -1,7 +1,8 @@
-"""Shell. The statements of a drain (qmq.outbox.work) on one outbox, for any driver, and how its rows are counted.
+"""Shell. SQL statements of a drain (`qmq.outbox.claims`) on one outbox, for any driver, and the counts of its rows.
 
-A scan reads without a lock; a claiming locks just the rows that it was given, by their keys, and passes over those
-that others lock. So an application waits for a drain no longer than for any other short transaction on its rows.
+A scan reads without a lock. A claim locks only the given rows, by key, and skips rows locked by others. So an
+application waits for a drain no longer than for any other short transaction on its rows. All times are by the database's
+clock: watchdogs and applications on other machines may have other clocks.
 """
 
 from __future__ import annotations
@@ -10,10 +11,70 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from qmq.outbox.claims import Candidate, ClaimName, candidate_of
-from qmq.outbox.dialect import DIALECTS
-from qmq.outbox.table import Rows
-from qmq.outbox.work import Claiming, Disown, Due, Known, Page, ReadClaims, ReadPage, Settling, TakeOver, Work
+from qmq.outbox.claims import (
+    Candidate,
+    ClaimName,
+    ClaimRows,
+    Disown,
+    Due,
+    Known,
+    Page,
+    ReadClaims,
+    ReadPage,
+    SettleClaims,
+    TakeOver,
+    Work,
+    candidate_of,
+)
+from qmq.outbox.table import Flavor, Rows
+
+
+class Dialect(NamedTuple):
+    """Fragments of SQL.
+
+    `moment`: now plus {0} milliseconds, less than zero: before. `since`: the same from :told, a moment before.
+    `age`: milliseconds since the column {0}. `created_age`: the same for `create_time`, which MariaDB keeps in the
+    server's time zone, for a session in UTC.
+    """
+
+    moment: str
+    since: str
+    age: str
+    created_age: str
+    lock: str
+
+
+_PASSING_BY = " FOR UPDATE SKIP LOCKED"
+_MARIADB_US = "TIMESTAMPDIFF(MICROSECOND, {0}, %s) DIV 1000"
+_MARIADB_LOCAL = "CONVERT_TZ(CURRENT_TIMESTAMP(6), '+00:00', @@GLOBAL.time_zone)"
+
+_MARIADB = Dialect(
+    "(CURRENT_TIMESTAMP(6) + INTERVAL {0} * 1000 MICROSECOND)",
+    "(CAST(:told AS DATETIME(6)) + INTERVAL {0} * 1000 MICROSECOND)",
+    _MARIADB_US % "CURRENT_TIMESTAMP(6)",
+    _MARIADB_US % f"COALESCE({_MARIADB_LOCAL}, CURRENT_TIMESTAMP(6))",
+    _PASSING_BY,
+)
+DIALECTS = {
+    Flavor.MARIADB: _MARIADB,
+    Flavor.MYSQL: _MARIADB,
+    Flavor.POSTGRESQL: Dialect(
+        "(now() + {0} * interval '1 millisecond')",
+        "(CAST(:told AS timestamptz) + {0} * interval '1 millisecond')",
+        "CAST(EXTRACT(EPOCH FROM now() - {0}) * 1000 AS bigint)",
+        "CAST(EXTRACT(EPOCH FROM now() - {0}) * 1000 AS bigint)",
+        _PASSING_BY,
+    ),
+    # A transaction that writes has the whole file; nobody else locks a row of it.
+    Flavor.SQLITE: Dialect(
+        "strftime('%Y-%m-%d %H:%M:%f', 'now', (({0}) / 1000.0) || ' seconds')",
+        "strftime('%Y-%m-%d %H:%M:%f', :told, (({0}) / 1000.0) || ' seconds')",
+        "CAST((julianday('now') - julianday({0})) * 86400000 AS INTEGER)",
+        "CAST((julianday('now') - julianday({0})) * 86400000 AS INTEGER)",
+        "",
+    ),
+}
+
 
 PARKED = -2
 """QMQ's number of a row that is not sent any more."""
@@ -49,9 +110,9 @@ class Statements:
         match work:
             case ReadPage():
                 return self._page(work)
-            case Claiming():
+            case ClaimRows():
                 return self._claim(work)
-            case Settling():
+            case SettleClaims():
                 return self._settle(work)
             case ReadClaims():
                 return self._read_claims(work)
@@ -110,7 +171,7 @@ class Statements:
         now_ms = time.time_ns() // 1_000_000
         return {id: candidate_of(id, content, 0, now_ms) for id, content in self._run(statement)}
 
-    def _claim(self, work: Claiming) -> dict[str, list[int]]:
+    def _claim(self, work: ClaimRows) -> dict[str, list[int]]:
         wanted = [id for ids in work.claims.values() for id in ids]
         wanted += [id for id, _ in work.parked] + [id for one in work.postponed for id in one.ids]
         free = self._lock(wanted)
@@ -156,7 +217,7 @@ class Statements:
         )
         return {id for id, is_old in self._run(statement) if is_old}
 
-    def _settle(self, work: Settling) -> None:
+    def _settle(self, work: SettleClaims) -> None:
         for one in work.settled:
             if one.stored:
                 where = f"id IN ({_list(sorted(one.stored))}) AND claim = :claim"

@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 from sqlalchemy import text
 
-from qmq.outbox.statements import CLAIMS_MAX
-from qmq.outbox.work import (
-    Claiming,
+from qmq.outbox.claims import (
+    ClaimRows,
     Disown,
     Due,
     Page,
@@ -18,13 +17,12 @@ from qmq.outbox.work import (
     ReadClaims,
     ReadPage,
     Released,
+    SettleClaims,
     Settled,
-    Settling,
     TakeOver,
 )
-from qmq.watchdog.db.engine import open_source
-from qmq.watchdog.db.outbox import Outbox
-from qmq.watchdog.db.questions import Questions
+from qmq.outbox.statements import CLAIMS_MAX
+from qmq.watchdog.database import Outbox, Questions, open_source
 from tests.integration.cluster_world import until
 from tests.integration.watchdog_world import TABLE, Application
 
@@ -68,8 +66,8 @@ def test_a_row_that_is_younger_than_what_a_scan_may_see_is_not_claimed(applicati
     later = Outbox(application.engine, replace(application.source, age_ms=3_600_000))
     with application.engine.begin() as connection:
         connection.execute(text(f"UPDATE {TABLE} SET update_time = '2020-01-01 00:00:00' WHERE id = {old}"))
-    assert later.do(Claiming({"a": [old, young]}, [], [])) == {"a": [old]}
-    assert later.do(Claiming({}, [(young, "wrong")], [Postponed([young], LATER, "nobody")])) == {}
+    assert later.do(ClaimRows({"a": [old, young]}, [], [])) == {"a": [old]}
+    assert later.do(ClaimRows({}, [(young, "wrong")], [Postponed([young], LATER, "nobody")])) == {}
     assert ids_of(outbox.do(ReadPage(None, 10))) == [young]
 
 
@@ -132,8 +130,8 @@ def test_young_rows_are_left_to_their_application(application):
 def test_a_claim_takes_each_row_once_and_passes_over_what_others_have(application, outbox):
     application.write(SUBJECT, names(6))
     ids = ids_of(outbox.do(ReadPage(None, 10)))
-    assert outbox.do(Claiming({"1:1:1:g1": ids[:4]}, [], [])) == {"1:1:1:g1": ids[:4]}
-    assert outbox.do(Claiming({"2:1:1:g1": ids}, [], [])) == {"2:1:1:g1": ids[4:]}
+    assert outbox.do(ClaimRows({"1:1:1:g1": ids[:4]}, [], [])) == {"1:1:1:g1": ids[:4]}
+    assert outbox.do(ClaimRows({"2:1:1:g1": ids}, [], [])) == {"2:1:1:g1": ids[4:]}
     assert ids_of(outbox.do(ReadPage(None, 10))) == []
 
 
@@ -144,22 +142,22 @@ def test_a_row_that_another_transaction_locks_is_left_out(application, outbox):
     ids = ids_of(outbox.do(ReadPage(None, 10)))
     with application.engine.begin() as other:
         other.execute(text(f"SELECT id FROM {TABLE} WHERE id = {ids[1]} FOR UPDATE"))
-        assert outbox.do(Claiming({"1:1:1:g1": ids}, [], [])) == {"1:1:1:g1": [ids[0], ids[2]]}
+        assert outbox.do(ClaimRows({"1:1:1:g1": ids}, [], [])) == {"1:1:1:g1": [ids[0], ids[2]]}
 
 
 def test_what_a_deposed_leader_writes_finds_no_row(application, outbox):
     application.write(SUBJECT, names(2))
     [first, second] = ids_of(outbox.do(ReadPage(None, 10)))
-    outbox.do(Claiming({"1:1:1:g1": [first, second]}, [], []))
+    outbox.do(ClaimRows({"1:1:1:g1": [first, second]}, [], []))
     [known] = outbox.do(ReadClaims())
     assert known.claim == "1:1:1:g1" and known.age_ms < 60_000
     rows = outbox.do(TakeOver("1:1:1:g1", "1:1:2:g1"))
     assert [row.id for row in rows] == [first, second] and not rows[0].problem
-    late = Settling([Settled("1:1:1:g1", [first], [(second, "?")])], [Released("1:1:1:g1", [first], NOW, "?", 1)])
+    late = SettleClaims([Settled("1:1:1:g1", [first], [(second, "?")])], [Released("1:1:1:g1", [first], NOW, "?", 1)])
     outbox.do(late)
     assert [(row.status, row.error, row.claim) for row in application.rows()] == [(0, 0, "1:1:2:g1")] * 2
     assert outbox.do(TakeOver("1:1:1:g1", "1:1:3:g1")) == []
-    outbox.do(Settling([Settled("1:1:2:g1", [first], [(second, "no broker takes it")])], []))
+    outbox.do(SettleClaims([Settled("1:1:2:g1", [first], [(second, "no broker takes it")])], []))
     [left] = application.rows()
     assert (left.id, left.status, left.reason, left.claim) == (second, -2, "no broker takes it", None)
 
@@ -167,9 +165,11 @@ def test_what_a_deposed_leader_writes_finds_no_row(application, outbox):
 def test_released_and_postponed_rows_wait_and_come_again(application, outbox):
     application.write(SUBJECT, names(4))
     ids = ids_of(outbox.do(ReadPage(None, 10)))
-    outbox.do(Claiming({"1:1:1:g1": ids[:2]}, [], [Postponed(ids[2:], LATER, "readonly")]))
+    outbox.do(ClaimRows({"1:1:1:g1": ids[:2]}, [], [Postponed(ids[2:], LATER, "readonly")]))
     outbox.do(
-        Settling([], [Released("1:1:1:g1", ids[:1], NOW, "later", 1), Released("1:1:1:g1", ids[1:2], LATER, "?", 0)])
+        SettleClaims(
+            [], [Released("1:1:1:g1", ids[:1], NOW, "later", 1), Released("1:1:1:g1", ids[1:2], LATER, "?", 0)]
+        )
     )
     assert ids_of(outbox.do(ReadPage(None, 10))) == ids[:1]
     assert [(row.error, row.reason) for row in application.rows()][:2] == [(1, "later"), (0, "?")]
@@ -179,10 +179,10 @@ def test_rows_that_are_put_off_together_come_in_their_order_however_long_each_wr
     application.write(SUBJECT, names(4))
     page = outbox.do(ReadPage(None, 10))
     ids, due = ids_of(page), Due(page.told, 1_200)
-    outbox.do(Claiming({"1:1:1:g1": ids[:1]}, [], [Postponed(ids[2:], due, "readonly")]))
-    outbox.do(Claiming({}, [], [Postponed(ids[1:2], due, "readonly")]))
+    outbox.do(ClaimRows({"1:1:1:g1": ids[:1]}, [], [Postponed(ids[2:], due, "readonly")]))
+    outbox.do(ClaimRows({}, [], [Postponed(ids[1:2], due, "readonly")]))
     time.sleep(0.1)
-    outbox.do(Settling([], [Released("1:1:1:g1", ids[:1], due, "readonly", 0)]))
+    outbox.do(SettleClaims([], [Released("1:1:1:g1", ids[:1], due, "readonly", 0)]))
     assert outbox.do(ReadPage(None, 10)).rows == []
     until(lambda: ids_of(outbox.do(ReadPage(None, 10))) == ids, "all of them are due, the first one first")
 
@@ -190,7 +190,7 @@ def test_rows_that_are_put_off_together_come_in_their_order_however_long_each_wr
 def test_more_claims_than_one_answer_has_are_read_on(application, outbox):
     application.write(SUBJECT, names(CLAIMS_MAX + 5))
     ids = ids_of(outbox.do(ReadPage(None, 1_000)))
-    outbox.do(Claiming({f"1:{number:x}:1:g1": [id] for number, id in enumerate(ids)}, [], []))
+    outbox.do(ClaimRows({f"1:{number:x}:1:g1": [id] for number, id in enumerate(ids)}, [], []))
     first = outbox.do(ReadClaims())
     rest = outbox.do(ReadClaims(first[-1].claim))
     assert len(first) == CLAIMS_MAX and len({one.claim for one in first + rest}) == CLAIMS_MAX + 5
@@ -201,7 +201,7 @@ def test_questions_count_list_and_retry(application, outbox):
     application.write(SUBJECT, names(3))
     application.write_rows(["poison"])
     ids = ids_of(outbox.do(ReadPage(None, 10)))
-    outbox.do(Claiming({"1:1:1:g1": ids[:1]}, [(ids[3], "cannot be read")], []))
+    outbox.do(ClaimRows({"1:1:1:g1": ids[:1]}, [(ids[3], "cannot be read")], []))
     stats = questions.stats()
     assert (stats.pending, stats.claimed, stats.parked) == (3, 1, 1) and stats.oldest_s < 3_600
     stuck = questions.stuck(older_s=0, limit=10)
@@ -219,7 +219,7 @@ def test_rows_whose_claim_nobody_can_read_are_parked_a_part_at_a_time_and_may_be
     monkeypatch.setattr("qmq.outbox.statements.DISOWNED_MAX", 2)
     application.write(SUBJECT, names(5))
     ids = ids_of(outbox.do(ReadPage(None, 10)))
-    outbox.do(Claiming({"": ids[:1], "by hand": ids[1:4], "1:1:1:g1": ids[4:]}, [], []))
+    outbox.do(ClaimRows({"": ids[:1], "by hand": ids[1:4], "1:1:1:g1": ids[4:]}, [], []))
     assert [one.claim for one in outbox.do(ReadClaims())] == ["", "1:1:1:g1", "by hand"]
     assert [outbox.do(Disown("by hand", "of no watchdog")) for _ in range(3)] == [2, 1, 0]
     assert outbox.do(Disown("", "of no watchdog")) == 1
@@ -233,7 +233,7 @@ def test_a_retry_of_all_rows_ends_though_they_are_parked_again_at_once(applicati
     questions = Questions(application.engine, application.source)
     application.write_rows(["poison"] * 3)
     ids = ids_of(outbox.do(ReadPage(None, 10)))
-    park = Claiming({}, [(id, "cannot be read") for id in ids], [])
+    park = ClaimRows({}, [(id, "cannot be read") for id in ids], [])
     outbox.do(park)
     retry, rounds = questions._retry, []
 

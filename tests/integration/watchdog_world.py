@@ -19,8 +19,8 @@ import qmq
 from qmq.deploy.processes import suspend
 from qmq.outbox.row import encode_row
 from qmq.outbox.schema import create_statements
-from qmq.watchdog.db.engine import READING, open_source
-from qmq.watchdog.sources import Source
+from qmq.watchdog.database import READING, open_source
+from qmq.watchdog.settings import Source
 from tests.integration import cluster_world
 from tests.integration.cluster_world import until
 from tests.support.ports import free_ports

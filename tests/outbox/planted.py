@@ -6,7 +6,7 @@ from dataclasses import replace
 from unittest import mock
 
 from qmq.outbox.claims import ClaimName, is_relay
-from qmq.outbox.draining import Draining
+from qmq.outbox.drain_plan import DrainPlan
 from qmq.outbox.statements import Statements
 from tests.support.planting import Bug
 
@@ -16,18 +16,18 @@ def _term_is_not_in_the_claim():
 
 
 def _doubt_is_dropped():
-    return [mock.patch.object(Draining, "_repeat_delay_ms", lambda self, claim: self._release(claim, "?") or 0)]
+    return [mock.patch.object(DrainPlan, "_repeat_delay_ms", lambda self, claim: self._release(claim, "?") or 0)]
 
 
 def _sent_before_the_claim_is_stored():
-    real = Draining._compose
+    real = DrainPlan._compose
 
     def compose(self, page, now_ms):
         real(self, page, now_ms)
         for text, claim in self._new.items():
             self._claims[text] = replace(claim, rows=list(claim.rows))
 
-    return [mock.patch.object(Draining, "_compose", compose)]
+    return [mock.patch.object(DrainPlan, "_compose", compose)]
 
 
 def _producer_relays_without_a_claim():

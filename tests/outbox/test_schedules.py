@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qmq.watchdog.sources import Source
+from qmq.watchdog.settings import Source
 from tests.integration.watchdog_world import source_of
 from tests.outbox.planted import BUGS
 from tests.outbox.world import play

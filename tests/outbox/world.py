@@ -21,14 +21,23 @@ from qmq.client.routing import group_of_key
 from qmq.codec import decode_envelope, labels_bytes, split_batch
 from qmq.errors import BrokerReadOnly, NotMaster
 from qmq.message import Message
-from qmq.outbox.claims import RELAY_TERM, ClaimName, batch_of, candidate_of, is_relay
-from qmq.outbox.draining import RELAY_MS, Draining, Limits
+from qmq.outbox.claims import (
+    RELAY_TERM,
+    ClaimName,
+    ClaimRows,
+    ReadClaims,
+    ReadPage,
+    SettleClaims,
+    TakeOver,
+    batch_of,
+    candidate_of,
+    is_relay,
+)
+from qmq.outbox.drain_plan import RELAY_MS, DrainPlan, Limits
 from qmq.outbox.row import encode_row
 from qmq.outbox.schema import create_statements
-from qmq.outbox.work import Claiming, ReadClaims, ReadPage, Settling, TakeOver
-from qmq.watchdog.db.engine import open_source
-from qmq.watchdog.db.outbox import Outbox
-from qmq.watchdog.sources import Source
+from qmq.watchdog.database import Outbox, open_source
+from qmq.watchdog.settings import Source
 from tests.simulation.outcome import Outcome, failure_of
 from tests.simulation.steering import UNSTEERED
 
@@ -140,7 +149,7 @@ class Watchdog:
             repeat_ms_max=5,
             errors_max=10_000,
         )
-        self.core = Draining(term, limits, View(world.groups), lambda: world.rng.getrandbits(52))
+        self.core = DrainPlan(term, limits, View(world.groups), lambda: world.rng.getrandbits(52))
         self.hand = None
 
     def step(self):
@@ -160,9 +169,9 @@ class Watchdog:
         match work:
             case ReadPage():
                 core.page(result._replace(told=None), world.now_ms)  # the world's time is not the database's
-            case Claiming():
+            case ClaimRows():
                 core.claimed(result, world.now_ms)
-            case Settling():
+            case SettleClaims():
                 core.settled(work, world.now_ms)
             case ReadClaims():
                 core.known(result)
@@ -339,7 +348,7 @@ class World:
             self.counts["commit refused"] += 1
             raise OperationalError("the connection broke before the commit", {}, Exception())
         result = self.outbox.do(work)
-        if isinstance(work, Claiming):
+        if isinstance(work, ClaimRows):
             self.claimed_ms |= dict.fromkeys((ClaimName.parse(claim)[:2] for claim in work.claims), self.now_ms)
         elif isinstance(work, ReadClaims):  # the world's time is not the database's
             ages = [self.now_ms - self.claimed_ms[ClaimName.parse(known.claim)[:2]] for known in result]

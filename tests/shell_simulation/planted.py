@@ -24,7 +24,7 @@ from qmq.errors import OutcomeUnknown
 from qmq.log import Commit
 from qmq.log.disk import RealDisk
 from qmq.outbox.courier import Courier
-from qmq.outbox.draining import Attempt
+from qmq.outbox.drain_plan import Attempt
 from qmq.outbox.statements import Statements
 from qmq.outbox.table import Rows
 from qmq.outbox.unit import Item, Unit, Written
@@ -32,7 +32,7 @@ from qmq.remoting.connection import Connection
 from qmq.remoting.packet import Packet
 from qmq.server.meta_link import MetaLink
 from qmq.server.service import Service, _MasterLink
-from qmq.watchdog.drain import Drain
+from qmq.watchdog.leader import Drain
 from tests.support.planting import Bug, Patch
 
 

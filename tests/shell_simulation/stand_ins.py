@@ -24,7 +24,7 @@ from alembic.script import ScriptDirectory
 
 from qmq.client.batch_life import BatchLife
 from qmq.client.session_life import SessionLife
-from qmq.watchdog.db import engine
+from qmq.watchdog import database
 from tests.shell_simulation.loop import Killed, Threads, VirtualLoop, current
 from tests.shell_simulation.network import Network
 from tests.shell_simulation.rpc import Channel, RpcServer
@@ -185,7 +185,7 @@ def replaced(loop: VirtualLoop, network: Network, make_disk: Any, seed: int) -> 
                 "metaserver.storage.database",
                 "metaserver.cluster.snapshot",
                 "metaserver.actions.watchdogs",
-                "watchdog.drain",
+                "watchdog.leader",
                 "watchdog.watcher",
             )
         ),
@@ -206,8 +206,8 @@ def replaced(loop: VirtualLoop, network: Network, make_disk: Any, seed: int) -> 
         mock.patch("qmq.delayserver.main.open_http", Nothing),
         mock.patch("qmq.watchdog.main.HttpPort", Nothing),
         mock.patch("qmq.watchdog.main.listen", Nothing),
-        mock.patch("qmq.watchdog.db.engine.LOCK_S", 0),  # who has the lock has it until this very call is over
-        mock.patch("qmq.watchdog.db.engine._prepare_sqlite", _with_virtual_time(engine._prepare_sqlite)),
+        mock.patch("qmq.watchdog.database.LOCK_S", 0),  # who has the lock has it until this very call is over
+        mock.patch("qmq.watchdog.database._prepare_sqlite", _with_virtual_time(database._prepare_sqlite)),
         mock.patch("qmq.metaserver.main.HttpPort", Nothing),
         mock.patch("qmq.metaserver.main.build_app", Nothing),
         mock.patch("qmq.metaserver.main.listen", Nothing),

@@ -9,12 +9,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from qmq.broker.metrics import BrokerCollector
 from qmq.delayserver.metrics import DelayCollector
-from qmq.outbox.draining import Counts
+from qmq.outbox.drain_plan import Counts
 from qmq.server.metrics import CopyCollector
 from qmq.server.metrics_page import render
 from qmq.server.overload import ConnectionState, LimitsReached, MemoryAlarm
-from qmq.watchdog.db.questions import Stats
-from qmq.watchdog.leading import Leading
+from qmq.watchdog.database import Stats
+from qmq.watchdog.leader import Leader
 from qmq.watchdog.metrics import Metrics
 from qmq.watchdog.settings import WatchdogSettings
 
@@ -37,9 +37,9 @@ DATABASE = "sqlite://here:1/shop.db"
 def watchdog_page(counts: Counts, stats: Stats | None = None) -> str:
     """Of a watchdog whose drain of DATABASE counted this; `stats`: what the watcher saw there last."""
     sender = SimpleNamespace(on_change=lambda callback: None, refusals={})
-    leading = Leading(WatchdogSettings(metaserver="http://nowhere", token="t"), None, sender, "")  # type: ignore[arg-type]
-    leading.counts[DATABASE] = counts
-    metrics = Metrics(leading)
+    leader = Leader(WatchdogSettings(metaserver="http://nowhere", token="t"), None, sender, "")  # type: ignore[arg-type]
+    leader.counts[DATABASE] = counts
+    metrics = Metrics(leader)
     if stats is not None:
         metrics.stats[DATABASE] = stats
     return metrics.render().decode()

@@ -29,7 +29,7 @@ from qmq.server.overload import LimitsReached
 from qmq.testing import Broker as BrokerInMemory
 from qmq.tools.doctor.finding import judge_limits
 from qmq.types import Role
-from qmq.watchdog.db.questions import Stats
+from qmq.watchdog.database import Stats
 from tests.integration.test_connections import REACHES
 from tests.integration.test_overload import READONLY
 from tests.support.pages import broker_page, delay_page, samples, value, watchdog_page

@@ -8,8 +8,8 @@ import pytest
 
 from qmq import Outcome
 from qmq.errors import InvalidRequest
+from qmq.outbox.courier import find
 from qmq.outbox.dbapi import Database
-from qmq.outbox.session import find
 from tests.unit.outbox.test_transactions import Failed, paid, sent
 from tests.unit.outbox.worlds import DbapiWorld, connect
 

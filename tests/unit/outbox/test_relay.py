@@ -12,9 +12,9 @@ from sqlalchemy.orm import sessionmaker
 
 import qmq.blocking
 from qmq import InvalidRequest, Message
+from qmq.outbox.courier import find_database
 from qmq.outbox.relay import Relays
 from qmq.outbox.row import encode_row
-from qmq.outbox.session import find_database
 from qmq.outbox.statements import Left, Statements
 from qmq.outbox.table import Inserted
 from qmq.outbox.unit import Written
@@ -157,7 +157,7 @@ async def test_rows_that_the_producer_itself_sends_are_under_way_until_they_are_
 
 
 def test_ordered_rows_are_claimed_all_or_none_and_never_beside_anothers_claim(session_world):
-    from qmq.outbox.work import Claiming, Settled, Settling
+    from qmq.outbox.claims import ClaimRows, SettleClaims, Settled
 
     leave(session_world, "1", "2", "3")
 
@@ -166,12 +166,12 @@ def test_ordered_rows_are_claimed_all_or_none_and_never_beside_anothers_claim(se
         return asyncio.run(database.run("qmq_msg_queue", lambda rows: Statements(rows, 0).do(work)))
 
     def ordered(claim, ids, *known):
-        return do(Claiming({claim: ids}, [], [], frozenset([claim]), frozenset(known)))[claim]
+        return do(ClaimRows({claim: ids}, [], [], frozenset([claim]), frozenset(known)))[claim]
 
-    assert do(Claiming({"1:1:1:g1": [1]}, [], [])) == {"1:1:1:g1": [1]}
+    assert do(ClaimRows({"1:1:1:g1": [1]}, [], [])) == {"1:1:1:g1": [1]}
     assert ordered("2:1:2:g2", [1, 2]) == [] and ordered("2:1:2:g1", [2, 3]) == []
     assert ordered("2:1:2:g2", [2]) == [2] and ordered("1:2:1:g1", [3], "1:1:1:g1") == [3]
-    do(Settling([Settled("1:1:1:g1", [1], []), Settled("9:9:9:g2", [2], [])], []))
+    do(SettleClaims([Settled("1:1:1:g1", [1], []), Settled("9:9:9:g2", [2], [])], []))
     assert session_world.rows() == ["2", "3"]
 
 

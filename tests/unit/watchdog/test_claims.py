@@ -11,7 +11,7 @@ import qmq
 from qmq.codec import decode_labels, decode_message, labels_bytes, split_batch
 from qmq.outbox.claims import ClaimName, batch_of, candidate_of
 from qmq.outbox.row import encode_row
-from qmq.watchdog.sources import Source, UnusableSource
+from qmq.watchdog.settings import Source, UnusableSource
 
 
 def candidate(content, id=1):

@@ -8,9 +8,20 @@ from qmq.client.batch_life import NotStored, Stored, Unknown
 from qmq.client.routing import group_of_key
 from qmq.codec import label_of
 from qmq.errors import AccessError, BrokerReadOnly, InvalidMessage, InvalidRequest
-from qmq.outbox.claims import RELAY_TERM, Candidate, ClaimName
-from qmq.outbox.draining import NUMBERS_SPAN_MAX, RELAY_MS, Draining, Limits
-from qmq.outbox.work import Claiming, Disown, Known, Page, ReadClaims, ReadPage, Settling, TakeOver
+from qmq.outbox.claims import (
+    RELAY_TERM,
+    Candidate,
+    ClaimName,
+    ClaimRows,
+    Disown,
+    Known,
+    Page,
+    ReadClaims,
+    ReadPage,
+    SettleClaims,
+    TakeOver,
+)
+from qmq.outbox.drain_plan import NUMBERS_SPAN_MAX, RELAY_MS, DrainPlan, Limits
 
 
 class Brokers:
@@ -51,7 +62,7 @@ class Drain:
     def __init__(self, *groups, term=7, **limits):
         self.brokers = Brokers(*(groups or ("g1",)))
         producers = iter(range(100, 1_000))
-        self.core = Draining(term, Limits(**limits), self.brokers, lambda: next(producers))
+        self.core = DrainPlan(term, Limits(**limits), self.brokers, lambda: next(producers))
         self.now_ms = 10_000
         assert isinstance(self.next(), ReadClaims)
         self.core.known([])
@@ -71,7 +82,7 @@ class Drain:
 
     def claim(self):
         work = self.next()
-        assert isinstance(work, Claiming), work
+        assert isinstance(work, ClaimRows), work
         self.core.claimed(dict(work.claims), self.now_ms)
         return work
 
@@ -89,7 +100,7 @@ class Drain:
 
     def settle(self):
         work = self.next()
-        assert isinstance(work, Settling), work
+        assert isinstance(work, SettleClaims), work
         self.core.settled(work, self.now_ms)
         return work
 
@@ -396,7 +407,7 @@ def test_a_claim_of_an_earlier_leader_is_taken_over_and_sent_with_its_own_number
     assert (attempt.batch.producer, attempt.batch.number, attempt.group) == (0xABC, 5, "g1")
     drain.answer(attempt, NotStored(BrokerReadOnly("no slave")))
     drain.core.known([])
-    assert not isinstance(drain.next(), Settling), "an attempt of the earlier leader may have stored it"
+    assert not isinstance(drain.next(), SettleClaims), "an attempt of the earlier leader may have stored it"
 
 
 def test_a_claim_that_a_leader_of_other_terms_left_behind_is_taken_over_when_it_is_old():
@@ -487,7 +498,7 @@ def test_a_producer_id_spans_fewer_numbers_than_a_broker_remembers():
         if work is None:
             break
         drain.core.page(Page([row(id)], None), drain.now_ms)
-        if not isinstance(drain.next(), Claiming):
+        if not isinstance(drain.next(), ClaimRows):
             break
         drain.claim()
         for attempt in drain.attempts():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from qmq.outbox.draining import Counts
-from qmq.watchdog.db.questions import Stats
+from qmq.outbox.drain_plan import Counts
+from qmq.watchdog.database import Stats
 from tests.support.pages import DATABASE, samples, watchdog_page
 
 

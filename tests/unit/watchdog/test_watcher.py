@@ -13,10 +13,9 @@ from starlette.responses import JSONResponse
 from qmq.errors import NotServed
 from qmq.outbox.schema import create_statements
 from qmq.watchdog.acceptor import Acceptor
-from qmq.watchdog.db.questions import Questions
-from qmq.watchdog.reconcile import Reconciling
-from qmq.watchdog.sources import Source
-from qmq.watchdog.watcher import Watcher
+from qmq.watchdog.database import Questions
+from qmq.watchdog.settings import Source
+from qmq.watchdog.watcher import Reconciliation, Watcher
 
 
 @pytest.mark.parametrize("error", [UnicodeError("no name of a host"), RuntimeError("a package is missing")])
@@ -27,8 +26,8 @@ async def test_whatever_a_driver_raises_is_the_trouble_of_its_database_alone(err
         raise error
 
     monkeypatch.setattr(Questions, "stats", ask)
-    leading = SimpleNamespace(is_leader=True, sources=[source], problems={})
-    watcher = Watcher(None, leading, None, SimpleNamespace(stats={source.url: 1}))
+    leader = SimpleNamespace(is_leader=True, sources=[source], problems={})
+    watcher = Watcher(None, leader, None, SimpleNamespace(stats={source.url: 1}))
     await watcher._count(source)
     assert watcher._metrics.stats == {}
     with pytest.raises(NotServed, match=str(error)):
@@ -58,8 +57,8 @@ def test_a_row_that_nobody_could_ever_send_is_shown_and_stops_no_look_at_the_log
         async def masters(subject):
             return [("g1", "127.0.0.1:1")]
 
-        leading = SimpleNamespace(is_leader=True, sources=[source], problems={})
-        watcher = Watcher(SimpleNamespace(token=""), leading, SimpleNamespace(masters=masters), None)
+        leader = SimpleNamespace(is_leader=True, sources=[source], problems={})
+        watcher = Watcher(SimpleNamespace(token=""), leader, SimpleNamespace(masters=masters), None)
         shown = await watcher.stuck(database="", older_s=0, limit=10)
         JSONResponse(shown)
         found = await watcher.reconcile(database="", older_s=0, limit=10, seconds=5)
@@ -69,7 +68,7 @@ def test_a_row_that_nobody_could_ever_send_is_shown_and_stops_no_look_at_the_log
     async def asked(self, address, request):
         return SimpleNamespace(messages=[], begin=0, end=0)
 
-    monkeypatch.setattr(Reconciling, "_ask", asked)
+    monkeypatch.setattr(Reconciliation, "_ask", asked)
     [shown], [found] = asyncio.run(look())
     assert shown["state"] == found["state"] == "parked" and found["log"] in ("notInLog", "unchecked")
 

@@ -11,11 +11,10 @@ from sqlalchemy import create_engine, text
 
 from qmq.errors import NotServed
 from qmq.outbox.schema import create_statements
-from qmq.watchdog.db.outbox import Outbox
-from qmq.watchdog.leading import Leading
+from qmq.watchdog.database import Outbox
+from qmq.watchdog.leader import Leader
 from qmq.watchdog.lease import LeaseRow
-from qmq.watchdog.settings import WatchdogSettings
-from qmq.watchdog.sources import Source
+from qmq.watchdog.settings import Source, WatchdogSettings
 from tests.support.waiting import until_async
 
 SETTINGS = WatchdogSettings(
@@ -81,11 +80,11 @@ def source(tmp_path):
     return Source(f"sqlite://here:1/{path}", age_ms=0)
 
 
-def leading(link, test):
+def leader(link, test):
     """Run a test beside a watchdog."""
 
     async def run():
-        watchdog = Leading(SETTINGS, link, Sender(), "here:1")
+        watchdog = Leader(SETTINGS, link, Sender(), "here:1")
         task = asyncio.create_task(watchdog.run())
         try:
             async with asyncio.timeout(60):
@@ -114,7 +113,7 @@ def test_it_drains_again_after_any_number_of_elections(source):
             link.row = LeaseRow("", link.row.term, 0)
         await until_async(lambda: watchdog.is_leader)
 
-    leading(link, test)
+    leader(link, test)
     assert link.released == 1 and not link.row.node
 
 
@@ -129,7 +128,7 @@ def test_without_a_metaserver_it_stops_when_its_lease_is_over(source):
         link.is_away = False
         await until_async(lambda: watchdog.drains)
 
-    leading(link, test)
+    leader(link, test)
 
 
 def test_changed_settings_begin_only_when_the_last_write_of_the_drain_before_has_ended(source, monkeypatch):
@@ -153,7 +152,7 @@ def test_changed_settings_begin_only_when_the_last_write_of_the_drain_before_has
         await until_async(lambda: watchdog.drains)
         assert watchdog.drains[source.url].core.limits.rate == 7
 
-    leading(link, test)
+    leader(link, test)
 
 
 def test_a_database_that_is_forgotten_is_not_drained_any_more(source):
@@ -165,7 +164,7 @@ def test_a_database_that_is_forgotten_is_not_drained_any_more(source):
         await until_async(lambda: not watchdog.drains)
         assert watchdog.is_leader
 
-    leading(link, test)
+    leader(link, test)
 
 
 def test_a_database_without_the_table_is_told_and_tried_again(tmp_path):
@@ -182,14 +181,14 @@ def test_a_database_without_the_table_is_told_and_tried_again(tmp_path):
         engine.dispose()
         await until_async(lambda: not watchdog.drains[source.url].trouble)
 
-    leading(Link(source), test)
+    leader(Link(source), test)
 
 
 def test_whatever_a_driver_raises_is_the_trouble_of_its_database_alone(source, monkeypatch):
     """PyMySQL raises RuntimeError for want of a package, and UnicodeError for a name that is none."""
     begun = []
-    begin = Leading._begin
-    monkeypatch.setattr(Leading, "_begin", lambda self, *of: (begun.append(of[0]), begin(self, *of)))
+    begin = Leader._begin
+    monkeypatch.setattr(Leader, "_begin", lambda self, *of: (begun.append(of[0]), begin(self, *of)))
     wrong = Source("mysql://db1..internal:3306", "shop", "secret", age_ms=0)
     link = Link(source, wrong)
 
@@ -200,4 +199,4 @@ def test_whatever_a_driver_raises_is_the_trouble_of_its_database_alone(source, m
         await until_async(lambda: link.beats > count + 3)
         assert sorted(begun) == sorted([source.url, wrong.url]), "no drain fails and begins anew"
 
-    leading(link, test)
+    leader(link, test)

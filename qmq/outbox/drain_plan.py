@@ -37,9 +37,10 @@ from qmq.client.batch_life import (
     Stored,
 )
 from qmq.errors import AskAnotherBroker, CallError, NotServed, QmqError
-from qmq.outbox.claims import Candidate, ClaimName, batch_of, is_relay
-from qmq.outbox.work import (
-    Claiming,
+from qmq.outbox.claims import (
+    Candidate,
+    ClaimName,
+    ClaimRows,
     Disown,
     Due,
     Known,
@@ -48,10 +49,12 @@ from qmq.outbox.work import (
     ReadClaims,
     ReadPage,
     Released,
+    SettleClaims,
     Settled,
-    Settling,
     TakeOver,
     Work,
+    batch_of,
+    is_relay,
 )
 from qmq.states import TRANSITIONS_KEPT, Transition
 
@@ -173,7 +176,7 @@ class Counts:
 
 @dataclass(slots=True)
 class Attempt:
-    """A batch to send now; its answer goes to `Draining.answered`."""
+    """A batch to send now; its answer goes to `DrainPlan.answered`."""
 
     claim: Claim
     group: str
@@ -181,7 +184,7 @@ class Attempt:
 
 
 @dataclass(slots=True)
-class Draining:
+class DrainPlan:
     """One outbox under one leader. Made when its lease begins; ends with it. Used on one loop.
 
     Args:
@@ -201,7 +204,7 @@ class Draining:
     _lanes: dict[str, _Lane] = field(default_factory=dict)
     _producers: set[int] = field(default_factory=set)
     """Ids of all lanes there ever were."""
-    _order: Claiming | None = None
+    _order: ClaimRows | None = None
     _new: dict[str, Claim] = field(default_factory=dict)
     """What `_order` will have claimed."""
     _foreign: list[Known] = field(default_factory=list)
@@ -258,7 +261,7 @@ class Draining:
         if any(claim.end for claim in self._claims.values()):
             ends = [claim.end for claim in self._claims.values() if claim.end]
             settled = [end for end in ends if isinstance(end, Settled)]
-            return Settling(settled, [end for end in ends if isinstance(end, Released)])
+            return SettleClaims(settled, [end for end in ends if isinstance(end, Released)])
         if self._is_stopping:
             return None
         if self._order is not None:
@@ -356,7 +359,7 @@ class Draining:
         if order is not None:
             self.counts.parked += len(order.parked)
 
-    def settled(self, work: Settling, now_ms: int) -> None:
+    def settled(self, work: SettleClaims, now_ms: int) -> None:
         ends: list[Settled | Released] = [*work.settled, *work.released]
         for end in ends:
             claim = self._claims.get(end.claim)
@@ -443,7 +446,7 @@ class Draining:
         if parked or postponed or self._new:
             ordered = frozenset(text for text, claim in self._new.items() if claim.is_ordered)
             claims = {text: claim.ids for text, claim in self._new.items()}
-            self._order = Claiming(claims, parked, postponed, ordered, frozenset(self._claims))
+            self._order = ClaimRows(claims, parked, postponed, ordered, frozenset(self._claims))
         self._page = Page(left, page.after) if left else None
         if self._new:
             self._page_ms = now_ms  # rows of one subject each fill many batches: that is no want of room

@@ -1,18 +1,141 @@
-"""Shell. What operators and metrics ask about one outbox; each question is bounded, and reads by an index."""
+"""Shell. A registered application database: its engine, the drain's statements, and the questions of operators.
+
+The watchdog is a guest there: few connections, short waits, small locks, bounded reads by an index.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+from urllib.parse import quote
 
-from sqlalchemy import Engine, Row, text
+from sqlalchemy import URL, Connection, Engine, Row, create_engine, event, text
+from sqlalchemy.exc import DBAPIError
 
 from qmq.errors import CallError
-from qmq.outbox.dialect import DIALECTS
+from qmq.outbox.claims import ReadClaims, ReadPage, Work
 from qmq.outbox.row import decode_row
-from qmq.outbox.table import Flavor, table_name
-from qmq.watchdog.db.engine import READING
-from qmq.watchdog.sources import Source
+from qmq.outbox.statements import DIALECTS, Statements
+from qmq.outbox.table import Flavor, Rows, table_name
+from qmq.sql_waits import Waits
+from qmq.watchdog.settings import MARIADB, POSTGRESQL, SQLITE, Source, UnusableSource
+
+CONNECT_S = 5
+LOCK_S = 3
+"""Rows that others lock are passed over; what waits at all waits for a moment."""
+ANSWER_S = 20
+"""How long one statement may take; each touches a thousand rows by an index."""
+CONNECTIONS = 2
+"""One that drains, one for questions of operators."""
+IDLE_S = 60
+
+_DRIVERS = {MARIADB: "mariadb+pymysql", POSTGRESQL: "postgresql+psycopg", SQLITE: "sqlite"}
+_EXTRAS = {MARIADB: "mariadb", POSTGRESQL: "postgresql"}
+
+
+def open_source(source: Source) -> Engine:
+    """Make the engine of a registered database; nothing is asked of it yet.
+
+    Raises:
+        UnusableSource: nobody could connect to this; the text says why.
+    """
+    kind = source.kind
+    host, port, database = source.place
+    if kind == SQLITE:
+        # A wrong path is an error, not a new file.
+        path = URL.create("sqlite", database=f"file:{quote(database)}", query={"mode": "rw", "uri": "true"})
+        engine = create_engine(path, connect_args={"timeout": LOCK_S})
+        event.listen(engine, "connect", _prepare_sqlite)
+        event.listen(engine, "begin", lambda connection: connection.exec_driver_sql(_begin_of(connection)))
+        return engine
+    url = URL.create(_DRIVERS[kind], source.user or None, source.password or None, host, port, database)
+    waits = Waits(CONNECT_S, LOCK_S, ANSWER_S, IDLE_S, IDLE_S)
+    # UTC, as an hour that comes twice a year would let the scan read on from a moment that it did not mean.
+    arguments = waits.mariadb("time_zone = '+00:00'") if kind == MARIADB else waits.postgresql()
+    if kind == MARIADB and source.password:
+        arguments["password"] = source.password.encode()  # of a text, PyMySQL takes Latin-1 alone
+    try:
+        return create_engine(
+            url,
+            connect_args=arguments,
+            pool_size=CONNECTIONS,
+            max_overflow=0,
+            pool_timeout=CONNECT_S,
+            pool_recycle=IDLE_S * 3 // 4,
+            isolation_level="READ COMMITTED",
+            hide_parameters=True,
+        )
+    except ModuleNotFoundError as error:
+        raise UnusableSource(
+            f"{error}; the watchdog's machine needs the driver: install qmq[server,{_EXTRAS[kind]}]"
+        ) from None
+
+
+READING = "qmq_reading"
+"""Execution option of transactions that only read: SQLite's others take the lock of the file at once."""
+
+
+def _begin_of(connection: Any) -> str:
+    return "BEGIN" if connection.get_execution_options().get(READING) else "BEGIN IMMEDIATE"
+
+
+def _prepare_sqlite(connection: Any, _record: Any) -> None:
+    connection.isolation_level = None  # the driver begins no transaction of its own; `begin` does
+    # One content that is no text must not make a whole page unreadable; what cannot be encoded again is parked.
+    connection.text_factory = lambda data: data.decode("utf-8", "surrogateescape")
+
+
+TRIES_MAX = 3
+_REPEAT_SQLSTATES = {"40001", "40P01"}
+_REPEAT_NUMBERS = {1020, 1213}
+"""Deadlocks, and MariaDB's record that changed since it was read: the same transaction may do next time."""
+
+T = TypeVar("T")
+
+
+class Outbox:
+    """The table of one registered database. Made when a drain begins; any thread may call it, one at a time."""
+
+    def __init__(self, engine: Engine, source: Source) -> None:
+        self._engine, self._age_ms = engine, source.age_ms
+        self._reading = engine.execution_options(**{READING: True})
+        self._table, self._flavor = table_name(source.table), Flavor(source.kind)
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+    def do(self, work: Work) -> Any:
+        """Carry out what a drain asks for."""
+        engine = self._reading if isinstance(work, ReadPage | ReadClaims) else self._engine
+        return _repeat(engine, lambda connection: self.statements(connection).do(work))
+
+    def statements(self, connection: Connection) -> Statements:
+        """Return the statements within a connection's transaction."""
+
+        def execute(statement: str, values: Sequence[object]) -> Sequence[Sequence[Any]]:
+            result = connection.exec_driver_sql(statement, tuple(values) if values else None)
+            return result.all() if result.returns_rows else []
+
+        return Statements(Rows(execute, self._table, self._flavor, connection.dialect.paramstyle), self._age_ms)
+
+
+def _repeat(engine: Engine, work: Callable[[Connection], T]) -> T:
+    """Run one transaction; again, if the database ended it in favour of another one."""
+    for attempt in range(1, TRIES_MAX + 1):
+        try:
+            with engine.begin() as connection:
+                return work(connection)
+        except DBAPIError as error:
+            if attempt == TRIES_MAX or not _was_in_the_way(error):
+                raise
+    raise AssertionError("the last try returns or raises")
+
+
+def _was_in_the_way(error: DBAPIError) -> bool:
+    original = error.orig
+    numbers = getattr(original, "args", ())[:1]
+    return getattr(original, "sqlstate", None) in _REPEAT_SQLSTATES or not _REPEAT_NUMBERS.isdisjoint(numbers)
+
 
 COUNT_MAX = 100_000
 """Beyond it nothing is counted: a table of millions of rows would be read for a number that says "too many" anyway."""

@@ -1,6 +1,7 @@
-"""Shell. A watchdog's two lives: waiting for the lease, and draining all databases of its room while it holds it.
+"""Shell. A watchdog's two states: waiting for the lease, and draining all databases of its room while it holds it.
 
-Losing the lease ends every drain at once; winning it again makes new ones. Nothing is carried over but counters.
+Losing the lease ends every drain at once; winning it again makes new ones. Only counters survive. Each drain runs its SQL
+on a thread of its own, so a slow or hanging database delays only itself.
 """
 
 from __future__ import annotations
@@ -10,30 +11,98 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
 
 from qmq.client.numbered import NumberedSender
 from qmq.errors import CallError, NotServed
-from qmq.outbox.claims import PRODUCER_BITS
-from qmq.outbox.draining import Counts, Draining
+from qmq.garbage import without_frames
+from qmq.outbox.claims import PRODUCER_BITS, Work
+from qmq.outbox.drain_plan import Counts, DrainPlan
+from qmq.outbox.relay import Drain
 from qmq.ticking import until_next_second
-from qmq.watchdog.drain import Drain
+from qmq.watchdog.database import Outbox, open_source
 from qmq.watchdog.lease import Lease
 from qmq.watchdog.meta_link import MetaLink
-from qmq.watchdog.settings import WatchdogSettings
-from qmq.watchdog.sources import Source
+from qmq.watchdog.settings import Source, WatchdogSettings
 
 log = logging.getLogger("qmq.watchdog")
 
+TROUBLE_S_MIN, TROUBLE_S_MAX = 0.5, 30.0
+"""How long a database that failed is left alone: doubled with each failure in a row."""
 
-class Leading:
+
+class DatabaseDrain(Drain):
+    """One outbox under one leader. Made by the leader; `run` ends when it is stopped, deposed or cancelled.
+
+    Args:
+        holds: says whether the lease still holds; asked before whatever has an effect.
+    """
+
+    def __init__(self, source: Source, core: DrainPlan, sender: NumberedSender, holds: Callable[[], bool]) -> None:
+        super().__init__(core, sender, self._ask)
+        self.source = source
+        self._holds = holds
+        self._thread = ThreadPoolExecutor(1, "outbox")
+        self._outbox: Outbox | None = None
+        self.trouble = ""
+        """Why the database was last not of use; empty while it is."""
+        self._failures = 0
+        self._call: Future[Any] | None = None
+
+    @property
+    def is_hanging(self) -> bool:
+        """Whether a call to the database has not returned; its thread cannot be ended."""
+        return self._call is not None and not self._call.done()
+
+    def stop(self) -> None:
+        """Claim nothing more; end when what is under way has its answers."""
+        self.core.stop()
+        self.wake()
+
+    async def run(self) -> None:
+        try:
+            while self._holds() and not self.core.has_stopped:
+                try:
+                    if self._outbox is None:
+                        self._outbox = Outbox(open_source(self.source), self.source)
+                    await self.step()
+                except Exception as error:
+                    await self._trouble(error)
+        finally:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+            if self._outbox is not None and not self.is_hanging:
+                self._outbox.close()
+
+    async def _ask(self, work: Work) -> Any:
+        assert self._outbox is not None
+        self._call = self._thread.submit(without_frames, partial(self._outbox.do, work))
+        result = await asyncio.wrap_future(self._call)
+        if self.trouble:
+            log.warning("outbox answers again database=%s", self.source.url)
+        self.trouble, self._failures = "", 0
+        return result
+
+    async def _trouble(self, error: Exception) -> None:
+        reason = str(getattr(error, "orig", None) or error).partition("\n")[0][:200]
+        if reason != self.trouble:
+            log.error("outbox not of use database=%s reason=%s", self.source.url, reason)
+        self.trouble = reason
+        wait_s = min(TROUBLE_S_MIN * 2 ** min(self._failures, 10), TROUBLE_S_MAX)
+        self._failures += 1
+        await asyncio.sleep(wait_s)
+
+
+class Leader:
     """Made by main; `run` returns when it is cancelled, `stop` gives the lease back. Used on the loop."""
 
     def __init__(self, settings: WatchdogSettings, link: MetaLink, sender: NumberedSender, address: str) -> None:
         self._settings, self._link, self._sender, self._address = settings, link, sender, address
         self.lease = Lease(secrets.token_hex(8), settings.lease_ms)
-        self.drains: dict[str, Drain] = {}
+        self.drains: dict[str, DatabaseDrain] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._ended: list[Drain] = []
+        self._ended: list[DatabaseDrain] = []
         self.sources: list[Source] = []
         self.problems: dict[str, str] = {}
         """Databases that cannot be used as they are registered, and why."""
@@ -134,8 +203,8 @@ class Leading:
 
     def _begin(self, url: str, source: Source) -> None:
         counts = self.counts.setdefault(url, Counts())
-        core = Draining(self._term, self._settings.limits(source.rate), self._sender, _new_producer, counts)
-        self.drains[url] = drain = Drain(source, core, self._sender, self._holder(self._term))
+        core = DrainPlan(self._term, self._settings.limits(source.rate), self._sender, _new_producer, counts)
+        self.drains[url] = drain = DatabaseDrain(source, core, self._sender, self._holder(self._term))
         self._tasks[url] = asyncio.create_task(drain.run())
         log.info("drain begins database=%s table=%s rate=%d", url, source.table, source.rate)
 
