@@ -1,7 +1,7 @@
 """Shell. A watchdog's two states: waiting for the lease, and draining all databases of its room while it holds it.
 
-Losing the lease ends every drain at once; winning it again makes new ones. Only counters survive. Each drain runs its SQL
-on a thread of its own, so a slow or hanging database delays only itself.
+Losing the lease ends every drain at once; winning it again makes new ones. Only counters survive. Each drain runs its
+SQL on a thread of its own, so a slow or hanging database delays only itself.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Shell. SQL statements of a drain (`qmq.outbox.claims`) on one outbox, for any driver, and the counts of its rows.
 
 A scan reads without a lock. A claim locks only the given rows, by key, and skips rows locked by others. So an
-application waits for a drain no longer than for any other short transaction on its rows. All times are by the database's
-clock: watchdogs and applications on other machines may have other clocks.
+application waits for a drain no longer than for any other short transaction on its rows. All times are by the
+database's clock: watchdogs and applications on other machines may have other clocks.
 """
 
 from __future__ import annotations
