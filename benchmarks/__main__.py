@@ -14,12 +14,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import peer
-from benchmarks.backlog import Backlog
-from benchmarks.consuming import Consuming
-from benchmarks.fairness import Fairness
-from benchmarks.figures import Figure, result, rounded, table
-from benchmarks.machine import describe
+from benchmarks import rabbitmq
+from benchmarks.consuming import Backlog, Consuming, Fairness
+from benchmarks.figures import Figure, describe, result, rounded, table
 from benchmarks.speed import GROUP, QUICK, Sizes, Speed
 from qmq.deploy.local import Cluster
 from qmq.deploy.plan import write_atomically
@@ -105,11 +102,11 @@ class Bench:
             self._say(f"{name} FAILED: {error}")
 
     def _compare(self) -> None:
-        if absent := peer.missing():
+        if absent := rabbitmq.missing():
             self.skipped["rabbitmq"] = absent
             self._say(f"SKIPPED rabbitmq: {absent}")
         else:
-            self._measure("rabbitmq", lambda: peer.measure(self._dir / "rabbitmq", self._sizes, self._say))
+            self._measure("rabbitmq", lambda: rabbitmq.measure(self._dir / "rabbitmq", self._sizes, self._say))
 
     def _audit(self) -> list[Figure]:
         """The audit's own benchmark, which prints one JSON object at its end."""
@@ -132,7 +129,7 @@ class Bench:
 
 def report(bench: Bench, machine: dict[str, object], names: list[str], quick: bool, out: Path) -> int:
     """Print the table, write the JSON, return the exit status: 1 if a measurement failed."""
-    ratios = peer.ratios(bench.figures)
+    ratios = rabbitmq.ratios(bench.figures)
     print(f"\n{table(bench.figures)}\n")
     for name, ratio in ratios.items():
         print(f"{name:<36}{ratio:>8.1f} times RabbitMQ")

@@ -16,8 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.figures import Figure, result, table
-from benchmarks.machine import MIB, Clock, describe, resident_bytes
+from benchmarks.figures import MIB, Clock, Figure, describe, resident_bytes, result, table
 from benchmarks.worker import Worker
 from qmq.deploy.local import Cluster
 from qmq.deploy.plan import write_atomically

@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import qmq
-from benchmarks.machine import Clock
+from benchmarks.figures import Clock
 from qmq.deploy.cluster import Cluster
 from qmq.deploy.plan import write_atomically
 

@@ -26,8 +26,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from benchmarks import metaserver_console
-from benchmarks.figures import Figure, rounded
-from benchmarks.machine import MIB, Clock, cpu_seconds, describe, free_port, resident_bytes
+from benchmarks.figures import MIB, Clock, Figure, cpu_seconds, describe, free_port, resident_bytes, rounded
 from benchmarks.metaserver_load import HOT, group_name, subject_name
 from qmq.deploy.plan import write_atomically
 from qmq.errors import QmqError

@@ -26,8 +26,7 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import Engine, create_engine, text
 
-from benchmarks.figures import percentile
-from benchmarks.machine import cpu_seconds, free_port
+from benchmarks.figures import cpu_seconds, free_port, percentile
 from benchmarks.outbox_application import TABLE, content
 from benchmarks.worker import Worker
 from qmq.control_plane import DIRECT

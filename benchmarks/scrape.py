@@ -17,8 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import qmq
-from benchmarks.figures import percentile
-from benchmarks.machine import cpu_seconds
+from benchmarks.figures import cpu_seconds, percentile
 from qmq.deploy.cluster import Cluster
 from qmq.deploy.plan import write_atomically
 from qmq.remoting import commands

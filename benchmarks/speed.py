@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.figures import Figure
-from benchmarks.machine import Clock
+from benchmarks.figures import Clock, Figure
 from benchmarks.worker import Worker
 from qmq.deploy.local import Cluster
 

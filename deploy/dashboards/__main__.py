@@ -7,8 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from qmq.deploy.dashboards.page import to_json
-from qmq.deploy.dashboards.pages import PAGES
+from qmq.deploy.dashboards.pages import PAGES, to_json
 from qmq.deploy.plan import write_atomically
 
 

@@ -10,8 +10,7 @@ from collections import Counter
 import pytest
 
 from qmq.deploy.processes import ROOT
-from qmq.deploy.proof import counting_sql, prove
-from qmq.deploy.rows import file_input
+from qmq.deploy.proof import counting_sql, file_input, prove
 from tests.integration.cluster_world import running
 from tests.support.spark import submit_arguments
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.figures import REQUIRED, Figure, percentile, result, table
-from benchmarks.peer import ratios
+from benchmarks.rabbitmq import ratios
 from benchmarks.rabbitmq_client import Publisher
 
 

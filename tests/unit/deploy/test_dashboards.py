@@ -10,8 +10,7 @@ import pytest
 import yaml
 
 from qmq.deploy.dashboards.__main__ import main
-from qmq.deploy.dashboards.page import Kind, Unit, to_json
-from qmq.deploy.dashboards.pages import PAGES
+from qmq.deploy.dashboards.pages import PAGES, Kind, Unit, to_json
 
 SHAPE = {
     "uid": str,

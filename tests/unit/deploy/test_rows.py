@@ -8,7 +8,7 @@ import zipfile
 
 import pytest
 
-from qmq.deploy.rows import file_input, flights
+from qmq.deploy.proof import file_input, flights
 from qmq.errors import InvalidRequest
 
 CSV = 'city,people\nWien,2028\n"Paris, TX",24171\n\nUlm\n'

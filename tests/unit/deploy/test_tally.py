@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qmq.deploy.tally import OTHER, Tally, message_id, number_of
+from qmq.deploy.proof import OTHER, Tally, message_id, number_of
 
 
 def tally(stored, delivered):
