@@ -1,4 +1,4 @@
-"""Core. Figures: what was measured how often, what is written down of it, and the table people read.
+"""Shell. Figures: what was measured how often, what is written down of it, and the table people read.
 
 What /proc says: CPU time and memory of our processes, and how busy the rest of the machine is.
 """
