@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from qmq.log.frame import Frame, FrameKind
 from qmq.log.group import Consumer, Group
-from qmq.log.progress import DEAD, EXPIRED, OVERFLOWED, PASSED, Progress
+from qmq.log.progress_frame import DEAD, EXPIRED, OVERFLOWED, PASSED, Progress
 
 STATES = ("acked", "dead", "in_flight", "requeued", "passed", "expired", "overflowed", "never")
 _WITHOUT_A_CONSUMER = {PASSED: "passed", EXPIRED: "expired", OVERFLOWED: "overflowed"}

@@ -34,9 +34,8 @@ from qmq.errors import QmqError
 from qmq.log.fold import State, apply
 from qmq.log.frame import Frame, FrameKind
 from qmq.log.group import Consumer, Group, UnackedRange
-from qmq.log.progress import DEFERRED, EXPIRED, NUMBERS_END, OVERFLOWED, PASSED, Progress, decode_progress
-from qmq.log.requeued import Requeued
-from qmq.log.requeued_ranges import RequeuedRange
+from qmq.log.progress_frame import DEFERRED, EXPIRED, NUMBERS_END, OVERFLOWED, PASSED, Progress, decode_progress
+from qmq.log.requeued import Requeued, RequeuedRange
 from qmq.ranges import Range
 from qmq.types import Epoch
 

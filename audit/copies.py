@@ -19,8 +19,8 @@ import grpc
 
 from qmq.audit.derived import NOTHING, Derived
 from qmq.audit.walk import Storage, tail_of
-from qmq.checked_json import decode_checked
 from qmq.control_plane import CHANNEL_OPTIONS
+from qmq.crc import decode_checked
 from qmq.errors import QmqError
 from qmq.log import manifest
 from qmq.log.index import ClosedIndex

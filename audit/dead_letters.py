@@ -26,7 +26,7 @@ from qmq.errors import CorruptFrame, InvalidMessage, QmqError
 from qmq.log.frame import FLAG_DEAD, Frame, FrameKind, check_body, decode_header
 from qmq.log.group import Group, UnackedRange
 from qmq.log.index import ClosedIndex, FrameRef
-from qmq.log.progress import DEAD, Progress
+from qmq.log.progress_frame import DEAD, Progress
 from qmq.message import TIMES
 from qmq.subjects import parse_derived
 

@@ -31,7 +31,7 @@ from pyspark.sql import functions as F
 from qmq.audit.findings import Kind, Said, finding
 from qmq.audit.headers import NUMBER_MAX
 from qmq.codec import Buffer
-from qmq.log.delays import Outcome, decode_dispatch, decode_places, decode_settled
+from qmq.log.delay_frames import Outcome, decode_dispatch, decode_places, decode_settled
 from qmq.log.frame import Frame, FrameKind
 
 

@@ -43,7 +43,7 @@ from qmq.audit.messages import Ints, Messages, id_if_any, subjects_of, why_not
 from qmq.audit.walk import WINDOW_BYTES, Problem, Storage, Walk, Window
 from qmq.codec import BATCH_MESSAGES_MAX, check_batch, decode_envelope, split_batch
 from qmq.errors import QmqError
-from qmq.log.delays import batch_begin
+from qmq.log.delay_frames import batch_begin
 from qmq.log.frame import DELAYS, FLAG_LABELLED, FRAME_BYTES_MAX, PROGRESS, Frame, FrameKind
 from qmq.log.retention import decode_retention
 

@@ -16,9 +16,19 @@ from qmq.audit.selection import Wanted
 from qmq.audit.walk import Walk, Window
 from qmq.codec import check_batch, decode_envelope, decode_properties, due_of, labels_bytes, split_batch
 from qmq.errors import CorruptFrame, QmqError
-from qmq.log.delays import Outcome, batch_begin, decode_dispatch, decode_places, decode_settled
+from qmq.log.delay_frames import Outcome, batch_begin, decode_dispatch, decode_places, decode_settled
 from qmq.log.frame import DELAYS, FLAG_LABELLED, FRAME_BYTES_MAX, PROGRESS, Frame, FrameKind
-from qmq.log.progress import DEAD, DEFERRED, EXPIRED, NOT_BEGUN, OVERFLOWED, PASSED, Departure, Entry, decode_progress
+from qmq.log.progress_frame import (
+    DEAD,
+    DEFERRED,
+    EXPIRED,
+    NOT_BEGUN,
+    OVERFLOWED,
+    PASSED,
+    Departure,
+    Entry,
+    decode_progress,
+)
 
 ROWS_MAX, BYTES_MAX = 65_536, 8 << 20
 """Of a batch that is sent to Spark."""
@@ -264,7 +274,7 @@ def _events(
 
 
 def _progress(frame: Frame, body: memoryview) -> Iterator[dict[str, Any]]:
-    """Yield what a progress frame says (qmq.log.progress)."""
+    """Yield what a progress frame says (qmq.log.progress_frame)."""
     said = decode_progress(body)
     of = {"consumer_group": said.group, "consumer": said.consumer or None}
     for event in _entries(frame.kind, said.consumer, said.entries):
@@ -303,7 +313,7 @@ _OF_DELAYS = DELAYS | {FrameKind.MESSAGES}
 
 
 def _decisions(frame: Frame, body: memoryview) -> Iterator[dict[str, Any]]:
-    """Yield what a frame of a delay server's log says of each message or batch (qmq.log.delays)."""
+    """Yield what a frame of a delay server's log says of each message or batch (qmq.log.delay_frames)."""
     if frame.kind == FrameKind.DISPATCH:
         group, places = decode_dispatch(body, frame.count)
         for number, due_ms in places:

@@ -35,7 +35,7 @@ from qmq.codec import encode_message, join_batch
 from qmq.log.fold import State, apply, encode_snapshot
 from qmq.log.frame import FrameKind, encode_header, subject_field
 from qmq.log.index import SegmentIndex
-from qmq.log.progress import encode_progress
+from qmq.log.progress_frame import encode_progress
 from qmq.log.segments import FOLDER, index_name, log_name, snapshot_name
 from qmq.message import Message
 from qmq.types import Epoch

@@ -24,7 +24,7 @@ from qmq.delayserver.leftovers import Leftovers
 from qmq.delayserver.pending import PendingQueue
 from qmq.delayserver.schedule import Records, Schedule, id_hash
 from qmq.delayserver.wheel import Wheel
-from qmq.log.delays import Outcome, Place, encode_dispatch, encode_places, encode_settled
+from qmq.log.delay_frames import Outcome, Place, encode_dispatch, encode_places, encode_settled
 from qmq.log.disk import RealDisk
 from qmq.log.frame import HEADER_BYTES, Frame, FrameKind
 from qmq.message import Message

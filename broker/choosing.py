@@ -16,7 +16,7 @@ from qmq.log import MessageLog
 from qmq.log.frame import Frame
 from qmq.log.group import Consumer, Group
 from qmq.log.index import FrameRef
-from qmq.log.progress import PASSED, Entry
+from qmq.log.progress_frame import PASSED, Entry
 from qmq.remoting.commands import Pull
 
 PULL_BYTES_MAX = 8 << 20

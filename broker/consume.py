@@ -18,7 +18,7 @@ from qmq.dead_letters import PRUNER
 from qmq.errors import InvalidAck, Overloaded, SubscriptionReplaced, UnknownSubscription
 from qmq.log import MessageLog
 from qmq.log.group import Consumer
-from qmq.log.progress import NOT_BEGUN, Departure, Entry
+from qmq.log.progress_frame import NOT_BEGUN, Departure, Entry
 from qmq.ranges import Range
 from qmq.remoting.commands import Pull
 from qmq.remoting.packet import Packet

@@ -20,8 +20,7 @@ from qmq.errors import CallError, CorruptFrame, DiskFailed, MissingRight, QmqErr
 from qmq.proto import qmq_pb2 as pb
 from qmq.rights import CONSUME
 from qmq.rpc_access import caller
-from qmq.server.control import CopyControl
-from qmq.server.rates import Samples
+from qmq.server.control import CopyControl, Samples
 from qmq.server.service import Service
 
 log = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from qmq.errors import CorruptFrame, InvalidAck, LogError, NotServed, QmqError
 from qmq.log.fold import BATCHES_PER_PRODUCER, StoredBatch
 from qmq.log.frame import FLAG_DEAD, Frame, FrameKind, label_flags
 from qmq.log.index import FrameRef
-from qmq.log.progress import DEAD
+from qmq.log.progress_frame import DEAD
 from qmq.operator_limits import OperatorLimits, dead_letter_subjects
 from qmq.replication.ack_gate import Answer
 from qmq.replication.mastership import Mastership

@@ -42,7 +42,7 @@ from qmq.errors import (
 )
 from qmq.log.frame import FrameKind
 from qmq.log.group import Consumer, Group
-from qmq.log.progress import EXPIRED, NOT_BEGUN, Entry
+from qmq.log.progress_frame import EXPIRED, NOT_BEGUN, Entry
 from qmq.operator_limits import OperatorLimits, by_key
 from qmq.remoting import commands
 from qmq.remoting.commands import RANGES_MAX, Pull, Verdict

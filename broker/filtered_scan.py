@@ -19,8 +19,8 @@ from qmq.broker.tags import TagRule
 from qmq.log import MessageLog
 from qmq.log.group import Group
 from qmq.log.index import FrameRef
-from qmq.log.progress import DEFERRED, NUMBERS_END, PASSED, Entry
-from qmq.log.requeued_ranges import RequeuedRange
+from qmq.log.progress_frame import DEFERRED, NUMBERS_END, PASSED, Entry
+from qmq.log.requeued import RequeuedRange
 
 LOOKS_AHEAD = 20_000
 """Messages whose labels are read at once, at most one frame more."""

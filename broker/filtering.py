@@ -32,7 +32,7 @@ from qmq.errors import LogError
 from qmq.log import MessageLog
 from qmq.log.frame import FrameKind
 from qmq.log.group import Consumer
-from qmq.log.progress import EXPIRED, OVERFLOWED, Entry
+from qmq.log.progress_frame import EXPIRED, OVERFLOWED, Entry
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from qmq.broker.settings import BrokerSettings
 from qmq.log import MessageLog, RealDisk
 from qmq.remoting.commands import Command
 from qmq.replication.identity import IdentityFile
+from qmq.server.control import Samples
 from qmq.server.meta_link import MetaLink
-from qmq.server.rates import Samples
 from qmq.server.repair import keep_whole
 from qmq.server.running import Tasks, run
 from qmq.server.scrub import Scrub

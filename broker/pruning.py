@@ -25,7 +25,7 @@ from qmq.dead_letters import PRUNER
 from qmq.errors import CorruptFrame, SubjectFull
 from qmq.log.frame import FrameKind
 from qmq.log.group import Consumer, Group
-from qmq.log.progress import EXPIRED, OVERFLOWED
+from qmq.log.progress_frame import EXPIRED, OVERFLOWED
 from qmq.operator_limits import OF_SUBJECT, OperatorLimits
 from qmq.replication.clocks import Clocks
 from qmq.replication.mastership import Mastership

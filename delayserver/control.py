@@ -22,8 +22,7 @@ from qmq.log import MessageLog
 from qmq.message import DELAY_KEY
 from qmq.proto import qmq_pb2 as pb
 from qmq.remoting.commands import DelayState
-from qmq.server.control import CopyControl
-from qmq.server.rates import Samples
+from qmq.server.control import CopyControl, Samples
 from qmq.server.service import Service
 
 log = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ from qmq.codec import encode_labels, join_batch
 from qmq.delayserver.due import with_due
 from qmq.delayserver.messages import Records
 from qmq.delayserver.templates import LABEL
-from qmq.log import delays
-from qmq.log.delays import Settlement
+from qmq.log import delay_frames
+from qmq.log.delay_frames import Settlement
 from qmq.log.frame import Frame, FrameKind, label_flags
 from qmq.replication.mastership import Mastership
 
@@ -98,7 +98,7 @@ class Decisions:
 
     def dispatch(self, subject: str, group: str, records: Records, *, producer: int, batch: int) -> Frame:
         """These messages go to `group` as one batch, under these numbers."""
-        body = delays.encode_dispatch(group, _places_of(records))
+        body = delay_frames.encode_dispatch(group, _places_of(records))
         frame = self._mastership.append(
             FrameKind.DISPATCH, subject, body, count=len(records), producer=producer, batch=batch
         )
@@ -106,7 +106,7 @@ class Decisions:
 
     def settle(self, settled: Sequence[Settlement]) -> Frame:
         """These batches were stored, or were not."""
-        return self._mastership.append(FrameKind.SETTLED, "", delays.encode_settled(settled), count=len(settled))
+        return self._mastership.append(FrameKind.SETTLED, "", delay_frames.encode_settled(settled), count=len(settled))
 
     def cancel(self, subject: str, records: Records) -> Frame:
         """These messages are not sent any more."""
@@ -131,7 +131,7 @@ class Decisions:
         body, labels, flags = join_batch(messages), records["label"].tolist(), 0
         if any(labels):
             body, flags = body + encode_labels(labels), label_flags(labels)
-        places = _places_of(records) if replaces else bytes(delays.PLACE_BYTES * len(records))
+        places = _places_of(records) if replaces else bytes(delay_frames.PLACE_BYTES * len(records))
         frame = self._mastership.append(FrameKind.CARRY, subject, places + body, flags=flags, count=len(messages))
         return self._note(frame, records)
 
@@ -141,7 +141,7 @@ class Decisions:
         One frame, so that there are both or none. If it is lost with the only copy that has it, the other copy makes it
         anew from what `records` follow from; so both are as safe as that.
         """
-        count, places = len(records), _places_of(records) + bytes(delays.PLACE_BYTES * len(records))
+        count, places = len(records), _places_of(records) + bytes(delay_frames.PLACE_BYTES * len(records))
         data_ends = [self.data_end(records[at : at + 1]) for at in range(count)]
         messages = [with_due(one.template, one.next_ms) for one in recurrences]
         messages += [one.occurrence for one in recurrences]
@@ -158,7 +158,7 @@ class Decisions:
 
     def template(self, subject: str, records: Records, template: bytes, due_ms: int) -> Frame:
         """A new template, in place of those `records`, of which there is one at most."""
-        places = _places_of(records) if len(records) else bytes(delays.PLACE_BYTES)
+        places = _places_of(records) if len(records) else bytes(delay_frames.PLACE_BYTES)
         body = join_batch([with_due(template, due_ms)])
         frame = self._mastership.append(
             FrameKind.CARRY, subject, places + body + encode_labels([LABEL]), flags=label_flags([LABEL]), count=1

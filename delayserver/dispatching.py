@@ -42,7 +42,7 @@ from qmq.delayserver.overdue import Overdue, Part
 from qmq.delayserver.pending import FREE, KEY_SHIFT, Fits, PendingQueue, Piece, keys_of
 from qmq.delayserver.shares import FairShares
 from qmq.errors import CorruptFrame, InvalidMessage, LogError, QmqError
-from qmq.log.delays import Outcome, Settlement
+from qmq.log.delay_frames import Outcome, Settlement
 from qmq.log.frame import label_flags
 from qmq.replication.mastership import Mastership
 from qmq.replication.readonly import Reason

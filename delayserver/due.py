@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qmq.codec import DUE_AT, FLAG_DELAYED, Buffer
-from qmq.server.limits import check_messages
+from qmq.server.batch_check import check_messages
 
 _DUE = struct.Struct(">q")
 DAY_MS = 86_400_000

@@ -16,9 +16,9 @@ from starlette.types import ASGIApp
 
 from qmq.control_plane import NO_PROBE, SERVER_OPTIONS
 from qmq.errors import OperatorError, QmqError
-from qmq.garbage import collect_by_the_clock
 from qmq.http_port import HttpPort, listen
 from qmq.logs import configure
+from qmq.memory import collect_by_the_clock
 from qmq.metaserver.access import Access, first_admin
 from qmq.metaserver.actions.clients import Clients
 from qmq.metaserver.actions.desk import Desk

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from qmq.operator_limits import OperatorLimits
-from qmq.replication.fills import SyncMode
+from qmq.replication.assignment import SyncMode
 from qmq.replication.points import Point
 from qmq.types import GroupKind, Role
 
@@ -74,7 +74,7 @@ class Broker:
     Once it does, nothing is acknowledged without it, so it stays complete until its disk or its part changes.
     """
     fill_id: str = ""
-    """Of the newest filling of its copy that an operator spoke of (`qmq.replication.fills`); empty: of none."""
+    """Of the newest filling of its copy that an operator spoke of (`qmq.replication.assignment`); empty: of none."""
     fill_allowed: bool = False
     """SyncReplica allowed that filling; else CancelSync stopped it."""
     instance: str = ""

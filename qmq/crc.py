@@ -7,9 +7,32 @@ the speed.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from typing import Any
+
 try:
     from zlib_ng.zlib_ng import crc32
 except ImportError:
     from zlib import crc32
 
 __all__ = ["crc32"]
+
+
+def encode_checked(fields: Mapping[str, Any], *, indent: int | None = None) -> bytes:
+    """Return the object; `indent` is for files that people read."""
+    return json.dumps({"crc": _crc(fields), **fields}, indent=indent).encode()
+
+
+def decode_checked(data: bytes) -> dict[str, Any]:
+    """Return the fields without `crc`; raises ValueError if this is no such object, or a damaged one."""
+    fields = json.loads(data)
+    if not isinstance(fields, dict) or "crc" not in fields:
+        raise ValueError("no object with a CRC")
+    if fields.pop("crc") != _crc(fields):
+        raise ValueError("wrong CRC")
+    return fields
+
+
+def _crc(fields: Mapping[str, Any]) -> int:
+    return crc32(json.dumps(fields, sort_keys=True).encode())

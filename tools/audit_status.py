@@ -7,8 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from qmq.ledger import PROVEN, Ledger, LedgerDamaged
-from qmq.ledger_status import all_status, is_old, write_gauges
+from qmq.ledger import PROVEN, Ledger, LedgerDamaged, all_status, is_old, write_gauges
 from qmq.tools.answer import Exit
 from qmq.tools.session import Session
 from qmq.tools.terminal import complain, show

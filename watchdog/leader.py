@@ -17,7 +17,7 @@ from typing import Any
 
 from qmq.client.numbered import NumberedSender
 from qmq.errors import CallError, NotServed
-from qmq.garbage import without_frames
+from qmq.memory import without_frames
 from qmq.outbox.claims import PRODUCER_BITS, Work
 from qmq.outbox.drain_plan import Counts, DrainPlan
 from qmq.outbox.relay import Drain

@@ -26,8 +26,7 @@ from qmq.audit.places import Standing, find_places, find_standing
 from qmq.audit.report import VERDICTS, as_json, as_markdown, status_of
 from qmq.audit.selection import PIECE_BYTES
 from qmq.errors import QmqError
-from qmq.ledger import Entry, Ledger, LedgerDamaged
-from qmq.ledger_status import write_gauges
+from qmq.ledger import Entry, Ledger, LedgerDamaged, write_gauges
 
 UNFINISHED = "The run that wrote this has not ended yet, or it failed: what is below is what earlier runs said."
 

@@ -16,7 +16,7 @@ from qmq.codec import Buffer
 from qmq.delayserver.schedule.book import Book, InFlight
 from qmq.delayserver.schedule.record import DUE_MAX_MS, Numbers, Records, State, join, no_records, read_batch
 from qmq.delayserver.schedule.segment import Segment
-from qmq.log.delays import PLACE_BYTES, Outcome, batch_begin, decode_dispatch, decode_settled
+from qmq.log.delay_frames import PLACE_BYTES, Outcome, batch_begin, decode_dispatch, decode_settled
 from qmq.log.frame import Frame, FrameKind
 
 
@@ -151,7 +151,7 @@ def _cancel(book: Book, frame: Frame, body: Buffer) -> Filed:
 def _places(body: Buffer, count: int, at: int) -> tuple[Numbers, Numbers]:
     """Return numbers and due times; of a message that is named twice, the second time as one that nobody knows.
 
-    The layout is that of qmq.log.delays, which would make a list of pairs. Raises ValueError: the body is too short.
+    The layout is that of qmq.log.delay_frames, which would make a list of pairs. Raises ValueError: the body is too short.
     """
     both = np.frombuffer(body, "<u8", 2 * count, at).reshape(-1, 2)
     numbers, dues = both[:, 0].copy(), np.minimum(both[:, 1], np.uint64(DUE_MAX_MS))

@@ -1,6 +1,6 @@
 """Core. How the slaves of a group are filled, as plans: the group's mode, and what is said of one slave's filling.
 
-SyncReplica and CancelSync speak of the filling that the slave names (`qmq.replication.fills`): what they say holds over
+SyncReplica and CancelSync speak of the filling that the slave names (`qmq.replication.assignment`): what they say holds over
 restarts and changes of roles, and not for the next filling of that copy.
 """
 
@@ -11,7 +11,7 @@ from qmq.metaserver.actions.plan import Plan, refused
 from qmq.metaserver.actions.shapes import broker_json
 from qmq.metaserver.model import Broker, Group, ReplicaState
 from qmq.metaserver.storage.changes import OrderFill
-from qmq.replication.fills import FillOrder
+from qmq.replication.assignment import FillOrder
 from qmq.replication.readonly import Reason
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
 
-from qmq.ledger import PROVEN, Entry, Ledger
-from qmq.ledger_status import status_of
+from qmq.ledger import PROVEN, Entry, Ledger, status_of
 
 GROUPS_MAX = 100
 RUNS_MAX = 100

@@ -17,8 +17,7 @@ from typing import Any
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from qmq.ledger import LedgerDamaged
-from qmq.ledger_status import readings
+from qmq.ledger import LedgerDamaged, readings
 from qmq.metaserver.access import is_valid
 from qmq.metaserver.actions.causes import Check, Kind
 from qmq.metaserver.cluster.registry import Registry

@@ -12,7 +12,7 @@ from typing import Any
 from qmq.metaserver.model import Broker, BrokerKey, DataSource, Offline, ReadonlyMark, TokenRow
 from qmq.metaserver.roles.rules import RoleChange
 from qmq.operator_limits import OperatorLimits
-from qmq.replication.fills import FillOrder
+from qmq.replication.assignment import FillOrder
 from qmq.replication.points import Point
 
 

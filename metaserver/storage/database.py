@@ -19,7 +19,7 @@ from sqlalchemy import Engine
 from sqlalchemy.exc import DataError, IntegrityError, SQLAlchemyError
 
 from qmq.errors import NotServed, cause_of
-from qmq.garbage import without_frames
+from qmq.memory import without_frames
 from qmq.metaserver.storage.engine import open_database
 from qmq.metaserver.storage.errors import CommitUnknown, DatabaseUnusable
 from qmq.metaserver.storage.repository import Repository

@@ -22,7 +22,7 @@ from qmq.metaserver.storage.tables import (
     readonly_broker_group_setting,
     subject_route,
 )
-from qmq.replication.fills import FillOrder, SyncMode
+from qmq.replication.assignment import FillOrder, SyncMode
 from qmq.subjects import check_name
 from qmq.types import Role
 

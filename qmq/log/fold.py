@@ -22,9 +22,17 @@ from qmq.errors import CorruptFrame, IllegalTransition, InvalidAck
 from qmq.log.frame import FLAG_DEAD, FLAG_ORDERED, NO_CHAIN, Frame, FrameKind
 from qmq.log.group import MASTERSHIP_BITS, Consumer, Group, UnackedRange
 from qmq.log.message_life import LIFE, MessageEvent
-from qmq.log.progress import DEFERRED, EXPIRED, NOT_BEGUN, OVERFLOWED, PASSED, Departure, Progress, decode_progress
-from qmq.log.requeued import Requeued
-from qmq.log.requeued_ranges import RequeuedRange
+from qmq.log.progress_frame import (
+    DEFERRED,
+    EXPIRED,
+    NOT_BEGUN,
+    OVERFLOWED,
+    PASSED,
+    Departure,
+    Progress,
+    decode_progress,
+)
+from qmq.log.requeued import Requeued, RequeuedRange
 from qmq.log.retention import Kept, decode_retention
 from qmq.subjects import is_dead_letter_subject
 from qmq.types import NO_EPOCH, Epoch

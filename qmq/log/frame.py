@@ -5,7 +5,7 @@ All integers little-endian; version 1; every frame begins at a multiple of 8.
     offset  size  field
     0       4     magic "QMF1" (its last byte is the version)
     4       1     kind: 1 messages, 2 pull, 3 ack, 4 position, 5 epoch, 6 nack, 12 retention (qmq.log.retention); of a
-                  delay server's group also 7 carry, 8 dispatch, 9 settled, 10 cancel (qmq.log.delays)
+                  delay server's group also 7 carry, 8 dispatch, 9 settled, 10 cancel (qmq.log.delay_frames)
     5       1     flags: 1 written while the slave was missing, 2 labelled, 4 ordered (qmq.codec: labels of a batch),
                   8 dead letter in a chosen subject
     6       2     subject bytes s
@@ -95,9 +95,9 @@ class FrameKind(IntEnum):
 
 _KINDS = frozenset(map(int, FrameKind))
 PROGRESS = frozenset({FrameKind.PULL, FrameKind.ACK, FrameKind.POSITION, FrameKind.NACK})
-"""How far consumers are (qmq.log.progress)."""
+"""How far consumers are (qmq.log.progress_frame)."""
 DELAYS = frozenset({FrameKind.CARRY, FrameKind.DISPATCH, FrameKind.SETTLED, FrameKind.CANCEL})
-"""What a delay server decides (qmq.log.delays)."""
+"""What a delay server decides (qmq.log.delay_frames)."""
 
 
 class Frame(NamedTuple):

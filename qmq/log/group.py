@@ -16,8 +16,7 @@ from typing import NamedTuple
 from qmq import ranges
 from qmq.errors import InvalidAck
 from qmq.log.message_life import MessageState
-from qmq.log.requeued import Requeued
-from qmq.log.requeued_ranges import RequeuedRange
+from qmq.log.requeued import Requeued, RequeuedRange
 from qmq.ranges import Range
 
 MASTERSHIP_BITS = 32

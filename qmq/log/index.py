@@ -27,8 +27,9 @@ from typing import NamedTuple
 
 from qmq.codec import Buffer
 from qmq.crc import crc32
-from qmq.errors import CorruptFrame
-from qmq.log.frame import Frame
+from qmq.log.disk import Disk
+from qmq.log.frame import Frame, FrameKind
+from qmq.log.segments import index_name, read_chunk
 
 MAGIC = int.from_bytes(b"QMI1", "little")
 _HEAD = struct.Struct("<IIQQII")
@@ -170,13 +171,92 @@ class Chapters:
         return self._bases[max(bisect_right(self._firsts, sequence) - 1, 0) :]
 
 
-def segment_at(bases: list[int], offset: int) -> int:
-    """Return the base of the segment that holds `offset`; `bases` ascend.
+CHAPTERS_MAX = 1024
+"""Subjects that somebody reads far behind at the same time; more are looked up again."""
 
-    Raises:
-        CorruptFrame: the log begins behind it. Whoever looked it up earlier was overtaken by retention.
-    """
-    at = bisect_right(bases, offset) - 1
-    if at < 0:
-        raise CorruptFrame(offset, "the log begins behind it")
-    return bases[at]
+
+class ConsumeLog:
+    """`bases` is the message log's own list of segments, which it changes before it calls us."""
+
+    def __init__(self, disk: Disk, bases: list[int], newest: SegmentIndex) -> None:
+        self._disk, self._bases = disk, bases
+        self.newest = newest
+        self._closed: dict[int, ClosedIndex] = {}
+        self._chapters: dict[str, Chapters] = {}
+
+    def roll(self, base: int, end: int) -> bytes:
+        """Close the newest segment, which begins at `base`, and begin the next at `end`; return its index file.
+
+        Until it is written (`rolled`), the closed index is served from these bytes.
+        """
+        index_file = self.newest.encode(end)
+        self._closed[base] = ClosedIndex(index_file, base)
+        self.newest = SegmentIndex(end)
+        self._chapters.clear()
+        return index_file
+
+    def rolled(self, base: int) -> None:
+        """The index file of the segment at `base` is on disk: let go of the bytes."""
+        self._closed.pop(base, None)
+
+    def drop(self, base: int) -> None:
+        """The segment at `base` is gone."""
+        self._closed.pop(base, None)
+        self._chapters.clear()
+
+    def frames(self, subject: str, sequence: int, most: int) -> list[FrameRef]:
+        """Return up to `most` frames of `subject` from the one that holds `sequence`; retention may have taken some."""
+        newest = self.newest.first_sequence(subject)
+        if newest is not None and newest <= sequence:
+            return self.newest.frames(subject, sequence, most)
+        refs: list[FrameRef] = []
+        for base in self._chapters_of(subject).from_sequence(sequence):
+            refs += self._closed_index(base).frames(subject, sequence, most - len(refs))
+            if len(refs) >= most:
+                return refs
+        return refs + self.newest.frames(subject, sequence, most - len(refs))
+
+    def first_sequence(self, subject: str, base: int) -> int | None:
+        """Return the subject's first sequence in the segments from the one at `base` on; None: it has none there."""
+        for other in self._bases[bisect_left(self._bases, base) : -1]:
+            if (first := self._closed_index(other).first_sequence(subject)) is not None:
+                return first
+        return self.newest.first_sequence(subject)
+
+    def _chapters_of(self, subject: str) -> Chapters:
+        chapters = self._chapters.get(subject)
+        if chapters is None:
+            if len(self._chapters) >= CHAPTERS_MAX:
+                self._chapters.clear()
+            found = [(self._closed_index(base).first_sequence(subject), base) for base in self._bases[:-1]]
+            known = [(first, base) for first, base in found if first is not None]
+            chapters = self._chapters[subject] = Chapters([first for first, _ in known], [base for _, base in known])
+        return chapters
+
+    def _closed_index(self, base: int) -> ClosedIndex:
+        index = self._closed.get(base)
+        if index is None:
+            try:
+                index = ClosedIndex(self._disk.map(index_name(base)), base)
+            except ValueError:
+                index = self._make_again(base)
+            if index.end != self._end(base):  # the file of a segment between them was gone, and is part of this one
+                index = self._make_again(base)
+            self._closed[base] = index
+        return index
+
+    def _make_again(self, base: int) -> ClosedIndex:
+        """An index file that is missing or damaged follows from its segment; raises CorruptFrame if that is damaged."""
+        made, at, end = SegmentIndex(base), base, self._end(base)
+        while at < end:
+            chunk = read_chunk(self._disk, self._bases, at, end)
+            for frame in chunk.frames:
+                if frame.kind == FrameKind.MESSAGES:
+                    made.add(frame)
+            at = chunk.end
+        data = made.encode(end)
+        self._disk.put(index_name(base), data)
+        return ClosedIndex(data, base)
+
+    def _end(self, base: int) -> int:
+        return self._bases[bisect_right(self._bases, base)]

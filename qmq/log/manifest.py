@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 
-from qmq.checked_json import decode_checked, encode_checked
+from qmq.crc import decode_checked, encode_checked
 from qmq.log import quarantine
 from qmq.log.disk import Disk
 from qmq.log.segments import FOLDER, segment_bases

@@ -19,7 +19,6 @@ from typing import NamedTuple
 from qmq.codec import Buffer, decode_labels, labels_bytes
 from qmq.errors import BrokenInvariant, CorruptFrame, DiskFailed, Diverged, ForeignSegment, require
 from qmq.log import manifest, quarantine, segments
-from qmq.log.consume_log import ConsumeLog
 from qmq.log.disk import BLOCK_BYTES, Disk
 from qmq.log.fold import State, apply, decode_snapshot, encode_snapshot
 from qmq.log.frame import (
@@ -35,10 +34,10 @@ from qmq.log.frame import (
     subject_field,
 )
 from qmq.log.health import HealthEvent, LogLife
-from qmq.log.index import FrameRef, segment_at
+from qmq.log.index import ConsumeLog, FrameRef
 from qmq.log.manifest import encode_manifest, write_manifest
 from qmq.log.recovery import Damage, missing, recover, set_aside
-from qmq.log.segments import Chunk, index_name, log_name, read_chunk, read_raw, snapshot_name
+from qmq.log.segments import Chunk, index_name, log_name, read_chunk, read_raw, segment_at, snapshot_name
 from qmq.types import Epoch
 
 

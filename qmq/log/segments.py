@@ -16,7 +16,6 @@ from typing import NamedTuple
 from qmq.errors import CorruptFrame
 from qmq.log.disk import Disk
 from qmq.log.frame import FRAME_BYTES_MAX, HEADER_BYTES, Frame, check_body, decode_header, find_frame, intact_bytes
-from qmq.log.index import segment_at
 
 FOLDER = "log"
 TAIL_CUT = f"{FOLDER}/tail-cut"
@@ -45,6 +44,18 @@ def snapshot_name(base: int) -> str:
 def segment_bases(disk: Disk) -> list[int]:
     """Return the base offsets of the segments whose files are there, ascending."""
     return [int(name[:-4]) for name in disk.names(FOLDER) if name.endswith(".log")]
+
+
+def segment_at(bases: list[int], offset: int) -> int:
+    """Return the base of the segment that holds `offset`; `bases` ascend.
+
+    Raises:
+        CorruptFrame: the log begins behind it. Whoever looked it up earlier was overtaken by retention.
+    """
+    at = bisect_right(bases, offset) - 1
+    if at < 0:
+        raise CorruptFrame(offset, "the log begins behind it")
+    return bases[at]
 
 
 class Chunk(NamedTuple):

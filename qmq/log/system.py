@@ -1,4 +1,4 @@
-"""Shell. The calls of the operating system that a disk makes; `qmq.log.memory_system` stands in for them."""
+"""Shell. The calls of the operating system that a disk makes; `qmq.log.memory_disk` stands in for them."""
 
 from __future__ import annotations
 

@@ -14,14 +14,13 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
-from qmq.checked_json import decode_checked
 from qmq.codec import decode_envelope, split_batch
+from qmq.crc import decode_checked
 from qmq.errors import CorruptFrame, InvalidMessage
 from qmq.log import MessageLog, manifest
 from qmq.log.disk import Disk
 from qmq.log.frame import Frame, FrameKind
-from qmq.log.index import segment_at
-from qmq.log.segments import segment_bases
+from qmq.log.segments import segment_at, segment_bases
 from qmq.replication import identity, points
 from qmq.replication.assignment import Assignment
 from qmq.replication.identity import Identity, IdentityFile

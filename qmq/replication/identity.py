@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from qmq.checked_json import decode_checked, encode_checked
+from qmq.crc import decode_checked, encode_checked
 from qmq.errors import CorruptFrame, require
 from qmq.log.disk import Disk
 from qmq.replication.points import PointFile
@@ -49,7 +49,7 @@ class Identity:
 
     @property
     def fill_id(self) -> str:
-        """Names the filling that this copy is in, or that comes next; see `qmq.replication.fills`."""
+        """Names the filling that this copy is in, or that comes next; see `qmq.replication.assignment`."""
         return f"{self.incarnation}/{self.fills}"
 
 
@@ -60,7 +60,7 @@ class IdentityFile:
         """Raises CorruptFrame if the file is damaged: move this data directory aside and let the broker be seeded.
 
         Args:
-            instance: names this directory at its place (`qmq.log.one_process`); a copy of it has another one.
+            instance: names this directory at its place (`qmq.log.disk`); a copy of it has another one.
         """
         self._disk, self.instance = disk, instance
         self.points = PointFile(disk)

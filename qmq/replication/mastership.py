@@ -12,7 +12,7 @@ from qmq.crc import crc32
 from qmq.errors import BrokerReadOnly, CorruptFrame, NotMaster, NotServed, QmqError
 from qmq.log import MessageLog
 from qmq.log.frame import FLAG_NO_SLAVE_IN_SYNC, Frame, FrameKind
-from qmq.log.progress import Entry, encode_progress
+from qmq.log.progress_frame import Entry, encode_progress
 from qmq.remoting.packet import Packet
 from qmq.replication.ack_gate import AckGate, Answer
 from qmq.replication.ports import Host, Link

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from qmq.checked_json import decode_checked, encode_checked
+from qmq.crc import decode_checked, encode_checked
 from qmq.errors import CorruptFrame
 from qmq.log import MessageLog
 from qmq.log.disk import Disk

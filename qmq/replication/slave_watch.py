@@ -18,7 +18,7 @@ from qmq.remoting import commands
 from qmq.remoting.commands import Command, Confirmation
 from qmq.remoting.packet import Packet
 from qmq.replication.agreement import Action, Agreement, Hello, Yield, agree
-from qmq.replication.fills import FillOrders
+from qmq.replication.assignment import FillOrders
 from qmq.replication.follower import (
     Absent,
     CatchingUp,

@@ -15,8 +15,8 @@ from qmq.log.frame import FrameKind, encode_json_body
 from qmq.remoting import commands
 from qmq.remoting.packet import Packet
 from qmq.replication.agreement import Hello
+from qmq.replication.assignment import FillOrders
 from qmq.replication.clocks import SLAVE
-from qmq.replication.fills import FillOrders
 from qmq.replication.follower import FollowerState
 from qmq.replication.identity import IdentityFile
 from qmq.replication.mastership import NEVER, Mastership

@@ -25,10 +25,9 @@ from qmq.remoting.connection import Connection
 from qmq.remoting.packet import Packet
 from qmq.replication.settings import CopySettings
 from qmq.rights import Caller, TokenRole
-from qmq.server.access import Access
+from qmq.server.access import Access, Limits, check_broker, check_client
 from qmq.server.overload import ConnectionState, Flow
 from qmq.server.pulse import Pulse
-from qmq.server.tokens import Limits, check_broker, check_client
 
 if TYPE_CHECKING:
     from qmq.server.service import Service

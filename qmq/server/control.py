@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
 from functools import partial
-from typing import Any, Generic
+from typing import Any, Generic, NamedTuple
 
 import grpc
 import grpc.aio
 
 from qmq.control_plane import SERVER_OPTIONS
 from qmq.errors import CorruptFrame, NotServed, OperatorError
-from qmq.log.index import segment_at
+from qmq.log.segments import segment_at
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import BrokerServicer, add_BrokerServicer_to_server
 from qmq.replication.copy_report import messages_above
 from qmq.replication.settings import CopySettings
 from qmq.rights import Caller
 from qmq.rpc_access import RpcAcceptor, caller
+from qmq.server.access import CONTROL_ROLES
 from qmq.server.meta_link import state_message
-from qmq.server.pace import Pace
-from qmq.server.rates import Samples
 from qmq.server.service import M, Service
-from qmq.server.tokens import CONTROL_ROLES
 
 log = logging.getLogger(__name__)
 
@@ -250,3 +250,53 @@ async def _require_all_subjects(context: Any) -> None:
 
 def _refused(method: str, peer: str, reason: str) -> None:
     log.warning("control call refused method=%s peer=%s: %s", method[:50], peer.rpartition(":")[0], reason)
+
+
+SAMPLE_S = 5.0
+SAMPLES_MAX = 121
+
+
+class Sample(NamedTuple):
+    """Messages since the process began, at a moment in milliseconds since 1970."""
+
+    at_ms: int
+    taken: int
+    delivered: int
+
+
+class Samples:
+    """Made by main; `run` ends when it is cancelled.
+
+    Args:
+        read: messages taken and delivered so far.
+    """
+
+    def __init__(self, read: Callable[[], tuple[int, int]]) -> None:
+        self._read = read
+        self._kept: deque[Sample] = deque(maxlen=SAMPLES_MAX)
+
+    async def run(self) -> None:
+        while True:
+            self._kept.append(self._now())
+            await asyncio.sleep(SAMPLE_S)
+
+    def all(self) -> list[Sample]:
+        """What is kept, the oldest first, and how it is now."""
+        return [*self._kept, self._now()]
+
+    def _now(self) -> Sample:
+        return Sample(time.time_ns() // 1_000_000, *self._read())
+
+
+class Pace:
+    """Made by whom they all ask."""
+
+    def __init__(self, bytes_per_s: int) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._free_s = 0.0
+
+    def wait_s(self, size: int, now_s: float) -> float:
+        """Return how long to wait before `size` bytes are given; they count from then on."""
+        begin_s = max(self._free_s, now_s)
+        self._free_s = begin_s + size / self._bytes_per_s
+        return begin_s - now_s

@@ -16,8 +16,7 @@ from qmq.errors import NotServed, OperatorError, cause_of
 from qmq.operator_limits import OperatorLimits
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import MetaserverStub
-from qmq.replication.assignment import Address, Assignment
-from qmq.replication.fills import SyncMode
+from qmq.replication.assignment import Address, Assignment, SyncMode
 from qmq.replication.points import Point
 from qmq.replication.settings import CopySettings
 from qmq.server.patience import Patience

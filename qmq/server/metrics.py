@@ -18,9 +18,7 @@ from qmq.http_port import HttpPort, listen
 from qmq.process_metrics import register_process
 from qmq.replication.readonly import Reason
 from qmq.replication.settings import CopySettings
-from qmq.server.histories import machines, states
-from qmq.server.http import CopyHttp
-from qmq.server.metrics_page import Series
+from qmq.server.http import CopyHttp, Series, machines, states
 from qmq.server.overload import ConnectionState
 from qmq.server.producing import PRODUCE_MS_BUCKETS, ProduceCounters
 from qmq.server.service import M, Service

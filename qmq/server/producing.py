@@ -33,7 +33,7 @@ from qmq.remoting.commands import Produce, Produced
 from qmq.remoting.packet import Packet, PacketReader
 from qmq.replication.mastership import Mastership, answering
 from qmq.replication.ports import Link
-from qmq.server.limits import check_messages
+from qmq.server.batch_check import check_messages
 from qmq.subjects import check_subject
 from qmq.types import Durability
 

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 from qmq.errors import QmqError
-from qmq.garbage import collect_by_the_clock
 from qmq.log import MessageLog, RealDisk
-from qmq.log.one_process import one_process
+from qmq.log.disk import one_process
 from qmq.logs import configure
+from qmq.memory import collect_by_the_clock
 from qmq.replication.identity import IdentityFile
 from qmq.replication.settings import CopySettings
 from qmq.server.cores import come_first

@@ -30,6 +30,7 @@ from qmq.errors import (
 )
 from qmq.log import Commit, MessageLog
 from qmq.log.disk import SWEEP_S, RealDisk
+from qmq.log.quarantine import QuarantineKeeper
 from qmq.remoting.commands import Command
 from qmq.remoting.connection import Connection, connect, notice_dead_peers
 from qmq.remoting.packet import Packet
@@ -43,7 +44,6 @@ from qmq.server.access import Access
 from qmq.server.cores import come_first, stand_back
 from qmq.server.overload import ConnectionState, DiskWatch, LimitsReached, MemoryAlarm, Shares
 from qmq.server.pulse import Pulse
-from qmq.server.quarantine import QuarantineKeeper
 from qmq.server.reserve import DISK_FLOOR_BYTES, keep_reserve
 from qmq.ticking import until_next_second
 from qmq.types import Endpoint

@@ -11,8 +11,7 @@ from qmq.deploy.chaos.history import REFUSED, STORED, UNKNOWN, Acked, Delivered,
 from qmq.deploy.copies import Copy
 from qmq.log.fold import State
 from qmq.log.group import Consumer, Group, UnackedRange
-from qmq.log.requeued import Requeued
-from qmq.log.requeued_ranges import RequeuedRange
+from qmq.log.requeued import Requeued, RequeuedRange
 
 
 class Frames(Copy):

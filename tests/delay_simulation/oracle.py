@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from qmq.client.batch_life import NumberedBatch
 from qmq.codec import Buffer, decode_envelope, split_batch
 from qmq.delayserver.due_clock import DEAD_BAND_MS
-from qmq.log.delays import Outcome, decode_dispatch, decode_settled
+from qmq.log.delay_frames import Outcome, decode_dispatch, decode_settled
 from qmq.log.frame import Frame, FrameKind
 from qmq.remoting.commands import Produced
 from qmq.replication.clocks import METASERVER, SLAVE

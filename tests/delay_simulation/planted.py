@@ -13,7 +13,7 @@ from qmq.delayserver.schedule import Filed
 from qmq.delayserver.schedule import filing as frames_filed
 from qmq.delayserver.schedule.book import Book
 from qmq.delayserver.schedule.record import read_batch
-from qmq.log.delays import Outcome, batch_begin
+from qmq.log.delay_frames import Outcome, batch_begin
 from qmq.log.frame import FrameKind
 from tests.support.planting import Bug, Patch
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qmq.log.delays import Outcome, encode_settled
+from qmq.log.delay_frames import Outcome, encode_settled
 from qmq.log.frame import Frame
 from qmq.types import Epoch
 from tests.delay_simulation.world import DelayWorld

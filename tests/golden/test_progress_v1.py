@@ -1,10 +1,10 @@
-"""Core. Bodies of progress frames: bytes with their meaning, written by hand from the drawing in qmq.log.progress."""
+"""Core. Bodies of progress frames: bytes with their meaning, written by hand from the drawing in qmq.log."""
 
 from __future__ import annotations
 
 import pytest
 
-from qmq.log.progress import NOT_BEGUN, Departure, Progress, decode_progress, encode_progress
+from qmq.log.progress_frame import NOT_BEGUN, Departure, Progress, decode_progress, encode_progress
 
 NAMES = "67" + "6331"
 PULL = "0500000001000000"

@@ -7,8 +7,7 @@ import zlib
 
 from qmq.log.fold import decode_snapshot, encode_snapshot
 from qmq.log.group import Consumer, Group, UnackedRange
-from qmq.log.requeued import Requeued
-from qmq.log.requeued_ranges import RequeuedRange
+from qmq.log.requeued import Requeued, RequeuedRange
 
 PLAIN = {
     "end": 4096,

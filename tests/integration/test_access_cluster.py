@@ -17,7 +17,7 @@ from qmq.proto import qmq_pb2 as pb
 from qmq.remoting import commands
 from qmq.remoting.commands import Command
 from qmq.rights import TokenRole, includes
-from qmq.server.tokens import CONTROL_ROLES
+from qmq.server.access import CONTROL_ROLES
 from tests.integration.cluster_world import WAIT_S, Wire, begin, end, produce_body, running, state, until
 
 HOST = "127.0.0.1"

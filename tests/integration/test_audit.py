@@ -21,7 +21,7 @@ from qmq.audit.group import Group, Options, Result, audit_group, audit_groups
 from qmq.audit.jobs import consistency, query
 from qmq.audit.report import as_json, as_markdown
 from qmq.codec import encode_message, join_batch
-from qmq.log.delays import Outcome, encode_dispatch, encode_places, encode_settled
+from qmq.log.delay_frames import Outcome, encode_dispatch, encode_places, encode_settled
 from qmq.log.frame import Frame, FrameKind
 from qmq.log.retention import RetentionDecision, encode_retention
 from qmq.message import Message

@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 
-from qmq.checked_json import decode_checked, encode_checked
+from qmq.crc import decode_checked, encode_checked
 from qmq.deploy.copies import read_copy
 from qmq.deploy.processes import suspend
 from qmq.errors import OperatorError

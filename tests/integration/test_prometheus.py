@@ -32,8 +32,7 @@ from qmq.deploy.cluster import PROMETHEUS, Cluster
 from qmq.deploy.dashboards.pages import PAGES
 from qmq.deploy.processes import ROOT
 from qmq.deploy.prometheus.config import RULES, find_targets, write_config
-from qmq.ledger import PROVEN, Entry, Ledger
-from qmq.ledger_status import write_gauges
+from qmq.ledger import PROVEN, Entry, Ledger, write_gauges
 from tests.integration import broker_with_a_wrong_clock
 from tests.integration.cluster_world import COPY_SETTINGS, SETTINGS, begin, begin_as, end, settings_file, until
 from tests.integration.watchdog_world import KEY, Application, register

@@ -24,7 +24,7 @@ from qmq.log.frame import FrameKind, decode_frames
 from qmq.log.group import Consumer
 from qmq.log.group import Group as GroupProgress
 from qmq.log.message_life import LIFE, MessageEvent, MessageState
-from qmq.log.progress import DEFERRED, EXPIRED, PASSED, encode_progress
+from qmq.log.progress_frame import DEFERRED, EXPIRED, PASSED, encode_progress
 from qmq.remoting.commands import Command, encode_json
 from qmq.types import Epoch
 from tests.support.effort import examples

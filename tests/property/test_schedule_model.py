@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from qmq.delayserver.schedule import DamagedSchedule, Filed, Schedule, State, discard, id_hash, key_hash
 from qmq.delayserver.wheel import Wheel
 from qmq.errors import DiskFailed
-from qmq.log.delays import Outcome, Place
+from qmq.log.delay_frames import Outcome, Place
 from qmq.log.memory_disk import MemoryDisk
 from tests.support.effort import examples
 from tests.unit.delayserver.delay_log import HOUR_MS, DelayLog, delayed, drop_before, places

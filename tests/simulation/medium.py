@@ -5,8 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from qmq.log.disk import BLOCK_BYTES
-from qmq.log.memory_disk import ROOT
-from qmq.log.memory_system import Inode
+from qmq.log.memory_disk import ROOT, Inode
 from tests.simulation.system import SimulatedSystem
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from qmq.codec import Buffer, decode_envelope, decode_message, split_batch
 from qmq.log.frame import FLAG_NO_SLAVE_IN_SYNC, Frame, FrameKind
-from qmq.log.progress import decode_progress
+from qmq.log.progress_frame import decode_progress
 from qmq.remoting.commands import Piece, Produced
 from qmq.subjects import parse_derived
 from qmq.types import NO_EPOCH, Epoch

@@ -14,8 +14,7 @@ from qmq.log import Commit, MessageLog, fold, message_log, recovery, segments
 from qmq.log import frame as frames
 from qmq.log.frame import Frame
 from qmq.log.group import Consumer
-from qmq.log.requeued import Requeued
-from qmq.log.requeued_ranges import RequeuedRange
+from qmq.log.requeued import Requeued, RequeuedRange
 from qmq.log.retention import Kept
 from qmq.metaserver.roles import promotion
 from qmq.metaserver.roles.promotion import CONDITIONS, SLAVE_CONDITIONS, Refusal

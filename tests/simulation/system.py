@@ -9,7 +9,7 @@ from random import Random
 
 from qmq.codec import Buffer
 from qmq.log.disk import BLOCK_BYTES
-from qmq.log.memory_system import Inode, MemorySystem
+from qmq.log.memory_disk import Inode, MemorySystem
 
 SECTOR_BYTES = 512
 SHORT_WRITES = 0.02

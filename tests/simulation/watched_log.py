@@ -10,9 +10,8 @@ from qmq.errors import CorruptFrame
 from qmq.log import Commit, MessageLog
 from qmq.log.disk import Disk
 from qmq.log.frame import Frame, FrameKind, decode_header
-from qmq.log.index import segment_at
-from qmq.log.progress import decode_progress
-from qmq.log.segments import log_name, read_chunk
+from qmq.log.progress_frame import decode_progress
+from qmq.log.segments import log_name, read_chunk, segment_at
 from tests.simulation.disk import SimulatedDisk
 
 if TYPE_CHECKING:

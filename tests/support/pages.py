@@ -10,8 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from qmq.broker.metrics import BrokerCollector
 from qmq.delayserver.metrics import DelayCollector
 from qmq.outbox.drain_plan import Counts
+from qmq.server.http import render
 from qmq.server.metrics import CopyCollector
-from qmq.server.metrics_page import render
 from qmq.server.overload import ConnectionState, LimitsReached, MemoryAlarm
 from qmq.watchdog.database import Stats
 from qmq.watchdog.leader import Leader

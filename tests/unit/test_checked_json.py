@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qmq.checked_json import decode_checked, encode_checked
+from qmq.crc import decode_checked, encode_checked
 
 FIELDS = {"incarnation": "é", "epochs": [[1, 2]], "lacks": None}
 

@@ -9,8 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from qmq.ledger import PROVEN, Entry, Ledger, LedgerDamaged, Piece, encode_entry, known_from, pieces_due
-from qmq.ledger_status import all_status, gauges, write_gauges
+from qmq.ledger import (
+    PROVEN,
+    Entry,
+    Ledger,
+    LedgerDamaged,
+    Piece,
+    all_status,
+    encode_entry,
+    gauges,
+    known_from,
+    pieces_due,
+    write_gauges,
+)
 
 FIRST = Entry(
     "2026-11-21T01:00:00Z",
@@ -147,7 +158,7 @@ def test_group_that_was_never_verified_has_no_age() -> None:
 
 
 def all_status_of(entry: Entry) -> dict[str, object]:
-    from qmq.ledger_status import status_of
+    from qmq.ledger import status_of
 
     return status_of([entry], 3_000_000)
 

@@ -16,7 +16,7 @@ RUNBOOK = (ROOT / "docs" / "runbook.md").read_text()
 ONLY_WORDS = "parse_"
 """Functions that refuse words that are misspelt: the error itself says what is right."""
 STARTS = {
-    "qmq/log/one_process.py": {"one_process"},
+    "qmq/log/disk.py": {"one_process"},
     "qmq/replication/identity.py": {"_decode"},
     "qmq/replication/node.py": {"assign"},
     "metaserver/cluster/liveness.py": {"check_free"},

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from qmq.ledger import FINDINGS, PROVEN
-from qmq.ledger_status import OLD_S, is_old
+from qmq.ledger import FINDINGS, OLD_S, PROVEN, is_old
 from qmq.tools.command import ANY_SUBJECT, Command, Kind, Option, bad, good, warning
 from qmq.tools.commands.messages import ID, PROPERTY, SINCE, TAG, UNTIL
 from qmq.tools.table import Block, Cell, Column, Table

@@ -13,7 +13,7 @@ from zlib import crc32
 
 from qmq.codec import encode_message, label_of, with_properties
 from qmq.log.frame import FLAG_DEAD, FLAG_ORDERED, FrameKind
-from qmq.log.progress import PASSED, encode_progress
+from qmq.log.progress_frame import PASSED, encode_progress
 from qmq.message import Message
 from qmq.types import Epoch
 from tests.unit.audit.forged import DEAD, PULL, A, B, C, Draft, a_message

@@ -21,8 +21,8 @@ from qmq.log.frame import (
     subject_field,
 )
 from qmq.log.index import SegmentIndex
-from qmq.log.progress import DEAD as DONE_AS_DEAD
-from qmq.log.progress import PASSED
+from qmq.log.progress_frame import DEAD as DONE_AS_DEAD
+from qmq.log.progress_frame import PASSED
 from qmq.message import Message
 from qmq.types import Epoch
 from tests.unit.audit.logs import LogWriter

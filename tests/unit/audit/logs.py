@@ -19,7 +19,7 @@ from qmq.log.frame import (
     subject_field,
 )
 from qmq.log.index import SegmentIndex
-from qmq.log.progress import Entry, encode_progress
+from qmq.log.progress_frame import Entry, encode_progress
 from qmq.message import Message
 from qmq.subjects import dead_letter_subject
 from qmq.types import Epoch

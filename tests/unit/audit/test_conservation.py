@@ -13,7 +13,7 @@ from qmq.audit.conservation import STATES, Range, broken_at, per_hour
 from qmq.audit.consumption import CONSERVED, Judge
 from qmq.audit.findings import Kind
 from qmq.log.frame import FrameKind
-from qmq.log.progress import DEAD, EXPIRED, OVERFLOWED
+from qmq.log.progress_frame import DEAD, EXPIRED, OVERFLOWED
 from tests.unit.audit.test_progress import a_history, facts, subjects
 from tests.unit.log.logs import Copy, a_frame
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from qmq.checked_json import encode_checked
+from qmq.crc import encode_checked
 from qmq.log.manifest import encode_manifest
 from qmq.types import Epoch
 from tests.unit.audit.beside import bases_of

@@ -15,7 +15,7 @@ from qmq.audit.dead_letters import Letters, check_letters, letter_of
 from qmq.dead_letters import fingerprint, letters_producer, original_subject, with_fate
 from qmq.log.frame import Frame, FrameKind
 from qmq.log.group import Consumer, Group, UnackedRange
-from qmq.log.progress import DEAD, Progress
+from qmq.log.progress_frame import DEAD, Progress
 from qmq.subjects import dead_letter_subject, retry_subject
 from qmq.types import Epoch
 from tests.unit.audit.beside import WRONG, bases_of

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from qmq.audit.consumption import CONSERVED, Judge
 from qmq.audit.findings import Kind
 from qmq.log.frame import FrameKind, decode_frames, encode_header, subject_field
-from qmq.log.progress import DEFERRED, PASSED, encode_progress
+from qmq.log.progress_frame import DEFERRED, PASSED, encode_progress
 from tests.unit.log.logs import Copy, a_frame
 
 READ = FrameKind.PULL, FrameKind.ACK, FrameKind.NACK, FrameKind.POSITION

@@ -14,7 +14,7 @@ from qmq.audit.selection import WrongOption
 from qmq.audit.tables import SCHEMAS
 from qmq.errors import CorruptFrame
 from qmq.log.frame import FrameKind, find_frame
-from qmq.log.progress import DEFERRED, EXPIRED, NOT_BEGUN, OVERFLOWED, PASSED, Departure
+from qmq.log.progress_frame import DEFERRED, EXPIRED, NOT_BEGUN, OVERFLOWED, PASSED, Departure
 from qmq.types import Epoch
 from tests.unit.audit.logs import BEGIN_MS, HOUR_MS, LogWriter
 

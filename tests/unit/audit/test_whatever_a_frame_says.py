@@ -11,7 +11,7 @@ from qmq.audit.data_source import TableReader
 from qmq.audit.headers import NUMBER_MAX, TIME_MS_MAX
 from qmq.audit.report import as_markdown
 from qmq.codec import encode_message, join_batch
-from qmq.log.delays import encode_dispatch, encode_places
+from qmq.log.delay_frames import encode_dispatch, encode_places
 from qmq.log.frame import FrameKind
 from qmq.log.retention import RetentionDecision, encode_retention
 from qmq.message import Message

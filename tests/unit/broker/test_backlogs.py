@@ -12,8 +12,7 @@ from qmq.errors import CorruptFrame, DiskFailed
 from qmq.log.group import Consumer as Progress
 from qmq.log.group import Group as LogGroup
 from qmq.log.group import UnackedRange
-from qmq.log.requeued import Requeued
-from qmq.log.requeued_ranges import RequeuedRange
+from qmq.log.requeued import Requeued, RequeuedRange
 from qmq.log.segments import log_name
 from tests.unit.broker.world import Client, Group
 

@@ -7,7 +7,7 @@ import pytest
 from qmq.broker import beginning
 from qmq.broker.beginning import Begin, NewGroup
 from qmq.errors import ErrorCode, NotServed, OperatorError
-from qmq.log.progress import decode_progress
+from qmq.log.progress_frame import decode_progress
 from qmq.rations import NewSubjects, TokenRation
 from qmq.rights import Caller, TokenRole
 from qmq.subjects import retry_subject

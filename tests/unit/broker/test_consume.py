@@ -9,7 +9,7 @@ import pytest
 from qmq.broker import choosing, delivery
 from qmq.errors import CorruptFrame, ErrorCode
 from qmq.log.frame import NO_CHAIN, FrameKind, decode_frames
-from qmq.log.progress import PASSED, decode_progress
+from qmq.log.progress_frame import PASSED, decode_progress
 from qmq.log.segments import log_name
 from qmq.remoting import commands
 from qmq.remoting.commands import Command

@@ -22,8 +22,8 @@ from qmq.errors import CorruptFrame, DiskFailed, ErrorCode
 from qmq.log.fold import BATCHES_PER_PRODUCER
 from qmq.log.frame import FLAG_DEAD, FLAG_ORDERED, FrameKind, decode_frames, label_flags
 from qmq.log.group import Consumer as LogConsumer
-from qmq.log.progress import DEAD as DONE_AS_DEAD
-from qmq.log.progress import decode_progress
+from qmq.log.progress_frame import DEAD as DONE_AS_DEAD
+from qmq.log.progress_frame import decode_progress
 from qmq.message import Message
 from qmq.operator_limits import OperatorLimits
 from qmq.redrive.redriving import Choice
@@ -244,7 +244,7 @@ def test_message_that_cannot_be_decoded_is_kept_as_it_came(monkeypatch, limits):
     """Producers cannot send one; whatever is in a log all the same, its consumers must get rid of it."""
     group, client, _ = a_group("m0")
     broken = b"\0" * 40
-    monkeypatch.setattr("qmq.server.limits.are_usual", lambda *batch: True)
+    monkeypatch.setattr("qmq.server.batch_check.are_usual", lambda *batch: True)
     client.produce_raw([broken])
     group.settle()
     opaque = client.pull()

@@ -8,8 +8,7 @@ from qmq.broker.group_filter import FAILED_MS, GroupFilter
 from qmq.broker.keys import Keys
 from qmq.broker.tags import TagRule
 from qmq.log.group import Group
-from qmq.log.requeued import Requeued
-from qmq.log.requeued_ranges import RequeuedRange
+from qmq.log.requeued import Requeued, RequeuedRange
 
 RULE, OTHER = TagRule.of(["pay"], is_all=False), TagRule.of(["cancel"], is_all=False)
 

@@ -13,8 +13,7 @@ from qmq.broker.labels import LabelCache, read_labels_of
 from qmq.codec import encode_labels, encode_message, join_batch, label_of
 from qmq.log.frame import FLAG_LABELLED, FLAG_ORDERED, FrameKind
 from qmq.log.group import Consumer, Group, UnackedRange
-from qmq.log.requeued import Requeued
-from qmq.log.requeued_ranges import RequeuedRange
+from qmq.log.requeued import Requeued, RequeuedRange
 from qmq.message import Message
 from tests.unit.log.logs import Copy
 

@@ -9,8 +9,7 @@ import pytest
 from qmq.broker import lengths
 from qmq.broker.lengths import Lengths
 from qmq.errors import ErrorCode
-from qmq.log.requeued import Requeued
-from qmq.log.requeued_ranges import RequeuedRange
+from qmq.log.requeued import Requeued, RequeuedRange
 from qmq.operator_limits import OF_SUBJECT, OperatorLimits
 from qmq.types import Role
 from tests.unit.broker.test_limits import KEY, joined, pulled, started

@@ -14,7 +14,7 @@ from qmq.errors import CorruptFrame, ErrorCode
 from qmq.log.fold import State
 from qmq.log.frame import NO_CHAIN, FrameKind, decode_frames, label_flags
 from qmq.log.group import Group as LogGroup
-from qmq.log.progress import EXPIRED, decode_progress
+from qmq.log.progress_frame import EXPIRED, decode_progress
 from qmq.message import Message
 from qmq.operator_limits import OF_SUBJECT, OperatorLimits
 from qmq.remoting import commands

@@ -13,8 +13,7 @@ from qmq.errors import CorruptFrame, ErrorCode
 from qmq.log.fold import State
 from qmq.log.frame import NO_CHAIN, FrameKind, decode_frames
 from qmq.log.group import Group as LogGroup
-from qmq.log.requeued import Requeued
-from qmq.log.requeued_ranges import RequeuedRange
+from qmq.log.requeued import Requeued, RequeuedRange
 from qmq.operator_limits import OF_SUBJECT, OperatorLimits, by_key
 from qmq.replication.mastership import Mastership
 from qmq.subjects import dead_letter_subject, retry_subject

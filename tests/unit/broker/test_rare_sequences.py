@@ -6,8 +6,7 @@ from qmq.broker.passes import COPIES_PER_PASS
 from qmq.errors import CorruptFrame, ErrorCode
 from qmq.log.fold import BATCHES_PER_PRODUCER
 from qmq.log.frame import FrameKind, decode_frames
-from qmq.log.requeued import Requeued
-from qmq.log.requeued_ranges import RequeuedRange
+from qmq.log.requeued import Requeued, RequeuedRange
 from qmq.log.segments import log_name
 from qmq.remoting.commands import Command
 from qmq.subjects import dead_letter_subject

@@ -8,9 +8,8 @@ from qmq.broker import causes
 from qmq.errors import ErrorCode
 from qmq.log.frame import FrameKind, decode_frames
 from qmq.log.group import UnackedRange
-from qmq.log.progress import Departure, decode_progress
-from qmq.log.requeued import Requeued
-from qmq.log.requeued_ranges import RequeuedRange
+from qmq.log.progress_frame import Departure, decode_progress
+from qmq.log.requeued import Requeued, RequeuedRange
 from qmq.remoting import commands
 from qmq.remoting.commands import Command, Nack, NackEntry, Verdict
 from tests.unit.broker.world import Client, Group

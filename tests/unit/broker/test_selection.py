@@ -13,9 +13,8 @@ from qmq.codec import encode_labels, label_of
 from qmq.errors import ErrorCode, LogError
 from qmq.log.frame import FLAG_LABELLED, FLAG_ORDERED, FrameKind, decode_frames
 from qmq.log.group import Group as LogGroup
-from qmq.log.progress import PASSED, decode_progress
-from qmq.log.requeued import Requeued
-from qmq.log.requeued_ranges import RequeuedRange
+from qmq.log.progress_frame import PASSED, decode_progress
+from qmq.log.requeued import Requeued, RequeuedRange
 from qmq.remoting import commands
 from qmq.remoting.commands import Command
 from tests.unit.broker.selecting import Consumer, Sent, produce

@@ -11,8 +11,8 @@ from qmq.dead_letters import PRUNER
 from qmq.errors import ErrorCode, InvalidAck, Overloaded, SubscriptionReplaced, UnknownSubscription
 from qmq.log.fold import State
 from qmq.log.group import Consumer, Group, UnackedRange
-from qmq.log.progress import NOT_BEGUN, Departure
-from qmq.log.requeued_ranges import RequeuedRange
+from qmq.log.progress_frame import NOT_BEGUN, Departure
+from qmq.log.requeued import RequeuedRange
 from qmq.remoting.commands import Command, Pull
 from qmq.remoting.packet import Packet
 from qmq.replication.ports import QUIET_MS

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from qmq.codec import encode_labels, encode_message, join_batch, with_properties
 from qmq.delayserver.schedule import Filed, Records, Schedule
-from qmq.log.delays import Outcome, Place, encode_dispatch, encode_places, encode_settled
+from qmq.log.delay_frames import Outcome, Place, encode_dispatch, encode_places, encode_settled
 from qmq.log.frame import FLAG_LABELLED, NO_CHAIN, Frame, FrameKind, encode_header, subject_field
 from qmq.message import DELAY_KEY, Message
 from qmq.types import Epoch

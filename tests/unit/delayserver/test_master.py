@@ -10,7 +10,7 @@ from qmq.delayserver import cancelling
 from qmq.delayserver.cancelling import MOVED_BYTES
 from qmq.errors import ErrorCode
 from qmq.log import MessageLog
-from qmq.log.delays import PLACE_BYTES
+from qmq.log.delay_frames import PLACE_BYTES
 from qmq.log.frame import FrameKind
 from qmq.rations import NewSubjects, SentBytes, TokenRation
 from qmq.rights import Caller, TokenRole

@@ -8,7 +8,7 @@ import pytest
 
 from qmq.delayserver.schedule import DamagedSchedule, Schedule, State, discard, id_hash, key_hash
 from qmq.delayserver.wheel import Wheel
-from qmq.log.delays import Outcome
+from qmq.log.delay_frames import Outcome
 from qmq.log.memory_disk import MemoryDisk
 from tests.unit.delayserver.delay_log import HOUR_MS, DelayLog, delayed, flush_all, load, places
 

@@ -10,7 +10,7 @@ from qmq.log import MessageLog
 from qmq.log.fold import State, apply
 from qmq.log.frame import Frame, FrameKind, decode_frames, encode_json_body
 from qmq.log.memory_disk import MemoryDisk
-from qmq.log.progress import DEFERRED, EXPIRED, PASSED, encode_progress
+from qmq.log.progress_frame import DEFERRED, EXPIRED, PASSED, encode_progress
 from qmq.log.retention import RetentionDecision, encode_retention
 from qmq.log.segments import read_raw, segment_bases
 from qmq.message import Message

@@ -12,8 +12,7 @@ from qmq.errors import CorruptFrame, DiskFailed
 from qmq.log import RealDisk
 from qmq.log.disk import BLOCK_BYTES, UNREADABLE, UNREADABLE_BLOCKS_MAX
 from qmq.log.frame import decode_frames
-from qmq.log.memory_disk import MemoryDisk
-from qmq.log.memory_system import MemorySystem
+from qmq.log.memory_disk import MemoryDisk, MemorySystem
 from qmq.log.segments import index_name, log_name
 from tests.integration.broker_on_a_disk_with_bad_blocks import BadBlocks
 from tests.unit.log.logs import Copy

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from qmq.log.consume_log import ConsumeLog
-from qmq.log.index import FrameRef, SegmentIndex
+from qmq.log.index import ConsumeLog, FrameRef, SegmentIndex
 from qmq.log.memory_disk import MemoryDisk
 from qmq.log.segments import index_name
 from tests.property.test_frame import frame_of

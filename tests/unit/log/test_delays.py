@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qmq.log.delays import (
+from qmq.log.delay_frames import (
     PLACE_BYTES,
     batch_begin,
     decode_dispatch,

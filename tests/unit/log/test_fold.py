@@ -19,9 +19,8 @@ from qmq.log.fold import (
 )
 from qmq.log.frame import FLAG_DEAD, FLAG_LABELLED, FLAG_ORDERED, Frame, FrameKind
 from qmq.log.group import MASTERSHIP_BITS, Consumer, Group, UnackedRange
-from qmq.log.progress import DEFERRED, EXPIRED, NOT_BEGUN, OVERFLOWED, PASSED, Departure, encode_progress
-from qmq.log.requeued import Requeued
-from qmq.log.requeued_ranges import RequeuedRange
+from qmq.log.progress_frame import DEFERRED, EXPIRED, NOT_BEGUN, OVERFLOWED, PASSED, Departure, encode_progress
+from qmq.log.requeued import Requeued, RequeuedRange
 from qmq.subjects import dead_letter_subject
 from qmq.types import Epoch
 from tests.property.test_frame import frame_of

@@ -11,8 +11,7 @@ from qmq.errors import InvalidAck
 from qmq.log.fold import EpochStart, State
 from qmq.log.group import MASTERSHIP_BITS, Consumer, Group, UnackedRange
 from qmq.log.message_life import MessageState
-from qmq.log.requeued import Requeued
-from qmq.log.requeued_ranges import RequeuedRange
+from qmq.log.requeued import Requeued, RequeuedRange
 from qmq.types import Epoch
 
 

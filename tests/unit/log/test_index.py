@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from qmq.errors import CorruptFrame
-from qmq.log import RealDisk, consume_log
-from qmq.log.index import ClosedIndex, FrameRef, SegmentIndex, segment_at
-from qmq.log.segments import index_name
+from qmq.log import RealDisk
+from qmq.log import index as consume_log
+from qmq.log.index import ClosedIndex, FrameRef, SegmentIndex
+from qmq.log.segments import index_name, segment_at
 from qmq.types import Epoch
 from tests.property.test_frame import frame_of
 from tests.support.effort import IS_QUICK

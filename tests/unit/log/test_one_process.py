@@ -7,8 +7,8 @@ import shutil
 import pytest
 
 from qmq.errors import QmqError
-from qmq.log import one_process as module
-from qmq.log.one_process import one_process
+from qmq.log import disk as module
+from qmq.log.disk import one_process
 
 
 def instance_of(data):

@@ -9,10 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qmq.log import requeued as module
-from qmq.log import requeued_ranges as blocks
-from qmq.log.requeued import Requeued
-from qmq.log.requeued_ranges import RequeuedRange
+from qmq.log import requeued as blocks
+from qmq.log.requeued import Requeued, RequeuedRange
 from tests.support.effort import examples
 
 Plain = dict[int, tuple[int, int, int]]
@@ -50,7 +48,7 @@ def check(requeued: Requeued, plain: Plain, now_ms: int) -> None:
 @settings(max_examples=examples(150))
 def test_ranges_agree_with_single_messages(seed, stale_min, block):
     rng, requeued, plain, now_ms = Random(seed), Requeued(), {}, 0
-    with mock.patch.object(module, "STALE_MIN", stale_min), mock.patch.object(blocks, "BLOCK", block):
+    with mock.patch.object(blocks, "STALE_MIN", stale_min), mock.patch.object(blocks, "BLOCK", block):
         for _ in range(60):
             match rng.choice(["add", "add", "take", "time"]):
                 case "add":
@@ -85,8 +83,8 @@ def test_what_does_not_wait_in_one_range_is_not_taken(first, count):
 
 
 def test_ranges_that_wait_alike_are_one_as_long_as_their_count_has_room():
-    longest = RequeuedRange(10, module.COUNT_MAX, 1, 7)
-    for begin in (RequeuedRange(10, module.COUNT_MAX - 1, 1, 7), longest):
+    longest = RequeuedRange(10, blocks.COUNT_MAX, 1, 7)
+    for begin in (RequeuedRange(10, blocks.COUNT_MAX - 1, 1, 7), longest):
         requeued = Requeued([begin])
         requeued.add(RequeuedRange(begin.end, 1, 1, 7))
         assert list(requeued) == ([longest] if begin is not longest else [longest, RequeuedRange(longest.end, 1, 1, 7)])
@@ -149,14 +147,14 @@ def test_a_slave_that_never_asks_keeps_no_schedule():
 def test_a_schedule_of_ranges_that_are_gone_is_made_anew():
     requeued = Requeued()
     requeued.due(0, 1)
-    for sequence in range(3 * module.STALE_MIN):
+    for sequence in range(3 * blocks.STALE_MIN):
         requeued.add(RequeuedRange(sequence, 1, 1, 5_000 + sequence))
         requeued.take(sequence, 1)
-    assert len(requeued._schedule or ()) <= module.STALE_MIN
+    assert len(requeued._schedule or ()) <= blocks.STALE_MIN
 
 
 def test_a_schedule_lasts_while_it_names_few_that_are_gone(monkeypatch):
-    monkeypatch.setattr(module, "STALE_MIN", 10)
+    monkeypatch.setattr(blocks, "STALE_MIN", 10)
     requeued = Requeued([RequeuedRange(10 * at, 1, 1, 5_000) for at in range(3)])
     requeued.due(0, 1)
     lasts = []

@@ -14,8 +14,7 @@ import pytest
 from qmq.errors import DiskFailed
 from qmq.log import RealDisk
 from qmq.log import disk as disk_module
-from qmq.log.memory_disk import MemoryDisk
-from qmq.log.memory_system import MemorySystem
+from qmq.log.memory_disk import MemoryDisk, MemorySystem
 from qmq.log.system import System
 from tests.simulation.disk import SimulatedDisk
 from tests.support.effort import examples

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from qmq.operator_limits import OperatorLimits
-from qmq.replication.assignment import Address, Assignment
-from qmq.replication.fills import SyncMode
+from qmq.replication.assignment import Address, Assignment, SyncMode
 from qmq.types import Role
 
 A, B, C = (Address(f"10.0.0.{at}", 1, 2, 3) for at in (1, 2, 3))

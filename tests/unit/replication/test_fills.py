@@ -8,8 +8,7 @@ import pytest
 
 from qmq.errors import ErrorCode
 from qmq.replication.agreement import Hello
-from qmq.replication.assignment import Assignment
-from qmq.replication.fills import FillOrders
+from qmq.replication.assignment import Assignment, FillOrders
 from qmq.replication.follower import FollowerState
 from qmq.replication.readonly import Reason
 from qmq.types import Epoch, Role

@@ -9,7 +9,7 @@ import pytest
 
 from qmq.errors import BrokerReadOnly, CorruptFrame, ErrorCode, NotMaster, NotServed, QmqError
 from qmq.log.frame import FLAG_LABELLED, FLAG_NO_SLAVE_IN_SYNC, FrameKind
-from qmq.log.progress import encode_progress
+from qmq.log.progress_frame import encode_progress
 from qmq.remoting.packet import Packet
 from qmq.replication.ack_gate import AckGate
 from qmq.replication.mastership import Mastership, answering

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qmq.server.histories import states
+from qmq.server.http import states
 from qmq.types import Role
 from tests.unit.broker.world import Group
 

@@ -11,8 +11,8 @@ from qmq.broker.backlogs import Backlogs
 from qmq.broker.metrics import BrokerCollector
 from qmq.log.group import Consumer, Group, UnackedRange
 from qmq.process_metrics import Reader, register_process
+from qmq.server.http import Series, render
 from qmq.server.metrics import largest
-from qmq.server.metrics_page import Series, render
 
 SHOWN = 2000
 SUBJECTS = [f"business.unit.orders.changed.{number:05d}" for number in range(10_000)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qmq.server.pace import Pace
+from qmq.server.control import Pace
 
 
 def test_two_readers_get_the_rate_together():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from qmq.log.memory_disk import MemoryDisk
-from qmq.server.quarantine import QuarantineKeeper
+from qmq.log.quarantine import QuarantineKeeper
 from tests.unit.log.test_quarantine import a_copy
 
 

@@ -12,7 +12,7 @@ from qmq.rations import NewSubjects, SentBytes
 from qmq.remoting.commands import Command, encode_subscribe, produce_header
 from qmq.remoting.packet import Packet
 from qmq.rights import Caller, Scope, TokenRole
-from qmq.server.tokens import CONTROL_ROLES, KNOWN_MAX, Limits, TokenCache, check_broker, check_client
+from qmq.server.access import CONTROL_ROLES, KNOWN_MAX, Limits, TokenCache, check_broker, check_client
 
 
 def packet(command, body):

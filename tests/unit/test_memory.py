@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 
-from qmq import garbage
+from qmq import memory
 
 
 @pytest.fixture(autouse=True)
@@ -40,10 +40,10 @@ async def collected(task):
 
 
 async def test_the_collector_comes_by_the_clock_and_by_itself_only_afterwards(monkeypatch):
-    monkeypatch.setattr(garbage, "YOUNG_S", 0.01)
+    monkeypatch.setattr(memory, "YOUNG_S", 0.01)
 
     gc.collect()
-    task = asyncio.create_task(garbage.collect_by_the_clock())
+    task = asyncio.create_task(memory.collect_by_the_clock())
     await asyncio.sleep(0)
     assert not gc.isenabled()
     kept = [Circle() for _ in range(5_000)]
@@ -60,27 +60,27 @@ async def test_the_collector_comes_by_the_clock_and_by_itself_only_afterwards(mo
 
 
 async def test_once_in_a_while_it_looks_at_everything(monkeypatch):
-    monkeypatch.setattr(garbage, "YOUNG_S", 0.001)
-    monkeypatch.setattr(garbage, "FULL_S", 0.01)
+    monkeypatch.setattr(memory, "YOUNG_S", 0.001)
+    monkeypatch.setattr(memory, "FULL_S", 0.01)
 
     gc.collect()
     olds = [Circle() for _ in range(100)]
     gc.collect()  # they are old now
     olds.clear()
-    task = asyncio.create_task(garbage.collect_by_the_clock())
+    task = asyncio.create_task(memory.collect_by_the_clock())
     await collected(task)
 
 
 async def test_it_looks_at_everything_when_memory_has_grown(monkeypatch):
-    monkeypatch.setattr(garbage, "YOUNG_S", 0.001)
-    monkeypatch.setattr(garbage, "LOOK_EVERY", 1)
+    monkeypatch.setattr(memory, "YOUNG_S", 0.001)
+    monkeypatch.setattr(memory, "LOOK_EVERY", 1)
 
     gc.collect()
-    task = asyncio.create_task(garbage.collect_by_the_clock())
+    task = asyncio.create_task(memory.collect_by_the_clock())
     await asyncio.sleep(0)
     olds = [Circle() for _ in range(4)]
     for old in olds:
-        old.data = b"x" * (garbage.memory_bytes() // 8 + garbage.GROWTH_BYTES // 2)
+        old.data = b"x" * (memory.memory_bytes() // 8 + memory.GROWTH_BYTES // 2)
     gc.collect(1)
     gc.collect(1)  # they are old now
     olds.clear()
@@ -89,34 +89,34 @@ async def test_it_looks_at_everything_when_memory_has_grown(monkeypatch):
 
 
 def test_memory_is_what_a_process_has_for_itself():
-    before = garbage.memory_bytes()
+    before = memory.memory_bytes()
     held = bytearray(b"x") * (50 << 20)
-    assert 40 << 20 < garbage.memory_bytes() - before < 80 << 20 and held
+    assert 40 << 20 < memory.memory_bytes() - before < 80 << 20 and held
 
 
 def test_an_idle_process_looks_at_nothing_while_there_is_little_new(monkeypatch):
-    monkeypatch.setattr(garbage, "YOUNG_S", 0.001)
-    monkeypatch.setattr(garbage, "QUICK_S", 60.0)
-    monkeypatch.setattr(garbage, "_pause_s", lambda rest_s: 0.001)
+    monkeypatch.setattr(memory, "YOUNG_S", 0.001)
+    monkeypatch.setattr(memory, "QUICK_S", 60.0)
+    monkeypatch.setattr(memory, "_pause_s", lambda rest_s: 0.001)
     looks, few = [], asyncio.Event()
-    monkeypatch.setattr(garbage.gc, "collect", lambda generation=2: looks.append(generation))
-    counts = iter([0, garbage.FEW - 1, garbage.FEW, 0])
+    monkeypatch.setattr(memory.gc, "collect", lambda generation=2: looks.append(generation))
+    counts = iter([0, memory.FEW - 1, memory.FEW, 0])
 
     def count():
         number = next(counts, 0)
-        few.set() if not number and len(looks) > garbage.IDLE_TURNS else None
+        few.set() if not number and len(looks) > memory.IDLE_TURNS else None
         return number, 0, 0
 
-    monkeypatch.setattr(garbage.gc, "get_count", count)
+    monkeypatch.setattr(memory.gc, "get_count", count)
 
     async def run():
-        task = asyncio.create_task(garbage.collect_by_the_clock())
+        task = asyncio.create_task(memory.collect_by_the_clock())
         await few.wait()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
     asyncio.run(run())
-    assert len(looks) == garbage.IDLE_TURNS + 1, "one for each turn at first, then one as soon as there is enough"
+    assert len(looks) == memory.IDLE_TURNS + 1, "one for each turn at first, then one as soon as there is enough"
 
 
 def test_an_error_keeps_the_lines_that_raised_it_and_none_of_their_variables():
@@ -140,7 +140,7 @@ def test_an_error_keeps_the_lines_that_raised_it_and_none_of_their_variables():
     gc.disable()
     try:
         with pytest.raises(OSError) as raised:
-            garbage.without_frames(ask)
+            memory.without_frames(ask)
         assert [one() for one in made] == [None, None]
         assert "connect()" in "".join(traceback.format_exception(raised.value))
     finally:
