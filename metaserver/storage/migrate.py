@@ -1,14 +1,14 @@
-"""Shell. Brings a database's tables from empty, or from an older version, to the newest; or says why it must not.
+"""Shell. Creates the tables in an empty database, migrates an older one, and refuses all others.
 
-    alembic_version     meaning
-    missing, no tables  empty: all migrations run
-    known, older        the migrations after it run
-    newest              nothing to do
-    anything else       refused
+    alembic_version     action
+    missing, no tables  create the newest tables
+    known, older        run the migrations after it
+    newest              none
+    anything else       refuse
 
-One metaserver migrates, others that start meanwhile wait. SQLite and PostgreSQL undo a migration that fails. MariaDB
-cannot undo changes of tables, so there the table `unfinished_migration` stands from before the first change until
-after the last: who finds it later refuses to start.
+One metaserver migrates; others that start meanwhile wait. SQLite and PostgreSQL roll back a migration that fails.
+MariaDB cannot roll back changes of tables. There the table `unfinished_migration` exists from before the first change
+until after the last, and a metaserver that finds it refuses to start.
 """
 
 from __future__ import annotations
@@ -26,11 +26,19 @@ from sqlalchemy import Column, Connection, Engine, MetaData, String, Table, insp
 
 from qmq.metaserver.storage.errors import DatabaseUnusable
 from qmq.metaserver.storage.sql import begin
-from qmq.metaserver.storage.tables import metadata
+from qmq.metaserver.storage.tables import meta_version, metadata
 
 WAIT_S = 20
 """How long to wait while another metaserver migrates; shorter than what one statement may take. So long may pass
 between two of its statements, too: what bounds a change of roles is too short for a machine that compiles scripts."""
+
+FIRST_VERSIONS = [
+    {"name": "directory", "version": 1},
+    {"name": "routes", "version": 1},
+    {"name": "sightings", "version": 1},
+    {"name": "beside_groups", "version": 0},
+]
+"""Rows of `meta_version` in a new database."""
 
 _LOCK_NUMBER = zlib.crc32(b"qmq migration")
 
@@ -38,10 +46,10 @@ _unfinished = Table("unfinished_migration", MetaData(), Column("begun_at", Strin
 
 
 def migrate(engine: Engine) -> None:
-    """Run the migrations that the database lacks.
+    """Create the tables, or run the migrations that the database lacks.
 
     Raises:
-        DatabaseUnusable: it is not ours, newer than this program, or a migration stopped half way.
+        DatabaseUnusable: the database is not ours, its version is unknown, or a migration stopped half way.
         SQLAlchemyError: a migration failed.
     """
     config = Config()
@@ -54,19 +62,26 @@ def migrate(engine: Engine) -> None:
         if present == newest:
             return
         if _can_undo(connection):
-            _upgrade(connection, config)
+            _upgrade(connection, config, present)
             return
         _unfinished.create(connection)
         connection.execute(_unfinished.insert().values(begun_at=present or "an empty database", leads_to=newest))
         connection.commit()
-        _upgrade(connection, config)
+        _upgrade(connection, config, present)
         connection.commit()
         _unfinished.drop(connection)
 
 
-def _upgrade(connection: Connection, config: Config) -> None:
+def _upgrade(connection: Connection, config: Config, present: str | None) -> None:
     config.attributes["connection"] = connection
-    command.upgrade(config, "head")
+    if present is None:
+        metadata.create_all(connection)
+        connection.execute(meta_version.insert(), FIRST_VERSIONS)
+        if not _can_undo(connection):
+            connection.commit()  # alembic compiles its scripts next, which may take longer than a transaction may rest
+        command.stamp(config, "head")
+    else:
+        command.upgrade(config, "head")
 
 
 def _check(connection: Connection, known: list[str], newest: str) -> str | None:
@@ -77,9 +92,12 @@ def _check(connection: Connection, known: list[str], newest: str) -> str | None:
     if _unfinished.name in tables:
         _check_unfinished(connection, present)
     if len(versions) > 1 or (present and present not in known):
+        made = f"The database has version {', '.join(versions)}, this program knows versions {known[-1]} to {newest}. "
         raise DatabaseUnusable(
-            f"the database has version {', '.join(versions)}, this program knows versions up to {newest}: a newer qmq "
-            "has used it. Start that one, or restore the copy that was made before"
+            made + "No migration leads from the database's version: use an empty database."
+            if present and present < known[-1]
+            else made
+            + "A newer qmq has used the database: start that one, or restore the copy made before the upgrade."
         )
     if present is None and (others := sorted(tables & metadata.tables.keys())):
         raise DatabaseUnusable(

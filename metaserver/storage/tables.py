@@ -1,7 +1,7 @@
 """Shell. The tables. Names and meaning follow QMQ's; times are milliseconds since 1970.
 
-Names are compared byte by byte on every database, as the program compares them. A later column or table is a new file
-in `migrations/versions`, never an edit of an old one.
+Names are compared byte by byte on every database, as the program compares them. A change of a column or table after a
+release is also a new file in `migrations/versions`; released files never change.
 """
 
 from __future__ import annotations
