@@ -57,7 +57,6 @@ from qmq.proto.qmq_pb2_grpc import add_MetaserverServicer_to_server
 from qmq.rations import NewSubjects
 from qmq.rights import TokenRole
 from qmq.settings import InvalidSettings, load
-from qmq.ticking import REST_S
 from qmq.version import VERSION
 
 log = logging.getLogger("qmq.metaserver")
@@ -74,6 +73,7 @@ RPC_OPTIONS = [
 BODY_TIMEOUT_MS = 10_000
 CONNECTIONS_MAX = 1000
 """Clients without gRPC ask for routes here every few seconds."""
+COLLECT_S = 2.0
 RESTORE_BYTES_MAX = 256 << 20
 
 
@@ -174,7 +174,6 @@ class Metaserver:
             self._database,
             self._vault,
             ConsumerGroups(self.registry, self._database, self._brokers),
-            self._failovers.may_rest,
         )
         add_MetaserverServicer_to_server(rpc, rpc_server)
         add_route_methods(rpc, rpc_server)
@@ -341,7 +340,7 @@ async def run(settings: MetaserverSettings) -> bool:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     metaserver = Metaserver(settings)
-    collecting = asyncio.create_task(collect_by_the_clock(REST_S))
+    collecting = asyncio.create_task(collect_by_the_clock(COLLECT_S))
     try:
         await metaserver.serve(stop)
     finally:

@@ -7,8 +7,6 @@ the clock that are due each second fall on the same moment, the whole seconds of
 from __future__ import annotations
 
 SECOND_S = 1.0
-REST_S = 2.0
-"""So often wakes who has nothing new to say or to hear: at even seconds, brokers and metaservers alike."""
 LEAST = 0.2
 """A timer that fired a little early does not fire again at once; so two are never further apart than 1.2 s."""
 

@@ -137,10 +137,6 @@ class Registry:
     def routes_version(self) -> int:
         return self._seen["routes"]
 
-    def has_read(self, versions: Mapping[str, int]) -> bool:
-        """Whether these are the versions of what was read last."""
-        return all(versions.get(name) == version for name, version in self._seen.items())
-
     async def catch_up(self, ask: Callable[[], Awaitable[dict[str, int]]] | None = None) -> None:
         """Read what changed since it was last read, and wake who waits for it. Raises DatabaseAway.
 

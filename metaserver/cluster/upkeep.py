@@ -27,18 +27,15 @@ from qmq.metaserver.storage.changes import SetRoles
 from qmq.metaserver.storage.database import DatabaseAway
 from qmq.metaserver.storage.errors import CommitUnknown, StaleTerm
 from qmq.metaserver.storage.repository import Repository
-from qmq.ticking import LEAST, REST_S, SECOND_S, until_next_second
+from qmq.ticking import SECOND_S, until_next_second
 
 log = logging.getLogger("qmq.metaserver")
 
 TICK_S = 0.1
 STORE_GAP_S = 0.1
 """Heartbeats' news of so long a time go into one transaction."""
-ALONE_S = REST_S
-"""A metaserver looks so often whether another one came, if it takes no silence of so long amiss; each second if not."""
-LOOKED_S = (1 + LEAST) * ALONE_S
-"""So long it does not look again by itself after a look that came with a lease: no longer than two looks of its own may
-be apart, and longer than it takes until a watchdog keeps its lease again."""
+CLOCK_READ_S = 2.0
+"""Longest time between two readings of the clock, below `liveness.PAUSE_MS`."""
 STORED_AGAIN_S = 10.0
 """What did not change is stored again so often: a database that was restored may have lost it, or take nothing now."""
 EARLY_S = 0.005
@@ -65,13 +62,8 @@ class Upkeep:
         """What our row says, unless the database was put back. None: it was not stored yet."""
         self._shown_until_s = 0.0
         """When our row is to be stored again, though nobody else may read it."""
-        self._looked_s = self._beat_s = 0.0
-        """When we last looked for other metaservers and for changes, and when to do so again."""
-        self._leased_s = -math.inf
-        """When a lease was last asked for here."""
-        self._rest: asyncio.Timeout | None = None
-        self._found = asyncio.Event()
-        """A look that came with a lease found something."""
+        self._beat_s = 0.0
+        """When to look for other metaservers and for changes again."""
         self._named: dict[str, str] = {}
         """Groups whose row is old and whose brokers do not agree, with what was logged of them."""
 
@@ -118,38 +110,12 @@ class Upkeep:
         self._registry.publish()
 
     async def hold_lease(self, wish: LeaseRow, *, take: bool, release: bool) -> LeaseRow:
-        """Keep, take or give back a lease; see `metaserver.storage.leases`. Returns the row as it is then.
-
-        Who is alone looks for other metaservers and for changes in the same transaction, instead of in one of its own:
-        what costs is the call.
+        """Keep, take or give back a lease; see `storage.leases`. Return the row after that.
 
         Raises:
             DatabaseAway: nothing was changed. CommitUnknown: it may have been.
         """
-        database, now_s = self._registry.database, asyncio.get_running_loop().time()
-        self._leased_s = now_s
-        if not self._looks_along(now_s):
-            return await database.write(lambda r: r.hold_lease(wish, take=take, release=release))
-        row, ids, versions = await database.write(lambda r: r.hold_lease_and_look(wish, take=take, release=release))
-        if ids == {self._own.id} and self._registry.has_read(versions):
-            self._is_still_alone()
-            self._looked_s, self._beat_s = now_s, now_s + LOOKED_S
-            if self._rest is not None and not self._rest.expired():
-                self._rest.reschedule(self._beat_s)
-        else:
-            self._found.set()
-        return row
-
-    def _looks_along(self, now_s: float) -> bool:
-        """Whether a lease's transaction shall look, too; not again within a second, as there may be many leases."""
-        may_rest = time.monotonic() < self._shown_until_s and self._rests() and self._registry.database.is_up
-        return may_rest and now_s - self._looked_s >= SECOND_S - EARLY_S
-
-    def _until_look_s(self, now_s: float) -> float:
-        if not self._rests():
-            return until_next_second(now_s, SECOND_S)
-        # Who looks each time a moment before the lease is kept could never look along.
-        return LOOKED_S if now_s - self._leased_s <= LOOKED_S else until_next_second(now_s, ALONE_S)
+        return await self._registry.database.write(lambda r: r.hold_lease(wish, take=take, release=release))
 
     async def _ask(self, question: Question) -> ReplicaState | None:
         broker = self._registry.directory.find(question.key)
@@ -169,11 +135,9 @@ class Upkeep:
         """Read what other metaservers changed; once a second, with the same transaction, show them that we live."""
         while True:
             now_s = asyncio.get_running_loop().time()
-            is_due = now_s >= self._beat_s - EARLY_S or self._found.is_set()
-            self._found.clear()
+            is_due = now_s >= self._beat_s - EARLY_S
             if is_due:
-                self._looked_s = now_s
-                self._beat_s = now_s + self._until_look_s(now_s)
+                self._beat_s = now_s + until_next_second(now_s, SECOND_S)
             try:
                 await self._registry.catch_up(self._show_life if is_due and self._registry.database.is_up else None)
             except (DatabaseAway, CommitUnknown):
@@ -182,20 +146,7 @@ class Upkeep:
                 log.exception("the database gave something that cannot be used; what was read before stays")
                 await asyncio.sleep(AGAIN_S)
             wait_s = max(0.0, self._beat_s - asyncio.get_running_loop().time())
-            await self._until_due(wait_s if self._is_alone() else min(wait_s, self._poll_s))
-
-    async def _until_due(self, wait_s: float) -> None:
-        """Wait for so long: longer, once a look came with a lease, and no longer when that found something."""
-        try:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(wait_s) as self._rest:
-                    await self._found.wait()
-        finally:
-            self._rest = None
-
-    def _rests(self) -> bool:
-        """Whether a look every `ALONE_S` is enough."""
-        return self._is_alone() and self._registry.liveness.timeout_ms > 2 * ALONE_S * 1000
+            await asyncio.sleep(wait_s if self._is_alone() else min(wait_s, self._poll_s))
 
     def _is_alone(self) -> bool:
         """Whether no other metaserver uses the database: none had a row when they were read, within the timeout."""
@@ -327,7 +278,7 @@ class Upkeep:
         quiet_s = registry.liveness.quiet_ms(now_ms=registry.now_ms()) / 1000
         registry.doubted.clear()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(max(TICK_S, min(quiet_s, _pause_s(REST_S)))):
+            async with asyncio.timeout(max(TICK_S, min(quiet_s, _pause_s(CLOCK_READ_S)))):
                 await registry.doubted.wait()
 
     async def _raise_rows(self) -> None:
@@ -342,7 +293,7 @@ class Upkeep:
                     log.exception("row of a group not raised broker_group=%s", name)
             await self._end_promises()
             await self._widen_routes()
-            await asyncio.sleep(_pause_s(REST_S))
+            await asyncio.sleep(_pause_s(CLOCK_READ_S))
 
     async def _widen_routes(self) -> None:
         """Let the subjects of dead letters be served wherever those come from, when that is more than it was."""

@@ -41,8 +41,6 @@ HOLD_MS = 3000
 """A slave follows nobody for so long; a compare-and-set takes a few ms."""
 NOT_STORED_AGAIN_S = 3 * HOLD_MS / 1000
 """Behind a failed commit a slave gets the time to follow its master, should that be there for it."""
-RESTED_MS = 5000
-"""A metaserver that takes silence of so long for nothing lets brokers beat every two seconds."""
 REPORT_S = 10.0
 TRIES_MAX = 10
 """An operator's failover looks anew so often; the automatic one does so with the next second."""
@@ -73,11 +71,6 @@ class Failovers:
         finally:
             for task in self._running.values():
                 task.cancel()
-
-    def may_rest(self, group: Group, broker: Broker) -> bool:
-        """Whether a broker may beat less often while nothing changes: nobody acts on so short a silence."""
-        is_watched = self._is_on(group) and group.master is not None and broker.key == group.master.key
-        return self._settings.heartbeat_timeout_ms >= RESTED_MS and not is_watched
 
     def _pause_s(self) -> float | None:
         """Until a master may have been silent for long enough; not long, while one is gone. None: until a change, as no

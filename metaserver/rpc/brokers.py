@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -18,7 +18,7 @@ from qmq.errors import AccessError, InvalidRequest, MissingRight, NotServed, Ope
 from qmq.metaserver.access import Access
 from qmq.metaserver.cluster.liveness import PlaceTaken
 from qmq.metaserver.cluster.registry import Ask, Registry
-from qmq.metaserver.model import Broker, BrokerKey, Directory, Group, ReplicaState
+from qmq.metaserver.model import Broker, BrokerKey, Directory, ReplicaState
 from qmq.metaserver.observability.metrics import Metrics
 from qmq.metaserver.roles import renewal
 from qmq.metaserver.rpc import convert
@@ -35,7 +35,6 @@ log = logging.getLogger("qmq.metaserver")
 REMEMBERED_MAX = 10_000
 STOPPING = "this metaserver stops; ask /meta/address for another one"
 
-MayRest = Callable[[Group, Broker], bool]
 Context = Any
 """grpc.aio.ServicerContext; grpcio comes without types."""
 
@@ -46,7 +45,6 @@ class BrokerRpc:
     _registry: Registry
     _metrics: Metrics
     _ask: Ask
-    _may_rest: MayRest
     _logged: set[str]
     visits: Visits
 
@@ -61,7 +59,7 @@ class BrokerRpc:
             raise  # abort has raised already
         self._metrics.registrations.labels(broker.group, "accepted").inc()
         log.info("broker registered broker=%s broker_group=%s role=%s", key, broker.group, broker.part.name)
-        assignment = convert.assignment_for(self._registry.directory, key, self._may_rest)
+        assignment = convert.assignment_for(self._registry.directory, key)
         if assignment is None or not _is_of(self._registry.directory.find(key), request):
             text = f"{key} was replaced at this moment; register again"
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
@@ -160,7 +158,7 @@ class BrokerRpc:
             and (row.role == Role.SLAVE or not row.incarnation)
         ):
             return None
-        return convert.assignment_for(directory, broker.key, self._may_rest)
+        return convert.assignment_for(directory, broker.key)
 
     async def _read_beats(
         self,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from qmq.errors import InvalidRequest
 from qmq.metaserver.model import (
     ALL_SUBJECTS,
@@ -110,9 +108,7 @@ def point_message(point: Point) -> pb.AcknowledgedPoint:
     return pb.AcknowledgedPoint(term=point.epoch.term, boot=point.epoch.boot, end=point.end, chain=point.chain)
 
 
-def assignment_for(
-    directory: Directory, key: BrokerKey, may_rest: Callable[[Group, Broker], bool] = lambda group, broker: False
-) -> pb.Assignment | None:
+def assignment_for(directory: Directory, key: BrokerKey) -> pb.Assignment | None:
     """What a broker is to do; None: it has no place in any group."""
     broker = directory.find(key)
     if broker is None:
@@ -130,8 +126,6 @@ def assignment_for(
         limits=[pb.OperatorLimits(**one._asdict()) for one in sorted(directory.limits)],
         sync_mode=group.sync_mode,
         fills=[pb.FillOrder(fill_id=one.fill_id, allowed=one.fill_allowed) for one in group.brokers if one.fill_id],
-        may_rest=may_rest(group, broker),
-        answers_each=True,
         awaited=[str(slave.key) for slave in awaited(group)] if broker.role == Role.MASTER else (),
     )
 

@@ -8,7 +8,7 @@ from qmq.metaserver.actions.vault import Vault
 from qmq.metaserver.cluster.registry import Ask, Registry
 from qmq.metaserver.observability.metrics import Metrics
 from qmq.metaserver.routes.hub import RouteHubs
-from qmq.metaserver.rpc.brokers import BrokerRpc, MayRest, Visits
+from qmq.metaserver.rpc.brokers import BrokerRpc, Visits
 from qmq.metaserver.rpc.consumer_groups import ConsumerGroupRpc, ConsumerGroups
 from qmq.metaserver.rpc.routes import RouteRpc
 from qmq.metaserver.rpc.tokens import TokenRpc
@@ -23,7 +23,6 @@ class MetaserverRpc(BrokerRpc, ConsumerGroupRpc, RouteRpc, TokenRpc, WatchdogRpc
     Args:
         ask: asks a broker whether it is there.
         hold: keeps, takes or gives back a watchdog's lease.
-        may_rest: whether a broker of a group may beat every other second while nothing changes.
     """
 
     def __init__(
@@ -37,10 +36,10 @@ class MetaserverRpc(BrokerRpc, ConsumerGroupRpc, RouteRpc, TokenRpc, WatchdogRpc
         database: Database,
         vault: Vault,
         consumer_groups: ConsumerGroups,
-        may_rest: MayRest = lambda group, broker: False,
     ) -> None:
         self._registry, self._hubs, self._access, self._metrics = registry, hubs, access, metrics
         self._database, self._vault, self._consumer_groups = database, vault, consumer_groups
-        self._ask, self._hold, self._may_rest = ask, hold, may_rest
+        self._ask = ask
+        self._hold = hold
         self._logged: set[str] = set()
         self.visits = Visits(access)

@@ -261,17 +261,6 @@ class Repository:
         """Keep, take or give back a lease; see `metaserver.storage.leases`. Returns the row as it is then."""
         return self._transactions.write(lambda connection: leases.hold(connection, wish, take=take, release=release))
 
-    def hold_lease_and_look(
-        self, wish: LeaseRow, *, take: bool, release: bool
-    ) -> tuple[LeaseRow, set[str], dict[str, int]]:
-        """As `hold_lease`; and what `look` returns, read in the same transaction."""
-
-        def work(connection: Connection) -> tuple[LeaseRow, set[str], dict[str, int]]:
-            row = leases.hold(connection, wish, take=take, release=release)
-            return row, *sightings.look(connection)
-
-        return self._transactions.write(work)
-
     def leases(self) -> list[LeaseRow]:
         return self._transactions.read(leases.load)
 

@@ -189,7 +189,7 @@ class BrokerAddress(_message.Message):
     def __init__(self, ip: _Optional[str] = ..., serve_port: _Optional[int] = ..., sync_port: _Optional[int] = ..., control_port: _Optional[int] = ..., metrics_port: _Optional[int] = ...) -> None: ...
 
 class Assignment(_message.Message):
-    __slots__ = ("broker_group", "term", "role", "master", "slaves", "readonly_subjects", "offline", "points", "loss_accepted_term", "min_copies", "limits", "sync_mode", "fills", "may_rest", "clock_ms", "answers_each", "awaited")
+    __slots__ = ("broker_group", "term", "role", "master", "slaves", "readonly_subjects", "offline", "points", "loss_accepted_term", "min_copies", "limits", "sync_mode", "fills", "clock_ms", "awaited")
     BROKER_GROUP_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -203,9 +203,7 @@ class Assignment(_message.Message):
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     SYNC_MODE_FIELD_NUMBER: _ClassVar[int]
     FILLS_FIELD_NUMBER: _ClassVar[int]
-    MAY_REST_FIELD_NUMBER: _ClassVar[int]
     CLOCK_MS_FIELD_NUMBER: _ClassVar[int]
-    ANSWERS_EACH_FIELD_NUMBER: _ClassVar[int]
     AWAITED_FIELD_NUMBER: _ClassVar[int]
     broker_group: str
     term: int
@@ -220,11 +218,9 @@ class Assignment(_message.Message):
     limits: _containers.RepeatedCompositeFieldContainer[OperatorLimits]
     sync_mode: str
     fills: _containers.RepeatedCompositeFieldContainer[FillOrder]
-    may_rest: bool
     clock_ms: int
-    answers_each: bool
     awaited: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, broker_group: _Optional[str] = ..., term: _Optional[int] = ..., role: _Optional[int] = ..., master: _Optional[_Union[BrokerAddress, _Mapping]] = ..., slaves: _Optional[_Iterable[_Union[BrokerAddress, _Mapping]]] = ..., readonly_subjects: _Optional[_Iterable[str]] = ..., offline: _Optional[_Iterable[_Union[Offline, _Mapping]]] = ..., points: _Optional[_Iterable[_Union[AcknowledgedPoint, _Mapping]]] = ..., loss_accepted_term: _Optional[int] = ..., min_copies: _Optional[int] = ..., limits: _Optional[_Iterable[_Union[OperatorLimits, _Mapping]]] = ..., sync_mode: _Optional[str] = ..., fills: _Optional[_Iterable[_Union[FillOrder, _Mapping]]] = ..., may_rest: _Optional[bool] = ..., clock_ms: _Optional[int] = ..., answers_each: _Optional[bool] = ..., awaited: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, broker_group: _Optional[str] = ..., term: _Optional[int] = ..., role: _Optional[int] = ..., master: _Optional[_Union[BrokerAddress, _Mapping]] = ..., slaves: _Optional[_Iterable[_Union[BrokerAddress, _Mapping]]] = ..., readonly_subjects: _Optional[_Iterable[str]] = ..., offline: _Optional[_Iterable[_Union[Offline, _Mapping]]] = ..., points: _Optional[_Iterable[_Union[AcknowledgedPoint, _Mapping]]] = ..., loss_accepted_term: _Optional[int] = ..., min_copies: _Optional[int] = ..., limits: _Optional[_Iterable[_Union[OperatorLimits, _Mapping]]] = ..., sync_mode: _Optional[str] = ..., fills: _Optional[_Iterable[_Union[FillOrder, _Mapping]]] = ..., clock_ms: _Optional[int] = ..., awaited: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class FillOrder(_message.Message):
     __slots__ = ("fill_id", "allowed")

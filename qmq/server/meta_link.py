@@ -21,7 +21,7 @@ from qmq.replication.points import Point
 from qmq.replication.settings import CopySettings
 from qmq.server.patience import Patience
 from qmq.server.service import Service
-from qmq.ticking import REST_S, until_next_second
+from qmq.ticking import until_next_second
 from qmq.types import Epoch, GroupKind, Role
 from qmq.version import VERSION
 
@@ -40,8 +40,6 @@ it. Up to half of a wait is added at random, so that not all brokers come at onc
 STEADY_S = 3.0
 """Who was served for so long begins with the first wait again. Two machines with a copy of one broker's disk and name
 end each other's heartbeats; they must not do it a hundred times a second."""
-SOON_S = 0.5
-"""Who said something so short a time before does not repeat it."""
 ALONE_AFTER_S = 3.0
 """How long a broker that starts waits for the metaserver before it takes up the part it had."""
 
@@ -206,16 +204,12 @@ class MetaLink:
 
     async def _beats(self, silence: asyncio.Timeout) -> AsyncIterator[pb.BrokerState]:
         changed, loop = self._service.state_changed, asyncio.get_running_loop()
-        said, said_s = pb.BrokerState(), 0.0
         while True:
             changed.clear()
-            state = state_message(self._service, self._settings)
-            if state != said or self._is_time_to_beat(loop.time(), said_s):
-                said, said_s = state, loop.time()
-                self._patience.asked(said_s, is_each_answered=self._last is not None and self._last.answers_each)
-                if self._look is None:
-                    self._look_later(silence)
-                yield state
+            self._patience.asked(loop.time())
+            if self._look is None:
+                self._look_later(silence)
+            yield state_message(self._service, self._settings)
             try:
                 async with asyncio.timeout(until_next_second(loop.time())):
                     await changed.wait()
@@ -229,10 +223,6 @@ class MetaLink:
         self._look = loop.call_later(left_s, self._look_later, silence) if left_s else None
         if left_s == 0.0:
             silence.reschedule(loop.time())
-
-    def _is_time_to_beat(self, now_s: float, said_s: float) -> bool:
-        rests = self._last is not None and self._last.may_rest
-        return not rests or (round(now_s) % REST_S == 0 and now_s - said_s >= SOON_S)
 
     def _heard(self, message: pb.Assignment) -> None:
         if message.clock_ms:

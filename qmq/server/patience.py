@@ -13,7 +13,6 @@ from __future__ import annotations
 
 SILENT_S = 2.0
 SILENT_S_MAX = 10.0
-"""Also for a metaserver of an older version: it answers not each heartbeat, but one in four seconds."""
 LATE_S = 0.5
 """A look that comes so late was held up here: the answer may wait unread."""
 CALM_S = 5.0
@@ -36,10 +35,11 @@ class Patience:
         """A new stream of heartbeats: of the one before, nothing is waited for."""
         self._asked_s = self._since_s = None
 
-    def asked(self, now_s: float, *, is_each_answered: bool) -> None:
+    def asked(self, now_s: float) -> None:
         """A heartbeat leaves."""
         if self._asked_s is None:
-            self._asked_s, self._wait_s = now_s, self.limit_s if is_each_answered else SILENT_S_MAX
+            self._asked_s = now_s
+            self._wait_s = self.limit_s
 
     def answered(self, now_s: float) -> None:
         """The metaserver sent something."""

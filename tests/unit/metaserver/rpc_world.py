@@ -16,7 +16,8 @@ def service_of(world, monkeypatch, name):
     service = BrokerRpc()
     service._registry, service._ask = world.registry, lambda question: asyncio.sleep(0)
     service.visits = Visits(Access(()))
-    service._metrics, service._may_rest, service._logged = world.metrics, lambda group, broker: False, set()
+    service._metrics = world.metrics
+    service._logged = set()
     broker = world.registry.directory.find(BrokerKey(name, 20881))
     said = {"hostname": broker.hostname, "ip": broker.ip, "incarnation": broker.incarnation}
     return service, said | {"serve_port": 20881, "sync_port": 20882, "control_port": 20883, "metrics_port": 20884}

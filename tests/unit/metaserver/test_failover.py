@@ -227,27 +227,7 @@ async def test_a_silent_machine_is_noticed_without_a_closed_connection(tmp_path)
     assert world.registry.is_gone(master, 2000).startswith("it is silent for")
 
 
-@pytest.mark.parametrize(
-    ("setting", "of_the_group", "timeout_ms", "rest"),
-    [
-        pytest.param(False, "", 5000, ["g1-a", "g1-b"], id="nobody acts on a silence of seconds"),
-        pytest.param(True, "", 5000, ["g1-b"], id="of a master that is watched, somebody does"),
-        pytest.param(False, "on", 5000, ["g1-b"], id="also if that is said of its group alone"),
-        pytest.param(True, "off", 5000, ["g1-a", "g1-b"], id="or of the others"),
-        pytest.param(False, "", 4999, [], id="a short time-out takes rest for silence"),
-    ],
-)
-async def test_who_is_not_watched_may_beat_less_often(tmp_path, setting, of_the_group, timeout_ms, rest):
-    world = World(tmp_path / "database")
-    await world.open()
-    await world.running_copies()
-    settings = replace(world.settings, failover=setting, heartbeat_timeout_ms=timeout_ms)
-    failovers = Failovers(world.registry, None, settings)
-    group = replace(world.registry.directory.groups["g1"], failover=of_the_group)
-    assert [one.hostname for one in (group.master, *group.slaves) if failovers.may_rest(group, one)] == rest
-
-
-async def test_a_slave_that_rests_is_no_reason_to_look_for_silent_masters(tmp_path, monkeypatch):
+async def test_slave_heartbeats_do_not_shorten_the_pause(tmp_path, monkeypatch):
     monkeypatch.setattr("qmq.metaserver.roles.failover.until_next_second", lambda now_s: 1.0)
     world = World(tmp_path / "database")
     await world.open()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 from contextlib import closing, suppress
-from dataclasses import replace
 
 import pytest
 from sqlalchemy.exc import IntegrityError
@@ -14,7 +13,7 @@ from qmq.metaserver.cluster import upkeep as module
 from qmq.metaserver.cluster.liveness import Question
 from qmq.metaserver.cluster.snapshot import Snapshots
 from qmq.metaserver.cluster.upkeep import Upkeep
-from qmq.metaserver.model import AuditRow, BrokerKey, LeaseRow, MetaserverRow, ReadonlyMark
+from qmq.metaserver.model import AuditRow, BrokerKey, MetaserverRow, ReadonlyMark
 from qmq.metaserver.storage.changes import RemoveRoute, SetMark, SetRoute
 from qmq.metaserver.storage.errors import ValueRefused
 from qmq.replication.points import Point
@@ -250,100 +249,6 @@ async def test_a_metaserver_gives_up_its_place_though_what_it_heard_last_cannot_
     monkeypatch.setattr(world.database.repository, "store_points", refuse)
     await upkeep.stop()
     assert await world.database.read(lambda r: r.load_metaservers()) == []
-
-
-WISH = LeaseRow("watchdog/default", "n1", 0, 0, "10.0.0.1:8090")
-
-
-async def hold(upkeep, seen=WISH):
-    return await upkeep.hold_lease(replace(WISH, term=seen.term, beat=seen.beat), take=False, release=False)
-
-
-async def follows(upkeep, monkeypatch):
-    """Begin to follow the database; by itself it looks once now, and then not before long."""
-    monkeypatch.setattr(module, "until_next_second", lambda now_s, every_s: 1000.0)
-    monkeypatch.setattr(module, "SECOND_S", 0.0)
-    following = asyncio.create_task(upkeep._follow())
-    while upkeep._rest is None:
-        await asyncio.sleep(0)
-    return following
-
-
-async def soon(is_so):
-    async with asyncio.timeout(10):
-        while not is_so():
-            await asyncio.sleep(0.001)
-
-
-async def test_a_metaserver_that_is_alone_looks_in_the_transaction_of_a_lease(tmp_path, monkeypatch):
-    """A watchdog keeps its lease every two seconds: a look of its own each time would cost another call."""
-
-    world, upkeep = await made(tmp_path)
-    following = await follows(upkeep, monkeypatch)
-    rest = upkeep._rest
-    rows = [await hold(upkeep)]
-    rows.append(await hold(upkeep, rows[0]))
-    assert [(row.node, row.term, row.beat) for row in rows] == [("n1", 1, 0), ("n1", 1, 1)]
-    assert [row.beat for row in world.registry.peers()] == [3], "it lives, for itself"
-    assert upkeep._rest is rest, "nobody was woken"
-    assert rest.when() - asyncio.get_running_loop().time() <= module.LOOKED_S < 3, "should the watchdog go"
-    following.cancel()
-
-
-async def test_a_look_waits_for_a_lease_that_is_kept_in_the_same_moments(tmp_path, monkeypatch):
-    """A watchdog and a metaserver on one machine wake together: the look came a moment earlier, never along."""
-
-    world, upkeep = await made(tmp_path)
-    monkeypatch.setattr(module, "until_next_second", lambda now_s, every_s: module.ALONE_S)
-    now_s = asyncio.get_running_loop().time()
-    await world.registry.catch_up(upkeep._show_life)
-    assert upkeep._until_look_s(now_s) == module.ALONE_S
-    await hold(upkeep)
-    assert upkeep._until_look_s(now_s + module.ALONE_S) == module.LOOKED_S > module.ALONE_S
-    assert upkeep._until_look_s(now_s + 2 * module.ALONE_S) == module.ALONE_S, "the watchdog is gone"
-
-
-async def test_what_a_look_in_the_transaction_of_a_lease_finds_is_read_at_once(tmp_path, monkeypatch):
-    world, upkeep = await made(tmp_path)
-    repository = world.database.repository
-    following = await follows(upkeep, monkeypatch)
-    repository.change([SetMark(ReadonlyMark("elsewhere", "g1"))])
-    await hold(upkeep)
-    await soon(lambda: world.registry.directory.is_marked("g1", "elsewhere"))
-    repository.beat(MetaserverRow("m2", "h", "g", 1, "1"))
-    await hold(upkeep)
-    await soon(lambda: {row.id for row in world.registry.peers()} == {"m1", "m2"})
-    assert next(row.beat for row in repository.load_metaservers() if row.id == "m1") > 1, "the other one times it"
-    following.cancel()
-
-
-async def test_many_leases_do_not_make_many_looks_and_none_where_others_look_more_often(tmp_path, monkeypatch):
-    world, upkeep = await made(tmp_path)
-    repository, looks = world.database.repository, []
-    look_along = repository.hold_lease_and_look
-
-    def counted(wish, *, take, release):
-        looks.append(wish)
-        return look_along(wish, take=take, release=release)
-
-    monkeypatch.setattr(repository, "hold_lease_and_look", counted)
-    await hold(upkeep)
-    assert not looks, "before it looked by itself for the first time"
-    following = await follows(upkeep, monkeypatch)
-    monkeypatch.setattr(module, "SECOND_S", 1000.0)
-    await hold(upkeep)
-    assert not looks, "it looked a moment ago"
-    monkeypatch.setattr(module, "SECOND_S", 0.0)
-    await hold(upkeep)
-    assert len(looks) == 1
-    upkeep._shown_until_s = 0.0
-    await hold(upkeep)
-    assert len(looks) == 1, "its row is to be stored again: by that it learns whether the database takes anything"
-    following.cancel()
-    repository.beat(MetaserverRow("m2", "h", "g", 1, "1"))
-    await world.registry.catch_up(upkeep._show_life)
-    await hold(upkeep)
-    assert len(looks) == 1, "it polls"
 
 
 async def test_what_was_heard_of_a_group_is_not_stored_for_another_one_of_its_name(tmp_path):

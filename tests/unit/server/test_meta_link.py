@@ -155,9 +155,9 @@ async def test_a_process_begins_until_a_metaserver_gave_it_its_part(tmp_path):
 class Meta:
     """A metaserver on a virtual clock: answers each heartbeat after `answers_s`, and none from `silent_at_s` on."""
 
-    def __init__(self, loop, *, answers_s=0.0, silent_at_s=float("inf"), answers_each=True):
+    def __init__(self, loop, *, answers_s=0.0, silent_at_s=float("inf")):
         self.loop, self.answers_s, self.silent_at_s = loop, answers_s, silent_at_s
-        self.part = pb.Assignment(broker_group="g1", term=5, may_rest=True, answers_each=answers_each)
+        self.part = pb.Assignment(broker_group="g1", term=5)
         self.registers_s = []
 
     async def Register(self, identity, *, timeout, **words):
@@ -205,7 +205,7 @@ def leaves(monkeypatch, meta_of, *, lives=1, pause_s=None, most_s=300.0):
     [
         pytest.param(1000, 2, id="it never answered"),
         pytest.param(1004, 6, id="from a heartbeat on"),
-        pytest.param(1004.1, 8, id="from the moment after an answer on: a broker that rests asks two seconds later"),
+        pytest.param(1004.1, 7, id="from the moment after an answer on"),
     ],
 )
 def test_a_metaserver_that_leaves_a_heartbeat_without_an_answer_is_left_after_two_seconds(
@@ -213,11 +213,6 @@ def test_a_metaserver_that_leaves_a_heartbeat_without_an_answer_is_left_after_tw
 ):
     (stayed_s,) = leaves(monkeypatch, lambda loop: Meta(loop, silent_at_s=silent_at_s))
     assert stayed_s == pytest.approx(leaves_s)
-
-
-def test_an_older_metaserver_that_answers_some_heartbeats_only_is_left_after_ten(monkeypatch):
-    (stayed_s,) = leaves(monkeypatch, lambda loop: Meta(loop, silent_at_s=1000, answers_each=False))
-    assert stayed_s == pytest.approx(10)
 
 
 def test_busy_metaservers_are_left_less_and_less_often(monkeypatch):
@@ -238,7 +233,7 @@ def test_patience_is_short_again_once_answers_were_quick_for_a_while():
     assert patience.limit_s == SILENT_S_MAX
     limits = []
     for second in range(0, 60, 3):
-        patience.asked(second, is_each_answered=True)
+        patience.asked(second)
         patience.answered(second + (0.1 if second >= 30 else 2.0))
         limits.append(patience.limit_s)
     assert limits[:3] == [SILENT_S_MAX, SILENT_S_MAX, 4.0]
@@ -246,48 +241,27 @@ def test_patience_is_short_again_once_answers_were_quick_for_a_while():
     assert limits[-1] == SILENT_S
 
 
-RESTS = pb.Assignment(broker_group="g1", term=5, may_rest=True)
-
-
-def seconds_of_beats(monkeypatch, *, told, until_s, changes_at_s=()):
-    """Return when a broker beats whose log grows at some times, on a loop that begins at 1000 s."""
+def test_broker_sends_a_heartbeat_every_second(monkeypatch):
     loop, beats = VirtualLoop(1), []
 
     async def test() -> None:
-        node = SimpleNamespace(heard_metaserver=lambda clock_ms: None)
-        service = SimpleNamespace(node=node, guarded=lambda call: None, state_changed=asyncio.Event())
+        service = SimpleNamespace(state_changed=asyncio.Event())
         link = MetaLink(service, SETTINGS)
-        monkeypatch.setattr(link, "_assign", lambda message: None)
-        link._heard(told)
-        monkeypatch.setattr(
-            meta_link, "state_message", lambda *_: pb.BrokerState(log_end=sum(s <= loop.time() for s in changes_at_s))
-        )
-        async with asyncio.timeout(None) as silence, aclosing(link._beats(silence)) as told_beats:
-            async for _ in told_beats:
+        monkeypatch.setattr(meta_link, "state_message", lambda *_: pb.BrokerState())
+        async with asyncio.timeout(None) as silence, aclosing(link._beats(silence)) as states:
+            async for _ in states:
                 beats.append(loop.time())
-                if loop.time() >= until_s:
+                link._patience.answered(loop.time())
+                if loop.time() == 1001:
+                    loop.call_at(1001.4, service.state_changed.set)
+                if loop.time() >= 1003:
                     return
 
     try:
         loop.run_until_complete(test())
     finally:
         loop.close()
-    return beats
-
-
-@pytest.mark.parametrize(
-    ("told", "changes_at_s", "beats"),
-    [
-        pytest.param(pb.Assignment(term=5), (), [1000, 1001, 1002, 1003, 1004], id="each second unless it may rest"),
-        pytest.param(RESTS, (), [1000, 1002, 1004], id="every other second while nothing is new"),
-        pytest.param(RESTS, (1001,), [1000, 1001, 1002, 1004], id="with the next second what is new"),
-        pytest.param(RESTS, (1001, 1002, 1003), [1000, 1001, 1002, 1003, 1004], id="each second under load"),
-    ],
-)
-def test_a_broker_that_may_rest_beats_every_other_second_unless_it_has_something_new_to_say(
-    monkeypatch, told, changes_at_s, beats
-):
-    assert seconds_of_beats(monkeypatch, told=told, until_s=1004, changes_at_s=changes_at_s) == beats
+    assert beats == [1000, 1001, 1001.4, 1002, 1003], "and at once when its state changes"
 
 
 def test_an_answer_that_says_only_what_time_it_is_changes_no_part(monkeypatch):
