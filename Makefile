@@ -69,7 +69,7 @@ bench-outbox: $(STAMP) ## ROWS (default 1000000) stuck in an outbox on MariaDB, 
 	@exec $(PY) -m benchmarks.outbox --rows "$(or $(ROWS),1000000)"
 
 outbox: $(STAMP) ## random schedules of outboxes and watchdogs on MariaDB and PostgreSQL: SEEDS (default 100) on each
-	@$(PY) -m tests.outbox --seeds "$(or $(SEEDS),100)"
+	@$(PY) -m tests.simulation.outbox --seeds "$(or $(SEEDS),100)"
 
 transcripts: $(STAMP) ## write tests/transcripts/*.txt anew after a change on purpose; review the diff
 	@$(PY) -m tests.transcripts

@@ -13,7 +13,7 @@ from qmq.states import TransitionTable
 
 if TYPE_CHECKING:
     from qmq.replication.node import Node
-    from tests.simulation.machine import Machine
+    from tests.simulation.cores.machine import Machine
 
 _BY_HAND = "no group of the simulations waits until an operator has its slaves filled"
 _OVER = "it is over: nothing is under way any more that a fault could meet"

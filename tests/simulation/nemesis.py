@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from qmq.errors import CorruptFrame
 from qmq.types import Role
+from tests.simulation.cores.registry import META
 from tests.simulation.coverage import states_of, states_of_node
 from tests.simulation.medium import Medium
-from tests.simulation.registry import META
 from tests.simulation.ways import way_to
 
 if TYPE_CHECKING:
-    from tests.simulation.machine import Machine, Process
-    from tests.simulation.world import World
+    from tests.simulation.cores.machine import Machine, Process
+    from tests.simulation.cores.world import World
 
 REACHED_MS = 0.0, 0.0, 0.1, 1.0, 10.0
 """How long at most after a copy came to its state a steered seed strikes: some states end with the next packet."""

@@ -7,19 +7,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.delay_simulation import nemesis as delay_nemesis
-from tests.delay_simulation import planted as delay_planted
-from tests.delay_simulation import world as delay_world
-from tests.outbox import planted as outbox_planted
-from tests.outbox import world as outbox_world
-from tests.shell_simulation import nemesis as shell_nemesis
-from tests.shell_simulation import planted as shell_planted
-from tests.shell_simulation import world as shell_world
-from tests.simulation import nemesis, planted, world
-from tests.simulation.clones import CLONE_FAULTS
+from tests.simulation import nemesis
+from tests.simulation.cores import planted, world
+from tests.simulation.cores.clones import CLONE_FAULTS
+from tests.simulation.cores.many_copies import MANY_FAULTS
 from tests.simulation.coverage import STATES
-from tests.simulation.many_copies import MANY_FAULTS
+from tests.simulation.delay import nemesis as delay_nemesis
+from tests.simulation.delay import planted as delay_planted
+from tests.simulation.delay import world as delay_world
+from tests.simulation.outbox import planted as outbox_planted
+from tests.simulation.outbox import world as outbox_world
 from tests.simulation.outcome import Outcome
+from tests.simulation.shells import nemesis as shell_nemesis
+from tests.simulation.shells import planted as shell_planted
+from tests.simulation.shells import world as shell_world
 from tests.simulation.steering import UNSTEERED, Steering
 from tests.support.planting import Bug
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.simulation.bugs import assert_found
-from tests.simulation.planted import BUGS, CLONE_BUGS
+from tests.simulation.cores.planted import BUGS, CLONE_BUGS
 from tests.simulation.scenarios import SCENARIOS
 from tests.support.planting import Bug
 

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.simulation.cores.world import simulate
 from tests.simulation.coverage import STATES, Met
 from tests.simulation.outcome import Outcome, assert_well
 from tests.simulation.scenarios import SCENARIOS, kept_seeds, of_mix
 from tests.simulation.steering import UNSTEERED, Steering
-from tests.simulation.world import simulate
 
 SEEDS = range(10_001, 10_161)
 MOVES = range(10_001, 10_041)

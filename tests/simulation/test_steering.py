@@ -12,17 +12,17 @@ from qmq.client.session_life import SESSION
 from qmq.log.health import HEALTH
 from qmq.replication.follower import FOLLOWER
 from qmq.replication.slave_life import SLAVE
+from tests.simulation.cores.many_copies import MANY_FAULTS
+from tests.simulation.cores.planted import BUGS
+from tests.simulation.cores.world import Swarm, simulate
 from tests.simulation.coverage import NOT_MET, STATES
-from tests.simulation.many_copies import MANY_FAULTS
 from tests.simulation.nemesis import FAULTS
 from tests.simulation.outcome import Outcome
-from tests.simulation.planted import BUGS
 from tests.simulation.run import main
 from tests.simulation.scenarios import SCENARIOS, kept_seeds
 from tests.simulation.shrink import shrink
 from tests.simulation.steering import Steering
 from tests.simulation.ways import WAYS
-from tests.simulation.world import Swarm, simulate
 from tests.support.planting import planted
 
 TABLES = FOLLOWER, SLAVE, HEALTH, SESSION, BATCH_LIFE

@@ -1,0 +1,323 @@
+"""Groups of more than two copies: the row names several slaves, and copies promise before one is chosen.
+
+Any of them dies, any two are cut from each other; one of them loses what its disk had, is damaged or replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from qmq.errors import OperatorError
+from qmq.metaserver.model import Broker, BrokerKey, Directory, Group, Points, ReplicaState
+from qmq.metaserver.roles import promotion, rules
+from qmq.metaserver.roles.promotion import Facts
+from qmq.metaserver.roles.rules import RoleChange
+from qmq.metaserver.storage.changes import RememberPoint
+from qmq.types import Role
+from tests.simulation.cores.recovery import Recovery
+from tests.simulation.cores.registry import GROUP, META, Metaserver, full_state, new_broker
+from tests.simulation.nemesis import FAULTS, Nemesis
+
+if TYPE_CHECKING:
+    from tests.simulation.cores.machine import Process
+    from tests.simulation.cores.world import World
+
+LOOKS_BEFORE_ROW_IS_RAISED = 5
+"""A promise that came to nothing keeps a copy from following the master; the row gets its term then."""
+
+
+class ManyCopies(Metaserver):
+    """The metaserver of a group of more than two copies."""
+
+    def __init__(self, world: World, names: list[str], min_copies: int) -> None:
+        super().__init__(world, names[0], names[1])
+        slaves = tuple(new_broker(name, Role.SLAVE) for name in names[1:])
+        self.group = replace(self.group, slaves=slaves, min_copies=min_copies)
+        self._group_before = self.group
+        self._promised_looks = 0
+        self.choices = 0
+        """Failovers and swaps under way."""
+        self.is_in_peace = False
+        self._lives: dict[str, Process] = {}
+        """Who has registered: only such a process is told of the row."""
+        self._recovery = Recovery(world, self)
+
+    # Brokers.
+
+    def _register(self, process: Process) -> bool:
+        name = process.name
+        if not super()._register(process):
+            return False
+        if self._lives.get(name) is process:
+            return True
+        if rules.needs_new_life(self.group, BrokerKey(name, 1)):
+            if not self.change(rules.renew(self.group, above=self._floor())):
+                return False
+            self._events.count("master began a new life")
+        self._lives[name] = process
+        return True
+
+    def push(self, process: Process) -> None:
+        if self._lives.get(process.name) is process:
+            super().push(process)
+
+    def _tell(self, process: Process, known: Points) -> None:
+        part = self.assignment(process.name)
+        process.node.remembered_elsewhere(
+            known.by_incarnation.values(),
+            loss_accepted_term=known.loss_accepted_term,
+            may_be_behind=part is not None and part.may_be_behind,
+        )
+
+    def may_forget(self, name: str) -> bool:
+        """Outside the moment between a promise and the choice that rests on it, as docs/decisions/0043 has it; and the
+        master's disk only if the row knows what was acknowledged, or a slave that has all of it is waited for."""
+        assert self.group.master is not None
+        known = max((point.end for point in self.points.values()), default=0)
+        is_master = self.group.master.hostname == name
+        is_kept = not is_master or known >= self._world.oracle.committed.end or self._is_one_waited_for()
+        return not self.choices and is_kept
+
+    def _is_one_waited_for(self) -> bool:
+        return any(self._world.holds_all(self._world.machine(one.hostname)) for one in rules.awaited(self.group))
+
+    # Changes.
+
+    def _floor(self) -> int:
+        """The newest term that was given out, or promised by who is reached."""
+        return max(self.group.term, self._promised())
+
+    def _promised(self) -> int:
+        up = [self._reach(machine.name) for machine in self._world.machines]
+        return max((process.node.identity.value.promised for process in up if process is not None), default=0)
+
+    def _choose(self, change: RoleChange, group: Group, chosen: Broker, said: ReplicaState) -> bool:
+        """Make a slave the master, and remember what it was chosen with."""
+        if not self.change(change):
+            return False
+        for one in promotion.changes_of(change, group, chosen, said):
+            if isinstance(one, RememberPoint):
+                known = self.points.get(one.incarnation)
+                self.points[one.incarnation] = one.point if known is None else max(known, one.point)
+        return True
+
+    def look(self) -> None:
+        """Now and then: is the master gone, and was something promised that came to nothing?"""
+        self._events.between(20, 200, self.look)
+        assert self.group.master is not None
+        if not self.is_up:
+            return
+        master = self._reach(self.group.master.hostname)
+        is_gone = master is None
+        if master is not None and self._lives.get(master.name) is master:
+            self._note(master.name, full_state(master))  # a change of who is in sync is reported at once
+        self._raise_row(is_gone)
+        is_taken_for_gone = not self.is_in_peace and self._events.chance(0.03)
+        if is_gone or is_taken_for_gone:
+            self._fail_over(self.group)
+
+    def _raise_row(self, is_gone: bool) -> None:
+        promised = self._promised()
+        self._promised_looks = self._promised_looks + 1 if promised > self.group.term and not is_gone else 0
+        if self._promised_looks > LOOKS_BEFORE_ROW_IS_RAISED:
+            self._promised_looks = 0
+            if self.change(rules.renew(self.group, above=promised - 1)):
+                self._events.count("row raised")
+
+    def _fail_over(self, group: Group) -> None:
+        """Each slave promises at its own time; the best of enough is chosen, some time later."""
+        events, facts = self._events, self._facts(group)
+        if facts is None:
+            return
+        if refused := promotion.refusal(facts):
+            return events.count(f"no failover: {refused[0].value}")
+        said: dict[BrokerKey, ReplicaState] = {}
+        hold_ms = events.rng.choice((50, 500, 3000))
+
+        def ask(slave: Broker) -> None:
+            process = self._reach(slave.hostname)
+            if process is None or not self.is_up:
+                return
+            node, term = process.node, facts.new_term
+            try:
+                process.guarded(
+                    lambda: node.prepare_failover(
+                        group.term, hold_ms=hold_ms, silent_ms=1500, heard_ms_ago=None, promised_term=term
+                    )
+                )
+            except OperatorError:
+                return events.count("no promise")
+            answer(process, slave)
+
+        def answer(process: Process, slave: Broker) -> None:
+            """Once all that it has is fsynced."""
+            if not process.is_alive:
+                return
+            if not process.log.is_idle:
+                return events.between(1, 5, lambda: answer(process, slave))
+            state = full_state(process)
+            if state.promised_term >= facts.new_term:
+                events.count("promised")
+                said[slave.key] = state
+
+        def choose() -> None:
+            self.choices -= 1
+            self._choose_among(replace(facts, slaves_said=said))
+
+        self.choices += 1
+        for slave in facts.eligible:
+            events.between(0, 20, lambda slave=slave: ask(slave))  # type: ignore[misc]
+        events.between(20, events.rng.choice((40, 2000)), choose)
+
+    def _choose_among(self, facts: Facts) -> None:
+        """Those that promised."""
+        if not self.is_up or facts.group.term != self.group.term:
+            return self._events.count("no failover: it is too late")
+        if refused := promotion.refusal(facts):
+            return self._events.count(f"no failover: {refused[0].value}")
+        best, best_said = facts.best, facts.best_said
+        chosen = self._reach(best.hostname)
+        if chosen is not None:
+            self._world.oracle.chosen(chosen.log)
+        if self._choose(promotion.choose(facts), facts.group, best, best_said):
+            self._events.count("failed over")
+
+    def replace(self, role: Role, *, accept_loss: bool = False) -> None:
+        """Nobody exchanges roles by hand."""
+
+    def accept_loss(self, kept: str) -> None:
+        """ReplaceBroker with `acceptLoss`: this broker, stopped as the master is, goes on as the master."""
+        (broker,) = (broker for broker in self.group.brokers if broker.hostname == kept)
+        row, wanted = Directory({GROUP: self.group}), replace(broker, role=Role.MASTER)
+        change, _ = rules.replace_broker(
+            row, wanted, lambda one: self._reach(one.hostname) is not None, accept_loss=True
+        )
+        if change is not None and self.change(replace(change, above=self._floor())):
+            self.loss_accepted_term = self.group.term
+            self.group = replace(self.group, lost_term=self.group.term)
+            self._events.count("loss accepted")
+
+    def swap(self) -> None:
+        """SwapRoles with any slave, step by step; it may end after each of them."""
+        group, events, life = self.group, self._events, self.life
+        assert group.master is not None
+        hold_ms, master = events.rng.choice((50, 300, 2000)), group.master.hostname
+        slave = events.rng.choice(group.slaves)
+        deadline_ms = events.now_ms + 2 * hold_ms
+
+        def goes_on() -> bool:
+            return self.is_up and self.life == life and not events.chance(0.05)
+
+        def prepare() -> None:
+            process = self._reach(master)
+            if process is None or not goes_on():
+                return ended()
+            try:
+                process.guarded(lambda: process.node.prepare_swap(group.term, hold_ms, target=slave.incarnation))
+            except OperatorError:
+                return ended()
+            events.count("swap prepared")
+            events.between(0, 20, drained)
+
+        def drained() -> None:
+            process = self._reach(master)
+            if process is None or not goes_on() or events.now_ms > deadline_ms:
+                return ended()
+            if process.node.master is None or not process.node.master.is_drained_to(slave.incarnation):
+                return events.between(5, 20, drained)
+            term = self._floor() + 1
+            process.guarded(lambda: process.node.promise_swap(term, target=slave.incarnation))
+            if process.is_alive:
+                at_end = full_state(process)
+                events.between(0, 80, lambda: exchange(term, at_end))
+            else:
+                ended()
+
+        def exchange(term: int, at_end: ReplicaState) -> None:
+            process = self._reach(slave.hostname)
+            ended()
+            if process is None or not goes_on() or group.term != self.group.term:
+                return
+            try:
+                rules.check_same_log(at_end, full_state(process))
+                change = rules.swap_roles(self.group, term=group.term, to=slave.key)
+            except OperatorError:
+                return events.count("no swap: the logs differ")
+            if self._choose(replace(change, above=term - 1), group, slave, at_end):
+                events.count("swapped")
+
+        def ended() -> None:
+            self.choices -= 1
+
+        self.choices += 1
+        events.between(0, 20, prepare)
+
+    # Peace.
+
+    def look_after(self) -> None:
+        """An operator does what Doctor names."""
+        self.is_in_peace = True
+        self._recovery.look()
+
+
+class ManyNemesis(Nemesis):
+    """Strikes any copy, and between any two."""
+
+    def faults(self) -> dict[str, Callable[[Any], bool]]:
+        return MANY_FAULTS
+
+    def _two(self) -> tuple[str, str]:
+        one, other = self._rng.sample([machine.name for machine in self._world.machines], 2)
+        return one, other
+
+    def power_everywhere(self) -> bool:
+        """At times one disk has lied for a while before."""
+        if self._rng.random() < 0.5:
+            return super().power_everywhere()
+        system = self.victim.disk.system
+        system.is_lying = True
+
+        def power() -> None:
+            self.victim.die("power everywhere, and its flushes were lies", power=True)
+            system.is_lying = False
+            Nemesis.power_everywhere(self)
+
+        self._events.between(5, 300, power)
+        return True
+
+    def cut(self) -> bool:
+        return self._cut_between(*self._two(), both_ways=True)
+
+    def cut_one_way(self) -> bool:
+        return self._cut_between(*self._two(), both_ways=False)
+
+    def failover(self) -> bool:
+        """The master dies."""
+        group = self._world.metaserver.group
+        assert group.master is not None
+        self._world.machine(group.master.hostname).die("failover", power=self._rng.random() < 0.5)
+        return True
+
+    def cut_off_master(self) -> bool:
+        """The master loses its way to the metaserver and to all slaves but one, and that one loses its own a bit later,
+        when it may have promised to follow nobody."""
+        group = self._world.metaserver.group
+        assert group.master is not None
+        name = group.master.hostname
+        others = [machine.name for machine in self._world.machines if machine.name != name]
+        self._rng.shuffle(others)
+        for other in (META, *others[1:]):
+            self._cut_between(name, other, both_ways=True)
+        self._events.between(20, 400, lambda: self._cut_off(others[0], (META, *others[1:])))
+        return True
+
+    def _cut_off(self, name: str, others: tuple[str, ...]) -> None:
+        for other in others:
+            self._cut_between(name, other, both_ways=True)
+
+
+MANY_FAULTS: dict[str, Callable[[Any], bool]] = {
+    name: getattr(ManyNemesis, name) for name in (*FAULTS, "cut_off_master") if name != "replace"
+}

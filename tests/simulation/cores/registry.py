@@ -1,0 +1,425 @@
+"""The metaserver: one row per group, changed by compare-and-set with the real rules of `metaserver.roles.rules`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from qmq.errors import OperatorError
+from qmq.metaserver.model import Broker, BrokerKey, Directory, Group, Points, ReplicaState
+from qmq.metaserver.roles import promotion, rules
+from qmq.metaserver.roles.promotion import Facts
+from qmq.replication.assignment import Address, Assignment
+from qmq.replication.points import Point
+from qmq.types import Role
+from tests.simulation.events import Violation
+
+if TYPE_CHECKING:
+    from tests.simulation.cores.machine import Process
+    from tests.simulation.cores.world import World
+
+GROUP = "g"
+META = "meta"
+
+
+class Metaserver:
+    """The row and who asks for it. Its own death is an outage: nobody is answered, swaps stop where they are."""
+
+    def __init__(self, world: World, master: str, slave: str) -> None:
+        self._world, self._events = world, world.events
+        self.is_up = True
+        self.life = 0
+        self.points: dict[str, Point] = {}
+        """Incarnation -> the newest acknowledged point that its copy told."""
+        self.loss_accepted_term = 0
+        """In this term an operator gave up what older points say; 0: never."""
+        self._unseen_disks: set[str] = set()
+        self.master_is_refused = False
+        """Its disk was replaced just when it became the master: an operator has to give the part to the other."""
+        self.marks: frozenset[str] = frozenset()
+        self.fails_over = False
+        """Whether it makes the slave the master by itself."""
+        self._said: dict[str, ReplicaState] = {}
+        """Hostname -> its newest report."""
+        self._masters: dict[int, str] = {1: master}
+        self.group = Group(GROUP, 1, new_broker(master, Role.MASTER), (new_broker(slave, Role.SLAVE),), 0)
+        self._group_before = self.group
+
+    # Brokers.
+
+    def poll(self, process: Process) -> None:
+        """A broker's stream to the metaserver: it says how it is and hears of the row, some time later, or never."""
+        network, events = self._world.network, self._events
+        if not self.is_up or not network.is_through(process.name, META):
+            return
+        state = full_state(process) if self.fails_over else _state(process)
+        incarnation = process.node.identity.value.incarnation
+
+        def heard() -> None:
+            if not self.is_up or not network.is_through(process.name, META) or not process.is_alive:
+                return
+            if not self._register(process):
+                return
+            self._note(process.broker, state)
+            if state.point is not None:
+                known = self.points.get(incarnation)
+                self.points[incarnation] = state.point if known is None else max(known, state.point)
+            self._tell_points(process)
+            self.push(process)
+
+        events.after(network.delay_ms(process.name, META), heard)
+
+    def _tell_points(self, process: Process) -> None:
+        """The answer to a registration, which a broker repeats with each new stream."""
+        known = self.known_points()
+
+        def arrive() -> None:
+            if process.is_alive:
+                process.heard_points = list(known.by_incarnation.values())
+                process.guarded(lambda: self._tell(process, known))
+
+        self._events.after(self._world.network.delay_ms(META, process.name), arrive)
+
+    def _tell(self, process: Process, known: Points) -> None:
+        points = known.by_incarnation.values()
+        process.node.remembered_elsewhere(points, loss_accepted_term=known.loss_accepted_term)
+
+    def known_points(self) -> Points:
+        """Those that nobody gave up."""
+        accepted = self.loss_accepted_term
+        points = {name: point for name, point in self.points.items() if point.epoch.term >= accepted}
+        return Points(points, accepted)
+
+    def push(self, process: Process) -> None:
+        """Tell a broker its part: late, perhaps twice, perhaps of a row that is old by then."""
+        network, events = self._world.network, self._events
+        assignment, row = self.assignment(process.broker), self.broker(process.broker)
+        if assignment is None or row is None or row.instance not in ("", process.node.identity.instance):
+            return
+
+        def arrive() -> None:
+            if process.is_alive and network.is_through(META, process.name):
+                process.assign(assignment)
+
+        events.after(network.delay_ms(META, process.name), arrive)
+        if events.chance(0.05):
+            events.count("stale assignment")
+            events.between(50, 4000, arrive)
+
+    def push_all(self) -> None:
+        for machine in self._world.machines:
+            process = machine.process
+            if process is not None and self._events.chance(0.8):
+                self.push(process)
+
+    def broker(self, name: str) -> Broker | None:
+        return Directory({GROUP: self.group}).find(_key(name))
+
+    def assignment(self, name: str) -> Assignment | None:
+        if (broker := self.broker(name)) is None:
+            return None
+        group = self.group
+        slaves = tuple(_address(slave) for slave in group.slaves)
+        master = _address(group.master) if group.master else None
+        marks = tuple(sorted(self.marks))
+        awaited = tuple(str(slave.key) for slave in rules.awaited(group))
+        return Assignment(GROUP, group.term, broker.role, master, slaves, marks, (), group.min_copies, awaited=awaited)
+
+    def _register(self, process: Process) -> bool:
+        name, identity = process.broker, process.node.identity
+        known, incarnation = self.broker(name), identity.value.incarnation
+        if known is None:
+            return False
+        said = replace(known, ip=process.name, incarnation=incarnation, instance=identity.instance)
+        is_elsewhere = rules.is_elsewhere(known, said)
+        if is_elsewhere and self._reach(name) is not None:
+            self._refuse_copy(process)
+            return False
+        if known.role == Role.MASTER and rules.is_older(known, said, identity.value.term, self._said.get(name)):
+            self._events.count("older copy refused")
+            return False
+        if is_elsewhere:
+            self._events.count("began elsewhere")
+            return self.begin_elsewhere(said)
+        try:
+            rules.check_registration(known, incarnation)
+        except OperatorError:
+            self._events.count("registration refused")
+            self.master_is_refused = True
+            return False
+        self._unseen_disks.discard(name)
+        if known != said:
+            self._put_member(replace(said, complete=known.complete and known.incarnation == incarnation))
+        return True
+
+    def begin_elsewhere(self, said: Broker) -> bool:
+        return self.change(rules.begin_elsewhere(self.group, said, above=self.group.term))
+
+    def _refuse_copy(self, process: Process) -> None:
+        """Another process serves in its place."""
+        self._events.count("copy refused")
+
+        def arrive() -> None:
+            process.guarded(lambda: process.node.lose_part("another process has it"))
+
+        self._events.after(self._world.network.delay_ms(META, process.name), arrive)
+
+    def _put_member(self, broker: Broker) -> None:
+        if broker.role == Role.MASTER:
+            self.group = replace(self.group, master=broker)
+        else:
+            slaves = tuple(broker if slave.key == broker.key else slave for slave in self.group.slaves)
+            self.group = replace(self.group, slaves=slaves)
+
+    def _note(self, name: str, state: ReplicaState) -> None:
+        self._said[name] = state
+        for slave in self.group.slaves:
+            complete = rules.slave_complete(self.group, slave, _key(name), state)
+            if complete is not None and slave.incarnation and slave.hostname not in self._unseen_disks:
+                self._put_member(replace(slave, complete=complete))
+
+    def may_forget(self, name: str) -> bool:
+        """Whether this machine's disk may lose at this moment what it said it had. Asked when it does: a lie is older,
+        and what was acknowledged since is lost with it."""
+        return True
+
+    def disk_replaced(self, name: str) -> None:
+        """An operator who replaces a slave's disk starts the broker before he changes roles."""
+        self._unseen_disks.add(name)
+        for slave in self.group.slaves:
+            if slave.hostname == name:
+                self._put_member(replace(slave, complete=False))
+
+    # Clients.
+
+    def route(self) -> str | None:
+        """Return who is the master, as a client with an old or a new route sees it."""
+        group = self.group if self._events.chance(0.9) else self._group_before
+        return group.master.ip if group.master else None
+
+    # Changes.
+
+    def change(self, change: rules.RoleChange) -> bool:
+        """Compare and set."""
+        if not self.is_up or change.term != self.group.term:
+            return False
+        self._group_before = self.group
+        self.master_is_refused = False
+        self.group = Group(
+            GROUP, change.new_term, change.master, change.slaves, 0, change.half_swapped, min_copies=change.min_copies
+        )
+        master = change.master.hostname if change.master else ""
+        if self._masters.setdefault(self.group.term, master) != master:
+            raise Violation(f"I13: two masters in term {self.group.term}")
+        slaves = " ".join(slave.hostname for slave in change.slaves)
+        self._events.note(f"row term={self.group.term} master={master} slaves={slaves}")
+        self.push_all()
+        return True
+
+    def go_down(self, ms: float) -> None:
+        self.is_up = False
+        self.life += 1
+
+        def up() -> None:
+            self.is_up = True
+
+        self._events.after(ms, up)
+
+    def replace(self, role: Role, *, accept_loss: bool = False) -> None:
+        """ReplaceBroker, by an operator who is sure that nobody runs: the other broker takes this role."""
+        group = self.group
+        if role == Role.MASTER:
+            broker = group.slave
+        else:
+            broker = group.master if not group.half_swapped else self._vacant()
+        if broker is None:
+            return
+        try:
+            wanted = replace(
+                new_broker(broker.hostname, role), incarnation=broker.incarnation, instance=broker.instance
+            )
+            row = Directory({GROUP: group})
+            change, _ = rules.replace_broker(row, wanted, lambda _: False, accept_loss=accept_loss)
+        except OperatorError as error:
+            self._events.count("role change refused")
+            self._events.note(f"refused: {error}")
+            return
+        if change is not None and self.change(change):
+            self._events.count("role change")
+
+    def _vacant(self) -> Broker | None:
+        holder = self.group.master.hostname if self.group.master else ""
+        return next((new_broker(m.name, Role.SLAVE) for m in self._world.machines if m.name != holder), None)
+
+    def swap(self) -> None:
+        """SwapRoles, step by step; it may end after each of them."""
+        group, life = self.group, self.life
+        if not self.is_up or group.master is None or group.slave is None or group.half_swapped:
+            return
+        events, hold_ms = self._events, self._events.rng.choice((50, 300, 2000))
+        master, slave = group.master.hostname, group.slave.hostname
+        deadline_ms = events.now_ms + 2 * hold_ms
+        hold_ends_ms = events.now_ms + hold_ms
+        at_end: list[ReplicaState] = []
+
+        def goes_on() -> bool:
+            return self.is_up and self.life == life and not events.chance(0.05)
+
+        reach = self._reach
+
+        def prepare() -> None:
+            process = reach(master)
+            if process is None or not goes_on():
+                return
+            try:
+                process.guarded(lambda: process.node.prepare_swap(group.term, hold_ms))
+            except OperatorError:
+                return
+            events.count("swap prepared")
+            events.between(0, 20, drained)
+
+        def drained() -> None:
+            process = reach(master)
+            if process is None or not goes_on() or events.now_ms > deadline_ms:
+                return cancel()
+            if process.node.master is None or not process.node.master.is_drained_to(""):
+                return events.between(5, 20, drained)
+            at_end.append(_state(process))
+            events.between(0, 50, compare)
+
+        def compare() -> None:
+            process = reach(slave)
+            if process is None or not goes_on():
+                return cancel()
+            try:
+                rules.check_same_log(at_end[0], _state(process))
+            except OperatorError:
+                return cancel()
+            events.between(0, 50, exchange)
+
+        def exchange() -> None:
+            if not goes_on() or events.now_ms > hold_ends_ms:
+                return cancel()
+            try:
+                change = rules.swap_roles(self.group, term=group.term)
+            except OperatorError:
+                return cancel()
+            if self.change(change):
+                events.count("swapped")
+
+        def cancel() -> None:
+            process = reach(master)
+            if process is not None and events.chance(0.7):
+                process.guarded(process.node.cancel_swap)
+
+        events.between(0, 20, prepare)
+
+    def look(self) -> None:
+        """Now and then: is the master gone? At times it is taken for gone although it is not."""
+        self._events.between(20, 200, self.look)
+        group = self.group
+        if not self.is_up or group.master is None or group.slave is None:
+            return
+        if self._reach(group.master.hostname) is None or self._events.chance(0.03):
+            self._fail_over(group)
+
+    def look_after(self) -> None:
+        """What an operator does in peace, besides."""
+
+    def _reach(self, name: str) -> Process | None:
+        """Return the process of a broker, at the place that the row names, if it can be asked."""
+        broker = self.broker(name)
+        place = broker.ip if broker else name
+        process = self._world.machine(place).process
+        return process if process is not None and self._world.network.is_through(META, place) else None
+
+    def _facts(self, group: Group) -> Facts | None:
+        """What is known now; None: the row has changed."""
+        if group != self.group or group.master is None or not group.slaves or not self.is_up:
+            return None
+        slaves = {slave.key: self._reach(slave.hostname) for slave in group.slaves}
+        reported = max((state.term for state in self._said.values()), default=0)
+        return Facts(
+            group,
+            reported,
+            max(reported, group.term),
+            self._said.get(group.master.hostname),
+            {key: full_state(process) for key, process in slaves.items() if process is not None},
+            self.known_points(),
+        )
+
+    def _fail_over(self, group: Group) -> None:
+        """As `roles.failover`, step by step; nobody asks whether the slave has a connection to its master."""
+        events, rng = self._events, self._events.rng
+        facts = self._facts(group)
+        if facts is None:
+            return
+        if refused := promotion.refusal(facts):
+            return events.count(f"no failover: {refused[0].value}")
+        slave = self._reach(facts.best.hostname)
+        assert slave is not None, "it answered"
+        hold_ms = rng.choice((50, 500, 3000))
+        try:
+            slave.guarded(
+                lambda: slave.node.prepare_failover(group.term, hold_ms=hold_ms, silent_ms=1500, heard_ms_ago=None)
+            )
+        except OperatorError:
+            return events.count("no failover: the slave refuses")
+
+        def exchange() -> None:
+            facts = self._facts(group)
+            if facts is None or promotion.refusal(facts) is not None:
+                return events.count("no failover: it is too late")
+            chosen = self._reach(facts.best.hostname)
+            if chosen is not None:
+                self._world.oracle.chosen(chosen.log)
+            if self.change(promotion.choose(facts)):
+                events.count("failed over")
+
+        events.between(0, rng.choice((20, 2000)), exchange)
+
+
+def _key(name: str) -> BrokerKey:
+    return BrokerKey(name, 1)
+
+
+def new_broker(name: str, role: Role) -> Broker:
+    return Broker(GROUP, role, name, name, 1, 2)
+
+
+def _address(broker: Broker) -> Address:
+    return Address(broker.ip, broker.serve_port, broker.sync_port, 0)
+
+
+def _state(process: Process) -> ReplicaState:
+    node = process.node
+    term = node.assignment.term if node.assignment else 0
+    role = node.assignment.role if node.assignment else Role.SLAVE
+    return ReplicaState(
+        role=role,
+        term=term,
+        log_end=process.log.end,
+        flushed_end=process.log.flushed_end,
+        chain=process.log.chain,
+        writable=node.writable,
+        durability="fsync",
+        readonly_reasons=tuple(node.readonly_reasons),
+        point=node.identity.points.own,
+    )
+
+
+def full_state(process: Process) -> ReplicaState:
+    """With what a failover asks for."""
+    node, known = process.node, process.node.identity.value
+    return replace(
+        _state(process),
+        term=known.term if node.role else 0,
+        boot=known.boot,
+        incarnation=known.incarnation,
+        instance=node.identity.instance,
+        in_step=node.master.in_step if node.master else (),
+        in_sync=node.slave is not None and node.slave.has_matched,
+        promised_term=known.promised,
+        last_term=process.log.state.epoch.term,
+        last_boot=process.log.state.epoch.boot,
+    )

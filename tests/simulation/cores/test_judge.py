@@ -1,0 +1,100 @@
+"""The judge excuses what a fault explains, and no more."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+
+import pytest
+
+from qmq.errors import CorruptFrame
+from qmq.log.segments import log_name
+from qmq.types import Epoch
+from tests.simulation.cores.clients import order_key
+from tests.simulation.cores.machine import Process
+from tests.simulation.cores.oracle import Committed
+from tests.simulation.cores.world import World
+from tests.simulation.events import Violation
+
+
+def master_that_wrote(world: World) -> Process:
+    for machine in world.machines:
+        machine.start()
+    world.events.run_until(5_000_000, lambda: world.oracle.committed.end > 2_000)
+    process = next(machine.process for machine in world.machines if machine.process and machine.process.node.master)
+    assert process.log.end > 2_000
+    return process
+
+
+def test_a_flipped_bit_excuses_only_a_history_that_it_hides() -> None:
+    world = World(1)
+    process = master_that_wrote(world)
+    oracle, log = world.oracle, process.log
+    assert oracle.has_it_again(log)
+    oracle.committed = Committed(log.end - 1, chain=1)
+    process.machine.disk.flip(log_name(log.start), 8 * 50)
+    assert not oracle.has_it_again(log), "no frame of this log ends there"
+    log.frame_bytes.clear()
+    assert log.hides(log.end - 1) and not oracle.has_it_again(log), "nobody can read where its frames end"
+    assert not log.hides(log.end + 1)
+
+
+@pytest.mark.parametrize(
+    "copies, row_hears, is_one_waited_for, forgets",
+    [(3, True, False, True), (3, False, True, True), (3, False, False, False), (2, False, False, True)],
+)
+def test_a_lie_of_a_masters_disk_comes_true_once_the_row_knows_enough(
+    copies, row_hears, is_one_waited_for, forgets
+) -> None:
+    """Of several copies: the point, as nobody else may know it (decision 43), or a slave that has it and is waited for.
+
+    What a disk loses of its lies is left to chance, thus several worlds.
+    """
+    worlds = (World(seed, copies=copies) for seed in range(1, 9))
+    assert any(lie_came_true(world, row_hears, is_one_waited_for) for world in worlds) == forgets
+
+
+def lie_came_true(world: World, row_hears: bool, is_one_waited_for: bool) -> bool:
+    process = master_that_wrote(world)
+    events, oracle, metaserver, end = world.events, world.oracle, world.metaserver, world.oracle.committed.end
+    process.machine.disk.system.is_lying, metaserver.is_up = True, row_hears
+    assert events.run_until(events.now_us + 1_000_000, lambda: oracle.committed.end > end)
+    if not is_one_waited_for:
+        metaserver.group = replace(metaserver.group, slaves=())
+    events.run_until(events.now_us + 5_000_000, lambda: metaserver.may_forget(process.name))
+    process.machine.die("power", power=True)
+    return process.machine.is_put_back
+
+
+def test_a_master_of_several_that_lost_what_was_acknowledged_does_not_begin() -> None:
+    """Of two copies it may, in good faith: the other one makes it give way, and nobody else confirms anything."""
+    for copies, is_excused in ((2, True), (3, False)):
+        world = World(1, copies=copies)
+        process = master_that_wrote(world)
+        process.machine.is_put_back = True
+        world.oracle.committed = Committed(process.log.end + 8, chain=1)
+        with contextlib.nullcontext() if is_excused else pytest.raises(Violation, match="I1"):
+            world.oracle.beginning(process.log, Epoch(9, 1))
+
+
+def test_a_copy_that_is_chosen_by_its_report_lacks_only_what_it_knows_to_lack() -> None:
+    world = World(1)
+    log, oracle = master_that_wrote(world).log, world.oracle
+    oracle.committed = Committed(log.end + 8, chain=1)
+    with pytest.raises(Violation, match="I25"):
+        oracle.chosen(log)
+    log.damaged_at(CorruptFrame(log.start, "a bit flipped"))
+    oracle.chosen(log)
+
+
+@pytest.mark.parametrize("is_dead", [True, False])
+def test_an_order_is_excused_only_if_the_earlier_message_became_a_dead_letter(is_dead) -> None:
+    """Whoever works on it when its lease runs out is done with it later, or is given it again by who lost that."""
+    oracle = World(1).oracle
+    oracle.is_ordered = True
+    earlier, later = [f"m{n}" for n in range(100) if order_key(f"m{n}") == "k1"][:2]
+    oracle.delivered |= {("s", 4): earlier, ("s", 9): later}
+    oracle._dead |= {("g", "s", 4): {800}} if is_dead else {("g", "s", 9): {800}, ("h", "s", 4): {800}}
+    oracle.finished("g", "s", 9)
+    with contextlib.nullcontext() if is_dead else pytest.raises(Violation, match="I24"):
+        oracle.finished("g", "s", 4)

@@ -1,0 +1,167 @@
+"""Producers of delayed messages, and those who take them back or move them, and believe nothing but answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from zlib import crc32
+
+from qmq.codec import encode_labels, encode_message, join_batch, label_of, with_properties
+from qmq.errors import ErrorCode
+from qmq.log.frame import FLAG_LABELLED, FLAG_ORDERED
+from qmq.message import DELAY_KEY, Message
+from qmq.remoting import commands
+from qmq.remoting.commands import Cancel, Command, Reschedule
+from qmq.remoting.packet import Packet
+from tests.simulation.cores.clients import Batch, Client, Producer, order_key
+from tests.simulation.cores.network import End
+
+if TYPE_CHECKING:
+    from tests.simulation.delay.world import DelayWorld
+
+BEGAN_MS = 1_700_000_000_000
+MESSAGES_MAX = 1500
+
+
+class DelayProducer(Producer):
+    """Sends messages for moments between an hour ago and ten seconds ahead, by a clock that is right."""
+
+    world: DelayWorld
+
+    def _make(self) -> None:
+        rng, number, oracle = self._events.rng, self._next, self.world.oracle
+        if len(oracle.sent) >= MESSAGES_MAX:
+            return
+        self._next += 1
+        subject = rng.choice(self.world.swarm.subjects)
+        ids, messages, labels = [], [], []
+        for i in range(rng.randint(1, self.world.swarm.batch_messages)):
+            id = f"{self.name}-{number}-{i}"
+            due_ms = (
+                BEGAN_MS
+                + self._events.now_ms
+                + rng.choice(
+                    (
+                        -3_600_000,
+                        0,
+                        rng.randint(0, 200),
+                        rng.randint(0, 2000),
+                        rng.randint(0, 2000),
+                        rng.randint(0, 10_000),
+                    )
+                )
+            )
+            ids.append(id)
+            messages.append(delayed(subject, id, due_ms, size=rng.choice((0, 10, 60, 200, 700))))
+            labels.append(label_of((), order_key(id) if self.world.swarm.keys else None))
+            oracle.sent[id] = subject
+            oracle.dues[id] = {due_ms}
+        body, flags = join_batch(messages), 0
+        if self.world.swarm.keys:
+            body += encode_labels(labels)
+            flags = FLAG_LABELLED | (FLAG_ORDERED if any(label >> 32 for label in labels) else 0)
+        header = commands.produce_header(self._identity, number, len(messages), crc32(body), subject, flags)
+        self.outstanding[number] = Batch(number, subject, ids, (header, body))
+
+
+def delayed(subject: str, id: str, due_ms: int, *, size: int = 0) -> bytes:
+    """Encode a delayed message whose key is its id."""
+    data = with_properties(encode_message(Message(subject, {"n": "x" * size}, id=id), 0), {DELAY_KEY: f"key-{id}"})
+    return bytes((data[0] | 2,)) + data[1:9] + due_ms.to_bytes(8, "big") + data[17:]
+
+
+@dataclass
+class Question:
+    id: str
+    subject: str
+    by_key: bool
+    due_ms: int
+    """When it is to be due; 0: never."""
+    was_known: bool
+    """Whether its producer had its receipt before this was asked first."""
+    attempts: int = 0
+    sent_ms: int | None = None
+    not_before_ms: int = 0
+
+
+class Asker(Client):
+    """Cancels and reschedules messages, also those that are due this very moment; repeats until it is answered."""
+
+    TIMEOUT_MS = 900
+    world: DelayWorld
+
+    def __init__(self, world: DelayWorld, name: str) -> None:
+        super().__init__(world, name)
+        self.is_asking = True
+        self.open: list[Question] = []
+
+    def act(self) -> None:
+        if self.is_asking and len(self.open) < 3 and self._events.chance(self.world.asking):
+            self._make()
+        if self.link is None:
+            if self.open:
+                self.connect()
+            return
+        now_ms = self._events.now_ms
+        for question in self.open:
+            if question.sent_ms is not None and now_ms - question.sent_ms > self.TIMEOUT_MS:
+                question.sent_ms = None
+                if self._events.chance(0.5):
+                    return self.drop_link()
+            if question.sent_ms is None and question.not_before_ms <= now_ms:
+                self._ask(question)
+
+    def _make(self) -> None:
+        rng, oracle = self._events.rng, self.world.oracle
+        now_ms = BEGAN_MS + self._events.now_ms
+        ids = [id for id in oracle.recent if id not in oracle.asked or rng.random() < 0.1]
+        if rng.random() < 0.6:  # those that come due just now
+            ids = [id for id in ids if any(-30 < due - now_ms < 60 for due in oracle.dues[id])] or ids
+        if not ids:
+            return
+        id = rng.choice(ids)
+        due_ms = 0 if rng.random() < 0.6 else now_ms + rng.choice((-1000, 20, rng.randint(0, 3000)))
+        if id in oracle.asked:
+            oracle.asked_again.add(id)
+        oracle.asked.add(id)
+        if due_ms:
+            oracle.dues[id].add(due_ms)
+        self.open.append(Question(id, oracle.sent[id], rng.random() < 0.3, due_ms, id in oracle.acked))
+
+    def _ask(self, question: Question) -> None:
+        assert self.link is not None
+        link, id = self.link, question.id
+        question.sent_ms = self._events.now_ms
+        question.attempts += 1
+        name, key = ("", f"key-{id}") if question.by_key else (id, "")
+        if question.due_ms:
+            body = commands.encode_reschedule(Reschedule(question.subject, name, key, question.due_ms))
+            command = Command.RESCHEDULE
+        else:
+            body = commands.encode_cancel(Cancel(question.subject, [name] if name else [], [key] if key else [], 0))
+            command = Command.CANCEL
+        link.request(command, body, then=lambda packet: self._answered(link, question, packet))
+
+    def _answered(self, link: End, question: Question, packet: Packet) -> None:
+        if question not in self.open:
+            return
+        if packet.code != ErrorCode.SUCCESS:
+            self._events.count(f"question answered {packet.code}")
+            question.sent_ms = None
+            question.not_before_ms = self._events.now_ms + self._events.rng.randint(5, 150)
+            if packet.code in (ErrorCode.NOT_MASTER, ErrorCode.FENCED) and link is self.link:
+                self.drop_link()
+            return
+        self.open.remove(question)
+        if question.due_ms:
+            fate = str(commands.decode_rescheduled(packet.body))
+        else:
+            cancelled = commands.decode_cancelled(packet.body)
+            fate = str([*cancelled.ids, *cancelled.keys][0])
+        self._events.count(f"told: {fate}")
+        self._events.note(f"{self.name} {question.id} due={question.due_ms} told {fate}")
+        self.world.oracle.told(question, fate)
+
+    def disconnected(self) -> None:
+        for question in self.open:
+            question.sent_ms = None

@@ -1,0 +1,136 @@
+"""A machine of a delay group, with a second disk for the schedule, and the delay servers that live and die on it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from qmq.delayserver.counters import Counters
+from qmq.delayserver.filing import Filing
+from qmq.delayserver.keeping import Keeping
+from qmq.delayserver.master import DelayMaster
+from qmq.delayserver.schedule import Schedule, discard
+from qmq.replication.identity import IdentityFile
+from qmq.replication.master import Promotion
+from qmq.replication.node import Node
+from qmq.replication.sources import Sources
+from tests.simulation.cores.machine import Doze, Machine, Process
+from tests.simulation.cores.watched_log import WatchedLog
+from tests.simulation.delay.brokers import GroupSenders
+from tests.simulation.disk import SimulatedDisk
+
+if TYPE_CHECKING:
+    from tests.simulation.delay.world import DelayWorld
+
+KEEP_MS = 1 << 40
+
+
+class DelayMachine(Machine):
+    """What stays when a process dies: two disks."""
+
+    world: DelayWorld
+    process: DelayProcess | None
+
+    def __init__(self, world: DelayWorld, name: str) -> None:
+        super().__init__(world, name)
+        self.shelf = SimulatedDisk(world.events.rng)
+        self.skewed_ms = -(1 << 40)
+        """When its clock was set last."""
+
+    def make_process(self) -> DelayProcess:
+        self.shelf.heal()
+        self.shelf.reopen()
+        return DelayProcess(self)
+
+    def _lose_unsynced(self) -> None:
+        super()._lose_unsynced()
+        self.shelf.heal()
+        self.shelf.crash(self.world.events.rng if self.world.events.chance(0.8) else None)
+
+
+class DelayProcess(Process):
+    """One life of a delay server: what delayserver.main and qmq.server.service do around the core."""
+
+    machine: DelayMachine
+    world: DelayWorld
+
+    def __init__(self, machine: DelayMachine) -> None:
+        self.machine, self.world, self.name, self.broker = machine, machine.world, machine.name, machine.broker
+        self._events = machine.world.events
+        world, limits = self.world, self.world.swarm.limits
+        self.is_alive = True
+        self.performing = self.seen_master = None
+        self.heard_points, self._sources = [], Sources()
+        self.seen_high = 0
+        self.alone_end = 0
+        """Up to here it wrote without a slave, or had one that was lost: plans before this may go without it."""
+        self._pass_is_due = False
+        self._master_link = None
+        self._connecting = 0
+        self.stirs = 0
+        self._tick_doze, self._beat_doze = Doze(self, lambda: self.node.quiet_ms()), Doze(self, self._quiet_ms)
+        self.counters = Counters()
+        self.log = WatchedLog(
+            machine.disk,
+            owner=machine.name,
+            oracle=world.oracle,
+            segment_bytes=limits.segment_bytes,
+            tail_bytes=limits.tail_bytes,
+        )
+        self.settings = world.settings(machine.name)
+        self.senders = GroupSenders(world, self)
+        self.node: Node[DelayMaster] = Node(
+            message_log=self.log,
+            host=self,
+            settings=self.settings,
+            promote=self._promote,
+            identity=IdentityFile(
+                machine.disk, new_incarnation=f"{machine.name}{machine.lives}", instance=machine.name
+            ),
+        )
+        self.filing = Filing(
+            self.log,
+            self,
+            make=self._make,
+            discard=lambda: discard(machine.shelf),
+            found_damage=self.node.found_damage,
+        )
+        self.keeper = Keeping(lambda: self.filing, self.settings)
+        if self.filing.schedule.filed_end > self.log.start:
+            self._events.count("schedule begins with its checkpoint")
+
+    def _make(self, log_start: int) -> Schedule:
+        schedule = Schedule(
+            self.machine.shelf, segment_ms=self.world.segment_ms(), log_start=log_start, keep_ms=KEEP_MS
+        )
+        if schedule.rebuilt:
+            self._events.count("schedule made anew")
+            self._events.note(f"{self.name} schedule anew: {schedule.rebuilt}")
+        return schedule
+
+    def _promote(self, promotion: Promotion) -> DelayMaster:
+        return DelayMaster(promotion, self.settings, self.counters, self.filing, self.senders)
+
+    def begin(self) -> None:
+        super().begin()
+        self._every(10, 30, self._beat)
+
+    def _beat(self) -> None:
+        if self._beat_doze.lasts():
+            return
+        master = self.node.master
+        if master is not None:
+            self.run_guarded(master.beat)
+        else:
+            known_end = self.filing.known_end
+            if self.world.is_quiet:
+                known_end = max(known_end, self.log.flushed_end)  # else the last frame waits for the next one to say so
+            self.run_guarded(lambda: self.filing.go_on(known_end))
+        if self.is_alive:
+            self.run_guarded(lambda: self.filing.keep(self.now_ms()))
+            self._beat_doze.begin()
+
+    def _quiet_ms(self) -> int:
+        if self.world.is_quiet:
+            return 0
+        master = self.node.master
+        return self.filing.quiet_ms() if master is None else master.due_in_ms()

@@ -1,0 +1,126 @@
+"""What goes wrong besides everything that goes wrong with two brokers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from tests.simulation.nemesis import FAULTS as COPY_FAULTS
+from tests.simulation.nemesis import Nemesis
+
+if TYPE_CHECKING:
+    from tests.simulation.delay.world import DelayWorld
+
+
+class DelayNemesis(Nemesis):
+    """Made per seed; strikes until it is told to stop."""
+
+    _world: DelayWorld
+
+    def faults(self) -> dict[str, Callable[[Any], bool]]:
+        return {name: FAULTS[name] for name in CALM} if self._world.is_calm else FAULTS
+
+    def wipe(self) -> bool:
+        """The slave's disks are replaced by empty ones."""
+        if not super().wipe():
+            return False
+        self._world.machine(self.victim.name).shelf.wipe()
+        return True
+
+    def clock(self) -> bool:
+        """What a broker refuses is due again some time later by the clock of then: after a jump, hours from now."""
+        before = {machine: machine.wall_skew_ms for machine in self._world.machines}
+        if self._world.refusing or not super().clock():
+            return False
+        for machine in self._world.machines:
+            if machine.wall_skew_ms != before[machine]:
+                machine.skewed_ms = self._events.now_ms
+        return True
+
+    def shelf_refuses(self) -> bool:
+        """The disk fails within a flush or a checkpoint."""
+        shelf = self._machine().shelf
+        shelf.fail_after(self._rng.randint(1, 40))
+        return True
+
+    def shelf_lost(self) -> bool:
+        """Files of the schedule are lost, or all of them, while nobody runs."""
+        machine = self._machine()
+        machine.die("its schedule is lost", power=self._rng.random() < 0.5)
+        machine.shelf.heal()
+        names = machine.shelf.all_names()
+        for name in names if self._rng.random() < 0.3 else self._rng.sample(names, len(names) // 2):
+            machine.shelf.remove(name)
+        return bool(names)
+
+    def shelf_flips(self) -> bool:
+        """One bit of the schedule, whether a process uses it or not."""
+        shelf = self._machine().shelf
+        names = [name for name in shelf.all_names() if shelf.file_bytes(name)]
+        if not names:
+            return False
+        name = self._rng.choice(names)
+        shelf.flip(name, self._rng.randrange(8 * shelf.file_bytes(name)))
+        return True
+
+    def group_away(self) -> bool:
+        return self._for_a_while("is_up", False)
+
+    def group_refuses(self) -> bool:
+        return self._for_a_while("refuses", True)
+
+    def group_mute(self) -> bool:
+        return self._for_a_while("mute", self._rng.choice((0.3, 1.0)))
+
+    def group_late(self) -> bool:
+        return self._for_a_while("late_ms", self._rng.choice((30.0, 300.0, 1500.0)))
+
+    def _for_a_while(self, what: str, value: Any) -> bool:
+        group = self._rng.choice(list(self._world.brokers.groups.values()))
+        before = {"is_up": True, "refuses": False, "mute": 0.0, "late_ms": 1.0}[what]
+        setattr(group, what, value)
+        self._events.between(20, 2500, lambda: setattr(group, what, before))
+        return True
+
+    def route_changes(self) -> bool:
+        """Groups come and go for a subject."""
+        brokers = self._world.brokers
+        routes = self._rng.choice(list(brokers.routes.values()))
+        names = list(brokers.groups)
+        routes[:] = sorted(self._rng.sample(names, self._rng.randint(0, len(names))))
+
+        def back() -> None:
+            routes[:] = names
+
+        self._events.between(50, 2500, back)
+        return True
+
+
+FAULTS: dict[str, Callable[[Any], bool]] = {
+    **{name: getattr(DelayNemesis, name) for name in COPY_FAULTS if name != "consumer_vanishes"},
+    **{
+        name: getattr(DelayNemesis, name)
+        for name in (
+            "shelf_refuses",
+            "shelf_lost",
+            "shelf_flips",
+            "group_away",
+            "group_refuses",
+            "group_mute",
+            "group_late",
+            "route_changes",
+        )
+    },
+}
+CALM = (
+    "swap",
+    "kill",
+    "clock",
+    "group_away",
+    "group_refuses",
+    "group_mute",
+    "group_late",
+    "route_changes",
+    "shelf_flips",
+)
+"""Of seeds in which both copies mostly run: then most swaps succeed, in the middle of loads and dispatches."""

@@ -1,0 +1,48 @@
+"""The judge of delay groups excuses what a fault explains, and no more."""
+
+from __future__ import annotations
+
+import pytest
+
+from qmq.log.delay_frames import Outcome, encode_settled
+from qmq.log.frame import Frame
+from qmq.types import Epoch
+from tests.simulation.delay.world import DelayWorld
+from tests.simulation.events import Violation
+
+BATCH, OTHER = (7, 1), (7, 2)
+
+
+def settled(world: DelayWorld, batch: tuple[int, int]) -> Frame:
+    """Let the master write that a batch is stored."""
+    process = next(machine.process for machine in world.machines if machine.process and machine.process.node.master)
+    frames: list[Frame] = []
+    process.run_guarded(lambda: frames.append(process.node.master._decisions.settle([(*batch, Outcome.STORED)])))
+    return frames[0]
+
+
+def until_committed(world: DelayWorld, end: int) -> None:
+    assert world.events.run_until(world.events.now_us + 5_000_000, lambda: world.oracle.committed.end >= end)
+
+
+def test_an_outcome_is_known_only_if_what_both_copies_have_says_it() -> None:
+    """What a master alone wrote may be cut. What is written in its place does not make it known."""
+    world = DelayWorld(1)
+    oracle = world.oracle
+    for machine in world.machines:
+        machine.start()
+    until_committed(world, 500)
+    oracle.unknown.add(("g1", *BATCH))
+    oracle.places["m"].append(("g1", *BATCH))
+
+    in_its_place = settled(world, OTHER)
+    cut = in_its_place._replace(epoch=Epoch(0, 1), chain=in_its_place.chain ^ 1)
+    oracle.taking(world.machines[0].process.log, cut, encode_settled([(*BATCH, Outcome.STORED)]))
+    until_committed(world, cut.end)
+    assert oracle._may_repeat("m", ("g2", 8, 1))
+
+    kept = settled(world, BATCH)
+    assert oracle._may_repeat("m", ("g2", 8, 1)), "one copy has it"
+    until_committed(world, kept.end)
+    with pytest.raises(Violation, match="its outcome was known"):
+        oracle.stored("m", ("g2", 8, 1))

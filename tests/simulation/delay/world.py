@@ -1,0 +1,264 @@
+"""A delay group, the broker groups it sends to, and its clients, with everything going wrong that may."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from unittest import mock
+
+from qmq.delayserver.schedule import DamagedSchedule, Schedule
+from qmq.delayserver.settings import DelaySettings
+from qmq.log.frame import decode_frames
+from qmq.log.memory_disk import MemoryDisk
+from tests.simulation.cores.network import Network
+from tests.simulation.cores.registry import Metaserver
+from tests.simulation.cores.world import PEACE_S, Swarm, World, outcome_of
+from tests.simulation.delay.brokers import BrokerGroups
+from tests.simulation.delay.clients import Asker, DelayProducer
+from tests.simulation.delay.machine import DelayMachine, DelayProcess
+from tests.simulation.delay.nemesis import CALM, DelayNemesis
+from tests.simulation.delay.oracle import DelayOracle
+from tests.simulation.events import Events, Violation
+from tests.simulation.outcome import Outcome, failure_of
+from tests.simulation.steering import UNSTEERED, Steering
+
+FAR_MS = 1 << 50
+
+
+class DelayWorld(World):
+    """Everything that belongs to one seed."""
+
+    oracle: DelayOracle
+
+    def __init__(self, seed: int, steering: Steering = UNSTEERED) -> None:
+        self.events = Events(seed)
+        self.steering, self.watch = steering, None
+        rng = self.events.rng
+        self._moves, self._clones, self.copies, self.stopped = False, False, 2, []
+        swarm = Swarm.draw(rng)
+        self.swarm = swarm = replace(swarm, consumers=0, tagged=False, keys=rng.random() < 0.3)
+        self._draw(rng)
+        self.oracle = DelayOracle(self.events, self.unknown_ms)
+        self.network = Network(self.events, delay_ms=swarm.delay_ms, stall=swarm.stall, keepalive_ms=swarm.keepalive_ms)
+        self.network.on_answer = self._on_answer
+        self.brokers = BrokerGroups(self, self.broker_groups)
+        self.machines = [DelayMachine(self, "a"), DelayMachine(self, "b")]
+        self.oracle.machines = self.machines
+        clocks = Random(f"clocks {seed}")  # its own dice: seeds without wrong clocks are as they were
+        if clocks.random() < 0.4 and not self.refusing:
+            clocks.choice(self.machines).wall_skew_ms = clocks.choice((-20_000, 20_000, 3_600_000, -3_600_000))
+        for machine in self.machines:
+            self.network.listen(machine)
+        self.metaserver = Metaserver(self, "a", "b")
+        self.producers = [DelayProducer(self, f"p{i}", i + 1) for i in range(swarm.producers)]
+        self.askers = [Asker(self, f"q{i}") for i in range(2)]
+        self.consumers = []
+        self.clients = [*self.producers, *self.askers]
+
+    def _draw(self, rng: Random) -> None:
+        self.broker_groups = ("g1", "g2", "g3")[: rng.randint(1, 3)]
+        self.segment_lengths = rng.choice(((1000,), (60_000,), (300, 1000, 5000)))
+        self.ahead_ms = rng.choice((0, 100, 2000, 60_000))
+        self.room = rng.choice((3000, 50_000, 1 << 20))
+        self.asking = rng.choice((0.0, 0.1, 0.5))
+        self.unknown_ms = rng.choice((300, 1500, 5000))
+        self.loaded_max = rng.choice((20, 1 << 20, 1 << 20))
+        self.refusing = rng.random() < 0.2
+        self.is_calm = rng.random() < 0.3 and self.steering.fault in ("", *CALM)
+        self._is_peace = self.is_quiet = False
+        self.constants = {
+            "qmq.delayserver.schedule.schedule.FLUSH_ROWS": rng.choice((64, 200)),
+            "qmq.delayserver.schedule.schedule.MARKS_LEAST": rng.choice((1, 20)),
+            "qmq.delayserver.schedule.schedule.READ_ROWS": rng.choice((16, 64, 65_536)),
+            "qmq.delayserver.schedule.schedule.CHECKPOINT_MS": rng.choice((50, 500, 3000)),
+            "qmq.delayserver.schedule.book.SETTLE_ROWS": rng.choice((1, 50, 16_384)),
+            "qmq.delayserver.schedule.counting.STRETCH_BITS": rng.choice((8, 12)),
+            "qmq.delayserver.keeping.BORDER_BYTES": 4096,
+            "qmq.delayserver.keeping.CARRIED_MESSAGES": rng.choice((3, 2000)),
+            "qmq.delayserver.dispatching.BATCH_MESSAGES_MAX": rng.choice((1, 5, 500)),
+            "qmq.delayserver.dispatching.IN_FLIGHT_MAX": rng.choice((20, 100_000)),
+            "qmq.delayserver.dispatching.SPAN_MAX": rng.choice((4, 48)),
+            "qmq.delayserver.dispatching.REFUSED_MS": 700,
+            "qmq.delayserver.filing.PASS_BYTES": rng.choice((500, 1 << 20)),
+            "qmq.delayserver.due_clock.WINDOW_MS": 500,
+            "qmq.delayserver.due_clock.CATCH_UP_MS": 200,
+            "qmq.replication.clocks.READING_MS_MAX": 2000,
+            "qmq.delayserver.filing.READ_BYTES": rng.choice((2000, 1 << 20)),
+        }
+
+    def segment_ms(self) -> int:
+        """Operators may change it with each start."""
+        return self.events.rng.choice(self.segment_lengths)
+
+    def settings(self, name: str) -> DelaySettings:
+        limits = self.swarm.limits
+        return DelaySettings(
+            hostname=name,
+            data=Path(name),
+            token="t",
+            segment_bytes=limits.segment_bytes,
+            tail_bytes=limits.tail_bytes,
+            window_bytes=limits.window_bytes,
+            message_bytes_max=limits.message_bytes_max,
+            slave_wait_ms=limits.slave_wait_ms,
+            slave_lag_bytes_max=limits.slave_lag_bytes_max,
+            slave_lag_ms_max=limits.slave_lag_ms_max,
+            catch_up_bytes_per_s=limits.catch_up_bytes_per_s,
+            retention_hours=limits.retention_ms / 3_600_000,
+            load_ahead_minutes=self.ahead_ms / 60_000,
+            loaded_messages_max=self.loaded_max,
+            unknown_ms=self.unknown_ms,
+            clock_difference_ms_max=500,
+        )
+
+    def refuses(self, id: str) -> bool:
+        """Whether brokers do not take this message as it is; in the end an operator raises their limits."""
+        return self.refusing and not self._is_peace and hash_of(id) % 20 == 0
+
+    # From begin to end.
+
+    def run(self) -> None:
+        for machine in self.machines:
+            machine.start()
+        self.events.run_until(int(self.swarm.war_ms * 100))
+        nemesis = DelayNemesis(self)
+        self.events.between(100, 800, self._compare)
+        self.events.run_until(int(self.swarm.war_ms * 1000))
+        nemesis.stop()
+        self._make_peace()
+        if not self.events.run_until(self.events.now_us + PEACE_S * 1_000_000, self._is_well):
+            raise Violation(f"I20: not well {PEACE_S} s after the last fault: {self.describe()}")
+        if not self.events.run_until(self.events.now_us + 2_000_000, lambda: self._has_filed_all):
+            raise Violation(f"I20: not everything is filed: {self.describe()}")
+        for machine in self.machines:
+            self._compare_with_log(machine.process)
+        self._compare_copies()
+        self.oracle.check_sent()
+
+    def _make_peace(self) -> None:
+        self._is_peace = True
+        self.brokers.heal()
+        for machine in self.machines:
+            machine.shelf.heal()
+            machine.wall_skew_ms, machine.skewed_ms = 0, self.events.now_ms
+        for asker in self.askers:
+            asker.is_asking = False
+        super()._make_peace()
+
+    def _is_well(self) -> bool:
+        processes = [machine.process for machine in self.machines]
+        if any(process is None or process.log.damage is not None or not process.log.is_idle for process in processes):
+            return False
+        one, other = processes[0].log, processes[1].log
+        if (one.end, one.chain) != (other.end, other.chain):
+            return False
+        if not any(process.node.writable for process in processes):
+            return False
+        if any(producer.outstanding for producer in self.producers) or any(asker.open for asker in self.askers):
+            return False
+        masters = [process for process in processes if process.node.master is not None]
+        schedule = masters[0].filing.schedule
+        if schedule.filed_end != one.end or schedule.pending_messages or schedule.in_flight:
+            return False
+        return self._reads_well()
+
+    @property
+    def _has_filed_all(self) -> bool:
+        """A copy that is a slave knows of the last frame's safety by the next one; here it is told."""
+        self.is_quiet = True
+        return all(m.process is not None and m.process.filing.reaches(m.process.log.end) for m in self.machines)
+
+    def describe(self) -> str:
+        parts = [super().describe(), f"open questions={[asker.open for asker in self.askers]}"]
+        for machine in self.machines:
+            if (process := machine.process) is not None:
+                schedule = process.filing.schedule
+                parts.append(
+                    f"{machine.name}: filed={schedule.filed_end} pending={schedule.pending_messages} "
+                    f"in flight={list(schedule.in_flight)}"
+                )
+                if process.node.master is not None and process.node.master.has_begun:
+                    parts.append(str(process.node.master.stats()))
+        return "; ".join(parts)
+
+    # Two schedules of the same log are equal.
+
+    def _compare(self) -> None:
+        self.events.between(200, 900, self._compare)
+        self._compare_with_log(self.events.rng.choice(self.machines).process)
+
+    def _compare_with_log(self, process: DelayProcess | None) -> None:
+        """What a process knows is what its log says."""
+        if process is None or process.log.damage is not None or process.machine.disk.flipped:
+            return
+        schedule, log = process.filing.schedule, process.log
+        if not log.start <= schedule.filed_end <= log.flushed_end or process.filing._why_anew:
+            return
+        if not process.filing._is_our_history(process.filing.schedule.filed_end):
+            return
+        if schedule.pending_from() < log.start and schedule.filed_end < log.flushed_end:
+            return  # frames that are still to be filed say what became of messages that the log let go since
+        fresh = Schedule(MemoryDisk(), segment_ms=700, log_start=log.start)
+        at = log.start
+        while at < schedule.filed_end:
+            chunk = log.read(at, schedule.filed_end, 1 << 20)
+            for frame, body in decode_frames(chunk.data, at, None):
+                fresh.file(frame, body)
+            at = chunk.end
+        self.events.count("schedule compared")
+        try:
+            ours = _contents(schedule)
+        except DamagedSchedule as problem:
+            why = str(problem)
+            process.guarded(lambda: process.filing.start_anew(why))  # as for operators' questions
+            return
+        if ours != (anew := _contents(fresh)):
+            raise Violation(f"I11: the schedule of {process.name} is {ours}, its log says {anew}")
+
+    def _compare_copies(self) -> None:
+        try:
+            one, other = (_contents(machine.process.filing.schedule) for machine in self.machines)
+        except DamagedSchedule:
+            return  # a bit of what nobody had read since was flipped
+        if one != other:
+            raise Violation(f"I11: one copy has {one}, the other {other}")
+
+
+def hash_of(id: str) -> int:
+    return sum(id.encode())
+
+
+def _contents(schedule: Schedule) -> tuple[object, ...]:
+    listed = schedule.list(0, FAR_MS, None, 1 << 30)()
+    pending = [
+        (
+            int(record["due"]),
+            int(record["number"]),
+            int(record["crc"]),
+            int(record["label"]),
+            schedule.subjects[record["subject"]],
+        )
+        for record in listed
+    ]
+    flying = {key: (one.group, one.subject, one.records["number"].tolist()) for key, one in schedule.in_flight.items()}
+    return len(pending), schedule.pending_messages, schedule.pending_bytes, pending, flying
+
+
+@contextlib.contextmanager
+def constants(values: dict[str, int]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for name, value in values.items():
+            stack.enter_context(mock.patch(name, value))
+        yield
+
+
+def simulate(seed: int, *, steering: Steering = UNSTEERED) -> Outcome:
+    """Run one seed to its end; a failure is in the outcome."""
+    world = DelayWorld(seed, steering)
+    with constants(world.constants):
+        failure = failure_of(world.run)
+    stored = sum(map(len, world.oracle.places.values()))
+    return outcome_of(seed, world.events, len(world.oracle.acked), stored, failure)

@@ -1,0 +1,726 @@
+"""Two operators and a failing metaserver, interleaved at random on the same broker groups."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from random import Random
+from typing import Any, TypeVar
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from tests.simulation.metaserver.boxes import Box
+from tests.simulation.metaserver.database import AWAY, FINE, LOST, Fate, Template, read_tables
+from tests.simulation.metaserver.oracle import Key, Violation, differing
+from tests.simulation.metaserver.remedies import Operator
+from tests.simulation.metaserver.world import Errand, World, place, populate
+
+FATES = [FINE] * 10 + [
+    LOST,
+    LOST,
+    AWAY,
+    Fate("uncommitted"),
+    Fate("hiccup", 2),
+    Fate("hiccup", 4),
+    *(Fate("broken", at) for at in range(1, 8)),
+]
+
+# What a step may be about. A list: one of these; a tuple: each of these.
+WHO = ["master", "slave", "master", "slave", "spare", *"abcdef"]
+BOXES = [*"aabbcdef"]
+GROUPS = ["g1", "g1", "g1", "g2", "g3"]
+SUBJECTS = ["s1", "s2", "*", "*"]
+NUMBERS = [0, 1]
+FLAGS = ["false", "false", "true"]
+CHOICES = list(range(100))
+OFTEN = 0.25
+"""How often a fault follows a step, in walks that have some."""
+
+ACTIONS = [
+    (["AddBroker", "ReplaceBroker"], WHO, GROUPS, NUMBERS, FLAGS, FLAGS),
+    ("RemoveBroker", WHO, GROUPS, FLAGS),
+    (["SwapRoles", "DrainGroup", "UndrainGroup"], GROUPS),
+    ("SetCopies", GROUPS, [2, 3]),
+    ("Failover", GROUPS, FLAGS),
+    (["MarkReadonlyBrokerGroup", "UnMarkReadonlyBrokerGroup"], GROUPS, SUBJECTS),
+    (["AddSubjectBrokerGroup", "RemoveSubjectBrokerGroup"], GROUPS, SUBJECTS, FLAGS),
+    ("RemoveSubjectBrokerGroup", GROUPS, "*", "true"),
+    ("ExtendSubjectRoute", GROUPS, GROUPS, SUBJECTS),
+    ("RemoveSubject", SUBJECTS, FLAGS),
+    ("OnOffline", SUBJECTS, ["online", "offline"]),
+    (["ListBrokers", "ListBrokerGroups", "ReplicaStatus"],),
+]
+
+
+def strategy(values: Any) -> st.SearchStrategy[Any]:
+    if isinstance(values, tuple):
+        return st.tuples(*map(strategy, values))
+    if not isinstance(values, list):
+        return st.just(values)
+    if any(isinstance(value, list | tuple) for value in values):
+        return st.one_of(list(map(strategy, values)))
+    return st.sampled_from(values)
+
+
+def pick(values: Any, dice: Random) -> Any:
+    if isinstance(values, tuple):
+        return tuple(pick(value, dice) for value in values)
+    return pick(dice.choice(values), dice) if isinstance(values, list) else values
+
+
+F = TypeVar("F", bound=Callable[..., None])
+STEPS: dict[str, tuple[int, dict[str, Any]]] = {}
+"""What may happen: how often, and with which values."""
+
+
+def step(weight: int, **values: Any) -> Callable[[F], F]:
+    def note(method: F) -> F:
+        STEPS[method.__name__] = weight, values
+        return method
+
+    return note
+
+
+FAULTS: dict[str, list[tuple[str, int, dict[str, Any]]]] = {}
+"""What else may happen in walks of one kind: names of methods, how often, and with which values."""
+
+
+def fault(kind: str, weight: int, **values: Any) -> Callable[[F], F]:
+    def note(method: F) -> F:
+        FAULTS.setdefault(kind, []).append((method.__name__, weight, values))
+        return method
+
+    return note
+
+
+Ideas = list[tuple[str, dict[str, str]]]
+
+
+class Machine(RuleBasedStateMachine):
+    """`template` is set by the test."""
+
+    template: Template
+    steps = 0
+    examples = 0
+    counts: Any = None
+    ends: Any = Counter()
+    """What Doctor named at the end of a run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World(self.template)
+        self.operators: list[Errand | None] = [None, None]
+        type(self).examples += 1
+
+    @initialize(populated=st.sampled_from([True, True, True, False]))
+    def begin(self, populated: bool) -> None:
+        self.world.start()
+        if populated:
+            populate(self.world)
+
+    # Operators.
+
+    @step(2, who=NUMBERS, at=NUMBERS, action=ACTIONS)
+    def operate(self, who: int, at: int, action: tuple[Any, ...]) -> None:
+        server = self.world.servers[at]
+        if self.world.busy(self.operators[who]) or server.process is None:
+            self.proceed(0, FINE)
+            return
+        self.operators[who] = self.world.operate(server, action[0], self.words(*action), f"operator {who}")
+
+    @step(
+        5,
+        group=GROUPS,
+        about=["roles", "roles", "routes", "marks"],
+        choices=(CHOICES, CHOICES),
+        at=(NUMBERS, NUMBERS),
+    )
+    def both_operate(self, group: str, about: str, choices: tuple[int, int], at: tuple[int, int]) -> None:
+        """Both operators begin something that makes sense for the same group, at the same moment."""
+        for who, (choice, number) in enumerate(zip(choices, at)):
+            server = self.world.servers[number]
+            if about == "routes" and who:
+                group = {"g1": "g2", "g2": "g1"}.get(group, group)  # of a route of both, each takes away one
+            likely = getattr(self, f"likely_{about}")(group, choice // 10)
+            if likely and not self.world.busy(self.operators[who]) and server.process:
+                what, words = likely[choice % len(likely)]
+                self.operators[who] = self.world.operate(server, what, words, f"operator {who}")
+
+    def likely_roles(self, group: str, choice: int) -> Ideas:
+        """What an operator may want to do with the brokers of a group as it is."""
+        parts = self.world.oracle.decided.parts_of(group)
+        master, *slaves = [self.world.brokers.boxes[key[0]] if key else None for key in (parts.master, *parts.slaves)]
+        slaves.sort(key=lambda box: box.name)
+        slave = slaves[choice % len(slaves)] if slaves else None
+        spares = [box for box in self.world.brokers.boxes.values() if box.key not in self.world.oracle.decided.places]
+        spare = spares[choice % len(spares)] if spares else self.world.brokers.boxes["f"]
+        ideas = [
+            ("AddBroker", place(spare, group, role)) for role, holder in enumerate([master, slave]) if holder is None
+        ]
+        if master and slave and (master.process or slave.process):
+            ideas += [("SwapRoles", {"brokerGroup": group, "to": slave.name if choice % 2 else ""})] * 3
+        if slave and (not master or not master.process):
+            ideas += [("Failover", {"brokerGroup": group})] * 3
+        if len(slaves) > 1:
+            ideas += [("SetCopies", {"brokerGroup": group, "minCopies": str(choice % 2 + 2)})]
+        if slave:
+            ideas += [("AddBroker", place(spare, group, 1))]
+        if slave and not slave.process:
+            ideas += [("ReplaceBroker", place(spare, group, 1)), ("ReplaceBroker", place(slave, group, 0))]
+            ideas += [("ReplaceBroker", place(slave, group, 0) | {"swap": "true"})]
+            ideas += [("RemoveBroker", {"hostname": slave.name, "servePort": "20881", "force": "true"})]
+        if master and not slave:
+            ideas += [("ReplaceBroker", place(spare, group, 1))]
+            ideas += [("RemoveBroker", {"hostname": master.name, "servePort": "20881", "force": "true"})]
+        return ideas
+
+    def likely_routes(self, group: str, choice: int) -> Ideas:
+        other = next((name for name in self.world.oracle.decided.states if name != group), "g3")
+        subject = f"s{choice % 2 + 1}"
+        force = {"force": "true"}
+        return [
+            ("ExtendSubjectRoute", {"relatedSubject": "*", "relatedBrokerGroup": group, "newBrokerGroup": other}),
+            ("ExtendSubjectRoute", {"relatedSubject": subject, "relatedBrokerGroup": group, "newBrokerGroup": other}),
+            ("AddSubjectBrokerGroup", {"brokerGroup": group, "subject": subject}),
+            ("RemoveSubjectBrokerGroup", {"brokerGroup": group, "subject": "*", **force}),
+            ("RemoveSubjectBrokerGroup", {"brokerGroup": group, "subject": subject, **force}),
+        ]
+
+    def likely_marks(self, group: str, choice: int) -> Ideas:
+        words = {"brokerGroup": group, "subject": "*" if choice % 2 else "s1"}
+        marks = [("MarkReadonlyBrokerGroup", words), ("UnMarkReadonlyBrokerGroup", words)]
+        return marks + [("DrainGroup", {"brokerGroup": group}), ("UndrainGroup", {"brokerGroup": group})]
+
+    @step(4, who=NUMBERS, fate=[LOST, LOST, Fate("uncommitted"), AWAY, Fate("broken", 4), None, None])
+    def strike(self, who: int, fate: Fate | None) -> None:
+        """What an operator changes meets a failure, or takes long."""
+        errand = self.operators[who]
+        if errand and self.world.busy(errand) and errand.server.process is errand.process:
+            self.world.strike(errand, fate)
+
+    @step(1)
+    def release(self) -> None:
+        self.world.release()
+
+    def words(self, what: str, *chosen: Any) -> dict[str, str]:
+        """An operator's parameters, with the brokers named that he would name."""
+        match what, *chosen:
+            case "AddBroker", who, group, role, *_:
+                return place(self.box(who, group), group, role)
+            case "ReplaceBroker", who, group, role, swap, loss:
+                return place(self.box(who, group), group, role) | {"swap": swap, "acceptLoss": loss}
+            case "RemoveBroker", who, group, force:
+                return {"hostname": self.box(who, group).name, "servePort": "20881", "force": force}
+            case "SwapRoles" | "DrainGroup" | "UndrainGroup", group:
+                return {"brokerGroup": group}
+            case "SetCopies", group, number:
+                return {"brokerGroup": group, "minCopies": str(number)}
+            case "Failover", group, gone:
+                return {"brokerGroup": group, "masterGone": "false" if self.is_old(group) else gone}
+            case "MarkReadonlyBrokerGroup" | "UnMarkReadonlyBrokerGroup", group, subject:
+                return {"brokerGroup": group, "subject": subject}
+            case "AddSubjectBrokerGroup", group, subject, _:
+                return {"brokerGroup": group, "subject": subject.replace("*", "s3")}
+            case "RemoveSubjectBrokerGroup", group, subject, force:
+                return {"brokerGroup": group, "subject": subject, "force": force}
+            case "ExtendSubjectRoute", group, other, subject:
+                return {"relatedSubject": subject, "relatedBrokerGroup": group, "newBrokerGroup": other}
+            case "RemoveSubject", subject, force:
+                return {"subject": subject.replace("*", "s3"), "force": force}
+            case "OnOffline", subject, state:
+                return {"state": state, "subject": subject, "consumerGroup": "cg", "clientId": "*"}
+        return {}
+
+    def box(self, who: str, group: str) -> Box:
+        boxes = self.world.brokers.boxes
+        decided = self.world.oracle.decided
+        parts = decided.parts_of(group)
+        slave = max(parts.slaves, default=None)
+        spare = next((box.key for box in boxes.values() if box.key not in decided.places), None)
+        key = {"master": parts.master, "slave": slave, "spare": spare}.get(who) or (who, 0)
+        return boxes.get(key[0], boxes["f"])
+
+    @step(1, who=NUMBERS)
+    def give_up(self, who: int) -> None:
+        """The operator's connection ends before the answer came."""
+        errand = self.operators[who]
+        if errand and errand.task and self.world.busy(errand):
+            self.world.note(f"operator gives up: {errand}")
+            errand.given_up = True
+            errand.task.cancel()
+            self.world.run()
+
+    # The world.
+
+    @step(5, which=[0, 1, 2, 3], fate=FATES)
+    def proceed(self, which: int, fate: Fate) -> None:
+        if self.world.jobs:
+            self.world.carry_out(self.world.jobs[which % len(self.world.jobs)], fate)
+
+    @step(2)
+    def finish(self) -> None:
+        self.world.finish()
+
+    @step(1, group=GROUPS)
+    def burn(self, group: str) -> None:
+        """The slave's machine burns down and comes back with an empty disk; what the master said before comes late."""
+        world, parts = self.world, self.world.oracle.decided.parts_of(group)
+        keys = parts.master, max(parts.slaves, default=None)
+        master, slave = (world.brokers.boxes[key[0]] if key else None for key in keys)
+        if master and slave and master.process and slave.process and not world.went_back:
+            world.note(f"{slave.name} burns down")
+            world.speak(master)
+            world.stop_box(slave, closes=True)
+            world.finish()
+            world.brokers.change_disk(slave, None)
+            world.start_box(slave, world.servers[0])
+            world.finish()
+            world.deliver(master)
+            world.stop_box(master, closes=False)
+            world.wait(0.3)
+            world.stop_box(slave, closes=True)
+            world.wait(3)
+
+    @step(2, group=["g1", "g2", "g2"], at=NUMBERS, cut=[None, 0, 1], also=[None, 0, 1], how=["stop", "put back"])
+    def lose_master(self, group: str, at: int, cut: int | None, also: int | None, how: str) -> None:
+        """A master takes a last message, a slave perhaps without it; it ends. A slave ends, too, or its disk is put
+        back; an operator acts."""
+        world, server, brokers = self.world, self.world.servers[at], self.world.brokers
+        master, slaves = self.master_to_lose(group, at, "loses")
+        if master is None or not slaves:
+            return
+        if cut is not None:
+            brokers.cut(master, cut)
+        brokers.produce(master)
+        slave = brokers.boxes[slaves[(also or 0) % len(slaves)][0]]
+        if also is not None and (len(slaves) > 1 or how == "put back"):
+            world.stop_box(slave, closes=True)
+        if also is not None and how == "put back" and not self.is_old(group):
+            slave.disk.put_back(1, forgets=bool(at))
+            world.start_box(slave, server)
+            world.finish()
+            world.learn(slave)
+        world.stop_box(master, closes=True)
+        world.finish()
+        if server.process:
+            self.operators[0] = world.operate(server, "Failover", {"brokerGroup": group})
+
+    @step(1, group=GROUPS, at=NUMBERS, number=NUMBERS)
+    def doubt(self, group: str, at: int, number: int) -> None:
+        """The metaserver loses a master that is there and has lost its slaves. While roles change, it goes on."""
+        world, server, brokers = self.world, self.world.servers[at], self.world.brokers
+        master, slaves = self.master_to_lose(group, at, "loses touch with")
+        if master is None:
+            return
+        for _ in slaves:
+            brokers.cut(master, 0)
+        master.is_cut_off = True
+        world.disconnect(master)
+        world.wait(2.2)
+        if server.process:
+            self.operators[0] = errand = world.operate(server, "Failover", {"brokerGroup": group})
+            while job := next((job for job in world.jobs if job.whose is errand and not job.writes), None):
+                world.carry_out(job)
+            brokers.sync(master, number)
+            brokers.produce(master)
+        master.is_cut_off = False
+
+    def master_to_lose(self, group: str, at: int, loses: str) -> tuple[Box | None, list[Key]]:
+        """Let the master and its slaves catch up; return them if one follows and the first operator can act here."""
+        world, parts = self.world, self.world.oracle.decided.parts_of(group)
+        master = world.brokers.boxes[parts.master[0]] if parts.master else None
+        if world.servers[at].process is None or master is None or not world.brokers.sync(master):
+            return None, []
+        if world.busy(self.operators[0]):
+            return None, []
+        world.note(f"{group} {loses} its master, {master.name}")
+        world.wait(0.6)
+        return master, sorted(parts.slaves)
+
+    def is_old(self, group: str) -> bool:
+        """Whether a disk of a group was put back and is not whole again. Of two at once nothing is promised, nor of a
+        disk and the database."""
+        if self.world.went_back:
+            return True
+        keys = self.world.oracle.decided.parts_of(group).all
+        return any(self.world.brokers.boxes[name].disk.is_old for name, _ in keys)
+
+    @step(2, who=WHO, group=["g1", "g2", "g2"], frames=[1, 1, 2, 4], forgets=[False, True])
+    def put_back(self, who: str, group: str, frames: int, forgets: bool) -> None:
+        """A disk comes back as it was, outside of the moment in which roles change; what it knew was heard of."""
+        world, box = self.world, self.box(who, group)
+        if any(map(world.busy, self.operators)) or self.is_old(box.disk.group):
+            return
+        world.wait(0.6)
+        if not world.remembers(box.disk):
+            return
+        world.note(f"the disk of {box.name} is put back by {frames}, {forgets=}")
+        world.stop_box(box, closes=True)
+        box.disk.put_back(frames, forgets=forgets)
+        world.start_box(box, world.servers[0])
+        world.finish()
+        world.speak(box)  # else nobody knows, and the broker itself refuses to begin
+        world.deliver(box)
+        world.finish()
+
+    @step(1, group=GROUPS, at=NUMBERS)
+    def dissolve(self, group: str, at: int) -> None:
+        """An operator removes all brokers of a group, and with the last one the group."""
+        world, server = self.world, self.world.servers[at]
+        keys = world.oracle.decided.parts_of(group).all[::-1]
+        if server.process is None or not keys or self.world.busy(self.operators[0]):
+            return
+        for name, _ in keys:
+            world.stop_box(world.brokers.boxes[name], closes=True)
+        world.wait(3)
+        for name, port in keys:
+            words = {"hostname": name, "servePort": str(port), "force": "true"}
+            if server.process:
+                world.operate(server, "RemoveBroker", words)
+                world.finish()
+
+    @step(2, seconds=[0.1, 0.3, 1, 3], stuck=[False, False, True])
+    def wait(self, seconds: float, stuck: bool) -> None:
+        self.world.note(f"{seconds} s go by" + (", and nobody's questions are answered" if stuck else ""))
+        self.world.wait(seconds, stuck=stuck)
+
+    @step(
+        3,
+        what=["crash", "crash", "start", "start", "away", "back", "back"],
+        at=NUMBERS,
+        arrive=[0, 1, 2, 3],
+    )
+    def server(self, what: str, at: int, arrive: int) -> None:
+        """Something happens to a metaserver. Of what a crashed one sent to the database, some arrives."""
+        server = self.world.servers[at]
+        self.world.note(f"{server.name}: {what}")
+        match what:
+            case "crash":
+                self.world.release()
+                under_way = [job for job in self.world.jobs if job.whose.server is server]
+                server.kill()
+                for job in under_way[arrive:]:
+                    self.world.jobs.remove(job)
+                for job in under_way[:arrive]:
+                    self.world.carry_out(job)
+            case "start" if server.process is None:
+                server.start()
+                self.world.run()
+            case "away" | "back":
+                server.is_away = what == "away"
+
+    # The database goes back.
+
+    @fault("database", 3)
+    def keep_copy(self) -> None:
+        self.world.keep_copy()
+
+    @fault("database", 3, which=CHOICES, restarts=[False, False, True])
+    def put_database_back(self, which: int, restarts: bool) -> None:
+        """The database becomes what it was; metaservers go on meanwhile, or are stopped for that."""
+        world = self.world
+        if not world.copies or any(box.disk.is_old for box in world.brokers.boxes.values()):
+            return
+        self.replace_database(world.copies[-1 - which % min(len(world.copies), 3)], restarts)
+
+    @fault("emptied", 1, restarts=[False, False, True])
+    def empty_database(self, restarts: bool) -> None:
+        """Another database is in its place, which has no groups. What was under way is over."""
+        world = self.world
+        if world.oracle.decided.terms and not any(box.disk.is_old for box in world.brokers.boxes.values()):
+            world.finish()
+            world.release()
+            world.finish()
+            self.replace_database(world.bare, restarts)
+
+    @fault("emptied", 2, at=NUMBERS, who=NUMBERS, keep=["memory", "memory", "database"])
+    def adopt_database(self, at: int, who: int, keep: str) -> None:
+        self.order(who, at, "AdoptDatabase", {"keep": keep})
+
+    def replace_database(self, copy: Any, restarts: bool) -> None:
+        world = self.world
+        world.note(f"the database is put back, {restarts=}")
+        for server in world.servers if restarts else ():
+            world.jobs = [job for job in world.jobs if job.whose.server is not server]
+            server.kill()
+        world.put_database_back(copy)
+        for server in world.servers if restarts else ():
+            server.start()
+            world.run()
+
+    @fault("database", 6, group=GROUPS, at=NUMBERS, choice=CHOICES, heard=[True, True, False], restarts=FLAGS)
+    def lose_a_change(self, group: str, at: int, choice: int, heard: bool, restarts: str) -> None:
+        """An operator changes roles; brokers hear of that, or not yet; the database forgets it."""
+        world, server = self.world, self.world.servers[at]
+        ideas = self.likely_roles(group, choice // 10)
+        if server.process is None or server.is_away or self.world.busy(self.operators[0]) or not ideas:
+            return
+        world.keep_copy()
+        what, words = ideas[choice % len(ideas)]
+        self.operators[0] = errand = world.operate(server, what, words)
+        world.finish()
+        while heard and world.busy(errand):
+            world.wait(0.2)
+        if heard:
+            world.wait(0.6)
+        self.put_database_back(0, restarts == "true")
+
+    @fault("database", 2, group=GROUPS, at=NUMBERS, who=NUMBERS)
+    def adopt(self, group: str, at: int, who: int) -> None:
+        """An operator chooses the master of a group whose row is old, as Doctor names it, or another one."""
+        keys = self.world.oracle.decided.parts_of(group).all
+        if keys:
+            host, port = keys[(at + who) % len(keys)]
+            words = {"brokerGroup": group, "hostname": host, "servePort": str(port), "force": "false"}
+            self.order(who, at, "AdoptRoles", words)
+
+    # Fillings that wait, and losses that are accepted.
+
+    @fault("fillings", 3, group=GROUPS, at=NUMBERS, who=NUMBERS, mode=["manual", "manual", "automatic"])
+    def set_mode(self, group: str, at: int, who: int, mode: str) -> None:
+        self.order(who, at, "SetCopies", {"brokerGroup": group, "syncMode": mode})
+
+    @fault("fillings", 3, group=GROUPS, at=NUMBERS, who=NUMBERS, what=["SyncReplica", "SyncReplica", "CancelSync"])
+    def order_filling(self, group: str, at: int, who: int, what: str) -> None:
+        slaves = sorted(self.world.oracle.decided.parts_of(group).slaves)
+        if slaves:
+            self.order(who, at, what, {"brokerGroup": group, "host": slaves[at % len(slaves)][0]})
+
+    @fault("fillings", 2, group=GROUPS)
+    def empty_slave(self, group: str) -> None:
+        self.burn(group)
+
+    @fault("losses", 3, group=GROUPS, at=NUMBERS, number=NUMBERS, swap=FLAGS)
+    def accept_loss(self, group: str, at: int, number: int, swap: str) -> None:
+        """All brokers of a group are stopped, and an operator makes do with one copy, or with none."""
+        keys = self.world.oracle.decided.parts_of(group).all
+        if keys and self.world.servers[at].process and not self.world.busy(self.operators[0]):
+            for name, _ in keys:
+                self.world.stop_box(self.world.brokers.boxes[name], closes=True)
+            self.world.wait(0.6)
+            box = self.world.brokers.boxes[keys[number % len(keys)][0]]
+            self.order(0, at, "ReplaceBroker", place(box, group, 0) | {"swap": swap, "acceptLoss": "true"})
+
+    @fault("losses", 2, group=GROUPS, at=NUMBERS, who=NUMBERS)
+    def acknowledge(self, group: str, at: int, who: int) -> None:
+        self.order(who, at, "AcknowledgeLoss", {"brokerGroup": group})
+
+    def order(self, who: int, at: int, what: str, words: dict[str, str]) -> None:
+        server = self.world.servers[at]
+        if server.process and not self.world.busy(self.operators[who]):
+            self.operators[who] = self.world.operate(server, what, words, f"operator {who}")
+
+    # Brokers and clients.
+
+    @step(2, group=GROUPS, what=["stop", "outage", "start"], at=NUMBERS)
+    def group(self, group: str, what: str, at: int) -> None:
+        """All brokers of a group stop, perhaps for long enough that everybody noticed; or they start."""
+        self.world.note(f"{group}: {what}")
+        for name, _ in self.world.oracle.decided.parts_of(group).all:
+            box = self.world.brokers.boxes[name]
+            if what != "start" and box.process:
+                self.world.stop_box(box, closes=True)
+            elif what == "start" and not box.process:
+                self.world.start_box(box, self.world.servers[at])
+        if what == "outage":
+            self.world.wait(3)
+
+    @step(
+        2,
+        who=WHO,
+        group=GROUPS,
+        what=["stop", "vanish", "start", "new disk", "old disk", "reconnect"],
+        at=NUMBERS,
+    )
+    def broker(self, who: str, group: str, what: str, at: int) -> None:
+        """Something happens to a broker, or to the disk in its machine."""
+        box, server = self.box(who, group), self.world.servers[at]
+        self.world.note(f"{box.name}: {what}, {server.name}")
+        match what:
+            case "stop" | "vanish" if box.process:
+                self.world.stop_box(box, closes=what == "stop")
+            case "start" if not box.process:
+                self.world.start_box(box, server)
+            case "reconnect" if box.process:
+                self.world.connect(box, server)
+            case "new disk" | "old disk" if not self.world.went_back:
+                for other in self.world.brokers.boxes.values():  # what was said before, and comes late
+                    self.world.speak(other)
+                self.world.stop_box(box, closes=True)
+                self.world.brokers.change_disk(box, None if what == "new disk" else 0)
+                self.world.start_box(box, server)
+
+    @step(1, seconds=[0.1, 1, 3])
+    def all_is_well(self, seconds: float) -> None:
+        """A quiet time: everything that has a part runs, and copies catch up."""
+        world = self.world
+        world.note(f"all is well for {seconds} s")
+        for server in world.servers:
+            server.is_away = False
+            if server.process is None:
+                server.start()
+                world.run()
+        world.finish()
+        for key in list(world.oracle.decided.places):
+            box = world.brokers.boxes[key[0]]
+            if not box.process and not box.is_lost:
+                world.start_box(box, world.servers[0])
+        world.wait(seconds)
+        for box in world.brokers.boxes.values():
+            if world.brokers.sync(box):
+                world.brokers.produce(box)
+        world.wait(1)
+
+    @step(2, name=BOXES, what=["speak", "deliver", "learn", "sync", "produce", "cut"], number=NUMBERS)
+    def broker_does(self, name: str, what: str, number: int) -> None:
+        box, brokers = self.world.brokers.boxes[name], self.world.brokers
+        self.world.note(f"{name}: {what}")
+        if what == "sync":
+            brokers.sync(box, number)
+        elif what == "cut":
+            brokers.cut(box, number)
+        elif what == "produce":
+            brokers.produce(box)
+        else:
+            getattr(self.world, what)(box)
+
+    @step(1, at=NUMBERS, subject=["s1", "s2", "s3"])
+    def client_asks(self, at: int, subject: str) -> None:
+        server = self.world.servers[at]
+        if server.process:
+            self.world.ask_route(server, subject)
+
+    @rule(chosen=st.deferred(lambda: CHOSEN))
+    def step(self, chosen: tuple[str, dict[str, Any]]) -> None:
+        """One rule of many kinds: were they rules, a run would do without half of them."""
+        name, words = chosen
+        getattr(self, name)(**words)
+        self.world.oracle.look_at_brokers()
+        type(self).steps += 1
+
+    def teardown(self) -> None:
+        """Everything is mended; one poll later every metaserver knows what the database holds."""
+        try:
+            if not self.world.oracle.broken:
+                self.converge()
+        finally:
+            if type(self).counts is not None:
+                type(self).counts.update(self.world.counts)
+            self.world.close()
+
+    def converge(self) -> None:
+        for server in self.world.servers:
+            server.is_away = False
+            if server.process is None:
+                server.start()
+                self.world.run()
+        self.world.finish()
+        self.world.release()
+        self.world.finish()
+        self.use_database()
+        for _ in range(20):
+            decided = self.world.oracle.decided
+            self.world.wait(1.7)
+            if decided == self.world.oracle.decided:
+                break
+        for server in self.world.servers:
+            for difference in differing(read_tables(self.world.database), server.process.registry):
+                raise Violation(f"{server.name} knows {difference}")
+        self.come_to_work()
+
+    def use_database(self) -> None:
+        """A database that was set aside is used again by what Doctor names."""
+        world, servers = self.world, self.world.servers
+        if not world.went_back:
+            return
+        for keep in ("memory", "database"):
+            for server in servers:
+                world.wait(1.7)
+                if not any(one.process.all._database.set_aside_because for one in servers):
+                    return
+                operator = Operator(world, server, "")
+                if server.process.all._database.set_aside_because and keep not in operator.adopted_database():
+                    raise Violation(f"Doctor does not name AdoptDatabase --keep={keep}")
+                operator.type("AdoptDatabase", {"keep": keep})
+        world.wait(1.7)
+        if aside := [one.name for one in servers if one.process.all._database.set_aside_because]:
+            raise Violation(f"{aside} use no database, whatever is decided")
+
+    def come_to_work(self) -> None:
+        """No fault strikes any more: each group takes messages, or Doctor says what keeps it and what to do."""
+        world, dice = self.world, self.world.loop.state.dice
+        self.all_is_well(3)
+        for group in list(world.oracle.decided.states):
+            self.lose_for_good(group, how_many=dice.choice([0, 0, 1, 1, 2]))
+        self.all_is_well(1)
+        world.wait(1.5)
+        self.look_at_parts()
+        self.look_at_losses()
+        for group in self.not_at_work():
+            operator = Operator(world, world.servers[0], group)
+            operator.bring_to_work(lambda group=group: group not in self.not_at_work())
+            type(self).ends.update(operator.followed)
+
+    def look_at_parts(self) -> None:
+        """What brokers were told last is what the database holds."""
+        decided = self.world.oracle.decided
+        for box in self.world.brokers.boxes.values():
+            part = box.process.assignment if box.process and box.name in self.world.streams else None
+            if part is None or part.term != decided.terms.get(part.broker_group):
+                continue
+            told = part.min_copies, part.sync_mode, {(order.fill_id, order.allowed) for order in part.fills}
+            mode, orders = decided.fillings[part.broker_group]
+            if told != (decided.min_copies[part.broker_group], mode, orders):
+                raise Violation(f"{box.name} was told {told}, and stored is {mode}, {set(orders)}")
+
+    def look_at_losses(self) -> None:
+        for group, term in self.world.oracle.decided.losses.items():
+            if term and not Operator(self.world, self.world.servers[0], group).is_told_of_a_loss():
+                raise Violation(f"Doctor tells nobody that messages of {group} were given up in term {term}")
+
+    def lose_for_good(self, group: str, how_many: int) -> None:
+        """Machines of a group burn down, and nobody brings their disks back."""
+        keys = self.world.oracle.decided.parts_of(group).all
+        for name, _ in self.world.loop.state.dice.sample(keys, min(how_many, len(keys))):
+            box = self.world.brokers.boxes[name]
+            self.world.note(f"{name} of {group} is lost for good")
+            self.world.stop_box(box, closes=True)
+            box.is_lost = True
+
+    def not_at_work(self) -> list[str]:
+        """Groups that take no messages, and no operator wants that."""
+        decided, registry = self.world.oracle.decided, self.world.servers[0].process.registry
+        wanted = {name for name, (draining, *_) in decided.states.items() if draining}
+        wanted |= {group for subject, group in decided.marks if subject == "*"}
+        groups = registry.directory.groups
+        with self.world.loop.own_clock():
+            return [name for name, group in groups.items() if name not in wanted and not registry.is_writable(group)]
+
+
+NAMES = [name for name, (weight, _) in STEPS.items() for _ in range(weight)]
+CHOSEN = st.sampled_from(NAMES).flatmap(
+    lambda name: st.tuples(st.just(name), st.fixed_dictionaries({k: strategy(v) for k, v in STEPS[name][1].items()}))
+)
+
+
+def walk(kind: type[Machine], seed: int, steps: int, faults: str = "") -> None:
+    """A run by plain dice: Hypothesis likes small and repeated values, which shows well and searches badly.
+
+    Args:
+        faults: what may happen besides. It takes dice of its own, so that the other walks stay as they are.
+    """
+    dice, machine = Random(seed), kind()
+    more, others = Random(f"{seed} {faults}"), [one for one in FAULTS.get(faults, ()) for _ in range(one[1])]
+    try:
+        machine.begin(populated=dice.random() < 0.8)
+        for _ in range(steps):
+            name = dice.choice(NAMES)
+            machine.step((name, {key: pick(values, dice) for key, values in STEPS[name][1].items()}))
+            if others and more.random() < OFTEN:
+                name, _, offered = more.choice(others)
+                machine.step((name, {key: pick(values, more) for key, values in offered.items()}))
+    except BaseException:
+        machine.world.close()
+        raise
+    machine.teardown()

@@ -1,0 +1,260 @@
+"""An operator who does what Doctor says, and what a refusal says then, until a group takes messages again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from qmq.tools.recovery.plan import decide, read_copies
+from tests.simulation.metaserver.boxes import Acknowledged, Box
+from tests.simulation.metaserver.oracle import DONE, Key, Violation
+from tests.simulation.metaserver.world import Server, World, place
+
+FOLLOWED_MAX = 3
+"""So many things that are named one after the other may be needed."""
+ANSWERED_S = 30.0
+
+COMMAND = re.compile(r"(?:tools\.sh|qmq) ([A-Z]\w+)((?: --\w+(?:=\S+)?)*)")
+GONE = "gone for good: "
+OTHER_DISK = "with another data directory. Give it that one back"
+ADDS = re.compile(r"^AddBroker adds a (master|slave)$")
+HALF_SWAPPED = re.compile(r"^finish it with ReplaceBroker --role=(\d)$")
+
+
+class Nothing(Exception):
+    """What is named is no command, and nothing that hands can do."""
+
+
+class Operator:
+    """Made for one group that takes no messages, when all faults are over."""
+
+    def __init__(self, world: World, server: Server, group: str) -> None:
+        self.world, self.server, self.group = world, server, group
+        self.followed: list[str] = []
+
+    def bring_to_work(self, is_at_work: Callable[[], bool]) -> None:
+        """Raises Violation: what was named does not lead anywhere."""
+        while not is_at_work():
+            if len(self.followed) == FOLLOWED_MAX:
+                named = "; then: ".join(self.followed)
+                raise Violation(f"{self.group} takes no messages although this was done: {named}")
+            remedies = [remedy for remedy in self.doctor() if remedy]
+            if not remedies:
+                raise Violation(f"{self.group} takes no messages, and Doctor names nothing to do")
+            self.followed.append(" and ".join(remedies))
+            for remedy in remedies:
+                self.world.note(f"Doctor: {remedy}")
+                self.follow(remedy)
+            self.let_all_work()
+
+    def let_all_work(self) -> None:
+        """Copies meet, and what they say is heard."""
+        world = self.world
+        for _ in range(2):
+            world.wait(0.6)
+            for box in world.brokers.boxes.values():
+                if world.brokers.sync(box):
+                    world.brokers.produce(box)
+        world.wait(1.1)
+
+    # What is named.
+
+    def doctor(self) -> list[str]:
+        """What Doctor says is to be done about the group."""
+        checks = self.type("Doctor", {})["checks"]
+        keys = set(self.keys)
+        return [
+            check["remedy"]
+            for check in checks
+            if not check["ok"]
+            and check["kind"] != "loss"
+            and (self.group in check["name"].split() or keys & set(_keys_in(check)))
+        ]
+
+    def adopted_database(self) -> list[str]:
+        """What Doctor says that AdoptDatabase may keep."""
+        checks = self.type("Doctor", {})["checks"]
+        remedies = [check["remedy"] for check in checks if check["kind"] == "database" and not check["ok"]]
+        return re.findall(r"AdoptDatabase --keep=(\w+)", " ".join(remedies))
+
+    def is_told_of_a_loss(self) -> bool:
+        checks = self.type("Doctor", {})["checks"]
+        return any(check["kind"] == "loss" and self.group in check["name"].split() for check in checks)
+
+    def follow(self, remedy: str) -> None:
+        if OTHER_DISK in remedy:
+            self.give_back_or_do_without(remedy)
+        elif found := ADDS.match(remedy):
+            self.give_place(0 if found[1] == "master" else 1, "AddBroker")
+        elif found := HALF_SWAPPED.match(remedy):
+            self.give_place(int(found[1]), "ReplaceBroker")
+        else:
+            named = remedy.partition(GONE)[2] or remedy
+            if "stop the slave, " in named:
+                self.stop([box for box in self.boxes if box is not self.master])
+            commands = [found for found in COMMAND.finditer(named) if "=HOSTNAME" not in found[2]]
+            recovers = [command for command in commands if command[1] == "RecoverGroup"]
+            for command in recovers or commands:
+                self.type_named(command)
+            if not commands and "RecoverGroup" in named:
+                self.recover()
+            if "its log says" in remedy:
+                self.heed_logs()
+            self.start_all()
+
+    def type_named(self, command: re.Match[str]) -> None:
+        words = dict(f"{word[2:]}=true".split("=")[:2] for word in map(_bare, command[2].split()))
+        if command[1] == "RecoverGroup":
+            return self.recover(*words.get("gone", "").split(","))
+        new = None
+        if words.get("hostname") == "NEW":
+            new = self.spare()
+            words |= {"hostname": new.name, "ip": new.ip}
+        self.type(command[1], words)
+        if new:
+            self.world.start_box(new, self.server)
+
+    def recover(self, *gone: str) -> None:
+        """RecoverGroup, as the tool does it; its steps, by hand; what it says is lost is accepted."""
+        told = (
+            self.type("ListBrokers", {"brokerGroup": self.group}),
+            self.type("ReplicaStatus", {"brokerGroup": self.group}),
+        )
+        brokers, (status,) = told
+        if status["acknowledged"] is None:
+            return self.world.note("RecoverGroup: the database is away")
+        lost = {_name(box) for box in self.boxes if box.is_lost}
+        copies = read_copies(brokers, status["replicas"], [], lost | {name for name in gone if name in self.names})
+        known = {"term": status["term"], "min_copies": status["minCopies"], "remembered": status["acknowledged"]}
+        decision = decide(copies, **known)
+        self.world.note(f"RecoverGroup: {'; '.join(decision.steps)}: {decision.command} {dict(decision.words)}")
+        for step in decision.steps:
+            if step.startswith("stop "):
+                stopped = step.removeprefix("stop ").split(", ")
+                self.stop([box for box in self.boxes if _name(box) in stopped])
+        if decision.command:
+            self.accept(decision.command, decision.words, is_loss=decision.needs_acceptance)
+        for box in self.boxes:
+            if box.is_lost and f"start {_name(box)} with an empty data directory" in decision.steps:
+                box.is_lost = False
+                self.world.brokers.change_disk(box, None)
+        self.start_all()
+
+    def accept(self, command: str, words: Mapping[str, str], *, is_loss: bool) -> None:
+        """Type what RecoverGroup chose. No copy that is left has all that is given up by that, and more."""
+        known = self.world.brokers.acknowledged.setdefault(self.group, Acknowledged())
+        owed, given_up = known.messages - known.given_up, set(known.given_up)
+        left = {box.name: owed - box.disk.messages for box in self.boxes if not box.is_lost}
+        loss = {"acceptLoss": "true"} if is_loss else {}
+        said = self.type(command, {"brokerGroup": self.group, **loss, **words})
+        if not loss and said is None and command == "ReplaceBroker":  # it is refused, and the refusal names that word
+            self.type(command, {"brokerGroup": self.group, "acceptLoss": "true", **words})
+        lost = known.given_up - given_up
+        for name, missing in left.items():
+            if missing < lost:
+                raise Violation(f"{self.group} gave up {lost}, and {name} lacks {missing or 'nothing'}")
+
+    def give_back_or_do_without(self, remedy: str) -> None:
+        """The master came with another disk: its own is found, or it is lost."""
+        world, master = self.world, self.master
+        assert master
+        row = world.oracle.decided.places[master.key]
+        if world.loop.state.dice.random() < 0.5:
+            number = next(at for at, disk in enumerate(master.disks) if disk.incarnation == row.incarnation)
+            world.note(f"{master.name} gets its disk back")
+            world.stop_box(master, closes=True)
+            world.brokers.change_disk(master, number)
+            world.start_box(master, self.server)
+        else:
+            world.note(f"the disk of {master.name} is lost")
+            if (command := COMMAND.search(remedy)) is None:
+                raise Violation(f"no command: {remedy}")
+            self.type_named(command)
+
+    def heed_logs(self) -> None:
+        """A broker says itself why it takes no part."""
+        for box in self.boxes:
+            if box.process and box.disk.group not in ("", self.group):
+                self.world.note(f"{box.name}: start this broker with an empty one")
+                self.stop([box])
+                self.world.brokers.change_disk(box, None)
+
+    def give_place(self, role: int, command: str) -> None:
+        """Give a new broker a place, and start it there."""
+        spare = self.spare()
+        self.type(command, place(spare, self.group, role))
+        self.world.start_box(spare, self.server)
+
+    def stop(self, boxes: Sequence[Box]) -> None:
+        for box in boxes:
+            self.world.stop_box(box, closes=True)
+        self.world.wait(0.6)
+
+    def start_all(self) -> None:
+        for box in self.boxes:
+            if not box.process and not box.is_lost:
+                self.world.start_box(box, self.server)
+
+    def type(self, what: str, words: Mapping[str, str]) -> Any:
+        """Type a command, wait for its answer, return its data."""
+        world = self.world
+        errand = world.operate(self.server, what, words, "the operator on duty")
+        world.finish()
+        end = world.loop.time() + ANSWERED_S
+        while world.busy(errand) and world.loop.time() < end:
+            world.wait(0.2)
+        assert errand.task
+        if not errand.task.done():
+            raise Violation(f"{errand} is not answered")
+        answer = errand.task.result()
+        if answer.status != DONE:
+            world.note(f"  {answer.message}")
+            if COMMAND.search(answer.message) and len(self.followed) < FOLLOWED_MAX:
+                self.followed.append(answer.message)
+                self.follow(answer.message)
+        return answer.data
+
+    # The group.
+
+    @property
+    def keys(self) -> list[Key]:
+        return self.world.oracle.decided.parts_of(self.group).all
+
+    @property
+    def names(self) -> list[str]:
+        return list(map(_name, self.boxes))
+
+    @property
+    def boxes(self) -> list[Box]:
+        return [self.world.brokers.boxes[name] for name, _ in self.keys]
+
+    @property
+    def master(self) -> Box | None:
+        key = self.world.oracle.decided.parts_of(self.group).master
+        return self.world.brokers.boxes[key[0]] if key else None
+
+    def spare(self) -> Box:
+        """A broker without a place, with an empty disk."""
+        world, places = self.world, self.world.oracle.decided.places
+        brokers = world.brokers
+        free = [box for box in brokers.boxes.values() if box.key not in places and not box.is_lost]
+        box = free[0] if free else brokers.add_box(f"new{len(brokers.boxes)}")
+        if box.process:
+            self.stop([box])
+        brokers.change_disk(box, None)
+        return box
+
+
+def _bare(word: str) -> str:
+    return word.rstrip(".,;:)")
+
+
+def _name(box: Box) -> str:
+    return f"{box.name}:{box.key[1]}"
+
+
+def _keys_in(check: Mapping[str, Any]) -> list[Key]:
+    """Brokers that a check of Doctor speaks of."""
+    facts = check["facts"]
+    return [(one["hostname"], one["servePort"]) for one in [facts, *facts.get("brokers", ())] if "hostname" in one]

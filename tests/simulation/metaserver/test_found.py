@@ -1,0 +1,175 @@
+"""What the machine found, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.simulation.metaserver.database import Template
+from tests.simulation.metaserver.oracle import DONE, REFUSED, UNKNOWN
+from tests.simulation.metaserver.remedies import Operator
+from tests.simulation.metaserver.world import Errand, World, add_groups, place, populate
+
+
+@pytest.fixture
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    template = Template(tmp_path_factory.mktemp("schema"))
+    add_groups(template)
+    world = World(template)
+    world.start()
+    populate(world)
+    yield world
+    world.close()
+    template.close()
+
+
+def until_it_writes(world: World, errand: Errand) -> None:
+    while job := next((job for job in world.jobs if job.whose is errand and not job.writes), None):
+        world.carry_out(job)
+
+
+def carry_out_all(world: World, errand: Errand) -> None:
+    """All that its metaserver asks, until it is answered; another metaserver's questions wait."""
+    while world.busy(errand):
+        world.carry_out(next(job for job in world.jobs if job.whose.server is errand.server))
+
+
+def extend(world: World) -> Errand:
+    """At this moment s1 and s2 are served by both groups, s3 and s4 by g1."""
+    words = {"relatedSubject": "*", "relatedBrokerGroup": "g1", "newBrokerGroup": "g2"}
+    extending = world.operate(world.servers[0], "ExtendSubjectRoute", words)
+    until_it_writes(world, extending)
+    assert extending.commits == 0
+    return extending
+
+
+def test_all_subjects_are_extended_although_another_operator_takes_the_group_from_some(world: World) -> None:
+    """Weakness 6: those that had the group already were not compared, and so were left without it."""
+    extending = extend(world)
+    removing = {"subject": "*", "brokerGroup": "g2", "force": "true"}
+    removed = world.operate(world.servers[1], "RemoveSubjectBrokerGroup", removing)
+    carry_out_all(world, removed)
+    world.finish()
+    assert (removed.status, extending.status) == (DONE, DONE)
+    assert world.oracle.decided.serving("g2") == {"s1", "s2", "s3", "s4"}
+
+
+def test_all_subjects_are_extended_although_a_client_brings_a_new_one(world: World) -> None:
+    """Weakness 6: `*` is every subject that there is when it is stored."""
+    extending = extend(world)
+    known, subject = world.oracle.decided.serving("g1"), 10
+    while world.oracle.decided.serving("g1") == known:
+        carry_out_all(world, world.ask_route(world.servers[1], f"s{subject}"))
+        subject += 1
+    world.finish()
+    assert extending.status == DONE
+    assert world.oracle.decided.serving("g1") <= world.oracle.decided.serving("g2")
+
+
+def test_a_change_that_was_said_not_to_be_stored_is_not_stored_later(world: World) -> None:
+    """Weakness 34: the tool gave up, the server went on. Its thread may only begin once nobody waits for it."""
+    marking = world.operate(world.servers[0], "MarkReadonlyBrokerGroup", {"brokerGroup": "g1", "subject": "s1"})
+    world.strike(marking, None)
+    world.wait(10)
+    assert marking.status == REFUSED
+    world.release()
+    world.finish()
+    assert not world.oracle.decided.marks
+
+
+def test_a_late_answer_about_an_earlier_moment_decides_nothing(world: World) -> None:
+    """Weakness 6: what is read before an action is read after it was ordered, also when the database stood still."""
+    first, second = world.servers
+    assert first.process
+    asked = first.process.all._database
+    world.wait(2 * asked._timeout_ms / 1000, stuck=True)
+    assert asked._probe is not None and not asked._probe.done(), "it asks whether the database is back"
+    question = [job for job in world.jobs if job.whose.server is first and not job.writes][-1]
+    deliver = world.carry_out_unheard(question)
+    removing = {"subject": "s1", "brokerGroup": "g2", "force": "true"}
+    carry_out_all(world, world.operate(second, "RemoveSubjectBrokerGroup", removing))
+    assert world.oracle.decided.routes["s1"] == {"g1"}
+    words = {"relatedSubject": "s1", "relatedBrokerGroup": "g1", "newBrokerGroup": "g2"}
+    extending = world.operate(first, "ExtendSubjectRoute", words)
+    world.wait(asked._timeout_ms / 1000, stuck=True)  # nobody else waits for the answer any more
+    deliver()
+    carry_out_all(world, extending)
+    assert world.oracle.decided.routes["s1"] == {"g1", "g2"}
+
+
+def test_a_group_that_is_removed_while_its_swap_is_finished_is_no_error_of_ours(world: World) -> None:
+    """Weakness 30: what nobody expected gets a typed answer."""
+    swapping = world.operate(world.servers[0], "SwapRoles", {"brokerGroup": "g1"})
+    while not swapping.commits:
+        world.carry_out(next(job for job in world.jobs if job.whose is swapping))
+    for name in "ab":
+        world.stop_box(world.brokers.boxes[name], closes=True)
+    world.wait(0.5)
+    for name in "ab":  # the new slave first
+        words = {"hostname": name, "servePort": "20881", "force": "true"}
+        removing = world.operate(world.servers[1], "RemoveBroker", words)
+        world.wait(0.2)
+        assert removing.status == DONE
+    world.wait(1)
+    assert swapping.status == UNKNOWN
+
+
+def lose_a_swap(world: World, group: str) -> None:
+    """The database forgets it while its brokers and all metaservers are stopped."""
+    world.keep_copy()
+    swapped = world.operate(world.servers[0], "SwapRoles", {"brokerGroup": group})
+    world.wait(2)
+    assert swapped.commits and world.oracle.decided.terms[group] > 2
+    boxes = [world.brokers.boxes[name] for name, _ in world.oracle.decided.parts_of(group).all]
+    for box in boxes:
+        world.stop_box(box, closes=True)
+    world.finish()
+    for server in world.servers:
+        server.kill()
+    world.jobs.clear()
+    world.put_database_back(world.copies[-1])
+    for server in world.servers:
+        server.start()
+    world.wait(1)
+    for box in boxes:
+        world.start_box(box, world.servers[1])
+    world.wait(2)
+
+
+@pytest.mark.parametrize("group", ["g1", "g2"])
+def test_any_metaserver_names_the_way_out_of_an_old_row(world: World, group: str) -> None:
+    """Brokers without a part say which term they wrote down only where they register."""
+    lose_a_swap(world, group)
+    operator = Operator(world, world.servers[0], group)
+    assert "AdoptRoles" in operator.doctor()[-1] and "--force=true" in operator.doctor()[-1]
+    registry = world.servers[0].process.all.registry  # type: ignore[union-attr]
+    operator.bring_to_work(lambda: registry.is_writable(registry.directory.groups[group]))
+
+
+def test_a_row_that_went_back_counts_copies_in_a_term_of_its_own(world: World) -> None:
+    """A third copy came, and the database forgot it: of that term nobody knows how many acknowledge."""
+    world.keep_copy()
+    f = world.brokers.boxes["f"]
+    world.operate(world.servers[0], "AddBroker", place(f, "g1", 1))
+    world.wait(1)
+    assert world.oracle.decided.terms["g1"] == 3
+    world.put_database_back(world.copies[-1])
+    world.wait(3)
+    assert world.oracle.decided.terms["g1"] == 4
+
+
+def test_a_broker_with_the_data_of_another_group_is_not_up(world: World) -> None:
+    """It came again each second and claimed its place, so Doctor found nothing wrong with it."""
+    for name in "ab":
+        world.stop_box(world.brokers.boxes[name], closes=True)
+    world.wait(1)
+    for name in "ba":
+        words = {"hostname": name, "servePort": "20881", "force": "true"}
+        world.operate(world.servers[0], "RemoveBroker", words)
+        world.finish()
+    world.operate(world.servers[0], "AddBroker", place(world.brokers.boxes["a"], "g3", 0))
+    world.finish()
+    world.start_box(world.brokers.boxes["a"], world.servers[0])
+    world.wait(2)
+    assert any("its log says" in remedy for remedy in Operator(world, world.servers[0], "g3").doctor())

@@ -1,0 +1,127 @@
+"""Programs of users: the client that ships, and what it promised them, told to the oracle."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from qmq import Consumer, Producer
+from qmq.client.received import ReceivedMessage
+from qmq.outbox.dbapi import Database
+from tests.simulation.shells.machines import URL, Application
+from tests.simulation.shells.stand_ins import SINCE_1970_S
+
+if TYPE_CHECKING:
+    from tests.simulation.shells.world import World
+
+SUBJECTS = "orders", "letters"
+GROUP = "readers"
+TIMEOUT_S = 10.0
+DELAYED = 0.3
+"""How many messages are delayed, if there is a delay group; by the time that all clocks should have."""
+DELAY_S = 0.0, 15.0
+MORE_S = 20.0
+"""How much longer than its timeout a send may take: a process may be stopped meanwhile."""
+
+
+def _producer(world: World, name: str) -> Producer:
+    return Producer(metaserver=URL, app=name, token=world.token, timeout_s=TIMEOUT_S, answer_timeout_s=2.0)
+
+
+class ProducerProgram:
+    def __init__(self, world: World, application: Application) -> None:
+        self._world, self._name = world, application.name
+
+    async def run(self) -> None:
+        world, rng = self._world, self._world.loop.rng
+        async with _producer(world, self._name) as producer:
+            while True:
+                await asyncio.sleep(rng.expovariate(world.swarm.sends_per_s))
+                if world.is_producing:
+                    count = rng.choice((1, 1, 1, 3, 20))
+                    subject = rng.choice(SUBJECTS)
+                    sends = [self._send(producer, subject) for _ in range(count)]
+                    if rng.random() < 0.5:  # or one by one
+                        await asyncio.gather(*sends)
+                    else:
+                        for send in sends:
+                            await send
+
+    async def _send(self, producer: Producer, subject: str) -> None:
+        world, oracle = self._world, self._world.oracle
+        message, due_s = world.new_message(subject, self._name), None
+        if world.swarm.delays and world.loop.rng.random() < DELAYED:
+            due_s = SINCE_1970_S + world.loop.now_s + world.loop.rng.uniform(*DELAY_S)
+        oracle.sent(self._name, message, due_s)
+        receipt = await producer.send(message, at=None if due_s is None else datetime.fromtimestamp(due_s, UTC))
+        oracle.received(self._name, message, receipt)
+
+
+class ShopProgram:
+    """Changes its own database, and sends by its outbox: both happen, or neither, whenever it is killed."""
+
+    def __init__(self, world: World, application: Application) -> None:
+        self._world, self._name = world, application.name
+
+    async def run(self) -> None:
+        world, rng = self._world, self._world.loop.rng
+        async with _producer(world, self._name) as producer:
+            database = Database(world.shop.connect)
+            while True:
+                await asyncio.sleep(rng.expovariate(world.swarm.sends_per_s / 2))
+                if world.is_producing:
+                    await self._sell(producer, database)
+
+    async def _sell(self, producer: Producer, database: Database) -> None:
+        """One transaction, which may end in the middle of it: it is given up, or the process is killed."""
+        world, rng = self._world, self._world.loop.rng
+        messages = [world.new_message(rng.choice(SUBJECTS), self._name) for _ in range(rng.choice((1, 1, 3)))]
+        world.oracle.staged(messages)
+        try:
+            with database.transaction() as transaction:
+                transaction.connection.executemany("INSERT INTO orders VALUES (?)", [(one.id,) for one in messages])
+                for message in messages:
+                    await producer.send(message, session=transaction)
+                if rng.random() < 0.2:
+                    await asyncio.sleep(rng.uniform(0, 0.02))
+                if rng.random() < 0.1:
+                    raise _GivenUp
+        except (_GivenUp, sqlite3.OperationalError):
+            world.counts["rolled back"] += 1
+
+
+class _GivenUp(Exception):
+    pass
+
+
+class ConsumerProgram:
+    def __init__(self, world: World, application: Application) -> None:
+        self._world, self._application = world, application
+
+    async def run(self) -> None:
+        world, application = self._world, self._application
+        rng, oracle = world.loop.rng, world.oracle
+        me = f"{application.name}-{application.starts}"
+        consumer = Consumer(metaserver=URL, app=application.name, token=world.token, consumer_id=me, drain_s=2.0)
+
+        async def handle(message: ReceivedMessage) -> None:
+            oracle.begun(me, message)
+            if rng.random() < 0.3:
+                await asyncio.sleep(rng.uniform(0, 0.02))
+            if world.is_at_war and rng.random() < world.swarm.fails:
+                raise ValueError("the handler fails")
+            oracle.consumed(me, message)
+
+        for subject in SUBJECTS:
+            consumer.listen(
+                subject,
+                group=GROUP,
+                start="latest" if world.swarm.joins else "earliest",
+                concurrency=rng.choice((1, 4)),
+                retries_max=1000,
+                retry_delay=0.5,
+                most_once=False,
+            )(handle)
+        await consumer.run()

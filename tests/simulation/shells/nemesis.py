@@ -1,0 +1,308 @@
+"""Everything that goes wrong, by name. A seed enables some of it and draws when and how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from random import Random
+from typing import TYPE_CHECKING
+
+from tests.simulation.shells.machines import CopyMachine, Machine
+
+if TYPE_CHECKING:
+    from tests.simulation.shells.world import World
+
+LASTS_S = 0.2, 20.0
+LOOK_S = 0.005, 0.05
+"""How often a steered seed looks whether a copy is in its state."""
+
+
+class Nemesis:
+    """Made per seed; strikes until it is told to stop."""
+
+    def __init__(self, world: World, seed: int) -> None:
+        self._world, self._seed = world, seed
+        self._rng = Random(f"{seed} nemesis")
+        self._is_active = True
+        faults = [name for name in FAULTS if not (world.is_plain and name in LOSSES)]
+        self._weights = world.steering.enabled(self._rng, faults, LOSSES, least=0.05)
+        dice = Random(f"{seed} victims")
+        self._victims = [dice.choice(copies) for copies in world.groups.values()]
+        """The one copy of each group whose disk loses what was fsynced: two lost disks are not covered."""
+        self._again()
+        if world.steering.state:
+            self._look()
+
+    def stop(self) -> None:
+        self._is_active = False
+
+    def _again(self) -> None:
+        at_s = self._world.loop.now_s + self._rng.uniform(0.1, self._world.swarm.strike_s)
+        self._world.loop.at(at_s, self._strike)
+
+    def _strike(self) -> None:
+        if self._is_active:
+            self._strike_by("")
+            self._again()
+
+    def _look(self) -> None:
+        """Strike where the state is that the seed is steered to."""
+        if self._is_active:
+            between_s = LOOK_S
+            if self._world.steering.state in self._world.states():
+                self._strike_by(self._world.steering.fault)
+                between_s = (0.1, self._world.swarm.strike_s)
+            self._world.later(*between_s, self._look)
+
+    def _strike_by(self, name: str) -> None:
+        """Each strike has dice of its own: it is the same whether or not another one is left out."""
+        number = self._world.counts["strike"]
+        self._world.counts["strike"] += 1
+        self._rng = Random(f"{self._seed} strike {number}")
+        name = name or self._rng.choices(list(self._weights), self._weights.values())[0]
+        if number not in self._world.steering.skipped:
+            states = self._world.states()
+            self._world.note(f"nemesis {number}: {name}")
+            if FAULTS[name](self):
+                self._world.counts[name] += 1
+                self._world.met.update((name, state) for state in states)
+        self._rng = Random(f"{self._seed} pause {number}")
+
+    def _copy(self) -> CopyMachine:
+        return self._rng.choice(self._world.copies)
+
+    def _any(self) -> Machine:
+        return self._rng.choice(self._world.machines)
+
+    def _two(self) -> tuple[str, str]:
+        """Two machines, one of them a server."""
+        one = self._rng.choice([*self._world.copies, *self._world.metaservers])
+        other = self._rng.choice([machine for machine in self._world.machines if machine is not one])
+        return (one.ip, other.ip) if self._rng.random() < 0.5 else (other.ip, one.ip)
+
+    def _links(self) -> tuple[str, str]:
+        """Mostly the link between two copies."""
+        if self._rng.random() < 0.5:
+            return self._two()
+        one, other = self._rng.sample(self._rng.choice(list(self._world.groups.values())), 2)
+        return one.ip, other.ip
+
+    # Each returns whether it did anything.
+
+    def kill(self) -> bool:
+        machine = self._any()
+        if not machine.is_running or machine.process is None:
+            return False
+        machine.process.kill()
+        return True
+
+    def kill_at_a_call(self) -> bool:
+        system = self._copy().system
+        system.kill_at = system.calls + self._rng.randint(1, 60)
+        return True
+
+    def terminate(self) -> bool:
+        self._any().terminate()
+        return True
+
+    def power(self) -> bool:
+        copy = self._copy()
+        if copy.is_off:
+            return False
+        copy.lose_power()
+        return True
+
+    def power_everywhere(self) -> bool:
+        for copy in self._world.copies:
+            if not copy.is_off:
+                copy.lose_power()
+        return True
+
+    def pause(self) -> bool:
+        """As a suspended machine, or one that swaps."""
+        machine = self._any()
+        process = machine.process
+        if process is None or process.is_dead or process.is_stopped:
+            return False
+        process.stop()
+        self._world.later(0.05, 10.0, process.go_on)
+        return True
+
+    def cut(self) -> bool:
+        one, other = self._links()
+        self._world.network.cut(one, other)
+        if self._rng.random() < 0.5:
+            self._world.network.cut(other, one)
+        self._world.later(*LASTS_S, self._world.network.heal)
+        return True
+
+    def isolate(self) -> bool:
+        """Nothing reaches a copy, or nothing leaves it, or both."""
+        copy, ways = self._copy(), self._rng.choice((1, 2, 3))
+        for other in self._world.machines:
+            if other is not copy:
+                if ways & 1:
+                    self._world.network.cut(copy.ip, other.ip)
+                if ways & 2:
+                    self._world.network.cut(other.ip, copy.ip)
+        self._world.later(*LASTS_S, self._world.network.heal)
+        return True
+
+    def reset(self) -> bool:
+        return bool(self._world.network.reset(*self._links()))
+
+    def forget(self) -> bool:
+        return bool(self._world.network.forget(*self._links()))
+
+    def slow(self) -> bool:
+        self._world.network.slow[self._links()] = self._rng.uniform(0.01, 1.5)
+        self._world.later(*LASTS_S, self._world.network.slow.clear)
+        return True
+
+    def slow_disk(self) -> bool:
+        copy, slow_s = self._copy(), self._rng.uniform(0.02, 1.0)
+        copy.thread_s = (slow_s / 2, slow_s)
+        copy.system.sync_s = slow_s
+        if copy.process is not None:
+            copy.process.thread_s = copy.thread_s
+        self._world.later(*LASTS_S, copy.disk_is_well)
+        return True
+
+    def disk_fails(self) -> bool:
+        """One call is refused; if it is an fsync, what it was to keep may be lost."""
+        system = self._copy().system
+        system.fails_once_at = system.calls + self._rng.randint(1, 60)
+        return True
+
+    def no_space(self) -> bool:
+        """Each call that needs space is refused."""
+        copy = self._copy()
+        copy.system.is_full = True
+        self._world.later(*LASTS_S, copy.system.heal)
+        return True
+
+    def flip(self) -> bool:
+        """One bit of one copy, whether a process uses it or not."""
+        victim = self._rng.choice(self._victims)
+        victim.system.loses()
+        log = victim.message_log if victim.is_running else None
+        return victim.medium.flip_some(self._rng, log.flushed_end if log is not None else None)
+
+    def bad_block(self) -> bool:
+        """A block of one copy cannot be read any more."""
+        victim = self._rng.choice(self._victims)
+        victim.system.loses()
+        return victim.medium.go_bad_somewhere(self._rng)
+
+    def flush_lies(self) -> bool:
+        """A disk says that data is on it that is not; then the power goes."""
+        victim = self._rng.choice(self._victims)
+        victim.system.is_lying = True
+        self._world.later(0.05, 5.0, partial(self._lose, victim, lambda: None))
+        return True
+
+    def put_back(self) -> bool:
+        """A machine comes back with the disk that it had some time ago."""
+        victim = self._rng.choice(self._victims)
+        image = victim.medium.image()
+        self._world.later(0.5, 15.0, partial(self._lose, victim, lambda: victim.medium.put_back(image)))
+        return True
+
+    def wipe(self) -> bool:
+        """A slave's disk is replaced by an empty one."""
+        victim = self._rng.choice(self._victims)
+        return victim.node is not None and victim.node.slave is not None and self._lose(victim, victim.medium.wipe)
+
+    def _lose(self, victim: CopyMachine, how: Callable[[], None]) -> bool:
+        """Unless it is the only one that has all, the copy loses power, and what its disk had."""
+        may = not victim.is_off and self._world.is_held_by_other(victim)
+        if may:
+            victim.system.loses()
+            victim.lose_power()
+            how()
+            self._world.counts["disk lost"] += 1
+            self._world.note(f"{victim.name} has another disk")
+        victim.system.is_lying = False
+        return may
+
+    def clock(self) -> bool:
+        steps = (-0.5, 0.5, 30.0, -30.0, 3.2e7, -3.2e7)
+        self._any().step_clock(self._rng.choice(steps))
+        return True
+
+    def database(self) -> bool:
+        """It is away, or its answers are lost, or it hangs."""
+        self._world.loop.database = self._rng.choice(("refuses", "forgets", "hangs"))
+        self._world.later(*LASTS_S, self._world.database_is_well)
+        return True
+
+    def database_goes_back(self) -> bool:
+        """The metaservers end, and find the database as it was some time ago."""
+        self._world.back_up_database()
+        self._world.later(0.5, 15.0, self._world.restore_database)
+        return True
+
+    def failover(self) -> bool:
+        """A master dies, and an operator has a slave take its place."""
+        group, copies = self._rng.choice(list(self._world.groups.items()))
+        for copy in copies:
+            if copy.is_running and copy.process and copy.node is not None and copy.node.master is not None:
+                copy.process.kill()
+                self._world.later(0.0, 2.0, partial(self._world.operate, "Failover", brokerGroup=group))
+                return True
+        return False
+
+    def swap(self) -> bool:
+        self._world.operate("SwapRoles", brokerGroup=self._rng.choice(list(self._world.groups)))
+        return True
+
+
+FAULTS: dict[str, Callable[[Nemesis], bool]] = {
+    "kill": Nemesis.kill,
+    "kill at a call": Nemesis.kill_at_a_call,
+    "terminate": Nemesis.terminate,
+    "power": Nemesis.power,
+    "power everywhere": Nemesis.power_everywhere,
+    "pause": Nemesis.pause,
+    "cut": Nemesis.cut,
+    "isolate": Nemesis.isolate,
+    "reset": Nemesis.reset,
+    "forget": Nemesis.forget,
+    "slow": Nemesis.slow,
+    "slow disk": Nemesis.slow_disk,
+    "disk fails": Nemesis.disk_fails,
+    "no space": Nemesis.no_space,
+    "flip": Nemesis.flip,
+    "bad block": Nemesis.bad_block,
+    "flush lies": Nemesis.flush_lies,
+    "put back": Nemesis.put_back,
+    "wipe": Nemesis.wipe,
+    "clock": Nemesis.clock,
+    "database": Nemesis.database,
+    "database goes back": Nemesis.database_goes_back,
+    "failover": Nemesis.failover,
+    "swap": Nemesis.swap,
+}
+LOSSES = {
+    "no space": 0.5,
+    "flip": 0.3,
+    "bad block": 0.3,
+    "flush lies": 0.4,
+    "put back": 0.5,
+    "wipe": 0.3,
+    "database goes back": 0.3,
+    "failover": 1.0,
+}
+"""What a plain world does not have, by how often it strikes."""
+
+MUST_OCCUR = (
+    *FAULTS,
+    "SwapRoles DONE",
+    "came again",
+    "delayed",
+    "disk lost",
+    "ended by its disk",
+    "killed within a call",
+    "not stored",
+    "role change",
+)

@@ -1,0 +1,205 @@
+"""Knows what was promised to users, and looks whether it is kept. Invariants have the numbers of ARCHITECTURE.md."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from qmq import Message
+from qmq.client.batching import Receipt
+from qmq.client.received import ReceivedMessage
+from qmq.codec import decode_message, split_batch
+from qmq.errors import CorruptFrame
+from qmq.log import MessageLog
+from tests.simulation.events import Violation
+from tests.simulation.legality import illegal_moves
+from tests.simulation.shells.stand_ins import SINCE_1970_S
+
+if TYPE_CHECKING:
+    from tests.simulation.shells.world import World
+
+
+class Oracle:
+    """Made for each seed. Told by applications; a broken promise ends the run."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._illegal = illegal_moves()
+        self.waiting: dict[str, tuple[str, int]] = {}
+        """Message id -> who sends it, in which of its lives."""
+        self.acked: dict[str, tuple[str, str, int]] = {}
+        """Message id -> (subject, broker group, sequence)."""
+        self.delayed: dict[str, float] = {}
+        """Message id -> when it is due, in seconds since 1970; as soon as it is sent."""
+        self.kept: set[str] = set()
+        """Those of `delayed` that are acknowledged."""
+        self.rows: set[str] = set()
+        """Ids of messages that were given to a transaction; whether it was committed, the shop's database says."""
+        self.ids: dict[tuple[str, str, int], str] = {}
+        self.texts: dict[str, str] = {}
+        self.keyed: dict[tuple[str, str], dict[str, tuple[str, str, int]]] = {}
+        """(subject, order key) -> those of `acked` that have it."""
+        self.done: set[str] = set()
+        self._stored: dict[str, str] = {}
+        """Message id -> the group whose log has it; of those that were not delayed."""
+        self._sent_on: set[str] = set()
+        """Messages of delay servers and outboxes that a broker group has."""
+        self._sent_after: dict[str, tuple[str, str, int] | None] = {}
+        self._last_acked: dict[tuple[str, str], tuple[str, str, int]] = {}
+
+    # Told by applications.
+
+    def sent(self, name: str, message: Message, due_s: float | None) -> None:
+        assert message.id is not None
+        if due_s is not None:
+            self.delayed[message.id] = due_s
+        self.waiting[message.id] = name, self._world.machine(name).starts
+        self.texts[message.id] = message.subject
+        self._sent_after[message.id] = self._last_acked.get((name, message.subject))
+
+    def staged(self, messages: list[Message]) -> None:
+        for message in messages:
+            assert message.id is not None
+            self.rows.add(message.id)
+            self.texts[message.id] = message.subject
+
+    def received(self, name: str, message: Message, receipt: Receipt) -> None:
+        assert message.id is not None
+        self.waiting.pop(message.id)
+        self._world.note(f"{name} {message.id} {receipt.outcome} {receipt.sequence}")
+        if not receipt.is_stored:
+            self._world.counts["not stored"] += 1
+            return
+        place = message.subject, receipt.broker_group, receipt.sequence
+        if self.ids.setdefault(place, message.id) != message.id:
+            self._world.fail(f"I7: {place} is said to be {message.id} and {self.ids[place]}")
+        self._check_disks(message.id, receipt.broker_group)
+        if message.id in self.delayed:
+            self.kept.add(message.id)
+            self._world.counts["delayed"] += 1
+            return
+        self.acked[message.id] = place
+        if message.order_key is not None:
+            self.keyed.setdefault((message.subject, message.order_key), {})[message.id] = place
+        before = self._sent_after[message.id]
+        if before is not None and before[1] == place[1] and before[2] >= place[2]:
+            self._world.fail(f"order: {message.id} was sent when {before} was acknowledged, and is at {place}")
+        last = self._last_acked.get((name, message.subject))
+        if last is None or last[2] < place[2]:
+            self._last_acked[name, message.subject] = place
+
+    def _check_disks(self, id: str, group: str) -> None:
+        """A disk that has lost this since it was acknowledged had it then."""
+        what = id.encode()
+        systems = {copy.name: copy.system for copy in self._world.groups[group]}
+        disks = [name for name, system in systems.items() if system.has_durable(what) or system.has_lost(what)]
+        if len(disks) < (self._world.swarm.min_copies if group == "g1" else 2):
+            self._world.fail(f"I1: {id} is acknowledged by {group}, and on the disks of {disks}")
+
+    def begun(self, name: str, message: ReceivedMessage) -> None:
+        assert message.id is not None
+        self._world.note(f"{name} gets {message.id} {message.times}")
+        if message.times > 1:
+            self._world.counts["came again"] += 1
+        if message.id not in self.texts:
+            self._world.fail(f"I10: {name} got {message.id}, which nobody sent")
+        if self.texts[message.id] != message.subject or message.properties.get("text") != message.id:
+            self._world.fail(f"I3: {name} got {message.id} with other content")
+        if message.id in self.rows and message.id not in self._world.shop.orders():
+            self._world.fail(f"outbox: {name} got {message.id}, whose transaction was not committed")
+        early_s = self.delayed.get(message.id, 0.0) - SINCE_1970_S - self._world.loop.now_s
+        if early_s > 0 and not self._world.counts["clock"]:
+            self._world.fail(f"I11: {name} got {message.id} {early_s:.3f} s before it is due")
+        place = message.subject, message.broker_group, message.sequence
+        if self.ids.setdefault(place, message.id) != message.id:
+            self._world.fail(f"I7: {place} is {message.id}, and was {self.ids[place]}")
+        if message.order_key is not None:
+            self._check_key(name, message)
+
+    def _check_key(self, name: str, message: ReceivedMessage) -> None:
+        """I24: those of its key that are before it are done."""
+        for text, (subject, group, sequence) in self.keyed.get((message.subject, message.order_key or ""), {}).items():
+            before = (subject, group) == (message.subject, message.broker_group) and sequence < message.sequence
+            if before and text not in self.done:
+                self._world.fail(f"I24: {name} got {message.id} of key {message.order_key} before {text} was done")
+
+    def consumed(self, name: str, message: ReceivedMessage) -> None:
+        assert message.id is not None
+        self.done.add(message.id)
+        if message.order_key is not None:
+            self.keyed.get((message.subject, message.order_key), {}).pop(message.id, None)
+
+    # Asked by the world.
+
+    def check_always(self) -> None:
+        if illegal_moves() != self._illegal:
+            self._world.fail("states: a move that its table lacks")
+
+    @property
+    def missing(self) -> set[str]:
+        """What was acknowledged, or committed with an outbox, and nobody has consumed."""
+        return (self.acked.keys() | self.kept | self._world.shop.orders()) - self.done
+
+    @property
+    def forgotten(self) -> set[str]:
+        """Messages that have no outcome although who sent them still runs."""
+        return {
+            text
+            for text, (name, life) in self.waiting.items()
+            if self._world.machine(name).starts == life and self._world.machine(name).is_running
+        }
+
+    def check_logs(self, group: str, logs: dict[str, MessageLog]) -> None:
+        """At the end: each copy has each acknowledged message, once, where its receipt says.
+
+        What a delay server or a watchdog sent is somewhere, and maybe twice: if nobody knows that it was stored, the
+        next one sends it again.
+        """
+        places: dict[str, tuple[str, int]] = {}
+        for name, message_log in logs.items():
+            if (found := self._read(name, message_log)) is None:
+                continue
+            places = {}
+            for text, place in found:
+                if text in self.delayed or text in self.rows:
+                    self._world.counts["sent twice"] += text in places
+                    self._sent_on.add(text)
+                elif text in places:
+                    raise Violation(f"I18: {text} is stored twice at {name}: {places[text]}, {place}")
+                places[text] = place
+            for text, elsewhere in self._stored.items():
+                if text in places and elsewhere != group:
+                    raise Violation(f"I18: {text} is stored in {elsewhere} and in {group}")
+            for text, (subject, where, sequence) in self.acked.items():
+                if where == group and places.get(text) != (subject, sequence):
+                    found = places.get(text)
+                    raise Violation(f"I1: {text} was acknowledged at {(subject, sequence)}; {name} has it at {found}")
+        self._stored |= dict.fromkeys(places.keys() - self.delayed.keys() - self.rows, group)
+
+    def _read(self, name: str, message_log: MessageLog) -> list[tuple[str, tuple[str, int]]] | None:
+        """Return (id, (subject, sequence)) of all messages of a copy; None: a bit flipped in it, where nobody has read
+        since, so that the others have to tell."""
+        try:
+            return [
+                (text, (subject, sequence))
+                for subject in sorted(set(self.texts.values()))
+                for text, sequence in stored(message_log, subject)
+            ]
+        except CorruptFrame:
+            if not self._world.copy(name).medium.flipped:
+                raise
+            self._world.counts["damage that nobody read"] += 1
+            return None
+
+    def check_whole(self) -> None:
+        if lost := (self.kept | self._world.shop.orders()) - self._sent_on:
+            raise Violation(f"I11: {sorted(lost)[:5]} of {len(lost)} were acknowledged or committed; no group has them")
+
+
+def stored(message_log: MessageLog, subject: str) -> list[tuple[str, int]]:
+    """Return (id, sequence) of all messages of a subject."""
+    found = []
+    for ref in message_log.frames(subject, 0, 1 << 30):
+        frame, body = message_log.tail_body(ref.offset) or message_log.read_bodies([ref])[0]
+        for at, data in enumerate(split_batch(body, frame.count)):
+            found.append((str(decode_message(bytes(data)).id), ref.begin + at))
+    return found
