@@ -4,7 +4,7 @@ One batch: `due` puts messages into the pending queue of their subject; `go_on` 
 (a dispatch frame); when both disks have that frame and the messages were read, it is sent; its answer goes into the log
 (a settled frame). The schedule, which follows the log, then forgets the messages, or has them due again.
 
-A batch of unknown outcome is repeated to its group under its numbers (qmq.client.batch_life). Each subject waits for
+A batch of unknown outcome is repeated to its group under its numbers (qmq.client.batch). Each subject waits for
 itself: one that has no route, or whose groups refuse, holds up no other.
 
 Keeps I11.
@@ -21,7 +21,7 @@ from hashlib import blake2b
 import numpy as np
 import numpy.typing as npt
 
-from qmq.client.batch_life import (
+from qmq.client.batch import (
     BATCH_LIFE,
     Answer,
     BatchEvent,

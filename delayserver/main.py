@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from qmq.client.numbered import NumberedSender
+from qmq.client.numbered_sender import NumberedSender
 from qmq.delayserver.control import DelayControl
 from qmq.delayserver.counters import Counters
 from qmq.delayserver.filing import Filing

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from qmq.client.batch_life import BatchSender
+from qmq.client.batch import BatchSender
 from qmq.codec import Buffer
 from qmq.delayserver.cancelling import Cancelling, Fates, Named
 from qmq.delayserver.counters import Counters

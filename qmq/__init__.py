@@ -9,12 +9,12 @@ from qmq import grpc_forks as _grpc_forks  # noqa: F401  # first: it decides how
 from qmq.version import VERSION as __version__
 
 if TYPE_CHECKING:
-    from qmq.client.batching import Outcome, Receipt, Receipts
-    from qmq.client.connections import MasterChanged
+    from qmq.client.batch import Outcome, Receipt, Receipts
     from qmq.client.consumer import Consumer
-    from qmq.client.delaying import DelayOutcome
+    from qmq.client.delay import DelayOutcome
     from qmq.client.journal import Journal
     from qmq.client.listener import Listener
+    from qmq.client.membership import MasterChanged
     from qmq.client.producer import Producer
     from qmq.client.puller import Puller
     from qmq.client.received import ReceivedMessage
@@ -38,17 +38,17 @@ if TYPE_CHECKING:
 
 _PUBLIC = {
     "Consumer": "client.consumer",
-    "DelayOutcome": "client.delaying",
+    "DelayOutcome": "client.delay",
     "Journal": "client.journal",
     "Listener": "client.listener",
-    "MasterChanged": "client.connections",
+    "MasterChanged": "client.membership",
     "Message": "message",
-    "Outcome": "client.batching",
+    "Outcome": "client.batch",
     "Producer": "client.producer",
     "Puller": "client.puller",
-    "Receipt": "client.batching",
+    "Receipt": "client.batch",
     "ReceivedMessage": "client.received",
-    "Receipts": "client.batching",
+    "Receipts": "client.batch",
     "RecurringSchedule": "remoting.commands",
 } | dict.fromkeys(
     (

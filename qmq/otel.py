@@ -22,9 +22,9 @@ from opentelemetry import propagate, trace
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer, TracerProvider
 
-from qmq.client.batching import Done, Outcome, Receipt, Receipts
-from qmq.client.calling import check_callable
-from qmq.client.delaying import DelayArguments
+from qmq.client.batch import OnReceipt, Outcome, Receipt, Receipts
+from qmq.client.delay import DelayArguments
+from qmq.client.handler import check_callable
 from qmq.client.producer import Producer, read_delay
 from qmq.client.received import ReceivedMessage
 from qmq.errors import DeadLetter, RetryLater
@@ -144,7 +144,7 @@ class TracedProducer(Sending):
             note_all(receipts := await self._producer.send_many(carrying, **delay))
             return receipts
 
-    def send_nowait(self, message: Message, on_done: Done, **delay: Unpack[DelayArguments]) -> None:
+    def send_nowait(self, message: Message, on_done: OnReceipt, **delay: Unpack[DelayArguments]) -> None:
         """See `Producer.send_nowait`. The spans end when the outcome is known."""
         check_callable("on_done", on_done)
         with self._until_known(message) as end:

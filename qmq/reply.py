@@ -17,7 +17,7 @@ from itertools import count
 from types import TracebackType
 from typing import Protocol
 
-from qmq.client.batching import Outcome, Receipt
+from qmq.client.batch import Outcome, Receipt
 from qmq.client.consumer import Consumer
 from qmq.client.puller import Puller
 from qmq.client.received import ReceivedMessage

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from qmq.client.numbered import NumberedSender
+from qmq.client.numbered_sender import NumberedSender
 from qmq.errors import CallError, NotServed
 from qmq.memory import without_frames
 from qmq.outbox.claims import PRODUCER_BITS, Work

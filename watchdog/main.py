@@ -10,7 +10,7 @@ import signal
 import sys
 from pathlib import Path
 
-from qmq.client.numbered import NumberedSender
+from qmq.client.numbered_sender import NumberedSender
 from qmq.errors import QmqError
 from qmq.http_port import HttpPort, listen
 from qmq.logs import configure

@@ -14,15 +14,14 @@ from typing import Self, TypeVar
 
 from qmq.blocking import background as process
 from qmq.blocking.background import Background
-from qmq.client.calling import check_callable
-from qmq.client.connections import MasterChanged
 from qmq.client.consumer import Consumer as AsyncConsumer
 from qmq.client.consumer import Start, TagMode
-from qmq.client.handling import BlockingBatchHandler, BlockingHandler, Filter
+from qmq.client.handler import BlockingBatchHandler, BlockingHandler, Filter, check_callable
+from qmq.client.lifetime import sigterm_calls
 from qmq.client.listener import Listener
+from qmq.client.membership import MasterChanged
 from qmq.client.puller import Puller as AsyncPuller
 from qmq.client.received import ReceivedMessage
-from qmq.client.signals import sigterm_calls
 from qmq.errors import ClientClosed, InvalidRequest, QmqError
 
 H = TypeVar("H", bound=BlockingHandler | BlockingBatchHandler)

@@ -14,8 +14,8 @@ from opentelemetry import trace
 from opentelemetry.trace import TracerProvider
 
 from qmq.blocking.producer import Producer
-from qmq.client.batching import Done, Receipt, Receipts
-from qmq.client.delaying import DelayArguments
+from qmq.client.batch import OnReceipt, Receipt, Receipts
+from qmq.client.delay import DelayArguments
 from qmq.client.producer import read_delay
 from qmq.message import Message
 from qmq.otel import Sending, end_with, inject, note
@@ -60,7 +60,7 @@ class TracedProducer(Sending):
             return receipts
 
     def send_nowait(
-        self, message: Message, on_done: Done | None = None, **delay: Unpack[DelayArguments]
+        self, message: Message, on_done: OnReceipt | None = None, **delay: Unpack[DelayArguments]
     ) -> Future[Receipt]:
         """See `Producer.send_nowait`. The spans end when the future does."""
         with self._until_known(message) as end:

@@ -16,9 +16,9 @@ from typing import Any, Self, overload
 
 from qmq.blocking import background as process
 from qmq.blocking.background import Background
-from qmq.client.batching import Done, Receipt, Receipts
-from qmq.client.calling import check_callable
-from qmq.client.delaying import Delay, DelayArguments, DelayOutcome
+from qmq.client.batch import OnReceipt, Receipt, Receipts
+from qmq.client.delay import Delay, DelayArguments, DelayOutcome
+from qmq.client.handler import check_callable
 from qmq.client.journal import Journal
 from qmq.client.producer import Producer as AsyncProducer
 from qmq.client.producer import read_delay
@@ -178,7 +178,7 @@ class Producer:
     def send_nowait(
         self,
         message: Message,
-        on_done: Done | None = None,
+        on_done: OnReceipt | None = None,
         *,
         delay: float | timedelta | None = None,
         at: datetime | None = None,
@@ -306,7 +306,7 @@ class _Session:
         background.run(self.producer.__aenter__())
         background.clients.add(owner)
 
-    def put(self, message: Message, on_done: Done | None, later: Delay | None) -> Future[Receipt]:
+    def put(self, message: Message, on_done: OnReceipt | None, later: Delay | None) -> Future[Receipt]:
         if on_done is not None:
             check_callable("on_done", on_done)
         sent = _Sent(message, on_done, later)
@@ -412,7 +412,7 @@ class _Sent:
 
     __slots__ = ("message", "on_done", "later", "future", "size")
 
-    def __init__(self, message: Message, on_done: Done | None, later: Delay | None) -> None:
+    def __init__(self, message: Message, on_done: OnReceipt | None, later: Delay | None) -> None:
         self.message, self.on_done, self.later = message, on_done, later
         self.size = _size(message)
         self.future: Future[Receipt] = _Receipt()

@@ -9,7 +9,7 @@ from qmq.blocking import background as process
 from qmq.blocking.background import Background
 from qmq.blocking.consumer import Consumer
 from qmq.blocking.producer import Producer
-from qmq.client.batching import Receipt
+from qmq.client.batch import Receipt
 from qmq.client.received import ReceivedMessage
 from qmq.errors import ClientClosed
 from qmq.message import Message

@@ -15,14 +15,11 @@ from types import MappingProxyType
 from typing import Literal, TypeVar
 
 from qmq.access import find_token
-from qmq.client.calling import call_back, check_plain
-from qmq.client.connections import Connections, MasterChanged
-from qmq.client.handling import Filter, Handler, Handling
-from qmq.client.listener import Listener
-from qmq.client.membership import Membership
-from qmq.client.precedence import PRIORITY_MAX, Precedence
+from qmq.client.handler import Filter, Handler, Handling, call_back, check_plain
+from qmq.client.lifetime import on_sigterm
+from qmq.client.listener import PRIORITY_MAX, Listener, Precedence
+from qmq.client.membership import Connections, MasterChanged, Membership
 from qmq.client.puller import Puller
-from qmq.client.signals import on_sigterm
 from qmq.client.terms import Terms, check_batch, check_concurrency, check_seconds, check_whole, make_terms
 from qmq.control_plane import metaserver_url
 from qmq.errors import ClientClosed, InvalidRequest
@@ -153,7 +150,7 @@ class Consumer:
             retry_delay: seconds, at most a day.
             most_once: the broker keeps the ack before the handler is called: a crash loses messages, none comes twice.
             auto_ack: if not, returning decides nothing: `ack`, `nack` or `dead_letter` of the message do, whenever.
-            filters: wrap the handler, the first one outermost (see `qmq.client.handling`). One that promises something
+            filters: wrap the handler, the first one outermost (see `qmq.client.handler`). One that promises something
                 of the ack, with an attribute `needs_auto_ack`, goes neither with `most_once` nor without `auto_ack`.
             prefetch_messages, prefetch_bytes: what may wait here or be on its way, at most; 1,000, with `most_once` one
                 for each handler at a time. Slow handlers have less ahead: about half a second of work.

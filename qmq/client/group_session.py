@@ -10,10 +10,9 @@ from functools import partial
 from itertools import pairwise, repeat
 from typing import Protocol
 
-from qmq.client.batching import Done, Receipt
+from qmq.client.batch import OnReceipt, Receipt
 from qmq.client.link import Link
-from qmq.client.received import ReceivedMessage
-from qmq.client.retrying import BROKER_DELAY_S_MAX, worn_out
+from qmq.client.received import ReceivedMessage, UnackedPiece
 from qmq.client.session_life import (
     Closed,
     Facts,
@@ -26,8 +25,8 @@ from qmq.client.session_life import (
     Unsubscribed,
     Urgency,
 )
-from qmq.client.terms import Terms
-from qmq.client.unacked import Refusal, SentAck, SentNack, Unacked, UnackedPiece
+from qmq.client.terms import BROKER_DELAY_S_MAX, Terms, worn_out
+from qmq.client.unacked import Refusal, SentAck, SentNack, Unacked
 from qmq.codec import batch_ends
 from qmq.errors import (
     AccessError,
@@ -112,7 +111,7 @@ class SessionOwner(Protocol):
 
     def settled(self) -> None: ...
 
-    def defer(self, message: ReceivedMessage, delay_s: float, done: Done) -> None: ...
+    def defer(self, message: ReceivedMessage, delay_s: float, done: OnReceipt) -> None: ...
 
     def failed(self, error: QmqError) -> None: ...
 

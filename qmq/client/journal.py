@@ -21,7 +21,7 @@ from hashlib import sha256
 from io import FileIO
 from pathlib import Path
 
-from qmq.client.batching import Batch, Outcome, Result
+from qmq.client.batch import Batch, Outcome, Result
 from qmq.codec import labels_bytes, split_batch
 from qmq.errors import InvalidRequest
 from qmq.logs import bounded

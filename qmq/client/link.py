@@ -6,7 +6,7 @@ import asyncio
 import random
 from typing import Protocol
 
-from qmq.client.routing import Routing
+from qmq.client.routes import Routing
 from qmq.errors import AccessError, NotServed, QmqError
 from qmq.logs import bounded
 from qmq.remoting.connection import Connection, connect

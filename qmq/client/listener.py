@@ -1,29 +1,44 @@
-"""Shell. A listener: workers that take messages and call the handler, and decide by what becomes of the call.
+"""Shell. A listener: workers that take messages, call the handler, and decide by its outcome.
+
+A listener: workers that take messages and call the handler, and decide by what becomes of the call.
 
 A handler takes one message at a time, or lists of up to `batch`. What becomes of a call is decided for each message of
 it that the handler has not decided itself. One that fails its call does not take its neighbours along: what failed
 comes again in lists of half the size, at the last attempt alone. A suspected message is a list of its own, too: if the
-process dies with it, nothing else is to blame (qmq.client.solitude).
+process dies with it, nothing else is to blame (qmq.client.listener).
+
+Suspected messages are handled alone: if the process dies with one, nothing else is to blame.
+
+A consumer that vanished had them, and nobody knows which of them was the reason (qmq.log.message_life). So each waits
+until no other handler of its listener runs, and its broker is told before its own begins; others wait meanwhile. All
+other messages pass by at the cost of two additions.
+
+Which listeners of a consumer let the messages of others go first.
+
+A listener whose `priority` is lower begins no call while a message waits here for a listener of a higher one. Whoever
+has no such listener pays a comparison for each call.
+
+What waits in a listener for handlers that became slow goes back to its group.
+
+What was prefetched for fast handlers would be minutes of work, once they are slow, that no other consumer of the group
+gets. So while messages wait, somebody looks at how many were taken, a few times a second; and if what waits is far more
+than would be asked for now, the newest go back, as never delivered.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from datetime import UTC, datetime
 from typing import cast
 
-from qmq.client.calling import finished
-from qmq.client.handling import Given, HandlerThread, Handling, Way
-from qmq.client.membership import Membership
-from qmq.client.precedence import Precedence
-from qmq.client.prefetch import MEASURED_EVERY, Prefetch
+from qmq.client.handler import Given, HandlerThread, Handling, Way, finished
+from qmq.client.membership import Membership, announce
+from qmq.client.prefetch import LOOK_S, MEASURED_EVERY, Pacer, Prefetch
 from qmq.client.received import ReceivedMessage
-from qmq.client.retrying import Refused, batch_of, refused_by_error
-from qmq.client.sharing import Sharing
-from qmq.client.solitude import Solitude
 from qmq.client.subscription import Subscription, is_over
-from qmq.client.terms import Terms, check_concurrency
+from qmq.client.terms import Refused, Terms, batch_of, check_concurrency, refused_by_error
 from qmq.logs import bounded
 from qmq.remoting.commands import Verdict
 
@@ -292,3 +307,130 @@ def _after_ack(subscription: Subscription, handle: Way, *, is_batch: bool) -> Wa
 
 def _may_have_begun(message: ReceivedMessage) -> bool:
     return message.times > 1 or message._piece.suspected
+
+
+class Solitude:
+    """One for the handlers of a listener; used on its event loop."""
+
+    __slots__ = ("_running", "_wanted", "_waiting")
+
+    def __init__(self) -> None:
+        self._running = self._wanted = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    def enter(self) -> bool:
+        """Begin with a message that nobody suspects; False: wait, with `enter_later`."""
+        if self._wanted:
+            return False
+        self._running += 1
+        return True
+
+    async def enter_later(self) -> None:
+        """Wait until nobody is alone or wants to be, and begin."""
+        while not self.enter():
+            await self._change()
+
+    async def _change(self) -> None:
+        """Wait until somebody has ended, or waits no more."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(future)
+        await future
+
+    def cancel_waiting(self) -> None:
+        """Whoever waits to begin gets a CancelledError."""
+        for future in self._waiting:
+            future.cancel()
+
+    async def enter_alone(self, message: ReceivedMessage) -> None:
+        """Wait until nobody else is handling anything, and tell the broker of `message` that its handler begins."""
+        self._wanted += 1
+        try:
+            while self._running:
+                await self._change()
+        except BaseException:
+            self._wanted -= 1
+            self._wake()
+            raise
+        self._running = 1
+        try:
+            await announce(message)
+        except BaseException:
+            self.leave(alone=True)
+            raise
+
+    def leave(self, *, alone: bool) -> None:
+        self._running -= 1
+        self._wanted -= alone
+        if self._waiting:
+            self._wake()
+
+    def _wake(self) -> None:
+        waiting, self._waiting = self._waiting, deque()
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
+
+
+PRIORITY_MAX = 9
+"""Few classes: each is a subject of its own."""
+
+
+class Precedence:
+    """One for the listeners of a consumer; used on its event loop."""
+
+    def __init__(self) -> None:
+        self.highest = 0
+        """Of those that take part."""
+        self._priorities: dict[Subscription, int] = {}
+
+    def joined(self, subscription: Subscription, priority: int) -> None:
+        self._priorities[subscription] = priority
+        self.highest = max(self._priorities.values())
+        if priority:  # else nobody waits for it
+            subscription.on_empty = self._go_on
+
+    def left(self, subscription: Subscription) -> None:
+        """It was stopped before, so nobody waits for it any more."""
+        self._priorities.pop(subscription, None)
+        self.highest = max(self._priorities.values(), default=0)
+
+    def is_behind(self, priority: int) -> bool:
+        """Whether messages of a higher priority wait."""
+        return any(
+            other > priority and not subscription.is_closing and subscription.next_message() is not None
+            for subscription, other in self._priorities.items()
+        )
+
+    def _go_on(self) -> None:
+        """Have all look again that let others go first."""
+        for subscription in self._priorities:
+            subscription.go_on()
+
+
+class Sharing:
+    """Made by a listener for each of its subscriptions; used on its event loop. It ends by itself."""
+
+    def __init__(self, subscription: Subscription, prefetch: Prefetch) -> None:
+        self._subscription, self._prefetch, self._pacer = subscription, prefetch, Pacer()
+        self._is_watching = False
+        subscription.on_waiting = self._watch
+
+    def _watch(self) -> None:
+        """Messages wait; look at them until none does."""
+        if not self._is_watching:
+            self._look()
+
+    def _look(self) -> None:
+        subscription, loop = self._subscription, asyncio.get_running_loop()
+        waiting = 0 if subscription.is_closing else subscription.waiting_messages
+        self._is_watching = waiting > 0
+        if not waiting:
+            return
+        loop.call_later(LOOK_S, self._look)
+        arrived = subscription.arrived_messages
+        if (pace := self._pacer.looked(loop.time(), arrived=arrived, taken=arrived - waiting)) is None:
+            return
+        self._prefetch.seen(pace)
+        subscription.prefetch_messages = self._prefetch.messages
+        if pace.is_too_slow_for(waiting):
+            subscription.give_back_excess()

@@ -1,13 +1,199 @@
-"""Shell. A listener's or puller's part in its consumer group, which begins and ends while the consumer runs."""
+"""Shell. A consumer's membership in its groups: connections, leases, and joining and leaving while it runs.
+
+A consumer's connections to its cluster: the watch on routes, a link per broker group, leases.
+A listener's or puller's part in its consumer group, which begins and ends while the consumer runs."""
 
 from __future__ import annotations
 
 import asyncio
+import math
+import random
 import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 
-from qmq.client.connections import Connections
-from qmq.client.subscription import Subscription
+from qmq.client.backlog import Backlog
+from qmq.client.lifetime import lasting
+from qmq.client.link import Link
+from qmq.client.received import ReceivedMessage
+from qmq.client.route_watch import RouteWatch
+from qmq.client.routes import Routing, SubjectRoute
+from qmq.client.sender import Sender
+from qmq.client.subscription import Deferring, Subscription
 from qmq.client.terms import Terms
+from qmq.errors import QmqError
+from qmq.remoting.commands import Command
+from qmq.types import Endpoint, GroupKind
+
+BEATS_IN_LEASE = 3
+DEFERS_IN_FLIGHT = 4
+ANSWER_TIMEOUT_S = 5.0
+"""Of delay servers, for retries that these keep."""
+
+
+@dataclass(frozen=True, slots=True)
+class MasterChanged:
+    """A broker group has a new master. What it had delivered and did not know as acked may come again."""
+
+    broker_group: str
+    term: int
+
+
+TELL_S = 1.0
+"""How long a handler waits for the broker to know that it begins. After that an attempt may go uncounted."""
+
+
+class Connections:
+    """Made when a consumer begins to listen or pull, closed when it has ended; used on its event loop."""
+
+    def __init__(
+        self,
+        *,
+        metaserver: str,
+        token: str,
+        app: str,
+        client_id: str,
+        on_master_changed: Callable[[MasterChanged], None],
+    ) -> None:
+        self._metaserver, self._token, self._app = metaserver, token, app
+        self._on_master_changed = on_master_changed
+        self._routing = Routing()
+        self._masters: dict[str, tuple[Endpoint, int]] = {}
+        self._links: dict[str, Link] = {}
+        self._subscriptions: list[Subscription] = []
+        self._lease_came, self._next_beat_s = asyncio.Event(), math.inf
+        self._deferring = Deferring(self._new_sender)
+        self._watch = RouteWatch(
+            metaserver=metaserver,
+            token=token,
+            app=app,
+            client_id=client_id,
+            produces=False,
+            on_routes=self._routes_changed,
+            on_idle=self._forget,
+        )
+        self._tasks = [lasting(asyncio.create_task(work)) for work in (self._watch.run(), self._beat())]
+
+    def subscribe(self, terms: Terms, on_failed: Callable[[], None]) -> Subscription:
+        """Begin to receive; the subscription is the caller's to close, with `leave`."""
+        subscription = Subscription(terms, self._watch, self._deferring, self._leased, on_failed)
+        self._subscriptions.append(subscription)
+        self._watch.watch(terms.subject)
+        self._open_sessions(subscription)
+        return subscription
+
+    async def leave(self, subscription: Subscription, flush_s: float) -> None:
+        """Close a subscription: send what is decided, give back the rest."""
+        try:
+            await subscription.close(flush_s)
+        finally:
+            self._subscriptions.remove(subscription)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._deferring.stop()
+
+    def _new_sender(self) -> Sender:
+        return Sender(
+            metaserver=self._metaserver,
+            token=self._token,
+            app=self._app,
+            producer_id=random.SystemRandom().randrange(1, 1 << 64),
+            in_flight_max=DEFERS_IN_FLIGHT,
+            answer_timeout_s=ANSWER_TIMEOUT_S,
+            backlog=Backlog(1 << 30, 1 << 40),
+            kind=GroupKind.DELAY,
+        )
+
+    def _routes_changed(self, routes: list[SubjectRoute]) -> None:
+        for name in self._routing.update(routes):
+            if name in self._links:
+                self._links[name].route_changed()
+            else:
+                self._links[name] = Link(name, owner=self, routing=self._routing, token=self._token, app=self._app)
+                self._tasks.append(lasting(asyncio.create_task(self._links[name].run())))
+        subjects = {route.subject for route in routes}
+        for subscription in self._subscriptions:
+            if subscription.terms.subject in subjects:
+                self._open_sessions(subscription)
+        self._tell_of_masters(routes)
+
+    def _forget(self, idle: set[str]) -> set[str]:
+        gone = idle - {subscription.terms.subject for subscription in self._subscriptions}
+        self._routing.forget(gone)
+        return gone
+
+    def _tell_of_masters(self, routes: list[SubjectRoute]) -> None:
+        """While a group has no master, the one before is remembered."""
+        for group in (group for route in routes for group in route.groups):
+            known = self._masters.get(group.broker_group)
+            if group.master is None or (known is not None and group.term < known[1]):
+                continue
+            self._masters[group.broker_group] = now = group.master, group.term
+            if known is not None and known != now:
+                self._on_master_changed(MasterChanged(group.broker_group, group.term))
+
+    def _open_sessions(self, subscription: Subscription) -> None:
+        """Pull from every group that may hold messages, writable or not."""
+        if not subscription.is_closing:
+            joins = subscription.sessions_count > 0
+            for group in self._routing.groups_of(subscription.terms.subject):
+                subscription.open_session(self._links[group.broker_group], joins=joins)
+
+    def _leased(self, lease_ms: int) -> None:
+        """A broker gave a lease; a short one may not last until somebody was to look."""
+        if asyncio.get_running_loop().time() + _beat_s(lease_ms) < self._next_beat_s:
+            self._lease_came.set()
+
+    async def _beat(self) -> None:
+        """Renew the leases of all connections, each a few times in its own."""
+        loop = asyncio.get_running_loop()
+        owed: dict[str, asyncio.Future[memoryview]] = {}
+        beaten_s: dict[str, float] = {}
+        while True:
+            self._lease_came.clear()
+            self._next_beat_s, now_s = math.inf, loop.time()
+            for name, link in self._links.items():
+                lease_ms = [lease for one in self._subscriptions if (lease := one.lease_ms(name))]
+                if not lease_ms or link.connection is None:
+                    owed.pop(name, None)
+                    continue
+                wait_s = _beat_s(min(lease_ms))
+                if beaten_s.get(name, -math.inf) + wait_s <= now_s:
+                    if name in owed and not owed[name].done():
+                        link.drop("no answer to a heartbeat")
+                        continue
+                    owed[name] = link.connection.request(Command.HEARTBEAT)
+                    owed[name].add_done_callback(asyncio.Future.exception)
+                    beaten_s[name] = now_s
+                self._next_beat_s = min(self._next_beat_s, beaten_s[name] + wait_s)
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(self._next_beat_s if self._next_beat_s < math.inf else None):
+                    await self._lease_came.wait()
+
+    # Called by links.
+
+    def link_opened(self, link: Link) -> None:
+        for subscription in self._subscriptions:
+            subscription.link_opened(link)
+
+    def link_lost(self, link: Link, reason: str) -> None:
+        for subscription in self._subscriptions:
+            subscription.link_lost(link)
+        self._watch.refresh()
+
+    def link_failed(self, link: Link, error: QmqError) -> None:
+        self._watch.refresh()
+
+    def link_writable(self, link: Link) -> None: ...
+
+
+def _beat_s(lease_ms: int) -> float:
+    return lease_ms / 1_000 / BEATS_IN_LEASE
+
 
 FLUSH_S_MIN = 1.0
 """What is left to send decisions when handlers took all the time that there was."""
@@ -130,3 +316,11 @@ class Membership:
 
     def _waits_for_decisions(self) -> bool:
         return True
+
+
+async def announce(message: ReceivedMessage) -> None:
+    """Tell the broker that a handler begins with a suspected message, and wait until it knows."""
+    if (asked := message._piece.acker.begin(message._piece, message._at)) is not None:
+        with suppress(QmqError, TimeoutError):  # it goes uncounted; a new master would not know it either
+            async with asyncio.timeout(TELL_S):
+                await asked

@@ -17,17 +17,27 @@ from typing import overload
 from urllib.parse import urlsplit
 
 from qmq.access import find_token
-from qmq.client import recalling, recurring
-from qmq.client.batching import Done, MessageIds, Outcome, Receipt, Receipts, unstored
-from qmq.client.calling import after_commit, call_back, check_callable
-from qmq.client.delaying import Delay, DelayOutcome, delay_of, due_of_call, wanted
+from qmq.client.backlog import Backlog, SubjectQueue, Waiting
+from qmq.client.batch import MessageIds, OnReceipt, Outcome, Receipt, Receipts, unstored
+from qmq.client.bulk import CHUNK_MESSAGES, ManySend
+from qmq.client.delay import (
+    Delay,
+    DelayOutcome,
+    cancel_message,
+    delay_of,
+    delete_schedule,
+    due_of_call,
+    list_schedules,
+    put_schedule,
+    reschedule_message,
+    schedule_request,
+    wanted,
+)
+from qmq.client.handler import after_commit, call_back, check_callable
 from qmq.client.journal import Journal, JournalWriter
-from qmq.client.many import CHUNK_MESSAGES, ManySend
-from qmq.client.numbered import NumberedSender
-from qmq.client.open_clients import closed, opened
-from qmq.client.queues import Backlog, SubjectQueue, Waiting
-from qmq.client.sender import Sender
-from qmq.client.senders import Senders
+from qmq.client.lifetime import closed, opened
+from qmq.client.numbered_sender import NumberedSender
+from qmq.client.sender import Sender, Senders
 from qmq.client.terms import check_seconds
 from qmq.codec import batch_encoder, label_of_message
 from qmq.control_plane import metaserver_url
@@ -316,7 +326,7 @@ class Producer:
     def send_nowait(
         self,
         message: Message,
-        on_done: Done,
+        on_done: OnReceipt,
         *,
         delay: float | timedelta | None = None,
         at: datetime | None = None,
@@ -442,7 +452,7 @@ class Producer:
             ClientClosed: the producer is not open.
         """
         one, sender = wanted(receipt, subject, id, key), self._senders.of(is_delayed=True)
-        return await recalling.cancel(sender, one, timeout_ms=self._timeout_ms, answer_timeout_s=self._answer_timeout_s)
+        return await cancel_message(sender, one, timeout_ms=self._timeout_ms, answer_timeout_s=self._answer_timeout_s)
 
     async def reschedule(
         self,
@@ -463,7 +473,7 @@ class Producer:
         """
         one, due_ms = wanted(receipt, subject, id, key), due_of_call(delay, at, now_ms=_now_ms())
         sender = self._senders.of(is_delayed=True)
-        return await recalling.reschedule(
+        return await reschedule_message(
             sender, one, due_ms, timeout_ms=self._timeout_ms, answer_timeout_s=self._answer_timeout_s
         )
 
@@ -490,8 +500,8 @@ class Producer:
             BrokerReadOnly: no delay group takes it now.
             ClientClosed: the producer is not open.
         """
-        recur = recurring.to_put(message, name=name, cron=cron, timezone=timezone, owner=owner or self._app)
-        return await recurring.put(
+        recur = schedule_request(message, name=name, cron=cron, timezone=timezone, owner=owner or self._app)
+        return await put_schedule(
             self._senders.of(is_delayed=True),
             recur,
             timeout_ms=self._timeout_ms,
@@ -503,7 +513,7 @@ class Producer:
 
         Raises: see `put_recurring`.
         """
-        return await recurring.delete(
+        return await delete_schedule(
             self._senders.of(is_delayed=True),
             subject,
             name,
@@ -516,7 +526,7 @@ class Producer:
 
         Raises: see `put_recurring`.
         """
-        return await recurring.list_all(
+        return await list_schedules(
             self._senders.of(is_delayed=True),
             subject,
             timeout_ms=self._timeout_ms,

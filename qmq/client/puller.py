@@ -10,13 +10,10 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Protocol
 
-from qmq.client.connections import Connections
-from qmq.client.membership import Membership
-from qmq.client.received import ReceivedMessage
-from qmq.client.solitude import tell
+from qmq.client.membership import Connections, Membership, announce
+from qmq.client.received import ReceivedMessage, UnackedPiece
 from qmq.client.subscription import Subscription
 from qmq.client.terms import Terms
-from qmq.client.unacked import UnackedPiece
 from qmq.errors import ClientClosed, QmqError
 
 
@@ -173,7 +170,7 @@ class Puller(Membership):
 async def _begun(message: ReceivedMessage) -> None:
     """The application has a suspected message now: whatever becomes of the process counts."""
     try:
-        await tell(message)
+        await announce(message)
     except asyncio.CancelledError:
         message._piece.acker.not_begun(message)
         raise

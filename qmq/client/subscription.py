@@ -10,15 +10,21 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 
-from qmq.client.batching import Done
-from qmq.client.deferring import Deferring
+from qmq.client.backlog import Waiting
+from qmq.client.batch import OnReceipt, Outcome, unstored
 from qmq.client.group_session import GroupSession, Parcel
 from qmq.client.link import Link
 from qmq.client.received import ReceivedMessage
 from qmq.client.route_watch import RouteWatch
+from qmq.client.sender import Sender
 from qmq.client.terms import Terms
+from qmq.codec import delayed_copy
 from qmq.errors import QmqError
+from qmq.logs import bounded
+from qmq.message import EXPIRES_AFTER, TIMES
 from qmq.remoting.commands import Verdict
+
+log = bounded(__name__)
 
 UNSUBSCRIBE_TIMEOUT_S = 2.0
 
@@ -124,7 +130,7 @@ class Subscription:
             if not future.done():
                 future.set_result(None)
 
-    def defer(self, message: ReceivedMessage, delay_s: float, done: Done) -> None:
+    def defer(self, message: ReceivedMessage, delay_s: float, done: OnReceipt) -> None:
         mailbox = self.terms.mailbox
         assert mailbox is not None  # its policy allows no such delay
         self._deferring.defer(message, mailbox, time.time_ns() // 1_000_000 + int(delay_s * 1000), done)
@@ -352,3 +358,39 @@ def is_over(message: ReceivedMessage) -> bool:
         return False
     message._piece.acker.expired(message)
     return True
+
+
+TIMEOUT_MS = 10_000
+"""Until a delay group must have stored a copy; otherwise the broker keeps the message for as long as it does."""
+
+
+class Deferring:
+    """Made by a session, whose event loop it is used on; `stop` is its end.
+
+    Args:
+        make_sender: makes the way to the delay groups, when a message first needs it.
+    """
+
+    def __init__(self, make_sender: Callable[[], Sender]) -> None:
+        self._make_sender = make_sender
+        self._sender: Sender | None = None
+
+    def defer(self, message: ReceivedMessage, mailbox: str, due_ms: int, done: OnReceipt) -> None:
+        """Have a copy of a message come at `due_ms`; `done` gets the receipt of the copy."""
+        if self._sender is None:
+            self._sender = self._make_sender()
+            self._sender.start()
+        sender, id = self._sender, ""
+        try:
+            id = str(message.id)
+            own = {TIMES: str(message.times + 1)}
+            if (expires_ms := message.expires_ms) is not None:  # it does not begin anew when it is due
+                own[EXPIRES_AFTER] = str(max(0, expires_ms - due_ms))
+            data = delayed_copy(message._data, due_ms, own)
+            sender.add(sender.queue(mailbox), Waiting(data, id, sender.now_ms() + TIMEOUT_MS, done))
+        except QmqError as error:
+            done(unstored(Outcome.REFUSED, id, mailbox, "", error))
+
+    async def stop(self) -> None:
+        if self._sender is not None:
+            await self._sender.stop()

@@ -14,21 +14,14 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple
 
 from qmq import ranges
-from qmq.client.retrying import RetryPolicy
+from qmq.client.received import NACKED, OPEN, SENT, Acker, ReceivedMessage, UnackedPiece
 from qmq.ranges import Range
 from qmq.remoting.commands import NackEntry, Verdict
-
-if TYPE_CHECKING:
-    from qmq.client.received import ReceivedMessage
-
-OPEN, DONE, SENT, SETTLED, NACKED = range(5)
-"""States of one message: not decided; done, the broker does not know; the ack is on its way; the broker keeps the
-decision; nacked, waits or is on its way."""
 
 ENTRIES_MAX = 1_000
 """Ranges in one request: what a broker folds within a few hundred microseconds."""
@@ -36,120 +29,7 @@ ENTRIES_MAX = 1_000
 ACKED_RANGES_MAX = 1_000
 """Of a mastership all acks are one range, but for what was nacked in between."""
 
-_DONE_RUN, _UNSETTLED_RUN = re.compile(b"\1+"), re.compile(b"[^\3]+")
-
-
-class Acker(Protocol):
-    """Who carries decisions to the broker: the session that a piece came from."""
-
-    policy: RetryPolicy
-    source: str
-    group: str
-    is_mailbox: bool
-
-    def begin(self, piece: UnackedPiece, at: int) -> Awaitable[memoryview] | None: ...
-
-    def done(self, piece: UnackedPiece) -> None: ...
-
-    def nack(
-        self,
-        piece: UnackedPiece,
-        at: int,
-        *,
-        delay_s: float,
-        verdict: Verdict,
-        reason: str,
-        message: ReceivedMessage | None = None,
-    ) -> None: ...
-
-    def not_begun(self, message: ReceivedMessage) -> None: ...
-
-    def expired(self, message: ReceivedMessage) -> None: ...
-
-    def defer(self, message: ReceivedMessage, *, delay_s: float, reason: str) -> None: ...
-
-    def on_loop(self, call: Callable[[], None]) -> None: ...
-
-
-class UnackedPiece:
-    """Consecutive pull sequences `[begin, end)` that were delivered together; `states[i]` is that of `begin + i`.
-
-    `open` counts its messages that are not decided, `unsettled` those whose decision the broker has not confirmed.
-    `is_dropped`: they were given back and come again, as other messages. `suspected`: a consumer that had
-    them vanished (qmq.client.solitude). `may_expire`: some of them say when they expire. `is_uneven`: they
-    differ in how often they were delivered in all, or in how often they may be.
-    """
-
-    __slots__ = (
-        "begin",
-        "end",
-        "times",
-        "states",
-        "open",
-        "unsettled",
-        "acker",
-        "broker_group",
-        "is_dropped",
-        "suspected",
-        "may_expire",
-        "is_uneven",
-        "_decided",
-    )
-
-    def __init__(
-        self, begin: int, count: int, times: int, acker: Acker, broker_group: str, decided: list[UnackedPiece]
-    ) -> None:
-        self.begin, self.end, self.times = begin, begin + count, times
-        self.states = bytearray(count)
-        self.open = self.unsettled = count
-        self.acker = acker
-        self.broker_group = broker_group
-        self.is_dropped = self.suspected = self.may_expire = self.is_uneven = False
-        self._decided = decided
-
-    def mark(self, at: int) -> None:
-        """The message at position `at` is done; nothing happens if it was decided before."""
-        if not self.states[at]:
-            self.states[at] = DONE
-            self.open -= 1
-            if not self.open:
-                self._decided.append(self)
-
-    def refuse(self, at: int) -> bool:
-        """The message at position `at` is nacked; returns False if it was decided before."""
-        if self.states[at]:
-            return False
-        self.states[at] = NACKED
-        self.open -= 1
-        if not self.open:
-            self._decided.append(self)
-        return True
-
-    def done_after_all(self, at: int) -> None:
-        """The nacked message at position `at`, of which no broker was told, is done after all."""
-        if self.states[at] == NACKED:
-            self.states[at] = DONE
-            if not self.open:
-                self._decided.append(self)
-
-    def settle(self, begin: int, end: int) -> None:
-        """The broker keeps the decisions on positions `[begin, end)`."""
-        part = self.states[begin:end]
-        self.open -= part.count(OPEN)
-        self.unsettled -= end - begin - part.count(SETTLED)
-        self.states[begin:end] = bytes((SETTLED,)) * (end - begin)
-
-    def unsettled_ranges(self) -> list[Range]:
-        """Return the pull sequences whose decision the broker has not confirmed, as ranges."""
-        runs = (found.span() for found in _UNSETTLED_RUN.finditer(self.states))
-        return [(self.begin + begin, self.begin + end) for begin, end in runs]
-
-    def open_positions(self, end: int) -> Iterator[int]:
-        """Yield the positions before `end` that are not decided."""
-        at = self.states.find(OPEN, 0, end)
-        while at >= 0:
-            yield at
-            at = self.states.find(OPEN, at + 1, end)
+_DONE_RUN = re.compile(b"\1+")
 
 
 class SentAck(NamedTuple):

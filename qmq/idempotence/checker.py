@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
-from qmq.client.calling import check_plain
+from qmq.client.handler import check_plain
 from qmq.client.received import ReceivedMessage
 from qmq.errors import DeadLetter, InvalidRequest, RetryLater
 from qmq.idempotence.keys import Claim, KeyOf, KeyStore, State, message_key

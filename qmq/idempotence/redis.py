@@ -11,7 +11,7 @@ from typing import Any, cast
 import redis.asyncio
 from redis import Redis
 
-from qmq.client.calling import finished
+from qmq.client.handler import finished
 from qmq.errors import InvalidRequest
 from qmq.idempotence.checker import in_thread
 from qmq.idempotence.keys import Claim, State

@@ -12,7 +12,7 @@ from sqlalchemy import Connection, Engine
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 from sqlalchemy.orm import Session
 
-from qmq.client.calling import check_plain
+from qmq.client.handler import check_plain
 from qmq.client.received import ReceivedMessage
 from qmq.errors import InvalidRequest
 from qmq.idempotence.keys import KeyOf, message_key

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from qmq.client.batch_life import NumberedBatch
+from qmq.client.batch import NumberedBatch
 from qmq.codec import batch_encoder, encode_labels, join_batch, label_of_message
 from qmq.crc import crc32
 from qmq.errors import CallError, InvalidName

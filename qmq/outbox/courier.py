@@ -21,7 +21,7 @@ from itertools import count
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
-from qmq.client.batching import Outcome, Receipt, unstored
+from qmq.client.batch import Outcome, Receipt, unstored
 from qmq.codec import batch_encoder
 from qmq.errors import ClientClosed, InvalidMessage, InvalidRequest, NotServed, OutcomeUnknown, QmqError, QueueFull
 from qmq.logs import bounded

@@ -9,7 +9,7 @@ from contextlib import closing, contextmanager, suppress
 from itertools import count
 from typing import Any, TypeVar
 
-from qmq.client.calling import check_plain
+from qmq.client.handler import check_plain
 from qmq.errors import InvalidRequest
 from qmq.outbox.table import Flavor, Rows
 from qmq.outbox.unit import Item, Unit

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from qmq.client.batch_life import (
+from qmq.client.batch import (
     BATCH_LIFE,
     Answer,
     BatchEvent,

@@ -22,8 +22,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
-from qmq.client.batch_life import Answer
-from qmq.client.numbered import NumberedSender
+from qmq.client.batch import Answer
+from qmq.client.numbered_sender import NumberedSender
 from qmq.logs import bounded
 from qmq.outbox.claims import (
     PRODUCER_BITS,

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
-from qmq.client.batching import Outcome, Receipt, unstored
-from qmq.client.calling import after_commit
+from qmq.client.batch import Outcome, Receipt, unstored
+from qmq.client.handler import after_commit
 from qmq.errors import OutcomeUnknown, QmqError, RolledBack
 from qmq.message import Message
 from qmq.outbox.table import Inserted, Rows

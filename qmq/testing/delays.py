@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from qmq.client.batch_life import Answer, Done, NotStored, NumberedBatch, Stored, Unknown
+from qmq.client.batch import Answer, NotStored, NumberedBatch, OnAnswer, Stored, Unknown
 from qmq.codec import Buffer, batch_ends, decode_message
 from qmq.crc import crc32
 from qmq.delayserver.counters import Counters
@@ -94,7 +94,7 @@ class Hatch:
 
     def __init__(self, brokers: Copies[Any]) -> None:
         self._brokers = brokers
-        self._asked: dict[int, Done] = {}
+        self._asked: dict[int, OnAnswer] = {}
         self._opaque = 0
         self.unacked_bytes = self.owed_bytes = 0
         self.sends_on = False
@@ -130,7 +130,7 @@ class Hatch:
     def why_not(self, subject: str) -> str:
         return "the test has marked it readonly"
 
-    def send(self, group: str, batch: NumberedBatch, done: Done) -> None:
+    def send(self, group: str, batch: NumberedBatch, done: OnAnswer) -> None:
         self._opaque += 1
         self._asked[self._opaque] = done
         header = commands.produce_header(

@@ -11,7 +11,7 @@ import pytest
 
 import qmq
 import qmq.blocking
-from qmq.client.batching import Outcome
+from qmq.client.batch import Outcome
 from qmq.errors import ClientClosed, InvalidMessage, InvalidRequest, NoAnswer, QueueFull
 from qmq.idempotence import Idempotence, MemoryKeys
 

@@ -9,7 +9,7 @@ import pytest
 
 from qmq.client import route_watch
 from qmq.client.route_watch import RouteWatch
-from qmq.client.routing import Routing
+from qmq.client.routes import Routing
 from qmq.types import GroupKind, Role
 from tests.integration.metaserver_world import TOKEN, in_world
 from tests.support.promises import Tries

@@ -6,8 +6,8 @@ import asyncio
 from zlib import crc32
 
 import qmq
-from qmq.client.batch_life import Answer, NotStored, NumberedBatch, Stored
-from qmq.client.numbered import NumberedSender
+from qmq.client.batch import Answer, NotStored, NumberedBatch, Stored
+from qmq.client.numbered_sender import NumberedSender
 from qmq.codec import batch_encoder, join_batch
 from tests.integration.cluster_world import begin, consume_all, end, running
 

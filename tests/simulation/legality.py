@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qmq.client.batch_life import BATCH_LIFE
+from qmq.client.batch import BATCH_LIFE
 from qmq.log.health import HEALTH
 from qmq.log.message_life import LIFE
 from qmq.replication.follower import FOLLOWER

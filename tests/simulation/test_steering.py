@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from qmq.client.batch_life import BATCH_LIFE
+from qmq.client.batch import BATCH_LIFE
 from qmq.client.session_life import SESSION
 from qmq.log.health import HEALTH
 from qmq.replication.follower import FOLLOWER

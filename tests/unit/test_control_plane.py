@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 import grpc.aio
 import pytest
 
-from qmq.client import route_poll
+from qmq.client import route_watch
 from qmq.control_plane import (
     CHANNEL_OPTIONS,
     EXPERIMENTS,
@@ -59,7 +59,7 @@ def test_what_is_no_metaserver_is_said_to_be_none(data):
     with answering(data) as url, pytest.raises(ValueError):
         find_metaserver(url)
     with answering(data) as url, pytest.raises(ValueError):
-        route_poll.poll(url, ["a"], {}, token="t", app="a", client_id="c", produces=True, timeout_s=3)
+        route_watch.poll(url, ["a"], {}, token="t", app="a", client_id="c", produces=True, timeout_s=3)
 
 
 def test_a_metaserver_that_says_nothing_is_not_there():

@@ -17,7 +17,7 @@ import pytest
 
 import qmq
 from qmq.broker.causes import Cause
-from qmq.client.batch_life import Unknown
+from qmq.client.batch import Unknown
 from qmq.errors import BrokerReadOnly, ErrorCode, Overloaded, QueueFull
 from qmq.metaserver.routes.quotas import Bounds, Quotas
 from qmq.operator_limits import OF_SUBJECT, OperatorLimits

@@ -14,10 +14,8 @@ import qmq
 import qmq.blocking
 import qmq.testing
 from qmq.access import find_token
-from qmq.client.delaying import delay_of
-from qmq.client.recurring import to_put
-from qmq.client.retrying import RetryPolicy, refused_by_error
-from qmq.client.terms import make_terms
+from qmq.client.delay import delay_of, schedule_request
+from qmq.client.terms import RetryPolicy, make_terms, refused_by_error
 from qmq.codec import encode_message
 from qmq.control_plane import metaserver_url
 from qmq.idempotence.tables import HandledTable
@@ -132,7 +130,7 @@ def test_addresses_tokens_tables_and_reasons_are_values():
         assert is_plain(refused_by_error(message, RetryPolicy(3, 1.0), error, None).reason, "a")  # type: ignore[arg-type]
     assert str(qmq.RetryLater(Id(9))) == "retry in 9 s"
     assert is_plain(delay_of(1, None, Loud("a"), now_ms=0).key, "a")
-    put = to_put(qmq.Message("a"), name=Loud("a"), cron=Loud("a"), timezone=Loud("a"), owner=Loud("a"))
+    put = schedule_request(qmq.Message("a"), name=Loud("a"), cron=Loud("a"), timezone=Loud("a"), owner=Loud("a"))
     wish = consumed(Loud("a"), Loud("a"), True)
     assert all(is_plain(one, "a") for one in (put.name, put.owner, put.cron, put.timezone, wish.subject, wish.group))
 

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any
 
 import qmq
-from qmq.client.batching import Receipt
+from qmq.client.batch import Receipt
 from qmq.codec import encode_message
 from qmq.tools.answer import Exit
 from qmq.tools.inputs import STANDARD_STREAM

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
-from qmq.client.unacked import Refusal, SentAck, SentNack, Unacked, UnackedPiece
+from qmq.client.received import UnackedPiece
+from qmq.client.unacked import Refusal, SentAck, SentNack, Unacked
 from qmq.codec import Buffer, encode_labels, encode_message, join_batch, label_of, split_batch
 from qmq.errors import ErrorCode
 from qmq.log.frame import FLAG_LABELLED, FLAG_NO_SLAVE_IN_SYNC, FLAG_ORDERED

@@ -1,7 +1,7 @@
 """The broker groups that delay servers send to: each stores a batch once, as long as it remembers its number (P2).
 
 They are away, refuse, store and say nothing, or answer late. What one life of a delay server knows of them is a
-`GroupSenders`, in place of `qmq.client.numbered.NumberedSender`.
+`GroupSenders`, in place of `qmq.client.numbered_sender.NumberedSender`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from qmq.client.batch_life import Answer, NotStored, NumberedBatch, Stored, Unknown
-from qmq.client.routing import group_of_key
+from qmq.client.batch import Answer, NotStored, NumberedBatch, Stored, Unknown
+from qmq.client.routes import group_of_key
 from qmq.codec import Buffer, decode_envelope, split_batch
 from qmq.errors import NotServed, Overloaded
 

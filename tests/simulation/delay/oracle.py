@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from typing import TYPE_CHECKING
 
-from qmq.client.batch_life import NumberedBatch
+from qmq.client.batch import NumberedBatch
 from qmq.codec import Buffer, decode_envelope, split_batch
 from qmq.delayserver.due_clock import DEAD_BAND_MS
 from qmq.log.delay_frames import Outcome, decode_dispatch, decode_settled

@@ -16,8 +16,8 @@ from pathlib import Path
 from sqlalchemy import event, text
 from sqlalchemy.exc import OperationalError
 
-from qmq.client.batch_life import NotStored, Stored, Unknown
-from qmq.client.routing import group_of_key
+from qmq.client.batch import NotStored, Stored, Unknown
+from qmq.client.routes import group_of_key
 from qmq.codec import decode_envelope, labels_bytes, split_batch
 from qmq.errors import BrokerReadOnly, NotMaster
 from qmq.message import Message

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from qmq import Message
-from qmq.client.batching import Receipt
+from qmq.client.batch import Receipt
 from qmq.client.received import ReceivedMessage
 from qmq.codec import decode_message, split_batch
 from qmq.errors import CorruptFrame

@@ -8,15 +8,14 @@ from typing import Any
 from unittest import mock
 
 from qmq.broker.beginning import Beginning
-from qmq.client.batch_life import Stored, Unknown
-from qmq.client.batching import Batch
+from qmq.client.backlog import GroupBatches
+from qmq.client.batch import Batch, Stored, Unknown
 from qmq.client.group_session import GroupSession
-from qmq.client.in_flight import GroupBatches
 from qmq.client.listener import Listener
-from qmq.client.numbered import NumberedSender
+from qmq.client.numbered_sender import NumberedSender
 from qmq.client.received import ReceivedMessage
 from qmq.client.route_watch import RouteWatch
-from qmq.client.routing import SubjectRoute
+from qmq.client.routes import SubjectRoute
 from qmq.client.sender import Sender
 from qmq.delayserver.dispatching import Dispatching
 from qmq.delayserver.due_clock import DueClock

@@ -22,7 +22,7 @@ import grpc.aio
 from alembic.config import Config
 from alembic.script import ScriptDirectory
 
-from qmq.client.batch_life import BatchLife
+from qmq.client.batch import BatchLife
 from qmq.client.session_life import SessionLife
 from qmq.watchdog import database
 from tests.simulation.shells.loop import Killed, Threads, VirtualLoop, current
@@ -193,7 +193,7 @@ def replaced(loop: VirtualLoop, network: Network, make_disk: Any, seed: int) -> 
             mock.patch(f"qmq.{name}.find_metaserver", _find(network))
             for name in ("server.meta_link", "server.access", "client.route_watch", "watchdog.meta_link")
         ),
-        mock.patch("qmq.client.route_watch.route_poll.poll", _no_poll),
+        mock.patch("qmq.client.route_watch.poll", _no_poll),
         mock.patch("qmq.client.route_watch.grpc_begins", lambda: None),
         mock.patch("qmq.client.producer._id_prefix", lambda metaserver: f"{dice.getrandbits(64):016x}"),
         mock.patch("qmq.memory.used_bytes", lambda: 1 << 20),

@@ -22,7 +22,7 @@ from typing import Any
 from zlib import crc32
 
 from qmq import Message
-from qmq.client.batch_life import BATCH_LIFE
+from qmq.client.batch import BATCH_LIFE
 from qmq.client.session_life import SESSION
 from qmq.log import RealDisk
 from qmq.metaserver.storage.engine import open_database

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qmq.client.batch_life import (
+from qmq.client.batch import (
     BATCH_LIFE,
     BatchEvent,
     BatchLife,

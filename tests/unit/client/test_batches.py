@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 import qmq
-from qmq.client.retrying import RetryPolicy, batch_of
+from qmq.client.terms import RetryPolicy, batch_of
 from qmq.codec import encode_message, with_properties
 from qmq.errors import InvalidRequest
 from tests.support.waiting import until_async

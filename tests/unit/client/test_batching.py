@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qmq.client.batching import (
+from qmq.client.batch import (
     Batch,
     MessageIds,
     Outcome,
@@ -17,7 +17,7 @@ from qmq.client.batching import (
     unknown,
     with_labels,
 )
-from qmq.client.encoding import encode_run
+from qmq.client.bulk import encode_run
 from qmq.codec import batch_encoder, decode_labels, join_batch, label_of_message, labels_bytes, split_batch
 from qmq.errors import (
     InvalidMessage,

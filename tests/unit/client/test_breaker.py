@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qmq.client.breaker import FAILURES_MAX, OPEN_MS, SUCCESSES, Breaker, BreakerState
+from qmq.client.routes import FAILURES_MAX, OPEN_MS, SUCCESSES, Breaker, BreakerState
 
 
 def opened(now_ms: int = 0) -> Breaker:

@@ -18,8 +18,7 @@ import pytest
 
 import qmq
 import qmq.blocking
-from qmq.client.calling import check_callable, finished
-from qmq.client.handling import HandlerThread, Handling
+from qmq.client.handler import HandlerThread, Handling, check_callable, finished
 from qmq.errors import InvalidRequest
 from qmq.idempotence import Idempotence, MemoryKeys
 from qmq.idempotence.keys import message_key

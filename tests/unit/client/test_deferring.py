@@ -10,7 +10,7 @@ import pytest
 import qmq
 from qmq import Message
 from qmq.broker import causes
-from qmq.client import deferring, group_session
+from qmq.client import group_session, subscription
 from qmq.codec import decode_message, due_of, encode_message
 from qmq.errors import InvalidRequest
 from qmq.testing import Broker
@@ -44,7 +44,7 @@ async def test_a_long_retry_is_stored_by_the_delay_group_and_then_acked():
 async def test_the_count_goes_on_in_the_mailbox():
     async with delay_cluster("d1") as (metaserver, broker, [server]):
         message = Message("a", {"n": 1}, id="one")
-        data = deferring.delayed_copy(encode_message(message, 7), 0, {"qmq_times": "5"})
+        data = subscription.delayed_copy(encode_message(message, 7), 0, {"qmq_times": "5"})
         broker.add(MAILBOX, data)
         async with consumer_of(metaserver).pull("a", group="g", start="earliest") as puller:
             (got,) = await puller.pull(1, timeout=10)
@@ -55,7 +55,7 @@ async def test_the_count_goes_on_in_the_mailbox():
 
 
 async def test_without_a_delay_group_the_broker_keeps_it_for_a_day_and_the_log_says_why(monkeypatch, caplog):
-    monkeypatch.setattr(deferring, "TIMEOUT_MS", 200)
+    monkeypatch.setattr(subscription, "TIMEOUT_MS", 200)
 
     async with delay_cluster() as (metaserver, broker, _):
         broker.add("a", encode_message(Message("a", {"n": 1}, id="one"), 7))
@@ -123,7 +123,7 @@ async def test_what_a_broker_postpones_no_more_goes_to_the_delay_group_and_the_r
 
 
 async def test_without_a_delay_group_what_a_broker_postpones_no_more_stays_and_the_log_says_so(monkeypatch, caplog):
-    monkeypatch.setattr(deferring, "TIMEOUT_MS", 200)
+    monkeypatch.setattr(subscription, "TIMEOUT_MS", 200)
     monkeypatch.setattr(group_session, "RETRY_S_MAX", 0.05)
 
     async with delay_cluster() as (metaserver, broker, _):

@@ -6,9 +6,9 @@ from datetime import UTC, datetime, timedelta, timezone
 
 import pytest
 
-from qmq.client.batching import MessageIds, Outcome, Receipt, unstored
-from qmq.client.delaying import DelayOutcome, Wanted, delay_of, outcome_of, wanted
-from qmq.client.encoding import encode_run
+from qmq.client.batch import MessageIds, Outcome, Receipt, unstored
+from qmq.client.bulk import encode_run
+from qmq.client.delay import DelayOutcome, Wanted, delay_of, outcome_of, wanted
 from qmq.codec import (
     FLAG_DELAYED,
     batch_encoder,

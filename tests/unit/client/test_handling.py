@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import qmq
-from qmq.client.handling import Handling
+from qmq.client.handler import Handling
 from tests.support.waiting import until_async
 from tests.unit.client.consuming import consumer_of, fill, listening
 from tests.unit.client.fakes import cluster

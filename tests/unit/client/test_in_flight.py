@@ -5,9 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qmq.client.batch_life import NotStored, Stored, Unknown
-from qmq.client.batching import BATCH_BYTES_MAX
-from qmq.client.in_flight import NUMBERS_SPAN_MAX, GroupBatches, Limits
+from qmq.client.backlog import NUMBERS_SPAN_MAX, GroupBatches, Limits
+from qmq.client.batch import BATCH_BYTES_MAX, NotStored, Stored, Unknown
 from qmq.errors import BrokerReadOnly
 from tests.unit.client.test_batching import batch_of
 

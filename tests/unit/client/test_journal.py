@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import qmq
-from qmq.client.batching import Batch, Outcome, Result, refused
+from qmq.client.batch import Batch, Outcome, Result, refused
 from qmq.client.journal import FILES, JournalWriter
 from qmq.codec import encode_message, join_batch
 from qmq.errors import BrokerReadOnly, InvalidRequest

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 import qmq
-from qmq.client.lasting import lasting
+from qmq.client.lifetime import lasting
 from qmq.client.sender import Sender
 from tests.unit.client.fakes import TOKEN, cluster
 

@@ -10,9 +10,9 @@ from zlib import crc32
 import pytest
 
 from qmq.client import route_watch
-from qmq.client.batch_life import Answer, NotStored, NumberedBatch, Stored, Unknown
-from qmq.client.numbered import NumberedSender
-from qmq.client.routing import group_of_key
+from qmq.client.batch import Answer, NotStored, NumberedBatch, Stored, Unknown
+from qmq.client.numbered_sender import NumberedSender
+from qmq.client.routes import group_of_key
 from qmq.codec import batch_encoder, decode_message, encode_labels, join_batch, label_of
 from qmq.errors import (
     BrokerReadOnly,

@@ -8,7 +8,7 @@ from collections import defaultdict
 import pytest
 
 import qmq
-from qmq.client.routing import group_of_key
+from qmq.client.routes import group_of_key
 from qmq.codec import decode_message, label_of
 from qmq.errors import BrokerReadOnly, Overloaded
 from qmq.message import Message

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import qmq
-from qmq.client.routing import Routing
+from qmq.client.routes import Routing
 from qmq.codec import decode_message
 from qmq.errors import BrokerReadOnly, InvalidRequest, NotMaster, Overloaded
 from qmq.message import Message

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 import qmq
-from qmq.client.breaker import FAILURES_MAX, BreakerState
-from qmq.client.routing import REST_MS_MAX
+from qmq.client.routes import FAILURES_MAX, REST_MS_MAX, BreakerState
 from qmq.codec import decode_message
 from qmq.errors import (
     BrokerReadOnly,

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qmq.client.batching import Batch, Outcome, Receipt, stored
-from qmq.client.queues import Backlog, Lanes, SubjectQueue, Waiting
-from qmq.client.routing import group_of_key
+from qmq.client.backlog import Backlog, Lanes, SubjectQueue, Waiting
+from qmq.client.batch import Batch, Outcome, Receipt, stored
+from qmq.client.routes import group_of_key
 from qmq.codec import decode_labels, label_of, split_batch
 from qmq.errors import NoRoute, NotServed
 from qmq.remoting.commands import Produced

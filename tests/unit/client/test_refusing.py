@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from qmq.client.refusing import SEEN_MS, Refusing
-from qmq.client.routing import Routing
+from qmq.client.routes import SEEN_MS, Refusing, Routing
 from tests.unit.client.test_routing import group, route
 
 WAIT_MS = 5_000

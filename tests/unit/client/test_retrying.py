@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from qmq.client.retrying import DELAY_S_MAX, RetryPolicy, check_delay, refused, refused_by_error, refused_for_good
+from qmq.client.terms import DELAY_S_MAX, RetryPolicy, check_delay, refused, refused_by_error, refused_for_good
 from qmq.errors import DeadLetter, InvalidMessage, InvalidRequest, RetryLater
 from qmq.remoting.commands import Verdict
 

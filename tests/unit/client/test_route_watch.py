@@ -14,7 +14,7 @@ import pytest
 import qmq
 from qmq.client import route_watch
 from qmq.client.route_watch import RouteWatch
-from qmq.client.routing import Routing
+from qmq.client.routes import Routing
 from qmq.message import Message
 from qmq.types import GroupKind
 from tests.support.waiting import settle, until_async
@@ -270,7 +270,7 @@ async def test_a_poll_that_a_stream_overtook_changes_nothing(monkeypatch):
     async with cluster("g1") as (metaserver, [broker]):
         await metaserver.block_grpc()
         polling, go_on = threading.Event(), threading.Event()
-        poll = route_watch.route_poll.poll
+        poll = route_watch.poll
 
         def late(*args, **options):
             routes = poll(*args, **options)
@@ -278,7 +278,7 @@ async def test_a_poll_that_a_stream_overtook_changes_nothing(monkeypatch):
             go_on.wait(60)
             return routes
 
-        monkeypatch.setattr(route_watch.route_poll, "poll", late)
+        monkeypatch.setattr(route_watch, "poll", late)
         async with watching(metaserver, "a") as client:
             await until_async(polling.is_set)
             metaserver.set_group(broker, writable=False)

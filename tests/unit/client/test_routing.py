@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from qmq.client.routing import GroupRoute, Routing, SubjectRoute
+from qmq.client.routes import GroupRoute, Routing, SubjectRoute
 from qmq.types import Endpoint
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 import qmq
-from qmq.client import prefetch, sharing
+from qmq.client import listener as listener_module
+from qmq.client import prefetch
 from qmq.client.group_session import GroupSession
 from qmq.client.prefetch import LOOK_S, PACE_S, Pace, Pacer, Prefetch
 from qmq.remoting.commands import Command, NackEntry, Verdict
@@ -87,7 +88,7 @@ def hurried(monkeypatch):
     """As if a second were a tenth of one."""
     for name in ("AHEAD_S", "PACE_S", "WAITS_S_MAX"):
         monkeypatch.setattr(prefetch, name, getattr(prefetch, name) / 10)
-    monkeypatch.setattr(sharing, "LOOK_S", LOOK_S / 10)
+    monkeypatch.setattr(listener_module, "LOOK_S", LOOK_S / 10)
     measured = Prefetch.measured
     monkeypatch.setattr(Prefetch, "measured", lambda self, _: measured(self, 1e-6))  # however busy the machine is
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qmq.client.received import ReceivedMessage
-from qmq.client.retrying import RetryPolicy
-from qmq.client.unacked import Refusal, SentAck, SentNack, Unacked, UnackedPiece
+from qmq.client.received import ReceivedMessage, UnackedPiece
+from qmq.client.terms import RetryPolicy
+from qmq.client.unacked import Refusal, SentAck, SentNack, Unacked
 from qmq.codec import batch_encoder
 from qmq.errors import InvalidMessage
 from qmq.message import Message

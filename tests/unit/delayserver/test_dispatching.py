@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qmq.client.batch_life import NotStored
+from qmq.client.batch import NotStored
 from qmq.codec import encode_labels, label_of
 from qmq.delayserver import dispatching, filing
 from qmq.errors import MessageTooLarge, NotServed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qmq.client.batch_life import NotStored, Stored
+from qmq.client.batch import NotStored, Stored
 from qmq.codec import encode_labels, label_of
 from qmq.delayserver.cancelling import DECIDED_AT_ONCE
 from qmq.errors import ErrorCode, NotServed

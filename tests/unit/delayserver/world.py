@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from qmq.client.batch_life import NotStored, Stored, Unknown
+from qmq.client.batch import NotStored, Stored, Unknown
 from qmq.codec import decode_envelope, encode_message, split_batch, with_properties
 from qmq.delayserver.counters import Counters
 from qmq.delayserver.filing import Filing

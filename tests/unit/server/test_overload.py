@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from qmq.client.batching import Batch
-from qmq.client.in_flight import GroupBatches, Limits
+from qmq.client.backlog import GroupBatches, Limits
+from qmq.client.batch import Batch
 from qmq.codec import join_batch
 from qmq.errors import ErrorCode
 from qmq.server.overload import (

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 import qmq
-from qmq.client.batching import Outcome
+from qmq.client.batch import Outcome
 from qmq.errors import InvalidMessage, NotServed, OutcomeUnknown, Overloaded
 from qmq.testing import BlockingBroker, Broker
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from qmq.client.batch_life import NotStored, Stored, Unknown
-from qmq.client.routing import group_of_key
+from qmq.client.batch import NotStored, Stored, Unknown
+from qmq.client.routes import group_of_key
 from qmq.codec import label_of
 from qmq.errors import AccessError, BrokerReadOnly, InvalidMessage, InvalidRequest
 from qmq.outbox.claims import (

@@ -2,7 +2,7 @@
 
 A batch whose producer id, number and broker group were stored before it was sent may be sent again, after a crash as
 well, and the group stores it once (qmq.log.fold, P2). The sender repeats nothing and chooses nothing: each attempt ends
-with one answer, and what follows from it is its owner's rule (qmq.client.batch_life).
+with one answer, and what follows from it is its owner's rule (qmq.client.batch).
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ import random
 from collections.abc import Callable
 from functools import partial
 
-from qmq.client.batch_life import Answer, Done, NotStored, NumberedBatch, Stored, Unknown, answer_of
-from qmq.client.breaker import FAILURES_MAX, Breaker, BreakerState
-from qmq.client.in_flight import PRODUCE_OVERHEAD_BYTES, Limits
-from qmq.client.lasting import lasting
+from qmq.client.backlog import PRODUCE_OVERHEAD_BYTES, Limits
+from qmq.client.batch import Answer, NotStored, NumberedBatch, OnAnswer, Stored, Unknown, answer_of
+from qmq.client.lifetime import lasting
 from qmq.client.link import Link
 from qmq.client.route_watch import RouteWatch
-from qmq.client.routing import GroupRoute, Routing, SubjectRoute, group_of_key
+from qmq.client.routes import FAILURES_MAX, Breaker, BreakerState, GroupRoute, Routing, SubjectRoute, group_of_key
 from qmq.errors import (
     BrokerReadOnly,
     CallError,
@@ -47,7 +46,7 @@ class _Flight:
 
     __slots__ = ("done", "size")
 
-    def __init__(self, done: Done, size: int) -> None:
+    def __init__(self, done: OnAnswer, size: int) -> None:
         self.done, self.size = done, size
 
 
@@ -189,7 +188,7 @@ class NumberedSender:
 
     # Sending.
 
-    def send(self, group: str, batch: NumberedBatch, done: Done) -> None:
+    def send(self, group: str, batch: NumberedBatch, done: OnAnswer) -> None:
         """Send a batch to a broker group; `done` is called once, from here if it cannot be sent at all.
 
         Batches travel in the order in which they are given, and need not wait for each other's answers.

@@ -1,13 +1,86 @@
-"""Shell. SIGTERM ends consumers in an orderly way, where the application has not its own idea of it."""
+"""Shell. End of clients: tasks that fail, processes that fork or exit, SIGTERM.
+
+Tasks of a client that run until it is closed.
+
+One that ends before, by a defect, says so at once: nothing would be sent or received any more, and nobody would hear
+why before the client is closed.
+
+The open clients of a process: what a fork does to them, and the end of a process that did not close them.
+SIGTERM ends consumers in an orderly way, where the application has not its own idea of it."""
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from qmq.logs import bounded
+
+log = bounded(__name__)
+
+
+def lasting(task: asyncio.Task[None]) -> asyncio.Task[None]:
+    """Let it be logged why the task ends, unless it is cancelled; return it."""
+    task.add_done_callback(_ended)
+    return task
+
+
+def _ended(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("client broken: a part of it ended by a defect; close it and make another one", exc_info=error)
+
+
+class OpenClient(Protocol):
+    """A client of an event loop, from when it is opened until it is closed."""
+
+    def inherited(self) -> None:
+        """This is a copy in a forked process: refuse every call, and leave the parent's connections alone."""
+
+    @property
+    def open_messages(self) -> int:
+        """How many messages have no outcome yet."""
+
+
+_open: set[OpenClient] = set()
+_of_parents: list[object] = []
+"""Parents' clients. Kept, so that nothing of them is taken apart here: their sockets are the parent's."""
+
+
+def opened(client: OpenClient) -> None:
+    _open.add(client)
+
+
+def closed(client: OpenClient) -> None:
+    _open.discard(client)
+
+
+def report_lost(messages: int, event: str) -> None:
+    """Log messages whose outcome nobody waits for any more."""
+    if messages:
+        text = "messages are not known to be stored messages=%d: %s before the producer was closed. Use `async with`"
+        log.error(text, messages, event)
+
+
+def _after_fork() -> None:
+    _of_parents.extend(_open)
+    for client in _open:
+        client.inherited()
+    _open.clear()
+
+
+def _at_exit() -> None:
+    for client in _open:
+        report_lost(client.open_messages, "the process ended")
+
+
+atexit.register(_at_exit)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 _enders: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
 _is_handled = False
@@ -75,21 +148,21 @@ _blocked: set[int | signal.Signals] | None = None
 """While SIGTERM is blocked for a fork: what was blocked before."""
 
 
-def _before_fork() -> None:
+def _block_sigterm() -> None:
     """Block SIGTERM until the child has got rid of the handler."""
     global _blocked
     if _is_handled:
         _blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
 
-def _after_fork() -> None:
+def _unblock_sigterm() -> None:
     global _blocked
     if _blocked is not None:
         blocked, _blocked = _blocked, None
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
-def _after_fork_in_child() -> None:
+def _reset_sigterm() -> None:
     """Let SIGTERM end the child: the handler would stop the parent's consumer, through the pipe of its event loop."""
     global _is_handled
     if _is_handled:
@@ -97,8 +170,8 @@ def _after_fork_in_child() -> None:
         if _enders:
             signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    _after_fork()
+    _unblock_sigterm()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)
+    os.register_at_fork(before=_block_sigterm, after_in_parent=_unblock_sigterm, after_in_child=_reset_sigterm)

@@ -1,14 +1,34 @@
-"""Core. Which broker group takes a producer's next batch, and which groups a consumer pulls from.
+"""Core. Broker groups that take a producer's batches, and groups a consumer pulls from.
+
+Which broker group takes a producer's next batch, and which groups a consumer pulls from.
 
 Two sources are joined: the metaserver's routes (who is master, is the group writable for this subject) and what the
 client saw by itself (a refusal, a connection that does not come up), which is usually a second earlier. What was seen
 only ever makes a group *rest* for a while; it never removes a route, so nothing is lost if the view was wrong.
+
+A circuit breaker: a broker group that takes requests and answers none gets no more of them for a while.
+
+A request fails when its connection is lost or answers none in time. Any answer is a success, a refusal too: a broker
+that is overloaded or readonly is alive, and `qmq.client.routes` lets it rest for as long as that takes.
+
+    closed      FAILURES_MAX failures in a row                  -> open
+    open        OPEN_MS later, when it is next looked at        -> half-open
+    half-open   one failure                                     -> open
+    half-open   SUCCESSES answers                               -> closed
+
+Source: reference of QMQ's client features, section 11.
+
+For how long all broker groups of a subject have refused new messages: what a message waits for in vain.
+
+A group refuses if its route says that it is readonly, or if it answered so last. One that cannot be reached does not:
+it has another master in a moment, or nobody can say what it would do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import lru_cache
 from hashlib import blake2b
 
@@ -202,3 +222,90 @@ class Routing:
         if route.refused:
             reasons.append(f"the metaserver: {route.refused}")
         return "; ".join(reasons)
+
+
+FAILURES_MAX = 100
+OPEN_MS = 5_000
+SUCCESSES = 20
+
+
+class BreakerState(StrEnum):
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half-open"
+
+
+class Breaker:
+    """The breaker of one broker group's master. Made by a producer; a new master gets a new one."""
+
+    __slots__ = ("state", "_failures", "_successes", "_opened_ms")
+
+    def __init__(self) -> None:
+        self.state = BreakerState.CLOSED
+        self._failures = self._successes = self._opened_ms = 0
+
+    def allows(self, now_ms: int) -> bool:
+        """Say whether a request may be sent now."""
+        if self.state is not BreakerState.OPEN:
+            return True
+        if now_ms - self._opened_ms < OPEN_MS:
+            return False
+        self.state, self._successes = BreakerState.HALF_OPEN, 0
+        return True
+
+    def answered(self) -> None:
+        """A request was answered, with whatever."""
+        self._failures = 0
+        if self.state is BreakerState.HALF_OPEN:
+            self._successes += 1
+            if self._successes >= SUCCESSES:
+                self.state = BreakerState.CLOSED
+
+    def failed(self, now_ms: int) -> bool:
+        """A request will not be answered; return whether that opened the breaker."""
+        self._failures += 1
+        if self.state is BreakerState.OPEN:  # one of those that were under way
+            return False
+        if self.state is BreakerState.CLOSED and self._failures < FAILURES_MAX:
+            return False
+        self.state, self._opened_ms = BreakerState.OPEN, now_ms
+        return True
+
+
+@dataclass(slots=True)
+class _Span:
+    since_ms: int
+    seen_ms: int
+
+
+class Refusing:
+    """Made by the sender if the application bounds that wait; told of what still waits, some times a second."""
+
+    def __init__(self, routing: Routing, wait_ms: int) -> None:
+        self._routing, self._wait_ms = routing, wait_ms
+        self._spans: dict[tuple[str, str], _Span] = {}
+
+    def is_over(self, subject: str, group: str, now_ms: int) -> bool:
+        """Whether what waits for `subject` has waited in vain for long enough; `group`: only that one may take it."""
+        key = subject, group
+        if not self._routing.all_refuse(subject, group):
+            self._spans.pop(key, None)
+            return False
+        span = self._spans.get(key)
+        if span is None or now_ms - span.seen_ms > max(self._wait_ms, SEEN_MS):  # nothing waited meanwhile: who knows
+            span = self._spans[key] = _Span(now_ms, now_ms)
+        span.seen_ms = now_ms
+        return now_ms - span.since_ms >= self._wait_ms
+
+    def worked(self, subject: str, group: str) -> None:
+        """The group stored messages of this subject: a refusal from now on is a new one."""
+        self._spans.pop((subject, ""), None)
+        self._spans.pop((subject, group), None)
+
+    def forget(self, subjects: set[str]) -> None:
+        for key in [key for key in self._spans if key[0] in subjects]:
+            del self._spans[key]
+
+
+SEEN_MS = 1_000
+"""20,000 queues are all looked at within a quarter of this."""
