@@ -1,7 +1,7 @@
 """Core. What a dead letter is: the copy of a message that a consumer group could not handle, with what became of that.
 
 The broker stores it in the same log as its original, right in front of the ack of that one, which says `DEAD`
-(qmq.log.progress_frame). Producer id and batch number say of which message it is the copy. The audit holds it against that.
+(qmq.log.progress_frame). Producer id and batch number say of which message it is the copy. The audit compares.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ def _cancel(book: Book, frame: Frame, body: Buffer) -> Filed:
 def _places(body: Buffer, count: int, at: int) -> tuple[Numbers, Numbers]:
     """Return numbers and due times; of a message that is named twice, the second time as one that nobody knows.
 
-    The layout is that of qmq.log.delay_frames, which would make a list of pairs. Raises ValueError: the body is too short.
+    The layout is that of qmq.log.delay_frames, which would make a list of pairs. Raises ValueError: the body is short.
     """
     both = np.frombuffer(body, "<u8", 2 * count, at).reshape(-1, 2)
     numbers, dues = both[:, 0].copy(), np.minimum(both[:, 1], np.uint64(DUE_MAX_MS))

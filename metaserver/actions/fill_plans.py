@@ -1,7 +1,7 @@
 """Core. How the slaves of a group are filled, as plans: the group's mode, and what is said of one slave's filling.
 
-SyncReplica and CancelSync speak of the filling that the slave names (`qmq.replication.assignment`): what they say holds over
-restarts and changes of roles, and not for the next filling of that copy.
+SyncReplica and CancelSync speak of the filling that the slave names (`qmq.replication.assignment`): what they say holds
+over restarts and changes of roles, and not for the next filling of that copy.
 """
 
 from __future__ import annotations

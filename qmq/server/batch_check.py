@@ -1,7 +1,7 @@
 """Core. Which messages of a batch break a limit of QMQ, so that some consumer could not read them.
 
 The client refuses them before they are sent; this is for clients that do not. Many messages are looked at together
-(qmq.server.batch_check). Of few, or if something is wrong with one of many, each is looked at in some places, which costs
+(`are_usual`). Of few, or if something is wrong with one of many, each is looked at in some places, which costs
 0.5 µs; only others, all above 32 KiB among them, are taken apart.
 """
 

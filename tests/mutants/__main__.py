@@ -28,7 +28,7 @@ from tests.mutants.operators import Mutant, mutants
 from tests.mutants.reach import ROOT, Reach
 
 AREAS = ("qmq/log", "qmq/replication", "broker")
-APART = {"qmq/log/memory_disk.py", "qmq/log/memory_disk.py", "qmq/log/overlay_disk.py"}
+APART = {"qmq/log/memory_disk.py", "qmq/log/overlay_disk.py"}
 """Disks of simulators and of `qmq inspect`: no promise rests on them."""
 TESTS = [
     "tests/unit/log",
