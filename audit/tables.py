@@ -304,7 +304,7 @@ def _entries(kind: int, consumer: str, entries: tuple[Entry, ...]) -> Iterator[d
 
 def _moved(consumer: str, entries: tuple[Entry, ...]) -> dict[str, Any]:
     if consumer:
-        vanished = not entries or entries[0][0] != Departure.TOLD
+        vanished = not entries or entries[0][0] != Departure.NONE_BEGUN
         return {"event": "vanished" if vanished else "left"}
     return {"event": "position", "sequence": entries[0][0]} if entries else {"event": "forgotten"}
 

@@ -291,7 +291,7 @@ class Consumption:
         begun, is_silent = self._begun.get(key, []), key in self._silent
         self._forget_said(key)
         if told or is_silent:
-            return [(Departure.TOLD if told else Departure.VANISHED, 0, 0)]
+            return [(Departure.NONE_BEGUN if told else Departure.VANISHED, 0, 0)]
         subject, group, name = key
         unacked = [(one.pull, one.pull_end) for one in self._log.state.groups[subject, group].consumers[name].unacked]
         counted = ranges.difference(unacked, ranges.difference(unacked, begun))

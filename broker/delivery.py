@@ -424,7 +424,9 @@ class Delivery:
         group = state.groups[subject, name]
         return bool(group.requeued) or group.position < state.next_sequence[subject]
 
-    def heed_operators(self, *, limits: tuple[OperatorLimits, ...], offline: Iterable[tuple[str, str, str]]) -> None:
+    def apply_operator_settings(
+        self, *, limits: tuple[OperatorLimits, ...], offline: Iterable[tuple[str, str, str]]
+    ) -> None:
         """From now on these are the operators' limits, and those that are handed nothing; all others are served."""
         self.pruning.limit(by_key(limits))
         self._dead_letters.limit(limits)

@@ -16,7 +16,7 @@ from qmq.remoting.commands import Command
 from qmq.replication.identity import IdentityFile
 from qmq.server.control import Samples
 from qmq.server.meta_link import MetaLink
-from qmq.server.repair import keep_whole
+from qmq.server.repair import keep_repairing
 from qmq.server.running import Tasks, run
 from qmq.server.scrub import Scrub
 from qmq.server.service import Service
@@ -58,7 +58,7 @@ def _build(settings: BrokerSettings, message_log: MessageLog, disk: RealDisk, id
         meta_link.run(),
         announcing.run(service, meta_link, settings),
         Control(service, settings, samples).serve(),
-        keep_whole(service, settings),
+        keep_repairing(service, settings),
         Scrub(service, settings).run(),
         samples.run(),
     ]

@@ -80,10 +80,10 @@ class BrokerMaster(Master):
         super().step_down()
         self._delivery.step_down(self._another_master())
 
-    def heed_operators(self, assignment: Assignment) -> None:
+    def apply_operator_settings(self, assignment: Assignment) -> None:
         """Take over what operators marked readonly, switched off and limited."""
-        super().heed_operators(assignment)
-        self._delivery.heed_operators(limits=assignment.limits, offline=assignment.offline)
+        super().apply_operator_settings(assignment)
+        self._delivery.apply_operator_settings(limits=assignment.limits, offline=assignment.offline)
 
     def mark_groups(self, mark: str, keys: Iterable[Key]) -> list[bool]:
         """MarkGroups: note where subjects end now; return which consumer groups have a position."""

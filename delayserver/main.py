@@ -20,7 +20,7 @@ from qmq.replication.identity import IdentityFile
 from qmq.replication.master import Promotion
 from qmq.server.control import Samples
 from qmq.server.meta_link import MetaLink
-from qmq.server.repair import keep_whole
+from qmq.server.repair import keep_repairing
 from qmq.server.running import Tasks, run
 from qmq.server.scrub import Scrub
 from qmq.server.service import Service
@@ -66,7 +66,7 @@ def _build(settings: DelaySettings, message_log: MessageLog, disk: RealDisk, ide
         service.run(),
         MetaLink(service, settings, kind=GroupKind.DELAY).run(),
         DelayControl(service, settings, filing, samples).serve(),
-        keep_whole(service, settings),
+        keep_repairing(service, settings),
         _send(senders),
         Scrub(service, settings).run(),
         _beat(service, filing),

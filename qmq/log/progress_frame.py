@@ -53,7 +53,7 @@ class Departure(IntEnum):
 
     VANISHED = 0
     """It never says what it begins with: all of them count."""
-    TOLD = 1
+    NONE_BEGUN = 1
     """It said that it began with none of them: none counts."""
     SUSPECTED = 2
     """It vanished, and says what it begins with: that counts. The rest is suspected from now on."""

@@ -42,7 +42,7 @@ class Connection(asyncio.BufferedProtocol):
     Responses are matched to `request`s here; every other packet goes to the handler.
     """
 
-    tells_refusals = False
+    logs_refusals = False
     """Whether `refuse` logs which limit a packet is over: one event is one line."""
 
     def __init__(self, handler: PacketHandler, packet_bytes_max: int) -> None:
@@ -88,7 +88,7 @@ class Connection(asyncio.BufferedProtocol):
             is_told = False
             if isinstance(error, PacketTooLarge) and not error.request.is_response:
                 self.refuse(error.request, error)
-                is_told = self.tells_refusals
+                is_told = self.logs_refusals
             if not is_told:
                 log.warning("connection closed peer=%s reason=%s", self.peer, error)
             self.close(str(error))
@@ -163,7 +163,7 @@ class Connection(asyncio.BufferedProtocol):
         """Answer with the error's code and text."""
         self.answer(request, str(error).encode(), code=error.code)
 
-    def tell(self, command: Command, *parts: Buffer) -> None:
+    def push(self, command: Command, *parts: Buffer) -> None:
         """Send a one-way packet."""
         self.send(command, ONE_WAY, 0, command, *parts)
 

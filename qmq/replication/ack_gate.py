@@ -83,7 +83,7 @@ class AckGate:
         self._release()
 
     def confirmed(self, end: int, chain: int, slave: str = "") -> None:
-        """A slave's fsync does too; whoever calls has checked epoch and chain (qmq.replication.slave_watch)."""
+        """A slave's fsync does too; whoever calls has checked epoch and chain (qmq.replication.follower)."""
         if end >= self._matched[slave][0]:
             self._matched[slave] = end, chain
         self._rank()

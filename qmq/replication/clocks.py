@@ -30,7 +30,7 @@ class Clocks:
         self._difference_ms_max = difference_ms_max
         self._readings: dict[str, _Reading] = {}
 
-    def heard(self, whose: str, wall_ms: int, *, monotonic_ms: int) -> None:
+    def record(self, whose: str, wall_ms: int, *, monotonic_ms: int) -> None:
         """Take note that a clock said `wall_ms` just now."""
         self._readings[whose] = _Reading(wall_ms, monotonic_ms)
 

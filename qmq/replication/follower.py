@@ -43,18 +43,33 @@
 
 A slave counts, that is: its confirmations raise the high watermark, IN_SYNC and LAGGING only. The group is readonly
 while fewer slaves than it takes are IN_SYNC. What a state alone knows is in its class (`Restoring`, …).
+
+`SlaveWatch` is the master's part towards it: agree where the logs match, ship, count confirmations, watch the lag. A
+slave counts for nothing until it has matched and nearly caught up (W14).
+
+Keeps I20.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 from enum import Enum, auto
+from typing import Protocol
 
-from qmq.replication.agreement import Hello
-from qmq.replication.points import Point
+from qmq.errors import CopyRolledBack, CorruptFrame, Diverged, Fenced, NotServed
+from qmq.remoting import commands
+from qmq.remoting.commands import Command, Confirmation
+from qmq.remoting.packet import Packet
+from qmq.replication.agreement import Action, Agreement, Hello, Yield, agree
+from qmq.replication.assignment import FillOrders
+from qmq.replication.identity import IdentityFile
+from qmq.replication.mastership import Mastership
+from qmq.replication.points import Point, is_lacking
 from qmq.replication.ports import Link
-from qmq.replication.shipper import Shipper
+from qmq.replication.shipper import ShipLink, Shipper
 from qmq.states import Life, TransitionTable
+from qmq.types import Epoch
 
 
 class FollowerState(Enum):
@@ -208,3 +223,367 @@ class Follower(Life[FollowerState, Facts]):
         self.restoring = now if isinstance(now, Restoring) else None
         self.unfilled = now if isinstance(now, Unfilled) else None
         return after
+
+
+log = logging.getLogger(__name__)
+
+CAUGHT_UP_BYTES = 8 << 20
+"""So close to the log's end, a slave that joins counts: the rest is under way within milliseconds."""
+
+
+class Others(Protocol):
+    """What a slave's watch needs of its group; `qmq.replication.quorum.Slaves` is it."""
+
+    fill_orders: FillOrders
+
+    def changed(self) -> None:
+        """A slave's state changed, and with it what the group can do."""
+
+    def matched(self) -> None:
+        """A slave begins to count."""
+
+    def compared(self) -> None:
+        """A slave follows, or has no more than we: the mastership may begin."""
+
+    def fenced(self, known: Epoch) -> None:
+        """A slave is of a newer epoch."""
+
+    def may_yield(self, offset: int) -> bool:
+        """Return whether nobody but us has what we wrote from `offset` on."""
+
+    restored_from: int
+    """What stands behind it in our log came from slaves, until we begin."""
+
+    def lacks(self, point: Point) -> None:
+        """We lack an acknowledged point, says a slave."""
+
+    def is_restoring_from(self, other: SlaveWatch, hello: Hello) -> bool:
+        """Return whether a slave besides `other`, which says `hello`, sends what we lost, and is to go on with that."""
+
+    def yields(self, offset: int) -> None:
+        """What we wrote from `offset` on is in the way of what a slave confirmed."""
+
+    def holds(self, end: int) -> None:
+        """A slave confirmed all up to `end`, or has it and sends it."""
+
+
+class SlaveWatch:
+    """One slave of a mastership, over all its connections. Made by `Slaves`; ends with the mastership."""
+
+    def __init__(self, name: str, mastership: Mastership, identity: IdentityFile, slaves: Others) -> None:
+        self.name, self._mastership, self._identity, self._slaves = name, mastership, identity, slaves
+        self._ticked_ms = mastership.host.monotonic_ms()
+        self.follower = Follower()
+        self.has_parted = False
+        """Its log was found not to be ours, and it has not matched since."""
+        self.is_disk_full = False
+        self.shared_end: int | None = None
+        """Up to where its log was ours at its last hello; None: it said none, or its log was empty."""
+        self.owner = ""
+        """Its broker, hostname:serve_port; of an older version, its incarnation."""
+        self.instance = ""
+        """Of the process whose hello was answered last."""
+
+    @property
+    def confirmed_end(self) -> int | None:
+        """Offset from which the slave still needs the log; None: it is not connected."""
+        slave = self.follower.connected
+        return None if slave is None else slave.shipper.confirmed_end
+
+    @property
+    def incarnation(self) -> str:
+        """Of the data directory of a slave that is connected."""
+        slave = self.follower.connected
+        assert slave is not None
+        return slave.incarnation
+
+    @property
+    def is_fully_matched(self) -> bool:
+        """Whether the slave has confirmed all that there is, and knows what was acknowledged."""
+        slave, mastership = self.follower.in_sync, self._mastership
+        if slave is None:
+            return False
+        return slave.shipper.confirmed_end == mastership.log.end and mastership.gate.point == slave.point_sent
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether it is known what it has of our log, and it sends us nothing."""
+        return self.follower.connected is not None or self.follower.unfilled is not None
+
+    def is_of(self, link: Link) -> bool:
+        """Whether frames go to this link."""
+        slave = self.follower.connected
+        return slave is not None and slave.shipper.link is link
+
+    def _enter(self, event: FollowerEvent, now: Facts) -> None:
+        """Move the slave's state, and what depends on it: a slave counts until `event` says that it does not."""
+        before = self.follower.connected
+        self.follower.enter(event, now, at_ms=self._mastership.host.monotonic_ms())
+        slave = self.follower.connected
+        self._slaves.changed()
+        if before is not None and (slave is None or slave.shipper is not before.shipper):
+            self._without_slave()
+
+    # Requests.
+
+    def hello(self, link: Link, packet: Packet, hello: Hello) -> None:
+        mastership, points = self._mastership, self._identity.points
+        is_another = self._link not in (None, link) and hello.instance != self.instance
+        if is_another and hello.known <= mastership.epoch:  # a newer epoch fences this master, whoever knows it
+            log.critical("another process says hello group=%s peer=%s: it is refused", mastership.group, link.peer)
+            raise NotServed(
+                f"another process with this copy is the slave of {mastership.group} at this moment, and you may be a "
+                "copy of its directory. Stop one of the two"
+            )
+        self.owner, self.instance = hello.owner or hello.incarnation, hello.instance
+        is_ahead = hello.is_ahead_of(mastership.log.state.epoch)
+        parted_at: int | None = None
+        try:
+            agreement = agree(hello, mastership.log, mastership.epoch, has_begun=mastership.has_begun, point=points.own)
+            self.shared_end = agreement.offset if hello.end else None
+            if isinstance(agreement, Yield):
+                parted_at = agreement.offset
+                self._check_yield(parted_at, hello, is_ahead=is_ahead)
+        except Fenced:
+            self._slaves.fenced(hello.known)
+            raise
+        except CorruptFrame as problem:
+            mastership.found_damage(problem)
+            raise
+        except Diverged as error:
+            if is_ahead:
+                self._compare(hello)  # we do not begin without it
+            if parted_at is not None:
+                link.push(Command.PARTED, commands.offset_header(parted_at))
+            link.refuse(packet, error)
+            self._diverged(link, error)
+            return
+        self._compare(hello)
+        if isinstance(agreement, Yield):
+            self._slaves.yields(agreement.offset)
+            raise CopyRolledBack(
+                f"what this master has from {agreement.offset} on is in the way of what you confirmed: it begins anew"
+            )
+        if agreement.action == Action.RESTORE and self._slaves.is_restoring_from(self, hello):
+            raise NotServed("another slave sends what this master lost: say hello again")
+        if points.lacks is not None:
+            self._check_refill(points.lacks, hello, agreement)
+        log.info(
+            "slave says hello group=%s peer=%s end=%d: %s from %d",
+            mastership.group,
+            link.peer,
+            hello.end,
+            agreement.action.value,
+            agreement.offset,
+        )
+        older = self._link
+        if agreement.action == Action.RESTORE:
+            self._slaves.holds(hello.end)
+            self._enter(FollowerEvent.RESTORES, Restoring(link, agreement.offset, hello))
+            link.answer(packet, agreement.encode())
+        elif self._is_to_wait(hello, agreement):
+            self._wait(link, packet, agreement, hello.fill_id)
+        else:
+            self._ship_to(link, packet, agreement, hello)
+        if older is not None and older is not link:
+            older.close("a newer connection of the slave replaces this one")
+
+    def _check_yield(self, offset: int, hello: Hello, *, is_ahead: bool) -> None:
+        """Raise Diverged if we, or another slave, may have confirmed what we have from `offset` on."""
+        slaves, points, message_log = self._slaves, self._identity.points, self._mastership.log
+        kept_end = points.keeps(message_log, restored_from=slaves.restored_from if is_ahead else None)
+        text = f"the copies part at {offset}; the slave confirmed all up to {hello.kept_end}, "
+        if kept_end > offset:
+            raise Diverged(f"{text}the master all up to {kept_end}")
+        if not is_ahead and not slaves.may_yield(offset):
+            raise Diverged(f"{text}and another one may have confirmed what the master has there")
+
+    def _is_to_wait(self, hello: Hello, agreement: Agreement) -> bool:
+        """Whether it would have to be filled and may not. What has all that is acknowledged only catches up."""
+        is_filling = self._is_filling(hello, agreement)
+        return is_filling and not self._slaves.fill_orders.may_begin(hello.fill_id)
+
+    def _is_filling(self, hello: Hello, agreement: Agreement) -> bool:
+        is_partial = hello.would_be_filled or (bool(hello.fill_id) and agreement.action == Action.SEED)
+        return is_partial and agreement.offset < self._mastership.gate.high_watermark
+
+    def _wait(self, link: Link, packet: Packet, agreement: Agreement, fill_id: str) -> None:
+        """Send nothing to it until it may be filled. Then it counts for nothing, and holds up nothing."""
+        self._enter(FollowerEvent.WAITS, Unfilled(link, fill_id))
+        link.answer(packet, replace(agreement, action=Action.WAIT).encode())
+        log.warning("slave is not filled group=%s slave=%s: SyncReplica allows it", self._mastership.group, self.owner)
+        self._slaves.compared()
+
+    @property
+    def _link(self) -> ShipLink | None:
+        """The slave's connection; None: there is none."""
+        now = self.follower.now
+        if isinstance(now, Unfilled | Restoring):
+            return now.link
+        return now.shipper.link if isinstance(now, Connected) else None
+
+    def apply_orders(self, orders: FillOrders) -> None:
+        """Let it say hello again if it waits and may be filled, or is being filled and is to stop."""
+        now = self.follower.now
+        if isinstance(now, Unfilled) and orders.may_begin(now.fill_id):
+            self.drop("it may be filled now: say hello again")
+        elif isinstance(now, CatchingUp) and orders.is_cancelled(now.fill_id):
+            self.drop("CancelSync stops the filling")
+
+    def _compare(self, hello: Hello) -> None:
+        """Whatever the slave knows to be acknowledged must be in our log."""
+        mastership, points = self._mastership, self._identity.points
+        if hello.point is not None and is_lacking(mastership.log, hello.point):
+            log.critical(
+                "rolled back group=%s end=%d: this disk lacks what was acknowledged up to %s, says the slave",
+                mastership.group,
+                mastership.log.end,
+                hello.point,
+            )
+            points.rolled_back(hello.point)
+            self._slaves.lacks(hello.point)
+
+    def _check_refill(self, lacks: Point, hello: Hello, agreement: Agreement) -> None:
+        """Raise CopyRolledBack if the slave lacks the acknowledged point as well. What it has more than we is not taken
+        then: an older master may have written that alone, and it would be in the way of the copy that has the point.
+        """
+        is_restoring = agreement.action == Action.RESTORE
+        if is_restoring and hello.has(lacks):
+            return
+        if is_restoring or is_lacking(self._mastership.log, lacks):
+            raise CopyRolledBack(
+                f"this master lacks what was acknowledged up to {lacks}, and so do you: the copy that has it must be "
+                "started"
+            )
+        self._identity.points.refilled()
+
+    def _without_slave(self) -> None:
+        """If too few are left, consumers go on below the high watermark; pulls that were given more ask again."""
+        gate = self._mastership.gate
+        gate.slave_gone(self.name)
+        if gate.too_few_in_sync:
+            text = f"a slave of {self._mastership.group} is missing: only what enough copies have is delivered"
+            gate.refuse_unsafe(NotServed(text))
+
+    def _ship_to(self, link: Link, packet: Packet, agreement: Agreement, hello: Hello) -> None:
+        mastership = self._mastership
+        shipper = Shipper(
+            mastership.log,
+            link,
+            mastership.host.read,
+            begin=agreement.offset,
+            chain=agreement.chain,
+            bytes_per_s=mastership.settings.catch_up_bytes_per_s,
+            found_damage=mastership.found_damage,
+        )
+        fill_id = hello.fill_id if self._is_filling(hello, agreement) else ""
+        self._enter(FollowerEvent.FOLLOWS, CatchingUp(shipper, hello.incarnation, fill_id))
+        link.answer(packet, agreement.encode())
+        if agreement.action == Action.SEED:
+            shipper.seed()
+        self._slaves.compared()
+        mastership.host.pass_soon()
+
+    def confirm(self, link: Link, packet: Packet) -> None:
+        mastership, slave = self._mastership, self.follower.connected
+        confirmation: Confirmation = commands.decode_confirmation(packet.body)
+        assert slave is not None
+        if confirmation.epoch != mastership.epoch:
+            link.close("a confirmation of another epoch proves nothing here")
+            return
+        try:
+            slave.shipper.confirm(confirmation.matched_end, confirmation.chain)
+        except Diverged as error:
+            self._diverged(link, error)
+            return
+        self._slaves.holds(confirmation.matched_end)
+        if isinstance(slave, InSync):
+            mastership.gate.confirmed(confirmation.matched_end, confirmation.chain, self.name)
+        elif self._is_caught_up(confirmation.matched_end):
+            self.has_parted = False
+            self._enter(FollowerEvent.MATCHED, InSync(slave.shipper, slave.incarnation))
+            mastership.gate.slave_matched(confirmation.matched_end, confirmation.chain, self.name)
+            self._slaves.matched()
+            log.info("slave matched group=%s peer=%s end=%d", mastership.group, link.peer, confirmation.matched_end)
+        self._check_lag(mastership.host.monotonic_ms())
+        slave.shipper.ship()
+
+    def _is_caught_up(self, confirmed_end: int) -> bool:
+        """Whether a slave that joins may count: before that it would only hold up consumers."""
+        mastership = self._mastership
+        return confirmed_end >= mastership.gate.high_watermark and mastership.log.end - confirmed_end <= CAUGHT_UP_BYTES
+
+    def restore(self, packet: Packet) -> None:
+        """Frames that we lost and the slave still has."""
+        offset, data = commands.split_offset(packet.body)
+        self._mastership.log.append_frames(offset, data)
+        self._mastership.host.pass_soon()
+
+    def is_restoring(self, link: Link) -> bool:
+        restoring = self.follower.restoring
+        return restoring is not None and restoring.link is link and not self._mastership.has_begun
+
+    def drop(self, why: str) -> None:
+        """Close its connection, if there is one: it says hello again."""
+        if (link := self._link) is not None:
+            self._enter(FollowerEvent.LOST, Absent())
+            link.close(why)
+
+    # Events.
+
+    def link_lost(self, link: Link) -> None:
+        if link is self._link:
+            self._enter(FollowerEvent.LOST, Absent())
+            too_few = ": the group is readonly" if self._mastership.gate.too_few_in_sync else ""
+            log.warning("slave lost group=%s peer=%s%s", self._mastership.group, link.peer, too_few)
+
+    def ship(self) -> None:
+        """Send what there is, if frames go to this slave."""
+        if (slave := self.follower.connected) is not None:
+            slave.shipper.ship()
+
+    def tick(self, now_ms: int) -> None:
+        elapsed_ms, self._ticked_ms = now_ms - self._ticked_ms, now_ms
+        if (slave := self.follower.connected) is not None:
+            slave.shipper.allow(elapsed_ms)
+            slave.shipper.ship()
+        self._check_lag(now_ms)
+
+    def tell(self, point: Point) -> None:
+        """Tell the slave up to where is acknowledged what it confirmed: it remembers that outside its log."""
+        slave = self.follower.in_sync
+        if slave is not None and point != slave.point_sent and slave.shipper.confirmed_end >= point.end:
+            slave.point_sent = point
+            told = Confirmation(point.epoch, point.end, point.chain)
+            slave.shipper.link.push(Command.ACKNOWLEDGED, commands.encode_confirmation(told))
+
+    def confirm_restored(self, end: int, chain: int) -> None:
+        slave = self.follower.restoring
+        if slave is not None and end > slave.begin:  # not for what came on an earlier link
+            confirmation = Confirmation(self._mastership.epoch, end, chain)
+            slave.link.push(Command.CONFIRM, commands.encode_confirmation(confirmation))
+
+    def _diverged(self, link: Link, error: Diverged) -> None:
+        self.has_parted = True
+        self._enter(FollowerEvent.PARTED, Parted())
+        log.critical("copies differ group=%s peer=%s: %s", self._mastership.group, link.peer, error)
+        link.close(str(error))
+
+    def _check_lag(self, now_ms: int) -> None:
+        """A slave in sync lags while it is too far behind, in bytes or in time."""
+        mastership, settings, slave = self._mastership, self._mastership.settings, self.follower.in_sync
+        if slave is None:
+            return
+        confirmed_end = slave.shipper.confirmed_end
+        behind = mastership.log.end - confirmed_end
+        if slave.noted_end <= confirmed_end:
+            slave.noted_end, slave.noted_ms = mastership.log.end, now_ms
+        age_ms = now_ms - slave.noted_ms
+        is_late = behind > settings.slave_lag_bytes_max or age_ms > settings.slave_lag_ms_max
+        if is_late and self.follower.state is FollowerState.IN_SYNC:
+            self._enter(FollowerEvent.FELL_BEHIND, slave)
+            log.warning("slave lags group=%s slave=%s bytes=%d age_ms=%d", mastership.group, self.owner, behind, age_ms)
+        elif not is_late and self.follower.state is FollowerState.LAGGING:
+            self._enter(FollowerEvent.CAUGHT_UP, slave)
+        if age_ms > 2 * settings.slave_lag_ms_max:
+            slave.shipper.link.close("no confirmation for too long: consumers go on without this slave")

@@ -27,10 +27,10 @@ from qmq.replication.clocks import METASERVER, Clocks
 from qmq.replication.identity import IdentityFile
 from qmq.replication.mastership import NEVER, Mastership
 from qmq.replication.ports import QUIET_MS, Host, Link
+from qmq.replication.quorum import Slaves
 from qmq.replication.readonly import Readonly, Reason
 from qmq.replication.retention import Keeper, decide
 from qmq.replication.settings import CopySettings
-from qmq.replication.slaves import Slaves
 from qmq.types import Epoch
 
 log = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ class Master:
         That is so with enough slaves in sync, none behind, and nothing on its way, neither to a disk nor to a client.
         """
         mastership = self._mastership
-        is_quiet = mastership.has_begun and self.slaves.are_level and not mastership.gate.waiting
+        is_quiet = mastership.has_begun and self.slaves.are_fully_matched and not mastership.gate.waiting
         return QUIET_MS if is_quiet else 0
 
     def tick(self, now_ms: int) -> None:
@@ -147,10 +147,10 @@ class Master:
         self._mastership.gate.abandon(stored=self._unknown(), progress=self._another_master())
         self.slaves.step_down()
 
-    def heed_operators(self, assignment: Assignment) -> None:
+    def apply_operator_settings(self, assignment: Assignment) -> None:
         """Take over what operators marked readonly, which slaves may be filled, and which ones were in sync."""
         self.readonly.mark_subjects(frozenset(assignment.readonly_subjects))
-        self.slaves.heed(assignment.fill_orders, frozenset(assignment.awaited))
+        self.slaves.apply_orders(assignment.fill_orders, frozenset(assignment.awaited))
 
     # What the node tells us.
 
@@ -187,7 +187,7 @@ class Master:
         """
         mastership, message_log, now_ms = self._mastership, self._mastership.log, self._mastership.host.now_ms()
         ahead_ms = clocks.ahead_ms(now_ms=now_ms, monotonic_ms=mastership.host.monotonic_ms())
-        asked_of = {METASERVER, *map(self.slaves.clock, self.slaves.in_step)}
+        asked_of = {METASERVER, *map(self.slaves.clock, self.slaves.in_sync)}
         is_agreed = asked_of <= ahead_ms.keys() and not clocks.disagreement(ahead_ms)
         if not mastership.may_progress or self.gate.too_few_in_sync or not is_agreed:
             return
@@ -237,14 +237,14 @@ class Master:
         return self.slaves.yields_from
 
     @property
-    def in_step(self) -> tuple[str, ...]:
+    def in_sync(self) -> tuple[str, ...]:
         """Incarnations of the slaves that are in sync."""
-        return tuple(watch.incarnation for watch in self.slaves.in_step)
+        return tuple(watch.incarnation for watch in self.slaves.in_sync)
 
     def is_drained_to(self, target: str) -> bool:
         """Whether the slave with this incarnation has everything; empty: any slave."""
         end, gate = self._mastership.log.end, self.gate
-        has_all = any(watch.confirmed_end == end for watch in self.slaves.in_step if target in ("", watch.incarnation))
+        has_all = any(watch.confirmed_end == end for watch in self.slaves.in_sync if target in ("", watch.incarnation))
         return self.has_begun and not gate.too_few_in_sync and gate.high_watermark == end and has_all
 
     @property

@@ -130,7 +130,7 @@ class Node(Generic[M]):
         self.identity.assigned(assignment.group, assignment.to_json(), self._name)
         if self.role is not None and known is not None and known.term == assignment.term:
             if isinstance(self.role, Master):
-                self.role.heed_operators(assignment)
+                self.role.apply_operator_settings(assignment)
             if not assignment.meets_as(known):
                 self._host.role_changed()
             return
@@ -203,7 +203,7 @@ class Node(Generic[M]):
                 0 if is_trusted else int(self._settings.rejoin_wait_s * 1000),
             )
             self.role = role = self._promote(promotion)
-            role.heed_operators(assignment)
+            role.apply_operator_settings(assignment)
             log.info("role master group=%s epoch=%s end=%d", assignment.group, role.epoch, self.log.end)
         else:
             self.role = role = Slave(
@@ -405,7 +405,7 @@ class Node(Generic[M]):
             log.warning("loss accepted group=%s: this copy lacks what was acknowledged up to %s", self.group, lacks)
             self.identity.points.forget()
         points = [] if may_be_behind else [point for point in points if self._may_lack(point)]
-        if not points or (self.master is not None and self.master.in_step):
+        if not points or (self.master is not None and self.master.in_sync):
             return
         for point in points:
             self._note_rolled_back(point, "the metaserver")
@@ -458,7 +458,7 @@ class Node(Generic[M]):
             raise OperatorError(f"this broker is not the master of {self.group} in term {term}")
         if master.gate.too_few_in_sync:
             raise OperatorError(f"the slave of {self.group} is missing: start it first")
-        if target and target not in master.in_step:
+        if target and target not in master.in_sync:
             raise OperatorError(f"the slave of {self.group} that is to be the master is not in sync")
         master.readonly.change(Reason.DRAINING, True)
         self._swap_until_ms = self._host.monotonic_ms() + hold_ms
@@ -543,7 +543,7 @@ class Node(Generic[M]):
         if self.role is not None:
             self.role.found_damage(problem)
 
-    def mend(self, theirs_start: int, theirs_end: int) -> tuple[int, int] | None:
+    def plan_repair(self, theirs_start: int, theirs_end: int) -> tuple[int, int] | None:
         """Do for the damaged log what needs no bytes of the other copy.
 
         Args:
@@ -556,7 +556,7 @@ class Node(Generic[M]):
         if damage is None:
             return None
         if theirs_start > damage.begin:
-            self._mend_old(theirs_start)
+            self._repair_old(theirs_start)
         elif theirs_end < damage.end:
             if damage.begin < theirs_end and self.log.may_be_acknowledged(damage):
                 self._leave_role()  # what follows has to go
@@ -606,7 +606,7 @@ class Node(Generic[M]):
             self.log.cut(self.log.damage.begin, why)
             self._begin_role()
 
-    def _mend_old(self, theirs_start: int) -> None:
+    def _repair_old(self, theirs_start: int) -> None:
         """The other copy lacks the damaged segment. If deleting it was agreed on, ours goes; else it is set aside."""
         if self.role is None and self.log.is_idle:
             self.log.set_aside("damaged-and-dropped-by-the-other-copy")
@@ -640,18 +640,18 @@ class Node(Generic[M]):
 
     # Retention.
 
-    def heard_metaserver(self, wall_ms: int) -> None:
+    def record_metaserver_clock(self, wall_ms: int) -> None:
         """The metaserver's clock says so now."""
-        self.clocks.heard(METASERVER, wall_ms, monotonic_ms=self._host.monotonic_ms())
+        self.clocks.record(METASERVER, wall_ms, monotonic_ms=self._host.monotonic_ms())
 
-    def heard_copy(self, link: Link, wall_ms: int, *, is_disk_full: bool) -> None:
+    def record_copy_clock(self, link: Link, wall_ms: int, *, is_disk_full: bool) -> None:
         """The other end of a sync link says what time it has; it counts if that is the copy we replicate with."""
         master = self.master
         if master is not None and (watch := master.slaves.of(link)) is not None:
             watch.is_disk_full = is_disk_full
-            self.clocks.heard(master.slaves.clock(watch), wall_ms, monotonic_ms=self._host.monotonic_ms())
+            self.clocks.record(master.slaves.clock(watch), wall_ms, monotonic_ms=self._host.monotonic_ms())
         elif self.slave is not None and self.slave.is_master(link):
-            self.clocks.heard(MASTER, wall_ms, monotonic_ms=self._host.monotonic_ms())
+            self.clocks.record(MASTER, wall_ms, monotonic_ms=self._host.monotonic_ms())
 
     def clocks_ahead_ms(self) -> dict[str, int]:
         """Return how far this machine's clock is ahead of each one heard lately."""

@@ -30,7 +30,7 @@ class ShipLink(Protocol):
     @property
     def is_open(self) -> bool: ...
 
-    def tell(self, command: Command, *parts: Buffer) -> None: ...
+    def push(self, command: Command, *parts: Buffer) -> None: ...
 
     def close(self, reason: str = "") -> None: ...
 
@@ -64,7 +64,7 @@ class Shipper:
     def seed(self) -> None:
         """Send the oldest snapshot first: the receiver starts a new copy there."""
         base, _, snapshot = self._log.seed_start()
-        self.link.tell(Command.SNAPSHOT, offset_header(base), snapshot)
+        self.link.push(Command.SNAPSHOT, offset_header(base), snapshot)
 
     def ship(self) -> None:
         """Send what there is, as far as link, window and rate allow."""
@@ -111,6 +111,6 @@ class Shipper:
         self.ship()
 
     def _send(self, buffers: list[Buffer], end: int, chain: int) -> None:
-        self.link.tell(Command.FRAMES, offset_header(self.position), *buffers)
+        self.link.push(Command.FRAMES, offset_header(self.position), *buffers)
         self._sent.append((end, chain))
         self.position = end

@@ -10,7 +10,7 @@ Extent = tuple[int, int]
 """Begin and end of the log that a copy has on its disk."""
 
 ATTEMPTS_EACH = 2
-"""For one copy: if it has no frame where the damage begins, the next attempt looks before that place (`Node.mend`)."""
+"""For one copy: if it has no frame where the damage begins, the next attempt looks before (`Node.plan_repair`)."""
 
 
 class Sources:
@@ -24,8 +24,8 @@ class Sources:
     def best(self, damage: Damage, extents: Sequence[Extent | None]) -> int | None:
         """Return which copy to ask now, by its place in `extents`; None of a copy: it does not answer.
 
-        What no copy has may be given up (`Node.mend`), so without one that has it all have to answer first; then the
-        one with the longest log says what becomes of the range.
+        What no copy has may be given up (`Node.plan_repair`): without one that has it, all have to answer first; then
+        the one with the longest log says what becomes of the range.
         """
         if damage != self._damage:
             self._damage, self._attempts = damage, 0

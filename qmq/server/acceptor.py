@@ -44,7 +44,7 @@ _UNTIL_ANSWERED = (ConnectionState.SHARING, ConnectionState.FLOW)
 class _Guest(Connection):
     """An accepted connection: what it asks wrongly is told to the operator."""
 
-    tells_refusals = True
+    logs_refusals = True
 
     def __init__(self, acceptor: Acceptor, packet_bytes_max: int) -> None:
         super().__init__(acceptor, packet_bytes_max)
@@ -61,7 +61,7 @@ class _Guest(Connection):
         if error.limit:
             self._acceptor.limit_reached(error.limit, str(error), error.limited_subject)
         elif isinstance(error, InvalidName | InvalidMessage | InvalidRequest | MissingRight):
-            self._acceptor.tell_once(self, error)
+            self._acceptor.log_once(self, error)
         super().refuse(request, error)
 
 
@@ -98,8 +98,8 @@ class Acceptor:
     def limit_reached(self, setting: str, text: str, subject: str = "") -> None:
         self._service.limit_reached(setting, self.connection.peer, text, subject)
 
-    def tell_once(self, connection: Connection, error: QmqError) -> None:
-        self._service.tell_once(connection.peer, error)
+    def log_once(self, connection: Connection, error: QmqError) -> None:
+        self._service.log_once(connection.peer, error)
 
     def packet_received(self, connection: Connection, packet: Packet) -> None:
         if self._pulse is not None and self._pulse.received(packet):

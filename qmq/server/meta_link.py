@@ -65,7 +65,7 @@ def state_message(service: Service[Any], settings: CopySettings) -> pb.BrokerSta
         writable=node.writable,
         durability=settings.durability,
         incarnation=node.identity.value.incarnation,
-        in_step=master.in_step if master else (),
+        in_step=master.in_sync if master else (),
         acknowledged=_point_message(node.identity.points.own),
         in_sync=node.slave is not None and node.slave.has_matched,
         promised_term=node.identity.value.promised,
@@ -226,7 +226,7 @@ class MetaLink:
 
     def _heard(self, message: pb.Assignment) -> None:
         if message.clock_ms:
-            self._service.node.heard_metaserver(message.clock_ms)
+            self._service.node.record_metaserver_clock(message.clock_ms)
             message.clock_ms = 0
         if message.term and message != self._last:  # else it only says what time it is, or the group has no row yet
             self._last = message

@@ -48,7 +48,7 @@ class Pulse:
             self._connection.close(str(error))
         else:
             self._beats_too = True
-            self._service.node.heard_copy(self._connection, beat.wall_ms, is_disk_full=beat.is_disk_full)
+            self._service.node.record_copy_clock(self._connection, beat.wall_ms, is_disk_full=beat.is_disk_full)
         return True
 
     def _beat(self) -> None:
@@ -59,7 +59,7 @@ class Pulse:
             self._connection.abort(f"nothing came for {SILENT_S:.0f} s")
             return
         beat = Beat(self._service.now_ms(), self._service.node.is_disk_full)
-        self._connection.tell(Command.BEAT, commands.encode_beat(beat))
+        self._connection.push(Command.BEAT, commands.encode_beat(beat))
         self._loop.call_later(until_next_second(self._loop.time(), BEAT_S), self._beat)
 
     def _is_silent(self) -> bool:

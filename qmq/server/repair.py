@@ -29,21 +29,21 @@ SILENT_S = 60.0
 Metadata = tuple[tuple[str, str], ...]
 
 
-async def keep_whole(service: Service[Any], settings: CopySettings) -> None:
+async def keep_repairing(service: Service[Any], settings: CopySettings) -> None:
     """While the log is damaged, try to mend it, once a second."""
     sources = Sources()
     while True:
         damage = service.node.log.damage
         if damage is not None:
             try:
-                await _mend(service, settings, damage, sources)
+                await _repair(service, settings, damage, sources)
             except (grpc.aio.AioRpcError, LogError, NotServed) as error:
                 text = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
                 log.error("repair waits group=%s begin=%d: %s", service.node.group, damage.begin, text)
         await asyncio.sleep(until_next_second(asyncio.get_running_loop().time()))
 
 
-async def _mend(service: Service[Any], settings: CopySettings, damage: Damage, sources: Sources) -> None:
+async def _repair(service: Service[Any], settings: CopySettings, damage: Damage, sources: Sources) -> None:
     node = service.node
     peers = node.assignment.peers if node.assignment else ()
     if not peers:
@@ -57,11 +57,11 @@ async def _mend(service: Service[Any], settings: CopySettings, damage: Damage, s
         raise NotServed(f"{sum(one is None for one in described)} of {len(peers)} copies do not answer")
     wanted: tuple[int, int] | None = None
 
-    def mend() -> None:
+    def plan() -> None:
         nonlocal wanted
-        wanted = node.mend(theirs.log_start, theirs.log_end)
+        wanted = node.plan_repair(theirs.log_start, theirs.log_end)
 
-    service.guarded(mend)
+    service.guarded(plan)
     if wanted is not None:
         begin, data = await _fetch(peers[best], metadata, *wanted)
         if node.log.damage is damage:

@@ -59,8 +59,8 @@ TICK_S = 0.1
 INLINE_COMMIT_BYTES = 64 * 1024
 """A larger commit always goes to the thread: writing it would hold up the loop, whatever its fsync costs. So does one
 that begins or deletes a segment, which takes ten fsyncs."""
-TOLD_MAX = 1000
-TOLD_CHARS = 500
+LOGGED_MAX = 1000
+LOGGED_CHARS = 500
 """Mistakes of clients that are remembered, so that each is logged once; and how much of the text of each."""
 RECONNECTS_S = (0.02, 0.05, 0.1, 0.2)
 """How long a slave waits before it connects again, by attempts since its role changed: the new master of a failover
@@ -136,7 +136,7 @@ class Service(Generic[M]):
         self._master_link: Connection | None = None
         self._master_heard_at = 0.0
         self._last_reported: object = None
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         self._dozing: list[asyncio.Future[bool]] = []
 
     @property
@@ -178,18 +178,18 @@ class Service(Generic[M]):
         logging.shutdown()
         os._exit(70)
 
-    def tell_once(self, peer: str, error: QmqError) -> None:
+    def log_once(self, peer: str, error: QmqError) -> None:
         """Log what a client does wrong, once: it may do so a thousand times a second."""
-        text = str(error)[:TOLD_CHARS]
+        text = str(error)[:LOGGED_CHARS]
         if self._is_news(text):
             log.warning("request refused peer=%s: %s", peer, text)
 
     def _is_news(self, text: str) -> bool:
-        if text in self._told:
+        if text in self._logged:
             return False
-        if len(self._told) >= TOLD_MAX:
-            self._told.clear()
-        self._told.add(text)
+        if len(self._logged) >= LOGGED_MAX:
+            self._logged.clear()
+        self._logged.add(text)
         return True
 
     def limit_reached(self, setting: str, peer: str, text: str, subject: str = "") -> None:

@@ -140,7 +140,7 @@ class Wire:
         self.ration = Ration()
         self.other: Wire
 
-    def tell(self, command: Command, *parts: Buffer) -> None:
+    def push(self, command: Command, *parts: Buffer) -> None:
         self._send(Packet(command, 0, ONE_WAY, command, memoryview(b"".join(parts))))
 
     def ask(self, command: Command, body: bytes) -> None:

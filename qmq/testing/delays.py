@@ -158,7 +158,7 @@ class Hatch:
     def _tell(self, request: Packet, answer: Answer) -> None:
         self._brokers.copies[0].soon(partial(self._asked.pop(request.opaque), answer))
 
-    def tell(self, command: Command, *parts: Buffer) -> None:
+    def push(self, command: Command, *parts: Buffer) -> None:
         """A broker tells a producer nothing unasked."""
 
     def close(self, reason: str = "") -> None:

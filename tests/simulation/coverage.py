@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from qmq.log.health import HEALTH
 from qmq.replication.follower import FOLLOWER
-from qmq.replication.slave_life import SLAVE
+from qmq.replication.slave import SLAVE
 from qmq.states import TransitionTable
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from qmq.log.health import HEALTH
 from qmq.log.message_life import LIFE
 from qmq.replication.follower import FOLLOWER
 from qmq.replication.node import Node
-from qmq.replication.slave_life import SLAVE
+from qmq.replication.slave import SLAVE
 from tests.simulation.events import Violation
 
 _TABLES = FOLLOWER, SLAVE, HEALTH, LIFE, BATCH_LIFE
@@ -30,7 +30,7 @@ class Legality:
         if not node.log.health.is_of(node.log.damage):
             raise Violation(f"states: the log of {name} is {node.log.health.state.name}, damage {node.log.damage}")
         if (master := node.master) is not None:
-            too_few = len(master.slaves.in_step) < master.gate.min_copies - 1
+            too_few = len(master.slaves.in_sync) < master.gate.min_copies - 1
             is_legal = True
             for watch in master.slaves.all:
                 is_legal &= watch.follower.is_legal

@@ -11,7 +11,7 @@ from qmq.client.batch import BATCH_LIFE
 from qmq.client.session_life import SESSION
 from qmq.log.health import HEALTH
 from qmq.replication.follower import FOLLOWER
-from qmq.replication.slave_life import SLAVE
+from qmq.replication.slave import SLAVE
 from tests.simulation.cores.many_copies import MANY_FAULTS
 from tests.simulation.cores.planted import BUGS
 from tests.simulation.cores.world import Swarm, simulate

@@ -115,5 +115,5 @@ def test_a_transport_gets_no_empty_part_of_a_packet():
     written = []
     connection = Connection(Owner([]), PACKET_BYTES)
     connection._transport = SimpleNamespace(writelines=lambda parts: written.extend(parts))
-    connection.tell(Command.HEARTBEAT, b"", b"x" * 5000, memoryview(b""), b"")
+    connection.push(Command.HEARTBEAT, b"", b"x" * 5000, memoryview(b""), b"")
     assert [len(part) for part in written] == [24, 5000]

@@ -495,7 +495,7 @@ class Process:
         if other is None:
             return
         wanted: list[tuple[int, int] | None] = []
-        self.guarded(lambda: wanted.append(self.node.mend(other.log.start, other.log.flushed_end)))
+        self.guarded(lambda: wanted.append(self.node.plan_repair(other.log.start, other.log.flushed_end)))
         if not wanted or wanted[0] is None:
             if self.is_alive and self.log.damage is None:
                 self._events.count("mended without the other copy's bytes")
@@ -549,14 +549,14 @@ class Process:
 
     def _hear_clocks(self) -> None:
         """What heartbeats bring every second: what the clocks of metaserver and peer say."""
-        self.node.heard_metaserver(1_700_000_000_000 + self._events.now_ms)
+        self.node.record_metaserver_clock(1_700_000_000_000 + self._events.now_ms)
         for peer in self.node.assignment.peers if self.node.assignment is not None else ():
             other = self.world.machine(peer.ip).process
             if other is not None and self.world.network.is_through(self.name, other.name):
                 several = self.world.copies > 2
                 slave = f"{SLAVE} {other.node.identity.value.owner}" if several else SLAVE
                 whose = slave if self.node.master is not None else MASTER
-                self.node.clocks.heard(whose, other.now_ms(), monotonic_ms=self.monotonic_ms())
+                self.node.clocks.record(whose, other.now_ms(), monotonic_ms=self.monotonic_ms())
 
 
 _QUIET = frozenset({Command.CONFIRM, Command.PULL, Command.HEARTBEAT})

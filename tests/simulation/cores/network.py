@@ -79,7 +79,7 @@ class End:
     def refuse(self, request: Packet, error: QmqError) -> None:
         self.answer(request, str(error).encode(), code=error.code)
 
-    def tell(self, command: Command, *parts: Buffer) -> None:
+    def push(self, command: Command, *parts: Buffer) -> None:
         self._send(command, ONE_WAY, 0, command, parts)
 
     def close(self, reason: str = "") -> None:

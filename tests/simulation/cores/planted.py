@@ -23,15 +23,14 @@ from qmq.remoting.commands import Command
 from qmq.replication import agreement, readonly
 from qmq.replication.ack_gate import AckGate
 from qmq.replication.agreement import Action, Agreement, Hello
-from qmq.replication.follower import FollowerEvent, InSync
+from qmq.replication.follower import FollowerEvent, InSync, SlaveWatch
 from qmq.replication.identity import Identity, IdentityFile
 from qmq.replication.node import Node
 from qmq.replication.points import PointFile
+from qmq.replication.quorum import Slaves
 from qmq.replication.readonly import Reason
 from qmq.replication.shipper import Shipper
 from qmq.replication.slave import Slave
-from qmq.replication.slave_watch import SlaveWatch
-from qmq.replication.slaves import Slaves
 from qmq.tools.recovery.plan import Copy
 from qmq.types import Epoch
 from tests.simulation.cores.machine import Process
@@ -100,7 +99,7 @@ def _no_fence() -> list[Patch]:
         real_assign(self, assignment)
 
     return [
-        mock.patch("qmq.replication.slave_watch.agree", agree),
+        mock.patch("qmq.replication.follower.agree", agree),
         mock.patch.object(Slave, "agreed", agreed),
         mock.patch.object(IdentityFile, "learn", learn),
         mock.patch.object(Node, "assign", assign),
@@ -135,7 +134,7 @@ def _truncate_by_length() -> list[Patch]:
             at = end
 
     return [
-        mock.patch("qmq.replication.slave_watch.agree", agree),
+        mock.patch("qmq.replication.follower.agree", agree),
         mock.patch.object(Slave, "_cut_to", cut_to),
         mock.patch.object(Shipper, "confirm", confirm),
         mock.patch.object(MessageLog, "append_frames", append_frames),

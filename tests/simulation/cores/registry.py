@@ -417,7 +417,7 @@ def full_state(process: Process) -> ReplicaState:
         boot=known.boot,
         incarnation=known.incarnation,
         instance=node.identity.instance,
-        in_step=node.master.in_step if node.master else (),
+        in_step=node.master.in_sync if node.master else (),
         in_sync=node.slave is not None and node.slave.has_matched,
         promised_term=known.promised,
         last_term=process.log.state.epoch.term,

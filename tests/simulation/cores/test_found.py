@@ -63,8 +63,8 @@ def test_a_damaged_segment_that_the_other_copy_dropped_is_dropped_too() -> None:
     log = group.a.log
     second = log.bases[1]
     log.damaged_at(CorruptFrame(log.bases[1], "a bit flipped"))
-    assert group.a.node.mend(0, log.flushed_end), "the other copy has it: fetch"
-    assert not group.a.node.mend(log.bases[2], log.flushed_end)
+    assert group.a.node.plan_repair(0, log.flushed_end), "the other copy has it: fetch"
+    assert not group.a.node.plan_repair(log.bases[2], log.flushed_end)
     assert log.damage is None and log.start == log.bases[0] > 0
     aside = "quarantine/00000000000000000000-{:020d}-damaged-and-not-at-the-other-copy-0"
     assert group.a.disk.names(aside.format(second)) == [f"{0:020d}.log"], "nobody had agreed to delete it"
@@ -80,7 +80,7 @@ def test_what_only_a_damaged_copy_had_is_cut_and_the_group_goes_on() -> None:
     client.subscribe()
     group.a.host.settle()
     group.a.log.damaged_at(CorruptFrame(end, "a bit flipped"))
-    assert not group.a.node.mend(0, end)
+    assert not group.a.node.plan_repair(0, end)
     assert group.a.log.damage is None and group.a.log.end == end and group.a.node.role is not None
 
 
@@ -130,7 +130,7 @@ def a_group_whose_histories_part_before_damage() -> BrokerGroup:
 def mend_once(group: BrokerGroup) -> None:
     """What qmq.server.repair does in a round, by the other copy's frames."""
     node, other = group.a.node, group.b.log
-    wanted = node.mend(other.start, other.flushed_end)
+    wanted = node.plan_repair(other.start, other.flushed_end)
     if wanted is not None:
         begin, data = other.next_frame(wanted[0]), b""
         while begin is not None and begin + len(data) < min(wanted[1], other.flushed_end):

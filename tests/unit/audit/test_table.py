@@ -137,7 +137,7 @@ def test_progress_is_a_row_for_each_thing_that_became_of_messages(tmp_path: Path
     )
     log.progress(FrameKind.ACK, A, "g", "c", (PULL, PULL + 6, 0), (PULL + 9, PULL + 10, EXPIRED))
     log.progress(FrameKind.NACK, A, "g", "c", (PULL + 6, PULL + 8, BEGIN_MS), (PULL + 8, PULL + 9, NOT_BEGUN))
-    log.progress(FrameKind.POSITION, A, "g", "c", (Departure.TOLD, 0, 0))
+    log.progress(FrameKind.POSITION, A, "g", "c", (Departure.NONE_BEGUN, 0, 0))
     log.progress(FrameKind.POSITION, A, "g", "d", (Departure.VANISHED, 0, 0))
     log.progress(FrameKind.POSITION, A, "g", "")
     log.close()

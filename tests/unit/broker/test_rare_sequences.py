@@ -108,7 +108,7 @@ def test_what_only_a_later_frame_says_is_acknowledged_is_not_cut_for_a_copy_that
     group.a.assign(Role.MASTER)
     damage = group.a.log.damage
     assert damage is not None and damage.begin == offset
-    group.a.node.mend(0, 0)
+    group.a.node.plan_repair(0, 0)
     assert group.a.log.damage == damage and group.a.disk.names("quarantine") == []
     group.a.node.repair(offset, group.b.log.read(offset, end, end).data)
     assert group.a.log.damage is None and group.a.log.end == end

@@ -13,7 +13,7 @@ from qmq.log.giving_up import give_up, plan
 from qmq.remoting import commands
 from qmq.remoting.commands import Command, Confirmation
 from qmq.remoting.packet import Packet
-from qmq.replication import slave_watch
+from qmq.replication import follower
 from qmq.replication.agreement import Action, Agreement, Hello
 from qmq.replication.points import SAVE_MS
 from qmq.types import Epoch, Role
@@ -116,7 +116,7 @@ def test_new_slave_is_seeded_from_the_oldest_segment_kept():
 
 def mend(damaged: Broker, whole: Broker) -> None:
     """What qmq.server.repair does."""
-    wanted = damaged.node.mend(whole.log.start, whole.log.flushed_end)
+    wanted = damaged.node.plan_repair(whole.log.start, whole.log.flushed_end)
     if wanted is not None:
         damaged.node.repair(wanted[0], whole.log.read_bytes(*wanted))
 
@@ -468,7 +468,7 @@ def test_slave_that_catches_up_counts_for_nothing_before_it_has_what_is_acknowle
 
 def test_slave_that_joins_does_not_count_while_much_is_still_under_way(monkeypatch):
     """It has what is acknowledged, and consumers would wait until it has the rest."""
-    monkeypatch.setattr(slave_watch, "CAUGHT_UP_BYTES", 100)
+    monkeypatch.setattr(follower, "CAUGHT_UP_BYTES", 100)
     group, client = a_group()
     client.produce("m", size=200)
     group.a.host.settle()
@@ -657,10 +657,10 @@ def test_what_to_repair_is_looked_for_further_before_if_the_other_copy_has_no_fr
     group.a.crash()
     node, end = group.a.node, group.b.log.end
     damage = node.log.damage
-    assert damage is not None and node.mend(0, end) == (damage.begin, damage.end)
+    assert damage is not None and node.plan_repair(0, end) == (damage.begin, damage.end)
     with pytest.raises((CorruptFrame, Diverged)):
         node.repair(damage.begin + 8, b"of another length")
-    assert node.mend(0, end) == (max(damage.begin - FRAME_BYTES_MAX, 0), damage.begin + 1)
+    assert node.plan_repair(0, end) == (max(damage.begin - FRAME_BYTES_MAX, 0), damage.begin + 1)
 
 
 def test_slave_follows_no_older_master_and_remembers_newer_epochs():

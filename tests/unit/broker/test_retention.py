@@ -174,8 +174,8 @@ def test_a_master_alone_decides_nothing():
     group.cut()
     days_pass(group, 9)
     for broker in (group.a, group.b):
-        broker.node.heard_metaserver(broker.host.now_ms())
-        broker.node.clocks.heard("slave", broker.host.now_ms(), monotonic_ms=broker.host.monotonic_ms())
+        broker.node.record_metaserver_clock(broker.host.now_ms())
+        broker.node.clocks.record("slave", broker.host.now_ms(), monotonic_ms=broker.host.monotonic_ms())
         broker.node.decide_retention(broker.keeper)
     assert group.a.log.state.kept.start == 0
 

@@ -504,7 +504,7 @@ def test_frames_of_progress_say_what_happened():
         (FrameKind.POSITION, ("g", "", ((2, 0, 0),))),
         (FrameKind.POSITION, ("host1", "", ((2, 1, 0),))),
         (FrameKind.PULL, ("host1", "host1", ())),
-        (FrameKind.POSITION, ("host1", "host1", ((Departure.TOLD, 0, 0),))),
+        (FrameKind.POSITION, ("host1", "host1", ((Departure.NONE_BEGUN, 0, 0),))),
     ]
 
 

@@ -362,8 +362,8 @@ def test_what_is_due_after_that_is_noted_then():
 @pytest.mark.parametrize(
     ("begins", "told", "expected"),
     [
-        (True, True, [(Departure.TOLD, 0, 0)]),
-        (False, True, [(Departure.TOLD, 0, 0)]),
+        (True, True, [(Departure.NONE_BEGUN, 0, 0)]),
+        (False, True, [(Departure.NONE_BEGUN, 0, 0)]),
         (False, False, [(Departure.VANISHED, 0, 0)]),
         (True, False, [(Departure.SUSPECTED, 0, 0), (3, 5, 0), (8, 9, 0)]),
     ],

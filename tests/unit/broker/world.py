@@ -74,7 +74,7 @@ class FakeLink:
     def refuse(self, request, error):
         self.answer(request, str(error).encode(), code=error.code)
 
-    def tell(self, command, *parts):
+    def push(self, command, *parts):
         if self.is_open:
             self.told.append((command, b"".join(parts)))
 
@@ -436,17 +436,17 @@ class Group:
         """Heartbeats came: what the clocks of metaserver and peer say. Those of hosts differ by their skew alone."""
         for broker, other, whose in ((self.a, self.b, SLAVE), (self.b, self.a, MASTER)):
             true_ms = broker.host.now_ms() - broker.host.wall_skew_ms
-            broker.node.heard_metaserver(true_ms + metaserver_skew_ms)
+            broker.node.record_metaserver_clock(true_ms + metaserver_skew_ms)
             if self.at_master is not None:
                 theirs_ms = true_ms + other.host.wall_skew_ms
-                broker.node.clocks.heard(whose, theirs_ms, monotonic_ms=broker.host.monotonic_ms())
+                broker.node.clocks.record(whose, theirs_ms, monotonic_ms=broker.host.monotonic_ms())
 
     def clocks_agree(self) -> None:
         """From now on both hear a metaserver without a pause, whose clock goes as theirs do now."""
         far_ms = 1 << 40
         for broker in (self.a, self.b):
             wall_ms, monotonic_ms = broker.host.now_ms() + far_ms, broker.host.monotonic_ms() + far_ms
-            broker.node.clocks.heard(METASERVER, wall_ms, monotonic_ms=monotonic_ms)
+            broker.node.clocks.record(METASERVER, wall_ms, monotonic_ms=monotonic_ms)
 
     def look_after_logs(self, **skew: int) -> int:
         """What the service does for retention, until nothing more goes; return how many segments that was, of both."""

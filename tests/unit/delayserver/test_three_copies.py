@@ -19,7 +19,7 @@ class DelayCopies(Copies):
         for _ in range(ms // 100):
             for server in (self.a, self.b, self.c):
                 server.host.clock_ms += 100
-                server.node.heard_metaserver(server.host.now_ms())
+                server.node.record_metaserver_clock(server.host.now_ms())
                 server.node.tick()
                 server.beat()
             self.settle()

@@ -95,7 +95,7 @@ WITHOUT_2 = {"c1": consumer(4, has(2, 2, 2))}
         pytest.param(
             [(PULL, "c2"), LEFT, (POSITION, "c2", (0, 0, 0))], ALL_BACK, LEAVES, id="one left that had nothing"
         ),
-        pytest.param([(POSITION, "c1", (Departure.TOLD, 0, 0))], [(0, 4, 0, 0)], LEAVES, id="left and said so"),
+        pytest.param([(POSITION, "c1", (Departure.NONE_BEGUN, 0, 0))], [(0, 4, 0, 0)], LEAVES, id="left and said so"),
         pytest.param(
             [(POSITION, "c1", (Departure.SUSPECTED, 0, 0), (FIRST + 1, FIRST + 2, 0))],
             [(0, 1, 0, 0, 1), (1, 1, 1, 0, 0), (2, 2, 0, 0, 1)],

@@ -10,7 +10,7 @@ from qmq.replication.clocks import READING_MS_MAX, Clocks
 def test_what_a_clock_said_goes_on_by_ours_and_counts_for_a_while():
     clocks = Clocks(1_000)
     assert clocks.ahead_ms(now_ms=50_000, monotonic_ms=100) == {}
-    clocks.heard("slave", 50_000, monotonic_ms=100)
+    clocks.record("slave", 50_000, monotonic_ms=100)
     assert clocks.ahead_ms(now_ms=50_007, monotonic_ms=100) == {"slave": 7}
     assert clocks.ahead_ms(now_ms=50_007, monotonic_ms=103) == {"slave": 4}
     last_ms = 100 + READING_MS_MAX

@@ -76,7 +76,7 @@ def test_a_new_slave_waits_and_its_group_goes_on_without_it():
     stored = client.produce("m9")
     copies.settle()
     assert client.receipt(stored).stored == 1 and copies.c.log.is_empty
-    assert copies.a.master.in_step == (copies.b.node.identity.value.incarnation,)
+    assert copies.a.master.in_sync == (copies.b.node.identity.value.incarnation,)
     assert not copies.c.slave.has_matched and copies.a.master.shipped_end == copies.a.log.end
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from qmq.errors import IllegalTransition
-from qmq.replication import slave_watch
+from qmq.replication import follower
 from qmq.replication.agreement import Action, Agreement
 from qmq.replication.follower import FOLLOWER, Absent, CatchingUp, Follower, FollowerEvent, FollowerState, Restoring
 from qmq.replication.readonly import Reason
@@ -57,7 +57,7 @@ def test_a_move_that_the_table_lacks_ends_the_mastership_and_not_the_process(mon
         return Agreement(epoch, Action.RESTORE, log.end, log.chain, log.end)
 
     with monkeypatch.context() as patch:
-        patch.setattr(slave_watch, "agree", agree)  # as if a master in sync had something to get back
+        patch.setattr(follower, "agree", agree)  # as if a master in sync had something to get back
         group.connect()
         group.deliver_hello()
     assert FOLLOWER.illegal == illegal + 1 and group.a.master.epoch > epoch

@@ -95,16 +95,16 @@ def test_a_link_that_takes_more_again_is_nothing_to_who_follows_or_has_no_part()
 def test_clocks_of_the_other_copy_are_heard_on_its_own_link_only():
     group = stored()
     for broker, link, whose in ((group.a, group.at_master, SLAVE), (group.b, group.at_slave, MASTER)):
-        broker.node.heard_copy(FakeLink("a stranger"), broker.host.now_ms() - 7, is_disk_full=True)
+        broker.node.record_copy_clock(FakeLink("a stranger"), broker.host.now_ms() - 7, is_disk_full=True)
         assert broker.node.clocks_ahead_ms() == {}
-        broker.node.heard_copy(link, broker.host.now_ms() - 7, is_disk_full=True)
+        broker.node.record_copy_clock(link, broker.host.now_ms() - 7, is_disk_full=True)
         assert broker.node.clocks_ahead_ms() == {whose: 7}
 
 
 def test_a_slave_whose_disk_is_full_makes_its_group_readonly():
     group = stored()
     for is_full, reasons in ((True, [Reason.DISK]), (False, [])):
-        group.a.node.heard_copy(group.at_master, group.a.host.now_ms(), is_disk_full=is_full)
+        group.a.node.record_copy_clock(group.at_master, group.a.host.now_ms(), is_disk_full=is_full)
         group.a.node.set_disk_full(False)
         assert group.a.node.readonly_reasons == reasons
 
@@ -114,17 +114,17 @@ def test_a_group_is_not_at_rest_while_one_of_its_slaves_catches_up():
     copies.cut("c")
     copies.a.wait(1_000)
     copies.settle()
-    assert copies.a.master.slaves.are_level and copies.a.master.quiet_ms() == QUIET_MS
+    assert copies.a.master.slaves.are_fully_matched and copies.a.master.quiet_ms() == QUIET_MS
     wire = copies.wires["c"]
     wire.connect()
     assert wire.deliver_hello()
-    assert not copies.a.master.slaves.are_level and copies.a.master.quiet_ms() == 0
+    assert not copies.a.master.slaves.are_fully_matched and copies.a.master.quiet_ms() == 0
     copies.settle()
     copies.a.wait(1_000)
     copies.settle()
-    assert copies.a.master.slaves.are_level
+    assert copies.a.master.slaves.are_fully_matched
     copies.cut("c")  # of one that is away nothing is to be waited for
-    assert copies.a.master.slaves.are_level
+    assert copies.a.master.slaves.are_fully_matched
 
 
 @pytest.mark.parametrize("is_damaged", [True, False])

@@ -10,8 +10,8 @@ from qmq.errors import ErrorCode, IllegalTransition, OperatorError
 from qmq.replication.clocks import METASERVER, SLAVE
 from qmq.replication.copy_report import messages_above
 from qmq.replication.follower import FollowerState
+from qmq.replication.quorum import OTHERS_WAIT_MS
 from qmq.replication.readonly import Reason
-from qmq.replication.slaves import OTHERS_WAIT_MS
 from qmq.types import Role
 from tests.unit.broker.world import SETTINGS, Broker, Client, Group
 
@@ -258,7 +258,7 @@ def test_a_broker_counts_once_whatever_disks_it_had():
     copies.connect(["again"])
     copies.a.wait(OTHERS_WAIT_MS)
     copies.settle()
-    assert len(copies.a.master.slaves.in_step) <= 1 and copies.a.master.gate.too_few_in_sync
+    assert len(copies.a.master.slaves.in_sync) <= 1 and copies.a.master.gate.too_few_in_sync
 
 
 def ahead_of_the_master(copies: Copies, names: str) -> Copies:
@@ -622,12 +622,12 @@ def test_deleting_is_agreed_by_the_clocks_of_all_slaves_in_sync():
             return 0
 
     node, watches = copies.a.node, copies.a.master.slaves.all
-    node.heard_metaserver(copies.a.host.now_ms())
+    node.record_metaserver_clock(copies.a.host.now_ms())
     for watch in watches:
         node.decide_retention(Asked())
         assert not asked
         name = copies.a.master.slaves.clock(watch)
-        node.clocks.heard(name, copies.a.host.now_ms(), monotonic_ms=copies.a.host.monotonic_ms())
+        node.clocks.record(name, copies.a.host.now_ms(), monotonic_ms=copies.a.host.monotonic_ms())
     node.decide_retention(Asked())
     asked_once = len(asked)
     node.prepare_swap(1, 1_000)

@@ -84,7 +84,7 @@ def test_a_master_that_waits_for_its_other_slave_has_nothing_to_give_away():
     gate, end = copies.a.master.gate, copies.a.log.end
     assert not gate.too_few_in_sync and copies.a.master.slaves.confirmed_end == gate.high_watermark == end
     assert not copies.a.master.has_begun and not copies.a.master.is_drained_to("")
-    assert copies.a.master.slaves.are_level and Master.quiet_ms(copies.a.master) == 0
+    assert copies.a.master.slaves.are_fully_matched and Master.quiet_ms(copies.a.master) == 0
 
 
 def test_a_slave_has_all_only_if_enough_slaves_are_there():
@@ -101,7 +101,7 @@ def test_any_slave_that_has_all_will_do_if_none_is_named():
     copies.wires["b"].settle()  # what is sent to c stays on its way
     b, c = (broker.node.identity.value.incarnation for broker in (copies.b, copies.c))
     assert [copies.a.master.is_drained_to(target) for target in ("", b, c)] == [True, True, False]
-    assert copies.a.master.in_step == (b, c)
+    assert copies.a.master.in_sync == (b, c)
 
 
 def test_a_pull_that_waits_for_the_slave_when_the_mastership_ends_goes_to_the_next_master():
@@ -149,7 +149,7 @@ def test_a_master_is_not_quiet_while_its_own_disk_is_what_an_answer_waits_for():
     while group.to_master():
         pass
     master = group.a.master
-    assert master.slaves.are_level and master.gate.waiting == 1 and master.quiet_ms() == 0
+    assert master.slaves.are_fully_matched and master.gate.waiting == 1 and master.quiet_ms() == 0
 
 
 def test_a_mastership_that_is_over_writes_nothing_more():

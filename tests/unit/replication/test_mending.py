@@ -70,7 +70,7 @@ def quarantined(broker: Broker, folder: str = "") -> bool:
 
 def test_a_log_that_is_whole_needs_nothing():
     group = stored()
-    assert group.a.node.mend(0, group.b.log.end) is None
+    assert group.a.node.plan_repair(0, group.b.log.end) is None
     group.a.node.repair(0, b"what nobody asked for")
     assert group.a.node.writable
 
@@ -81,7 +81,7 @@ def test_what_a_reader_meets_is_fetched_and_the_copy_is_whole_again(is_master):
     broken, whole = (group.a, group.b) if is_master else (group.b, group.a)
     offset, role = met(broken, 1), broken.node.role
     assert broken.node.readonly_reasons == ["corrupt"]
-    begin, end = broken.node.mend(whole.log.start, whole.log.flushed_end)
+    begin, end = broken.node.plan_repair(whole.log.start, whole.log.flushed_end)
     assert begin == offset and broken.log.damage.end == end
     broken.node.repair(begin, whole.log.read_bytes(begin, end))
     assert broken.log.damage is None and broken.node.readonly_reasons == []
@@ -91,7 +91,7 @@ def test_what_a_reader_meets_is_fetched_and_the_copy_is_whole_again(is_master):
 def test_a_broker_begins_once_what_it_could_not_replay_is_fetched():
     group = stored()
     end, begin = group.b.log.end, unreplayed(group.b, first_of_newest(group.b))
-    wanted = group.b.node.mend(0, group.a.log.flushed_end)
+    wanted = group.b.node.plan_repair(0, group.a.log.flushed_end)
     group.b.node.repair(begin, group.a.log.read_bytes(*wanted))
     assert group.b.node.slave is not None and group.b.log.end == end and group.b.node.readonly_reasons == []
 
@@ -104,7 +104,7 @@ def test_a_damaged_segment_that_the_other_copy_has_not_goes(is_agreed):
     second = group.a.log.bases[1]
     if is_agreed:
         group.a.log.state.kept.start = second
-    assert group.a.node.mend(second, group.b.log.end) is None
+    assert group.a.node.plan_repair(second, group.b.log.end) is None
     assert group.a.log.start == second and group.a.log.damage is None and group.a.node.writable
     aside = f"/{0:020d}-{second:020d}-damaged-and-not-at-the-other-copy-0"
     assert quarantined(group.a, aside) is not is_agreed
@@ -115,7 +115,7 @@ def test_segments_that_are_whole_stay_though_the_other_copy_has_them_no_more():
     met(group.a, 1)
     _, second, third = group.a.log.bases[:3]
     group.a.log.state.kept.start = third
-    assert group.a.node.mend(third, group.b.log.end) is None
+    assert group.a.node.plan_repair(third, group.b.log.end) is None
     assert group.a.log.start == second and group.a.log.damage is None
 
 
@@ -123,14 +123,14 @@ def test_segments_that_the_other_copy_has_stay_though_damage_lies_before_its_sta
     group = stored()
     met(group.a, 1)
     bases = list(group.a.log.bases)
-    assert group.a.node.mend(bases[1] - 8, group.b.log.end) is None
+    assert group.a.node.plan_repair(bases[1] - 8, group.b.log.end) is None
     assert group.a.log.bases == bases and group.a.master.readonly.reasons == ["corrupt"]
 
 
 def test_a_log_that_ends_before_the_other_copy_begins_is_set_aside_whole():
     group = stored()
     begin = unreplayed(group.b, first_of_newest(group.b))
-    assert group.b.node.mend(begin + 8, group.a.log.end) is None
+    assert group.b.node.plan_repair(begin + 8, group.a.log.end) is None
     assert group.b.log.is_empty and group.b.node.slave is not None
     assert quarantined(group.b, f"/{0:020d}-{begin:020d}-damaged-and-dropped-by-the-other-copy-0")
 
@@ -155,7 +155,7 @@ def written_alone_and_damaged() -> tuple[Group, int]:
 @pytest.mark.parametrize("has_more", [0, 8])
 def test_damage_that_the_other_copy_has_not_to_its_end_is_cut_if_it_was_never_acknowledged(has_more):
     group, offset = written_alone_and_damaged()
-    assert group.a.node.mend(0, offset + has_more) is None
+    assert group.a.node.plan_repair(0, offset + has_more) is None
     assert group.a.log.damage is None and group.a.log.end == offset and quarantined(group.a)
     assert group.a.node.master is not None
 
@@ -163,7 +163,7 @@ def test_damage_that_the_other_copy_has_not_to_its_end_is_cut_if_it_was_never_ac
 def test_damage_that_was_acknowledged_is_never_cut():
     group = stored()
     begin = unreplayed(group.b, first_of_newest(group.b))
-    assert group.b.node.mend(0, begin) is None  # the other copy lost it, too
+    assert group.b.node.plan_repair(0, begin) is None  # the other copy lost it, too
     assert group.b.log.damage is not None and not quarantined(group.b) and group.b.node.role is None
 
 
@@ -171,14 +171,14 @@ def test_of_acknowledged_damage_that_the_other_copy_has_in_part_that_part_is_fet
     group = stored()
     begin = unreplayed(group.b, first_of_newest(group.b))
     assert begin + 8 < group.b.log.damage.end
-    assert group.b.node.mend(0, begin + 8) == (begin, begin + 8)
+    assert group.b.node.plan_repair(0, begin + 8) == (begin, begin + 8)
 
 
 def test_a_master_leaves_its_role_before_it_mends_damage_in_part():
     group = stored()
     begin = met(group.a, 1)
     group.a.log.state.high_watermark = group.a.log.end
-    assert group.a.node.mend(0, begin + 8) == (begin, begin + 8)
+    assert group.a.node.plan_repair(0, begin + 8) == (begin, begin + 8)
     assert group.a.node.role is None
     group.a.assign(Role.MASTER, 1)
     assert group.a.node.master is not None, "until the next attempt"
@@ -188,7 +188,7 @@ def test_what_the_other_copy_has_from_the_damage_on_to_its_end_is_fetched():
     group = stored()
     (first,) = (ref.begin for ref in group.a.log.frames("s", 0, COUNT) if ref.offset == group.a.log.bases[1])
     begin = met(group.a, first)
-    assert group.a.node.mend(begin, group.a.log.damage.end) == (begin, group.a.log.damage.end)
+    assert group.a.node.plan_repair(begin, group.a.log.damage.end) == (begin, group.a.log.damage.end)
     assert group.a.log.start == 0 and group.a.node.role is not None
 
 
@@ -196,7 +196,7 @@ def test_who_leaves_its_role_saves_what_it_knows_to_be_acknowledged():
     group = stored()
     begin = met(group.a, 1)
     group.a.log.state.high_watermark = group.a.log.end
-    group.a.node.mend(0, begin + 8)
+    group.a.node.plan_repair(0, begin + 8)
     points = group.a.node.identity.points
     assert points.own.end == group.a.log.end and not points.is_newer_than_saved
 
@@ -217,10 +217,10 @@ def test_what_is_still_being_written_is_on_disk_before_damage_goes(theirs_start,
     assert group.a.host.turn() and not group.a.log.is_idle
     end = group.a.log.end
     for start in (0, theirs_start):
-        assert group.a.node.mend(start, max(start, offset)) is None
+        assert group.a.node.plan_repair(start, max(start, offset)) is None
         assert group.a.node.role is None and group.a.log.end == end and not set_aside(group.a)
     group.a.host.fsync()
-    assert group.a.node.mend(theirs_start, max(theirs_start, offset)) is None
+    assert group.a.node.plan_repair(theirs_start, max(theirs_start, offset)) is None
     assert group.a.log.damage is None and group.a.node.master is not None
     assert group.a.log.end == (0 if theirs_start else offset)
     assert why in "".join(set_aside(group.a)) and set_aside(group.a)
@@ -240,7 +240,7 @@ def other_history(group: Group) -> bytes:
 def test_frames_of_another_history_mend_nothing_in_a_log_that_is_used():
     group = stored()
     begin = met(group.a, 1)
-    wanted = group.a.node.mend(0, group.b.log.end)
+    wanted = group.a.node.plan_repair(0, group.b.log.end)
     strange = other_history(group)
     with pytest.raises((CorruptFrame, Diverged)):
         group.a.node.repair(begin, strange[slice(*wanted)])
@@ -302,7 +302,9 @@ def test_of_two_segments_the_older_one_may_go_and_the_only_one_stays(segments):
         Client(group.a).produce("m", size=900)
         group.settle()
     met(group.a, 0)
-    assert len(group.a.log.bases) == segments and group.a.node.mend(group.a.log.bases[-1] or 500, 1 << 40) is None
+    assert (
+        len(group.a.log.bases) == segments and group.a.node.plan_repair(group.a.log.bases[-1] or 500, 1 << 40) is None
+    )
     assert group.a.node.writable is (segments == 2) and len(group.a.log.bases) == 1
 
 

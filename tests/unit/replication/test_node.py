@@ -8,7 +8,7 @@ from qmq.errors import CorruptFrame, DiskFailed, Diverged, ErrorCode, IllegalTra
 from qmq.log.frame import FrameKind
 from qmq.remoting.commands import Command
 from qmq.remoting.packet import Packet
-from qmq.replication import slave_watch
+from qmq.replication import follower
 from qmq.replication.agreement import Action, Agreement
 from qmq.replication.assignment import Assignment
 from qmq.replication.follower import FollowerState
@@ -239,7 +239,7 @@ def test_a_master_that_begins_anew_has_answered_who_made_it_do_so(monkeypatch):
     def agree(hello, log, epoch, **_):
         return Agreement(epoch, Action.RESTORE, log.end, log.chain, log.end)
 
-    monkeypatch.setattr(slave_watch, "agree", agree)  # as if a master in sync had something to get back
+    monkeypatch.setattr(follower, "agree", agree)  # as if a master in sync had something to get back
     assert hello_again(group) == IllegalTransition.code and group.a.master.epoch == Epoch(1, 9)
 
 
@@ -543,7 +543,7 @@ def test_clocks_that_disagree_are_said_once_and_when_they_agree_again(caplog):
 
 def test_nobody_is_the_copy_that_replicates_with_a_broker_without_a_part():
     broker = Broker("new")
-    broker.node.heard_copy(FakeLink("anybody"), broker.host.now_ms(), is_disk_full=True)
+    broker.node.record_copy_clock(FakeLink("anybody"), broker.host.now_ms(), is_disk_full=True)
     assert broker.node.clocks_ahead_ms() == {} and broker.node.readonly_reasons == []
 
 

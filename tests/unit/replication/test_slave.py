@@ -13,7 +13,7 @@ from qmq.remoting.packet import Packet
 from qmq.replication.agreement import Action, Agreement
 from qmq.replication.points import Point
 from qmq.replication.ports import QUIET_MS
-from qmq.replication.slave_life import SlaveState
+from qmq.replication.slave import SlaveState
 from qmq.types import Epoch, Role
 from tests.unit.broker.test_replication import (
     a_master_that_takes_back_piece_by_piece,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from qmq.remoting.commands import Command, offset_header
 from qmq.remoting.packet import ONE_WAY, Packet
-from qmq.replication.slave_life import SLAVE, SlaveState
+from qmq.replication.slave import SLAVE, SlaveState
 from qmq.types import Role
 from tests.unit.broker.test_replication import filled, replace_slave
 from tests.unit.broker.world import Client, Group

@@ -96,7 +96,7 @@ def a_service():
         shares=Shares(),
         guarded=lambda call: call(),
         has_lost=has_lost,
-        tell_once=lambda peer, error: None,
+        log_once=lambda peer, error: None,
         now_ms=lambda: 0,
         monotonic_ms=lambda: 0,
         memory_alarm=MemoryAlarm(1 << 30),

@@ -180,7 +180,7 @@ def leaves(monkeypatch, meta_of, *, lives=1, pause_s=None, most_s=300.0):
         monkeypatch.setattr(meta_link, "state_message", lambda *_: pb.BrokerState())
         value = SimpleNamespace(group="", incarnation="disk a", term=0)
         identity = SimpleNamespace(value=value, instance="place 1")
-        node = SimpleNamespace(identity=identity, heard_metaserver=lambda clock_ms: None)
+        node = SimpleNamespace(identity=identity, record_metaserver_clock=lambda clock_ms: None)
         link = MetaLink(SimpleNamespace(node=node, state_changed=asyncio.Event()), SETTINGS)
         monkeypatch.setattr(link, "_assign", lambda message: None)
         if pause_s is not None:
@@ -266,7 +266,7 @@ def test_broker_sends_a_heartbeat_every_second(monkeypatch):
 
 def test_an_answer_that_says_only_what_time_it_is_changes_no_part(monkeypatch):
     clocks, parts = [], []
-    node = SimpleNamespace(heard_metaserver=clocks.append)
+    node = SimpleNamespace(record_metaserver_clock=clocks.append)
     link = MetaLink(SimpleNamespace(node=node), SETTINGS)
     monkeypatch.setattr(link, "_assign", lambda message: parts.append(message.term))
     older = pb.Assignment(term=5, clock_ms=3)

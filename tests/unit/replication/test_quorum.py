@@ -10,7 +10,7 @@ from qmq.remoting.commands import Command, offset_header
 from qmq.remoting.packet import ONE_WAY, Packet
 from qmq.replication import shipper
 from qmq.replication.follower import FollowerState
-from qmq.replication.slaves import OTHERS_WAIT_MS
+from qmq.replication.quorum import OTHERS_WAIT_MS
 from qmq.types import Role
 from tests.unit.broker.test_replication import a_master_that_takes_back_piece_by_piece
 from tests.unit.broker.world import SETTINGS, Broker, Client, FakeLink, Group
@@ -220,20 +220,20 @@ def test_a_group_is_not_at_rest_while_too_few_slaves_count_or_one_is_behind():
     copies.a.wait(100)
     copies.wires["b"].settle()
     slaves, behind = copies.a.master.slaves, copies.wires["c"].at_master
-    assert [watch.is_level for watch in slaves.all] == [True, False] and not slaves.are_level
+    assert [watch.is_fully_matched for watch in slaves.all] == [True, False] and not slaves.are_fully_matched
     assert behind.told and slaves.confirmed_end < copies.a.log.end
     copies.settle()
     copies.a.wait(100)
     copies.settle()
-    assert slaves.are_level and slaves.confirmed_end == copies.a.log.end
+    assert slaves.are_fully_matched and slaves.confirmed_end == copies.a.log.end
     Client(copies.a).produce("m2")
-    assert not slaves.are_level
+    assert not slaves.are_fully_matched
     three = Copies(min_copies=3).start()
     three.a.wait(100)
     three.settle()
-    assert three.a.master.slaves.are_level
+    assert three.a.master.slaves.are_fully_matched
     three.cut("c")
-    assert not three.a.master.slaves.are_level
+    assert not three.a.master.slaves.are_fully_matched
 
 
 def test_frames_of_an_older_epoch_count_with_the_whole_epoch_frame_only(monkeypatch):

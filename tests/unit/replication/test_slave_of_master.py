@@ -10,7 +10,7 @@ from qmq.errors import ErrorCode
 from qmq.remoting import commands
 from qmq.remoting.commands import Command, Confirmation
 from qmq.remoting.packet import ONE_WAY, Packet
-from qmq.replication import shipper, slave_watch
+from qmq.replication import follower, shipper
 from qmq.replication.follower import FollowerState
 from qmq.replication.readonly import Reason
 from qmq.types import Epoch, Role
@@ -256,7 +256,7 @@ def test_a_slave_joins_as_soon_as_it_is_near_enough(monkeypatch, less, expected)
     unconfirmed(group)
     group.cut()
     group.connect()
-    monkeypatch.setattr(slave_watch, "CAUGHT_UP_BYTES", group.a.log.end - group.b.log.end - less)
+    monkeypatch.setattr(follower, "CAUGHT_UP_BYTES", group.a.log.end - group.b.log.end - less)
     assert group.deliver_hello() and group.to_master()
     assert state(group) is expected
 
@@ -385,7 +385,7 @@ def test_slaves_of_an_older_version_are_told_apart_by_their_directories():
         wire.b.host.hellos[-1] = json.dumps(fields).encode()
     copies.settle()
     assert [watch.owner for watch in copies.a.master.slaves.all] == ["b-1", "c-1"]
-    assert len(copies.a.master.in_step) == 2
+    assert len(copies.a.master.in_sync) == 2
 
 
 def test_a_pull_that_got_what_one_copy_has_asks_again_once_too_few_slaves_are_left_and_not_before():

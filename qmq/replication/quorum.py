@@ -17,13 +17,12 @@ from qmq.remoting.packet import Packet
 from qmq.replication.agreement import Hello
 from qmq.replication.assignment import FillOrders
 from qmq.replication.clocks import SLAVE
-from qmq.replication.follower import FollowerState
+from qmq.replication.follower import FollowerState, SlaveWatch
 from qmq.replication.identity import IdentityFile
 from qmq.replication.mastership import NEVER, Mastership
 from qmq.replication.points import Point
 from qmq.replication.ports import Link
 from qmq.replication.readonly import Reason
-from qmq.replication.slave_watch import SlaveWatch
 from qmq.types import Epoch
 
 log = logging.getLogger(__name__)
@@ -81,16 +80,16 @@ class Slaves:
         return next((watch for watch in self._watches.values() if watch.is_of(link)), None)
 
     @property
-    def in_step(self) -> list[SlaveWatch]:
+    def in_sync(self) -> list[SlaveWatch]:
         """The slaves that count."""
         return [watch for watch in self._watches.values() if watch.follower.in_sync is not None]
 
     @property
     def lack_room(self) -> bool:
         """Whether disks of slaves that count are nearly full, and too few others count."""
-        in_step = self.in_step
-        roomy = sum(not watch.is_disk_full for watch in in_step)
-        return roomy < len(in_step) and roomy < self._mastership.gate.min_copies - 1
+        in_sync = self.in_sync
+        roomy = sum(not watch.is_disk_full for watch in in_sync)
+        return roomy < len(in_sync) and roomy < self._mastership.gate.min_copies - 1
 
     @property
     def confirmed_end(self) -> int | None:
@@ -99,10 +98,10 @@ class Slaves:
         return min(ends, default=None)
 
     @property
-    def are_level(self) -> bool:
+    def are_fully_matched(self) -> bool:
         """Whether enough slaves count, and each that is there has all and knows what was acknowledged."""
         there = [watch for watch in self._watches.values() if watch.follower.connected is not None]
-        return not self._mastership.gate.too_few_in_sync and all(watch.is_level for watch in there)
+        return not self._mastership.gate.too_few_in_sync and all(watch.is_fully_matched for watch in there)
 
     def clock(self, watch: SlaveWatch) -> str:
         """Return the name of a slave's clock (`qmq.replication.clocks`)."""
@@ -177,7 +176,7 @@ class Slaves:
         readonly.change(Reason.UNFILLED, connected < needed <= connected + unfilled)
         readonly.change(Reason.SLAVE_LAG, timely < needed <= connected)
         has_parted = any(watch.has_parted for watch in watches)
-        readonly.change(Reason.DIVERGED, has_parted and len(self.in_step) < needed)
+        readonly.change(Reason.DIVERGED, has_parted and len(self.in_sync) < needed)
 
     def matched(self) -> None:
         self._on_match()
@@ -221,12 +220,12 @@ class Slaves:
     def holds(self, end: int) -> None:
         self._held_end = max(self._held_end, end)
 
-    def heed(self, orders: FillOrders, awaited: frozenset[str] = frozenset()) -> None:
+    def apply_orders(self, orders: FillOrders, awaited: frozenset[str] = frozenset()) -> None:
         """Take over which slaves may be filled, and which ones to wait for. One that waits to be filled or is to stop
         says hello again, and is answered anew."""
         self.fill_orders, self._awaited = orders, awaited
         for watch in self._watches.values():
-            watch.heed(orders)
+            watch.apply_orders(orders)
 
     # Events.
 
