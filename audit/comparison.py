@@ -11,7 +11,7 @@ from functools import reduce
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
 
-from qmq.audit.findings import COPIES, FINDINGS, MASTER, SLAVE, Kind
+from qmq.audit.findings import COPIES, FINDINGS, MASTER, SLAVE, FindingKind
 
 _COMPARED = (
     "end",
@@ -51,9 +51,9 @@ SHIFTED_FRAMES_MIN, SHIFTS_MAX = 3, 5
 """Fewer frames that stand elsewhere are named one by one; more distances than that are no shift."""
 
 
-def finding(what: Column | Kind, text: Column | str, **columns: Column) -> list[Column]:
+def finding(what: Column | FindingKind, text: Column | str, **columns: Column) -> list[Column]:
     """Return the columns of a finding; those not given are null."""
-    given = {"what": F.lit(what.value) if isinstance(what, Kind) else what, "copy": F.col("copy")} | columns
+    given = {"what": F.lit(what.value) if isinstance(what, FindingKind) else what, "copy": F.col("copy")} | columns
     given["text"] = F.lit(text) if isinstance(text, str) else text
     return [
         (given[field.name] if field.name in given else F.lit(None)).cast(field.dataType).alias(field.name)
@@ -76,8 +76,8 @@ def compare(frames: DataFrame, damaged: DataFrame) -> DataFrame:
     sides, shifted = _without_shifted(master, slave)
     hurt = {copy: damaged.where(F.col("d_copy") == copy) for copy in COPIES}
     only = [
-        _only(sides[MASTER], sides[SLAVE], hurt[SLAVE], Kind.MISSING),
-        _only(sides[SLAVE], sides[MASTER], hurt[MASTER], Kind.EXTRA),
+        _only(sides[MASTER], sides[SLAVE], hurt[SLAVE], FindingKind.MISSING),
+        _only(sides[SLAVE], sides[MASTER], hurt[MASTER], FindingKind.EXTRA),
     ]
     m, s = sides[MASTER].alias("m"), sides[SLAVE].alias("s")
     other_body = (F.col("m.body_crc") == F.col("s.body_crc")) & (F.col("m.body") != F.col("s.body"))
@@ -99,9 +99,9 @@ def compare(frames: DataFrame, damaged: DataFrame) -> DataFrame:
     )
     flat = flat.join(moved.distinct(), [*_MESSAGES], "left")
     what = (
-        F.when(F.col("differs") == "", Kind.HISTORY.value)
-        .when(F.col("moved") & F.col("other"), Kind.REORDERED.value)
-        .otherwise(Kind.DIFFERENT.value)
+        F.when(F.col("differs") == "", FindingKind.HISTORY.value)
+        .when(F.col("moved") & F.col("other"), FindingKind.REORDERED.value)
+        .otherwise(FindingKind.DIFFERENT.value)
     )
     text = F.when(F.col("differs") == "", "only the chain differs").otherwise(
         F.concat(F.lit("the copies differ in "), "differs")
@@ -147,7 +147,7 @@ def _without_shifted(master: DataFrame, slave: DataFrame) -> tuple[dict[str, Dat
         F.when(F.col("by") > 0, "on").otherwise("back"),
     )
     columns = {"offset": F.col("offset"), "end": F.col("end"), "subject": F.col("subject"), "copy": F.lit(SLAVE)}
-    found = spans.select("pair", *finding(Kind.SHIFTED, text, sequence=F.col("first"), **columns), "frames")
+    found = spans.select("pair", *finding(FindingKind.SHIFTED, text, sequence=F.col("first"), **columns), "frames")
     left = {
         name: side.join(pairs.select("pair", F.col(f"{name}_offset").alias("offset")), ["pair", "offset"], "left_anti")
         for name, side in ((MASTER, master), (SLAVE, slave))
@@ -155,7 +155,7 @@ def _without_shifted(master: DataFrame, slave: DataFrame) -> tuple[dict[str, Dat
     return left, found
 
 
-def _only(has: DataFrame, lacks: DataFrame, damaged: DataFrame, what: Kind) -> DataFrame:
+def _only(has: DataFrame, lacks: DataFrame, damaged: DataFrame, what: FindingKind) -> DataFrame:
     """Return the frames of `has` that stand at no offset of `lacks` nor in a damaged range of it, neighbours as one."""
     alone = has.join(lacks.select("pair", "offset"), ["pair", "offset"], "left_anti")
     inside = (F.col("d_offset") <= F.col("offset")) & (F.col("offset") < F.col("d_end"))
@@ -163,7 +163,7 @@ def _only(has: DataFrame, lacks: DataFrame, damaged: DataFrame, what: Kind) -> D
     alone = alone.join(F.broadcast(damaged), inside, "left_anti")
     elsewhere = lacks.where("count > 0").select(*_MESSAGES, F.lit(True).alias("elsewhere")).distinct()
     alone = alone.join(elsewhere, [*_MESSAGES], "left")
-    alone = alone.withColumn("what", F.when(F.col("elsewhere"), Kind.REORDERED.value).otherwise(what.value))
+    alone = alone.withColumn("what", F.when(F.col("elsewhere"), FindingKind.REORDERED.value).otherwise(what.value))
     order = Window.partitionBy("pair", "what", "due").orderBy("offset")
     alone = alone.withColumn("begins", F.coalesce(F.lag("end").over(order) != F.col("offset"), F.lit(True)))
     alone = alone.withColumn("run", F.sum(F.col("begins").cast("long")).over(order))
@@ -174,7 +174,7 @@ def _only(has: DataFrame, lacks: DataFrame, damaged: DataFrame, what: Kind) -> D
         F.sum("count").alias("messages"),
         F.count("*").alias("frames"),
     )
-    lacking = SLAVE if what == Kind.MISSING else MASTER
+    lacking = SLAVE if what == FindingKind.MISSING else MASTER
     text = F.format_string(f"%d frames with %d messages; the {lacking} lacks them", "frames", "messages")
     columns = {"offset": F.col("offset"), "end": F.col("end"), "subject": F.col("subject"), "copy": F.lit(SLAVE)}
     return runs.select("pair", *finding(F.col("what"), text, sequence=F.col("first_sequence"), **columns), "frames")

@@ -44,16 +44,16 @@ class Account:
         self._settled: list[Range] = []
         self._joined = ENTRIES_MAX
 
-    def take(self, frame: Frame, said: Progress, group: Group | None) -> None:
+    def take(self, frame: Frame, progress: Progress, group: Group | None) -> None:
         """Take a progress frame, before the fold does."""
-        if frame.kind == FrameKind.POSITION and said.entries and not said.consumer:
-            (self.begin, _, self.began_ms), self._settled, self.nacked = said.entries[0], [], 0
+        if frame.kind == FrameKind.POSITION and progress.entries and not progress.consumer:
+            (self.begin, _, self.began_ms), self._settled, self.nacked = progress.entries[0], [], 0
         elif frame.kind == FrameKind.PULL:
-            for number, sequence, messages in said.entries:
+            for number, sequence, messages in progress.entries:
                 if (state := _WITHOUT_A_CONSUMER.get(number)) is not None:
                     self._settle(sequence, sequence + messages, state)
-        elif group is not None and (consumer := group.consumers.get(said.consumer)) is not None:
-            for begin, end, settled in said.entries:
+        elif group is not None and (consumer := group.consumers.get(progress.consumer)) is not None:
+            for begin, end, settled in progress.entries:
                 for low, high in _held(consumer, begin, end):
                     if frame.kind == FrameKind.ACK:
                         self._settle(low, high, _SETTLED.get(settled, "acked"))
@@ -75,30 +75,30 @@ class Account:
         leave gaps, if the equation does not hold."""
         begin = max(self.begin, first)
         found = [*self._settled, Range(group.position, end, "never")]
-        found += [Range(one.first, one.end, "requeued") for one in group.requeued]
+        found += [Range(requeued.first, requeued.end, "requeued") for requeued in group.requeued]
         for consumer in group.consumers.values():
-            found += [Range(one.first, one.end, "in_flight") for one in consumer.unacked]
+            found += [Range(unacked.first, unacked.end, "in_flight") for unacked in consumer.unacked]
         cut = (Range(max(low, begin), min(high, end), state) for low, high, state in found)
-        return list(_joined(sorted(one for one in cut if one.begin < one.end)))
+        return list(_joined(sorted(part for part in cut if part.begin < part.end)))
 
 
 def _held(consumer: Consumer, begin: int, end: int) -> Iterator[tuple[int, int]]:
     """Yield the messages that a consumer has in flight of these pull sequences."""
-    for one in consumer.unacked:
-        low, high = max(begin, one.pull), min(end, one.pull_end)
+    for unacked in consumer.unacked:
+        low, high = max(begin, unacked.pull), min(end, unacked.pull_end)
         if low < high:
-            yield one.first + low - one.pull, one.first + high - one.pull
+            yield unacked.first + low - unacked.pull, unacked.first + high - unacked.pull
 
 
 def _joined(ranges: list[Range]) -> Iterator[Range]:
     last: Range | None = None
-    for one in ranges:
-        if last is not None and last.end == one.begin and last.state == one.state:
-            last = Range(last.begin, one.end, last.state)
+    for part in ranges:
+        if last is not None and last.end == part.begin and last.state == part.state:
+            last = Range(last.begin, part.end, last.state)
             continue
         if last is not None:
             yield last
-        last = one
+        last = part
     if last is not None:
         yield last
 
@@ -106,12 +106,12 @@ def _joined(ranges: list[Range]) -> Iterator[Range]:
 def broken_at(ranges: list[Range], begin: int, end: int) -> tuple[int, str] | None:
     """Return the first message that is in no state, or in two, and which; None if each is in one."""
     at = begin
-    for one in ranges:
-        if one.begin > at:
+    for part in ranges:
+        if part.begin > at:
             return at, "in no state"
-        if one.begin < at:
-            return one.begin, f"{one.state} and something else"
-        at = one.end
+        if part.begin < at:
+            return part.begin, f"{part.state} and something else"
+        at = part.end
     return None if at >= end else (at, "in no state")
 
 
@@ -143,6 +143,6 @@ def per_hour(ranges: list[Range], begin: int, end: int, hours: list[tuple[int, i
         hour = hours[max(at, 0)][1] if hours else 0
         row = totals.setdefault(hour, {"hour": hour, "stored": 0} | dict.fromkeys(STATES, 0))
         row["stored"] += high - low
-        for one in ranges:
-            row[one.state] += max(0, min(high, one.end) - max(low, one.begin))
+        for part in ranges:
+            row[part.state] += max(0, min(high, part.end) - max(low, part.begin))
     yield from (totals[hour] for hour in sorted(totals))

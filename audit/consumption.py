@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qmq.audit.conservation import Account, broken_at, per_hour, skipped_at
-from qmq.audit.dead_letters import Letter, Letters
-from qmq.audit.findings import Kind
+from qmq.audit.dead_letters import DeadLetter, DeadLetterHistory
+from qmq.audit.findings import FindingKind
 from qmq.audit.messages import TAGGED, Ints
 from qmq.errors import QmqError
 from qmq.log.fold import State, apply
@@ -47,7 +47,7 @@ Key = tuple[str, str, Epoch]
 class Complaint(NamedTuple):
     """What is wrong with a progress frame: the one at hand, unless `offset` says which."""
 
-    what: Kind
+    what: FindingKind
     text: str
     sequence: int | None = None
     offset: int | None = None
@@ -88,7 +88,7 @@ class Passing:
             self._got.pop(key, None)
             self._open.pop(key, None)
 
-    def pull(self, frame: Frame, said: Progress, first: int, position: int) -> Iterator[Complaint]:
+    def pull(self, frame: Frame, progress: Progress, first: int, position: int) -> Iterator[Complaint]:
         """Take a pull; yield what it, or one before, passed over for no reason.
 
         `first`: of the subject, in the log. `position`: the group's, before this pull. What came back from before it
@@ -98,7 +98,7 @@ class Passing:
             return
         got: list[Range] = []
         passed: list[Range] = []
-        for number, sequence, messages in said.entries:
+        for number, sequence, messages in progress.entries:
             begin, end = max(sequence, first), sequence + messages
             if begin >= end or number in (DEFERRED, EXPIRED, OVERFLOWED):
                 continue
@@ -106,7 +106,7 @@ class Passing:
                 passed.append((begin, end))
             elif sequence >= position:
                 got.append((begin, end))
-        key = said.group, said.consumer, frame.epoch
+        key = progress.group, progress.consumer, frame.epoch
         if passed or (got and key in self._open):
             yield from self._hold(key, frame, got, passed)
         if got:
@@ -118,14 +118,14 @@ class Passing:
         before = self._tags_of(self._got.get(key, ()))
         waiting = self._open.pop(key, []) if handed_out else []
         for begin, end in passed:
-            one = _Passed(frame, begin, end - begin, self._tags_of([(begin, end)]))
-            if _wants(handed_out, one.tags):
-                yield _complain(one)
-            elif _wants(before, one.tags) and not handed_out:
-                self._open.setdefault(key, []).append(one)
-        for one in waiting:
-            if _wants(handed_out, one.tags):
-                yield _complain(one)
+            passed_over = _Passed(frame, begin, end - begin, self._tags_of([(begin, end)]))
+            if _wants(handed_out, passed_over.tags):
+                yield _complain(passed_over)
+            elif _wants(before, passed_over.tags) and not handed_out:
+                self._open.setdefault(key, []).append(passed_over)
+        for passed_over in waiting:
+            if _wants(handed_out, passed_over.tags):
+                yield _complain(passed_over)
 
     def _tags_of(self, ranges: Iterable[Range]) -> frozenset[int]:
         """Return which tags, as hashes, the messages of these ranges have."""
@@ -149,9 +149,11 @@ def _wants(got: frozenset[int], tags: frozenset[int]) -> bool:
     return bool(tags) and (UNTAGGED in got or not got.isdisjoint(tags))
 
 
-def _complain(one: _Passed) -> Complaint:
-    text = f"{one.messages} messages from sequence {one.begin} on were passed over; it gets such messages"
-    return Complaint(Kind.PASSED, text, one.begin, one.frame.offset, one.frame.end)
+def _complain(passed_over: _Passed) -> Complaint:
+    text = (
+        f"{passed_over.messages} messages from sequence {passed_over.begin} on were passed over; it gets such messages"
+    )
+    return Complaint(FindingKind.PASSED, text, passed_over.begin, passed_over.frame.offset, passed_over.frame.end)
 
 
 CONSERVED = "conserved"
@@ -162,7 +164,7 @@ ANY = 1 << 63
 Row = dict[str, Any]
 
 
-class Judge:
+class ConsumptionJudge:
     """Folds the progress of one subject, of one copy or of all alike. Fed facts (audit.facts) in order.
 
     Args:
@@ -173,7 +175,7 @@ class Judge:
         self._subject, self._start = subject, start
         self._state = State()
         self._subject_end = 0 if start == 0 else None
-        self._passing, self._letters = Passing(), Letters()
+        self._passing, self._letters = Passing(), DeadLetterHistory()
         self._accounts: dict[str, Account] = {}
         self._hours: list[tuple[int, int]] = []
         self._is_whole = True
@@ -225,7 +227,7 @@ class Judge:
             for name in self._old:
                 self._state.groups[self._subject, name].position = first
 
-    def _letter(self, letter: Letter) -> Iterator[Row]:
+    def _letter(self, letter: DeadLetter) -> Iterator[Row]:
         if letter.group not in self._given_up:
             group = self._state.groups.get((letter.source, letter.group))
             may_be_older = self._start != 0 and (group is None or letter.group in self._old)
@@ -233,53 +235,53 @@ class Judge:
 
     def _complaints(self, frame: Frame, body: bytes, last: int | None) -> Iterator[Complaint]:
         try:
-            said = decode_progress(body)
+            progress = decode_progress(body)
         except ValueError as error:
-            yield Complaint(Kind.PROGRESS, str(error))
+            yield Complaint(FindingKind.PROGRESS, str(error))
             return
-        name = f"group {said.group}" + (f", consumer {said.consumer}" if said.consumer else "")
+        name = f"group {progress.group}" + (f", consumer {progress.consumer}" if progress.consumer else "")
         subject_end = last if last is not None else self._subject_end
         if frame.kind == FrameKind.PULL:
-            for _, sequence, messages in said.entries:
+            for _, sequence, messages in progress.entries:
                 if subject_end is not None and sequence + messages > subject_end:
                     text = f"{name}: pulled to sequence {sequence + messages}, the subject ends at {subject_end}"
-                    yield Complaint(Kind.PROGRESS, text)
-            if not said.entries:
-                self._passing.forget(said.group, said.consumer, frame.epoch)
-            group = self._state.groups.get((frame.subject, said.group))
+                    yield Complaint(FindingKind.PROGRESS, text)
+            if not progress.entries:
+                self._passing.forget(progress.group, progress.consumer, frame.epoch)
+            group = self._state.groups.get((frame.subject, progress.group))
             position = ANY if group is None else group.position
-            for complaint in self._passing.pull(frame, said, self._first, position):
+            for complaint in self._passing.pull(frame, progress, self._first, position):
                 yield complaint._replace(text=f"{name}: {complaint.text}")
         if frame.kind == FrameKind.POSITION:
-            self._passing.forget(said.group, said.consumer, frame.epoch)
-        if frame.kind == FrameKind.POSITION and not said.consumer and said.entries and subject_end is not None:
-            if (position := said.entries[0][0]) > subject_end:
+            self._passing.forget(progress.group, progress.consumer, frame.epoch)
+        if frame.kind == FrameKind.POSITION and not progress.consumer and progress.entries and subject_end is not None:
+            if (position := progress.entries[0][0]) > subject_end:
                 text = f"{name}: put at sequence {position}, the subject ends at {subject_end}"
-                yield Complaint(Kind.POSITION, text)
-        if said.group in self._given_up and not (frame.kind == FrameKind.POSITION and not said.consumer):
+                yield Complaint(FindingKind.POSITION, text)
+        if progress.group in self._given_up and not (frame.kind == FrameKind.POSITION and not progress.consumer):
             return
         if self._start != 0:
-            self._learn(frame, said)
-        group = self._state.groups.get((frame.subject, said.group))
-        for sequence, text in self._letters.progress(frame, said, group):
-            yield Complaint(Kind.DEAD_MISSING, text, sequence)
+            self._learn(frame, progress)
+        group = self._state.groups.get((frame.subject, progress.group))
+        for sequence, text in self._letters.progress(frame, progress, group):
+            yield Complaint(FindingKind.DEAD_MISSING, text, sequence)
         try:
             self._state.end = frame.offset
-            self._account(frame, said)
+            self._account(frame, progress)
             apply(self._state, frame, body)
-            self._given_up.discard(said.group)
+            self._given_up.discard(progress.group)
         except (QmqError, ValueError, LookupError) as error:
-            self._given_up.add(said.group)
+            self._given_up.add(progress.group)
             text = f"{name}: {getattr(error, 'reason', error)}; the rest of this group is not judged"
-            yield Complaint(Kind.PROGRESS, text)
+            yield Complaint(FindingKind.PROGRESS, text)
 
-    def _account(self, frame: Frame, said: Progress) -> None:
-        group = self._state.groups.get((frame.subject, said.group))
-        if frame.kind == FrameKind.POSITION and not said.consumer and not said.entries:
-            self._accounts.pop(said.group, None)  # forgotten
+    def _account(self, frame: Frame, progress: Progress) -> None:
+        group = self._state.groups.get((frame.subject, progress.group))
+        if frame.kind == FrameKind.POSITION and not progress.consumer and not progress.entries:
+            self._accounts.pop(progress.group, None)  # forgotten
             return
-        account = self._accounts.setdefault(said.group, Account(0))
-        account.take(frame, said, group)
+        account = self._accounts.setdefault(progress.group, Account(0))
+        account.take(frame, progress, group)
 
     def finish(self) -> Iterator[Row]:
         """Yield the equation of each group of the subject that ended, as rows of CONSERVED, and what breaks it."""
@@ -295,41 +297,41 @@ class Judge:
             row: Row = {"offset": None, "end": None, "subject": subject, "sequence": None, "id": None}
             if (broken := broken_at(ranges, begin, end)) is not None:
                 text = f"group {name}: message {broken[0]} is {broken[1]}"
-                yield row | {"what": Kind.CONSERVATION, "sequence": broken[0], "text": text}
+                yield row | {"what": FindingKind.CONSERVATION, "sequence": broken[0], "text": text}
             if (skipped := skipped_at(account, hours)) is not None:
                 text = f"group {name}: begins behind message {skipped}, which was stored after the group had begun"
-                yield row | {"what": Kind.CONSERVATION, "sequence": skipped, "text": text}
+                yield row | {"what": FindingKind.CONSERVATION, "sequence": skipped, "text": text}
             for hour in per_hour(ranges, begin, end, hours):
-                said = {"group": name, "nacked": account.nacked, **hour}
-                yield row | {"what": CONSERVED, "sequence": hour["hour"], "text": json.dumps(said)}
+                equation = {"group": name, "nacked": account.nacked, **hour}
+                yield row | {"what": CONSERVED, "sequence": hour["hour"], "text": json.dumps(equation)}
 
-    def _learn(self, frame: Frame, said: Progress) -> None:
+    def _learn(self, frame: Frame, progress: Progress) -> None:
         """Take over what the log knew before it begins, as this frame shows it."""
-        key = (frame.subject, said.group)
+        key = (frame.subject, progress.group)
         group = self._state.groups.get(key)
         if group is None:
-            if frame.kind == FrameKind.POSITION and said.entries and not said.consumer:
+            if frame.kind == FrameKind.POSITION and progress.entries and not progress.consumer:
                 return  # a new group, or one that is moved: nothing from before counts
             group = self._state.groups[key] = Group(position=self._first)
-            self._old.add(said.group)
-        if said.group not in self._old:
+            self._old.add(progress.group)
+        if progress.group not in self._old:
             return
         if frame.kind == FrameKind.PULL:
-            self._learn_pull(group, said)
+            self._learn_pull(group, progress)
         elif frame.kind in (FrameKind.ACK, FrameKind.NACK):
-            consumer = group.consumers.setdefault(said.consumer, Consumer())
-            for begin, end, _ in said.entries:
-                end = min(end, self._numbers.get((said.group, said.consumer), end))
+            consumer = group.consumers.setdefault(progress.consumer, Consumer())
+            for begin, end, _ in progress.entries:
+                end = min(end, self._numbers.get((progress.group, progress.consumer), end))
                 if begin < end:
                     _hold_unknown(consumer, begin, end)
-        elif not said.consumer:
-            self._old.discard(said.group)
+        elif not progress.consumer:
+            self._old.discard(progress.group)
 
-    def _learn_pull(self, group: Group, said: Progress) -> None:
-        numbers = [number for number, _, _ in said.entries if number < NUMBERS_END]
+    def _learn_pull(self, group: Group, progress: Progress) -> None:
+        numbers = [number for number, _, _ in progress.entries if number < NUMBERS_END]
         if numbers:
-            self._numbers.setdefault((said.group, said.consumer), numbers[0])
-        for _, sequence, messages in said.entries:
+            self._numbers.setdefault((progress.group, progress.consumer), numbers[0])
+        for _, sequence, messages in progress.entries:
             if sequence < self._first == group.position < sequence + messages:
                 group.position = sequence  # it delivers the last old ones and the first new ones
             elif sequence < self._first:
@@ -347,10 +349,10 @@ def _hold_unknown(consumer: Consumer, begin: int, end: int) -> None:
 def _return_unknown(group: Group, begin: int, end: int) -> None:
     """Let a group have these messages to give, whatever it was thought to have of them."""
     kept, unknown = [], RequeuedRange(begin, end - begin, 0, 0)
-    for one in group.requeued:
-        parts = (one.first, min(one.end, begin)), (max(one.first, end), one.end)
-        kept += [one.part(low, high) for low, high in parts if low < high]
-        if one.first <= end < one.end:
-            unknown = RequeuedRange(begin, end - begin, *one[2:])  # one range with them
+    for requeued in group.requeued:
+        parts = (requeued.first, min(requeued.end, begin)), (max(requeued.first, end), requeued.end)
+        kept += [requeued.part(low, high) for low, high in parts if low < high]
+        if requeued.first <= end < requeued.end:
+            unknown = RequeuedRange(begin, end - begin, *requeued[2:])  # one range with them
     group.requeued = Requeued(sorted(kept))
     group.requeued.add(unknown)

@@ -122,11 +122,11 @@ def place_options(place: str, token: str) -> dict[str, str]:
     return {"path": place}
 
 
-def is_same_place(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
+def is_same_place(first: Mapping[str, str], second: Mapping[str, str]) -> bool:
     """Return whether two options name one copy."""
-    if "path" in one and "path" in other:
-        return folder_of(Path(one["path"])).resolve() == folder_of(Path(other["path"])).resolve()
-    return one.get("broker") == other.get("broker")
+    if "path" in first and "path" in second:
+        return folder_of(Path(first["path"])).resolve() == folder_of(Path(second["path"])).resolve()
+    return first.get("broker") == second.get("broker")
 
 
 def folder_of(data: Path) -> Path:
@@ -167,8 +167,8 @@ class PathCopy:
         """Read the broker's own file beside the log; a copy of the log alone has none."""
         path = self._folder.parent / IDENTITY
         try:
-            said = json.loads(path.read_bytes())
-            return Owner(str(said["group"]), str(said["incarnation"]))
+            identity = json.loads(path.read_bytes())
+            return Owner(str(identity["group"]), str(identity["incarnation"]))
         except FileNotFoundError:
             return Owner()
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -286,10 +286,10 @@ class BrokerCopy:
 
     def owner(self) -> Owner:
         try:
-            said = self._stub.ReplicaStatus(qmq_pb2.Nothing(), metadata=self._metadata, timeout=CALL_TIMEOUT_S)
+            status = self._stub.ReplicaStatus(qmq_pb2.Nothing(), metadata=self._metadata, timeout=CALL_TIMEOUT_S)
         except grpc.RpcError as error:
             raise (Away if error.code() in _AWAY else CannotRead)(self._said(error)) from None
-        return Owner(said.broker_group, said.incarnation, said.role, frozenset(said.in_step))
+        return Owner(status.broker_group, status.incarnation, status.role, frozenset(status.in_step))
 
     def hold(self) -> None:
         self._held = self._stub.HoldLog(qmq_pb2.Nothing(), metadata=self._metadata)
@@ -304,7 +304,7 @@ class BrokerCopy:
         except grpc.RpcError as error:
             raise CannotRead(self._said(error)) from None
         chain = answer.start_chain if answer.HasField("start_chain") else None
-        damaged = tuple((one.begin, one.end, one.reason) for one in answer.damaged)
+        damaged = tuple((damage.begin, damage.end, damage.reason) for damage in answer.damaged)
         return Description(
             answer.log_start, answer.log_end, answer.high_watermark, chain, tuple(answer.segments), damaged=damaged
         )

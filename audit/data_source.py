@@ -51,7 +51,7 @@ from pyspark.sql.types import StructType
 import qmq
 from qmq.audit.copies import CannotRead, Description, open_copy
 from qmq.audit.places import find_places
-from qmq.audit.selection import PIECE_BYTES, Extent, Plan, WrongOption, extents, from_options, narrow, parts
+from qmq.audit.selection import PIECE_BYTES, Extent, Plan, WrongOption, extents, narrow, parts, selection_of
 from qmq.audit.tables import SCHEMAS, table_batches
 from qmq.audit.walk import Walk
 
@@ -73,13 +73,13 @@ class Part(InputPartition):
     extents: tuple[Extent, ...]
 
 
-class _Table:
+class _TableReading:
     """What both readers share. Spark sends it to each task, so it holds options alone."""
 
     def __init__(self, options: Mapping[str, str], columns: list[str]) -> None:
         self.options, self.columns = options, columns
         self.name = options.get("rows", "messages")
-        self.wanted = from_options(options)
+        self.selection = selection_of(options)
         damage = options.get("damage", "rows")
         if damage not in ("rows", "fail"):
             raise WrongOption(f"option 'damage' is {damage!r}, not 'rows' or 'fail'")
@@ -97,10 +97,10 @@ class _Table:
         plan = Plan(log.start, log.end, log.chain, log.segments)
         with closing(open_copy(place.options)) as copy:
             found = extents(
-                copy, plan, self.wanted, ranges, grid=grid, by_index=self.name == "messages", on_frames=on_frames
+                copy, plan, self.selection, ranges, grid=grid, by_index=self.name == "messages", on_frames=on_frames
             )
-            for one in parts(found, grid):
-                yield Part(place.group, place.options, one)
+            for extents_of_part in parts(found, grid):
+                yield Part(place.group, place.options, extents_of_part)
 
     def read(self, part: InputPartition) -> Iterator[pa.RecordBatch]:
         assert isinstance(part, Part)
@@ -111,7 +111,7 @@ class _Table:
                 copy.read_until(extent.end)
                 walk = Walk(copy, extent.begin, extent.end, chain=extent.chain, is_start=extent.is_start)
                 group = {"broker_group": part.group}
-                yield from table_batches(walk, self.name, self.columns, self.wanted, group, is_strict=self.is_strict)
+                yield from table_batches(walk, self.name, self.columns, self.selection, group, is_strict=self.is_strict)
 
 
 def _look_at(options: Mapping[str, str]) -> Place:
@@ -142,11 +142,11 @@ class TableReader(DataSourceReader):
     """Reads what there is when the query is planned, to the end of each log."""
 
     def __init__(self, options: Mapping[str, str], columns: list[str]) -> None:
-        self._table = _Table(options, columns)
+        self._table = _TableReading(options, columns)
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:
         """Keep what narrows what has to be read. Spark applies all of them again: bounds go by whole frames."""
-        self._table.wanted = narrow(self._table.wanted, filters, of_messages=self._table.name == "messages")
+        self._table.selection = narrow(self._table.selection, filters, of_messages=self._table.name == "messages")
         return filters
 
     def partitions(self) -> list[InputPartition]:
@@ -168,7 +168,7 @@ class TableStream(DataSourceStreamReader):
     """
 
     def __init__(self, options: Mapping[str, str], columns: list[str]) -> None:
-        self._table = _Table(options, columns)
+        self._table = _TableReading(options, columns)
 
     def initialOffset(self) -> dict[str, int]:
         return {place.group: place.log.start for place in self._table.places()}

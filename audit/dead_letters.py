@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
-from qmq.audit.findings import Kind, Said, finding
+from qmq.audit.findings import FindingKind, JudgeRow, finding
 from qmq.audit.walk import Storage, Walk, Window
 from qmq.codec import decode_envelope, decode_properties, split_batch
 from qmq.dead_letters import GROUP, PRUNER, SUBJECT, fingerprint, original_subject
@@ -31,7 +31,7 @@ from qmq.message import TIMES
 from qmq.subjects import parse_derived
 
 
-class Letter(NamedTuple):
+class DeadLetter(NamedTuple):
     """A dead letter, at `[offset, end)`. Plain values: it is shuffled."""
 
     offset: int
@@ -48,16 +48,16 @@ class Letter(NamedTuple):
     """How often the group was delivered the original, as it says; None if no property could be added to it."""
     fingerprint: bytes
 
-    def finding(self, what: Kind, text: str) -> dict[str, Any]:
+    def finding(self, what: FindingKind, text: str) -> dict[str, Any]:
         fields = {"offset": self.offset, "end": self.end, "subject": self.subject, "sequence": self.number}
         return {"what": what, "id": self.id, "text": f"dead letter of {self.source} {self.sequence}: {text}"} | fields
 
     def unfounded(self) -> dict[str, Any]:
         """Whoever finds that says the same, and so it is one finding."""
-        return self.finding(Kind.DEAD_UNFOUNDED, f"group {self.group} held no such message before it")
+        return self.finding(FindingKind.DEAD_UNFOUNDED, f"group {self.group} held no such message before it")
 
 
-def letter_of(frame: Frame, message: bytes) -> Letter | None:
+def dead_letter_of(frame: Frame, message: bytes) -> DeadLetter | None:
     """Return the dead letter that a frame of its own or of a chosen subject holds; None: no broker made it."""
     derived, properties, identity = parse_derived(frame.subject), dict[str, str](), None
     try:
@@ -74,21 +74,21 @@ def letter_of(frame: Frame, message: bytes) -> Letter | None:
     if (source := original_subject(whose, frame.producer)) is None:
         return None
     about = frame.offset, frame.end, frame.subject, frame.first_sequence, identity
-    return Letter(*about, source, frame.batch, whose[1], properties.get(TIMES), fingerprint(message))
+    return DeadLetter(*about, source, frame.batch, whose[1], properties.get(TIMES), fingerprint(message))
 
 
-class Letters:
+class DeadLetterHistory:
     """Holds the dead letters of one subject's messages against what their groups were delivered. Made per copy."""
 
     def __init__(self) -> None:
         self._made: defaultdict[str, set[int]] = defaultdict(set)
         """Consumer group -> the originals of its dead letters since it began, or was moved."""
 
-    def take(self, letter: Letter, group: Group | None, *, may_be_older: bool) -> Iterator[dict[str, Any]]:
+    def take(self, letter: DeadLetter, group: Group | None, *, may_be_older: bool) -> Iterator[dict[str, Any]]:
         """Take a dead letter, with what the group has before it. `may_be_older`: the log need not have the pull."""
         made = self._made[letter.group]
         if letter.sequence in made:
-            yield letter.finding(Kind.DEAD_TWICE, f"group {letter.group} has one since it began")
+            yield letter.finding(FindingKind.DEAD_TWICE, f"group {letter.group} has one since it began")
         made.add(letter.sequence)
         consumer, held = _holder(group, letter.sequence)
         if held is None:
@@ -100,29 +100,29 @@ class Letters:
             and letter.times != str(due := held.deliveries - (consumer == PRUNER))
         ):
             text = f"it says that it was delivered {letter.times} times, and it was {due} times"
-            yield letter.finding(Kind.DEAD_ALTERED, text)
+            yield letter.finding(FindingKind.DEAD_ALTERED, text)
 
-    def progress(self, frame: Frame, said: Progress, group: Group | None) -> Iterator[tuple[int, str]]:
+    def progress(self, frame: Frame, progress: Progress, group: Group | None) -> Iterator[tuple[int, str]]:
         """Take a progress frame, before the fold does. Yields (sequence, why) of messages that have no dead letter."""
-        if frame.kind == FrameKind.POSITION and not said.consumer:
-            self._made.pop(said.group, None)
-        consumer = group.consumers.get(said.consumer) if group is not None else None
+        if frame.kind == FrameKind.POSITION and not progress.consumer:
+            self._made.pop(progress.group, None)
+        consumer = group.consumers.get(progress.consumer) if group is not None else None
         if frame.kind != FrameKind.ACK or consumer is None:
             return
-        made = self._made.get(said.group, ())
-        for begin, end, settled in said.entries:
+        made = self._made.get(progress.group, ())
+        for begin, end, settled in progress.entries:
             for held in consumer.overlapping(begin, end) if settled == DEAD else ():
                 part = held.part(begin, end)
                 for sequence in range(max(part.first, 0), part.end):  # what the log does not name is below 0
                     if sequence not in made:
-                        yield sequence, f"group {said.group}: acked as dead, and there is no dead letter of it"
+                        yield sequence, f"group {progress.group}: acked as dead, and there is no dead letter of it"
 
 
 def _holder(group: Group | None, sequence: int) -> tuple[str, UnackedRange | None]:
     for name, consumer in group.consumers.items() if group is not None else ():
-        for one in consumer.unacked:
-            if one.first <= sequence < one.end:
-                return name, one
+        for unacked in consumer.unacked:
+            if unacked.first <= sequence < unacked.end:
+                return name, unacked
     return "", None
 
 
@@ -140,24 +140,24 @@ class Log(Storage, Protocol):
         """Return the frame at `offset`, of `size` bytes; fewer if there is none. Raises OSError."""
 
 
-class OfLetters:
+class DeadLetterJudge:
     """Passes on what is wrong with dead letters."""
 
-    def take(self, piece: int, said: dict[str, Any], /) -> Iterator[Said]:
-        row = dict(said)
+    def take(self, piece: int, problem: dict[str, Any], /) -> Iterator[JudgeRow]:
+        row = dict(problem)
         yield finding(row.pop("what"), row.pop("text"), **row)
 
-    def finish(self) -> Iterable[Said]:
+    def finish(self) -> Iterable[JudgeRow]:
         return ()
 
 
-def check_letters(log: Log, bases: Sequence[int], letters: Sequence[Letter]) -> Iterator[dict[str, Any]]:
+def check_dead_letters(log: Log, bases: Sequence[int], letters: Sequence[DeadLetter]) -> Iterator[dict[str, Any]]:
     """Yield what is wrong with the content of dead letters, as rows of findings.
 
     Args:
         bases: where the segments of this copy begin, ascending.
     """
-    end = max((one.offset for one in letters), default=0)  # all originals lie before
+    end = max((letter.offset for letter in letters), default=0)  # all originals lie before
     spans = [(base, behind) for base, behind in pairwise([*bases, max(end, *bases)]) if base < end]
     search = _Search(log, spans, end, letters)
     search.by_index()
@@ -176,13 +176,13 @@ class _Search:
     `absent`: what is not there. `wrong`: what has another content.
     """
 
-    def __init__(self, log: Log, spans: Sequence[tuple[int, int]], end: int, letters: Iterable[Letter]) -> None:
+    def __init__(self, log: Log, spans: Sequence[tuple[int, int]], end: int, letters: Iterable[DeadLetter]) -> None:
         self._log, self._spans, self._end = log, spans, end
-        self._wanted: defaultdict[str, dict[int, list[Letter]]] = defaultdict(dict)
+        self._wanted: defaultdict[str, dict[int, list[DeadLetter]]] = defaultdict(dict)
         for letter in letters:
             self._wanted[letter.source].setdefault(letter.sequence, []).append(letter)
         self._is_damaged = False
-        self.absent: list[Letter] = []
+        self.absent: list[DeadLetter] = []
         self.wrong: list[dict[str, Any]] = []
 
     def by_index(self) -> None:
@@ -245,7 +245,9 @@ class _Search:
             return
         sequences = range(frame.first_sequence, frame.first_sequence + frame.count)
         here = (
-            [one for one in sequences if one in wanted] if len(wanted) > frame.count else [*wanted.keys() & sequences]
+            [sequence for sequence in sequences if sequence in wanted]
+            if len(wanted) > frame.count
+            else [*wanted.keys() & sequences]
         )
         if not here:
             return
@@ -259,14 +261,14 @@ class _Search:
                     self.absent.append(letter)
                 elif fingerprint(bytes(messages[sequence - frame.first_sequence])) != letter.fingerprint:
                     text = f"its content is not that of the original at offset {frame.offset}"
-                    self.wrong.append(letter.finding(Kind.DEAD_ALTERED, text))
+                    self.wrong.append(letter.finding(FindingKind.DEAD_ALTERED, text))
         if not wanted:
             del self._wanted[frame.subject]
 
     def _give_up(self, subject: str, first: int) -> None:
         """Sequences are dense: from `first` on, all of the subject's were looked at."""
         wanted = self._wanted.get(subject, {})
-        for sequence in [one for one in wanted if one >= first]:
+        for sequence in [sequence for sequence in wanted if sequence >= first]:
             self.absent += wanted.pop(sequence)
         if not wanted:
             self._wanted.pop(subject, None)

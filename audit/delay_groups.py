@@ -19,11 +19,11 @@ from qmq.audit.delays import (
     absent_batches,
     account_per_hour,
     early_messages,
-    fates,
+    message_states,
     unsent_messages,
     waits_for,
 )
-from qmq.audit.findings import Kind
+from qmq.audit.findings import FindingKind
 from qmq.audit.selection import CLOCK_MS
 from qmq.audit.walk import HEADER_BYTES_MAX
 from qmq.errors import CorruptFrame
@@ -84,7 +84,7 @@ def account_for(
     try:
         if now_ms is None:
             now_ms = rows.agg(F.max("timestamp_ms")).collect()[0][0] or 0
-        found = fates(rows, now_ms)
+        found = message_states(rows, now_ms)
         hours = account_per_hour(found)
         if parquet is not None:
             write_by_day(hours, parquet / delays.group / "delayed")
@@ -92,7 +92,11 @@ def account_for(
         sums = [F.sum(name).alias(name) for name in names] + [F.max("late_ms_max").alias("late_ms_max")]
         listed = hours.groupBy("subject").agg(*sums).orderBy("subject").limit(SUBJECTS_MAX).collect()
         unsent = unsent_messages(found).where(~waits_for(closed or {})).drop("targets")
-        broken = {Kind.EARLY: early_messages(rows), Kind.UNSENT: unsent, Kind.LOST: _not_there(spark, rows, targets)}
+        broken = {
+            FindingKind.EARLY: early_messages(rows),
+            FindingKind.UNSENT: unsent,
+            FindingKind.LOST: _not_there(spark, rows, targets),
+        }
         findings, more = _listed({kind: table for kind, table in broken.items() if table is not None})
         return Account([row.asDict() for row in listed], findings, [*_waiting(found, closed or {})], more)
     finally:
@@ -108,7 +112,7 @@ def _table(spark: SparkSession, source: Source, rows: str, **options: object) ->
     return read_copy(spark, dict(source.place), rows=rows, **options).withColumn("broker_group", F.lit(source.group))
 
 
-def _listed(tables: Mapping[Kind, DataFrame]) -> tuple[list[dict[str, Any]], dict[str, int]]:
+def _listed(tables: Mapping[FindingKind, DataFrame]) -> tuple[list[dict[str, Any]], dict[str, int]]:
     """Return the first findings of each kind, and how many more there are."""
     findings, more = [], {}
     for kind, table in tables.items():

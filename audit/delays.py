@@ -28,7 +28,7 @@ from typing import Any
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
-from qmq.audit.findings import Kind, Said, finding
+from qmq.audit.findings import FindingKind, JudgeRow, finding
 from qmq.audit.headers import NUMBER_MAX
 from qmq.codec import Buffer
 from qmq.log.delay_frames import Outcome, decode_dispatch, decode_places, decode_settled
@@ -52,7 +52,7 @@ def facts_of(frame: Frame, body: Buffer) -> Iterator[dict[str, Any]]:
                 yield about | {"text": "gone", "first": number}
 
 
-class OfDelays:
+class DelayJudge:
     """Judges what a delay server decided about the messages whose numbers fall to it; takes lists of facts."""
 
     def __init__(self) -> None:
@@ -61,8 +61,8 @@ class OfDelays:
         """message's number -> where it was first cancelled, or written again"""
         self._stored: set[tuple[str, int]] = set()
 
-    def take(self, piece: int, said: list[dict[str, Any]]) -> Iterator[Said]:
-        for fact in said:
+    def take(self, piece: int, facts: list[dict[str, Any]]) -> Iterator[JudgeRow]:
+        for fact in facts:
             if fact["text"] == "stored":
                 self._stored.add((fact["chain"], fact["total"]))
             elif fact["text"] == "gone":
@@ -70,29 +70,33 @@ class OfDelays:
             else:
                 self._planned.setdefault((fact["subject"], fact["first"]), []).append(fact)
                 if fact["value"] < fact["last"]:
-                    yield _finding(fact, Kind.EARLY, f"planned {fact['last'] - fact['value']} ms before it was due")
+                    yield _finding(
+                        fact, FindingKind.EARLY, f"planned {fact['last'] - fact['value']} ms before it was due"
+                    )
 
-    def finish(self) -> Iterator[Said]:
+    def finish(self) -> Iterator[JudgeRow]:
         for (_, number), planned in sorted(self._planned.items()):
-            times = sum((one["chain"], one["total"]) in self._stored for one in planned)
+            times = sum((plan["chain"], plan["total"]) in self._stored for plan in planned)
             if times > 1:
-                yield _finding(planned[-1], Kind.TWICE, f"stored in {times} batches")
+                yield _finding(planned[-1], FindingKind.TWICE, f"stored in {times} batches")
             gone = self._gone.get(number)
-            for one in planned:
-                if gone is not None and one["offset"] > gone:
-                    yield _finding(one, Kind.RECALLED, f"planned after it was cancelled or written again at {gone}")
+            for plan in planned:
+                if gone is not None and plan["offset"] > gone:
+                    yield _finding(
+                        plan, FindingKind.RECALLED, f"planned after it was cancelled or written again at {gone}"
+                    )
 
 
-def _finding(fact: dict[str, Any], what: Kind, text: str) -> Said:
+def _finding(fact: dict[str, Any], what: FindingKind, text: str) -> JudgeRow:
     """`sequence` is the message's number: the offset at which it lies."""
     fields = {name: fact[name] for name in ("offset", "end", "subject")}
     return finding(what, text, sequence=min(fact["first"], NUMBER_MAX), **fields)
 
 
 def spread_delayed(facts: list[dict[str, Any]], buckets: int) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """Return the facts of a piece for `OfDelays` by bucket: by a message's number, those of batches in each."""
+    """Return the facts of a piece for `DelayJudge` by bucket: by a message's number, those of batches in each."""
     for bucket in range(buckets if facts else 0):
-        yield bucket, [one for one in facts if one["text"] == "stored" or one["first"] % buckets == bucket]
+        yield bucket, [fact for fact in facts if fact["text"] == "stored" or fact["first"] % buckets == bucket]
 
 
 DELAY_STATES = ("stored", "under_way", "cancelled", "replaced", "pending", "unsent")
@@ -104,7 +108,7 @@ MESSAGES = 1
 """The kind of a messages frame."""
 
 
-def fates(delays: DataFrame, now_ms: int) -> DataFrame:
+def message_states(delays: DataFrame, now_ms: int) -> DataFrame:
     """Return each message that was taken, with its state.
 
     out: subject string, number long, due_ms long, offset long, late_ms long (null unless it was sent), open_ms long
@@ -149,8 +153,8 @@ def fates(delays: DataFrame, now_ms: int) -> DataFrame:
 def account_per_hour(found: DataFrame) -> DataFrame:
     """Return the equation: per subject and hour in which its messages were due, how many are in each state.
 
-    in: `fates`; out: subject string, hour timestamp, taken long, a long for each of DELAY_STATES, late long (sent more
-    than LATE_MS after they were due), late_ms_max long.
+    in: `message_states`; out: subject string, hour timestamp, taken long, a long for each of DELAY_STATES, late long
+    (sent more than LATE_MS after they were due), late_ms_max long.
     """
     hour = F.timestamp_millis(F.floor(F.col("due_ms") / HOUR_MS) * HOUR_MS).alias("hour")
     counts = [F.count_if(F.col("state") == state).alias(state) for state in DELAY_STATES]
@@ -163,7 +167,8 @@ def account_per_hour(found: DataFrame) -> DataFrame:
 def unsent_messages(found: DataFrame) -> DataFrame:
     """Return messages that were due long ago and never sent.
 
-    in: `fates`; out: subject string, sequence long (its number), offset long, text string, targets array<string>.
+    in: `message_states`; out: subject string, sequence long (its number), offset long, text string,
+    targets array<string>.
     """
     due = F.concat(F.lit("due at "), _moment(F.col("due_ms")))
     planned = F.concat(

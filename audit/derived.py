@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
-from qmq.audit.findings import Kind, Said, finding
+from qmq.audit.findings import FindingKind, JudgeRow, finding
 from qmq.audit.headers import no_messages, whole_frames
 from qmq.audit.walk import HEADER_BYTES_MAX
 from qmq.codec import Buffer
@@ -75,7 +75,7 @@ class Wrong(NamedTuple):
     `since`: the snapshot that it was held against; if that is wrong itself, this says nothing.
     """
 
-    what: Kind
+    what: FindingKind
     base: int
     text: str
     since: int | None = None
@@ -125,7 +125,9 @@ def _check(copy: Segments, bases: Sequence[int], is_first: bool, known: list[_Fo
         if beside == after == NOTHING:
             return  # so it is of all segments of a broker that does not send them: the whole log would be folded here
         found, problem = read_snapshot(after.snapshot, end)
-        folded = next((one for one in known if _is_same(one, start, begin, end, found)), None)
+        folded = next(
+            (folded_before for folded_before in known if _is_same(folded_before, start, begin, end, found)), None
+        )
         if folded is None:
             try:
                 index = _fold(copy, begin, end, state)
@@ -138,16 +140,16 @@ def _check(copy: Segments, bases: Sequence[int], is_first: bool, known: list[_Fo
             yield problem
         if found is not None and folded.state is not None and (fields := _different(found, folded.state)):
             text = f"it says something else of {fields} than the log from the snapshot at {since} on"
-            yield Wrong(Kind.SNAPSHOT, end, text, since)
+            yield Wrong(FindingKind.SNAPSHOT, end, text, since)
         if found is not None or _is_of_other_version(after.snapshot):
             return
         beside = after
 
 
-def _is_same(one: _Folded, start: bytes, begin: int, end: int, found: State | None) -> bool:
+def _is_same(folded: _Folded, start: bytes, begin: int, end: int, found: State | None) -> bool:
     """Return whether a copy, whose snapshot at `end` is `found`, has the log that was folded: equal chains mean so."""
-    here = one.start, one.begin, one.end
-    return here == (start, begin, end) and None not in (found, one.state) and found.chain == one.state.chain  # type: ignore[union-attr]
+    here = folded.start, folded.begin, folded.end
+    return here == (start, begin, end) and None not in (found, folded.state) and found.chain == folded.state.chain  # type: ignore[union-attr]
 
 
 def _fold(copy: Segments, begin: int, end: int, state: State | None) -> bytes:
@@ -194,10 +196,10 @@ def _of_index(data: bytes, due: _Folded) -> Iterator[Wrong]:
     try:
         end = ClosedIndex(data, due.begin).end
     except ValueError as error:
-        yield Wrong(Kind.INDEX, due.begin, str(error))
+        yield Wrong(FindingKind.INDEX, due.begin, str(error))
         return
     if end == due.end:
-        yield Wrong(Kind.INDEX, due.begin, "it names other frames than its segment has")
+        yield Wrong(FindingKind.INDEX, due.begin, "it names other frames than its segment has")
 
 
 def _is_of_other_version(snapshot: bytes) -> bool:
@@ -212,7 +214,7 @@ def read_snapshot(snapshot: bytes, base: int) -> tuple[State | None, Wrong | Non
     try:
         state = decode_snapshot(snapshot)
     except _DAMAGE as error:
-        return None, Wrong(Kind.SNAPSHOT, base, str(error))
+        return None, Wrong(FindingKind.SNAPSHOT, base, str(error))
     return state if state.end == base else None, None
 
 
@@ -221,21 +223,21 @@ def _different(found: State, due: State) -> str:
     return ", ".join(name for name in _FIELDS if getattr(found, name) != getattr(due, name))
 
 
-class OfDerived:
+class DerivedFilesJudge:
     """Judges one copy: says what is wrong, if what it was held against is right."""
 
     def __init__(self) -> None:
         self._wrong: set[int] = set()
         """Where a snapshot is."""
 
-    def take(self, piece: int, said: Wrong, /) -> Iterator[Said]:
+    def take(self, piece: int, wrong: Wrong, /) -> Iterator[JudgeRow]:
         """Take what was found from the segment at `piece` on."""
-        if said.since not in self._wrong:
-            yield finding(said.what, said.text, offset=said.base)
-        if said.what is Kind.SNAPSHOT:
-            self._wrong.add(said.base)
+        if wrong.since not in self._wrong:
+            yield finding(wrong.what, wrong.text, offset=wrong.base)
+        if wrong.what is FindingKind.SNAPSHOT:
+            self._wrong.add(wrong.base)
 
-    def finish(self) -> Iterable[Said]:
+    def finish(self) -> Iterable[JudgeRow]:
         return ()
 
 

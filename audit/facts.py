@@ -35,11 +35,11 @@ from typing import Any
 import numpy as np
 
 from qmq.audit import delays
-from qmq.audit.dead_letters import Letter
-from qmq.audit.findings import Kind
-from qmq.audit.frame_order import FOREVER_MS, Line
+from qmq.audit.dead_letters import DeadLetter
+from qmq.audit.findings import FindingKind
+from qmq.audit.frame_order import FOREVER_MS, FrameOrder
 from qmq.audit.headers import TIME_MS_MAX
-from qmq.audit.messages import Ints, Messages, id_if_any, subjects_of, why_not
+from qmq.audit.messages import Ints, Messages, decode_error, id_or_none, subjects_of
 from qmq.audit.walk import WINDOW_BYTES, Problem, Storage, Walk, Window
 from qmq.codec import BATCH_MESSAGES_MAX, check_batch, decode_envelope, split_batch
 from qmq.errors import QmqError
@@ -77,9 +77,9 @@ class PieceFacts:
     delayed: list[Row] = field(default_factory=list)
     stored: list[tuple[int, bytes, bytes]] = field(default_factory=list)
 
-    def letters(self) -> list[Letter]:
+    def letters(self) -> list[DeadLetter]:
         """Return the dead letters of the piece."""
-        return [fact["letter"] for said, _ in self.subjects.values() for fact in said if fact["kind"] == "letter"]
+        return [fact["letter"] for facts, _ in self.subjects.values() for fact in facts if fact["kind"] == "letter"]
 
 
 _ALIKE = attrgetter("kind", "epoch")
@@ -94,7 +94,7 @@ class Gathering:
         """`until_ms`: when the audit began; a later time is wrong. `wants_stored`: what may be stored once, too."""
         self._facts = PieceFacts()
         self._runs: dict[str, Row] = {}
-        self._line, self._wants_stored = Line(until_ms, begins=True), wants_stored
+        self._frame_order, self._wants_stored = FrameOrder(until_ms, begins=True), wants_stored
         self._listed: Counter[str] = Counter()
 
     def take(self, window: Window) -> None:
@@ -129,9 +129,9 @@ class Gathering:
         piece["end"], piece["chain"], piece["size"] = frame.end, frame.chain, frame.offset
         facts.frames += 1
         facts.digest ^= frame.chain
-        if frame.epoch != self._line.last_epoch:
+        if frame.epoch != self._frame_order.last_epoch:
             facts.epochs.append((*frame.epoch, frame.offset))
-        for problem in self._line.check(frame):
+        for problem in self._frame_order.check(frame):
             self._problem(problem)
         if frame.kind == FrameKind.MESSAGES:
             self._run(frame)
@@ -149,7 +149,7 @@ class Gathering:
         by_subject: dict[str, list[Frame]] = {}
         for frame in frames:
             by_subject.setdefault(frame.subject, []).append(frame)
-        if not all(map(self._continues, by_subject.values())) or not self._line.take(frames):
+        if not all(map(self._continues, by_subject.values())) or not self._frame_order.take(frames):
             return False
         for some in by_subject.values():
             self._run(some[0])
@@ -179,9 +179,9 @@ class Gathering:
         run["last"], run["end"] = last.first_sequence + last.count, last.end
         for hour, some in groupby(frames, _hour):
             of = list(some)
-            said = hours.setdefault(hour, [0, 0, of[0].first_sequence])
-            said[0] += sum(frame.count for frame in of)
-            said[1] += sum(frame.body_bytes for frame in of)
+            total = hours.setdefault(hour, [0, 0, of[0].first_sequence])
+            total[0] += sum(frame.count for frame in of)
+            total[1] += sum(frame.body_bytes for frame in of)
 
     def _of(self, subject: str) -> SubjectFacts:
         found = self._facts.subjects.get(subject)
@@ -192,13 +192,13 @@ class Gathering:
     def _run(self, frame: Frame) -> None:
         subject, begin = frame.subject, frame.first_sequence
         run = self._runs.get(subject)
-        said, hours = self._of(subject)
+        facts, hours = self._of(subject)
         if run is None or run["last"] != begin:
             if run is not None:
                 self._problem(_jump(frame, run["last"]))
             run = {"kind": "run", "offset": frame.offset, "first": begin, "judged": run is not None}
             self._runs[subject] = run
-            said.append(run)
+            facts.append(run)
         run["last"], run["end"] = begin + frame.count, frame.end
         total = hours.setdefault(_hour(frame), [0, 0, begin])
         total[0] += frame.count
@@ -220,7 +220,7 @@ class Gathering:
         try:
             self._facts.retention.append((frame.offset, frame.end, decode_retention(window.body(frame)).start))
         except NO_JSON as error:
-            self._problem(Problem(frame.offset, frame.end, str(error), what=Kind.RETENTION))
+            self._problem(Problem(frame.offset, frame.end, str(error), what=FindingKind.RETENTION))
 
     def _delays(self, frame: Frame, window: Window) -> None:
         try:
@@ -237,12 +237,12 @@ class Gathering:
         ends, _ = check_batch(batch, frame.count, FRAME_BYTES_MAX)
         data = frame.offset + frame.body_at + begin + 4 * len(ends)
         for at, view in zip(ends, split_batch(batch, frame.count)):
-            message, what = bytes(view), Kind.UNDECODABLE
-            reason = why_not(message)
+            message, what = bytes(view), FindingKind.UNDECODABLE
+            reason = decode_error(message)
             if reason is None and (subject := decode_envelope(message).subject) not in subjects_of(frame.subject):
-                what, reason = Kind.FOREIGN, f"a message of {subject} in a frame of {frame.subject}"
+                what, reason = FindingKind.FOREIGN, f"a message of {subject} in a frame of {frame.subject}"
             if reason is not None:
-                about = frame.subject, data + at, what, id_if_any(message)
+                about = frame.subject, data + at, what, id_or_none(message)
                 self._problem(Problem(frame.offset, frame.end, reason, *about))
 
     def _batches(self, window: Window, batches: list[Frame]) -> None:
@@ -282,15 +282,15 @@ class Gathering:
     def _lost(self) -> None:
         """Bytes are damaged here: what follows may have jumped, and no rule may count on the frames before."""
         self._runs.clear()
-        self._line.lost()
+        self._frame_order.forget()
 
     def facts(self) -> PieceFacts:
         """Return what was gathered, when the piece has ended."""
         facts = self._facts
         if facts.piece is not None:
-            facts.piece["line"] = self._line
-        for said, _ in facts.subjects.values():
-            said.sort(key=_place)
+            facts.piece["frame_order"] = self._frame_order
+        for facts_of_subject, _ in facts.subjects.values():
+            facts_of_subject.sort(key=_place)
         return facts
 
 
@@ -368,7 +368,7 @@ def _jump(frame: Frame, expected: int) -> Problem:
     found = frame.first_sequence
     what = f"gap: {found - expected} messages are missing" if found > expected else "repeated or reordered"
     reason = f"sequence {found} where {expected} is due ({what})"
-    return Problem(frame.offset, frame.end, reason, frame.subject, found, Kind.SEQUENCE)
+    return Problem(frame.offset, frame.end, reason, frame.subject, found, FindingKind.SEQUENCE)
 
 
 ALL = ""
@@ -408,16 +408,16 @@ class Reading:
             facts.take(window)
             size = len(window.data)
             is_next = bool(size) and window.offset == at
-            same = {name: one for name, one in same.items() if is_next and one.holds(at, window.data)}
+            same = {name: beside for name, beside in same.items() if is_next and beside.holds(at, window.data)}
             at = window.offset + size
         if at != walk.at:
             same = {}
-        said = facts.facts()
+        of_first = facts.facts()
         if len(same) == len(others):
-            return {ALL: said}
-        found = {first: said}
+            return {ALL: of_first}
+        found = {first: of_first}
         for name in others:
-            found[name] = said if name in same else self._alone(name, copies[name], begin, end)
+            found[name] = of_first if name in same else self._alone(name, copies[name], begin, end)
         return found
 
     def _walk(self, name: str, copy: Storage, begin: int, end: int) -> Walk:
@@ -467,9 +467,9 @@ class _Beside:
         return True
 
 
-def _is_same(one: memoryview, other: memoryview) -> bool:
+def _is_same(ours: memoryview, theirs: memoryview) -> bool:
     """Return whether as many bytes are the same: memoryviews are compared byte by byte, which is slow."""
-    whole = len(one) // 8 * 8
-    if one[whole:] != other[whole:]:
+    whole = len(ours) // 8 * 8
+    if ours[whole:] != theirs[whole:]:
         return False
-    return np.array_equal(np.frombuffer(one[:whole], np.uint64), np.frombuffer(other[:whole], np.uint64))
+    return np.array_equal(np.frombuffer(ours[:whole], np.uint64), np.frombuffer(theirs[:whole], np.uint64))

@@ -21,7 +21,7 @@ from pyspark.sql.types import LongType, StringType, StructField, StructType
 from qmq.ledger import ALIKE
 
 
-class Kind(StrEnum):
+class FindingKind(StrEnum):
     """What a finding says. The value stands in reports, results, tables and metrics."""
 
     # A copy by itself: bytes and their order.
@@ -113,8 +113,16 @@ class Kind(StrEnum):
     """Equal frames whose chains differ: the difference lies before what was compared."""
 
 
-DERIVED = frozenset({Kind.INDEX, Kind.SNAPSHOT})
+DERIVED = frozenset({FindingKind.INDEX, FindingKind.SNAPSHOT})
 """These are about files beside the log, at the offset of their segment, and about no frame."""
+
+UNVERIFIED = frozenset(
+    {FindingKind.REWOUND, FindingKind.REWRITTEN, FindingKind.UNREAD, FindingKind.LOST, FindingKind.ALTERED}
+)
+"""These hold on both copies alike, and yet what they were found in is not verified."""
+
+FINDINGS_MAX = 1000
+"""Findings of one kind listed in full; all are counted."""
 
 
 def _struct(**fields: type[LongType] | type[StringType]) -> StructType:
@@ -167,21 +175,21 @@ UNREAD = "unread"
 Row = dict[str, Any]
 
 
-class Said(NamedTuple):
+class JudgeRow(NamedTuple):
     """One thing that a judge says; its kind is one of the above, or `audit.consumption.CONSERVED`."""
 
     kind: str
     row: Row
 
 
-class Judging(Protocol):
+class Judge(Protocol):
     """Takes what one copy says, piece after piece."""
 
-    def take(self, piece: int, said: Any, /) -> Iterable[Said]: ...
+    def take(self, piece: int, facts: Any, /) -> Iterable[JudgeRow]: ...
 
-    def finish(self) -> Iterable[Said]: ...
+    def finish(self) -> Iterable[JudgeRow]: ...
 
 
-def finding(what: Kind, text: str, *, seen: int | None = None, **fields: Any) -> Said:
+def finding(what: FindingKind, text: str, *, seen: int | None = None, **fields: Any) -> JudgeRow:
     row: Row = dict.fromkeys(("offset", "end", "subject", "sequence", "id"))
-    return Said(FINDING, row | fields | {"what": what.value, "text": text, "seen": seen})
+    return JudgeRow(FINDING, row | fields | {"what": what.value, "text": text, "seen": seen})

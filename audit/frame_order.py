@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from qmq.audit.findings import Kind
+from qmq.audit.findings import FindingKind
 from qmq.audit.walk import Problem, problem_of
 from qmq.errors import CorruptFrame
 from qmq.log.frame import Frame, FrameKind, decode_header
@@ -28,7 +28,7 @@ not ahead of all of them."""
 
 
 @dataclass(slots=True)
-class Line:
+class FrameOrder:
     """Follows the frames of one copy in order; made per piece, and joined at their borders.
 
     Args:
@@ -49,7 +49,7 @@ class Line:
     _timed: Frame | None = None
     """The frame that `time_ms` is of; `_before_ms` is the time before it."""
 
-    def behind(self, before: Line) -> Line:
+    def behind(self, before: FrameOrder) -> FrameOrder:
         """Return the line at the end of a piece, of which this one knows, behind a border where `before` stood."""
         return replace(
             self,
@@ -64,10 +64,10 @@ class Line:
         if frame.epoch != self.last_epoch:
             yield from self._new_epoch(frame)
         if frame.high_watermark > frame.offset:
-            yield problem_of(frame, Kind.WATERMARK, f"it states {frame.high_watermark}, which lies behind it")
+            yield problem_of(frame, FindingKind.WATERMARK, f"it states {frame.high_watermark}, which lies behind it")
         elif frame.high_watermark < self.watermark:
             text = f"it states {frame.high_watermark}, a frame before it {self.watermark}"
-            yield problem_of(frame, Kind.WATERMARK, text)
+            yield problem_of(frame, FindingKind.WATERMARK, text)
         else:
             self.watermark = frame.high_watermark
         if frame.kind not in _OTHER_CLOCK:
@@ -88,7 +88,7 @@ class Line:
         self._before_ms, self.time_ms = int(times[-2]), int(times[-1])
         return True
 
-    def lost(self) -> None:
+    def forget(self) -> None:
         """Frames are unknown here: the next one may begin an epoch whose epoch frame is among them."""
         self.last_epoch = self.epoch = NO_EPOCH
         self._forget_times()
@@ -99,19 +99,19 @@ class Line:
     def _new_epoch(self, frame: Frame) -> Iterator[Problem]:
         self.last_epoch = frame.epoch
         if frame.epoch < self.epoch:
-            yield problem_of(frame, Kind.EPOCH, f"epoch {frame.epoch} after epoch {self.epoch}")
+            yield problem_of(frame, FindingKind.EPOCH, f"epoch {frame.epoch} after epoch {self.epoch}")
         elif frame.epoch > self.epoch:
             if self.epoch != NO_EPOCH:
                 if frame.kind != FrameKind.EPOCH:
                     yield problem_of(
-                        frame, Kind.EPOCH_FRAME, f"epoch {frame.epoch} does not begin with its epoch frame"
+                        frame, FindingKind.EPOCH_FRAME, f"epoch {frame.epoch} does not begin with its epoch frame"
                     )
                 self._forget_times()
             self.epoch = frame.epoch
 
     def _ahead(self, frame: Frame) -> Problem:
         ahead_s = (frame.timestamp_ms - self.until_ms) // 1000
-        return problem_of(frame, Kind.TIME, f"its time is more than {ahead_s} s ahead of the audit's clock")
+        return problem_of(frame, FindingKind.TIME, f"its time is more than {ahead_s} s ahead of the audit's clock")
 
     def _time(self, frame: Frame) -> Iterator[Problem]:
         now_ms = frame.timestamp_ms
@@ -123,12 +123,12 @@ class Line:
             return
         if self._timed is not None and self._before_ms and now_ms >= self._before_ms - BACK_MS_MAX:
             text = f"its time is {(self.time_ms - now_ms) // 1000} s ahead of the next frame's"
-            yield problem_of(self._timed, Kind.TIME, text)
+            yield problem_of(self._timed, FindingKind.TIME, text)
         elif self._timed is not None and self.begins and not self._before_ms and self.doubted is None:
             self.doubted = self._timed, frame
         else:
             yield problem_of(
-                frame, Kind.TIME, f"its time is {(self.time_ms - now_ms) // 1000} s before the last frame's"
+                frame, FindingKind.TIME, f"its time is {(self.time_ms - now_ms) // 1000} s before the last frame's"
             )
         self.time_ms, self._timed = now_ms, frame
 
@@ -136,7 +136,7 @@ class Line:
 NO_FRAME = "no frame stands here"
 
 
-class Borders:
+class PieceBorders:
     """Takes the `piece` facts of a copy in order.
 
     Args:
@@ -149,37 +149,37 @@ class Borders:
         self._until_ms, self._begins, self._before = until_ms, frozenset(begins), before
         self._end: int | None = None
         self._chain = 0
-        self._line = Line(until_ms)
+        self._frame_order = FrameOrder(until_ms)
 
     def enter(self, piece: int) -> None:
         """A piece begins."""
         if piece not in self._begins:
             return
-        self._line, self._end = Line(self._until_ms), None
+        self._frame_order, self._end = FrameOrder(self._until_ms), None
         if self._before is not None and piece == self._before.end:
-            for _ in self._line.check(self._before):
+            for _ in self._frame_order.check(self._before):
                 """Whoever read it has said so."""
             self._end, self._chain = piece, self._before.chain
 
     def judge(self, row: dict[str, Any]) -> Iterator[Problem]:
         """Take the frames of a piece; yield what is wrong where they begin, or where those before it end."""
-        first, line = decode_header(row["header"], 0, row["offset"], None), row["line"]
+        first, frame_order = decode_header(row["header"], 0, row["offset"], None), row["frame_order"]
         if row["offset"] == 0 and first.kind != FrameKind.EPOCH:
-            yield problem_of(first, Kind.EPOCH_FRAME, f"epoch {first.epoch} does not begin with its epoch frame")
+            yield problem_of(first, FindingKind.EPOCH_FRAME, f"epoch {first.epoch} does not begin with its epoch frame")
         if self._end is not None:
             yield from self._continues(row, first)
-        yield from self._line.check(first)
-        for frame in line.doubted or ():
+        yield from self._frame_order.check(first)
+        for frame in frame_order.doubted or ():
             if frame.offset != first.offset:
-                yield from (problem for problem in self._line.check(frame) if problem.what is Kind.TIME)
-        self._end, self._chain, self._line = row["end"], row["chain"], line.behind(self._line)
+                yield from (problem for problem in self._frame_order.check(frame) if problem.what is FindingKind.TIME)
+        self._end, self._chain, self._frame_order = row["end"], row["chain"], frame_order.behind(self._frame_order)
 
     def _continues(self, row: dict[str, Any], first: Frame) -> Iterator[Problem]:
         if row["offset"] != self._end:
             yield Problem(self._end or 0, row["offset"], NO_FRAME)
-            self._line.lost()
+            self._frame_order.forget()
             return
         try:
             decode_header(row["header"], 0, row["offset"], self._chain)
         except CorruptFrame as error:
-            yield problem_of(first, Kind.CHAIN, error.reason)
+            yield problem_of(first, FindingKind.CHAIN, error.reason)

@@ -11,12 +11,14 @@ import getpass
 import socket
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import NamedTuple
 
 from qmq.audit.copies import Description, open_copy
-from qmq.audit.findings import BOTH, Kind
+from qmq.audit.findings import BOTH, MASTER, UNVERIFIED, FindingKind
+from qmq.audit.frame_order import AHEAD_MS_MAX
+from qmq.audit.results import GroupAnswer, Result, digests_of, kept_from
 from qmq.audit.walk import HEADER_BYTES_MAX
 from qmq.errors import CorruptFrame
 from qmq.ledger import FINDINGS, NOT_READ, PROVEN, Entry, Known, Piece, pieces_due
@@ -39,7 +41,7 @@ Digests = Mapping[int, tuple[int, int]]
 class Broken(NamedTuple):
     """The log is not the one that was verified."""
 
-    what: Kind
+    what: FindingKind
     copies: tuple[str, ...]
     offset: int
     text: str
@@ -47,7 +49,7 @@ class Broken(NamedTuple):
 
 @dataclass(slots=True)
 class History:
-    """What is known of one broker group before it is read. Made by `look_back`.
+    """What is known of one broker group before it is read. Made by `find_verified`.
 
     From `begin` on everything is read; `again` is what of the old is.
     """
@@ -90,14 +92,14 @@ def _now(piece: Piece, digests: Digests) -> Piece | None:
     """Return what was read of a piece in this run; None if nothing was."""
     parts = [part for begin, part in digests.items() if piece.begin <= begin < piece.end]
     digest = 0
-    for _, one in parts:
-        digest ^= one
+    for _, part_digest in parts:
+        digest ^= part_digest
     if not parts:
         return None
     return piece._replace(bytes=sum(size for size, _ in parts), digest=f"{CHAINS}{digest:016x}")
 
 
-def look_back(
+def find_verified(
     known: Known, places: Mapping[str, dict[str, str]], logs: Mapping[str, Description], *, share: int = SHARE
 ) -> History:
     """Look for the point up to which the log was verified, in both copies. Raises CannotRead."""
@@ -109,7 +111,7 @@ def look_back(
         ends = " and ".join(str(logs[name].end) for name in logs)
         text = f"the logs end at {ends}; {_run(anchor)} verified them up to {anchor.verified}"
         end = min(log.end for log in logs.values())
-        return History(known, start, start=start, broken=Broken(Kind.REWOUND, (BOTH,), end, text))
+        return History(known, start, start=start, broken=Broken(FindingKind.REWOUND, (BOTH,), end, text))
     found = {
         name: _frame_at(places[name], anchor.frame)
         for name, log in logs.items()
@@ -120,7 +122,7 @@ def look_back(
     if wrong := [name for name, frame in whole.items() if (frame.end, f"{frame.chain:016x}") != last]:
         text = f"the frame at {anchor.frame} is not the one that {_run(anchor)} verified"
         of = (BOTH,) if len(wrong) == len(logs) else tuple(wrong)
-        return History(known, start, start=start, broken=Broken(Kind.REWRITTEN, of, anchor.frame, text))
+        return History(known, start, start=start, broken=Broken(FindingKind.REWRITTEN, of, anchor.frame, text))
     is_damaged = len(whole) < len(found)  # whoever reads everything names it
     if is_damaged or not known.since <= start <= anchor.frame:
         return History(known, start, start=start)
@@ -143,12 +145,12 @@ def _frame_at(place: dict[str, str], offset: int) -> Frame | None:
             return None
 
 
-def moment(at_ms: int) -> str:
+def run_name(at_ms: int) -> str:
     """Write a time as a run's name."""
     return datetime.fromtimestamp(at_ms / 1000, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def who() -> str:
+def runner_name() -> str:
     """Return who runs this, and where."""
     try:
         user = getpass.getuser()
@@ -158,3 +160,72 @@ def who() -> str:
 
 
 VERDICTS = {0: PROVEN, 1: FINDINGS, 2: NOT_READ}
+
+
+def verified(answer: GroupAnswer, result: Result, history: History, piece_bytes: int) -> Entry | None:
+    """Return what the next run may build on; None if there is something that one copy alone has wrong, or is not as it
+    was: what was verified before stays what is verified. So it does if a copy does not even reach that far."""
+    anchor, until = history.anchor, result.whole_until()
+    if any(row["copy"] != BOTH or row["what"] in UNVERIFIED for row in result.findings):
+        return None
+    if sum(result.found.values()) > len(result.findings):
+        return None  # what is not listed may be wrong on one copy alone
+    if any(begin in answer.differing and end <= until for begin, end in result.pieces(piece_bytes)):
+        return None  # each copy may have its own damage there
+    again = [piece for piece in history.read_again(digests_of(answer, result)) if piece.end <= until]
+    if until < result.begin:
+        return Entry("", 0, result.group, "", start=result.start, begin=result.begin, pieces=again)
+    ends = dict(anchor.ends) if anchor is not None and anchor.verified == result.begin else {}
+    for subject, end in answer.ends("due_end").items():
+        ends[subject] = max(end, ends.get(subject, 0))
+    read = digests_of(answer, result)
+    pieces = [
+        Piece(begin, end, read[begin][0], f"{CHAINS}{read[begin][1]:016x}")
+        for begin, end in result.pieces(piece_bytes)
+        if begin in read and result.begin <= begin and end <= until
+    ]
+    kept = kept_from(answer, result)
+    rows = [copies[MASTER] for at, copies in answer.pieces.items() if result.begin <= at < until]
+    last = next((row for row in rows if row.get("end") == until), None)
+    if last is not None:
+        chain, frame = f"{last['chain']:016x}", last["size"]
+    elif anchor is not None and anchor.verified == until:
+        chain, frame = anchor.chain, anchor.frame
+    else:
+        return None
+    return Entry(
+        "",
+        0,
+        result.group,
+        "",
+        start=result.start,
+        begin=result.begin,
+        verified=until,
+        kept=None if kept is None else max(kept, result.oldest()),
+        chain=chain,
+        frame=frame,
+        ends=ends,
+        pieces=sorted([*again, *pieces]),
+    )
+
+
+def ledger_entry(result: Result, entry: Entry | None) -> Entry:
+    """Return the ledger's line of this run."""
+    at_ms = result.until_ms - AHEAD_MS_MAX
+    kept = [{name: value for name, value in row.items() if value is not None} for row in result.findings]
+    entry = entry or Entry("", 0, result.group, "", start=result.start, begin=result.begin)
+    return replace(
+        entry,
+        run=run_name(at_ms),
+        at_ms=at_ms,
+        verdict=VERDICTS[result.status],
+        why=result.unreadable or "",
+        found=dict(result.found),
+        findings=kept[:FINDINGS_KEPT],
+        places=result.places,
+        by=runner_name(),
+        unverified=result.unverified,
+        read={name: read["bytes"] for name, read in result.read.items()},
+        conserved=result.conserved[:CONSERVED_KEPT],
+        delayed=result.delayed[:CONSERVED_KEPT],
+    )

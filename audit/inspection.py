@@ -22,7 +22,7 @@ from pyspark.storagelevel import StorageLevel
 from qmq.audit.comparison import COLUMNS, compare
 from qmq.audit.copies import CannotRead, Copy, Description, open_copy
 from qmq.audit.facts import LogRange
-from qmq.audit.findings import BOTH, COPIES, DERIVED, MASTER, SLAVE, Kind
+from qmq.audit.findings import BOTH, COPIES, DERIVED, MASTER, SLAVE, FindingKind
 from qmq.audit.walk import HEADER_BYTES_MAX, Walk, Window
 from qmq.codec import batch_ends, decode_envelope, labels_bytes
 from qmq.errors import QmqError
@@ -61,9 +61,9 @@ def differences(spark: SparkSession, pairs: Sequence[Pair]) -> list[list[Row]]:
     frames = rows.mapInArrow(partial(_frames, tuple(pairs), tasks), from_arrow_schema(_ROWS))
     frames = frames.persist(StorageLevel.MEMORY_AND_DISK)
     try:
-        for row in compare(frames, damaged).collect():
-            said = row.asDict()
-            found[said.pop("pair")].append(said)
+        for collected in compare(frames, damaged).collect():
+            row = collected.asDict()
+            found[row.pop("pair")].append(row)
     finally:
         frames.unpersist()
     return found
@@ -101,19 +101,21 @@ def _row(window: Window, frame: Frame) -> Row:
     }
 
 
-_OF_FRAMES = frozenset({Kind.DIFFERENT, Kind.MISSING, Kind.EXTRA, Kind.SHIFTED, Kind.HISTORY})
+_OF_FRAMES = frozenset(
+    {FindingKind.DIFFERENT, FindingKind.MISSING, FindingKind.EXTRA, FindingKind.SHIFTED, FindingKind.HISTORY}
+)
 """Their `sequence` is that of the frame's header, which says nothing where it is no frame of messages."""
 NAMED_MAX = 200
 """Findings for which both copies are read again."""
 COMPARED_BYTES_MAX = FRAME_BYTES_MAX + HEADER_BYTES_MAX
 """Of a range that is damaged, which may be a whole segment."""
 BLOCK_BYTES = 1 << 16
-_COMPARED = frozenset({Kind.DIFFERENT, Kind.DAMAGED, Kind.CHAIN, Kind.REORDERED})
-_BY_PLACE = frozenset({Kind.BATCH_TWICE, Kind.ID_TWICE})
+_COMPARED = frozenset({FindingKind.DIFFERENT, FindingKind.DAMAGED, FindingKind.CHAIN, FindingKind.REORDERED})
+_BY_PLACE = frozenset({FindingKind.BATCH_TWICE, FindingKind.ID_TWICE})
 """Their `sequence` is the place of the message in its frame, until it is read here."""
 
 
-def name_findings(
+def describe_findings(
     group: str, places: Mapping[str, dict[str, str]], logs: Mapping[str, Description], findings: list[Row]
 ) -> None:
     """Sort the findings, and add what only the logs can tell: host, segment, epoch, byte, subject, sequence, id."""
@@ -129,7 +131,7 @@ def name_findings(
         of_frames = [row for row in findings if row["offset"] is not None and row["what"] not in DERIVED]
         for row in of_frames[:NAMED_MAX]:
             other = SLAVE if row["copy"] in (MASTER, BOTH) else row["copy"]
-            _Naming({MASTER: copies[MASTER], SLAVE: copies[other]}, row).name()
+            _FindingPlace({MASTER: copies[MASTER], SLAVE: copies[other]}, row).name()
 
 
 def _segment(log: Description | None, offset: int | None) -> int | None:
@@ -138,7 +140,7 @@ def _segment(log: Description | None, offset: int | None) -> int | None:
     return log.segments[at - 1]
 
 
-class _Naming:
+class _FindingPlace:
     """Names one finding, by the master's copy and the slave's that it is about."""
 
     def __init__(self, copies: Mapping[str, Copy], row: Row) -> None:
@@ -151,10 +153,10 @@ class _Naming:
             row["byte"] = self._first_difference()
             if row["byte"] is not None:
                 row["text"] += f"; the copies first differ at byte {row['byte']}"
-            elif row["what"] == Kind.DAMAGED and self._is_repaired():
-                row["what"] = Kind.REPAIRED
+            elif row["what"] == FindingKind.DAMAGED and self._is_repaired():
+                row["what"] = FindingKind.REPAIRED
                 row["text"] += "; the broker has taken it from the other copy since"
-        if row["what"] == Kind.UNSENT:
+        if row["what"] == FindingKind.UNSENT:
             row["byte"] = row["sequence"]  # a delayed message is known by where it lies
         window = self._whole_window()
         if window is None:
@@ -180,7 +182,7 @@ class _Naming:
         )
 
     def _whole_window(self) -> Window | None:
-        own = {Kind.MISSING: MASTER, Kind.EXTRA: SLAVE}.get(self._row["what"], self._row["copy"])
+        own = {FindingKind.MISSING: MASTER, FindingKind.EXTRA: SLAVE}.get(self._row["what"], self._row["copy"])
         for name in (MASTER, SLAVE) if own in (MASTER, BOTH) else (SLAVE, MASTER):
             window = self._windows[name]
             if window is not None and window.frames and not window.damaged:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
+from pyspark.storagelevel import StorageLevel
 
 from qmq.audit.comparison import finding
+from qmq.audit.copies import CannotRead
 from qmq.audit.data_source import read_copy
-from qmq.audit.findings import Kind
+from qmq.audit.findings import JOURNAL, FindingKind
+from qmq.audit.results import Group, Result, merge_copies
 
 HASH_DIGITS = 16
 """As producers write it (qmq.client.journal): the beginning of the SHA-256."""
@@ -48,11 +52,11 @@ def not_behind(
     in: findings; `ends`: by copy and subject, the sequence behind its last message when the copies were looked at.
     """
     rows = list(found)
-    lacking = Counter((row["subject"], row["sequence"], row["id"]) for row in rows if row["what"] == Kind.LOST)
+    lacking = Counter((row["subject"], row["sequence"], row["id"]) for row in rows if row["what"] == FindingKind.LOST)
     return [
         row
         for row in rows
-        if row["what"] != Kind.LOST
+        if row["what"] != FindingKind.LOST
         or row["sequence"] < ends[row["copy"]].get(row["subject"], 0)
         or len(ends) - lacking[row["subject"], row["sequence"], row["id"]] < min_copies
     ]
@@ -81,8 +85,48 @@ def broken_promises(due: DataFrame, messages: DataFrame, *, few: int) -> DataFra
     met = messages.join(F.broadcast(wanted) if few <= BROADCAST_MAX else wanted, _KEY, "left_semi")
     held = due.join(met.withColumn("is_there", F.lit(True)), _KEY, "left")
     columns = {name: F.col(name) for name in ("copy", "subject", "sequence", "id")}
-    absent = held.where("is_there is null").select(*finding(Kind.LOST, "acknowledged, and not in this copy", **columns))
+    absent = held.where("is_there is null").select(
+        *finding(FindingKind.LOST, "acknowledged, and not in this copy", **columns)
+    )
     other = held.where("is_there and hash != now").select(
-        *finding(Kind.ALTERED, "acknowledged, and stored with another content", **columns)
+        *finding(FindingKind.ALTERED, "acknowledged, and stored with another content", **columns)
     )
     return absent.unionByName(other)
+
+
+def check_journal(
+    spark: SparkSession,
+    group: Group,
+    firsts: dict[str, dict[str, int]],
+    ends: dict[str, dict[str, int]],
+    result: Result,
+    journal: Path,
+    *,
+    are_all: bool,
+) -> None:
+    """Look for every acknowledged message of the journal in both copies, to the very end of each. `firsts`, `are_all`:
+    of `due_messages`."""
+    if not journal.exists():
+        raise CannotRead(f"journal {journal}: there is no such file, nor a folder of them")
+    acked = spark.read.schema(JOURNAL).json(str(journal), recursiveFileLookup=True)
+    acked = acked.where(F.col("group").isNull() | (F.col("group") == group.name))
+    acked = acked.select("subject", "sequence", "id", "hash").persist(StorageLevel.MEMORY_AND_DISK)
+    ((lines, broken, hashed),) = acked.agg(
+        F.count("*"), F.count_if(F.expr("subject is null or sequence is null or id is null")), F.count("hash")
+    ).collect()
+    if broken > torn_max(journal):
+        raise CannotRead(f"journal {journal}: {broken} lines lack subject, sequence or id")
+    result.journal = lines - broken
+    acked = acked.where("subject is not null and sequence is not null and id is not null")
+    due = due_messages(acked, firsts, result.start, are_all=are_all)
+    sides = [
+        stored(spark, place, with_hash=hashed > 0).withColumn("copy", F.lit(name))
+        for name, place in group.places.items()
+    ]
+    messages = reduce(DataFrame.unionByName, sides)
+    found = [row.asDict() for row in broken_promises(due, messages, few=lines).collect()]
+    found = not_behind(found, ends, min_copies=group.min_copies)
+    result.take(merge_copies(((row["copy"], row) for row in found), tuple(group.places)))
+    if older := acked.join(due, ["subject", "sequence", "id"], "left_anti").count():
+        result.notes.append(f"{older} of the journal's messages may be older than what the copies keep: not looked for")
+    acked.unpersist()

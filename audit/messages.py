@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from qmq.audit.dead_letters import Letter, letter_of
-from qmq.audit.findings import Kind
+from qmq.audit.dead_letters import DeadLetter, dead_letter_of
+from qmq.audit.findings import FindingKind
 from qmq.audit.walk import Problem, Window
 from qmq.codec import (
     FLAG_TAGS,
@@ -97,11 +97,11 @@ class Messages:
             frame = self._frames[self._of[at]]
             subject = self._text(self.fields.subject_at, self.fields.subject_bytes, at)
             if frame.offset not in copies and subject not in subjects_of(frame.subject):
-                yield self._problem(at, Kind.FOREIGN, f"a message of {subject} in a frame of {frame.subject}")
+                yield self._problem(at, FindingKind.FOREIGN, f"a message of {subject} in a frame of {frame.subject}")
         for number in dead:
             if self._frames[number].offset not in copies:
                 text = "it is called a dead letter, and is no broker's copy of a message"
-                yield self._problem(int(self._first[number]), Kind.DEAD_UNFOUNDED, text)
+                yield self._problem(int(self._first[number]), FindingKind.DEAD_UNFOUNDED, text)
         yield from self._wrong_labels()
 
     def stored(self) -> tuple[bytes, bytes]:
@@ -142,11 +142,11 @@ class Messages:
         for name, places in order.items():
             yield name, self._frames[self._of[rows[places[0]]]].offset, found[places].tobytes()
 
-    def letters(self) -> Iterator[Letter]:
+    def letters(self) -> Iterator[DeadLetter]:
         """Yield the dead letters that brokers made, one in each of their frames."""
         for number, frame in enumerate(self._frames):
             if (frame.flags & FLAG_DEAD or frame.subject.startswith(DEAD_LETTER)) and frame.count == 1:
-                if (letter := letter_of(frame, self._message(int(self._first[number])))) is not None:
+                if (letter := dead_letter_of(frame, self._message(int(self._first[number])))) is not None:
                     yield letter
 
     # Reading fields.
@@ -225,9 +225,9 @@ class Messages:
         try:
             text.tobytes().decode()
         except UnicodeDecodeError:
-            yield from (at for at in rows.tolist() if why_not(self._message(at)) is not None)
+            yield from (at for at in rows.tolist() if decode_error(self._message(at)) is not None)
 
-    # Judging.
+    # Judge.
 
     def _same_subject(self) -> npt.NDArray[np.bool_]:
         """Return which messages have their frame's subject, byte for byte."""
@@ -252,10 +252,12 @@ class Messages:
             first = int(self._first[number])
             keyed = next((at for at, label in enumerate(labels, first) if label >> 32), None)
             if keyed is not None and not frame.flags & FLAG_ORDERED:
-                yield self._problem(keyed, Kind.LABELS, "it has an order key, and its frame is not flagged as ordered")
+                yield self._problem(
+                    keyed, FindingKind.LABELS, "it has an order key, and its frame is not flagged as ordered"
+                )
             elif keyed is None and frame.flags & FLAG_ORDERED:
                 text = "its frame is flagged as ordered, and none of its messages has an order key"
-                yield self._problem(first, Kind.LABELS, text)
+                yield self._problem(first, FindingKind.LABELS, text)
             for at, label in enumerate(labels, first):
                 if not fields.whole[at]:
                     continue
@@ -263,7 +265,7 @@ class Messages:
                 key = None if fields.key_bytes[at] < 0 else self._text(fields.key_at, fields.key_bytes, at)
                 if label != (due := _label(tags, key)):
                     text = f"its label is {label:#x}, that of its tags and order key {due:#x}"
-                    yield self._problem(at, Kind.LABELS, text)
+                    yield self._problem(at, FindingKind.LABELS, text)
 
     def _hash(self, begins: Ints, sizes: Ints, rows: Ints) -> Words:
         """Return a hash of each text, all of them in a few operations."""
@@ -286,12 +288,12 @@ class Messages:
 
     def _undecodable(self, at: int) -> Problem:
         frame = self._frames[self._of[at]]
-        reason = why_not(self._message(at)) or "it is no message"
+        reason = decode_error(self._message(at)) or "it is no message"
         sequence = frame.first_sequence + at - int(self._first[self._of[at]])
-        identity = id_if_any(self._message(at))
-        return Problem(frame.offset, frame.end, reason, frame.subject, sequence, Kind.UNDECODABLE, identity)
+        identity = id_or_none(self._message(at))
+        return Problem(frame.offset, frame.end, reason, frame.subject, sequence, FindingKind.UNDECODABLE, identity)
 
-    def _problem(self, at: int, what: Kind, reason: str) -> Problem:
+    def _problem(self, at: int, what: FindingKind, reason: str) -> Problem:
         frame = self._frames[self._of[at]]
         sequence = frame.first_sequence + at - int(self._first[self._of[at]])
         identity = self._text(self.fields.id_at, self.fields.id_bytes, at)
@@ -340,7 +342,7 @@ def _label(tags: bytes, key: str | None) -> int:
     return label_of(words, key)
 
 
-def why_not(message: bytes) -> str | None:
+def decode_error(message: bytes) -> str | None:
     """Return why a consumer cannot decode a message; None if it can."""
     try:
         decode_properties(message, decode_envelope(message).body_begin)
@@ -349,7 +351,7 @@ def why_not(message: bytes) -> str | None:
     return None
 
 
-def id_if_any(message: bytes) -> str | None:
+def id_or_none(message: bytes) -> str | None:
     try:
         return decode_envelope(message).id
     except QmqError:

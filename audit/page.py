@@ -16,7 +16,7 @@ from typing import Any
 
 from qmq.audit.conservation import STATES
 from qmq.audit.delays import DELAY_STATES
-from qmq.audit.findings import Kind
+from qmq.audit.findings import FindingKind
 from qmq.ledger import FINDINGS, NOT_READ, PROVEN, Entry, known_from
 
 NIGHTS = 30
@@ -53,7 +53,9 @@ def page(groups: dict[str, list[Entry]], now_ms: int, why: str = "") -> str:
     """Write the page. `groups`: the ledger's entries of each broker group, oldest first; none is left out. `why` the
     ledger does not have the last word, if it has not."""
     last = [entries[-1] for entries in groups.values() if entries]
-    worst = next((text for text in (NOT_READ, FINDINGS, PROVEN) if any(one.verdict == text for one in last)), NOT_READ)
+    worst = next(
+        (text for text in (NOT_READ, FINDINGS, PROVEN) if any(entry.verdict == text for entry in last)), NOT_READ
+    )
     worst = NOT_READ if why else worst
     parts = [
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>qmq audit</title>',
@@ -74,7 +76,9 @@ def page_json(groups: dict[str, list[Entry]], now_ms: int, why: str = "") -> dic
     shown = {}
     for name, entries in sorted(groups.items()):
         anchor = known_from(entries).anchor
-        runs = [{key: value for key, value in asdict(one).items() if key not in _FOR_RUNS} for one in entries[-NIGHTS:]]
+        runs = [
+            {key: value for key, value in asdict(entry).items() if key not in _FOR_RUNS} for entry in entries[-NIGHTS:]
+        ]
         shown[name] = {
             "verified": anchor.verified if anchor else 0,
             "verifiedMs": anchor.at_ms if anchor else None,
@@ -88,7 +92,7 @@ _FOR_RUNS = frozenset({"pieces", "ends", "chain", "frame"})
 
 def _summary(last: Sequence[Entry]) -> str:
     """Write how many findings of which kind there are, those first of which there are most."""
-    found = sum((Counter(one.found) for one in last), Counter[str]()).most_common()
+    found = sum((Counter(entry.found) for entry in last), Counter[str]()).most_common()
     kinds = ", ".join(f"{number:,} {escape(kind)}" for kind, number in found)
     return f"findings: {kinds}" if kinds else "no findings"
 
@@ -173,19 +177,19 @@ def _boxes(parts: Iterable[tuple[float, float, str]], width: int, title: str) ->
 
 def _nights(groups: dict[str, list[Entry]]) -> Iterable[str]:
     yield f"<h2>The last {NIGHTS} runs</h2>"
-    yield _key((COLOURS[one], one) for one in (PROVEN, FINDINGS, NOT_READ))
+    yield _key((COLOURS[verdict], verdict) for verdict in (PROVEN, FINDINGS, NOT_READ))
     yield "<table><tr><th>broker group<th>oldest to newest; height: bytes read"
     yield '<th class="n">last read'
     for name, entries in sorted(groups.items()):
         nights = entries[-NIGHTS:]
-        most = max((sum(one.read.values()) for one in nights), default=0) or 1
+        most = max((sum(entry.read.values()) for entry in nights), default=0) or 1
         boxes = []
-        for place, one in enumerate(nights, NIGHTS - len(nights)):
-            high = 6 + 30 * sum(one.read.values()) / most
-            said = f"{one.run}: {one.verdict}, {_size(sum(one.read.values()))} read. {_found(one)}"
+        for place, entry in enumerate(nights, NIGHTS - len(nights)):
+            high = 6 + 30 * sum(entry.read.values()) / most
+            title = f"{entry.run}: {entry.verdict}, {_size(sum(entry.read.values()))} read. {_found(entry)}"
             boxes.append(
                 f'<rect x="{place * 20}" y="{38 - high:.1f}" width="16" height="{high:.1f}" rx="2" '
-                f'fill="{COLOURS[one.verdict]}"><title>{escape(said)}</title></rect>'
+                f'fill="{COLOURS[entry.verdict]}"><title>{escape(title)}</title></rect>'
             )
         empty = "".join(
             f'<rect x="{place * 20}" y="36" width="16" height="2" fill="{COLOURS[""]}"/>'
@@ -203,7 +207,7 @@ def _found(entry: Entry) -> str:
 
 def _conserved(last: Sequence[Entry]) -> Iterable[str]:
     yield "<h2>What became of each message</h2>"
-    yield _key(((STATE_COLOURS[one], STATE_NAMES[one]) for one in STATES), "stored =")
+    yield _key(((STATE_COLOURS[state], STATE_NAMES[state]) for state in STATES), "stored =")
     # A run of an earlier version knew fewer states.
     rows = [(entry.group, dict.fromkeys(STATES, 0) | row) for entry in last for row in entry.conserved]
     if not rows:
@@ -222,7 +226,7 @@ def _delayed(last: Sequence[Entry]) -> Iterable[str]:
     if not rows:
         return
     yield "<h2>What became of each delayed message</h2>"
-    yield _key(((DELAY_COLOURS[one], DELAY_NAMES[one]) for one in DELAY_STATES), "taken =")
+    yield _key(((DELAY_COLOURS[state], DELAY_NAMES[state]) for state in DELAY_STATES), "taken =")
     yield '<table><tr><th>delay group<th>subject<th class="n">late<th class="n">taken<th>became'
     for group, row in rows:
         late = f'<td class="n">{row["late"]:,}'
@@ -282,21 +286,32 @@ def _finding(entry: Entry, row: dict[str, Any]) -> str:
     )
 
 
-_REPAIRED_BY_READING = frozenset({Kind.DAMAGED, Kind.CHAIN})
-_MOVE_ASIDE = frozenset({Kind.REWOUND, Kind.REWRITTEN})
-_PROMISED = frozenset({Kind.LOST, Kind.ALTERED})
-_DEAD_LETTERS = frozenset({Kind.DEAD_ALTERED, Kind.DEAD_UNFOUNDED, Kind.DEAD_TWICE, Kind.DEAD_MISSING})
-_SEED = frozenset({Kind.MISSING, Kind.EXTRA, Kind.DIFFERENT, Kind.REORDERED, Kind.SHIFTED, Kind.HISTORY})
+_REPAIRED_BY_READING = frozenset({FindingKind.DAMAGED, FindingKind.CHAIN})
+_MOVE_ASIDE = frozenset({FindingKind.REWOUND, FindingKind.REWRITTEN})
+_PROMISED = frozenset({FindingKind.LOST, FindingKind.ALTERED})
+_DEAD_LETTERS = frozenset(
+    {FindingKind.DEAD_ALTERED, FindingKind.DEAD_UNFOUNDED, FindingKind.DEAD_TWICE, FindingKind.DEAD_MISSING}
+)
+_SEED = frozenset(
+    {
+        FindingKind.MISSING,
+        FindingKind.EXTRA,
+        FindingKind.DIFFERENT,
+        FindingKind.REORDERED,
+        FindingKind.SHIFTED,
+        FindingKind.HISTORY,
+    }
+)
 
 
 def what_to_do(row: dict[str, Any]) -> str:
     """Say what an operator does about a finding."""
     what = row["what"]
-    if what == Kind.REPAIRED:
+    if what == FindingKind.REPAIRED:
         return "Done: the broker took the range from the other copy. Look at that disk."
     if what in _MOVE_ASIDE:
         return "If it was restored on purpose, move the group's file of the ledger aside. If not, look for who did it."
-    if what == Kind.UNSENT:
+    if what == FindingKind.UNSENT:
         return "Its delay group has no master, or what is due has nowhere to go."
     if what in _PROMISED:
         return "Ask its producer for it, and stop what removes segments, until you have found when the message went:"
@@ -314,7 +329,7 @@ def what_to_do(row: dict[str, Any]) -> str:
 def _command(row: dict[str, Any]) -> str:
     if row["what"] in _SEED and row.get("copy") != "both" and row.get("group"):
         return f"<code>qmq ListBrokers --brokerGroup={escape(row['group'])}</code>"
-    if row["what"] == Kind.UNSENT:
+    if row["what"] == FindingKind.UNSENT:
         return f"<code>qmq DelayStats --brokerGroup={escape(str(row.get('group') or ''))}</code>"
     if row["what"] in _PROMISED | _DEAD_LETTERS and row.get("id"):
         return f"<code>qmq Trail --id={escape(quote(row['id']))}</code>"

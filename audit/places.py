@@ -26,25 +26,25 @@ def check_places(group: str, places: Mapping[str, dict[str, str]]) -> None:
     """
     if missing := [copy for copy in COPIES if copy not in places]:
         raise CannotRead(f"broker group {group} has no {' and no '.join(missing)}")
-    for one, other in combinations(places, 2):
-        _check_two(group, (one, other), places[one], places[other])
+    for first, second in combinations(places, 2):
+        _check_two(group, (first, second), places[first], places[second])
 
 
-def _check_two(group: str, names: tuple[str, str], one: Mapping[str, str], other: Mapping[str, str]) -> None:
+def _check_two(group: str, names: tuple[str, str], first: Mapping[str, str], second: Mapping[str, str]) -> None:
     both = " and ".join(names)
-    if is_same_place(one, other):
+    if is_same_place(first, second):
         raise CannotRead(f"{both} of {group} are the same place: one copy proves nothing")
-    with closing(open_copy(one)) as ours, closing(open_copy(other)) as theirs:
+    with closing(open_copy(first)) as ours, closing(open_copy(second)) as theirs:
         if isinstance(ours, PathCopy) and isinstance(theirs, PathCopy):
             for base, *_ in {*ours.files()} & {*theirs.files()}:
                 raise CannotRead(f"{both} of {group} share the file of the segment at {base}")
-        first, second = ours.owner(), theirs.owner()
-    for name, owner in zip(names, (first, second)):
+        our_owner, their_owner = ours.owner(), theirs.owner()
+    for name, owner in zip(names, (our_owner, their_owner)):
         if owner.group and owner.group != group:
             raise CannotRead(f"the {name}'s place is a broker of {owner.group}, not of {group}")
-    if first.incarnation and first.incarnation == second.incarnation:
-        raise CannotRead(f"{both} of {group} are one broker, {first.incarnation}, under two names")
-    if first.role in MASTERS and second.role in MASTERS:
+    if our_owner.incarnation and our_owner.incarnation == their_owner.incarnation:
+        raise CannotRead(f"{both} of {group} are one broker, {our_owner.incarnation}, under two names")
+    if our_owner.role in MASTERS and their_owner.role in MASTERS:
         raise CannotRead(f"both places of {group} say that they are its master; look at the group, then audit it again")
 
 
@@ -75,12 +75,12 @@ def places_now(places: Mapping[str, dict[str, str]]) -> dict[str, dict[str, str]
 CALL_TIMEOUT_S = 10.0
 
 
-class Standing(NamedTuple):
+class GroupStatus(NamedTuple):
     """A broker group: how many copies acknowledge; why it takes no messages, a sentence each, empty if it does; whether
     it is one of delay servers."""
 
     min_copies: int = COPIES_MIN
-    why: tuple[str, ...] = ()
+    reasons: tuple[str, ...] = ()
     is_delay: bool = False
 
 
@@ -106,15 +106,15 @@ def find_places(metaserver: str, token: str) -> dict[str, dict[str, dict[str, st
     }
 
 
-def find_standing(metaserver: str, token: str) -> dict[str, Standing]:
+def find_group_status(metaserver: str, token: str) -> dict[str, GroupStatus]:
     """Return by broker group what the metaserver says of it. Raises CannotRead: it gives no answer."""
-    return {str(row["groupName"]): _standing(row) for row in _list_groups(metaserver, token)}
+    return {str(row["groupName"]): _group_status(row) for row in _list_groups(metaserver, token)}
 
 
-def _standing(row: Mapping[str, Any]) -> Standing:
+def _group_status(row: Mapping[str, Any]) -> GroupStatus:
     closed = row.get("writable") is False
-    why = tuple(row.get("why") or ("unknown",)) if closed else ()
-    return Standing(int(row.get("minCopies", COPIES_MIN)), why, row.get("kind") == "DELAY")
+    reasons = tuple(row.get("why") or ("unknown",)) if closed else ()
+    return GroupStatus(int(row.get("minCopies", COPIES_MIN)), reasons, row.get("kind") == "DELAY")
 
 
 def _list_brokers(metaserver: str, token: str) -> list[dict[str, Any]]:

@@ -1,11 +1,11 @@
-"""Shell. One Spark plan for all broker groups: each piece is read once, what the pieces say is sorted, and judged.
+"""Shell. One Spark plan for all broker groups: each piece is read once, its facts are sorted, and judged.
 
-    facts    job: number of the broker group, key: which judge takes it, piece: where it begins, copy: its name, or
-             empty: all of them, said: a pickled object
-    judged   the same job, and copy; kind and said: of an `audit.findings.Said`, as JSON; listed: if the driver needs it
+    facts    job: number of the broker group, key: names the judge, piece: offset where it begins, copy: its name, or
+             empty for all copies, payload: a pickled object
+    judged   the same job and copy; kind and payload: an `audit.findings.JudgeRow` as JSON; listed: for the driver
 
-Message bytes stay where they are read; what is shuffled is a few rows per piece and subject, a hash per message, and
-the pulls and acks. Nothing of it is joined or compiled by Spark: one sort, and two functions of ours around it.
+Message bytes stay where they are read. Spark shuffles a few rows per piece and subject, a hash per message, and the
+pulls and acks. It joins and compiles nothing: the plan is one sort with two functions of ours around it.
 """
 
 from __future__ import annotations
@@ -24,18 +24,16 @@ from pyspark.sql import DataFrame, SparkSession
 
 from qmq.audit.consumption import CONSERVED
 from qmq.audit.copies import CannotRead, Copy, open_copy
-from qmq.audit.dead_letters import OfLetters, check_letters
-from qmq.audit.delays import OfDelays, spread_delayed
-from qmq.audit.derived import OfDerived, check_segment
+from qmq.audit.dead_letters import DeadLetterJudge, check_dead_letters
+from qmq.audit.delays import DelayJudge, spread_delayed
+from qmq.audit.derived import DerivedFilesJudge, check_segment
 from qmq.audit.facts import ALL, PieceFacts, Reading
-from qmq.audit.findings import FINDING, HOUR, MORE, UNREAD, Judging, Said
-from qmq.audit.rules import Apart, OfGroup, OfStored, OfSubject, spread_stored
+from qmq.audit.findings import FINDING, FINDINGS_MAX, HOUR, MORE, UNREAD, Judge, JudgeRow
+from qmq.audit.rules import DuplicateJudge, JudgePerCopy, LogJudge, SubjectJudge, spread_stored
 from qmq.log.frame import Frame
 
 HOURS_MAX = 20_000
 """Counts per subject and hour that are listed: of 100,000 subjects, a week has 17 million for each copy."""
-FINDINGS_MAX = 1000
-"""Findings of one kind that are named one by one; all are counted."""
 BUCKET_BYTES = 2 << 30
 """Of so much log, one task compares the ids: of messages of 1 KiB it holds 40 MB, of the smallest ones 300."""
 ROWS_MAX = 10_000
@@ -44,13 +42,19 @@ GROUP, PROBLEM, DERIVED, LETTERS = "group", "unread", "derived", "letters"
 SUBJECT, STORED, DELAYED = "subject:", "stored:", "delayed:"
 """Keys, or what they begin with."""
 
-_FACTS = "job int, key string, piece long, copy string, said binary"
+_FACTS = "job int, key string, piece long, copy string, payload binary"
 _FACT_ROWS = pa.schema(
-    [("job", pa.int32()), ("key", pa.string()), ("piece", pa.int64()), ("copy", pa.string()), ("said", pa.binary())]
+    [("job", pa.int32()), ("key", pa.string()), ("piece", pa.int64()), ("copy", pa.string()), ("payload", pa.binary())]
 )
-_JUDGED = "job int, copy string, kind string, said string, listed boolean"
+_JUDGED = "job int, copy string, kind string, payload string, listed boolean"
 _JUDGED_ROWS = pa.schema(
-    [("job", pa.int32()), ("copy", pa.string()), ("kind", pa.string()), ("said", pa.string()), ("listed", pa.bool_())]
+    [
+        ("job", pa.int32()),
+        ("copy", pa.string()),
+        ("kind", pa.string()),
+        ("payload", pa.string()),
+        ("listed", pa.bool_()),
+    ]
 )
 
 Row = dict[str, Any]
@@ -118,7 +122,7 @@ def _read(jobs: Sequence[Job], tasks: list[list[Task]], batches: Iterable[Any]) 
         for number in batch.column(0).to_pylist():
             for job, begin, end in tasks[number]:
                 rows = _rows_of(jobs[job], begin, end)
-                packed = ((job, key, begin, copy, pickle.dumps(said, 5)) for key, copy, said in rows)
+                packed = ((job, key, begin, copy, pickle.dumps(payload, 5)) for key, copy, payload in rows)
                 columns = list(zip(*packed)) or [()] * len(_FACT_ROWS)
                 arrays = [pa.array(column, field.type) for column, field in zip(columns, _FACT_ROWS)]
                 yield pa.RecordBatch.from_arrays(arrays, schema=_FACT_ROWS)
@@ -143,26 +147,26 @@ def _facts_of(job: Job, begin: int, end: int) -> Iterator[tuple[str, str, Any]]:
         copies = {name: stack.enter_context(closing(open_copy(place, limit=end))) for name, place in job.places.items()}
         found = job.reading.read(copies, begin, end)
         if begin >= job.reading.begin:
-            yield from _letters_of(job, copies, found)
+            yield from _dead_letters_of(job, copies, found)
     for bucket, stored in spread_stored(next(iter(found.values())), job.buckets):
         yield f"{STORED}{bucket}", ALL, stored
     for copy, facts in found.items():
         yield GROUP, copy, replace(facts, apart=copy != ALL, subjects={}, delayed=[], stored=[])
         if begin >= job.reading.begin:
-            for subject, said in facts.subjects.items():
-                yield f"{SUBJECT}{subject}", copy, said
+            for subject, facts_of_subject in facts.subjects.items():
+                yield f"{SUBJECT}{subject}", copy, facts_of_subject
             for bucket, delayed in spread_delayed(facts.delayed, job.buckets):
                 yield f"{DELAYED}{bucket}", copy, delayed
 
 
-def _letters_of(
+def _dead_letters_of(
     job: Job, copies: Mapping[str, Copy], found: Mapping[str, PieceFacts]
 ) -> Iterator[tuple[str, str, Any]]:
     """Yield what is wrong with the dead letters of one piece, as `_facts_of`: on each copy that has them."""
     for copy, facts in found.items():
         if letters := facts.letters():
             for name in copies if copy == ALL else (copy,):
-                for wrong in check_letters(copies[name], job.bases[name], letters):
+                for wrong in check_dead_letters(copies[name], job.bases[name], letters):
                     yield LETTERS, name, wrong
 
 
@@ -174,44 +178,44 @@ def _derived_of(job: Job, base: int) -> Iterator[tuple[str, str, Any]]:
             yield DERIVED, name, wrong
 
 
-class _Unread:
+class _UnreadJudge:
     """Passes on why a piece was not read."""
 
-    def take(self, piece: int, said: str, /) -> Iterator[Said]:
-        yield Said(UNREAD, {"text": said})
+    def take(self, piece: int, reason: str, /) -> Iterator[JudgeRow]:
+        yield JudgeRow(UNREAD, {"text": reason})
 
-    def finish(self) -> Iterable[Said]:
+    def finish(self) -> Iterable[JudgeRow]:
         return ()
 
 
-def _judge_of(job: Job, key: str) -> Judging:
+def _judge_of(job: Job, key: str) -> Judge:
     if key == GROUP:
-        return OfGroup(job.reading.until_ms, job.begins, job.reading.begin, before=job.before, kept=job.kept)
+        return LogJudge(job.reading.until_ms, job.begins, job.reading.begin, before=job.before, kept=job.kept)
     if key == PROBLEM:
-        return _Unread()
+        return _UnreadJudge()
     if key == DERIVED:
-        return OfDerived()
+        return DerivedFilesJudge()
     if key == LETTERS:
-        return OfLetters()
+        return DeadLetterJudge()
     if key.startswith(STORED):
-        return OfStored()
+        return DuplicateJudge()
     if key.startswith(DELAYED):
-        return OfDelays()
+        return DelayJudge()
     subject = key.removeprefix(SUBJECT)
     known = None if job.ends is None else job.ends.get(subject, 0)
-    return OfSubject(subject, job.reading.begin, known, job.watermark)
+    return SubjectJudge(subject, job.reading.begin, known, job.watermark)
 
 
 def _judge(jobs: Sequence[Job], batches: Iterable[Any]) -> Iterator[Any]:
     listing = _Listing()
-    judge: _OneJudge | None = None
+    judge: _KeyJudge | None = None
     for batch in batches:
         numbers, keys, pieces, copies = (batch.column(column).to_pylist() for column in range(4))
         for place, here in enumerate(zip(numbers, keys)):
             if judge is None or here != judge.at:
                 if judge is not None:
                     judge.finish()
-                judge = _OneJudge(here, jobs[here[0]], listing)
+                judge = _KeyJudge(here, jobs[here[0]], listing)
             judge.take(copies[place], pieces[place], batch.column(4)[place].as_py())
             if len(listing.rows) >= ROWS_MAX:
                 yield listing.batch()
@@ -221,12 +225,12 @@ def _judge(jobs: Sequence[Job], batches: Iterable[Any]) -> Iterator[Any]:
     yield listing.batch()
 
 
-class _OneJudge:
+class _KeyJudge:
     """Judges one key of a broker group. If that fails, nothing is proven of this group, and of the others it is."""
 
     def __init__(self, at: tuple[int, str], job: Job, listing: _Listing) -> None:
         self.at, self._listing = at, listing
-        self._judge: Apart | None = Apart(tuple(job.places), partial(_judge_of, job, at[1]))
+        self._judge: JudgePerCopy | None = JudgePerCopy(tuple(job.places), partial(_judge_of, job, at[1]))
 
     def take(self, copy: str, piece: int, packed: bytes) -> None:
         self._add(lambda judge: judge.take(copy, piece, pickle.loads(packed)))
@@ -234,7 +238,7 @@ class _OneJudge:
     def finish(self) -> None:
         self._add(lambda judge: judge.finish())
 
-    def _add(self, step: Callable[[Apart], Iterable[tuple[str, Said]]]) -> None:
+    def _add(self, step: Callable[[JudgePerCopy], Iterable[tuple[str, JudgeRow]]]) -> None:
         if self._judge is None:
             return
         number, key = self.at
@@ -242,7 +246,7 @@ class _OneJudge:
             self._listing.add(number, step(self._judge))
         except Exception as error:
             self._judge = None
-            self._listing.add(number, [(ALL, Said(UNREAD, {"text": _why(error, f"judged ({key})")}))])
+            self._listing.add(number, [(ALL, JudgeRow(UNREAD, {"text": _why(error, f"judged ({key})")}))])
 
 
 class _Listing:
@@ -253,8 +257,8 @@ class _Listing:
         self._listed: Counter[tuple[int, str]] = Counter()
         self._more: defaultdict[tuple[int, str], Counter[str]] = defaultdict(Counter)
 
-    def add(self, job: int, said: Iterable[tuple[str, Said]]) -> None:
-        for copy, (kind, row) in said:
+    def add(self, job: int, rows: Iterable[tuple[str, JudgeRow]]) -> None:
+        for copy, (kind, row) in rows:
             is_listed = kind != CONSERVED
             if kind == HOUR:
                 self._listed[job, kind] += 1

@@ -7,7 +7,7 @@ from typing import Any
 
 from qmq.audit.conservation import STATES
 from qmq.audit.delays import DELAY_STATES
-from qmq.audit.group import Result
+from qmq.audit.results import Result
 
 NAMED_MAX = 100
 """Findings that the report names; the JSON has up to a thousand of each kind."""

@@ -1,7 +1,7 @@
 """Core. What must hold between the pieces of a log: judges that take what the pieces say, in order.
 
 One judge speaks for all copies as long as they say the same; from the first piece in which they do not, each copy has
-its own (`Apart`).
+its own (`JudgePerCopy`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,23 @@ import numpy as np
 import numpy.typing as npt
 
 from qmq.audit.conservation import STATES
-from qmq.audit.consumption import ANY, CONSERVED, Judge
+from qmq.audit.consumption import ANY, CONSERVED, ConsumptionJudge
 from qmq.audit.facts import ALL, PieceFacts, SubjectFacts
-from qmq.audit.findings import ACCOUNT, EPOCHS, FINDING, HOUR, KEPT, MORE, PIECE, SUBJECT, Judging, Kind, Said, finding
-from qmq.audit.frame_order import NO_FRAME, Borders
+from qmq.audit.findings import (
+    ACCOUNT,
+    EPOCHS,
+    FINDING,
+    HOUR,
+    KEPT,
+    MORE,
+    PIECE,
+    SUBJECT,
+    FindingKind,
+    Judge,
+    JudgeRow,
+    finding,
+)
+from qmq.audit.frame_order import NO_FRAME, PieceBorders
 from qmq.audit.messages import STORED
 from qmq.log.frame import Frame
 
@@ -29,33 +42,33 @@ TWICE_MAX = 20_000
 Row = dict[str, Any]
 
 
-class Apart:
+class JudgePerCopy:
     """Judges the copies as one until they differ, then each by itself. Made per broker group and subject."""
 
-    def __init__(self, names: Collection[str], make: Callable[[], Judging]) -> None:
+    def __init__(self, names: Collection[str], make: Callable[[], Judge]) -> None:
         self._names = names
         self._judges = {ALL: make()}
 
-    def take(self, copy: str, piece: int, said: Any) -> Iterator[tuple[str, Said]]:
+    def take(self, copy: str, piece: int, facts: Any) -> Iterator[tuple[str, JudgeRow]]:
         if copy != ALL and ALL in self._judges:
-            one = self._judges.pop(ALL)
-            self._judges = {name: deepcopy(one) for name in self._names}
+            shared = self._judges.pop(ALL)
+            self._judges = {name: deepcopy(shared) for name in self._names}
         for name, judge in self._judges.items():
             if copy in (ALL, name):
-                for row in judge.take(piece, said):
+                for row in judge.take(piece, facts):
                     yield name, row
 
-    def finish(self) -> Iterator[tuple[str, Said]]:
+    def finish(self) -> Iterator[tuple[str, JudgeRow]]:
         for name, judge in self._judges.items():
             for row in judge.finish():
                 yield name, row
 
 
-class OfGroup:
+class LogJudge:
     """Judges what is said of the whole log: problems that readers met, borders of pieces, epochs, retention.
 
     Args:
-        until_ms, begins, before: of `Borders`. begin: what lies before was judged by an earlier run.
+        until_ms, begins, before: of `PieceBorders`. begin: what lies before was judged by an earlier run.
         kept: from where on frames were kept there, if anything tells.
     """
 
@@ -68,27 +81,27 @@ class OfGroup:
         before: Frame | None = None,
         kept: int | None = None,
     ) -> None:
-        self._borders, self._begin = Borders(until_ms, begins, before), begin
+        self._borders, self._begin = PieceBorders(until_ms, begins, before), begin
         self._problems: dict[tuple[str, int, int | None], Row] = {}
         self._more: Counter[str] = Counter()
         self._epochs: dict[str, int] = {}
         self._kept = kept
 
-    def take(self, piece: int, said: PieceFacts) -> Iterator[Said]:
-        read = {name: getattr(said, name) for name in ("frames", "messages", "apart")}
-        last = {name: said.piece[name] for name in ("end", "chain", "size")} if said.piece else {}
-        yield Said(PIECE, {"begin": piece, "bytes": said.size, "digest": f"{said.digest:016x}"} | read | last)
-        for problem in said.problems:
+    def take(self, piece: int, facts: PieceFacts) -> Iterator[JudgeRow]:
+        read = {name: getattr(facts, name) for name in ("frames", "messages", "apart")}
+        last = {name: facts.piece[name] for name in ("end", "chain", "size")} if facts.piece else {}
+        yield JudgeRow(PIECE, {"begin": piece, "bytes": facts.size, "digest": f"{facts.digest:016x}"} | read | last)
+        for problem in facts.problems:
             self._problem(problem | {"sequence": problem["first"]})
-        self._more.update(said.more)
+        self._more.update(facts.more)
         self._borders.enter(piece)
-        if said.piece is not None:
-            for found in self._borders.judge(said.piece):
+        if facts.piece is not None:
+            for found in self._borders.judge(facts.piece):
                 self._problem(found._asdict() | {"text": found.reason})
-        for term, boot, offset in said.epochs:
+        for term, boot, offset in facts.epochs:
             self._epochs.setdefault(f"{term}.{boot}", offset)
         if piece >= self._begin:
-            yield from self._retention(said.retention)
+            yield from self._retention(facts.retention)
 
     def _problem(self, row: Row) -> None:
         """Damage that crosses the border of two pieces was seen from both sides: it is one, up to the next frame."""
@@ -106,25 +119,25 @@ class OfGroup:
         if known["text"] == NO_FRAME:
             known["text"] = row["text"]
 
-    def _retention(self, frames: Iterable[tuple[int, int, int]]) -> Iterator[Said]:
+    def _retention(self, frames: Iterable[tuple[int, int, int]]) -> Iterator[JudgeRow]:
         for offset, end, first in frames:
             before = self._kept or 0
             if first < before or first > offset:
                 text = f"frames are kept from {first} on, and were from {before} on before it"
-                yield finding(Kind.RETENTION, text, offset=offset, end=end)
+                yield finding(FindingKind.RETENTION, text, offset=offset, end=end)
             self._kept = max(before, first)
 
-    def finish(self) -> Iterator[Said]:
+    def finish(self) -> Iterator[JudgeRow]:
         for (what, _, _), row in self._problems.items():
-            yield finding(Kind(what), row.pop("text"), **row)
+            yield finding(FindingKind(what), row.pop("text"), **row)
         if self._more:
-            yield Said(MORE, dict(self._more))
-        yield Said(EPOCHS, self._epochs)
+            yield JudgeRow(MORE, dict(self._more))
+        yield JudgeRow(EPOCHS, self._epochs)
         if self._kept is not None:
-            yield Said(KEPT, {"from": self._kept})
+            yield JudgeRow(KEPT, {"from": self._kept})
 
 
-class OfSubject:
+class SubjectJudge:
     """Judges sequences and progress of one subject.
 
     Args:
@@ -135,14 +148,14 @@ class OfSubject:
 
     def __init__(self, subject: str, begin: int, known: int | None, watermark: int) -> None:
         self._subject, self._watermark = subject, watermark
-        self._judge = Judge(subject, begin)
+        self._judge = ConsumptionJudge(subject, begin)
         self._due = 0 if known is None and begin == 0 else known
         self._known_until = 0
         self._row: Row = {"subject": subject, "first": None, "due_end": 0, "end": 0}
         self._hours: dict[int, list[int]] = {}
 
-    def take(self, piece: int, said: SubjectFacts) -> Iterator[Said]:
-        facts, hours = said
+    def take(self, piece: int, subject_facts: SubjectFacts) -> Iterator[JudgeRow]:
+        facts, hours = subject_facts
         for hour, (messages, size, first) in hours.items():
             total = self._hours.setdefault(hour, [0, 0])
             total[0] += messages
@@ -155,37 +168,37 @@ class OfSubject:
                 if piece < self._watermark:
                     self._row["due_end"] = max(self._row["due_end"], fact["last"])
             for row in self._judge.judge(fact):
-                yield self._said(row, fact["offset"])
+                yield self._judge_row(row, fact["offset"])
 
-    def _said(self, row: Row, seen: int | None) -> Said:
+    def _judge_row(self, row: Row, seen: int | None) -> JudgeRow:
         if row["what"] == CONSERVED:
-            return Said(CONSERVED, {"subject": self._subject, "said": row["text"]})
+            return JudgeRow(CONSERVED, {"subject": self._subject, "equation": row["text"]})
         fields = {name: row[name] for name in ("offset", "end", "subject", "sequence", "id")}
-        return finding(Kind(row["what"]), row["text"], seen=seen, **fields)
+        return finding(FindingKind(row["what"]), row["text"], seen=seen, **fields)
 
-    def _run(self, run: Row) -> Iterator[Said]:
+    def _run(self, run: Row) -> Iterator[JudgeRow]:
         """Runs are dense in themselves; within a piece the reader compared them."""
         first, due = run["first"], self._due
         if not run["judged"] and due is not None and first != due:
             why = "gap: messages are missing" if first > due else "repeated or reordered"
             fields = {"offset": run["offset"], "end": run["end"], "subject": self._subject, "sequence": first}
-            said = finding(Kind.SEQUENCE, f"sequence {first} where {due} is due ({why})", **fields)
-            yield Said(FINDING, said.row | ({"due": self._known_until} if first > due else {}))
+            found = finding(FindingKind.SEQUENCE, f"sequence {first} where {due} is due ({why})", **fields)
+            yield JudgeRow(FINDING, found.row | ({"due": self._known_until} if first > due else {}))
         self._due, self._known_until = run["last"], run["end"]
         first = min(first, self._row["first"]) if self._row["first"] is not None else first
         self._row["first"] = first
 
-    def finish(self) -> Iterator[Said]:
+    def finish(self) -> Iterator[JudgeRow]:
         accounts: dict[str, Row] = {}
         for row in self._judge.finish():
-            yield self._said(row, ANY)
+            yield self._judge_row(row, ANY)
             if row["what"] == CONSERVED:
                 _add(accounts, self._subject, json.loads(row["text"]))
         for account in accounts.values():
-            yield Said(ACCOUNT, account)
-        yield Said(SUBJECT, self._row)
+            yield JudgeRow(ACCOUNT, account)
+        yield JudgeRow(SUBJECT, self._row)
         for hour, (messages, size) in self._hours.items():
-            yield Said(HOUR, {"subject": self._subject, "hour": hour, "messages": messages, "bytes": size})
+            yield JudgeRow(HOUR, {"subject": self._subject, "hour": hour, "messages": messages, "bytes": size})
 
 
 def _add(accounts: dict[str, Row], subject: str, hour: Row) -> None:
@@ -195,7 +208,7 @@ def _add(accounts: dict[str, Row], subject: str, hour: Row) -> None:
         account[name] += hour[name]
 
 
-class OfStored:
+class DuplicateJudge:
     """Finds batches and message ids that were stored twice under one producer, of those whose hash falls to it.
 
     Takes `{what: (hashes, offsets of frames, places in them)}`. The last one of each is named. `sequence` is the place
@@ -205,13 +218,13 @@ class OfStored:
     def __init__(self) -> None:
         self._parts: defaultdict[str, list[npt.NDArray[Any]]] = defaultdict(list)
 
-    def take(self, piece: int, said: Mapping[str, bytes]) -> Iterator[Said]:
-        for what, data in said.items():
+    def take(self, piece: int, facts: Mapping[str, bytes]) -> Iterator[JudgeRow]:
+        for what, data in facts.items():
             self._parts[what].append(np.frombuffer(data, PLACED))
         yield from ()
 
-    def finish(self) -> Iterator[Said]:
-        for what in (Kind.BATCH_TWICE, Kind.ID_TWICE):
+    def finish(self) -> Iterator[JudgeRow]:
+        for what in (FindingKind.BATCH_TWICE, FindingKind.ID_TWICE):
             if not (parts := self._parts.pop(what, None)):
                 continue
             stored = np.concatenate(parts)
@@ -228,18 +241,18 @@ class OfStored:
                 text = f"stored {end - first} times by one producer, first at offset {again[first]['offset']}"
                 yield finding(what, text, offset=int(last["offset"]), sequence=int(last["place"]))
             if len(begins) > TWICE_MAX:
-                yield Said(MORE, {what.value: len(begins) - TWICE_MAX})
+                yield JudgeRow(MORE, {what.value: len(begins) - TWICE_MAX})
 
 
 PLACED = np.dtype([("key", "<i8"), ("offset", "<i8"), ("place", "<u4")])
 """What may be stored once: a hash of its name, where its frame begins, which message of it."""
 
 
-def spread_stored(said: PieceFacts, buckets: int) -> Iterator[tuple[int, dict[str, bytes]]]:
-    """Return what a piece says of what may be stored once, by bucket, for `OfStored`."""
-    batches = [(offset, np.frombuffer(data, STORED)) for offset, data, _ in said.stored]
-    ids = [(offset, np.frombuffer(data, STORED)) for offset, _, data in said.stored]
-    for what, windows in ((Kind.BATCH_TWICE, batches), (Kind.ID_TWICE, ids)):
+def spread_stored(facts: PieceFacts, buckets: int) -> Iterator[tuple[int, dict[str, bytes]]]:
+    """Return what a piece says of what may be stored once, by bucket, for `DuplicateJudge`."""
+    batches = [(offset, np.frombuffer(data, STORED)) for offset, data, _ in facts.stored]
+    ids = [(offset, np.frombuffer(data, STORED)) for offset, _, data in facts.stored]
+    for what, windows in ((FindingKind.BATCH_TWICE, batches), (FindingKind.ID_TWICE, ids)):
         placed = np.zeros(sum(len(part) for _, part in windows), PLACED)
         begin = 0
         for offset, part in windows:

@@ -50,7 +50,7 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class Selection:
     """Which frames are wanted; everything by default. `texts` stand in the encoding of each message that is wanted."""
 
     subjects: frozenset[str] | None = None
@@ -59,7 +59,7 @@ class Wanted:
     sequences: Bounds = Bounds()
     texts: tuple[bytes, ...] = ()
 
-    def takes(self, frame: Frame) -> bool:
+    def matches(self, frame: Frame) -> bool:
         """Return whether a frame may hold what is wanted, by its header."""
         if self.subjects is not None and frame.subject not in self.subjects:
             return False
@@ -70,22 +70,22 @@ class Wanted:
             and (frame.kind != FrameKind.MESSAGES or self.sequences.meets(first, first + frame.count))
         )
 
-    def only(self, subjects: Iterable[str]) -> Wanted:
+    def of_subjects(self, subjects: Iterable[str]) -> Selection:
         names = frozenset(subjects)
         return replace(self, subjects=names if self.subjects is None else names & self.subjects)
 
 
-def from_options(options: Mapping[str, str]) -> Wanted:
+def selection_of(options: Mapping[str, str]) -> Selection:
     """Read the options `subject` (several with commas), `since`, `until` and `contains`; raises WrongOption."""
-    wanted = Wanted()
+    selection = Selection()
     if subject := options.get("subject"):
-        wanted = wanted.only(name.strip() for name in subject.split(","))
-    begin, end = moment_ms(options, "since", 0), moment_ms(options, "until", ANY_MAX)
+        selection = selection.of_subjects(name.strip() for name in subject.split(","))
+    begin, end = time_option_ms(options, "since", 0), time_option_ms(options, "until", ANY_MAX)
     texts = tuple(encoded(text) for text in options.get("contains", "").split("\n") if text)
-    return replace(wanted, times=Bounds(begin, end), texts=texts)
+    return replace(selection, times=Bounds(begin, end), texts=texts)
 
 
-def moment_ms(options: Mapping[str, str], name: str, default: int) -> int:
+def time_option_ms(options: Mapping[str, str], name: str, default: int) -> int:
     """Read a time: ISO 8601, in UTC if it names no zone, or milliseconds since 1970."""
     if not (text := options.get(name, "")):
         return default
@@ -104,46 +104,46 @@ def encoded(text: str) -> bytes:
     return min(len(data), 0xFFFF).to_bytes(2, "big") + data
 
 
-def narrow(wanted: Wanted, filters: Iterable[Filter], *, of_messages: bool) -> Wanted:
+def narrow(selection: Selection, filters: Iterable[Filter], *, of_messages: bool) -> Selection:
     """Return `wanted` within what the filters say together. `of_messages`: of the table of messages."""
-    for one in filters:
-        if not isinstance(one, EqualTo | In | GreaterThan | GreaterThanOrEqual | LessThan | LessThanOrEqual):
+    for condition in filters:
+        if not isinstance(condition, EqualTo | In | GreaterThan | GreaterThanOrEqual | LessThan | LessThanOrEqual):
             continue
-        if len(one.attribute) != 1:
+        if len(condition.attribute) != 1:
             continue
-        wanted = _narrow(wanted, one.attribute[0], one, of_messages)
-    return wanted
+        selection = _narrow(selection, condition.attribute[0], condition, of_messages)
+    return selection
 
 
-def _narrow(wanted: Wanted, column: str, one: Any, of_messages: bool) -> Wanted:
-    if column == "subject" and isinstance(one, EqualTo | In):
-        return wanted.only([one.value] if isinstance(one, EqualTo) else one.value)
-    if column == "id" and isinstance(one, EqualTo) and of_messages:
-        return replace(wanted, texts=(*wanted.texts, encoded(one.value)))
-    if isinstance(one, In):
-        return wanted
+def _narrow(selection: Selection, column: str, condition: Any, of_messages: bool) -> Selection:
+    if column == "subject" and isinstance(condition, EqualTo | In):
+        return selection.of_subjects([condition.value] if isinstance(condition, EqualTo) else condition.value)
+    if column == "id" and isinstance(condition, EqualTo) and of_messages:
+        return replace(selection, texts=(*selection.texts, encoded(condition.value)))
+    if isinstance(condition, In):
+        return selection
     match column:
         case "offset":
-            return replace(wanted, offsets=wanted.offsets.cut(*_bounds_of(one)))
+            return replace(selection, offsets=selection.offsets.cut(*_bounds_of(condition)))
         case "timestamp_ms":
-            return replace(wanted, times=wanted.times.cut(*_bounds_of(one)))
+            return replace(selection, times=selection.times.cut(*_bounds_of(condition)))
         case "sequence" if of_messages:
-            return replace(wanted, sequences=wanted.sequences.cut(*_bounds_of(one)))
-    return wanted
+            return replace(selection, sequences=selection.sequences.cut(*_bounds_of(condition)))
+    return selection
 
 
-def _bounds_of(one: Any) -> tuple[int, int]:
-    match one:
+def _bounds_of(condition: Any) -> tuple[int, int]:
+    match condition:
         case EqualTo():
-            return one.value, one.value + 1
+            return condition.value, condition.value + 1
         case GreaterThan():
-            return one.value + 1, ANY_MAX
+            return condition.value + 1, ANY_MAX
         case GreaterThanOrEqual():
-            return one.value, ANY_MAX
+            return condition.value, ANY_MAX
         case LessThan():
-            return 0, one.value
+            return 0, condition.value
         case _:
-            return 0, one.value + 1
+            return 0, condition.value + 1
 
 
 PIECE_BYTES = 64 << 20
@@ -186,7 +186,7 @@ class Plan(NamedTuple):
 def extents(
     copy: Segments,
     log: Plan,
-    wanted: Wanted,
+    selection: Selection,
     ranges: Iterable[tuple[int, int]],
     *,
     grid: int,
@@ -198,14 +198,14 @@ def extents(
     `by_index`: messages are asked for, which is what indexes know of. `on_frames`: each range begins with a frame.
     """
     for begin, end in ranges:
-        bounds = wanted.offsets.cut(max(begin, log.start), min(end, log.end))
+        bounds = selection.offsets.cut(max(begin, log.start), min(end, log.end))
         for base, until in pairwise([*log.bases, log.end]):
             low, high = max(base, bounds.begin), min(until, bounds.end)
-            if low >= high or not _is_of_time(copy, base, until, log, wanted.times):
+            if low >= high or not _is_of_time(copy, base, until, log, selection.times):
                 continue
-            index = copy.index(base) if by_index and wanted.subjects is not None and until in log.bases else None
+            index = copy.index(base) if by_index and selection.subjects is not None and until in log.bases else None
             if index is not None and index.end == until:
-                yield from _indexed(index, wanted, Bounds(low, high))
+                yield from _indexed(index, selection, Bounds(low, high))
             else:
                 yield from _split(low, high, grid, log, exact=on_frames and low == begin)
 
@@ -226,13 +226,13 @@ def _time_at(copy: Segments, offset: int) -> int | None:
         return None
 
 
-def _indexed(index: ClosedIndex, wanted: Wanted, bounds: Bounds) -> Iterator[Extent]:
+def _indexed(index: ClosedIndex, selection: Selection, bounds: Bounds) -> Iterator[Extent]:
     """Yield the places of the wanted subjects' frames in one segment, neighbours together."""
     places = [
         (ref.offset, ref.offset + ref.length)
-        for subject in wanted.subjects or ()
-        for ref in index.frames(subject, wanted.sequences.begin, FRAMES_AT_ONCE)
-        if ref.begin < wanted.sequences.end and bounds.begin <= ref.offset < bounds.end
+        for subject in selection.subjects or ()
+        for ref in index.frames(subject, selection.sequences.begin, FRAMES_AT_ONCE)
+        if ref.begin < selection.sequences.end and bounds.begin <= ref.offset < bounds.end
     ]
     begin = end = -1
     for low, high in sorted(places):
@@ -265,11 +265,11 @@ def parts(found: Iterable[Extent], size: int) -> Iterator[tuple[Extent, ...]]:
     """Put extents together, up to about `size` bytes each: one task reads a part."""
     gathered: list[Extent] = []
     total = 0
-    for one in found:
-        if gathered and total + one.end - one.begin > size:
+    for extent in found:
+        if gathered and total + extent.end - extent.begin > size:
             yield tuple(gathered)
             gathered, total = [], 0
-        gathered.append(one)
-        total += one.end - one.begin
+        gathered.append(extent)
+        total += extent.end - extent.begin
     if gathered:
         yield tuple(gathered)

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from qmq.audit.headers import NUMBER_MAX, TIME_MS_MAX
-from qmq.audit.selection import Wanted
+from qmq.audit.selection import Selection
 from qmq.audit.walk import Walk, Window
 from qmq.codec import check_batch, decode_envelope, decode_properties, due_of, labels_bytes, split_batch
 from qmq.errors import CorruptFrame, QmqError
@@ -148,7 +148,7 @@ class _Columns:
 
 
 def table_batches(
-    walk: Walk, table: str, columns: Iterable[str], wanted: Wanted, shared: Values, *, is_strict: bool = False
+    walk: Walk, table: str, columns: Iterable[str], selection: Selection, shared: Values, *, is_strict: bool = False
 ) -> Iterator[pa.RecordBatch]:
     """Return the rows of a table of SCHEMAS with the named `columns`; what is not asked for is not decoded.
 
@@ -161,13 +161,13 @@ def table_batches(
     found = _Columns(SCHEMAS[table], names, is_strict=is_strict)
     for window in walk.windows():
         if table == "messages":
-            _messages(window, found, frozenset(names), wanted, shared)
+            _messages(window, found, frozenset(names), selection, shared)
         elif table == "frames":
-            _frames(window, found, wanted, shared)
+            _frames(window, found, selection, shared)
         elif table == "progress":
-            _events(window, found, PROGRESS, _progress, wanted, shared)
+            _events(window, found, PROGRESS, _progress, selection, shared)
         else:
-            _events(window, found, _OF_DELAYS, _decisions, wanted, shared)
+            _events(window, found, _OF_DELAYS, _decisions, selection, shared)
         if found.is_full:
             yield from found.take()
     yield from found.take()
@@ -191,11 +191,11 @@ def _damage(window: Window, found: _Columns, shared: Values) -> None:
         found.add(1, {**shared, "offset": problem.offset, "subject": problem.subject, "problem": problem.reason}, {})
 
 
-def _messages(window: Window, found: _Columns, names: frozenset[str], wanted: Wanted, shared: Values) -> None:
+def _messages(window: Window, found: _Columns, names: frozenset[str], selection: Selection, shared: Values) -> None:
     decodes = not names.isdisjoint(_DECODED)
     _damage(window, found, shared)
     for frame in window.frames:
-        if frame.kind != FrameKind.MESSAGES or frame.offset in window.damaged or not wanted.takes(frame):
+        if frame.kind != FrameKind.MESSAGES or frame.offset in window.damaged or not selection.matches(frame):
             continue
         at = _at(frame, shared)
         try:
@@ -204,9 +204,9 @@ def _messages(window: Window, found: _Columns, names: frozenset[str], wanted: Wa
         except (QmqError, ValueError) as error:
             found.add(1, at | {"problem": str(error)}, {})
             continue
-        if wanted.texts:
+        if selection.texts:
             body = bytes(batch)
-            if not all(text in body for text in wanted.texts):
+            if not all(text in body for text in selection.texts):
                 continue
         lists: dict[str, Iterable[Any]] = {"sequence": range(frame.first_sequence, frame.first_sequence + frame.count)}
         if decodes or "message" in names:
@@ -230,7 +230,7 @@ def _decoded(messages: list[bytes], with_properties: bool) -> dict[str, list[Any
     return dict(zip((*_DECODED, "problem"), map(list, zip(*rows, strict=True)), strict=True))
 
 
-def _frames(window: Window, found: _Columns, wanted: Wanted, shared: Values) -> None:
+def _frames(window: Window, found: _Columns, selection: Selection, shared: Values) -> None:
     reasons: dict[int, list[str]] = {}
     for problem in window.problems:
         reasons.setdefault(problem.offset, []).append(problem.reason)
@@ -239,7 +239,7 @@ def _frames(window: Window, found: _Columns, wanted: Wanted, shared: Values) -> 
         if problem.offset not in known:
             found.add(1, {**shared, "offset": problem.offset, "end": problem.end, "problem": problem.reason}, {})
     for frame in window.frames:
-        if wanted.takes(frame):
+        if selection.matches(frame):
             more = {
                 "end": frame.end,
                 "kind": frame.kind,
@@ -256,12 +256,12 @@ def _frames(window: Window, found: _Columns, wanted: Wanted, shared: Values) -> 
 
 
 def _events(
-    window: Window, found: _Columns, kinds: Container[int], events_of: EventsOf, wanted: Wanted, shared: Values
+    window: Window, found: _Columns, kinds: Container[int], events_of: EventsOf, selection: Selection, shared: Values
 ) -> None:
     """Add a row for each event of the frames of these kinds."""
     _damage(window, found, shared)
     for frame in window.frames:
-        if frame.kind not in kinds or frame.offset in window.damaged or not wanted.takes(frame):
+        if frame.kind not in kinds or frame.offset in window.damaged or not selection.matches(frame):
             continue
         at = _at(frame, shared)
         try:
@@ -275,9 +275,9 @@ def _events(
 
 def _progress(frame: Frame, body: memoryview) -> Iterator[dict[str, Any]]:
     """Yield what a progress frame says (qmq.log.progress_frame)."""
-    said = decode_progress(body)
-    of = {"consumer_group": said.group, "consumer": said.consumer or None}
-    for event in _entries(frame.kind, said.consumer, said.entries):
+    progress = decode_progress(body)
+    of = {"consumer_group": progress.group, "consumer": progress.consumer or None}
+    for event in _entries(frame.kind, progress.consumer, progress.entries):
         yield of | event
 
 

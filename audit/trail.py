@@ -69,8 +69,13 @@ def deliveries(progress: DataFrame, stored: Iterable[Row]) -> DataFrame:
 
 def aftermath(progress: DataFrame, stored: Iterable[Row], pulls: Iterable[Row]) -> DataFrame:
     """Return what was said later about what these pulls delivered, and where groups were moved."""
-    ends = [_says_of(one, pull) for one in stored for pull in pulls if _is_of(pull, one) and pull["event"] == "pull"]
-    moves = [_is_same_log(one) & F.col("event").isin(*_OF_GROUPS) for one in stored]
+    ends = [
+        _says_of(message, pull)
+        for message in stored
+        for pull in pulls
+        if _is_of(pull, message) and pull["event"] == "pull"
+    ]
+    moves = [_is_same_log(message) & F.col("event").isin(*_OF_GROUPS) for message in stored]
     return progress.where(_any([*ends, *moves]))
 
 
@@ -79,76 +84,82 @@ def _any(conditions: Iterable[Column]) -> Column:
     return reduce(or_, conditions, F.lit(False))
 
 
-def _is_same_log(one: Row) -> Column:
-    of_group, of_subject = F.col("broker_group") == one["broker_group"], F.col("subject") == one["subject"]
-    found: Column = of_group & of_subject & (F.col("offset") > one["offset"])
+def _is_same_log(message: Row) -> Column:
+    of_group, of_subject = F.col("broker_group") == message["broker_group"], F.col("subject") == message["subject"]
+    found: Column = of_group & of_subject & (F.col("offset") > message["offset"])
     return found
 
 
-def _goes_over(one: Row) -> Column:
-    sequence = F.lit(one["sequence"])
+def _goes_over(message: Row) -> Column:
+    sequence = F.lit(message["sequence"])
     end = F.col("sequence") + F.col("messages")
-    found: Column = _is_same_log(one) & (F.col("sequence") <= sequence) & (sequence < end)
+    found: Column = _is_same_log(message) & (F.col("sequence") <= sequence) & (sequence < end)
     return found
 
 
-def _says_of(one: Row, pull: Row) -> Column:
-    number = F.lit(_number(one, pull))
+def _says_of(message: Row, pull: Row) -> Column:
+    number = F.lit(_number(message, pull))
     of_it = F.col("event").isin(*_OF_PULLS) & (F.col("pull") <= number) & (number < F.col("pull") + F.col("messages"))
     by_it = (F.col("consumer_group") == pull["consumer_group"]) & (F.col("consumer") == pull["consumer"])
-    found: Column = _is_same_log(one) & by_it & (of_it | F.col("event").isin(*_OF_CONSUMERS))
+    found: Column = _is_same_log(message) & by_it & (of_it | F.col("event").isin(*_OF_CONSUMERS))
     return found
 
 
-def _number(one: Row, pull: Row) -> int:
+def _number(message: Row, pull: Row) -> int:
     """Return under which pull sequence a pull delivered the message."""
-    return int(pull["pull"] + one["sequence"] - pull["sequence"])
+    return int(pull["pull"] + message["sequence"] - pull["sequence"])
 
 
-def _is_of(event: Row, one: Row) -> bool:
-    if (event["broker_group"], event["subject"]) != (one["broker_group"], one["subject"]):
+def _is_of(event: Row, message: Row) -> bool:
+    if (event["broker_group"], event["subject"]) != (message["broker_group"], message["subject"]):
         return False
     if event["event"] in _GO_OVER and event["sequence"] is not None:
-        return bool(event["sequence"] <= one["sequence"] < event["sequence"] + event["messages"])
-    return bool(event["offset"] > one["offset"])
+        return bool(event["sequence"] <= message["sequence"] < event["sequence"] + event["messages"])
+    return bool(event["offset"] > message["offset"])
 
 
 def steps(stored: Iterable[Row], events: Iterable[Row]) -> list[Step]:
     """Return what happened, in the order of time and, within a log, of the log."""
     stored, events = list(stored), sorted(events, key=lambda event: event["offset"])
     found: list[Step] = []
-    for one in stored:
-        found.append(_stored(one))
-        groups = {event["consumer_group"] for event in events if _is_of(event, one)}
+    for message in stored:
+        found.append(_stored(message))
+        groups = {event["consumer_group"] for event in events if _is_of(event, message)}
         for group in sorted(groups):
-            of_group = [event for event in events if event["consumer_group"] == group and _is_of(event, one)]
-            found += _life(one, of_group, _buried(one, group, stored))
+            of_group = [event for event in events if event["consumer_group"] == group and _is_of(event, message)]
+            found += _life(message, of_group, _buried(message, group, stored))
     return sorted(found, key=lambda step: (step.at_ms, step.broker_group, step.offset))
 
 
-def _stored(one: Row) -> Step:
-    derived, text = parse_derived(one["subject"]), f"by producer {one['producer']}, batch {one['batch']}"
+def _stored(message: Row) -> Step:
+    derived, text = parse_derived(message["subject"]), f"by producer {message['producer']}, batch {message['batch']}"
     if derived is not None:
-        reason = (one["properties"] or {}).get(REASON, "")
+        reason = (message["properties"] or {}).get(REASON, "")
         text = f"dead letter of {derived.group}: {reason}" if derived.kind == DEAD_LETTER else f"for {derived.group}"
     return Step(
-        one["timestamp_ms"], one["broker_group"], one["offset"], one["subject"], one["sequence"], "stored", text=text
+        message["timestamp_ms"],
+        message["broker_group"],
+        message["offset"],
+        message["subject"],
+        message["sequence"],
+        "stored",
+        text=text,
     )
 
 
-def _buried(one: Row, group: str, stored: Iterable[Row]) -> int | None:
+def _buried(message: Row, group: str, stored: Iterable[Row]) -> int | None:
     """Return where the dead letter lies that this group made of the message; None if it made none."""
     for other in stored:
         derived, properties = parse_derived(other["subject"]), other["properties"] or {}
         whose = derived.group if derived and derived.kind == DEAD_LETTER else properties.get(GROUP)
         if whose == group:
             of = properties.get(SEQUENCE)
-            if other["broker_group"] == one["broker_group"] and of == str(one["sequence"]):
+            if other["broker_group"] == message["broker_group"] and of == str(message["sequence"]):
                 return int(other["offset"])
     return None
 
 
-def _life(one: Row, events: list[Row], buried: int | None) -> Iterator[Step]:
+def _life(message: Row, events: list[Row], buried: int | None) -> Iterator[Step]:
     """Follow a message through one consumer group."""
     state, holder, number = LIFE.initial, "", -1
     for event in events:
@@ -159,7 +170,7 @@ def _life(one: Row, events: list[Row], buried: int | None) -> Iterator[Step]:
         if by_consumer and not event["pull"] <= number < event["pull"] + event["messages"]:
             continue
         if what in _OF_GROUPS:
-            state, text = _moved(one, event)
+            state, text = _moved(message, event)
         else:
             move = MessageEvent.ACK if by_consumer and what == "expired" else _EVENTS[what]
             if what == "ack" and buried is not None and buried < event["offset"]:
@@ -170,16 +181,16 @@ def _life(one: Row, events: list[Row], buried: int | None) -> Iterator[Step]:
                 text = "not a move that its life knows"
         holder = consumer if state is MessageState.DELIVERED else ""
         if what == "pull":
-            number = _number(one, event)
+            number = _number(message, event)
             text = f"pull sequence {number}"
         elif what == "nack" and event["due_ms"]:
             text = f"not before {event['due_ms']}"
         yield Step(
             event["timestamp_ms"],
-            one["broker_group"],
+            message["broker_group"],
             event["offset"],
-            one["subject"],
-            one["sequence"],
+            message["subject"],
+            message["sequence"],
             what,
             event["consumer_group"],
             consumer,
@@ -188,8 +199,8 @@ def _life(one: Row, events: list[Row], buried: int | None) -> Iterator[Step]:
         )
 
 
-def _moved(one: Row, event: Row) -> tuple[MessageState, str]:
+def _moved(message: Row, event: Row) -> tuple[MessageState, str]:
     if event["event"] == "forgotten":
         return MessageState.NEW, "the group was forgotten"
-    state = MessageState.NEW if one["sequence"] >= event["sequence"] else MessageState.ACKED
+    state = MessageState.NEW if message["sequence"] >= event["sequence"] else MessageState.ACKED
     return state, f"the group begins at {event['sequence']}"

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from qmq.audit.findings import Kind
+from qmq.audit.findings import FindingKind
 from qmq.audit.headers import NUMBER_MAX, whole_frames
 from qmq.codec import decode_labels, labels_bytes
 from qmq.errors import CorruptFrame
@@ -54,7 +54,7 @@ class Problem(NamedTuple):
     reason: str
     subject: str | None = None
     sequence: int | None = None
-    what: Kind = Kind.DAMAGED
+    what: FindingKind = FindingKind.DAMAGED
     id: str | None = None
 
 
@@ -182,7 +182,7 @@ class Walk:
             try:
                 check_body(frame, window.body(frame))
             except CorruptFrame as error:
-                window.problems.append(problem_of(frame, Kind.DAMAGED, error.reason))
+                window.problems.append(problem_of(frame, FindingKind.DAMAGED, error.reason))
                 window.damaged.add(offset)
             window.frames.append(frame)
             self.at, self.chain = frame.end, frame.chain
@@ -195,7 +195,7 @@ class Walk:
             if self.chain is None:
                 raise
             frame = _within_reach(decode_header(window.data, at, self.at, None))
-            window.problems.append(problem_of(frame, Kind.CHAIN, error.reason))
+            window.problems.append(problem_of(frame, FindingKind.CHAIN, error.reason))
             return frame
 
     def _damage(self, window: Window, reason: str) -> Window:
@@ -246,7 +246,7 @@ def _within_reach(frame: Frame) -> Frame:
     return frame
 
 
-def problem_of(frame: Frame, what: Kind, reason: str) -> Problem:
+def problem_of(frame: Frame, what: FindingKind, reason: str) -> Problem:
     sequence = frame.first_sequence if frame.kind == FrameKind.MESSAGES else None
     return Problem(frame.offset, frame.end, reason, frame.subject or None, sequence, what)
 

@@ -168,8 +168,9 @@ class Noise:
     async def audit(self) -> None:
         """The nightly job, which reads both copies of everything, again and again; as nice as its unit makes it."""
         from qmq.audit.data_source import start_spark
-        from qmq.audit.group import Group, Options, audit_groups  # Spark is here for this neighbour alone
+        from qmq.audit.group import Options, audit_groups  # Spark is here for this neighbour alone
         from qmq.audit.places import find_places
+        from qmq.audit.results import Group
 
         os.nice(10)
         await self._backlog(300_000)

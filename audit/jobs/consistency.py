@@ -19,11 +19,12 @@ from pathlib import Path
 from qmq.access import add_token_options, find_token
 from qmq.audit.copies import CannotRead, place_options
 from qmq.audit.data_source import start_spark
-from qmq.audit.group import Group, Options, Result, audit_groups
+from qmq.audit.group import Options, audit_groups
 from qmq.audit.history import SHARE
 from qmq.audit.page import page, page_json
-from qmq.audit.places import Standing, find_places, find_standing
+from qmq.audit.places import GroupStatus, find_group_status, find_places
 from qmq.audit.report import VERDICTS, as_json, as_markdown, status_of
+from qmq.audit.results import Group, Result
 from qmq.audit.selection import PIECE_BYTES
 from qmq.errors import QmqError
 from qmq.ledger import Entry, Ledger, LedgerDamaged, write_gauges
@@ -70,8 +71,8 @@ def groups_of(options: argparse.Namespace) -> list[Group]:
         if not options.metaserver:
             raise CannotRead("--all-groups needs --metaserver")
         found = find_places(options.metaserver, options.token)
-        standing = find_standing(options.metaserver, options.token)
-        return [Group(name, places, *standing.get(name, Standing())) for name, places in found.items()]
+        standing = find_group_status(options.metaserver, options.token)
+        return [Group(name, places, *standing.get(name, GroupStatus())) for name, places in found.items()]
     if not options.group or not len(options.group) == len(options.master) == len(options.slave):
         raise CannotRead("give --group, --master and --slave, each once per group, or --all-groups")
     return [

@@ -26,10 +26,10 @@ def find_trail(spark: SparkSession, places: Sequence[Place], identity: str, subj
     """Return the steps of a message (`qmq.audit.trail.Step`), none if no log has it."""
     messages = table(spark, places, "messages", columns=STORED_COLUMNS).where(F.col("id") == identity)
     stored = [row.asDict() for row in messages.collect()]
-    stored = [one for one in stored if subject in ("", _real(one["subject"]))]
+    stored = [message for message in stored if subject in ("", _real(message["subject"]))]
     if not stored:
         return []
-    subjects, first = {one["subject"] for one in stored}, min(one["offset"] for one in stored)
+    subjects, first = {message["subject"] for message in stored}, min(message["offset"] for message in stored)
     progress = table(spark, places, "progress").where(F.col("subject").isin(*subjects) & (F.col("offset") > first))
     progress = progress.persist(StorageLevel.MEMORY_AND_DISK)
     pulls = [row.asDict() for row in deliveries(progress, stored).collect()]
@@ -51,8 +51,8 @@ def show(rows: Rows) -> Iterable[str]:
         at = datetime.fromtimestamp(row["at_ms"] / 1000, UTC).isoformat(" ", "milliseconds")[:23]
         place = f"{row['broker_group'] or 'log'}@{row['offset']}"
         who = " ".join(name for name in (row["consumer_group"], row["consumer"]) if name)
-        said = [row["what"], who, row["text"], f"now {row['state']}" if row["state"] else ""]
-        yield f"{at}  {place:<16} {row['subject']} {row['sequence']}  " + "  ".join(text for text in said if text)
+        parts = [row["what"], who, row["text"], f"now {row['state']}" if row["state"] else ""]
+        yield f"{at}  {place:<16} {row['subject']} {row['sequence']}  " + "  ".join(text for text in parts if text)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -28,8 +28,9 @@ from pyspark.sql import SparkSession
 
 import qmq
 from qmq.audit.copies import CannotRead
-from qmq.audit.group import Group, Options, Result, audit_groups
-from qmq.audit.places import Standing, find_places, find_standing
+from qmq.audit.group import Options, audit_groups
+from qmq.audit.places import GroupStatus, find_group_status, find_places
+from qmq.audit.results import Group, Result
 from qmq.deploy.chaos.faults.disks import STRIKES as OF_DISKS
 from qmq.deploy.chaos.faults.operators import STRIKES as OF_OPERATORS
 from qmq.deploy.chaos.faults.processes import STRIKES as OF_PROCESSES
@@ -182,8 +183,11 @@ def _answers(cluster: Cluster) -> bool:
 
 
 def audit(spark: SparkSession, cluster: Cluster, ledger: Ledger | None) -> list[Result]:
-    found, standing = find_places(cluster.metaserver, cluster.token), find_standing(cluster.metaserver, cluster.token)
-    groups = [Group(name, places, *standing.get(name, Standing())) for name, places in found.items()]
+    found, standing = (
+        find_places(cluster.metaserver, cluster.token),
+        find_group_status(cluster.metaserver, cluster.token),
+    )
+    groups = [Group(name, places, *standing.get(name, GroupStatus())) for name, places in found.items()]
     return audit_groups(spark, groups, Options(piece_bytes=1 << 20, ledger=ledger))
 
 

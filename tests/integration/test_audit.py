@@ -17,9 +17,10 @@ from pyspark.sql import SparkSession
 
 from qmq.audit.copies import PathCopy, place_options
 from qmq.audit.data_source import TableReader, read_copy
-from qmq.audit.group import Group, Options, Result, audit_group, audit_groups
+from qmq.audit.group import Options, audit_group, audit_groups
 from qmq.audit.jobs import consistency, query
 from qmq.audit.report import as_json, as_markdown
+from qmq.audit.results import Group, Result
 from qmq.codec import encode_message, join_batch
 from qmq.log.delay_frames import Outcome, encode_dispatch, encode_places, encode_settled
 from qmq.log.frame import Frame, FrameKind

@@ -12,7 +12,8 @@ import pytest
 from pyspark.sql import SparkSession
 
 from qmq.audit.copies import PathCopy, place_options
-from qmq.audit.group import Group, Options, Result, audit_group, audit_groups
+from qmq.audit.group import Options, audit_group, audit_groups
+from qmq.audit.results import Group, Result
 from qmq.ledger import Ledger
 from tests.support.spark import actions, local_spark
 from tests.unit.audit.beside import WRONG, bases_of

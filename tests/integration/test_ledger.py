@@ -10,7 +10,8 @@ import pytest
 from pyspark.sql import SparkSession
 
 from qmq.audit.copies import place_options
-from qmq.audit.group import Group, Result, audit_group
+from qmq.audit.group import audit_group
+from qmq.audit.results import Group, Result
 from qmq.codec import with_properties
 from qmq.ledger import Ledger
 from tests.support.spark import local_spark

@@ -7,7 +7,8 @@ from __future__ import annotations
 import pytest
 
 from qmq.audit.copies import place_options
-from qmq.audit.group import Group, audit_group
+from qmq.audit.group import audit_group
+from qmq.audit.results import Group
 from qmq.deploy.copies import read_copy
 from qmq.log.segments import log_name
 from tests.integration.cluster_world import (

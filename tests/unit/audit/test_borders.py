@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from qmq.audit.findings import FINDING
-from qmq.audit.rules import OfGroup
+from qmq.audit.rules import LogJudge
 from qmq.audit.selection import split_range
 from qmq.types import Epoch
 from tests.unit.audit.logs import BEGIN_MS, LogWriter
@@ -28,7 +28,7 @@ def test_older_epoch_is_named_once_over_all_pieces(tmp_path: Path) -> None:
 
 
 def named(data: Path, pieces: Iterable[tuple[int, int]]) -> list[tuple[str, int]]:
-    group, found = OfGroup(NOW_MS, [0], 0), []
+    group, found = LogJudge(NOW_MS, [0], 0), []
     for begin, end in pieces:
         found += group.take(begin, facts_of(data, begin, end))
     found += group.finish()

@@ -52,7 +52,7 @@ def test_what_a_group_is_how_many_copies_acknowledge_and_why_it_takes_nothing_is
         {"groupName": "d1", "writable": True, "kind": "DELAY"},
     ]
     monkeypatch.setattr(places, "_list_groups", lambda metaserver, token: rows)
-    assert places.find_standing("http://m", "t") == {
+    assert places.find_group_status("http://m", "t") == {
         "g1": (3, (), False),
         "g2": (2, ("it has no slave",), False),
         "d1": (2, (), True),

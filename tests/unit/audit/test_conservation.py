@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qmq.audit.conservation import STATES, Range, broken_at, per_hour
-from qmq.audit.consumption import CONSERVED, Judge
-from qmq.audit.findings import Kind
+from qmq.audit.consumption import CONSERVED, ConsumptionJudge
+from qmq.audit.findings import FindingKind
 from qmq.log.frame import FrameKind
 from qmq.log.progress_frame import DEAD, EXPIRED, OVERFLOWED
 from tests.unit.audit.test_progress import a_history, facts, subjects
@@ -22,10 +22,10 @@ def judged(copy: Copy, start: int = 0):
     copy.flush()
     found = []
     for subject in subjects(copy):
-        judge = Judge(subject, start)
+        judge = ConsumptionJudge(subject, start)
         found += [one for fact in facts(copy, subject, start) for one in judge.judge(fact)] + list(judge.finish())
     accounts = [json.loads(one["text"]) | {"subject": one["subject"]} for one in found if one["what"] == CONSERVED]
-    return accounts, [one for one in found if one["what"] == Kind.CONSERVATION]
+    return accounts, [one for one in found if one["what"] == FindingKind.CONSERVATION]
 
 
 @given(st.integers(0, 1 << 32))
@@ -121,8 +121,10 @@ def test_a_group_that_begins_behind_messages_that_came_after_it_is_a_finding(pos
     copy.messages(*"abc", subject="s")
     copy.progress(FrameKind.POSITION, "", (position, 0, began_ms), subject="s")
     copy.flush()
-    judge = Judge("s", 0)
+    judge = ConsumptionJudge("s", 0)
     for hour, first in ((100, 0), (101, 2)):
         judge.hour(hour, first)
     found = [one for fact in facts(copy) for one in judge.judge(fact)] + list(judge.finish())
-    assert [one["sequence"] for one in found if one["what"] == Kind.CONSERVATION] == ([] if lost is None else [lost])
+    assert [one["sequence"] for one in found if one["what"] == FindingKind.CONSERVATION] == (
+        [] if lost is None else [lost]
+    )

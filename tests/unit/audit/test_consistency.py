@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from qmq.audit.group import Result
 from qmq.audit.jobs import consistency
 from qmq.audit.jobs.consistency import UNFINISHED
 from qmq.audit.page import _badge
+from qmq.audit.results import Result
 from qmq.ledger import NOT_READ, PROVEN, Entry, Ledger
 
 LAST_NIGHT = '{"status": 0}'

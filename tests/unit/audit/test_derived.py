@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from qmq.audit.copies import PathCopy
-from qmq.audit.derived import NOTHING, Derived, OfDerived, check_segment
+from qmq.audit.derived import NOTHING, Derived, DerivedFilesJudge, check_segment
 from qmq.errors import CorruptFrame
 from qmq.log.frame import FrameKind, decode_frames, encode_json_body
 from qmq.types import Epoch
@@ -41,7 +41,7 @@ def found(folder: Path, *names: str) -> Found:
     """Check every segment of the copies, as the tasks of an audit do."""
     copies = {name: PathCopy(folder / name) for name in names}
     bases = {name: copy.bases for name, copy in copies.items()}
-    judges = {name: OfDerived() for name in names}
+    judges = {name: DerivedFilesJudge() for name in names}
     rows: Found = set()
     try:
         for base in sorted({base for of in bases.values() for base in of}):

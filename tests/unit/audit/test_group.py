@@ -11,8 +11,9 @@ import pytest
 from qmq.audit.copies import CannotRead, is_same_place, place_options
 from qmq.audit.delay_groups import Account
 from qmq.audit.findings import FINDINGS
-from qmq.audit.group import Group, Options, Result, _account_for_delays, _Audit, _check_kept, _freeze, audit_group
+from qmq.audit.group import Options, _account_for_delays, _Audit, _check_kept, _freeze, audit_group
 from qmq.audit.report import as_markdown
+from qmq.audit.results import Group, Result
 from tests.unit.audit.forged import write_world
 
 NO_SPARK: Any = None

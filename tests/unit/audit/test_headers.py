@@ -11,7 +11,7 @@ import pytest
 
 from qmq.audit import facts
 from qmq.audit.facts import Gathering, PieceFacts
-from qmq.audit.frame_order import Line
+from qmq.audit.frame_order import FrameOrder
 from qmq.audit.headers import no_messages, whole_frames
 from qmq.audit.walk import Window
 from qmq.errors import CorruptFrame
@@ -141,8 +141,8 @@ def test_facts_of_frames_that_are_right_are_the_same_and_taken_at_once(
     subjects: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[int] = []
-    take: Callable[[Line, list[Frame]], bool] = Line.take
-    monkeypatch.setattr(Line, "take", lambda line, frames: taken.append(len(frames)) or take(line, frames))
+    take: Callable[[FrameOrder, list[Frame]], bool] = FrameOrder.take
+    monkeypatch.setattr(FrameOrder, "take", lambda line, frames: taken.append(len(frames)) or take(line, frames))
     data = log_of(200, subjects)
     found = gathered(data)
     monkeypatch.setattr(facts, "ALIKE_MIN", 1 << 30)

@@ -11,7 +11,7 @@ import pytest
 
 from qmq.audit import dead_letters
 from qmq.audit.copies import PathCopy
-from qmq.audit.dead_letters import Letters, check_letters, letter_of
+from qmq.audit.dead_letters import DeadLetterHistory, check_dead_letters, dead_letter_of
 from qmq.dead_letters import fingerprint, letters_producer, original_subject, with_fate
 from qmq.log.frame import Frame, FrameKind
 from qmq.log.group import Consumer, Group, UnackedRange
@@ -34,7 +34,7 @@ def wrong(data: Path) -> list[tuple[str, int]]:
     letters = facts_of(data).letters()
     assert letters
     with closing(PathCopy(data)) as copy:
-        found = check_letters(copy, copy.bases, letters)
+        found = check_dead_letters(copy, copy.bases, letters)
         return [(row["what"], row["sequence"]) for row in found]
 
 
@@ -134,7 +134,7 @@ def a_letter(sequence: int = 5, times: int = 2) -> Any:
     frame = a_frame(FrameKind.MESSAGES)._replace(
         subject=dead_letter_subject(S, G), count=1, producer=letters_producer(S, G), batch=sequence
     )
-    return letter_of(frame, body)
+    return dead_letter_of(frame, body)
 
 
 def a_frame(kind: FrameKind) -> Frame:
@@ -146,7 +146,7 @@ def a_group(*held: UnackedRange) -> Group:
 
 
 def judged(*letters: Any, group: Group | None = None, may_be_older: bool = False) -> list[str]:
-    judge = Letters()
+    judge = DeadLetterHistory()
     return [row["what"] for one in letters for row in judge.take(one, group, may_be_older=may_be_older)]
 
 
@@ -166,12 +166,14 @@ def test_a_delivery_by_expiry_is_not_counted() -> None:
     assert judged(a_letter(times=2), group=group) == ["dead_altered"]
 
 
-def progress(judge: Letters, kind: FrameKind, consumer: str, entries: tuple[Any, ...], group: Group) -> list[int]:
+def progress(
+    judge: DeadLetterHistory, kind: FrameKind, consumer: str, entries: tuple[Any, ...], group: Group
+) -> list[int]:
     return [sequence for sequence, _ in judge.progress(a_frame(kind), Progress(G, consumer, entries), group)]
 
 
 def test_what_is_acked_as_dead_has_a_dead_letter_since_the_group_began() -> None:
-    held, judge = a_group(UnackedRange(3, 5, 2, 2)), Letters()
+    held, judge = a_group(UnackedRange(3, 5, 2, 2)), DeadLetterHistory()
     assert list(judge.take(a_letter(5), held, may_be_older=False)) == []
     assert progress(judge, FrameKind.ACK, "c", ((3, 5, 0),), held) == []
     assert progress(judge, FrameKind.ACK, "c", ((3, 5, DEAD),), held) == [6]
@@ -182,4 +184,4 @@ def test_what_is_acked_as_dead_has_a_dead_letter_since_the_group_began() -> None
 
 def test_what_was_delivered_before_the_log_begins_may_have_its_dead_letter_there() -> None:
     held = a_group(UnackedRange(3, -4, 1, 1))
-    assert progress(Letters(), FrameKind.ACK, "c", ((3, 4, DEAD),), held) == []
+    assert progress(DeadLetterHistory(), FrameKind.ACK, "c", ((3, 4, DEAD),), held) == []

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from qmq.audit.copies import PathCopy
-from qmq.audit.dead_letters import check_letters
+from qmq.audit.dead_letters import check_dead_letters
 from qmq.audit.facts import Gathering, PieceFacts
 from qmq.audit.findings import FINDING
 from qmq.audit.messages import STORED, TAGGED
-from qmq.audit.rules import OfGroup, OfSubject
+from qmq.audit.rules import LogJudge, SubjectJudge
 from qmq.audit.walk import Walk
 from qmq.codec import delayed_encoder, encode_labels, encode_message, join_batch, label_of
 from qmq.log.frame import FrameKind, label_flags
@@ -49,10 +49,10 @@ def test_log_as_brokers_write_it_has_no_problem(tmp_path: Path) -> None:
 def judged(data: Path) -> set[tuple[str, int, int | None]]:
     """What the reader finds, and the judges that Spark feeds with facts: in order, one subject after another."""
     facts = facts_of(data)
-    group = OfGroup(NOW_MS, [0], 0)
+    group = LogJudge(NOW_MS, [0], 0)
     said = [*group.take(0, facts), *group.finish()]
     for subject, of in facts.subjects.items():
-        judge = OfSubject(subject, 0, None, 1 << 62)
+        judge = SubjectJudge(subject, 0, None, 1 << 62)
         said += [*judge.take(0, of), *judge.finish()]
     found = [one.row for one in said if one.kind == FINDING] + of_letters(data, facts)
     return {(row["what"], row["offset"], row["sequence"]) for row in found}
@@ -60,7 +60,7 @@ def judged(data: Path) -> set[tuple[str, int, int | None]]:
 
 def of_letters(data: Path, facts: PieceFacts) -> list[dict[str, Any]]:
     with closing(PathCopy(data)) as copy:
-        return list(check_letters(copy, copy.bases, facts.letters()))
+        return list(check_dead_letters(copy, copy.bases, facts.letters()))
 
 
 @pytest.mark.parametrize("plant", TWO_SIDED.values(), ids=TWO_SIDED.keys())

@@ -11,8 +11,9 @@ import grpc
 import pytest
 
 from qmq.audit.copies import open_copy, place_options
-from qmq.audit.findings import Kind
-from qmq.audit.group import Group, Result, _add_met
+from qmq.audit.findings import FindingKind
+from qmq.audit.group import _add_met
+from qmq.audit.results import Group, Result
 from qmq.proto import qmq_pb2, qmq_pb2_grpc
 
 OLD, SEEN, UNSEEN = ((begin, begin + 50, "wrong body CRC") for begin in (100, 200, 300))
@@ -49,7 +50,7 @@ def test_what_a_broker_has_met_since_is_a_finding_unless_a_reader_named_it(
 ) -> None:
     one, address = broker
     group, result = began(address)
-    result.add(Kind.DAMAGED, copy="slave", offset=SEEN[0], end=SEEN[1])
+    result.add(FindingKind.DAMAGED, copy="slave", offset=SEEN[0], end=SEEN[1])
     one.damaged += [SEEN, UNSEEN, *again]
     _add_met(group, result)
     found = {(row["what"], row["copy"], row["offset"], row["end"], row["text"]) for row in result.findings[1:]}

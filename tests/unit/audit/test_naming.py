@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from qmq.audit.copies import Description, place_options
-from qmq.audit.findings import Kind
-from qmq.audit.group import Result, _count_repaired
-from qmq.audit.inspection import name_findings
+from qmq.audit.findings import FindingKind
+from qmq.audit.group import _count_repaired
+from qmq.audit.inspection import describe_findings
+from qmq.audit.results import Result
 from qmq.types import Epoch
 from tests.unit.audit.logs import LogWriter
 from tests.unit.audit.test_walk import flip
@@ -25,12 +26,14 @@ def test_damage_that_reading_made_the_broker_repair_is_called_repaired(tmp_path:
     if not is_repaired:
         flip(tmp_path / "slave", frame.end - 9)
     result = Result("g1", {}, logs={"slave": Description(0, log.end, 0, None, (0,))})
-    result.add(Kind.DAMAGED, copy="slave", offset=frame.offset, end=frame.end, text="body CRC")
-    result.add(Kind.DAMAGED, copy="slave", offset=log.end + 800, end=log.end + 808, text="no frame")
+    result.add(FindingKind.DAMAGED, copy="slave", offset=frame.offset, end=frame.end, text="body CRC")
+    result.add(FindingKind.DAMAGED, copy="slave", offset=log.end + 800, end=log.end + 808, text="no frame")
     places = {name: place_options(str(tmp_path / name), "") for name in ("master", "slave")}
-    name_findings("g1", places, result.logs, result.findings)
+    describe_findings("g1", places, result.logs, result.findings)
     _count_repaired(result)
-    assert result.found == ({Kind.REPAIRED: 1, Kind.DAMAGED: 1} if is_repaired else {Kind.DAMAGED: 2})
+    assert result.found == (
+        {FindingKind.REPAIRED: 1, FindingKind.DAMAGED: 1} if is_repaired else {FindingKind.DAMAGED: 2}
+    )
     row = result.findings[0]
     assert (row["subject"], row["segment"], row["epoch"]) == ("order.changed", 0, "1.1")
     assert ("taken it from the other copy since" in row["text"]) == is_repaired

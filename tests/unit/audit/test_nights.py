@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from qmq.audit.group import Result
 from qmq.audit.report import as_markdown
+from qmq.audit.results import Result
 from qmq.ledger import PROVEN, Entry, Ledger, Piece
 from qmq.log.frame import FrameKind
 from qmq.log.retention import RetentionDecision, encode_retention

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from qmq.audit.findings import Kind
+from qmq.audit.findings import FindingKind
 from qmq.audit.page import page, page_json, what_to_do
 from qmq.ledger import FINDINGS, NOT_READ, PROVEN, Entry
 
@@ -121,9 +121,9 @@ def test_group_that_was_never_verified_is_not_called_so() -> None:
     assert "never" in text and "broker gone" in text and "Audit: <span" in text
 
 
-@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("kind", FindingKind)
 @pytest.mark.parametrize("copy", ["slave", "both"])
-def test_every_finding_says_what_to_do(kind: Kind, copy: str) -> None:
+def test_every_finding_says_what_to_do(kind: FindingKind, copy: str) -> None:
     assert what_to_do({"what": kind, "copy": copy}).endswith((".", ":"))
 
 

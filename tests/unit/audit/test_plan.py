@@ -15,7 +15,7 @@ from qmq.audit import plan
 from qmq.audit.copies import PathCopy
 from qmq.audit.facts import LogRange, PieceFacts, Reading
 from qmq.audit.findings import PIECE, UNREAD
-from qmq.audit.rules import OfGroup
+from qmq.audit.rules import LogJudge
 from tests.unit.audit.forged import write_world
 
 BROKEN = "broken"
@@ -42,7 +42,7 @@ def said(jobs: list[plan.Job], batches: list[Any]) -> dict[int, list[tuple[str, 
     found: dict[int, list[tuple[str, Any]]] = {number: [] for number in range(len(jobs))}
     for batch in plan._judge(jobs, batches):
         for row in batch.to_pylist():
-            found[row["job"]].append((row["kind"], json.loads(row["said"])))
+            found[row["job"]].append((row["kind"], json.loads(row["payload"])))
     return found
 
 
@@ -63,19 +63,19 @@ def test_reader_that_fails_makes_its_own_group_unread(tmp_path: Path, monkeypatc
 
 def test_judge_that_fails_makes_its_own_group_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jobs = [job_of(tmp_path / "whole"), job_of(tmp_path / BROKEN)]
-    take = OfGroup.take
+    take = LogJudge.take
 
-    def fails(self: OfGroup, piece: int, facts: PieceFacts) -> Iterator[Any]:
+    def fails(self: LogJudge, piece: int, facts: PieceFacts) -> Iterator[Any]:
         yield from take(self, piece, facts)
         if facts.frames == 0:
             raise KeyError("of the audit itself")
 
-    monkeypatch.setattr(OfGroup, "take", fails)
+    monkeypatch.setattr(LogJudge, "take", fails)
     batches = facts(jobs)
     rows = [row for batch in batches for row in batch.to_pylist()]
     for row in rows:
         if row["job"] == 1 and row["key"] == plan.GROUP:
-            row["said"] = pickle.dumps(PieceFacts())
+            row["payload"] = pickle.dumps(PieceFacts())
     found = said(jobs, [pa.RecordBatch.from_pylist(rows, batches[0].schema)])
     assert UNREAD not in dict(found[0])
     [text] = [row["text"] for kind, row in found[1] if kind == UNREAD]

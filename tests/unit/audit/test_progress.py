@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qmq.audit.consumption import CONSERVED, Judge
-from qmq.audit.findings import Kind
+from qmq.audit.consumption import CONSERVED, ConsumptionJudge
+from qmq.audit.findings import FindingKind
 from qmq.log.frame import FrameKind, decode_frames, encode_header, subject_field
 from qmq.log.progress_frame import DEFERRED, PASSED, encode_progress
 from tests.unit.log.logs import Copy, a_frame
@@ -41,9 +41,9 @@ def findings(copy: Copy, start: int = 0) -> list[str]:
     copy.flush()
     found = []
     for subject in subjects(copy):
-        judge = Judge(subject, start)
+        judge = ConsumptionJudge(subject, start)
         found += [found for fact in facts(copy, subject, start) for found in judge.judge(fact)]
-    return [one["text"] for one in found if one["what"] not in (Kind.PASSED, CONSERVED)]
+    return [one["text"] for one in found if one["what"] not in (FindingKind.PASSED, CONSERVED)]
 
 
 @given(st.integers(0, 1 << 32))
@@ -107,7 +107,7 @@ def a_history() -> tuple[Copy, int]:
 def test_a_frame_that_does_not_follow_is_a_finding(kind, consumer, entries, why):
     copy, _ = a_history()
     copy.flush()
-    judge = Judge("s", 0)
+    judge = ConsumptionJudge("s", 0)
     assert not [found for fact in facts(copy) for found in judge.judge(fact)]
     assert list(judge.judge(forged(copy, kind, consumer, entries))), why
 
@@ -118,18 +118,18 @@ def test_in_a_log_that_begins_later_what_is_handed_out_in_it_is_judged_all_the_s
     copy.messages("g", "h", subject="s", size=0)
     copy.progress(FrameKind.PULL, "c2", (first, 4, 4), subject="s")
     copy.flush()
-    judge = Judge("s", start)
+    judge = ConsumptionJudge("s", start)
     assert not [found for fact in facts(copy, "s", start) for found in judge.judge(fact)]
     assert list(judge.judge(forged(copy, FrameKind.PULL, "c3", [(1 << 60, 6, 1)]))), "message 6 is with c2"
 
 
-@pytest.mark.parametrize("new, found", [((), []), ((4,), [Kind.PASSED])], ids=["a dead letter", "a new message"])
+@pytest.mark.parametrize("new, found", [((), []), ((4,), [FindingKind.PASSED])], ids=["a dead letter", "a new message"])
 def test_what_came_back_does_not_tell_what_a_consumer_asks_for(new, found):
     """Who pulls next is given what was delivered too often, to make a dead letter of it, whatever it asks for."""
     copy, first = a_history()
     copy.progress(FrameKind.NACK, "c1", (first, first + 4, 0), subject="s")
     copy.flush()
-    judge = Judge("s", 0)
+    judge = ConsumptionJudge("s", 0)
     assert not [found for fact in facts(copy) for found in judge.judge(fact)]
     number = copy.log.state.next_pull(copy.log.state.groups["s", "g"], "c2")
     handed_out = [(number, 0, 4), *((number + sequence, sequence, 1) for sequence in new)]
@@ -153,13 +153,13 @@ def changed_back(copy: Copy, *, says: str) -> list[dict[str, Any]]:
     copy.progress(FrameKind.PULL, "c1", (PASSED, 1, 1), subject="s")
     copy.progress(FrameKind.PULL, "c1", (number + 1, 2, 1), subject="s")
     copy.flush()
-    judge = Judge("s", 0)
+    judge = ConsumptionJudge("s", 0)
     return [found for fact in facts(copy) for found in judge.judge(fact)]
 
 
 @pytest.mark.parametrize(
     "says, found",
-    [("nothing", [Kind.PASSED]), ("changed", []), ("left", []), ("another changed", [Kind.PASSED])],
+    [("nothing", [FindingKind.PASSED]), ("changed", []), ("left", []), ("another changed", [FindingKind.PASSED])],
 )
 def test_who_says_that_it_asks_for_others_may_be_passed_over(says, found):
     assert [one["what"] for one in changed_back(Copy(segment_bytes=1 << 20), says=says)] == found

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from qmq.audit.copies import PathCopy
-from qmq.audit.selection import Wanted
+from qmq.audit.selection import Selection
 from qmq.audit.tables import table_batches
 from qmq.audit.walk import Walk
 from qmq.codec import encode_labels, encode_message, join_batch, label_of
@@ -52,7 +52,7 @@ def messages(data: Path, end: int, *columns: str) -> list[dict[str, Any]]:
     copy = PathCopy(data)
     try:
         walk = Walk(copy, 0, end, is_start=True)
-        return [row for batch in table_batches(walk, "messages", columns, Wanted(), {}) for row in batch.to_pylist()]
+        return [row for batch in table_batches(walk, "messages", columns, Selection(), {}) for row in batch.to_pylist()]
     finally:
         copy.close()
 

@@ -8,26 +8,22 @@ from typing import Any
 
 import pytest
 
-from qmq.audit.answers import Answer
 from qmq.audit.copies import Description, place_options
-from qmq.audit.findings import BOTH, FINDINGS, MASTER, PIECE, Kind
+from qmq.audit.findings import BOTH, FINDINGS, MASTER, PIECE, FindingKind
 from qmq.audit.group import (
-    Group,
-    Result,
+    _check_against_history,
     _check_all_was_read,
     _explain,
     _freeze,
-    _hold_against_before,
-    _line,
     _look_back,
     _new,
     _note_unlisted,
     _take_differences,
-    verified,
 )
-from qmq.audit.history import History
+from qmq.audit.history import History, ledger_entry, verified
 from qmq.audit.journal import not_behind
 from qmq.audit.report import as_markdown
+from qmq.audit.results import Group, GroupAnswer, Result
 from qmq.ledger import PROVEN, Entry, Ledger, Piece, known_from
 from qmq.types import Epoch
 from tests.unit.audit.logs import LogWriter
@@ -44,8 +40,8 @@ def result_of(*ends: int, min_copies: int = 2, begin: int = 0) -> Result:
     return result
 
 
-def answer_of(result: Result, *pieces: tuple[int, int], apart: frozenset[int] = frozenset()) -> Answer:
-    answer = Answer(tuple(result.logs))
+def answer_of(result: Result, *pieces: tuple[int, int], apart: frozenset[int] = frozenset()) -> GroupAnswer:
+    answer = GroupAnswer(tuple(result.logs))
     for begin, end in pieces:
         row = {
             "begin": begin,
@@ -60,7 +56,7 @@ def answer_of(result: Result, *pieces: tuple[int, int], apart: frozenset[int] = 
     return answer
 
 
-def row_of(what: Kind, copy: str, offset: int, end: int | None = None) -> dict[str, Any]:
+def row_of(what: FindingKind, copy: str, offset: int, end: int | None = None) -> dict[str, Any]:
     about = {"what": what.value, "copy": copy, "offset": offset, "end": end, "text": "", "frames": 1}
     return dict.fromkeys(FINDINGS.fieldNames()) | about
 
@@ -101,7 +97,7 @@ def test_the_verified_point_stays_if_a_copy_does_not_reach_it() -> None:
 def test_copies_that_are_damaged_in_two_ways_are_not_verified() -> None:
     result = result_of(WATERMARK, WATERMARK)
     answer = answer_of(result, (0, WATERMARK), apart=frozenset({0}))
-    result.findings.append(row_of(Kind.DAMAGED, BOTH, 100, 200))
+    result.findings.append(row_of(FindingKind.DAMAGED, BOTH, 100, 200))
     assert verified(answer, result, History(known_from([]), 0), 10_000) is None
 
 
@@ -131,7 +127,7 @@ def test_what_retention_took_before_a_run_verified_it_is_said(tmp_path: Path, pl
     assert result.start == start and result.unverified == (start - frame.end if is_unverified else 0)
     noted = [note for note in result.notes if "which no run had verified" in note]
     assert noted == [f"retention has removed [{frame.end}, {start}), which no run had verified"][: int(is_unverified)]
-    assert _line(result, None).unverified == result.unverified
+    assert ledger_entry(result, None).unverified == result.unverified
 
 
 def test_each_range_that_was_exchanged_is_a_finding() -> None:
@@ -140,9 +136,9 @@ def test_each_range_that_was_exchanged_is_a_finding() -> None:
     old = [Piece(at, at + 100, 100, as_now if at == 200 else other) for at in range(0, 400, 100)]
     answer = answer_of(result, *((piece.begin, piece.end) for piece in old), (500, WATERMARK))
     result.again = old
-    _hold_against_before(answer, result, known(*old))
+    _check_against_history(answer, result, known(*old))
     found = [(row["what"], row["offset"], row["end"]) for row in result.findings]
-    assert found == [(Kind.REWRITTEN, 0, 200), (Kind.REWRITTEN, 300, 400)]
+    assert found == [(FindingKind.REWRITTEN, 0, 200), (FindingKind.REWRITTEN, 300, 400)]
 
 
 @pytest.mark.parametrize("digest", ["c000000000000000f", "1234"])
@@ -162,46 +158,46 @@ def test_what_is_left_of_a_piece_that_retention_entered_is_no_exchange_and_is_mi
 
 
 def test_findings_that_are_not_listed_are_counted_noted_and_keep_the_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qmq.audit.group.FINDINGS_MAX", 3)
+    monkeypatch.setattr("qmq.audit.results.FINDINGS_MAX", 3)
     result = result_of(WATERMARK, WATERMARK)
     answer = answer_of(result, (0, WATERMARK))
     for number in range(5):
-        result.add(Kind.TIME, copy=BOTH, offset=number)
+        result.add(FindingKind.TIME, copy=BOTH, offset=number)
         assert (verified(answer, result, History(known_from([]), 0), 10_000) is None) == (number >= 3)
     _note_unlisted(result)
-    assert (result.found, len(result.findings)) == ({Kind.TIME: 5}, 3)
+    assert (result.found, len(result.findings)) == ({FindingKind.TIME: 5}, 3)
     assert result.notes == ["5 findings are time; the first 3 of them are listed"]
 
 
 def test_less_than_is_due_is_a_finding_though_an_id_was_stored_twice() -> None:
     result = result_of(WATERMARK, WATERMARK)
     answer_of(result, (0, 600))
-    result.add(Kind.ID_TWICE, copy=BOTH, offset=10)
+    result.add(FindingKind.ID_TWICE, copy=BOTH, offset=10)
     _check_all_was_read(result)
-    assert result.found == {Kind.ID_TWICE: 1, Kind.UNREAD: 2}
+    assert result.found == {FindingKind.ID_TWICE: 1, FindingKind.UNREAD: 2}
     damaged = result_of(WATERMARK, WATERMARK)
     answer_of(damaged, (0, 600))
-    damaged.add(Kind.DAMAGED, copy=BOTH, offset=600)
+    damaged.add(FindingKind.DAMAGED, copy=BOTH, offset=600)
     _check_all_was_read(damaged)
-    assert damaged.found == {Kind.DAMAGED: 1}
+    assert damaged.found == {FindingKind.DAMAGED: 1}
 
 
 def test_what_both_copies_have_wrong_explains_no_difference_between_them() -> None:
     result = result_of(WATERMARK, WATERMARK)
-    result.findings.append(row_of(Kind.TIME, BOTH, 10, 20))
+    result.findings.append(row_of(FindingKind.TIME, BOTH, 10, 20))
     _explain([(0, 500)], result)
-    assert result.found == {Kind.DIFFERENT: 1}
+    assert result.found == {FindingKind.DIFFERENT: 1}
     result = result_of(WATERMARK, WATERMARK)
-    result.findings.append(row_of(Kind.TIME, BOTH, 10, 20))
-    _take_differences([row_of(Kind.HISTORY, "slave", 500, 510)], result)
-    assert result.found == {Kind.HISTORY: 1}
-    result.findings, result.found = [row_of(Kind.DAMAGED, MASTER, 10, 20)], {}
-    _take_differences([row_of(Kind.HISTORY, "slave", 500, 510)], result)
+    result.findings.append(row_of(FindingKind.TIME, BOTH, 10, 20))
+    _take_differences([row_of(FindingKind.HISTORY, "slave", 500, 510)], result)
+    assert result.found == {FindingKind.HISTORY: 1}
+    result.findings, result.found = [row_of(FindingKind.DAMAGED, MASTER, 10, 20)], {}
+    _take_differences([row_of(FindingKind.HISTORY, "slave", 500, 510)], result)
     assert not result.found
 
 
 def lost(copy: str, sequence: int) -> dict[str, Any]:
-    return row_of(Kind.LOST, copy, 0) | {"subject": "a", "sequence": sequence, "id": f"m{sequence}"}
+    return row_of(FindingKind.LOST, copy, 0) | {"subject": "a", "sequence": sequence, "id": f"m{sequence}"}
 
 
 def test_a_copy_that_is_behind_has_lost_nothing_that_enough_others_have() -> None:

@@ -13,7 +13,8 @@ import pytest
 
 from qmq.audit import plan
 from qmq.audit.copies import place_options
-from qmq.audit.group import Group, Result, audit_group
+from qmq.audit.group import audit_group
+from qmq.audit.results import Group, Result
 
 NO_SPARK: Any = None
 PIECE_BYTES = 16_384
