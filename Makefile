@@ -29,7 +29,7 @@ demo: $(STAMP) ## produce, consume, lose a master, swap, audit; INPUT=file.csv o
 
 test: $(STAMP) ## all tests, JOBS (default 4) files at a time; ARGS="-k name" for some of them
 	@deploy/test_packages.sh
-	@$(PY) -m tests -n $(or $(JOBS),4) --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(PY) -m pytest -n $(or $(JOBS),4) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 quick: $(STAMP) ## cores, properties, formats and stories, with fewer random cases than `make test`: a minute and a half
 	@QUICK=1 $(PY) -m pytest -q -n 2 --dist loadfile -m "not slow" $(QUICK) $(ARGS)

@@ -14,6 +14,7 @@ import fcntl
 import json
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections import Counter
@@ -76,6 +77,7 @@ class Cluster:
         http_port, broker_port: where the search for free ports begins, at the first start in this directory.
         refresh_s: how often the metaserver is asked who is master, for `cluster.json`.
         say: told, in the keeper's thread, what died and was started again.
+        launch: starts a process, as `subprocess.Popen` does.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class Cluster:
         restart_s: float = RESTART_S,
         refresh_s: float = REFRESH_S,
         say: Callable[[str], None] = lambda line: None,
+        launch: Callable[..., Any] = subprocess.Popen,
     ) -> None:
         self.run_dir = run_dir.resolve()
         self._restart_s, self._refresh_s, self._ports = restart_s, refresh_s, (http_port, broker_port)
@@ -102,6 +105,7 @@ class Cluster:
         self._settings = {"broker": broker or {}, DELAY_SERVER: delay_server or {}}
         self._metaserver_settings = metaserver or {}
         self._say = say
+        self._launch = launch
         self._services: dict[str, Service] = {}
         self._roles: dict[str, str] = {}
         self._lock: IO[str] | None = None
@@ -290,9 +294,8 @@ class Cluster:
     def _service(self, name: str, module: str, settings: dict[str, Any]) -> Service:
         config = self.run_dir / name / f"{module}.toml"
         write_settings(config, settings)
-        self._services[name] = Service(
-            name, module_command(f"qmq.{module}", config), self.run_dir / "logs" / f"{name}.log"
-        )
+        command, log = module_command(f"qmq.{module}", config), self.run_dir / "logs" / f"{name}.log"
+        self._services[name] = Service(name, command, log, launch=self._launch)
         return self._services[name]
 
     def _start_metaserver(self) -> None:

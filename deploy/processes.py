@@ -8,10 +8,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import qmq
 from qmq.errors import NotServed
@@ -57,6 +58,8 @@ class Service:
     """Stays down when it ends, until somebody starts it: what a test or an operator does needs it down."""
     environ: Mapping[str, str] = field(default_factory=dict)
     """Over this process' own."""
+    launch: Callable[..., Any] = subprocess.Popen
+    """Starts the command; tests fork a process that has imported the program."""
     starts: int = 0
     died_at: float | None = None
     _process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
@@ -75,7 +78,7 @@ class Service:
         """Start it in a session of its own, so that Ctrl-C reaches the runner alone, which stops all in order."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
+            self._process = self.launch(
                 self.command,
                 cwd=ROOT,
                 env={**os.environ, **self.environ},

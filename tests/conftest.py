@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import subprocess
 
 import hypothesis
 import pytest
@@ -13,9 +12,8 @@ from hypothesis.internal.conjecture import providers
 
 from qmq import logs
 from tests.support.effort import examples
-from tests.support.zygote import ReadyPopen
 
-pytest_plugins = ["tests.support.databases", "tests.support.failures"]
+pytest_plugins = ["tests.support.databases"]
 
 # Random examples that differ from run to run belong into `make simulate`; a test that was green stays green.
 hypothesis.settings.register_profile(
@@ -58,8 +56,6 @@ for name in [name for name in os.environ if name.lower() in ("http_proxy", "http
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-
-subprocess.Popen = ReadyPopen  # type: ignore[misc]
 
 # By Python's own numbers the collector of circles looks again and again at what was imported, and at worlds that live
 # as long as their test: a fifth of the time of a simulation, and it finds next to nothing.

@@ -26,6 +26,7 @@ from qmq.remoting.commands import Command, Pull
 from qmq.remoting.packet import ONE_WAY, packet_header, read_packet
 from tests.support.ports import run_of_ports
 from tests.support.waiting import WAIT_S, until
+from tests.support.zygote import launch
 
 SEGMENT_BYTES = 256 * 1024
 """Each segment is preallocated."""
@@ -49,6 +50,7 @@ def running(run_dir, *, groups=("g1",), delay_groups=(), copies=2, restart_s=0.1
         restart_s=restart_s,
         http_port=first,
         broker_port=first + 2,
+        launch=launch,
     ) as cluster:
         yield cluster
 

@@ -1,7 +1,7 @@
-"""Shell. Programs of a cluster for tests, begun by a fork of a process that has imported them once.
+"""Shell. Programs for tests, forked from a process that has imported them.
 
-What a metaserver imports takes two seconds of a core, more than most tests of one. What begins like this is still a
-process of its own and a child of the test's: with its own id, files, environment, command line and end.
+The imports of a metaserver take 1.2 s of a core, those of a broker 0.5 s. A forked program is a child of the test
+with its own id, files, environment, command line and exit status.
 """
 
 from __future__ import annotations
@@ -15,70 +15,103 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 PROGRAMS = frozenset({"qmq.broker", "qmq.metaserver", "qmq.delayserver", "qmq.watchdog"})
 READ_BY_IMPORTS = ("GRPC_", "LD_", "PYTHON", "FAKETIME", "MALLOC_", "COVERAGE_")
-"""Variables that imports read: a program that is to have others than the tests' own starts from nothing."""
-ROOM = "-" * 4096
-"""An argument of the ready process, which a fork's command line is written over."""
+"""Prefixes of variables that imports read. A program with other values of these is started without a fork."""
+COMMAND_SPACE = "-" * 4096
+"""Argument of the ready process; a fork writes its command line over it."""
 ORDER_BYTES_MAX = 1 << 20
 PR_SET_CHILD_SUBREAPER = 36
+POLL_S = 0.005
 
 
-class ReadyPopen(subprocess.Popen):  # type: ignore[type-arg]
-    """`subprocess.Popen`, but `python -m PROGRAM …` is forked from a process that has imported PROGRAM."""
-
-    def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, *more: Any) -> None:
-        _, pass_fds, cwd, env, _, _, shell, *fds = more[:13]
-        session = more[-2]
-        if preexec_fn or executable or pass_fds or shell or not (program := _program(args, env)):
-            super()._execute_child(args, executable, preexec_fn, *more)  # type: ignore[misc]
-            return
-        ours = [fd if fd >= 0 else number for number, fd in enumerate((fds[0], fds[3], fds[5]))]
-        order = {
-            "arguments": [os.fspath(word) for word in args],
-            "cwd": os.fspath(cwd or os.getcwd()),
-            "environ": dict(os.environ if env is None else env),
-            "session": bool(session),
-        }
-        self.pid = _ready(program).fork(order, ours)
-        self._child_created = True
-        self._close_pipe_fds(*fds)  # type: ignore[attr-defined]
-
-
-def _program(args: Any, env: Mapping[str, str] | None) -> str:
-    """The program of `PROGRAMS` that a command begins; empty: it begins another, or in a world of its own."""
-    if not isinstance(args, list | tuple) or list(args[:2]) != [sys.executable, "-m"] or args[2] not in PROGRAMS:
-        return ""
-    return args[2] if _read_by_imports(os.environ if env is None else env) == _AT_FIRST else ""
+def launch(
+    command: Sequence[str],
+    *,
+    cwd: Path,
+    env: Mapping[str, str],
+    stdin: int,
+    stdout: IO[bytes],
+    stderr: IO[bytes],
+    start_new_session: bool,
+) -> Any:
+    """Start `command` as `subprocess.Popen` does, by a fork if it is `python -m PROGRAM …`."""
+    is_program = list(command[:2]) == [sys.executable, "-m"] and command[2] in PROGRAMS
+    if not is_program or _read_by_imports(env) != _AT_START:
+        options: dict[str, Any] = {"cwd": cwd, "env": env, "stdin": stdin, "stdout": stdout, "stderr": stderr}
+        return subprocess.Popen(command, start_new_session=start_new_session, **options)
+    order = {
+        "arguments": [os.fspath(word) for word in command],
+        "cwd": os.fspath(cwd),
+        "environ": dict(env),
+        "session": start_new_session,
+    }
+    with open(os.devnull, "rb") as nothing:
+        files = [nothing.fileno(), stdout.fileno(), stderr.fileno()]
+        return ForkedProcess(command, _ready(command[2]).fork(order, files))
 
 
 def _read_by_imports(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name.startswith(READ_BY_IMPORTS)}
 
 
-_AT_FIRST = _read_by_imports(os.environ)
+_AT_START = _read_by_imports(os.environ)
+
+
+class ForkedProcess:
+    """Child process with the methods of `subprocess.Popen` that a `Service` calls, from any thread."""
+
+    def __init__(self, command: Sequence[str], pid: int) -> None:
+        self.args = command
+        self.pid = pid
+        self.returncode: int | None = None
+        self._lock = threading.Lock()
+
+    def poll(self) -> int | None:
+        """Return the exit status, negative for a signal; None while the process runs."""
+        with self._lock:
+            if self.returncode is None:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                if pid:
+                    self.returncode = os.waitstatus_to_exitcode(status)
+            return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit status; raises `subprocess.TimeoutExpired`."""
+        deadline = time.monotonic() + timeout if timeout is not None else None
+        while (status := self.poll()) is None:
+            if deadline is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+            time.sleep(POLL_S)
+        return status
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(9)
 
 
 class Ready:
-    """A process that has imported a program; the test's process talks with it."""
+    """A process that has imported a program and forks it on each order."""
 
     def __init__(self, program: str) -> None:
-        ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", "tests.support.zygote", program, str(its.fileno()), ROOM]
-        self._process = subprocess.Popen(
-            command, pass_fds=[its.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
-        )
-        its.close()
-        self._socket = ours
+        self._socket, far_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-m", "tests.support.zygote", program, str(far_end.fileno()), COMMAND_SPACE]
+        with far_end:
+            fds = [far_end.fileno()]
+            self._process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, start_new_session=True)
 
-    def fork(self, order: dict[str, Any], fds: list[int]) -> int:
-        """Begin a process with these standard files; returns its id, and it is our child."""
+    def fork(self, order: dict[str, Any], files: list[int]) -> int:
+        """Start a process with these standard files; return the id of this child."""
         with _LOCK, _adopting():
-            socket.send_fds(self._socket, [json.dumps(order).encode()], fds)
+            socket.send_fds(self._socket, [json.dumps(order).encode()], files)
             return int(self._socket.recv(32))
 
 
@@ -94,8 +127,8 @@ def _ready(program: str) -> Ready:
 
 
 @contextlib.contextmanager
-def _adopting() -> Any:
-    """While it lasts, whom a descendant of ours leaves without a parent becomes our child."""
+def _adopting() -> Iterator[None]:
+    """Make orphaned descendants children of this process."""
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
     try:
@@ -104,32 +137,32 @@ def _adopting() -> Any:
         libc.prctl(PR_SET_CHILD_SUBREAPER, 0)
 
 
-def main(program: str, end: socket.socket) -> None:
-    """Import `program`, then fork for each order; returns in each child when the program has, and after the tests."""
+def main(program: str, near_end: socket.socket) -> None:
+    """Import `program` and fork it for each order; a fork returns from here when its program ends."""
     _import(program)
     while True:
-        data, fds, _, _ = socket.recv_fds(end, ORDER_BYTES_MAX, 3)
+        data, files, _, _ = socket.recv_fds(near_end, ORDER_BYTES_MAX, 3)
         if not data:
             return
         if (pid := _fork_orphan()) == 0:
-            end.close()
-            _become(json.loads(data), fds)
+            near_end.close()
+            _become(json.loads(data), files)
             runpy.run_module(program, run_name="__main__", alter_sys=True)
             return
-        for fd in fds:
+        for fd in files:
             os.close(fd)
-        end.send(str(pid).encode())
+        near_end.send(str(pid).encode())
 
 
 def _import(program: str) -> None:
-    """A program without settings refuses to run, and has imported all by then."""
+    """Run the program without settings: it imports everything and then refuses to start."""
     with open(os.devnull, "w") as nothing, contextlib.redirect_stderr(nothing), contextlib.suppress(SystemExit):
         sys.argv = [program]
         runpy.run_module(program, run_name="__main__", alter_sys=True)
 
 
 def _fork_orphan() -> int:
-    """A fork whose parent ends at once, so that it is adopted; returns its id, and 0 in it."""
+    """Fork twice, so that the test's process adopts the grandchild; return its id, or 0 in the grandchild."""
     reading, writing = os.pipe()
     if (between := os.fork()) == 0:
         if (pid := os.fork()) == 0:
@@ -144,10 +177,10 @@ def _fork_orphan() -> int:
         return int(file.read())
 
 
-def _become(order: dict[str, Any], fds: list[int]) -> None:
+def _become(order: dict[str, Any], files: list[int]) -> None:
     if order["session"]:
         os.setsid()
-    for number, fd in enumerate(fds):
+    for number, fd in enumerate(files):
         os.dup2(fd, number)
         os.close(fd)
     os.chdir(order["cwd"])
@@ -155,11 +188,11 @@ def _become(order: dict[str, Any], fds: list[int]) -> None:
     os.environ.update(order["environ"])
     words = order["arguments"]
     sys.argv = words[2:]
-    _show(words)
+    _write_command_line(words)
 
 
-def _show(words: list[str]) -> None:
-    """Write the command over this process' own, for `ps`, and for who knows a process by its command."""
+def _write_command_line(words: list[str]) -> None:
+    """Replace this process' command line, by which `ps` and `is_ours` identify it."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     begin, end = int(fields[45]), int(fields[46])
     shown = b"\0".join(map(os.fsencode, words))[: end - begin - 1]
