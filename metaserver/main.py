@@ -44,11 +44,10 @@ from qmq.metaserver.roles.failover import Failovers
 from qmq.metaserver.roles.swap import Swaps
 from qmq.metaserver.routes.hub import RouteHubs
 from qmq.metaserver.routes.quotas import Bounds, Quotas
+from qmq.metaserver.rpc.access import Refusals, make_acceptor, wall_ms
 from qmq.metaserver.rpc.broker_client import Brokers
 from qmq.metaserver.rpc.consumer_groups import ConsumerGroups
-from qmq.metaserver.rpc.routes import add_route_methods
-from qmq.metaserver.rpc.servicer import MetaserverRpc
-from qmq.metaserver.rpc.tokens import Refusals, make_acceptor, wall_ms
+from qmq.metaserver.rpc.servicer import MetaserverRpc, add_route_methods
 from qmq.metaserver.settings import MetaserverSettings
 from qmq.metaserver.storage.changes import AddToken
 from qmq.metaserver.storage.database import Database, DatabaseAway, DatabaseSetAside

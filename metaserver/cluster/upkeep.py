@@ -110,7 +110,7 @@ class Upkeep:
         self._registry.publish()
 
     async def hold_lease(self, wish: LeaseRow, *, take: bool, release: bool) -> LeaseRow:
-        """Keep, take or give back a lease; see `storage.leases`. Return the row after that.
+        """Keep, take or give back a lease; see `storage.heartbeats`. Return the row after that.
 
         Raises:
             DatabaseAway: nothing was changed. CommitUnknown: it may have been.

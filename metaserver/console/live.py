@@ -8,7 +8,7 @@ from qmq.metaserver.actions import Answer, Status
 from qmq.metaserver.console.asking import Asking
 from qmq.metaserver.console.drawing import chart_of
 from qmq.metaserver.console.rates import SERIES_MAX, Look, Rates, per_second
-from qmq.metaserver.rpc.tokens import wall_ms
+from qmq.metaserver.rpc.access import wall_ms
 
 RATES_S = 1.0
 """A page is not worth more of a silent broker's time."""

@@ -12,7 +12,7 @@ from qmq.metaserver.console.asking import Asking
 from qmq.metaserver.console.drawing import bars_of
 from qmq.metaserver.console.live import drawn_of_subject, group_rates
 from qmq.metaserver.console.shown import moment_ms
-from qmq.metaserver.rpc.tokens import wall_ms
+from qmq.metaserver.rpc.access import wall_ms
 
 Query = Mapping[str, str]
 """What the address of the page says; what it does not say is empty."""

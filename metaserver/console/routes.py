@@ -29,7 +29,7 @@ from qmq.metaserver.console.rates import Looks
 from qmq.metaserver.console.sessions import LASTS_MS, Sessions
 from qmq.metaserver.http.guard import PEER_CHARS_MAX, open_to_all
 from qmq.metaserver.http.running import ActionsPort
-from qmq.metaserver.rpc.tokens import Refusals, wall_ms
+from qmq.metaserver.rpc.access import Refusals, wall_ms
 from qmq.rights import Caller
 from qmq.version import VERSION
 

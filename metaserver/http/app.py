@@ -19,7 +19,7 @@ from qmq.metaserver.http.errors import to_json
 from qmq.metaserver.http.guard import Guard, Limits, needs, open_to_all
 from qmq.metaserver.http.running import ActionsPort
 from qmq.metaserver.observability.metrics import Metrics
-from qmq.metaserver.rpc.tokens import Refusals
+from qmq.metaserver.rpc.access import Refusals
 from qmq.rights import TokenRole
 from qmq.version import VERSION
 

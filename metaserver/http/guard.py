@@ -21,7 +21,7 @@ from qmq.errors import AccessError, MissingRight
 from qmq.metaserver.access import Access
 from qmq.metaserver.http import errors
 from qmq.metaserver.http.errors import HttpError
-from qmq.metaserver.rpc.tokens import Refusals, wall_ms
+from qmq.metaserver.rpc.access import Refusals, wall_ms
 from qmq.rights import Caller, TokenRole
 
 log = logging.getLogger("qmq.metaserver")

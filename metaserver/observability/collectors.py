@@ -24,7 +24,7 @@ from qmq.metaserver.cluster.registry import Registry
 from qmq.metaserver.model import DELAY
 from qmq.metaserver.observability.metrics import Scrapes
 from qmq.metaserver.routes.hub import RouteHubs
-from qmq.metaserver.rpc.tokens import wall_ms
+from qmq.metaserver.rpc.access import wall_ms
 from qmq.metaserver.storage.database import Database
 from qmq.process_metrics import version_of
 

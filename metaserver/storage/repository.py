@@ -27,7 +27,7 @@ from qmq.metaserver.model import (
     SightingRow,
     TokenRow,
 )
-from qmq.metaserver.storage import backup, consumer_groups, groups, leases, operators, points, routes, sightings, tokens
+from qmq.metaserver.storage import backup, groups, heartbeats, operators, routes, tokens
 from qmq.metaserver.storage import changes as c
 from qmq.metaserver.storage.changes import Change, Order
 from qmq.metaserver.storage.errors import StaleDirectory, Withdrawn
@@ -148,7 +148,7 @@ class Repository:
         return self._transactions.read(
             lambda connection: (
                 read_versions(connection)[SIGHTINGS],
-                sightings.load_sightings(connection, after, self.bad_rows),
+                heartbeats.load_sightings(connection, after, self.bad_rows),
             )
         )
 
@@ -156,18 +156,18 @@ class Repository:
         """Store each row that begins a session, and each whose session is the one that is stored; leave out others."""
 
         def work(connection: Connection) -> None:
-            sightings.store_sightings(connection, rows, raise_versions(connection, SIGHTINGS)[0])
+            heartbeats.store_sightings(connection, rows, raise_versions(connection, SIGHTINGS)[0])
 
         if rows:
             self._transactions.write(work)
 
     def load_points(self, group: str) -> Points:
         """Return what the group's copies said to be acknowledged."""
-        return self._transactions.read(lambda connection: points.load_points(connection, group))
+        return self._transactions.read(lambda connection: heartbeats.load_points(connection, group))
 
     def store_points(self, rows: Mapping[tuple[str, str], Point]) -> None:
         """Store the point of each (group, incarnation), unless a newer one is stored."""
-        self._transactions.write(lambda connection: points.store_points(connection, rows))
+        self._transactions.write(lambda connection: heartbeats.store_points(connection, rows))
 
     # -- metaservers ------------------------------------------------------------------------------------------------
 
@@ -176,8 +176,8 @@ class Repository:
         not there."""
 
         def work(connection: Connection) -> tuple[list[MetaserverRow], dict[str, int], int | None]:
-            rows = {one.id: one for one in sightings.load_metaservers(connection)}
-            sightings.beat(connection, row)
+            rows = {one.id: one for one in heartbeats.load_metaservers(connection)}
+            heartbeats.store_beat(connection, row)
             before = rows[row.id].beat if row.id in rows else None
             return list((rows | {row.id: row}).values()), read_versions(connection), before
 
@@ -185,14 +185,14 @@ class Repository:
 
     def look(self) -> tuple[set[str], dict[str, int]]:
         """Return the ids of all metaservers that have a row, and the `versions`; those are empty if none has."""
-        return self._transactions.read(sightings.look)
+        return self._transactions.read(heartbeats.look)
 
     def load_metaservers(self) -> list[MetaserverRow]:
-        return self._transactions.read(sightings.load_metaservers)
+        return self._transactions.read(heartbeats.load_metaservers)
 
     def remove_metaserver(self, id: str) -> None:
         """Remove the row of one that stopped in order, or has been silent for long."""
-        self._transactions.write(lambda connection: sightings.remove_metaserver(connection, id))
+        self._transactions.write(lambda connection: heartbeats.remove_metaserver(connection, id))
 
     # -- operators --------------------------------------------------------------------------------------------------
 
@@ -258,22 +258,24 @@ class Repository:
         return self._transactions.read(operators.load_data_sources)
 
     def hold_lease(self, wish: LeaseRow, *, take: bool, release: bool) -> LeaseRow:
-        """Keep, take or give back a lease; see `metaserver.storage.leases`. Returns the row as it is then."""
-        return self._transactions.write(lambda connection: leases.hold(connection, wish, take=take, release=release))
+        """Keep, take or give back a lease; see `storage.heartbeats`. Returns the row as it is then."""
+        return self._transactions.write(
+            lambda connection: heartbeats.hold_lease(connection, wish, take=take, release=release)
+        )
 
     def leases(self) -> list[LeaseRow]:
-        return self._transactions.read(leases.load)
+        return self._transactions.read(heartbeats.load_leases)
 
     # -- consumer groups --------------------------------------------------------------------------------------------
 
     def consumer_groups(self, keys: Iterable[tuple[str, str]]) -> dict[tuple[str, str], ConsumerGroupRow]:
         """Return the rows of those of these (subject, consumer group) that have one."""
         listed = list(keys)
-        return self._transactions.read(lambda connection: consumer_groups.load(connection, listed))
+        return self._transactions.read(lambda connection: routes.load_consumer_groups(connection, listed))
 
     def consumer_groups_of(self, subject: str) -> list[ConsumerGroupRow]:
         """Return all consumer groups of a subject; of an empty name, of all subjects."""
-        return self._transactions.read(lambda connection: consumer_groups.load_all(connection, subject))
+        return self._transactions.read(lambda connection: routes.load_consumer_groups_of(connection, subject))
 
     def store_consumer_groups(
         self, rows: Sequence[ConsumerGroupRow], replaced: Sequence[ConsumerGroupRow] = ()
@@ -283,7 +285,7 @@ class Repository:
         Who reads afterwards finds the rows that count, whoever stored them.
         """
         try:
-            self._transactions.write(lambda connection: consumer_groups.store(connection, rows, replaced))
+            self._transactions.write(lambda connection: routes.store_consumer_groups(connection, rows, replaced))
         except IntegrityError:
             pass  # another metaserver was first
 
@@ -361,9 +363,9 @@ def _apply(connection: Connection, change: c.Change, routes_version: int) -> Non
         case c.SetRoles():
             groups.set_roles(connection, change.change)
         case c.RememberPoint():
-            points.store_points(connection, {(change.group, change.incarnation): change.point})
+            heartbeats.store_points(connection, {(change.group, change.incarnation): change.point})
         case c.AcceptLoss():
-            points.accept_loss(connection, change.group, change.term)
+            heartbeats.accept_loss(connection, change.group, change.term)
             groups.set_state(connection, change.group, lost_term=change.term)
         case c.StoreAddresses():
             groups.store_addresses(connection, change.broker)
@@ -378,7 +380,7 @@ def _apply(connection: Connection, change: c.Change, routes_version: int) -> Non
         case c.RemoveRoute():
             routes.remove_route(connection, change.subject, change.version, routes_version)
         case c.ForgetConsumerGroups():
-            consumer_groups.forget(connection, change.subject)
+            routes.forget_consumer_groups(connection, change.subject)
         case c.AddSubject():
             operators.add_subject(connection, change.name, change.tag)
         case c.DecidedOn() | c.NoRouteSince():

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, delete, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Row, and_, bindparam, delete, insert, or_, select, update
 
-from qmq.metaserver.model import Route
+from qmq.metaserver.model import ConsumerGroupRow, Route
 from qmq.metaserver.storage.errors import StaleVersion, UnknownGroup, ValueRefused
 from qmq.metaserver.storage.groups import existing_groups
 from qmq.metaserver.storage.sql import BadRows, checked, chunks, now_ms, parse_names, to_json
-from qmq.metaserver.storage.tables import subject_route
-from qmq.subjects import check_name
+from qmq.metaserver.storage.tables import consumer_group, subject_route
+from qmq.subjects import check_name, real_subject
 
 REMOVED_KEPT_MS = 30 * 24 * 3600 * 1000
 """Far longer than a metaserver runs without its database; such a one would have to read all routes anew."""
@@ -176,3 +176,69 @@ _update_each = (
     .where(_columns.subject_info == bindparam("new_subject_info"))
     .values({name: bindparam(f"new_{name}") for name in ("broker_group_json", "version", "changed", "update_time")})
 )
+
+
+GroupKey = tuple[str, str]
+_groups = consumer_group.c
+
+
+def load_consumer_groups(connection: Connection, keys: Sequence[GroupKey]) -> dict[GroupKey, ConsumerGroupRow]:
+    """Return the rows of those of these (subject, consumer group) that have one."""
+    wanted, found = set(keys), dict[GroupKey, ConsumerGroupRow]()
+    for subjects in chunks(sorted({subject for subject, _ in wanted})):
+        names = sorted({group for subject, group in wanted if subject in set(subjects)})
+        for groups in chunks(names):
+            where = and_(_groups.subject.in_(subjects), _groups.group_name.in_(groups))
+            found |= {row.key: row for row in map(_group_row, connection.execute(select(consumer_group).where(where)))}
+    return {key: row for key, row in found.items() if key in wanted}
+
+
+def load_consumer_groups_of(connection: Connection, subject: str) -> list[ConsumerGroupRow]:
+    """Return the rows of a subject; of an empty name, of all."""
+    query = select(consumer_group).order_by(_groups.subject, _groups.group_name)
+    return [
+        _group_row(row) for row in connection.execute(query.where(_groups.subject == subject) if subject else query)
+    ]
+
+
+def store_consumer_groups(
+    connection: Connection, rows: Sequence[ConsumerGroupRow], replaced: Sequence[ConsumerGroupRow]
+) -> None:
+    """Insert rows in the place of those that are `replaced`; raises IntegrityError if one is there already."""
+    for row in replaced:
+        is_row = and_(_is_group(row), _groups.mark == row.mark, _groups.create_time == row.created_ms)
+        connection.execute(delete(consumer_group).where(is_row))
+    # In one order: two metaservers that store the same groups wait for each other, and never in a circle.
+    values = [checked(consumer_group, _group_values(row)) for row in sorted(rows, key=lambda row: row.key)]
+    connection.execute(insert(consumer_group), values)
+
+
+def forget_consumer_groups(connection: Connection, subject: str) -> None:
+    """Remove the rows of a subject and of its retry and dead-letter subjects."""
+    derived = _groups.subject.like("\\%%", escape="\\")
+    names = connection.execute(select(_groups.subject).distinct().where(or_(_groups.subject == subject, derived)))
+    for chunk in chunks([row.subject for row in names if real_subject(row.subject) == subject]):
+        connection.execute(delete(consumer_group).where(_groups.subject.in_(chunk)))
+
+
+def _is_group(row: ConsumerGroupRow) -> ColumnElement[bool]:
+    return and_(_groups.subject == row.subject, _groups.group_name == row.group)
+
+
+def _group_values(row: ConsumerGroupRow) -> dict[str, object]:
+    return {
+        "subject": row.subject,
+        "group_name": row.group,
+        "since_ms": row.since_ms,
+        "mark": row.mark,
+        "members_json": to_json(row.members),
+        "create_time": row.created_ms,
+    }
+
+
+def _group_row(row: Row[Any]) -> ConsumerGroupRow:
+    try:
+        members = parse_names(row.members_json)
+    except ValueError:  # edited by hand: then it begins with the first message, wherever it has no position
+        members = ()
+    return ConsumerGroupRow(row.subject, row.group_name, row.since_ms, row.mark, members, row.create_time)

@@ -18,7 +18,7 @@ from qmq.metaserver.actions import ACTIONS, Answer, Status
 from qmq.metaserver.actions.management import render
 from qmq.metaserver.http.app import build_app
 from qmq.metaserver.http.guard import Limits
-from qmq.metaserver.rpc.tokens import Refusals
+from qmq.metaserver.rpc.access import Refusals
 from tests.unit.metaserver.actions_world import World, left
 
 GOLDEN = json.loads((Path(__file__).parent / "management" / "exchanges.json").read_text())

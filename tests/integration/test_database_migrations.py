@@ -13,7 +13,7 @@ from alembic.runtime.migration import MigrationContext
 from sqlalchemy import inspect, select, text
 from sqlalchemy.exc import SQLAlchemyError
 
-from qmq.metaserver.storage import migrate as migrations
+from qmq.metaserver.storage import engine as migrations
 from qmq.metaserver.storage.engine import connect, open_database
 from qmq.metaserver.storage.errors import DatabaseUnusable
 from qmq.metaserver.storage.repository import Repository

@@ -7,14 +7,14 @@ import asyncio
 import grpc
 import pytest
 
-from qmq.metaserver.rpc import brokers
+from qmq.metaserver.rpc import access
 from qmq.proto import qmq_pb2 as pb
 from tests.integration.metaserver_world import METADATA, WAIT_S, in_world
 
 
 def test_streams_of_a_revoked_token_end(tmp_path, monkeypatch):
     """A client would be told of routes, and a broker be heard, as long as they stay connected."""
-    monkeypatch.setattr(brokers, "REVIEW_S", 0.02)
+    monkeypatch.setattr(access, "REVIEW_S", 0.02)
 
     async def body(world):
         await world.add("g1", 0, "a", 20001)

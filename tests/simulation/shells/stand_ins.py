@@ -211,7 +211,7 @@ def replaced(loop: VirtualLoop, network: Network, make_disk: Any, seed: int) -> 
         mock.patch("qmq.metaserver.main.HttpPort", Nothing),
         mock.patch("qmq.metaserver.main.build_app", Nothing),
         mock.patch("qmq.metaserver.main.listen", Nothing),
-        mock.patch("qmq.metaserver.storage.migrate.ScriptDirectory", Scripts),
+        mock.patch("qmq.metaserver.storage.engine.ScriptDirectory", Scripts),
         _watched(loop, SessionLife),
         _watched(loop, BatchLife),
     ]

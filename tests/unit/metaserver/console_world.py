@@ -19,7 +19,7 @@ from qmq.metaserver.console.sessions import Sessions
 from qmq.metaserver.http.app import build_app
 from qmq.metaserver.http.guard import Limits
 from qmq.metaserver.model import LeaseRow
-from qmq.metaserver.rpc.tokens import Refusals, wall_ms
+from qmq.metaserver.rpc.access import Refusals, wall_ms
 from qmq.proto import qmq_pb2 as pb
 from tests.unit.metaserver.actions_world import World, left
 

@@ -13,7 +13,7 @@ from qmq.metaserver.actions.words import read_words
 from qmq.metaserver.http.app import build_app
 from qmq.metaserver.http.guard import Limits
 from qmq.metaserver.observability.metrics import Metrics
-from qmq.metaserver.rpc.tokens import Refusals, wall_ms
+from qmq.metaserver.rpc.access import Refusals, wall_ms
 from qmq.rights import TokenRole
 
 CLUSTER = "the key of the installation"

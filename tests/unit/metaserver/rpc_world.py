@@ -6,7 +6,8 @@ import asyncio
 
 from qmq.metaserver.access import Access
 from qmq.metaserver.model import BrokerKey
-from qmq.metaserver.rpc.brokers import BrokerRpc, Visits
+from qmq.metaserver.rpc.access import Visits
+from qmq.metaserver.rpc.brokers import BrokerRpc
 from tests.unit.metaserver.actions_world import ADMIN
 
 

@@ -16,7 +16,7 @@ from qmq.metaserver.console import changes, shown
 from qmq.metaserver.console import sessions as sessions_module
 from qmq.metaserver.console.pages import PAGES
 from qmq.metaserver.console.sessions import LASTS_MS, Sessions
-from qmq.metaserver.rpc.tokens import wall_ms
+from qmq.metaserver.rpc.access import wall_ms
 from qmq.rights import Caller, TokenRole
 from tests.unit.metaserver.actions_world import place
 from tests.unit.metaserver.console_world import CLUSTER, ConsoleWorld, in_console, text_of

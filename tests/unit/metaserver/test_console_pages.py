@@ -11,7 +11,7 @@ from qmq.ledger import FINDINGS, PROVEN, Entry, Ledger
 from qmq.metaserver.actions import Answer, Status
 from qmq.metaserver.console import live
 from qmq.metaserver.console.nights import Nights
-from qmq.metaserver.rpc.tokens import wall_ms
+from qmq.metaserver.rpc.access import wall_ms
 from qmq.proto import qmq_pb2 as pb
 from tests.unit.metaserver.actions_world import left
 from tests.unit.metaserver.console_world import LEASE, URL, PlayedWatchdogs, in_console, text_of

@@ -12,7 +12,7 @@ LEASE_MS = 5_000
 
 
 class Row:
-    """The row at the metaserver, changed as `metaserver.storage.leases` does."""
+    """The row at the metaserver, changed as `storage.heartbeats` does."""
 
     def __init__(self):
         self.row = LeaseRow("", 0, 0)
