@@ -19,8 +19,9 @@ import sys
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import wraps
 from queue import SimpleQueue
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import grpc.aio
 
@@ -32,6 +33,9 @@ log = bounded(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
+A = TypeVar("A")
+A_co = TypeVar("A_co", covariant=True)
+S = TypeVar("S")
 
 END_S = 5.0
 """For the loop's thread, after all clients were closed."""
@@ -47,6 +51,36 @@ class Client(Protocol):
 
     def close(self) -> None:
         """Do so, and disconnect."""
+
+
+class Opens(Protocol[A_co]):
+    """Blocking client that drives the client `A` for coroutines."""
+
+    def _opened(self) -> tuple[Background, A_co]:
+        """Return this process's loop and the client that is open on it."""
+
+
+def waits_for(method: Callable[Concatenate[A, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Opens[A], P], T]:
+    """Make a blocking method of a coroutine method, with its arguments, result and docstring."""
+
+    @wraps(method)
+    def call(self: Opens[A], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        background, client = self._opened()
+        return background.run(method(client, *args, **kwargs))
+
+    return call
+
+
+def arguments_of(
+    call: Callable[Concatenate[Any, P], object],
+) -> Callable[[Callable[Concatenate[S, ...], T]], Callable[Concatenate[S, P], T]]:
+    """Declare that a method takes the arguments of another one, which checks them."""
+
+    def declare(method: Callable[Concatenate[S, ...], T]) -> Callable[Concatenate[S, P], T]:
+        method.__wrapped__ = call  # type: ignore[attr-defined]  # read by inspect.signature
+        return method
+
+    return declare
 
 
 class Background:

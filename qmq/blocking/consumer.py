@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from qmq.blocking import background as process
-from qmq.blocking.background import Background
+from qmq.blocking.background import Background, arguments_of, waits_for
 from qmq.client.consumer import Consumer as AsyncConsumer
-from qmq.client.consumer import Start, TagMode
-from qmq.client.handler import BlockingBatchHandler, BlockingHandler, Filter, check_callable
+from qmq.client.handler import BlockingBatchHandler, BlockingHandler, check_callable
 from qmq.client.lifetime import sigterm_calls
 from qmq.client.listener import Listener
 from qmq.client.membership import MasterChanged
@@ -36,23 +35,13 @@ class Consumer:
     Args: see `qmq.Consumer`.
     """
 
-    def __init__(
-        self,
-        *,
-        metaserver: str,
-        app: str,
-        token: str | None = None,
-        consumer_id: str | None = None,
-        drain_s: float = 20.0,
-        online: bool = True,
-    ) -> None:
-        self._make = partial(
-            AsyncConsumer, metaserver=metaserver, app=app, token=token, consumer_id=consumer_id, drain_s=drain_s
-        )
+    @arguments_of(AsyncConsumer.__init__)
+    def __init__(self, **settings: Any) -> None:
+        self._make = partial(AsyncConsumer, **settings)
         self._asked: list[Callable[[AsyncConsumer], object]] = []
         """What was registered, to be registered again in a forked process."""
         self._pid = os.getpid()
-        self._inner = self._make(online=online)
+        self._inner = self._make()
         self._run: _Run | None = None
 
     @property
@@ -71,61 +60,23 @@ class Consumer:
 
     # Listening.
 
-    def listen(
-        self,
-        subject: str,
-        *,
-        group: str = "",
-        broadcast: bool = False,
-        tags: Iterable[str] = (),
-        tag_mode: TagMode = "any",
-        concurrency: int = 1,
-        batch: int | None = None,
-        start: Start = "latest",
-        retries_max: int = 32,
-        retry_delay: float = 5.0,
-        most_once: bool = False,
-        auto_ack: bool = True,
-        filters: Sequence[Filter] = (),
-        prefetch_messages: int | None = None,
-        prefetch_bytes: int = 8 << 20,
-        unacked_max: int = 100_000,
-        exclusive: bool = False,
-        priority: int = 0,
-    ) -> Callable[[H], H]:
-        """Decorate the function that handles messages of `subject` for the consumer group `group`.
+    @arguments_of(AsyncConsumer.listen)
+    def listen(self, subject: str, **options: Any) -> Callable[[H], H]:
+        """Decorate the function that handles messages of `subject`: see `qmq.Consumer.listen`.
 
-        Each of the `concurrency` handlers has a thread of its own. What it returns and raises, and the arguments, mean
-        what they mean in `qmq.Consumer.listen`. A handler that decides by itself (`auto_ack=False`) calls the
-        message's `ack_nowait`, `nack_nowait` or `dead_letter_nowait`.
+        Each of the `concurrency` handlers has a thread of its own. With `auto_ack=False`, a handler calls the message's
+        `ack_nowait`, `nack_nowait` or `dead_letter_nowait`.
         """
-        tags, filters = tags if isinstance(tags, str) else list(tags), list(filters)
+        for name in {"tags", "filters"} & options.keys():
+            if not isinstance(options[name], str):
+                options[name] = list(options[name])  # read again in a forked process
 
         def register(handler: H) -> H:
             if check_callable("a handler", handler):
                 raise InvalidRequest("a handler here is a plain function; qmq.Consumer takes coroutine functions")
 
             def ask(consumer: AsyncConsumer) -> None:
-                consumer.listen(
-                    subject,
-                    group=group,
-                    broadcast=broadcast,
-                    tags=tags,
-                    tag_mode=tag_mode,
-                    concurrency=concurrency,
-                    batch=batch,
-                    start=start,
-                    retries_max=retries_max,
-                    retry_delay=retry_delay,
-                    most_once=most_once,
-                    auto_ack=auto_ack,
-                    filters=filters,
-                    prefetch_messages=prefetch_messages,
-                    prefetch_bytes=prefetch_bytes,
-                    unacked_max=unacked_max,
-                    exclusive=exclusive,
-                    priority=priority,
-                )(handler)
+                consumer.listen(subject, **options)(handler)
 
             self._on_loop(ask)
             self._asked.append(ask)
@@ -190,40 +141,10 @@ class Consumer:
 
     # Pulling.
 
-    def pull(
-        self,
-        subject: str,
-        *,
-        group: str = "",
-        broadcast: bool = False,
-        tags: Iterable[str] = (),
-        tag_mode: TagMode = "any",
-        start: Start = "latest",
-        retries_max: int = 32,
-        retry_delay: float = 5.0,
-        most_once: bool = False,
-        prefetch_messages: int = 8_000,
-        prefetch_bytes: int = 16 << 20,
-        unacked_max: int = 1_000_000,
-        exclusive: bool = False,
-    ) -> Puller:
-        """Return a puller for `with`; the arguments are those of `listen`: see `qmq.Consumer.pull`."""
-        puller = self._own.pull(
-            subject,
-            group=group,
-            broadcast=broadcast,
-            tags=tags,
-            tag_mode=tag_mode,
-            start=start,
-            retries_max=retries_max,
-            retry_delay=retry_delay,
-            most_once=most_once,
-            prefetch_messages=prefetch_messages,
-            prefetch_bytes=prefetch_bytes,
-            unacked_max=unacked_max,
-            exclusive=exclusive,
-        )
-        return Puller(puller)
+    @arguments_of(AsyncConsumer.pull)
+    def pull(self, subject: str, **options: Any) -> Puller:
+        """Return a puller for `with`: see `qmq.Consumer.pull`."""
+        return Puller(self._own.pull(subject, **options))
 
     # Together.
 
@@ -303,37 +224,30 @@ class Puller:
     ) -> None:
         self.close()
 
-    @property
-    def _home(self) -> Background:
+    def _opened(self) -> tuple[Background, AsyncPuller]:
         if self._background is None or self._background is not process.current():
             raise ClientClosed("the puller is not open here: use it with `with`, in the process that forked last")
-        return self._background
+        return self._background, self._inner
 
-    def pull(self, messages_max: int, *, timeout: float) -> list[ReceivedMessage]:
-        """Return up to `messages_max` messages; waits up to `timeout` seconds for the first one, then returns none.
-
-        Raises:
-            QmqError: the subscription ended, for instance because another process uses the consumer id.
-        """
-        return self._home.run(self._inner.pull(messages_max, timeout=timeout))
+    pull = waits_for(AsyncPuller.pull)
+    flush = waits_for(AsyncPuller.flush)
+    _ack = waits_for(AsyncPuller.ack)
+    _nack = waits_for(AsyncPuller.nack)
+    _dead_letter = waits_for(AsyncPuller.dead_letter)
 
     def ack(self, messages: Iterable[ReceivedMessage]) -> None:
         """Mark messages as done, in any order. The acks travel in the background; `flush` waits for them."""
-        self._home.run(self._inner.ack(list(messages)))
+        self._ack(list(messages))  # read in the caller's thread
 
     def nack(
         self, messages: Iterable[ReceivedMessage], reason: str = "", *, delay: float | timedelta | None = None
     ) -> None:
         """Have messages delivered again, to any consumer of the group: see `ReceivedMessage.nack`."""
-        self._home.run(self._inner.nack(list(messages), reason, delay=delay))
+        self._nack(list(messages), reason, delay=delay)
 
     def dead_letter(self, messages: Iterable[ReceivedMessage], reason: str) -> None:
         """Have messages never delivered again: see `ReceivedMessage.dead_letter`."""
-        self._home.run(self._inner.dead_letter(list(messages), reason))
-
-    def flush(self) -> None:
-        """Wait until brokers keep what was decided."""
-        self._home.run(self._inner.flush())
+        self._dead_letter(list(messages), reason)
 
     def stop(self) -> None:
         """Take no more messages: see `qmq.client.membership`."""

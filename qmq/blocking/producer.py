@@ -8,27 +8,22 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, wait
-from datetime import datetime, timedelta
 from functools import partial
 from threading import Condition, Lock
 from types import TracebackType
-from typing import Any, Self, overload
+from typing import Any, Self, Unpack, overload
 
 from qmq.blocking import background as process
-from qmq.blocking.background import Background
+from qmq.blocking.background import Background, arguments_of, waits_for
 from qmq.client.batch import OnReceipt, Receipt, Receipts
-from qmq.client.delay import Delay, DelayArguments, DelayOutcome
+from qmq.client.delay import Delay, DelayArguments
 from qmq.client.handler import check_callable
-from qmq.client.journal import Journal
 from qmq.client.producer import Producer as AsyncProducer
 from qmq.client.producer import read_delay
 from qmq.errors import ClientClosed, InvalidRequest, QueueFull
 from qmq.logs import bounded
 from qmq.message import Message
-from qmq.outbox.courier import find_database
 from qmq.outbox.relay import LeftBehind
-from qmq.outbox.table import DEFAULT_TABLE
-from qmq.remoting.commands import RecurringSchedule
 
 log = bounded(__name__)
 
@@ -56,44 +51,16 @@ class Producer:
     Args: see `qmq.Producer`.
     """
 
-    def __init__(
-        self,
-        *,
-        metaserver: str,
-        app: str,
-        token: str | None = None,
-        timeout_s: float = 30.0,
-        answer_timeout_s: float = 5.0,
-        in_flight_max: int = 16,
-        queue_messages_max: int = 100_000,
-        queue_bytes_max: int = 64 << 20,
-        outbox: object = None,
-        outbox_table: str = DEFAULT_TABLE,
-        outbox_age_s: float | None = None,
-        journal: Journal | None = None,
-        readonly_wait_s: float | None = None,
-    ) -> None:
-        self._make = partial(
-            AsyncProducer,
-            metaserver=metaserver,
-            app=app,
-            token=token,
-            timeout_s=timeout_s,
-            answer_timeout_s=answer_timeout_s,
-            in_flight_max=in_flight_max,
-            queue_messages_max=queue_messages_max,
-            queue_bytes_max=queue_bytes_max,
-            outbox=outbox,
-            outbox_table=outbox_table,
-            outbox_age_s=outbox_age_s,
-            journal=journal,
-            readonly_wait_s=readonly_wait_s,
-        )
-        self._make()  # wrong arguments are refused here, not in a worker an hour later
-        if outbox is not None and getattr(find_database(outbox), "is_async", False):
+    @arguments_of(AsyncProducer.__init__)
+    def __init__(self, **settings: Any) -> None:
+        self._make = partial(AsyncProducer, **settings)
+        first = self._make()  # wrong arguments are refused here, not in a worker an hour later
+        if getattr(first._outbox_database, "is_async", False):
             raise InvalidRequest("an engine for coroutines needs the producer for coroutines: qmq.Producer")
-        self._messages_max, self._bytes_max = queue_messages_max, queue_bytes_max
-        self._app, self._timeout_s = app, timeout_s
+        self._app = first._app
+        self._timeout_s = first._timeout_ms / 1000
+        self._messages_max = first._backlog.messages_max
+        self._bytes_max = first._backlog.bytes_max
         self._open: _Session | None = None
         self._is_closed = False
 
@@ -111,29 +78,16 @@ class Producer:
         return self.__dict__ | {"_open": None}
 
     @overload
-    def send(
-        self,
-        message: Message,
-        *,
-        delay: float | timedelta | None = None,
-        at: datetime | None = None,
-        key: str | None = None,
-    ) -> Receipt: ...
+    def send(self, message: Message, **delay: Unpack[DelayArguments]) -> Receipt: ...
 
     @overload
     def send(self, message: Message, *, session: object) -> Future[Receipt]: ...
 
     def send(
-        self,
-        message: Message,
-        *,
-        session: object = None,
-        delay: float | timedelta | None = None,
-        at: datetime | None = None,
-        key: str | None = None,
+        self, message: Message, *, session: object = None, **delay: Unpack[DelayArguments]
     ) -> Receipt | Future[Receipt]:
         """Send one message and wait for its receipt: see `qmq.Producer.send`."""
-        later = read_delay(delay, at, key, session)
+        later = read_delay(**delay, session=session)
         if session is not None:
             (receipt,) = self._session().stage([message], session)
             return receipt
@@ -141,32 +95,19 @@ class Producer:
         return own.background.run(own.producer.send(message, **_as_arguments(later)))
 
     @overload
-    def send_many(
-        self,
-        messages: Iterable[Message],
-        *,
-        delay: float | timedelta | None = None,
-        at: datetime | None = None,
-        key: str | None = None,
-    ) -> Receipts: ...
+    def send_many(self, messages: Iterable[Message], **delay: Unpack[DelayArguments]) -> Receipts: ...
 
     @overload
     def send_many(self, messages: Iterable[Message], *, session: object) -> list[Future[Receipt]]: ...
 
     def send_many(
-        self,
-        messages: Iterable[Message],
-        *,
-        session: object = None,
-        delay: float | timedelta | None = None,
-        at: datetime | None = None,
-        key: str | None = None,
+        self, messages: Iterable[Message], *, session: object = None, **delay: Unpack[DelayArguments]
     ) -> Receipts | list[Future[Receipt]]:
         """Send messages and wait for all receipts, in the order of the messages: see `qmq.Producer.send_many`.
 
         The iterable is read in this thread, up to 10,000 messages or 16 MiB ahead.
         """
-        later = read_delay(delay, at, key, session)
+        later = read_delay(**delay, session=session)
         if session is not None:
             return self._session().stage(messages, session)
         own = self._session()
@@ -176,13 +117,7 @@ class Producer:
         return receipts
 
     def send_nowait(
-        self,
-        message: Message,
-        on_done: OnReceipt | None = None,
-        *,
-        delay: float | timedelta | None = None,
-        at: datetime | None = None,
-        key: str | None = None,
+        self, message: Message, on_done: OnReceipt | None = None, **delay: Unpack[DelayArguments]
     ) -> Future[Receipt]:
         """Queue one message and return at once; the future brings its receipt, or the error of a message that can
         never be sent. It cannot be cancelled.
@@ -196,52 +131,13 @@ class Producer:
             InvalidRequest: the delay is none.
             ClientClosed: the producer is closed.
         """
-        return self._session().put(message, on_done, read_delay(delay, at, key))
+        return self._session().put(message, on_done, read_delay(**delay))
 
-    def cancel(
-        self,
-        receipt: Receipt | None = None,
-        *,
-        subject: str | None = None,
-        id: str | None = None,
-        key: str | None = None,
-    ) -> DelayOutcome:
-        """Take a delayed message back: see `qmq.Producer.cancel`."""
-        own = self._session()
-        return own.background.run(own.producer.cancel(receipt, subject=subject, id=id, key=key))
-
-    def reschedule(
-        self,
-        receipt: Receipt | None = None,
-        *,
-        subject: str | None = None,
-        id: str | None = None,
-        key: str | None = None,
-        delay: float | timedelta | None = None,
-        at: datetime | None = None,
-    ) -> DelayOutcome:
-        """Let a delayed message come at another time: see `qmq.Producer.reschedule`."""
-        own = self._session()
-        return own.background.run(own.producer.reschedule(receipt, subject=subject, id=id, key=key, delay=delay, at=at))
-
-    def put_recurring(
-        self, message: Message, *, name: str, cron: str, timezone: str, owner: str | None = None
-    ) -> RecurringSchedule:
-        """Send a message again and again: see `qmq.Producer.put_recurring`."""
-        own = self._session()
-        return own.background.run(
-            own.producer.put_recurring(message, name=name, cron=cron, timezone=timezone, owner=owner)
-        )
-
-    def delete_recurring(self, *, subject: str, name: str) -> bool:
-        """Delete a recurring schedule: see `qmq.Producer.delete_recurring`."""
-        own = self._session()
-        return own.background.run(own.producer.delete_recurring(subject=subject, name=name))
-
-    def list_recurring(self, *, subject: str) -> list[RecurringSchedule]:
-        """Return the recurring schedules of a subject: see `qmq.Producer.list_recurring`."""
-        own = self._session()
-        return own.background.run(own.producer.list_recurring(subject=subject))
+    cancel = waits_for(AsyncProducer.cancel)
+    reschedule = waits_for(AsyncProducer.reschedule)
+    put_recurring = waits_for(AsyncProducer.put_recurring)
+    delete_recurring = waits_for(AsyncProducer.delete_recurring)
+    list_recurring = waits_for(AsyncProducer.list_recurring)
 
     @property
     def left_behind(self) -> list[LeftBehind]:
@@ -284,8 +180,9 @@ class Producer:
                 session = self._open = _Session(self, process.background())
             return session
 
-    def _new(self) -> AsyncProducer:
-        return self._make()
+    def _opened(self) -> tuple[Background, AsyncProducer]:
+        session = self._session()
+        return session.background, session.producer
 
 
 class _Session:
@@ -293,9 +190,8 @@ class _Session:
 
     def __init__(self, owner: Producer, background: Background) -> None:
         self.background = background
-        self.producer = owner._new()
+        self.producer = owner._make()
         self._owner = owner
-        self._messages_max, self._bytes_max = owner._messages_max, owner._bytes_max
         self._lock = Lock()
         self._outbox: deque[_Sent] = deque()
         self._under_way: set[_Sent] = set()
@@ -311,8 +207,8 @@ class _Session:
             check_callable("on_done", on_done)
         sent = _Sent(message, on_done, later)
         with self._lock:
-            if len(self._under_way) >= self._messages_max or (
-                self._under_way and self._bytes + sent.size > self._bytes_max
+            if len(self._under_way) >= self._owner._messages_max or (
+                self._under_way and self._bytes + sent.size > self._owner._bytes_max
             ):
                 raise QueueFull(f"{len(self._under_way)} messages have no outcome yet, about {self._bytes} bytes")
             self._under_way.add(sent)

@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Self
 
 from qmq.blocking import background as process
-from qmq.blocking.background import Background
+from qmq.blocking.background import Background, waits_for
 from qmq.blocking.consumer import Consumer
 from qmq.blocking.producer import Producer
 from qmq.client.batch import Receipt
@@ -39,10 +39,7 @@ class Requester:
     ) -> None:
         self.close()
 
-    def request(self, message: Message, *, timeout: float) -> ReceivedMessage:
-        """Send a message and wait up to `timeout` seconds for its answer: see `qmq.reply.Requester.request`."""
-        background, requester = self._opened()
-        return background.run(requester.request(message, timeout=timeout))
+    request = waits_for(AsyncRequester.request)
 
     def close(self) -> None:
         """Stop waiting for answers; waiting requests raise ClientClosed."""

@@ -46,7 +46,8 @@ class Backlog:
     """
 
     def __init__(self, messages_max: int, bytes_max: int) -> None:
-        self._messages_max, self._bytes_max = messages_max, bytes_max
+        self.messages_max = messages_max
+        self.bytes_max = bytes_max
         self.messages = self.bytes = 0
         self.waiters: list[Callable[[], None]] = []
         """Called once when something moved: a batch left a queue, was resolved, or was given up."""
@@ -54,9 +55,9 @@ class Backlog:
     def has_room(self, queue: SubjectQueue, size: int) -> bool:
         """Say whether `queue` may take one more message of `size` bytes; if nothing waits at all, of any size."""
         messages, waiting = len(queue.waiting) + 1, queue.waiting_bytes + size
-        if messages + SHARES * (self.messages + 1) > (SHARES + 1) * self._messages_max:
+        if messages + SHARES * (self.messages + 1) > (SHARES + 1) * self.messages_max:
             return False
-        return not self.messages or waiting + SHARES * (self.bytes + size) <= (SHARES + 1) * self._bytes_max
+        return not self.messages or waiting + SHARES * (self.bytes + size) <= (SHARES + 1) * self.bytes_max
 
     def moved(self) -> None:
         waiters, self.waiters = self.waiters, []
@@ -64,7 +65,7 @@ class Backlog:
             wake()
 
     def full(self) -> QueueFull:
-        bounds = f"queue_messages_max {self._messages_max}, queue_bytes_max {self._bytes_max}"
+        bounds = f"queue_messages_max {self.messages_max}, queue_bytes_max {self.bytes_max}"
         return QueueFull(f"{self.messages} messages wait already, {self.bytes} bytes ({bounds})")
 
 
