@@ -99,6 +99,7 @@ class SessionOwner(Protocol):
     terms: Terms
     prefetch_messages: int
     """What may wait here or be on its way, now."""
+    is_closing: bool
 
     @property
     def sessions_count(self) -> int: ...
@@ -140,8 +141,6 @@ class GroupSession:
         self._life = SessionLife()
         self._is_new = True
         """No broker has answered a SUBSCRIBE yet: whatever our name has un-acked is of an earlier process."""
-        self._stopped = False
-        """It pulls no more; decisions still go out."""
         self._defers_from = 0.0
         """When a delay group is next asked to keep what the broker does not, by the loop's clock."""
         self._urgent: set[Urgency] = set()
@@ -182,8 +181,10 @@ class GroupSession:
         if self._life.state is not SessionState.CLOSED:
             self._enter(SessionEvent.LOST, Unsubscribed())
 
-    def stop_pulling(self) -> None:
-        self._stopped = True
+    def drain(self) -> None:
+        """Pull no more. Decisions still go out."""
+        if self._life.may(SessionEvent.STOPPED):
+            self._enter(SessionEvent.STOPPED, self._life.now)
 
     def unsubscribe(self) -> asyncio.Future[memoryview] | None:
         """Give back what is not decided; return the answer to wait for, None if the broker cannot be told."""
@@ -200,7 +201,7 @@ class GroupSession:
 
     def _subscribe(self, *, failures: int) -> None:
         """Subscribe, unless nothing is left to do."""
-        is_over = self._life.state is SessionState.CLOSED or (self._stopped and not self.unacked.messages)
+        is_over = self._life.state is SessionState.CLOSED or (self._owner.is_closing and not self.unacked.messages)
         if self._link.connection is None or is_over:
             return
         self._enter(SessionEvent.ASKED, Subscribing(failures))
@@ -294,6 +295,8 @@ class GroupSession:
             takes_expired=fields.get("expires") is True,
         )
         self._enter(SessionEvent.ACCEPTED, here)
+        if self._owner.is_closing:
+            self.drain()
         self._owner.leased(self.lease_ms)
         self._is_new = False
         self.unacked.subscribed(fields["acked_end"], [(begin, end) for begin, end in fields["unacked"]])
@@ -307,7 +310,7 @@ class GroupSession:
     def fill(self) -> None:
         """Ask for as much as there is room for."""
         here = self._life.now
-        if not isinstance(here, Subscribed) or self._stopped:
+        if not isinstance(here, Subscribed) or self._life.state is SessionState.DRAINING:
             return
         terms = self._owner.terms
         pulls, messages = self._share()

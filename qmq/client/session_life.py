@@ -11,6 +11,12 @@
         LOST      -> UNSUBSCRIBED
         CLOSED    -> CLOSED
     SUBSCRIBED
+        STOPPED   -> DRAINING
+        PUT_OFF   -> RESTING
+        FORGOTTEN -> UNSUBSCRIBED
+        LOST      -> UNSUBSCRIBED
+        CLOSED    -> CLOSED
+    DRAINING
         PUT_OFF   -> RESTING
         FORGOTTEN -> UNSUBSCRIBED
         LOST      -> UNSUBSCRIBED
@@ -38,6 +44,7 @@ class SessionState(Enum):
     UNSUBSCRIBED = auto()  # no connection, or nothing left to do on it
     SUBSCRIBING = auto()  # SUBSCRIBE has no answer yet
     SUBSCRIBED = auto()  # messages and decisions travel
+    DRAINING = auto()  # the subscription closes: no more pulls, decisions still travel
     RESTING = auto()  # the broker cannot answer now: ask again in a moment
     CLOSED = auto()
 
@@ -45,6 +52,7 @@ class SessionState(Enum):
 class SessionEvent(Enum):
     ASKED = auto()
     ACCEPTED = auto()
+    STOPPED = auto()  # the subscription takes no more messages
     PUT_OFF = auto()  # an answer says: later, or not this subscription any more
     RESTED = auto()
     FORGOTTEN = auto()  # the broker does not know that we hold what we acked: begin anew
@@ -63,10 +71,15 @@ SESSION = TransitionTable(
         (SessionState.SUBSCRIBING, SessionEvent.FORGOTTEN): SessionState.UNSUBSCRIBED,
         (SessionState.SUBSCRIBING, SessionEvent.LOST): SessionState.UNSUBSCRIBED,
         (SessionState.SUBSCRIBING, SessionEvent.CLOSED): SessionState.CLOSED,
+        (SessionState.SUBSCRIBED, SessionEvent.STOPPED): SessionState.DRAINING,
         (SessionState.SUBSCRIBED, SessionEvent.PUT_OFF): SessionState.RESTING,
         (SessionState.SUBSCRIBED, SessionEvent.FORGOTTEN): SessionState.UNSUBSCRIBED,
         (SessionState.SUBSCRIBED, SessionEvent.LOST): SessionState.UNSUBSCRIBED,
         (SessionState.SUBSCRIBED, SessionEvent.CLOSED): SessionState.CLOSED,
+        (SessionState.DRAINING, SessionEvent.PUT_OFF): SessionState.RESTING,
+        (SessionState.DRAINING, SessionEvent.FORGOTTEN): SessionState.UNSUBSCRIBED,
+        (SessionState.DRAINING, SessionEvent.LOST): SessionState.UNSUBSCRIBED,
+        (SessionState.DRAINING, SessionEvent.CLOSED): SessionState.CLOSED,
         (SessionState.RESTING, SessionEvent.RESTED): SessionState.UNSUBSCRIBED,
         (SessionState.RESTING, SessionEvent.LOST): SessionState.UNSUBSCRIBED,
         (SessionState.RESTING, SessionEvent.CLOSED): SessionState.CLOSED,
@@ -119,6 +132,7 @@ _FACTS: dict[SessionState, type[Facts]] = {
     SessionState.UNSUBSCRIBED: Unsubscribed,
     SessionState.SUBSCRIBING: Subscribing,
     SessionState.SUBSCRIBED: Subscribed,
+    SessionState.DRAINING: Subscribed,
     SessionState.RESTING: Resting,
     SessionState.CLOSED: Closed,
 }

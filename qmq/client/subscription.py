@@ -306,7 +306,7 @@ class Subscription:
         """Pull no more, wake whoever waits for messages; what nobody took goes to others of the group at once."""
         self.is_closing = True
         for session in self._sessions.values():
-            session.stop_pulling()
+            session.drain()
         if self.error is None:
             self._parcels = deque(parcel for parcel in self._parcels if not parcel.session.give_back(parcel))
         self.wake_all()

@@ -30,6 +30,7 @@ FACTS = {
     SessionState.UNSUBSCRIBED: Unsubscribed,
     SessionState.SUBSCRIBING: Subscribing,
     SessionState.SUBSCRIBED: lambda: Subscribed(7, 10_000),
+    SessionState.DRAINING: lambda: Subscribed(7, 10_000),
     SessionState.RESTING: lambda: Resting(1),
     SessionState.CLOSED: Closed,
 }
@@ -76,4 +77,4 @@ async def test_a_session_keeps_what_happened_to_it():
             await until_async(lambda: session._life.state is SessionState.SUBSCRIBED)
         events = [one.event for one in session.history]
         assert events[:6] == ["ASKED", "ACCEPTED", "PUT_OFF", "LOST", "ASKED", "PUT_OFF"]
-        assert events[-4:] == ["RESTED", "ASKED", "ACCEPTED", "CLOSED"]
+        assert events[-5:] == ["RESTED", "ASKED", "ACCEPTED", "STOPPED", "CLOSED"]
