@@ -1,25 +1,50 @@
-"""Looks for planted bugs, seed after seed. A simulator that does not find them proves nothing."""
+"""Planted bugs: a simulator that does not find them proves nothing.
+
+The modules of `tests.simulation.planted` register them, one function a bug.
+"""
 
 from __future__ import annotations
 
-from tests.simulation.outcome import Outcome
-from tests.simulation.scenarios import Scenario
-from tests.simulation.steering import Steering
-from tests.support.planting import Bug, planted
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+Patch = contextlib.AbstractContextManager[Any]
 
 
-def search(scenario: Scenario, bug: Bug, count: int) -> Outcome | None:
-    """Return the first outcome that shows the bug."""
-    kinds = {**scenario.of_bugs, **bug.kinds}
-    with planted(bug):
-        for seed in range(bug.first, bug.first + count):
-            outcome = scenario.simulate(seed, steering=Steering(bug.favoured), **kinds)
-            if outcome.failure:
-                return outcome
-    return None
+@dataclass(frozen=True)
+class Bug:
+    """A fault of the product, as patches of its code."""
+
+    name: str
+    scenario: str
+    patches: Callable[[], list[Patch]]
+    first: int
+    """Seed at which the search begins: the last one that showed the bug, or shortly before."""
+    favoured: str
+    """Fault that half of the strikes are; without it, the search takes too many seeds."""
+    kinds: dict[str, Any]
+    """Further arguments of the scenario."""
+
+    @contextlib.contextmanager
+    def planted(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for patch in self.patches():
+                stack.enter_context(patch)
+            yield
 
 
-def assert_found(scenario: Scenario, bug: Bug, within: int) -> None:
-    outcome = search(scenario, bug, within)
-    assert outcome is not None, f"nobody notices: {bug.name}"
-    print(f"{bug.name}: seed {outcome.seed}: {outcome.failure.splitlines()[0]}")
+BUGS: dict[str, Bug] = {}
+
+
+def bug(scenario: str, *, first: int = 1, favoured: str = "", **kinds: Any) -> Callable[..., Callable[[], list[Patch]]]:
+    """Register the decorated function as a bug of this scenario, under its own name."""
+
+    def register(patches: Callable[[], list[Patch]]) -> Callable[[], list[Patch]]:
+        name = patches.__name__.replace("_", " ")
+        assert name not in BUGS, f"two bugs are called {name}"
+        BUGS[name] = Bug(name, scenario, patches, first, favoured, kinds)
+        return patches
+
+    return register

@@ -10,7 +10,7 @@ from qmq.types import Role
 from tests.simulation.cores.registry import META
 from tests.simulation.coverage import states_of, states_of_node
 from tests.simulation.medium import Medium
-from tests.simulation.ways import way_to
+from tests.simulation.steering import way_to
 
 if TYPE_CHECKING:
     from tests.simulation.cores.machine import Machine, Process

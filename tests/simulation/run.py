@@ -18,13 +18,13 @@ from multiprocessing import Pool
 from random import Random
 from typing import Any
 
-from tests.simulation.bugs import search
+from tests.simulation.bugs import Bug
 from tests.simulation.coverage import Met, never_met
 from tests.simulation.outcome import Outcome, print_outcome
+from tests.simulation.planted import BUGS
 from tests.simulation.scenarios import SCENARIOS, Scenario
-from tests.simulation.shrink import shrink
+from tests.simulation.search import first_seed_with, shrink
 from tests.simulation.steering import UNSTEERED, Steering
-from tests.support.planting import Bug
 
 STEERED = 10
 """One of so many seeds is steered."""
@@ -34,24 +34,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     logging.disable(logging.CRITICAL)
+    if options.bug is not None:
+        return _run_bug(BUGS[options.bug], options.seeds)
     scenario = SCENARIOS[options.scenario]
     kinds: dict[str, Any] = _kinds_of_cores(options) if options.scenario == "cores" else {}
-    bugs, steering = {bug.name: bug for bug in scenario.bugs}, Steering.parse(options.steer)
-    if options.bug is not None and options.bug not in bugs:
-        parser.error(f"--bug: {', '.join(bugs)}")
+    steering = Steering.parse(options.steer)
     if steering.fault not in ("", *scenario.faults) or steering.state not in ("", *scenario.states):
         parser.error(f"--steer: one of {', '.join(scenario.faults)}; one of {', '.join(scenario.states)}")
-    if options.bug is not None:
-        return _run_bug(scenario, bugs[options.bug], options.seeds)
     if options.seed is not None:
         return _run_one(scenario, options.seed, options.shrink, {**kinds, "steering": steering})
     return run(range(options.first, options.first + options.seeds), options.jobs, scenario, kinds)
 
 
-def _run_bug(scenario: Scenario, bug: Bug, seeds: int) -> int:
-    outcome = search(scenario, bug, seeds)
+def _run_bug(bug: Bug, seeds: int) -> int:
+    outcome = first_seed_with(bug, SCENARIOS[bug.scenario], seeds)
     if outcome is None:
-        print(f"nobody notices: {bug.name}")
+        print(f"not found in {seeds} seeds: {bug.name}")
         return 1
     print_outcome(outcome)
     return 0
@@ -81,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, help="run this one only, and print its last events")
     parser.add_argument("--steer", default="", metavar="FAULT[@STATE]", help="with --seed: as the report names it")
     parser.add_argument("--shrink", action="store_true", help="with --seed: leave out strikes that it does not need")
-    parser.add_argument("--bug", help="plant this one, and print the first seed that shows it")
+    parser.add_argument("--bug", choices=BUGS, metavar="NAME", help="print the first seed that shows this planted bug")
     parser.add_argument("--moves", action="store_true", help="cores: with an operator who moves consumer groups")
     parser.add_argument("--copies", type=int, help="cores: of each group (default: a mix of two and three)")
     parser.add_argument("--min-copies", type=int, default=2, help="cores: how many acknowledge (default 2)")

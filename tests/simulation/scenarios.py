@@ -8,21 +8,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.simulation import nemesis
-from tests.simulation.cores import planted, world
+from tests.simulation.cores import world
 from tests.simulation.cores.clones import CLONE_FAULTS
 from tests.simulation.cores.many_copies import MANY_FAULTS
 from tests.simulation.coverage import STATES
 from tests.simulation.delay import nemesis as delay_nemesis
-from tests.simulation.delay import planted as delay_planted
 from tests.simulation.delay import world as delay_world
-from tests.simulation.outbox import planted as outbox_planted
+from tests.simulation.metaserver import machine as metaserver
 from tests.simulation.outbox import world as outbox_world
 from tests.simulation.outcome import Outcome
 from tests.simulation.shells import nemesis as shell_nemesis
-from tests.simulation.shells import planted as shell_planted
 from tests.simulation.shells import world as shell_world
 from tests.simulation.steering import UNSTEERED, Steering
-from tests.support.planting import Bug
 
 SEEDS = Path(__file__).parents[1] / "seeds"
 
@@ -33,11 +30,12 @@ class Scenario(NamedTuple):
     simulate: Callable[..., Outcome]
     faults: Iterable[str]
     must_occur: Sequence[str]
-    bugs: Sequence[Bug]
     states: Sequence[str] = STATES
     """Those which each fault should meet; a scenario without a way to see them has none."""
     of_bugs: Mapping[str, Any] = {}
     """In what kind of world planted bugs are looked for, unless they need another one."""
+    bug_seeds: int = 500
+    """A planted bug is found within this number of seeds."""
 
 
 def of_mix(seed: int, *, steering: Steering = UNSTEERED, **kinds: Any) -> Outcome:
@@ -79,7 +77,6 @@ SCENARIOS = {
             "torn tail",
             "unsubscribe",
         ),
-        planted.BUGS,
         of_bugs={"copies": 2},
     ),
     "clones": Scenario(
@@ -94,7 +91,6 @@ SCENARIOS = {
             "start without metaserver",
             "swapped",
         ),
-        planted.CLONE_BUGS,
         states=(),
     ),
     "delay": Scenario(
@@ -120,18 +116,48 @@ SCENARIOS = {
             "told: rescheduled",
             "told: sent",
         ),
-        delay_planted.BUGS,
+        bug_seeds=40,
+    ),
+    "metaserver": Scenario(
+        metaserver.simulate,
+        metaserver.FAULTS,
+        (
+            "AddBroker DONE",
+            "AddBroker REFUSED",
+            "ReplaceBroker DONE",
+            "ReplaceBroker REFUSED",
+            "SwapRoles DONE",
+            "SwapRoles REFUSED",
+            "SwapRoles UNKNOWN",
+            "RemoveBroker DONE",
+            "MarkReadonlyBrokerGroup DONE",
+            "RemoveSubjectBrokerGroup DONE",
+            "ExtendSubjectRoute DONE",
+            "DrainGroup DONE",
+            "OnOffline DONE",
+            "Failover DONE",
+            "Failover REFUSED",
+            "SetCopies DONE",
+            "SwapRoles WAIT",
+            "ReplaceBroker WAIT",
+            "AdoptDatabase DONE",
+            "SyncReplica DONE",
+            "AcknowledgeLoss DONE",
+        ),
+        states=(),
+        of_bugs={"faults": ""},
+        bug_seeds=300,
     ),
     "outbox": Scenario(
-        outbox_world.simulate, outbox_world.MUST_OCCUR, outbox_world.MUST_OCCUR, outbox_planted.BUGS, states=()
+        outbox_world.simulate, outbox_world.MUST_OCCUR, outbox_world.MUST_OCCUR, states=(), bug_seeds=60
     ),
     "shells": Scenario(
         shell_world.simulate,
         shell_nemesis.FAULTS,
         shell_nemesis.MUST_OCCUR,
-        shell_planted.BUGS,
         shell_world.STATES,
         of_bugs={"is_plain": True},
+        bug_seeds=20,
     ),
 }
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
 CALM = 4
 """How many times as often as all others the faults strike that lead to a state: others lead away from it."""
@@ -13,7 +14,7 @@ CALM = 4
 @dataclass(frozen=True)
 class Steering:
     """`fault`: half of the strikes are this one. `state`: it strikes whenever a copy is in this state, and most other
-    strikes are those which bring copies there (`tests.simulation.ways`). `skipped`: numbers of strikes left out."""
+    strikes are those which bring copies there (`WAYS`). `skipped`: numbers of strikes left out."""
 
     fault: str = ""
     state: str = ""
@@ -44,3 +45,48 @@ class Steering:
 
 
 UNSTEERED = Steering()
+
+MASTER, SLAVE = 0, 1
+
+
+@dataclass(frozen=True)
+class Way:
+    """Of a state in which copies are seldom, or not for long."""
+
+    faults: tuple[str, ...] = ()
+    """Which bring copies there; most of a steered seed's strikes are these."""
+    victim: int | None = None
+    """Whose disk loses what was fsynced: of who is the master, or the slave, at first."""
+    limits: Mapping[str, Any] = field(default_factory=dict)
+    """Sizes and times of the seed without which it takes too long, or never happens."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """The same of its swarm."""
+
+
+_RESETS = ("reset", "half_open")
+_LONG = {"war_ms": 7000, "strike_ms": (130.0, 800.0), "delay_ms": 0.5}
+"""Time to get there, and between strikes for copies to come together again."""
+_LONGER = _LONG | {"war_ms": 12_000, "strike_ms": (400.0, 2400.0)}
+_RESTORES = Way(("forgets_last_write", "rotten_tail"), MASTER, {"slave_wait_ms": 3000}, _LONG)
+WAYS = {
+    "FollowerState.RESTORING": _RESTORES,
+    "FollowerState.CATCHING_UP": Way(_RESETS, settings=_LONG),
+    "FollowerState.LAGGING": Way(
+        ("slow_path",), None, {"slave_lag_ms_max": 30}, _LONG | {"think_ms": (7.5, 30.0), "slow_sync": 0.1}
+    ),
+    "FollowerState.DIVERGED": Way(("put_back", "back_up", "failover", "forgets_last_write")),
+    "SlaveState.AWAITING_FLUSH": Way(_RESETS, None, {"sync_ms": 3.0}, _LONG | {"slow_sync": 0.5}),
+    "SlaveState.HELLO_SENT": Way(_RESETS, settings=_LONG),
+    "SlaveState.AWAITING_SNAPSHOT": Way(
+        ("wipe",), SLAVE, {"retention_ms": 1500, "segment_bytes": 4096, "catch_up_bytes_per_s": 1 << 20}, _LONGER
+    ),
+    "SlaveState.RESTORING": _RESTORES,
+    "LogHealth.TAIL_CUT": Way(("rotten_tail",), None, {}, _LONG),
+    "LogHealth.DAMAGED": Way(("flip", "bad_block", "flip_while_down", "reset"), MASTER, {"tail_bytes": 0}, _LONG),
+    "LogHealth.UNREPLAYED": Way(("rotten_tail", "flip_while_down"), settings=_LONG),
+}
+NO_WAY = Way()
+
+
+def way_to(state: str) -> Way:
+    return WAYS.get(state, NO_WAY)

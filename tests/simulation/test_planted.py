@@ -1,22 +1,23 @@
-"""Bugs that are planted into what ships are found, each within a bounded number of seeds."""
+"""Each planted bug is found within a bounded number of seeds."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.simulation.bugs import assert_found
-from tests.simulation.cores.planted import BUGS, CLONE_BUGS
+from tests.simulation.bugs import Bug
+from tests.simulation.planted import BUGS
 from tests.simulation.scenarios import SCENARIOS
-from tests.support.planting import Bug
-
-FOUND_WITHIN = 500
+from tests.simulation.search import first_seed_with
 
 
-@pytest.mark.parametrize("bug", [pytest.param(bug, id=bug.name) for bug in BUGS])
-def test_a_planted_bug_is_found(bug: Bug) -> None:
-    assert_found(SCENARIOS["cores"], bug, FOUND_WITHIN)
+@pytest.mark.parametrize("bug", [pytest.param(bug, id=f"{bug.scenario}: {name}") for name, bug in BUGS.items()])
+def test_planted_bug_is_found(bug: Bug) -> None:
+    scenario = SCENARIOS[bug.scenario]
+    outcome = first_seed_with(bug, scenario, scenario.bug_seeds)
+    assert outcome is not None, f"{bug.name}: no failure in {scenario.bug_seeds} seeds from {bug.first} on"
+    print(f"{bug.name}: seed {outcome.seed}: {outcome.failure.splitlines()[0]}")
 
 
-@pytest.mark.parametrize("bug", [pytest.param(bug, id=bug.name) for bug in CLONE_BUGS])
-def test_a_bug_with_copied_directories_is_found(bug: Bug) -> None:
-    assert_found(SCENARIOS["clones"], bug, FOUND_WITHIN)
+def test_planted_bugs_name_faults_of_their_scenario() -> None:
+    for bug in BUGS.values():
+        assert bug.favoured in ("", *SCENARIOS[bug.scenario].faults)

@@ -13,17 +13,15 @@ from qmq.log.health import HEALTH
 from qmq.replication.follower import FOLLOWER
 from qmq.replication.slave import SLAVE
 from tests.simulation.cores.many_copies import MANY_FAULTS
-from tests.simulation.cores.planted import BUGS
 from tests.simulation.cores.world import Swarm, simulate
 from tests.simulation.coverage import NOT_MET, STATES
 from tests.simulation.nemesis import FAULTS
 from tests.simulation.outcome import Outcome
+from tests.simulation.planted import BUGS
 from tests.simulation.run import main
 from tests.simulation.scenarios import SCENARIOS, kept_seeds
-from tests.simulation.shrink import shrink
-from tests.simulation.steering import Steering
-from tests.simulation.ways import WAYS
-from tests.support.planting import planted
+from tests.simulation.search import shrink
+from tests.simulation.steering import WAYS, Steering
 
 TABLES = FOLLOWER, SLAVE, HEALTH, SESSION, BATCH_LIFE
 
@@ -70,8 +68,8 @@ def test_a_failing_seed_shrinks_to_the_strikes_that_it_needs() -> None:
 
 
 def test_a_seed_that_was_shrunk_fails_in_the_same_way_without_all_other_strikes() -> None:
-    (bug,) = [bug for bug in BUGS if bug.name == "a lost slave goes on counting"]
-    with planted(bug):
+    bug = BUGS["a lost slave goes on counting"]
+    with bug.planted():
         outcome, strikes = shrink(simulate, bug.first)
         skipped = frozenset(range(1000)) - strikes
         assert simulate(bug.first, steering=Steering(skipped=skipped)) == outcome
@@ -83,13 +81,6 @@ def test_a_seed_without_a_failure_needs_no_strike() -> None:
     assert not outcome.failure and strikes == set()
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
-def test_names_of_a_scenarios_bugs_differ(scenario: str) -> None:
-    names = [bug.name for bug in SCENARIOS[scenario].bugs]
-    assert len(names) == len(set(names)) > 0
-    assert all(bug.favoured in ("", *SCENARIOS[scenario].faults) for bug in SCENARIOS[scenario].bugs)
-
-
 @pytest.mark.parametrize("scenario", ["cores", "delay", "shells"])
 def test_kept_seeds_can_be_read(scenario: str) -> None:
     faults = SCENARIOS[scenario].faults
@@ -97,7 +88,7 @@ def test_kept_seeds_can_be_read(scenario: str) -> None:
 
 
 def test_the_runner_plants_a_bug_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--scenario", "outbox", "--bug", "doubt is dropped", "--seeds", "60"]) == 0
+    assert main(["--bug", "doubt is dropped", "--seeds", "60"]) == 0
     assert "stored twice without cause" in capsys.readouterr().out
 
 

@@ -26,8 +26,7 @@ from tests.simulation.cores.watched_log import BesideLog, WatchedLog
 from tests.simulation.events import Events, Violation
 from tests.simulation.nemesis import Nemesis
 from tests.simulation.outcome import Outcome, failure_of
-from tests.simulation.steering import UNSTEERED, Steering
-from tests.simulation.ways import way_to
+from tests.simulation.steering import UNSTEERED, Steering, way_to
 
 PEACE_S = 60
 """Virtual seconds after the last fault within which everything is well again (I20)."""

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import contextlib
+import functools
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
+from unittest import mock
+from zlib import crc32
 
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
-
+from qmq.metaserver.actions import causes
+from qmq.metaserver.roles import rules
+from tests.simulation.events import KEPT_EVENTS, Violation
 from tests.simulation.metaserver.boxes import Box
 from tests.simulation.metaserver.database import AWAY, FINE, LOST, Fate, Template, read_tables
-from tests.simulation.metaserver.oracle import Key, Violation, differing
+from tests.simulation.metaserver.oracle import Key, differing
 from tests.simulation.metaserver.remedies import Operator
-from tests.simulation.metaserver.world import Errand, World, place, populate
+from tests.simulation.metaserver.world import Errand, World, add_groups, place, populate
+from tests.simulation.outcome import Outcome, failure_of
+from tests.simulation.steering import UNSTEERED, Steering
 
 FATES = [FINE] * 10 + [
     LOST,
@@ -53,16 +60,6 @@ ACTIONS = [
 ]
 
 
-def strategy(values: Any) -> st.SearchStrategy[Any]:
-    if isinstance(values, tuple):
-        return st.tuples(*map(strategy, values))
-    if not isinstance(values, list):
-        return st.just(values)
-    if any(isinstance(value, list | tuple) for value in values):
-        return st.one_of(list(map(strategy, values)))
-    return st.sampled_from(values)
-
-
 def pick(values: Any, dice: Random) -> Any:
     if isinstance(values, tuple):
         return tuple(pick(value, dice) for value in values)
@@ -97,27 +94,21 @@ def fault(kind: str, weight: int, **values: Any) -> Callable[[F], F]:
 Ideas = list[tuple[str, dict[str, str]]]
 
 
-class Machine(RuleBasedStateMachine):
-    """`template` is set by the test."""
+class Machine:
+    """One walk. Each method that is a step or a fault is one thing that may happen."""
 
-    template: Template
-    steps = 0
-    examples = 0
-    counts: Any = None
-    ends: Any = Counter()
-    """What Doctor named at the end of a run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.world = World(self.template)
+    def __init__(self, template: Template) -> None:
+        self.world = World(template)
         self.operators: list[Errand | None] = [None, None]
-        type(self).examples += 1
 
-    @initialize(populated=st.sampled_from([True, True, True, False]))
     def begin(self, populated: bool) -> None:
         self.world.start()
         if populated:
             populate(self.world)
+
+    def do(self, name: str, words: dict[str, Any]) -> None:
+        getattr(self, name)(**words)
+        self.world.oracle.look_at_brokers()
 
     # Operators.
 
@@ -591,24 +582,6 @@ class Machine(RuleBasedStateMachine):
         if server.process:
             self.world.ask_route(server, subject)
 
-    @rule(chosen=st.deferred(lambda: CHOSEN))
-    def step(self, chosen: tuple[str, dict[str, Any]]) -> None:
-        """One rule of many kinds: were they rules, a run would do without half of them."""
-        name, words = chosen
-        getattr(self, name)(**words)
-        self.world.oracle.look_at_brokers()
-        type(self).steps += 1
-
-    def teardown(self) -> None:
-        """Everything is mended; one poll later every metaserver knows what the database holds."""
-        try:
-            if not self.world.oracle.broken:
-                self.converge()
-        finally:
-            if type(self).counts is not None:
-                type(self).counts.update(self.world.counts)
-            self.world.close()
-
     def converge(self) -> None:
         for server in self.world.servers:
             server.is_away = False
@@ -660,7 +633,6 @@ class Machine(RuleBasedStateMachine):
         for group in self.not_at_work():
             operator = Operator(world, world.servers[0], group)
             operator.bring_to_work(lambda group=group: group not in self.not_at_work())
-            type(self).ends.update(operator.followed)
 
     def look_at_parts(self) -> None:
         """What brokers were told last is what the database holds."""
@@ -699,28 +671,68 @@ class Machine(RuleBasedStateMachine):
 
 
 NAMES = [name for name, (weight, _) in STEPS.items() for _ in range(weight)]
-CHOSEN = st.sampled_from(NAMES).flatmap(
-    lambda name: st.tuples(st.just(name), st.fixed_dictionaries({k: strategy(v) for k, v in STEPS[name][1].items()}))
-)
+ROTA = "", "database", "", "fillings", "", "losses", "", "emptied"
+"""Kinds of faults of a seed: half of the walks have none of these."""
+STEPS_OF_A_WALK = 50
 
 
-def walk(kind: type[Machine], seed: int, steps: int, faults: str = "") -> None:
-    """A run by plain dice: Hypothesis likes small and repeated values, which shows well and searches badly.
+def walk(machine: Machine, seed: int, skipped: frozenset[int], faults: str) -> None:
+    """Take the steps of a seed, then repair everything and check that all groups return to work.
 
     Args:
-        faults: what may happen besides. It takes dice of its own, so that the other walks stay as they are.
+        skipped: numbers of steps that are drawn and not taken.
+        faults: kind of the faults that follow steps. They have dice of their own, so the other walks stay as they are.
     """
-    dice, machine = Random(seed), kind()
-    more, others = Random(f"{seed} {faults}"), [one for one in FAULTS.get(faults, ()) for _ in range(one[1])]
-    try:
-        machine.begin(populated=dice.random() < 0.8)
-        for _ in range(steps):
-            name = dice.choice(NAMES)
-            machine.step((name, {key: pick(values, dice) for key, values in STEPS[name][1].items()}))
-            if others and more.random() < OFTEN:
-                name, _, offered = more.choice(others)
-                machine.step((name, {key: pick(values, more) for key, values in offered.items()}))
-    except BaseException:
-        machine.world.close()
-        raise
-    machine.teardown()
+    dice, world = Random(seed), machine.world
+    more, others = Random(f"{seed} {faults}"), [fault for fault in FAULTS.get(faults, ()) for _ in range(fault[1])]
+
+    def take(name: str, offered: dict[str, Any], rng: Random) -> None:
+        words = {key: pick(values, rng) for key, values in offered.items()}
+        if world.counts["strike"] not in skipped:
+            machine.do(name, words)
+        world.counts["strike"] += 1
+
+    machine.begin(populated=dice.random() < 0.8)
+    for _ in range(STEPS_OF_A_WALK):
+        name = dice.choice(NAMES)
+        take(name, STEPS[name][1], dice)
+        if others and more.random() < OFTEN:
+            name, _, offered = more.choice(others)
+            take(name, offered, more)
+    machine.converge()
+
+
+def simulate(seed: int, *, steering: Steering = UNSTEERED, faults: str | None = None) -> Outcome:
+    """Run one walk to its end; a failure is in the outcome.
+
+    Args:
+        steering: its fault is the kind of faults.
+        faults: the same, where that may be none; None: as the seed has it.
+    """
+    kind = steering.fault or ROTA[seed % len(ROTA)] if faults is None else faults
+    with contextlib.ExitStack() as stack:
+        for module in (rules, causes):  # there are six brokers, and two groups of them
+            stack.enter_context(mock.patch.object(module, "COPIES_MAX", 3))
+        machine = Machine(_template())
+        stack.callback(machine.world.close)
+        failure = failure_of(lambda: walk(machine, seed, steering.skipped, kind))
+        world = machine.world
+        recent = tuple(world.trace[-KEPT_EVENTS:]) if failure else ()
+        return Outcome(
+            seed,
+            crc32(world.story().encode()),
+            len(world.trace),
+            world.oracle.commits,
+            sum(len(owed.messages) for owed in world.brokers.acknowledged.values()),
+            world.counts,
+            failure=failure,
+            recent=recent,
+        )
+
+
+@functools.cache
+def _template() -> Template:
+    with tempfile.TemporaryDirectory(prefix="qmq-metaserver-") as folder:
+        template = Template(Path(folder))
+        add_groups(template)
+        return template

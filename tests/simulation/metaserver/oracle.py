@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from qmq.types import Role
+from tests.simulation.events import Violation
 from tests.simulation.metaserver.boxes import Brokers
 from tests.simulation.metaserver.database import COLUMNS, Tables
 
@@ -30,10 +31,6 @@ REPEATABLE = {
     "ReplaceBroker",
 }
 """Two operators may order the same at once: the second changes nothing. ReplaceBroker may store addresses."""
-
-
-class Violation(AssertionError):
-    """A promise was broken."""
 
 
 def records(tables: Tables, name: str) -> list[Record]:

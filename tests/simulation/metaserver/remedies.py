@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from qmq.tools.recovery.plan import decide, read_copies
+from tests.simulation.events import Violation
 from tests.simulation.metaserver.boxes import Acknowledged, Box
-from tests.simulation.metaserver.oracle import DONE, Key, Violation
+from tests.simulation.metaserver.oracle import DONE, Key
 from tests.simulation.metaserver.world import Server, World, place
 
 FOLLOWED_MAX = 3

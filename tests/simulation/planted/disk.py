@@ -11,27 +11,31 @@ from qmq.codec import Buffer
 from qmq.log import Commit, MessageLog
 from qmq.log.disk import RealDisk, failing
 from qmq.log.system import System
-from tests.support.planting import Bug, Patch
+from tests.simulation.bugs import Patch, bug
 
 
 def _sync(self: RealDisk, name: str) -> None: ...
 
 
+@bug("cores")
 def fsync_is_skipped() -> list[Patch]:
     """What is written is said to be on the disk."""
     return [mock.patch.object(RealDisk, "sync", _sync)]
 
 
+@bug("cores")
 def names_are_not_lasting() -> list[Patch]:
     """No folder is fsynced after a name in it was made, changed or deleted."""
     return [mock.patch.object(RealDisk, "_sync_folders", lambda self, path: None)]
 
 
+@bug("cores")
 def data_directory_is_not_lasting() -> list[Patch]:
     """Nobody fsyncs the folder in which the data directory was made."""
     return [mock.patch.object(RealDisk, "_sync_all_folders", lambda self: None)]
 
 
+@bug("cores", first=26)
 def put_writes_in_place() -> list[Patch]:
     """A file is replaced by writing over it."""
 
@@ -43,6 +47,7 @@ def put_writes_in_place() -> list[Patch]:
     return [mock.patch.object(RealDisk, "put", put)]
 
 
+@bug("cores", first=5)
 def put_does_not_fsync_the_file() -> list[Patch]:
     """The new file gets its name before its bytes are on the disk."""
     real = RealDisk.put
@@ -77,6 +82,7 @@ class _WithoutFsyncOfFiles(System):
             self._system.fsync(fd)
 
 
+@bug("cores", first=124)
 def truncate_is_not_fsynced() -> list[Patch]:
     """What was cut off may come back."""
 
@@ -87,6 +93,7 @@ def truncate_is_not_fsynced() -> list[Patch]:
     return [mock.patch.object(RealDisk, "truncate", truncate)]
 
 
+@bug("cores")
 def short_write_is_taken_for_a_whole_one() -> list[Patch]:
     """Nobody looks at how much was written."""
 
@@ -96,6 +103,7 @@ def short_write_is_taken_for_a_whole_one() -> list[Patch]:
     return [mock.patch.object(RealDisk, "_write_all", write_all)]
 
 
+@bug("cores", first=31)
 def failed_fsync_is_tried_again() -> list[Patch]:
     """An fsync that fails is called once more, which succeeds."""
 
@@ -108,11 +116,13 @@ def failed_fsync_is_tried_again() -> list[Patch]:
     return [mock.patch.object(RealDisk, "_sync", sync)]
 
 
+@bug("cores", first=100)
 def failed_fsync_is_read_from_memory() -> list[Patch]:
     """The next process reads what a failed fsync did not keep."""
     return [mock.patch.object(RealDisk, "_sync", lambda self, file, call: call(file.fd))]
 
 
+@bug("cores")
 def commit_is_acknowledged_before_it_was_written() -> list[Patch]:
     """The last write of a commit comes with the next one."""
     real, late = MessageLog.perform, {}
@@ -123,17 +133,3 @@ def commit_is_acknowledged_before_it_was_written() -> list[Patch]:
         late[self] = steps[-1:]
 
     return [mock.patch.object(MessageLog, "perform", perform)]
-
-
-DISK_BUGS = [
-    Bug("fsync is skipped", fsync_is_skipped),
-    Bug("names are not lasting", names_are_not_lasting),
-    Bug("data directory is not lasting", data_directory_is_not_lasting),
-    Bug("put writes in place", put_writes_in_place, first=26),
-    Bug("put does not fsync the file", put_does_not_fsync_the_file, first=5),
-    Bug("truncate is not fsynced", truncate_is_not_fsynced, first=124),
-    Bug("short write is taken for a whole one", short_write_is_taken_for_a_whole_one),
-    Bug("failed fsync is tried again", failed_fsync_is_tried_again, first=31),
-    Bug("failed fsync is read from memory", failed_fsync_is_read_from_memory, first=100),
-    Bug("commit is acknowledged before it was written", commit_is_acknowledged_before_it_was_written),
-]

@@ -15,10 +15,11 @@ from qmq.delayserver.schedule.book import Book
 from qmq.delayserver.schedule.record import read_batch
 from qmq.log.delay_frames import Outcome, batch_begin
 from qmq.log.frame import FrameKind
-from tests.support.planting import Bug, Patch
+from tests.simulation.bugs import Patch, bug
 
 
-def _sent_before_its_plan_is_safe() -> list[Patch]:
+@bug("delay")
+def sent_before_its_plan_is_safe() -> list[Patch]:
     def when_safe(self: Dispatching, batch: Any) -> None:
         batch.is_safe = True
         self._read(batch)
@@ -26,19 +27,23 @@ def _sent_before_its_plan_is_safe() -> list[Patch]:
     return [mock.patch.object(Dispatching, "_when_safe", when_safe)]
 
 
-def _dispatched_messages_still_pend() -> list[Patch]:
+@bug("delay")
+def dispatched_messages_still_pend() -> list[Patch]:
     return [mock.patch.dict(frames_filed._KINDS, {FrameKind.DISPATCH: lambda book, frame, body: Filed()})]
 
 
-def _segment_with_pending_messages_is_dropped() -> list[Patch]:
+@bug("delay")
+def segment_with_pending_messages_is_dropped() -> list[Patch]:
     return [mock.patch.object(Keeping, "used_from", lambda self, message_log: message_log.end)]
 
 
-def _what_is_written_and_not_filed_decides_nothing() -> list[Patch]:
+@bug("delay", first=14)
+def unfiled_frames_decide_nothing() -> list[Patch]:
     return [mock.patch.object(Decisions, "not_named", lambda self, records: records)]
 
 
-def _batches_of_earlier_masterships_are_put_together_anew() -> list[Patch]:
+@bug("delay", first=10)
+def batches_of_earlier_masterships_are_put_together_anew() -> list[Patch]:
     resume = Dispatching.resume
 
     def anew(self: Dispatching, producer: int, number: int, *rest: Any) -> None:
@@ -48,38 +53,25 @@ def _batches_of_earlier_masterships_are_put_together_anew() -> list[Patch]:
     return [mock.patch.object(Dispatching, "resume", anew)]
 
 
-def _early() -> list[Patch]:
+@bug("delay")
+def dispatches_200_ms_early() -> list[Patch]:
     return [mock.patch.object(DueClock, "offset_ms", property(lambda self: self._offset_ms + 200))]
 
 
-def _due_times_go_by_this_machine_alone() -> list[Patch]:
+@bug("delay", first=46)
+def due_times_go_by_this_machine_alone() -> list[Patch]:
     return [mock.patch.object(DueClock, "_target", lambda self, clocks: clocks[0])]
 
 
-def _what_was_not_stored_is_not_due_again() -> list[Patch]:
+@bug("delay", first=40)
+def rejected_batch_is_not_due_again() -> list[Patch]:
     return [mock.patch.object(frames_filed, "_on_wheel", lambda *_: [])]
 
 
-def _carried_message_pends_twice() -> list[Patch]:
+@bug("delay")
+def carried_message_pends_twice() -> list[Patch]:
     def carry(book: Book, frame: Any, body: Any) -> Filed:
         records = read_batch(frame, body, batch_begin(frame.count, True), book.position(frame.subject))
         return Filed(added=frames_filed._add(book, records))
 
     return [mock.patch.dict(frames_filed._KINDS, {FrameKind.CARRY: carry})]
-
-
-BUGS = [
-    Bug("sent before its plan is safe", _sent_before_its_plan_is_safe),
-    Bug("dispatched messages still pend", _dispatched_messages_still_pend),
-    Bug("segment with pending messages is dropped", _segment_with_pending_messages_is_dropped),
-    Bug("what is written and not filed decides nothing", _what_is_written_and_not_filed_decides_nothing, first=14),
-    Bug(
-        "batches of earlier masterships are put together anew",
-        _batches_of_earlier_masterships_are_put_together_anew,
-        first=10,
-    ),
-    Bug("early", _early),
-    Bug("due times go by this machine's clock alone", _due_times_go_by_this_machine_alone, first=46),
-    Bug("what was not stored is not due again", _what_was_not_stored_is_not_due_again, first=40),
-    Bug("carried message pends twice", _carried_message_pends_twice),
-]

@@ -32,10 +32,11 @@ from qmq.remoting.packet import Packet
 from qmq.server.meta_link import MetaLink
 from qmq.server.service import Service, _MasterLink
 from qmq.watchdog.leader import Drain
-from tests.support.planting import Bug, Patch
+from tests.simulation.bugs import Patch, bug
 
 
-def _told_before_it_is_written() -> list[Patch]:
+@bug("shells")
+def commit_is_reported_before_it_is_written() -> list[Patch]:
     def commit(self: Service[Any], commit: Commit) -> None:
         self._loop.call_soon(self.guarded, partial(self.node.committed, commit))
         self._disk_thread.submit(self._perform, commit)
@@ -43,22 +44,26 @@ def _told_before_it_is_written() -> list[Patch]:
     return [mock.patch.object(Service, "commit", commit)]
 
 
-def _sync_does_nothing() -> list[Patch]:
+@bug("shells")
+def sync_does_nothing() -> list[Patch]:
     return [mock.patch.object(RealDisk, "sync", lambda self, name: None)]
 
 
-def _failed_disk_ends_nothing() -> list[Patch]:
+@bug("shells", favoured="disk fails")
+def failed_disk_ends_nothing() -> list[Patch]:
     return [mock.patch.object(Service, "fail", lambda self, error: None)]
 
 
-def _lost_link_to_the_master_is_not_noticed() -> list[Patch]:
+@bug("shells")
+def lost_link_to_the_master_is_not_noticed() -> list[Patch]:
     def connection_lost(self: _MasterLink, connection: Connection, reason: str) -> None:
         self._service.guarded(lambda: self._service.node.link_lost(connection))
 
     return [mock.patch.object(_MasterLink, "connection_lost", connection_lost)]
 
 
-def _answer_goes_to_the_oldest_request() -> list[Patch]:
+@bug("shells")
+def answer_goes_to_the_oldest_request() -> list[Patch]:
     original = Connection._answered
 
     def answered(self: Connection, packet: Packet) -> None:
@@ -67,7 +72,8 @@ def _answer_goes_to_the_oldest_request() -> list[Patch]:
     return [mock.patch.object(Connection, "_answered", answered)]
 
 
-def _batch_is_forgotten_with_its_connection() -> list[Patch]:
+@bug("shells", first=4, favoured="reset")
+def batch_is_forgotten_with_its_connection() -> list[Patch]:
     original = Sender._answered
 
     def answered(self: Sender, group: Any, connection: Connection, batch: Any, answer: Any) -> None:
@@ -78,7 +84,8 @@ def _batch_is_forgotten_with_its_connection() -> list[Patch]:
     return [mock.patch.object(Sender, "_answered", answered)]
 
 
-def _repeat_gets_a_new_number() -> list[Patch]:
+@bug("shells", first=2, favoured="pause")
+def repeat_gets_a_new_number() -> list[Patch]:
     original = GroupBatches.next_repeat
 
     def next_repeat(self: GroupBatches) -> Batch | None:
@@ -91,7 +98,8 @@ def _repeat_gets_a_new_number() -> list[Patch]:
     return [mock.patch.object(GroupBatches, "next_repeat", next_repeat)]
 
 
-def _roles_are_told_once() -> list[Patch]:
+@bug("shells", first=5, favoured="swap")
+def roles_are_taken_once() -> list[Patch]:
     original = MetaLink._assign
 
     def assign(self: MetaLink, message: Any) -> None:
@@ -101,7 +109,8 @@ def _roles_are_told_once() -> list[Patch]:
     return [mock.patch.object(MetaLink, "_assign", assign)]
 
 
-def _routes_are_taken_once() -> list[Patch]:
+@bug("shells", first=6, favoured="swap")
+def routes_are_taken_once() -> list[Patch]:
     original = RouteWatch._take
 
     def take(self: RouteWatch, routes: list[SubjectRoute]) -> None:
@@ -110,7 +119,8 @@ def _routes_are_taken_once() -> list[Patch]:
     return [mock.patch.object(RouteWatch, "_take", take)]
 
 
-def _session_is_opened_once() -> list[Patch]:
+@bug("shells", first=4, favoured="reset")
+def session_is_opened_once() -> list[Patch]:
     original = GroupSession.opened
 
     def opened(self: GroupSession) -> None:
@@ -120,7 +130,8 @@ def _session_is_opened_once() -> list[Patch]:
     return [mock.patch.object(GroupSession, "opened", opened)]
 
 
-def _message_is_done_before_it_is_handled() -> list[Patch]:
+@bug("shells", favoured="kill")
+def message_is_done_before_it_is_handled() -> list[Patch]:
     original = Listener._take
 
     def take(self: Listener, subscription: Any) -> list[ReceivedMessage]:
@@ -132,15 +143,18 @@ def _message_is_done_before_it_is_handled() -> list[Patch]:
     return [mock.patch.object(Listener, "_take", take)]
 
 
-def _delayed_messages_are_sent_a_second_early() -> list[Patch]:
+@bug("shells")
+def delayed_messages_are_sent_a_second_early() -> list[Patch]:
     return [mock.patch.object(DueClock, "offset_ms", property(lambda self: self._offset_ms + 1000))]
 
 
-def _plans_of_earlier_masters_are_forgotten() -> list[Patch]:
+@bug("shells", first=7)
+def plans_of_earlier_masters_are_forgotten() -> list[Patch]:
     return [mock.patch.object(Dispatching, "resume", lambda self, *_: None)]
 
 
-def _delayed_batch_is_forgotten_with_its_connection() -> list[Patch]:
+@bug("shells", first=22, favoured="isolate")
+def delayed_batch_is_forgotten_with_its_connection() -> list[Patch]:
     original = NumberedSender._end
 
     def end(self: NumberedSender, group: Any, flight: Any, answer: Any) -> None:
@@ -151,7 +165,8 @@ def _delayed_batch_is_forgotten_with_its_connection() -> list[Patch]:
     return [mock.patch.object(NumberedSender, "_end", end)]
 
 
-def _messages_are_sent_before_their_commit() -> list[Patch]:
+@bug("shells")
+def messages_are_sent_before_their_commit() -> list[Patch]:
     original = Unit.write
 
     def write(self: Unit, items: list[Item], rows_of: Callable[[str], Rows]) -> None:
@@ -161,7 +176,8 @@ def _messages_are_sent_before_their_commit() -> list[Patch]:
     return [mock.patch.object(Unit, "write", write)]
 
 
-def _row_goes_before_its_message() -> list[Patch]:
+@bug("shells", first=12, favoured="kill")
+def row_goes_before_its_message() -> list[Patch]:
     original = Courier._deliver
 
     async def deliver(self: Courier, written: Written) -> None:
@@ -171,7 +187,8 @@ def _row_goes_before_its_message() -> list[Patch]:
     return [mock.patch.object(Courier, "_deliver", deliver)]
 
 
-def _watchdog_takes_sent_for_stored() -> list[Patch]:
+@bug("shells", first=4, favoured="kill")
+def watchdog_takes_sent_for_stored() -> list[Patch]:
     original = Drain._send
 
     def send(self: Drain, attempt: Attempt) -> None:
@@ -181,41 +198,11 @@ def _watchdog_takes_sent_for_stored() -> list[Patch]:
     return [mock.patch.object(Drain, "_send", send)]
 
 
-def _claims_of_a_dead_watchdog_stay() -> list[Patch]:
+@bug("shells", first=137, favoured="kill")
+def claims_of_a_dead_watchdog_stay() -> list[Patch]:
     return [mock.patch.object(Statements, "_read_claims", lambda self, work: [])]
 
 
-def _group_begins_anew_on_each_broker_group() -> list[Patch]:
+@bug("shells", joins=True)
+def group_begins_anew_on_each_broker_group() -> list[Patch]:
     return [mock.patch.object(Beginning, "_must_ask", lambda self, f: False)]
-
-
-BUGS = [
-    Bug("commit told before it is written", _told_before_it_is_written),
-    Bug("sync does nothing", _sync_does_nothing),
-    Bug("a failed disk ends nothing", _failed_disk_ends_nothing, favoured="disk fails"),
-    Bug("a lost link to the master is not noticed", _lost_link_to_the_master_is_not_noticed),
-    Bug("an answer goes to the oldest request", _answer_goes_to_the_oldest_request),
-    Bug("a batch is forgotten with its connection", _batch_is_forgotten_with_its_connection, 4, favoured="reset"),
-    Bug("a repeat gets a new number", _repeat_gets_a_new_number, 2, favoured="pause"),
-    Bug("roles are told once", _roles_are_told_once, first=5, favoured="swap"),
-    Bug("routes are taken once", _routes_are_taken_once, first=6, favoured="swap"),
-    Bug("a session is opened once", _session_is_opened_once, 4, favoured="reset"),
-    Bug("delayed messages are sent a second early", _delayed_messages_are_sent_a_second_early),
-    Bug("plans of earlier delay masters are forgotten", _plans_of_earlier_masters_are_forgotten, first=7),
-    Bug(
-        "a batch of a delay server is forgotten with its connection",
-        _delayed_batch_is_forgotten_with_its_connection,
-        first=22,
-        favoured="isolate",
-    ),
-    Bug("messages of an outbox are sent before their commit", _messages_are_sent_before_their_commit),
-    Bug("a row goes before its message", _row_goes_before_its_message, first=12, favoured="kill"),
-    Bug("a watchdog takes sent for stored", _watchdog_takes_sent_for_stored, 4, favoured="kill"),
-    Bug(
-        "a consumer group begins anew on each broker group",
-        _group_begins_anew_on_each_broker_group,
-        kinds={"joins": True},
-    ),
-    Bug("claims of a dead watchdog stay", _claims_of_a_dead_watchdog_stay, first=137, favoured="kill"),
-    Bug("a message is done before it is handled", _message_is_done_before_it_is_handled, favoured="kill"),
-]

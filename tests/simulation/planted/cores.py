@@ -33,12 +33,12 @@ from qmq.replication.shipper import Shipper
 from qmq.replication.slave import Slave
 from qmq.tools.recovery.plan import Copy
 from qmq.types import Epoch
+from tests.simulation.bugs import Patch, bug
 from tests.simulation.cores.machine import Process
-from tests.simulation.cores.planted_disk import DISK_BUGS
-from tests.support.planting import Bug, Patch
 
 
-def _ack_before_fsync() -> list[Patch]:
+@bug("cores")
+def ack_before_fsync() -> list[Patch]:
     """The master counts what it has handed to the disk as fsynced."""
     real = Process.commit
 
@@ -50,7 +50,8 @@ def _ack_before_fsync() -> list[Patch]:
     return [mock.patch.object(Process, "commit", commit)]
 
 
-def _confirm_before_fsync() -> list[Patch]:
+@bug("cores")
+def confirm_before_fsync() -> list[Patch]:
     """The slave confirms what it has received."""
     real = Slave.packet_received
 
@@ -62,7 +63,8 @@ def _confirm_before_fsync() -> list[Patch]:
     return [mock.patch.object(Slave, "packet_received", packet_received)]
 
 
-def _ack_by_slaves_length() -> list[Patch]:
+@bug("cores", first=109)
+def ack_by_slaves_length() -> list[Patch]:
     """The end that the slave says in its hello counts as confirmed, whatever is in its log."""
     real = SlaveWatch.hello
 
@@ -76,7 +78,8 @@ def _ack_by_slaves_length() -> list[Patch]:
     return [mock.patch.object(SlaveWatch, "hello", hello)]
 
 
-def _no_fence() -> list[Patch]:
+@bug("cores", first=825, favoured="replace")
+def older_epochs_are_not_fenced() -> list[Patch]:
     """Nobody refuses an older epoch."""
     real_agree, real_agreed, real_learn, real_assign = agreement.agree, Slave.agreed, IdentityFile.learn, Node.assign
 
@@ -110,7 +113,8 @@ def _with_epoch(identity: Identity, epoch: Epoch) -> Identity:
     return replace(identity, term=epoch.term, boot=epoch.boot)
 
 
-def _truncate_by_length() -> list[Patch]:
+@bug("cores", first=5)
+def truncate_by_length() -> list[Patch]:
     """The copies are taken to agree up to the shorter one's end."""
 
     def agree(hello: Hello, log: MessageLog, epoch: Epoch, *, has_begun: bool, **points: Any) -> Any:
@@ -141,7 +145,8 @@ def _truncate_by_length() -> list[Patch]:
     ]
 
 
-def _epoch_not_persisted() -> list[Patch]:
+@bug("cores", first=13)
+def epoch_not_persisted() -> list[Patch]:
     """A broker knows its epoch until it dies."""
     real = IdentityFile._change
 
@@ -157,7 +162,8 @@ def _epoch_not_persisted() -> list[Patch]:
     return [mock.patch.object(IdentityFile, "_change", change)]
 
 
-def _crc_over_body_only() -> list[Patch]:
+@bug("cores", first=26)
+def crc_over_body_only() -> list[Patch]:
     """Nothing vouches for a header: a flipped bit in it is read as it is."""
 
     def decode_header(data: Buffer, at: int, offset: int, previous_chain: int | None) -> Frame:
@@ -213,17 +219,20 @@ def _crc_over_body_only() -> list[Patch]:
     ]
 
 
-def _begins_after_a_cut_tail() -> list[Patch]:
+@bug("cores", first=130, favoured="rotten_tail")
+def begins_after_a_cut_tail() -> list[Patch]:
     """A master whose tail was cut in recovery goes on without asking the slave for what it lost."""
     return [mock.patch.object(MessageLog, "is_tail_cut", property(lambda self: False))]
 
 
-def _cut_tail_forgotten_by_a_restart() -> list[Patch]:
+@bug("cores", first=189, favoured="rotten_tail")
+def cut_tail_forgotten_by_a_restart() -> list[Patch]:
     """The master waits for its slave after a cut tail, but a second restart knows nothing of it."""
     return [mock.patch.object(MessageLog, "is_tail_cut", property(lambda self: self.torn_bytes > 0))]
 
 
-def _pulls_before_the_high_watermark() -> list[Patch]:
+@bug("cores", first=79)
+def pulls_before_the_high_watermark() -> list[Patch]:
     """Messages are delivered as soon as they are written."""
 
     def progress(self: AckGate, end: int, data_end: int, answer: Any) -> None:
@@ -232,7 +241,8 @@ def _pulls_before_the_high_watermark() -> list[Patch]:
     return [mock.patch.object(AckGate, "progress", progress)]
 
 
-def _no_boot() -> list[Patch]:
+@bug("cores", first=5)
+def boot_is_not_raised() -> list[Patch]:
     """A master that restarts in its term goes on in the same epoch."""
 
     def next_boot(self: IdentityFile, term: int, *, above: int = 0) -> Epoch:
@@ -244,7 +254,8 @@ def _no_boot() -> list[Patch]:
     return [mock.patch.object(IdentityFile, "next_boot", next_boot)]
 
 
-def _one_copy_acknowledges() -> list[Patch]:
+@bug("cores")
+def master_alone_acknowledges() -> list[Patch]:
     """While the slave is missing, the master's own disk is enough."""
     real = AckGate._release
 
@@ -262,12 +273,14 @@ def _one_copy_acknowledges() -> list[Patch]:
 def _no_check(self: object, group: str, subject: str) -> None: ...
 
 
-def _repeated_batch_is_stored_again() -> list[Patch]:
+@bug("cores", first=9)
+def repeated_batch_is_stored_again() -> list[Patch]:
     """Nobody remembers batches."""
     return [mock.patch("qmq.log.fold.State.repeated", lambda self, producer, batch: None)]
 
 
-def _acks_lost_with_a_departure() -> list[Patch]:
+@bug("cores")
+def messages_of_a_departed_consumer_are_lost() -> list[Patch]:
     """What a consumer that left has not acked is given to nobody."""
     real = fold._position
 
@@ -279,7 +292,8 @@ def _acks_lost_with_a_departure() -> list[Patch]:
     return [mock.patch.dict(fold._KINDS, {frames.FrameKind.POSITION: position})]
 
 
-def _vanished_consumers_messages_are_acked() -> list[Patch]:
+@bug("cores", first=12)
+def vanished_consumers_messages_are_acked() -> list[Patch]:
     """W1: what a consumer that vanished has not acked counts as acked."""
 
     def leave(group: Any, progress: Any) -> None:
@@ -292,7 +306,8 @@ def _vanished_consumers_messages_are_acked() -> list[Patch]:
     return [mock.patch.object(fold, "_leave", leave)]
 
 
-def _pull_sequences_are_used_again() -> list[Patch]:
+@bug("cores", first=14)
+def pull_sequences_are_used_again() -> list[Patch]:
     """W2, W13: a new master goes on with the numbers where its own log ends."""
 
     def next_pull(self: fold.State, group: fold.Group, consumer: str) -> int:
@@ -308,7 +323,8 @@ def _pull_sequences_are_used_again() -> list[Patch]:
     ]
 
 
-def _new_group_is_in_memory_only() -> list[Patch]:
+@bug("cores", first=9)
+def new_group_is_in_memory_only() -> list[Patch]:
     """W8: where a group begins that has pulled nothing yet is forgotten by a restart."""
     real = Delivery.subscribe
 
@@ -324,7 +340,8 @@ def _new_group_is_in_memory_only() -> list[Patch]:
     return [mock.patch.object(Delivery, "subscribe", subscribe)]
 
 
-def _broker_acks_for_its_consumers() -> list[Patch]:
+@bug("cores")
+def broker_acks_for_its_consumers() -> list[Patch]:
     """W10: what stands before a part that is delivered again counts as acked, though its consumer holds it."""
     real = Delivery._write_down
 
@@ -339,7 +356,8 @@ def _broker_acks_for_its_consumers() -> list[Patch]:
     return [mock.patch.object(Delivery, "_write_down", write_down)]
 
 
-def _chosen_messages_are_counted_from_the_first() -> list[Patch]:
+@bug("cores")
+def chosen_messages_are_counted_from_the_first() -> list[Patch]:
     """W9: what is chosen by its tags is numbered as if nothing had been passed over in between."""
     real = PullAnswer.send
 
@@ -361,12 +379,14 @@ def _chosen_messages_are_counted_from_the_first() -> list[Patch]:
     return [mock.patch.object(PullAnswer, "send", send)]
 
 
-def _keys_are_never_busy() -> list[Patch]:
+@bug("cores", first=4)
+def keys_are_never_busy() -> list[Patch]:
     """A message is delivered although an earlier one of its order key is not done."""
     return [mock.patch("qmq.broker.keys.Keys.is_busy", lambda self, key: False)]
 
 
-def _deliveries_are_not_counted() -> list[Patch]:
+@bug("cores")
+def deliveries_are_not_counted() -> list[Patch]:
     """What comes back counts as new."""
 
     def add(self: Requeued, new: RequeuedRange) -> None:
@@ -376,7 +396,8 @@ def _deliveries_are_not_counted() -> list[Patch]:
     return [mock.patch.object(Requeued, "add", add)]
 
 
-def _moved_group_counts_anew() -> list[Patch]:
+@bug("cores", first=8, moves=True)
+def moved_group_counts_anew() -> list[Patch]:
     """A group that is moved uses its pull sequences again."""
     real = fold._position
 
@@ -389,7 +410,8 @@ def _moved_group_counts_anew() -> list[Patch]:
     return [mock.patch.dict(fold._KINDS, {frames.FrameKind.POSITION: position})]
 
 
-def _move_told_too_early() -> list[Patch]:
+@bug("cores", first=804, favoured="power_everywhere", moves=True)
+def move_is_answered_too_early() -> list[Patch]:
     """An operator hears that a group is moved before both copies know it."""
     real = Delivery.move_group
 
@@ -402,22 +424,26 @@ def _move_told_too_early() -> list[Patch]:
     return [mock.patch.object(Delivery, "move_group", move_group)]
 
 
-def _nobody_is_lacking() -> list[Patch]:
+@bug("cores", first=139)
+def no_copy_lacks_anything() -> list[Patch]:
     """What a copy itself and the row remember is not compared with its log."""
     return [mock.patch.object(Node, "_may_lack", lambda self, point: False)]
 
 
-def _no_master_gives_way() -> list[Patch]:
+@bug("cores", first=16, favoured="forgets_last_write")
+def no_master_gives_way() -> list[Patch]:
     """A master that wrote alone keeps that, whatever its slave confirmed."""
     return [mock.patch.object(Node, "_yield", lambda self, why: None)]
 
 
-def _any_slave_is_chosen() -> list[Patch]:
+@bug("cores", first=7, fails_over=True)
+def any_slave_is_chosen() -> list[Patch]:
     """The metaserver asks for no more than a slave that is there, and the slave agrees to all."""
     return _chosen_without(set(Refusal) - {Refusal.NO_SLAVE, Refusal.HALF_SWAPPED, Refusal.SLAVE_DOWN})
 
 
-def _slave_that_restarted_is_chosen() -> list[Patch]:
+@bug("cores", first=139, favoured="forgets_last_write", fails_over=True)
+def slave_that_restarted_is_chosen() -> list[Patch]:
     """Nobody asks what a slave's own process has seen; and the metaserver forgets the acknowledged points."""
     return _chosen_without({Refusal.NOT_IN_SYNC_SINCE_START, Refusal.ROLLED_BACK, Refusal.BEHIND})
 
@@ -436,12 +462,14 @@ def _chosen_without(left_out: set[Refusal]) -> list[Patch]:
     return [*patches, mock.patch.object(Node, "prepare_failover", prepare)]
 
 
-def _a_lost_slave_goes_on_counting() -> list[Patch]:
+@bug("cores", first=3)
+def a_lost_slave_goes_on_counting() -> list[Patch]:
     """The gate is not told that the slave is gone."""
     return [mock.patch.object(SlaveWatch, "_without_slave", lambda self: None)]
 
 
-def _matched_by_each_confirmation() -> list[Patch]:
+@bug("cores")
+def matched_by_each_confirmation() -> list[Patch]:
     """A slave in sync matches once more: a move that the table lacks."""
     real = SlaveWatch.confirm
 
@@ -453,7 +481,8 @@ def _matched_by_each_confirmation() -> list[Patch]:
     return [mock.patch.object(SlaveWatch, "confirm", confirm)]
 
 
-def _largest_matched_end_counts() -> list[Patch]:
+@bug("cores", copies=3, min_copies=3)
+def largest_matched_end_counts() -> list[Patch]:
     """The slave that is ahead of the others decides what is acknowledged."""
     real = AckGate._rank
 
@@ -466,7 +495,8 @@ def _largest_matched_end_counts() -> list[Patch]:
     return [mock.patch.object(AckGate, "_rank", rank)]
 
 
-def _deletions_have_no_chain() -> list[Patch]:
+@bug("cores", first=20)
+def deletions_have_no_chain() -> list[Patch]:
     """What a copy says of its log once it deleted, and wrote nothing, is of another one."""
     real = MessageLog.take_commit
 
@@ -479,12 +509,14 @@ def _deletions_have_no_chain() -> list[Patch]:
     return [mock.patch.object(MessageLog, "take_commit", take_commit)]
 
 
-def _deletes_before_the_decision_is_acknowledged() -> list[Patch]:
+@bug("cores")
+def deletes_before_the_decision_is_acknowledged() -> list[Patch]:
     """A copy deletes segments as soon as the retention frame is in its log, below the high watermark or not."""
     return [mock.patch.object(Kept, "agreed_start", lambda self, high_watermark: self.start)]
 
 
-def _point_has_the_chain_of_who_is_ahead() -> list[Patch]:
+@bug("cores")
+def acknowledged_point_has_another_chain() -> list[Patch]:
     """The acknowledged point ends with one copy, and has the chain of the other."""
     real = AckGate._release
 
@@ -497,12 +529,14 @@ def _point_has_the_chain_of_who_is_ahead() -> list[Patch]:
     return [mock.patch.object(AckGate, "_release", release)]
 
 
-def _promises_are_forgotten() -> list[Patch]:
+@bug("cores", first=74, copies=3)
+def promises_are_forgotten() -> list[Patch]:
     """What a copy promised is in memory only, until its hold ends."""
     return [mock.patch.object(IdentityFile, "promise", lambda self, term: None)]
 
 
-def _one_promise_too_few() -> list[Patch]:
+@bug("cores", first=20, favoured="cut_off_master", copies=3)
+def one_promise_too_few() -> list[Patch]:
     """A set of those that promised may miss each copy of a set that acknowledged."""
 
     def promises_needed(self: promotion.Facts) -> int:
@@ -511,7 +545,8 @@ def _one_promise_too_few() -> list[Patch]:
     return [mock.patch.object(promotion.Facts, "promises_needed", property(promises_needed))]
 
 
-def _confirms_after_promising() -> list[Patch]:
+@bug("cores", favoured="cut_off_master", copies=3)
+def confirms_after_promising() -> list[Patch]:
     """A copy that promised goes on following its master."""
     real = Node.prepare_failover
 
@@ -525,22 +560,26 @@ def _confirms_after_promising() -> list[Patch]:
     return [mock.patch.object(Node, "prepare_failover", prepare)]
 
 
-def _master_begins_in_its_old_term() -> list[Patch]:
+@bug("cores", first=3, copies=3)
+def master_begins_in_its_old_term() -> list[Patch]:
     """The row keeps its term when the master of several slaves restarts."""
     return [mock.patch("qmq.metaserver.roles.rules.needs_new_life", lambda group, key: False)]
 
 
-def _restarted_master_waits_for_any_slave() -> list[Patch]:
+@bug("cores", first=108, favoured="power_everywhere", copies=3)
+def restarted_master_waits_for_any_slave() -> list[Patch]:
     """A slave that was in sync before is not waited for, once another one is there."""
     return [mock.patch.object(Slaves, "_missing", lambda self: "")]
 
 
+@bug("cores", first=4037, copies=3, min_copies=3)
 def diverged_names_no_way_out() -> list[Patch]:
     """A slave keeps what the master's log has no place for, and nobody is told whose directory is set aside."""
     return [mock.patch.dict(readonly.WAY_OUT, {Reason.DIVERGED: "read the logs with the audit"})]
 
 
-def _a_copy_that_differs_never_goes_on() -> list[Patch]:
+@bug("cores", first=13265, copies=3)
+def a_copy_that_differs_never_goes_on() -> list[Patch]:
     """A master that lacks something takes what an older one wrote alone, keeps that, and so parts from the copy that
     has it; then a third one is preferred to that."""
     return [
@@ -550,83 +589,19 @@ def _a_copy_that_differs_never_goes_on() -> list[Patch]:
     ]
 
 
-def _mastership_ends_without_a_memory() -> list[Patch]:
+@bug("cores", first=113501)
+def mastership_ends_without_a_memory() -> list[Patch]:
     """What it acknowledged last is not written down."""
     return [mock.patch.object(PointFile, "save", lambda self: None)]
 
 
-def _a_copy_takes_up_a_part_alone() -> list[Patch]:
+@bug("clones", first=9, favoured="clone_while_the_metaserver_is_away")
+def a_copy_takes_up_a_part_alone() -> list[Patch]:
     """A directory that was copied starts without the metaserver, as one that stayed at its place may."""
     return [mock.patch.object(Node, "is_elsewhere", property(lambda self: False))]
 
 
-def _a_copy_gets_the_same_term() -> list[Patch]:
+@bug("clones", favoured="clone")
+def a_copy_gets_the_same_term() -> list[Patch]:
     """A metaserver lets in whoever has the directory of its row, wherever that is."""
     return [mock.patch("qmq.metaserver.roles.rules.is_elsewhere", lambda known, said: False)]
-
-
-CLONE_BUGS = [
-    Bug(
-        "a copy takes up a part alone",
-        _a_copy_takes_up_a_part_alone,
-        first=9,
-        favoured="clone_while_the_metaserver_is_away",
-    ),
-    Bug("a copy gets the same term", _a_copy_gets_the_same_term, favoured="clone"),
-]
-BUGS = [
-    Bug("ack before fsync", _ack_before_fsync),
-    Bug("confirm before fsync", _confirm_before_fsync),
-    Bug("ack by the slave's own length", _ack_by_slaves_length, first=109),
-    Bug("no fence", _no_fence, first=825, favoured="replace"),
-    Bug("truncate by length", _truncate_by_length, first=5),
-    Bug("epoch not persisted", _epoch_not_persisted, first=13),
-    Bug("CRC over the body only", _crc_over_body_only, first=26),
-    Bug("begins after a cut tail", _begins_after_a_cut_tail, first=130, favoured="rotten_tail"),
-    Bug("cut tail forgotten by a restart", _cut_tail_forgotten_by_a_restart, first=189, favoured="rotten_tail"),
-    Bug("pulls before the high watermark", _pulls_before_the_high_watermark, first=79),
-    Bug("no boot", _no_boot, first=5),
-    Bug("one copy acknowledges", _one_copy_acknowledges),
-    Bug("repeated batch is stored again", _repeated_batch_is_stored_again, first=9),
-    Bug("messages of a consumer that left are lost", _acks_lost_with_a_departure),
-    Bug("messages of a consumer that vanished are acked", _vanished_consumers_messages_are_acked, first=12),
-    Bug("pull sequences are used again", _pull_sequences_are_used_again, first=14),
-    Bug("new group is in memory only", _new_group_is_in_memory_only, first=9),
-    Bug("broker acks for its consumers", _broker_acks_for_its_consumers),
-    Bug("chosen messages are counted from the first", _chosen_messages_are_counted_from_the_first),
-    Bug("order keys are never busy", _keys_are_never_busy, first=4),
-    Bug("deliveries are not counted", _deliveries_are_not_counted),
-    Bug("moved group counts anew", _moved_group_counts_anew, first=8, kinds={"moves": True}),
-    Bug("move told too early", _move_told_too_early, first=804, kinds={"moves": True}, favoured="power_everywhere"),
-    Bug("nobody is lacking", _nobody_is_lacking, first=139),
-    Bug("no master gives way", _no_master_gives_way, first=16, favoured="forgets_last_write"),
-    Bug("any slave is chosen", _any_slave_is_chosen, first=7, kinds={"fails_over": True}),
-    Bug(
-        "a slave that restarted is chosen",
-        _slave_that_restarted_is_chosen,
-        first=139,
-        kinds={"fails_over": True},
-        favoured="forgets_last_write",
-    ),
-    Bug("a lost slave goes on counting", _a_lost_slave_goes_on_counting, first=3),
-    Bug("matched by each confirmation", _matched_by_each_confirmation),
-    Bug("the largest matched end counts", _largest_matched_end_counts, kinds={"copies": 3, "min_copies": 3}),
-    Bug("deletions have no chain", _deletions_have_no_chain, first=20),
-    Bug("deletes before the decision is acknowledged", _deletes_before_the_decision_is_acknowledged),
-    Bug("the point has the chain of who is ahead", _point_has_the_chain_of_who_is_ahead),
-    Bug("promises are forgotten", _promises_are_forgotten, first=74, kinds={"copies": 3}),
-    Bug("one promise too few", _one_promise_too_few, first=20, kinds={"copies": 3}, favoured="cut_off_master"),
-    Bug("confirms after promising", _confirms_after_promising, kinds={"copies": 3}, favoured="cut_off_master"),
-    Bug("a master begins in its old term", _master_begins_in_its_old_term, first=3, kinds={"copies": 3}),
-    Bug(
-        "a restarted master waits for any slave",
-        _restarted_master_waits_for_any_slave,
-        first=108,
-        kinds={"copies": 3},
-        favoured="power_everywhere",
-    ),
-    Bug("diverged names no way out", diverged_names_no_way_out, first=4037, kinds={"copies": 3, "min_copies": 3}),
-    Bug("a copy that differs never goes on", _a_copy_that_differs_never_goes_on, first=13265, kinds={"copies": 3}),
-    Bug("a mastership ends without a memory", _mastership_ends_without_a_memory, first=113_501),
-    *DISK_BUGS,
-]

@@ -1,4 +1,4 @@
-"""The few strikes of a failing seed without which it would not fail."""
+"""Searches: the first seed that shows a planted bug, and the fewest strikes with which a failing seed fails."""
 
 from __future__ import annotations
 
@@ -6,8 +6,21 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from tests.simulation.bugs import Bug
 from tests.simulation.outcome import Outcome
+from tests.simulation.scenarios import Scenario
 from tests.simulation.steering import UNSTEERED, Steering
+
+
+def first_seed_with(bug: Bug, scenario: Scenario, count: int) -> Outcome | None:
+    """Return the first outcome that shows the bug; None: not one of `count` seeds does."""
+    kinds = {**scenario.of_bugs, **bug.kinds}
+    with bug.planted():
+        for seed in range(bug.first, bug.first + count):
+            outcome = scenario.simulate(seed, steering=Steering(bug.favoured), **kinds)
+            if outcome.failure:
+                return outcome
+    return None
 
 
 def shrink(

@@ -23,13 +23,12 @@ from qmq.metaserver.storage.database import Database, DatabaseAway
 from qmq.metaserver.storage.repository import Repository
 from qmq.metaserver.storage.sql import BadRows
 from qmq.tools.recovery import plan
+from tests.simulation.bugs import Patch, bug
 from tests.simulation.metaserver.boxes import Brokers, Process
-from tests.support.planting import Bug, Patch
-
-DATABASE = {"faults": "database"}
 
 
-def _terms_are_not_compared() -> list[Patch]:
+@bug("metaserver", first=11)
+def terms_are_not_compared() -> list[Patch]:
     """Whoever writes last wins."""
     real = groups._raise_term
 
@@ -46,7 +45,8 @@ def _terms_are_not_compared() -> list[Patch]:
     return [mock.patch.object(groups, "_raise_term", raise_term)]
 
 
-def _versions_of_routes_are_not_compared() -> list[Patch]:
+@bug("metaserver", first=115)
+def versions_of_routes_are_not_compared() -> list[Patch]:
     """Whoever writes last wins."""
     real = routes.set_routes
 
@@ -58,12 +58,14 @@ def _versions_of_routes_are_not_compared() -> list[Patch]:
     return [mock.patch.object(routes, "set_routes", set_routes)]
 
 
-def _routes_are_compared_one_by_one_only() -> list[Patch]:
+@bug("metaserver", first=20)
+def routes_are_compared_one_by_one_only() -> list[Patch]:
     """What `*` does not change is not looked at again, nor what is new."""
     return [mock.patch.object(actions, "_none_since", lambda desk, subject, group, *, without="": ())]
 
 
-def _an_answer_from_before_the_question_counts() -> list[Patch]:
+@bug("metaserver")
+def stale_probe_answer_counts() -> list[Patch]:
     """A question that the database answered late is not asked again."""
 
     async def probe(self: Database) -> dict[str, int]:
@@ -76,12 +78,14 @@ def _an_answer_from_before_the_question_counts() -> list[Patch]:
     return [mock.patch.object(Database, "probe", probe)]
 
 
-def _a_change_that_was_given_up_is_stored() -> list[Patch]:
+@bug("metaserver", first=9)
+def abandoned_change_is_stored() -> list[Patch]:
     """What did not even begin before it was looked for is carried out later."""
     return [mock.patch.object(changes.Order, "is_withdrawn", property(lambda order: False, lambda order, value: None))]
 
 
-def _audit_row_is_stored_afterwards() -> list[Patch]:
+@bug("metaserver")
+def audit_row_is_stored_afterwards() -> list[Patch]:
     """The change in one transaction, its row of the audit trail in the next."""
     real = Repository.change
 
@@ -92,7 +96,8 @@ def _audit_row_is_stored_afterwards() -> list[Patch]:
     return [mock.patch.object(Repository, "change", change)]
 
 
-def _one_transaction_for_each_subject() -> list[Patch]:
+@bug("metaserver")
+def one_transaction_for_each_subject() -> list[Patch]:
     """`*` is done route by route, the audit row with the last one."""
     real = Repository.change
 
@@ -105,7 +110,8 @@ def _one_transaction_for_each_subject() -> list[Patch]:
     return [mock.patch.object(Repository, "change", change)]
 
 
-def _lost_answers_count_as_failures() -> list[Patch]:
+@bug("metaserver")
+def lost_answers_count_as_failures() -> list[Patch]:
     """Nobody looks whether a change was stored whose commit was not answered."""
 
     async def was_stored(*_: Any) -> bool:
@@ -114,7 +120,8 @@ def _lost_answers_count_as_failures() -> list[Patch]:
     return [mock.patch.object(Commits, "_was_stored", was_stored)]
 
 
-def _late_answers_count_as_failures() -> list[Patch]:
+@bug("metaserver", first=7)
+def late_answers_count_as_failures() -> list[Patch]:
     """The change is looked for while it may still be under way."""
 
     async def was_stored(self: Commits, audit: Any, error: Exception) -> bool:
@@ -125,7 +132,8 @@ def _late_answers_count_as_failures() -> list[Patch]:
     return [mock.patch.object(Commits, "_was_stored", was_stored)]
 
 
-def _done_is_said_although_the_database_is_away() -> list[Patch]:
+@bug("metaserver", first=7)
+def done_is_answered_without_the_database() -> list[Patch]:
     real = Registry.change
 
     async def change(self: Registry, ordered: Any, audit: Any) -> None:
@@ -135,7 +143,8 @@ def _done_is_said_although_the_database_is_away() -> list[Patch]:
     return [mock.patch.object(Registry, "change", change)]
 
 
-def _incomplete_slaves_are_promoted() -> list[Patch]:
+@bug("metaserver", first=90)
+def incomplete_slaves_are_promoted() -> list[Patch]:
     real = rules._promote
     return [
         mock.patch.object(
@@ -144,7 +153,8 @@ def _incomplete_slaves_are_promoted() -> list[Patch]:
     ]
 
 
-def _a_new_disk_is_as_complete_as_the_old_one() -> list[Patch]:
+@bug("metaserver", first=94)
+def a_new_disk_is_as_complete_as_the_old_one() -> list[Patch]:
     """What a master says is taken to be about whatever disk the slave has by now."""
 
     def slave_complete(group: Any, slave: Any, key: Any, state: Any) -> bool | None:
@@ -155,11 +165,13 @@ def _a_new_disk_is_as_complete_as_the_old_one() -> list[Patch]:
     return [mock.patch.object(rules, "slave_complete", slave_complete)]
 
 
-def _a_master_may_come_back_with_another_disk() -> list[Patch]:
+@bug("metaserver", first=8)
+def a_master_may_come_back_with_another_disk() -> list[Patch]:
     return [mock.patch.object(rules, "check_registration", lambda broker, incarnation, **others: None)]
 
 
-def _half_of_the_copies_acknowledge() -> list[Patch]:
+@bug("metaserver", first=7)
+def half_of_the_copies_acknowledge() -> list[Patch]:
     """The others may, too, in a term that a database gives out twice."""
     return [
         mock.patch.object(rules, "COPIES_MAX", rules.COPIES_MAX + 1),
@@ -167,16 +179,19 @@ def _half_of_the_copies_acknowledge() -> list[Patch]:
     ]
 
 
-def _one_promise_is_enough() -> list[Patch]:
+@bug("metaserver", first=46)
+def one_promise_is_enough() -> list[Patch]:
     """Who promised need not have what the others acknowledged."""
     return [mock.patch.object(promotion.Facts, "promises_needed", property(lambda facts: 1))]
 
 
-def _any_of_those_that_promised_is_chosen() -> list[Patch]:
+@bug("metaserver", first=49)
+def any_promised_copy_is_chosen() -> list[Patch]:
     return [mock.patch.object(promotion.Facts, "best", property(lambda facts: facts.eligible[-1]))]
 
 
-def _slaves_that_were_not_in_sync_are_chosen() -> list[Patch]:
+@bug("metaserver", first=200)
+def slaves_that_were_not_in_sync_are_chosen() -> list[Patch]:
     """Neither by their own word nor by the row's."""
     ignored = (Refusal.NEVER_IN_SYNC, Refusal.NOT_IN_SYNC_SINCE_START, Refusal.BEHIND)
     left = tuple(one for one in promotion.SLAVE_CONDITIONS if one[0] not in ignored)
@@ -187,24 +202,28 @@ def _slaves_that_were_not_in_sync_are_chosen() -> list[Patch]:
     ]
 
 
-def _promises_are_not_heeded() -> list[Patch]:
+@bug("metaserver")
+def promises_are_not_heeded() -> list[Patch]:
     """Who promised goes on with the old master."""
     return [mock.patch.object(Brokers, "_is_held", lambda self, slave: False)]
 
 
-def _one_copy_less_acknowledges() -> list[Patch]:
+@bug("metaserver")
+def one_copy_less_acknowledges() -> list[Patch]:
     def are_too_few(self: Brokers, master: Process) -> bool:
         return len(master.slaves) < self.assigned(master).min_copies - 2
 
     return [mock.patch.object(Brokers, "are_too_few_in_sync", are_too_few)]
 
 
-def _a_new_term_is_no_newer() -> list[Patch]:
+@bug("metaserver")
+def a_new_term_is_no_newer() -> list[Patch]:
     """A master that starts is in the term of its earlier life."""
     return [mock.patch.object(RoleChange, "new_term", property(lambda change: max(change.term, change.above, 1)))]
 
 
-def _changes_are_not_announced() -> list[Patch]:
+@bug("metaserver")
+def changes_are_not_announced() -> list[Patch]:
     """The version that other metaservers poll is not raised."""
     real = transactions.raise_versions
 
@@ -216,12 +235,14 @@ def _changes_are_not_announced() -> list[Patch]:
     return [mock.patch.object(repository, "raise_versions", raise_versions)]
 
 
-def _a_mark_is_forgotten() -> list[Patch]:
+@bug("metaserver")
+def a_mark_is_forgotten() -> list[Patch]:
     """It is answered and recorded, but not stored."""
     return [mock.patch.object(operators, "set_mark", lambda connection, mark: None)]
 
 
-def _terms_begin_anew_with_a_group() -> list[Patch]:
+@bug("metaserver")
+def terms_begin_anew_with_a_group() -> list[Patch]:
     """A group that is removed takes its term along."""
     return [mock.patch.object(groups, "remove_group", _delete_group)]
 
@@ -232,28 +253,33 @@ def _delete_group(connection: Any, group: str, term: int) -> None:
     connection.execute(groups.delete(named).where(named.c.group_name == group))
 
 
-def _rows_are_raised_to_what_was_reported() -> list[Patch]:
+@bug("metaserver", first=7, faults="database")
+def old_rows_keep_the_reported_term() -> list[Patch]:
     """In the term in which brokers run by other copies, or another number that acknowledge."""
     real = old_database._with_master
     raised = lambda group, named, *, above: real(group, named, above=above - 1)
     return [mock.patch.object(old_database, "_with_master", raised)]
 
 
-def _a_database_that_lost_groups_is_used() -> list[Patch]:
+@bug("metaserver", faults="emptied")
+def a_database_that_lost_groups_is_used() -> list[Patch]:
     return [mock.patch.object(Registry, "_judge", lambda self: None)]
 
 
-def _adopting_is_named_without_the_word_that_it_needs() -> list[Patch]:
+@bug("metaserver", first=43, faults="database")
+def adopt_roles_is_named_without_force() -> list[Patch]:
     real = old_database._remedy
     return [mock.patch.object(old_database, "_remedy", lambda *said: real(*said).replace(" --force=true", ""))]
 
 
-def _what_brokers_wrote_down_stays_where_they_registered() -> list[Patch]:
+@bug("metaserver", first=43, faults="database")
+def reported_terms_stay_at_one_metaserver() -> list[Patch]:
     """Another metaserver does not know that a row is old."""
     return [mock.patch.object(Registry, "_note_terms", lambda self, rows: None)]
 
 
-def _a_slave_that_was_never_filled_counts_as_whole() -> list[Patch]:
+@bug("metaserver", first=18)
+def a_slave_that_was_never_filled_counts_as_whole() -> list[Patch]:
     real = plan._copy
 
     def copy(*known: Any) -> plan.Copy:
@@ -263,7 +289,8 @@ def _a_slave_that_was_never_filled_counts_as_whole() -> list[Patch]:
     return [mock.patch.object(plan, "_copy", copy)]
 
 
-def _a_master_with_another_disk_is_told_what_is_for_two_copies() -> list[Patch]:
+@bug("metaserver", first=17)
+def other_disk_remedy_is_for_two_copies() -> list[Patch]:
     """Both commands are refused where there are several slaves."""
     real = rules.check_registration
 
@@ -280,7 +307,8 @@ def _a_master_with_another_disk_is_told_what_is_for_two_copies() -> list[Patch]:
     return [mock.patch.object(rules, "check_registration", check)]
 
 
-def _an_accepted_loss_is_not_noted() -> list[Patch]:
+@bug("metaserver", first=8, faults="losses")
+def an_accepted_loss_is_not_noted() -> list[Patch]:
     real = groups.set_state
 
     def set_state(connection: Any, group: str, **values: Any) -> None:
@@ -290,7 +318,8 @@ def _an_accepted_loss_is_not_noted() -> list[Patch]:
     return [mock.patch.object(groups, "set_state", set_state)]
 
 
-def _what_is_said_of_a_filling_is_not_told() -> list[Patch]:
+@bug("metaserver", first=9, faults="fillings")
+def fill_orders_are_not_sent() -> list[Patch]:
     real = convert.assignment_for
 
     def assignment_for(*known: Any) -> Any:
@@ -299,45 +328,3 @@ def _what_is_said_of_a_filling_is_not_told() -> list[Patch]:
         return assignment
 
     return [mock.patch.object(convert, "assignment_for", assignment_for)]
-
-
-BUGS = [
-    Bug("terms are not compared", _terms_are_not_compared, first=11),
-    Bug("versions of routes are not compared", _versions_of_routes_are_not_compared, first=115),
-    Bug("routes are compared one by one only", _routes_are_compared_one_by_one_only, first=20),
-    Bug("an answer from before the question counts", _an_answer_from_before_the_question_counts),
-    Bug("a change that was given up is stored", _a_change_that_was_given_up_is_stored, first=9),
-    Bug("audit row is stored afterwards", _audit_row_is_stored_afterwards),
-    Bug("one transaction for each subject", _one_transaction_for_each_subject),
-    Bug("lost answers count as failures", _lost_answers_count_as_failures),
-    Bug("late answers count as failures", _late_answers_count_as_failures, first=7),
-    Bug("done is said although the database is away", _done_is_said_although_the_database_is_away, first=7),
-    Bug("incomplete slaves are promoted", _incomplete_slaves_are_promoted, first=90),
-    Bug("a new disk is as complete as the old one", _a_new_disk_is_as_complete_as_the_old_one, first=94),
-    Bug("a master may come back with another disk", _a_master_may_come_back_with_another_disk, first=8),
-    Bug("half of the copies acknowledge", _half_of_the_copies_acknowledge, first=7),
-    Bug("one promise is enough", _one_promise_is_enough, first=46),
-    Bug("any of those that promised is chosen", _any_of_those_that_promised_is_chosen, first=49),
-    Bug("slaves that were not in sync are chosen", _slaves_that_were_not_in_sync_are_chosen, first=200),
-    Bug("promises are not heeded", _promises_are_not_heeded),
-    Bug("one copy less acknowledges", _one_copy_less_acknowledges),
-    Bug("a new term is no newer", _a_new_term_is_no_newer),
-    Bug("changes are not announced", _changes_are_not_announced),
-    Bug("a mark is forgotten", _a_mark_is_forgotten),
-    Bug("terms begin anew with a group", _terms_begin_anew_with_a_group),
-    Bug("rows are raised to what was reported", _rows_are_raised_to_what_was_reported, first=7, kinds=DATABASE),
-    Bug("a database that lost groups is used", _a_database_that_lost_groups_is_used, kinds={"faults": "emptied"}),
-    Bug(
-        "adopting is named without --force", _adopting_is_named_without_the_word_that_it_needs, first=43, kinds=DATABASE
-    ),
-    Bug(
-        "what brokers wrote down stays there",
-        _what_brokers_wrote_down_stays_where_they_registered,
-        first=43,
-        kinds=DATABASE,
-    ),
-    Bug("a slave that was never filled is whole", _a_slave_that_was_never_filled_counts_as_whole, first=18),
-    Bug("another disk is for two copies only", _a_master_with_another_disk_is_told_what_is_for_two_copies, first=17),
-    Bug("an accepted loss is not noted", _an_accepted_loss_is_not_noted, first=8, kinds={"faults": "losses"}),
-    Bug("a filling is not told", _what_is_said_of_a_filling_is_not_told, first=9, kinds={"faults": "fillings"}),
-]
