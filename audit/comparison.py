@@ -1,7 +1,7 @@
-"""Core. In what two copies differ, frame by frame, of many pairs of copies at once: DataFrame to DataFrame (columns:
+"""Core. Frame-by-frame comparison of two copies, for many pairs at once: DataFrame to DataFrame (columns:
 `audit.findings`).
 
-Plans are what costs here, not rows: this one takes Spark 7 CPU seconds, for one pair or for many.
+The plan is the cost, not the rows: Spark takes 7 CPU seconds for it, for one pair or for many.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _COMPARED = (
     "body_bytes",
 )
 COLUMNS = ("offset", *_COMPARED, "chain", "body")
-"""What is to be known of a frame; `body` is a hash of it, or null if it is damaged."""
+"""Compared columns of a frame; `body` is its hash, or null if damaged."""
 _MESSAGES = ("pair", "subject", "first_sequence", "count")
-"""What names the messages of a frame, wherever it stands."""
+"""Columns that identify a frame's messages wherever it stands."""
 _SAME = (
     "pair",
     "kind",
@@ -46,13 +46,13 @@ _SAME = (
     "body_crc",
     "body_bytes",
 )
-"""What a frame keeps when it stands elsewhere; its high watermark, epoch and chain need not be the same."""
+"""Columns that a moved frame keeps; its high watermark, epoch and chain may change."""
 SHIFTED_FRAMES_MIN, SHIFTS_MAX = 3, 5
-"""Fewer frames that stand elsewhere are named one by one; more distances than that are no shift."""
+"""Fewer moved frames are reported one by one; of more distances, only these are shifts."""
 
 
 def finding(what: Column | FindingKind, text: Column | str, **columns: Column) -> list[Column]:
-    """Return the columns of a finding; those not given are null."""
+    """Return the columns of a finding; missing ones are null."""
     given = {"what": F.lit(what.value) if isinstance(what, FindingKind) else what, "copy": F.col("copy")} | columns
     given["text"] = F.lit(text) if isinstance(text, str) else text
     return [
@@ -65,12 +65,12 @@ def compare(frames: DataFrame, damaged: DataFrame) -> DataFrame:
     """Compare the two copies of each pair frame by frame.
 
     in: pair int, side string (of COPIES), due boolean: below the high watermark, COLUMNS, of which subject, producer,
-    batch, chain and body are string, others long; damaged ranges: d_pair int, d_copy string, d_offset, d_end long.
-    out: pair, findings, frames long: how many each of them stands for.
+    batch, chain and body are string, others long; damaged ranges: d_pair int, d_copy string, d_offset, d_end long. out:
+    pair, findings, frames long: the number of frames in the finding.
 
-    Frames that stand in both copies one distance apart are one finding, and so are neighbours that one copy lacks;
-    those that are due and those that are not are told apart. What a copy lacks where its bytes are damaged is not
-    named again. A frame whose messages stand elsewhere in the other copy is `reordered`.
+    Frames moved by one distance are one finding, and so are neighbours that one copy lacks; frames below and above the
+    high watermark are kept apart. Frames missing within a damaged range are not reported again. A frame whose messages
+    stand elsewhere in the other copy is `reordered`.
     """
     master, slave = (frames.where(F.col("side") == side).drop("side") for side in COPIES)
     sides, shifted = _without_shifted(master, slave)
@@ -84,7 +84,7 @@ def compare(frames: DataFrame, damaged: DataFrame) -> DataFrame:
     named = F.concat_ws(
         ", ",
         *(F.when(~F.col(f"m.{name}").eqNullSafe(F.col(f"s.{name}")), F.lit(name)) for name in _COMPARED),
-        F.when(other_body, F.lit("body")),  # with the same CRC, and so the headers and chains are the same
+        F.when(other_body, F.lit("body")),  # with the same CRC, so headers and chains are equal
     )
     same_place = (F.col("m.pair") == F.col("s.pair")) & (F.col("m.offset") == F.col("s.offset"))
     pairs = m.join(s, same_place).withColumn("differs", named)
@@ -113,9 +113,9 @@ def compare(frames: DataFrame, damaged: DataFrame) -> DataFrame:
 
 
 def _without_shifted(master: DataFrame, slave: DataFrame) -> tuple[dict[str, DataFrame], DataFrame]:
-    """Take out the frames that stand in both copies one distance apart, as all do behind one that only one copy has.
+    """Remove frames that are in both copies at one distance: all frames after an extra one are.
 
-    out: what is left of each copy; findings with frames.
+    out: the rest of each copy; findings with frames.
     """
     stays = master.select("offset", *_SAME).intersect(slave.select("offset", *_SAME))
     ours, theirs = (
@@ -156,7 +156,7 @@ def _without_shifted(master: DataFrame, slave: DataFrame) -> tuple[dict[str, Dat
 
 
 def _only(has: DataFrame, lacks: DataFrame, damaged: DataFrame, what: FindingKind) -> DataFrame:
-    """Return the frames of `has` that stand at no offset of `lacks` nor in a damaged range of it, neighbours as one."""
+    """Return the frames of `has` at no offset of `lacks` and in no damaged range of it; neighbours are one row."""
     alone = has.join(lacks.select("pair", "offset"), ["pair", "offset"], "left_anti")
     inside = (F.col("d_offset") <= F.col("offset")) & (F.col("offset") < F.col("d_end"))
     inside &= F.col("d_pair") == F.col("pair")

@@ -1,10 +1,10 @@
-"""Core. That no message of a consumer group is unaccounted for: each is in one state, and only in one.
+"""Core. Conservation of messages: each message of a consumer group is in exactly one state.
 
     stored = acked + dead + in flight + requeued + passed + expired + overflowed + never delivered
 
-What was acked, became a dead letter, was passed over, expired or dropped as too many is added up from the frames that
-say so; what is in flight, requeued or not delivered yet is what the fold has at the end. A message in none of them, or
-in two, breaks the equation.
+Acked, dead, passed-over, expired and overflowed messages are summed from the frames that settle them. Messages in
+flight, requeued, or not delivered yet come from the final state of the fold. A message in no state, or in two, breaks
+the equation.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ STATES = ("acked", "dead", "in_flight", "requeued", "passed", "expired", "overfl
 _WITHOUT_A_CONSUMER = {PASSED: "passed", EXPIRED: "expired", OVERFLOWED: "overflowed"}
 _SETTLED = {EXPIRED: "expired", DEAD: "dead"}
 HOUR_MS, CLOCKS_MS = 3_600_000, 60_000
-"""By the second, clocks of brokers and metaservers may differ."""
+"""CLOCKS_MS: maximum difference between clocks of brokers and metaservers."""
 ENTRIES_MAX = 10_000
-"""Ranges of one group that are kept apart; of more, those that touch are joined."""
+"""Above this number of ranges of one group, adjacent ones are joined."""
 
 
 class Range(NamedTuple):
@@ -33,19 +33,19 @@ class Range(NamedTuple):
 
 
 class Account:
-    """What became of the messages of one consumer group. Made by the judge of progress."""
+    """Settled messages of one consumer group."""
 
     def __init__(self, begin: int) -> None:
         self.begin = begin
-        """The first message that counts: where the group began, or was moved to."""
+        """First message that counts: where the group began or was moved to."""
         self.began_ms = 0
-        """When the group began in the cluster; 0: not known, or it was moved."""
+        """Time when the group began in the cluster; 0 if unknown, or if it was moved."""
         self.nacked = 0
         self._settled: list[Range] = []
         self._joined = ENTRIES_MAX
 
     def take(self, frame: Frame, progress: Progress, group: Group | None) -> None:
-        """Take a progress frame, before the fold does."""
+        """Take a progress frame before the fold does."""
         if frame.kind == FrameKind.POSITION and progress.entries and not progress.consumer:
             (self.begin, _, self.began_ms), self._settled, self.nacked = progress.entries[0], [], 0
         elif frame.kind == FrameKind.PULL:
@@ -71,8 +71,10 @@ class Account:
             self._joined = max(ENTRIES_MAX, 2 * len(self._settled))
 
     def ranges(self, group: Group, first: int, end: int) -> list[Range]:
-        """Return what became of the messages from `first` on, in order, each range in one state: they may overlap, or
-        leave gaps, if the equation does not hold."""
+        """Return the ranges of messages from `first` on with their state, in order.
+
+        Ranges overlap or leave gaps if the equation is broken.
+        """
         begin = max(self.begin, first)
         found = [*self._settled, Range(group.position, end, "never")]
         found += [Range(requeued.first, requeued.end, "requeued") for requeued in group.requeued]
@@ -83,7 +85,7 @@ class Account:
 
 
 def _held(consumer: Consumer, begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yield the messages that a consumer has in flight of these pull sequences."""
+    """Yield the message ranges that a consumer holds under these pull sequences."""
     for unacked in consumer.unacked:
         low, high = max(begin, unacked.pull), min(end, unacked.pull_end)
         if low < high:
@@ -104,7 +106,7 @@ def _joined(ranges: list[Range]) -> Iterator[Range]:
 
 
 def broken_at(ranges: list[Range], begin: int, end: int) -> tuple[int, str] | None:
-    """Return the first message that is in no state, or in two, and which; None if each is in one."""
+    """Return (sequence, problem) of the first message in no state or in two; None if there is none."""
     at = begin
     for part in ranges:
         if part.begin > at:
@@ -116,8 +118,9 @@ def broken_at(ranges: list[Range], begin: int, end: int) -> tuple[int, str] | No
 
 
 def skipped_at(account: Account, hours: list[tuple[int, int]]) -> int | None:
-    """Return the last message before the group's position if it was stored in an hour after the group had begun in the
-    cluster: the group lost it. None: it was not, or that is not known.
+    """Return the last message before the group's position if the group lost it, else None.
+
+    It is lost if its hour began after the group had begun in the cluster. None also if that time is unknown.
 
     Args:
         hours: as of `per_hour`.
@@ -128,10 +131,10 @@ def skipped_at(account: Account, hours: list[tuple[int, int]]) -> int | None:
 
 
 def per_hour(ranges: list[Range], begin: int, end: int, hours: list[tuple[int, int]]) -> Iterator[dict[str, Any]]:
-    """Yield {hour, stored, and each state} of the messages `[begin, end)`.
+    """Yield {hour, stored, each state} of the messages `[begin, end)`.
 
     Args:
-        hours: (first sequence, hour) in order: when which messages were stored.
+        hours: (first sequence, hour of storing) in order.
     """
     if begin >= end:
         return

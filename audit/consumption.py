@@ -1,21 +1,19 @@
-"""Core. Whether messages that a consumer group passed over may have been: the log does not say what its consumers asked
-for, but what they got.
+"""Core. Judge of one subject's pulls, acks, nacks and positions: they must follow from the log, by the brokers' own
+fold.
 
-A consumer gets what has its tags, any of them or all. So whoever got a message without tags asked for none, and is
-given every message; and of two messages with the same tags, both are for it or none. A pull that passes messages over
-and delivers such ones beside them contradicts itself. So does one between two others of the same consumer and epoch
-that both delivered such: what it asks for may change once in between, not twice, unless a pull without entries says
-that it changed, or the consumer left.
+`qmq.log.fold.apply` applies progress frames and rejects impossible ones. Here it gets the frames of one subject only;
+frames in between do not matter to it. In addition, a pull that delivers more than the subject has is a finding.
 
-Whether pulls, acks, nacks and positions follow from the log, decided by the fold that the brokers use.
+A log that begins after its retention lacks earlier deliveries. So for groups older than the log, frames are trusted
+about messages older than the log, and about pull sequences before the first one given out in this log. Everything else
+is judged.
 
-`qmq.log.fold.apply` says what a progress frame does and which one is impossible. It sees the frames of one subject
-after the other here; what lies between them does not matter to it. Beyond the fold, a pull that delivers more
-than the subject holds is named.
-
-Where a log begins behind its retention, it says nothing about what was delivered before. So of a group that is older
-than the log, what frames say of messages that are older than the log is believed, and of pull sequences before the
-first one that the log gives out; everything else is judged.
+Messages passed over: the log does not store filters, only deliveries. A consumer gets the messages with its tags, any
+of them or all. So a consumer that got a message without tags has no filter and gets every message; and of two messages
+with equal tags it gets both or none. A pull that passes over messages and delivers others with the same tags
+contradicts itself. So does a pull between two others of the same consumer and epoch that both delivered such messages:
+the filter may change once in between, not twice, unless a pull without entries announces the change, or the consumer
+left.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ Key = tuple[str, str, Epoch]
 
 
 class Complaint(NamedTuple):
-    """What is wrong with a progress frame: the one at hand, unless `offset` says which."""
+    """Problem of a progress frame: of the current one, or of the one at `offset`."""
 
     what: FindingKind
     text: str
@@ -55,7 +53,7 @@ class Complaint(NamedTuple):
 
 
 class _Passed(NamedTuple):
-    """Messages that one pull passed over, between what was delivered before and what is to come."""
+    """Messages passed over by one pull."""
 
     frame: Frame
     begin: int
@@ -64,35 +62,36 @@ class _Passed(NamedTuple):
 
 
 class Passing:
-    """What groups of one subject passed over and delivered. Made by the judge of progress, per copy and subject."""
+    """Passed-over and delivered messages of one subject's groups. One per copy and subject."""
 
     def __init__(self) -> None:
         self._sequences: list[Ints] = []
         self._tags: list[Ints] = []
         self._got: dict[Key, list[Range]] = {}
-        """Sequences that its last pull delivered. Their tags are looked up only if messages are passed over."""
+        """Sequences delivered by the last pull. Their tags are looked up only when messages are passed over."""
         self._open: dict[Key, list[_Passed]] = {}
         self.is_known = True
-        """Whether all messages are there that pulls may name."""
+        """Whether all messages that pulls may name are present."""
 
     def tags(self, packed: bytes) -> None:
-        """Take note of messages with tags (audit.messages: TAGGED)."""
+        """Record messages with tags (`audit.messages.TAGGED`)."""
         found = np.frombuffer(packed, TAGGED)
         self._sequences.append(found["sequence"].astype(np.int64))
         self._tags.append(found["tags"].astype(np.int64))
 
     def forget(self, group: str, consumer: str, epoch: Epoch) -> None:
-        """The consumer left, or asks for other messages from here on; without a name: all of the group."""
+        """Forget a consumer that left or changed its filter; without a name, all consumers of the group."""
         gone = [(group, consumer, epoch)] if consumer else [key for key in self._got if key[0] == group]
         for key in gone:
             self._got.pop(key, None)
             self._open.pop(key, None)
 
     def pull(self, frame: Frame, progress: Progress, first: int, position: int) -> Iterator[Complaint]:
-        """Take a pull; yield what it, or one before, passed over for no reason.
+        """Take a pull; yield complaints about messages that it or an earlier pull passed over without reason.
 
-        `first`: of the subject, in the log. `position`: the group's, before this pull. What came back from before it
-        does not tell what the consumer asks for: who asks next is given what is to be a dead letter, whatever it is.
+        `first`: first sequence of the subject in the log. `position`: position of the group before this pull.
+        Redelivered messages before the position do not reveal the filter: candidates for dead letters go to the next
+        consumer, whatever its filter.
         """
         if not self.is_known:
             return
@@ -113,7 +112,7 @@ class Passing:
             self._got[key] = got
 
     def _hold(self, key: Key, frame: Frame, got: list[Range], passed: list[Range]) -> Iterator[Complaint]:
-        """Hold what was passed over against what was delivered with it, before it and behind it."""
+        """Compare passed-over messages with those delivered by this pull, the one before and the one after."""
         handed_out = self._tags_of(got)
         before = self._tags_of(self._got.get(key, ()))
         waiting = self._open.pop(key, []) if handed_out else []
@@ -128,7 +127,7 @@ class Passing:
                 yield _complain(passed_over)
 
     def _tags_of(self, ranges: Iterable[Range]) -> frozenset[int]:
-        """Return which tags, as hashes, the messages of these ranges have."""
+        """Return the tags of the messages in these ranges, as hashes."""
         return frozenset().union(*(self._tags_in(begin, end) for begin, end in ranges))
 
     def _tags_in(self, begin: int, end: int) -> set[int]:
@@ -145,7 +144,7 @@ class Passing:
 
 
 def _wants(got: frozenset[int], tags: frozenset[int]) -> bool:
-    """Return whether who got messages with these tags would get one of those others."""
+    """Return whether a consumer that got messages with the tags `got` also gets some with `tags`."""
     return bool(tags) and (UNTAGGED in got or not got.isdisjoint(tags))
 
 
@@ -157,18 +156,18 @@ def _complain(passed_over: _Passed) -> Complaint:
 
 
 CONSERVED = "conserved"
-"""In place of a kind: no finding, but a row of the equation."""
+"""In place of a kind of finding: a row of the equation."""
 ANY = 1 << 63
-"""No subject has so many messages."""
+"""Above the number of messages in any subject."""
 
 Row = dict[str, Any]
 
 
 class ConsumptionJudge:
-    """Folds the progress of one subject, of one copy or of all alike. Fed facts (audit.facts) in order.
+    """Folds the progress of one subject, for one copy or for all equal copies. Takes facts (`audit.facts`) in order.
 
     Args:
-        start: where the log begins, or what is read of it.
+        start: offset where the log, or reading, begins.
     """
 
     def __init__(self, subject: str, start: int) -> None:
@@ -179,21 +178,21 @@ class ConsumptionJudge:
         self._accounts: dict[str, Account] = {}
         self._hours: list[tuple[int, int]] = []
         self._is_whole = True
-        """Whether the subject has no gap, so that each message can be accounted for."""
+        """Whether the subject has no gap, so that every message can be accounted for."""
         self._given_up: set[str] = set()
         self._old: set[str] = set()
-        """Groups that are older than the log."""
+        """Groups older than the log."""
         self._numbers: dict[tuple[str, str], int] = {}
-        """(group, consumer) -> the first pull sequence that it is given in this log."""
+        """(group, consumer) -> first pull sequence given out in this log."""
         self._first = ANY
-        """The first message of the subject in this log."""
+        """First message of the subject in this log."""
 
     def hour(self, hour: int, first: int) -> None:
-        """Messages from the sequence `first` on were stored in this hour."""
+        """Record the hour in which messages from the sequence `first` on were stored."""
         self._hours.append((first, hour))
 
     def judge(self, fact: Row) -> Iterator[Row]:
-        """Take a fact; yield what is wrong with it."""
+        """Take a fact; yield its problems as rows."""
         kind = fact["kind"]
         if kind == "progress":
             frame = Frame._make(fact["frame"])
@@ -220,7 +219,7 @@ class ConsumptionJudge:
     def _run(self, first: int, end: int) -> None:
         if self._subject_end is not None and first != self._subject_end:
             self._passing.is_known = self._is_whole = False
-        # It counts from its end on: a frame between its first and its last knows better, by `last`.
+        # The run counts from its end on; progress frames within the run carry the exact end in `last`.
         self._subject_end = end
         if self._first == ANY:
             self._first = first
@@ -278,13 +277,13 @@ class ConsumptionJudge:
     def _account(self, frame: Frame, progress: Progress) -> None:
         group = self._state.groups.get((frame.subject, progress.group))
         if frame.kind == FrameKind.POSITION and not progress.consumer and not progress.entries:
-            self._accounts.pop(progress.group, None)  # forgotten
+            self._accounts.pop(progress.group, None)  # the group was forgotten
             return
         account = self._accounts.setdefault(progress.group, Account(0))
         account.take(frame, progress, group)
 
     def finish(self) -> Iterator[Row]:
-        """Yield the equation of each group of the subject that ended, as rows of CONSERVED, and what breaks it."""
+        """Yield the equation of each group of the finished subject, as rows of CONSERVED, and its violations."""
         if not self._is_whole or self._subject_end is None or self._first == ANY:
             return
         subject, end = self._subject, self._subject_end
@@ -306,12 +305,12 @@ class ConsumptionJudge:
                 yield row | {"what": CONSERVED, "sequence": hour["hour"], "text": json.dumps(equation)}
 
     def _learn(self, frame: Frame, progress: Progress) -> None:
-        """Take over what the log knew before it begins, as this frame shows it."""
+        """Add state from before the log, as far as this frame reveals it."""
         key = (frame.subject, progress.group)
         group = self._state.groups.get(key)
         if group is None:
             if frame.kind == FrameKind.POSITION and progress.entries and not progress.consumer:
-                return  # a new group, or one that is moved: nothing from before counts
+                return  # a new or moved group: earlier state does not count
             group = self._state.groups[key] = Group(position=self._first)
             self._old.add(progress.group)
         if progress.group not in self._old:
@@ -333,13 +332,13 @@ class ConsumptionJudge:
             self._numbers.setdefault((progress.group, progress.consumer), numbers[0])
         for _, sequence, messages in progress.entries:
             if sequence < self._first == group.position < sequence + messages:
-                group.position = sequence  # it delivers the last old ones and the first new ones
+                group.position = sequence  # the pull delivers the last old messages and the first new ones
             elif sequence < self._first:
                 _return_unknown(group, sequence, min(sequence + messages, self._first))
 
 
 def _hold_unknown(consumer: Consumer, begin: int, end: int) -> None:
-    """Let a consumer hold these pull sequences, of messages that nobody can name any more."""
+    """Make a consumer hold these pull sequences, of messages unknown to the log."""
     consumer.next_pull = max(consumer.next_pull, end)
     consumer.take(begin, end)
     consumer.unacked.append(UnackedRange(begin, -end, end - begin, 1))
@@ -347,12 +346,12 @@ def _hold_unknown(consumer: Consumer, begin: int, end: int) -> None:
 
 
 def _return_unknown(group: Group, begin: int, end: int) -> None:
-    """Let a group have these messages to give, whatever it was thought to have of them."""
+    """Make these messages requeued, replacing the group's other state of them."""
     kept, unknown = [], RequeuedRange(begin, end - begin, 0, 0)
     for requeued in group.requeued:
         parts = (requeued.first, min(requeued.end, begin)), (max(requeued.first, end), requeued.end)
         kept += [requeued.part(low, high) for low, high in parts if low < high]
         if requeued.first <= end < requeued.end:
-            unknown = RequeuedRange(begin, end - begin, *requeued[2:])  # one range with them
+            unknown = RequeuedRange(begin, end - begin, *requeued[2:])  # one range together
     group.requeued = Requeued(sorted(kept))
     group.requeued.add(unknown)

@@ -1,9 +1,9 @@
-"""Shell. The two places where a copy of a message log is read: a broker's data directory, and a running broker.
+"""Shell. Copies of a message log, read from a broker's data directory or from a running broker.
 
     path     <data>/log/<base offset, 20 digits>.log, or the directory `log` itself
     broker   "ip:control_port", over gRPC `DescribeLog` and `ReadLog`; no disk is shared with the Spark cluster
 
-Both offer what `audit.walk` needs (`Storage`), and say from where to where there is a log (`Description`).
+Both are a `Storage` for `audit.walk`, and report the range of their log as a `Description`.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ CALL_TIMEOUT_S = 60.0
 BROKER_WINDOW_BYTES = 8 << 20
 _AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 _DAMAGE = (grpc.StatusCode.DATA_LOSS, grpc.StatusCode.INTERNAL)
-"""A broker answers so where its own disk does not give the frames back; anything else means that it is not there."""
+"""Status codes for unreadable frames on the broker's disk; other codes mean an absent broker."""
 
 
 class CannotRead(QmqError):
-    """There is no log to read where the audit was sent. Nothing is proven; mend the address, then run it again."""
+    """There is no readable log at the given place. Nothing is proven; correct the place, then run the audit again."""
 
 
 class Away(CannotRead):
-    """A broker does not answer now. Ask again later."""
+    """A broker does not answer now. Try again later."""
 
 
 class Description(NamedTuple):
-    """What there is to read of a copy, at one moment.
+    """Contents of a copy at one moment.
 
-    `chain` is the chain before `start`, or None if nothing tells. `high_watermark` is what this copy says was on both
-    disks. `torn_bytes` stand behind `end` and are no frame. `damaged` is (begin, end, why): what a running broker has
-    met since it began; of a directory, segments that it should have.
+    `chain` is the chain before `start`, or None if unknown. `high_watermark`: by this copy's statement, fsynced on
+    both. `torn_bytes` follow `end` and are no frame. `damaged` is (begin, end, reason): of a running broker, damage met
+    since its start; of a directory, missing segments.
     """
 
     start: int
@@ -64,49 +64,49 @@ class Description(NamedTuple):
 
 
 class Owner(NamedTuple):
-    """The broker that a copy is of, as far as it says so: empty and None where nothing tells."""
+    """Broker of a copy; fields are empty or None if unknown."""
 
     group: str = ""
     incarnation: str = ""
-    """Made with the data directory: no two brokers have the same."""
+    """Made with the data directory, different for every broker."""
     role: int | None = None
-    """By the metaserver's assignment (qmq.replication.assignment); a directory has none."""
+    """From the metaserver's assignment (`qmq.replication.assignment`); None for a directory."""
     in_step: frozenset[str] = frozenset()
-    """A master's: incarnations of the slaves that have all it acknowledged."""
+    """Of a master: incarnations of the slaves that have everything acknowledged."""
 
 
 class Copy(Storage, Protocol):
-    """One copy of a log: readable storage that can say what it holds. Made in each task, closed at its end."""
+    """One copy of a log. Opened and closed by each task."""
 
     def owner(self) -> Owner:
-        """Say whose copy it is; raises CannotRead, Away."""
+        """Return the owner of the copy; raise CannotRead, Away."""
 
     def hold(self) -> None:
-        """Let nothing of what it holds go before `close`, if somebody is there to be asked; raises CannotRead."""
+        """Keep a running broker from deleting segments until `close`; raise CannotRead."""
 
     def describe(self) -> Description:
-        """Return what there is now; raises CannotRead."""
+        """Return the present contents; raise CannotRead."""
 
     def index(self, base: int) -> ClosedIndex | None:
-        """Return the index of the closed segment at `base`; None if there is none that is whole; raises CannotRead."""
+        """Return the index of the closed segment at `base`, or None without an intact one; raise CannotRead."""
 
     def read_until(self, limit: int) -> None:
-        """Read frames that begin below `limit` from here on, instead of those that `open_copy` was told."""
+        """Replace the limit given to `open_copy`: read frames that begin below `limit`."""
 
     def frame(self, offset: int, size: int) -> bytes:
-        """Return the frame at `offset`, of `size` bytes; fewer if there is none; raises CannotRead, OSError."""
+        """Return the frame of `size` bytes at `offset`, or fewer bytes if there is none; raise CannotRead, OSError."""
 
     def derived(self, base: int) -> Derived:
-        """Return what is stored beside the segment at `base`; raises CannotRead, OSError."""
+        """Return the files beside the segment at `base`; raise CannotRead, OSError."""
 
     def close(self) -> None: ...
 
 
 def open_copy(options: Mapping[str, str], limit: int = OFFSET_MAX) -> Copy:
-    """Open what the options `path`, or `broker` and `token`, name, to read frames that begin below `limit`.
+    """Open the copy in the options `path`, or `broker` and `token`, to read frames that begin below `limit`.
 
     Raises:
-        CannotRead: nothing is there.
+        CannotRead: there is no copy.
     """
     path, broker = options.get("path"), options.get("broker")
     if bool(path) == bool(broker):
@@ -115,7 +115,7 @@ def open_copy(options: Mapping[str, str], limit: int = OFFSET_MAX) -> Copy:
 
 
 def place_options(place: str, token: str) -> dict[str, str]:
-    """Turn what a user types, a directory or `ip:port`, into options of the data source."""
+    """Return options of the data source for a user's input: a directory or `ip:port`."""
     host, _, port = place.rpartition(":")
     if host and port.isdigit() and "/" not in host and not Path(place).exists():
         return {"broker": place, "token": token}
@@ -123,30 +123,30 @@ def place_options(place: str, token: str) -> dict[str, str]:
 
 
 def is_same_place(first: Mapping[str, str], second: Mapping[str, str]) -> bool:
-    """Return whether two options name one copy."""
+    """Return whether two options lead to one copy."""
     if "path" in first and "path" in second:
         return folder_of(Path(first["path"])).resolve() == folder_of(Path(second["path"])).resolve()
     return first.get("broker") == second.get("broker")
 
 
 def folder_of(data: Path) -> Path:
-    """Return where the segments are of a data directory, or of its folder `log` itself."""
+    """Return the folder of segments in a data directory, or `data` if it is that folder."""
     return data / "log" if (data / "log").is_dir() else data
 
 
 class PathCopy:
-    """A data directory. Reads are `pread`s: a bad sector is an error of one range, not the death of the worker."""
+    """A data directory. Reads are `pread`s: a bad sector is an error of one range and does not kill the worker."""
 
     def __init__(self, data: Path) -> None:
         self._folder = folder_of(data)
         self._files: dict[int, int] = {}
         there, listed = self._list()
         self._gone = sorted(listed - there)
-        """Where segments begin that should be there, and are not."""
+        """Bases of missing segments."""
         self.bases = sorted(there | listed)
 
     def _list(self) -> tuple[set[int], set[int]]:
-        """Return the bases of the segments that are there, and of those that the broker has listed."""
+        """Return the bases of the present segments, and of those in the broker's manifest."""
         listed = self._listed()
         try:
             names = [name for name in os.listdir(self._folder) if name.endswith(SEGMENT_SUFFIX)]
@@ -155,16 +155,16 @@ class PathCopy:
         there = {int(stem) for name in names if (stem := name.removesuffix(SEGMENT_SUFFIX)).isdigit()}
         if not there:
             raise CannotRead(f"{self._folder}: there is no segment of a message log")
-        return there, listed & self._listed()  # what a broker begins or removes at this moment is in one of them
+        return there, listed & self._listed()  # one of the two lists a segment in transition
 
     def _listed(self) -> set[int]:
         try:
             return set(manifest.decode_manifest((self._folder / MANIFEST).read_bytes()))
         except (OSError, ValueError):
-            return set()  # it is from before there were lists, or believes what is there
+            return set()  # a log from before manifests, or without one
 
     def owner(self) -> Owner:
-        """Read the broker's own file beside the log; a copy of the log alone has none."""
+        """Read the broker's identity file beside the log; a copied log alone has none."""
         path = self._folder.parent / IDENTITY
         try:
             identity = json.loads(path.read_bytes())
@@ -175,17 +175,17 @@ class PathCopy:
             raise CannotRead(f"{path}: {error}") from None
 
     def files(self) -> Iterator[tuple[int, int, int]]:
-        """Yield each segment, with device and number of its file, which are the same under another name of it."""
+        """Yield each segment with device and inode of its file; both stay the same under another path."""
         for base in self.bases:
             if base not in self._gone:
                 status = os.fstat(self._file(base))
                 yield base, status.st_dev, status.st_ino
 
     def hold(self) -> None:
-        """Nobody is there to be asked: a broker that runs on this directory removes what its retention tells it to."""
+        """Do nothing: there is no broker to ask. A broker running on this directory still deletes by its retention."""
 
     def describe(self) -> Description:
-        acknowledged = self._acknowledged()  # before the end, which goes on
+        acknowledged = self._acknowledged()  # before the end is read, as the end grows
         there = [base for base in self.bases if base not in self._gone]
         last, size = there[-1], 0
         try:
@@ -202,7 +202,7 @@ class PathCopy:
         return Description(self.bases[0], end, watermark, chain, tuple(self.bases), torn, gone)
 
     def _acknowledged(self) -> int:
-        """Return up to where the broker wrote down, beside its log, that messages were acknowledged; 0: it did not."""
+        """Return the acknowledged point that the broker stored beside its log; 0 without one."""
         life, own = self._beside(COPY).get("life", 0), self._beside(POINTS)
         return Point.from_list(own["own"]).end if own.get("own") and own["life"] == life else 0
 
@@ -219,7 +219,7 @@ class PathCopy:
             return None
 
     def read_until(self, limit: int) -> None:
-        """A file is read no further than it is asked for."""
+        """Do nothing: files are read only as far as asked."""
 
     def frame(self, offset: int, size: int) -> bytes:
         return self.window(offset, size)
@@ -234,7 +234,7 @@ class PathCopy:
             return b""
 
     def _stored_behind(self, end: int, limit: int) -> int:
-        """Count the bytes from `end` to the last one that is not zero."""
+        """Count the bytes from `end` to the last nonzero one."""
         torn, at = 0, end
         while at < limit and (data := self.window(at, 16 << 20)):
             if kept := len(data.rstrip(b"\0")):
@@ -272,7 +272,7 @@ class PathCopy:
 
 
 class BrokerCopy:
-    """A running broker. `window` continues one `ReadLog` stream while it is asked for the bytes that come next."""
+    """A running broker. Consecutive calls of `window` continue one `ReadLog` stream."""
 
     def __init__(self, address: str, token: str, limit: int = OFFSET_MAX) -> None:
         self._address, self._limit = address, limit
@@ -320,7 +320,7 @@ class BrokerCopy:
         self._limit = limit
 
     def frame(self, offset: int, size: int) -> bytes:
-        """Ask for this frame alone: a stream that is cut off has sent more than was asked for."""
+        """Read only this frame: a cancelled stream would already have sent more."""
         request = qmq_pb2.ReadLogRequest(begin=offset, end=offset + size)
         try:
             return b"".join(chunk.data for chunk in self._stub.ReadLog(request, metadata=self._metadata))[:size]
@@ -333,7 +333,7 @@ class BrokerCopy:
         return self._derived(base)
 
     def _derived(self, base: int, *, index_only: bool = False) -> Derived:
-        """Ask the broker; one of an earlier version gives nothing."""
+        """Read files from the broker; earlier versions return none."""
         request = qmq_pb2.ReadDerivedRequest(base=base, index_only=index_only)
         try:
             parts = list(self._stub.ReadDerived(request, metadata=self._metadata))
@@ -344,7 +344,7 @@ class BrokerCopy:
         return Derived(b"".join(part.index for part in parts), b"".join(part.snapshot for part in parts))
 
     def window(self, offset: int, size: int) -> bytes:
-        """Return whole frames from `offset` on; none if the next frame stands elsewhere. See `Storage.window`."""
+        """Return whole frames from `offset` on, or nothing if the next frame is elsewhere. See `Storage.window`."""
         if self._stream is None or offset != self._next:
             self._open(offset)
         parts: list[bytes] = []
@@ -363,7 +363,7 @@ class BrokerCopy:
         self._next = offset
 
     def _peek(self) -> Any:
-        """Return the stream's next chunk, which stays the next one until it is taken; None at the log's end."""
+        """Return the stream's next chunk without consuming it; None at the log's end."""
         if self._waiting is None and self._stream is not None:
             try:
                 self._waiting = next(self._stream, None)

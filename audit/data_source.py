@@ -1,8 +1,4 @@
-"""Shell. Readers of a log's tables for Spark: once, with the filters that Spark pushes down, or as a stream by offset.
-
-The driver looks at the copies and plans parts; each task opens the copy of its part and reads that alone.
-
-The Spark data source `qmq`: message logs as tables, from data directories or running brokers.
+"""Shell. The Spark data source `qmq`, message logs as tables, and the Spark session it is registered in.
 
     qmq.audit.register(spark)
     spark.read.format("qmq").option("path", "/data/b1").load()
@@ -10,21 +6,20 @@ The Spark data source `qmq`: message logs as tables, from data directories or ru
     option             meaning
     path               data directory; every executor must see it
     broker, token      "ip:control_port" of a running broker and an API token; no shared disk is needed
-    metaserver, token  all broker groups that it knows; of each, the slave's copy if it answers, else the master's
+    metaserver, token  all its broker groups; of each, the slave's copy if it answers, else the master's
     rows               "messages" (default), "frames" or "progress" (audit.tables)
-    columns            names with commas, all by default; of messages, properties are decoded only if they are named
+    columns            names with commas, all by default; properties of messages are decoded only if named
     subject            only frames of these subjects, names with commas
-    since, until       only frames that were stored in `[since, until)`: 2026-01-31T12:00:00Z, or ms since 1970
-    contains           only frames of messages in which these texts, in lines, stand as id, tag, or part of a property
-    damage             "rows" (default): a range that does not parse is a row whose `problem` says why, and the read
-                       goes on behind it; "fail": then the query fails
+    since, until       only frames stored in `[since, until)`: 2026-01-31T12:00:00Z, or ms since 1970
+    contains           only frames of messages with these texts, one a line, as id, tag, or part of a property
+    damage             "rows" (default): a damaged range is a row with its reason in `problem`, and the read goes on
+                       after it; "fail": the query fails
     begin, end         offsets, half-open; by default the whole log
     ranges             "begin-end,begin-end" instead: only these
-    piece_bytes        bytes of log per task (default 64 MiB), on a grid that is the same for both copies
+    piece_bytes        bytes of log per task (default 64 MiB), on one grid for all copies
 
-`spark.readStream.format("qmq")` takes the same options but `begin`, `end` and `ranges`.
-
-Start Spark so that the audit runs on it: locally, or on a cluster that has pyarrow and not our code.
+`spark.readStream.format("qmq")` takes the same options except `begin`, `end` and `ranges`. The driver inspects the
+copies and plans parts; each task opens the copy of its part and reads only that.
 """
 
 from __future__ import annotations
@@ -66,7 +61,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Part(InputPartition):
-    """What one task reads: parts of one copy."""
+    """Extents of one copy that one task reads."""
 
     group: str
     place: Mapping[str, str]
@@ -74,7 +69,7 @@ class Part(InputPartition):
 
 
 class _TableReading:
-    """What both readers share. Spark sends it to each task, so it holds options alone."""
+    """Common part of both readers. Spark sends it to each task, so it holds only options."""
 
     def __init__(self, options: Mapping[str, str], columns: list[str]) -> None:
         self.options, self.columns = options, columns
@@ -86,7 +81,7 @@ class _TableReading:
         self.is_strict = damage == "fail"
 
     def places(self) -> list[Place]:
-        """Return one copy of each broker group that the options name, and what it holds; raises CannotRead."""
+        """Return one described copy of each broker group in the options; raise CannotRead."""
         if not (metaserver := self.options.get("metaserver")):
             return [_look_at(self.options)]
         groups = find_places(metaserver, self.options.get("token", ""))
@@ -121,9 +116,9 @@ def _look_at(options: Mapping[str, str]) -> Place:
 
 
 def _first_of(group: str, copies: Mapping[str, Mapping[str, str]]) -> Place:
-    """Return the slave's copy, whose broker has fewer clients to serve, if it answers; else the master's.
+    """Return the slave's copy if it answers, else the master's: the slave's broker serves fewer clients.
 
-    The higher of the two watermarks counts: it is true of both disks, and a slave learns it with the next frame only.
+    The higher of the watermarks counts. It holds for both disks, and a slave learns it only with the next frame.
     """
     found: list[Place] = []
     why = CannotRead(f"broker group {group} has no copy")
@@ -139,13 +134,15 @@ def _first_of(group: str, copies: Mapping[str, Mapping[str, str]]) -> Place:
 
 
 class TableReader(DataSourceReader):
-    """Reads what there is when the query is planned, to the end of each log."""
+    """Reads each log up to its end at planning time."""
 
     def __init__(self, options: Mapping[str, str], columns: list[str]) -> None:
         self._table = _TableReading(options, columns)
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:
-        """Keep what narrows what has to be read. Spark applies all of them again: bounds go by whole frames."""
+        """Narrow the read by the filters. Return all of them, as Spark must apply them again to the rows of whole
+        frames.
+        """
         self._table.selection = narrow(self._table.selection, filters, of_messages=self._table.name == "messages")
         return filters
 
@@ -161,10 +158,10 @@ class TableReader(DataSourceReader):
 
 
 class TableStream(DataSourceStreamReader):
-    """Reads each log from its start, and goes on behind what was read, as far as the high watermark has come.
+    """Reads each log from its start and continues up to the high watermark.
 
-    An offset is {broker group: offset in its log}. Below the high watermark both copies have the same bytes for
-    good, so a range that is read again, after a restart or from the other copy, has the same rows.
+    An offset is {broker group: offset in its log}. Bytes below the high watermark are the same on both copies for good.
+    So a range read again, after a restart or from the other copy, has the same rows.
     """
 
     def __init__(self, options: Mapping[str, str], columns: list[str]) -> None:
@@ -174,7 +171,7 @@ class TableStream(DataSourceStreamReader):
         return {place.group: place.log.start for place in self._table.places()}
 
     def latestOffset(self, start: dict[str, int] | None = None, limit: Any = None) -> dict[str, int]:
-        """Return how far the logs are promised; never back, if a copy that is asked now knows less."""
+        """Return the high watermarks; never lower than before, even if another copy with a lower one answers now."""
         known = dict(start or {})
         for place in self._table.places():
             begin = known.get(place.group, place.log.start)
@@ -200,7 +197,7 @@ class TableStream(DataSourceStreamReader):
 
 
 def ranges_of(options: Mapping[str, str], log: Description) -> list[tuple[int, int]]:
-    """Return what the options `begin`, `end` and `ranges` name of a log; all of it by default."""
+    """Return the ranges given by the options `begin`, `end` and `ranges`; the whole log by default."""
     if text := options.get("ranges"):
         pairs = (pair.split("-") for pair in text.split(","))
         return [(int(begin), int(until)) for begin, until in pairs]
@@ -208,7 +205,7 @@ def ranges_of(options: Mapping[str, str], log: Description) -> list[tuple[int, i
 
 
 class LogSource(DataSource):
-    """What `spark.read.format("qmq")` makes. See the module's text for the options."""
+    """Data source behind `spark.read.format("qmq")`. The module's docstring lists its options."""
 
     @classmethod
     def name(cls) -> str:
@@ -233,20 +230,20 @@ class LogSource(DataSource):
 
 _ROOT = Path(qmq.__file__).resolve().parents[1]
 _QUICK_JVM = "-XX:TieredStopAtLevel=1"
-"""Python does the work, and the JVM's second compiler took as much CPU as the reading: of 2 GiB of log in frames of 100
-messages, 4.2 of 8.4 CPU seconds were the JVM's, and are 1.4 of 5.3 without it. To start takes 7 instead of 11."""
+"""Python does the work. The JVM's second compiler took as much CPU as reading: for 2 GiB of log in frames of 100
+messages, the JVM took 4.2 of 8.4 CPU seconds, and 1.4 of 5.3 without that compiler. Starting takes 7 instead of 11.
+"""
 
 
 def start_spark(master: str | None, name: str, **config: str) -> SparkSession:
-    """Return a session with the data source `qmq` registered; `config` has dots written as double underscores.
+    """Return a session with the data source `qmq` registered; `config` has double underscores for dots.
 
-    Without a `master` it is the one that spark-submit or spark-defaults.conf names, `local[*]` if they name none. What
-    they say of other settings stands, too. On `local[...]` everything stays on loopback. Elsewhere our code is shipped
-    to the executors.
+    Without a `master`, spark-submit or spark-defaults.conf set it; the default is `local[*]`. Their other settings
+    apply, too. On `local[...]` all traffic stays on loopback. Elsewhere our code is sent to the executors.
     """
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-    os.environ.setdefault("SPARK_SUBMIT_OPTS", _QUICK_JVM)  # of a JVM that we start; what spark-defaults.conf says wins
-    # The process that plans a Python data source is started by the JVM and must find our modules too.
+    os.environ.setdefault("SPARK_SUBMIT_OPTS", _QUICK_JVM)  # for a JVM started here; spark-defaults.conf overrides it
+    # The JVM starts the process that plans a Python data source; that process must find our modules too.
     paths = [str(_ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     if _is_here(master):
@@ -267,15 +264,17 @@ def start_spark(master: str | None, name: str, **config: str) -> SparkSession:
 
 
 def _submitted(asked: dict[str, str]) -> SparkConf:
-    """Return what spark-submit, spark-defaults.conf and `asked` say. Only the JVM knows it, so it is started here."""
-    # A JVM that is started for Python takes it for a shell, and draws bars.
+    """Return the settings of spark-submit, spark-defaults.conf and `asked`. Only a JVM reads them, so it is started
+    here.
+    """
+    # A JVM started for Python behaves as a shell and draws progress bars.
     launched = {"spark.ui.showConsoleProgress": "false"} | asked
     SparkContext._ensure_initialized(conf=SparkConf(loadDefaults=False).setAll(list(launched.items())))
     return SparkConf()
 
 
 def _is_submitted() -> bool:
-    """Return whether spark-submit started us: then its JVM was there before, and does not have our PYTHONPATH."""
+    """Return whether spark-submit started this process. Its JVM was there before and lacks our PYTHONPATH."""
     return "PYSPARK_GATEWAY_PORT" in os.environ
 
 
@@ -288,10 +287,10 @@ def _defaults(master: str | None) -> dict[str, str]:
     settings = {
         "spark.master": "local[*]",
         "spark.ui.enabled": "false",
-        # What is shuffled is a few rows per piece, not the log; more partitions would only cost time to start them.
+        # The shuffle is a few rows per piece, not the log; more partitions only cost their start.
         "spark.sql.shuffle.partitions": "4" if is_local else "16",
         "spark.sql.session.timeZone": "UTC",
-        # A row may be the ids of a piece, so that thousands of them are no batch for a worker.
+        # A row may hold the ids of a whole piece, so a batch must not have thousands of rows.
         "spark.sql.execution.arrow.maxBytesPerBatch": "32m",
         "spark.executor.extraJavaOptions": _QUICK_JVM,
         # Between the JVM and its Python workers; measured: 290 MB/s per core instead of 240 over loopback TCP.
@@ -303,9 +302,9 @@ def _defaults(master: str | None) -> dict[str, str]:
 
 
 def register(spark: SparkSession) -> None:
-    """Let a session read logs: `spark.read.format("qmq")` and `spark.readStream.format("qmq")`, as often as you like.
+    """Register `spark.read.format("qmq")` and `spark.readStream.format("qmq")` in your own session; repeatable.
 
-    The session is one of your own, also of Spark Connect. Our code is sent to its executors.
+    Spark Connect sessions work, too. Our code is sent to the executors.
     """
     _ship(spark)
     _register(spark)
@@ -319,17 +318,17 @@ def _register(spark: SparkSession) -> None:
 def _ship(spark: SparkSession) -> None:
     """Send our packages to every executor, as one archive that Python imports from."""
     folder = Path(tempfile.mkdtemp(prefix="qmq-audit-"))
-    # The executors fetch it from there as they start, so it stays until this process ends.
+    # Executors fetch the archive when they start, so it stays until this process ends.
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     archive = folder / "qmq-audit.zip"
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
-        # In a checkout `qmq/audit` is a link; `os.walk` is told to follow it, which `Path.rglob` does not.
+        # In a checkout `qmq/audit` is a link; `os.walk` can follow it, `Path.rglob` does not.
         for folder_name, _, names in os.walk(_ROOT / "qmq", followlinks=True):
             for path in (Path(folder_name, name) for name in names if name.endswith(".py")):
                 file.write(path, path.relative_to(_ROOT))
     if isinstance(spark, SparkSession):
         spark.sparkContext.addPyFile(str(archive))
-    else:  # Spark Connect's, which has no SparkContext
+    else:  # Spark Connect, which has no SparkContext
         spark.addArtifacts(str(archive), pyfile=True)
 
 

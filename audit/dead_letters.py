@@ -1,14 +1,12 @@
-"""Core. Dead letters as the log has them: which message each is the copy of, and whether its group gave that one up.
+"""Core. Dead letters against the log: each copies an existing, earlier original that its group has given up.
 
-A broker stores the copy while the group holds the original, and then acks that with `DEAD`. A process that ends between
-the two leaves a copy whose original is delivered again: the next one acks it, or the group handles it after all.
+A broker stores the copy while the group holds the original, then acks the original with `DEAD`. If the process ends in
+between, the original is delivered again; the next dead letter acks it, or the group handles it after all.
 
-Dead letters held against their originals: each exists, lies before its copy, and has the same content.
-
-The original may lie anywhere before. A closed segment's index says where; of the segment that is being written, the
-frames are walked, backwards from the dead letter, as most die soon. An index may be wrong: what it does not name is
-walked for before anybody is blamed. What retention has taken is nobody's fault, and where bytes are damaged nothing is
-said.
+The original may lie anywhere before its copy. Closed segments are searched by index. The segment being written is
+walked backwards from the dead letter, as most messages die soon. An index may be wrong: before a finding, the frames
+are walked for everything that the indexes lack. Originals removed by retention or within damaged ranges cause no
+finding.
 """
 
 from __future__ import annotations
@@ -32,20 +30,20 @@ from qmq.subjects import parse_derived
 
 
 class DeadLetter(NamedTuple):
-    """A dead letter, at `[offset, end)`. Plain values: it is shuffled."""
+    """Dead letter at `[offset, end)`, in plain values for the shuffle."""
 
     offset: int
     end: int
     subject: str
     number: int
-    """Its own sequence."""
+    """Sequence of the dead letter itself."""
     id: str | None
     source: str
-    """Where the original lies, under this sequence."""
+    """Subject of the original, which has `sequence` there."""
     sequence: int
     group: str
     times: str | None
-    """How often the group was delivered the original, as it says; None if no property could be added to it."""
+    """Stated number of deliveries of the original; None if there was no room for the property."""
     fingerprint: bytes
 
     def finding(self, what: FindingKind, text: str) -> dict[str, Any]:
@@ -53,18 +51,18 @@ class DeadLetter(NamedTuple):
         return {"what": what, "id": self.id, "text": f"dead letter of {self.source} {self.sequence}: {text}"} | fields
 
     def unfounded(self) -> dict[str, Any]:
-        """Whoever finds that says the same, and so it is one finding."""
+        """Return the finding that no original was held. Both checks build the same row, so it is reported once."""
         return self.finding(FindingKind.DEAD_UNFOUNDED, f"group {self.group} held no such message before it")
 
 
 def dead_letter_of(frame: Frame, message: bytes) -> DeadLetter | None:
-    """Return the dead letter that a frame of its own or of a chosen subject holds; None: no broker made it."""
+    """Return the dead letter in a frame of its own or of a chosen subject, or None if no broker made it."""
     derived, properties, identity = parse_derived(frame.subject), dict[str, str](), None
     try:
         envelope = decode_envelope(message)
         identity, properties = envelope.id, decode_properties(message, envelope.body_begin)
     except InvalidMessage:
-        pass  # the original was none
+        pass  # the original was invalid
     if frame.flags & FLAG_DEAD:
         whose = properties.get(SUBJECT, ""), properties.get(GROUP, "")
     elif derived is not None:
@@ -78,14 +76,14 @@ def dead_letter_of(frame: Frame, message: bytes) -> DeadLetter | None:
 
 
 class DeadLetterHistory:
-    """Holds the dead letters of one subject's messages against what their groups were delivered. Made per copy."""
+    """Compares the dead letters of one subject's messages with the deliveries of their groups. One per copy."""
 
     def __init__(self) -> None:
         self._made: defaultdict[str, set[int]] = defaultdict(set)
-        """Consumer group -> the originals of its dead letters since it began, or was moved."""
+        """Consumer group -> originals of its dead letters since it began or was moved."""
 
     def take(self, letter: DeadLetter, group: Group | None, *, may_be_older: bool) -> Iterator[dict[str, Any]]:
-        """Take a dead letter, with what the group has before it. `may_be_older`: the log need not have the pull."""
+        """Check a dead letter against the group's state before it. `may_be_older`: the pull may lie before the log."""
         made = self._made[letter.group]
         if letter.sequence in made:
             yield letter.finding(FindingKind.DEAD_TWICE, f"group {letter.group} has one since it began")
@@ -103,7 +101,7 @@ class DeadLetterHistory:
             yield letter.finding(FindingKind.DEAD_ALTERED, text)
 
     def progress(self, frame: Frame, progress: Progress, group: Group | None) -> Iterator[tuple[int, str]]:
-        """Take a progress frame, before the fold does. Yields (sequence, why) of messages that have no dead letter."""
+        """Take a progress frame before the fold does. Yield (sequence, reason) of messages without a dead letter."""
         if frame.kind == FrameKind.POSITION and not progress.consumer:
             self._made.pop(progress.group, None)
         consumer = group.consumers.get(progress.consumer) if group is not None else None
@@ -113,7 +111,7 @@ class DeadLetterHistory:
         for begin, end, settled in progress.entries:
             for held in consumer.overlapping(begin, end) if settled == DEAD else ():
                 part = held.part(begin, end)
-                for sequence in range(max(part.first, 0), part.end):  # what the log does not name is below 0
+                for sequence in range(max(part.first, 0), part.end):  # messages unknown to the log are below 0
                     if sequence not in made:
                         yield sequence, f"group {progress.group}: acked as dead, and there is no dead letter of it"
 
@@ -127,21 +125,21 @@ def _holder(group: Group | None, sequence: int) -> tuple[str, UnackedRange | Non
 
 
 BLOCK_BYTES = 8 << 20
-"""Of a segment without an index, this much is walked at once."""
+"""Step of the walk in a segment without an index."""
 
 
 class Log(Storage, Protocol):
     """One copy of a log."""
 
     def index(self, base: int) -> ClosedIndex | None:
-        """Return the index of the closed segment at `base`; None if there is none that is whole."""
+        """Return the index of the closed segment at `base`, or None without an intact one."""
 
     def frame(self, offset: int, size: int) -> bytes:
-        """Return the frame at `offset`, of `size` bytes; fewer if there is none. Raises OSError."""
+        """Return the frame of `size` bytes at `offset`, or fewer bytes if there is none. Raise OSError."""
 
 
 class DeadLetterJudge:
-    """Passes on what is wrong with dead letters."""
+    """Passes problems of dead letters on as findings."""
 
     def take(self, piece: int, problem: dict[str, Any], /) -> Iterator[JudgeRow]:
         row = dict(problem)
@@ -152,12 +150,12 @@ class DeadLetterJudge:
 
 
 def check_dead_letters(log: Log, bases: Sequence[int], letters: Sequence[DeadLetter]) -> Iterator[dict[str, Any]]:
-    """Yield what is wrong with the content of dead letters, as rows of findings.
+    """Yield problems in the content of dead letters, as rows of findings.
 
     Args:
-        bases: where the segments of this copy begin, ascending.
+        bases: offsets of this copy's segments, ascending.
     """
-    end = max((letter.offset for letter in letters), default=0)  # all originals lie before
+    end = max((letter.offset for letter in letters), default=0)  # all originals lie before it
     spans = [(base, behind) for base, behind in pairwise([*bases, max(end, *bases)]) if base < end]
     search = _Search(log, spans, end, letters)
     search.by_index()
@@ -171,9 +169,9 @@ def check_dead_letters(log: Log, bases: Sequence[int], letters: Sequence[DeadLet
 
 
 class _Search:
-    """Looks for the originals of some dead letters in segments `spans`, from the last one to the first; once.
+    """One search for the originals of dead letters, in the segments `spans`, from the last to the first.
 
-    `absent`: what is not there. `wrong`: what has another content.
+    `absent`: dead letters without original. `wrong`: findings about other contents.
     """
 
     def __init__(self, log: Log, spans: Sequence[tuple[int, int]], end: int, letters: Iterable[DeadLetter]) -> None:
@@ -197,7 +195,7 @@ class _Search:
         self._give_up_the_rest()
 
     def by_frames(self) -> None:
-        """Whatever an index says, look at the frames themselves."""
+        """Search the frames themselves, without indexes."""
         for begin, end in reversed(self._spans):
             self._walk(begin, min(end, self._end))
         self._give_up_the_rest()
@@ -205,7 +203,7 @@ class _Search:
             self.absent = []
 
     def _give_up_the_rest(self) -> None:
-        if self._spans and self._spans[0][0] == 0:  # else retention may have taken it
+        if self._spans and self._spans[0][0] == 0:  # else retention may have removed it
             for subject in list(self._wanted):
                 self._give_up(subject, 0)
 
@@ -224,7 +222,7 @@ class _Search:
             self._give_up(subject, first)
 
     def _walk(self, begin: int, end: int) -> None:
-        """Look at all frames of a segment, the last ones first, until nothing is left to be found in it."""
+        """Search the frames of a segment, last ones first, until no original can be left in it."""
         firsts: dict[str, int] = {}
         while self._wanted and end > begin:
             low = max(begin, end - BLOCK_BYTES)
@@ -239,7 +237,7 @@ class _Search:
                 self._give_up(subject, first)
 
     def _compare(self, window: Window, frame: Frame) -> None:
-        """Hold the dead letters of this frame's messages against these."""
+        """Compare dead letters with the originals in this frame."""
         wanted = self._wanted.get(frame.subject)
         if not wanted or frame.offset in window.damaged:
             return
@@ -254,7 +252,7 @@ class _Search:
         try:
             messages = list(split_batch(window.batch(frame), frame.count))
         except (QmqError, ValueError):
-            return  # it is named where it lies
+            return  # reported at its own place
         for sequence in here:
             for letter in wanted.pop(sequence):
                 if frame.offset >= letter.offset:
@@ -266,7 +264,7 @@ class _Search:
             del self._wanted[frame.subject]
 
     def _give_up(self, subject: str, first: int) -> None:
-        """Sequences are dense: from `first` on, all of the subject's were looked at."""
+        """Give up originals of a subject from `first` on: sequences are dense, so all of them were searched."""
         wanted = self._wanted.get(subject, {})
         for sequence in [sequence for sequence in wanted if sequence >= first]:
             self.absent += wanted.pop(sequence)
@@ -275,13 +273,13 @@ class _Search:
 
 
 def _index_of(log: Log, begin: int, end: int) -> ClosedIndex | None:
-    """Return the stored index of a whole segment; None if there is none, or it does not cover that."""
+    """Return the stored index if it covers the whole segment, else None."""
     index = log.index(begin)
     return index if index is not None and index.end == end else None
 
 
 def _frame_at(log: Log, ref: FrameRef) -> Window | None:
-    """Return a window with one frame; None if it is not there, or damaged."""
+    """Return a window with one frame, or None if the frame is absent or damaged."""
     try:
         data = log.frame(ref.offset, ref.length)
         frame = decode_header(data, 0, ref.offset, None)

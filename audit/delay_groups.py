@@ -1,4 +1,6 @@
-"""Shell. Holds the logs of delay groups against those of the broker groups that they send to (`qmq.audit.delays`)."""
+"""Shell. Accounts for the messages of delay groups, in their own logs and in those of their targets
+(`qmq.audit.delays`).
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ from qmq.log.frame import decode_header
 from qmq.types import Role
 
 SCHEDULE = "segments"
-"""The folder beside the log that only a delay server has."""
+"""Folder beside the log that only delay servers have."""
 FINDINGS_MAX = 1_000
 SUBJECTS_MAX = 5_000
 _DELAYS = frozenset({Role.DELAY_MASTER, Role.DELAY_SLAVE})
@@ -45,9 +47,9 @@ class Source(NamedTuple):
 
 
 class Account(NamedTuple):
-    """The equation per subject, and what breaks it: {what, subject, sequence, offset, text}; notes say what waits.
+    """Equation per subject, findings {what, subject, sequence, offset, text}, and notes about waiting messages.
 
-    `more`: findings of a kind that are counted and not listed.
+    `more`: findings per kind that are counted but not listed.
     """
 
     rows: list[dict[str, Any]]
@@ -57,7 +59,7 @@ class Account(NamedTuple):
 
 
 def is_delay_group(place: Mapping[str, str]) -> bool:
-    """Return whether a copy is a delay server's; raises CannotRead."""
+    """Return whether a copy is a delay server's; raise CannotRead."""
     if path := place.get("path"):
         return (folder_of(Path(path)).parent / SCHEDULE).is_dir()
     with closing(open_copy(place)) as copy:
@@ -73,12 +75,14 @@ def account_for(
     parquet: Path | None = None,
     closed: Mapping[str, Sequence[str]] | None = None,
 ) -> Account:
-    """Account for each delayed message of a delay group, at a time; by default, that of its last decision.
+    """Account for each delayed message of a delay group at `now_ms`; by default, at its last decision.
 
-    Raises CannotRead.
+    Args:
+        targets: logs of broker groups; batches for other groups are not checked.
+        closed: reasons of readonly groups; messages waiting for them are a note.
 
-    `targets`: of all broker groups; what went to another one is not looked for. `closed`: of those that take
-    no messages, why; what waits for them is a note.
+    Raises:
+        CannotRead: a log cannot be read.
     """
     rows = _table(spark, delays, "delays").persist(StorageLevel.MEMORY_AND_DISK)
     try:
@@ -104,7 +108,7 @@ def account_for(
 
 
 def write_by_day(hours: DataFrame, folder: Path) -> None:
-    """Write rows that have an `hour`, in a folder per day of it, in place of what is there."""
+    """Write rows with an `hour` into one folder per day, replacing earlier ones."""
     hours.withColumn("day", F.to_date("hour")).write.mode("overwrite").partitionBy("day").parquet(str(folder))
 
 
@@ -113,7 +117,7 @@ def _table(spark: SparkSession, source: Source, rows: str, **options: object) ->
 
 
 def _listed(tables: Mapping[FindingKind, DataFrame]) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """Return the first findings of each kind, and how many more there are."""
+    """Return the first findings of each kind, and the number of further ones."""
     findings, more = [], {}
     for kind, table in tables.items():
         rows = table.orderBy("sequence").limit(FINDINGS_MAX + 1).collect()
@@ -134,7 +138,7 @@ def _waiting(found: DataFrame, closed: Mapping[str, Sequence[str]]) -> Iterator[
 
 
 def _not_there(spark: SparkSession, rows: DataFrame, targets: Sequence[Source]) -> DataFrame | None:
-    """Return batches that targets acknowledged and lack (`absent_batches`); None if there is none to be looked for."""
+    """Return acknowledged batches that targets lack (`absent_batches`), or None without targets to check."""
     asked = {
         row["target"]: row["at_ms"]
         for row in rows.where("event = 'planned'").groupBy("target").agg(F.min("timestamp_ms").alias("at_ms")).collect()
@@ -151,7 +155,7 @@ def _not_there(spark: SparkSession, rows: DataFrame, targets: Sequence[Source]) 
 
 
 def _kept_since(source: Source) -> int:
-    """Return when the oldest frame was stored that a log has, and a little later; 0 if nothing was ever removed."""
+    """Return the time of a log's oldest frame plus CLOCK_MS; 0 if nothing was ever removed."""
     with closing(open_copy(source.place)) as copy:
         start = copy.describe().start
         if start == 0:

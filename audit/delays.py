@@ -1,20 +1,19 @@
-"""Core. What a delay server planned and did, held against what it promises: never early, at most once, truly cancelled.
+"""Core. Promises of delay servers: never early, at most once, truly cancelled, and no delayed message unaccounted for.
 
-Facts of kind `delayed`, a row per message that a frame decides about, of one of these (`text`):
+Facts of kind `delayed`, one row per message that a frame decides about; `text` is one of
 
-    dispatch    planned for a broker group: first: its number, last: when it was due, value: the master's clock then,
+    dispatch    planned for a broker group; first: message number, last: due time, value: the master's clock,
                 chain: producer id, total: batch number
-    gone        cancelled, or written again elsewhere under another number: first: its number
-    stored      a batch was stored by its broker group: chain, total
+    gone        cancelled, or written again under another number; first: message number
+    stored      batch stored by its broker group; chain, total
 
-That no delayed message is unaccounted for: each is in one state, and what was sent is in its target's log.
+Each message is in one state:
 
     taken = stored + under way + cancelled + replaced + pending + unsent
 
-A message is taken when a delay group stores it, or writes it again in place of another one; under way while nobody
-knows what became of the batch that it was planned for, for `UNSENT_MS` at most; unsent, if it was due so long ago and
-is in no other state.
-What a target acknowledged is looked for in that group's log, by producer id and batch number.
+A delay group takes a message by storing it, or by writing it again in place of another. Under way: the outcome of its
+batch is unknown, for `UNSENT_MS` at most. Unsent: due for that long, and in no other state. Batches acknowledged by a
+target must be in that group's log; they are found by producer id and batch number.
 
     delays     the table `delays` of one delay group (audit.tables)
     frames     the table `frames` of the broker groups that it sends to
@@ -36,7 +35,7 @@ from qmq.log.frame import Frame, FrameKind
 
 
 def facts_of(frame: Frame, body: Buffer) -> Iterator[dict[str, Any]]:
-    """Return what a frame of a delay server's log decides. Raises ValueError if its body makes no sense."""
+    """Yield the decisions in a frame of a delay server's log. Raise ValueError if its body is invalid."""
     about: dict[str, Any] = {"kind": "delayed", "offset": frame.offset, "end": frame.end, "subject": frame.subject}
     if frame.kind == FrameKind.DISPATCH:
         numbers = {"value": frame.timestamp_ms, "chain": f"{frame.producer:016x}", "total": frame.batch}
@@ -48,17 +47,17 @@ def facts_of(frame: Frame, body: Buffer) -> Iterator[dict[str, Any]]:
                 yield about | {"text": "stored", "chain": f"{producer:016x}", "total": batch}
     else:
         for number, _ in decode_places(body, frame.count):
-            if number:  # else it stands in place of nothing
+            if number:  # 0: it replaces no message
                 yield about | {"text": "gone", "first": number}
 
 
 class DelayJudge:
-    """Judges what a delay server decided about the messages whose numbers fall to it; takes lists of facts."""
+    """Judges the decisions about one bucket of message numbers; takes lists of facts."""
 
     def __init__(self) -> None:
         self._planned: dict[tuple[str, int], list[dict[str, Any]]] = {}
         self._gone: dict[int, int] = {}
-        """message's number -> where it was first cancelled, or written again"""
+        """message number -> offset of its first cancel or rewrite"""
         self._stored: set[tuple[str, int]] = set()
 
     def take(self, piece: int, facts: list[dict[str, Any]]) -> Iterator[JudgeRow]:
@@ -88,32 +87,32 @@ class DelayJudge:
 
 
 def _finding(fact: dict[str, Any], what: FindingKind, text: str) -> JudgeRow:
-    """`sequence` is the message's number: the offset at which it lies."""
+    """Return a finding; `sequence` is the message number, which is its offset."""
     fields = {name: fact[name] for name in ("offset", "end", "subject")}
     return finding(what, text, sequence=min(fact["first"], NUMBER_MAX), **fields)
 
 
 def spread_delayed(facts: list[dict[str, Any]], buckets: int) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """Return the facts of a piece for `DelayJudge` by bucket: by a message's number, those of batches in each."""
+    """Yield (bucket, facts) of a piece for `DelayJudge`: by message number; facts of batches go to every bucket."""
     for bucket in range(buckets if facts else 0):
         yield bucket, [fact for fact in facts if fact["text"] == "stored" or fact["first"] % buckets == bucket]
 
 
 DELAY_STATES = ("stored", "under_way", "cancelled", "replaced", "pending", "unsent")
 UNSENT_MS = 3_600_000
-"""What a group without a master, or a full disk, held up is sent when that has ended; longer is worth a look."""
+"""Grace period: a group without master, or a full disk, delays messages until it recovers; longer is a finding."""
 LATE_MS = 60_000
 HOUR_MS = 3_600_000
 MESSAGES = 1
-"""The kind of a messages frame."""
+"""FrameKind.MESSAGES."""
 
 
 def message_states(delays: DataFrame, now_ms: int) -> DataFrame:
-    """Return each message that was taken, with its state.
+    """Return each taken message with its state.
 
-    out: subject string, number long, due_ms long, offset long, late_ms long (null unless it was sent), open_ms long
-    (when it was planned for a batch that nobody knows about), targets array<string>: the broker group of that batch,
-    or those that messages of its subject went to; null if there was none; state string.
+    out: subject string, number long, due_ms long, offset long, late_ms long (null unless sent), open_ms long (plan time
+    of a batch with unknown outcome), targets array<string>: the broker group of that batch, or those of the subject's
+    other messages, or null; state string.
     """
     planned = delays.where("event = 'planned'").select("number", "producer", "batch", "target", "timestamp_ms")
     settled = delays.where("event in ('stored', 'not_stored')").select("producer", "batch", F.col("event").alias("as"))
@@ -151,10 +150,10 @@ def message_states(delays: DataFrame, now_ms: int) -> DataFrame:
 
 
 def account_per_hour(found: DataFrame) -> DataFrame:
-    """Return the equation: per subject and hour in which its messages were due, how many are in each state.
+    """Return the equation per subject and hour of the due time: the number of messages in each state.
 
     in: `message_states`; out: subject string, hour timestamp, taken long, a long for each of DELAY_STATES, late long
-    (sent more than LATE_MS after they were due), late_ms_max long.
+    (sent more than LATE_MS after the due time), late_ms_max long.
     """
     hour = F.timestamp_millis(F.floor(F.col("due_ms") / HOUR_MS) * HOUR_MS).alias("hour")
     counts = [F.count_if(F.col("state") == state).alias(state) for state in DELAY_STATES]
@@ -165,10 +164,10 @@ def account_per_hour(found: DataFrame) -> DataFrame:
 
 
 def unsent_messages(found: DataFrame) -> DataFrame:
-    """Return messages that were due long ago and never sent.
+    """Return messages due long ago and never sent.
 
-    in: `message_states`; out: subject string, sequence long (its number), offset long, text string,
-    targets array<string>.
+    in: `message_states`; out: subject string, sequence long (message number), offset long, text string, targets
+    array<string>.
     """
     due = F.concat(F.lit("due at "), _moment(F.col("due_ms")))
     planned = F.concat(
@@ -185,7 +184,7 @@ def unsent_messages(found: DataFrame) -> DataFrame:
 
 
 def early_messages(delays: DataFrame) -> DataFrame:
-    """Return messages that were planned before they say themselves that they are due, whatever the plan says.
+    """Return messages planned before the due time in the message itself, whatever due time the plan states.
 
     out: as `unsent_messages`, without targets.
     """
@@ -199,7 +198,7 @@ def early_messages(delays: DataFrame) -> DataFrame:
 
 
 def waits_for(closed: Collection[str]) -> Column:
-    """Return whether `targets` are there, and are all of these broker groups."""
+    """Return whether all `targets`, at least one, are among these closed broker groups."""
     if not closed:
         return F.lit(False)
     are_closed = F.forall("targets", lambda name: name.isin(list(closed)))
@@ -207,10 +206,10 @@ def waits_for(closed: Collection[str]) -> Column:
 
 
 def absent_batches(delays: DataFrame, frames: DataFrame, since: DataFrame) -> DataFrame:
-    """Return batches that a broker group acknowledged, and of which its log has no frame.
+    """Return batches that a broker group acknowledged and whose frames its log lacks.
 
-    Left out are those that were planned before the oldest frame that the group's log still has.
-    in: since: target string, since_ms long; out: as `unsent_messages`, of the first message.
+    Batches planned before the oldest frame of that log are left out. in: since: target string, since_ms long; out: as
+    `unsent_messages`, of the first message.
     """
     stored = delays.where("event = 'stored'").select("producer", "batch").distinct()
     batches = (

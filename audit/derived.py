@@ -1,11 +1,11 @@
-"""Core. Whether the index and the snapshot beside a segment say what follows from the log.
+"""Core. Index and snapshot beside a segment must follow from the log.
 
-A snapshot is the state at its segment's base. So the state that the brokers' own fold makes of one snapshot and of the
-frames behind it must be the next snapshot; in a log that begins at 0, the first state is empty. Each segment is folded
-by itself, from its own snapshot, by any task.
+A snapshot is the state at its segment's base. The brokers' own fold, applied to one snapshot and the frames after it,
+must yield the next snapshot. In a log that begins at 0, the first state is empty. Each segment is folded by itself,
+from its own snapshot, by any task.
 
-A file that is not there, an index of a segment that has grown since, and a snapshot of another place or version are
-what brokers pass over, or make again: nobody is misled by them.
+Brokers ignore or rebuild a missing file, an index of a segment that has grown, and a snapshot of another place or
+version. Those mislead no reader and are no findings.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from qmq.log.frame import HEADER_BYTES, Frame, FrameKind, check_body, decode_hea
 from qmq.log.index import ClosedIndex, SegmentIndex
 
 HEADERS_BYTES, HEADERS_BYTES_MAX = 32 << 10, 1 << 20
-"""Read at once, and where frames are small. The messages of a frame are not needed, so larger ones are passed over."""
+"""Read size; the larger one where frames are small. Messages are not needed, so bodies of large frames are skipped."""
 FRAMES_AT_ONCE = 8
-"""Of frames as small as this part of what was read, many are parsed at once."""
+"""Frames of at most this fraction of the read are parsed many at once."""
 _DAMAGE = (ValueError, LookupError, TypeError, zlib.error)
-"""What a snapshot raises that is none."""
+"""Exceptions of decoding an invalid snapshot."""
 _NO_LOG = (CorruptFrame, ValueError, LookupError, OSError, OverflowError, RecursionError, struct.error)
-"""What the fold raises, and whoever reads its frames and writes an index of them."""
+"""Exceptions of reading and folding damaged frames, and of writing their index."""
 _FIELDS = (
     "chain",
     "high_watermark",
@@ -50,7 +50,7 @@ _FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class Derived:
-    """The files beside a segment, as they are stored; empty: there is none."""
+    """Stored files beside a segment; empty if absent."""
 
     index: bytes
     snapshot: bytes
@@ -63,16 +63,16 @@ class Segments(Protocol):
     """One copy of a log."""
 
     def window(self, offset: int, size: int) -> bytes:
-        """Return bytes that stand at `offset`, as `audit.walk.Storage`."""
+        """Return bytes at `offset`, as `audit.walk.Storage`."""
 
     def derived(self, base: int) -> Derived:
-        """Return what is stored beside the segment at `base`."""
+        """Return the files beside the segment at `base`."""
 
 
 class Wrong(NamedTuple):
-    """A file that does not say what follows from the log: that of the segment at `base`.
+    """A file of the segment at `base` that does not follow from the log.
 
-    `since`: the snapshot that it was held against; if that is wrong itself, this says nothing.
+    `since`: base of the snapshot it was compared with; void if that snapshot is itself wrong.
     """
 
     what: FindingKind
@@ -83,7 +83,7 @@ class Wrong(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Folded:
-    """What follows from the snapshot `start` and the segment `[begin, end)`."""
+    """Result of folding the segment `[begin, end)` from the snapshot `start`."""
 
     start: bytes
     begin: int
@@ -95,9 +95,9 @@ class _Folded:
 def check_segment(
     copies: Mapping[str, Segments], bases: Mapping[str, Sequence[int]], base: int
 ) -> Iterator[tuple[str, Wrong]]:
-    """Yield (copy, what is wrong) of what is stored beside the segment at `base`: its index, and the snapshot behind.
+    """Yield (copy, problem) of the segment at `base`: of its index, and of the next snapshot.
 
-    `bases` of each copy, ascending: of its segments, and where the last one of them ends.
+    `bases` of each copy: offsets of its segments, ascending, then the end of the last one.
     """
     known: list[_Folded] = []
     for name, copy in copies.items():
@@ -108,7 +108,7 @@ def check_segment(
 
 
 def _check(copy: Segments, bases: Sequence[int], is_first: bool, known: list[_Folded]) -> Iterator[Wrong]:
-    """Check one copy, up to the next snapshot that a broker would start from."""
+    """Check one copy, up to the next snapshot that a broker can start from."""
     beside = copy.derived(bases[0])
     start = beside.snapshot
     if is_first and bases[0] == 0:
@@ -116,14 +116,14 @@ def _check(copy: Segments, bases: Sequence[int], is_first: bool, known: list[_Fo
     else:
         state, problem = read_snapshot(start, bases[0])
         if state is None and not is_first and not _is_of_other_version(start):
-            return  # who began before comes by here
+            return  # the check of an earlier segment covers this one
         if problem is not None:
             yield problem
     since = bases[0]
     for begin, end in pairwise(bases):
         after = copy.derived(end)
         if beside == after == NOTHING:
-            return  # so it is of all segments of a broker that does not send them: the whole log would be folded here
+            return  # a broker that does not send these files lacks all of them: the whole log would be folded here
         found, problem = read_snapshot(after.snapshot, end)
         folded = next(
             (folded_before for folded_before in known if _is_same(folded_before, start, begin, end, found)), None
@@ -132,7 +132,7 @@ def _check(copy: Segments, bases: Sequence[int], is_first: bool, known: list[_Fo
             try:
                 index = _fold(copy, begin, end, state)
             except _NO_LOG:
-                return  # it is no log: what is wrong with that is for others to say
+                return  # damage of the log itself is reported elsewhere
             folded = _Folded(start, begin, end, index, state)
             known.append(folded)
         yield from _of_index(beside.index, folded)
@@ -147,13 +147,13 @@ def _check(copy: Segments, bases: Sequence[int], is_first: bool, known: list[_Fo
 
 
 def _is_same(folded: _Folded, start: bytes, begin: int, end: int, found: State | None) -> bool:
-    """Return whether a copy, whose snapshot at `end` is `found`, has the log that was folded: equal chains mean so."""
+    """Return whether this copy, with the state `found` at `end`, has the log already folded: equal chains prove it."""
     here = folded.start, folded.begin, folded.end
     return here == (start, begin, end) and None not in (found, folded.state) and found.chain == folded.state.chain  # type: ignore[union-attr]
 
 
 def _fold(copy: Segments, begin: int, end: int, state: State | None) -> bytes:
-    """Fold a segment into `state`, and return its index. Raises CorruptFrame, ValueError, LookupError, OSError."""
+    """Fold a segment into `state` and return its index. Raise CorruptFrame, ValueError, LookupError, OSError."""
     index = SegmentIndex(begin)
     for frame, body in _frames(copy, begin, end, state):
         if state is not None:
@@ -164,7 +164,7 @@ def _fold(copy: Segments, begin: int, end: int, state: State | None) -> bytes:
 
 
 def _frames(copy: Segments, begin: int, end: int, state: State | None) -> Iterator[tuple[Frame, Buffer]]:
-    """Yield the frames of a segment, those of messages without their body."""
+    """Yield the frames of a segment with their bodies; messages frames without."""
     at, size, data = begin, HEADERS_BYTES, memoryview(b"")
     while at < end:
         chain = state.chain if state is not None else None
@@ -174,7 +174,7 @@ def _frames(copy: Segments, begin: int, end: int, state: State | None) -> Iterat
         found = []
         if FRAMES_AT_ONCE * (frame.end - at) <= len(data):
             found = whole_frames(data, at, end, chain, bodies=no_messages)
-        # Behind a large frame the next one is read for itself, behind small ones more of them at once.
+        # After a large frame the next one is read alone, after small ones more at once.
         size = min(4 * size, HEADERS_BYTES_MAX) if found else HEADERS_BYTES
         if not found:
             if frame.kind != FrameKind.MESSAGES:
@@ -203,12 +203,12 @@ def _of_index(data: bytes, due: _Folded) -> Iterator[Wrong]:
 
 
 def _is_of_other_version(snapshot: bytes) -> bool:
-    """Return whether what it says may be true and not all: nothing is held against it, nor it against anything."""
+    """Return whether a snapshot has another version. Such a snapshot may be true but incomplete, so it is not compared."""
     return bool(snapshot) and not is_current_snapshot(snapshot)
 
 
 def read_snapshot(snapshot: bytes, base: int) -> tuple[State | None, Wrong | None]:
-    """Return the state that a broker of this version would start from, None if there is none; and what is damaged."""
+    """Return the state that a broker of this version starts from, or None; and the damage of the snapshot, or None."""
     if not snapshot or _is_of_other_version(snapshot):
         return None, None
     try:
@@ -219,19 +219,19 @@ def read_snapshot(snapshot: bytes, base: int) -> tuple[State | None, Wrong | Non
 
 
 def _different(found: State, due: State) -> str:
-    """Return the names of what the states do not share."""
+    """Return the names of the fields in which the states differ."""
     return ", ".join(name for name in _FIELDS if getattr(found, name) != getattr(due, name))
 
 
 class DerivedFilesJudge:
-    """Judges one copy: says what is wrong, if what it was held against is right."""
+    """Judges one copy: passes on problems whose reference snapshot is right."""
 
     def __init__(self) -> None:
         self._wrong: set[int] = set()
-        """Where a snapshot is."""
+        """Bases of wrong snapshots."""
 
     def take(self, piece: int, wrong: Wrong, /) -> Iterator[JudgeRow]:
-        """Take what was found from the segment at `piece` on."""
+        """Take a problem found from the segment at `piece` on."""
         if wrong.since not in self._wrong:
             yield finding(wrong.what, wrong.text, offset=wrong.base)
         if wrong.what is FindingKind.SNAPSHOT:

@@ -1,26 +1,23 @@
-"""Core. What the frames of one piece of one copy say, small enough to be sorted and joined with all other pieces.
+"""Core. Facts of one piece of a log, small enough to be sorted together with those of all other pieces.
 
-problems    [{kind: "problem", what (audit.findings), offset, end, text: why, subject, first: sequence, id}]
-more        {kind: problems of it that are counted and not listed}
+problems    [{kind: "problem", what (audit.findings), offset, end, text: reason, subject, first: sequence, id}]
+more        {kind: number of problems counted but not listed}
 piece       {offset of the first frame, end of the last, header of the first, chain at the end, size: offset of the
-            last frame, line: where it ended}; None without a frame
-epochs      [(term, boot, offset where it begins in this piece)]
-retention   [(offset, end, from where on frames are kept)]
-subjects    {subject: (facts in the order of their offsets, {hours since 1970 UTC: [messages, bytes, sequence of the
-            first]})}. A fact is one of
-  run         offset and end of its frames, first and end sequence; a new one begins behind damage
-  progress    a pull, ack, nack or position frame: offset, frame: its fields (a plain
-              tuple is pickled faster), body, last: end of the subject if known
+            last frame, frame_order: state at the end}; None without a frame
+epochs      [(term, boot, offset of its first frame in this piece)]
+retention   [(offset, end, first offset kept)]
+subjects    {subject: (facts by offset, {hours since 1970 UTC: [messages, bytes, first sequence]})}. A fact is one of
+  run         offset and end of its frames, first and end sequence; a new one begins after damage
+  progress    a pull, ack, nack or position frame: offset, frame: its fields (a plain tuple is pickled faster),
+              body, last: end of the subject if known
   tags        offset of a frame, body: messages with tags from there on (audit.messages: TAGGED)
   letter      offset of a dead letter of one of the subject's messages, letter (audit.dead_letters)
-delayed     [what a delay server decided about one message (audit.delays)]
+delayed     [one decision of a delay server about one message (audit.delays)]
 stored      [(offset of a window, its batches, its message ids)], each as audit.messages: STORED
 
-Read a piece of all copies of a log at once: one is parsed and judged, the others are held against its bytes.
-
-The same bytes say the same. So a copy that has, at each place, the bytes that the first one gave for it needs no
-judging of its own; only where a copy has other ones, or less, is it walked by itself. Bytes are compared, not hashes:
-nothing could be equal by chance.
+A piece of all copies is read at once. The first copy is parsed and judged; the others are compared with its bytes.
+Equal bytes need no second judgement, so only a copy with other or fewer bytes is walked by itself. Bytes are compared,
+not hashes, so equality is never by chance.
 """
 
 from __future__ import annotations
@@ -50,9 +47,9 @@ from qmq.log.retention import decode_retention
 HOUR_MS = 3_600_000
 HOUR_MAX = TIME_MS_MAX // HOUR_MS
 NO_JSON = (ValueError, OverflowError, RecursionError)
-"""What JSON raises that is not what is expected, or a number of it."""
+"""Exceptions for invalid JSON, or for a number in it."""
 PROBLEMS_MAX = 1000
-"""Problems of one kind that a piece lists."""
+"""Problems of one kind listed per piece."""
 
 Row = dict[str, Any]
 SubjectFacts = tuple[list[Row], dict[int, list[int]]]
@@ -60,7 +57,7 @@ SubjectFacts = tuple[list[Row], dict[int, list[int]]]
 
 @dataclass(slots=True)
 class PieceFacts:
-    """See the module's text. `size`: bytes that were read, `digest` combines the chains of all frames."""
+    """Facts of a piece; see the module's docstring. `size`: bytes read; `digest`: combined chains of all frames."""
 
     size: int = 0
     frames: int = 0
@@ -84,14 +81,14 @@ class PieceFacts:
 
 _ALIKE = attrgetter("kind", "epoch")
 ALIKE_MIN = 16
-"""From so many frames of one kind and epoch on, numpy is faster than one after the other."""
+"""From this number of frames of one kind and epoch on, numpy is faster than a loop."""
 
 
 class Gathering:
-    """Takes the windows of a piece in order. Memory grows with subjects, pulls and acks, and the messages' ids."""
+    """Gathers facts from the windows of a piece, in order. Memory grows with subjects, pulls, acks and message ids."""
 
     def __init__(self, until_ms: int = FOREVER_MS, *, wants_stored: bool = False) -> None:
-        """`until_ms`: when the audit began; a later time is wrong. `wants_stored`: what may be stored once, too."""
+        """`until_ms`: upper bound of frames' times. `wants_stored`: also gather batches and ids, for duplicates."""
         self._facts = PieceFacts()
         self._runs: dict[str, Row] = {}
         self._frame_order, self._wants_stored = FrameOrder(until_ms, begins=True), wants_stored
@@ -145,7 +142,7 @@ class Gathering:
             self._retention(frame, window)
 
     def _alike(self, frames: list[Frame]) -> bool:
-        """Take frames of messages of one epoch, behind another such, at once; False, and none, if one is wrong."""
+        """Take messages frames of the current epoch at once; return False and take none if one is wrong."""
         by_subject: dict[str, list[Frame]] = {}
         for frame in frames:
             by_subject.setdefault(frame.subject, []).append(frame)
@@ -163,7 +160,7 @@ class Gathering:
         return True
 
     def _continues(self, frames: list[Frame]) -> bool:
-        """Return whether these frames of one subject continue each other, and what came before."""
+        """Return whether these frames of one subject continue its run and each other."""
         run = self._runs.get(frames[0].subject)
         due = frames[0].first_sequence if run is None else run["last"]
         for frame in frames:
@@ -173,7 +170,7 @@ class Gathering:
         return True
 
     def _run_on(self, frames: list[Frame]) -> None:
-        """Add frames of one subject that continue its run."""
+        """Add frames that continue their subject's run."""
         last = frames[-1]
         run, hours = self._runs[last.subject], self._of(last.subject)[1]
         run["last"], run["end"] = last.first_sequence + last.count, last.end
@@ -231,7 +228,7 @@ class Gathering:
             self._problem(Problem(frame.offset, frame.end, str(error), frame.subject))
 
     def _carried(self, frame: Frame, window: Window) -> None:
-        """Look at messages that were written again; raises QmqError, ValueError: there is no batch of them."""
+        """Check the messages in a carry frame; raise QmqError or ValueError without a valid batch."""
         begin = batch_begin(frame.count, is_carry=True)
         batch = window.batch(frame)[begin:]
         ends, _ = check_batch(batch, frame.count, FRAME_BYTES_MAX)
@@ -246,7 +243,7 @@ class Gathering:
                 self._problem(Problem(frame.offset, frame.end, reason, *about))
 
     def _batches(self, window: Window, batches: list[Frame]) -> None:
-        """Look at the messages of these frames, whose bodies are whole."""
+        """Check the messages of frames with intact bodies."""
         frames, begins, ends = cut(window, batches, self._problem)
         self._facts.messages += len(begins)
         if not frames:
@@ -280,12 +277,12 @@ class Gathering:
         )
 
     def _lost(self) -> None:
-        """Bytes are damaged here: what follows may have jumped, and no rule may count on the frames before."""
+        """Note damage: later frames may have jumped, so no rule may rely on earlier ones."""
         self._runs.clear()
         self._frame_order.forget()
 
     def facts(self) -> PieceFacts:
-        """Return what was gathered, when the piece has ended."""
+        """Return the facts of the finished piece."""
         facts = self._facts
         if facts.piece is not None:
             facts.piece["frame_order"] = self._frame_order
@@ -303,9 +300,9 @@ def _hour(frame: Frame) -> int:
 
 
 def cut(window: Window, batches: list[Frame], refuse: Any) -> tuple[list[Frame], Ints, Ints]:
-    """Return the frames whose batch is one, and where their messages begin and end in the window, frame after frame.
+    """Return the frames with a valid batch, and the begins and ends of their messages in the window, frame by frame.
 
-    `refuse` is called with the problem of each of the others.
+    `refuse` is called with the problem of each other frame.
     """
     good = [frame for frame in batches if _has_labels(window, frame, refuse)]
     if not good:
@@ -333,17 +330,17 @@ def cut(window: Window, batches: list[Frame], refuse: Any) -> tuple[list[Frame],
 
 
 def _ends(window: Window, at: Ints, counts: Ints) -> tuple[Ints, Ints]:
-    """Return the end offsets of batches that begin at `at`, one more than messages, and of which batch each is."""
+    """Return the end offsets of the batches at `at`, one more than messages, and the number of the batch of each."""
     of = np.repeat(np.arange(len(at)), counts + 1)
     first = np.cumsum(counts + 1) - (counts + 1)
-    # A frame begins at a multiple of 8, and so does its body.
+    # Frames and bodies begin at multiples of 8.
     words = np.frombuffer(window.data[: len(window.data) // 4 * 4], "<u4")
     places = np.minimum(at[of] // 4 + np.arange(len(of)) - first[of], len(words) - 1)
     return words[places].astype(np.int64), of
 
 
 def _has_labels(window: Window, frame: Frame, refuse: Any) -> bool:
-    """Return whether there are labels where a frame says so."""
+    """Return whether the labels announced by a frame's flag are there."""
     if not frame.flags & FLAG_LABELLED:
         return True
     try:
@@ -364,7 +361,7 @@ def _refuse(window: Window, frame: Frame, refuse: Any) -> None:
 
 
 def _jump(frame: Frame, expected: int) -> Problem:
-    """Name a sequence that does not follow the one before it."""
+    """Return the problem of a sequence that does not follow the one before."""
     found = frame.first_sequence
     what = f"gap: {found - expected} messages are missing" if found > expected else "repeated or reordered"
     reason = f"sequence {found} where {expected} is due ({what})"
@@ -372,12 +369,12 @@ def _jump(frame: Frame, expected: int) -> Problem:
 
 
 ALL = ""
-"""In place of a copy's name: what is said is true of all of them."""
+"""In place of a copy's name: true of all copies."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogRange:
-    """Where the log of a copy begins and ends; `chain` is the chain before `start`, if anything tells."""
+    """Range of a copy's log; `chain` is the chain before `start`, or None if unknown."""
 
     start: int
     end: int
@@ -386,16 +383,18 @@ class LogRange:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How the pieces of one broker group are read. Copies in order: the first one that is there is judged for all."""
+    """Reader of one broker group's pieces. The first copy in order is judged for all."""
 
     logs: Mapping[str, LogRange]
     until_ms: int = FOREVER_MS
     begin: int = 0
-    """What lies before was judged by an earlier run: what may be stored once is not looked for there."""
+    """An earlier run judged the bytes before; duplicates are not searched there."""
 
     def read(self, copies: Mapping[str, Storage], begin: int, end: int) -> dict[str, PieceFacts]:
-        """Return what the frames that begin in `[begin, end)` say: one entry, ALL, if all copies have the same bytes,
-        else one per copy."""
+        """Return the facts of the frames that begin in `[begin, end)`.
+
+        One entry, ALL, if all copies have the same bytes, else one per copy.
+        """
         first, *others = copies
         walk = self._walk(first, copies[first], begin, end)
         unread = walk.enter()
@@ -427,7 +426,7 @@ class Reading:
         return Walk(copy, begin, until, chain=log.chain if is_start else None, is_start=is_start)
 
     def _beside(self, name: str, copies: Mapping[str, Storage], first: Walk, begin: int, end: int) -> _Beside | None:
-        """Return a reader of what another copy has where `first` reads; None if it begins or ends elsewhere."""
+        """Return a reader of another copy beside `first`, or None if its piece begins or ends elsewhere."""
         ours = self.logs[next(iter(copies))]
         if min(end, ours.end) != min(end, self.logs[name].end):
             return None
@@ -444,13 +443,13 @@ class Reading:
 
 
 class _Beside:
-    """Bytes of another copy, asked for in order."""
+    """Bytes of another copy, read in order."""
 
     def __init__(self, copy: Storage, at: int, ahead: bytes) -> None:
         self._copy, self._at, self._left = copy, at, memoryview(ahead)
 
     def holds(self, offset: int, data: memoryview) -> bool:
-        """Return whether the copy has `data` at `offset`. What it gave beyond that is kept for the next time."""
+        """Return whether the copy has `data` at `offset`. Further bytes read are kept for the next call."""
         if offset != self._at:
             self._left = memoryview(b"")
         at = 0
@@ -468,7 +467,9 @@ class _Beside:
 
 
 def _is_same(ours: memoryview, theirs: memoryview) -> bool:
-    """Return whether as many bytes are the same: memoryviews are compared byte by byte, which is slow."""
+    """Return whether two equally long views have equal bytes. Comparing memoryviews directly goes byte by byte and is
+    slow.
+    """
     whole = len(ours) // 8 * 8
     if ours[whole:] != theirs[whole:]:
         return False

@@ -1,13 +1,11 @@
-"""Core. The kinds of findings, and of what is wrong they are the names.
-
-Columns that the audit's tables take and give; what the words in them mean.
+"""Core. Findings: their kinds, their columns, and the rows in which judges report them.
 
     findings   what string, copy string, offset long, end long, subject string, sequence long, id string, text string
 
-`what` is an `audit.findings.Kind`, `copy` is "master", "slave", or "both" where both copies are wrong alike. To what is
-reported, `audit.inspection` adds group, host, segment and epoch.
+`what` is a `FindingKind`; `copy` is "master", "slave", or "both" if both copies are wrong alike. `audit.inspection`
+adds group, host, segment and epoch to reported findings.
 
-What judges say: findings, and what the driver needs to know of pieces and subjects. All of it can be JSON.
+Judges also report facts about pieces and subjects to the driver. All rows can be JSON.
 """
 
 from __future__ import annotations
@@ -22,81 +20,81 @@ from qmq.ledger import ALIKE
 
 
 class FindingKind(StrEnum):
-    """What a finding says. The value stands in reports, results, tables and metrics."""
+    """Kind of a finding. The values appear in reports, results, tables and metrics."""
 
-    # A copy by itself: bytes and their order.
+    # One copy: bytes and their order.
     DAMAGED = "damaged"
     """Bytes that are no frame, or a frame whose body does not match its CRC."""
     REPAIRED = "repaired"
-    """It was damaged when it was read, and the broker took it from the other copy since."""
+    """Bytes that were damaged when read; the broker has since restored them from the other copy."""
     CHAIN = "chain"
-    """A frame that does not continue the history before it."""
+    """A frame that does not continue the chain before it."""
     SEQUENCE = "sequence"
-    """A gap, a repeat, or another order in a subject."""
+    """A gap, a repeat, or a wrong order in a subject."""
     EPOCH = "epoch"
     """An older epoch after a newer one."""
     EPOCH_FRAME = "epoch_frame"
-    """An epoch whose first frame is not the one with which a mastership begins."""
+    """An epoch that does not begin with its epoch frame."""
     WATERMARK = "watermark"
-    """A high watermark behind the frame that states it, or lower than one before."""
+    """A high watermark behind its own frame, or lower than an earlier one."""
     TIME = "time"
-    """A time that has not come yet, or that goes back within an epoch."""
+    """A time in the future, or one that goes back within an epoch."""
     UNREAD = "unread"
-    """Bytes below the high watermark that a copy did not give, without a word of damage."""
+    """Bytes below the high watermark that a copy did not return, without reporting damage."""
     REWOUND = "rewound"
-    """The log ends before what an earlier run verified, or a subject does."""
+    """A log or subject that ends before the end verified by an earlier run."""
     REWRITTEN = "rewritten"
-    """The log is not the one that an earlier run verified."""
+    """A log other than the one verified by an earlier run."""
     RETENTION = "retention"
-    """Frames are gone that no retention frame gave up, or one gives back what an earlier one gave up."""
+    """Frames gone without a retention frame, or a retention frame that contradicts an earlier one."""
     INDEX = "index"
-    """An index beside a segment that does not follow from it."""
+    """An index that does not follow from its segment."""
     SNAPSHOT = "snapshot"
-    """A snapshot beside a segment that does not follow from the log before it."""
+    """A snapshot that does not follow from the log before it."""
 
     # Messages.
     UNDECODABLE = "undecodable"
-    """A message that no consumer can decode."""
+    """A message that consumers cannot decode."""
     FOREIGN = "foreign"
     """A message of another subject than its frame's."""
     LABELS = "labels"
-    """A label that is not the one of its message's tags and order key."""
+    """A label that does not match its message's tags and order key."""
     BATCH_TWICE = "batch_twice"
     """A batch stored twice under one producer id and batch number."""
     ID_TWICE = "id_twice"
     """A message id that one producer stored twice in a subject."""
     LOST = "lost"
-    """Acknowledged to a producer, and absent."""
+    """A message acknowledged to its producer and absent."""
     ALTERED = "altered"
-    """Acknowledged to a producer, and stored with another content."""
+    """A message acknowledged to its producer and stored with another content."""
 
     # Consumption.
     PROGRESS = "progress"
     """A pull, ack or position that does not follow from the log."""
     POSITION = "position"
-    """A consumer group that is put behind what the subject has."""
+    """A position of a consumer group after the subject's end."""
     CONSERVATION = "conservation"
-    """A message that is in no state of a consumer group, or in two."""
+    """A message in no state of a consumer group, or in two."""
     DEAD_ALTERED = "dead_altered"
-    """A dead letter whose content is not its original's, or that says another number of deliveries."""
+    """A dead letter with another content or another number of deliveries than its original."""
     DEAD_UNFOUNDED = "dead_unfounded"
     """A dead letter of a message that does not exist, or that its consumer group did not hold."""
     DEAD_TWICE = "dead_twice"
     """A second dead letter of one message and consumer group."""
     DEAD_MISSING = "dead_missing"
-    """A message that was acked as dead, and has no dead letter."""
+    """A message acked as dead, without a dead letter."""
     PASSED = "passed"
-    """Messages that were passed over although the consumer gets such messages."""
+    """Messages passed over although the consumer's filter selects them."""
 
-    # Of a delay server.
+    # Delay servers.
     EARLY = "early"
-    """Planned before it was due."""
+    """A delayed message planned before it was due."""
     TWICE = "twice"
-    """Stored by broker groups in two batches."""
+    """A delayed message stored by broker groups in two batches."""
     UNSENT = "unsent"
-    """Due long ago, and neither sent nor cancelled."""
+    """A delayed message due long ago, neither sent nor cancelled."""
     RECALLED = "recalled"
-    """Planned after it was cancelled or written again."""
+    """A delayed message planned after it was cancelled or written again."""
 
     # Between the copies.
     MISSING = "missing"
@@ -104,25 +102,25 @@ class FindingKind(StrEnum):
     EXTRA = "extra"
     """Frames that only the slave has."""
     DIFFERENT = "different"
-    """Another frame at this offset."""
+    """Another frame at the same offset."""
     REORDERED = "reordered"
     """The same messages at another offset."""
     SHIFTED = "shifted"
-    """The same frames, all of them by one distance further on or back."""
+    """The same frames, all moved by one distance."""
     HISTORY = "history"
-    """Equal frames whose chains differ: the difference lies before what was compared."""
+    """Equal frames with different chains: the difference lies before the compared range."""
 
 
 DERIVED = frozenset({FindingKind.INDEX, FindingKind.SNAPSHOT})
-"""These are about files beside the log, at the offset of their segment, and about no frame."""
+"""Kinds about files beside the log, at the offset of their segment; they concern no frame."""
 
 UNVERIFIED = frozenset(
     {FindingKind.REWOUND, FindingKind.REWRITTEN, FindingKind.UNREAD, FindingKind.LOST, FindingKind.ALTERED}
 )
-"""These hold on both copies alike, and yet what they were found in is not verified."""
+"""Kinds that leave their range unverified even where both copies are wrong alike."""
 
 FINDINGS_MAX = 1000
-"""Findings of one kind listed in full; all are counted."""
+"""Findings of one kind that are listed; all are counted."""
 
 
 def _struct(**fields: type[LongType] | type[StringType]) -> StructType:
@@ -145,45 +143,46 @@ MASTER, SLAVE = "master", "slave"
 COPIES = (MASTER, SLAVE)
 BOTH = ALIKE
 COPIES_MIN = 2
-"""So many copies acknowledge (`min_copies`), if nobody says otherwise; of a group with more, others may be behind."""
+"""Default number of copies that must acknowledge (`min_copies`); further copies may be behind."""
 
 
 FINDING = "finding"
-"""A row of `audit.findings.FINDINGS` without its copy, and for the driver
+"""A row of FINDINGS without its copy, and for the driver
 
-    seen    offset of what made it plain: behind damage of that copy it may follow from that
-    due     of a gap: where the last frame of the subject before it ends; damage in between explains it
+seen    offset of the frame that revealed it; after damage in that copy, the damage may be its cause
+due     of a gap: end of the subject's last frame before it; damage in between explains the gap
 """
 MORE = "more"
-"""{kind: findings of it that are counted and not listed}"""
+"""{kind: number of findings counted but not listed}"""
 PIECE = "piece"
-"""begin, bytes, frames, messages, digest, apart: whether the copies have other bytes; and of its last frame, if it has
-any: end, chain, size: its offset"""
+"""begin, bytes, frames, messages, digest, apart: whether the copies differ; with frames also end, chain and size:
+offset of the last frame
+"""
 SUBJECT = "subject"
-"""subject, first: its first sequence, end: the one after its last, due_end: the same of what was promised"""
+"""subject, first: first sequence, end: sequence after the last, due_end: the same below the high watermark"""
 HOUR = "hour"
 """subject, hour since 1970 UTC, messages, bytes"""
 ACCOUNT = "account"
-"""subject, consumer_group, stored and each state of `audit.conservation`, nacked: of all hours together"""
+"""subject, consumer_group, stored, each state of `audit.conservation`, nacked: totals over all hours"""
 EPOCHS = "epochs"
-"""{epoch: offset where it begins}"""
+"""{epoch: offset of its first frame}"""
 KEPT = "kept"
-"""from: frames are kept from here on, by the retention frames"""
+"""from: first offset kept, by the retention frames"""
 UNREAD = "unread"
-"""text: why a piece was not read"""
+"""text: the reason why a piece was not read"""
 
 Row = dict[str, Any]
 
 
 class JudgeRow(NamedTuple):
-    """One thing that a judge says; its kind is one of the above, or `audit.consumption.CONSERVED`."""
+    """One row from a judge; its kind is one of the above, or `audit.consumption.CONSERVED`."""
 
     kind: str
     row: Row
 
 
 class Judge(Protocol):
-    """Takes what one copy says, piece after piece."""
+    """Judge of one copy, fed with the facts of piece after piece."""
 
     def take(self, piece: int, facts: Any, /) -> Iterable[JudgeRow]: ...
 

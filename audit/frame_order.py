@@ -1,7 +1,4 @@
-"""Core. What must hold from one frame's header to the next: epochs, the high watermark, times.
-
-Whether the pieces of a copy continue each other: bytes, chain, epoch, high watermark and time.
-"""
+"""Core. Rules from one frame's header to the next, within a piece and across borders: chain, epoch, watermark, time."""
 
 from __future__ import annotations
 
@@ -18,39 +15,41 @@ from qmq.log.frame import Frame, FrameKind, decode_header
 from qmq.types import NO_EPOCH, Epoch
 
 BACK_MS_MAX = 60_000
-"""A clock that is corrected goes back by less within one mastership."""
+"""Clock corrections within one mastership are smaller."""
 AHEAD_MS_MAX = 300_000
-"""So far a broker's clock may be ahead of the audit's."""
+"""Maximum lead of a broker's clock over the audit's."""
 FOREVER_MS = 1 << 62
 _OTHER_CLOCK = frozenset({FrameKind.NACK, FrameKind.DISPATCH, FrameKind.RETENTION})
-"""Their times are by other clocks: the mastership's own, which nobody sets, and what several clocks agreed on, which is
-not ahead of all of them."""
+"""Kinds with times by other clocks: the mastership's own clock, which is never set, or the agreement of several clocks,
+which is not ahead of all of them.
+"""
 
 
 @dataclass(slots=True)
 class FrameOrder:
-    """Follows the frames of one copy in order; made per piece, and joined at their borders.
+    """Checks the headers of one copy in order; one per piece, joined at the borders.
 
     Args:
-        until_ms: no frame was written later than that.
-        begins: whether times from before the piece could say something of its first one.
+        until_ms: upper bound of all frames' times.
+        begins: whether earlier times could concern the first frame of this piece.
     """
 
     until_ms: int = FOREVER_MS
     begins: bool = False
     epoch: Epoch = NO_EPOCH
     last_epoch: Epoch = NO_EPOCH
-    """Of the last frame, which may be an older one."""
+    """Epoch of the last frame, which may be older than `epoch`."""
     watermark: int = 0
     time_ms: int = 0
     doubted: tuple[Frame, Frame] | None = None
-    """The first frame of a piece that has a time, and the next: one is wrong, and what lies before says which."""
+    """The piece's first frame with a time, and the next one: one of them is wrong, and the piece before decides which.
+    """
     _before_ms: int = 0
     _timed: Frame | None = None
-    """The frame that `time_ms` is of; `_before_ms` is the time before it."""
+    """The frame with time `time_ms`; `_before_ms` is the time before it."""
 
     def behind(self, before: FrameOrder) -> FrameOrder:
-        """Return the line at the end of a piece, of which this one knows, behind a border where `before` stood."""
+        """Return the state at the end of this piece, given the state `before` at its beginning."""
         return replace(
             self,
             begins=False,
@@ -60,7 +59,7 @@ class FrameOrder:
         )
 
     def check(self, frame: Frame) -> Iterator[Problem]:
-        """Take the next frame; yield what is wrong with it, or with the one before it."""
+        """Take the next frame; yield its problems, or those of the frame before it."""
         if frame.epoch != self.last_epoch:
             yield from self._new_epoch(frame)
         if frame.high_watermark > frame.offset:
@@ -76,7 +75,7 @@ class FrameOrder:
             yield self._ahead(frame)
 
     def take(self, frames: Sequence[Frame]) -> bool:
-        """Take frames of messages of the last one's epoch, all at once; False, and none of them, if one is wrong."""
+        """Take messages frames of the current epoch at once; return False and take none if one is wrong."""
         watermarks = np.array([self.watermark, *(frame.high_watermark for frame in frames)], np.uint64)
         offsets = np.array([frame.offset for frame in frames], np.uint64)
         times = np.array([self.time_ms, *(frame.timestamp_ms for frame in frames)], np.int64)
@@ -89,7 +88,7 @@ class FrameOrder:
         return True
 
     def forget(self) -> None:
-        """Frames are unknown here: the next one may begin an epoch whose epoch frame is among them."""
+        """Frames are missing here: the next frame may begin an epoch whose epoch frame is missing."""
         self.last_epoch = self.epoch = NO_EPOCH
         self._forget_times()
 
@@ -140,9 +139,9 @@ class PieceBorders:
     """Takes the `piece` facts of a copy in order.
 
     Args:
-        until_ms: no frame was written later than that.
-        begins: where reading began: what lies before was not read, and nothing is known of it.
-        before: the last frame that an earlier run verified, if reading goes on behind it.
+        until_ms: upper bound of all frames' times.
+        begins: offsets where reading began; the bytes before were not read.
+        before: last frame verified by an earlier run, if reading continues after it.
     """
 
     def __init__(self, until_ms: int, begins: Collection[int], before: Frame | None = None) -> None:
@@ -152,17 +151,17 @@ class PieceBorders:
         self._frame_order = FrameOrder(until_ms)
 
     def enter(self, piece: int) -> None:
-        """A piece begins."""
+        """Begin a piece."""
         if piece not in self._begins:
             return
         self._frame_order, self._end = FrameOrder(self._until_ms), None
         if self._before is not None and piece == self._before.end:
             for _ in self._frame_order.check(self._before):
-                """Whoever read it has said so."""
+                """An earlier run has reported its problems."""
             self._end, self._chain = piece, self._before.chain
 
     def judge(self, row: dict[str, Any]) -> Iterator[Problem]:
-        """Take the frames of a piece; yield what is wrong where they begin, or where those before it end."""
+        """Take the frames of a piece; yield problems at its beginning, or at the end of the piece before."""
         first, frame_order = decode_header(row["header"], 0, row["offset"], None), row["frame_order"]
         if row["offset"] == 0 and first.kind != FrameKind.EPOCH:
             yield problem_of(first, FindingKind.EPOCH_FRAME, f"epoch {first.epoch} does not begin with its epoch frame")

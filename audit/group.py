@@ -1,4 +1,4 @@
-"""Shell. The audit of broker groups: freeze how far the copies of each must agree, read all in one plan, report."""
+"""Shell. The audit of broker groups: freeze the range in which their copies must agree, read all in one plan, report."""
 
 from __future__ import annotations
 
@@ -50,10 +50,11 @@ from qmq.audit.selection import PIECE_BYTES
 from qmq.ledger import Entry, Ledger, known_from, lies_in
 
 AGAIN_MAX, AGAIN_WAIT_S, POLL_S = 3, 120.0, 0.5
-"""So often an audit is done again, if its brokers are well within so long: one that restarts is, and a slave that was
-wiped has a log of some GB again."""
+"""Repetitions of an audit while its brokers recover, and the longest wait for that: time for a restart, or for seeding
+a slave with some GB of log.
+"""
 ACCOUNTS_MAX = 5_000
-"""Consumer groups whose equation is listed."""
+"""Listed equations of consumer groups."""
 
 _SHORT = UNVERIFIED | {
     FindingKind.DAMAGED,
@@ -65,7 +66,7 @@ _SHORT = UNVERIFIED | {
     FindingKind.REORDERED,
     FindingKind.HISTORY,
 }
-"""These say why less was read than is due; what other findings are about was read."""
+"""Kinds that explain why fewer bytes were read than due; other kinds concern bytes that were read."""
 Row = dict[str, Any]
 
 
@@ -82,14 +83,15 @@ class _Audit:
     entry: Entry | None = None
 
     def differing(self, piece_bytes: int) -> list[tuple[int, int]]:
-        """Return the pieces of which the copies have other bytes."""
+        """Return the pieces in which the copies differ."""
         return [piece for piece in self.result.pieces(piece_bytes) if piece[0] in self.answer.differing]
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How broker groups are audited. With a `ledger`, what was verified is looked for, one part in `share` of it is
-    read again, and a line is added."""
+    """Options of an audit. With a `ledger`, only new bytes and one part in `share` of the verified ones are read, and a
+    line is added to it.
+    """
 
     journal: Path | None = None
     piece_bytes: int = PIECE_BYTES
@@ -104,9 +106,9 @@ def audit_group(spark: SparkSession, group: Group, **options: Any) -> Result:
 
 
 def audit_groups(spark: SparkSession, groups: Sequence[Group], options: Options) -> list[Result]:
-    """Compare the copies of each broker group. Raises for nothing it meets; `unreadable` says why nothing is proven.
+    """Compare the copies of each broker group; errors are stored in `unreadable` and not raised.
 
-    Brokers that were away, or changed their roles, are audited again once they are well.
+    Groups with absent brokers, or with changed roles, are audited again once they have recovered.
     """
     audits = _audit_all(spark, groups, options, groups)
     for _ in range(AGAIN_MAX):
@@ -123,14 +125,16 @@ def audit_groups(spark: SparkSession, groups: Sequence[Group], options: Options)
         for audit in audits:
             try:
                 options.ledger.append(ledger_entry(audit.result, audit.entry))
-            except OSError as error:  # what was found is reported all the same
+            except OSError as error:  # the findings are reported all the same
                 audit.result.unreadable = audit.result.unreadable or f"the ledger cannot be written: {error}"
     return [audit.result for audit in audits]
 
 
 def _wait_until_well(groups: Mapping[int, Group]) -> dict[int, Group]:
-    """Return, under the same numbers, the groups of brokers that are well within `AGAIN_WAIT_S`, by the roles they have
-    then. A slave that is still being given its log would lack messages, and that is no finding."""
+    """Return the groups, under their numbers, that recover within `AGAIN_WAIT_S`, with their roles then.
+
+    A slave still being seeded has not recovered: its missing frames are no finding.
+    """
     waiting, well = dict(groups), dict[int, Group]()
     deadline = time.monotonic() + AGAIN_WAIT_S
     while waiting:
@@ -149,7 +153,7 @@ def _wait_until_well(groups: Mapping[int, Group]) -> dict[int, Group]:
 
 
 def _audit_all(spark: SparkSession, groups: Sequence[Group], options: Options, known: Sequence[Group]) -> list[_Audit]:
-    """Audit groups once; `known`: in whose logs what delay groups sent is looked for."""
+    """Audit groups once. `known`: groups whose logs are searched for messages of delay groups."""
     audits = [_Audit(group, _new(group)) for group in groups]
     try:
         _each(audits, lambda audit: _prepare(audit, options))
@@ -172,7 +176,7 @@ def _new(group: Group) -> Result:
 
 
 def _each(audits: Sequence[_Audit], step: Callable[[_Audit], None]) -> None:
-    """Take a step of each audit that goes on. One that fails ends alone."""
+    """Take one step of each running audit. An error ends only its own audit."""
     for audit in audits:
         if audit.result.unreadable is None:
             try:
@@ -180,7 +184,7 @@ def _each(audits: Sequence[_Audit], step: Callable[[_Audit], None]) -> None:
             except CannotRead as error:
                 audit.result.unreadable = str(error)
             except Exception as error:
-                # Spark wraps what a worker raised, in many classes; all of them mean: not read.
+                # Spark wraps errors of workers in many classes; all mean that the group was not read.
                 audit.result.unreadable = _cause(error)
 
 
@@ -213,7 +217,7 @@ def _prepare(audit: _Audit, options: Options) -> None:
 
 
 def _ask(spark: SparkSession, audits: Sequence[_Audit], options: Options) -> None:
-    """Let Spark read and judge all groups, and give each its answer: one action. Two more store what was asked for."""
+    """Read and judge all groups in one Spark action, and collect each group's answer. Storing takes two more actions."""
     asked = [audit for audit in audits if audit.job is not None and audit.result.unreadable is None]
     jobs = [audit.job for audit in asked if audit.job is not None]
     for audit in asked:
@@ -255,12 +259,14 @@ def _judge(audit: _Audit, options: Options) -> None:
     _account(answer, result)
     _check_against_history(answer, result, audit.history)
     if answer.differing:
-        _check_kept(audit.group, result)  # else a copy that is being seeded is compared frame by frame, for nothing
+        _check_kept(audit.group, result)  # else a copy being seeded is compared in vain
 
 
 def _compare(spark: SparkSession, audits: Sequence[_Audit], options: Options) -> None:
-    """Read the pieces that differ again, frame by frame, of all groups at once, and take what differs in them. If that
-    fails, it is done for each by itself: a group that cannot be read does not keep the others from being audited."""
+    """Compare the differing pieces of all groups frame by frame, and take the findings.
+
+    If that fails, compare each group by itself: one unreadable group does not stop the audit of the others.
+    """
     asked = [audit for audit in audits if audit.answer.differing and audit.result.unreadable is None]
     try:
         _compare_some(spark, asked, options)
@@ -281,7 +287,7 @@ def _compare_some(spark: SparkSession, audits: Sequence[_Audit], options: Option
 
 
 def _pair(audit: _Audit, name: str, options: Options) -> Pair:
-    """Return master and the slave `name`, as `differences` compares them."""
+    """Return master and the slave `name` as a pair for `differences`."""
     sides, result = {MASTER: MASTER, SLAVE: name}, audit.result
     damaged = [
         (side, row["offset"], row["end"])
@@ -300,20 +306,20 @@ def _pair(audit: _Audit, name: str, options: Options) -> Pair:
 
 
 def _conclude(audit: _Audit, options: Options) -> None:
-    """See that what was read explains what was found, and is all that is due."""
+    """Check that every difference has a finding, and that all due bytes were read."""
     result, differing = audit.result, audit.differing(options.piece_bytes)
     if differing:
         _explain(differing, result)
     _check_all_was_read(result)
-    for row in result.findings:  # what was judged on the master's copy alone holds for both where they are equal
+    for row in result.findings:  # a judgement of the master's copy holds for both copies where they are equal
         if row["what"] in (FindingKind.BATCH_TWICE, FindingKind.ID_TWICE):
             row["copy"] = MASTER if any(begin <= row["offset"] < until for begin, until in differing) else BOTH
 
 
 def _account_for_delays(spark: SparkSession, audit: _Audit, groups: Sequence[Group], options: Options) -> None:
-    """Account for the messages of a delay group, and look for what it sent in the logs of all groups of this run.
+    """Account for the messages of a delay group; look for sent messages in the logs of all groups of this run.
 
-    A directory says nothing of the time when it was copied: what is due by its last frame is due.
+    A directory does not record when it was copied, so its last frame sets the time by which messages were due.
     """
     place = audit.group.places[MASTER]
     if not audit.group.is_delay and not any(map(is_delay_group, audit.group.places.values())):
@@ -360,8 +366,9 @@ def _finish(spark: SparkSession, audit: _Audit, options: Options) -> None:
 
 
 def _firsts(place: Mapping[str, str], start: int) -> dict[str, int] | None:
-    """Return the first sequence of each subject that had messages before a copy's log begins, by the snapshot there;
-    None if there is none."""
+    """Return the first sequence of each subject older than a copy's log, from the snapshot at its start; None without
+    one.
+    """
     if start == 0:
         return {}
     try:
@@ -373,19 +380,18 @@ def _firsts(place: Mapping[str, str], start: int) -> dict[str, int] | None:
 
 
 def _hold(group: Group, held: ExitStack) -> None:
-    """Keep both copies as they are until `held` is closed.
+    """Keep both copies from deleting segments until `held` is closed.
 
-    The slave is read when the master has been, and one piece after the other. A segment that retention removed
-    meanwhile would look as if it had been lost.
+    The copies are read one after the other, piece by piece. A segment deleted by retention meanwhile would look lost.
     """
     for place in group.places.values():
         held.enter_context(closing(open_copy(place))).hold()
 
 
 def _check_kept(group: Group, result: Result) -> None:
-    """Raise CannotRead if a copy no longer has what was to be read: what was found may be just that.
+    """Raise CannotRead if a copy has lost frames while it was read: findings may come from just that.
 
-    A broker that was restarted does not know who held its log, and of a directory that is in use nobody asks.
+    A restarted broker forgets holds on its log, and a directory in use has none.
     """
     for name, place in group.places.items():
         with closing(open_copy(place)) as copy:
@@ -400,12 +406,14 @@ def _check_kept(group: Group, result: Result) -> None:
 
 
 def _add_met(group: Group, result: Result) -> None:
-    """Add damage that a running broker has met since the audit began, and that no reader saw: of what is read twice, it
-    may be mended before the one comes by who would name it."""
+    """Add damage that a running broker has reported since the audit began and that no reader met.
+
+    Bytes read twice may be repaired before the reader that would report them.
+    """
     for name, place in group.places.items():
         met: Counter[tuple[int, int, str]] = Counter()
         if "broker" in place:
-            with suppress(CannotRead), closing(open_copy(place)) as copy:  # one that is gone by now says nothing
+            with suppress(CannotRead), closing(open_copy(place)) as copy:  # an absent broker reports nothing
                 met = Counter(copy.describe().damaged) - Counter(result.logs[name].damaged)
         for begin, end, reason in met:
             if not any(_is_about(row, name, begin, end) for row in result.findings):
@@ -418,17 +426,17 @@ def _is_about(row: Row, copy: str, begin: int, end: int) -> bool:
 
 
 def _cause(error: Exception) -> str:
-    """Return the line that says what happened in a worker, out of Spark's many."""
+    """Return the line with the worker's error out of Spark's many."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     named = [line for line in lines if line.startswith(("audit.", "qmq.", "OSError", "PermissionError"))]
     return (named or lines or [type(error).__name__])[-1 if named else 0]
 
 
 def _freeze(group: Group, result: Result) -> None:
-    """Ask both copies what they hold, and freeze the high watermark before the ends are read.
+    """Describe both copies, and freeze the high watermark before the ends are read.
 
-    A stated high watermark was true of both disks. So the higher of the two statements is due on both copies, and a
-    copy that ends below it has lost something; taking the lower end instead would hide exactly that.
+    A stated high watermark held for both disks. So both copies must reach the higher one, and a copy that ends below it
+    has lost frames. The lower end instead would hide exactly that.
     """
     copies: dict[str, Copy] = {}
     try:
@@ -447,7 +455,7 @@ def _freeze(group: Group, result: Result) -> None:
     result.start = max(log.start for log in logs.values())
     for name, log in logs.items():
         for begin, end, why in log.damaged if "path" in group.places[name] else ():
-            if begin >= log.end:  # what is gone further in front is not read
+            if begin >= log.end:  # missing segments before it are found by reading
                 result.add(FindingKind.DAMAGED, copy=name, offset=begin, end=max(end, result.watermark), text=why)
         if log.start < result.start:
             kept = f"[{log.start}, {result.start})"
@@ -463,7 +471,9 @@ def _freeze(group: Group, result: Result) -> None:
 
 
 def _look_back(group: Group, result: Result, ledger: Ledger | None, share: int) -> History:
-    """Decide what is read: all, or what is new since a point that both copies still have, and a part of the old."""
+    """Decide what is read: all, or the bytes after a verified point that both copies still have, and a part of the old
+    ones.
+    """
     history = History(known_from([]), result.start)
     if ledger is not None:
         history = find_verified(ledger.known(group.name), group.places, result.logs, share=share)
@@ -474,11 +484,11 @@ def _look_back(group: Group, result: Result, ledger: Ledger | None, share: int) 
     if history.broken is None and verified < result.start:
         result.unverified = result.start - verified
         result.notes.append(f"retention has removed [{verified}, {result.start}), which no run had verified")
-    if history.anchor is not None:  # it was promised, though a log that is at rest does not state it
+    if history.anchor is not None:  # the verified range was acknowledged, though an idle log does not state it
         result.watermark = max(result.watermark, history.anchor.verified)
     ends = [log.end for name, log in result.logs.items() if log.end < history.begin and not result.is_behind(name)]
     if ends:
-        # A copy lacks what it once had: from there on all is read, from where a piece begins that was read before.
+        # A copy lost verified bytes: read everything from there on, starting at an earlier piece's border.
         begin = max((cut for cut in history.cuts() if result.start <= cut <= min(ends)), default=result.start)
         again = [piece for piece in history.again if piece.end <= begin]
         history = replace(history, begin=begin, again=again, before=None)
@@ -495,14 +505,14 @@ def _look_back(group: Group, result: Result, ledger: Ledger | None, share: int) 
 
 
 def _segments(result: Result, bases: Mapping[str, Sequence[int]]) -> list[int]:
-    """Return which closed segments are among what is read; beside them, and where they end, lie other files."""
+    """Return the closed segments within the ranges to read; index and snapshot lie beside them."""
     reads = result.reads()
     closed = {pair for places in bases.values() for pair in pairwise(places)}
     return sorted({base for base, end in closed if any(begin < end <= until for begin, until in reads)})
 
 
 def _count(answer: GroupAnswer, result: Result) -> None:
-    """Count what was read; an audit that read nothing fails."""
+    """Count the bytes read; raise CannotRead if there are none."""
     result.read = answer.read(result.begin, result.watermark)
     if not any(side["frames"] for side in result.read.values()) and not result.found and result.begin == result.start:
         raise CannotRead("not one frame was read: nothing is proven")
@@ -519,7 +529,7 @@ def _hour(hours: int) -> str:
 
 
 def _account(answer: GroupAnswer, result: Result) -> None:
-    """Take the equation of each consumer group, over all hours, as the master's copy has it."""
+    """Take the equation of each consumer group, over all hours, from the master's copy."""
     if answer.is_master_damaged():
         return
     result.conserved = sorted(answer.accounts, key=lambda row: (row["subject"], row["consumer_group"]))
@@ -529,7 +539,7 @@ def _account(answer: GroupAnswer, result: Result) -> None:
 
 
 def _take_differences(found: Sequence[Row], result: Result) -> None:
-    """Take what differs below the high watermark as findings, and the rest as a note: it was promised to nobody."""
+    """Take differences below the high watermark as findings. Later ones become a note: they were not acknowledged."""
     promised = [row for row in found if row["offset"] < result.watermark]
     result.take([row for row in promised if row["what"] != FindingKind.HISTORY])
     after = [row for row in promised if row["what"] == FindingKind.HISTORY]
@@ -548,8 +558,10 @@ def _take_differences(found: Sequence[Row], result: Result) -> None:
 
 
 def _check_against_history(answer: GroupAnswer, result: Result, history: History) -> None:
-    """Make findings of what both copies have alike, and not as it was before: ranges that were exchanged, subjects that
-    end lower, frames that are gone although no retention frame gave them up."""
+    """Add findings about changes since earlier runs that both copies share.
+
+    These are exchanged ranges, subjects that end lower, and frames gone without a retention frame.
+    """
     changed = [
         piece
         for piece in history.exchanged(digests_of(answer, result))
@@ -570,7 +582,7 @@ def _check_against_history(answer: GroupAnswer, result: Result, history: History
 
 
 def _together(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return neighbours as one."""
+    """Return the ranges with neighbours joined."""
     found: list[tuple[int, int]] = []
     for begin, end in ranges:
         if found and found[-1][1] == begin:
@@ -580,7 +592,7 @@ def _together(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _check_starts(result: Result, kept: int) -> None:
-    """Make a finding of copies that begin behind what is kept: all of them alike, and each that lacks more."""
+    """Add findings about logs that begin after the first kept offset: all copies alike, or one more than the others."""
     if (oldest := result.oldest()) > kept:
         text = f"both logs begin at {oldest}, and frames are kept from {kept} on"
         result.add(FindingKind.RETENTION, copy=BOTH, text=text, offset=oldest)
@@ -591,9 +603,10 @@ def _check_starts(result: Result, kept: int) -> None:
 
 
 def _check_all_was_read(result: Result) -> None:
-    """Make a finding of a copy of which not every byte was read, if nothing else says so: both may lack the same.
+    """Add a finding for each copy with unread bytes and no other explanation: both may lack the same bytes.
 
-    A frame in which the watermark lies is read as a whole: that is more than is due, and no finding of this kind."""
+    A frame across the watermark is read whole. These are more bytes than due, and no finding.
+    """
     if not _SHORT.isdisjoint(result.found):
         return
     due = result.watermark - result.begin
@@ -604,7 +617,7 @@ def _check_all_was_read(result: Result) -> None:
 
 
 def _explain(pieces: list[tuple[int, int]], result: Result) -> None:
-    """Make a finding of every piece whose bytes differ though nothing above says why: no difference is dropped."""
+    """Add a finding for every differing piece without one, so that no difference is dropped."""
     changed = result.history if result.history is not None else result.watermark
     explained = [row for row in _of_log(result.findings) if row["copy"] != BOTH or row["what"] == FindingKind.DAMAGED]
     spans = [(row["offset"], row["end"] or row["offset"] + 1) for row in explained if row["offset"] is not None]
@@ -621,7 +634,7 @@ def _of_log(findings: Sequence[Row]) -> list[Row]:
 
 
 def _count_repaired(result: Result) -> None:
-    """Count as repaired what turned out to be, when it was read again."""
+    """Count damage that was repaired before the second reading as repaired."""
     if repaired := sum(row["what"] == FindingKind.REPAIRED for row in result.findings):
         damaged = result.found.pop(FindingKind.DAMAGED) - repaired
         result.found |= {FindingKind.REPAIRED: repaired} | ({FindingKind.DAMAGED: damaged} if damaged else {})
@@ -635,7 +648,7 @@ def _note_unlisted(result: Result) -> None:
 
 
 def _store(judged_rows: DataFrame, names: tuple[str, ...], folder: Path) -> None:
-    """Keep counts per subject and hour, and what became of messages, for whoever asks later. in: of one group."""
+    """Store counts per subject and hour, and the equations, as Parquet. in: rows of one group."""
     copies = F.explode(F.when(F.col("copy") == "", F.array(*map(F.lit, names))).otherwise(F.array("copy")))
     rows = judged_rows.withColumn("copy", copies)
     of = F.from_json("payload", "subject string, hour long, messages long, bytes long")

@@ -1,7 +1,7 @@
-"""Core. Parse many frames of a log at once: those in front of the first thing that is not as a broker writes it.
+"""Core. Parser of many frames at once: those before the first invalid one.
 
-What `qmq.log.frame` checks of one frame is checked here of thousands, by numpy, but for CRCs and chains, which are one
-call each. Nothing is said about what is wrong: whoever meets it parses that frame by itself.
+numpy checks thousands of frames as `qmq.log.frame` checks one; only CRCs and chains take one call each. It gives no
+reason for an invalid frame: the caller parses that frame alone.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ _NAMES = (
     "body_crc",
     "header_crc",
 )
-"""In the order in which `decode_header` unpacks them; their sizes are said there."""
+"""Fields in the order of `decode_header`, which documents their sizes."""
 _HEAD = np.dtype([(name, f"<{code}") for name, code in zip(_NAMES, HEADER.format.removeprefix("<"), strict=True)])
 _CRC_AT, _CHAIN_AT, _CHAINED_BYTES = HEADER_BYTES - 4, HEADER_BYTES - 16, 84
 _IS_KIND = np.isin(np.arange(256), [int(kind) for kind in FrameKind])
 _epoch = lru_cache(64)(Epoch)
 
 NUMBER_MAX = (1 << 63) - 1
-"""No sequence and no offset is higher: tables and arrays have a sign."""
+"""Maximum of sequences and offsets: tables and arrays are signed."""
 TIME_MS_MAX = 253_402_300_799_999
-"""The end of the year 9999: a time that is quite wrong may be any number, and no calendar goes on."""
+"""End of the year 9999. Wrong times may be any number; calendars end here."""
 
 Heads = npt.NDArray[np.void]
 Flags = npt.NDArray[np.bool_]
@@ -69,10 +69,10 @@ def whole_frames(
     *,
     bodies: Callable[[Heads], Flags] = all_bodies,
 ) -> list[Frame]:
-    """Return the frames of `data`, at `offset` of a log, that begin before `end`; maybe none.
+    """Return the frames of `data`, at `offset` of a log, that begin before `end`; possibly none.
 
-    Each of them is what `decode_header` takes, with the chain of the one before it; `chain` is that of the first one,
-    None if it is not known. `bodies` says of which frames the body is checked.
+    Each passes `decode_header` with the chain of the frame before it. `chain` is that of the first one, or None if
+    unknown. `bodies` selects the frames whose body is checked.
     """
     if offset % 8:
         return []
@@ -98,7 +98,7 @@ def whole_frames(
 
 
 def _places(data: memoryview, end: int) -> npt.NDArray[np.int64]:
-    """Return where frames begin before `end`, by what they say of their sizes, and end in `data`."""
+    """Return the places of frames that begin before `end`, by their stated sizes, and end in `data`."""
     found, at, size = [], 0, len(data)
     while at < end and at + HEADER_BYTES <= size:
         subject_bytes, body_bytes = _SIZES.unpack_from(data, at)
@@ -111,7 +111,7 @@ def _places(data: memoryview, end: int) -> npt.NDArray[np.int64]:
 
 
 def _first_wrong(fits: Flags) -> int:
-    """Return how many fit in front of the first that does not."""
+    """Return the number of valid frames before the first invalid one."""
     wrong = np.flatnonzero(~fits)
     return int(wrong[0]) if len(wrong) else len(fits)
 
@@ -124,7 +124,7 @@ def _has_crcs(rows: npt.NDArray[np.generic], heads: Heads, fields: list[bytes]) 
 
 
 def _has_chains(rows: npt.NDArray[np.generic], heads: Heads, fields: list[bytes], chain: int | None) -> Flags:
-    """Return which frames continue the chain that the one before them states."""
+    """Return which frames continue the chain of the frame before."""
     octets = rows.view(np.uint8)
     chained = np.empty((len(heads), _CHAINED_BYTES), np.uint8)
     chained[1:, :8] = octets[:-1, _CHAIN_AT : _CHAIN_AT + 8]

@@ -1,8 +1,8 @@
-"""Shell. What earlier runs verified of a log: whether it is still there, and what of it is read again (`qmq.ledger`).
+"""Shell. Verified part of a log, from the ledger of earlier runs: is it still there, and which part is read again.
 
-The chain of a frame depends on every byte before it. So one frame that both copies still have, with the chain that was
-verified then, says that nothing before it was exchanged or taken away; what has decayed since is found by reading, a
-part of it each time.
+A frame's chain depends on every byte before it. So one frame that both copies still have, with its verified chain,
+proves that nothing before it was exchanged or removed. Decay since then is found by reading a part of the old bytes in
+each run.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from qmq.ledger import FINDINGS, NOT_READ, PROVEN, Entry, Known, Piece, pieces_d
 from qmq.log.frame import Frame, decode_header
 
 SHARE = 7
-"""Of what was verified before, one part in so many is read again by each run."""
+"""Each run reads one part in SHARE of the verified bytes again."""
 CONSERVED_KEPT = 200
-"""Equations of consumer groups that it lists."""
+"""Equations of consumer groups in a line of the ledger."""
 FINDINGS_KEPT = 100
-"""Findings that a line of the ledger lists."""
+"""Findings in a line of the ledger."""
 
 CHAINS = "c"
-"""Digests of pieces begin so: they combine the chains of all frames. Others are an earlier version's: not looked at."""
+"""Prefix of digests that combine the chains of all frames. Digests of earlier versions lack it and are ignored."""
 
 Digests = Mapping[int, tuple[int, int]]
-"""Where a piece begins -> (its bytes, its digest)."""
+"""Begin of a piece -> (its bytes, its digest)."""
 
 
 class Broken(NamedTuple):
-    """The log is not the one that was verified."""
+    """The log is not the verified one."""
 
     what: FindingKind
     copies: tuple[str, ...]
@@ -49,9 +49,9 @@ class Broken(NamedTuple):
 
 @dataclass(slots=True)
 class History:
-    """What is known of one broker group before it is read. Made by `find_verified`.
+    """Ledger of one broker group before the read. Made by `find_verified`.
 
-    From `begin` on everything is read; `again` is what of the old is.
+    Everything from `begin` on is read; before it, the pieces `again`.
     """
 
     known: Known
@@ -59,20 +59,20 @@ class History:
     again: list[Piece] = field(default_factory=list)
     broken: Broken | None = None
     start: int = 0
-    """Where both logs begin by now: of a piece that retention entered, what is left is another piece."""
+    """Present start of both logs. A piece that retention has entered counts as another piece."""
     before: Frame | None = None
-    """The last frame that was verified, if all is read that lies behind it."""
+    """Last verified frame, if everything after it is read."""
 
     @property
     def anchor(self) -> Entry | None:
         return None if self.broken else self.known.anchor
 
     def cuts(self) -> list[int]:
-        """Return where pieces that were read before begin and end, ascending."""
+        """Return the borders of all pieces read before, ascending."""
         return sorted({at for piece, _ in self.known.pieces.values() for at in (piece.begin, piece.end)})
 
     def exchanged(self, digests: Digests) -> list[Piece]:
-        """Return what was read again and is not what was read before, or gave nothing at all."""
+        """Return the pieces that changed since they were read before, or returned nothing now."""
         again = set(self.again)
         found = []
         for piece in sorted(again | {piece for piece, _ in self.known.pieces.values() if piece.begin >= self.start}):
@@ -84,12 +84,12 @@ class History:
         return found
 
     def read_again(self, digests: Digests) -> list[Piece]:
-        """Return what was read again, as it is now."""
+        """Return the pieces read again, with their present digests."""
         return [_now(piece, digests) or piece for piece in self.again]
 
 
 def _now(piece: Piece, digests: Digests) -> Piece | None:
-    """Return what was read of a piece in this run; None if nothing was."""
+    """Return the piece as read in this run, or None if it was not read."""
     parts = [part for begin, part in digests.items() if piece.begin <= begin < piece.end]
     digest = 0
     for _, part_digest in parts:
@@ -102,7 +102,7 @@ def _now(piece: Piece, digests: Digests) -> Piece | None:
 def find_verified(
     known: Known, places: Mapping[str, dict[str, str]], logs: Mapping[str, Description], *, share: int = SHARE
 ) -> History:
-    """Look for the point up to which the log was verified, in both copies. Raises CannotRead."""
+    """Find the point up to which both copies are verified; raise CannotRead."""
     start = max(log.start for log in logs.values())
     anchor = known.anchor
     if anchor is None:
@@ -123,7 +123,7 @@ def find_verified(
         text = f"the frame at {anchor.frame} is not the one that {_run(anchor)} verified"
         of = (BOTH,) if len(wrong) == len(logs) else tuple(wrong)
         return History(known, start, start=start, broken=Broken(FindingKind.REWRITTEN, of, anchor.frame, text))
-    is_damaged = len(whole) < len(found)  # whoever reads everything names it
+    is_damaged = len(whole) < len(found)  # a full read reports the damage
     if is_damaged or not known.since <= start <= anchor.frame:
         return History(known, start, start=start)
     before = next(iter(whole.values()), None)
@@ -131,13 +131,13 @@ def find_verified(
 
 
 def _run(entry: Entry) -> str:
-    """Name a run, by where it read, too: a ledger may be another installation's."""
+    """Return a run's name with its places, as a ledger may come from another installation."""
     places = f" of {' and '.join(entry.places.values())}" if entry.places else ""
     return f"the run of {entry.run}{places}"
 
 
 def _frame_at(place: dict[str, str], offset: int) -> Frame | None:
-    """Return the header of the frame that a copy has there; None if there is none. Raises CannotRead."""
+    """Return the header of the frame at `offset`, or None if there is none; raise CannotRead."""
     with closing(open_copy(place)) as copy:
         try:
             return decode_header(copy.window(offset, HEADER_BYTES_MAX), 0, offset, None)
@@ -146,15 +146,15 @@ def _frame_at(place: dict[str, str], offset: int) -> Frame | None:
 
 
 def run_name(at_ms: int) -> str:
-    """Write a time as a run's name."""
+    """Return a time as the name of a run."""
     return datetime.fromtimestamp(at_ms / 1000, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def runner_name() -> str:
-    """Return who runs this, and where."""
+    """Return user and host of this run."""
     try:
         user = getpass.getuser()
-    except (KeyError, OSError):  # a container's user needs no name
+    except (KeyError, OSError):  # a container's user may have no name
         user = "?"
     return f"{user}@{socket.gethostname()}"
 
@@ -163,13 +163,16 @@ VERDICTS = {0: PROVEN, 1: FINDINGS, 2: NOT_READ}
 
 
 def verified(answer: GroupAnswer, result: Result, history: History, piece_bytes: int) -> Entry | None:
-    """Return what the next run may build on; None if there is something that one copy alone has wrong, or is not as it
-    was: what was verified before stays what is verified. So it does if a copy does not even reach that far."""
+    """Return the verified point for the next run, or None to keep the earlier one.
+
+    None if one copy alone is wrong, if the log has changed since an earlier run, or if a copy does not reach that
+    point.
+    """
     anchor, until = history.anchor, result.whole_until()
     if any(row["copy"] != BOTH or row["what"] in UNVERIFIED for row in result.findings):
         return None
     if sum(result.found.values()) > len(result.findings):
-        return None  # what is not listed may be wrong on one copy alone
+        return None  # unlisted findings may concern one copy alone
     if any(begin in answer.differing and end <= until for begin, end in result.pieces(piece_bytes)):
         return None  # each copy may have its own damage there
     again = [piece for piece in history.read_again(digests_of(answer, result)) if piece.end <= until]
@@ -210,7 +213,7 @@ def verified(answer: GroupAnswer, result: Result, history: History, piece_bytes:
 
 
 def ledger_entry(result: Result, entry: Entry | None) -> Entry:
-    """Return the ledger's line of this run."""
+    """Return the line of this run for the ledger."""
     at_ms = result.until_ms - AHEAD_MS_MAX
     kept = [{name: value for name, value in row.items() if value is not None} for row in result.findings]
     entry = entry or Entry("", 0, result.group, "", start=result.start, begin=result.begin)

@@ -1,7 +1,7 @@
-"""Shell. Where copies differ, both are read again frame by frame and compared: one Spark action for all groups.
+"""Shell. Second reading of both copies where they differ: frame by frame to compare them, and once per finding.
 
-Reads the place of a finding in both copies again, to name what it is about: byte, message, epoch, segment,
-host; and whether a broker has repaired it since.
+The comparison is one Spark action for all groups. The reading of a finding's place adds byte, message, epoch, segment
+and host, and shows whether a broker has repaired it since.
 """
 
 from __future__ import annotations
@@ -39,8 +39,10 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two copies with other bytes in some `pieces`: their places and logs, by the names of COPIES, and broken ranges as
-    (name, begin, end): that frames are missing there is not said again."""
+    """Two copies that differ in some `pieces`: places and logs, by the names of COPIES.
+
+    `damaged`: (name, begin, end) of damaged ranges, where missing frames are not reported again.
+    """
 
     places: Mapping[str, Mapping[str, str]]
     logs: Mapping[str, LogRange]
@@ -50,7 +52,7 @@ class Pair:
 
 
 def differences(spark: SparkSession, pairs: Sequence[Pair]) -> list[list[Row]]:
-    """Return of each pair its findings, as rows of `audit.findings.FINDINGS` and `frames`: how many one stands for."""
+    """Return the findings of each pair, as rows of FINDINGS and `frames`: the number of frames in the finding."""
     tasks = [(number, begin, end) for number, pair in enumerate(pairs) for begin, end in pair.pieces]
     found: list[list[Row]] = [[] for _ in pairs]
     if not tasks:
@@ -89,7 +91,7 @@ def _of_copy(pair: Pair, number: int, side: str, begin: int, end: int) -> Iterat
 
 
 def _row(window: Window, frame: Frame) -> Row:
-    """Return COLUMNS of a frame; without a hash of its body, if that is damaged."""
+    """Return COLUMNS of a frame; without a body hash if the body is damaged."""
     is_whole = frame.offset not in window.damaged
     return frame._asdict() | {
         "term": frame.epoch.term,
@@ -104,21 +106,21 @@ def _row(window: Window, frame: Frame) -> Row:
 _OF_FRAMES = frozenset(
     {FindingKind.DIFFERENT, FindingKind.MISSING, FindingKind.EXTRA, FindingKind.SHIFTED, FindingKind.HISTORY}
 )
-"""Their `sequence` is that of the frame's header, which says nothing where it is no frame of messages."""
+"""Kinds whose `sequence` comes from the frame's header; meaningless for frames other than of messages."""
 NAMED_MAX = 200
 """Findings for which both copies are read again."""
 COMPARED_BYTES_MAX = FRAME_BYTES_MAX + HEADER_BYTES_MAX
-"""Of a range that is damaged, which may be a whole segment."""
+"""Bytes compared of a damaged range, which may be a whole segment."""
 BLOCK_BYTES = 1 << 16
 _COMPARED = frozenset({FindingKind.DIFFERENT, FindingKind.DAMAGED, FindingKind.CHAIN, FindingKind.REORDERED})
 _BY_PLACE = frozenset({FindingKind.BATCH_TWICE, FindingKind.ID_TWICE})
-"""Their `sequence` is the place of the message in its frame, until it is read here."""
+"""Kinds whose `sequence` is the message's index in its frame, until it is read here."""
 
 
 def describe_findings(
     group: str, places: Mapping[str, dict[str, str]], logs: Mapping[str, Description], findings: list[Row]
 ) -> None:
-    """Sort the findings, and add what only the logs can tell: host, segment, epoch, byte, subject, sequence, id."""
+    """Sort the findings, and add facts from the logs: host, segment, epoch, byte, subject, sequence, id."""
     findings.sort(key=lambda row: (row["offset"] is None, row["offset"] or 0, row["what"], row["copy"]))
     for row in findings:
         names = tuple(places) if row["copy"] == BOTH else (row["copy"],)
@@ -141,7 +143,7 @@ def _segment(log: Description | None, offset: int | None) -> int | None:
 
 
 class _FindingPlace:
-    """Names one finding, by the master's copy and the slave's that it is about."""
+    """Place of one finding in the master's copy and the slave's."""
 
     def __init__(self, copies: Mapping[str, Copy], row: Row) -> None:
         self._copies, self._row = copies, row
@@ -157,7 +159,7 @@ class _FindingPlace:
                 row["what"] = FindingKind.REPAIRED
                 row["text"] += "; the broker has taken it from the other copy since"
         if row["what"] == FindingKind.UNSENT:
-            row["byte"] = row["sequence"]  # a delayed message is known by where it lies
+            row["byte"] = row["sequence"]  # a delayed message is identified by its offset
         window = self._whole_window()
         if window is None:
             return
@@ -170,7 +172,7 @@ class _FindingPlace:
             row["sequence"] = None
 
     def _is_repaired(self) -> bool:
-        """Return whether both copies give the same whole frame at the place that was damaged when it was read."""
+        """Return whether both copies now have the same whole frame at the place that was damaged."""
         ours, theirs = (self._windows[name] for name in COPIES)
         return (
             ours is not None
@@ -190,8 +192,10 @@ class _FindingPlace:
         return None
 
     def _first_difference(self) -> int | None:
-        """Return the offset of the first byte that the copies do not share: in a body, if they differ there, because
-        a header that was written for another body differs as well."""
+        """Return the offset of the first byte in which the copies differ.
+
+        A difference in the body counts first: a header written for another body differs as well.
+        """
         begin = self._row["offset"]
         end = min(self._row["end"] or begin + 1, begin + COMPARED_BYTES_MAX)
         try:
@@ -216,7 +220,7 @@ class _FindingPlace:
         else:
             place = _place_of(window, frame, row["byte"])
         row["sequence"] = frame.first_sequence + place
-        with suppress(QmqError, ValueError):  # what is wrong may be that there is no batch, or no message there
+        with suppress(QmqError, ValueError):  # the problem may be an invalid batch or message
             row["id"] = decode_envelope(_message(window, frame, place)).id
 
 
@@ -228,7 +232,7 @@ def _window(copy: Copy, offset: int) -> Window | None:
 
 
 def _differs(ours: bytes, theirs: bytes) -> int | None:
-    """Return where two texts differ first; None if they do not."""
+    """Return the place of the first difference, or None."""
     if ours == theirs:
         return None
     common = min(len(ours), len(theirs))
@@ -238,9 +242,9 @@ def _differs(ours: bytes, theirs: bytes) -> int | None:
 
 
 def _place_of(window: Window, frame: Frame, byte: int | None) -> int:
-    """Return which message of a frame a byte of the log is about: its own, its end offset's, or its label's.
+    """Return the index of the message that a byte belongs to: by its data, its end offset, or its label.
 
-    A header is about all of them; the first stands for it.
+    A header belongs to all messages; the first one stands for it.
     """
     at = -1 if byte is None else byte - frame.offset - frame.body_at
     if at < 0:

@@ -1,4 +1,4 @@
-"""Shell. What producers were told, held against both copies: two equal logs can both lack a message."""
+"""Shell. Check of the producers' journal against both copies: two equal logs can both lack an acknowledged message."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from qmq.audit.findings import JOURNAL, FindingKind
 from qmq.audit.results import Group, Result, merge_copies
 
 HASH_DIGITS = 16
-"""As producers write it (qmq.client.journal): the beginning of the SHA-256."""
+"""Leading digits of the SHA-256, as producers write them (`qmq.client.journal`)."""
 BROADCAST_MAX = 1_000_000
-"""So many keys are sent to every task, 100 MB; of more, all messages are shuffled."""
+"""Up to this number, keys are sent to every task (100 MB); above it, all messages are shuffled."""
 _KEY = ["copy", "subject", "sequence", "id"]
 
 
 def due_messages(
     journal: DataFrame, firsts: Mapping[str, Mapping[str, int]], start: int, *, are_all: bool = False
 ) -> DataFrame:
-    """Return what of the journal is due on which copy: not what the copy's retention may have removed.
+    """Return the journal's messages due on each copy: those that its retention cannot have deleted.
 
-    in: journal subject string, sequence long, id string, hash string; out: the same, copy string. `firsts`: by copy and
-    subject its first sequence, in a log that begins at `start`; `are_all`: of other subjects, all messages are due.
+    in: journal subject string, sequence long, id string, hash string; out: the same, copy string. `firsts`: first
+    sequence by copy and subject, in a log that begins at `start`; `are_all`: all messages of other subjects are due.
     """
     spark = journal.sparkSession
     copies = spark.createDataFrame([(copy,) for copy in firsts], "copy string")
@@ -47,9 +47,9 @@ def due_messages(
 def not_behind(
     found: Iterable[dict[str, Any]], ends: Mapping[str, Mapping[str, int]], *, min_copies: int
 ) -> list[dict[str, Any]]:
-    """Leave out what a copy lacks behind its end, if enough others have it: it was acknowledged without this one.
+    """Return the findings without messages after a copy's end that enough others have: it did not acknowledge them.
 
-    in: findings; `ends`: by copy and subject, the sequence behind its last message when the copies were looked at.
+    in: findings; `ends`: end sequence by copy and subject when the copies were frozen.
     """
     rows = list(found)
     lacking = Counter((row["subject"], row["sequence"], row["id"]) for row in rows if row["what"] == FindingKind.LOST)
@@ -63,7 +63,7 @@ def not_behind(
 
 
 def torn_max(journal: Path) -> int:
-    """Return how many lines may be torn: the last one of each file below a folder, whose producer may have crashed."""
+    """Return the number of lines that may be torn: the last one of each file, whose producer may have crashed."""
     return sum(path.is_file() for path in journal.rglob("*")) if journal.is_dir() else 0
 
 
@@ -76,10 +76,10 @@ def stored(spark: SparkSession, place: Mapping[str, str], *, with_hash: bool) ->
 
 
 def broken_promises(due: DataFrame, messages: DataFrame, *, few: int) -> DataFrame:
-    """Return what was acknowledged to a producer and is not in a copy at its sequence, or has another content there.
+    """Return acknowledged messages that a copy lacks at their sequence, or has with another content.
 
     in: due copy string, subject string, sequence long, id string, hash string, which may be null; messages copy and
-    `stored`; `few`: how many are due; out: findings.
+    `stored`; `few`: number of due messages; out: findings.
     """
     wanted = due.select(*_KEY)
     met = messages.join(F.broadcast(wanted) if few <= BROADCAST_MAX else wanted, _KEY, "left_semi")
@@ -104,8 +104,7 @@ def check_journal(
     *,
     are_all: bool,
 ) -> None:
-    """Look for every acknowledged message of the journal in both copies, to the very end of each. `firsts`, `are_all`:
-    of `due_messages`."""
+    """Look for every message of the journal in both copies, up to their ends. `firsts`, `are_all`: of `due_messages`."""
     if not journal.exists():
         raise CannotRead(f"journal {journal}: there is no such file, nor a folder of them")
     acked = spark.read.schema(JOURNAL).json(str(journal), recursiveFileLookup=True)

@@ -1,7 +1,7 @@
-"""Core. What each message of a window of the log says, and whether it may stand there; whole windows at a time.
+"""Core. Check of all messages of a window at once: encoding, subject, labels, tags, ids and dead letters.
 
-A window has thousands of messages. To decode them one by one took as long as everything else that an audit does; here
-numpy looks at the same field of all of them at once, and only what does not fit is decoded alone, to say why.
+A window has thousands of messages. Decoding each took as long as the rest of the audit together. So numpy reads one
+field of all messages at a time, and only invalid messages are decoded alone, for the reason.
 """
 
 from __future__ import annotations
@@ -37,27 +37,28 @@ Words = npt.NDArray[np.uint64]
 Bytes = npt.NDArray[np.uint8]
 
 SUBJECT_AT = 17
-"""Where a message's subject begins, with its length (qmq.codec)."""
+"""Position of a message's subject length (`qmq.codec`)."""
 KEY = np.frombuffer(ORDER_KEY.encode(), np.uint8)
 STORED = np.dtype([("key", "<i8"), ("frame", "<u4"), ("place", "<u4")])
-"""What may be stored once: a hash of its name, where its frame begins behind the window, which message of it."""
+"""A batch or id that may be stored only once: hash of its name, place of its frame in the window, index in the frame.
+"""
 TAGGED = np.dtype([("sequence", "<i8"), ("tags", "<u4")])
-"""A message with tags, and a hash of these; one without has 0 and is not listed."""
+"""A message with tags, and their hash; messages without tags count as 0 and are not listed."""
 
 
 def _weights() -> Words:
-    """Fixed odd numbers: two names have one hash by chance alone, once in 2^64."""
+    """Return fixed odd numbers: two names share a hash only by chance, once in 2^64."""
     raw = b"".join(blake2b(bytes([at]), digest_size=8).digest() for at in range(ID_BYTES_MAX + 2))
     return np.frombuffer(raw, "<u8").copy() | np.uint64(1)
 
 
 WEIGHTS = _weights()
 MASKS = np.array([(1 << 8 * size) - 1 for size in range(9)], np.uint64)
-"""The first bytes of eight, by how many they are."""
+"""Mask of the first bytes of eight, by their number."""
 
 
 class Fields(NamedTuple):
-    """Where the fields of each message stand in a window; what is not `whole` has none that mean anything."""
+    """Places of the fields of each message in a window; meaningless where not `whole`."""
 
     whole: npt.NDArray[np.bool_]
     subject_at: Ints
@@ -68,11 +69,11 @@ class Fields(NamedTuple):
     tags_end: Ints
     key_at: Ints
     key_bytes: Ints
-    """-1: it has no order key."""
+    """-1 without an order key."""
 
 
 class Messages:
-    """The messages of some frames of a window. `begins` and `ends` are where they stand in it, frame after frame."""
+    """Messages of some frames of a window. `begins` and `ends` are their places in it, frame by frame."""
 
     def __init__(self, window: Window, frames: Sequence[Frame], begins: Ints, ends: Ints) -> None:
         self._window, self._frames, self._begins, self._ends = window, frames, begins, ends
@@ -83,11 +84,11 @@ class Messages:
         self._frame_at = np.fromiter((frame.offset - window.offset for frame in frames), np.int64, len(frames))
         self._eights: Words | None = None
         self._lengths: list[Ints] = []
-        """Where two bytes stand that are the length of a text, of whole messages and others."""
+        """Places of the two-byte lengths of all texts, also of invalid messages."""
         self.fields = self._parse()
 
     def problems(self) -> Iterator[Problem]:
-        """Yield what no consumer can decode, what belongs to another subject, and labels that are not the message's."""
+        """Yield messages that do not decode, messages of another subject, and wrong labels."""
         dead = [number for number, frame in enumerate(self._frames) if frame.flags & FLAG_DEAD]
         copies = {letter.offset for letter in self.letters()} if dead else set()
         bad = set(np.flatnonzero(~self.fields.whole).tolist()) | set(self._not_text())
@@ -105,7 +106,7 @@ class Messages:
         yield from self._wrong_labels()
 
     def stored(self) -> tuple[bytes, bytes]:
-        """Return what may be stored once, each as STORED: batches, and message ids of their producer."""
+        """Return the batches, and the message ids of their producer, each as STORED."""
         of = [0 if frame.flags & FLAG_DEAD else _salt(frame.producer, frame.subject) for frame in self._frames]
         salts = np.array(of, np.uint64)
         frames = np.flatnonzero(salts)
@@ -124,7 +125,7 @@ class Messages:
         return numbered.tobytes(), named.tobytes()
 
     def tagged(self) -> Iterator[tuple[str, int, bytes]]:
-        """Yield (subject, offset of its first frame, TAGGED) of the subjects that have messages with tags."""
+        """Yield (subject, offset of its first frame, TAGGED) of subjects with tagged messages."""
         fields = self.fields
         rows = np.flatnonzero(fields.whole & (fields.tags_end > fields.tags_at + 1))
         if not len(rows):
@@ -143,7 +144,7 @@ class Messages:
             yield name, self._frames[self._of[rows[places[0]]]].offset, found[places].tobytes()
 
     def letters(self) -> Iterator[DeadLetter]:
-        """Yield the dead letters that brokers made, one in each of their frames."""
+        """Yield the dead letters made by brokers, one per frame."""
         for number, frame in enumerate(self._frames):
             if (frame.flags & FLAG_DEAD or frame.subject.startswith(DEAD_LETTER)) and frame.count == 1:
                 if (letter := dead_letter_of(frame, self._message(int(self._first[number])))) is not None:
@@ -181,7 +182,7 @@ class Messages:
         return Fields(whole, subject_at, subject_bytes, id_at, id_bytes, tags_at, tags_end, key_at, key_bytes)
 
     def _walk_properties(self, whole: npt.NDArray[np.bool_], at: Ints) -> tuple[Ints, Ints]:
-        """Go from property to property, of all messages at once; return where each has its order key."""
+        """Step through the properties of all messages at once; return the places of the order keys."""
         key_at, key_bytes = np.zeros_like(at), np.full_like(at, -1)
         rows = np.flatnonzero(whole & (at < self._ends))
         at = at[rows]
@@ -202,7 +203,7 @@ class Messages:
         return key_at, key_bytes
 
     def _not_text(self) -> Iterator[int]:
-        """Yield the messages whose texts are no UTF-8: all texts of the window are decoded at once."""
+        """Yield the messages with invalid UTF-8: all texts of the window are decoded at once."""
         text = self._data.copy()
         begins, fields = self._begins, self.fields
         for at in np.flatnonzero(~fields.whole).tolist():
@@ -227,7 +228,7 @@ class Messages:
         except UnicodeDecodeError:
             yield from (at for at in rows.tolist() if decode_error(self._message(at)) is not None)
 
-    # Judge.
+    # Judging.
 
     def _same_subject(self) -> npt.NDArray[np.bool_]:
         """Return which messages have their frame's subject, byte for byte."""
@@ -268,7 +269,7 @@ class Messages:
                     yield self._problem(at, FindingKind.LABELS, text)
 
     def _hash(self, begins: Ints, sizes: Ints, rows: Ints) -> Words:
-        """Return a hash of each text, all of them in a few operations."""
+        """Return a hash of each text, in a few array operations."""
         if not len(rows):
             return np.zeros(0, np.uint64)
         begins, sizes = begins[rows], sizes[rows]
@@ -280,7 +281,7 @@ class Messages:
         return found
 
     def _words(self, at: Ints) -> Words:
-        """Return the eight bytes that stand at each place; behind the end stand zeros."""
+        """Return the eight bytes at each place, padded with zeros after the end."""
         if self._eights is None:
             padded = np.append(self._data, np.zeros(8, np.uint8))
             self._eights = np.ndarray(len(self._data), "<u8", padded, strides=(1,))
@@ -308,7 +309,7 @@ class Messages:
 
 
 def _mix(words: Words) -> Words:
-    """Spread what differs in a few bits over all of them (the end of MurmurHash3)."""
+    """Spread a difference of a few bits over all bits (the end of MurmurHash3)."""
     words = (words ^ words >> np.uint64(33)) * np.uint64(0xFF51AFD7ED558CCD)
     words = (words ^ words >> np.uint64(33)) * np.uint64(0xC4CEB9FE1A85EC53)
     return words ^ words >> np.uint64(33)
@@ -316,8 +317,10 @@ def _mix(words: Words) -> Words:
 
 @lru_cache(4096)
 def _salt(producer: int, subject: str) -> int:
-    """Return what tells a producer's ids in a subject from those of others; 0 for frames without a producer's numbers,
-    as those of dead letters, which have their originals'."""
+    """Return a salt that separates ids by producer and subject.
+
+    0 for frames without a producer's own numbers, such as dead letters, which carry those of their originals.
+    """
     if not producer or is_dead_letter_subject(subject):
         return 0
     return (producer * 0x9E3779B97F4A7C15 + crc32(subject.encode()) * 0xD6E8FEB86659FD93) & (1 << 64) - 1 or 1
@@ -325,7 +328,7 @@ def _salt(producer: int, subject: str) -> int:
 
 @lru_cache(4096)
 def subjects_of(subject: str) -> frozenset[str]:
-    """Return the subjects that messages of a frame may name: a copy for a group keeps that of its original."""
+    """Return the subjects allowed in a frame's messages: a copy for a group keeps its original's subject."""
     derived = parse_derived(subject)
     mailbox = {retry_subject(derived.real, derived.group)} if derived else set()
     return frozenset({subject, real_subject(subject)} | mailbox)
@@ -333,7 +336,7 @@ def subjects_of(subject: str) -> frozenset[str]:
 
 @lru_cache(4096)
 def _label(tags: bytes, key: str | None) -> int:
-    """Return the label of a message with this tag section, as encoded, and order key."""
+    """Return the label of a message with this encoded tag section and order key."""
     words, at = [], 1
     while at < len(tags):
         end = at + 2 + int.from_bytes(tags[at : at + 2], "big")
@@ -343,7 +346,7 @@ def _label(tags: bytes, key: str | None) -> int:
 
 
 def decode_error(message: bytes) -> str | None:
-    """Return why a consumer cannot decode a message; None if it can."""
+    """Return the reason why a message does not decode, or None."""
     try:
         decode_properties(message, decode_envelope(message).body_begin)
     except QmqError as error:

@@ -1,7 +1,7 @@
-"""Core. The morning page: one HTML file that needs nothing else, of what the audit's ledger says.
+"""Core. The morning page: one self-contained HTML file of the audit's ledger, and the same as JSON.
 
-Up to where each log is verified; 30 runs; the equation of each consumer group and of delayed messages; findings and
-what to do about them. The same for programs is JSON.
+It shows the verified range of each log, the last 30 runs, the equations of consumer groups and delayed messages, and
+the findings with advice.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ code{font:13px ui-monospace,monospace;background:#f5f7fa;padding:1px 4px;overflo
 
 
 def page(groups: dict[str, list[Entry]], now_ms: int, why: str = "") -> str:
-    """Write the page. `groups`: the ledger's entries of each broker group, oldest first; none is left out. `why` the
-    ledger does not have the last word, if it has not."""
+    """Return the page. `groups`: ledger entries of each broker group, oldest first. `why`: reason why the ledger is not
+    up to date, or empty.
+    """
     last = [entries[-1] for entries in groups.values() if entries]
     worst = next(
         (text for text in (NOT_READ, FINDINGS, PROVEN) if any(entry.verdict == text for entry in last)), NOT_READ
@@ -72,7 +73,7 @@ def page(groups: dict[str, list[Entry]], now_ms: int, why: str = "") -> str:
 
 
 def page_json(groups: dict[str, list[Entry]], now_ms: int, why: str = "") -> dict[str, Any]:
-    """Return what the page shows, for programs; what only the next run needs is left out."""
+    """Return the contents of the page as JSON, without fields for the next run."""
     shown = {}
     for name, entries in sorted(groups.items()):
         anchor = known_from(entries).anchor
@@ -91,14 +92,14 @@ _FOR_RUNS = frozenset({"pieces", "ends", "chain", "frame"})
 
 
 def _summary(last: Sequence[Entry]) -> str:
-    """Write how many findings of which kind there are, those first of which there are most."""
+    """Return the number of findings by kind, the most frequent first."""
     found = sum((Counter(entry.found) for entry in last), Counter[str]()).most_common()
     kinds = ", ".join(f"{number:,} {escape(kind)}" for kind, number in found)
     return f"findings: {kinds}" if kinds else "no findings"
 
 
 def _key(named: Iterable[tuple[str, str]], before: str = "") -> str:
-    """Write what the colours of a picture mean: (colour, meaning)."""
+    """Return the legend of a picture, from (colour, meaning)."""
     marks = "".join(f'<span style="background:{colour}"></span>{text}' for colour, text in named)
     return f'<p class="key">{before}{marks}</p>'
 
@@ -112,7 +113,7 @@ def _moment(at_ms: int) -> str:
 
 
 def _size(number: int) -> str:
-    """Write a number of bytes as people read it."""
+    """Return a number of bytes with a unit."""
     size, unit = float(number), "B"
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if size < 1000 or unit == "TB":
@@ -149,7 +150,7 @@ def _verified(groups: dict[str, list[Entry]], now_ms: int) -> Iterable[str]:
 
 
 def _end_of(entries: Sequence[Entry]) -> int:
-    """Return the furthest offset that any run has seen verified or read."""
+    """Return the furthest offset verified or read by any run."""
     return max(max(entry.verified, entry.begin, entry.start + max(entry.read.values(), default=0)) for entry in entries)
 
 
@@ -159,7 +160,7 @@ def _age(age_ms: int) -> str:
 
 
 def _bar(start: int, verified: int, end: int, width: int = 320) -> str:
-    """Draw a log from offset 0 to `end`: gone, verified, not verified."""
+    """Draw a log from offset 0 to `end`: deleted, verified, not verified."""
     whole = max(end, 1)
     begin, until = (round(width * min(at, whole) / whole) for at in (start, max(verified, start)))
     parts = [(0, begin, COLOURS[""]), (begin, until, COLOURS[PROVEN]), (until, width, COLOURS[NOT_READ])]
@@ -208,7 +209,7 @@ def _found(entry: Entry) -> str:
 def _conserved(last: Sequence[Entry]) -> Iterable[str]:
     yield "<h2>What became of each message</h2>"
     yield _key(((STATE_COLOURS[state], STATE_NAMES[state]) for state in STATES), "stored =")
-    # A run of an earlier version knew fewer states.
+    # Runs of earlier versions had fewer states.
     rows = [(entry.group, dict.fromkeys(STATES, 0) | row) for entry in last for row in entry.conserved]
     if not rows:
         yield '<p class="why">No consumer group was seen.</p>'
@@ -221,7 +222,7 @@ def _conserved(last: Sequence[Entry]) -> Iterable[str]:
 
 
 def _delayed(last: Sequence[Entry]) -> Iterable[str]:
-    """Show what became of the messages of delay groups, if there are any."""
+    """Return the equations of delay groups, if any."""
     rows = [(entry.group, row) for entry in last for row in entry.delayed]
     if not rows:
         return
@@ -237,7 +238,7 @@ def _delayed(last: Sequence[Entry]) -> Iterable[str]:
 def _equation(
     group: str, row: dict[str, Any], cell: str, whole: int, names: dict[str, str], colours: dict[str, str]
 ) -> str:
-    """Draw a row: what `whole` messages became, and whether the sum is right."""
+    """Draw a row: the states of `whole` messages, and whether their sum is right."""
     parts, at = [], 0.0
     for state in names:
         wide = 320 * row[state] / max(whole, 1)
@@ -305,7 +306,7 @@ _SEED = frozenset(
 
 
 def what_to_do(row: dict[str, Any]) -> str:
-    """Say what an operator does about a finding."""
+    """Return the advice for a finding."""
     what = row["what"]
     if what == FindingKind.REPAIRED:
         return "Done: the broker took the range from the other copy. Look at that disk."

@@ -1,7 +1,4 @@
-"""Shell. Whether the two places of a broker group are its two copies: one that is read twice proves nothing.
-
-Ask a metaserver which brokers there are, so that an audit of all groups needs no list of addresses.
-"""
+"""Shell. Places of a broker group's copies: found through a metaserver, and checked to be different copies."""
 
 from __future__ import annotations
 
@@ -19,10 +16,10 @@ from qmq.types import MASTERS
 
 
 def check_places(group: str, places: Mapping[str, dict[str, str]]) -> None:
-    """Raise CannotRead unless the places are two or more, each of another broker of this group.
+    """Raise CannotRead unless each place is another broker of this group, and there are two or more.
 
-    An address may be another name of the same broker, a directory another path to the same files: the brokers say who
-    they are, and files have numbers.
+    Two addresses may lead to one broker, two paths to the same files. So brokers are compared by incarnation, files by
+    device and inode.
     """
     if missing := [copy for copy in COPIES if copy not in places]:
         raise CannotRead(f"broker group {group} has no {' and no '.join(missing)}")
@@ -49,12 +46,12 @@ def _check_two(group: str, names: tuple[str, str], first: Mapping[str, str], sec
 
 
 def places_now(places: Mapping[str, dict[str, str]]) -> dict[str, dict[str, str]] | None:
-    """Return the same brokers by the roles that they have now.
+    """Return the same brokers under their present roles.
 
-    None: one does not answer, not just one of them is master, or a slave lacks what the master acknowledged.
+    Return None if a broker does not answer, not exactly one is master, or a slave lacks acknowledged frames.
 
     Raises:
-        CannotRead: a broker refuses, or it is a directory: waiting does not help.
+        CannotRead: a broker refuses, or the place is a directory; waiting does not help.
     """
     owners: dict[str, Owner] = {}
     for name, place in places.items():
@@ -76,8 +73,9 @@ CALL_TIMEOUT_S = 10.0
 
 
 class GroupStatus(NamedTuple):
-    """A broker group: how many copies acknowledge; why it takes no messages, a sentence each, empty if it does; whether
-    it is one of delay servers."""
+    """Status of a broker group: copies that must acknowledge, readonly reasons (empty while writable), delay group or
+    not.
+    """
 
     min_copies: int = COPIES_MIN
     reasons: tuple[str, ...] = ()
@@ -85,17 +83,17 @@ class GroupStatus(NamedTuple):
 
 
 def find_places(metaserver: str, token: str) -> dict[str, dict[str, dict[str, str]]]:
-    """Return by broker group and copy where its brokers are, as options of `open_copy`, as far as it has them.
+    """Return {broker group: {copy: options of `open_copy`}} of all brokers that the metaserver lists.
 
-    Copies are master, slave, and slave2, slave3, … of a group with more.
+    Copies are master, slave, and slave2, slave3, … in groups with more.
 
     Raises:
-        CannotRead: the metaserver gives no answer, or knows no group.
+        CannotRead: the metaserver does not answer, or has no group.
     """
     found: dict[str, dict[str, dict[str, str]]] = {}
     for broker in sorted(_list_brokers(metaserver, token), key=lambda broker: str(broker.get("name"))):
         place = {"broker": f"{broker['ip']}:{broker['controlPort']}", "token": token}
-        role = str(broker["role"]).lower().removeprefix("delay_")  # a group of delay servers has a log as others have
+        role = str(broker["role"]).lower().removeprefix("delay_")  # logs of delay groups are audited like others
         places = found.setdefault(broker["group"], {})
         places[role if role not in places else f"{role}{sum(name.startswith(role) for name in places) + 1}"] = place
     if not found:
@@ -107,7 +105,7 @@ def find_places(metaserver: str, token: str) -> dict[str, dict[str, dict[str, st
 
 
 def find_group_status(metaserver: str, token: str) -> dict[str, GroupStatus]:
-    """Return by broker group what the metaserver says of it. Raises CannotRead: it gives no answer."""
+    """Return {broker group: status} from the metaserver. Raise CannotRead if it does not answer."""
     return {str(row["groupName"]): _group_status(row) for row in _list_groups(metaserver, token)}
 
 

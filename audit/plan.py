@@ -33,14 +33,14 @@ from qmq.audit.rules import DuplicateJudge, JudgePerCopy, LogJudge, SubjectJudge
 from qmq.log.frame import Frame
 
 HOURS_MAX = 20_000
-"""Counts per subject and hour that are listed: of 100,000 subjects, a week has 17 million for each copy."""
+"""Listed counts per subject and hour: with 100,000 subjects, a week has 17 million per copy."""
 BUCKET_BYTES = 2 << 30
-"""Of so much log, one task compares the ids: of messages of 1 KiB it holds 40 MB, of the smallest ones 300."""
+"""Log bytes per task that compares ids: messages of 1 KiB take 40 MB of memory, the smallest ones 300."""
 ROWS_MAX = 10_000
 
 GROUP, PROBLEM, DERIVED, LETTERS = "group", "unread", "derived", "letters"
 SUBJECT, STORED, DELAYED = "subject:", "stored:", "delayed:"
-"""Keys, or what they begin with."""
+"""Keys, or their prefixes."""
 
 _FACTS = "job int, key string, piece long, copy string, payload binary"
 _FACT_ROWS = pa.schema(
@@ -59,12 +59,12 @@ _JUDGED_ROWS = pa.schema(
 
 Row = dict[str, Any]
 Task = tuple[int, int, int | None]
-"""(job, begin, end) of a piece; (job, base, None) of a segment, of what is stored beside it."""
+"""(job, begin, end) of a piece; (job, base, None) for the files beside a segment."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """How one broker group is read and judged. `begins`: where reading begins behind what is not read."""
+    """Reading and judging of one broker group. `begins`: offsets where reading begins after unread bytes."""
 
     places: Mapping[str, Mapping[str, str]]
     reading: Reading
@@ -72,15 +72,15 @@ class Job:
     begins: frozenset[int]
     watermark: int
     ends: Mapping[str, int] | None = None
-    """Where each subject ended at `reading.begin`, if that was verified; those that are not in it did not exist."""
+    """Verified end of each subject at `reading.begin`; missing subjects did not exist."""
     before: Frame | None = None
-    """The frame that ends there, if that was verified."""
+    """The verified frame that ends there."""
     kept: int | None = None
-    """From where on frames were kept there, by the retention frames before it."""
+    """First offset kept there, by the retention frames before it."""
     bases: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """Of each copy, where its segments begin, up to the watermark."""
+    """Offsets of each copy's segments, up to the watermark."""
     segments: Sequence[int] = ()
-    """Those beside which index and snapshot are looked at."""
+    """Segments whose index and snapshot are checked."""
 
     @property
     def buckets(self) -> int:
@@ -88,7 +88,7 @@ class Job:
 
 
 def judged(spark: SparkSession, jobs: Sequence[Job], piece_bytes: int) -> DataFrame:
-    """Return what the judges say of all broker groups; see the module's text."""
+    """Return the judges' rows of all broker groups; see the module's docstring."""
     tasks = tasks_of(jobs, piece_bytes)
     parts = int(str(spark.conf.get("spark.sql.shuffle.partitions")))
     facts = spark.range(0, len(tasks), 1, len(tasks)).mapInArrow(partial(_read, tuple(jobs), tasks), _FACTS)
@@ -97,13 +97,13 @@ def judged(spark: SparkSession, jobs: Sequence[Job], piece_bytes: int) -> DataFr
 
 
 def tasks_of(jobs: Sequence[Job], piece_bytes: int) -> list[list[Task]]:
-    """Return what each of Spark's tasks reads."""
+    """Return the pieces and segments of each Spark task."""
     tasks: list[list[Task]] = [[(number, base, None)] for number, job in enumerate(jobs) for base in job.segments]
     return [*tasks, *_tasks(jobs, piece_bytes)]
 
 
 def _tasks(jobs: Sequence[Job], piece_bytes: int) -> Iterator[list[Task]]:
-    """Return pieces per task: small ones go together, as a task costs more than they do."""
+    """Yield pieces per task. Small pieces share a task, which costs more than they do."""
     task: list[Task] = []
     size = 0
     for number, job in enumerate(jobs):
@@ -129,8 +129,7 @@ def _read(jobs: Sequence[Job], tasks: list[list[Task]], batches: Iterable[Any]) 
 
 
 def _rows_of(job: Job, begin: int, end: int | None) -> list[tuple[str, str, Any]]:
-    """Return (key, copy, what is said) of a task. What cannot be read is the answer of one broker group: the others are
-    judged all the same."""
+    """Return (key, copy, facts) of a task. An error becomes a fact of this broker group; the others are still judged."""
     try:
         return list(_derived_of(job, begin) if end is None else _facts_of(job, begin, end))
     except Exception as error:
@@ -142,7 +141,7 @@ def _why(error: Exception, what: str) -> str:
 
 
 def _facts_of(job: Job, begin: int, end: int) -> Iterator[tuple[str, str, Any]]:
-    """Yield (key, copy, what is said) of one piece."""
+    """Yield (key, copy, facts) of one piece."""
     with ExitStack() as stack:
         copies = {name: stack.enter_context(closing(open_copy(place, limit=end))) for name, place in job.places.items()}
         found = job.reading.read(copies, begin, end)
@@ -162,7 +161,7 @@ def _facts_of(job: Job, begin: int, end: int) -> Iterator[tuple[str, str, Any]]:
 def _dead_letters_of(
     job: Job, copies: Mapping[str, Copy], found: Mapping[str, PieceFacts]
 ) -> Iterator[tuple[str, str, Any]]:
-    """Yield what is wrong with the dead letters of one piece, as `_facts_of`: on each copy that has them."""
+    """Yield problems of one piece's dead letters, as `_facts_of`, for each copy that has them."""
     for copy, facts in found.items():
         if letters := facts.letters():
             for name in copies if copy == ALL else (copy,):
@@ -171,7 +170,7 @@ def _dead_letters_of(
 
 
 def _derived_of(job: Job, base: int) -> Iterator[tuple[str, str, Any]]:
-    """Yield what is wrong with the files beside one segment, as `_facts_of`."""
+    """Yield problems of the files beside one segment, as `_facts_of`."""
     with ExitStack() as stack:
         copies = {name: stack.enter_context(closing(open_copy(place))) for name, place in job.places.items()}
         for name, wrong in check_segment(copies, job.bases, base):
@@ -179,7 +178,7 @@ def _derived_of(job: Job, base: int) -> Iterator[tuple[str, str, Any]]:
 
 
 class _UnreadJudge:
-    """Passes on why a piece was not read."""
+    """Passes on the reason why a piece was not read."""
 
     def take(self, piece: int, reason: str, /) -> Iterator[JudgeRow]:
         yield JudgeRow(UNREAD, {"text": reason})
@@ -226,7 +225,7 @@ def _judge(jobs: Sequence[Job], batches: Iterable[Any]) -> Iterator[Any]:
 
 
 class _KeyJudge:
-    """Judges one key of a broker group. If that fails, nothing is proven of this group, and of the others it is."""
+    """Judges one key of a broker group. A failure leaves this group unproven, and only this one."""
 
     def __init__(self, at: tuple[int, str], job: Job, listing: _Listing) -> None:
         self.at, self._listing = at, listing
@@ -250,7 +249,7 @@ class _KeyJudge:
 
 
 class _Listing:
-    """What the judges of one task say, as rows; more findings and counts than the driver lists are only counted."""
+    """Rows of one task's judges. Findings and counts beyond the driver's lists are only counted."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[int, str, str, str, bool]] = []

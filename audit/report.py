@@ -1,4 +1,4 @@
-"""Core. What the audit says: a report for people, and the same as one JSON object for programs."""
+"""Core. The audit's report: Markdown for people, one JSON object for programs."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from qmq.audit.delays import DELAY_STATES
 from qmq.audit.results import Result
 
 NAMED_MAX = 100
-"""Findings that the report names; the JSON has up to a thousand of each kind."""
+"""Findings in the Markdown; the JSON has up to a thousand of each kind."""
 VERDICTS = {0: "proven equal", 1: "findings", 2: "could not read"}
 
 
 def status_of(results: Iterable[Result]) -> int:
-    """Return the worst exit status: one group that could not be read spoils the proof of all."""
+    """Return the worst exit status: one unread group leaves the whole unproven."""
     return max((result.status for result in results), default=2)
 
 
 def as_json(results: list[Result], seconds: float) -> dict[str, Any]:
-    """Return the machine-readable result."""
+    """Return the result for programs."""
     status = status_of(results)
     return {
         "status": status,
@@ -190,5 +190,5 @@ def _table(names: list[str], rows: list[list[Any]]) -> list[str]:
 
 
 def _cell(text: str) -> str:
-    """An application's ids may have any characters: each stays within its cell."""
+    """Keep a text within its cell: ids of applications may contain any character."""
     return " ".join(text.split()).replace("|", "\\|")

@@ -1,4 +1,4 @@
-"""Core. What Spark's judges said of one broker group, put together on the driver: counts, and findings once each."""
+"""Core. Result of one broker group's audit, and the judges' rows that it is built from: counts, and unique findings."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ from qmq.ledger import Piece
 
 Row = dict[str, Any]
 READ = ("messages", "bytes", "due_bytes", "frames")
-"""What is counted of a copy; `due_bytes` are those below the high watermark."""
+"""Counts per copy; `due_bytes` lie below the high watermark."""
 _FIELDS = ("what", "offset", "end", "subject", "sequence", "id", "text")
 
 
 @dataclass(slots=True)
 class Result:
-    """What the audit of one broker group found, and what it read to say so. Offsets below `watermark` were promised."""
+    """Findings of one broker group's audit, and the ranges read for them. Offsets below `watermark` were acknowledged."""
 
     group: str
     places: dict[str, str]
     until_ms: int = FOREVER_MS
-    """When the audit began, and a little more: no frame is of a later time."""
+    """Start of the audit plus AHEAD_MS_MAX: upper bound of all frames' times."""
     start: int = 0
     begin: int = 0
-    """From here on everything is read; before it, what `again` says."""
+    """Everything from here on is read; before it, only `again`."""
     again: list[Piece] = field(default_factory=list)
     cuts: list[int] = field(default_factory=list)
-    """Where earlier runs ended: what is read in between can be held against what they read."""
+    """Ends of earlier runs: ranges in between are compared with their digests."""
     watermark: int = 0
     logs: dict[str, Description] = field(default_factory=dict)
     incarnations: dict[str, str] = field(default_factory=dict)
-    """Of the brokers that were read; empty where nothing tells."""
+    """Incarnations of the brokers; empty if unknown."""
     read: dict[str, Row] = field(default_factory=dict)
     findings: list[Row] = field(default_factory=list)
     found: dict[str, int] = field(default_factory=dict)
@@ -62,26 +62,26 @@ class Result:
     hours: list[Row] = field(default_factory=list)
     conserved: list[Row] = field(default_factory=list)
     delayed: list[Row] = field(default_factory=list)
-    """Of a delay group: what became of its messages, per subject."""
+    """Of a delay group: equation of each subject."""
     epochs: list[str] = field(default_factory=list)
     journal: int | None = None
     unreadable: str | None = None
     unverified: int = 0
-    """Bytes that were never verified, and that retention has removed by now."""
+    """Bytes that retention deleted before any run verified them."""
     wrong_before: list[Row] = field(default_factory=list)
-    """Findings of earlier runs about both copies, at places that this one does not read."""
+    """Findings of earlier runs about both copies, at places not read by this run."""
     history: int | None = None
-    """Offset from which on frames differ in their chain, as they follow a difference."""
+    """First frame that differs only in its chain, as it follows a difference."""
     min_copies: int = COPIES_MIN
 
     def add(self, what: FindingKind, **fields: Any) -> None:
-        """Add a finding that the driver itself made."""
+        """Add a finding made on the driver."""
         self.count(what, 1)
         if self.found[what] <= FINDINGS_MAX:
             self.findings.append(dict.fromkeys(FINDINGS.fieldNames()) | {"what": what.value} | fields)
 
     def take(self, found: Iterable[Row]) -> None:
-        """Count the findings per kind, and keep the first ones of each."""
+        """Count the findings by kind, and list the first ones of each."""
         rows = [{name: row[name] for name in FINDINGS.fieldNames()} for row in found]
         rows = sorted(rows, key=lambda row: (row["offset"] is None, row["offset"] or 0))
         kept = Counter(row["what"] for row in self.findings)
@@ -96,12 +96,12 @@ class Result:
         self.found[what] = self.found.get(what, 0) + times
 
     def is_behind(self, copy: str) -> bool:
-        """Return whether a copy ends too early to have acknowledged all, and enough others did (decision 42)."""
+        """Return whether a copy ends below the watermark while enough others reach it (decision 42)."""
         whole = sum(log.end >= self.watermark for log in self.logs.values())
         return self.logs[copy].end < self.watermark and whole >= self.min_copies
 
     def whole_until(self) -> int:
-        """Return up to where every copy goes, of what is due. What lies behind was not read on all of them."""
+        """Return the offset up to which all copies can be compared; bytes after it are missing in some."""
         return min([self.watermark, *(log.end for name, log in self.logs.items() if self.is_behind(name))])
 
     @property
@@ -125,38 +125,40 @@ class Result:
         return [piece for begin, until in self.reads() for piece in split_range(begin, until, piece_bytes)]
 
     def oldest(self) -> int:
-        """Return the lowest offset that any copy has."""
+        """Return the lowest offset in any copy."""
         return min(log.start for log in self.logs.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """What to audit: the place of each copy, as options of the data source, and how many of them acknowledge."""
+    """Broker group to audit: the place of each copy, as options of the data source, and how many copies acknowledge."""
 
     name: str
     places: dict[str, dict[str, str]]
     min_copies: int = COPIES_MIN
     closed: tuple[str, ...] = ()
-    """Why it takes no messages, if it is known to take none."""
+    """Readonly reasons, if it is readonly."""
     is_delay: bool = False
-    """Whether it is known to be of delay servers: one between two masterships does not say so itself."""
+    """Whether it is a group of delay servers; a broker between two masterships does not report that itself."""
 
 
 class GroupAnswer:
-    """Takes (copy, kind, row) of `audit.findings`, of one broker group; `names` are its copies, the master first."""
+    """Judges' rows of one broker group, as (copy, kind, row) of `audit.findings`. `names`: its copies, the master
+    first.
+    """
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = tuple(names)
         self.unread: list[str] = []
         self.pieces: dict[int, dict[str, Row]] = {}
-        """Where a piece begins -> what was read of it, by copy."""
+        """Begin of a piece -> counts by copy."""
         self.subjects: dict[str, dict[str, Row]] = {name: {} for name in names}
         self.hours: list[Row] = []
         self.accounts: list[Row] = []
         self.epochs: dict[str, int] = {}
         self.kept_from: int | None = None
         self.differing: set[int] = set()
-        """Pieces of which the copies have other bytes."""
+        """Pieces in which the copies differ."""
         self._findings: list[tuple[str, Row]] = []
         self._more: dict[str, Counter[str]] = {name: Counter() for name in names}
 
@@ -187,7 +189,7 @@ class GroupAnswer:
             self.unread.append(row["text"])
 
     def read(self, begin: int, watermark: int) -> dict[str, Row]:
-        """Return what was read of each copy; what is due lies in `[begin, watermark)`."""
+        """Return the counts of each copy; due bytes lie in `[begin, watermark)`."""
         found = {name: dict.fromkeys(READ, 0) for name in self.names}
         for at, copies in self.pieces.items():
             for name, row in copies.items():
@@ -198,7 +200,7 @@ class GroupAnswer:
         return found
 
     def ends(self, key: str = "end") -> dict[str, int]:
-        """Return where each subject ends, on the copy that goes on furthest; `due_end`: below the watermark."""
+        """Return the end of each subject on the longer copy; `due_end`: below the watermark."""
         found: dict[str, int] = {}
         for subjects in self.subjects.values():
             for subject, row in subjects.items():
@@ -207,9 +209,9 @@ class GroupAnswer:
         return found
 
     def findings(self) -> tuple[list[Row], Counter[str]]:
-        """Return what is wrong, each once, with its copy, and how many of each kind more there are.
+        """Return the unique findings with their copy, and the number of further ones of each kind.
 
-        What follows from damage is left out: a gap with damage in it, and what became plain only behind damage.
+        Consequences of damage are left out: gaps across damage, and problems revealed only after damage.
         """
         broken = defaultdict(list)
         for copy, row in self._findings:
@@ -232,7 +234,7 @@ class GroupAnswer:
         return list(merge_copies(due, self.names)), more
 
     def is_master_damaged(self) -> bool:
-        """Return whether the master is damaged: then its consumers' messages cannot be accounted for."""
+        """Return whether the master's copy is damaged, so that consumers' messages cannot be accounted for."""
         return any(row["what"] == FindingKind.DAMAGED and MASTER in self._of(copy) for copy, row in self._findings)
 
     def _of(self, copy: str) -> tuple[str, ...]:
@@ -240,7 +242,7 @@ class GroupAnswer:
 
 
 def merge_copies(found: Iterable[tuple[str, Row]], names: Sequence[str]) -> Iterator[Row]:
-    """Yield findings of `found`, (copy, row); what all copies have alike is one of BOTH."""
+    """Yield the findings in `found`, (copy, row); one shared by all copies becomes one of BOTH."""
     copies: defaultdict[tuple[Any, ...], set[str]] = defaultdict(set)
     for name, row in found:
         copies[tuple(row[field] for field in _FIELDS)].add(name)
@@ -255,9 +257,9 @@ def _lies_in(ranges: Iterable[tuple[int, int]], begin: int, end: int) -> bool:
 
 
 def kept_from(answer: GroupAnswer, result: Result) -> int | None:
-    """Return from where on frames are kept, by the retention frames; None if nothing tells.
+    """Return the first offset kept, by the retention frames; None if unknown.
 
-    The frame that gave up what is gone is in what is left: a log without one gave up nothing.
+    The retention frame for deleted frames is in the rest of the log: a log without one has deleted nothing.
     """
     if answer.kept_from is None and result.begin == result.start and not answer.is_master_damaged():
         return 0
@@ -265,6 +267,6 @@ def kept_from(answer: GroupAnswer, result: Result) -> int | None:
 
 
 def digests_of(answer: GroupAnswer, result: Result) -> dict[int, tuple[int, int]]:
-    """Return of each piece that is due its bytes and digest, as the master has them."""
+    """Return the bytes and digest of each due piece, from the master's copy."""
     rows = {at: copies[MASTER] for at, copies in answer.pieces.items() if at < result.watermark and MASTER in copies}
     return {at: (row["bytes"], int(row["digest"], 16)) for at, row in rows.items() if row["bytes"]}

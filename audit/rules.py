@@ -1,7 +1,7 @@
-"""Core. What must hold between the pieces of a log: judges that take what the pieces say, in order.
+"""Core. Rules between the pieces of a log: judges that take the facts of the pieces in order.
 
-One judge speaks for all copies as long as they say the same; from the first piece in which they do not, each copy has
-its own (`JudgePerCopy`).
+One judge stands for all copies while their facts are equal. From the first difference on, each copy has its own
+(`JudgePerCopy`).
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from qmq.audit.messages import STORED
 from qmq.log.frame import Frame
 
 TWICE_MAX = 20_000
-"""Of what is stored twice, more are listed: a batch's ids are left out where the batch is named."""
+"""Listed duplicates: more than other findings, as the ids of a duplicate batch are later left out."""
 
 Row = dict[str, Any]
 
 
 class JudgePerCopy:
-    """Judges the copies as one until they differ, then each by itself. Made per broker group and subject."""
+    """Judges the copies together until they differ, then each by itself. One per broker group and key."""
 
     def __init__(self, names: Collection[str], make: Callable[[], Judge]) -> None:
         self._names = names
@@ -65,11 +65,12 @@ class JudgePerCopy:
 
 
 class LogJudge:
-    """Judges what is said of the whole log: problems that readers met, borders of pieces, epochs, retention.
+    """Judges the whole log: problems met by readers, borders of pieces, epochs, retention.
 
     Args:
-        until_ms, begins, before: of `PieceBorders`. begin: what lies before was judged by an earlier run.
-        kept: from where on frames were kept there, if anything tells.
+        until_ms, begins, before: of `PieceBorders`.
+        begin: an earlier run judged the bytes before.
+        kept: first offset kept at `begin`, if known.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class LogJudge:
             yield from self._retention(facts.retention)
 
     def _problem(self, row: Row) -> None:
-        """Damage that crosses the border of two pieces was seen from both sides: it is one, up to the next frame."""
+        """Record a problem. Damage across the border of two pieces is seen from both; join it up to the next frame."""
         key = (row["what"], row["offset"], row["sequence"])
         known = self._problems.get(key)
         if known is None:
@@ -141,9 +142,9 @@ class SubjectJudge:
     """Judges sequences and progress of one subject.
 
     Args:
-        begin: where reading began; from 0 on, nothing before it excuses anything.
-        known: where the subject ended there, if that was verified.
-        watermark: what lies behind was promised to nobody.
+        begin: offset where reading began; at 0, nothing earlier can explain a gap.
+        known: verified end of the subject at `begin`.
+        watermark: high watermark; frames above it were acknowledged to no client.
     """
 
     def __init__(self, subject: str, begin: int, known: int | None, watermark: int) -> None:
@@ -177,7 +178,7 @@ class SubjectJudge:
         return finding(FindingKind(row["what"]), row["text"], seen=seen, **fields)
 
     def _run(self, run: Row) -> Iterator[JudgeRow]:
-        """Runs are dense in themselves; within a piece the reader compared them."""
+        """Check a run against the one before. Runs have no gaps inside; within a piece the reader compared them."""
         first, due = run["first"], self._due
         if not run["judged"] and due is not None and first != due:
             why = "gap: messages are missing" if first > due else "repeated or reordered"
@@ -209,10 +210,10 @@ def _add(accounts: dict[str, Row], subject: str, hour: Row) -> None:
 
 
 class DuplicateJudge:
-    """Finds batches and message ids that were stored twice under one producer, of those whose hash falls to it.
+    """Finds batches and message ids stored twice under one producer, in one bucket of hashes.
 
-    Takes `{what: (hashes, offsets of frames, places in them)}`. The last one of each is named. `sequence` is the place
-    of the message in its frame: `audit.inspection` reads which one that is.
+    Takes `{what: (hashes, offsets of frames, places in them)}`. The finding is about the last one of each. Its
+    `sequence` is the message's index in its frame, until `audit.inspection` reads the sequence.
     """
 
     def __init__(self) -> None:
@@ -245,11 +246,11 @@ class DuplicateJudge:
 
 
 PLACED = np.dtype([("key", "<i8"), ("offset", "<i8"), ("place", "<u4")])
-"""What may be stored once: a hash of its name, where its frame begins, which message of it."""
+"""A batch or id that may be stored only once: hash of its name, offset of its frame, index in the frame."""
 
 
 def spread_stored(facts: PieceFacts, buckets: int) -> Iterator[tuple[int, dict[str, bytes]]]:
-    """Return what a piece says of what may be stored once, by bucket, for `DuplicateJudge`."""
+    """Yield (bucket, batches and ids) of a piece, for `DuplicateJudge`."""
     batches = [(offset, np.frombuffer(data, STORED)) for offset, data, _ in facts.stored]
     ids = [(offset, np.frombuffer(data, STORED)) for offset, _, data in facts.stored]
     for what, windows in ((FindingKind.BATCH_TWICE, batches), (FindingKind.ID_TWICE, ids)):

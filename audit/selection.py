@@ -1,13 +1,11 @@
-"""Core. What is asked of a log's table: options and the filters that Spark pushes down, as bounds for a reader.
+"""Core. Selection of a log's frames from options and pushed-down filters, and the extents of the log to read for it.
 
-Bounds only narrow what is read. Spark applies its filters again to what comes, so a filter that is not understood here
-costs time, not truth. `subject`, `since` and `until`, which are options, are exact: a frame has one subject and time.
+Bounds only narrow the read. Spark applies its filters again to every row, so an unsupported filter costs time, not
+correctness. The options `subject`, `since` and `until` are exact: a frame has one subject and one time.
 
-Which parts of a log a table has to read: segments are passed over by their index and by their times.
-
-A closed segment has an index file that says where each subject's messages lie in it (`qmq.log.index`): of messages of
-named subjects, only those places are read. Of a time, the first frames of a segment and of the next one tell: what was
-stored in it lies between the two, give or take `CLOCK_MS`.
+Segments are skipped by their index and by their times. A closed segment has an index file with the places of each
+subject's messages (`qmq.log.index`); a selection by subject reads only those places. The times of a segment lie between
+the first frame of this segment and of the next, give or take `CLOCK_MS`.
 """
 
 from __future__ import annotations
@@ -27,16 +25,16 @@ from qmq.log.frame import Frame, FrameKind, decode_header
 from qmq.log.index import ClosedIndex
 
 ANY_MAX = 1 << 63
-"""Above every offset, sequence and time."""
+"""Above all offsets, sequences and times."""
 
 
 class WrongOption(ValueError):
-    """An option of the data source that says nothing; correct it."""
+    """An option of the data source is invalid; correct it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """`[begin, end)`."""
+    """Half-open range `[begin, end)`."""
 
     begin: int = 0
     end: int = ANY_MAX
@@ -45,13 +43,13 @@ class Bounds:
         return Bounds(max(self.begin, begin), min(self.end, end))
 
     def meets(self, begin: int, end: int) -> bool:
-        """Return whether something of `[begin, end)` lies within."""
+        """Return whether `[begin, end)` overlaps this range."""
         return begin < self.end and end > self.begin
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which frames are wanted; everything by default. `texts` stand in the encoding of each message that is wanted."""
+    """Selection of frames; all by default. A selected message contains all `texts` in its encoding."""
 
     subjects: frozenset[str] | None = None
     offsets: Bounds = Bounds()
@@ -60,7 +58,7 @@ class Selection:
     texts: tuple[bytes, ...] = ()
 
     def matches(self, frame: Frame) -> bool:
-        """Return whether a frame may hold what is wanted, by its header."""
+        """Return whether a frame may hold selected messages, by its header."""
         if self.subjects is not None and frame.subject not in self.subjects:
             return False
         first = frame.first_sequence
@@ -76,7 +74,7 @@ class Selection:
 
 
 def selection_of(options: Mapping[str, str]) -> Selection:
-    """Read the options `subject` (several with commas), `since`, `until` and `contains`; raises WrongOption."""
+    """Parse the options `subject` (several with commas), `since`, `until` and `contains`; raise WrongOption."""
     selection = Selection()
     if subject := options.get("subject"):
         selection = selection.of_subjects(name.strip() for name in subject.split(","))
@@ -86,7 +84,7 @@ def selection_of(options: Mapping[str, str]) -> Selection:
 
 
 def time_option_ms(options: Mapping[str, str], name: str, default: int) -> int:
-    """Read a time: ISO 8601, in UTC if it names no zone, or milliseconds since 1970."""
+    """Parse a time option: ISO 8601, in UTC unless it names a zone, or milliseconds since 1970."""
     if not (text := options.get(name, "")):
         return default
     if text.isdigit():
@@ -99,13 +97,13 @@ def time_option_ms(options: Mapping[str, str], name: str, default: int) -> int:
 
 
 def encoded(text: str) -> bytes:
-    """Return a text as it stands in a message: behind its length (qmq.codec)."""
+    """Return a text as a message encodes it: length, then bytes (`qmq.codec`)."""
     data = text.encode()
     return min(len(data), 0xFFFF).to_bytes(2, "big") + data
 
 
 def narrow(selection: Selection, filters: Iterable[Filter], *, of_messages: bool) -> Selection:
-    """Return `wanted` within what the filters say together. `of_messages`: of the table of messages."""
+    """Return `selection` narrowed by all filters. `of_messages`: the table is that of messages."""
     for condition in filters:
         if not isinstance(condition, EqualTo | In | GreaterThan | GreaterThanOrEqual | LessThan | LessThanOrEqual):
             continue
@@ -147,17 +145,17 @@ def _bounds_of(condition: Any) -> tuple[int, int]:
 
 
 PIECE_BYTES = 64 << 20
-"""Of log, per task."""
+"""Log bytes per task."""
 CLOCK_MS = AHEAD_MS_MAX
-"""Brokers' clocks differ by less, and are set back by less: what does not is a finding of the audit (`time`)."""
+"""Bound on the differences between brokers' clocks; a larger one is a finding (`time`)."""
 GAP_BYTES = 256 << 10
-"""Frames that lie no further apart are read at one go: to read 256 KiB takes no longer than to begin again behind."""
+"""Frames closer than this are read at once: reading 256 KiB takes no longer than starting a new read."""
 FRAMES_AT_ONCE = 1 << 40
 """All frames of a subject in a segment."""
 
 
 class Extent(NamedTuple):
-    """Frames that begin in `[begin, end)`. If it `is_start`, one stands at `begin`; `chain` is the one before it."""
+    """Frames that begin in `[begin, end)`. `is_start`: a frame begins at `begin`. `chain`: chain of the frame before."""
 
     begin: int
     end: int
@@ -166,16 +164,16 @@ class Extent(NamedTuple):
 
 
 class Segments(Protocol):
-    """What a copy tells of its segments."""
+    """Segments of a copy, read by frame and by index."""
 
     def frame(self, offset: int, size: int) -> bytes: ...
 
     def index(self, base: int) -> ClosedIndex | None:
-        """Return the index of the closed segment at `base`; None if there is none that is whole."""
+        """Return the index of the closed segment at `base`, or None without an intact one."""
 
 
 class Plan(NamedTuple):
-    """What is known of a log before it is read: its range, the chain at its start, its segments' bases."""
+    """A log before the read: its range, the chain at its start, and its segments' bases."""
 
     start: int
     end: int
@@ -193,9 +191,9 @@ def extents(
     by_index: bool,
     on_frames: bool = False,
 ) -> Iterator[Extent]:
-    """Yield what is to be read of `ranges`, in order, in parts that end at multiples of `grid` or behind a frame.
+    """Yield the extents to read of `ranges`, in order; each ends at a multiple of `grid` or after a frame.
 
-    `by_index`: messages are asked for, which is what indexes know of. `on_frames`: each range begins with a frame.
+    `by_index`: messages are read, so indexes apply. `on_frames`: each range begins with a frame.
     """
     for begin, end in ranges:
         bounds = selection.offsets.cut(max(begin, log.start), min(end, log.end))
@@ -227,7 +225,7 @@ def _time_at(copy: Segments, offset: int) -> int | None:
 
 
 def _indexed(index: ClosedIndex, selection: Selection, bounds: Bounds) -> Iterator[Extent]:
-    """Yield the places of the wanted subjects' frames in one segment, neighbours together."""
+    """Yield the extents of the selected subjects' frames in one segment; close neighbours are one extent."""
     places = [
         (ref.offset, ref.offset + ref.length)
         for subject in selection.subjects or ()
@@ -247,14 +245,14 @@ def _indexed(index: ClosedIndex, selection: Selection, bounds: Bounds) -> Iterat
 
 
 def _split(begin: int, end: int, grid: int, log: Plan, *, exact: bool) -> Iterator[Extent]:
-    """Split a range at the multiples of `grid`; a frame stands at its beginning if it is the log's or `exact`."""
+    """Split a range at the multiples of `grid`. A frame begins at its start if that is the log's start, or if `exact`."""
     for at, until in split_range(begin, end, grid):
         is_log_start = at == log.start
         yield Extent(at, until, is_log_start or (exact and at == begin), log.chain if is_log_start else None)
 
 
 def split_range(begin: int, end: int, grid: int) -> Iterator[tuple[int, int]]:
-    """Split `[begin, end)` at the multiples of `grid`, so that both copies are split at the same offsets."""
+    """Split `[begin, end)` at the multiples of `grid`, so that all copies are split at the same offsets."""
     while begin < end:
         until = min(end, (begin // grid + 1) * grid)
         yield begin, until
@@ -262,7 +260,7 @@ def split_range(begin: int, end: int, grid: int) -> Iterator[tuple[int, int]]:
 
 
 def parts(found: Iterable[Extent], size: int) -> Iterator[tuple[Extent, ...]]:
-    """Put extents together, up to about `size` bytes each: one task reads a part."""
+    """Join extents into parts of about `size` bytes; one task reads a part."""
     gathered: list[Extent] = []
     total = 0
     for extent in found:

@@ -1,6 +1,6 @@
-"""Core. What a walk over a part of a log becomes as a table: messages, frames, consumers' progress, or delays.
+"""Core. Tables of a walk over part of a log: messages, frames, consumers' progress, or delays.
 
-A range that does not parse is a row of which only `problem` and place are set; so is a message that does not decode.
+A range that does not parse, or a message that does not decode, is a row with only `problem` and its place set.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from qmq.log.progress_frame import (
 )
 
 ROWS_MAX, BYTES_MAX = 65_536, 8 << 20
-"""Of a batch that is sent to Spark."""
+"""Bounds of one batch sent to Spark."""
 
 _AT = [
     ("broker_group", pa.string()),
@@ -106,7 +106,7 @@ Lists = Mapping[str, Iterable[Any]]
 
 
 class _Columns:
-    """Gathers rows as columns, and gives them away as Arrow batches of a bounded size."""
+    """Collects rows as columns and returns them as Arrow batches of bounded size."""
 
     def __init__(self, schema: pa.Schema, names: Iterable[str], *, is_strict: bool) -> None:
         self._schema = pa.schema([schema.field(name) for name in names])
@@ -118,10 +118,10 @@ class _Columns:
         self._rows = self._bytes = 0
 
     def add(self, rows: int, shared: Values, lists: Lists, size: int = 0) -> None:
-        """Add rows: `shared` is the same in all of them; a column that is in neither is null. `size`: bytes of them.
+        """Add rows of `size` bytes. `shared` columns have one value; columns in neither mapping are null.
 
         Raises:
-            CorruptFrame: something is wrong with one, and no damage is wanted.
+            CorruptFrame: a row has a problem, and the table is strict.
         """
         if self._is_strict:
             for problem in (shared.get("problem"), *lists.get("problem", ())):
@@ -140,7 +140,7 @@ class _Columns:
         return self._rows >= ROWS_MAX or self._bytes >= BYTES_MAX
 
     def take(self) -> Iterator[pa.RecordBatch]:
-        """Yield what was gathered, if anything was."""
+        """Yield the collected rows, if any."""
         if self._rows:
             arrays = [pa.array(self._columns[field.name], field.type) for field in self._schema]
             yield pa.RecordBatch.from_arrays(arrays, schema=self._schema)
@@ -150,12 +150,12 @@ class _Columns:
 def table_batches(
     walk: Walk, table: str, columns: Iterable[str], selection: Selection, shared: Values, *, is_strict: bool = False
 ) -> Iterator[pa.RecordBatch]:
-    """Return the rows of a table of SCHEMAS with the named `columns`; what is not asked for is not decoded.
+    """Return the rows of a table of SCHEMAS with the named `columns`; only these are decoded.
 
-    `shared`: columns that are the same in all rows.
+    `shared`: columns with one value for all rows.
 
     Raises:
-        CorruptFrame: something is damaged, and the table `is_strict`.
+        CorruptFrame: a range is damaged, and the table `is_strict`.
     """
     names = list(columns)
     found = _Columns(SCHEMAS[table], names, is_strict=is_strict)
@@ -274,7 +274,7 @@ def _events(
 
 
 def _progress(frame: Frame, body: memoryview) -> Iterator[dict[str, Any]]:
-    """Yield what a progress frame says (qmq.log.progress_frame)."""
+    """Yield the events of a progress frame (`qmq.log.progress_frame`)."""
     progress = decode_progress(body)
     of = {"consumer_group": progress.group, "consumer": progress.consumer or None}
     for event in _entries(frame.kind, progress.consumer, progress.entries):
@@ -313,7 +313,7 @@ _OF_DELAYS = DELAYS | {FrameKind.MESSAGES}
 
 
 def _decisions(frame: Frame, body: memoryview) -> Iterator[dict[str, Any]]:
-    """Yield what a frame of a delay server's log says of each message or batch (qmq.log.delay_frames)."""
+    """Yield the events of a delay server's frame, one per message or batch (`qmq.log.delay_frames`)."""
     if frame.kind == FrameKind.DISPATCH:
         group, places = decode_dispatch(body, frame.count)
         for number, due_ms in places:
@@ -334,7 +334,7 @@ def _decisions(frame: Frame, body: memoryview) -> Iterator[dict[str, Any]]:
 
 
 def _taken(frame: Frame, body: memoryview, begin: int) -> Iterator[dict[str, Any]]:
-    """Yield each message that a delay server took; its number is where it lies."""
+    """Yield each message taken by a delay server; its number is its offset."""
     end = len(body) - (labels_bytes(frame.count) if frame.flags & FLAG_LABELLED else 0)
     ends, _ = check_batch(body[begin:end], frame.count, FRAME_BYTES_MAX)
     data = begin + 4 * len(ends)

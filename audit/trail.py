@@ -1,9 +1,8 @@
-"""Core. What became of one message, as the logs tell: where it was stored, to whom delivered, and how that ended.
+"""Core. Trail of one message in the logs: where it was stored, its deliveries, and their outcomes.
 
-A message is found by its id: as its producer stored it, at a delay group and at the group that it was sent to; its copy
-among the dead letters of a consumer group, which has the same id; and the copy that was given back to that group. Of
-each of them follow the pulls that delivered it, and what their consumers said. Its states are those of
-`qmq.log.message_life`; what the table there does not know is shown, and moves nothing.
+Messages are found by id: the producer's message at a delay group and at its target group; its dead letter of a consumer
+group, which has the same id; and the redriven copy. The pulls that delivered each of these follow, then the answers of
+their consumers. States are those of `qmq.log.message_life`; a step unknown to that table is listed and changes nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from qmq.log.message_life import LIFE, MessageEvent, MessageState
 from qmq.subjects import DEAD_LETTER, parse_derived
 
 STORED_COLUMNS = "broker_group,offset,timestamp_ms,subject,sequence,id,tags,properties,producer,batch"
-"""What `steps` needs of a stored message."""
+"""Columns of a stored message for `steps`."""
 
 _EVENTS = {
     "pull": MessageEvent.DELIVER,
@@ -38,7 +37,8 @@ _EVENTS = {
 }
 _GO_OVER = ("pull", "passed", "deferred", "expired", "overflowed")
 _OF_PULLS = ("ack", "dead", "nack", "expired")
-"""What expired at a consumer has a pull sequence, what expired at the broker a sequence."""
+"""Events with a pull sequence. A message that expired at a consumer has one; if it expired at the broker, a sequence.
+"""
 _OF_CONSUMERS = ("left", "vanished")
 _OF_GROUPS = ("position", "forgotten")
 
@@ -46,7 +46,7 @@ Row = Mapping[str, Any]
 
 
 class Step(NamedTuple):
-    """One thing that happened to one stored copy of the message, or to all messages of its consumer group."""
+    """One event of a stored copy of the message, or of its whole consumer group."""
 
     at_ms: int
     broker_group: str
@@ -58,17 +58,17 @@ class Step(NamedTuple):
     consumer_group: str = ""
     consumer: str = ""
     state: str = ""
-    """Of the message in that group, from here on."""
+    """State of the message in that group from here on."""
     text: str = ""
 
 
 def deliveries(progress: DataFrame, stored: Iterable[Row]) -> DataFrame:
-    """Return the pulls that go over any of these messages. in, out: the table `progress`."""
+    """Return the pulls over any of these messages. in, out: the table `progress`."""
     return progress.where(F.col("event").isin(*_GO_OVER)).where(_any(map(_goes_over, stored)))
 
 
 def aftermath(progress: DataFrame, stored: Iterable[Row], pulls: Iterable[Row]) -> DataFrame:
-    """Return what was said later about what these pulls delivered, and where groups were moved."""
+    """Return later events of the delivered messages, and moves of their groups."""
     ends = [
         _says_of(message, pull)
         for message in stored
@@ -80,7 +80,7 @@ def aftermath(progress: DataFrame, stored: Iterable[Row], pulls: Iterable[Row]) 
 
 
 def _any(conditions: Iterable[Column]) -> Column:
-    """Return whether one of them holds."""
+    """Return whether any condition holds."""
     return reduce(or_, conditions, F.lit(False))
 
 
@@ -106,7 +106,7 @@ def _says_of(message: Row, pull: Row) -> Column:
 
 
 def _number(message: Row, pull: Row) -> int:
-    """Return under which pull sequence a pull delivered the message."""
+    """Return the pull sequence under which a pull delivered the message."""
     return int(pull["pull"] + message["sequence"] - pull["sequence"])
 
 
@@ -119,7 +119,7 @@ def _is_of(event: Row, message: Row) -> bool:
 
 
 def steps(stored: Iterable[Row], events: Iterable[Row]) -> list[Step]:
-    """Return what happened, in the order of time and, within a log, of the log."""
+    """Return the steps by time and, within a log, by offset."""
     stored, events = list(stored), sorted(events, key=lambda event: event["offset"])
     found: list[Step] = []
     for message in stored:
@@ -148,7 +148,7 @@ def _stored(message: Row) -> Step:
 
 
 def _buried(message: Row, group: str, stored: Iterable[Row]) -> int | None:
-    """Return where the dead letter lies that this group made of the message; None if it made none."""
+    """Return the offset of the group's dead letter of the message, or None."""
     for other in stored:
         derived, properties = parse_derived(other["subject"]), other["properties"] or {}
         whose = derived.group if derived and derived.kind == DEAD_LETTER else properties.get(GROUP)
@@ -166,7 +166,7 @@ def _life(message: Row, events: list[Row], buried: int | None) -> Iterator[Step]
         what, consumer = event["event"], event["consumer"] or ""
         by_consumer = what in _OF_PULLS and event["pull"] is not None
         if (by_consumer or what in _OF_CONSUMERS) and consumer != holder:
-            continue  # it has nothing to do with the message any more, or not yet
+            continue  # this consumer does not hold the message
         if by_consumer and not event["pull"] <= number < event["pull"] + event["messages"]:
             continue
         if what in _OF_GROUPS:

@@ -1,9 +1,9 @@
-"""Core. Walk over the stored bytes of one copy of a message log, frame by frame, and never stop at damage.
+"""Core. Walk over the stored bytes of one copy of a message log, frame by frame, past any damage.
 
-`qmq.log.frame` decides what a frame is. Where it finds none, the walk names the range and the reason and goes on at
-the next header that stands at its own offset. A piece is a byte range of the log; a frame belongs to the piece in
-which it begins, so a walk may read past the end of its piece, and what stands in front of the first frame belongs to
-the piece before. Whether the pieces meet is for `audit.rules` to judge.
+`qmq.log.frame` defines frames. Where none parses, the walk reports the range with a reason and continues at the next
+header that stands at its own offset. A piece is a byte range of the log. A frame belongs to the piece in which it
+begins: a walk may read past the end of its piece, and bytes before its first frame belong to the piece before.
+`audit.rules` judges the borders.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from qmq.errors import CorruptFrame
 from qmq.log.frame import FLAG_LABELLED, HEADER_BYTES, Frame, FrameKind, check_body, decode_header, find_frame
 
 WINDOW_BYTES = 4 << 20
-"""Read at once, and one Arrow batch. Measured: 4 MiB stays in the caches, which is 15 % faster than 16 MiB."""
+"""Read size, and size of an Arrow batch. Measured: 4 MiB fits the caches and is 15 % faster than 16 MiB."""
 ENTRY_BYTES = 256 << 10
-"""Read first, to find where a piece's first frame begins: most frames are shorter."""
+"""First read, to find a piece's first frame: most frames are shorter."""
 HEADER_BYTES_MAX = HEADER_BYTES + 512
-"""Header and subject of any frame that a broker writes (names have at most 100 bytes, retry subjects twice that)."""
+"""Maximum size of a header and subject: names have up to 100 bytes, retry subjects twice that."""
 UNREADABLE_STEP = 1 << 16
-"""After a read that failed, the walk tries again this far behind."""
+"""Step after a failed read."""
 
 
 class Storage(Protocol):
-    """Bytes of one copy, read at any offset."""
+    """Bytes of one copy at any offset."""
 
     def window(self, offset: int, size: int) -> bytes:
-        """Return up to `size` bytes that stand at `offset`; fewer at a segment's end, none where nothing is stored.
+        """Return up to `size` bytes at `offset`; fewer at a segment's end, none where nothing is stored.
 
         Raises:
-            OSError: the medium does not give them back.
+            OSError: the medium does not return them.
         """
 
     def resume(self, offset: int) -> int:
-        """Return the next offset behind `offset` at which bytes may be stored."""
+        """Return the next offset after `offset` that may be stored."""
 
     def starts_on_frame(self, offset: int) -> bool:
-        """Return whether bytes returned for `offset` begin with a frame even where no frame was read before."""
+        """Return whether bytes returned for `offset` begin with a frame even at the start of a read."""
 
 
 class Problem(NamedTuple):
-    """A range of a copy that is not what a broker writes; subject, sequence and message id as far as they are known."""
+    """A damaged or invalid range of a copy, with subject, sequence and message id if known."""
 
     offset: int
     end: int
@@ -60,9 +60,9 @@ class Problem(NamedTuple):
 
 @dataclass(slots=True)
 class Window:
-    """Bytes that were walked: `data` stands at `offset`; frames and problems in it, ascending.
+    """Bytes `data` at `offset` of a walk, with their frames and problems, ascending.
 
-    `damaged` are offsets of frames whose header is valid and whose body is not.
+    `damaged`: offsets of frames with a valid header and a damaged body.
     """
 
     offset: int
@@ -76,10 +76,10 @@ class Window:
         return self.data[at + frame.body_at : at + frame.body_at + frame.body_bytes]
 
     def batch(self, frame: Frame) -> memoryview:
-        """Return the batch of a messages frame, without the labels that may be behind it.
+        """Return the batch of a messages frame, without labels.
 
         Raises:
-            ValueError: there are no labels where the frame says so.
+            ValueError: the frame's flag announces labels, and there are none.
         """
         body = self.body(frame)
         if not frame.flags & FLAG_LABELLED:
@@ -88,7 +88,7 @@ class Window:
         return body[: len(body) - labels_bytes(frame.count)]
 
     def head(self, frame: Frame) -> memoryview:
-        """Return a frame's header and subject as stored."""
+        """Return the stored header and subject of a frame."""
         at = frame.offset - self.offset
         return self.data[at : at + frame.body_at]
 
@@ -96,34 +96,34 @@ class Window:
 class Walk:
     """One pass over the frames that begin in `[begin, end)`. Used once, by one task.
 
-    `at` is where the walk stands, `chain` the chain there, None when it is not known: behind damage, and at the
-    beginning of a piece that is not the beginning of the log.
+    `at` is the current offset, `chain` the chain there. The chain is None after damage, and at the beginning of a piece
+    that is not the log's first.
     """
 
     def __init__(self, storage: Storage, begin: int, end: int, *, chain: int | None = None, is_start: bool = False):
         self._storage, self._end = storage, end
         self.at, self.chain = begin, chain
         self._in_step = is_start
-        """Whether a frame must stand at `at`."""
+        """Whether a frame must begin at `at`."""
         self.ahead = b""
-        """What was read at `at` already."""
+        """Bytes already read at `at`."""
 
     def windows(self) -> Iterator[Window]:
-        """Yield what is read, in order; together the windows hold every frame of the piece."""
+        """Yield the windows in order; together they hold every frame of the piece."""
         yield from self.enter()
         while self.at < self._end:
             yield self._step()
 
     def enter(self) -> list[Window]:
-        """Find the first frame of a piece; what stands before it belongs to the piece before. Once, before `windows`.
+        """Find the first frame of a piece; bytes before it belong to the piece before. Call once, before `windows`.
 
-        Returns what could not be read on the way.
+        Return windows with the unreadable ranges on the way.
         """
         if self._in_step:
             return []
         self._in_step = True
         if self._storage.starts_on_frame(self.at):
-            with suppress(OSError):  # the first step meets it again, and names it
+            with suppress(OSError):  # the first step reports it
                 self.ahead = self._storage.window(self.at, WINDOW_BYTES)
                 if not self.ahead:
                     self.at = self._storage.resume(self.at)
@@ -132,7 +132,7 @@ class Walk:
         return [Window(self.at, memoryview(b""), problems=problems)] if problems else []
 
     def _step(self) -> Window:
-        """Read and parse one window, at least one frame or one damaged range of it."""
+        """Read and parse one window: at least one frame or one damaged range."""
         begin = self.at
         try:
             data, self.ahead = self.ahead or self._storage.window(begin, WINDOW_BYTES), b""
@@ -161,10 +161,10 @@ class Walk:
         return data if size <= len(data) else self._storage.window(self.at, size)
 
     def _parse(self, window: Window) -> None:
-        """Parse whole frames. What does not parse is left for the next window, unless it stands first in this one.
+        """Parse whole frames. Later bytes that do not parse are left for the next window.
 
         Raises:
-            CorruptFrame: no frame at `self.at`, which is the beginning of the window.
+            CorruptFrame: no frame at `self.at`, the beginning of the window.
         """
         base, size = window.offset, len(window.data)
         window.frames = whole_frames(window.data, self.at, self._end, self.chain)
@@ -188,7 +188,7 @@ class Walk:
             self.at, self.chain = frame.end, frame.chain
 
     def _header(self, window: Window, at: int) -> Frame:
-        """Parse a header. A valid one that continues another history is a problem, and its own history goes on."""
+        """Parse a header. A valid header with another chain is a problem, and its own chain continues."""
         try:
             return _within_reach(decode_header(window.data, at, self.at, self.chain))
         except CorruptFrame as error:
@@ -199,7 +199,7 @@ class Walk:
             return frame
 
     def _damage(self, window: Window, reason: str) -> Window:
-        """Close a window in front of bytes that do not parse, name them, and find the next frame."""
+        """End a window before bytes that do not parse, report them, and find the next frame."""
         broken = self.at
         self.at, more = self._search(broken + 8, rest=window)
         self.chain = None
@@ -209,9 +209,9 @@ class Walk:
         return window
 
     def _search(self, offset: int, rest: Window | None = None, size: int = WINDOW_BYTES) -> tuple[int, list[Problem]]:
-        """Return where the next frame at or behind `offset` begins, at most the piece's end, and unreadable parts.
+        """Return the offset of the next frame at or after `offset`, at most the piece's end, and the unreadable ranges.
 
-        `size`: so much is read first.
+        `size`: size of the first read.
         """
         problems: list[Problem] = []
         while offset < self._end:
@@ -234,13 +234,13 @@ class Walk:
                 offset = self._storage.resume(offset)
             elif len(data) <= HEADER_BYTES_MAX:
                 offset = max(offset + 8, begin + len(data))
-            else:  # a header may begin at the end of what was read
+            else:  # a header may begin at the end of the read
                 offset = max(offset + 8, begin + len(data) - HEADER_BYTES_MAX // 8 * 8)
         return self._end, problems
 
 
 def _within_reach(frame: Frame) -> Frame:
-    """Raises CorruptFrame."""
+    """Return the frame, or raise CorruptFrame if its numbers are beyond any log."""
     if (number := max(frame.first_sequence, frame.high_watermark)) > NUMBER_MAX:
         raise CorruptFrame(frame.offset, f"it states {number}, which no log reaches")
     return frame
@@ -252,10 +252,10 @@ def problem_of(frame: Frame, what: FindingKind, reason: str) -> Problem:
 
 
 def tail_of(storage: Storage, begin: int, end: int) -> tuple[int, Frame | None]:
-    """Find where a log ends whose last segment stands at `[begin, end)` of it, and its last frame.
+    """Return the end of a log whose last segment stands at `[begin, end)`, and its last frame.
 
-    A segment is allocated before it is filled, so zeros follow the last frame; behind a crash, a torn frame may.
-    The last frame is the last that parses with its body: what does not is no part of the log (`qmq.log.recovery`).
+    Segments are allocated before they are filled, so zeros follow the last frame; after a crash, a torn frame may. The
+    last frame is the last that parses with its body: later bytes are no part of the log (`qmq.log.recovery`).
     """
     high = end
     while high > begin:

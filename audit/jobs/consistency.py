@@ -1,4 +1,4 @@
-"""Shell. The nightly job: prove that both copies of each broker group are equal, or name what is not.
+"""Shell. The nightly job: prove that all copies of each broker group are equal, or list the differences.
 
     qmq audit --group g1 --master /data/b1 --slave 10.0.0.2:20883 --token-file token
     qmq audit --all-groups --metaserver http://127.0.0.1:8080 --token-file token
@@ -66,7 +66,7 @@ def _positive(text: str) -> int:
 
 
 def groups_of(options: argparse.Namespace) -> list[Group]:
-    """Return the groups that the command line names; raises CannotRead."""
+    """Return the groups on the command line; raise CannotRead."""
     if options.all_groups:
         if not options.metaserver:
             raise CannotRead("--all-groups needs --metaserver")
@@ -90,7 +90,7 @@ def _slaves(places: str, token: str) -> dict[str, dict[str, str]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
-        # What last night's audit wrote says nothing about tonight, however this one ends.
+        # Overwrite last night's result first: it must not pass for tonight's if this run fails.
         _write(options, [], 0.0)
         if (options.metrics or options.page) and not options.ledger:
             raise CannotRead("--metrics and --page need --ledger")
@@ -105,9 +105,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             write_gauges(options.metrics, Ledger(options.ledger), now_ms=now_ms)
         if options.page:
             unread = (f"{result.group}: {result.unreadable}" for result in results if result.unreadable)
-            _write_page(options, now_ms, "; ".join(unread))  # a line that could not be written is not in the ledger
+            _write_page(options, now_ms, "; ".join(unread))  # a failed line is missing in the ledger
     except Exception as error:
-        # Python itself would end with status 1, which says that there are findings.
+        # Python would exit with status 1, which means findings.
         print(error if isinstance(error, QmqError | OSError) else traceback.format_exc(), file=sys.stderr)
         return 2
     print(report)
@@ -130,7 +130,7 @@ def _audit(options: argparse.Namespace, groups: list[Group]) -> list[Result]:
 
 
 def _write(options: argparse.Namespace, results: list[Result], seconds: float) -> str:
-    """Write the files that were asked for; return the report."""
+    """Write the requested files; return the report."""
     report = as_markdown(results, seconds)
     if options.report:
         options.report.write_text(report + "\n")
@@ -140,7 +140,7 @@ def _write(options: argparse.Namespace, results: list[Result], seconds: float) -
 
 
 def _begin_page(options: argparse.Namespace) -> None:
-    """Write the page as it is to stay if this run comes to no end."""
+    """Write the page as it stays if this run never ends."""
     try:
         _write_page(options, int(time.time() * 1000), UNFINISHED)
     except LedgerDamaged:  # the other groups are audited all the same

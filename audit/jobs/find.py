@@ -2,8 +2,8 @@
 
     tools.sh FindMessage --property=orderNo=42 --since=2026-01-31T12:00:00Z --metaserver=http://127.0.0.1:8080
 
-`Browse` looks at one subject of the running masters, a piece at a time. This reads all that the logs hold, in every
-subject, dead letters included, on all cores that Spark has.
+`Browse` reads one subject from the running masters, piece by piece. This job reads all subjects in the logs, with dead
+letters, on all cores of Spark.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def find(
     limit: int = ROWS_MAX,
     **options: str,
 ) -> Rows:
-    """Return the first messages that have all of this, in the order of time; `options` are the data source's."""
+    """Return the first matching messages by time; `options` are the data source's."""
     pairs = dict(properties or {})
     texts = [text for pair in pairs.items() for text in pair] + [*tags, identity]
     messages = table(spark, places, "messages", columns=STORED_COLUMNS, contains=_lines(texts), **options)
@@ -46,12 +46,12 @@ def find(
 
 
 def _lines(texts: Iterable[str]) -> str:
-    """Write texts for the option `contains`; it saves work, so what no line can hold is left out."""
+    """Return texts for the option `contains`. It only saves work, so texts that no line can hold are left out."""
     return "\n".join(text for text in texts if text and "\n" not in text)
 
 
 def show(rows: Rows) -> Iterable[str]:
-    """Write a line per message."""
+    """Yield a line per message."""
     for row in rows:
         place = f"{row['broker_group'] or 'log'}@{row['offset']}"
         tags = " ".join(row["tags"])

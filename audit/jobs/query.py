@@ -1,12 +1,11 @@
-r"""Shell. What the jobs that ask the logs share: which logs, the views over them, how the answer is printed.
-
-Ask the message logs in SQL: views `messages` and `progress` over one copy per broker group.
+r"""Shell. Query the message logs in SQL: views `messages` and `progress` over one copy per broker group.
 
     qmq query --source /data/b1 \
         --sql "SELECT subject, count(*) AS messages FROM messages GROUP BY 1"
 
-Columns: docs/audit.md. Two copies of one group count everything twice. A damaged range that is read ends the query with
-an error, as an answer over a part of the log is none.
+Columns: docs/audit.md. Two copies of one group count everything twice. A damaged range ends the query with an error, as
+an answer from part of the log would be wrong. The jobs `find` and `trail` share the options, the tables and the
+printing.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ Place = dict[str, str]
 
 
 def add_source_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that `ask` needs."""
+    """Add the options of `ask`."""
     parser.add_argument("--metaserver", default="", help="its URL: read the logs of all broker groups")
     parser.add_argument(
         "--source", action="append", default=[], help="instead: a data directory, or ip:control_port; once per group"
@@ -45,7 +44,7 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
 
 
 def places_of(sources: Sequence[str], metaserver: str, token: str) -> list[Place]:
-    """Return what to read, as options of the data source; raises CannotRead."""
+    """Return the logs to read, as options of the data source; raise CannotRead."""
     if bool(sources) == bool(metaserver):
         raise CannotRead("give either --metaserver, or --source, once per broker group")
     if metaserver:
@@ -59,7 +58,7 @@ def places_of(sources: Sequence[str], metaserver: str, token: str) -> list[Place
 
 
 def table(spark: SparkSession, places: Sequence[Place], rows: str, **options: object) -> DataFrame:
-    """Read a table of all the logs, but for messages' bytes; a damaged range that is read fails the query."""
+    """Read a table of all the logs, without messages' bytes; a damaged range fails the query."""
     columns = ",".join(name for name in SCHEMAS[rows].names if name not in ("message", "problem"))
     given = {"rows": rows, "damage": "fail", "columns": columns} | options
     return reduce(DataFrame.unionByName, [read_copy(spark, place, **given) for place in places])
@@ -71,7 +70,7 @@ def ask(
     look: Callable[[SparkSession, list[Place]], Rows],
     show: Callable[[Rows], Iterable[str]],
 ) -> int:
-    """Start Spark, look, print what was found; return the exit status: 0, or 2 if it could not be read."""
+    """Start Spark, query, and print the rows; return the exit status: 0, or 2 if a log could not be read."""
     spark = None
     try:
         token = find_token(options.token, token_file=options.token_file)
@@ -93,12 +92,12 @@ def ask(
 
 
 def lines(rows: Rows) -> Iterable[str]:
-    """Show rows as they are, values with tabs between them."""
+    """Yield each row as its values with tabs between them."""
     return ("\t".join("" if value is None else str(value) for value in row.values()) for row in rows)
 
 
 def run_query(spark: SparkSession, places: Sequence[Place], sql: str) -> Rows:
-    """Return the answer's rows. Raises Spark's own error for a query that is wrong."""
+    """Return the rows of the answer. Spark raises its own error for an invalid query."""
     for view in ("messages", "progress"):
         table(spark, places, view).createOrReplaceTempView(view)
     return [row.asDict(recursive=True) for row in spark.sql(sql).collect()]

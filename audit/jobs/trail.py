@@ -1,9 +1,9 @@
-"""Shell. What became of a message: where each log has it, to whom it was delivered, and how that ended.
+"""Shell. Trail of a message: its places in the logs, its deliveries, and their outcomes.
 
     tools.sh Trail --id=8f2c… --metaserver=http://127.0.0.1:8080 --token-file=token
 
-It reads the logs of the broker groups, not the brokers' state, so it also tells of messages that were consumed long
-ago, as long as their segments are kept. An id may be used in several subjects: --subject names the one that is meant.
+It reads the logs of the broker groups, not the brokers' state. So it finds consumed messages as long as their segments
+are kept. An id may occur in several subjects: --subject selects one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from qmq.subjects import parse_derived
 
 
 def find_trail(spark: SparkSession, places: Sequence[Place], identity: str, subject: str = "") -> Rows:
-    """Return the steps of a message (`qmq.audit.trail.Step`), none if no log has it."""
+    """Return the steps of a message (`qmq.audit.trail.Step`); empty if no log has it."""
     messages = table(spark, places, "messages", columns=STORED_COLUMNS).where(F.col("id") == identity)
     stored = [row.asDict() for row in messages.collect()]
     stored = [message for message in stored if subject in ("", _real(message["subject"]))]
@@ -44,7 +44,7 @@ def _real(subject: str) -> str:
 
 
 def show(rows: Rows) -> Iterable[str]:
-    """Write a line per step."""
+    """Yield a line per step."""
     if not rows:
         yield "no log has a message with this id"
     for row in rows:
