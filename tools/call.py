@@ -1,4 +1,4 @@
-"""Shell. Asks a metaserver and distinguishes: done, refused, try again later, not reached, outcome unknown."""
+"""Shell. One call to a metaserver: its address, the request, and the answer: done, refused, unreachable or unknown."""
 
 from __future__ import annotations
 
@@ -7,11 +7,106 @@ import json
 import socket
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
-from urllib.parse import urlencode
+from urllib.parse import urlencode, urlsplit
 
-from qmq.tools.address import Address
-from qmq.tools.answer import Answer, read_answer
+DEFAULT_PORT = 8080
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a metaserver is."""
+
+    host: str
+    port: int
+    secure: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """Read `host`, `host:port` or a URL; raises ValueError."""
+        try:
+            url = urlsplit(text if "://" in text else f"http://{text}")
+            port = url.port
+        except ValueError as error:
+            raise ValueError(f"{text!r}: {error}") from None
+        if url.scheme not in ("http", "https") or not url.hostname or url.path not in ("", "/") or url.query:
+            raise ValueError(f"{text!r} is neither host:port nor http://host:port")
+        if port == 0:
+            raise ValueError(f"{text!r}: 0 is no port")
+        secure = url.scheme == "https"
+        return cls(url.hostname, port or (443 if secure else DEFAULT_PORT), secure)
+
+    def __str__(self) -> str:
+        """As it may be typed."""
+        place = f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return f"https://{place}" if self.secure else place
+
+    @property
+    def url(self) -> str:
+        return str(self) if self.secure else f"http://{self}"
+
+
+class Exit(IntEnum):
+    """What a command ends with."""
+
+    DONE = 0
+    REFUSED = 1
+    """Nothing was changed, for the reason shown."""
+    USAGE = 2
+    UNREACHABLE = 3
+    """Nothing was changed; the metaserver, or something that it needs, does not answer."""
+    UNKNOWN = 4
+    """It was done or not; look before repeating."""
+
+
+_STATUS = {0: Exit.DONE, -1: Exit.REFUSED, -2: Exit.UNKNOWN, -3: Exit.UNREACHABLE}
+"""The field `status` of an answer."""
+_HTTP_STATUS = {429: Exit.UNREACHABLE, 503: Exit.UNREACHABLE, 500: Exit.UNKNOWN, 504: Exit.UNKNOWN}
+"""Of an error that the metaserver words itself; others are refusals."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What became of an action."""
+
+    exit: Exit
+    message: str
+    data: Any
+    raw: Any
+    """The answer as it came."""
+
+
+def read_answer(http_status: int, raw: Any) -> Answer | None:
+    """Tell what an answer means; None: no metaserver answers like this.
+
+    QMQ's styles: standard, `{"status", "message", "data"}`; map, `{"data"}` or `{"error"}`; raw, the bare result.
+    """
+    if http_status != 200:
+        return _error(http_status, raw)
+    if isinstance(raw, list):
+        return Answer(Exit.DONE, "", raw, raw)
+    if not isinstance(raw, dict):
+        return None
+    if "error" in raw:
+        return Answer(_STATUS.get(raw.get("status", -1), Exit.REFUSED), str(raw["error"]), raw.get("data"), raw)
+    if type(raw.get("status")) is int:
+        exit_status = _STATUS.get(raw["status"], Exit.REFUSED)
+        return Answer(exit_status, str(raw.get("message") or ""), raw.get("data"), raw)
+    return Answer(Exit.DONE, "", raw["data"] if set(raw) == {"data"} else raw, raw)
+
+
+def _error(http_status: int, raw: Any) -> Answer | None:
+    """Read an error of the HTTP side: `{"error": {"code", "message", "action"}}`, or QMQ's envelope."""
+    if not isinstance(raw, dict):
+        return None
+    error = raw.get("error", raw)
+    if not isinstance(error, dict) or not error.get("message"):
+        return None
+    message = ": ".join(filter(None, (str(error["message"]), str(error.get("action") or ""))))
+    return Answer(_HTTP_STATUS.get(http_status, Exit.REFUSED), message, None, raw)
+
 
 CONNECT_TIMEOUT_S = 5.0
 ANSWER_BYTES_MAX = 1 << 30

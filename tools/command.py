@@ -92,8 +92,8 @@ class Command:
     keep: Callable[[Any], tuple[str, dict[str, Any]]] | None = None
     """What goes into the file that a PATH option names, and what of the result is shown all the same."""
     runs: str = ""
-    """The module whose `run` carries it out: it speaks to brokers, as clients do, and is no action of the metaserver.
-    Imported then, as that takes longer than most commands."""
+    """`module:function` that runs the command, for commands that are no action of the metaserver. Imported only then,
+    because the import takes longer than most commands."""
     is_local: bool = False
     """It reads files of this machine and asks nobody: it needs neither metaserver nor token."""
     needs: Callable[[Words], str] = lambda _: ""

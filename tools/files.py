@@ -1,11 +1,101 @@
-"""Shell. Writes files that hold secrets: complete or not at all, for the owner alone."""
+"""Shell. Secrets and documents: read from files, standard input or a prompt, and written for the owner alone."""
 
 from __future__ import annotations
 
+import getpass
+import json
 import os
 import secrets
+import stat
+import sys
 from pathlib import Path
 from types import TracebackType
+
+from qmq.tools.terminal import complain, is_interactive
+
+SECRET_CHARS_MAX = 4096
+STANDARD_STREAM = "-"
+"""As a path: standard input, or output."""
+
+
+class NoInput(Exception):
+    """A secret or a document is missing or cannot be read; the text says what to do."""
+
+
+def read_token(typed: str | None, path: str | None) -> str:
+    """Find the API token; empty if it is nowhere.
+
+    Typed (QMQ's way), in a file or standard input, in QMQ_TOKEN, or in the file that QMQ_TOKEN_FILE names.
+    """
+    if typed is not None:
+        complain("warning: --token=… stands in the process list; use QMQ_TOKEN or --token-file")
+        return _as_token(typed, "--token")
+    if path is not None:
+        return _as_token(read_secret(path, "token"), path)
+    if token := os.environ.get("QMQ_TOKEN", ""):
+        return _as_token(token, "QMQ_TOKEN")
+    path = os.environ.get("QMQ_TOKEN_FILE")
+    return _as_token(read_secret(path, "token"), path) if path else ""
+
+
+def _as_token(text: str, where: str) -> str:
+    """What may stand in a header; a variable made from a file often has its line end."""
+    token = text.strip("\r\n")
+    if not token.isascii() or not token.isprintable():
+        raise NoInput(f"{where} holds no token: it has one line, of ASCII's characters")
+    return token
+
+
+def read_password(name: str, typed: str | None, path: str | None) -> str:
+    """Find a secret option: typed, in a file or standard input, or asked for at the terminal."""
+    if typed is not None:
+        complain(f"warning: --{name}=… stands in the process list; use --{name}-file, or leave it out to be asked")
+        return typed
+    if path is not None:
+        return read_secret(path, name)
+    if not is_interactive(sys.stdin):
+        raise NoInput(f"--{name}-file is missing (- is standard input); at a terminal you would be asked")
+    try:
+        return getpass.getpass(f"{name}: ")
+    except EOFError:
+        raise NoInput(f"no {name} was typed") from None
+
+
+def read_secret(path: str, name: str) -> str:
+    """Read the one line of a file, `-` for standard input."""
+    try:
+        if path == STANDARD_STREAM:
+            text = sys.stdin.read(SECRET_CHARS_MAX + 1)
+        else:
+            with open(path, encoding="utf-8") as file:
+                _warn_if_open_to_others(file.fileno(), path)
+                text = file.read(SECRET_CHARS_MAX + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        raise NoInput(f"the {name} cannot be read from {path}: {error}") from None
+    secret = text.strip("\r\n")
+    if not secret or len(text) > SECRET_CHARS_MAX or not secret.isprintable():
+        where = "standard input" if path == STANDARD_STREAM else path
+        raise NoInput(f"{where} holds no {name}: one line of up to {SECRET_CHARS_MAX} characters was expected")
+    return secret
+
+
+def read_document(path: str) -> str:
+    """Read a JSON document from a file, `-` for standard input, and write it without blanks."""
+    try:
+        if path == STANDARD_STREAM:
+            text = sys.stdin.read()
+        else:
+            with open(path, encoding="utf-8") as file:
+                text = file.read()
+        return json.dumps(json.loads(text), ensure_ascii=False, separators=(",", ":"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise NoInput(f"{path} cannot be read: {error}") from None
+
+
+def _warn_if_open_to_others(descriptor: int, path: str) -> None:
+    mode = os.fstat(descriptor)
+    if stat.S_ISREG(mode.st_mode) and mode.st_mode & 0o077:
+        complain(f"warning: others may read {path}; chmod 600 {path}")
 
 
 class PrivateFile:

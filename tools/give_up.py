@@ -17,7 +17,7 @@ from qmq.log.disk import Disk, one_process
 from qmq.log.giving_up import GivingUp, give_up, plan
 from qmq.log.overlay_disk import OverlayDisk
 from qmq.log.segments import segment_bases
-from qmq.tools.answer import Exit
+from qmq.tools.call import Exit
 
 SEGMENT_BYTES = 1 << 30
 """Not used: no segment is begun here."""

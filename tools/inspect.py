@@ -18,7 +18,7 @@ from typing import Any
 from qmq.errors import DiskFailed
 from qmq.log.overlay_disk import OverlayDisk
 from qmq.replication.copy_report import NoCopy, report
-from qmq.tools.answer import Exit
+from qmq.tools.call import Exit
 from qmq.tools.table import Block, Column, Table, plain, utc
 
 _SUBJECTS_SHOWN = 20

@@ -9,9 +9,9 @@ import time
 from collections.abc import Sequence
 
 from qmq.cli import PROGRAMS
-from qmq.tools.answer import Exit
+from qmq.tools.call import Exit
 from qmq.tools.completion import completion
-from qmq.tools.inputs import NoInput
+from qmq.tools.files import NoInput
 from qmq.tools.session import CannotAsk, Session
 from qmq.tools.terminal import complain, program
 from qmq.tools.usage import WrongUsage, parse

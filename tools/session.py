@@ -11,14 +11,11 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from qmq.tools.address import Address
-from qmq.tools.answer import Answer, Exit
-from qmq.tools.call import CallFailed, post
+from qmq.tools.call import Address, Answer, CallFailed, Exit, post
 from qmq.tools.command import Command, Kind
-from qmq.tools.doctor.examine import examine
-from qmq.tools.doctor.finding import Level, worst
-from qmq.tools.files import PrivateFile
-from qmq.tools.inputs import STANDARD_STREAM, NoInput, read_document, read_password, read_token
+from qmq.tools.doctor import examine
+from qmq.tools.files import STANDARD_STREAM, NoInput, PrivateFile, read_document, read_password, read_token
+from qmq.tools.findings import Level, worst
 from qmq.tools.plan import refusal, show_plan
 from qmq.tools.table import Block
 from qmq.tools.terminal import as_typed, complain, confirm, is_interactive, program, show
@@ -63,7 +60,8 @@ class Session:
     def run(self) -> Exit:
         """Run the command; return the exit status. Raises OSError if a file cannot be written."""
         if self.command.runs:
-            exit_status: Exit = import_module(self.command.runs).run(self)
+            module, _, function = self.command.runs.partition(":")
+            exit_status: Exit = getattr(import_module(module), function)(self)
             return exit_status
         words = self.command.words(self.values)
         try:

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any, NoReturn
 
-from qmq.tools.address import Address
+from qmq.tools.call import Address
 from qmq.tools.command import Command, Kind, Option
 from qmq.tools.commands import COMMANDS, SECTIONS
 from qmq.version import VERSION

@@ -18,7 +18,7 @@ from qmq.remoting import commands
 from qmq.remoting.commands import Command
 from qmq.server.control import CONNECTIONS_MAX as CONTROL_CONNECTIONS
 from qmq.server.cores import READ_NICE, SLICE_NS
-from qmq.tools.doctor.finding import judge_broker, judge_limits
+from qmq.tools.findings import judge_broker, judge_limits
 from tests.integration.cluster_world import (
     Wire,
     are_equal,

@@ -24,7 +24,7 @@ from qmq.redrive.redriving import Choice
 from qmq.remoting import commands
 from qmq.remoting.commands import Command, Nack, NackEntry, Verdict
 from qmq.subjects import dead_letter_subject, retry_subject
-from qmq.tools.address import Address
+from qmq.tools.call import Address
 from qmq.tools.commands import COMMANDS
 from qmq.tools.messages import redrive as redrive_module
 from qmq.tools.messages.brokers import find_masters

@@ -27,7 +27,7 @@ from qmq.replication.readonly import Reason
 from qmq.rights import Caller, TokenRole
 from qmq.server.overload import LimitsReached
 from qmq.testing import Broker as BrokerInMemory
-from qmq.tools.doctor.finding import judge_limits
+from qmq.tools.findings import judge_limits
 from qmq.types import Role
 from qmq.watchdog.database import Stats
 from tests.integration.test_connections import REACHES

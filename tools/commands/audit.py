@@ -126,7 +126,7 @@ AUDIT = (
             ),
         ),
         show_status,
-        runs="qmq.tools.audit_status",
+        runs="qmq.tools.verification:audit_status",
         is_local=True,
     ),
     Command(
@@ -136,7 +136,7 @@ AUDIT = (
         "",
         (),
         show_scrubs,
-        runs="qmq.tools.scrub_report",
+        runs="qmq.tools.verification:scrub_report",
     ),
     Command(
         "Trail",
@@ -144,7 +144,7 @@ AUDIT = (
         "Reads the logs with Spark",
         "--id=1d35f9f0a3",
         (Option("id", "of the message"), ANY_SUBJECT, *_SOURCES),
-        runs="qmq.tools.logs",
+        runs="qmq.tools.verification:read_logs",
         is_local=True,
     ),
     Command(
@@ -162,7 +162,7 @@ AUDIT = (
             Option("limit", "at most this many messages, the oldest ones", "1000", Kind.NUMBER),
             *_SOURCES,
         ),
-        runs="qmq.tools.logs",
+        runs="qmq.tools.verification:read_logs",
         is_local=True,
         needs=_says_which,
     ),

@@ -380,7 +380,7 @@ BROKERS = (
                 "acceptLoss", "give up what none of the copies has that go on", default="", kind=Kind.FLAG, alone="true"
             ),
         ),
-        runs="qmq.tools.recovery.run",
+        runs="qmq.tools.recover_group:run",
         changes=True,
         look="ListBrokers --brokerGroup={brokerGroup}",
     ),

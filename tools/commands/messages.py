@@ -93,7 +93,7 @@ MESSAGES = (
             Option("wait", "how many seconds a message may take", "30000", Kind.SECONDS),
             Option("dry-run", "look at the messages, send none", "", Kind.FLAG, alone="true"),
         ),
-        runs="qmq.tools.messages.produce",
+        runs="qmq.tools.messages.client:produce",
         needs=_sends_something,
     ),
     Command(
@@ -110,7 +110,7 @@ MESSAGES = (
             Option("ack", "the group is done with them: they do not go back", "", Kind.FLAG, alone="true"),
             _FORMAT,
         ),
-        runs="qmq.tools.messages.consume",
+        runs="qmq.tools.messages.client:consume",
         needs=_consumes_for_somebody,
     ),
     Command(
@@ -128,7 +128,7 @@ MESSAGES = (
             Option("limit", "end after this many messages; default: at Ctrl-C", "", Kind.NUMBER),
             _FORMAT,
         ),
-        runs="qmq.tools.messages.tail",
+        runs="qmq.tools.messages.browse:tail",
         needs=_looks_at_one_place,
     ),
     Command(
@@ -154,7 +154,7 @@ MESSAGES = (
                 choices=("newest", "oldest"),
             ),
         ),
-        runs="qmq.tools.messages.browse",
+        runs="qmq.tools.messages.browse:browse",
         needs=_looks_at_one_place,
     ),
     Command(
@@ -176,7 +176,7 @@ MESSAGES = (
             Option("rate", "at most this many a second", "1000", Kind.NUMBER),
             Option("out", "file for the receipt: ids, old and new sequences", "", Kind.PATH),
         ),
-        runs="qmq.tools.messages.redrive",
+        runs="qmq.tools.messages.redrive:run",
         changes=True,
         look="Browse --subject={subject} --deadLetters --group={group}",
         needs=lambda words: _first(names_are_legal(words), *_goes_elsewhere(words), *_positive(words)),

@@ -46,7 +46,7 @@ OUTBOX = (
             Option("limit", "at most this many rows of each database", "20", Kind.NUMBER),
             _WATCHDOG,
         ),
-        runs="qmq.tools.outbox.stuck",
+        runs="qmq.tools.outbox:stuck",
     ),
     Command(
         "OutboxReconcile",
@@ -59,7 +59,7 @@ OUTBOX = (
             Option("limit", "at most this many rows of each database", "100", Kind.NUMBER),
             _WATCHDOG,
         ),
-        runs="qmq.tools.outbox.reconcile",
+        runs="qmq.tools.outbox:reconcile",
     ),
     Command(
         "OutboxRetry",

@@ -15,8 +15,7 @@ from qmq.control_plane import CHANNEL_OPTIONS, find_metaserver
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import BrokerStub, MetaserverStub
 from qmq.redrive.dead_letters import Master
-from qmq.tools.answer import Exit
-from qmq.tools.call import CallFailed, post
+from qmq.tools.call import CallFailed, Exit, post
 from qmq.tools.command import LIST_TIMEOUT_S
 from qmq.tools.session import Session
 from qmq.tools.terminal import complain

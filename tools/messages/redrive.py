@@ -19,12 +19,11 @@ from qmq.redrive.dead_letters import DeadLetters, Destination, Master
 from qmq.redrive.redriving import Choice, Chosen, Receipt, batches_of, others_of
 from qmq.remoting.commands import Produced
 from qmq.subjects import dead_letter_subject
-from qmq.tools.answer import Exit
+from qmq.tools.call import Exit
 from qmq.tools.command import bad, good, warning
 from qmq.tools.files import PrivateFile
 from qmq.tools.messages.brokers import Looker, Unanswered, ended, looking, masters_of_route
-from qmq.tools.messages.lines import words_of
-from qmq.tools.messages.shown import to_json
+from qmq.tools.messages.lines import to_json, words_of
 from qmq.tools.session import Session
 from qmq.tools.table import Block, Column, Table
 from qmq.tools.terminal import ask, complain, is_yes, show

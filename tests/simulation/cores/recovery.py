@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from qmq.metaserver.actions.shapes import broker_json, state_json
 from qmq.metaserver.model import Broker, ReplicaState
 from qmq.replication.readonly import explain
-from qmq.tools.recovery.plan import ASIDE, Decision, decide, read_copies
+from qmq.tools.recover_group import ASIDE, Decision, decide, read_copies
 from tests.simulation.cores.registry import full_state
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from qmq.tools.recovery.plan import decide, read_copies
+from qmq.tools.recover_group import decide, read_copies
 from tests.simulation.events import Violation
 from tests.simulation.metaserver.boxes import Acknowledged, Box
 from tests.simulation.metaserver.oracle import DONE, Key

@@ -31,7 +31,7 @@ from qmq.replication.quorum import Slaves
 from qmq.replication.readonly import Reason
 from qmq.replication.shipper import Shipper
 from qmq.replication.slave import Slave
-from qmq.tools.recovery.plan import Copy
+from qmq.tools.recover_group import Copy
 from qmq.types import Epoch
 from tests.simulation.bugs import Patch, bug
 from tests.simulation.cores.machine import Process

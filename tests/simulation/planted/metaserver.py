@@ -22,7 +22,7 @@ from qmq.metaserver.storage.commits import Commits
 from qmq.metaserver.storage.database import Database, DatabaseAway
 from qmq.metaserver.storage.repository import Repository
 from qmq.metaserver.storage.sql import BadRows
-from qmq.tools.recovery import plan
+from qmq.tools import recover_group
 from tests.simulation.bugs import Patch, bug
 from tests.simulation.metaserver.boxes import Brokers, Process
 
@@ -280,13 +280,15 @@ def reported_terms_stay_at_one_metaserver() -> list[Patch]:
 
 @bug("metaserver", first=18)
 def a_slave_that_was_never_filled_counts_as_whole() -> list[Patch]:
-    real = plan._copy
+    real = recover_group._copy
 
-    def copy(*known: Any) -> plan.Copy:
+    def copy(*known: Any) -> recover_group.Copy:
         made = real(*known)
-        return replace(made, troubles=tuple(trouble for trouble in made.troubles if trouble != plan.INCOMPLETE))
+        return replace(
+            made, troubles=tuple(trouble for trouble in made.troubles if trouble != recover_group.INCOMPLETE)
+        )
 
-    return [mock.patch.object(plan, "_copy", copy)]
+    return [mock.patch.object(recover_group, "_copy", copy)]
 
 
 @bug("metaserver", first=17)

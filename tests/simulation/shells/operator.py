@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from qmq.rights import Caller, TokenRole
-from qmq.tools.recovery.plan import Decision, decide, read_copies
+from qmq.tools.recover_group import Decision, decide, read_copies
 from tests.simulation.cores.recovery import set_aside
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from qmq.broker import causes
 from qmq.broker.causes import CAUSES, Cause, Facts
 from qmq.broker.passes import OWED_BYTES_MAX
 from qmq.log.group import Group as Progress
-from qmq.tools.doctor.finding import GROUP_CAUSES
+from qmq.tools.findings import GROUP_CAUSES
 from qmq.types import Role
 from tests.unit.broker.world import Client, Group
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qmq.tools.answer import Exit, read_answer
+from qmq.tools.call import Exit, read_answer
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from qmq.metaserver.actions import ACTIONS, Answer, Status
 from qmq.metaserver.actions import Kind as Wanted
 from qmq.metaserver.actions.management import render
-from qmq.tools.answer import Exit, read_answer
+from qmq.tools.call import Exit, read_answer
 from qmq.tools.command import WAIT_PARAMETER, Kind
 from qmq.tools.commands import COMMANDS, SECTIONS
 from qmq.tools.usage import example, parse
@@ -77,7 +77,8 @@ def test_every_action_has_a_command():
 
 @pytest.mark.parametrize("name", sorted(set(COMMANDS) - set(ASKING)))
 def test_what_runs_by_itself_can_be_run(name):
-    assert callable(import_module(COMMANDS[name].runs).run)
+    module, _, function = COMMANDS[name].runs.partition(":")
+    assert callable(getattr(import_module(module), function))
 
 
 def test_every_command_stands_once():

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from qmq.tools.doctor.finding import (
+from qmq.tools.findings import (
     ClockReading,
     Level,
     fail,

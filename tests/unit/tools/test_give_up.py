@@ -9,7 +9,7 @@ import pytest
 from qmq.log import RealDisk
 from qmq.log.frame import FrameKind
 from qmq.log.segments import log_name
-from qmq.tools.answer import Exit
+from qmq.tools.call import Exit
 from qmq.tools.give_up import main
 from tests.unit.log.logs import Copy
 

@@ -14,8 +14,7 @@ from qmq.redrive.redriving import Choice, batches_of, others_of, ranges_of
 from qmq.remoting.commands import Piece
 from qmq.tools.commands import COMMANDS
 from qmq.tools.messages.browse import is_newest_first
-from qmq.tools.messages.lines import typed_messages
-from qmq.tools.messages.shown import line_of, message_json
+from qmq.tools.messages.lines import line_of, message_json, typed_messages
 from qmq.tools.usage import WrongUsage, parse
 
 NOW_MS = 1_800_000_000_000

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from qmq.tools.answer import Exit
-from qmq.tools.recovery import run as recovery
-from qmq.tools.recovery.plan import WrongReport, decide, read_copies
+from qmq.tools import recover_group as recovery
+from qmq.tools.call import Exit
+from qmq.tools.recover_group import WrongReport, decide, read_copies
 from qmq.tools.terminal import show
 
 A, B = "a:1", "b:1"

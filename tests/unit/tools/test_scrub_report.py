@@ -7,9 +7,9 @@ import io
 import pytest
 
 from qmq.tools.commands.audit import show_scrubs
-from qmq.tools.doctor.finding import parse_metrics
-from qmq.tools.scrub_report import NIGHT_S, judge
+from qmq.tools.findings import parse_metrics
 from qmq.tools.terminal import show
+from qmq.tools.verification import NIGHT_S, judge
 
 HOUR_S = 3600
 

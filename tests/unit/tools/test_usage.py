@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qmq.tools.address import Address
+from qmq.tools.call import Address
 from qmq.tools.usage import WrongUsage, build_parser, parse
 
 NOW_MS = 1_800_000_000_000

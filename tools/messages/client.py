@@ -1,30 +1,30 @@
-"""Shell. Produce: sends messages, and says of each what became of it."""
+"""Shell. Produce and Consume: send and read messages as a client does. Consume returns messages it does not ack."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from itertools import islice
 from typing import Any
 
 import qmq
 from qmq.client.batch import Receipt
 from qmq.codec import encode_message
-from qmq.tools.answer import Exit
-from qmq.tools.inputs import STANDARD_STREAM
-from qmq.tools.messages.brokers import APP, ended, find_masters
-from qmq.tools.messages.lines import typed_messages
-from qmq.tools.messages.shown import to_json
+from qmq.tools.call import Exit
+from qmq.tools.files import STANDARD_STREAM
+from qmq.tools.messages.brokers import APP, Unanswered, ended, find_masters
+from qmq.tools.messages.lines import line_of, message_json, to_json, typed_messages, words_of
 from qmq.tools.session import Session
 from qmq.tools.table import printable
 from qmq.tools.terminal import complain
 
-AT_ONCE = 1_000
+SENT_AT_ONCE = 1_000
 """Messages read before the first of them are sent."""
 
 
-def run(session: Session) -> Exit:
+def produce(session: Session) -> Exit:
     try:
         return ended(session, _produce)
     except KeyboardInterrupt:
@@ -47,7 +47,7 @@ async def _produce(session: Session) -> Exit:
     ) as producer:
         with _lines(values["file"]) as lines:
             messages = iter(typed_messages(values, lines))
-            while chunk := list(islice(messages, AT_ONCE)):
+            while chunk := list(islice(messages, SENT_AT_ONCE)):
                 receipts = iter(await producer.send_many([one for one in chunk if isinstance(one, qmq.Message)]))
                 try:
                     for one in chunk:
@@ -131,3 +131,74 @@ def _exit(outcomes: set[qmq.Outcome]) -> Exit:
         complain("of some messages it is unknown whether they are stored; sending them again may store them twice")
         return Exit.UNKNOWN
     return Exit.REFUSED if qmq.Outcome.REFUSED in outcomes else Exit.DONE
+
+
+PULLED_AT_ONCE = 500
+FOR_EVER_S = 3_600.0
+HAND_OVERS_MAX = 1_000_000
+"""Looking does not make a dead letter of a message."""
+
+
+def consume(session: Session) -> Exit:
+    try:
+        return ended(session, _consume)
+    except KeyboardInterrupt:
+        return Exit.DONE
+
+
+async def _consume(session: Session) -> Exit:
+    values, is_acked = session.values, session.values["ack"] == "true"
+    await find_masters(session, values["subject"])  # who cannot be reached at all is told so at once
+    form = "json" if session.as_json else values["format"]
+    try:
+        consumer = qmq.Consumer(metaserver=session.metaserver.url, app=APP, token=session.token)
+        async with consumer.pull(values["subject"], **_options(values)) as puller:
+            left = int(values["limit"] or 0) or PULLED_AT_ONCE
+            while left:
+                messages = await puller.pull(min(left, PULLED_AT_ONCE), timeout=_wait_s(values))
+                for message in messages:
+                    print(line_of(_json(message), form), flush=True)
+                if is_acked:
+                    await puller.ack(messages)
+                left -= len(messages) if values["limit"] else 0
+                if not messages and values["wait"]:
+                    break
+            await puller.flush()
+    except qmq.QmqError as error:
+        raise Unanswered(Exit.REFUSED, str(error)) from None
+    return Exit.DONE
+
+
+def _options(values: Mapping[str, str]) -> dict[str, Any]:
+    """Arguments of `Consumer.pull`: without a group, the consumer is one of its own, which the brokers forget later."""
+    options: dict[str, Any] = {
+        "group": values["group"],
+        "broadcast": not values["group"],
+        "tags": words_of(values["tags"]),
+        "start": _start(values["start"]),
+        "retries_max": HAND_OVERS_MAX,
+    }
+    if limit := int(values["limit"] or 0):
+        options["prefetch_messages"] = limit  # others are not kept from what is not going to be shown
+    return options
+
+
+def _start(text: str) -> str | datetime:
+    return datetime.fromtimestamp(int(text) / 1000, UTC) if text.isdigit() else text
+
+
+def _wait_s(values: Mapping[str, str]) -> float:
+    return int(values["wait"]) / 1000 if values["wait"] else FOR_EVER_S
+
+
+def _json(message: qmq.ReceivedMessage) -> dict[str, Any]:
+    return message_json(
+        id=str(message.id),
+        broker_group=message.broker_group,
+        sequence=message.sequence,
+        properties=message.properties,
+        tags=message.tags,
+        created_ms=message.created_ms,
+        times=message.times,
+        order_key=message.order_key,
+    )

@@ -1,0 +1,141 @@
+"""Shell. OutboxStuck and OutboxReconcile: stuck rows of outboxes, as the active watchdog of a room reports them."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+from urllib.parse import urlencode
+
+from qmq.control_plane import DIRECT
+from qmq.tools.call import CallFailed, Exit, post
+from qmq.tools.command import LIST_TIMEOUT_S, bad, warning
+from qmq.tools.session import Session
+from qmq.tools.table import Block, Cell, Column, Table
+from qmq.tools.terminal import complain, show
+
+_ROW = (
+    Column("ID", "id"),
+    Column("STATE", "state"),
+    Column("AGE S", lambda row: round(row["age"])),
+    Column("ERRORS", "errors", drop=1),
+    Column("SUBJECT", "subject"),
+    Column("MESSAGE", "messageId", fold=12),
+)
+_REASON = Column("REASON", "reason", fold=20)
+
+
+def stuck_blocks(answer: Mapping[str, Any]) -> Iterator[Block]:
+    yield from _each(answer, _stuck)
+
+
+def _stuck(one: Mapping[str, Any]) -> Iterator[Block]:
+    line = f"{one['pending']} to be sent ({one['claimed']} of them under way), oldest {round(one['oldest'])} s"
+    yield f"{one['database']}: {line}"
+    if one["parked"]:
+        yield bad(f"{one['parked']} parked: not sent until OutboxRetry")
+    if one["rows"]:
+        yield Table((*_ROW, _REASON), one["rows"])
+
+
+def reconciled_blocks(answer: Mapping[str, Any]) -> Iterator[Block]:
+    yield from _each(answer, _reconciled)
+
+
+def _reconciled(one: Mapping[str, Any]) -> Iterator[Block]:
+    counts = one["counts"]
+    yield (
+        f"{one['database']}: of {sum(counts.values())} rows {counts['inLog']} are in a log, {counts['notInLog']} are "
+        f"in none, {counts['unchecked']} could not be checked"
+    )
+    more = (Column("LOG", "log"), Column("WHERE", lambda row: row["where"] or row["why"], fold=20))
+    if one["rows"]:
+        yield Table((*_ROW, *more), one["rows"])
+
+
+def problems_of(answer: Mapping[str, Any]) -> list[str]:
+    return [f"{one['database']}: {one['problem']}" for one in answer["databases"] if "problem" in one]
+
+
+def _each(answer: Mapping[str, Any], blocks: Any) -> Iterator[Block]:
+    if not answer["databases"]:
+        yield Cell("no database is registered in this room")
+    for one in answer["databases"]:
+        if "problem" in one:
+            yield warning(f"{one['database']}: not looked at, {one['problem']}")
+        else:
+            yield from blocks(one)
+
+
+ANSWER_S = 45.0
+"""A look at the logs takes a quarter of a minute, and the databases' answers come before it."""
+
+
+class Unanswered(Exception):
+    """No watchdog gave what was asked for; the text says why."""
+
+    def __init__(self, exit_status: Exit, text: str) -> None:
+        super().__init__(text)
+        self.exit = exit_status
+
+
+def ask_watchdog(session: Session, path: str, **words: str) -> Any:
+    """Return what the watchdog answers, read from JSON. Raises Unanswered."""
+    address = session.values["watchdog"] or _active(session)
+    query = urlencode({name: value for name, value in words.items() if value})
+    request = urllib.request.Request(f"http://{address}{path}?{query}", headers={"X-Api-Token": session.token})
+    try:
+        with DIRECT.open(request, timeout=ANSWER_S) as answer:
+            return json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        exit_status = Exit.UNREACHABLE if error.code >= 500 else Exit.REFUSED
+        raise Unanswered(exit_status, _problem(error)) from None
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise Unanswered(Exit.UNREACHABLE, f"the watchdog at {address} does not answer: {error}") from None
+
+
+def _active(session: Session) -> str:
+    try:
+        answer = post(session.metaserver, session.token, {"action": "ListWatchdogs"}, timeout_s=LIST_TIMEOUT_S)
+    except CallFailed as error:
+        raise Unanswered(Exit.UNREACHABLE, str(error)) from None
+    if answer.exit is not Exit.DONE:
+        raise Unanswered(answer.exit, answer.message)
+    room = session.values["room"]
+    row = next((row for row in answer.data if row["room"] == room), None)
+    if row is None or not row["address"]:
+        raise Unanswered(Exit.UNREACHABLE, f"no watchdog of the room {room!r} is active; ListWatchdogs shows all")
+    return str(row["address"])
+
+
+def _problem(error: urllib.error.HTTPError) -> str:
+    try:
+        return str(json.loads(error.read())["problem"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"the watchdog answered {error.code} {error.reason}"
+
+
+def look(session: Session, path: str, blocks: Callable[[Any], Iterable[Any]]) -> Exit:
+    """Ask for the rows that the options mean; `blocks` makes of the answer what a terminal shows."""
+    words = {name: session.values[name] for name in ("database", "older", "limit")}
+    try:
+        answer = ask_watchdog(session, path, **words)
+    except Unanswered as why:
+        complain(str(why))
+        return why.exit
+    if session.as_json:
+        print(json.dumps(answer, ensure_ascii=False))
+    else:
+        show(blocks(answer))
+    return Exit.UNREACHABLE if problems_of(answer) else Exit.DONE
+
+
+def stuck(session: Session) -> Exit:
+    return look(session, "/outbox/stuck", stuck_blocks)
+
+
+def reconcile(session: Session) -> Exit:
+    return look(session, "/outbox/reconcile", reconciled_blocks)
