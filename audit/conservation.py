@@ -47,7 +47,9 @@ class Account:
     def take(self, frame: Frame, progress: Progress, group: Group | None) -> None:
         """Take a progress frame before the fold does."""
         if frame.kind == FrameKind.POSITION and progress.entries and not progress.consumer:
-            (self.begin, _, self.began_ms), self._settled, self.nacked = progress.entries[0], [], 0
+            (self.begin, _, self.began_ms) = progress.entries[0]
+            self._settled = []
+            self.nacked = 0
         elif frame.kind == FrameKind.PULL:
             for number, sequence, messages in progress.entries:
                 if (state := _WITHOUT_A_CONSUMER.get(number)) is not None:

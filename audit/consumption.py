@@ -171,10 +171,12 @@ class ConsumptionJudge:
     """
 
     def __init__(self, subject: str, start: int) -> None:
-        self._subject, self._start = subject, start
+        self._subject = subject
+        self._start = start
         self._state = State()
         self._subject_end = 0 if start == 0 else None
-        self._passing, self._letters = Passing(), DeadLetterHistory()
+        self._passing = Passing()
+        self._letters = DeadLetterHistory()
         self._accounts: dict[str, Account] = {}
         self._hours: list[tuple[int, int]] = []
         self._is_whole = True

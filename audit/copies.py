@@ -275,7 +275,8 @@ class BrokerCopy:
     """A running broker. Consecutive calls of `window` continue one `ReadLog` stream."""
 
     def __init__(self, address: str, token: str, limit: int = OFFSET_MAX) -> None:
-        self._address, self._limit = address, limit
+        self._address = address
+        self._limit = limit
         self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._stub = qmq_pb2_grpc.BrokerStub(self._channel)
         self._metadata = (("x-api-token", token),)
@@ -390,7 +391,8 @@ class BrokerCopy:
     def _cancel(self) -> None:
         if self._stream is not None:
             self._stream.cancel()  # type: ignore[attr-defined]
-        self._stream, self._waiting = None, None
+        self._stream = None
+        self._waiting = None
 
     def close(self) -> None:
         self._cancel()

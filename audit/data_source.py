@@ -72,7 +72,8 @@ class _TableReading:
     """Common part of both readers. Spark sends it to each task, so it holds only options."""
 
     def __init__(self, options: Mapping[str, str], columns: list[str]) -> None:
-        self.options, self.columns = options, columns
+        self.options = options
+        self.columns = columns
         self.name = options.get("rows", "messages")
         self.selection = selection_of(options)
         damage = options.get("damage", "rows")

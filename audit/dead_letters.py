@@ -175,7 +175,9 @@ class _Search:
     """
 
     def __init__(self, log: Log, spans: Sequence[tuple[int, int]], end: int, letters: Iterable[DeadLetter]) -> None:
-        self._log, self._spans, self._end = log, spans, end
+        self._log = log
+        self._spans = spans
+        self._end = end
         self._wanted: defaultdict[str, dict[int, list[DeadLetter]]] = defaultdict(dict)
         for letter in letters:
             self._wanted[letter.source].setdefault(letter.sequence, []).append(letter)

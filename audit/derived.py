@@ -203,7 +203,8 @@ def _of_index(data: bytes, due: _Folded) -> Iterator[Wrong]:
 
 
 def _is_of_other_version(snapshot: bytes) -> bool:
-    """Return whether a snapshot has another version. Such a snapshot may be true but incomplete, so it is not compared."""
+    """Return whether a snapshot has another version. Such a snapshot may be true but incomplete, so it is not
+    compared."""
     return bool(snapshot) and not is_current_snapshot(snapshot)
 
 

@@ -91,7 +91,8 @@ class Gathering:
         """`until_ms`: upper bound of frames' times. `wants_stored`: also gather batches and ids, for duplicates."""
         self._facts = PieceFacts()
         self._runs: dict[str, Row] = {}
-        self._frame_order, self._wants_stored = FrameOrder(until_ms, begins=True), wants_stored
+        self._frame_order = FrameOrder(until_ms, begins=True)
+        self._wants_stored = wants_stored
         self._listed: Counter[str] = Counter()
 
     def take(self, window: Window) -> None:
@@ -446,7 +447,9 @@ class _Beside:
     """Bytes of another copy, read in order."""
 
     def __init__(self, copy: Storage, at: int, ahead: bytes) -> None:
-        self._copy, self._at, self._left = copy, at, memoryview(ahead)
+        self._copy = copy
+        self._at = at
+        self._left = memoryview(ahead)
 
     def holds(self, offset: int, data: memoryview) -> bool:
         """Return whether the copy has `data` at `offset`. Further bytes read are kept for the next call."""
@@ -461,7 +464,8 @@ class _Beside:
             part = min(len(found), len(data) - at)
             if not part or not _is_same(found[:part], data[at : at + part]):
                 return False
-            at, self._left = at + part, found[part:]
+            at = at + part
+            self._left = found[part:]
         self._at = offset + at
         return True
 

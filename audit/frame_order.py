@@ -83,8 +83,10 @@ class FrameOrder:
             return False
         if (times[1:] > self.until_ms).any() or (times[1:] < times[:-1] - BACK_MS_MAX).any():
             return False
-        self.watermark, self._timed = frames[-1].high_watermark, frames[-1]
-        self._before_ms, self.time_ms = int(times[-2]), int(times[-1])
+        self.watermark = frames[-1].high_watermark
+        self._timed = frames[-1]
+        self._before_ms = int(times[-2])
+        self.time_ms = int(times[-1])
         return True
 
     def forget(self) -> None:
@@ -93,7 +95,10 @@ class FrameOrder:
         self._forget_times()
 
     def _forget_times(self) -> None:
-        self.time_ms, self._before_ms, self._timed, self.begins = 0, 0, None, False
+        self.time_ms = 0
+        self._before_ms = 0
+        self._timed = None
+        self.begins = False
 
     def _new_epoch(self, frame: Frame) -> Iterator[Problem]:
         self.last_epoch = frame.epoch
@@ -118,7 +123,9 @@ class FrameOrder:
             yield self._ahead(frame)
             return
         if now_ms >= self.time_ms - BACK_MS_MAX:
-            self._before_ms, self.time_ms, self._timed = self.time_ms, now_ms, frame
+            self._before_ms = self.time_ms
+            self.time_ms = now_ms
+            self._timed = frame
             return
         if self._timed is not None and self._before_ms and now_ms >= self._before_ms - BACK_MS_MAX:
             text = f"its time is {(self.time_ms - now_ms) // 1000} s ahead of the next frame's"
@@ -129,7 +136,8 @@ class FrameOrder:
             yield problem_of(
                 frame, FindingKind.TIME, f"its time is {(self.time_ms - now_ms) // 1000} s before the last frame's"
             )
-        self.time_ms, self._timed = now_ms, frame
+        self.time_ms = now_ms
+        self._timed = frame
 
 
 NO_FRAME = "no frame stands here"
@@ -145,7 +153,9 @@ class PieceBorders:
     """
 
     def __init__(self, until_ms: int, begins: Collection[int], before: Frame | None = None) -> None:
-        self._until_ms, self._begins, self._before = until_ms, frozenset(begins), before
+        self._until_ms = until_ms
+        self._begins = frozenset(begins)
+        self._before = before
         self._end: int | None = None
         self._chain = 0
         self._frame_order = FrameOrder(until_ms)
@@ -154,11 +164,13 @@ class PieceBorders:
         """Begin a piece."""
         if piece not in self._begins:
             return
-        self._frame_order, self._end = FrameOrder(self._until_ms), None
+        self._frame_order = FrameOrder(self._until_ms)
+        self._end = None
         if self._before is not None and piece == self._before.end:
             for _ in self._frame_order.check(self._before):
                 """An earlier run has reported its problems."""
-            self._end, self._chain = piece, self._before.chain
+            self._end = piece
+            self._chain = self._before.chain
 
     def judge(self, row: dict[str, Any]) -> Iterator[Problem]:
         """Take the frames of a piece; yield problems at its beginning, or at the end of the piece before."""
@@ -171,7 +183,9 @@ class PieceBorders:
         for frame in frame_order.doubted or ():
             if frame.offset != first.offset:
                 yield from (problem for problem in self._frame_order.check(frame) if problem.what is FindingKind.TIME)
-        self._end, self._chain, self._frame_order = row["end"], row["chain"], frame_order.behind(self._frame_order)
+        self._end = row["end"]
+        self._chain = row["chain"]
+        self._frame_order = frame_order.behind(self._frame_order)
 
     def _continues(self, row: dict[str, Any], first: Frame) -> Iterator[Problem]:
         if row["offset"] != self._end:

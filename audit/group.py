@@ -1,4 +1,5 @@
-"""Shell. The audit of broker groups: freeze the range in which their copies must agree, read all in one plan, report."""
+"""Shell. The audit of broker groups: freeze the range in which their copies must agree, read all in one plan,
+report."""
 
 from __future__ import annotations
 
@@ -217,7 +218,8 @@ def _prepare(audit: _Audit, options: Options) -> None:
 
 
 def _ask(spark: SparkSession, audits: Sequence[_Audit], options: Options) -> None:
-    """Read and judge all groups in one Spark action, and collect each group's answer. Storing takes two more actions."""
+    """Read and judge all groups in one Spark action, and collect each group's answer. Storing takes two more
+    actions."""
     asked = [audit for audit in audits if audit.job is not None and audit.result.unreadable is None]
     jobs = [audit.job for audit in asked if audit.job is not None]
     for audit in asked:

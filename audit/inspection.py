@@ -146,7 +146,8 @@ class _FindingPlace:
     """Place of one finding in the master's copy and the slave's."""
 
     def __init__(self, copies: Mapping[str, Copy], row: Row) -> None:
-        self._copies, self._row = copies, row
+        self._copies = copies
+        self._row = row
         self._windows = {name: _window(copy, row["offset"]) for name, copy in copies.items()}
 
     def name(self) -> None:

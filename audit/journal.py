@@ -104,7 +104,8 @@ def check_journal(
     *,
     are_all: bool,
 ) -> None:
-    """Look for every message of the journal in both copies, up to their ends. `firsts`, `are_all`: of `due_messages`."""
+    """Look for every message of the journal in both copies, up to their ends. `firsts`, `are_all`: of
+    `due_messages`."""
     if not journal.exists():
         raise CannotRead(f"journal {journal}: there is no such file, nor a folder of them")
     acked = spark.read.schema(JOURNAL).json(str(journal), recursiveFileLookup=True)

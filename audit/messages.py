@@ -76,7 +76,10 @@ class Messages:
     """Messages of some frames of a window. `begins` and `ends` are their places in it, frame by frame."""
 
     def __init__(self, window: Window, frames: Sequence[Frame], begins: Ints, ends: Ints) -> None:
-        self._window, self._frames, self._begins, self._ends = window, frames, begins, ends
+        self._window = window
+        self._frames = frames
+        self._begins = begins
+        self._ends = ends
         self._data: Bytes = np.frombuffer(window.data, np.uint8)
         counts = np.fromiter((frame.count for frame in frames), np.int64, len(frames))
         self._of = np.repeat(np.arange(len(frames)), counts)

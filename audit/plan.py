@@ -129,7 +129,8 @@ def _read(jobs: Sequence[Job], tasks: list[list[Task]], batches: Iterable[Any]) 
 
 
 def _rows_of(job: Job, begin: int, end: int | None) -> list[tuple[str, str, Any]]:
-    """Return (key, copy, facts) of a task. An error becomes a fact of this broker group; the others are still judged."""
+    """Return (key, copy, facts) of a task. An error becomes a fact of this broker group; the others are still
+    judged."""
     try:
         return list(_derived_of(job, begin) if end is None else _facts_of(job, begin, end))
     except Exception as error:
@@ -228,7 +229,8 @@ class _KeyJudge:
     """Judges one key of a broker group. A failure leaves this group unproven, and only this one."""
 
     def __init__(self, at: tuple[int, str], job: Job, listing: _Listing) -> None:
-        self.at, self._listing = at, listing
+        self.at = at
+        self._listing = listing
         self._judge: JudgePerCopy | None = JudgePerCopy(tuple(job.places), partial(_judge_of, job, at[1]))
 
     def take(self, copy: str, piece: int, packed: bytes) -> None:

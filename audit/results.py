@@ -39,7 +39,8 @@ _FIELDS = ("what", "offset", "end", "subject", "sequence", "id", "text")
 
 @dataclass(slots=True)
 class Result:
-    """Findings of one broker group's audit, and the ranges read for them. Offsets below `watermark` were acknowledged."""
+    """Findings of one broker group's audit, and the ranges read for them. Offsets below `watermark` were
+    acknowledged."""
 
     group: str
     places: dict[str, str]

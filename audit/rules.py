@@ -82,7 +82,8 @@ class LogJudge:
         before: Frame | None = None,
         kept: int | None = None,
     ) -> None:
-        self._borders, self._begin = PieceBorders(until_ms, begins, before), begin
+        self._borders = PieceBorders(until_ms, begins, before)
+        self._begin = begin
         self._problems: dict[tuple[str, int, int | None], Row] = {}
         self._more: Counter[str] = Counter()
         self._epochs: dict[str, int] = {}
@@ -148,7 +149,8 @@ class SubjectJudge:
     """
 
     def __init__(self, subject: str, begin: int, known: int | None, watermark: int) -> None:
-        self._subject, self._watermark = subject, watermark
+        self._subject = subject
+        self._watermark = watermark
         self._judge = ConsumptionJudge(subject, begin)
         self._due = 0 if known is None and begin == 0 else known
         self._known_until = 0
@@ -185,7 +187,8 @@ class SubjectJudge:
             fields = {"offset": run["offset"], "end": run["end"], "subject": self._subject, "sequence": first}
             found = finding(FindingKind.SEQUENCE, f"sequence {first} where {due} is due ({why})", **fields)
             yield JudgeRow(FINDING, found.row | ({"due": self._known_until} if first > due else {}))
-        self._due, self._known_until = run["last"], run["end"]
+        self._due = run["last"]
+        self._known_until = run["end"]
         first = min(first, self._row["first"]) if self._row["first"] is not None else first
         self._row["first"] = first
 

@@ -155,7 +155,8 @@ FRAMES_AT_ONCE = 1 << 40
 
 
 class Extent(NamedTuple):
-    """Frames that begin in `[begin, end)`. `is_start`: a frame begins at `begin`. `chain`: chain of the frame before."""
+    """Frames that begin in `[begin, end)`. `is_start`: a frame begins at `begin`. `chain`: chain of the frame
+    before."""
 
     begin: int
     end: int
@@ -245,7 +246,8 @@ def _indexed(index: ClosedIndex, selection: Selection, bounds: Bounds) -> Iterat
 
 
 def _split(begin: int, end: int, grid: int, log: Plan, *, exact: bool) -> Iterator[Extent]:
-    """Split a range at the multiples of `grid`. A frame begins at its start if that is the log's start, or if `exact`."""
+    """Split a range at the multiples of `grid`. A frame begins at its start if that is the log's start, or if
+    `exact`."""
     for at, until in split_range(begin, end, grid):
         is_log_start = at == log.start
         yield Extent(at, until, is_log_start or (exact and at == begin), log.chain if is_log_start else None)

@@ -101,8 +101,10 @@ class Walk:
     """
 
     def __init__(self, storage: Storage, begin: int, end: int, *, chain: int | None = None, is_start: bool = False):
-        self._storage, self._end = storage, end
-        self.at, self.chain = begin, chain
+        self._storage = storage
+        self._end = end
+        self.at = begin
+        self.chain = chain
         self._in_step = is_start
         """Whether a frame must begin at `at`."""
         self.ahead = b""
@@ -135,14 +137,16 @@ class Walk:
         """Read and parse one window: at least one frame or one damaged range."""
         begin = self.at
         try:
-            data, self.ahead = self.ahead or self._storage.window(begin, WINDOW_BYTES), b""
+            data = self.ahead or self._storage.window(begin, WINDOW_BYTES)
+            self.ahead = b""
             if len(data) >= HEADER_BYTES:
                 data = self._whole_first_frame(data)
         except OSError as error:
             return self._damage(Window(begin, memoryview(b"")), f"cannot be read: {error.strerror or error}")
         if not data:
             resume = self._storage.resume(begin)
-            self.at, self.chain = min(resume, self._end), None
+            self.at = min(resume, self._end)
+            self.chain = None
             return Window(begin, memoryview(b""), problems=[Problem(begin, self.at, "nothing is stored here")])
         window = Window(begin, memoryview(data))
         try:
@@ -169,7 +173,8 @@ class Walk:
         base, size = window.offset, len(window.data)
         window.frames = whole_frames(window.data, self.at, self._end, self.chain)
         if window.frames:
-            self.at, self.chain = window.frames[-1].end, window.frames[-1].chain
+            self.at = window.frames[-1].end
+            self.chain = window.frames[-1].chain
         while (offset := self.at) < self._end and (at := offset - base) < size:
             try:
                 frame = self._header(window, at)
@@ -185,7 +190,8 @@ class Walk:
                 window.problems.append(problem_of(frame, FindingKind.DAMAGED, error.reason))
                 window.damaged.add(offset)
             window.frames.append(frame)
-            self.at, self.chain = frame.end, frame.chain
+            self.at = frame.end
+            self.chain = frame.chain
 
     def _header(self, window: Window, at: int) -> Frame:
         """Parse a header. A valid header with another chain is a problem, and its own chain continues."""

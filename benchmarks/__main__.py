@@ -34,7 +34,8 @@ class Bench:
     """One run of `make bench`."""
 
     def __init__(self, run_dir: Path, sizes: Sizes) -> None:
-        self._dir, self._sizes = run_dir.resolve(), sizes
+        self._dir = run_dir.resolve()
+        self._sizes = sizes
         self._began = time.monotonic()
         self.figures: dict[str, Figure] = {}
         self.skipped: dict[str, str] = {}

@@ -86,8 +86,10 @@ class _Writer:
 
     def __init__(self, data: Path, segment_bytes: int) -> None:
         (data / FOLDER).mkdir(parents=True)
-        self.data, self._segment_bytes = data, segment_bytes
-        self.state, self._index = State(), SegmentIndex(0)
+        self.data = data
+        self._segment_bytes = segment_bytes
+        self.state = State()
+        self._index = SegmentIndex(0)
         self._file = (data / log_name(0)).open("wb")
         self.frame(FrameKind.EPOCH, "", b"")
 
@@ -136,7 +138,8 @@ class _Batch:
 
     def __init__(self, subject: str, count: int) -> None:
         message = encode_message(Message(subject, {"text": "x" * 940}, id=f"{0:032d}"), 1)
-        self._body, begin = bytearray(join_batch([message] * count)), 4 * (count + 1) + message.index(b"0" * 32)
+        self._body = bytearray(join_batch([message] * count))
+        begin = 4 * (count + 1) + message.index(b"0" * 32)
         self._ids = [begin + number * len(message) for number in range(count)]
 
     def body(self, sequence: int) -> bytes:

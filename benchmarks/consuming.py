@@ -133,7 +133,8 @@ class Backlog:
     """Fills a fresh cluster's log, watches memory and rate, then kills its master."""
 
     def __init__(self, cluster: Cluster, sizes: Sizes, say: Callable[[str], None]) -> None:
-        self._cluster, self._say = cluster, say
+        self._cluster = cluster
+        self._say = say
         self._speed = Speed(cluster, sizes, say)
         free = free_disk_bytes(cluster.run_dir) - KEPT_FREE_BYTES
         self._messages = max(0, min(sizes.backlog, free // (2 * MESSAGE_BYTES))) // STEPS * STEPS

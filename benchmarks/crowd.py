@@ -36,7 +36,10 @@ class Member:
     """One consumer. `times` gets the milliseconds that each message took from `pace` to here."""
 
     def __init__(self, subject: str, group: str, name: str, times: list[float] | None) -> None:
-        self._subject, self._group, self._name, self._times = subject, group, name, times
+        self._subject = subject
+        self._group = group
+        self._name = name
+        self._times = times
         self._subscription = 0
         self._connection: Connection | None = None
         self._is_over = False
@@ -117,7 +120,8 @@ class Crowd:
     """The actions; consumers stay, by the name under which they joined, until they leave."""
 
     def __init__(self, port: int, token: str) -> None:
-        self._endpoint, self._token = Endpoint("127.0.0.1", port), token
+        self._endpoint = Endpoint("127.0.0.1", port)
+        self._token = token
         self._members: dict[str, list[Member]] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._times: list[float] = []

@@ -55,7 +55,9 @@ class Delay:
     """Measures one cluster after the other, each fresh."""
 
     def __init__(self, run_dir: Path, sizes: Sizes) -> None:
-        self._dir, self._sizes, self._began = run_dir.resolve(), sizes, time.monotonic()
+        self._dir = run_dir.resolve()
+        self._sizes = sizes
+        self._began = time.monotonic()
         self.figures: dict[str, Figure] = {}
         self._cluster: Cluster
 

@@ -48,8 +48,10 @@ class Stream:
     def __init__(
         self, connection: Connection, number: int, on_message: Callable[[bytes], None], on_end: Callable[[], None]
     ) -> None:
-        self._connection, self.number = connection, number
-        self.on_message, self.on_end = on_message, on_end
+        self._connection = connection
+        self.number = number
+        self.on_message = on_message
+        self.on_end = on_end
         self._partial = b""
 
     def write(self, message: bytes) -> None:
@@ -111,14 +113,16 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by its class
-        self.is_open, self._heard_s = True, time.monotonic()
+        self.is_open = True
+        self._heard_s = time.monotonic()
         more = HEAD.pack(WINDOW - WINDOW_AT_FIRST)
         self._transport.write(PREFACE + frame(SETTINGS, 0, 0, OWN_SETTINGS) + frame(WINDOW_UPDATE, 0, 0, more))
         self._keep_alive()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_open = False
-        streams, self._streams = self._streams, {}
+        streams = self._streams
+        self._streams = {}
         for stream in streams.values():
             stream.on_end()
 

@@ -94,7 +94,8 @@ class Metaserver:
     def __init__(self, directory: Path) -> None:
         self._dir = directory
         self.token = secrets.token_hex(16)
-        self.http_port, self.grpc_port = free_port(), free_port()
+        self.http_port = free_port()
+        self.grpc_port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -169,7 +170,8 @@ class Bench:
     """One run."""
 
     def __init__(self, directory: Path, scale: Scale) -> None:
-        self._dir, self._scale = directory, scale
+        self._dir = directory
+        self._scale = scale
         self._began = time.monotonic()
         self._processes: list[Process] = []
         self._log = (directory / "load.log").open("wb")

@@ -73,7 +73,9 @@ class Watcher:
 
     def __init__(self, load: Watchers, number: int, ready: asyncio.Queue[int]) -> None:
         rng = random.Random(number)
-        self._load, self._number, self._ready = load, number, ready
+        self._load = load
+        self._number = number
+        self._ready = ready
         self._subjects = [HOT, *(subject_name(rng.randrange(load.words["subjects"])) for _ in range(4))]
         self._is_ready = False
         self.hot: dict[str, bool] = {}
@@ -112,7 +114,8 @@ class Watcher:
 
     def _confirm(self) -> None:
         self._confirming = None
-        held, self._unconfirmed = self._unconfirmed, {}
+        held = self._unconfirmed
+        self._unconfirmed = {}
         assert self._stream
         self._stream.write(pb.RouteRequest(held=held).SerializeToString())
 
@@ -122,7 +125,8 @@ class Watchers:
 
     def __init__(self, words: dict[str, Any]) -> None:
         self.words = words
-        first, self._ready = words["first"], asyncio.Queue[int]()
+        first = words["first"]
+        self._ready = asyncio.Queue[int]()
         self._watchers = [Watcher(self, number, self._ready) for number in range(first, first + words["watchers"])]
         self._connections: dict[int, Connection] = {}
         self._connecting = asyncio.Lock()

@@ -244,7 +244,8 @@ class Quiet:
 
     async def p99_ms(self, seconds: float) -> float:
         """Send for some seconds and return the p99 from `send` to the handler."""
-        self._ages_ms, messages = [], int(seconds * PACE_PER_S)
+        self._ages_ms = []
+        messages = int(seconds * PACE_PER_S)
         begin = time.monotonic()
         for number in range(messages):
             await asyncio.sleep(max(0.0, begin + number / PACE_PER_S - time.monotonic()))

@@ -138,7 +138,8 @@ class Watchdog:
     """A watchdog process. `sent` is what its metrics say."""
 
     def __init__(self, cluster: Cluster, directory: Path) -> None:
-        self._port, self._token = free_port(), cluster.token
+        self._port = free_port()
+        self._token = cluster.token
         config = directory / "watchdog.toml"
         config.write_text(
             f'metaserver = "{cluster.metaserver}"\ntoken = "{cluster.token}"\nhttp_port = {self._port}\n'
@@ -165,7 +166,10 @@ class Trial:
     """One drain, and the application before it, beside it, and beside something else."""
 
     def __init__(self, cluster: Cluster, directory: Path, database: Database, per_s: int, stack: ExitStack) -> None:
-        self._cluster, self._directory, self._database, self._per_s = cluster, directory, database, per_s
+        self._cluster = cluster
+        self._directory = directory
+        self._database = database
+        self._per_s = per_s
         url = database.engine.url.render_as_string(hide_password=False)
         self._application, *self._computing = (
             stack.enter_context(Worker("benchmarks.outbox_application", directory / "application.log", url))

@@ -44,8 +44,10 @@ class Frames:
     """Makes frames of a log, one behind the other. Chains and checksums are not what is measured here."""
 
     def __init__(self, begin_ms: int, span_ms: int, *, first: int = 0, end: int = LOG_START) -> None:
-        self._begin_ms, self._span_ms = begin_ms, span_ms
-        self.count, self.end = first, end
+        self._begin_ms = begin_ms
+        self._span_ms = span_ms
+        self.count = first
+        self.end = end
         self._rng = np.random.default_rng(first + 1)
         self._message = self._one()
         self._id_at = self._message.index(ID.format(0).encode())
@@ -76,7 +78,8 @@ class Frames:
 
     def _frame(self, kind: FrameKind, body: bytes, count: int, batch: int = 0) -> tuple[Frame, bytes]:
         body_at = HEADER_BYTES + -(-len(SUBJECT) // 8) * 8
-        begin, self.end = self.end, self.end + body_at + len(body)
+        begin = self.end
+        self.end = self.end + body_at + len(body)
         frame = Frame(
             kind, 0, SUBJECT, count, len(body), Epoch(1, 1), begin, 0, 0, 0, 1, batch, 0, 0, body_at, self.end
         )

@@ -65,7 +65,9 @@ class Speed:
     """Measures one cluster; every repetition has a subject of its own, as the first one."""
 
     def __init__(self, cluster: Cluster, sizes: Sizes, say: Callable[[str], None]) -> None:
-        self.cluster, self.sizes, self.say = cluster, sizes, say
+        self.cluster = cluster
+        self.sizes = sizes
+        self.say = say
         self._numbers = itertools.count(1)
 
     @contextmanager
@@ -171,7 +173,8 @@ class Meter:
 
     def __init__(self, pids: dict[str, int], counted: int = 0) -> None:
         """`counted`: by how many messages a run's CPU time is divided, if not by those that it takes."""
-        self._pids, self._counted = pids, counted
+        self._pids = pids
+        self._counted = counted
         self._cpu_s = dict.fromkeys(pids, 0.0)
         self._messages = 0
         self._elsewhere: list[float] = []

@@ -36,7 +36,9 @@ class Worker:
     """
 
     def __init__(self, module: str, log: Path, *arguments: str, token: str = "") -> None:
-        self._module, self._log, self._arguments = module, log, arguments
+        self._module = module
+        self._log = log
+        self._arguments = arguments
         self._environ = os.environ | {"QMQ_TOKEN": token}
         self._text = b""
 

@@ -100,7 +100,9 @@ class Cluster:
         launch: Callable[..., Any] = subprocess.Popen,
     ) -> None:
         self.run_dir = run_dir.resolve()
-        self._restart_s, self._refresh_s, self._ports = restart_s, refresh_s, (http_port, broker_port)
+        self._restart_s = restart_s
+        self._refresh_s = refresh_s
+        self._ports = (http_port, broker_port)
         self._groups = Groups(groups, delay_groups, (WATCHDOG,) * watchdog + (PROMETHEUS,) * prometheus, copies)
         self._settings = {"broker": broker or {}, DELAY_SERVER: delay_server or {}}
         self._metaserver_settings = metaserver or {}

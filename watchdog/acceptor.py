@@ -40,7 +40,10 @@ class Acceptor:
     def __init__(
         self, settings: WatchdogSettings, leader: Leader, watcher: Watcher, metrics: Metrics, link: MetaLink
     ) -> None:
-        self._leader, self._watcher, self._metrics, self._link = leader, watcher, metrics, link
+        self._leader = leader
+        self._watcher = watcher
+        self._metrics = metrics
+        self._link = link
         self._own = settings.token.encode()
         self._known: dict[str, tuple[float, Caller]] = {}
 

@@ -97,9 +97,11 @@ class Outbox:
     """The table of one registered database. Made when a drain begins; any thread may call it, one at a time."""
 
     def __init__(self, engine: Engine, source: Source) -> None:
-        self._engine, self._age_ms = engine, source.age_ms
+        self._engine = engine
+        self._age_ms = source.age_ms
         self._reading = engine.execution_options(**{READING: True})
-        self._table, self._flavor = table_name(source.table), Flavor(source.kind)
+        self._table = table_name(source.table)
+        self._flavor = Flavor(source.kind)
 
     def close(self) -> None:
         self._engine.dispose()
@@ -174,8 +176,10 @@ class Questions:
     """Asked on any thread, beside a drain."""
 
     def __init__(self, engine: Engine, source: Source) -> None:
-        self._engine, self._reading = engine, engine.execution_options(**{READING: True})
-        self._table, self._dialect = table_name(source.table), DIALECTS[Flavor(source.kind)]
+        self._engine = engine
+        self._reading = engine.execution_options(**{READING: True})
+        self._table = table_name(source.table)
+        self._dialect = DIALECTS[Flavor(source.kind)]
         self._age_ms = source.age_ms
 
     def close(self) -> None:

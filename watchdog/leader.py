@@ -81,7 +81,8 @@ class DatabaseDrain(Drain):
         result = await asyncio.wrap_future(self._call)
         if self.trouble:
             log.warning("outbox answers again database=%s", self.source.url)
-        self.trouble, self._failures = "", 0
+        self.trouble = ""
+        self._failures = 0
         return result
 
     async def _trouble(self, error: Exception) -> None:
@@ -98,7 +99,10 @@ class Leader:
     """Made by main; `run` returns when it is cancelled, `stop` gives the lease back. Used on the loop."""
 
     def __init__(self, settings: WatchdogSettings, link: MetaLink, sender: NumberedSender, address: str) -> None:
-        self._settings, self._link, self._sender, self._address = settings, link, sender, address
+        self._settings = settings
+        self._link = link
+        self._sender = sender
+        self._address = address
         self.lease = Lease(secrets.token_hex(8), settings.lease_ms)
         self.drains: dict[str, DatabaseDrain] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -160,7 +164,9 @@ class Leader:
             log.warning("not the leader any more term=%d", self._term)
         self._term = 0
         self._ended = [drain for drain in (*self._ended, *self.drains.values()) if drain.is_hanging]
-        tasks, self._tasks, self.drains = self._tasks, {}, {}
+        tasks = self._tasks
+        self._tasks = {}
+        self.drains = {}
         for task in tasks.values():
             task.cancel()
         await asyncio.gather(*tasks.values(), return_exceptions=True)

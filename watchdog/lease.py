@@ -74,9 +74,11 @@ class Lease:
     def answered(self, row: LeaseRow, *, asked_ms: int, now_ms: int) -> None:
         """Take the row in that the metaserver has after a request sent at `asked_ms`."""
         if row != self._seen:
-            self._seen, self._seen_ms = row, now_ms
+            self._seen = row
+            self._seen_ms = now_ms
         if row.node == self.node:
-            self.term, self._held_until_ms = row.term, asked_ms + self.lease_ms
+            self.term = row.term
+            self._held_until_ms = asked_ms + self.lease_ms
         else:
             self.term = 0
 

@@ -49,7 +49,7 @@ async def serve(settings: WatchdogSettings, stop: asyncio.Event) -> bool:
                 task.cancel()
             results = await asyncio.gather(*tasks, serving, return_exceptions=True)
             await link.close()
-    for failed in (one for one in results if isinstance(one, Exception)):
+    for failed in (result for result in results if isinstance(result, Exception)):
         raise failed
     log.info("watchdog stopped")
     return leader.is_hanging or watcher.is_hanging

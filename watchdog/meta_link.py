@@ -49,10 +49,11 @@ class MetaLink:
         """Return the databases of this room, and for those that cannot be used the reason."""
         question = pb.SourcesQuestion(room=self._settings.room)
         answer = await self._ask(lambda stub, more: stub.ListSources(question, **more))
-        problems = {one.url: one.problem for one in answer.sources if one.problem}
-        sound = [one for one in answer.sources if not one.problem]
+        problems = {source.url: source.problem for source in answer.sources if source.problem}
+        sound = [source for source in answer.sources if not source.problem]
         return [
-            Source(one.url, one.user, one.password, one.table, one.rate, one.age_s * 1000) for one in sound
+            Source(source.url, source.user, source.password, source.table, source.rate, source.age_s * 1000)
+            for source in sound
         ], problems
 
     async def whose(self, token: str) -> Caller:
@@ -73,7 +74,7 @@ class MetaLink:
                 stream.cancel()
 
         update = await self._ask(route)
-        groups = [] if update is grpc.aio.EOF else [group for one in update.routes for group in one.groups]
+        groups = [] if update is grpc.aio.EOF else [group for route in update.routes for group in route.groups]
         if any(not group.HasField("master") for group in groups):
             raise NotServed("a broker group of its subject has no master now")
         return [(group.broker_group, f"{group.master.ip}:{group.master.control_port}") for group in groups]
@@ -109,6 +110,8 @@ class MetaLink:
             self._stub = MetaserverStub(self._channel)
 
     async def close(self) -> None:
-        channel, self._channel, self._stub = self._channel, None, None
+        channel = self._channel
+        self._channel = None
+        self._stub = None
         if channel is not None:
             await channel.close()

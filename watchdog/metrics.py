@@ -38,7 +38,8 @@ class Metrics:
 
 class _Watchdog(Collector):
     def __init__(self, leader: Leader, metrics: Metrics) -> None:
-        self._leader, self._metrics = leader, metrics
+        self._leader = leader
+        self._metrics = metrics
 
     def collect(self) -> Iterable[Metric]:
         leader = self._leader

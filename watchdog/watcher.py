@@ -50,7 +50,8 @@ class Reconciliation:
     """One look at rows of any databases. Used on the loop: `async with`."""
 
     def __init__(self, link: MetaLink, token: str, *, seconds: float) -> None:
-        self._link, self._token = link, token
+        self._link = link
+        self._token = token
         self._ends_at = time.monotonic() + seconds
         self._masters: dict[str, list[tuple[str, str]]] = {}
         self._channels: dict[str, grpc.aio.Channel] = {}
@@ -126,7 +127,10 @@ class Watcher:
     """Made by main; `run` returns when it is cancelled. Used on the loop."""
 
     def __init__(self, settings: WatchdogSettings, leader: Leader, link: MetaLink, metrics: Metrics) -> None:
-        self._settings, self._leader, self._link, self._metrics = settings, leader, link, metrics
+        self._settings = settings
+        self._leader = leader
+        self._link = link
+        self._metrics = metrics
         # Threads of our own: a database that hangs must not take those by which the metaserver is found.
         self._threads = ThreadPoolExecutor(THREADS_MAX, "questions")
         self._asked: dict[str, Future[Any]] = {}
@@ -166,9 +170,9 @@ class Watcher:
                 )
             except QmqError:
                 continue
-            for one in report["databases"]:
-                if "counts" in one:
-                    self._metrics.reconciled[source.url] = one["counts"]
+            for answer in report["databases"]:
+                if "counts" in answer:
+                    self._metrics.reconciled[source.url] = answer["counts"]
 
     # Operators.
 
@@ -215,9 +219,9 @@ class Watcher:
         """Do something with each database, or the one that is named. One that fails says why, in its place."""
         if not self._leader.is_leader:
             raise NotServed("this watchdog is not the active one; ListWatchdogs says which one is")
-        sources = [one for one in self._leader.sources if database in ("", one.url)]
+        sources = [source for source in self._leader.sources if database in ("", source.url)]
         if database and not sources:
-            known = ", ".join(one.url for one in self._leader.sources) or "none"
+            known = ", ".join(source.url for source in self._leader.sources) or "none"
             raise OperatorError(f"no database {database[:200]} is registered in this room; there is: {known}")
 
         async def of(source: Source) -> dict[str, Any]:
@@ -228,7 +232,7 @@ class Watcher:
 
         answers = await asyncio.gather(*map(of, sources))
         problems = [{"database": url, "problem": problem} for url, problem in self._leader.problems.items()]
-        return {"databases": [*answers, *(one for one in problems if database in ("", one["database"]))]}
+        return {"databases": [*answers, *(problem for problem in problems if database in ("", problem["database"]))]}
 
     async def _ask(self, source: Source, question: Callable[[Questions], T]) -> T:
         """Ask on a thread; raises NotServed if the database is of no use, or does not answer in time."""

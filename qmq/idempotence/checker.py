@@ -68,9 +68,11 @@ class Idempotence:
     ) -> None:
         if not lease_s > 0:
             raise InvalidRequest(f"a lease is longer than 0 s, not {lease_s}")
-        self._keys, self._lease_s = keys, lease_s
+        self._keys = keys
+        self._lease_s = lease_s
         self._name_of = None if key is None else check_plain("key", key)
-        self._done_for, self._handle_anyway = done_for, handle_anyway
+        self._done_for = done_for
+        self._handle_anyway = handle_anyway
 
     async def __call__(self, message: ReceivedMessage, handle: Callable[[ReceivedMessage], Awaitable[object]]) -> None:
         held = _Held(self._keys, message_key(message, self._name_of), self._lease_s)
@@ -111,7 +113,9 @@ class _Held:
     """The claim of one message; made and ended by one call of the filter."""
 
     def __init__(self, keys: KeyStore, key: str, lease_s: float) -> None:
-        self._keys, self._key, self._lease_s = keys, key, lease_s
+        self._keys = keys
+        self._key = key
+        self._lease_s = lease_s
         self._pause_s = lease_s / RENEWALS_PER_LEASE
         self._owner = secrets.token_hex(16)
 

@@ -64,7 +64,9 @@ class RedisKeys:
     ) -> None:
         if not keep_s > 0:
             raise InvalidRequest(f"keys are kept for longer than 0 s, not {keep_s}")
-        self._client, self._keep_ms, self._prefix = client, _ms(keep_s), prefix
+        self._client = client
+        self._keep_ms = _ms(keep_s)
+        self._prefix = prefix
 
     async def claim(self, key: str, owner: str, lease_s: float) -> Claim:
         value, left_ms = await self._run(CLAIM, key, owner, _ms(lease_s))

@@ -38,7 +38,9 @@ class SqlKeys:
         table: str = CLAIMS,
         now_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
     ) -> None:
-        self._engine, self._table, self._now_ms = engine, ClaimsTable(table), now_ms
+        self._engine = engine
+        self._table = ClaimsTable(table)
+        self._now_ms = now_ms
 
     async def create_table(self) -> None:
         """Make the table, unless it is there."""

@@ -46,7 +46,8 @@ class SqlTransaction:
     """An ack of the handler's own would leave before the commit."""
 
     def __init__(self, engine: AsyncEngine, *, key: KeyOf | None = None, table: str = HANDLED) -> None:
-        self._engine, self._table = engine, HandledTable(table)
+        self._engine = engine
+        self._table = HandledTable(table)
         self._name_of = None if key is None else check_plain("key", key)
         self._session: ContextVar[AsyncSession] = ContextVar("qmq_session")
 
@@ -97,7 +98,8 @@ class BlockingSqlTransaction:
     needs_auto_ack = True
 
     def __init__(self, engine: Engine, *, key: KeyOf | None = None, table: str = HANDLED) -> None:
-        self._engine, self._table = engine, HandledTable(table)
+        self._engine = engine
+        self._table = HandledTable(table)
         self._name_of = None if key is None else check_plain("key", key)
         self._session: ContextVar[Session] = ContextVar("qmq_session")
 

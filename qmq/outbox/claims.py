@@ -117,9 +117,9 @@ def batch_of(name: ClaimName, rows: Sequence[Candidate]) -> NumberedBatch:
 
 
 class Due(NamedTuple):
-    """A moment by the database's clock: `plus_ms` after `told`, which it told with a page; None: after this write."""
+    """A moment by the database's clock: `plus_ms` after `clock`, which it clock with a page; None: after this write."""
 
-    told: object
+    clock: object
     plus_ms: int
 
 
@@ -140,11 +140,11 @@ class ReadPage:
 
 
 class Page(NamedTuple):
-    """`after`: where the next page begins; None: nothing is behind this one. `told`: the database's clock, or None."""
+    """`after`: where the next page begins; None: nothing is behind this one. `clock`: the database's clock, or None."""
 
     rows: list[Candidate]
     after: tuple[object, int] | None
-    told: object = None
+    clock: object = None
 
 
 @dataclass(frozen=True, slots=True)

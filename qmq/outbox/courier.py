@@ -126,11 +126,14 @@ class Courier:
         used: Callable[[Database], None] = lambda database: None,
         left: Callable[[Database, str], None] = lambda database, reason: None,
     ) -> None:
-        self._used, self._left = used, left
+        self._used = used
+        self._left = left
         self.table = table_name(table)
-        self._send_many, self._messages_max = send_many, messages_max
+        self._send_many = send_many
+        self._messages_max = messages_max
         self._loop = asyncio.get_running_loop()
-        self._id_prefix, self._id_numbers = id_prefix, count(1)  # `next` of it is one step for all threads
+        self._id_prefix = id_prefix
+        self._id_numbers = count(1)  # `next` of it is one step for all threads
         self._arrived: deque[Written] = deque()
         self._tasks: dict[asyncio.Task[None], Written] = {}
         self._messages = 0
@@ -331,7 +334,7 @@ class Courier:
         left = {receipt.message_id for receipt in receipts if not receipt.is_stored}
         if not left:
             return rows
-        ids = [id for one in rows for id in one.ids]
+        ids = [id for inserted in rows for id in inserted.ids]
         try:
             read = await database.run(self.table, lambda rows: rows.read(ids))
         except Exception as error:
@@ -371,7 +374,7 @@ class Courier:
                 return await database.run(self.table, work)
             except Exception as error:
                 if attempt == TRIES_MAX:
-                    log.warning("%s rows=%d error=%r", failed, sum(len(one.ids) for one in rows), error)
+                    log.warning("%s rows=%d error=%r", failed, sum(len(inserted.ids) for inserted in rows), error)
         return None
 
     def _refuse(self, written: Written, error: QmqError) -> None:

@@ -95,7 +95,8 @@ class _AfterCommit:
         self._database = database
 
     def __call__(self) -> None:
-        items, self.items = self.items, []
+        items = self.items
+        self.items = []
         self.courier.committed(Written(self._database, items, self.rows))
 
     def __del__(self) -> None:

@@ -215,9 +215,9 @@ class DrainPlan:
     _after: tuple[object, int] | None = None
     _page: Page | None = None
     """A page of which some rows found no room yet."""
-    _told: object = None
-    """The database's clock at `_told_ms`."""
-    _told_ms: int = 0
+    _clock: object = None
+    """The database's clock at `_clock_read_ms`."""
+    _clock_read_ms: int = 0
     _page_ms: int = 0
     """When rows of the page that is being placed, or was last, last found room; or when it was read."""
     _pass_ms: int = 0
@@ -253,7 +253,7 @@ class DrainPlan:
         """Whether nothing is to be done now: a whole pass since `began_ms` sent what can be sent, and has answers."""
         is_passed = self.last_pass_ms is not None and self.last_pass_ms >= began_ms
         is_passed = is_passed or (self._is_passing_by and not self.brokers.is_any_usable())
-        is_busy = self._order is not None or self._page is not None or any(one.end for one in self._claims.values())
+        is_busy = self._order is not None or self._page is not None or any(claim.end for claim in self._claims.values())
         return is_passed and not is_busy and self.is_idle
 
     def next_work(self, now_ms: int) -> Work | None:
@@ -292,7 +292,8 @@ class DrainPlan:
     def _begin_anew_if_any_is_usable(self) -> bool:
         is_anew = self._is_passing_by and self.brokers.is_any_usable()
         if is_anew:
-            self._after, self._is_passing_by = None, False
+            self._after = None
+            self._is_passing_by = False
         return is_anew
 
     def _has_room(self, now_ms: int) -> bool:
@@ -308,7 +309,9 @@ class DrainPlan:
     def _awaited(self, now_ms: int) -> list[Claim]:
         """Return the claims that end soon, as far as anybody can tell: more are not begun than are allowed of these."""
         claims = (*self._claims.values(), *self._new.values())
-        return [one for one in claims if not one.may_be_stored and now_ms - one.claimed_ms < self.limits.room_ms]
+        return [
+            claim for claim in claims if not claim.may_be_stored and now_ms - claim.claimed_ms < self.limits.room_ms
+        ]
 
     def wake_ms(self, now_ms: int) -> int:
         """Return when to look again if no answer comes before."""
@@ -329,7 +332,9 @@ class DrainPlan:
     def failed(self, work: Work, now_ms: int) -> None:
         """The database did not do it, or nobody knows. What was asked for is asked for again, all claims are read anew,
         and new batches get producer ids of their own: a number that may have been claimed must not grow too old."""
-        self._order, self._page, self._after = None, None, None
+        self._order = None
+        self._page = None
+        self._after = None
         self._new.clear()
         self._foreign.clear()
         self._unowned.clear()
@@ -337,8 +342,9 @@ class DrainPlan:
         self._claims_after = ""
 
     def page(self, page: Page, now_ms: int) -> None:
-        if page.told is not None:
-            self._told, self._told_ms = page.told, now_ms
+        if page.clock is not None:
+            self._clock = page.clock
+            self._clock_read_ms = now_ms
         self._page_ms = now_ms
         if not self._begin_anew_if_any_is_usable():
             self._compose(page, now_ms)
@@ -346,7 +352,8 @@ class DrainPlan:
     def claimed(self, got: dict[str, list[int]], now_ms: int) -> None:
         """A claiming is stored; `got`: the ids that each claim has."""
         new, order = self._new, self._order
-        self._new, self._order = {}, None
+        self._new = {}
+        self._order = None
         for text, ids in got.items():
             claim, kept = new[text], set(ids)
             if claim.is_ordered and not kept:
@@ -380,15 +387,15 @@ class DrainPlan:
     def known(self, found: list[Known]) -> None:
         """Claims that are in the database: those of earlier leaders, and of ours what we may have claimed unheard."""
         self._claims_after = (found[-1].claim or None) if found else None  # one without text is the first of all
-        for one in found:
-            if one.claim in self._claims:
+        for known in found:
+            if known.claim in self._claims:
                 continue
-            name, is_old = _name_of(one.claim), one.age_ms >= OTHER_TERMS_MS
+            name, is_old = _name_of(known.claim), known.age_ms >= OTHER_TERMS_MS
             if name is None:
                 if is_old:
-                    self._unowned.append(one)
-            elif name.producer in self._producers or is_old or self._is_over(name.term, one.age_ms):
-                self._foreign.append(one)
+                    self._unowned.append(known)
+            elif name.producer in self._producers or is_old or self._is_over(name.term, known.age_ms):
+                self._foreign.append(known)
 
     def _is_over(self, term: int, age_ms: int) -> bool:
         """Whether a claim's drain has ended, as far as its term and age tell."""
@@ -396,12 +403,12 @@ class DrainPlan:
 
     def disowned(self, work: Disown, count: int) -> None:
         """Rows were parked; if there are more, the next pass finds their claim again."""
-        self._unowned = [one for one in self._unowned if one.claim != work.claim]
+        self._unowned = [known for known in self._unowned if known.claim != work.claim]
         self.counts.parked += count
 
     def taken_over(self, work: TakeOver, rows: list[Candidate], now_ms: int) -> None:
         """Rows of an earlier leader's claim are ours now; some of it may be stored, so the same batch goes again."""
-        known = next(one for one in self._foreign if one.claim == work.old)
+        known = next(known for known in self._foreign if known.claim == work.old)
         self._foreign.remove(known)
         sound = [row for row in rows if not row.problem]
         unsound = [(row.id, _reason(row.problem)) for row in rows if row.problem]
@@ -432,7 +439,9 @@ class DrainPlan:
         if by_subject and not parked and not self.brokers.is_any_usable():
             # Nobody takes anything: leave the rows in peace. Those behind them may be of groups that are not known yet.
             self._rest_until_ms = now_ms + self.limits.rest_ms
-            self._page, self._after, self._is_passing_by = None, page.after, True
+            self._page = None
+            self._after = page.after
+            self._is_passing_by = True
             return
         left: list[Candidate] = []
         postponed: list[Postponed] = []
@@ -464,7 +473,8 @@ class DrainPlan:
             old_ms = now_ms - self.limits.postpone_ms_max
             self._holds = {line: hold for line, hold in self._holds.items() if hold.until_ms > old_ms}
         if page.after is None or now_ms - self._pass_ms >= PASS_MS_MAX:
-            self._after, self._claims_after = None, ""
+            self._after = None
+            self._claims_after = ""
 
     def _hold(self, line: Line, reason: str, now_ms: int) -> _Hold:
         """Put off rows of a line: all until the same moment, so that they come in their order, however many pages they
@@ -474,7 +484,7 @@ class DrainPlan:
             last_ms = hold.delay_ms if hold else 0
             delay_ms = max(self.limits.postpone_ms, min(last_ms * 2, self.limits.postpone_ms_max))
             until_ms = now_ms + delay_ms
-            due = Due(self._told, until_ms - (self._told_ms if self._told is not None else now_ms))
+            due = Due(self._clock, until_ms - (self._clock_read_ms if self._clock is not None else now_ms))
             hold = self._holds[line] = _Hold(until_ms, delay_ms, due, _reason(reason))
         return hold
 
@@ -539,7 +549,8 @@ class DrainPlan:
         """Return the ordered batch of a subject and group that is under way."""
         claims = (*self._claims.values(), *self._new.values())
         return next(
-            (one for one in claims if one.is_ordered and one.name.group == group and one.subject == subject), None
+            (claim for claim in claims if claim.is_ordered and claim.name.group == group and claim.subject == subject),
+            None,
         )
 
     def _load(self, group: str) -> int:
@@ -569,8 +580,8 @@ class DrainPlan:
     def _unsent_bytes(self, group: str) -> int:
         """How much of a group's room is given away and not sent yet."""
         claims = (*self._claims.values(), *self._new.values())
-        waiting = (one for one in claims if one.name.group == group and one.life.state is BatchState.QUEUED)
-        return sum(row.bytes for one in waiting for row in one.rows)
+        waiting = (claim for claim in claims if claim.name.group == group and claim.life.state is BatchState.QUEUED)
+        return sum(row.bytes for claim in waiting for row in claim.rows)
 
     def _fitting(self, rows: list[Candidate], room: int) -> int:
         """Return how many of the first rows make a batch: one at least, and one that is suspect goes alone."""

@@ -51,7 +51,8 @@ class Drain:
 
     def __init__(self, core: DrainPlan, sender: NumberedSender, do: Callable[[Work], Awaitable[Any]]) -> None:
         self.core = core
-        self._sender, self._do = sender, do
+        self._sender = sender
+        self._do = do
         self._moved = asyncio.Event()
 
     def wake(self) -> None:
@@ -176,8 +177,11 @@ class Relays:
         age_ms: int,
         under_way: Callable[[Database], set[int]],
     ) -> None:
-        self.new_sender, self.table = new_sender, table
-        self.timeout_ms, self.age_ms, self.under_way = timeout_ms, age_ms, under_way
+        self.new_sender = new_sender
+        self.table = table
+        self.timeout_ms = timeout_ms
+        self.age_ms = age_ms
+        self.under_way = under_way
         self._relays: dict[str, Relay] = {}
         self._is_closed = False
 
@@ -213,11 +217,13 @@ class Relays:
     def left_behind(self) -> list[LeftBehind]:
         """Rows that wait or are parked: an entry for each database that has such rows or cannot be counted."""
         found = (relay.left_behind for relay in list(self._relays.values()))
-        return [one for one in found if one.is_degraded or one.parked]
+        return [entry for entry in found if entry.is_degraded or entry.parked]
 
     async def close(self) -> None:
         """End all relays; claims under way get a while."""
-        relays, self._relays, self._is_closed = list(self._relays.values()), {}, True
+        relays = list(self._relays.values())
+        self._relays = {}
+        self._is_closed = True
         await asyncio.gather(*(relay.stop() for relay in relays))
 
 
@@ -227,14 +233,18 @@ class Relay:
     def __init__(self, owner: Relays, database: Database, first_s: float) -> None:
         self.database = database
         self._owner = owner
-        self._left, self._looked_ms = Left(0, 0, 0), now()
+        self._left = Left(0, 0, 0)
+        self._looked_ms = now()
         self._reason = ""
         """Why a message of this database was last not sent; "" if another process left it and none was tried yet."""
-        self._trouble, self._troubles = "", 0
-        self._is_announced, self._relayed = False, 0
+        self._trouble = ""
+        self._troubles = 0
+        self._is_announced = False
+        self._relayed = 0
         self._again_s = AGAIN_S_MIN
         self._moved = asyncio.Event()
-        self._is_stopping, self._is_expected = False, False
+        self._is_stopping = False
+        self._is_expected = False
         self._sender: NumberedSender | None = None
         self._drain: Drain | None = None
         self._task = asyncio.get_running_loop().create_task(self._run(first_s))
@@ -255,7 +265,8 @@ class Relay:
 
     def left(self, reason: str) -> None:
         """A message could not be sent; its row stays."""
-        self._reason, self._is_expected = reason, True
+        self._reason = reason
+        self._is_expected = True
         if not self._left.rows:  # else the next look comes by itself, and each one reads all rows that wait
             self._moved.set()
 
@@ -297,7 +308,8 @@ class Relay:
         except Exception as error:  # whatever a driver raises
             self._troubled(error)
             return self._next_s()
-        self._trouble, self._troubles = "", 0
+        self._trouble = ""
+        self._troubles = 0
         self._announce()
         if not self._left.rows:
             await self._disconnect()
@@ -313,7 +325,8 @@ class Relay:
         return min(again_s, young_s) if young_s > 0 else again_s
 
     def _next_s(self) -> float:
-        again_s, self._again_s = self._again_s, min(self._again_s * 2, AGAIN_S_MAX)
+        again_s = self._again_s
+        self._again_s = min(self._again_s * 2, AGAIN_S_MAX)
         return again_s
 
     async def _rest(self, seconds: float) -> None:
@@ -333,7 +346,8 @@ class Relay:
         """Log once that rows wait, and once that none does any more."""
         left = self._left
         if left.rows and not self._is_announced:
-            self._is_announced, self._relayed = True, 0
+            self._is_announced = True
+            self._relayed = 0
             log.warning(
                 "messages wait in the outbox until brokers take them"
                 " database=%s messages=%d oldest_s=%d parked=%d reason=%s",
@@ -376,7 +390,9 @@ class Relay:
         return drain
 
     async def _disconnect(self) -> None:
-        sender, self._sender, self._drain = self._sender, None, None
+        sender = self._sender
+        self._sender = None
+        self._drain = None
         if sender is not None:
             await sender.__aexit__(None, None, None)
 

@@ -32,7 +32,7 @@ from qmq.outbox.table import Flavor, Rows
 class Dialect(NamedTuple):
     """Fragments of SQL.
 
-    `moment`: now plus {0} milliseconds, less than zero: before. `since`: the same from :told, a moment before.
+    `moment`: now plus {0} milliseconds, less than zero: before. `since`: the same from :clock, a moment before.
     `age`: milliseconds since the column {0}. `created_age`: the same for `create_time`, which MariaDB keeps in the
     server's time zone, for a session in UTC.
     """
@@ -50,7 +50,7 @@ _MARIADB_LOCAL = "CONVERT_TZ(CURRENT_TIMESTAMP(6), '+00:00', @@GLOBAL.time_zone)
 
 _MARIADB = Dialect(
     "(CURRENT_TIMESTAMP(6) + INTERVAL {0} * 1000 MICROSECOND)",
-    "(CAST(:told AS DATETIME(6)) + INTERVAL {0} * 1000 MICROSECOND)",
+    "(CAST(:clock AS DATETIME(6)) + INTERVAL {0} * 1000 MICROSECOND)",
     _MARIADB_US % "CURRENT_TIMESTAMP(6)",
     _MARIADB_US % f"COALESCE({_MARIADB_LOCAL}, CURRENT_TIMESTAMP(6))",
     _PASSING_BY,
@@ -60,7 +60,7 @@ DIALECTS = {
     Flavor.MYSQL: _MARIADB,
     Flavor.POSTGRESQL: Dialect(
         "(now() + {0} * interval '1 millisecond')",
-        "(CAST(:told AS timestamptz) + {0} * interval '1 millisecond')",
+        "(CAST(:clock AS timestamptz) + {0} * interval '1 millisecond')",
         "CAST(EXTRACT(EPOCH FROM now() - {0}) * 1000 AS bigint)",
         "CAST(EXTRACT(EPOCH FROM now() - {0}) * 1000 AS bigint)",
         _PASSING_BY,
@@ -68,7 +68,7 @@ DIALECTS = {
     # A transaction that writes has the whole file; nobody else locks a row of it.
     Flavor.SQLITE: Dialect(
         "strftime('%Y-%m-%d %H:%M:%f', 'now', (({0}) / 1000.0) || ' seconds')",
-        "strftime('%Y-%m-%d %H:%M:%f', :told, (({0}) / 1000.0) || ' seconds')",
+        "strftime('%Y-%m-%d %H:%M:%f', :clock, (({0}) / 1000.0) || ' seconds')",
         "CAST((julianday('now') - julianday({0})) * 86400000 AS INTEGER)",
         "CAST((julianday('now') - julianday({0})) * 86400000 AS INTEGER)",
         "",
@@ -102,7 +102,9 @@ class Statements:
     """
 
     def __init__(self, rows: Rows, age_ms: int) -> None:
-        self._run, self._table, self._age_ms = rows.run, rows.table, age_ms
+        self._run = rows.run
+        self._table = rows.table
+        self._age_ms = age_ms
         self._dialect = DIALECTS[rows.flavor]
 
     def do(self, work: Work) -> Any:
@@ -152,8 +154,8 @@ class Statements:
         rows = self._candidates([row[0] for row in found[:taken]])
         errors = {row[0]: row[2] for row in found}
         after = None if whole else (found[taken - 1][1], found[taken - 1][0])
-        told = found[0][4] if found else None
-        return Page([rows[id]._replace(errors=errors[id]) for id, *_ in found[:taken] if id in rows], after, told)
+        clock = found[0][4] if found else None
+        return Page([rows[id]._replace(errors=errors[id]) for id, *_ in found[:taken] if id in rows], after, clock)
 
     def page_statement(self, behind: str, limit: int) -> str:
         """The scan: by the index (status, update_time, id), without the contents."""
@@ -173,7 +175,7 @@ class Statements:
 
     def _claim(self, work: ClaimRows) -> dict[str, list[int]]:
         wanted = [id for ids in work.claims.values() for id in ids]
-        wanted += [id for id, _ in work.parked] + [id for one in work.postponed for id in one.ids]
+        wanted += [id for id, _ in work.parked] + [id for postponed in work.postponed for id in postponed.ids]
         free = self._lock(wanted)
         busy = self._groups_of_others(work.known) if work.ordered else set()
         got = {}
@@ -184,10 +186,10 @@ class Statements:
             got[claim] = self._take(claim, taken)
         for reason, ids in _by_reason(work.parked):
             self._update([id for id in ids if id in free], self._parking(), reason=reason)
-        for one in work.postponed:
-            due, values = self._due(one.due)
+        for postponed in work.postponed:
+            due, values = self._due(postponed.due)
             setting = f"reason = :reason, update_time = {due}"
-            self._update([id for id in one.ids if id in free], setting, _FREE, reason=one.reason, **values)
+            self._update([id for id in postponed.ids if id in free], setting, _FREE, reason=postponed.reason, **values)
         return got
 
     def _take(self, claim: str, ids: Sequence[int]) -> list[int]:
@@ -218,13 +220,13 @@ class Statements:
         return {id for id, is_old in self._run(statement) if is_old}
 
     def _settle(self, work: SettleClaims) -> None:
-        for one in work.settled:
-            if one.stored:
-                where = f"id IN ({_list(sorted(one.stored))}) AND claim = :claim"
-                self._run(f"DELETE FROM {self._table} WHERE {where}", claim=one.claim)
-            for reason, ids in _by_reason(one.parked):
+        for settled in work.settled:
+            if settled.stored:
+                where = f"id IN ({_list(sorted(settled.stored))}) AND claim = :claim"
+                self._run(f"DELETE FROM {self._table} WHERE {where}", claim=settled.claim)
+            for reason, ids in _by_reason(settled.parked):
                 setting = f"{self._parking()}, error = error + 1"
-                self._update(ids, setting, " AND claim = :claim", claim=one.claim, reason=reason)
+                self._update(ids, setting, " AND claim = :claim", claim=settled.claim, reason=reason)
         for back in work.released:
             due, values = self._due(back.due)
             setting = f"claim = NULL, error = error + {int(back.failures)}, reason = :reason, update_time = {due}"
@@ -233,9 +235,9 @@ class Statements:
     def _due(self, due: Due) -> tuple[str, dict[str, Any]]:
         """Return what `update_time` is set to, as SQL, and its values."""
         plus_ms = due.plus_ms - self._age_ms
-        if due.told is None:
+        if due.clock is None:
             return self._dialect.moment.format(plus_ms), {}
-        return self._dialect.since.format(plus_ms), {"told": due.told}
+        return self._dialect.since.format(plus_ms), {"clock": due.clock}
 
     def _parking(self) -> str:
         return f"status = {PARKED}, reason = :reason, claim = NULL, update_time = {self._dialect.moment.format(0)}"

@@ -100,7 +100,9 @@ class Rows:
     def __init__(self, execute: Execute, table: str, flavor: Flavor, paramstyle: str) -> None:
         if paramstyle not in _MARKS:
             raise InvalidRequest(f"a driver with the paramstyle {paramstyle!r} is not known here")
-        self._execute, self._table, self._flavor = execute, table_name(table), flavor
+        self._execute = execute
+        self._table = table_name(table)
+        self._flavor = flavor
         self._mark = _MARKS[paramstyle]
         self._escapes_percent = paramstyle in ("format", "pyformat")
 
@@ -192,12 +194,12 @@ def _joined(inserted: Iterable[Inserted]) -> Iterator[Inserted]:
     """Join rows to what one statement takes; in ascending order, so that two deletions wait for each other instead of
     deadlocking."""
     joined = Inserted([], [])
-    for one in sorted(inserted, key=lambda one: min(one.ids)):
-        if len(joined.ids) + len(one.ids) > ROWS_MAX:
+    for part in sorted(inserted, key=lambda part: min(part.ids)):
+        if len(joined.ids) + len(part.ids) > ROWS_MAX:
             yield joined
             joined = Inserted([], [])
-        joined.ids.extend(one.ids)
-        joined.heads.extend(one.heads)
+        joined.ids.extend(part.ids)
+        joined.heads.extend(part.heads)
     if joined.ids:
         yield joined
 

@@ -28,7 +28,9 @@ class Item:
     __slots__ = ("courier", "message", "content", "receipt")
 
     def __init__(self, courier: Courier, message: Message, content: str) -> None:
-        self.courier, self.message, self.content = courier, message, content
+        self.courier = courier
+        self.message = message
+        self.content = content
         self.receipt: Future[Receipt] = after_commit(Future())
         self.receipt.set_running_or_notify_cancel()  # a waiter cannot cancel what is in a database
 
@@ -116,7 +118,8 @@ class Unit:
 
     def committed(self) -> None:
         """The commit was reported to have succeeded."""
-        written, self._written = self._written, {}
+        written = self._written
+        self._written = {}
         for courier, (items, rows) in written.items():
             courier.committed(Written(self._database, items, rows))
 
@@ -129,7 +132,8 @@ class Unit:
         self._end(are_unknown)
 
     def _end(self, receipts: Callable[[Iterable[Item]], None]) -> None:
-        written, self._written = self._written, {}
+        written = self._written
+        self._written = {}
         for items, _ in written.values():
             receipts(items)
 

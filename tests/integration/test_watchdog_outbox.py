@@ -178,7 +178,7 @@ def test_released_and_postponed_rows_wait_and_come_again(application, outbox):
 def test_rows_that_are_put_off_together_come_in_their_order_however_long_each_write_took(application, outbox):
     application.write(SUBJECT, names(4))
     page = outbox.do(ReadPage(None, 10))
-    ids, due = ids_of(page), Due(page.told, 1_200)
+    ids, due = ids_of(page), Due(page.clock, 1_200)
     outbox.do(ClaimRows({"1:1:1:g1": ids[:1]}, [], [Postponed(ids[2:], due, "readonly")]))
     outbox.do(ClaimRows({}, [], [Postponed(ids[1:2], due, "readonly")]))
     time.sleep(0.1)

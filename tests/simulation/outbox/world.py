@@ -168,7 +168,7 @@ class Watchdog:
             return
         match work:
             case ReadPage():
-                core.page(result._replace(told=None), world.now_ms)  # the world's time is not the database's
+                core.page(result._replace(clock=None), world.now_ms)  # the world's time is not the database's
             case ClaimRows():
                 core.claimed(result, world.now_ms)
             case SettleClaims():

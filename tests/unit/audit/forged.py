@@ -56,7 +56,8 @@ class Draft:
     @messages.setter
     def messages(self, messages: list[bytes]) -> None:
         labels = self.labels
-        self.count, self.body = len(messages), join_batch(messages)
+        self.count = len(messages)
+        self.body = join_batch(messages)
         if labels:
             self.body += encode_labels(labels)
 
@@ -66,7 +67,8 @@ class Draft:
 
     @labels.setter
     def labels(self, labels: list[int]) -> None:
-        self.body, self.flags = self._batch() + encode_labels(labels), label_flags(labels)
+        self.body = self._batch() + encode_labels(labels)
+        self.flags = label_flags(labels)
 
     def _batch(self) -> bytes:
         return self.body[: len(self.body) - labels_bytes(self.count)] if self.flags & FLAG_LABELLED else self.body

@@ -34,14 +34,19 @@ class LogWriter:
     def __init__(self, data: Path, *, segment_bytes: int = 1 << 62, preallocate: int = 1 << 16, start: int = 0):
         self.folder = data / "log"
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.segment_bytes, self.preallocate = segment_bytes, preallocate
-        self.epoch, self.chain, self.end, self.timestamp_ms = Epoch(1, 1), NO_CHAIN, start, BEGIN_MS
+        self.segment_bytes = segment_bytes
+        self.preallocate = preallocate
+        self.epoch = Epoch(1, 1)
+        self.chain = NO_CHAIN
+        self.end = start
+        self.timestamp_ms = BEGIN_MS
         self.sequences: dict[str, int] = {}
         self.frames: list[Frame] = []
         self._open(start)
 
     def _open(self, base: int) -> None:
-        self._base, self._index = base, SegmentIndex(base)
+        self._base = base
+        self._index = SegmentIndex(base)
         self._file = (self.folder / f"{base:020d}.log").open("wb")
 
     def frame(
@@ -83,7 +88,8 @@ class LogWriter:
         self.frames.append(frame)
         if kind == FrameKind.MESSAGES:
             self._index.add(frame)
-        self.end, self.chain = frame.end, frame.chain
+        self.end = frame.end
+        self.chain = frame.chain
         return frame
 
     def messages(

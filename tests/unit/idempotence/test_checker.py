@@ -34,7 +34,8 @@ class FailingKeys:
     """A store whose calls fail as often as told: before they are carried out, or after ("answer_of_")."""
 
     def __init__(self, keys, **failures: int) -> None:
-        self._keys, self._failures = keys, failures
+        self._keys = keys
+        self._failures = failures
 
     def __getattr__(self, name):
         async def call(*arguments):
@@ -179,7 +180,9 @@ class Renewed:
     """Notes what renewals are answered."""
 
     def __init__(self, keys):
-        self._keys, self.renewals, self.on_renewed = keys, [], lambda: None
+        self._keys = keys
+        self.renewals = []
+        self.on_renewed = lambda: None
 
     async def renew(self, key, owner, lease_s):
         self.renewals.append(await self._keys.renew(key, owner, lease_s))
@@ -208,7 +211,8 @@ class Owned:
     """Notes the name under which the last claim was made."""
 
     def __init__(self, keys):
-        self._keys, self.owner = keys, ""
+        self._keys = keys
+        self.owner = ""
 
     async def claim(self, key, owner, lease_s):
         self.owner = owner

@@ -28,8 +28,12 @@ class Brokers:
     """Groups as a test sets them."""
 
     def __init__(self, *names):
-        self.writable, self.usable, self.rooms = set(names), set(names), dict.fromkeys(names, 1 << 20)
-        self.watched, self.flights, self.of = [], {}, {}
+        self.writable = set(names)
+        self.usable = set(names)
+        self.rooms = dict.fromkeys(names, 1 << 20)
+        self.watched = []
+        self.flights = {}
+        self.of = {}
 
     def watch(self, subject):
         self.watched.append(subject)
@@ -78,7 +82,7 @@ class Drain:
 
     def delay_ms(self, end):
         """How long rows wait that are postponed or released."""
-        return end.due.plus_ms + (0 if end.due.told is None else end.due.told - self.now_ms)
+        return end.due.plus_ms + (0 if end.due.clock is None else end.due.clock - self.now_ms)
 
     def claim(self):
         work = self.next()
@@ -339,7 +343,7 @@ def test_rows_that_are_put_off_together_come_due_at_one_moment_of_the_databases_
         drain.now_ms += 7
         drain.page(row(id, key="k"), after=id)
         dues += [one.due for one in drain.claim().postponed]
-    assert dues == [first.due] * 3 and first.due.told is not None
+    assert dues == [first.due] * 3 and first.due.clock is not None
 
 
 def test_what_is_known_of_subjects_is_forgotten_when_it_is_old():

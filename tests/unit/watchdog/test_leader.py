@@ -48,7 +48,10 @@ class Link:
     """A metaserver: its row and its databases as the test sets them."""
 
     def __init__(self, *sources):
-        self.registered, self.row, self.is_away, self.released = list(sources), LeaseRow("", 0, 0), False, 0
+        self.registered = list(sources)
+        self.row = LeaseRow("", 0, 0)
+        self.is_away = False
+        self.released = 0
         self.beats = self.reads = 0
 
     async def hold(self, node, address, request, *, patience_ms):
