@@ -1,4 +1,4 @@
-"""Shell. The HTTP port of a watchdog: health, metrics, and what operators ask about outboxes (tools.sh Outbox…)."""
+"""Shell. HTTP port of a watchdog: health, metrics, and operators' commands about outboxes (tools.sh Outbox…)."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from qmq.watchdog.watcher import Watcher
 
 CLUSTER = Caller("cluster", TokenRole.CLUSTER)
 TOKEN_VALID_S = 10.0
-"""So long an answer of the metaserver is used again: Prometheus asks often, and nobody else does."""
+"""Lifetime of a cached answer of the metaserver, mainly for Prometheus' frequent requests."""
 TOKENS_MAX = 1_000
 IDS_MAX = 10_000
 ID_DIGITS_MAX = 19
-"""Of a bigint."""
+"""Digits of a bigint."""
 RECONCILE_S = 15.0
 REFUSALS_SHOWN = 10
 
@@ -35,7 +35,7 @@ Answering = Callable[[Request], Awaitable[Response]]
 
 
 class Acceptor:
-    """Made by main. Health is for everybody, the rest for holders of a token with the role it takes."""
+    """HTTP application. Made by main. Health needs no token; the rest needs one with the route's role."""
 
     def __init__(
         self, settings: WatchdogSettings, leader: Leader, watcher: Watcher, metrics: Metrics, link: MetaLink
@@ -60,7 +60,7 @@ class Acceptor:
         return Starlette(routes=[Route(path, answer, methods=[method]) for path, method, answer in routes])
 
     async def _health(self, _: Request) -> Response:
-        """200 while it does its part: leads, or waits with a metaserver that answers. Troubles are told either way."""
+        """Answer 200 while this watchdog leads, or waits with a metaserver that answers; list troubles in any case."""
         leader = self._leader
         troubles = {url: drain.trouble for url, drain in leader.drains.items() if drain.trouble} | leader.problems
         is_well = leader.is_leader or not leader.metaserver_trouble
@@ -113,7 +113,7 @@ class Acceptor:
         return guarded
 
     async def _whose(self, token: str) -> Caller:
-        """Say whose token it is, without asking the metaserver each time."""
+        """Return the caller of a token, from the cache if possible."""
         if not token:
             raise AccessError(f"the API token is missing ({HEADERS})")
         if hmac.compare_digest(token.encode("utf-8", "surrogatepass"), self._own):

@@ -22,11 +22,11 @@ from qmq.watchdog.settings import MARIADB, POSTGRESQL, SQLITE, Source, UnusableS
 
 CONNECT_S = 5
 LOCK_S = 3
-"""Rows that others lock are passed over; what waits at all waits for a moment."""
+"""Maximum wait for a lock. Rows locked by others are skipped; other waits are short."""
 ANSWER_S = 20
-"""How long one statement may take; each touches a thousand rows by an index."""
+"""Maximum time of one statement; each touches a thousand rows by an index."""
 CONNECTIONS = 2
-"""One that drains, one for questions of operators."""
+"""One for the drain, one for operators' questions."""
 IDLE_S = 60
 
 _DRIVERS = {MARIADB: "mariadb+pymysql", POSTGRESQL: "postgresql+psycopg", SQLITE: "sqlite"}
@@ -34,10 +34,10 @@ _EXTRAS = {MARIADB: "mariadb", POSTGRESQL: "postgresql"}
 
 
 def open_source(source: Source) -> Engine:
-    """Make the engine of a registered database; nothing is asked of it yet.
+    """Make the engine of a registered database, without connecting.
 
     Raises:
-        UnusableSource: nobody could connect to this; the text says why.
+        UnusableSource: its registration cannot work; the text has the reason.
     """
     kind = source.kind
     host, port, database = source.place
@@ -50,10 +50,10 @@ def open_source(source: Source) -> Engine:
         return engine
     url = URL.create(_DRIVERS[kind], source.user or None, source.password or None, host, port, database)
     waits = Waits(CONNECT_S, LOCK_S, ANSWER_S, IDLE_S, IDLE_S)
-    # UTC, as an hour that comes twice a year would let the scan read on from a moment that it did not mean.
+    # UTC: with the hour that repeats once a year, the scan would continue from a wrong moment.
     arguments = waits.mariadb("time_zone = '+00:00'") if kind == MARIADB else waits.postgresql()
     if kind == MARIADB and source.password:
-        arguments["password"] = source.password.encode()  # of a text, PyMySQL takes Latin-1 alone
+        arguments["password"] = source.password.encode()  # PyMySQL accepts only Latin-1 in a str
     try:
         return create_engine(
             url,
@@ -72,7 +72,7 @@ def open_source(source: Source) -> Engine:
 
 
 READING = "qmq_reading"
-"""Execution option of transactions that only read: SQLite's others take the lock of the file at once."""
+"""Execution option of read-only transactions: other ones lock SQLite's file at once."""
 
 
 def _begin_of(connection: Any) -> str:
@@ -80,21 +80,21 @@ def _begin_of(connection: Any) -> str:
 
 
 def _prepare_sqlite(connection: Any, _record: Any) -> None:
-    connection.isolation_level = None  # the driver begins no transaction of its own; `begin` does
-    # One content that is no text must not make a whole page unreadable; what cannot be encoded again is parked.
+    connection.isolation_level = None  # the driver begins no transaction; `begin` does
+    # An invalid content must not make a whole page unreadable. Contents that cannot be encoded again are parked.
     connection.text_factory = lambda data: data.decode("utf-8", "surrogateescape")
 
 
 TRIES_MAX = 3
 _REPEAT_SQLSTATES = {"40001", "40P01"}
 _REPEAT_NUMBERS = {1020, 1213}
-"""Deadlocks, and MariaDB's record that changed since it was read: the same transaction may do next time."""
+"""Deadlocks, and MariaDB's record changed since the read: the transaction may succeed when repeated."""
 
 T = TypeVar("T")
 
 
 class Outbox:
-    """The table of one registered database. Made when a drain begins; any thread may call it, one at a time."""
+    """Outbox of one registered database. Made when a drain begins; usable from any thread, one call at a time."""
 
     def __init__(self, engine: Engine, source: Source) -> None:
         self._engine = engine
@@ -107,7 +107,7 @@ class Outbox:
         self._engine.dispose()
 
     def do(self, work: Work) -> Any:
-        """Carry out what a drain asks for."""
+        """Carry out a drain's work."""
         engine = self._reading if isinstance(work, ReadPage | ReadClaims) else self._engine
         return _repeat(engine, lambda connection: self.statements(connection).do(work))
 
@@ -122,7 +122,7 @@ class Outbox:
 
 
 def _repeat(engine: Engine, work: Callable[[Connection], T]) -> T:
-    """Run one transaction; again, if the database ended it in favour of another one."""
+    """Run a transaction; repeat it if the database ended it in favour of another."""
     for attempt in range(1, TRIES_MAX + 1):
         try:
             with engine.begin() as connection:
@@ -140,17 +140,17 @@ def _was_in_the_way(error: DBAPIError) -> bool:
 
 
 COUNT_MAX = 100_000
-"""Beyond it nothing is counted: a table of millions of rows would be read for a number that says "too many" anyway."""
+"""Upper bound of counts: counting millions of rows only to report "too many" would be wasted work."""
 AGES_MAX = 10_000
 AGE_STEPS_S = (60, 600, 3_600, 86_400)
 RETRY_ROWS = 1_000
-"""Of one statement."""
+"""Rows per statement."""
 
 _SHOWN = "id, content, status, error, reason, claim"
 
 
 class Stats(NamedTuple):
-    """Counts up to COUNT_MAX. `by_age`: of the pending rows that are due longest, how many are older than each step."""
+    """Counts up to COUNT_MAX. `by_age`: pending rows older than each step, of those due longest."""
 
     pending: int
     claimed: int
@@ -160,7 +160,7 @@ class Stats(NamedTuple):
 
 
 class StuckRow(NamedTuple):
-    """A row that waits or is parked. `created_ms`: by its producer's clock; 0: nobody knows."""
+    """A waiting or parked row. `created_ms`: by its producer's clock; 0 if unknown."""
 
     id: int
     state: str
@@ -173,7 +173,7 @@ class StuckRow(NamedTuple):
 
 
 class Questions:
-    """Asked on any thread, beside a drain."""
+    """Operators' questions about one outbox; used on any thread, beside a drain."""
 
     def __init__(self, engine: Engine, source: Source) -> None:
         self._engine = engine
@@ -201,7 +201,7 @@ class Questions:
             )
 
     def stuck(self, *, older_s: int, limit: int) -> list[StuckRow]:
-        """Return parked rows, then of the AGES_MAX waiting ones that are due longest those older than `older_s`."""
+        """Return parked rows, then waiting ones older than `older_s`, among the AGES_MAX due longest."""
         age = self._dialect.created_age.format("create_time")
         parked = f"SELECT id FROM {self._table} WHERE status < 0 ORDER BY status, update_time, id LIMIT {int(limit)}"
         due = f"SELECT id, {age} AS age FROM {self._table} WHERE status = 0 ORDER BY update_time, id LIMIT {AGES_MAX}"
@@ -216,10 +216,9 @@ class Questions:
         return [found[id] for id in ids if id in found]
 
     def retry(self, ids: Sequence[int] | None) -> int:
-        """Let parked rows be sent, as if they had never failed; of those that wait, end the back-off. None: all that
-        are parked by now; a drain may park some of them again as fast as this goes on.
+        """Release parked rows with their errors reset, and end the back-off of waiting ones; return their number.
 
-        Returns how many.
+        None: all rows parked by now. A drain may park some of them again at the same time.
         """
         if ids is not None:
             return sum(self._retry(list(ids[at : at + RETRY_ROWS])) for at in range(0, len(ids), RETRY_ROWS))
@@ -264,5 +263,5 @@ def _stuck(row: Row[Any]) -> StuckRow:
 
 
 def _sendable(text: str) -> str:
-    """Return a text as it may travel: JSON in a row, and SQLite, give halves of characters, which UTF-8 cannot say."""
+    """Return a text that UTF-8 can encode: JSON in rows, and SQLite, may hold lone surrogates."""
     return text.encode("utf-8", "backslashreplace").decode()

@@ -30,14 +30,15 @@ from qmq.watchdog.settings import Source, WatchdogSettings
 log = logging.getLogger("qmq.watchdog")
 
 TROUBLE_S_MIN, TROUBLE_S_MAX = 0.5, 30.0
-"""How long a database that failed is left alone: doubled with each failure in a row."""
+"""Pause after a failure of a database, doubled with each failure in a row."""
 
 
 class DatabaseDrain(Drain):
-    """One outbox under one leader. Made by the leader; `run` ends when it is stopped, deposed or cancelled.
+    """Drain of one outbox during one lease. Made by the leader; `run` ends when stopped or cancelled, or with the
+    lease.
 
     Args:
-        holds: says whether the lease still holds; asked before whatever has an effect.
+        holds: returns whether the lease is still held; called before every effect.
     """
 
     def __init__(self, source: Source, core: DrainPlan, sender: NumberedSender, holds: Callable[[], bool]) -> None:
@@ -47,17 +48,17 @@ class DatabaseDrain(Drain):
         self._thread = ThreadPoolExecutor(1, "outbox")
         self._outbox: Outbox | None = None
         self.trouble = ""
-        """Why the database was last not of use; empty while it is."""
+        """Reason why the database is unusable; empty while it is usable."""
         self._failures = 0
         self._call: Future[Any] | None = None
 
     @property
     def is_hanging(self) -> bool:
-        """Whether a call to the database has not returned; its thread cannot be ended."""
+        """Whether a call to the database is still running; its thread cannot be ended."""
         return self._call is not None and not self._call.done()
 
     def stop(self) -> None:
-        """Claim nothing more; end when what is under way has its answers."""
+        """Stop claiming, and end once the sent batches are answered."""
         self.core.stop()
         self.wake()
 
@@ -96,7 +97,7 @@ class DatabaseDrain(Drain):
 
 
 class Leader:
-    """Made by main; `run` returns when it is cancelled, `stop` gives the lease back. Used on the loop."""
+    """The lease and the drains of one watchdog. Made by main; `run` ends when cancelled, `stop` releases the lease."""
 
     def __init__(self, settings: WatchdogSettings, link: MetaLink, sender: NumberedSender, address: str) -> None:
         self._settings = settings
@@ -109,9 +110,9 @@ class Leader:
         self._ended: list[DatabaseDrain] = []
         self.sources: list[Source] = []
         self.problems: dict[str, str] = {}
-        """Databases that cannot be used as they are registered, and why."""
+        """Databases with unusable registrations -> reason."""
         self.counts: dict[str, Counts] = {}
-        """By database; they outlive leases and drains."""
+        """By database; kept across leases and drains."""
         self.elections = 0
         self.metaserver_trouble = ""
         self._refreshed_at = 0.0
@@ -125,12 +126,12 @@ class Leader:
 
     @property
     def refusals(self) -> dict[str, str]:
-        """Subjects whose route the metaserver refuses, and why."""
+        """Subjects whose route the metaserver refuses -> reason."""
         return self._sender.refusals
 
     @property
     def is_hanging(self) -> bool:
-        """Whether a drain, of this lease or the last one, waits for a database that does not answer."""
+        """Whether a drain of this lease or the last one waits for a database that does not answer."""
         return any(drain.is_hanging for drain in (*self.drains.values(), *self._ended))
 
     async def run(self) -> None:
@@ -159,7 +160,7 @@ class Leader:
         self.lease.answered(row, asked_ms=asked_ms, now_ms=now_ms())
 
     async def _depose(self) -> None:
-        """End all drains; what they still have under way with a database looks for claims of a term that is over."""
+        """End all drains. Their running statements are conditional on claims of the ended term."""
         if self._term:
             log.warning("not the leader any more term=%d", self._term)
         self._term = 0
@@ -180,13 +181,13 @@ class Leader:
         if time.monotonic() - self._refreshed_at >= self._settings.refresh_ms / 1000:
             await self._refresh()
         for url, task in list(self._tasks.items()):
-            if task.done():  # it ends by itself if the lease was late for a moment, or if it failed
+            if task.done():  # drains end on an error, or if the lease was late for a moment
                 log.warning("drain begins anew database=%s reason=%r", url, task.exception() or "the lease was late")
                 self._forget(url)
                 self._refreshed_at = 0.0
 
     async def _refresh(self) -> None:
-        """Begin to drain databases that are new or were registered anew; end drains of those that are gone."""
+        """Begin drains of databases that are new or changed; end drains of removed ones."""
         try:
             self.sources, self.problems = await self._link.sources()
         except (NotServed, CallError) as error:
@@ -200,7 +201,7 @@ class Leader:
             if wanted.get(url) != drain.source:
                 self._tasks[url].cancel()
                 self._forget(url)
-        # A drain that was ended may have a write under way that looks for claims of this very term: first that ends.
+        # An ended drain may still write under claims of this very term: wait for its end.
         self._ended = [drain for drain in self._ended if drain.is_hanging]
         ending = {drain.source.url for drain in self._ended}
         for url, source in wanted.items():
@@ -226,7 +227,7 @@ class Leader:
             drain.wake()
 
     async def stop(self) -> None:
-        """Claim nothing more, wait a little for answers, give the lease back."""
+        """Stop claiming, wait a little for answers, release the lease."""
         self._is_stopping = True
         for drain in self.drains.values():
             drain.stop()

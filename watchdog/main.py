@@ -1,4 +1,4 @@
-"""Shell. Builds a watchdog, runs until SIGTERM or Ctrl-C, gives its lease back."""
+"""Shell. Builds a watchdog, runs it until SIGTERM or Ctrl-C, and releases its lease."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ APP = "watchdog"
 
 
 async def serve(settings: WatchdogSettings, stop: asyncio.Event) -> bool:
-    """Run until `stop`; return whether a call to a database still hangs. Raises OSError: the port is taken."""
+    """Run until `stop`; return whether a call to a database still hangs. Raise OSError if the port is taken."""
     listener = listen(settings.host, settings.http_port)
     address = f"{settings.advertised}:{listener.getsockname()[1]}"
     link = MetaLink(settings)
@@ -64,7 +64,7 @@ async def _run(settings: WatchdogSettings) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a watchdog; return its exit status: 0 stopped in order, 1 cannot serve, 2 wrong settings."""
+    """Run a watchdog; return its exit status: 0 stopped in order, 1 cannot serve, 2 invalid settings."""
     parser = argparse.ArgumentParser(prog="qmq watchdog", description="qmq's watchdog: sends what outboxes still have.")
     parser.add_argument("--config", type=Path, help="TOML file; QMQ_WATCHDOG_<NAME> in the environment overrides it")
     options = parser.parse_args(arguments)
@@ -79,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (OSError, QmqError) as error:
         print(f"watchdog: cannot serve: {error}", file=sys.stderr)
         return 1
-    if is_hanging:  # all is closed; only a thread waits for a database that stands still, and Python would wait for it
+    if is_hanging:  # everything is closed, but Python would wait for the thread of a hanging database
         logging.shutdown()
         os._exit(0)
     return 0

@@ -1,4 +1,4 @@
-"""Shell. What a watchdog asks of the metaserver: its lease, its databases, whose token somebody shows."""
+"""Shell. A watchdog's requests to the metaserver: its lease, its databases, the callers of tokens."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from qmq.watchdog.lease import LeaseRequest, LeaseRow
 from qmq.watchdog.settings import Source, WatchdogSettings
 
 WATCHDOGS = "watchdog/"
-"""What the names of watchdogs' leases begin with; their room follows."""
+"""Prefix of the names of watchdogs' leases; the room follows."""
 ANSWER_S = 3.0
 
 T = TypeVar("T")
 
 
 class MetaLink:
-    """Made by main; used on the loop. Every question raises NotServed if nobody answers it in time."""
+    """Connection to the metaserver. Made by main; used on the loop. Requests without a timely answer raise NotServed."""
 
     def __init__(self, settings: WatchdogSettings) -> None:
         self._settings = settings
@@ -33,7 +33,7 @@ class MetaLink:
         self._stub: Any = None
 
     async def hold(self, node: str, address: str, request: LeaseRequest, *, patience_ms: int) -> LeaseRow:
-        """Keep the lease, or take it; return the row as it is then."""
+        """Keep or take the lease; return the resulting row."""
         asked = pb.LeaseRequest(node=node, address=address, take=request.take, term=request.term, beat=request.beat)
         return await self._lease(asked, min(ANSWER_S, patience_ms / 1000))
 
@@ -46,7 +46,7 @@ class MetaLink:
         return LeaseRow(answer.node, answer.term, answer.beat)
 
     async def sources(self) -> tuple[list[Source], dict[str, str]]:
-        """Return the databases of this room, and for those that cannot be used the reason."""
+        """Return the databases of this room, and {url: reason} of the unusable ones."""
         question = pb.SourcesQuestion(room=self._settings.room)
         answer = await self._ask(lambda stub, more: stub.ListSources(question, **more))
         problems = {source.url: source.problem for source in answer.sources if source.problem}
@@ -57,13 +57,13 @@ class MetaLink:
         ], problems
 
     async def whose(self, token: str) -> Caller:
-        """Say whose token it is; raises AccessError."""
+        """Return the caller of a token; raise AccessError."""
         question = pb.TokenQuestion(token=token)
         answer = await self._ask(lambda stub, more: stub.CheckToken(question, **more))
         return Caller(answer.name, TokenRole(answer.role), Scope(tuple(answer.subjects), tuple(answer.groups)))
 
     async def masters(self, subject: str) -> list[tuple[str, str]]:
-        """Return the broker groups of a subject, each with the address of its master's control port."""
+        """Return the broker groups of a subject, each with the control address of its master."""
 
         async def route(stub: Any, more: dict[str, Any]) -> Any:
             stream = stub.WatchRoutes(metadata=more["metadata"])
@@ -92,7 +92,7 @@ class MetaLink:
                 raise AccessError(details) from None
             if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
                 raise NotServed(f"the metaserver does not accept the watchdog's token: {details}") from None
-            await self.close()  # the next question goes to the metaserver that answers at the address then
+            await self.close()  # the next request finds the metaserver anew
             raise NotServed(f"the metaserver does not answer: {details}") from None
         except (OSError, ValueError, TimeoutError, grpc.aio.UsageError) as error:
             await self.close()
@@ -100,7 +100,7 @@ class MetaLink:
         except asyncio.CancelledError:
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise
-            # Another question closed the connection. Nobody cancelled us.
+            # Another request closed the connection; this task was not cancelled.
             raise NotServed("the connection to the metaserver was closed meanwhile") from None
 
     async def _connect(self) -> None:

@@ -1,4 +1,4 @@
-"""Shell. The watchdog's metrics. Only the leader counts rows; a standby says that it is one."""
+"""Shell. The watchdog's metrics. Only the leader counts rows; a standby reports that it is one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _COUNTED = {
 
 
 class Metrics:
-    """Made by main. `stats` and `reconciled` are set by the watcher, by database."""
+    """Registry of one process. Made by main; the watcher sets `stats` and `reconciled` by database."""
 
     def __init__(self, leader: Leader) -> None:
         self.registry = CollectorRegistry()

@@ -14,20 +14,20 @@ from qmq.subjects import check_name
 
 MARIADB, POSTGRESQL, SQLITE = "mariadb", "postgresql", "sqlite"
 KINDS = {"mmm": MARIADB, "mysql": MARIADB, "mariadb": MARIADB, "postgresql": POSTGRESQL, "sqlite": SQLITE}
-"""The `type` of AddDb -> kind of the database; `mmm` is QMQ's word for MySQL."""
+"""`type` of AddDb -> kind of database; `mmm` is QMQ's name of MySQL."""
 QMQ_DATABASE = "qmq_produce"
-"""Where QMQ has its table, if the registration names no database."""
+"""Database of QMQ's table, if the registration names none."""
 
 
 class UnusableSource(CallError):
-    """A registered database cannot be scanned as it is registered. RemoveDb and AddDb correct it."""
+    """A registered database cannot be scanned; correct it with RemoveDb and AddDb."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A registered database. `url` (type://host:port/database) names it; equal ones are scanned the same way.
+    """A registered database, identified by `url` (type://host:port/database). Equal ones are scanned alike.
 
-    `rate`: rows a second; `age_ms`: a row is the watchdog's once it is that old; before, its application sends it.
+    `rate`: rows a second. `age_ms`: age from which the watchdog may send a row; before, its application does.
     """
 
     url: str
@@ -41,7 +41,7 @@ class Source:
         table_name(self.table)
 
     def __repr__(self) -> str:
-        return f"Source({self.url!r}, table={self.table!r})"  # which may be logged
+        return f"Source({self.url!r}, table={self.table!r})"  # safe to log
 
     @property
     def kind(self) -> str:
@@ -53,7 +53,7 @@ class Source:
 
     @property
     def place(self) -> tuple[str, int, str]:
-        """Host, port and database; for SQLite, the database is the path of a file."""
+        """Host, port and database; for SQLite, the database is a file's path."""
         parts = urlsplit(self.url)
         database = parts.path[1:] if self.kind == SQLITE else parts.path.strip("/")
         return parts.hostname or "", parts.port or 0, database or QMQ_DATABASE
@@ -61,7 +61,7 @@ class Source:
 
 @dataclass(frozen=True)
 class WatchdogSettings:
-    """Everything that is set when a watchdog starts. Which databases it scans, and how fast, AddDb says."""
+    """Settings of a watchdog at its start. AddDb sets the databases and their rates."""
 
     metaserver: str = setting(why="HTTP address of the metaservers")
     token: str = setting(why="key of the installation: the metaserver gives passwords of databases to nobody else")
@@ -125,7 +125,7 @@ class WatchdogSettings:
         return self.advertised_ip or self.host
 
     def limits(self, rate: int) -> Limits:
-        """Bounds of one drain."""
+        """Return the bounds of one drain."""
         return Limits(
             rate=rate,
             page_rows=self.page_rows,

@@ -38,7 +38,7 @@ IN_LOG, NOT_IN_LOG, UNCHECKED = "inLog", "notInLog", "unchecked"
 
 
 class Finding(NamedTuple):
-    """What is known of one row's message. `where`: broker group and sequence; `why`: what kept us from knowing."""
+    """Result for one row's message. `where`: broker group and sequence; `why`: reason if unchecked."""
 
     row: StuckRow
     state: str
@@ -47,7 +47,7 @@ class Finding(NamedTuple):
 
 
 class Reconciliation:
-    """One look at rows of any databases. Used on the loop: `async with`."""
+    """One reconciliation of rows of any databases. Used on the loop: `async with`."""
 
     def __init__(self, link: MetaLink, token: str, *, seconds: float) -> None:
         self._link = link
@@ -87,7 +87,7 @@ class Reconciliation:
         return self._masters[subject]
 
     async def _find(self, address: str, row: StuckRow) -> int | None:
-        """Look through one group's messages, as far as the time allows; return the message's sequence there."""
+        """Search one group's messages within the time; return the message's sequence, or None."""
         since_ms = max(1, row.created_ms - CLOCKS_MS) if row.created_ms else 0
         request = pb.BrowseRequest(subject=row.subject, id=row.message_id, since_ms=since_ms, messages_max=1)
         while True:
@@ -113,31 +113,31 @@ log = logging.getLogger("qmq.watchdog")
 
 QUESTION_S = 20.0
 THREADS_MAX = 200
-"""A database has one question at a time, so one that hangs takes one thread."""
+"""One question at a time per database, so a hanging one blocks one thread."""
 SAMPLE_ROWS, SAMPLE_OLDER_S, SAMPLE_S = 20, 300, 10.0
-"""What the metric of reconciliation looks at, each time."""
+"""Bounds of the sample for the metric of reconciliation."""
 EACH = 40
-"""Every so many counts there is a look at the logs: every ten minutes by default."""
+"""Counts per sample: one every ten minutes by default."""
 LIMIT_MAX = 1_000
 
 T = TypeVar("T")
 
 
 class Watcher:
-    """Made by main; `run` returns when it is cancelled. Used on the loop."""
+    """Counts rows and answers operators. Made by main; `run` ends when cancelled. Used on the loop."""
 
     def __init__(self, settings: WatchdogSettings, leader: Leader, link: MetaLink, metrics: Metrics) -> None:
         self._settings = settings
         self._leader = leader
         self._link = link
         self._metrics = metrics
-        # Threads of our own: a database that hangs must not take those by which the metaserver is found.
+        # Own threads: a hanging database must not block those that find the metaserver.
         self._threads = ThreadPoolExecutor(THREADS_MAX, "questions")
         self._asked: dict[str, Future[Any]] = {}
 
     @property
     def is_hanging(self) -> bool:
-        """Whether a question has not been answered; its thread cannot be ended."""
+        """Whether a question is still running; its thread cannot be ended."""
         return any(not call.done() for call in self._asked.values())
 
     async def run(self) -> None:
@@ -158,7 +158,7 @@ class Watcher:
         try:
             stats: Stats = await self._ask(source, Questions.stats)
         except NotServed:
-            self._metrics.stats.pop(source.url, None)  # the drain says what is wrong
+            self._metrics.stats.pop(source.url, None)  # the drain reports the trouble
         else:
             self._metrics.stats[source.url] = stats
 
@@ -177,7 +177,7 @@ class Watcher:
     # Operators.
 
     async def stuck(self, *, database: str, older_s: int, limit: int) -> dict[str, Any]:
-        """List rows that are parked, or wait for longer than `older_s`."""
+        """List rows that are parked, or wait longer than `older_s`."""
 
         async def of(source: Source) -> dict[str, Any]:
             stats = await self._ask(source, Questions.stats)
@@ -192,7 +192,7 @@ class Watcher:
         return await self._ask(source, lambda questions: questions.stuck(older_s=older_s, limit=limit))
 
     async def retry(self, *, database: str, ids: list[int] | None) -> dict[str, Any]:
-        """Let parked rows be sent again: those with these ids, or all."""
+        """Release parked rows: those with these ids, or all."""
         if ids is not None and not database:
             raise OperatorError("ids are those of one database: say which")
 
@@ -202,7 +202,7 @@ class Watcher:
         return await self._each(database, of)
 
     async def reconcile(self, *, database: str, older_s: int, limit: int, seconds: float) -> dict[str, Any]:
-        """Hold rows that are parked, or older than `older_s`, against the logs of the brokers."""
+        """Search the brokers' logs for the messages of rows that are parked, or older than `older_s`."""
         async with Reconciliation(self._link, self._settings.token, seconds=seconds) as reconciliation:
 
             async def of(source: Source) -> dict[str, Any]:
@@ -216,7 +216,7 @@ class Watcher:
             return await self._each(database, of)
 
     async def _each(self, database: str, work: Callable[[Source], Any]) -> dict[str, Any]:
-        """Do something with each database, or the one that is named. One that fails says why, in its place."""
+        """Run `work` for each database, or the named one; a failure becomes its `problem`."""
         if not self._leader.is_leader:
             raise NotServed("this watchdog is not the active one; ListWatchdogs says which one is")
         sources = [source for source in self._leader.sources if database in ("", source.url)]
@@ -235,7 +235,7 @@ class Watcher:
         return {"databases": [*answers, *(problem for problem in problems if database in ("", problem["database"]))]}
 
     async def _ask(self, source: Source, question: Callable[[Questions], T]) -> T:
-        """Ask on a thread; raises NotServed if the database is of no use, or does not answer in time."""
+        """Ask a question on a thread; raise NotServed if the database is unusable, or too slow."""
 
         def ask() -> T:
             questions = Questions(open_source(source), source)
@@ -252,7 +252,7 @@ class Watcher:
                 return await asyncio.wrap_future(call)
         except CallError as error:
             raise NotServed(str(error)) from None
-        except Exception as error:  # whatever a driver raises, it is the trouble of this database alone
+        except Exception as error:  # any driver's error concerns this database alone
             reason = (str(getattr(error, "orig", None) or error) or "no answer in time").partition("\n")[0][:200]
             raise NotServed(f"{source.url}: {reason}") from None
 

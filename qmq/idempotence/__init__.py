@@ -1,4 +1,4 @@
-"""Messages that come again are handled once: filters that remember what a consumer group has handled."""
+"""Filters that handle redelivered messages once: they remember the messages handled by a consumer group."""
 
 from __future__ import annotations
 

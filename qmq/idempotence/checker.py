@@ -18,44 +18,46 @@ T = TypeVar("T")
 
 
 async def in_thread(call: Callable[[], T]) -> T:
-    """Run a blocking call in a thread. Who is cancelled meanwhile goes on when it has ended, as nothing can stop it:
-    what is done next, for instance to undo it, then finds it done."""
+    """Run a blocking call in a thread. A cancelled caller continues only after the call, which cannot be stopped.
+
+    So a later step, such as undoing it, finds the call done.
+    """
     task = asyncio.ensure_future(asyncio.to_thread(call))
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
         await asyncio.wait([task])
-        task.exception()  # nobody waits for it any more
+        task.exception()  # the result is no longer needed
         raise
 
 
 log = bounded(__name__)
 
 RENEWALS_PER_LEASE = 3
-"""Two of them may fail or be late before anybody else takes the message."""
+"""Two renewals may fail or be late before another consumer takes the message."""
 
 
 class Idempotence:
-    """A filter for `Consumer.listen`: a message that the group has handled is acked without its handler.
+    """Filter for `Consumer.listen`: a message already handled by the group is acked without calling the handler.
 
-    The key is claimed before the handler and marked as handled after it, each in a step of its own. So a process that
-    dies in between leaves a claim, and once its lease has ended the message is handled again: never lost, and repeated
-    only by a crash in the handler or right behind it. What must not even be repeated then belongs into a database
-    transaction with the key: `qmq.idempotence.transaction`.
+    The key is claimed before the handler and marked as handled after it, each in a step of its own. If the process dies
+    in between, the claim's lease ends and the message is handled again. So no message is lost, and only a crash within
+    or right after the handler repeats one. To exclude that too, write the key in the handler's database transaction:
+    `qmq.idempotence.transaction`.
 
-    Two processes that have the same message at the same time: one handles it, the other one asks for it again when
-    the first one's lease will have ended. A handler that raises gives the key back before the message fails.
+    If two processes have the same message at the same time, one handles it, and the other asks for redelivery after the
+    lease. If the handler raises, the key is released before the message fails.
 
     Args:
-        keys: where keys are kept, for instance `SqlKeys(engine)`.
-        key: what identifies the work instead of the message's id, for instance `lambda message: message["orderNo"]`.
-        lease_s: how long a message waits whose process died. While a handler runs, its lease is renewed.
-        done_for: errors after which the message still counts as handled. It fails, comes again, and is acked.
-        handle_anyway: handle messages also when the store fails, more than once perhaps; otherwise they fail.
+        keys: store of keys, for instance `SqlKeys(engine)`.
+        key: identifies the work instead of the message's id, for instance `lambda message: message["orderNo"]`.
+        lease_s: delay of a message whose process died. The lease is renewed while a handler runs.
+        done_for: errors that mark a message as handled. It fails, is redelivered, and is acked then.
+        handle_anyway: handle messages even if the store fails, perhaps more than once; otherwise they fail.
     """
 
     needs_auto_ack = True
-    """An ack of its own would leave before the key is kept, or a nack of its own after."""
+    """The handler's own ack would be sent before the key is stored, its own nack after."""
 
     def __init__(
         self,
@@ -100,7 +102,7 @@ class Idempotence:
             self._may_go_on(message, error)
 
     def _is_done(self, error: BaseException) -> bool:
-        """Whoever asks for the message again, or gives it up, has not handled it."""
+        """Return whether an error marks the message as handled; requests for redelivery or a dead letter never do."""
         return isinstance(error, self._done_for) and not isinstance(error, RetryLater | DeadLetter)
 
     def _may_go_on(self, message: ReceivedMessage, error: Exception) -> None:
@@ -110,7 +112,7 @@ class Idempotence:
 
 
 class _Held:
-    """The claim of one message; made and ended by one call of the filter."""
+    """Claim of one message, for one call of the filter."""
 
     def __init__(self, keys: KeyStore, key: str, lease_s: float) -> None:
         self._keys = keys
@@ -123,16 +125,16 @@ class _Held:
         try:
             return await self._keys.claim(self._key, self._owner, self._lease_s)
         except asyncio.CancelledError:
-            await self.release()  # it may have been carried out
+            await self.release()  # the claim may have been stored
             raise
 
     async def finish(self) -> None:
         if not await self._keys.finish(self._key, self._owner):
             log.warning("key was taken over while its message was handled key=%s", self._key)
-            raise RetryLater(self._lease_s)  # by then it is known what the other one made of it
+            raise RetryLater(self._lease_s)  # by then the other consumer's outcome is known
 
     async def release(self) -> None:
-        """Give the key back. If that fails, the lease does it later: what the handler raised is what counts."""
+        """Release the key. If that fails, the lease ends it later; the handler's error matters more."""
         try:
             await self._keys.release(self._key, self._owner)
         except Exception as error:
@@ -140,9 +142,9 @@ class _Held:
 
     @asynccontextmanager
     async def renewed(self) -> AsyncIterator[None]:
-        """Renew the lease meanwhile, as often as it needs."""
+        """Renew the lease while the block runs."""
         loop, tasks = asyncio.get_running_loop(), list[asyncio.Task[None]]()
-        # Most handlers end before: a timer costs them 2 µs, a task 30 µs.
+        # Most handlers end earlier: a timer costs 2 µs, a task 30 µs.
         timer = loop.call_later(self._pause_s, lambda: tasks.append(loop.create_task(self._renew())))
         try:
             yield
@@ -156,7 +158,7 @@ class _Held:
         while True:
             try:
                 if not await self._keys.renew(self._key, self._owner, self._lease_s):
-                    return  # `finish` says so
+                    return  # `finish` reports it
             except Exception as error:
                 log.warning("lease of a key is not renewed key=%s error=%r", self._key, error)
             await asyncio.sleep(self._pause_s)

@@ -25,11 +25,11 @@ from qmq.errors import InvalidRequest
 from qmq.plain import plain
 
 KeyOf = Callable[[ReceivedMessage], str]
-"""Names what a message is about: two messages of a subject with the same name are handled once by a group."""
+"""Name of a message's work: a group handles messages of a subject with equal names once."""
 
 
 class State(Enum):
-    """What a claim found."""
+    """Result of a claim."""
 
     OURS = "ours"
     BUSY = "busy"
@@ -37,39 +37,39 @@ class State(Enum):
 
 
 class Claim(NamedTuple):
-    """Answer to a claim. `left_s`: if another one handles the message, how long its lease lasts."""
+    """Answer to a claim. `left_s`: rest of another owner's lease."""
 
     state: State
     left_s: float = 0.0
 
 
 class KeyStore(Protocol):
-    """Where keys are kept. Every change is one atomic step, seen by all that use the store.
+    """Store of keys. Every change is one atomic step, visible to all users of the store.
 
-    `owner` is new with each claim. A call that raises may have been carried out or not.
+    Each claim has a new `owner`. The outcome of a call that raises is unknown.
     """
 
     async def claim(self, key: str, owner: str, lease_s: float) -> Claim:
-        """Claim `key` for `owner`, if nobody has handled it and nobody does."""
+        """Claim `key` for `owner`, unless it is handled or claimed."""
 
     async def renew(self, key: str, owner: str, lease_s: float) -> bool:
-        """Begin the lease anew; False if the key is not `owner`'s any more."""
+        """Renew the lease; return False if `owner` no longer has the key."""
 
     async def finish(self, key: str, owner: str) -> bool:
-        """Note that the message is handled; False if the key is not `owner`'s any more."""
+        """Mark the message as handled; return False if `owner` no longer has the key."""
 
     async def release(self, key: str, owner: str) -> None:
-        """Forget the claim, if it is `owner`'s still."""
+        """Remove the claim if it is still `owner`'s."""
 
 
 def message_key(message: ReceivedMessage, name_of: KeyOf | None) -> str:
-    """Return `subject%group%id`, or with what `name_of` says instead of the id.
+    """Return `subject%group%id`, or the result of `name_of` in place of the id.
 
-    A % in subject or group is written as %25, so that two different messages never have the same key.
+    A % in subject or group becomes %25, so that two different messages never share a key.
 
     Raises:
-        InvalidRequest: the name is empty, or no text or whole number: the text of another object, such as a coroutine,
-            may hold its address, and then other messages count as handled.
+        InvalidRequest: the name is empty, or neither a text nor an integer. The text of another object, such as a
+            coroutine, may contain its address, and other messages would count as handled.
     """
     name = plain(message.id if name_of is None else name_of(message))
     if not isinstance(name, str | int):
@@ -80,21 +80,21 @@ def message_key(message: ReceivedMessage, name_of: KeyOf | None) -> str:
 
 
 def key_digest(key: str) -> str:
-    """Return 64 hexadecimal digits that stand for `key` in a database, whatever its length.
+    """Return 64 hexadecimal digits that stand for `key` in a database.
 
-    Databases cut long texts, and many take `Foo` for `foo` or ignore blanks at the end; two messages would then be one.
+    Databases cut long texts, and many ignore case or trailing blanks; two messages would then share a key.
     """
     return sha256(key.encode()).hexdigest()
 
 
 class MemoryKeys:
-    """Keys of the messages that this process handled last; they end with it, and no other process sees them.
+    """Keys of the messages last handled by this process; no other process sees them.
 
-    A claim needs no lease here: it ends with the handler, as both live in this process. While one handles a message,
-    whoever is given it a second time asks for it again after a lease.
+    A claim needs no lease: it ends with its handler in this process. While a message is being handled, its second
+    delivery asks for redelivery after a lease.
 
     Args:
-        keys_max: handled messages that are remembered; the oldest are forgotten first.
+        keys_max: remembered messages; the oldest are forgotten first.
     """
 
     def __init__(self, *, keys_max: int = 100_000) -> None:

@@ -1,6 +1,6 @@
 """Shell. Keys in Redis, through the package `redis`.
 
-A key's value is its owner's name, which expires with the lease, or "handled", which expires after `keep_s`.
+The value of a key is its owner, which expires with the lease, or "handled", which expires after `keep_s`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if redis.call("GET", KEYS[1]) == ARGV[1] then
 end
 return 0
 """
-# An ended lease that nobody took is no reason to handle the message again.
+# An ended lease that is still free is no reason to handle the message again.
 FINISH = """
 local owner = redis.call("GET", KEYS[1])
 if owner == ARGV[1] or not owner then
@@ -48,15 +48,15 @@ return 0
 
 
 class RedisKeys:
-    """Keys in Redis, for `Idempotence`; each step is a script, which Redis runs as one.
+    """Keys in Redis, for `Idempotence`; each step is an atomic script.
 
-    Redis may lose what it was told last: by a crash between two syncs of its disk, a failover to a replica, or when it
-    evicts keys. Then a message that comes again is handled again; none is lost.
+    Redis may lose recent writes: by a crash between two syncs of its disk, a failover to a replica, or an eviction of
+    keys. A redelivered message is then handled again; none is lost.
 
     Args:
         client: an asyncio client, or a blocking one, whose calls then run in threads.
-        keep_s: how long handled messages are remembered; one that comes again after that is handled again.
-        prefix: how the names of the keys in Redis begin.
+        keep_s: how long handled messages are remembered; later redeliveries are handled again.
+        prefix: prefix of all keys in Redis.
     """
 
     def __init__(

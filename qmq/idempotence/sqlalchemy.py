@@ -1,4 +1,4 @@
-"""Shell. Keys in a database that SQLAlchemy reaches: SQLite, MariaDB, MySQL, PostgreSQL."""
+"""Shell. Keys in a database through SQLAlchemy: SQLite, MariaDB, MySQL, PostgreSQL."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from qmq.outbox.sqlalchemy import run, run_async
 T = TypeVar("T")
 
 CLAIMS_MAX = 10
-"""A key may be given back between our insert and our look at it; each time, that is a message that failed elsewhere."""
+"""Attempts to claim. A key may be released between the insert and the select, each time by a failure elsewhere."""
 
 
 class SqlKeys:
@@ -27,7 +27,7 @@ class SqlKeys:
 
     Args:
         engine: an AsyncEngine, or an Engine, whose calls then run in threads.
-        table: name of the table; `create_table` makes it.
+        table: name of the table; `create_table` creates it.
         now_ms: the clock.
     """
 
@@ -43,13 +43,13 @@ class SqlKeys:
         self._now_ms = now_ms
 
     async def create_table(self) -> None:
-        """Make the table, unless it is there."""
+        """Create the table unless it exists."""
         await self._run(self._table.create)
 
     async def forget(self, before: datetime) -> int:
-        """Delete the keys of messages that were handled before that moment; returns how many.
+        """Delete keys of messages handled before `before`; return their number.
 
-        A message that comes again after that is handled again.
+        Later redeliveries of these messages are handled again.
         """
         return await self._run(lambda connection: self._table.forget(connection, before, self._now_ms()))
 

@@ -1,19 +1,19 @@
 """Shell. Tables of keys in an application's database, and the statements on them.
 
-qmq_handled, of transactions: a row says that a message is handled.
+qmq_handled, for transactions: a row marks a message as handled.
 
     message_key   CHAR(64), primary key    SHA-256 of the key, in hexadecimal digits
-    handled_ms    BIGINT, indexed          when
+    handled_ms    BIGINT, indexed          time of handling
 
-qmq_claims, of `SqlKeys`: a row says that a message is handled, or that somebody handles it.
+qmq_claims, for `SqlKeys`: a row marks a message as handled, or as being handled.
 
     message_key   CHAR(64), primary key    as above
-    owner         CHAR(32) or NULL         who handles the message now; NULL: it is handled
-    lease_end_ms  BIGINT or NULL           when others may take it from that owner; NULL: it is handled
+    owner         CHAR(32) or NULL         present owner; NULL: handled
+    lease_end_ms  BIGINT or NULL           end of the owner's lease; NULL: handled
     updated_ms    BIGINT, indexed          last change
 
-Two tables with other columns, so that nobody mistakes a claim for a message that is handled. Times are ms since 1970 by
-the clocks of the processes: they should differ by much less than a lease.
+The tables have different columns, so that a claim cannot pass for a handled message. Times are ms since 1970 by the
+clocks of the processes, which should differ by much less than a lease.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ HANDLED, CLAIMS = "qmq_handled", "qmq_claims"
 
 
 def handled_table(metadata: MetaData, name: str = HANDLED) -> Table:
-    """Describe the table of transactions within the application's own metadata, so that its migrations make it."""
+    """Describe the table for transactions within the application's metadata, so that its migrations create it."""
     return _table(metadata, name, Column("handled_ms", BigInteger, nullable=False))
 
 
 def claims_table(metadata: MetaData, name: str = CLAIMS) -> Table:
-    """Describe the table of `SqlKeys` within the application's own metadata, so that its migrations make it."""
+    """Describe the table for `SqlKeys` within the application's metadata, so that its migrations create it."""
     columns = Column("owner", CHAR(32)), Column("lease_end_ms", BigInteger)
     return _table(metadata, name, *columns, Column("updated_ms", BigInteger, nullable=False))
 
@@ -59,16 +59,16 @@ def claims_table(metadata: MetaData, name: str = CLAIMS) -> Table:
 def _table(metadata: MetaData, name: str, *columns: Column[Any]) -> Table:
     name, key = plain_text("the name of a table", name), Column("message_key", CHAR(64), primary_key=True)
     moment = columns[-1].name
-    index = Index(f"ix_{name}_{moment}", moment)  # by its name, whatever convention the metadata has
+    index = Index(f"ix_{name}_{moment}", moment)  # an explicit name, whatever the metadata's naming convention
     return Table(name, metadata, key, *columns, index, mysql_engine="InnoDB", mariadb_engine="InnoDB")
 
 
 class KeyRefused(Exception):
-    """The table has the key, or does not take it for another reason, which is the cause."""
+    """The table has the key, or rejects it for another reason, which is the cause."""
 
 
 class HandledTable:
-    """Statements on the table of transactions. Each method runs within the connection's transaction."""
+    """Statements on the table for transactions. Each method runs within the connection's transaction."""
 
     def __init__(self, name: str) -> None:
         self.table = handled_table(MetaData(), name)
@@ -77,11 +77,11 @@ class HandledTable:
         self.table.create(connection, checkfirst=True)
 
     def claim(self, connection: Connection, key: str, now_ms: int) -> None:
-        """Note, in the transaction that does the work, that the message is handled.
+        """Mark the message as handled, in the transaction of the work itself.
 
         Raises:
-            KeyRefused: the table does not take the key. Roll back, then call `check_handled`.
-            InvalidRequest: the connection is in no transaction: the key would be kept without the work.
+            KeyRefused: the table rejects the key. Roll back, then call `check_handled`.
+            InvalidRequest: the connection is in no transaction; the key would be kept without the work.
         """
         check_atomic(connection)
         try:
@@ -90,18 +90,18 @@ class HandledTable:
             raise KeyRefused from error
 
     def check_handled(self, connection: Connection, key: str, refused: KeyRefused) -> None:
-        """Raise the database's error unless the message is handled: the key may have broken another rule."""
+        """Raise the database's error unless the message is handled: the key may have violated another rule."""
         is_key = self.table.c.message_key == key_digest(key)
         if connection.execute(select(self.table.c.message_key).where(is_key)).first() is None:
             raise refused.__cause__ or refused
 
     def forget(self, connection: Connection, before: datetime) -> int:
-        """Delete the keys of messages that were handled before that moment; return how many."""
+        """Delete keys of messages handled before `before`; return their number."""
         return connection.execute(delete(self.table).where(self.table.c.handled_ms < _ms(before))).rowcount
 
 
 class ClaimsTable:
-    """Statements on the table of `SqlKeys`. Each method runs within the connection's transaction."""
+    """Statements on the table for `SqlKeys`. Each method runs within the connection's transaction."""
 
     def __init__(self, name: str) -> None:
         self.table = claims_table(MetaData(), name)
@@ -111,12 +111,12 @@ class ClaimsTable:
         self.table.create(connection, checkfirst=True)
 
     def insert(self, connection: Connection, key: str, owner: str, now_ms: int, lease_ms: int) -> None:
-        """Claim the key; raises IntegrityError if it is there."""
+        """Claim the key; raise IntegrityError if it exists."""
         lease = {"lease_end_ms": now_ms + lease_ms, "updated_ms": now_ms}
         connection.execute(self.table.insert().values(message_key=key_digest(key), owner=owner, **lease))
 
     def take_over(self, connection: Connection, key: str, owner: str, now_ms: int, lease_ms: int) -> Claim | None:
-        """Take a claim whose lease has ended, or say what the key is; None if it is not there any more."""
+        """Take a claim with an ended lease, or return the key's state; None if it no longer exists."""
         columns, is_key = self._columns, self._columns.message_key == key_digest(key)
         taken = connection.execute(
             update(self.table)
@@ -142,13 +142,13 @@ class ClaimsTable:
         connection.execute(delete(self.table).where(self._is_owned(key, owner)))
 
     def forget(self, connection: Connection, before: datetime, now_ms: int) -> int:
-        """Delete keys that last changed before that moment, unless somebody holds them; return how many."""
+        """Delete keys last changed before `before`, except held ones; return their number."""
         columns = self._columns
         is_over = columns.owner.is_(None) | (columns.lease_end_ms <= now_ms)
         return connection.execute(delete(self.table).where(columns.updated_ms < _ms(before), is_over)).rowcount
 
     def _change(self, connection: Connection, key: str, owner: str, values: dict[str, int | None]) -> bool:
-        """Change the row if it is `owner`'s; False if it is not."""
+        """Change the row if `owner` has it; return whether it did."""
         return bool(connection.execute(update(self.table).where(self._is_owned(key, owner)).values(values)).rowcount)
 
     def _is_owned(self, key: str, owner: str) -> ColumnElement[bool]:

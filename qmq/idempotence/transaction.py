@@ -1,4 +1,6 @@
-"""Shell. The message's key and the handler's own work in one transaction of the application's database."""
+"""Shell. Filter that writes a message's key and the handler's own work in one transaction of the application's
+database.
+"""
 
 from __future__ import annotations
 
@@ -23,27 +25,27 @@ S = TypeVar("S", AsyncSession, Session)
 
 
 class SqlTransaction:
-    """A filter for coroutine handlers: what a handler writes through `session` happens exactly once.
+    """Filter for coroutine handlers: writes through `session` happen exactly once.
 
-    The key is inserted first, in the same transaction; when the handler returns, all is committed, and then the message
-    is acked. If anything fails or dies before the commit, nothing is written and the message comes again; if its ack is
-    lost, it comes again, its key is found, and it is acked. An error of the commit is an error of the message.
+    The key is inserted first, in the same transaction. When the handler returns, the transaction is committed and then
+    the message is acked. A failure before the commit leaves nothing written, and the message is redelivered. If the ack
+    is lost, the redelivered message's key exists, and it is acked. An error of the commit is an error of the message.
 
-    Two processes that have the same message: the database lets the second one wait at the key for the first one's end.
+    If two processes have the same message, the database makes the second wait at the key for the end of the first.
 
-    Messages that a handler sends with `session=once.session` are written in that transaction and sent after its commit.
+    Messages sent with `session=once.session` are written in that transaction and sent after its commit.
 
-    The transaction is the filter's: `session.commit()` and `session.rollback()` of a handler reach back to a savepoint
-    that lies behind the key, so that nothing is kept before all of it is.
+    The transaction belongs to the filter. A handler's `session.commit()` and `session.rollback()` reach back only to a
+    savepoint after the key, so that nothing is kept before the whole.
 
     Args:
-        engine: the application's database. Each running handler uses one connection of its pool.
-        key: what identifies the work instead of the message's id, for instance `lambda message: message["orderNo"]`.
-        table: name of the table of keys; `create_table` makes it.
+        engine: the application's database. Each running handler uses one pooled connection.
+        key: identifies the work instead of the message's id, for instance `lambda message: message["orderNo"]`.
+        table: name of the table of keys; `create_table` creates it.
     """
 
     needs_auto_ack = True
-    """An ack of the handler's own would leave before the commit."""
+    """The handler's own ack would be sent before the commit."""
 
     def __init__(self, engine: AsyncEngine, *, key: KeyOf | None = None, table: str = HANDLED) -> None:
         self._engine = engine
@@ -53,16 +55,16 @@ class SqlTransaction:
 
     @property
     def session(self) -> AsyncSession:
-        """The session of the handler that asks."""
+        """Session of the calling handler."""
         return _current(self._session)
 
     async def create_table(self) -> None:
-        """Make the table, unless it is there."""
+        """Create the table unless it exists."""
         async with self._engine.begin() as connection:
             await connection.run_sync(self._table.create)
 
     async def forget(self, before: datetime) -> int:
-        """Delete the keys of messages that were handled before that moment; returns how many."""
+        """Delete keys of messages handled before `before`; return their number."""
         async with self._engine.begin() as connection:
             return await connection.run_sync(self._table.forget, before)
 
@@ -74,7 +76,7 @@ class SqlTransaction:
                     async with connection.begin():
                         await connection.run_sync(self._table.claim, key, _now_ms())
                         await self._handle(connection, message, handle)
-                except KeyRefused as refused:  # rolled back by now
+                except KeyRefused as refused:  # the transaction is rolled back
                     await connection.run_sync(self._table.check_handled, key, refused)
 
     async def _handle(
@@ -93,7 +95,7 @@ class SqlTransaction:
 
 
 class BlockingSqlTransaction:
-    """The same for plain functions as handlers, which run in threads: `session` is a blocking one."""
+    """Filter for plain functions as handlers, which run in threads; `session` is a blocking one."""
 
     needs_auto_ack = True
 
@@ -105,16 +107,16 @@ class BlockingSqlTransaction:
 
     @property
     def session(self) -> Session:
-        """The session of the handler that asks."""
+        """Session of the calling handler."""
         return _current(self._session)
 
     def create_table(self) -> None:
-        """Make the table, unless it is there."""
+        """Create the table unless it exists."""
         with self._engine.begin() as connection:
             self._table.create(connection)
 
     def forget(self, before: datetime) -> int:
-        """Delete the keys of messages that were handled before that moment; returns how many."""
+        """Delete keys of messages handled before `before`; return their number."""
         with self._engine.begin() as connection:
             return self._table.forget(connection, before)
 
@@ -125,7 +127,7 @@ class BlockingSqlTransaction:
                 with connection.begin():
                     self._table.claim(connection, key, _now_ms())
                     self._handle(connection, message, handle)
-            except KeyRefused as refused:  # rolled back by now
+            except KeyRefused as refused:  # the transaction is rolled back
                 self._table.check_handled(connection, key, refused)
 
     def _handle(
