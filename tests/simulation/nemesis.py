@@ -1,376 +1,103 @@
-"""Everything that goes wrong, by name. A seed enables some of it and draws when and how."""
+"""Nemesis of a world: its table of faults, and when they strike.
+
+Subclasses mark each fault with `@fault`. A fault returns whether it did anything.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from random import Random
+from typing import Protocol, TypeVar
 
-from qmq.errors import CorruptFrame
-from qmq.types import Role
-from tests.simulation.cores.registry import META
-from tests.simulation.coverage import states_of, states_of_node
-from tests.simulation.medium import Medium
-from tests.simulation.steering import way_to
+from tests.simulation.coverage import Met
+from tests.simulation.steering import Steering
 
-if TYPE_CHECKING:
-    from tests.simulation.cores.machine import Machine, Process
-    from tests.simulation.cores.world import World
+Strike = TypeVar("Strike", bound=Callable[..., bool])
+RARE = 0.3
+"""Weight of faults after which copies need long to be well again."""
 
-REACHED_MS = 0.0, 0.0, 0.1, 1.0, 10.0
-"""How long at most after a copy came to its state a steered seed strikes: some states end with the next packet."""
-RETRY_MS = 0.0, 20.0
-"""How long it rests if the state was over by then, or the fault could do nothing."""
+
+def fault(weight: float = 1.0) -> Callable[[Strike], Strike]:
+    """Enter a method into its class's table of faults; `weight`: how often it strikes at most."""
+
+    def mark(strike: Strike) -> Strike:
+        strike.weight = weight  # type: ignore[attr-defined]
+        return strike
+
+    return mark
+
+
+def faults_of(nemesis: type) -> dict[str, float]:
+    """Return the table of faults, as name -> weight; those of base classes first."""
+    classes = reversed(nemesis.__mro__)
+    return {name: strike.weight for cls in classes for name, strike in vars(cls).items() if hasattr(strike, "weight")}
+
+
+class Record(Protocol):
+    """What a world notes of its strikes."""
+
+    counts: Counter[str]
+    met: Met
+
+    def note(self, text: str) -> None: ...
 
 
 class Nemesis:
-    """Made per seed; strikes until it is told to stop."""
+    """Made per seed; strikes until it is stopped.
 
-    def __init__(self, world: World) -> None:
-        self._world, self._events = world, world.events
-        self._rng = world.events.rng
+    Args:
+        least: weight that each enabled fault has at least.
+        ways: faults that lead to the state that the seed is steered to.
+    """
+
+    def __init__(
+        self,
+        rng: Random,
+        steering: Steering,
+        record: Record,
+        faults: Mapping[str, float],
+        *,
+        least: float,
+        ways: Any = (),
+    ) -> None:
+        self._rng = rng
+        self._steering = steering
+        self._record = record
+        self._weights = steering.enabled(rng, faults, faults, least=least, ways=ways)
         self._is_active = True
-        way = way_to(world.steering.state)
-        self._weights = world.steering.enabled(self._rng, self.faults(), WEIGHTS, least=0.02, ways=way.faults)
-        self.victim = self._rng.choice(world.machines) if way.victim is None else world.machines[way.victim]
-        """The only machine whose disk loses what was fsynced: two lost disks are not covered."""
-        self._image: Medium | None = None
-        self._image_of = ""
-        self._rests = False
-        """Whether it has just struck in its state, or is about to."""
-        self._again()
-        if world.steering.state:
-            world.watch = self._watch
-
-    def faults(self) -> dict[str, Callable[[Any], bool]]:
-        return FAULTS
 
     def stop(self) -> None:
         self._is_active = False
 
+    def states(self) -> list[str]:
+        """Name the states that the world's copies and clients are in."""
+        raise NotImplementedError
+
     def _again(self) -> None:
-        low, high = self._world.swarm.strike_ms
-        self._events.between(low, high, self._strike)
+        """Let `_strike` be called after a pause."""
+        raise NotImplementedError
+
+    def _reroll(self, text: str) -> None:
+        """Take new dice, where each strike has its own."""
 
     def _strike(self) -> None:
         if self._is_active:
-            (name,) = self._rng.choices(list(self._weights), self._weights.values())
-            self._strike_by(name)
+            self._strike_by("")
             self._again()
 
-    def _watch(self, process: Process) -> None:
-        """Strike soon where a copy is in the state that the seed is steered to."""
-        if self._rests or not self._is_active or self._world.steering.state not in states_of_node(process.node):
-            return
-        self._rests = True
-        self._events.between(0, self._rng.choice(REACHED_MS), self._strike_there)
-
-    def _strike_there(self) -> None:
-        def again() -> None:
-            self._rests = False
-
-        is_there = self._is_active and self._world.steering.state in self._states()
-        has_struck = is_there and self._strike_by(self._world.steering.fault)
-        self._events.between(*(self._world.swarm.strike_ms if has_struck else RETRY_MS), again)
-
-    def _states(self) -> list[str]:
-        return [state for machine in self._world.machines for state in states_of(machine)]
-
     def _strike_by(self, name: str) -> bool:
-        number = self._events.counts["strike"]
-        self._events.count("strike")
-        states = self._states()
-        has_struck = number not in self._world.steering.skipped and self.faults()[name](self)
+        """Strike by this fault, or by one that the dice choose; return whether it did anything."""
+        counts = self._record.counts
+        number = counts["strike"]
+        counts["strike"] += 1
+        self._reroll(f"strike {number}")
+        name = name or self._rng.choices(list(self._weights), self._weights.values())[0]
+        states = self.states()
+        has_struck = number not in self._steering.skipped and bool(getattr(self, name)())
         if has_struck:
-            self._events.count(name)
-            self._events.met.update((name, state) for state in states)
-            self._events.note(f"nemesis {number}: {name}")
+            counts[name] += 1
+            self._record.met.update((name, state) for state in states)
+            self._record.note(f"nemesis {number}: {name}")
+        self._reroll(f"pause {number}")
         return has_struck
-
-    def _machine(self) -> Machine:
-        return self._rng.choice(self._world.machines)
-
-    # Each returns whether it did anything.
-
-    def kill(self) -> bool:
-        machine = self._machine()
-        machine.die("killed")
-        return True
-
-    def power(self) -> bool:
-        machine = self._machine()
-        machine.die("power", power=True)
-        return True
-
-    def power_everywhere(self) -> bool:
-        for machine in self._world.machines:
-            machine.die("power everywhere", power=True)
-        return True
-
-    def refuse(self) -> bool:
-        disk = self._machine().disk
-        disk.fail_after(self._rng.randint(1, 80))
-        return True
-
-    def errs_once(self) -> bool:
-        """One call fails; if it is an fsync, what it was to keep may be lost, and the next one does not say so."""
-        system = self._machine().disk.system
-        system.fails_once_at = system.calls + self._rng.randint(1, 80)
-        return True
-
-    def no_space(self) -> bool:
-        """Each call that needs space fails: what is reserved for progress is gone, too."""
-        self._machine().disk.system.is_full = True
-        return True
-
-    def flush_lies(self) -> bool:
-        """A flush says that data is on the disk that is not; then the power goes."""
-        world, victim = self._world, self.victim
-        victim.disk.system.is_lying = True
-        process = victim.process
-
-        def power() -> None:
-            if process is not None and process.is_alive and world.may_forget(victim.name):
-                victim.die("power, and its flushes were lies", power=True)
-            victim.disk.system.is_lying = False
-
-        self._events.between(5, 300, power)
-        return True
-
-    def bad_block(self) -> bool:
-        """A block of one copy cannot be read any more."""
-        return self.victim.disk.go_bad_somewhere(self._rng)
-
-    def disk_full(self) -> bool:
-        process = self._machine().process
-        if process is None:
-            return False
-        process.guarded(lambda: process.node.set_disk_full(True))
-        self._events.between(50, 800, lambda: process.guarded(lambda: process.node.set_disk_full(False)))
-        return True
-
-    def cut(self) -> bool:
-        return self._cut_between("a", "b", both_ways=True)
-
-    def cut_one_way(self) -> bool:
-        return self._cut_between("a", "b", both_ways=False)
-
-    def cut_metaserver(self) -> bool:
-        return self._cut_between(self._machine().name, META, both_ways=True)
-
-    def cut_client(self) -> bool:
-        client = self._rng.choice(self._world.clients)
-        return self._cut_between(self._machine().name, client.name, both_ways=self._rng.random() < 0.5)
-
-    def _cut_between(self, one: str, other: str, *, both_ways: bool) -> bool:
-        if self._rng.random() < 0.5:
-            one, other = other, one
-        network = self._world.network
-        network.cut(one, other)
-        self._events.between(20, 2500, lambda: network.heal(one, other))
-        if both_ways:
-            network.cut(other, one)
-            self._events.between(20, 2500, lambda: network.heal(other, one))
-        return True
-
-    def slow_path(self) -> bool:
-        path = self._world.network.path("a", "b") if self._rng.random() < 0.5 else self._world.network.path("b", "a")
-        path.slow_ms = self._rng.uniform(5, 400)
-
-        def ends() -> None:
-            path.slow_ms = 0.0
-
-        self._events.between(100, 1500, ends)
-        return True
-
-    def reset(self) -> bool:
-        return self._reset(3.0)
-
-    def half_open(self) -> bool:
-        return self._reset(3000.0)
-
-    def _reset(self, late_ms: float) -> bool:
-        ends = self._world.network.connections()
-        between_brokers = [end for end in ends if {end.host, end.peer} == {"a", "b"}]
-        if between_brokers and self._rng.random() < 0.6:
-            ends = between_brokers
-        if ends:
-            self._world.network.reset(self._rng.choice(ends), late_ms=late_ms)
-        return bool(ends)
-
-    def clock(self) -> bool:
-        self._machine().wall_skew_ms += self._rng.randint(-86_400_000, 86_400_000)
-        return True
-
-    def metaserver_down(self) -> bool:
-        self._world.metaserver.go_down(self._rng.uniform(50, 3000))
-        return True
-
-    def swap(self) -> bool:
-        self._world.metaserver.swap()
-        return True
-
-    def replace(self) -> bool:
-        """Exchange roles as QMQ does, whoever runs."""
-        metaserver = self._world.metaserver
-        metaserver.replace(Role.MASTER)
-        self._events.between(0, 800, lambda: metaserver.replace(Role.SLAVE))
-        return True
-
-    def failover(self) -> bool:
-        """The master dies, and the slave is put in its place, by an operator or by the metaserver."""
-        group = self._world.metaserver.group
-        if group.master is None:
-            return False
-        self._world.machine(group.master.hostname).die("failover", power=self._rng.random() < 0.5)
-        return self._world.metaserver.fails_over or self.replace()
-
-    def mark(self) -> bool:
-        metaserver = self._world.metaserver
-        subject = self._rng.choice(["*", *self._world.swarm.subjects])
-        metaserver.marks |= {subject}
-
-        def unmark() -> None:
-            metaserver.marks -= {subject}
-
-        self._events.between(50, 1500, unmark)
-        return True
-
-    def flip(self) -> bool:
-        """One bit of one copy, whether a process uses it or not."""
-        process = self.victim.process
-        return self.victim.disk.flip_some(self._rng, process.log.flushed_end if process else None)
-
-    def flip_while_down(self) -> bool:
-        self.victim.die("power, and its disk rots", power=True)
-        return self.flip()
-
-    def rotten_tail(self) -> bool:
-        """The newest frames of one copy rot; then it restarts, and restarts again before it meets the other."""
-        process = self.victim.process
-        if process is None or not process.log.flushed_end:
-            return False
-        log = process.log
-        base = log.bases[-1]
-        size = log.flushed_end - base
-        self.victim.die("power, and the end of its log rots", power=True)
-        if size > 0:
-            self.victim.disk.flip(f"log/{base:020d}.log", 8 * self._rng.randrange(max(size - 300, 0), size))
-        self.cut()
-        self._events.between(50, 1500, lambda: self.victim.die("killed again"))
-        return True
-
-    def back_up(self) -> bool:
-        """Somebody copies a machine's disk, as it is on the disk at this moment."""
-        self._image = self.victim.disk.image()
-        self._image_of = self.victim.process.node.identity.value.incarnation if self.victim.process else ""
-        return True
-
-    def put_back(self) -> bool:
-        """The machine comes back with that older disk, of the same data directory."""
-        world, victim = self._world, self.victim
-        process, backup = victim.process, self._image
-        if backup is None or process is None or not world.may_forget(victim.name):
-            return False
-        if process.node.identity.value.incarnation != self._image_of:
-            return False
-        victim.forgot = max(victim.forgot, process.node.identity.value.epoch)
-        victim.die("its disk is put back", power=True)
-        victim.disk.put_back(backup)
-        victim.forgot_what_it_had()
-        return True
-
-    def forgets_last_write(self) -> bool:
-        """A flush lied: the machine comes back without the newest frames that it had fsynced."""
-        world, victim = self._world, self.victim
-        process = victim.process
-        if process is None or not process.log.bases or not world.may_forget(victim.name):
-            return False
-        if process.log.flushed_end <= process.log.bases[-1]:
-            return False
-        log, base = process.log, process.log.bases[-1]
-        try:
-            chunk = log.read(base, log.flushed_end, 1 << 30)
-        except CorruptFrame:
-            return False  # a bit was flipped there before
-        begin = self._rng.choice(chunk.frames[-4:]).offset
-        victim.die("power, and its last flush was a lie", power=True)
-        size = victim.disk.file_bytes(f"log/{base:020d}.log")
-        victim.disk.write(f"log/{base:020d}.log", begin - base, [bytes(max(0, size - (begin - base)))])
-        victim.disk.sync(f"log/{base:020d}.log")
-        victim.forgot_what_it_had()
-        return True
-
-    def wipe(self) -> bool:
-        """The slave's disk is replaced by an empty one."""
-        slaves = {slave.hostname for slave in self._world.metaserver.group.slaves}
-        name = self.victim.name
-        if name not in slaves or not self._world.may_forget(name):
-            return False
-        self.victim.die("its disk is replaced", power=True)
-        self.victim.disk.wipe()
-        self._world.metaserver.disk_replaced(name)
-        return True
-
-    def consumer_vanishes(self) -> bool:
-        consumer = self._rng.choice(self._world.consumers)
-        longest = 3 * self._world.swarm.limits.lease_ms
-        consumer.vanish(self._rng.uniform(10, longest), forgets=self._rng.random() < 0.5)
-        return True
-
-    def client_reconnects(self) -> bool:
-        self._rng.choice(self._world.clients).drop_link()
-        return True
-
-
-FAULTS: dict[str, Callable[[Nemesis], bool]] = {
-    name: getattr(Nemesis, name)
-    for name in (
-        "kill",
-        "power",
-        "power_everywhere",
-        "refuse",
-        "errs_once",
-        "no_space",
-        "flush_lies",
-        "bad_block",
-        "disk_full",
-        "cut",
-        "cut_one_way",
-        "cut_metaserver",
-        "cut_client",
-        "slow_path",
-        "reset",
-        "half_open",
-        "clock",
-        "metaserver_down",
-        "swap",
-        "replace",
-        "failover",
-        "mark",
-        "flip",
-        "flip_while_down",
-        "rotten_tail",
-        "wipe",
-        "back_up",
-        "put_back",
-        "forgets_last_write",
-        "consumer_vanishes",
-        "client_reconnects",
-    )
-}
-WEIGHTS = {
-    "power_everywhere": 0.5,
-    "wipe": 0.3,
-    "swap": 4.0,
-    "replace": 1.5,
-    "flip": 0.3,
-    "flip_while_down": 0.3,
-    "clock": 0.3,
-    "rotten_tail": 0.3,
-    "back_up": 0.3,
-    "put_back": 0.5,
-    "forgets_last_write": 0.4,
-    "flush_lies": 0.4,
-    "bad_block": 0.3,
-    "no_space": 0.5,
-}

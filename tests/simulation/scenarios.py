@@ -7,8 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.simulation import nemesis
-from tests.simulation.cores import world
+from tests.simulation.cores import nemesis, world
 from tests.simulation.cores.clones import CLONE_FAULTS
 from tests.simulation.cores.many_copies import MANY_FAULTS
 from tests.simulation.coverage import STATES

@@ -63,7 +63,7 @@ SUITES = {
     "shells 3": Suite("shells", [3], {"is_plain": True}, acknowledged=1),
     "shells 4": Suite("shells", [4], {"is_plain": True}, acknowledged=1),
     "shells, a disk wiped": Suite("shells", [12], {"steering": Steering("wipe")}, acknowledged=1),
-    "shells, a flush lies": Suite("shells", [16], {"steering": Steering("flush lies")}, acknowledged=1),
+    "shells, a flush lies": Suite("shells", [16], {"steering": Steering("flush_lies")}, acknowledged=1),
     "shells, a group joins": Suite("shells", [1, 2], {"joins": True}, ("AddSubjectBrokerGroup DONE",), acknowledged=1),
 }
 

@@ -13,9 +13,9 @@ from qmq.log.health import HEALTH
 from qmq.replication.follower import FOLLOWER
 from qmq.replication.slave import SLAVE
 from tests.simulation.cores.many_copies import MANY_FAULTS
+from tests.simulation.cores.nemesis import FAULTS
 from tests.simulation.cores.world import Swarm, simulate
 from tests.simulation.coverage import NOT_MET, STATES
-from tests.simulation.nemesis import FAULTS
 from tests.simulation.outcome import Outcome
 from tests.simulation.planted import BUGS
 from tests.simulation.run import main
@@ -26,7 +26,7 @@ from tests.simulation.steering import WAYS, Steering
 TABLES = FOLLOWER, SLAVE, HEALTH, SESSION, BATCH_LIFE
 
 
-@pytest.mark.parametrize("text", ["", "kill", "put_back@SlaveState.RESTORING", "kill at a call@SessionState.RESTING"])
+@pytest.mark.parametrize("text", ["", "kill", "put_back@SlaveState.RESTORING", "kill_at_a_call@SessionState.RESTING"])
 def test_a_steering_is_read_as_it_is_written(text: str) -> None:
     assert str(Steering.parse(text)) == text
 

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tests.simulation.cores.machine import Machine
-from tests.simulation.nemesis import FAULTS, Nemesis
+from tests.simulation.cores.nemesis import CoreNemesis
+from tests.simulation.nemesis import fault, faults_of
 
 if TYPE_CHECKING:
     from tests.simulation.cores.world import World
 
 
-class CloneNemesis(Nemesis):
+class CloneNemesis(CoreNemesis):
     """Copies one directory of a seed, and strikes the copy as it does others. No disk forgets anything besides."""
 
-    def faults(self) -> dict[str, Callable[[Any], bool]]:
+    def faults(self) -> dict[str, float]:
         return CLONE_FAULTS
 
+    @fault()
     def clone(self) -> bool:
         """A copy of what one disk holds at this moment runs on another machine; the original may be down by then."""
         world, rng = self._world, self._rng
@@ -35,6 +36,7 @@ class CloneNemesis(Nemesis):
         copied.start()
         return True
 
+    @fault()
     def clone_while_the_metaserver_is_away(self) -> bool:
         return self.metaserver_down() and self.clone()
 
@@ -62,8 +64,8 @@ def stop_copies(world: World) -> None:
         world.stopped.append(other)
 
 
-CLONE_FAULTS: dict[str, Callable[[Any], bool]] = {
-    name: getattr(CloneNemesis, name)
+CLONE_FAULTS = {
+    name: faults_of(CloneNemesis)[name]
     for name in (
         "clone",
         "clone_while_the_metaserver_is_away",
@@ -82,4 +84,3 @@ CLONE_FAULTS: dict[str, Callable[[Any], bool]] = {
         "client_reconnects",
     )
 }
-assert CLONE_FAULTS.keys() - FAULTS.keys() == {"clone", "clone_while_the_metaserver_is_away"}

@@ -5,9 +5,8 @@ Any of them dies, any two are cut from each other; one of them loses what its di
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from qmq.errors import OperatorError
 from qmq.metaserver.model import Broker, BrokerKey, Directory, Group, Points, ReplicaState
@@ -16,9 +15,10 @@ from qmq.metaserver.roles.promotion import Facts
 from qmq.metaserver.roles.rules import RoleChange
 from qmq.metaserver.storage.changes import RememberPoint
 from qmq.types import Role
+from tests.simulation.cores.nemesis import CoreNemesis
 from tests.simulation.cores.recovery import Recovery
 from tests.simulation.cores.registry import GROUP, META, Metaserver, full_state, new_broker
-from tests.simulation.nemesis import FAULTS, Nemesis
+from tests.simulation.nemesis import fault, faults_of
 
 if TYPE_CHECKING:
     from tests.simulation.cores.machine import Process
@@ -262,10 +262,10 @@ class ManyCopies(Metaserver):
         self._recovery.look()
 
 
-class ManyNemesis(Nemesis):
+class ManyNemesis(CoreNemesis):
     """Strikes any copy, and between any two."""
 
-    def faults(self) -> dict[str, Callable[[Any], bool]]:
+    def faults(self) -> dict[str, float]:
         return MANY_FAULTS
 
     def _two(self) -> tuple[str, str]:
@@ -282,7 +282,7 @@ class ManyNemesis(Nemesis):
         def power() -> None:
             self.victim.die("power everywhere, and its flushes were lies", power=True)
             system.is_lying = False
-            Nemesis.power_everywhere(self)
+            CoreNemesis.power_everywhere(self)
 
         self._events.between(5, 300, power)
         return True
@@ -300,6 +300,7 @@ class ManyNemesis(Nemesis):
         self._world.machine(group.master.hostname).die("failover", power=self._rng.random() < 0.5)
         return True
 
+    @fault()
     def cut_off_master(self) -> bool:
         """The master loses its way to the metaserver and to all slaves but one, and that one loses its own a bit later,
         when it may have promised to follow nobody."""
@@ -318,6 +319,4 @@ class ManyNemesis(Nemesis):
             self._cut_between(name, other, both_ways=True)
 
 
-MANY_FAULTS: dict[str, Callable[[Any], bool]] = {
-    name: getattr(ManyNemesis, name) for name in (*FAULTS, "cut_off_master") if name != "replace"
-}
+MANY_FAULTS = {name: weight for name, weight in faults_of(ManyNemesis).items() if name != "replace"}

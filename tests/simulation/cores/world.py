@@ -18,13 +18,13 @@ from tests.simulation.cores.clients import Client, Consumer, Producer
 from tests.simulation.cores.clones import CloneNemesis, stop_copies
 from tests.simulation.cores.machine import Limits, Machine, Process
 from tests.simulation.cores.many_copies import ManyCopies, ManyNemesis
+from tests.simulation.cores.nemesis import CoreNemesis
 from tests.simulation.cores.network import End, Network
 from tests.simulation.cores.operator import Operator
 from tests.simulation.cores.oracle import Oracle
 from tests.simulation.cores.registry import Metaserver
 from tests.simulation.cores.watched_log import BesideLog, WatchedLog
 from tests.simulation.events import Events, Violation
-from tests.simulation.nemesis import Nemesis
 from tests.simulation.outcome import Outcome, failure_of
 from tests.simulation.steering import UNSTEERED, Steering, way_to
 
@@ -180,7 +180,7 @@ class World:
         for machine in self.machines:
             machine.start()
         self.events.run_until(int(self.swarm.war_ms * 100))
-        nemesis = (CloneNemesis if self._clones else Nemesis if self.copies == 2 else ManyNemesis)(self)
+        nemesis = (CloneNemesis if self._clones else CoreNemesis if self.copies == 2 else ManyNemesis)(self)
         operator = Operator(self) if self._moves else None
         if self._fails_over or self.copies > 2:
             self.metaserver.look()

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from tests.simulation.nemesis import FAULTS as COPY_FAULTS
-from tests.simulation.nemesis import Nemesis
+from tests.simulation.cores.nemesis import CoreNemesis
+from tests.simulation.nemesis import fault, faults_of
 
 if TYPE_CHECKING:
     from tests.simulation.delay.world import DelayWorld
 
 
-class DelayNemesis(Nemesis):
+class DelayNemesis(CoreNemesis):
     """Made per seed; strikes until it is told to stop."""
 
     _world: DelayWorld
 
-    def faults(self) -> dict[str, Callable[[Any], bool]]:
+    def faults(self) -> dict[str, float]:
         return {name: FAULTS[name] for name in CALM} if self._world.is_calm else FAULTS
 
     def wipe(self) -> bool:
@@ -37,12 +36,14 @@ class DelayNemesis(Nemesis):
                 machine.skewed_ms = self._events.now_ms
         return True
 
+    @fault()
     def shelf_refuses(self) -> bool:
         """The disk fails within a flush or a checkpoint."""
         shelf = self._machine().shelf
         shelf.fail_after(self._rng.randint(1, 40))
         return True
 
+    @fault()
     def shelf_lost(self) -> bool:
         """Files of the schedule are lost, or all of them, while nobody runs."""
         machine = self._machine()
@@ -53,6 +54,7 @@ class DelayNemesis(Nemesis):
             machine.shelf.remove(name)
         return bool(names)
 
+    @fault()
     def shelf_flips(self) -> bool:
         """One bit of the schedule, whether a process uses it or not."""
         shelf = self._machine().shelf
@@ -63,15 +65,19 @@ class DelayNemesis(Nemesis):
         shelf.flip(name, self._rng.randrange(8 * shelf.file_bytes(name)))
         return True
 
+    @fault()
     def group_away(self) -> bool:
         return self._for_a_while("is_up", False)
 
+    @fault()
     def group_refuses(self) -> bool:
         return self._for_a_while("refuses", True)
 
+    @fault()
     def group_mute(self) -> bool:
         return self._for_a_while("mute", self._rng.choice((0.3, 1.0)))
 
+    @fault()
     def group_late(self) -> bool:
         return self._for_a_while("late_ms", self._rng.choice((30.0, 300.0, 1500.0)))
 
@@ -82,6 +88,7 @@ class DelayNemesis(Nemesis):
         self._events.between(20, 2500, lambda: setattr(group, what, before))
         return True
 
+    @fault()
     def route_changes(self) -> bool:
         """Groups come and go for a subject."""
         brokers = self._world.brokers
@@ -96,22 +103,7 @@ class DelayNemesis(Nemesis):
         return True
 
 
-FAULTS: dict[str, Callable[[Any], bool]] = {
-    **{name: getattr(DelayNemesis, name) for name in COPY_FAULTS if name != "consumer_vanishes"},
-    **{
-        name: getattr(DelayNemesis, name)
-        for name in (
-            "shelf_refuses",
-            "shelf_lost",
-            "shelf_flips",
-            "group_away",
-            "group_refuses",
-            "group_mute",
-            "group_late",
-            "route_changes",
-        )
-    },
-}
+FAULTS = {name: weight for name, weight in faults_of(DelayNemesis).items() if name != "consumer_vanishes"}
 CALM = (
     "swap",
     "kill",

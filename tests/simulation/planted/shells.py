@@ -49,7 +49,7 @@ def sync_does_nothing() -> list[Patch]:
     return [mock.patch.object(RealDisk, "sync", lambda self, name: None)]
 
 
-@bug("shells", favoured="disk fails")
+@bug("shells", favoured="disk_fails")
 def failed_disk_ends_nothing() -> list[Patch]:
     return [mock.patch.object(Service, "fail", lambda self, error: None)]
 

@@ -1,4 +1,4 @@
-"""Everything that goes wrong, by name. A seed enables some of it and draws when and how."""
+"""Faults of a world whose shells run. A seed enables some and draws when and how they strike."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from functools import partial
 from random import Random
 from typing import TYPE_CHECKING
 
+from tests.simulation.nemesis import RARE, Nemesis, fault, faults_of
 from tests.simulation.shells.machines import CopyMachine, Machine
 
 if TYPE_CHECKING:
@@ -17,15 +18,13 @@ LOOK_S = 0.005, 0.05
 """How often a steered seed looks whether a copy is in its state."""
 
 
-class Nemesis:
-    """Made per seed; strikes until it is told to stop."""
+class ShellNemesis(Nemesis):
+    """Strikes machines, their disks, their clocks, the network and the metaservers' database."""
 
     def __init__(self, world: World, seed: int) -> None:
         self._world, self._seed = world, seed
-        self._rng = Random(f"{seed} nemesis")
-        self._is_active = True
-        faults = [name for name in FAULTS if not (world.is_plain and name in LOSSES)]
-        self._weights = world.steering.enabled(self._rng, faults, LOSSES, least=0.05)
+        faults = {name: weight for name, weight in FAULTS.items() if not (world.is_plain and name in LOSSES)}
+        super().__init__(Random(f"{seed} nemesis"), world.steering, world, faults, least=0.05)
         dice = Random(f"{seed} victims")
         self._victims = [dice.choice(copies) for copies in world.groups.values()]
         """The one copy of each group whose disk loses what was fsynced: two lost disks are not covered."""
@@ -33,40 +32,25 @@ class Nemesis:
         if world.steering.state:
             self._look()
 
-    def stop(self) -> None:
-        self._is_active = False
+    def states(self) -> list[str]:
+        return self._world.states()
+
+    def _reroll(self, text: str) -> None:
+        """A strike is the same whether or not another one is left out."""
+        self._rng = Random(f"{self._seed} {text}")
 
     def _again(self) -> None:
         at_s = self._world.loop.now_s + self._rng.uniform(0.1, self._world.swarm.strike_s)
         self._world.loop.at(at_s, self._strike)
 
-    def _strike(self) -> None:
-        if self._is_active:
-            self._strike_by("")
-            self._again()
-
     def _look(self) -> None:
         """Strike where the state is that the seed is steered to."""
         if self._is_active:
             between_s = LOOK_S
-            if self._world.steering.state in self._world.states():
+            if self._world.steering.state in self.states():
                 self._strike_by(self._world.steering.fault)
                 between_s = (0.1, self._world.swarm.strike_s)
             self._world.later(*between_s, self._look)
-
-    def _strike_by(self, name: str) -> None:
-        """Each strike has dice of its own: it is the same whether or not another one is left out."""
-        number = self._world.counts["strike"]
-        self._world.counts["strike"] += 1
-        self._rng = Random(f"{self._seed} strike {number}")
-        name = name or self._rng.choices(list(self._weights), self._weights.values())[0]
-        if number not in self._world.steering.skipped:
-            states = self._world.states()
-            self._world.note(f"nemesis {number}: {name}")
-            if FAULTS[name](self):
-                self._world.counts[name] += 1
-                self._world.met.update((name, state) for state in states)
-        self._rng = Random(f"{self._seed} pause {number}")
 
     def _copy(self) -> CopyMachine:
         return self._rng.choice(self._world.copies)
@@ -87,8 +71,7 @@ class Nemesis:
         one, other = self._rng.sample(self._rng.choice(list(self._world.groups.values())), 2)
         return one.ip, other.ip
 
-    # Each returns whether it did anything.
-
+    @fault()
     def kill(self) -> bool:
         machine = self._any()
         if not machine.is_running or machine.process is None:
@@ -96,15 +79,18 @@ class Nemesis:
         machine.process.kill()
         return True
 
+    @fault()
     def kill_at_a_call(self) -> bool:
         system = self._copy().system
         system.kill_at = system.calls + self._rng.randint(1, 60)
         return True
 
+    @fault()
     def terminate(self) -> bool:
         self._any().terminate()
         return True
 
+    @fault()
     def power(self) -> bool:
         copy = self._copy()
         if copy.is_off:
@@ -112,12 +98,14 @@ class Nemesis:
         copy.lose_power()
         return True
 
+    @fault()
     def power_everywhere(self) -> bool:
         for copy in self._world.copies:
             if not copy.is_off:
                 copy.lose_power()
         return True
 
+    @fault()
     def pause(self) -> bool:
         """As a suspended machine, or one that swaps."""
         machine = self._any()
@@ -128,6 +116,7 @@ class Nemesis:
         self._world.later(0.05, 10.0, process.go_on)
         return True
 
+    @fault()
     def cut(self) -> bool:
         one, other = self._links()
         self._world.network.cut(one, other)
@@ -136,6 +125,7 @@ class Nemesis:
         self._world.later(*LASTS_S, self._world.network.heal)
         return True
 
+    @fault()
     def isolate(self) -> bool:
         """Nothing reaches a copy, or nothing leaves it, or both."""
         copy, ways = self._copy(), self._rng.choice((1, 2, 3))
@@ -148,17 +138,21 @@ class Nemesis:
         self._world.later(*LASTS_S, self._world.network.heal)
         return True
 
+    @fault()
     def reset(self) -> bool:
         return bool(self._world.network.reset(*self._links()))
 
+    @fault()
     def forget(self) -> bool:
         return bool(self._world.network.forget(*self._links()))
 
+    @fault()
     def slow(self) -> bool:
         self._world.network.slow[self._links()] = self._rng.uniform(0.01, 1.5)
         self._world.later(*LASTS_S, self._world.network.slow.clear)
         return True
 
+    @fault()
     def slow_disk(self) -> bool:
         copy, slow_s = self._copy(), self._rng.uniform(0.02, 1.0)
         copy.thread_s = (slow_s / 2, slow_s)
@@ -168,12 +162,14 @@ class Nemesis:
         self._world.later(*LASTS_S, copy.disk_is_well)
         return True
 
+    @fault()
     def disk_fails(self) -> bool:
         """One call is refused; if it is an fsync, what it was to keep may be lost."""
         system = self._copy().system
         system.fails_once_at = system.calls + self._rng.randint(1, 60)
         return True
 
+    @fault(0.5)
     def no_space(self) -> bool:
         """Each call that needs space is refused."""
         copy = self._copy()
@@ -181,6 +177,7 @@ class Nemesis:
         self._world.later(*LASTS_S, copy.system.heal)
         return True
 
+    @fault(RARE)
     def flip(self) -> bool:
         """One bit of one copy, whether a process uses it or not."""
         victim = self._rng.choice(self._victims)
@@ -188,12 +185,14 @@ class Nemesis:
         log = victim.message_log if victim.is_running else None
         return victim.medium.flip_some(self._rng, log.flushed_end if log is not None else None)
 
+    @fault(RARE)
     def bad_block(self) -> bool:
         """A block of one copy cannot be read any more."""
         victim = self._rng.choice(self._victims)
         victim.system.loses()
         return victim.medium.go_bad_somewhere(self._rng)
 
+    @fault(0.4)
     def flush_lies(self) -> bool:
         """A disk says that data is on it that is not; then the power goes."""
         victim = self._rng.choice(self._victims)
@@ -201,6 +200,7 @@ class Nemesis:
         self._world.later(0.05, 5.0, partial(self._lose, victim, lambda: None))
         return True
 
+    @fault(0.5)
     def put_back(self) -> bool:
         """A machine comes back with the disk that it had some time ago."""
         victim = self._rng.choice(self._victims)
@@ -208,6 +208,7 @@ class Nemesis:
         self._world.later(0.5, 15.0, partial(self._lose, victim, lambda: victim.medium.put_back(image)))
         return True
 
+    @fault(RARE)
     def wipe(self) -> bool:
         """A slave's disk is replaced by an empty one."""
         victim = self._rng.choice(self._victims)
@@ -225,23 +226,27 @@ class Nemesis:
         victim.system.is_lying = False
         return may
 
+    @fault()
     def clock(self) -> bool:
         steps = (-0.5, 0.5, 30.0, -30.0, 3.2e7, -3.2e7)
         self._any().step_clock(self._rng.choice(steps))
         return True
 
+    @fault()
     def database(self) -> bool:
         """It is away, or its answers are lost, or it hangs."""
         self._world.loop.database = self._rng.choice(("refuses", "forgets", "hangs"))
         self._world.later(*LASTS_S, self._world.database_is_well)
         return True
 
+    @fault(RARE)
     def database_goes_back(self) -> bool:
         """The metaservers end, and find the database as it was some time ago."""
         self._world.back_up_database()
         self._world.later(0.5, 15.0, self._world.restore_database)
         return True
 
+    @fault()
     def failover(self) -> bool:
         """A master dies, and an operator has a slave take its place."""
         group, copies = self._rng.choice(list(self._world.groups.items()))
@@ -252,48 +257,15 @@ class Nemesis:
                 return True
         return False
 
+    @fault()
     def swap(self) -> bool:
         self._world.operate("SwapRoles", brokerGroup=self._rng.choice(list(self._world.groups)))
         return True
 
 
-FAULTS: dict[str, Callable[[Nemesis], bool]] = {
-    "kill": Nemesis.kill,
-    "kill at a call": Nemesis.kill_at_a_call,
-    "terminate": Nemesis.terminate,
-    "power": Nemesis.power,
-    "power everywhere": Nemesis.power_everywhere,
-    "pause": Nemesis.pause,
-    "cut": Nemesis.cut,
-    "isolate": Nemesis.isolate,
-    "reset": Nemesis.reset,
-    "forget": Nemesis.forget,
-    "slow": Nemesis.slow,
-    "slow disk": Nemesis.slow_disk,
-    "disk fails": Nemesis.disk_fails,
-    "no space": Nemesis.no_space,
-    "flip": Nemesis.flip,
-    "bad block": Nemesis.bad_block,
-    "flush lies": Nemesis.flush_lies,
-    "put back": Nemesis.put_back,
-    "wipe": Nemesis.wipe,
-    "clock": Nemesis.clock,
-    "database": Nemesis.database,
-    "database goes back": Nemesis.database_goes_back,
-    "failover": Nemesis.failover,
-    "swap": Nemesis.swap,
-}
-LOSSES = {
-    "no space": 0.5,
-    "flip": 0.3,
-    "bad block": 0.3,
-    "flush lies": 0.4,
-    "put back": 0.5,
-    "wipe": 0.3,
-    "database goes back": 0.3,
-    "failover": 1.0,
-}
-"""What a plain world does not have, by how often it strikes."""
+FAULTS = faults_of(ShellNemesis)
+LOSSES = ("no_space", "flip", "bad_block", "flush_lies", "put_back", "wipe", "database_goes_back", "failover")
+"""What a plain world does not have."""
 
 MUST_OCCUR = (
     *FAULTS,

@@ -43,7 +43,7 @@ from tests.simulation.shells.machines import (
     MetaserverMachine,
     WatchdogMachine,
 )
-from tests.simulation.shells.nemesis import Nemesis
+from tests.simulation.shells.nemesis import ShellNemesis
 from tests.simulation.shells.network import Network, NetworkLoop
 from tests.simulation.shells.operator import OPERATOR, Operator
 from tests.simulation.shells.oracle import Oracle
@@ -228,7 +228,7 @@ class World:
         self._check_end()
 
     async def _war(self) -> None:
-        nemesis = Nemesis(self, self.seed)
+        nemesis = ShellNemesis(self, self.seed)
         await self._lasts(self.swarm.war_s)
         nemesis.stop()
 
