@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class MetaLink:
-    """Connection to the metaserver. Made by main; used on the loop. Requests without a timely answer raise NotServed."""
+    """Connection to the metaserver, made by main, for the loop. Requests without a timely answer raise NotServed."""
 
     def __init__(self, settings: WatchdogSettings) -> None:
         self._settings = settings
