@@ -205,9 +205,9 @@ class Metaserver:
             await self._database.open()
             before = self._snapshots.read()
             if before is not None:
-                self.registry.expect(before)
+                self.registry.mirror.expect(before)
             try:
-                await self.registry.catch_up()
+                await self.registry.mirror.catch_up()
             except DatabaseSetAside:
                 assert before is not None, "nothing else is held against the database yet"
                 self._snapshots.serve(before, self.registry)

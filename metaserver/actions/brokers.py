@@ -23,7 +23,7 @@ _BROKER_WORDS = ("brokerGroup", "role", "hostname", "ip", "servePort", "syncPort
 
 async def _add_broker(desk: Desk, words: Words) -> Plan:
     registry, broker = desk.registry, _broker(words)
-    return broker_plans.add_broker(registry.directory, broker, reported=registry.term_floor(broker.group))
+    return broker_plans.add_broker(registry.directory, broker, reported=registry.terms.floor(broker.group))
 
 
 async def _replace_broker(desk: Desk, words: Words) -> Plan:
@@ -39,7 +39,7 @@ async def _replace_broker(desk: Desk, words: Words) -> Plan:
             lacking=await _lacking(desk, group, words),
             master_lacking=await _master_lacking(desk, group),
             remembered=max(points.by_incarnation.values(), default=None),
-            reported=desk.registry.term_floor(words["brokerGroup"]),
+            reported=desk.registry.terms.floor(words["brokerGroup"]),
         )
 
     return await _asked_first(desk, desk.registry.directory.groups.get(words["brokerGroup"]), plan)
@@ -66,7 +66,7 @@ async def _master_lacking(desk: Desk, group: Group | None) -> str:
 async def _set_copies(desk: Desk, words: Words) -> Plan:
     group = desk.find_group(words["brokerGroup"])
     min_copies = words.number("minCopies") if words["minCopies"] else None
-    reported = desk.registry.term_floor(group.name)
+    reported = desk.registry.terms.floor(group.name)
     return broker_plans.set_copies(group, min_copies, words["syncMode"], reported=reported)
 
 
@@ -100,7 +100,7 @@ async def _remove_broker(desk: Desk, words: Words) -> Plan:
         directory = registry.directory
         running = {broker.key for broker in directory.brokers() if registry.may_be_up(broker)}
         member = directory.find(key)
-        reported = registry.term_floor(member.group) if member else 0
+        reported = registry.terms.floor(member.group) if member else 0
         lacking = await _master_lacking(desk, directory.groups[member.group]) if member else ""
         return await desk.on_all_routes(
             lambda routes: broker_plans.remove_broker(
@@ -181,7 +181,7 @@ async def _fail_over(desk: Desk, words: Words, plan: Plan, audit: AuditRow) -> A
 async def _adopt_roles(desk: Desk, words: Words) -> Plan:
     registry, group = desk.registry, desk.find_group(words["brokerGroup"])
     key = BrokerKey(words["hostname"], words.number("servePort"))
-    reported, given = registry.reported_term(group.name), registry.term_floor(group.name)
+    reported, given = registry.terms.newest(group.name), registry.terms.floor(group.name)
     return broker_plans.adopt_roles(group, key, reported, registry.own_state, forced=words.flag("force"), given=given)
 
 

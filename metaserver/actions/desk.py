@@ -13,77 +13,21 @@ from qmq.metaserver.actions.plan import Blast, Plan
 from qmq.metaserver.actions.route_plans import Contents, Leftover
 from qmq.metaserver.actions.vault import Vault
 from qmq.metaserver.cluster.group_starts import expected_at
-from qmq.metaserver.cluster.old_database import OldRow
+from qmq.metaserver.cluster.registry import Registry
 from qmq.metaserver.model import (
     ALL_SUBJECTS,
     DELAY,
-    AuditRow,
     Broker,
     ConsumerGroupRow,
-    Directory,
     Group,
-    MetaserverRow,
-    Points,
-    ReplicaState,
     Route,
 )
 from qmq.metaserver.roles.failover import Failovers
 from qmq.metaserver.roles.swap import Swaps
 from qmq.metaserver.rpc.broker_client import Brokers
-from qmq.metaserver.storage.changes import Change
 from qmq.metaserver.storage.repository import Repository
 from qmq.proto import qmq_pb2 as pb
 from qmq.subjects import real_subject
-
-
-class RegistryPort(Protocol):
-    """What the actions use of the registry."""
-
-    @property
-    def directory(self) -> Directory: ...
-
-    @property
-    def routes(self) -> Mapping[str, Route]: ...
-
-    @property
-    def routes_version(self) -> int: ...
-
-    def routes_of(self, groups: Iterable[str]) -> dict[str, Route]: ...
-
-    async def reload(self) -> None: ...
-
-    async def change(self, changes: Iterable[Change], audit: AuditRow) -> None: ...
-
-    def is_writable(self, group: Group) -> bool: ...
-
-    def is_up(self, broker: Broker) -> bool: ...
-
-    def may_be_up(self, broker: Broker) -> bool: ...
-
-    def state(self, broker: Broker) -> ReplicaState | None: ...
-
-    def own_state(self, broker: Broker) -> ReplicaState | None: ...
-
-    def refused_lately(self, broker: Broker) -> str: ...
-
-    async def lacking(self, broker: Broker) -> str: ...
-
-    async def points_of(self, group: str, *, must_be_read: bool = False) -> Points: ...
-
-    def reported_term(self, group: str) -> int: ...
-
-    def term_floor(self, group: str) -> int: ...
-
-    def lost_groups(self) -> dict[str, int]: ...
-
-    def dump_memory(self, present: Mapping[str, Any]) -> dict[str, Any]: ...
-
-    def old_row(self, group: str) -> OldRow | None: ...
-
-    def why_no_failover(self, group: Group) -> tuple[str, str] | None: ...
-
-    def peers(self) -> list[MetaserverRow]: ...
-
 
 ASKED_AT_ONCE = 64
 """Brokers or metaservers; each question is a connection."""
@@ -140,7 +84,7 @@ class WatchdogsPort(Protocol):
 class Desk:
     """Created by main, once. All methods are called from the loop."""
 
-    registry: RegistryPort
+    registry: Registry
     database: DatabasePort
     brokers: Brokers
     swaps: Swaps

@@ -109,7 +109,7 @@ async def _broker(desk: Desk, broker: Broker, ask: Ask) -> Check:
         rules.check_registration(broker, state.incarnation or broker.incarnation)
     except OperatorError as other_disk:
         return check(False, "runs on another data directory than before", str(other_disk))
-    if refused := desk.registry.refused_lately(broker):
+    if refused := desk.registry.registration.refused_lately(broker):
         return check(False, "another process is refused in its place", refused)
     if not facts["up"]:
         return check(False, "answers, but sends no heartbeats", NOT_HEARD)

@@ -99,7 +99,7 @@ class Actions:
             if action.installation:
                 _require_everything(caller)
             with suppress(NotServed):  # what other metaservers changed just now; else what is known
-                await self._desk.registry.reload()
+                await self._desk.registry.mirror.catch_up()
             return Answer(Status.DONE, data=await self._look(handler, words, caller))
         if words.flag(DRY_RUN):
             plan = await self._plan(action, handler, words, caller)
@@ -138,7 +138,7 @@ class Actions:
 
     async def _plan(self, action: Action, handler: Handler, words: Words, caller: Caller) -> Plan:
         with suppress(DatabaseSetAside) if action.decides_database else nullcontext():
-            await self._desk.registry.reload()
+            await self._desk.registry.mirror.catch_up()
         assert handler.plan is not None, "an action looks or plans"
         _require_rights(caller, handler.needs(words) if handler.needs else ())
         plan = await handler.plan(self._desk, words)
@@ -166,7 +166,7 @@ class Actions:
         request = str(audit.parameters[REQUEST])
         for _ in range(SETTLE_TRIES):
             try:
-                await self._desk.registry.reload()
+                await self._desk.registry.mirror.catch_up()
                 await self._desk.database.write(lambda repository: repository.settle())
                 rows = await self._desk.database.read(lambda repository: repository.audit_trail(about=[request]))
             except (NotServed, OutcomeUnknown):
@@ -174,7 +174,7 @@ class Actions:
                 continue
             if not rows:
                 raise OperatorError("the database failed, and nothing was changed; repeat it") from error
-            await self._desk.registry.reload()
+            await self._desk.registry.mirror.catch_up()
             return
         raise OutcomeUnknown(
             f"the change is stored as a whole or not at all ({error}). Once the database is back, AuditTrail with "

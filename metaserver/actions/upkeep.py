@@ -48,7 +48,7 @@ async def _restore(desk: Desk, words: Words) -> Plan:
 async def _adopt_database(desk: Desk, words: Words) -> Plan:
     present = await desk.database.read(lambda repository: repository.dump(), timeout_ms=DATABASE_WAIT_MS)
     return upkeep_plans.adopt_database(
-        desk.registry.lost_groups(),
+        desk.registry.mirror.lost_groups(),
         present,
         lambda: desk.registry.dump_memory(present),
         keeps_memory=words["keep"] == "memory",

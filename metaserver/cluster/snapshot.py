@@ -126,7 +126,7 @@ class Snapshots:
 
     def serve(self, snapshot: Snapshot, registry: Registry) -> None:
         """Let the registry answer from a snapshot."""
-        registry.take_snapshot(snapshot)
+        registry.mirror.take_snapshot(snapshot)
         age_s = (time.time_ns() // 1_000_000 - snapshot.saved_ms) / 1000
         log.warning("serving from the snapshot path=%s age_s=%.0f routes=%d", self._path, age_s, len(snapshot.routes))
 

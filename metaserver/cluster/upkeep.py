@@ -139,7 +139,8 @@ class Upkeep:
             if is_due:
                 self._beat_s = now_s + until_next_second(now_s, SECOND_S)
             try:
-                await self._registry.catch_up(self._show_life if is_due and self._registry.database.is_up else None)
+                shows_life = is_due and self._registry.database.is_up
+                await self._registry.mirror.catch_up(self._show_life if shows_life else None)
             except (DatabaseAway, CommitUnknown):
                 pass  # it is logged where it is found; this loop finds it back
             except Exception:
@@ -170,7 +171,7 @@ class Upkeep:
             log.exception("the metaservers' rows cannot be kept; the others think of us as silent")
             return await registry.database.probe()
         if self._stored_beat is not None and (before is None or before < self._stored_beat):
-            registry.read_anew()
+            registry.mirror.read_anew()
         self._stored_beat = own.beat
         self._shown_until_s = time.monotonic() + STORED_AGAIN_S
         peers.read(rows, mentioned=registry.liveness.mentioned(), now_ms=registry.now_ms())
@@ -200,7 +201,7 @@ class Upkeep:
 
     async def _store_news(self) -> None:
         registry = self._registry
-        async with registry.storing:
+        async with registry.mirror.storing:
             registry.news.clear()
             rows = registry.liveness.news()
             try:
@@ -211,14 +212,15 @@ class Upkeep:
                 registry.news.set()
                 raise
             registry.liveness.stored(rows)
-        for key, (slave, term, complete) in list(registry.completeness.items()):
+        waiting = registry.reports.completeness
+        for key, (slave, term, complete) in list(waiting.items()):
             try:
                 await registry.database.write(partial(_store_complete, slave=slave, term=term, complete=complete))
             except BaseException:
                 registry.news.set()
                 raise
-            if registry.completeness.get(key) == (slave, term, complete):  # else its master says something newer
-                del registry.completeness[key]
+            if waiting.get(key) == (slave, term, complete):  # else a newer report came meanwhile
+                del waiting[key]
 
     async def _store_points(self) -> None:
         """Store what is acknowledged, by what copies say, once a second while that rises."""
@@ -239,7 +241,7 @@ class Upkeep:
     async def _until_points(self, again_s: float) -> None:
         """Wait until there is a point to store, or all are to be stored again."""
         registry = self._registry
-        if not registry.points:
+        if not registry.reports.points:
             registry.points_rose.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, again_s - time.monotonic())):
@@ -247,13 +249,10 @@ class Upkeep:
 
     async def _store_points_once(self) -> None:
         registry = self._registry
-        points = dict(registry.points)
+        points = dict(registry.reports.points)
         if points:
             await registry.database.write(lambda r: r.store_points(points))
-            registry.stored_points |= points
-            for key, point in points.items():
-                if registry.points.get(key) == point:
-                    del registry.points[key]
+            registry.reports.points_are_stored(points)
 
     async def _watch_silence(self) -> None:
         """Notice brokers that fell silent, and ask them."""
@@ -321,7 +320,7 @@ class Upkeep:
     async def raise_row(self, name: str) -> None:
         """Raise a row to what all brokers of its group agree on, by compare-and-set; if they do not, say so once."""
         registry = self._registry
-        await registry.reload()  # another metaserver may have changed the roles this moment
+        await registry.mirror.catch_up()  # another metaserver may have changed the roles this moment
         old = registry.old_row(name)
         if old is None:
             self._named.pop(name, None)
@@ -344,7 +343,7 @@ class Upkeep:
         gap_s = SNAPSHOT_GAP_S
         while True:
             await asyncio.sleep(_pause_s(math.ceil(gap_s)))
-            if self._registry.is_loaded and saved != (revision := self._registry.revision):
+            if self._registry.mirror.is_loaded and saved != (revision := self._registry.mirror.revision):
                 began = time.monotonic()
                 await self._snapshots.save(self._registry)
                 gap_s = max(SNAPSHOT_GAP_S, SNAPSHOT_SHARE * (time.monotonic() - began))

@@ -136,7 +136,7 @@ class Failovers:
         Raises:
             DatabaseAway, OutcomeUnknown, StaleTerm: not stored, maybe stored, or the row has changed meanwhile.
         """
-        await self._registry.reload()
+        await self._registry.mirror.catch_up()
         group = self._registry.directory.groups.get(name)
         if group is None or not self._is_on(group) or not self._cause(group):
             return
@@ -172,7 +172,7 @@ class Failovers:
             except StaleTerm:  # what brokers say about themselves is stored, too; it ends none of the reasons
                 if attempt == TRIES_MAX:
                     raise
-                await self._registry.reload()
+                await self._registry.mirror.catch_up()
         return facts, self._registry.directory.groups[name]
 
     async def _once(self, group: Group, audit: AuditRow, *, master_gone: bool = False) -> Facts:
@@ -188,7 +188,7 @@ class Failovers:
 
     async def _learn(self, group: Group, *, master_gone: bool) -> Facts:
         registry, name = self._registry, group.name
-        reported, given = registry.reported_term(name), registry.given_term(name)
+        reported, given = registry.terms.newest(name), registry.terms.given(name)
         said, points = await asyncio.gather(self._ask_all(group), registry.points_of(name, must_be_read=True))
         master_said = _said_by_master(registry, group)
         return Facts(group, reported, given, master_said, said, points, master_gone=master_gone)

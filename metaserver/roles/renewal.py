@@ -36,7 +36,7 @@ async def begin_life(registry: Registry, broker: Broker) -> None:
     try:
         if not registry.database.is_up:  # waiting for one that hangs would take the time that a registration has
             raise DatabaseAway(registry.database.trouble)
-        await registry.catch_up()  # that it is a slave may have been true a moment ago
+        await registry.mirror.catch_up()  # that it is a slave may have been true a moment ago
     except DatabaseAway:
         known = registry.directory.groups.get(broker.group)
         if known is None or len(known.slaves) > 1:
@@ -49,11 +49,11 @@ async def begin_life(registry: Registry, broker: Broker) -> None:
         if (old := registry.old_row(group.name)) is not None:
             raise OperatorError(f"{broker.key} is the master of an old row: {old.found}; {old.remedy}")
         try:
-            return await _renew(registry, group, registry.term_floor(group.name), f"{broker.key} has started")
+            return await _renew(registry, group, registry.terms.floor(group.name), f"{broker.key} has started")
         except StaleTerm:  # what we know of it is a moment old
             if attempt == TRIES_MAX:
                 raise
-            await registry.catch_up()
+            await registry.mirror.catch_up()
 
 
 class Promises:

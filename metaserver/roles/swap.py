@@ -94,7 +94,7 @@ class Swaps:
         group, slave = self.ready(name, to)
         assert group.master  # `ready` saw to it
         hold_ends = time.monotonic() + self._settings.swap_hold_ms / 1000  # the master counts from its order on
-        exchange = _Exchange(group, slave, max(group.term, self._registry.term_floor(name)) + 1, audit)
+        exchange = _Exchange(group, slave, max(group.term, self._registry.terms.floor(name)) + 1, audit)
         at_end = await self._prepare(exchange)
         await self._exchange(exchange, at_end, hold_ends=hold_ends)
         writable = await self._finish(name, exchange.term)
@@ -188,7 +188,7 @@ class Swaps:
 
     async def _exchange_once(self, exchange: _Exchange, at_end: ReplicaState, *, hold_ends: float) -> None:
         group, slave = exchange.group, exchange.slave
-        await self._registry.reload()
+        await self._registry.mirror.catch_up()
         current = self._registry.directory.groups.get(group.name)
         if time.monotonic() > hold_ends:
             raise OperatorError("it took too long; the master takes messages again")

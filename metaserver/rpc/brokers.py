@@ -15,7 +15,8 @@ import grpc
 
 from qmq.errors import InvalidRequest, MissingRight, NotServed, OperatorError, QmqError
 from qmq.metaserver.cluster.liveness import PlaceTaken
-from qmq.metaserver.cluster.registry import Ask, Registry
+from qmq.metaserver.cluster.registration import Ask
+from qmq.metaserver.cluster.registry import Registry
 from qmq.metaserver.model import Broker, BrokerKey, Directory, ReplicaState
 from qmq.metaserver.observability.metrics import Metrics
 from qmq.metaserver.roles import renewal
@@ -78,7 +79,7 @@ class BrokerRpc:
         caller().require_group(_known_group(self._registry, key))
         if (known := self._registry.directory.find(key)) is not None:
             _check_group(known, request)  # before it claims the place: who is refused is not up
-        broker = await self._registry.register(
+        broker = await self._registry.registration.register(
             convert.broker_from_identity(request), self._ask, term=max(request.term, 0)
         )
         caller().require_group(broker.group)
@@ -94,7 +95,7 @@ class BrokerRpc:
         if first is None:
             return
         broker, session = await self._join(first, context)
-        with self._registry.directory_changes.watch(broker.key) as wake, self.visits.open(context):
+        with self._registry.mirror.directory_changes.watch(broker.key) as wake, self.visits.open(context):
             reader = asyncio.create_task(self._read_beats(broker.key, session, first, requests, wake))
             try:
                 seen: Directory | None = None

@@ -16,7 +16,8 @@ from google.protobuf.message import DecodeError
 from qmq.errors import AccessError, InvalidName, InvalidRequest, NotServed, OperatorError, QmqError
 from qmq.metaserver.access import Access, UnknownToken
 from qmq.metaserver.actions.vault import Vault
-from qmq.metaserver.cluster.registry import Ask, Registry
+from qmq.metaserver.cluster.registration import Ask
+from qmq.metaserver.cluster.registry import Registry
 from qmq.metaserver.model import WATCHDOGS, DataSource, LeaseRow
 from qmq.metaserver.observability.metrics import Metrics
 from qmq.metaserver.routes.hub import RouteHubs, TooManyWatches, WatchHub

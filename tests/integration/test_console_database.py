@@ -39,7 +39,7 @@ async def planned(world):
 async def is_back(world):
     while True:
         try:
-            return await world.registry.reload()
+            return await world.registry.mirror.catch_up()
         except DatabaseAway:
             await asyncio.sleep(0.05)
 

@@ -82,7 +82,7 @@ async def test_stream_of_a_broker_ends_whose_part_was_given_to_a_copy_at_another
         row = registry.directory.find(BrokerKey("g1-b", 20881))
         copied = replace(row, instance=f"{row.instance} copy")
         await registry.database.write(lambda repository: repository.store_registration(copied))
-        await registry.catch_up()
+        await registry.mirror.catch_up()
 
     await give_away()
     gone = await slave.until_gone()
@@ -128,7 +128,7 @@ async def test_heartbeat_without_registration_is_refused(world):
 
 
 async def _is_stored(world, group, incarnation):
-    return (group, incarnation) in world.server.registry.stored_points
+    return (group, incarnation) in world.server.registry.reports._stored_points
 
 
 @in_world
@@ -250,7 +250,7 @@ async def test_wiped_slave_is_not_complete_on_the_word_of_a_master_that_has_not_
     assert await complete(False)
     master.say()
     for _ in range(20):
-        await registry.catch_up()
+        await registry.mirror.catch_up()
         assert await complete(False)
     master.in_step_with = wiped.incarnation
     await world.until(lambda: complete(True))

@@ -20,7 +20,7 @@ STARTS = {
     "qmq/replication/identity.py": {"_decode"},
     "qmq/replication/node.py": {"assign"},
     "metaserver/cluster/liveness.py": {"check_free"},
-    "metaserver/cluster/registry.py": {"_check_place"},
+    "metaserver/cluster/registration.py": {"_check_place"},
     "metaserver/roles/rules.py": {"refuse_unknown", "check_kind", "check_registration"},
 }
 """Functions that send a starting process away."""

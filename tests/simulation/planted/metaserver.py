@@ -12,6 +12,7 @@ from unittest import mock
 from qmq.errors import OperatorError
 from qmq.metaserver.actions import routes as actions
 from qmq.metaserver.cluster import old_database
+from qmq.metaserver.cluster.mirror import DatabaseMirror
 from qmq.metaserver.cluster.registry import Registry
 from qmq.metaserver.roles import promotion, rules
 from qmq.metaserver.roles.promotion import Refusal
@@ -263,7 +264,7 @@ def old_rows_keep_the_reported_term() -> list[Patch]:
 
 @bug("metaserver", faults="emptied")
 def a_database_that_lost_groups_is_used() -> list[Patch]:
-    return [mock.patch.object(Registry, "_judge", lambda self: None)]
+    return [mock.patch.object(DatabaseMirror, "check_rows", lambda self: None)]
 
 
 @bug("metaserver", first=43, faults="database")
@@ -275,7 +276,7 @@ def adopt_roles_is_named_without_force() -> list[Patch]:
 @bug("metaserver", first=43, faults="database")
 def reported_terms_stay_at_one_metaserver() -> list[Patch]:
     """Another metaserver does not know that a row is old."""
-    return [mock.patch.object(Registry, "_note_terms", lambda self, rows: None)]
+    return [mock.patch.object(DatabaseMirror, "_note_terms", lambda self, rows: None)]
 
 
 @bug("metaserver", first=18)

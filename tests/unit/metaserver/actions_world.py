@@ -69,7 +69,7 @@ class World:
 
     async def open(self):
         await self.database.open()
-        await self.registry.reload()
+        await self.registry.mirror.catch_up()
 
     async def run(self, name, caller=ADMIN, /, **words):
         return await self.actions.run(name, {key: str(value) for key, value in words.items()}, caller)
@@ -97,7 +97,7 @@ class World:
         known = self.registry.directory.find(BrokerKey(hostname, 20881))
         ports, disk = (20881, 20882, 20883, 20884), f"disk of {hostname}"
         said = Broker(known.group, known.role, hostname, "10.0.0.1", *ports, incarnation=disk, kind=known.kind)
-        await self.registry.register(said, lambda question: asyncio.sleep(0))
+        await self.registry.registration.register(said, lambda question: asyncio.sleep(0))
         self.sessions[hostname] = self.registry.join(said.key, said.incarnation)
         self.beat(hostname)
         if complete:
@@ -106,7 +106,7 @@ class World:
                     said, term=self.registry.directory.groups[known.group].term, complete=True
                 )
             )
-            await self.registry.reload()
+            await self.registry.mirror.catch_up()
 
     def beat(self, hostname, **state):
         key = BrokerKey(hostname, 20881)
@@ -133,7 +133,7 @@ class World:
     async def routed(self, *subjects, groups=("g1",)):
         routes = [(subject, groups, 0) for subject in subjects]
         await self.database.write(lambda repository: repository.store_routes(routes))
-        await self.registry.reload()
+        await self.registry.mirror.catch_up()
 
     def groups_of(self, subject):
         return self.registry.routes[subject].groups

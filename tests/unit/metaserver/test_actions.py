@@ -381,7 +381,7 @@ async def test_while_the_database_is_away_changes_wait_and_lists_go_on(world):
     async def away():
         raise DatabaseAway("killed")
 
-    world.registry.reload = away
+    world.registry.mirror.catch_up = away
     answer = await world.run("MarkReadonlyBrokerGroup", brokerGroup="g1")
     assert answer.status == Status.WAIT and "does not answer" in answer.message
     assert [broker["hostname"] for broker in await world.done("ListBrokers")] == ["g1-a", "g1-b"]

@@ -409,7 +409,8 @@ async def test_slave_that_is_away_for_moments_counts_as_in_sync_at_the_last_repo
     registry, slave, marked = world.registry, BrokerKey("g1-c", 20881), []
     alone = ReplicaState(Role.MASTER, registry.directory.groups["g1"].term, writable=True)
     for now_ms in (0, 9_999, 10_000):
-        with patch.object(registry, "now_ms", lambda now_ms=now_ms: now_ms):
-            registry._note_completeness(BrokerKey("g1-a", 20881), alone)
-        marked.append(slave in registry.completeness)
+        registry.reports.note_completeness(
+            registry.directory.groups["g1"], BrokerKey("g1-a", 20881), alone, now_ms=now_ms
+        )
+        marked.append(slave in registry.reports.completeness)
     assert marked == [False, False, True]

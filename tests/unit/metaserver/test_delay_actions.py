@@ -47,7 +47,7 @@ async def delay_groups(world, *names):
         await world.done("AddBroker", **place(name, 5, f"{name}-a"))
         known = world.registry.directory.find(BrokerKey(f"{name}-a", 20881))
         said = replace(known, control_port=20883, metrics_port=20884, incarnation=f"disk of {name}")
-        await world.registry.register(said, lambda question: None)
+        await world.registry.registration.register(said, lambda question: None)
         world.sessions[f"{name}-a"] = world.registry.join(said.key, said.incarnation)
         world.beat(f"{name}-a")
     return DelayServers(world)

@@ -56,7 +56,7 @@ async def database_away(world):
     async def away(*_, **__):
         raise DatabaseAway("killed")
 
-    world.registry.reload = world.database.read = away
+    world.registry.mirror.catch_up = world.database.read = away
 
 
 async def metaserver_silent(world):

@@ -374,7 +374,7 @@ async def test_without_the_database_no_broker_of_several_slaves_begins(tmp_path,
     async def away():
         raise DatabaseAway("it does not answer")
 
-    monkeypatch.setattr(world.registry, "catch_up", away)
+    monkeypatch.setattr(world.registry.mirror, "catch_up", away)
     for broker in brokers[:2]:
         with pytest.raises(DatabaseAway):
             await begin_life(world.registry, broker)
@@ -421,7 +421,7 @@ async def test_nobody_waits_for_a_database_that_is_known_to_hang(tmp_path, monke
 
     monkeypatch.setattr(world.database, "_ask_versions", no_answer)
     world.database._is_away("no answer in time")
-    poll = asyncio.create_task(world.registry.catch_up())
+    poll = asyncio.create_task(world.registry.mirror.catch_up())
     try:
         await asyncio.to_thread(hangs.wait)
         await asyncio.wait_for(begin_life(world.registry, two), 10)
@@ -457,7 +457,7 @@ async def test_the_same_term_is_promised_until_it_is_chosen(tmp_path, monkeypatc
             said = world.brokers.states[BrokerKey(name, 20881)]
             assert said.promised_term == before + 1
             world.registry.beat(BrokerKey(name, 20881), world.sessions[name], said)
-    assert world.registry.term_floor("g1") == before + 1, "no other row gets this term"
+    assert world.registry.terms.floor("g1") == before + 1, "no other row gets this term"
     monkeypatch.setattr(world.registry, "change", change)
     await fail_over(world, failovers, monkeypatch)
     assert row_of_three(world)[0] == before + 1

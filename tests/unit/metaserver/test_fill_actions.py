@@ -63,7 +63,7 @@ async def test_an_order_is_stored_and_told_until_another_one_comes(world):
     assert not preview["wouldChange"], "it is so already"
     await world.start("g1-c")  # registers again
     known = world.registry.directory.find(BrokerKey("g1-c", 20881))
-    assert await world.registry.register(known, None) == known, "nothing is to be stored"
+    assert await world.registry.registration.register(known, None) == known, "nothing is to be stored"
     assert told(world)[1] == [("disk of g1-c/0", False)]
     await world.done("SetCopies", brokerGroup="g1", minCopies=3)  # a new term: all rows are written anew
     assert told(world)[1] == [("disk of g1-c/0", False)]

@@ -52,7 +52,7 @@ def on(url, test):
 
 async def set_aside(world):
     with pytest.raises(DatabaseSetAside, match="no row of g1"):
-        await world.registry.catch_up()
+        await world.registry.mirror.catch_up()
 
 
 def test_an_emptied_database_takes_nothing_from_brokers_and_clients_that_run(migrated_url):
@@ -153,14 +153,14 @@ def test_a_metaserver_that_starts_holds_the_database_against_its_snapshot(tmp_pa
         empty(migrated_url)
         other = World(migrated_url)
         await other.database.open()
-        other.registry.expect(snapshots.read())
+        other.registry.mirror.expect(snapshots.read())
         await set_aside(other)
         snapshots.serve(snapshots.read(), other.registry)
         assert other.registry.routes["order.changed"].groups == ("g1",)
         assert [token.id for token in other.registry.tokens] == ["t1"]
         await set_aside(other)
         await other.done("AdoptDatabase", keep="memory")
-        await world.registry.catch_up()
+        await world.registry.mirror.catch_up()
         assert world.registry.database.is_up, "the decision holds for all metaservers"
         other.database.close()
 
@@ -172,10 +172,12 @@ async def test_brokers_that_register_count_against_a_database_without_any_group(
     await world.open()
     said = Broker("g9", Role.SLAVE, "g9-a", "10.0.0.1", 20881, 20882, incarnation="disk of g9-a")
     with pytest.raises(OperatorError, match="is no broker here"):
-        await world.registry.register(Broker("", Role.SLAVE, "new", "10.0.0.1", 1, 2, incarnation="x"), None, term=0)
+        await world.registry.registration.register(
+            Broker("", Role.SLAVE, "new", "10.0.0.1", 1, 2, incarnation="x"), None, term=0
+        )
     assert world.registry.database.is_up, "a broker that never had a role says nothing"
     with pytest.raises(DatabaseSetAside, match="no row of g9"):
-        await world.registry.register(said, None, term=4)
+        await world.registry.registration.register(said, None, term=4)
     assert not (await world.run("AddBroker", **place("g9", 0, "g9-a"))).done
     assert "in no memory either" in await world.refused("AdoptDatabase", keep="memory")
     await world.done("AdoptDatabase", keep="database")

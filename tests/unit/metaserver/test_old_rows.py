@@ -189,7 +189,7 @@ def test_a_group_that_the_database_lost_is_created_above_what_its_brokers_wrote_
     async def test(world):
         said = Broker("g9", SLAVE, "g9-a", "10.0.0.1", 20881, 20882, incarnation="disk of g9-a")
         with pytest.raises(Exception, match="is no broker here"):
-            await world.registry.register(said, None, term=6)
+            await world.registry.registration.register(said, None, term=6)
         await world.done("AddBroker", **place("g9", 0, "g9-a"))
         assert world.registry.directory.groups["g9"].term == 7
         group = world.registry.directory.groups["g9"]

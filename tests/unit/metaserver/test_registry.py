@@ -46,10 +46,10 @@ async def test_a_change_that_was_read_is_published_although_the_next_reading_fai
 
         monkeypatch.setattr(world.database, "read", failing)
         with pytest.raises(DatabaseAway):
-            await registry.catch_up()
+            await registry.mirror.catch_up()
         assert registry.directory.marks and wake.is_set()
         wake.clear()
-        await registry.catch_up()
+        await registry.mirror.catch_up()
         assert registry.routes["a"].groups == ("g1",) and wake.is_set()
 
 
@@ -62,7 +62,7 @@ async def test_a_route_that_was_removed_while_the_answer_was_on_its_way_stays_re
         stored = await write(work)
         (route,) = stored
         await write(lambda repository: repository.change([RemoveRoute("a", route.version)], ANOTHER))
-        await world.registry.catch_up()
+        await world.registry.mirror.catch_up()
         return stored
 
     monkeypatch.setattr(world.database, "write", late)
@@ -73,7 +73,7 @@ async def test_a_route_that_was_removed_while_the_answer_was_on_its_way_stays_re
 async def test_a_change_wakes_the_brokers_that_it_concerns_and_no_others(tmp_path):
     world = await opened(tmp_path)
     await world.copies("g2")
-    registry, changes = world.registry, world.registry.directory_changes
+    registry, changes = world.registry, world.registry.mirror.directory_changes
     one, other = (registry.directory.groups[name].master.key for name in ("g1", "g2"))
     with changes.watch(one) as woken, changes.watch(other) as left:
 
@@ -113,15 +113,15 @@ async def test_a_beat_that_says_the_same_is_taken_in_again_when_points_are_to_be
     def beats() -> dict[tuple[str, str], Point]:
         """Return the points that a beat leaves to be stored, and store them."""
         assert registry.beat(key, world.sessions["g1-a"], state)
-        told = dict(registry.points)
-        registry.stored_points |= told
-        registry.points.clear()
+        told = dict(registry.reports.points)
+        registry.reports._stored_points |= told
+        registry.reports.points.clear()
         return told
 
     assert [beats(), beats()] == [{place: state.point}, {}]
     registry.store_points_again()
     assert [beats(), beats()] == [{place: state.point}, {}]
-    registry.stored_points.clear()  # so it shows that the beat was taken in
+    registry.reports._stored_points.clear()  # so it shows that the beat was taken in
     await registry.change([SetMark(ReadonlyMark("a", "g1"))], ANOTHER)
     assert beats() == {place: state.point}
 
@@ -136,7 +136,7 @@ async def test_what_a_master_says_of_its_slave_outlives_an_older_word_of_that_sl
     group = registry.directory.groups["g1"]
     slave = group.slaves[0]
     await world.database.write(lambda r: r.store_complete(slave, term=group.term, complete=False))
-    await registry.reload()
+    await registry.mirror.catch_up()
     slave = registry.directory.groups["g1"].slaves[0]
     master = ReplicaState(Role.MASTER, group.term, writable=True, in_step=(slave.incarnation,))
     filled = ReplicaState(Role.SLAVE, group.term, incarnation=slave.incarnation, incomplete=True)
@@ -144,7 +144,7 @@ async def test_what_a_master_says_of_its_slave_outlives_an_older_word_of_that_sl
     def beat(name: str, state: ReplicaState) -> bool:
         """Return whether it is to be stored that the slave is complete."""
         assert registry.beat(BrokerKey(name, 20881), world.sessions[name], state)
-        return registry.completeness.get(slave.key) == (slave, group.term, True)
+        return registry.reports.completeness.get(slave.key) == (slave, group.term, True)
 
     assert [beat("g1-a", master), beat("g1-b", filled)] == [True, False]
     assert beat("g1-a", master)
@@ -160,15 +160,15 @@ async def test_a_copy_of_a_data_directory_gets_no_part_while_the_broker_that_it_
     assert known is not None
     moved = replace(known, ip="10.0.0.9")
     with pytest.raises(PlaceTaken, match="from another address"):
-        await registry.register(moved, asked.append)
+        await registry.registration.register(moved, asked.append)
     assert registry.directory.find(known.key) == known and asked == []
-    await registry.register(known, asked.append)
+    await registry.registration.register(known, asked.append)
 
     async def is_gone(question: Question) -> None:
         registry.liveness.answered(question, None, now_ms=registry.now_ms())
 
     registry.leave(known.key, world.sessions["g1-a"])  # the machine is another one now, and the old one is off
-    assert (await registry.register(moved, is_gone)).ip == "10.0.0.9"
+    assert (await registry.registration.register(moved, is_gone)).ip == "10.0.0.9"
 
 
 async def test_a_broker_that_starts_at_another_place_gets_its_part_in_a_new_term_once_the_other_one_is_gone(tmp_path):
@@ -183,7 +183,7 @@ async def test_a_broker_that_starts_at_another_place_gets_its_part_in_a_new_term
     copied = replace(original, instance="a copy")
     for _ in range(2):
         with pytest.raises(PlaceTaken, match="one of the two data directories is a copy"):
-            await registry.register(copied, asked.append)
+            await registry.registration.register(copied, asked.append)
     checks = (await world.done("Doctor"))["checks"]
     (told,) = [check for check in checks if check["found"] == "another process is refused in its place"]
     assert str(original.key) in told["name"] and "delete its directory" in told["remedy"]
@@ -195,17 +195,19 @@ async def test_a_broker_that_starts_at_another_place_gets_its_part_in_a_new_term
     world.beat("g1-a", in_step=(original.incarnation,))
     registry.leave(original.key, world.sessions["g1-b"])
     with pytest.raises(PlaceTaken, match="connected to the master"):
-        await registry.register(copied, is_gone)
+        await registry.registration.register(copied, is_gone)
     assert registry.directory.groups["g1"] == group
     world.beat("g1-a")
     for _ in range(2):  # the second one says nothing new
-        assert (await registry.register(copied, is_gone)).instance == "a copy"
+        assert (await registry.registration.register(copied, is_gone)).instance == "a copy"
     row = registry.directory.groups["g1"]
     assert (row.term, row.slaves[0].instance, row.master) == (group.term + 1, "a copy", group.master)
     registry.join(copied.key, copied.incarnation)
     with pytest.raises(PlaceTaken, match="is a copy of the other"):
-        await registry.register(original, is_gone)
-    assert (await registry.register(replace(copied, ip="10.0.0.7"), is_gone)).ip == "10.0.0.7"  # the same process
+        await registry.registration.register(original, is_gone)
+    assert (
+        await registry.registration.register(replace(copied, ip="10.0.0.7"), is_gone)
+    ).ip == "10.0.0.7"  # the same process
     assert registry.directory.groups["g1"].term == row.term
 
 
@@ -218,7 +220,7 @@ async def test_a_broker_at_another_place_raises_no_row_that_is_older_than_its_br
     group = registry.directory.groups["g1"]
     world.beat("g1-a", term=group.term + 5)
     world.stop("g1-a")
-    await registry.register(replace(group.master, instance="a copy"), asyncio.sleep, term=group.term + 5)
+    await registry.registration.register(replace(group.master, instance="a copy"), asyncio.sleep, term=group.term + 5)
     assert registry.directory.groups["g1"].term == group.term
 
 
@@ -234,8 +236,8 @@ async def test_a_copy_from_before_a_master_was_promoted_does_not_take_its_place(
     world.stop("g1-b")
     copied = replace(group.master, instance="a copy")
     with pytest.raises(OperatorError, match="Give it that one back"):
-        await registry.register(copied, asyncio.sleep, term=group.term - 1)
+        await registry.registration.register(copied, asyncio.sleep, term=group.term - 1)
     slave = replace(group.slaves[0], instance="a copy")
-    await registry.register(slave, asyncio.sleep, term=group.term - 1)  # it counts once it has matched
-    await registry.register(copied, asyncio.sleep, term=group.term)
+    await registry.registration.register(slave, asyncio.sleep, term=group.term - 1)  # it counts once it has matched
+    await registry.registration.register(copied, asyncio.sleep, term=group.term)
     assert registry.directory.groups["g1"].term == group.term + 2

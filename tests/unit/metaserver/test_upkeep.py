@@ -67,7 +67,7 @@ async def test_a_broker_is_not_asked_again_while_a_question_to_it_waits(tmp_path
 
 async def test_what_a_master_says_while_its_last_words_are_stored_is_stored_too(tmp_path, monkeypatch):
     world, upkeep = await made(tmp_path)
-    slave, said = world.registry.directory.groups["g1"].slave, world.registry.completeness
+    slave, said = world.registry.directory.groups["g1"].slave, world.registry.reports.completeness
     write, stored = world.database.write, []
 
     async def slow(work):
@@ -94,7 +94,7 @@ async def test_a_point_is_stored_when_it_is_told_and_again_when_the_database_may
 
     async def seen(work):
         await write(work)
-        stored.put_nowait(dict(world.registry.points))
+        stored.put_nowait(dict(world.registry.reports.points))
 
     monkeypatch.setattr(module, "_pause_s", lambda: 0.0)
     monkeypatch.setattr(module, "STORED_AGAIN_S", again_s)
@@ -105,7 +105,7 @@ async def test_a_point_is_stored_when_it_is_told_and_again_when_the_database_may
     world.beat("g1-a", point=point, incarnation="x")
     assert await stored.get() == {("g1", "x"): point}
     world.beat("g1-a", point=point, incarnation="x")
-    assert again_s == 0 or not world.registry.points, "the database has it"
+    assert again_s == 0 or not world.registry.reports.points, "the database has it"
     while again_s == 0 and stored.empty():  # it may have lost it
         await asyncio.sleep(0)
         world.beat("g1-a", point=point, incarnation="x")
@@ -189,16 +189,16 @@ async def test_a_metaserver_that_is_alone_sees_what_changed_and_stays_alive_for_
 
     world, upkeep = await made(tmp_path)
     registry, repository = world.registry, world.database.repository
-    await registry.catch_up(upkeep._show_life)
+    await registry.mirror.catch_up(upkeep._show_life)
     repository.change([SetMark(ReadonlyMark("elsewhere", "g1"))])
-    await registry.catch_up(upkeep._show_life)
+    await registry.mirror.catch_up(upkeep._show_life)
     assert registry.directory.is_marked("g1", "elsewhere")
     assert [row.beat for row in registry.peers()] == [2]
     assert [row.beat for row in repository.load_metaservers()] == [1], "nobody else reads it"
     monkeypatch.setattr(module, "STORED_AGAIN_S", 0.0)
     upkeep._shown_until_s = 0.0
-    await registry.catch_up(upkeep._show_life)
-    await registry.catch_up(upkeep._show_life)
+    await registry.mirror.catch_up(upkeep._show_life)
+    await registry.mirror.catch_up(upkeep._show_life)
     assert [row.beat for row in repository.load_metaservers()] == [4], "what the database takes is tried"
 
 
@@ -207,7 +207,7 @@ async def test_a_metaserver_shows_its_life_as_soon_as_another_one_may_time_it(tm
     repository = world.database.repository
 
     async def look() -> int:
-        await world.registry.catch_up(upkeep._show_life)
+        await world.registry.mirror.catch_up(upkeep._show_life)
         return next(row.beat for row in repository.load_metaservers() if row.id == "m1")
 
     assert [await look(), await look()] == [1, 1]
@@ -276,15 +276,15 @@ async def test_a_database_that_was_put_back_is_read_anew_although_as_much_was_ch
     await other.open()
     repository.beat(MetaserverRow("m2", "h", "g", 1, "1"))
     with closing(sqlite3.connect(path)) as database, closing(sqlite3.connect(":memory:")) as copy:
-        await world.registry.catch_up(upkeep._show_life)
+        await world.registry.mirror.catch_up(upkeep._show_life)
         database.backup(copy)
-        await world.registry.catch_up(upkeep._show_life)
+        await world.registry.mirror.catch_up(upkeep._show_life)
         await world.registry.change(changes("a"), audit)
         copy.backup(database)
     await other.registry.change(changes("b"), audit)
-    await world.registry.catch_up(upkeep._show_life)
+    await world.registry.mirror.catch_up(upkeep._show_life)
     assert world.registry.directory.marks == {ReadonlyMark("b", "g1")}
     assert [name for name, route in world.registry.routes.items() if route.groups] == ["b"]
-    reads = world.registry._seen
-    await world.registry.catch_up(upkeep._show_life)
-    assert world.registry._seen is reads, "once"
+    reads = world.registry.mirror._seen
+    await world.registry.mirror.catch_up(upkeep._show_life)
+    assert world.registry.mirror._seen is reads, "once"

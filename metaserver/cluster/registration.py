@@ -1,0 +1,133 @@
+"""Shell. Registration of brokers: check the process that comes as a broker, and store what it reports about itself."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from qmq.metaserver.cluster.liveness import STOP_ONE, PlaceTaken, Question
+from qmq.metaserver.model import AuditRow, Broker, BrokerKey, Group
+from qmq.metaserver.roles import rules
+from qmq.metaserver.storage.changes import SetRoles
+from qmq.metaserver.storage.errors import StaleTerm
+from qmq.types import Role
+
+if TYPE_CHECKING:
+    from qmq.metaserver.cluster.registry import Registry
+
+log = logging.getLogger("qmq.metaserver")
+
+Ask = Callable[[Question], Awaitable[None]]
+
+REGISTER_TRIES = 3
+REFUSED_SHOWN_MS = 60_000
+"""A process that is refused registers again each second or two."""
+
+
+class Registration:
+    """Made by the registry."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self.known_terms: dict[BrokerKey, int] = {}
+        """What brokers wrote down, by their newest registration here: without a part they do not say it again."""
+        self.refused: dict[BrokerKey, tuple[str, int]] = {}
+        """Brokers as which another process was refused, why, and when on this clock the last time."""
+
+    async def register(self, said: Broker, ask: Ask, *, term: int = 0) -> Broker:
+        """Store what a broker said about itself, if it is news; return it with group and role.
+
+        Args:
+            said: group and role of it are not looked at.
+            ask: asks a broker whether it is there.
+            term: the newest one that the broker has written down.
+
+        Raises:
+            OperatorError: it was not added, its place is taken, or it must not serve with this data directory.
+            DatabaseAway: it says something new, which cannot be stored now.
+        """
+        self._registry.terms.note(said.group, term)
+        known = self._registry.directory.find(said.key)
+        if known is None:
+            await self._registry.mirror.catch_up()  # perhaps another metaserver added it
+            if self._registry.directory.find(said.key) is None:
+                self._registry.mirror.check_rows()
+            known = self._registry.directory.find(said.key) or rules.refuse_unknown(said, self._registry.directory)
+        doubt, has_moved = self._registry.liveness.doubt(said.key), rules.may_be_copy(known, said)
+        if doubt is not None and (doubt.incarnation != said.incarnation or has_moved):
+            await ask(doubt)
+        for attempt in range(REGISTER_TRIES):
+            known = self._registry.directory.find(said.key) or rules.refuse_unknown(said, self._registry.directory)
+            rules.check_kind(known, said)
+            self._check_place(known, said)
+            is_older = rules.is_older(known, said, term, self._registry.last_state(known))
+            rules.check_registration(known, said.incarnation, is_older=is_older)
+            self._registry.liveness.claim(said.key, said.incarnation, now_ms=self._registry.now_ms())
+            same_disk = known.incarnation == said.incarnation
+            complete = known.complete and same_disk
+            broker = replace(
+                said,
+                group=known.group,
+                role=known.role,
+                kind=known.kind,
+                complete=complete,
+                fill_id=known.fill_id,
+                fill_allowed=known.fill_allowed,
+            )
+            if broker == known:
+                break
+            try:
+                await self._store_registration(broker, known)
+                break
+            except StaleTerm:  # what we know of it is a moment old
+                if attempt + 1 == REGISTER_TRIES:
+                    raise
+                await self._registry.mirror.catch_up()
+        self.known_terms[said.key] = term
+        return broker
+
+    def _check_place(self, known: Broker, said: Broker) -> None:
+        """Raise PlaceTaken while another process is heard as this broker, here or by its master."""
+        has_moved, group = rules.may_be_copy(known, said), self._registry.directory.groups[known.group]
+        try:
+            self._registry.liveness.check_free(
+                said.key, said.incarnation, now_ms=self._registry.now_ms(), has_moved=has_moved
+            )
+            if has_moved and self._is_in_sync(group, known):
+                raise PlaceTaken(
+                    f"another process is connected to the master of {group.name} as {known.key}, from another address "
+                    f"or directory: one of the two data directories is a copy of the other. {STOP_ONE}"
+                )
+        except PlaceTaken as error:
+            self.refused[said.key] = str(error), self._registry.now_ms()
+            raise
+
+    def _is_in_sync(self, group: Group, slave: Broker) -> bool:
+        """Whether the group's master, which is heard here, has this slave in sync."""
+        master = self._registry.state(group.master) if group.master and slave.role == Role.SLAVE else None
+        liveness = self._registry.liveness
+        is_heard_here = group.master is not None and liveness.where(group.master.key) == liveness.own
+        return is_heard_here and master is not None and slave.incarnation in master.in_step
+
+    def refused_lately(self, broker: Broker) -> str:
+        """Say why another process was refused as this broker within the last minute; empty: none was."""
+        text, refused_ms = self.refused.get(broker.key, ("", 0))
+        return text if self._registry.now_ms() - refused_ms <= REFUSED_SHOWN_MS else ""
+
+    async def _store_registration(self, broker: Broker, before: Broker) -> None:
+        if rules.is_elsewhere(before, broker) and self._registry.old_row(broker.group) is None:
+            return await self._begin_elsewhere(broker)
+        async with self._registry.commits.writing:
+            await self._registry.database.write(lambda r: r.store_registration(broker, before))
+            await self._registry.mirror.catch_up()
+
+    async def _begin_elsewhere(self, broker: Broker) -> None:
+        """Give a broker its part in a new term: nobody counts the process that had it. Raises as `change`."""
+        group = self._registry.directory.groups[broker.group]
+        change = rules.begin_elsewhere(group, broker, above=self._registry.terms.floor(group.name))
+        cause = f"{broker.key} has started on another machine or directory, or its machine was started again"
+        audit = AuditRow("metaserver", "", "NewTerm", {"brokerGroup": group.name, "cause": cause}, result="done")
+        await self._registry.change((SetRoles(change),), audit)
+        log.warning("new term broker_group=%s term=%d: %s", group.name, change.new_term, cause)

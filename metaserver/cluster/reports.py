@@ -1,0 +1,83 @@
+"""Core. Points and completeness that heartbeats reported and the database does not have yet."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from qmq.metaserver.model import Broker, BrokerKey, Group, Points, ReplicaState
+from qmq.metaserver.roles import rules
+from qmq.replication.points import Point
+from qmq.types import NO_EPOCH
+
+AWAY_MS = 10_000
+"""A slave of several that is away for less goes on counting as in sync at the last report: when it is back and confirms
+what is acknowledged, a power cut may come before the database has that, and the restarted master waits for it."""
+NO_POINT = Point(NO_EPOCH, 0, 0)
+
+
+class Reports:
+    """Made by the registry; `Upkeep` stores what is in it."""
+
+    def __init__(self) -> None:
+        self.completeness: dict[BrokerKey, tuple[Broker, int, bool]] = {}
+        """What masters say about their slaves and the database does not have yet."""
+        self._away_since: dict[BrokerKey, int] = {}
+        """Since when masters say of slaves that they are not in sync, and the database has that they are."""
+        self.points: dict[tuple[str, str], Point] = {}
+        """Acknowledged points, by group and incarnation, that heartbeats told and the database does not have yet."""
+        self._stored_points: dict[tuple[str, str], Point] = {}
+        """Those that it was given a moment ago."""
+
+    def note_point(self, group: str, state: ReplicaState) -> bool:
+        """Keep the point of a heartbeat; return whether it is to be stored."""
+        place = group, state.incarnation
+        if state.point is None or state.point == self._stored_points.get(place):
+            return False
+        self.points[place] = state.point
+        return True
+
+    def points_are_stored(self, points: Mapping[tuple[str, str], Point]) -> None:
+        """Drop points that were stored, unless a newer one was reported meanwhile."""
+        self._stored_points |= points
+        for place, point in points.items():
+            if self.points.get(place) == point:
+                del self.points[place]
+
+    def store_points_again(self) -> None:
+        """Let the next heartbeats' points be stored again: the database may have been restored."""
+        self._stored_points.clear()
+
+    def forget_groups(self, groups: Collection[str]) -> None:
+        """Drop the points of removed groups: a new group of such a name lacks what they acknowledged."""
+        for place in [place for place in self.points if place[0] in groups]:
+            del self.points[place]
+
+    def newest_points(self, group: str, stored: Points) -> Points:
+        """Return the stored points of a group, each replaced by a newer one that was reported here."""
+        here = {
+            incarnation: point
+            for (name, incarnation), point in self.points.items()
+            if name == group and point.epoch.term >= stored.loss_accepted_term
+        }
+        newer = {name: point for name, point in here.items() if point > stored.by_incarnation.get(name, NO_POINT)}
+        return replace(stored, by_incarnation={**stored.by_incarnation, **newer})
+
+    def note_completeness(self, group: Group, key: BrokerKey, state: ReplicaState, *, now_ms: int) -> bool:
+        """Keep what a heartbeat says about the slaves of its group; return whether any of it is to be stored."""
+        has_news = False
+        for slave in group.slaves:
+            complete = rules.slave_complete(group, slave, key, state) if slave.incarnation else None
+            if complete is None:
+                continue
+            if not complete and key != slave.key and slave.complete:
+                if now_ms - self._away_since.setdefault(slave.key, now_ms) < AWAY_MS:
+                    continue
+            else:
+                self._away_since.pop(slave.key, None)
+            if slave.complete == complete:
+                self.completeness.pop(slave.key, None)
+                continue
+            self.completeness[slave.key] = (slave, group.term, complete)
+            has_news = True
+        return has_news
