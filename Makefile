@@ -83,7 +83,7 @@ console-pictures: $(STAMP) ## draw docs/console-*.png anew, of a real cluster on
 simulate: $(STAMP) ## everything that may go wrong, in virtual time, for SEEDS seeds (default 2000); SCENARIO=cores (default), clones, delay, outbox or shells
 	@$(PY) -m tests.simulation --scenario "$(or $(SCENARIO),cores)" --seeds "$(or $(SEEDS),2000)"
 
-mutants: $(STAMP) ## plant small faults, SAMPLE (default 100, 0: all) in each of log, replication and broker, drawn by SEED; AREAS="broker/consume.py"
+mutants: $(STAMP) ## plant small faults, SAMPLE (default 100, 0: all) in each of log, replication and broker, drawn by SEED; AREAS="broker/subscriptions.py"
 	@$(PY) -m tests.mutants $(AREAS) --sample "$(or $(SAMPLE),100)" --seed "$(or $(SEED),1)"
 
 chaos: $(STAMP) ## real processes killed, stopped and swapped for MINUTES minutes (default 10)

@@ -12,7 +12,7 @@ from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from qmq.broker.progress import sequences_kept
+from qmq.broker.positions import sequences_kept
 from qmq.codec import Buffer, decode_envelope, decode_properties, split_batch
 from qmq.errors import InvalidMessage, InvalidRequest
 from qmq.log import MessageLog

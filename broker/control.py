@@ -1,29 +1,218 @@
-"""Shell. The broker's gRPC port: what every process of a group answers, and consumers and messages for operators."""
+"""Shell. gRPC of a broker: its control port, and its requests for the begin of consumer groups."""
 
 from __future__ import annotations
 
 import asyncio
 import heapq
 import logging
+import time
 from typing import Any
 
 import grpc
 import grpc.aio
 
-from qmq.broker import progress
-from qmq.broker.beginning import Begin
-from qmq.broker.browsing import Browsing
-from qmq.broker.causes import Cause
+from qmq.broker import positions
+from qmq.broker.browse import MESSAGES_DEFAULT, Browse, Filter, Found, borders, visible_end
+from qmq.broker.group_status import Cause
 from qmq.broker.master import BrokerMaster
+from qmq.broker.positions import Answered, Begin, NewGroup, sequences_kept
 from qmq.broker.settings import BrokerSettings
-from qmq.errors import CallError, CorruptFrame, DiskFailed, MissingRight, QmqError
+from qmq.codec import Buffer
+from qmq.errors import CallError, CorruptFrame, DiskFailed, MissingRight, NotServed, QmqError
+from qmq.log import MessageLog
+from qmq.log.frame import Frame
+from qmq.log.index import FrameRef
 from qmq.proto import qmq_pb2 as pb
+from qmq.remoting.connection import Connection
 from qmq.rights import CONSUME
 from qmq.rpc_access import caller
 from qmq.server.control import CopyControl, Samples
+from qmq.server.meta_link import MetaLink
 from qmq.server.service import Service
 
 log = logging.getLogger(__name__)
+
+AT_ONCE = 500
+ANSWER_S = 10.0
+"""A metaserver waits for the masters of the route, and for its database, some seconds each."""
+
+
+class Announcing:
+    """Made by main before the service; used on its loop."""
+
+    def __init__(self) -> None:
+        self._asked: list[tuple[NewGroup, Answered]] = []
+        self._came = asyncio.Event()
+
+    def ask(self, group: NewGroup, answered: Answered) -> None:
+        """Ask soon; see `qmq.broker.positions.Ask`."""
+        self._asked.append((group, answered))
+        self._came.set()
+
+    async def run(self, service: Service[BrokerMaster], meta_link: MetaLink, settings: BrokerSettings) -> None:
+        while True:
+            await self._came.wait()
+            self._came.clear()
+            while self._asked:
+                some, self._asked = self._asked[:AT_ONCE], self._asked[AT_ONCE:]
+                answers = await _answers([group for group, _ in some], service.node.group, meta_link, settings.token)
+                for (_, answered), answer in zip(some, answers, strict=True):
+                    for link, packet in answered(answer):
+                        assert isinstance(link, Connection)  # of this process
+                        service.packet_received(link, packet)
+
+
+async def _answers(
+    groups: list[NewGroup], broker_group: str, meta_link: MetaLink, token: str
+) -> list[Begin | NotServed | None]:
+    asked = pb.BeginGroupsRequest(
+        broker_group=broker_group, groups=[pb.NewGroup(**group._asdict()) for group in groups]
+    )
+    try:
+        if (stub := meta_link.stub) is None:
+            raise NotServed("no metaserver serves this broker now")
+        metadata = (("x-api-token", token),)
+        answer = await stub.BeginGroups(asked, metadata=metadata, timeout=ANSWER_S)
+        if len(answer.begins) != len(groups):
+            raise NotServed("the metaserver answered for other groups than were asked for")
+        return [Begin(one.since_ms, one.mark, one.began_ms) for one in answer.begins]
+    except grpc.aio.AioRpcError as error:
+        if error.code() == grpc.StatusCode.UNIMPLEMENTED:
+            return [None] * len(groups)
+        reason = error.details() or error.code().name
+    except NotServed as error:
+        reason = str(error)
+    except asyncio.CancelledError:
+        if (task := asyncio.current_task()) is not None and task.cancelling():
+            raise
+        reason = "the connection to the metaserver was closed"  # by its link, which failed
+    log.warning("new consumer groups wait groups=%d reason=%s", len(groups), reason)
+    return [NotServed(f"{group.group} is new here, and waits for the metaserver: {reason}") for group in groups]
+
+
+CALLS_AT_ONCE = 2
+"""More wait for their turn: looking never takes more of a broker than this."""
+CALL_S = 1.0
+"""A call that has looked so long says how far it came."""
+PAUSE_S = 0.0005
+MESSAGES_AT_ONCE = 50
+_NO_END = 1 << 63
+
+
+class Browsing:
+    """Made by the control port; used on the loop."""
+
+    def __init__(self, service: Service[BrokerMaster]) -> None:
+        self._service = service
+        self._turns = asyncio.Semaphore(CALLS_AT_ONCE)
+
+    async def answer(self, request: pb.BrowseRequest) -> pb.BrowseAnswer:
+        """Look for what is asked for.
+
+        Raises:
+            NotMaster, NotServed: ask the master.
+            CallError: something that is asked for cannot be.
+            CorruptFrame: this copy is damaged there.
+        """
+        async with self._turns:
+            browse = await self._begin(request)
+            first_sequence, _ = sequences_kept(browse.log, browse.subject)
+            end_sequence = visible_end(browse.log, browse.subject, browse.limit)
+            await self._look(browse)
+            messages = await asyncio.to_thread(_messages, browse.found, request.with_properties)
+        return pb.BrowseAnswer(
+            messages=messages,
+            begin=browse.begin,
+            end=browse.end,
+            first_sequence=first_sequence,
+            end_sequence=end_sequence,
+        )
+
+    async def _begin(self, request: pb.BrowseRequest) -> Browse:
+        node = self._service.node
+        limit, begin, end = node.acting_master().gate.high_watermark, request.begin, request.end or _NO_END
+        if request.since_ms:
+            begin = max(begin, await self._stored_since(request.subject, request.since_ms))
+        if request.until_ms:
+            end = min(end, await self._stored_since(request.subject, request.until_ms))
+        wanted = Filter(request.id, frozenset(request.tags), dict(request.properties))
+        return Browse(
+            node.log,
+            request.subject,
+            limit,
+            begin,
+            end,
+            newest_first=request.newest_first,
+            wanted=wanted,
+            messages_max=request.messages_max or MESSAGES_DEFAULT,
+        )
+
+    async def _stored_since(self, subject: str, since_ms: int) -> int:
+        """Return the first message that was stored at `since_ms` or later; where clocks went back, one of several."""
+        message_log = self._service.node.log
+        search = borders(message_log, subject)
+        try:
+            ref = next(search)
+            while True:
+                ref = search.send(await asyncio.to_thread(_is_older, message_log, ref, since_ms))
+        except StopIteration as found:
+            return int(found.value)
+
+    async def _look(self, browse: Browse) -> None:
+        loop = asyncio.get_running_loop()
+        stop_at = loop.time() + CALL_S
+        while not browse.is_over and loop.time() < stop_at:
+            refs = browse.next_frames()
+            in_tail = {ref.offset: found for ref in refs if (found := browse.log.tail_body(ref.offset)) is not None}
+            try:
+                await asyncio.to_thread(_step, browse, refs, in_tail)
+            except CorruptFrame as problem:
+                if problem.offset >= browse.log.start:
+                    raise  # else retention took it meanwhile
+
+
+def _is_older(message_log: MessageLog, ref: FrameRef, since_ms: int) -> bool:
+    try:
+        return message_log.timestamp_at(ref.offset) < since_ms
+    except CorruptFrame:
+        if ref.offset >= message_log.start:
+            raise
+        return True  # retention took it meanwhile
+
+
+def _step(browse: Browse, refs: list[FrameRef], in_tail: dict[int, tuple[Frame, Buffer]]) -> None:
+    """Read frames and look through them. Blocks; runs on a thread."""
+    on_disk = browse.log.read_bodies([ref for ref in refs if ref.offset not in in_tail])
+    bodies = in_tail | {frame.offset: (frame, body) for frame, body in on_disk}
+    for _ in browse.look_through([bodies[ref.offset] for ref in refs]):
+        time.sleep(PAUSE_S)  # the loop's thread runs meanwhile
+
+
+def _messages(found: list[Found], with_properties: bool) -> list[pb.BrowsedMessage]:
+    """Write messages for the answer. Runs on a thread, and pauses as `_step` does."""
+    messages = []
+    for at, one in enumerate(found, start=1):
+        messages.append(
+            pb.BrowsedMessage(
+                sequence=one.sequence,
+                offset=one.offset,
+                stored_ms=one.stored_ms,
+                created_ms=one.created_ms,
+                id=one.id,
+                tags=one.tags,
+                bytes=one.bytes,
+                properties=_properties(one) if with_properties else (),
+                problem=one.problem,
+            )
+        )
+        if at % MESSAGES_AT_ONCE == 0:
+            time.sleep(PAUSE_S)
+    return messages
+
+
+def _properties(one: Found) -> list[pb.Property]:
+    return [pb.Property(name=name, value=value) for name, value in one.properties.items()]
+
 
 GROUPS_AT_A_TIME = 200
 """Groups whose progress is looked up in one go: about 2 ms in which nobody else is served."""
@@ -39,12 +228,12 @@ class Control(CopyControl[BrokerMaster]):
 
     async def Consumers(self, request: pb.ConsumersRequest, context: Any) -> pb.ConsumersAnswer:
         """FAILED_PRECONDITION: not the master, or its log cannot be read."""
-        node, groups = self._service.node, list[progress.GroupProgress]()
+        node, groups = self._service.node, list[positions.GroupProgress]()
         try:
             master = node.acting_master()
             keys = {(one.subject, one.group): _begin(one.begin) for one in request.known}
             lacking = {key: master.begins_at(key, at) for key, at in keys.items() if key not in node.log.state.groups}
-            found = progress.of_groups(
+            found = positions.of_groups(
                 node.log, master.subscriptions, subject=request.subject, group=request.group, lacking=lacking
             )
             for number, one in enumerate(found):
@@ -147,7 +336,7 @@ def _begin(message: pb.GroupBegin) -> Begin:
     return Begin(message.since_ms, message.mark, message.began_ms)
 
 
-def _group_message(one: progress.GroupProgress, oldest_ms: int, causes: list[Cause]) -> pb.GroupProgress:
+def _group_message(one: positions.GroupProgress, oldest_ms: int, causes: list[Cause]) -> pb.GroupProgress:
     consumers = [
         pb.ConsumerProgress(
             consumer=consumer.consumer, connected=bool(consumer.peer), unacked=consumer.unacked, peer=consumer.peer

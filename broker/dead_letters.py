@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from qmq.broker.consume import Consumption
-from qmq.broker.counters import Counters
+from qmq.broker.answers import Counters
 from qmq.broker.labels import labels_of
-from qmq.broker.passes import Passes
+from qmq.broker.service_queue import Passes
+from qmq.broker.subscriptions import Consumption
 from qmq.codec import Buffer, encode_labels, join_batch, slice_batch, split_batch
 from qmq.crc import crc32
 from qmq.dead_letters import PRUNER, letters_producer, with_fate

@@ -1,7 +1,7 @@
 """Core. A master's part towards consumers: write down who gets what, hand it over when that is safe, take acks.
 
-Which messages a pull gets is decided in `broker.choosing`; here it becomes frames of progress, in
-`broker.sending` answers.
+Which messages a pull gets is decided in `broker.choice`; here it becomes frames of progress, in
+`broker.answers` answers.
 
 Keeps I9.
 """
@@ -12,23 +12,18 @@ import logging
 from collections.abc import Iterable
 from functools import partial
 
-from qmq.broker import causes, progress
-from qmq.broker.backlogs import Backlogs
-from qmq.broker.beginning import Ask, Begin, Beginning, Key
-from qmq.broker.choosing import UNACKED_MESSAGES_MAX, Chosen, choose
-from qmq.broker.consume import Consumption, Subscription, WaitingPull
-from qmq.broker.counters import Counters
+from qmq.broker import group_status, positions
+from qmq.broker.answers import Counters, Sending
+from qmq.broker.choice import UNACKED_MESSAGES_MAX, Chosen, choose
 from qmq.broker.dead_letters import DeadLetters
-from qmq.broker.filtering import Filtering, Reading
-from qmq.broker.labels import LabelsRead
-from qmq.broker.offline import Offline
-from qmq.broker.passes import OWED_BYTES_MAX, TRY_BYTES, Passes
-from qmq.broker.pruning import Pruning
-from qmq.broker.rates import Rates
-from qmq.broker.sending import Sending
+from qmq.broker.filtered_scan import Filtering, Reading
+from qmq.broker.group_status import Backlogs
+from qmq.broker.labels import LabelsRead, TagRule
+from qmq.broker.positions import Ask, Begin, Beginning, Key
+from qmq.broker.service_queue import OWED_BYTES_MAX, TRY_BYTES, Offline, Passes, Rates
 from qmq.broker.settings import BrokerSettings
-from qmq.broker.tags import TagRule
-from qmq.broker.terms import read_terms
+from qmq.broker.subject_limits import Pruning
+from qmq.broker.subscriptions import Consumption, Subscription, WaitingPull, read_terms
 from qmq.dead_letters import PRUNER, delivered
 from qmq.errors import (
     CorruptFrame,
@@ -82,7 +77,7 @@ class Delivery:
         self._sending = Sending(mastership, counters, self._passes, self.writable_again)
         self._offline, self._rates = Offline(), Rates()
         self._forgot_ms = 0
-        self.causes = causes.Causes(self._facts)
+        self.causes = group_status.Causes(self._facts)
         self.backlogs = Backlogs(mastership, settings.metrics_subjects)
 
     def _take_over(self) -> None:
@@ -160,8 +155,8 @@ class Delivery:
         if (noted := self.beginning.noted(begin, key)) is not None:
             return noted
         try:
-            first, _ = progress.sequences_kept(log, subject)
-            return progress.first_since(log, subject, begin.since_ms) if begin.since_ms else first
+            first, _ = positions.sequences_kept(log, subject)
+            return positions.first_since(log, subject, begin.since_ms) if begin.since_ms else first
         except CorruptFrame as problem:
             self._mastership.found_damage(problem)
             raise NotServed("this copy is damaged where it had to be read, and is being repaired; ask again") from None
@@ -258,12 +253,13 @@ class Delivery:
     def _check_may_postpone(self, subscription: Subscription) -> None:
         """What is postponed beyond the bound is for a delay group, or stays with its consumer; what is new goes on."""
         key = subscription.key[:2]
-        if len(self._mastership.log.state.groups[key].requeued) >= causes.REQUEUED_RANGES_MAX:
+        if len(self._mastership.log.state.groups[key].requeued) >= group_status.REQUEUED_RANGES_MAX:
             raise PostponesTooMuch(
-                f"{key[1]} has {causes.REQUEUED_RANGES_MAX} ranges of {key[0]} that wait for their time; ask again"
+                f"{key[1]} has {group_status.REQUEUED_RANGES_MAX} ranges of {key[0]} that wait for their time; "
+                "ask again"
             )
 
-    def _facts(self, key: tuple[str, str]) -> causes.Facts | None:
+    def _facts(self, key: tuple[str, str]) -> group_status.Facts | None:
         """What stops or slows a group follows from these."""
         mastership, (subject, name) = self._mastership, key
         state, gate = mastership.log.state, mastership.gate
@@ -271,7 +267,7 @@ class Delivery:
             return None
         connected = self.consumption.connected_to(subject, name)
         may_progress = mastership.may_progress
-        return causes.Facts(
+        return group_status.Facts(
             group,
             connected,
             self._is_offline,
@@ -321,7 +317,7 @@ class Delivery:
         dry_run: bool,
         answer: Answer,
         begin: Begin | None = None,
-    ) -> progress.Reset:
+    ) -> positions.Reset:
         """Let `group` go on elsewhere on `subject`; `answer` is called once both copies know it.
 
         `begin` is set if the cluster knows the group. If it has no position here, it gets one.
@@ -338,7 +334,7 @@ class Delivery:
         if known is None and begin is not None:
             known = Group(position=self.begins_at((subject, group), begin))
         try:
-            reset = progress.plan_reset(mastership.log, subject, group, known, to, value)
+            reset = positions.plan_reset(mastership.log, subject, group, known, to, value)
         except CorruptFrame as problem:
             mastership.found_damage(problem)
             raise NotServed("this copy is damaged where it had to be read, and is being repaired; ask again") from None
@@ -445,7 +441,7 @@ class Delivery:
             return 0
         if self._rates.has_dry or self.consumption.exclusive_waiting:
             return 0
-        if len(mastership.log.state.groups) > causes.LOOKED_AT_ONCE:  # the causes of so many are looked at in a tick
+        if len(mastership.log.state.groups) > group_status.LOOKED_AT_ONCE:  # each tick looks at some
             return 0
         due_in_ms = self.consumption.due_in_ms(mastership.retry_ms())
         return min(self.consumption.quiet_ms(now_ms), due_in_ms, self.pruning.due_in_ms(now_ms))

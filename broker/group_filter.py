@@ -1,19 +1,73 @@
-"""Core. What is kept of one consumer group for which single messages are chosen.
+"""Core. Filter state of one consumer group: its order keys and the requeued ranges that are ready.
 
-All of it follows from the fold and the labels. What came back is looked up in the fold when its turn comes: the ranges
-noted here only say where to look.
+Only unsettled messages before the group's position count. The first of a key is its holder: a consumer has it, or it
+waits for its retry, or it is delivered next. Later messages of the key wait behind it, in order. So one message of a
+key is under way at a time. All of this follows from the fold and the labels; the next master makes it again.
+
+Keeps I24.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Iterator
 from heapq import heappop, heappush
 
-from qmq.broker.keys import Keys
-from qmq.broker.tags import TagRule
+from qmq.broker.choice import FRAMES_AT_ONCE
+from qmq.broker.labels import LabelCache, TagRule
+from qmq.log import MessageLog
 from qmq.log.group import Consumer, Group
+from qmq.log.index import FrameRef
 from qmq.ranges import Range
+
+
+class Keys:
+    """Made by a group's filter. A key is a label's upper half, 1 or more."""
+
+    def __init__(self) -> None:
+        self._holder: dict[int, int] = {}
+        self._key: dict[int, int] = {}
+        self._behind: dict[int, deque[int]] = {}
+        self.deferred = 0
+        """Messages that stand behind others."""
+
+    def __len__(self) -> int:
+        """Return how many keys are held."""
+        return len(self._holder)
+
+    def is_busy(self, key: int) -> bool:
+        return key in self._holder
+
+    def hold(self, key: int, sequence: int) -> None:
+        """A message of a key that nobody holds is delivered."""
+        self._holder[key] = sequence
+        self._key[sequence] = key
+
+    def defer(self, key: int, sequence: int) -> None:
+        """A later message of a busy key has to wait."""
+        behind = self._behind.get(key)
+        if behind is None:
+            behind = self._behind[key] = deque()
+        behind.append(sequence)
+        self.deferred += 1
+
+    def settled(self, sequence: int) -> int | None:
+        """A message is over for the group; return the one that holds its key from now on, and may be delivered."""
+        key = self._key.pop(sequence, None)
+        if key is None:
+            return None
+        behind = self._behind.get(key)
+        if behind is None:
+            del self._holder[key]
+            return None
+        following = behind.popleft()
+        if not behind:
+            del self._behind[key]
+        self.deferred -= 1
+        self.hold(key, following)
+        return following
+
 
 PASSED_MS = 1_000
 """After so long it is written down that nothing matched: a restart does not look again."""
@@ -27,7 +81,7 @@ class GroupFilter:
     def __init__(self, subject: str, group: str) -> None:
         self.subject, self.group = subject, group
         self.keys: Keys | None = None
-        """None: not known yet (`broker.key_making`)."""
+        """None: not known yet (`broker.group_filter`)."""
         self.labels_before: dict[int, array[int]] = {}
         """Labels read for `keys` to be made, until they are."""
         self.is_reading = self.has_failed = False
@@ -114,3 +168,96 @@ def sequences_unacked(consumer: Consumer, begin: int, end: int) -> Iterator[Rang
     for one in consumer.overlapping(begin, end):
         part = one.part(begin, end)
         yield part.first, part.end
+
+
+def made_again(group_filter: GroupFilter, log: MessageLog, label_cache: LabelCache) -> list[FrameRef]:
+    """See to it that the group's filter knows its keys, and what waits; return the frames whose labels that needs.
+
+    They are asked for once: what the group has not settled only becomes less until its keys are known.
+    """
+    if group_filter.keys is None:
+        making = _Making(group_filter, log, label_cache)
+        if missing := making.missing():
+            return missing
+        making.make()
+    return []
+
+
+class _Making:
+    def __init__(self, group_filter: GroupFilter, log: MessageLog, label_cache: LabelCache) -> None:
+        self._group_filter, self._log, self._label_cache = group_filter, log, label_cache
+        self._group: Group = log.state.groups[group_filter.subject, group_filter.group]
+        self._ordered_from = log.state.ordered.get(group_filter.subject)
+        consumers = self._group.consumers.values()
+        self._held = sorted((one.first, one.end) for consumer in consumers for one in consumer.unacked)
+
+    def missing(self) -> list[FrameRef]:
+        """Return the frames, of those with messages that are not settled, whose labels have to be read."""
+        first = self._ordered_from
+        if first is None:
+            return []
+        requeued = ((one.first, one.end) for one in self._group.requeued)
+        ranges = sorted(one for one in (*self._held, *requeued) if one[1] > first)
+        refs = {ref.offset: ref for one in ranges for ref in self._refs(*one)}
+        return [refs[offset] for offset in sorted(refs) if self._labels(refs[offset]) is None]
+
+    def make(self) -> None:
+        """Whoever has a message of a key holds it; then what came back, in order, and behind it what was deferred."""
+        group_filter = self._group_filter
+        keys = group_filter.keys = Keys()
+        for begin, end in self._held:
+            for key, sequence, _ in self._keyed(begin, end):
+                if key and not keys.is_busy(key):
+                    keys.hold(key, sequence)
+        for one in self._group.requeued:
+            for key, begin, end in self._keyed(one.first, one.end):
+                if keys.is_busy(key):
+                    keys.defer(key, begin)
+                    continue
+                if key:
+                    keys.hold(key, begin)
+                group_filter.note(begin, end, one.due_ms)
+        group_filter.labels_before.clear()
+
+    def _refs(self, begin: int, end: int) -> Iterator[FrameRef]:
+        return frames_of(self._log, self._group_filter.subject, begin, end)
+
+    def _labels(self, ref: FrameRef) -> array[int] | None:
+        before = self._group_filter.labels_before.get(ref.offset)
+        return self._label_cache.labels(ref) if before is None else before
+
+    def _keyed(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (key, begin, end): messages with a key one by one, others as ranges with key 0."""
+        if self._ordered_from is None or end <= self._ordered_from:
+            yield 0, begin, end
+            return
+        for ref in self._refs(begin, end):
+            if ref.begin > begin:  # retention took what is before it
+                yield 0, begin, ref.begin
+                begin = ref.begin
+            labels, last = self._labels(ref), min(end, ref.end)
+            if labels:
+                for sequence in range(begin, last):
+                    if key := labels[sequence - ref.begin] >> 32:
+                        if sequence > begin:
+                            yield 0, begin, sequence
+                        yield key, sequence, sequence + 1
+                        begin = sequence + 1
+            if last > begin:
+                yield 0, begin, last
+            begin = last
+        if end > begin:
+            yield 0, begin, end
+
+
+def frames_of(message_log: MessageLog, subject: str, begin: int, end: int) -> Iterator[FrameRef]:
+    """Yield the frames that hold `[begin, end)`, as far as they are there."""
+    while begin < end:
+        refs = message_log.frames(subject, begin, min(end - begin, FRAMES_AT_ONCE))
+        for ref in refs:
+            if ref.begin >= end:
+                return
+            yield ref
+        if not refs:
+            return
+        begin = refs[-1].end

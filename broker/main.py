@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from qmq.broker.announcing import Announcing
-from qmq.broker.control import Control
-from qmq.broker.counters import Counters
+from qmq.broker.answers import Counters
+from qmq.broker.control import Announcing, Control
 from qmq.broker.master import BrokerMaster
 from qmq.broker.metrics import open_http
 from qmq.broker.retention import Retention

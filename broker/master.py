@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from qmq.broker import progress
-from qmq.broker.backlogs import Backlogs
-from qmq.broker.beginning import Ask, Begin, Key
-from qmq.broker.causes import Causes
-from qmq.broker.consume import Subscription
-from qmq.broker.counters import Counters
+from qmq.broker import positions
+from qmq.broker.answers import Counters
 from qmq.broker.delivery import Delivery
+from qmq.broker.group_status import Backlogs, Causes
+from qmq.broker.positions import Ask, Begin, Key
 from qmq.broker.settings import BrokerSettings
+from qmq.broker.subscriptions import Subscription
 from qmq.remoting.commands import Command
 from qmq.replication.ack_gate import Answer
 from qmq.replication.assignment import Assignment
@@ -104,7 +103,7 @@ class BrokerMaster(Master):
         dry_run: bool,
         answer: Answer,
         begin: Begin | None = None,
-    ) -> progress.Reset:
+    ) -> positions.Reset:
         """ResetOffset: see `Delivery.move_group`."""
         return self._delivery.move_group(subject, group, to, value, dry_run=dry_run, answer=answer, begin=begin)
 

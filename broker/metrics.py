@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client.core import Metric
 
-from qmq.broker.backlogs import Backlog, Key
-from qmq.broker.causes import Cause
-from qmq.broker.counters import Counters
+from qmq.broker.answers import Counters
+from qmq.broker.group_status import Backlog, Cause, Key
 from qmq.broker.master import BrokerMaster
 from qmq.broker.retention import Retention
 from qmq.broker.settings import BrokerSettings

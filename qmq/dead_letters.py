@@ -17,7 +17,7 @@ REASON, SEQUENCE = "qmq_deadReason", "qmq_deadSequence"
 SUBJECT, GROUP = "qmq_deadSubject", "qmq_deadGroup"
 """Of a dead letter in a subject that an operator chose: the real subject and the consumer group that gave it up."""
 PRUNER = "/expired"
-"""The consumer of what expires and becomes a dead letter (broker.pruning); a slash is in no name."""
+"""The consumer of what expires and becomes a dead letter (broker.subject_limits); a slash is in no name."""
 REDRIVER = "qmq.redrive"
 """The consumer group of dead-letter subjects that gives back: what it has acked is no dead letter any more."""
 FATE = TIMES, REASON, SEQUENCE, SUBJECT, GROUP

@@ -30,7 +30,7 @@ GROUP_CAUSES = {
     "unacked": "a consumer has as many un-acked messages as it may: look at its handlers, or restart it",
     "postponed": "let fewer be postponed; more may wait at a delay group, if its consumers have the right redrive:",
 }
-"""What stops a consumer group that somebody should look at, and what to do; the names are those of broker.causes."""
+"""What stops a consumer group that somebody should look at, and what to do; names as in broker.group_status."""
 _GROUP_CAUSE = re.compile(r"^qmq_broker_group_cause\{(.*)\} 1(?:\.0)?$", re.MULTILINE)
 _LIMITED = re.compile(r"^qmq_(?:broker|delayserver)_limited\{(.*)\} 1(?:\.0)?$", re.MULTILINE)
 _FULL = re.compile(r"^qmq_broker_limited_subject\{(.*)\} 1(?:\.0)?$", re.MULTILINE)

@@ -11,10 +11,10 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from qmq.broker.consume import LOOKS_IN_LEASE
-from qmq.broker.counters import Counters
+from qmq.broker.answers import Counters
 from qmq.broker.master import BrokerMaster
 from qmq.broker.settings import BrokerSettings
+from qmq.broker.subscriptions import LOOKS_IN_LEASE
 from qmq.codec import decode_message, split_batch
 from qmq.errors import NotServed, QmqError
 from qmq.message import Message

@@ -230,7 +230,7 @@ def test_every_block_is_of_a_known_kind_and_what_is_not_run_has_one_that_is():
 def test_unit_runs_what_the_guide_runs_by_hand(module):
     unit = RawConfigParser(strict=False)
     unit.optionxform = str
-    unit.read(UNITS / f"qmq-{module}@.service")
+    unit.read(UNITS / f"qmq-{module}.service")
     service = unit["Service"]
     given = dict(ENV.findall(next(block.text for block in read_blocks() if "QMQ_HOME=" in block.text)))
     command = f"{given['QMQ_HOME']}/.venv/bin/qmq"

@@ -11,7 +11,7 @@ from zlib import crc32
 
 import pytest
 
-from qmq.broker.counters import Counters
+from qmq.broker.answers import Counters
 from qmq.broker.main import CLIENT_COMMANDS
 from qmq.broker.master import BrokerMaster
 from qmq.broker.retention import Retention

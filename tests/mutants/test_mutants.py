@@ -139,7 +139,7 @@ def test_table_without_reasons_is_refused(tmp_path, text):
 
 def test_areas_are_the_modules_that_promises_rest_on():
     files = product_files(["qmq/replication", "broker"])
-    assert {"qmq/replication/ack_gate.py", "broker/consume.py"} <= set(files)
+    assert {"qmq/replication/ack_gate.py", "broker/subscriptions.py"} <= set(files)
 
 
 def test_a_run_plants_faults_and_sees_a_test_fail(tmp_path):

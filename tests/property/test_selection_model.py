@@ -8,11 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qmq.broker import filtered_scan, labels, passes
-from qmq.broker.group_filter import GroupFilter
-from qmq.broker.key_making import _Making
-from qmq.broker.keys import Keys
-from qmq.broker.tags import TagRule
+from qmq.broker import filtered_scan, labels, service_queue
+from qmq.broker.group_filter import GroupFilter, Keys, _Making
+from qmq.broker.labels import TagRule
 from qmq.codec import tag_bits
 from qmq.errors import CorruptFrame
 from tests.support.effort import examples
@@ -184,7 +182,7 @@ class World:
 
 
 NARROW = [
-    (passes, "LOOKS_PER_PASS", 3),
+    (service_queue, "LOOKS_PER_PASS", 3),
     (filtered_scan, "LOOKS_AT_ONCE", 2),
     (filtered_scan, "READ_FRAMES", 2),
     (filtered_scan, "PASSED_MESSAGES", 4),

@@ -7,7 +7,7 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qmq.broker.tags import TagRule
+from qmq.broker.labels import TagRule
 
 LABELS = st.lists(st.one_of(st.integers(0, (1 << 64) - 1), st.integers(0, 31).map(lambda bit: 1 << bit)), max_size=50)
 

@@ -8,7 +8,7 @@ import inspect
 import pytest
 
 import qmq
-from qmq.broker.causes import CAUSES, Cause
+from qmq.broker.group_status import CAUSES, Cause
 from qmq.broker.settings import BrokerSettings
 from qmq.delayserver.settings import DelaySettings
 from qmq.metaserver.settings import MetaserverSettings

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Iterable
 import pytest
 
 import qmq
-from qmq.broker.causes import Cause
+from qmq.broker.group_status import Cause
 from qmq.client.batch import Unknown
 from qmq.errors import BrokerReadOnly, ErrorCode, Overloaded, QueueFull
 from qmq.metaserver.routes.quotas import Bounds, Quotas

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qmq.broker.counters import Counters
+from qmq.broker.answers import Counters
 from qmq.broker.master import BrokerMaster
 from qmq.broker.retention import Retention
 from qmq.broker.settings import BrokerSettings

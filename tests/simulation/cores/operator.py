@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from qmq.broker.progress import To
+from qmq.broker.positions import To
 from qmq.errors import NotMaster, NotServed, OperatorError, QmqError
 
 if TYPE_CHECKING:

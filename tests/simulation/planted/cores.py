@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+from qmq.broker.answers import PullAnswer
 from qmq.broker.delivery import Delivery
-from qmq.broker.pull_answer import PullAnswer
 from qmq.codec import Buffer
 from qmq.errors import CorruptFrame
 from qmq.log import Commit, MessageLog, fold, message_log, recovery, segments
@@ -382,7 +382,7 @@ def chosen_messages_are_counted_from_the_first() -> list[Patch]:
 @bug("cores", first=4)
 def keys_are_never_busy() -> list[Patch]:
     """A message is delivered although an earlier one of its order key is not done."""
-    return [mock.patch("qmq.broker.keys.Keys.is_busy", lambda self, key: False)]
+    return [mock.patch("qmq.broker.group_filter.Keys.is_busy", lambda self, key: False)]
 
 
 @bug("cores")

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from qmq.broker.beginning import Beginning
+from qmq.broker.positions import Beginning
 from qmq.client.backlog import GroupBatches
 from qmq.client.batch import Batch, Stored, Unknown
 from qmq.client.group_session import GroupSession

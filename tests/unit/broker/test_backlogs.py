@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from qmq.broker import backlogs
-from qmq.broker.backlogs import Backlog, Backlogs
+from qmq.broker import group_status
+from qmq.broker.group_status import Backlog, Backlogs
 from qmq.errors import CorruptFrame, DiskFailed
 from qmq.log.group import Consumer as Progress
 from qmq.log.group import Group as LogGroup
@@ -83,7 +83,7 @@ def test_time_of_a_message_that_is_on_disk_alone_is_read_there():
 
 
 def test_few_are_read_at_once_and_all_in_the_end(monkeypatch):
-    monkeypatch.setattr(backlogs, "READ_AT_ONCE", 2)
+    monkeypatch.setattr(group_status, "READ_AT_ONCE", 2)
     group, client = a_group()
     for number in range(5):
         name = f"s{number}"
@@ -97,7 +97,7 @@ def test_few_are_read_at_once_and_all_in_the_end(monkeypatch):
 
 
 def test_the_oldest_are_shown(monkeypatch):
-    monkeypatch.setattr(backlogs, "AGES_MAX", 2)
+    monkeypatch.setattr(group_status, "AGES_MAX", 2)
     group, client = a_group(metrics_subjects=("s4",))
     for number in range(5):
         name = f"s{number}"
@@ -118,7 +118,7 @@ def test_damage_that_is_met_while_backlogs_are_looked_at_is_told_of(monkeypatch)
     def fails(*_):
         raise CorruptFrame(ref.offset, "an index had to be made again")
 
-    monkeypatch.setattr(backlogs.Backlogs, "look", fails)
+    monkeypatch.setattr(group_status.Backlogs, "look", fails)
     group.a.wait(100)
     assert group.a.log.damage is not None and not group.a.node.writable
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from qmq.broker import beginning
-from qmq.broker.beginning import Begin, NewGroup
+from qmq.broker import positions
+from qmq.broker.positions import Begin, NewGroup
 from qmq.errors import ErrorCode, NotServed, OperatorError
 from qmq.log.progress_frame import decode_progress
 from qmq.rations import NewSubjects, TokenRation
@@ -139,7 +139,7 @@ def test_a_question_again_and_again_costs_a_token_one_group(cluster):
 
 
 def test_those_that_wait_are_bounded_and_end_with_the_mastership(cluster, monkeypatch):
-    monkeypatch.setattr(beginning, "WAITING_MAX", 3)
+    monkeypatch.setattr(positions, "WAITING_MAX", 3)
     clients = [cluster.subscribe() for _ in range(2)]
     for number in range(2):
         cluster.subscribe(subject=f"s{number}")

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from qmq.broker import bodies
-from qmq.broker.bodies import Bodies
+from qmq.broker import answers
+from qmq.broker.answers import Bodies
 from qmq.errors import CorruptFrame, LogError
 from qmq.log.index import FrameRef
 from qmq.log.segments import log_name
@@ -98,7 +98,7 @@ class Reads:
 
 
 def test_frames_that_were_used_last_stay_in_memory_up_to_so_many_bytes(monkeypatch):
-    monkeypatch.setattr(bodies, "KEPT_BYTES", 100)
+    monkeypatch.setattr(answers, "KEPT_BYTES", 100)
     reads = Reads(40, 60, 1, 100, 101)
     reads.ask(0, 1)
     reads.finish()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from qmq.broker import choosing
-from qmq.broker.choosing import Budget, Chosen, Part
+from qmq.broker import choice
+from qmq.broker.choice import Budget, Chosen, Part
 from qmq.log.index import FrameRef
 
 LIMIT = 1 << 30
@@ -78,7 +78,7 @@ class Frames:
 
 
 def test_frames_are_looked_up_ahead_twice_as_many_each_time_up_to_a_bound(monkeypatch):
-    monkeypatch.setattr(choosing, "FRAMES_AT_ONCE", 16)
+    monkeypatch.setattr(choice, "FRAMES_AT_ONCE", 16)
     log, budget = Frames(100), Budget(1_000, LIMIT, LIMIT)
     for at in (*range(50), 49):
         ref = budget.frame_at(log, "s", at)

@@ -6,9 +6,9 @@ import logging
 
 import pytest
 
-from qmq.broker import causes
-from qmq.broker.causes import CAUSES, Cause, Facts
-from qmq.broker.passes import OWED_BYTES_MAX
+from qmq.broker import group_status
+from qmq.broker.group_status import CAUSES, Cause, Facts
+from qmq.broker.service_queue import OWED_BYTES_MAX
 from qmq.log.group import Group as Progress
 from qmq.tools.findings import GROUP_CAUSES
 from qmq.types import Role
@@ -58,7 +58,7 @@ def test_a_broadcast_whose_consumer_is_gone_waits_for_nobody_else():
 
 def test_consumers_that_are_switched_off_are_named_logged_once_and_gone_when_they_are_on(monkeypatch):
     said: list[str] = []
-    monkeypatch.setattr(causes.log, "warning", lambda text, *values: said.append(text % values))
+    monkeypatch.setattr(group_status.log, "warning", lambda text, *values: said.append(text % values))
     group, client = a_group("m0")
     client.pull(timeout_ms=60_000)
     group.settle()
@@ -100,7 +100,7 @@ def test_what_came_back_and_may_come_again_waits_for_a_consumer_to_ask():
 
 
 def test_un_acked_messages_at_their_bound_are_named(monkeypatch):
-    monkeypatch.setattr(causes, "UNACKED_MESSAGES_MAX", 1)
+    monkeypatch.setattr(group_status, "UNACKED_MESSAGES_MAX", 1)
     group, client = a_group("m0", "m1")
     client.pull(most=1)
     group.settle()
@@ -148,14 +148,14 @@ def facts(**changed) -> Facts:
     ],
 )
 def test_what_holds_alone_is_named_alone(cause, changed):
-    assert causes.causes(facts(**changed)) == [cause]
-    assert causes.causes(facts(**changed, new=0)) == [], "nobody waits for anything"
+    assert group_status.causes(facts(**changed)) == [cause]
+    assert group_status.causes(facts(**changed, new=0)) == [], "nobody waits for anything"
 
 
 @pytest.mark.parametrize(("changed", "kept"), [({"may_progress": False}, 2), ({"is_slowed": True}, 4)])
 def test_causes_of_so_many_groups_are_kept_and_of_as_many_more_that_have_an_alarm(monkeypatch, changed, kept):
-    monkeypatch.setattr(causes, "NAMED_MAX", 2)
-    looked = causes.Causes(lambda key: facts(**changed))
+    monkeypatch.setattr(group_status, "NAMED_MAX", 2)
+    looked = group_status.Causes(lambda key: facts(**changed))
     looked.look([("s", str(number)) for number in range(6)], 0)
     assert len(looked.found) == kept
 
@@ -169,21 +169,21 @@ def test_causes_of_so_many_groups_are_kept_and_of_as_many_more_that_have_an_alar
     ids=["it reads on", "another one does"],
 )
 def test_answers_are_read_as_long_as_one_consumer_reads_them(connected):
-    assert causes.causes(facts(connected=connected)) == []
+    assert group_status.causes(facts(connected=connected)) == []
 
 
 def test_who_is_switched_off_or_asks_for_nothing_does_not_read_and_is_no_hindrance():
     off, idle = _Subscription(_Link(writable=False)), _Subscription(_Link(writable=False), waits=False)
     reads = _Subscription(_Link())
-    assert causes.causes(facts(connected=[off], is_offline=lambda one: one is off)) == [Cause.OFFLINE]
-    assert causes.causes(facts(connected=[idle, reads])) == []
+    assert group_status.causes(facts(connected=[off], is_offline=lambda one: one is off)) == [Cause.OFFLINE]
+    assert group_status.causes(facts(connected=[idle, reads])) == []
     stuck, content = _Subscription(_Link(writable=False)), _Subscription(_Link(), waits=False)
-    assert causes.causes(facts(connected=[stuck, content])) == [Cause.NOT_READ]
+    assert group_status.causes(facts(connected=[stuck, content])) == [Cause.NOT_READ]
 
 
 def test_groups_are_looked_at_in_turn_each_once_in_a_round(monkeypatch):
-    monkeypatch.setattr(causes, "LOOKED_AT_ONCE", 2)
-    looked, groups = causes.Causes(lambda key: None), [("s", name) for name in "abcde"]
+    monkeypatch.setattr(group_status, "LOOKED_AT_ONCE", 2)
+    looked, groups = group_status.Causes(lambda key: None), [("s", name) for name in "abcde"]
     rounds = [looked.look(groups, 0) for _ in range(4)]
     assert rounds == [groups[:2], groups[2:4], groups[4:], groups[:2]]
     assert [looked.look(["another"], 0), looked.look(["another"], 0)] == [groups[2:4], groups[4:]], (
@@ -193,7 +193,7 @@ def test_groups_are_looked_at_in_turn_each_once_in_a_round(monkeypatch):
 
 
 def test_a_group_that_is_gone_waits_for_nothing():
-    looked = causes.Causes(lambda key: facts(has_slave=False))
+    looked = group_status.Causes(lambda key: facts(has_slave=False))
     looked.look([KEY, ("s", "another")], 0)
     looked.forget(KEY)
     assert list(looked.found) == list(looked._to_log) == [("s", "another")]
@@ -201,7 +201,7 @@ def test_a_group_that_is_gone_waits_for_nothing():
 
 def test_an_alarm_is_logged_when_it_begins_and_when_it_begins_again(caplog):
     now: dict[str, object] = {"is_slowed": True}
-    looked = causes.Causes(lambda key: facts(**now))
+    looked = group_status.Causes(lambda key: facts(**now))
     counts = []
     for changed in ({}, {"has_slave": False}, {"is_slowed": False}, {"has_slave": True}, {"is_slowed": True}):
         now |= changed
@@ -215,7 +215,7 @@ def test_an_alarm_is_logged_when_it_begins_and_when_it_begins_again(caplog):
 def test_what_is_no_alarm_is_logged_once_when_it_has_lasted(caplog):
     caplog.set_level(logging.INFO)
     now: dict[str, object] = {"has_slave": False}
-    looked = causes.Causes(lambda key: facts(**now))
+    looked = group_status.Causes(lambda key: facts(**now))
 
     def said(at_ms: int, **changed: object) -> list[str]:
         now.update(changed)
@@ -225,20 +225,20 @@ def test_what_is_no_alarm_is_logged_once_when_it_has_lasted(caplog):
         return [record.getMessage().partition(":")[0] for record in caplog.records]
 
     line = "groups wait cause=no_slave groups=1 first=g of s"
-    assert said(1_000) == said(1_000 + causes.LASTS_MS - 1) == []
-    assert said(1_000 + causes.LASTS_MS) == [line]
+    assert said(1_000) == said(1_000 + group_status.LASTS_MS - 1) == []
+    assert said(1_000 + group_status.LASTS_MS) == [line]
     assert said(9_000_000) == said(9_000_001, has_slave=True) == said(9_000_002, has_slave=False) == []
-    assert said(9_000_001 + causes.LASTS_MS) == [], "it began anew"
-    assert said(9_000_002 + causes.LASTS_MS) == [line]
+    assert said(9_000_001 + group_status.LASTS_MS) == [], "it began anew"
+    assert said(9_000_002 + group_status.LASTS_MS) == [line]
     assert said(9_500_000, is_slowed=True) == ["group is stopped cause=rate subject=s consumer_group=g"]
     assert not looked._to_log
 
 
 def test_what_all_groups_wait_for_is_one_line(caplog):
     caplog.set_level(logging.INFO)
-    looked = causes.Causes(lambda key: facts(has_slave=False))
+    looked = group_status.Causes(lambda key: facts(has_slave=False))
     groups = [("s", f"g{number}") for number in range(5)]
-    for at_ms in (0, causes.LASTS_MS):
+    for at_ms in (0, group_status.LASTS_MS):
         looked.look(groups, at_ms)
         looked.look([], at_ms)
     [record] = caplog.records

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from qmq.broker import choosing, delivery
+from qmq.broker import choice, delivery
 from qmq.errors import CorruptFrame, ErrorCode
 from qmq.log.frame import NO_CHAIN, FrameKind, decode_frames
 from qmq.log.progress_frame import PASSED, decode_progress
@@ -266,8 +266,8 @@ def test_consumer_that_comes_back_gets_each_message_under_its_number():
 
 
 def test_a_pull_gets_no_more_than_a_broker_gives_at_once(monkeypatch):
-    monkeypatch.setattr(choosing, "PULL_BYTES_MAX", 500)
-    monkeypatch.setattr(choosing, "PULL_MESSAGES_MAX", 3)
+    monkeypatch.setattr(choice, "PULL_BYTES_MAX", 500)
+    monkeypatch.setattr(choice, "PULL_MESSAGES_MAX", 3)
     group, client = a_group()
     for number in range(2):
         client.produce(f"m{number}", size=300)
@@ -330,7 +330,7 @@ def test_pulls_of_one_subscription_are_bounded():
 
 
 def test_consumer_at_its_limit_of_unacked_messages_goes_on_when_it_acks(monkeypatch):
-    for module in (choosing, delivery):
+    for module in (choice, delivery):
         monkeypatch.setattr(module, "UNACKED_MESSAGES_MAX", 2)
     group, client = a_group()
     client.produce("m0", "m1", "m2")
@@ -364,7 +364,7 @@ def test_who_waits_longest_on_a_subject_is_served_first():
 
 @pytest.mark.parametrize("way", ["dead", "later"])
 def test_consumer_at_its_limit_of_unacked_messages_goes_on_when_it_gives_one_back(way, monkeypatch):
-    for module in (choosing, delivery):
+    for module in (choice, delivery):
         monkeypatch.setattr(module, "UNACKED_MESSAGES_MAX", 2)
     group, client = a_group()
     client.produce("m0", "m1", "m2")

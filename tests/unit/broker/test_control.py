@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import grpc
 import pytest
 
-from qmq.broker import browse, browsing, control
+from qmq.broker import browse, control
 from qmq.broker.control import Control
 from qmq.errors import DiskFailed
 from qmq.proto import qmq_pb2 as pb
@@ -138,7 +138,7 @@ def test_properties_are_shown_to_who_asks_for_them():
 
 
 def test_a_look_that_takes_too_long_says_how_far_it_came(monkeypatch):
-    monkeypatch.setattr(browsing, "CALL_S", -1.0)
+    monkeypatch.setattr(control, "CALL_S", -1.0)
     answer = look(stored())
     assert (list(answer.messages), answer.begin, answer.end) == ([], 0, COUNT)
 
@@ -146,28 +146,28 @@ def test_a_look_that_takes_too_long_says_how_far_it_came(monkeypatch):
 @pytest.mark.parametrize(("at_once", "pauses"), [(COUNT, 1), (COUNT + 1, 0), (5, 2)])
 def test_others_run_while_messages_are_written_into_an_answer(monkeypatch, at_once, pauses):
     slept = []
-    monkeypatch.setattr(browsing, "MESSAGES_AT_ONCE", at_once)
-    monkeypatch.setattr(browsing.time, "sleep", slept.append)
+    monkeypatch.setattr(control, "MESSAGES_AT_ONCE", at_once)
+    monkeypatch.setattr(control.time, "sleep", slept.append)
     look(stored())
-    assert slept == [browsing.PAUSE_S] * pauses
+    assert slept == [control.PAUSE_S] * pauses
 
 
 def test_others_run_while_messages_are_looked_through(monkeypatch):
     slept = []
     monkeypatch.setattr(browse, "PAUSE_BYTES", 1)
-    monkeypatch.setattr(browsing.time, "sleep", slept.append)
+    monkeypatch.setattr(control.time, "sleep", slept.append)
     look(stored())
     assert len(slept) == 2 * COUNT  # each frame is searched, and each message
 
 
 def test_what_retention_takes_during_a_look_is_passed_over(monkeypatch):
-    group, step, first = stored(tail_bytes=0), browsing._step, []
+    group, step, first = stored(tail_bytes=0), control._step, []
 
     def late(*args):
         first.append(drop_old_segments(group))
         step(*args)
 
-    monkeypatch.setattr(browsing, "_step", late)
+    monkeypatch.setattr(control, "_step", late)
     assert sequences(look(group)) == list(range(first[0], COUNT))
 
 
@@ -222,7 +222,7 @@ def test_a_disk_that_fails_while_somebody_looks_ends_the_process(monkeypatch):
     def fails(*args):
         raise DiskFailed("it is gone")
 
-    monkeypatch.setattr(browsing, "_step", fails)
+    monkeypatch.setattr(control, "_step", fails)
     port = Port(group.a)
     port.ask("Browse", pb.BrowseRequest(subject="s"))
     assert [str(error) for error in port.ended] == ["it is gone"]

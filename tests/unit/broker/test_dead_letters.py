@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from qmq.broker import dead_letters as module
-from qmq.broker import passes, progress
+from qmq.broker import positions, service_queue
 from qmq.codec import (
     decode_message,
     encode_labels,
@@ -71,7 +71,7 @@ def test_dead_letter_is_the_message_and_says_what_became_of_it():
     assert dead_letters(group.b)[0].id == "m1", "on both copies"
     assert [(one.first, one.count) for one in unacked(group)] == [(0, 1), (2, 1)]
     assert group.a.counters.dead_letters == {("s", "g"): 1}
-    told = {one.subject: one.dead_letters for one in progress.of_groups(group.a.log, ())}
+    told = {one.subject: one.dead_letters for one in positions.of_groups(group.a.log, ())}
     assert told["s"] == 1 and sum(told.values()) == 1
     frames = decode_frames(group.a.log.read(0, group.a.log.end, 1 << 30).data, 0, 0)
     acked = [decode_progress(body) for frame, body in frames if frame.kind == FrameKind.ACK]
@@ -83,7 +83,7 @@ def test_dead_letters_are_counted_for_the_subject_that_they_are_of_and_for_no_de
     client.nack(first, first + 1, dead=True)
     for subject in (retry_subject("s", "g"), DEAD):
         group.subscribed("c1", subject=subject)
-    assert {one.subject: one.dead_letters for one in progress.of_groups(group.a.log, ())} == {
+    assert {one.subject: one.dead_letters for one in positions.of_groups(group.a.log, ())} == {
         "s": 1,
         retry_subject("s", "g"): 0,
         DEAD: 0,
@@ -103,7 +103,7 @@ def test_dead_letters_in_a_chosen_subject_that_retention_took_are_not_counted():
 
 
 def counted(group: Group) -> int:
-    return sum(one.dead_letters for one in progress.of_groups(group.a.log, (), subject="s"))
+    return sum(one.dead_letters for one in positions.of_groups(group.a.log, (), subject="s"))
 
 
 def test_dead_letters_in_a_chosen_subject_are_counted_with_those_in_the_groups_own():
@@ -731,7 +731,7 @@ def test_what_dies_while_nothing_can_be_stored_is_remembered_once_whoever_finds_
 
 
 def test_what_is_settled_by_the_time_that_it_would_die_is_passed_over_however_many_passes_that_takes(monkeypatch):
-    monkeypatch.setattr(passes, "COPIES_PER_PASS", 4)
+    monkeypatch.setattr(service_queue, "COPIES_PER_PASS", 4)
     group, client, first = a_group(*[f"m{number}" for number in range(16)])
     group.cut()
     bury(group, "c1", *range(first, first + 16))
@@ -746,7 +746,7 @@ def test_what_is_settled_by_the_time_that_it_would_die_is_passed_over_however_ma
 
 
 def test_one_copy_a_pass_is_enough_to_get_on(monkeypatch):
-    monkeypatch.setattr(passes, "COPIES_PER_PASS", 1)
+    monkeypatch.setattr(service_queue, "COPIES_PER_PASS", 1)
     group, client, first = a_group("m0", "m1", "m2")
     opaque = client.nack(first, first + 3, dead=True)
     group.settle()

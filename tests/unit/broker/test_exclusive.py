@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qmq.broker.causes import Cause
+from qmq.broker.group_status import Cause
 from qmq.remoting.commands import Command
 from qmq.types import Role
 from tests.unit.broker.world import Client, Group

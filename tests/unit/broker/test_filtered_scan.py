@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from qmq.broker import filtered_scan, passes
-from qmq.broker.tags import TagRule
+from qmq.broker import filtered_scan, service_queue
+from qmq.broker.labels import TagRule
 from qmq.log.group import Consumer as Progress
 from qmq.remoting.commands import Command
 from tests.unit.broker.selecting import Consumer, Got, Sent, produce
@@ -90,7 +90,7 @@ def test_of_what_was_delivered_too_often_no_more_dies_in_a_pass_than_it_looks_at
     group = stored(*[PAY, NONE] * 30, segment_bytes=1 << 20)
     consumer = Consumer(group, "c1", deliveries_max=1, **PAYS)
     assert len(consumer.sequences()) == 30
-    monkeypatch.setattr(passes, "LOOKS_PER_PASS", 4 * filtered_scan.LOOKS_PER_DEAD)
+    monkeypatch.setattr(service_queue, "LOOKS_PER_PASS", 4 * filtered_scan.LOOKS_PER_DEAD)
     consumer.nack()
     before = len(pulls_of(group, "c1"))
     assert consumer.sequences() == [] and group.a.log.state.next_sequence["%DEAD_RETRY%s%g"] == 30
@@ -298,7 +298,7 @@ def test_where_retention_took_all_that_came_back_and_all_that_is_new_nothing_is_
 
 
 def test_a_pass_that_may_look_at_one_message_gets_on(monkeypatch):
-    monkeypatch.setattr(passes, "LOOKS_PER_PASS", 1)
+    monkeypatch.setattr(service_queue, "LOOKS_PER_PASS", 1)
     group = stored(CANCEL, CANCEL, PAY)
     waiting = (consumer := Consumer(group, "c1", **PAYS)).ask(timeout_ms=60_000)
     group.settle()
@@ -400,7 +400,7 @@ def test_what_the_tail_has_is_not_read():
 
 
 def test_a_look_into_a_message_counts_as_several_at_its_label(monkeypatch):
-    monkeypatch.setattr(passes, "LOOKS_PER_PASS", 30)
+    monkeypatch.setattr(service_queue, "LOOKS_PER_PASS", 30)
     monkeypatch.setattr(filtered_scan, "LOOKS_PER_BODY", 10)
     group = Group.made().start()
     more(group, *[PAY] * 8, CANCEL, first=0, labelled=False)
@@ -426,7 +426,7 @@ def test_a_look_into_a_message_counts_as_several_at_its_label(monkeypatch):
 
 
 def test_a_pass_looks_at_as_many_messages_as_it_may_and_the_next_one_goes_on_behind_them(monkeypatch):
-    monkeypatch.setattr(passes, "LOOKS_PER_PASS", 10)
+    monkeypatch.setattr(service_queue, "LOOKS_PER_PASS", 10)
     monkeypatch.setattr(filtered_scan, "LOOKS_AT_ONCE", 4)
     group = Group.made().start()
     for at in range(4):

@@ -8,14 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from qmq.broker import filtered_scan, filtering, passes
-from qmq.broker.consume import Subscription
-from qmq.broker.filtering import Filtering, Reading
-from qmq.broker.group_filter import FAILED_MS
-from qmq.broker.keys import Keys
-from qmq.broker.labels import LabelCache, LabelsRead
-from qmq.broker.passes import Passes
-from qmq.broker.tags import TagRule
+from qmq.broker import filtered_scan, service_queue
+from qmq.broker.filtered_scan import Filtering, Reading
+from qmq.broker.group_filter import FAILED_MS, Keys
+from qmq.broker.labels import LabelCache, LabelsRead, TagRule
+from qmq.broker.service_queue import Passes
+from qmq.broker.subscriptions import Subscription
 from qmq.dead_letters import PRUNER
 from qmq.errors import CorruptFrame
 from qmq.log.frame import FrameKind
@@ -213,7 +211,7 @@ def test_half_a_decision_is_none():
 
 
 def test_groups_share_what_a_pass_may_look_at_and_all_get_on(monkeypatch):
-    monkeypatch.setattr(passes, "LOOKS_PER_PASS", 10)
+    monkeypatch.setattr(service_queue, "LOOKS_PER_PASS", 10)
     group = Group.made().start()
     consumers = [Consumer(group, "c", group=name, tags=["cancel"]) for name in ("g1", "g2", "g3")]
     waiting = [one.ask(timeout_ms=60_000) for one in consumers]
@@ -239,7 +237,7 @@ def test_groups_share_what_a_pass_may_look_at_and_all_get_on(monkeypatch):
 
 
 def test_a_pull_that_does_not_wait_is_not_told_that_there_is_nothing_before_all_is_looked_at(monkeypatch):
-    monkeypatch.setattr(passes, "LOOKS_PER_PASS", 10)
+    monkeypatch.setattr(service_queue, "LOOKS_PER_PASS", 10)
     group = stored(*[PAY] * 15)
     more(group, *[PAY] * 20, first=15)
     more(group, CANCEL, first=35)
@@ -250,8 +248,10 @@ def test_a_pull_that_does_not_wait_is_not_told_that_there_is_nothing_before_all_
 
 
 def test_nobody_looks_again_while_nothing_has_happened_since_nothing_was_found(monkeypatch):
-    scans, scan = [], filtering.FilteredScan
-    monkeypatch.setattr(filtering, "FilteredScan", lambda *args, **terms: scans.append(args) or scan(*args, **terms))
+    scans, scan = [], filtered_scan.FilteredScan
+    monkeypatch.setattr(
+        filtered_scan, "FilteredScan", lambda *args, **terms: scans.append(args) or scan(*args, **terms)
+    )
     group = stored(A, A, A)
     first, others = Consumer(group, "c1"), [Consumer(group, f"d{number}") for number in range(5)]
     assert first.sequences() == [0]

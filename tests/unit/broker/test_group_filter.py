@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from qmq.broker.group_filter import FAILED_MS, GroupFilter
-from qmq.broker.keys import Keys
-from qmq.broker.tags import TagRule
+from qmq.broker.group_filter import FAILED_MS, GroupFilter, Keys
+from qmq.broker.labels import TagRule
 from qmq.log.group import Group
 from qmq.log.requeued import Requeued, RequeuedRange
 

@@ -7,8 +7,7 @@ from random import Random
 
 import pytest
 
-from qmq.broker.group_filter import GroupFilter
-from qmq.broker.key_making import frames_of, made_again
+from qmq.broker.group_filter import GroupFilter, frames_of, made_again
 from qmq.broker.labels import LabelCache, read_labels_of
 from qmq.codec import encode_labels, encode_message, join_batch, label_of
 from qmq.log.frame import FLAG_LABELLED, FLAG_ORDERED, FrameKind
@@ -130,6 +129,6 @@ def test_frames_of_a_range_are_those_that_hold_any_of_it(monkeypatch, begin, end
     copy.begin_epoch()
     for _ in range(4):
         stored(copy, [None, None], labelled=False)
-    monkeypatch.setattr("qmq.broker.key_making.FRAMES_AT_ONCE", 1)
+    monkeypatch.setattr("qmq.broker.group_filter.FRAMES_AT_ONCE", 1)
     assert [ref.begin for ref in frames_of(copy.log, "s", begin, end)] == expected
     assert list(frames_of(copy.log, "s", 8, 9)) == list(frames_of(copy.log, "s", 3, 3)) == []

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from qmq.broker import labels
-from qmq.broker.labels import ENTRY_BYTES, NO_LABELS, LabelCache, LabelsRead, labels_of, read_labels_of
-from qmq.broker.tags import TagRule
+from qmq.broker.labels import ENTRY_BYTES, NO_LABELS, LabelCache, LabelsRead, TagRule, labels_of, read_labels_of
 from qmq.codec import encode_labels, encode_message, join_batch, label_of, split_batch
 from qmq.log.frame import FLAG_LABELLED, FrameKind
 from qmq.log.index import FrameRef

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from qmq.broker import lengths
-from qmq.broker.lengths import Lengths
+from qmq.broker import subject_limits
+from qmq.broker.subject_limits import Lengths
 from qmq.errors import ErrorCode
 from qmq.log.requeued import Requeued, RequeuedRange
 from qmq.operator_limits import OF_SUBJECT, OperatorLimits
@@ -39,7 +39,7 @@ def returned(group: Group, client: Client, first: int, end: int) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_count_is_that_of_all_frames_from_the_groups_position_on(seed, monkeypatch):
-    monkeypatch.setattr(lengths, "FRAMES_AT_ONCE", 2)
+    monkeypatch.setattr(subject_limits, "FRAMES_PER_LOOK_UP", 2)
     rng = random.Random(seed)
     group, client = started()
     counts, producer = Lengths(group.a.log), Client(group.a)
@@ -76,7 +76,7 @@ def test_what_is_not_counted_yet_counts_nothing():
 
 
 def test_a_long_backlog_is_counted_in_pieces_and_never_too_high(monkeypatch):
-    monkeypatch.setattr(lengths, "FRAMES_PER_TICK", 10)
+    monkeypatch.setattr(subject_limits, "FRAMES_PER_TICK", 10)
     group, client = started()
     producer = Client(group.a)
     for n in range(35):
@@ -165,7 +165,7 @@ def test_requeued_messages_count_as_their_own_frames_do_and_not_as_the_first_of_
 
 
 def test_requeued_messages_of_many_ranges_are_counted_in_part_and_never_too_high(monkeypatch):
-    monkeypatch.setattr(lengths, "RANGES_AT_ONCE", 3)
+    monkeypatch.setattr(subject_limits, "RANGES_SUMMED", 3)
     group, client = started()
     produced(group, *[100] * 20)
     assert len(pulled(group, client, most=100)) == 20
@@ -177,7 +177,7 @@ def test_requeued_messages_of_many_ranges_are_counted_in_part_and_never_too_high
 
 
 def test_requeued_messages_that_retention_took_do_not_count_and_hide_none(monkeypatch):
-    monkeypatch.setattr(lengths, "RANGES_AT_ONCE", 2)
+    monkeypatch.setattr(subject_limits, "RANGES_SUMMED", 2)
     group, client = started()
     log, n = group.a.log, 0
     while len(log.bases) < 3:
@@ -213,7 +213,7 @@ def test_nobody_is_refused_for_requeued_messages_that_retention_took():
 
 
 def test_counts_go_on_in_each_tick_though_a_subject_is_looked_at_once_a_second(monkeypatch):
-    monkeypatch.setattr(lengths, "FRAMES_PER_TICK", 10)
+    monkeypatch.setattr(subject_limits, "FRAMES_PER_TICK", 10)
     group, _ = started()
     produced(group, *[100] * 95)
     group.a.assign(Role.MASTER, limits=(LIMIT._replace(drops_oldest=True),))
@@ -224,7 +224,7 @@ def test_counts_go_on_in_each_tick_though_a_subject_is_looked_at_once_a_second(m
 
 
 def test_counts_of_several_groups_go_on_by_turns(monkeypatch):
-    monkeypatch.setattr(lengths, "FRAMES_PER_TICK", 10)
+    monkeypatch.setattr(subject_limits, "FRAMES_PER_TICK", 10)
     group, _ = started()
     joined(group, "o", group="other").lost()
     produced(group, *[100] * 45)
@@ -275,8 +275,8 @@ def test_requeued_ones_are_the_oldest_and_what_retention_took_of_them_goes_first
 
 
 def test_very_many_are_given_up_in_bounded_pieces(monkeypatch):
-    monkeypatch.setattr(lengths, "WALKED_PER_TICK", 10)
-    monkeypatch.setattr(lengths, "WALKED_AT_ONCE", 5)
+    monkeypatch.setattr(subject_limits, "WALKED_PER_TICK", 10)
+    monkeypatch.setattr(subject_limits, "WALKED_AT_ONCE", 5)
     group, _ = started()
     produced(group, *[100] * 60)
     group.a.assign(Role.MASTER, limits=(LIMIT._replace(bytes_max=1_000, drops_oldest=True),))
@@ -291,14 +291,14 @@ def test_very_many_are_given_up_in_bounded_pieces(monkeypatch):
 
 def test_a_tick_is_spent_when_less_than_half_of_its_walk_is_left():
     counts = Lengths(started()[0].a.log)
-    counts._walk_left = lengths.WALKED_PER_TICK // 2
+    counts._walk_left = subject_limits.WALKED_PER_TICK // 2
     assert not counts.is_spent
     counts._walk_left -= 1
     assert counts.is_spent
 
 
 def test_counts_go_on_by_single_frames_and_end_with_their_group(monkeypatch):
-    monkeypatch.setattr(lengths, "FRAMES_PER_TICK", 1)
+    monkeypatch.setattr(subject_limits, "FRAMES_PER_TICK", 1)
     group, _ = started()
     produced(group, 100, 100, 100, 100)
     counts, state = Lengths(group.a.log), group.a.log.state
@@ -320,7 +320,7 @@ def test_counts_go_on_by_single_frames_and_end_with_their_group(monkeypatch):
 
 
 def test_what_was_counted_is_not_counted_again_when_the_group_goes_on(monkeypatch):
-    monkeypatch.setattr(lengths, "FRAMES_PER_TICK", 10)
+    monkeypatch.setattr(subject_limits, "FRAMES_PER_TICK", 10)
     group, _ = started()
     produced(group, *[100] * 15)
     counts, state = Lengths(group.a.log), group.a.log.state.groups[KEY]

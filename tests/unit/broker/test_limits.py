@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from qmq.broker import pruning
-from qmq.broker.causes import Cause
-from qmq.broker.pruning import Pruning
+from qmq.broker import subject_limits
+from qmq.broker.group_status import Cause
+from qmq.broker.subject_limits import Pruning
 from qmq.codec import decode_message, encode_labels, encode_message, label_of_message, split_batch
 from qmq.errors import CorruptFrame, ErrorCode
 from qmq.log.fold import State
@@ -102,7 +102,7 @@ def test_a_broadcast_is_limited_from_when_its_consumer_is_there():
 
 
 def test_of_many_limited_subjects_some_are_looked_at_in_each_tick(monkeypatch):
-    monkeypatch.setattr(pruning, "SUBJECTS_AT_ONCE", 2)
+    monkeypatch.setattr(subject_limits, "SUBJECTS_AT_ONCE", 2)
     subjects = [f"s{number}" for number in range(5)]
     group, _ = started(*(HOUR._replace(subject=subject) for subject in subjects))
     for subject in subjects:
@@ -122,7 +122,7 @@ def test_nobody_searches_while_the_oldest_message_is_young(monkeypatch):
     client.produce("m0")
     group.settle()
     with monkeypatch.context() as searched:
-        searched.setattr(pruning.progress, "first_since", lambda *_: pytest.fail("a search"))
+        searched.setattr(subject_limits.positions, "first_since", lambda *_: pytest.fail("a search"))
         hours_pass(group, 0.9)
     hours_pass(group, 0.2)
     assert group.a.master.expired == {KEY: 1}
@@ -177,7 +177,7 @@ def test_what_expires_becomes_a_dead_letter_if_the_subject_says_so():
     fates = [(one.id, one.properties["qmq_deadReason"], one.properties["qmq_times"]) for one in dead_letters(group)]
     assert fates == [("m0", "expired", "0"), ("m1", "expired", "0")], "no consumer ever had them"
     assert pulled(group, client) == [] and group.a.master.expired == {KEY: 2}
-    assert not group.a.log.state.groups[KEY].consumers[pruning.PRUNER].unacked
+    assert not group.a.log.state.groups[KEY].consumers[subject_limits.PRUNER].unacked
 
 
 def test_a_broadcast_that_stays_away_is_forgotten_though_its_messages_expire_into_dead_letters():
@@ -218,7 +218,7 @@ def test_a_broadcast_is_not_forgotten_while_what_expired_is_read_to_become_dead_
 
 
 def test_dead_letters_of_many_expired_messages_are_made_in_bounded_pieces(monkeypatch):
-    monkeypatch.setattr(pruning, "BURIED_AT_ONCE", 3)
+    monkeypatch.setattr(subject_limits, "BURIED_AT_ONCE", 3)
     group, client = started(HOUR._replace(expired_die=True))
     client.produce(*(f"m{n}" for n in range(10)))
     group.settle()
@@ -288,13 +288,13 @@ def test_what_comes_back_from_its_burial_waits_for_its_order_key():
     group.cut()
     hours_pass(group)
     state = group.a.log.state.groups[KEY]
-    assert state.consumers[pruning.PRUNER].unacked_messages == 2
+    assert state.consumers[subject_limits.PRUNER].unacked_messages == 2
     group.a.assign(Role.MASTER, 2)
     for _ in range(5):
         client.send(Command.HEARTBEAT, b"")
         group.a.wait(1_800_000)
     group.settle()
-    assert pruning.PRUNER not in state.consumers and state.requeued.messages == 2
+    assert subject_limits.PRUNER not in state.consumers and state.requeued.messages == 2
     assert pulled(group, client) == [], "m1 is not done"
     begin = state.consumers["c"].unacked[0].pull
     for id in ("m2", "m3"):
@@ -516,7 +516,7 @@ def test_a_message_that_waits_for_its_retry_is_not_given_up_when_many_others_wen
 
 
 def test_of_too_many_ranges_the_requeued_ones_go_before_what_is_new(monkeypatch):
-    monkeypatch.setattr(pruning, "RANGES_AT_ONCE", 1)
+    monkeypatch.setattr(subject_limits, "RANGES_AT_ONCE", 1)
     group, client = started(TEN._replace(drops_oldest=True))
     client.produce(*(f"m{n}" for n in range(8)))
     group.settle()

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from qmq.broker.offline import Offline
+from qmq.broker.service_queue import Offline
 from qmq.errors import ErrorCode
 from qmq.replication.assignment import Address, Assignment
 from qmq.subjects import dead_letter_subject, retry_subject

@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from qmq.broker import delivery, passes
-from qmq.broker.passes import OWED_BYTES_MAX, PASS_BYTES, Passes
+from qmq.broker import delivery, service_queue
+from qmq.broker.service_queue import OWED_BYTES_MAX, PASS_BYTES, Passes
 from qmq.errors import ErrorCode
 from qmq.remoting.commands import Command
 from qmq.subjects import dead_letter_subject
@@ -210,7 +210,7 @@ def test_what_a_pass_has_no_time_for_is_the_next_ones(looks, monkeypatch):
     group, _ = a_group()
     for name in "abc":
         consumers(group, 1, name=name)[0].pull(timeout_ms=60_000)
-    monkeypatch.setattr(passes, "PASS_BYTES", passes.TRY_BYTES)
+    monkeypatch.setattr(service_queue, "PASS_BYTES", service_queue.TRY_BYTES)
     looks.clear()
     group.a.master.go_on()
     group.a.host.turn()
@@ -220,7 +220,7 @@ def test_what_a_pass_has_no_time_for_is_the_next_ones(looks, monkeypatch):
 
 
 def test_dead_letters_that_a_pass_has_no_time_for_are_the_next_ones(monkeypatch):
-    monkeypatch.setattr(passes, "COPIES_PER_PASS", 2)
+    monkeypatch.setattr(service_queue, "COPIES_PER_PASS", 2)
     group, client = a_group()
     for number in range(5):
         client.produce(f"m{number}")
@@ -295,7 +295,7 @@ def test_a_delivery_counts_for_its_bytes_and_for_what_it_costs_besides(monkeypat
     client.produce("m0", "m1", "m2")
     group.settle()
     one.link.writable = True
-    monkeypatch.setattr(passes, "PASS_BYTES", passes.TRY_BYTES + passes.DELIVERY_BYTES + 1)
+    monkeypatch.setattr(service_queue, "PASS_BYTES", service_queue.TRY_BYTES + service_queue.DELIVERY_BYTES + 1)
     group.a.node.writable_again(one.link)
     for position in (1, 2, 3):
         group.a.host.turn()

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from qmq.broker import progress
+from qmq.broker import positions
 from qmq.errors import ErrorCode, NotMaster, NotServed, OperatorError, OutcomeUnknown
 from qmq.log.fold import State
 from qmq.log.frame import FrameKind
@@ -68,9 +68,9 @@ def test_answer_says_what_is_skipped_and_what_comes_again():
     first = consumer.pulled(consumer.opaque)[0][0]
     consumer.ack(first, first + 4)
     group.settle()
-    assert move(group, "sequence", 2, dry_run=True)[0] == progress.Reset(6, 2, skipped=0, repeated=2)
-    assert move(group, "sequence", 5, dry_run=True)[0] == progress.Reset(6, 5, skipped=1, repeated=0)
-    assert move(group, "latest", dry_run=True)[0] == progress.Reset(6, 10, skipped=6, repeated=0)
+    assert move(group, "sequence", 2, dry_run=True)[0] == positions.Reset(6, 2, skipped=0, repeated=2)
+    assert move(group, "sequence", 5, dry_run=True)[0] == positions.Reset(6, 5, skipped=1, repeated=0)
+    assert move(group, "latest", dry_run=True)[0] == positions.Reset(6, 10, skipped=6, repeated=0)
 
 
 def test_what_retention_took_is_neither_skipped_nor_repeated():
@@ -80,14 +80,14 @@ def test_what_retention_took_is_neither_skipped_nor_repeated():
         group.settle()
     joined(group)
     group.a.log.state.kept.start = group.a.log.frames("s", 2, 1)[0].offset
-    assert move(group, "earliest", dry_run=True)[0] == progress.Reset(0, 2, skipped=0, repeated=0)
-    assert move(group, "sequence", 4, dry_run=True)[0] == progress.Reset(0, 4, skipped=2, repeated=0)
+    assert move(group, "earliest", dry_run=True)[0] == positions.Reset(0, 2, skipped=0, repeated=0)
+    assert move(group, "sequence", 4, dry_run=True)[0] == positions.Reset(0, 4, skipped=2, repeated=0)
 
 
 def test_a_time_that_is_looked_for_while_retention_takes_all_ends_where_the_log_began():
     state, looks = State(next_sequence={"s": 9}), [[FrameRef(3, 4, 88, 8)]]
     log = SimpleNamespace(state=state, frames=lambda *_: looks.pop() if looks else [])
-    assert progress.first_since(log, "s", 5) == 3
+    assert positions.first_since(log, "s", 5) == 3
 
 
 def test_dry_run_changes_nothing():
@@ -288,11 +288,11 @@ def test_time_is_found_over_segments_and_in_what_is_not_written_yet():
     log = group.a.log
     assert len(log.bases) > 3
     for n in (0, 1, 7, 20, 38, 39):
-        assert progress.first_since(log, "s", stored_ms[n]) == 2 * n
-        assert progress.first_since(log, "s", stored_ms[n] + 1) == 2 * n + 2
-    assert progress.first_since(log, "s", 0) == 0
-    assert progress.first_since(log, "s", BIG) == 80
-    assert progress.first_since(log, "unknown", 5) == 0
+        assert positions.first_since(log, "s", stored_ms[n]) == 2 * n
+        assert positions.first_since(log, "s", stored_ms[n] + 1) == 2 * n + 2
+    assert positions.first_since(log, "s", 0) == 0
+    assert positions.first_since(log, "s", BIG) == 80
+    assert positions.first_since(log, "unknown", 5) == 0
 
 
 def test_group_moves_no_further_back_than_the_oldest_message_that_is_kept():
@@ -302,7 +302,7 @@ def test_group_moves_no_further_back_than_the_oldest_message_that_is_kept():
         client.produce("m", size=800)
         group.settle()
     group.a.drop_oldest_segment()
-    first, _ = progress.sequences_kept(group.a.log, "s")
+    first, _ = positions.sequences_kept(group.a.log, "s")
     assert first > 0
     for to in ("earliest", "sequence", "time"):
         assert move(group, to, dry_run=True)[0].after == first
@@ -321,21 +321,21 @@ def test_progress_of_groups_is_told_as_it_is():
     gone.send(Command.UNSUBSCRIBE, commands.encode_json(subscription=gone.last_subscription))
     group.settle()
     subscriptions = group.a.master.subscriptions
-    told = {(p.subject, p.group): p for p in progress.of_groups(group.a.log, subscriptions)}
+    told = {(p.subject, p.group): p for p in positions.of_groups(group.a.log, subscriptions)}
     assert set(told) == {("s", "g"), ("s", "late")}
     g = told["s", "g"]
     assert (g.first_sequence, g.next_sequence, g.position, g.returned, g.lag) == (0, 6, 5, 2, 5)
-    assert g.consumers == [progress.ConsumerProgress("one", 2, "one")]
+    assert g.consumers == [positions.ConsumerProgress("one", 2, "one")]
     assert g.oldest_offset == group.a.log.frames("s", 0, 1)[0].offset
-    assert told["s", "late"].consumers == [progress.ConsumerProgress("idle", 0, "idle")]
-    assert [p.group for p in progress.of_groups(group.a.log, subscriptions, subject="s", group="late")] == ["late"]
-    assert not list(progress.of_groups(group.a.log, subscriptions, subject="other"))
+    assert told["s", "late"].consumers == [positions.ConsumerProgress("idle", 0, "idle")]
+    assert [p.group for p in positions.of_groups(group.a.log, subscriptions, subject="s", group="late")] == ["late"]
+    assert not list(positions.of_groups(group.a.log, subscriptions, subject="other"))
 
 
 def test_group_that_is_done_has_no_oldest_message():
     group, _ = a_group()
     joined(group)
-    [told] = progress.of_groups(group.a.log, ())
+    [told] = positions.of_groups(group.a.log, ())
     assert (told.lag, told.oldest_offset, told.consumers) == (0, None, [])
 
 

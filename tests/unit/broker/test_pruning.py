@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from qmq.broker import pruning
-from qmq.broker.pruning import PRUNE_EVERY_MS, PRUNER, Pruning, _before, _oldest
+from qmq.broker import subject_limits
+from qmq.broker.subject_limits import PRUNE_EVERY_MS, PRUNER, Pruning, _before, _oldest
 from qmq.errors import CorruptFrame, ErrorCode
 from qmq.log.fold import State
 from qmq.log.frame import NO_CHAIN, FrameKind, decode_frames
@@ -56,7 +56,7 @@ def test_the_oldest_are_those_requeued_and_then_new_ones(messages, expected):
 
 @pytest.mark.parametrize(("most", "expected"), [(2, [(2, 2), (5, 1)]), (3, [(2, 2), (5, 1), (8, 1), (10, 5)])])
 def test_new_ones_are_not_the_oldest_while_more_ranges_wait_than_are_looked_at(monkeypatch, most, expected):
-    monkeypatch.setattr(pruning, "RANGES_AT_ONCE", most)
+    monkeypatch.setattr(subject_limits, "RANGES_AT_ONCE", most)
     assert list(_oldest(LogGroup(10, requeued=WAITING), 9)) == expected
 
 
@@ -70,7 +70,7 @@ def limits(*some: OperatorLimits) -> dict[tuple[str, str], OperatorLimits]:
 
 
 def test_limited_subjects_are_looked_at_once_a_second_and_those_left_over_in_the_next_tick(monkeypatch):
-    monkeypatch.setattr(pruning, "SUBJECTS_AT_ONCE", 2)
+    monkeypatch.setattr(subject_limits, "SUBJECTS_AT_ONCE", 2)
     one = made()
     assert [one.due_in_ms(now_ms) for now_ms in (0, 7_000)] == [PRUNE_EVERY_MS] * 2, "nothing is limited"
     one.limit(limits(*(HOUR._replace(subject=subject) for subject in "abc"), OperatorLimits("d", "g", per_second=1)))
@@ -86,7 +86,7 @@ def test_limited_subjects_are_looked_at_once_a_second_and_those_left_over_in_the
 
 
 def test_a_round_that_is_not_over_in_a_second_goes_on_and_leaves_out_what_is_limited_no_more(monkeypatch):
-    monkeypatch.setattr(pruning, "SUBJECTS_AT_ONCE", 1)
+    monkeypatch.setattr(subject_limits, "SUBJECTS_AT_ONCE", 1)
     one, seen = made(), []
     one._overflow = lambda subject, limits: seen.append(subject)
     for subject in "abcd":
@@ -138,7 +138,7 @@ def test_a_group_that_is_forgotten_is_counted_no_more_and_one_that_begins_anew_b
     one, forgotten = made(), []
     one._lengths = SimpleNamespace(forget=forgotten.append)
     one.changing(KEY, is_known=True)
-    with caplog.at_level(logging.WARNING, "qmq.broker.pruning"):
+    with caplog.at_level(logging.WARNING, "qmq.broker.subject_limits"):
         for _ in range(2):
             one.note_expired(KEY, 3)
         assert one.expired == {KEY: 6} and len(caplog.records) == 1, "the log names it once"
@@ -172,7 +172,7 @@ def segments_of_ten() -> tuple[Group, Client]:
 
 @pytest.mark.parametrize("ranges", [0, 1, 10], ids=["new", "requeued", "requeued one by one"])
 def test_what_retention_took_does_not_wait_any_more(ranges, monkeypatch):
-    monkeypatch.setattr(pruning, "RANGES_AT_ONCE", 1)
+    monkeypatch.setattr(subject_limits, "RANGES_AT_ONCE", 1)
     group, client = segments_of_ten()
     if ranges:
         assert len(pulled(group, client)) == 10
@@ -286,7 +286,7 @@ def test_a_message_expires_when_it_is_older_than_it_may_be_and_is_no_dead_letter
 
 def test_that_messages_are_given_up_is_logged_once_for_each_group(caplog):
     group, client = started(TEN._replace(drops_oldest=True))
-    with caplog.at_level(logging.WARNING, "qmq.broker.pruning"):
+    with caplog.at_level(logging.WARNING, "qmq.broker.subject_limits"):
         for number in range(3):
             client.produce(*(f"m{number}-{at}" for at in range(11)))
             group.settle()
@@ -320,7 +320,7 @@ def test_damage_that_is_met_while_what_expires_is_looked_for_is_told_of_and_othe
     joined(group, "c", subject="t").produce("n0", subject="t")
     client.produce("m0")
     group.settle()
-    found, first_since = [], pruning.progress.first_since
+    found, first_since = [], subject_limits.positions.first_since
     monkeypatch.setattr(Mastership, "found_damage", lambda self, problem: found.append(problem))
 
     def damaged(log, subject, since_ms):
@@ -328,13 +328,13 @@ def test_damage_that_is_met_while_what_expires_is_looked_for_is_told_of_and_othe
             raise CorruptFrame(88, "test")
         return first_since(log, subject, since_ms)
 
-    monkeypatch.setattr(pruning.progress, "first_since", damaged)
+    monkeypatch.setattr(subject_limits.positions, "first_since", damaged)
     hours_pass(group)
     assert len(found) == 1 and group.a.master.expired == {("t", "g"): 1}
 
 
 def test_expired_messages_that_wait_for_their_burial_are_not_given_twice_and_others_as_there_is_room(monkeypatch):
-    monkeypatch.setattr(pruning, "BURIED_AT_ONCE", 5)
+    monkeypatch.setattr(subject_limits, "BURIED_AT_ONCE", 5)
     group, client = started(HOUR._replace(expired_die=True))
     client.produce(*(f"m{number}" for number in range(9)))
     group.settle()

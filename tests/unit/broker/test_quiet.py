@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qmq.broker import causes
+from qmq.broker import group_status
 from qmq.operator_limits import OF_SUBJECT, OperatorLimits
 from qmq.replication.ports import QUIET_MS
 from qmq.types import Role
@@ -180,7 +180,7 @@ def test_master_is_ticked_often_while_it_is_not_written_down_what_was_passed_ove
 
 @pytest.mark.parametrize(("most", "quiet_ms"), [(2, QUIET_MS), (1, 0)])
 def test_master_is_ticked_often_while_it_has_more_groups_than_are_looked_at_in_a_tick(most, quiet_ms, monkeypatch):
-    monkeypatch.setattr(causes, "LOOKED_AT_ONCE", most)
+    monkeypatch.setattr(group_status, "LOOKED_AT_ONCE", most)
     group, _ = a_group()
     group.subscribed("e", group="e")
     settled(group)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qmq.broker.passes import COPIES_PER_PASS
+from qmq.broker.service_queue import COPIES_PER_PASS
 from qmq.errors import CorruptFrame, ErrorCode
 from qmq.log.fold import BATCHES_PER_PRODUCER
 from qmq.log.frame import FrameKind, decode_frames

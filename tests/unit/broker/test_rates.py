@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qmq.broker.rates import DRY_MS, Rates
+from qmq.broker.service_queue import DRY_MS, Rates
 from qmq.operator_limits import OperatorLimits, by_key
 from qmq.subjects import dead_letter_subject, retry_subject
 

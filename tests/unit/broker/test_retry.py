@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qmq.broker import causes
+from qmq.broker import group_status
 from qmq.errors import ErrorCode
 from qmq.log.frame import FrameKind, decode_frames
 from qmq.log.group import UnackedRange
@@ -181,7 +181,7 @@ def test_retries_wait_while_new_messages_go_on():
 
 def test_a_group_that_postpones_too_much_goes_on_with_what_is_new_and_keeps_the_rest(monkeypatch, caplog):
     """Above 100,000 ranges it got nothing new, up to a day, and nobody said so."""
-    monkeypatch.setattr(causes, "REQUEUED_RANGES_MAX", 2)
+    monkeypatch.setattr(group_status, "REQUEUED_RANGES_MAX", 2)
     group, client = a_group("m0", "m1", "m2", "m3", "m4")
     for delay_ms in (1_000, 2_000):  # of different times, so that they do not become one range
         number = pulled(group, client, most=1)[0][0]

@@ -6,9 +6,8 @@ import logging
 
 import pytest
 
-from qmq.broker import filtered_scan, passes
-from qmq.broker.group_filter import GroupFilter
-from qmq.broker.keys import Keys
+from qmq.broker import filtered_scan, service_queue
+from qmq.broker.group_filter import GroupFilter, Keys
 from qmq.codec import encode_labels, label_of
 from qmq.errors import ErrorCode, LogError
 from qmq.log.frame import FLAG_LABELLED, FLAG_ORDERED, FrameKind, decode_frames
@@ -222,7 +221,7 @@ def test_a_long_stretch_without_a_match_is_written_down_as_it_is_passed(monkeypa
 
 
 def test_a_turn_looks_at_a_bounded_number_of_messages(monkeypatch):
-    monkeypatch.setattr(passes, "LOOKS_PER_PASS", 10)
+    monkeypatch.setattr(service_queue, "LOOKS_PER_PASS", 10)
     monkeypatch.setattr(filtered_scan, "LOOKS_AT_ONCE", 5)
     group = Group.made().start()
     for at in range(10):
@@ -256,7 +255,7 @@ def test_a_turn_looks_at_a_bounded_number_of_messages(monkeypatch):
 
 def test_consumers_of_a_group_that_ask_for_different_tags_are_served_as_they_ask_with_one_warning(caplog):
     group = stored(PAY, CANCEL, PAY, CANCEL)
-    with caplog.at_level(logging.WARNING, "qmq.broker.filtering"):
+    with caplog.at_level(logging.WARNING, "qmq.broker.filtered_scan"):
         first = Consumer(group, "c1", tags=["pay"])
         assert not caplog.records
         second = Consumer(group, "c2", tags=["cancel"])

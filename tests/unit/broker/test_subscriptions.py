@@ -6,7 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from qmq.broker.consume import LOOKING_MS, LOOKS_WITHIN_MS, PULLS_IN_FLIGHT_MAX, Consumption, Subscription, WaitingPull
+from qmq.broker.subscriptions import (
+    LOOKING_MS,
+    LOOKS_WITHIN_MS,
+    PULLS_IN_FLIGHT_MAX,
+    Consumption,
+    Subscription,
+    WaitingPull,
+)
 from qmq.dead_letters import PRUNER
 from qmq.errors import ErrorCode, InvalidAck, Overloaded, SubscriptionReplaced, UnknownSubscription
 from qmq.log.fold import State

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from qmq.broker.tags import TagRule, tag_words
+from qmq.broker.labels import TagRule, tag_words
 
 LONG = b"x" * 300
 

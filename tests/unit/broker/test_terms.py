@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from qmq.broker.terms import read_terms
+from qmq.broker.subscriptions import read_terms
 from qmq.codec import TAGS_MAX
 from qmq.errors import InvalidName, InvalidRequest
 from qmq.remoting.commands import Command, encode_subscribe

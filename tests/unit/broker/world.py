@@ -13,12 +13,12 @@ from itertools import count
 from pathlib import Path
 from zlib import crc32
 
-from qmq.broker.beginning import Ask
-from qmq.broker.consume import LOOKS_IN_LEASE
-from qmq.broker.counters import Counters
+from qmq.broker.answers import Counters
 from qmq.broker.master import BrokerMaster
+from qmq.broker.positions import Ask
 from qmq.broker.retention import Retention
 from qmq.broker.settings import BrokerSettings
+from qmq.broker.subscriptions import LOOKS_IN_LEASE
 from qmq.codec import decode_envelope, encode_message, join_batch, split_batch
 from qmq.errors import ErrorCode, LogError, from_code
 from qmq.log import Commit, MessageLog

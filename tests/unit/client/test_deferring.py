@@ -9,7 +9,7 @@ import pytest
 
 import qmq
 from qmq import Message
-from qmq.broker import causes
+from qmq.broker import group_status
 from qmq.client import group_session, subscription
 from qmq.codec import decode_message, due_of, encode_message
 from qmq.errors import InvalidRequest
@@ -145,7 +145,7 @@ async def test_without_a_delay_group_what_a_broker_postpones_no_more_stays_and_t
 
 async def test_a_group_that_postpones_everything_gets_everything(monkeypatch):
     """Above the bound what it postponed stayed with its consumer, and at `unacked_max` it got nothing more."""
-    monkeypatch.setattr(causes, "REQUEUED_RANGES_MAX", 20)
+    monkeypatch.setattr(group_status, "REQUEUED_RANGES_MAX", 20)
 
     async with Broker() as broker, qmq.Producer(metaserver=broker.metaserver, app="t") as producer:
         seen, consumer = set(), qmq.Consumer(metaserver=broker.metaserver, app="t", drain_s=0.1)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-from qmq.broker.backlogs import Backlogs
+from qmq.broker.group_status import Backlogs
 from qmq.broker.metrics import BrokerCollector
 from qmq.log.group import Consumer, Group, UnackedRange
 from qmq.process_metrics import Reader, register_process

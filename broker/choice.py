@@ -1,4 +1,4 @@
-"""Core. Which messages a pull gets: what its consumer has and does not hold, what others returned, what is new.
+"""Core. Messages of a pull: redelivered ones of its consumer, requeued ones of the group, then new ones.
 
 Decided on the fold and the index alone; `broker.delivery` writes the decision down before anything leaves.
 """
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from qmq.broker.consume import Subscription
+from qmq.broker.subscriptions import Subscription
 from qmq.codec import Buffer
 from qmq.errors import require
 from qmq.log import MessageLog
@@ -96,7 +96,7 @@ def choose(
             high watermark.
         now_ms: of `Mastership.retry_ms`, by which retries become due.
         single: what chooses in place of `Choice.more` if it depends on each message what becomes of it
-            (broker.filtering).
+            (broker.filtered_scan).
 
     The caller writes everything down before it answers, and moves `subscription.resend` behind it.
     """

@@ -1,15 +1,18 @@
-"""Core. What is over for a consumer group without being delivered: it has expired, or too many messages wait.
+"""Core. Limits of a subject: age, messages and bytes that may wait for each of its consumer groups.
 
-Once a second each group of a limited subject is looked at, whether it has consumers or not, so that what nobody takes
-keeps no log. What it has not consumed, new or requeued, is given up by a pull frame that says why. If the subject says
-so, it becomes dead letters instead: a consumer of a name that nobody can have gets it, and it is buried.
+Once a second each group of a limited subject is checked, with or without consumers, so unconsumed messages do not pin
+the log. Expired messages, new or requeued, are given up by a pull frame with that reason. If the subject says so, they
+become dead letters: a pseudo consumer with a reserved name gets them, and they are stored as its dead letters.
 
-How many messages wait for a group is what it was not delivered and what is requeued. At the limit, of messages or of
-bytes, the oldest are given up, or producers are refused, as the subject says; a broadcast consumer that is away refuses
-nobody.
+A group's waiting messages are those not delivered and those requeued. At the limit, of messages or of bytes, the oldest
+are given up or producers are refused, as the subject says; an absent broadcast consumer refuses no producer.
 
-A message's age is counted from when it was stored, by the master's clock; nothing expires while that clock disagrees
-with another that was heard.
+A message's age counts from its storage, by the master's clock. Nothing expires while another clock disagrees with it.
+
+Bytes are counted through the consume log: each frame once when it arrives and once when the group has passed it, a few
+milliseconds per tick. After a start, or when a group was moved, the count begins at the group's position and grows tick
+by tick up to the subject's end. Requeued messages are summed again when they changed, the oldest ranges of them. What
+is not counted yet counts as zero; of a partly consumed frame the rest is estimated.
 """
 
 from __future__ import annotations
@@ -17,21 +20,201 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
 
-from qmq.broker import progress
+from qmq.broker import positions
 from qmq.broker.dead_letters import DeadLetters
-from qmq.broker.lengths import Lengths
 from qmq.dead_letters import PRUNER
 from qmq.errors import CorruptFrame, SubjectFull
+from qmq.log import MessageLog
 from qmq.log.frame import FrameKind
 from qmq.log.group import Consumer, Group
+from qmq.log.index import FrameRef
 from qmq.log.progress_frame import EXPIRED, OVERFLOWED
+from qmq.log.requeued import Requeued
 from qmq.operator_limits import OF_SUBJECT, OperatorLimits
 from qmq.replication.clocks import Clocks
 from qmq.replication.mastership import Mastership
 from qmq.subjects import is_dead_letter_subject, real_subject
 
 log = logging.getLogger(__name__)
+
+FRAMES_PER_TICK = 4_000
+"""About 10 ms, of which there are ten in a second; so of limited subjects, 20,000 batches a second are kept up with."""
+FRAMES_PER_LOOK_UP = 2_000
+RANGES_SUMMED = 1_000
+"""Requeued ranges of a group that count, the oldest of them."""
+REQUEUED_FRAMES = 2_000
+"""So many frames of them, at most; with the look-ups, half of what is walked in a tick."""
+WALKED_PER_TICK = 12_000
+"""Frames that are walked for requeued messages, and to give up the oldest: at most some 30 ms of a tick."""
+WALKED_AT_ONCE = 100
+LOOK_UP = 3
+"""Frames that could be walked while one is looked up."""
+
+Key = tuple[str, str]
+
+
+@dataclass(slots=True)
+class _Counted:
+    """Whole frames with the sequences [begin, end), and their bytes."""
+
+    begin: int
+    end: int
+    bytes: int = 0
+
+
+@dataclass(slots=True)
+class _Summed:
+    """Bytes of `requeued` when it had changed so often, and frames were kept from `start` on."""
+
+    requeued: Requeued
+    changes: int
+    start: int
+    bytes: int
+
+
+class Lengths:
+    """Made by `broker.subject_limits`; ends with the mastership."""
+
+    def __init__(self, log: MessageLog) -> None:
+        self._log = log
+        self._counted: dict[Key, _Counted] = {}
+        self._summed: dict[Key, _Summed] = {}
+        self._unfinished: dict[Key, None] = {}
+        """Counts that have not met the subject's end; the one that went on last is the last."""
+        self._left, self._walk_left = FRAMES_PER_TICK, WALKED_PER_TICK
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._unfinished)
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether less is left of this tick than a look may need."""
+        return self._walk_left < WALKED_PER_TICK // 2
+
+    def new_tick(self) -> None:
+        """Go on with what is not finished.
+
+        Raises:
+            CorruptFrame: this copy is damaged.
+        """
+        self._left, self._walk_left = FRAMES_PER_TICK, WALKED_PER_TICK
+        for key in list(self._unfinished):
+            if self._left <= 0:
+                return
+            if (group := self._log.state.groups.get(key)) is None:
+                self.forget(key)
+            else:
+                self._new(key, group.position)
+
+    def forget(self, key: Key) -> None:
+        for known in (self._counted, self._summed, self._unfinished):
+            known.pop(key, None)
+
+    def waiting(self, key: Key, group: Group) -> int:
+        """Return how many bytes wait for a group: what it was not delivered, and what is requeued.
+
+        Raises:
+            CorruptFrame: this copy is damaged.
+        """
+        return self._new(key, group.position) + self._requeued(key, group.requeued)
+
+    def covering(self, subject: str, ranges: Iterable[tuple[int, int]], size: int) -> int:
+        """Return how many of the first messages of these ranges, (first, count), have `size` bytes; fewer if more
+        frames would have to be walked than is done in a tick.
+
+        Raises:
+            CorruptFrame: this copy is damaged.
+        """
+        messages = 0
+        for gone, kept, ref in self._parts(subject, ranges):
+            messages += gone
+            if ref is not None and (part := _part(ref, kept)) >= size:
+                return messages - (-size * (ref.end - ref.begin) // ref.length)
+            messages, size = messages + kept, size - (part if ref is not None else 0)
+        return messages
+
+    def _requeued(self, key: Key, requeued: Requeued) -> int:
+        start, summed = self._log.state.kept.start, self._summed.get(key)
+        if summed is not None and summed.requeued is requeued:
+            if (summed.changes, summed.start) == (requeued.changes, start):
+                return summed.bytes
+        if self.is_spent or requeued.first is None:
+            return 0
+        first_kept = self._look_up(key[0], requeued.first, 1)
+        ranges = requeued.overlapping(first_kept[0].begin, 1 << 63, RANGES_SUMMED) if first_kept else []
+        parts = self._parts(key[0], ((one.first, one.count) for one in ranges))
+        size = sum(_part(ref, kept) for _, kept, ref in islice(parts, REQUEUED_FRAMES) if ref is not None)
+        self._summed[key] = _Summed(requeued, requeued.changes, start, size)
+        return size
+
+    def _parts(self, subject: str, ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, FrameRef | None]]:
+        """Yield what each frame has of these ranges, in order: messages before it that retention took, messages in it,
+        and the frame; None: there is none any more."""
+        refs: deque[FrameRef] = deque()
+        for at, count in ranges:
+            end = at + count
+            while at < end:
+                while refs and refs[0].end <= at:
+                    refs.popleft()
+                if not refs:
+                    if self._walk_left <= 0:
+                        return
+                    refs.extend(self._look_up(subject, at, min(WALKED_AT_ONCE, count)))
+                begin = min(max(refs[0].begin, at), end) if refs else end
+                stop = min(refs[0].end, end) if begin < end else end
+                yield begin - at, stop - begin, refs[0] if begin < end else None
+                at = stop
+
+    def _look_up(self, subject: str, sequence: int, most: int) -> list[FrameRef]:
+        refs = self._log.frames(subject, sequence, most)
+        self._walk_left -= LOOK_UP + len(refs)
+        return refs
+
+    def _new(self, key: Key, position: int) -> int:
+        self._unfinished.pop(key, None)
+        end = self._log.state.next_sequence.get(key[0], 0)
+        refs = self._log.frames(key[0], position, 1) if position < end else []
+        if not refs:
+            return 0
+        first, counted = refs[0], self._counted.get(key)
+        if counted is None or not counted.begin <= first.begin <= counted.end:
+            counted = self._counted[key] = _Counted(first.begin, first.begin)
+        if not self._leave(key[0], counted, first.begin):
+            self._unfinished[key] = None
+            return 0
+        while counted.end < end and self._left > 0:
+            refs = self._take(key[0], counted.end)
+            counted.bytes += sum(ref.length for ref in refs)
+            counted.end = refs[-1].end
+        if counted.end < end:
+            self._unfinished[key] = None
+        return counted.bytes - _part(first, max(position - first.begin, 0))
+
+    def _leave(self, subject: str, counted: _Counted, begin: int) -> bool:
+        """Count what lies before `begin` no more; return whether that is done."""
+        while counted.begin < begin and self._left > 0:
+            refs = self._take(subject, counted.begin)
+            if refs[0].begin != counted.begin:  # retention took some that were counted
+                counted.begin, counted.end, counted.bytes = begin, begin, 0
+                return True
+            gone = [ref for ref in refs if ref.begin < begin]
+            counted.bytes -= sum(ref.length for ref in gone)
+            counted.begin = gone[-1].end
+        return counted.begin == begin
+
+    def _take(self, subject: str, sequence: int) -> list[FrameRef]:
+        refs = self._log.frames(subject, sequence, min(FRAMES_PER_LOOK_UP, self._left))
+        self._left -= len(refs)
+        return refs
+
+
+def _part(ref: FrameRef, messages: int) -> int:
+    return ref.length * messages // (ref.end - ref.begin)
+
 
 PRUNE_EVERY_MS = 1_000
 SUBJECTS_AT_ONCE = 50
@@ -41,8 +224,6 @@ RANGES_AT_ONCE = 1_000
 BURIED_AT_ONCE = 5_000
 """Expired messages of a group that wait to become dead letters: ten passes of the loop."""
 REASON = "expired"
-
-Key = tuple[str, str]
 
 
 class Pruning:
@@ -166,7 +347,7 @@ class Pruning:
     def _gone(self, subject: str, group: Group) -> int:
         """Return how many of those that wait are none any more, because retention took them."""
         try:
-            first, _ = progress.sequences_kept(self._mastership.log, subject)
+            first, _ = positions.sequences_kept(self._mastership.log, subject)
         except CorruptFrame as problem:
             self._mastership.found_damage(problem)
             return 0
@@ -205,7 +386,7 @@ class Pruning:
         since_ms = mastership.host.now_ms() - 1000 * limits.expires_after_s
         if not self._is_oldest_before(subject, since_ms):
             return
-        end = progress.first_since(mastership.log, subject, since_ms)
+        end = positions.first_since(mastership.log, subject, since_ms)
         for name in list(self._groups[subject]):
             group = mastership.log.state.groups[subject, name]
             if limits.expired_die:
