@@ -209,7 +209,8 @@ class SubjectFull(NotServed):
 
     def __init__(self, reason: str, limit: str = "", subject: str = "") -> None:
         super().__init__(reason)
-        self.limit, self.limited_subject = limit, subject
+        self.limit = limit
+        self.limited_subject = subject
 
 
 class PostponesTooMuch(NotServed):
@@ -247,7 +248,8 @@ class CorruptFrame(LogError):
 
     def __init__(self, offset: int, reason: str) -> None:
         super().__init__(f"no frame at offset {offset}: {reason}")
-        self.offset, self.reason = offset, reason
+        self.offset = offset
+        self.reason = reason
 
 
 class ForeignSegment(CorruptFrame):
@@ -311,7 +313,8 @@ class RetryLater(QmqError):
             raise InvalidRequest(f"a delay is 0 s or more, not {delay_s}")
         # The plus makes a plain number of one of an enumeration.
         super().__init__(f"retry in {+delay_s} s" if delay_s is not None else f"retry at {at and at.isoformat()}")
-        self.delay_s, self.at = delay_s, at
+        self.delay_s = delay_s
+        self.at = at
 
 
 class DeadLetter(QmqError):

@@ -170,7 +170,8 @@ class Tracing:
     """
 
     def __init__(self, *, acks: bool = True, tracer_provider: TracerProvider | None = None) -> None:
-        self._acks, self._tracer = acks, _tracer(tracer_provider)
+        self._acks = acks
+        self._tracer = _tracer(tracer_provider)
 
     async def __call__(self, message: ReceivedMessage, handle: Callable[[ReceivedMessage], Awaitable[object]]) -> None:
         identity = {"subject": message.subject, "messageId": str(message.id)}
@@ -215,8 +216,8 @@ def note(receipt: Receipt, span: Span, carrying: Span) -> None:
     span.set_attributes({"messageId": receipt.message_id, "outcome": receipt.outcome.value})
     carrying.set_attribute("broker", receipt.broker_group)
     if not receipt.is_stored:
-        for one in (span, carrying):
-            one.set_status(StatusCode.ERROR, receipt.reason)
+        for failed in (span, carrying):
+            failed.set_status(StatusCode.ERROR, receipt.reason)
 
 
 def _tracer(provider: TracerProvider | None) -> Tracer:

@@ -47,7 +47,9 @@ class Requester:
     """
 
     def __init__(self, producer: Sends, consumer: Consumer, *, reply_subject: str) -> None:
-        self._producer, self._consumer, self._reply_subject = producer, consumer, reply_subject
+        self._producer = producer
+        self._consumer = consumer
+        self._reply_subject = reply_subject
         self._name_anew()
         self._numbers = count(1)
         self._waiting: dict[str, asyncio.Future[ReceivedMessage]] = {}

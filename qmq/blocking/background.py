@@ -139,7 +139,7 @@ class Background:
         """Wait for the program's own threads, then for what they sent."""
         threading.main_thread().join()
         this = threading.current_thread()
-        while others := [one for one in threading.enumerate() if one is not this and _is_waited_for(one)]:
+        while others := [thread for thread in threading.enumerate() if thread is not this and _is_waited_for(thread)]:
             others[0].join()
         self.flush()
 

@@ -273,17 +273,17 @@ class _Session:
         with self._lock:
             sent, timeout = list(self._under_way), 0.0 if self._is_given_up else self._owner._timeout_s + EXIT_S
         until = time.monotonic() + timeout
-        wait([one.future for one in sent], timeout)
+        wait([message.future for message in sent], timeout)
         draining = self.background.submit(self.producer.outbox.drain())
         is_drained = bool(wait([draining], max(0.0, until - time.monotonic())).done)
         wait([self.background.submit(self.producer.callbacks_ended())], max(0.0, until - time.monotonic()))
-        lost = [reason for one in sent if (reason := one.why_not_stored())]
+        lost = [reason for message in sent if (reason := message.why_not_stored())]
         if lost:
             text = "messages are not known to be stored as the process ends messages=%d app=%s reason=%s"
             log.error(text, len(lost), self._owner._app, lost[0])
         if not is_drained:
             log.warning("messages stay in the outbox as the process ends app=%s", self._owner._app)
-        if not is_drained or not all(one.future.done() for one in sent):
+        if not is_drained or not all(message.future.done() for message in sent):
             self._is_given_up = True
             draining.cancel()
             with self._lock:
@@ -309,7 +309,9 @@ class _Sent:
     __slots__ = ("message", "on_done", "later", "future", "size")
 
     def __init__(self, message: Message, on_done: OnReceipt | None, later: Delay | None) -> None:
-        self.message, self.on_done, self.later = message, on_done, later
+        self.message = message
+        self.on_done = on_done
+        self.later = later
         self.size = _size(message)
         self.future: Future[Receipt] = _Receipt()
         self.future.set_running_or_notify_cancel()

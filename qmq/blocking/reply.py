@@ -26,7 +26,9 @@ class Requester:
     """
 
     def __init__(self, producer: Producer, consumer: Consumer, *, reply_subject: str) -> None:
-        self._producer, self._consumer, self._reply_subject = producer, consumer, reply_subject
+        self._producer = producer
+        self._consumer = consumer
+        self._reply_subject = reply_subject
         self._open: tuple[Background, AsyncRequester] | None = None
         self._is_closed = False
 

@@ -69,7 +69,7 @@ class Backlog:
         return QueueFull(f"{self.messages} messages wait already, {self.bytes} bytes ({bounds})")
 
 
-class Waiting(NamedTuple):
+class QueuedMessage(NamedTuple):
     """One message that was sent alone and waits for a batch."""
 
     data: bytes
@@ -86,11 +86,12 @@ class SubjectQueue:
     """
 
     def __init__(self, subject: str, backlog: Backlog, group: str | None = None) -> None:
-        self.subject, self.group = subject, group
+        self.subject = subject
+        self.group = group
         self.ready: deque[Batch] = deque()
-        self.waiting: deque[Waiting] = deque()
+        self.waiting: deque[QueuedMessage] = deque()
         self.waiting_bytes = 0
-        self.under_way: list[Waiting] | None = None
+        self.under_way: list[QueuedMessage] | None = None
         """A lane's messages of which no other may get ahead."""
         self._backlog = backlog
         self._has_labels = False
@@ -99,13 +100,13 @@ class SubjectQueue:
     def __bool__(self) -> bool:
         return bool(self.ready or self.waiting)
 
-    def add(self, one: Waiting) -> None:
-        size, backlog = len(one.data), self._backlog
-        self.waiting.append(one)
+    def add(self, message: QueuedMessage) -> None:
+        size, backlog = len(message.data), self._backlog
+        self.waiting.append(message)
         self.waiting_bytes += size
         backlog.messages += 1
         backlog.bytes += size
-        if one.label:
+        if message.label:
             self._has_labels = True
 
     def add_batch(self, batch: Batch) -> None:
@@ -117,7 +118,7 @@ class SubjectQueue:
         """Queue batches again that a group refused, where they were: before those that were made later."""
         if self.under_way is not None:
             self.waiting.extendleft(reversed(self.under_way))
-            self._count(len(self.under_way), sum(len(one.data) for one in self.under_way))
+            self._count(len(self.under_way), sum(len(message.data) for message in self.under_way))
             self.under_way = None
             return
         for batch in batches:
@@ -138,30 +139,30 @@ class SubjectQueue:
         if self.ready:
             return self.ready.popleft()
         taken = self._take(bytes_max)
-        labels = [one.label for one in taken] if self._has_labels else ()
+        labels = [message.label for message in taken] if self._has_labels else ()
 
         def resolved(batch: Batch) -> None:
             self.under_way = None
-            for position, one in enumerate(taken):
-                one.done(batch.receipt(position))
+            for position, message in enumerate(taken):
+                message.done(batch.receipt(position))
 
-        blocks, flags = with_labels(join_batch([one.data for one in taken]), labels)
-        batch = Batch(self.subject, [one.id for one in taken], blocks, taken[0].deadline_ms, resolved, flags)
+        blocks, flags = with_labels(join_batch([message.data for message in taken]), labels)
+        batch = Batch(self.subject, [message.id for message in taken], blocks, taken[0].deadline_ms, resolved, flags)
         self._batches_made += 1
         batch.order = (self._batches_made,)
         if self.group is not None:
             self.under_way = taken
         return batch
 
-    def _take(self, bytes_max: int) -> list[Waiting]:
-        taken: list[Waiting] = []
+    def _take(self, bytes_max: int) -> list[QueuedMessage]:
+        taken: list[QueuedMessage] = []
         each, size = (12, 32) if self._has_labels else (4, 16)
         while self.waiting and len(taken) < BATCH_MESSAGES_MAX:
             size += len(self.waiting[0].data) + each
             if taken and size > bytes_max:
                 break
             taken.append(self.waiting.popleft())
-        self._count(-len(taken), -sum(len(one.data) for one in taken))
+        self._count(-len(taken), -sum(len(message.data) for message in taken))
         return taken
 
     def expire(self, now_ms: int, error: QmqError) -> None:
@@ -174,11 +175,11 @@ class SubjectQueue:
         for _ in range(len(self.waiting)):
             if not self.waiting or self.waiting[0].deadline_ms > now_ms:
                 break
-            one = self.waiting.popleft()
-            self._count(-1, -len(one.data))
-            one.done(unstored(Outcome.REFUSED, one.id, self.subject, "", error))
+            message = self.waiting.popleft()
+            self._count(-1, -len(message.data))
+            message.done(unstored(Outcome.REFUSED, message.id, self.subject, "", error))
 
-    def take_all(self) -> Iterable[Waiting]:
+    def take_all(self) -> Iterable[QueuedMessage]:
         """Take every single message out."""
         taken, self.waiting = self.waiting, deque()
         self._count(-len(taken), -self.waiting_bytes)
@@ -194,7 +195,8 @@ class Lanes:
     """What waits of one subject's messages with an order key. Made by a producer when the first one comes."""
 
     def __init__(self, subject: str, backlog: Backlog) -> None:
-        self._subject, self._backlog = subject, backlog
+        self._subject = subject
+        self._backlog = backlog
         self._lanes: dict[str, SubjectQueue] = {}
         self._unplaced = SubjectQueue(subject, backlog, "")
         self._groups: tuple[str, ...] = ()
@@ -225,11 +227,11 @@ class Lanes:
         if not self.are_moving or any(lane.under_way is not None for lane in self._lanes.values()):
             return False
         # A key's messages lie in one lane, those that came since the change behind them: so their order is kept.
-        waiting = [one for queue in self for one in queue.take_all()]
+        waiting = [message for queue in self for message in queue.take_all()]
         self._groups = self._wanted
         self._lanes = {group: SubjectQueue(self._subject, self._backlog, group) for group in self._groups}
-        for one in waiting:
-            self.lane(one.label).add(one)
+        for message in waiting:
+            self.lane(message.label).add(message)
         return True
 
 

@@ -22,7 +22,7 @@ from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
-from qmq.client.backlog import SubjectQueue, Waiting
+from qmq.client.backlog import QueuedMessage, SubjectQueue
 from qmq.client.batch import (
     BATCH_BYTES_MAX,
     BATCH_MESSAGES_MAX,
@@ -213,7 +213,7 @@ class _Encoded(NamedTuple):
     label: int
 
 
-class ManySend:
+class BulkSend:
     """Made by a producer for each call; ends when all is resolved.
 
     Args:
@@ -231,9 +231,14 @@ class ManySend:
         until_ms: int | None = None,
     ) -> None:
         self.receipts = Receipts()
-        self._delay, self._due_ms = delay, delay.due_ms if delay else None
-        self._sender, self._ids, self._timeout_ms, self._flight = sender, ids, timeout_ms, flight
-        self._until_ms, self._unresolved = until_ms, 0
+        self._delay = delay
+        self._due_ms = delay.due_ms if delay else None
+        self._sender = sender
+        self._ids = ids
+        self._timeout_ms = timeout_ms
+        self._flight = flight
+        self._until_ms = until_ms
+        self._unresolved = 0
         self._stuck: set[str] = set()
         """Subjects whose last batch waited until its deadline: the rest need not wait as long again."""
 
@@ -241,7 +246,7 @@ class ManySend:
         try:
             subjects = {message.subject for message in chunk}
         except AttributeError:
-            raise next(not_a_message(one) for one in chunk if not isinstance(one, Message)) from None
+            raise next(not_a_message(item) for item in chunk if not isinstance(item, Message)) from None
         try:
             if len(subjects) == 1 and (self._delay is None or self._delay.key is None):
                 await self._send_uniform(self._sender.queue(subjects.pop()), chunk)
@@ -299,19 +304,21 @@ class ManySend:
                 makers.append(self._refused(message, error))
         for subject, messages in by_subject.items():
             for piece in _pieces(messages, self._sender.batch_bytes_max(subject)):
-                blocks, flags = with_labels(join_batch([one.data for one in piece]), [one.label for one in piece])
-                batch = await self._submit(self._sender.queue(subject), [one.id for one in piece], blocks, flags)
-                for at, one in enumerate(piece):
-                    makers[one.position] = partial(batch.receipt, at)
+                batch_bytes = join_batch([encoded.data for encoded in piece])
+                blocks, flags = with_labels(batch_bytes, [encoded.label for encoded in piece])
+                ids = [encoded.id for encoded in piece]
+                batch = await self._submit(self._sender.queue(subject), ids, blocks, flags)
+                for at, encoded in enumerate(piece):
+                    makers[encoded.position] = partial(batch.receipt, at)
         self.receipts.add(makers)
 
-    async def _send_in_order(self, subject: str, one: _Encoded) -> Callable[[], Receipt]:
+    async def _send_in_order(self, subject: str, message: _Encoded) -> Callable[[], Receipt]:
         """Queue a message with an order key, once there is room: its batch is made when its broker group is known."""
         deadline_ms = self._deadline_ms()
-        queue = await self._sender.room(subject, one.label, len(one.data), deadline_ms)
+        queue = await self._sender.room(subject, message.label, len(message.data), deadline_ms)
         if isinstance(queue, QmqError) or self._is_over():
             error = queue if isinstance(queue, QmqError) else self._sender.too_late(subject)
-            receipt = unstored(Outcome.REFUSED, one.id, subject, "", error, self._due_ms)
+            receipt = unstored(Outcome.REFUSED, message.id, subject, "", error, self._due_ms)
             return lambda: receipt
         later, flight = _Later(), self._flight()
         self._unresolved += 1
@@ -321,7 +328,7 @@ class ManySend:
             self._unresolved -= 1
             flight.open -= 1
 
-        self._sender.add(queue, Waiting(one.data, one.id, deadline_ms, done, one.label))
+        self._sender.add(queue, QueuedMessage(message.data, message.id, deadline_ms, done, message.label))
         return later
 
     async def _submit(self, queue: SubjectQueue, ids: list[str], blocks: list[bytes], flags: int) -> Batch:
@@ -376,11 +383,11 @@ def _not_sent() -> Receipt:
 def _pieces(messages: list[_Encoded], bytes_max: int) -> Iterator[list[_Encoded]]:
     """Cut messages of one subject into pieces of so many bytes, or one message."""
     begin = size = 0
-    for at, one in enumerate(messages):
-        if size + len(one.data) > bytes_max and at > begin:
+    for at, message in enumerate(messages):
+        if size + len(message.data) > bytes_max and at > begin:
             yield messages[begin:at]
             begin, size = at, 0
-        size += len(one.data)
+        size += len(message.data)
     yield messages[begin:]
 
 

@@ -15,9 +15,9 @@ from types import MappingProxyType
 from typing import Literal, TypeVar
 
 from qmq.access import find_token
-from qmq.client.handler import Filter, Handler, Handling, call_back, check_plain
+from qmq.client.handler import Filter, FilteredHandler, Handler, call_back, check_plain
 from qmq.client.lifetime import on_sigterm
-from qmq.client.listener import PRIORITY_MAX, Listener, Precedence
+from qmq.client.listener import PRIORITY_MAX, Listener, Priorities
 from qmq.client.membership import Connections, MasterChanged, Membership
 from qmq.client.puller import Puller
 from qmq.client.terms import Terms, check_batch, check_concurrency, check_seconds, check_whole, make_terms
@@ -59,14 +59,16 @@ class Consumer:
         drain_s: float = 20.0,
         online: bool = True,
     ) -> None:
-        self._metaserver, self._app = metaserver_url(metaserver), plain_text("app", app)
+        self._metaserver = metaserver_url(metaserver)
+        self._app = plain_text("app", app)
         self._token = find_token(token)
         self._id = check_name("consumer id", consumer_id or _default_id())
-        self._has_default_id, self._pid = not consumer_id, os.getpid()
+        self._has_default_id = not consumer_id
+        self._pid = os.getpid()
         self._drain_s = check_seconds("drain_s", drain_s)
         self._is_online = online
         self._listeners: dict[tuple[str, str], Listener] = {}
-        self._precedence = Precedence()
+        self._priorities = Priorities()
         self._members: dict[tuple[str, str], Membership] = {}
         """Of each (subject, group) that is taken, mailboxes too, whose it is."""
         self._watchers: list[Callable[[MasterChanged], object]] = []
@@ -193,18 +195,19 @@ class Consumer:
         check_whole("priority", priority, 0, PRIORITY_MAX)
         self._check_free(terms)
         if not auto_ack or most_once:
-            for one in filters:
-                if getattr(one, "needs_auto_ack", False):
-                    raise InvalidRequest(f"{type(one).__name__} must know when a message is acked: after its handler")
+            for filter_ in filters:
+                if getattr(filter_, "needs_auto_ack", False):
+                    name = type(filter_).__name__
+                    raise InvalidRequest(f"{name} needs acks after the handler: leave out most_once, keep auto_ack")
 
         def register(handler: H) -> H:
             listener = Listener(
                 terms,
-                Handling(handler, filters, is_batch=batch is not None),
+                FilteredHandler(handler, filters, is_batch=batch is not None),
                 concurrency=concurrency,
                 batch=batch,
                 auto_ack=auto_ack,
-                precedence=self._precedence,
+                priorities=self._priorities,
                 priority=priority,
                 drain_s=self._drain_s,
                 is_online=self._is_online,
@@ -385,7 +388,8 @@ class Consumer:
 
     def _acquire(self) -> Connections:
         """The connections begin with their first user and end with the last."""
-        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
         if self._connections is None:
             self._connections = Connections(
                 metaserver=self._metaserver,

@@ -1,15 +1,11 @@
 """Shell. Delayed messages of a producer: due time, cancel, reschedule, and recurring schedules.
 
-When a delayed message is due, by which key its sender may take it back, and what became of that.
-Asks delay groups to take a delayed message back, or to send it at another time.
+Cancel and reschedule are idempotent, so a request without an answer is repeated, also at the delay group's next master.
+Only a receipt names the delay group of a message. Without a receipt all delay groups get the request, and UNKNOWN is
+the outcome only when all of them return it.
 
-Both may be asked twice, so a lost answer is asked for again, at the group's next master too. Only a receipt says
-which group has a message: without one, all groups are asked, and "unknown" is an answer only when all of them gave it.
-
-Recurring schedules, as a producer puts, deletes and lists them.
-
-A schedule lies in one delay group. Which one, its name says; it stays there as long as that group has it, whatever
-groups come and go. So putting one begins by asking all groups: one that does not answer may have it.
+A recurring schedule is stored in one delay group and stays there when groups are added or removed. Storing one begins
+with a list request to all groups: a group that does not answer may hold the schedule.
 """
 
 from __future__ import annotations
@@ -45,11 +41,18 @@ from qmq.remoting.commands import (
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MS = timedelta(milliseconds=1)
 DUE_MS_MAX = (datetime.max.replace(tzinfo=UTC) - _EPOCH) // _MS
-"""The end of the year 9999. How far off a due time may be is for the delay server to say."""
+"""End of the year 9999. Delay servers have a lower limit of their own."""
+
+A = TypeVar("A")
+Ask = Callable[[str, int], Coroutine[None, None, A]]
+"""Sends one request to a delay group and returns its answer, until a deadline in ms."""
+Schedules = list[RecurringSchedule]
+_FINAL = (CallError, AccessError)
+"""Errors that no repeated request changes."""
 
 
 class Delay(NamedTuple):
-    """`due_ms` since 1970 UTC; `key`, if its sender gave one."""
+    """Due time of a message, in ms since 1970 UTC, and the key for cancelling it."""
 
     due_ms: int
     key: str | None
@@ -65,7 +68,7 @@ class Delay(NamedTuple):
 
 
 class DelayArguments(TypedDict, total=False):
-    """What `Producer.send` and its siblings take, for those that pass it on."""
+    """Delay arguments of `Producer.send`, for functions that pass them on."""
 
     delay: float | timedelta | None
     at: datetime | None
@@ -73,32 +76,28 @@ class DelayArguments(TypedDict, total=False):
 
 
 class DelayOutcome(StrEnum):
-    """What became of the wish to take a delayed message back, or to send it at another time."""
+    """Result of cancelling or rescheduling a delayed message."""
 
     CANCELLED = "cancelled"
-    """It is not sent. Also if an earlier call has cancelled it."""
+    """The message is not sent, by this call or by an earlier one."""
     RESCHEDULED = "rescheduled"
-    """It is due at the new time."""
+    """The message is due at the new time."""
     SENT = "sent"
-    """Too late: it was given to a broker, or is on its way there. Nothing was changed."""
+    """Too late: a broker has the message, or it is on its way there. Nothing was changed."""
     UNKNOWN = "unknown"
-    """No delay server has such a message, or it was sent or cancelled so long ago that it is forgotten."""
+    """No delay server has this message. It may have been sent or cancelled long ago."""
 
 
 def delay_of(delay: float | timedelta | None, at: datetime | None, key: str | None, *, now_ms: int) -> Delay:
-    """Read the arguments of a call.
-
-    Raises:
-        InvalidRequest: says which of them is wrong, and what to write instead.
-    """
+    """Return the checked delay of a call; raises InvalidRequest."""
     due_ms = due_of_call(delay, at, now_ms=now_ms)
     return Delay(due_ms, None if key is None else check_key(key))
 
 
 def due_of_call(delay: float | timedelta | None, at: datetime | None, *, now_ms: int) -> int:
-    """Return when a message is due; raises InvalidRequest."""
+    """Return the due time of a call, in ms since 1970 UTC; raises InvalidRequest."""
     if (delay is None) == (at is None):
-        raise InvalidRequest("a delayed message has delay= (seconds, or a timedelta) or at= (a datetime), one of them")
+        raise InvalidRequest("a delayed message needs one of delay= (seconds or a timedelta) and at= (a datetime)")
     if at is not None:
         return _moment(at)
     if isinstance(delay, timedelta):
@@ -115,23 +114,23 @@ def _moment(at: datetime) -> int:
         raise InvalidRequest(f"at is a datetime with its time zone, not {type(at).__name__}")
     if at.utcoffset() is None:
         raise InvalidRequest(
-            f"at={at} has no time zone, so it names no moment: write at.astimezone() if it is this "
-            "computer's local time, at.replace(tzinfo=…) if it is another, or datetime.now(UTC) + timedelta(…)"
+            f"at={at} has no time zone: write at.astimezone() for this computer's local time, at.replace(tzinfo=…) "
+            "for another zone, or datetime.now(UTC) + timedelta(…)"
         )
     return -((_EPOCH - at) // _MS)  # rounded up: never early
 
 
 def check_key(key: str) -> str:
-    """Return a key for cancelling if it is one; raises InvalidRequest."""
+    """Return the key for cancelling; raises InvalidRequest."""
     if not isinstance(key, str) or not 0 < len(key.encode("utf-8", "replace")) <= DELAY_KEY_BYTES_MAX:
-        raise InvalidRequest(f"a key for cancelling is a word of 1 to {DELAY_KEY_BYTES_MAX} bytes, not {key!r:.50}")
+        raise InvalidRequest(f"a key for cancelling is a str of 1 to {DELAY_KEY_BYTES_MAX} bytes, not {key!r:.50}")
     return plain(key)
 
 
-class Wanted(NamedTuple):
-    """Which messages of a subject a call means: the one of an id, or those of a key; the other is "".
+class Target(NamedTuple):
+    """Delayed messages that a call selects: one by id, or all with a key; the other field is "".
 
-    `group`: the delay group that has it, "" if any may; `due_ms`: about when it is due, 0 if that is not known.
+    `group` is the delay group of the message, "" if not known; `due_ms` the expected due time, 0 if not known.
     """
 
     subject: str
@@ -141,139 +140,59 @@ class Wanted(NamedTuple):
     due_ms: int = 0
 
 
-def wanted(receipt: Receipt | None, subject: str | None, id: str | None, key: str | None) -> Wanted:
-    """Read which message is meant.
+def target_of(receipt: Receipt | None, subject: str | None, id: str | None, key: str | None) -> Target:
+    """Return the target of a call.
 
     Raises:
-        InvalidRequest: the arguments name none, or more than one way; or the message was not delayed.
+        InvalidRequest: the arguments select no message or select it twice, or the message was not delayed.
     """
     if receipt is not None:
         if (subject, id, key) != (None, None, None):
-            raise InvalidRequest("a receipt names its message: give it alone, or subject= and id= or key=")
+            raise InvalidRequest("a receipt selects its message: give it alone, or subject= and id= or key=")
         if receipt.due_ms is None:
-            raise InvalidRequest(f"message {receipt.message_id} was not delayed: it was sent at once")
-        group = receipt.broker_group if receipt.is_stored else ""  # else some group may have it
-        return Wanted(receipt.subject, receipt.message_id, "", group, receipt.due_ms)
+            raise InvalidRequest(f"message {receipt.message_id} was sent without delay")
+        group = receipt.broker_group if receipt.is_stored else ""  # else any group may have it
+        return Target(receipt.subject, receipt.message_id, "", group, receipt.due_ms)
     if not subject or bool(id) == bool(key):
         raise InvalidRequest("give the receipt, or subject= and one of id= and key=")
-    return Wanted(plain(subject), plain(id) or "", check_key(key) if key else "")
+    return Target(plain(subject), plain(id) or "", check_key(key) if key else "")
 
 
 _BEST = (DelayState.RESCHEDULED, DelayState.CANCELLED, DelayState.SENT, DelayState.UNKNOWN)
-"""What one group did counts more than what another one does not know."""
+"""Order of precedence when delay groups return different states."""
 
 
-def outcome_of(one: Wanted, states: Iterable[DelayState], silent: Iterable[Exception]) -> DelayOutcome:
-    """Join what delay groups answered, and the errors of those that did not.
+def outcome_of(target: Target, states: Iterable[DelayState], errors: Iterable[Exception]) -> DelayOutcome:
+    """Combine the answers of the delay groups.
+
+    Args:
+        errors: one for each group without an answer.
 
     Raises:
-        CallError: what a group refused for good.
-        Exception: a group that may have the message gave no answer; its error says why.
+        CallError: a group refused the request for good.
+        Exception: a group that may have the message gave no answer.
     """
-    errors = list(silent)
+    missing = list(errors)
     best = min(states, key=_BEST.index, default=DelayState.UNKNOWN)
-    if errors and (not one.id or best is DelayState.UNKNOWN):  # of an id there is one message, of a key maybe many
-        raise next((error for error in errors if isinstance(error, CallError)), errors[0])
+    if missing and (not target.id or best is DelayState.UNKNOWN):  # an id has one message, a key may have many
+        raise next((error for error in missing if isinstance(error, CallError)), missing[0])
     return DelayOutcome(best.value)
 
 
-A = TypeVar("A")
-Ask = Callable[[str, int], Coroutine[None, None, A]]
-"""Asks one group, until a deadline in ms."""
-
-
-async def cancel_message(sender: Sender, one: Wanted, *, timeout_ms: int, answer_timeout_s: float) -> DelayOutcome:
-    """Take a message back; raises what `outcome_of` raises."""
-    body = commands.encode_cancel(
-        Cancel(one.subject, [one.id] if one.id else [], [one.key] if one.key else [], one.due_ms)
-    )
-
-    def read(answer: memoryview) -> DelayState:
-        ids, keys = commands.decode_cancelled(answer)
-        return (ids + keys)[0]
-
-    ask = partial(ask_group, sender, Command.CANCEL, body, read, answer_timeout_s)
-    return await _ask_all(sender, one, ask, sender.now_ms() + timeout_ms)
-
-
-async def reschedule_message(
-    sender: Sender, one: Wanted, due_ms: int, *, timeout_ms: int, answer_timeout_s: float
-) -> DelayOutcome:
-    """Send a message at another time; raises what `outcome_of` raises."""
-    body = commands.encode_reschedule(Reschedule(one.subject, one.id, one.key, due_ms))
-    ask = partial(ask_group, sender, Command.RESCHEDULE, body, commands.decode_rescheduled, answer_timeout_s)
-    return await _ask_all(sender, one, ask, sender.now_ms() + timeout_ms)
-
-
-async def _ask_all(sender: Sender, one: Wanted, ask: Ask[DelayState], deadline_ms: int) -> DelayOutcome:
-    groups = [one.group] if one.group else await sender.groups(one.subject, deadline_ms)
-    states, silent = await ask_groups(groups, ask, deadline_ms)
-    return outcome_of(one, list(states.values()), silent)
-
-
-async def ask_groups(groups: Iterable[str], ask: Ask[A], deadline_ms: int) -> tuple[dict[str, A], list[QmqError]]:
-    """Ask several groups at once; return the answer of each that gave one, and the errors of the others."""
-    names = list(groups)
-    answers = await asyncio.gather(*(ask(group, deadline_ms) for group in names), return_exceptions=True)
-    found, errors = {}, []
-    for group, answer in zip(names, answers):
-        if isinstance(answer, QmqError):
-            errors.append(answer)
-        elif isinstance(answer, BaseException):
-            raise answer
-        else:
-            found[group] = answer
-    return found, errors
-
-
-async def ask_group(
-    sender: Sender,
-    command: Command,
-    body: bytes,
-    read: Callable[[memoryview], A],
-    answer_timeout_s: float,
-    group: str,
-    deadline_ms: int,
-    *,
-    final: tuple[type[QmqError], ...] = (CallError, AccessError),
-) -> A:
-    """Ask one group until it answers; raises its refusal if that is `final`, or NotServed after the deadline."""
-    why = ""
-    while (left_ms := deadline_ms - sender.now_ms()) > 0:
-        connection = sender.connection(group)
-        if connection is None:
-            await sender.wait()
-            continue
-        try:
-            async with asyncio.timeout(min(left_ms / 1000, answer_timeout_s)):
-                return read(await connection.request(command, body))
-        except final:
-            raise
-        except TimeoutError:
-            why = "no answer in time"
-            connection.close(why)
-        except QmqError as error:
-            why = str(error)
-            sender.complain(group, error)
-    raise NotServed(f"delay group {group} did not answer: {sender.complaint(group) or why or 'no connection'}")
-
-
-Schedules = list[RecurringSchedule]
-_FINAL = (CallError, AccessError, BrokerReadOnly)
-
-
 def schedule_request(message: Message, *, name: str, cron: str, timezone: str, owner: str) -> Recur:
-    """Say what is to be sent, and when.
+    """Return the request that stores a recurring schedule.
 
     Raises:
-        InvalidRequest, InvalidName, InvalidMessage: it can never be sent as it is.
+        InvalidRequest, InvalidName, InvalidMessage: an argument or the message is not valid.
     """
     for what, text in (("name", name), ("cron", cron), ("timezone", timezone), ("owner", owner)):
         if not isinstance(text, str) or not text:
-            raise InvalidRequest(f"{what} of a recurring schedule is a word, not {text!r:.50}")
+            raise InvalidRequest(f"{what} of a recurring schedule is a str that is not empty, not {text!r:.50}")
     name, cron, timezone, owner = map(plain, (name, cron, timezone, owner))
     if message.id is not None:
-        raise InvalidMessage("each occurrence of a recurring schedule gets an id of its own: give the message none")
+        raise InvalidMessage(
+            "each occurrence of a recurring schedule gets an id of its own: leave out the message's id"
+        )
     copy = Message(
         message.subject,
         message.properties,
@@ -287,72 +206,137 @@ def schedule_request(message: Message, *, name: str, cron: str, timezone: str, o
     return Recur(RecurAction.PUT, copy.subject, name, owner, cron, timezone, data)
 
 
-async def put_schedule(sender: Sender, recur: Recur, *, timeout_ms: int, answer_timeout_s: float) -> RecurringSchedule:
-    """Store a schedule in the group that has one of this name, else in one that takes it; raises QmqError."""
-    deadline_ms = sender.now_ms() + timeout_ms
-    asking = partial(_asking, sender, answer_timeout_s=answer_timeout_s)
-    groups = await sender.groups(recur.subject, deadline_ms)
-    known = await _all(groups, asking(Recur(RecurAction.LIST, recur.subject)), deadline_ms)
-    order = sorted(groups, key=partial(_rank, recur))
-    holders = [group for group in order if any(one.name == recur.name for one in known[group])]
-    if holders:
-        (schedule,) = await asking(recur)(holders[0], deadline_ms)
-        await _all(holders[1:], asking(recur._replace(action=RecurAction.DELETE)), deadline_ms)
+class DelayGroups:
+    """Requests of one call to the delay groups.
+
+    Args:
+        sender: the producer's sender to delay groups.
+        timeout_ms: for the whole call.
+        answer_timeout_s: for one answer; then the connection is closed and the request repeated.
+    """
+
+    def __init__(self, sender: Sender, *, timeout_ms: int, answer_timeout_s: float) -> None:
+        self._sender = sender
+        self._answer_timeout_s = answer_timeout_s
+        self._deadline_ms = sender.now_ms() + timeout_ms
+
+    async def cancel(self, target: Target) -> DelayOutcome:
+        """Cancel messages; raises what `outcome_of` raises."""
+        ids, keys = [target.id] if target.id else [], [target.key] if target.key else []
+
+        def read(answer: memoryview) -> DelayState:
+            of_ids, of_keys = commands.decode_cancelled(answer)
+            return (of_ids + of_keys)[0]
+
+        body = commands.encode_cancel(Cancel(target.subject, ids, keys, target.due_ms))
+        return await self._change(target, partial(self._ask, Command.CANCEL, body, read))
+
+    async def reschedule(self, target: Target, due_ms: int) -> DelayOutcome:
+        """Give messages another due time; raises what `outcome_of` raises."""
+        body = commands.encode_reschedule(Reschedule(target.subject, target.id, target.key, due_ms))
+        return await self._change(target, partial(self._ask, Command.RESCHEDULE, body, commands.decode_rescheduled))
+
+    async def _change(self, target: Target, ask: Ask[DelayState]) -> DelayOutcome:
+        groups = [target.group] if target.group else await self._sender.groups(target.subject, self._deadline_ms)
+        states, errors = await self._ask_each(groups, ask)
+        return outcome_of(target, states.values(), errors)
+
+    async def put_schedule(self, recur: Recur) -> RecurringSchedule:
+        """Store a schedule in the group that holds its name, else in one that is writable; raises QmqError."""
+        groups = await self._sender.groups(recur.subject, self._deadline_ms)
+        known = await self._all(groups, self._asking(Recur(RecurAction.LIST, recur.subject)))
+        order = sorted(groups, key=partial(_rank, recur))
+        holders = [group for group in order if any(schedule.name == recur.name for schedule in known[group])]
+        if not holders:
+            return await self._put_new(recur, order)
+        (schedule,) = await self._asking(recur)(holders[0], self._deadline_ms)
+        await self._all(holders[1:], self._asking(recur._replace(action=RecurAction.DELETE)))
         return schedule
-    return await _put_anew(asking(recur, final=_FINAL), order, deadline_ms)
 
+    async def _put_new(self, recur: Recur, order: list[str]) -> RecurringSchedule:
+        """Store a schedule in the first group that is writable."""
+        ask = self._asking(recur, final=(*_FINAL, BrokerReadOnly))
+        error: QmqError = NotServed("there is no delay group")
+        for group in order:
+            try:
+                (schedule,) = await ask(group, self._deadline_ms)
+                return schedule
+            except BrokerReadOnly as refusal:
+                error = refusal
+        raise error
 
-async def _put_anew(ask: Ask[Schedules], order: list[str], deadline_ms: int) -> RecurringSchedule:
-    """Store it in the first group that takes new messages."""
-    error: QmqError = NotServed("there is no delay group")
-    for group in order:
-        try:
-            (schedule,) = await ask(group, deadline_ms)
-            return schedule
-        except BrokerReadOnly as refusal:
-            error = refusal
-    raise error
+    async def delete_schedule(self, subject: str, name: str) -> bool:
+        """Delete a schedule from every group; return whether one held it. Raises QmqError."""
+        if not name:
+            raise InvalidRequest("name of the recurring schedule is missing")
+        subject, name = plain(subject), plain(name)
+        groups = await self._sender.groups(subject, self._deadline_ms)
+        answers = await self._all(groups, self._asking(Recur(RecurAction.DELETE, subject, name)))
+        return any(answers.values())
 
+    async def list_schedules(self, subject: str) -> Schedules:
+        """Return the schedules of a subject, by name; raises QmqError."""
+        subject = plain(subject)
+        groups = await self._sender.groups(subject, self._deadline_ms)
+        answers = await self._all(groups, self._asking(Recur(RecurAction.LIST, subject)))
+        return sorted(schedule for schedules in answers.values() for schedule in schedules)
 
-async def delete_schedule(sender: Sender, subject: str, name: str, *, timeout_ms: int, answer_timeout_s: float) -> bool:
-    """Delete a schedule from whichever group has it; return whether one had. Raises QmqError."""
-    if not name:
-        raise InvalidRequest("say which recurring schedule: it has a name")
-    deadline_ms = sender.now_ms() + timeout_ms
-    subject, name = plain(subject), plain(name)
-    ask = _asking(sender, Recur(RecurAction.DELETE, subject, name), answer_timeout_s=answer_timeout_s)
-    answers = await _all(await sender.groups(subject, deadline_ms), ask, deadline_ms)
-    return any(answers.values())
+    def _asking(self, recur: Recur, *, final: tuple[type[QmqError], ...] = _FINAL) -> Ask[Schedules]:
+        body = commands.encode_recur(recur)
+        return partial(self._ask, Command.RECUR, body, commands.decode_recurring, final=final)
 
+    async def _all(self, groups: list[str], ask: Ask[Schedules]) -> dict[str, Schedules]:
+        """Return the answer of every group; raises the error of a group without an answer."""
+        answers, errors = await self._ask_each(groups, ask)
+        if errors:
+            raise next((error for error in errors if isinstance(error, CallError)), errors[0])
+        return answers
 
-async def list_schedules(sender: Sender, subject: str, *, timeout_ms: int, answer_timeout_s: float) -> Schedules:
-    """Return the schedules of a subject, by name; raises QmqError."""
-    deadline_ms = sender.now_ms() + timeout_ms
-    subject = plain(subject)
-    ask = _asking(sender, Recur(RecurAction.LIST, subject), answer_timeout_s=answer_timeout_s)
-    answers = await _all(await sender.groups(subject, deadline_ms), ask, deadline_ms)
-    return sorted(one for schedules in answers.values() for one in schedules)
+    async def _ask_each(self, groups: Iterable[str], ask: Ask[A]) -> tuple[dict[str, A], list[QmqError]]:
+        """Send a request to several groups at once; return the answers by group, and the errors of the others."""
+        names = list(groups)
+        answers = await asyncio.gather(*(ask(group, self._deadline_ms) for group in names), return_exceptions=True)
+        found, errors = {}, []
+        for group, answer in zip(names, answers):
+            if isinstance(answer, QmqError):
+                errors.append(answer)
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                found[group] = answer
+        return found, errors
 
-
-def _asking(
-    sender: Sender,
-    recur: Recur,
-    *,
-    answer_timeout_s: float,
-    final: tuple[type[QmqError], ...] = (CallError, AccessError),
-) -> Ask[Schedules]:
-    body = commands.encode_recur(recur)
-    return partial(ask_group, sender, Command.RECUR, body, commands.decode_recurring, answer_timeout_s, final=final)
-
-
-async def _all(groups: list[str], ask: Ask[Schedules], deadline_ms: int) -> dict[str, Schedules]:
-    """Ask all these groups; raises the error of one that does not answer: only it knows what it has."""
-    answers, errors = await ask_groups(groups, ask, deadline_ms)
-    if errors:
-        raise next((error for error in errors if isinstance(error, CallError)), errors[0])
-    return answers
+    async def _ask(
+        self,
+        command: Command,
+        body: bytes,
+        read: Callable[[memoryview], A],
+        group: str,
+        deadline_ms: int,
+        *,
+        final: tuple[type[QmqError], ...] = _FINAL,
+    ) -> A:
+        """Repeat a request to one group until it answers; raises an error of `final`, or NotServed at the deadline."""
+        sender, reason = self._sender, ""
+        while (left_ms := deadline_ms - sender.now_ms()) > 0:
+            connection = sender.connection(group)
+            if connection is None:
+                await sender.wait()
+                continue
+            try:
+                async with asyncio.timeout(min(left_ms / 1000, self._answer_timeout_s)):
+                    return read(await connection.request(command, body))
+            except final:
+                raise
+            except TimeoutError:
+                reason = "no answer in time"
+                connection.close(reason)
+            except QmqError as error:
+                reason = str(error)
+                sender.complain(group, error)
+        raise NotServed(f"delay group {group} did not answer: {sender.complaint(group) or reason or 'no connection'}")
 
 
 def _rank(recur: Recur, group: str) -> bytes:
-    """Order the groups for a name, in the same way at every client: two that put it at once choose the same one."""
+    """Return the sort key of a group for a schedule: clients that store it at the same time choose the same group."""
     return blake2b(f"{recur.subject}\0{recur.name}\0{group}".encode(), digest_size=8).digest()

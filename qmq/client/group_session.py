@@ -84,7 +84,9 @@ class Parcel:
     __slots__ = ("messages", "at", "session", "size")
 
     def __init__(self, messages: list[ReceivedMessage], session: GroupSession, size: int) -> None:
-        self.messages, self.session, self.size = messages, session, size
+        self.messages = messages
+        self.session = session
+        self.size = size
         self.at = 0
 
     @property
@@ -127,8 +129,11 @@ class GroupSession:
     """
 
     def __init__(self, owner: SessionOwner, link: Link, source: str, *, joins: bool = False) -> None:
-        self._owner, self._link, self.source = owner, link, source
-        self.policy, self.group = owner.terms.policy, owner.terms.group
+        self._owner = owner
+        self._link = link
+        self.source = source
+        self.policy = owner.terms.policy
+        self.group = owner.terms.group
         self.unacked = Unacked()
         self.buffered = self.buffered_bytes = 0
         self._times_given_back = 0
@@ -146,7 +151,8 @@ class GroupSession:
         self._urgent: set[Urgency] = set()
         self._send_timer: asyncio.TimerHandle | None = None
         self._sweep_timer: asyncio.TimerHandle | None = None
-        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
 
     # Subscribing.
 
@@ -281,7 +287,8 @@ class GroupSession:
         )
         self._enter(SessionEvent.FORGOTTEN, Unsubscribed())
         self.unacked.drop()
-        self.unacked, self._is_new = Unacked(), True
+        self.unacked = Unacked()
+        self._is_new = True
         self._owner.drop()
         self._subscribe(failures=0)
         self._owner.settled()
@@ -574,19 +581,19 @@ class GroupSession:
         now_s = self._loop.time()
         if now_s < self._defers_from or self._owner.terms.mailbox is None:
             return False
-        carried = [(one, one.message) for one in nack.refusals if one.due_ms > (now_s + CARRY_S_MIN) * 1000]
-        moved = [(one, message) for one, message in carried if message is not None and _may_be_moved(message)]
-        self.unacked.withdraw(nack, [one for one, _ in moved])
-        for one, message in moved:
-            self._owner.defer(message, one.due_ms / 1000 - now_s, partial(self._carried, one))
+        late = [refusal for refusal in nack.refusals if refusal.due_ms > (now_s + CARRY_S_MIN) * 1000]
+        moved = [(refusal, message) for refusal in late if (message := refusal.message) and _may_be_moved(message)]
+        self.unacked.withdraw(nack, [refusal for refusal, _ in moved])
+        for refusal, message in moved:
+            self._owner.defer(message, refusal.due_ms / 1000 - now_s, partial(self._carried, refusal))
         return not nack.refusals
 
-    def _carried(self, one: Refusal, receipt: Receipt) -> None:
+    def _carried(self, refusal: Refusal, receipt: Receipt) -> None:
         """A delay group has a copy, and the message is done; or its broker is asked again."""
-        if one.piece.is_dropped:
+        if refusal.piece.is_dropped:
             return
         if receipt.is_stored:
-            one.piece.done_after_all(one.at)
+            refusal.piece.done_after_all(refusal.at)
         else:
             self._defers_from = self._loop.time() + CARRY_AGAIN_S
             log.warning(
@@ -597,8 +604,8 @@ class GroupSession:
                 receipt.message_id,
                 receipt.reason,
             )
-            self.unacked.tell(one)
-        self.done(one.piece)
+            self.unacked.tell(refusal)
+        self.done(refusal.piece)
 
     def flush(self) -> None:
         """From now on send every decision, also those amid messages that are not decided."""

@@ -41,13 +41,13 @@ _SUSPENDED = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR | inspect.CO_CORO
 _after_commit: WeakSet[Any] = WeakSet()
 
 
-def check_callable(what: str, one: object) -> bool:
+def check_callable(role: str, value: object) -> bool:
     """Return whether `one` is a coroutine function; another function may still return an awaitable.
 
     Raises:
-        InvalidRequest: `one` cannot be called, or a call would not run its body.
+        InvalidRequest: `value` cannot be called, or a call would not run its body.
     """
-    inner = one
+    inner = value
     while True:
         if type(inner) is FunctionType and not inner.__dict__ and not inner.__code__.co_flags & _SUSPENDED:
             return False  # most are; inspect takes 2 µs
@@ -62,28 +62,28 @@ def check_callable(what: str, one: object) -> bool:
         if isinstance(inner, type):
             name = inner.__qualname__
             raise InvalidRequest(
-                f"{what} is the class {name}: a call only makes an object. Give a method of one: {name}(…).method"
+                f"{role} is the class {name}: a call only makes an object. Give a method of one: {name}(…).method"
             )
         if inspect.iscoroutinefunction(inner):
             return True
         if inspect.isasyncgenfunction(inner) or (inspect.isgeneratorfunction(inner) and not _is_coroutine(inner)):
             raise InvalidRequest(
-                f"{what} contains yield: a call of {one!r:.100} would not run its body. "
+                f"{role} contains yield: a call of {value!r:.100} would not run its body. "
                 "Remove yield, or give a function that iterates to the end"
             )
         if not callable(inner):
-            raise InvalidRequest(f"{what} is a function, not {one!r:.100}")
+            raise InvalidRequest(f"{role} is a function, not {value!r:.100}")
         call = type(inner).__call__
         if isinstance(call, WrapperDescriptorType | MethodDescriptorType):  # a function, or written in C
             return False
         inner = call
 
 
-def check_plain(what: str, one: Any) -> Any:
+def check_plain(role: str, value: Any) -> Any:
     """Return `one`, whose result is used at once; raises InvalidRequest if that is not what a call returns."""
-    if check_callable(what, one):
-        raise InvalidRequest(f"{what} is a plain function: def, not async def")
-    return one
+    if check_callable(role, value):
+        raise InvalidRequest(f"{role} is a plain function: def, not async def")
+    return value
 
 
 def _is_coroutine(generator_function: Any) -> bool:
@@ -107,7 +107,7 @@ async def finished(result: Any) -> Any:
         elif (pool := sys.modules.get("multiprocessing.pool")) and isinstance(result, pool.ApplyResult):
             result = await asyncio.to_thread(result.get)
         elif type(result) in (list, tuple, set):
-            return [await finished(one) for one in result]
+            return [await finished(part) for part in result]
         else:
             _check_no_work(result)
             return result
@@ -163,11 +163,11 @@ BlockingFilter = Callable[[ReceivedMessage, BlockingHandler], object]
 Filter = AsyncFilter | BlockingFilter
 Given = ReceivedMessage | list[ReceivedMessage]
 """What a handler is called with: a message, or some where it asked for several at a time."""
-Way = Callable[[Any], Awaitable[object]]
+HandlerCall = Callable[[Any], Awaitable[object]]
 """To a handler, through its filters; it takes what the handler takes."""
 
 
-class Handling:
+class FilteredHandler:
     """A handler with its filters, checked. Made for a listener; `route` makes the way of each of its workers.
 
     Raises:
@@ -178,8 +178,8 @@ class Handling:
         self.is_blocking = not check_callable("a handler", handler)
         _check_call(handler, is_batch)
         outer, inner = list[Filter](), list[Filter]()
-        for one in filters:
-            (outer if check_callable("a filter", one) else inner).append(one)
+        for filter_ in filters:
+            (outer if check_callable("a filter", filter_) else inner).append(filter_)
         if inner and not self.is_blocking:
             raise InvalidRequest("filters of a coroutine function are coroutine functions: async def")
         if [*outer, *inner] != list(filters):
@@ -189,20 +189,20 @@ class Handling:
         for plain in reversed(inner):
             self._handler = partial(_call_plain_filter, plain, partial(_call_to_end, self._handler))
 
-    def route(self, thread: HandlerThread | None) -> Way:
+    def route(self, thread: HandlerThread | None) -> HandlerCall:
         """Return what to await for each call, and to finish; with the thread of the worker if the handler is blocking.
 
         Without filters of coroutine functions, a coroutine function is its own way: a layer more costs 0.1 µs a call.
         """
-        way = cast(Way, self._handler)
+        way = cast(HandlerCall, self._handler)
         if thread is not None:
             way = partial(thread.run, partial(_call_to_end, self._handler))
-        for one in reversed(self._outer):
-            way = cast(Way, partial(_call_filter, one, way))
+        for filter_ in reversed(self._outer):
+            way = cast(HandlerCall, partial(_call_filter, filter_, way))
         return way
 
 
-async def _call_filter(one: AsyncFilter, way: Way, message: ReceivedMessage) -> object:
+async def _call_filter(filter_: AsyncFilter, way: HandlerCall, message: ReceivedMessage) -> object:
     """Call a filter, and see that what it began with `handle` has ended."""
     begun: list[Coroutine[Any, Any, object]] = []
 
@@ -210,21 +210,22 @@ async def _call_filter(one: AsyncFilter, way: Way, message: ReceivedMessage) -> 
         begun.append(work := _awaited(way, message))
         return work
 
-    result = await finished(await one(message, handle))
+    result = await finished(await filter_(message, handle))
     for work in begun:
         if inspect.getcoroutinestate(work) != inspect.CORO_CLOSED:
             if inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
                 work.close()
-            raise InvalidRequest(f"the filter {one!r:.100} did not wait for its handler: write await handle(message)")
+            text = f"the filter {filter_!r:.100} returned before its handler ended: write await handle(message)"
+            raise InvalidRequest(text)
     return result
 
 
-async def _awaited(way: Way, message: ReceivedMessage) -> object:
+async def _awaited(way: HandlerCall, message: ReceivedMessage) -> object:
     return await finished(await way(message))
 
 
-def _call_plain_filter(one: Callable[..., object], handle: BlockingHandler, message: ReceivedMessage) -> object:
-    return one(message, handle)
+def _call_plain_filter(filter_: Callable[..., object], handle: BlockingHandler, message: ReceivedMessage) -> object:
+    return filter_(message, handle)
 
 
 def _call_to_end(call: Callable[[Any], object], given: Given) -> object:

@@ -60,7 +60,8 @@ class JournalWriter:
     """Writes one producer's files; used on its loop. A disk that fails ends the journal, not the producer."""
 
     def __init__(self, journal: Journal, name: str) -> None:
-        self._journal, self._name = journal, _ILLEGAL.sub("_", name)
+        self._journal = journal
+        self._name = _ILLEGAL.sub("_", name)
         self._random = random.Random()
         self._number = self._size = 0
         self._file: FileIO | None = None
@@ -112,14 +113,14 @@ def _lines(batch: Batch, result: Result) -> Iterable[str]:
     for position, (identity, message) in enumerate(zip(batch.ids, split_batch(body, len(batch)), strict=True)):
         if position in result.refused:
             continue
-        said = {
+        record = {
             "subject": batch.subject,
             "group": result.broker_group,
             "sequence": sequence,
             "id": identity,
             "hash": sha256(message).hexdigest()[:HASH_DIGITS],
         }
-        yield json.dumps(said) + "\n"
+        yield json.dumps(record) + "\n"
         sequence += 1
 
 

@@ -24,7 +24,7 @@ from qmq.logs import bounded
 log = bounded(__name__)
 
 
-def lasting(task: asyncio.Task[None]) -> asyncio.Task[None]:
+def logged_task(task: asyncio.Task[None]) -> asyncio.Task[None]:
     """Let it be logged why the task ends, unless it is cancelled; return it."""
     task.add_done_callback(_ended)
     return task

@@ -45,7 +45,8 @@ class Link:
         self.endpoint: Endpoint | None = None
         self._owner = owner
         self._routing = routing
-        self._token, self._app = token, app
+        self._token = token
+        self._app = app
         self._woken = asyncio.Event()
         self._failures = 0
 
@@ -104,7 +105,9 @@ class Link:
             connection.close("the group has another master")
         if not connection.is_open:
             return False
-        self.connection, self.welcome, self.endpoint = connection, welcome, endpoint
+        self.connection = connection
+        self.welcome = welcome
+        self.endpoint = endpoint
         self._failures = 0
         log.info("connected group=%s endpoint=%s", self.broker_group, endpoint)
         self._owner.link_opened(self)

@@ -33,7 +33,7 @@ from collections import deque
 from datetime import UTC, datetime
 from typing import cast
 
-from qmq.client.handler import Given, HandlerThread, Handling, Way, finished
+from qmq.client.handler import FilteredHandler, Given, HandlerCall, HandlerThread, finished
 from qmq.client.membership import Membership, announce
 from qmq.client.prefetch import LOOK_S, MEASURED_EVERY, Pacer, Prefetch
 from qmq.client.received import ReceivedMessage
@@ -61,25 +61,26 @@ class Listener(Membership):
     def __init__(
         self,
         terms: Terms,
-        handling: Handling,
+        handling: FilteredHandler,
         *,
         concurrency: int,
         batch: int | None,
         auto_ack: bool,
-        precedence: Precedence,
+        priorities: Priorities,
         priority: int,
         drain_s: float,
         is_online: bool,
     ) -> None:
         super().__init__(terms, drain_s=drain_s, is_online=is_online)
-        self._precedence, self._priority = precedence, priority
+        self._priorities = priorities
+        self._priority = priority
         self._handling = handling
         self._auto_ack = auto_ack
         self._concurrency = check_concurrency(concurrency)
         self._batch = batch
         """Messages in a call, at most; None: the handler takes one, and no list."""
         self._workers: set[asyncio.Task[None]] = set()
-        self._solitude = Solitude()
+        self._gate = SuspectGate()
         self._prefetch = Prefetch(terms.prefetch_messages, self._at_once)
 
     @property
@@ -100,11 +101,11 @@ class Listener(Membership):
     # The members' part.
 
     def _joined(self, subscription: Subscription) -> None:
-        self._solitude = Solitude()
+        self._gate = SuspectGate()
         self._workers.clear()  # whoever outlived its cancellation has a message that went back to the group
         if not (self.terms.broadcast or self.terms.exclusive_ms):  # else there is nobody to share with
-            Sharing(subscription, self._prefetch)
-        self._precedence.joined(subscription, self._priority)
+            ExcessReturn(subscription, self._prefetch)
+        self._priorities.joined(subscription, self._priority)
         self._adapted(subscription)
 
     def _adapted(self, subscription: Subscription) -> None:
@@ -129,8 +130,8 @@ class Listener(Membership):
 
     async def _leaving(self, subscription: Subscription, deadline: float) -> None:
         subscription.stop()
-        self._precedence.left(subscription)
-        self._solitude.cancel_waiting()
+        self._priorities.left(subscription)
+        self._gate.cancel_waiting()
         if self._workers:
             _, late = await asyncio.wait(self._workers, timeout=deadline - asyncio.get_running_loop().time())
             for worker in late:
@@ -155,8 +156,8 @@ class Listener(Membership):
             if thread is not None:
                 thread.close()
 
-    async def _serve(self, subscription: Subscription, handle: Way) -> None:
-        solitude, precedence, is_batch = self._solitude, self._precedence, self._batch is not None
+    async def _serve(self, subscription: Subscription, handle: HandlerCall) -> None:
+        gate, priorities, is_batch = self._gate, self._priorities, self._batch is not None
         auto_ack, handled, clock = self._auto_ack, 0, asyncio.get_running_loop().time
         task = cast(asyncio.Task[None], asyncio.current_task())
         while not subscription.is_closing:
@@ -165,7 +166,7 @@ class Listener(Membership):
             if len(self._workers) > self._concurrency:
                 self._workers.remove(task)  # before the next one counts
                 return
-            if self._priority < precedence.highest and precedence.is_behind(self._priority):
+            if self._priority < priorities.highest and priorities.is_behind(self._priority):
                 await subscription.wait_for_others()
                 continue
             taken = self._take(subscription)
@@ -173,7 +174,7 @@ class Listener(Membership):
                 await subscription.wait()
                 continue
             is_alone = taken[0]._piece.suspected
-            if (is_alone or not solitude.enter()) and not (taken := await _entered(solitude, taken, is_alone)):
+            if (is_alone or not gate.enter()) and not (taken := await _entered(gate, taken, is_alone)):
                 continue
             began_s = clock() if is_batch or handled % MEASURED_EVERY == 0 else None
             try:
@@ -194,7 +195,7 @@ class Listener(Membership):
                     for message in taken:
                         message._done()
             finally:
-                solitude.leave(alone=is_alone)
+                gate.leave(alone=is_alone)
             if began_s is not None:
                 self._prefetch.measured((clock() - began_s) * (self._batch or 1) / len(taken))
                 subscription.prefetch_messages = self._prefetch.messages
@@ -272,19 +273,19 @@ class Listener(Membership):
             )
 
 
-async def _entered(solitude: Solitude, taken: list[ReceivedMessage], is_alone: bool) -> list[ReceivedMessage]:
+async def _entered(gate: SuspectGate, taken: list[ReceivedMessage], is_alone: bool) -> list[ReceivedMessage]:
     """Wait until a call may begin; return those of its messages that are to be handled here then, if any."""
     try:
         if is_alone:
-            await solitude.enter_alone(taken[0])
+            await gate.enter_alone(taken[0])
         else:
-            await solitude.enter_later()
+            await gate.enter_later()
     except asyncio.CancelledError:  # the group is left, and nothing has begun
         _not_begun(taken)
         raise
     ours = [message for message in taken if not (message.is_dropped or is_over(message))]
     if not ours:
-        solitude.leave(alone=is_alone)
+        gate.leave(alone=is_alone)
     return ours
 
 
@@ -293,7 +294,7 @@ def _not_begun(taken: list[ReceivedMessage]) -> None:
         message._piece.acker.not_begun(message)
 
 
-def _after_ack(subscription: Subscription, handle: Way, *, is_batch: bool) -> Way:
+def _after_ack(subscription: Subscription, handle: HandlerCall, *, is_batch: bool) -> HandlerCall:
     """At most once: the handler is called when the broker keeps the ack, and for what nobody has begun."""
 
     async def handle_once(given: Given) -> object:
@@ -309,7 +310,7 @@ def _may_have_begun(message: ReceivedMessage) -> bool:
     return message.times > 1 or message._piece.suspected
 
 
-class Solitude:
+class SuspectGate:
     """One for the handlers of a listener; used on its event loop."""
 
     __slots__ = ("_running", "_wanted", "_waiting")
@@ -375,7 +376,7 @@ PRIORITY_MAX = 9
 """Few classes: each is a subject of its own."""
 
 
-class Precedence:
+class Priorities:
     """One for the listeners of a consumer; used on its event loop."""
 
     def __init__(self) -> None:
@@ -407,11 +408,13 @@ class Precedence:
             subscription.go_on()
 
 
-class Sharing:
+class ExcessReturn:
     """Made by a listener for each of its subscriptions; used on its event loop. It ends by itself."""
 
     def __init__(self, subscription: Subscription, prefetch: Prefetch) -> None:
-        self._subscription, self._prefetch, self._pacer = subscription, prefetch, Pacer()
+        self._subscription = subscription
+        self._prefetch = prefetch
+        self._pacer = Pacer()
         self._is_watching = False
         subscription.on_waiting = self._watch
 

@@ -14,13 +14,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from qmq.client.backlog import Backlog
-from qmq.client.lifetime import lasting
+from qmq.client.lifetime import logged_task
 from qmq.client.link import Link
 from qmq.client.received import ReceivedMessage
 from qmq.client.route_watch import RouteWatch
 from qmq.client.routes import Routing, SubjectRoute
 from qmq.client.sender import Sender
-from qmq.client.subscription import Deferring, Subscription
+from qmq.client.subscription import DelayedRetries, Subscription
 from qmq.client.terms import Terms
 from qmq.errors import QmqError
 from qmq.remoting.commands import Command
@@ -56,14 +56,17 @@ class Connections:
         client_id: str,
         on_master_changed: Callable[[MasterChanged], None],
     ) -> None:
-        self._metaserver, self._token, self._app = metaserver, token, app
+        self._metaserver = metaserver
+        self._token = token
+        self._app = app
         self._on_master_changed = on_master_changed
         self._routing = Routing()
         self._masters: dict[str, tuple[Endpoint, int]] = {}
         self._links: dict[str, Link] = {}
         self._subscriptions: list[Subscription] = []
-        self._lease_came, self._next_beat_s = asyncio.Event(), math.inf
-        self._deferring = Deferring(self._new_sender)
+        self._lease_came = asyncio.Event()
+        self._next_beat_s = math.inf
+        self._delayed_retries = DelayedRetries(self._new_sender)
         self._watch = RouteWatch(
             metaserver=metaserver,
             token=token,
@@ -73,11 +76,11 @@ class Connections:
             on_routes=self._routes_changed,
             on_idle=self._forget,
         )
-        self._tasks = [lasting(asyncio.create_task(work)) for work in (self._watch.run(), self._beat())]
+        self._tasks = [logged_task(asyncio.create_task(work)) for work in (self._watch.run(), self._beat())]
 
     def subscribe(self, terms: Terms, on_failed: Callable[[], None]) -> Subscription:
         """Begin to receive; the subscription is the caller's to close, with `leave`."""
-        subscription = Subscription(terms, self._watch, self._deferring, self._leased, on_failed)
+        subscription = Subscription(terms, self._watch, self._delayed_retries, self._leased, on_failed)
         self._subscriptions.append(subscription)
         self._watch.watch(terms.subject)
         self._open_sessions(subscription)
@@ -94,7 +97,7 @@ class Connections:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._deferring.stop()
+        await self._delayed_retries.stop()
 
     def _new_sender(self) -> Sender:
         return Sender(
@@ -114,7 +117,7 @@ class Connections:
                 self._links[name].route_changed()
             else:
                 self._links[name] = Link(name, owner=self, routing=self._routing, token=self._token, app=self._app)
-                self._tasks.append(lasting(asyncio.create_task(self._links[name].run())))
+                self._tasks.append(logged_task(asyncio.create_task(self._links[name].run())))
         subjects = {route.subject for route in routes}
         for subscription in self._subscriptions:
             if subscription.terms.subject in subjects:
@@ -157,7 +160,7 @@ class Connections:
             self._lease_came.clear()
             self._next_beat_s, now_s = math.inf, loop.time()
             for name, link in self._links.items():
-                lease_ms = [lease for one in self._subscriptions if (lease := one.lease_ms(name))]
+                lease_ms = [lease for subscription in self._subscriptions if (lease := subscription.lease_ms(name))]
                 if not lease_ms or link.connection is None:
                     owed.pop(name, None)
                     continue
@@ -211,7 +214,8 @@ class Membership:
         self.terms = terms
         self.drain_s = drain_s
         self.is_stopped = False
-        self._is_online, self._is_ended = is_online, False
+        self._is_online = is_online
+        self._is_ended = False
         self._subscription: Subscription | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0
@@ -263,8 +267,10 @@ class Membership:
 
     def start(self, connections: Connections) -> asyncio.Task[None]:
         """Be in the group when that is wanted, until the end; the task raises QmqError if it cannot go on."""
-        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
-        self._changed, self._is_ended = asyncio.Event(), False
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+        self._changed = asyncio.Event()
+        self._is_ended = False
         return asyncio.create_task(self._keep(connections))
 
     async def _keep(self, connections: Connections) -> None:

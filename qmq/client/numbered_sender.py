@@ -14,7 +14,7 @@ from functools import partial
 
 from qmq.client.backlog import PRODUCE_OVERHEAD_BYTES, Limits
 from qmq.client.batch import Answer, NotStored, NumberedBatch, OnAnswer, Stored, Unknown, answer_of
-from qmq.client.lifetime import lasting
+from qmq.client.lifetime import logged_task
 from qmq.client.link import Link
 from qmq.client.route_watch import RouteWatch
 from qmq.client.routes import FAILURES_MAX, Breaker, BreakerState, GroupRoute, Routing, SubjectRoute, group_of_key
@@ -47,14 +47,16 @@ class _Flight:
     __slots__ = ("done", "size")
 
     def __init__(self, done: OnAnswer, size: int) -> None:
-        self.done, self.size = done, size
+        self.done = done
+        self.size = size
 
 
 class _Group:
     """A broker group, as the sender uses it."""
 
     def __init__(self, link: Link) -> None:
-        self.link, self.breaker = link, Breaker()
+        self.link = link
+        self.breaker = Breaker()
         self.limits = Limits(1 << 20, 1 << 20)
         self.flights: dict[_Flight, None] = {}
         self.bytes_in_flight = 0
@@ -75,7 +77,9 @@ class NumberedSender:
     """
 
     def __init__(self, *, metaserver: str, token: str, app: str, answer_timeout_s: float = ANSWER_TIMEOUT_S) -> None:
-        self._token, self._app, self._answer_timeout_s = token, app, answer_timeout_s
+        self._token = token
+        self._app = app
+        self._answer_timeout_s = answer_timeout_s
         self._routing = Routing()
         self._groups: dict[str, _Group] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -96,7 +100,7 @@ class NumberedSender:
 
     async def __aenter__(self) -> NumberedSender:
         self._loop = asyncio.get_running_loop()
-        self._tasks = [lasting(self._loop.create_task(work)) for work in (self._watch.run(), self._tick())]
+        self._tasks = [logged_task(self._loop.create_task(work)) for work in (self._watch.run(), self._tick())]
         self._is_open = True
         return self
 
@@ -292,7 +296,7 @@ class NumberedSender:
             if name not in self._groups:
                 link = Link(name, owner=self, routing=self._routing, token=self._token, app=self._app)
                 self._groups[name] = _Group(link)
-                self._tasks.append(lasting(self._loop.create_task(link.run())))
+                self._tasks.append(logged_task(self._loop.create_task(link.run())))
             elif name in changed:
                 self._groups[name].breaker = Breaker()
                 self._groups[name].link.route_changed()

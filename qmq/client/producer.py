@@ -17,22 +17,10 @@ from typing import overload
 from urllib.parse import urlsplit
 
 from qmq.access import find_token
-from qmq.client.backlog import Backlog, SubjectQueue, Waiting
+from qmq.client.backlog import Backlog, QueuedMessage, SubjectQueue
 from qmq.client.batch import MessageIds, OnReceipt, Outcome, Receipt, Receipts, unstored
-from qmq.client.bulk import CHUNK_MESSAGES, ManySend
-from qmq.client.delay import (
-    Delay,
-    DelayOutcome,
-    cancel_message,
-    delay_of,
-    delete_schedule,
-    due_of_call,
-    list_schedules,
-    put_schedule,
-    reschedule_message,
-    schedule_request,
-    wanted,
-)
+from qmq.client.bulk import CHUNK_MESSAGES, BulkSend
+from qmq.client.delay import Delay, DelayGroups, DelayOutcome, delay_of, due_of_call, schedule_request, target_of
 from qmq.client.handler import after_commit, call_back, check_callable
 from qmq.client.journal import Journal, JournalWriter
 from qmq.client.lifetime import closed, opened
@@ -99,14 +87,16 @@ class Producer:
         if readonly_wait_s is not None and not readonly_wait_s >= 0:
             raise InvalidRequest("readonly_wait_s must be 0 or more; leave it out to wait for timeout_s")
         self.id = 0
-        self._metaserver, self._app = metaserver_url(metaserver), plain_text("app", app)
+        self._metaserver = metaserver_url(metaserver)
+        self._app = plain_text("app", app)
         self._token = find_token(token)
         self._timeout_ms = int(check_seconds("timeout_s", timeout_s, is_zero_allowed=False) * 1000)
         self._answer_timeout_s = check_seconds("answer_timeout_s", answer_timeout_s, is_zero_allowed=False)
         self._readonly_wait_ms = None if readonly_wait_s is None else int(min(readonly_wait_s, timeout_s) * 1000)
         self._in_flight_max = in_flight_max
         self._backlog = Backlog(queue_messages_max, queue_bytes_max)
-        self._outbox_table, self._outbox_messages_max = table_name(outbox_table), queue_messages_max
+        self._outbox_table = table_name(outbox_table)
+        self._outbox_messages_max = queue_messages_max
         self._outbox_age_ms = max(60_000, 2 * self._timeout_ms)
         if outbox_age_s is not None:
             self._outbox_age_ms = int(check_seconds("outbox_age_s", outbox_age_s, is_zero_allowed=False) * 1000)
@@ -320,7 +310,7 @@ class Producer:
             if not future.done():  # its task was cancelled
                 future.set_result(_due(receipt, later))
 
-        sender.add(queue, Waiting(data, str(message.id), deadline_ms, done, label))
+        sender.add(queue, QueuedMessage(data, str(message.id), deadline_ms, done, label))
         return await future
 
     def send_nowait(
@@ -359,7 +349,7 @@ class Producer:
             flight.open -= 1
             call_back(on_done, _due(receipt, later), failed, self._callbacks)
 
-        sender.add(queue, Waiting(data, str(message.id), sender.now_ms() + self._timeout_ms, done, label))
+        sender.add(queue, QueuedMessage(data, str(message.id), sender.now_ms() + self._timeout_ms, done, label))
 
     @overload
     async def send_many(
@@ -421,14 +411,19 @@ class Producer:
             raise self._not_open()
         sender = senders.of(is_delayed=later is not None)
         until_ms = None if timeout_ms is None else sender.now_ms() + timeout_ms
-        many = ManySend(sender, self._ids, self._timeout_ms, senders.board, later, until_ms)
+        many = BulkSend(sender, self._ids, self._timeout_ms, senders.board, later, until_ms)
         iterator = iter(messages)
         while chunk := list(islice(iterator, CHUNK_MESSAGES)):
             await many.send(chunk)
         await many.all_resolved()
         return many.receipts
 
-    # Taking back.
+    # Delayed messages.
+
+    @property
+    def _delay_groups(self) -> DelayGroups:
+        sender = self._senders.of(is_delayed=True)
+        return DelayGroups(sender, timeout_ms=self._timeout_ms, answer_timeout_s=self._answer_timeout_s)
 
     async def cancel(
         self,
@@ -451,8 +446,7 @@ class Producer:
             InvalidRequest: the arguments name no message, or one that was not delayed.
             ClientClosed: the producer is not open.
         """
-        one, sender = wanted(receipt, subject, id, key), self._senders.of(is_delayed=True)
-        return await cancel_message(sender, one, timeout_ms=self._timeout_ms, answer_timeout_s=self._answer_timeout_s)
+        return await self._delay_groups.cancel(target_of(receipt, subject, id, key))
 
     async def reschedule(
         self,
@@ -471,13 +465,8 @@ class Producer:
 
         Raises: see `cancel`; CallError also if the time is none that a delay server takes.
         """
-        one, due_ms = wanted(receipt, subject, id, key), due_of_call(delay, at, now_ms=_now_ms())
-        sender = self._senders.of(is_delayed=True)
-        return await reschedule_message(
-            sender, one, due_ms, timeout_ms=self._timeout_ms, answer_timeout_s=self._answer_timeout_s
-        )
-
-    # Sending again and again.
+        target, due_ms = target_of(receipt, subject, id, key), due_of_call(delay, at, now_ms=_now_ms())
+        return await self._delay_groups.reschedule(target, due_ms)
 
     async def put_recurring(
         self, message: Message, *, name: str, cron: str, timezone: str, owner: str | None = None
@@ -501,37 +490,21 @@ class Producer:
             ClientClosed: the producer is not open.
         """
         recur = schedule_request(message, name=name, cron=cron, timezone=timezone, owner=owner or self._app)
-        return await put_schedule(
-            self._senders.of(is_delayed=True),
-            recur,
-            timeout_ms=self._timeout_ms,
-            answer_timeout_s=self._answer_timeout_s,
-        )
+        return await self._delay_groups.put_schedule(recur)
 
     async def delete_recurring(self, *, subject: str, name: str) -> bool:
         """Delete a recurring schedule; return whether there was one. What has come due before is still sent.
 
         Raises: see `put_recurring`.
         """
-        return await delete_schedule(
-            self._senders.of(is_delayed=True),
-            subject,
-            name,
-            timeout_ms=self._timeout_ms,
-            answer_timeout_s=self._answer_timeout_s,
-        )
+        return await self._delay_groups.delete_schedule(subject, name)
 
     async def list_recurring(self, *, subject: str) -> list[RecurringSchedule]:
         """Return the recurring schedules of a subject, by name.
 
         Raises: see `put_recurring`.
         """
-        return await list_schedules(
-            self._senders.of(is_delayed=True),
-            subject,
-            timeout_ms=self._timeout_ms,
-            answer_timeout_s=self._answer_timeout_s,
-        )
+        return await self._delay_groups.list_schedules(subject)
 
     def _encode(self, sender: Sender, message: Message, later: Delay | None) -> tuple[SubjectQueue, bytes, int]:
         """Return where a message waits, its bytes and its label; sets its id."""

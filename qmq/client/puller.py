@@ -17,7 +17,7 @@ from qmq.client.terms import Terms
 from qmq.errors import ClientClosed, QmqError
 
 
-class Home(Protocol):
+class PullerOwner(Protocol):
     """The consumer that a puller belongs to."""
 
     def entered(self, puller: Puller) -> Connections: ...
@@ -32,7 +32,7 @@ class Puller(Membership):
     messages that were not decided go back to the group at once.
     """
 
-    def __init__(self, terms: Terms, home: Home, *, drain_s: float, is_online: bool) -> None:
+    def __init__(self, terms: Terms, home: PullerOwner, *, drain_s: float, is_online: bool) -> None:
         super().__init__(terms, drain_s=drain_s, is_online=is_online)
         self._home = home
         self._task: asyncio.Task[None] | None = None

@@ -85,7 +85,9 @@ class UnackedPiece:
     def __init__(
         self, begin: int, count: int, times: int, acker: Acker, broker_group: str, decided: list[UnackedPiece]
     ) -> None:
-        self.begin, self.end, self.times = begin, begin + count, times
+        self.begin = begin
+        self.end = begin + count
+        self.times = times
         self.states = bytearray(count)
         self.open = self.unsettled = count
         self.acker = acker

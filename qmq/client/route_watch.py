@@ -89,8 +89,12 @@ class RouteWatch:
     ) -> None:
         self._metaserver = metaserver_url(metaserver)
         self._token = token
-        self._app, self._client_id, self._produces, self._kind = app, client_id, produces, kind
-        self._on_routes, self._on_idle = on_routes, on_idle
+        self._app = app
+        self._client_id = client_id
+        self._produces = produces
+        self._kind = kind
+        self._on_routes = on_routes
+        self._on_idle = on_idle
         self._subjects: dict[str, None] = {}
         self._used: set[str] = set()
         """Subjects used since routes were last forgotten."""
@@ -104,13 +108,15 @@ class RouteWatch:
         self._unconfirmed: dict[str, int] = {}
         self._confirming: asyncio.TimerHandle | None = None
         """Until it is time to confirm them."""
-        self._ask_now, self._poll_now = asyncio.Event(), asyncio.Event()
+        self._ask_now = asyncio.Event()
+        self._poll_now = asyncio.Event()
         self._asked_at: float | None = None
         self._refreshed_at = -REFRESH_S
         self._streams = self._polls = False
         self._stream_moved = asyncio.Event()
         """Set when `_streams` changes."""
-        self._failure, self._failed_at = "", 0.0
+        self._failure = ""
+        self._failed_at = 0.0
         """Why there is no stream and no answer to a poll, and since when."""
         self.refused: AccessError | None = None
         """Set while the metaserver does not accept the token."""
@@ -282,7 +288,9 @@ class RouteWatch:
     async def _requests(self, is_over: asyncio.Event) -> AsyncIterator[Any]:
         """Yield what to say on a new stream: all subjects, with what is in use of them; later those that are added or
         asked for again, and, when it is time for that, what is in use by now."""
-        self._wanted, self._unconfirmed, self._forgotten = dict(self._subjects), {}, {}
+        self._wanted = dict(self._subjects)
+        self._unconfirmed = {}
+        self._forgotten = {}
         while not is_over.is_set():
             self._ask_now.clear()  # first: what is asked while grpc writes, at the yield, is seen in the next pass
             if self._wanted or self._forgotten or (self._unconfirmed and self._confirming is None):
@@ -322,7 +330,8 @@ class RouteWatch:
 
     def _set_streams(self, streams: bool) -> None:
         if streams:
-            self._failure, self._polls = "", False
+            self._failure = ""
+            self._polls = False
         if streams != self._streams:
             self._streams = streams
             self._stream_moved.set()
@@ -376,7 +385,8 @@ class RouteWatch:
             self._failed(str(error))
         else:
             self.refused = None
-            self._polls, self._failure = True, ""
+            self._polls = True
+            self._failure = ""
             if routes and not self._streams:  # else they are older than what the stream brought
                 self._take(routes)
                 self._wanted = dict(self._subjects)  # a stream that is being opened named other versions

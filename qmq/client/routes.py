@@ -186,7 +186,7 @@ class Routing:
     def all_refuse(self, subject: str, only: str = "") -> bool:
         """Return whether all broker groups of a subject, or only this one of them, take no messages now, as the route
         or the groups themselves say; not that they cannot be reached."""
-        groups = [one for one in self.groups_of(subject) if only in ("", one.broker_group)]
+        groups = [group for group in self.groups_of(subject) if only in ("", group.broker_group)]
         return bool(groups) and all(map(self._refuses, groups))
 
     def _refuses(self, group: GroupRoute) -> bool:
@@ -250,7 +250,8 @@ class Breaker:
             return True
         if now_ms - self._opened_ms < OPEN_MS:
             return False
-        self.state, self._successes = BreakerState.HALF_OPEN, 0
+        self.state = BreakerState.HALF_OPEN
+        self._successes = 0
         return True
 
     def answered(self) -> None:
@@ -268,7 +269,8 @@ class Breaker:
             return False
         if self.state is BreakerState.CLOSED and self._failures < FAILURES_MAX:
             return False
-        self.state, self._opened_ms = BreakerState.OPEN, now_ms
+        self.state = BreakerState.OPEN
+        self._opened_ms = now_ms
         return True
 
 
@@ -278,11 +280,12 @@ class _Span:
     seen_ms: int
 
 
-class Refusing:
+class RefusalClock:
     """Made by the sender if the application bounds that wait; told of what still waits, some times a second."""
 
     def __init__(self, routing: Routing, wait_ms: int) -> None:
-        self._routing, self._wait_ms = routing, wait_ms
+        self._routing = routing
+        self._wait_ms = wait_ms
         self._spans: dict[tuple[str, str], _Span] = {}
 
     def is_over(self, subject: str, group: str, now_ms: int) -> bool:

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from qmq.client.backlog import Backlog, GroupBatches, Lanes, Limits, SubjectQueue, Waiting
+from qmq.client.backlog import Backlog, GroupBatches, Lanes, Limits, QueuedMessage, SubjectQueue
 from qmq.client.batch import (
     BATCH_BYTES_MAX,
     Batch,
@@ -24,10 +24,10 @@ from qmq.client.batch import (
     unknown,
 )
 from qmq.client.journal import JournalWriter
-from qmq.client.lifetime import lasting, report_lost
+from qmq.client.lifetime import logged_task, report_lost
 from qmq.client.link import Link
 from qmq.client.route_watch import RouteWatch
-from qmq.client.routes import FAILURES_MAX, Breaker, BreakerState, Refusing, Routing, SubjectRoute
+from qmq.client.routes import FAILURES_MAX, Breaker, BreakerState, RefusalClock, Routing, SubjectRoute
 from qmq.errors import (
     AccessError,
     BrokerReadOnly,
@@ -71,7 +71,9 @@ class _Group:
     """A broker group, as a producer uses it."""
 
     def __init__(self, link: Link, batches: GroupBatches) -> None:
-        self.link, self.batches, self.breaker = link, batches, Breaker()
+        self.link = link
+        self.batches = batches
+        self.breaker = Breaker()
         self.name = link.broker_group
         self.progress_at = 0.0
         """When the connection last answered, or was given work while it had none."""
@@ -106,13 +108,15 @@ class Sender:
         journal: JournalWriter | None = None,
         readonly_wait_ms: int | None = None,
     ) -> None:
-        self._token, self._app = token, app
-        self._producer_id, self._journal = producer_id, journal
+        self._token = token
+        self._app = app
+        self._producer_id = producer_id
+        self._journal = journal
         self._in_flight_max = in_flight_max
         self._answer_timeout_s = answer_timeout_s
         self._loop = asyncio.get_running_loop()
         self._routing = Routing()
-        self._refusing = Refusing(self._routing, readonly_wait_ms) if readonly_wait_ms is not None else None
+        self._refusal_clock = RefusalClock(self._routing, readonly_wait_ms) if readonly_wait_ms is not None else None
         self._groups: dict[str, _Group] = {}
         self._queues: dict[str, SubjectQueue] = {}
         self._lanes: dict[str, Lanes] = {}
@@ -131,7 +135,8 @@ class Sender:
         """Set when there may be deadlines and rests to look at."""
         self._closed: ClientClosed | None = None
         """What comes after the end is refused with."""
-        self._backlog, self._kind = backlog, kind
+        self._backlog = backlog
+        self._kind = kind
         self._watch = RouteWatch(
             metaserver=metaserver,
             token=token,
@@ -146,7 +151,7 @@ class Sender:
     # Used by the producer.
 
     def start(self) -> None:
-        self._tasks = [lasting(self._loop.create_task(work)) for work in (self._watch.run(), self._tick())]
+        self._tasks = [logged_task(self._loop.create_task(work)) for work in (self._watch.run(), self._tick())]
 
     async def stop(self) -> None:
         """Disconnect. What has no outcome gets one here, also if this is cancelled; for better ones, wait until
@@ -202,13 +207,13 @@ class Sender:
     def batch_bytes_max(self, subject: str) -> int:
         """Return how large a batch may be made that goes to any group of this subject that takes some now: what the
         others said last may be over for long."""
-        names = [one.broker_group for one in self._routing.groups_of(subject) if one.writable]
+        names = [group.broker_group for group in self._routing.groups_of(subject) if group.writable]
         groups = (self._groups[name].batches for name in names if name in self._groups and self._takes(name))
         return min((batches.batch_bytes_max for batches in groups), default=BATCH_BYTES_MAX)
 
-    def add(self, queue: SubjectQueue, one: Waiting) -> None:
+    def add(self, queue: SubjectQueue, message: QueuedMessage) -> None:
         """Queue a single message."""
-        queue.add(one)
+        queue.add(message)
         if self._closed is not None:
             queue.expire(_NEVER_MS, self._closed)
             return
@@ -443,8 +448,8 @@ class Sender:
             group.batches.answered(batch, Stored)
             group.batches.advised(produced.batch_bytes)
             self._routing.worked(group.name)
-            if self._refusing is not None:
-                self._refusing.worked(batch.subject, group.name)
+            if self._refusal_clock is not None:
+                self._refusal_clock.worked(batch.subject, group.name)
             self._end(group, batch, result)
         self._wake_crowd(group.name, WOKEN_BY_ANSWER)
         self._pump()
@@ -538,7 +543,7 @@ class Sender:
     def _expire(self, queue: SubjectQueue, now_ms: int) -> None:
         if self._watch.refused is not None and self._routing.route(queue.subject) is None:
             queue.expire(_NEVER_MS, self._watch.refused)  # waiting would not make the token valid
-        elif self._refusing is not None and self._refusing.is_over(queue.subject, queue.group or "", now_ms):
+        elif self._refusal_clock is not None and self._refusal_clock.is_over(queue.subject, queue.group or "", now_ms):
             queue.expire(_NEVER_MS, self._why_not(queue.subject))
         elif (deadline_ms := queue.first_deadline_ms()) is not None and deadline_ms <= now_ms:
             queue.expire(now_ms, self._why_not(queue.subject))
@@ -553,7 +558,7 @@ class Sender:
             if name not in self._groups:
                 link = Link(name, owner=self, routing=self._routing, token=self._token, app=self._app)
                 self._groups[name] = _Group(link, GroupBatches(self._in_flight_max))
-                self._tasks.append(lasting(self._loop.create_task(link.run())))
+                self._tasks.append(logged_task(self._loop.create_task(link.run())))
             elif name in changed:
                 self._groups[name].breaker = Breaker()
                 self._groups[name].link.route_changed()
@@ -572,8 +577,8 @@ class Sender:
             self._queues.pop(subject, None)
             self._lanes.pop(subject, None)
         self._routing.forget(gone)
-        if self._refusing is not None:
-            self._refusing.forget(gone)
+        if self._refusal_clock is not None:
+            self._refusal_clock.forget(gone)
         return gone
 
     def link_opened(self, link: Link) -> None:

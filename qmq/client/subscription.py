@@ -10,7 +10,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 
-from qmq.client.backlog import Waiting
+from qmq.client.backlog import QueuedMessage
 from qmq.client.batch import OnReceipt, Outcome, unstored
 from qmq.client.group_session import GroupSession, Parcel
 from qmq.client.link import Link
@@ -40,7 +40,7 @@ class Subscription:
         self,
         terms: Terms,
         watch: RouteWatch,
-        deferring: Deferring,
+        delayed_retries: DelayedRetries,
         on_leased: Callable[[int], None],
         on_failed: Callable[[], None],
     ) -> None:
@@ -56,7 +56,10 @@ class Subscription:
         """Called when messages come while none wait."""
         self.on_empty: Callable[[], None] | None = None
         """Called when none waits any more, and when none will be taken any more."""
-        self._watch, self._deferring, self._on_leased, self._on_failed = watch, deferring, on_leased, on_failed
+        self._watch = watch
+        self._delayed_retries = delayed_retries
+        self._on_leased = on_leased
+        self._on_failed = on_failed
         self._sessions: dict[tuple[str, str], GroupSession] = {}
         self._parcels: deque[Parcel] = deque()
         self._takers: deque[asyncio.Future[None]] = deque()
@@ -133,7 +136,7 @@ class Subscription:
     def defer(self, message: ReceivedMessage, delay_s: float, done: OnReceipt) -> None:
         mailbox = self.terms.mailbox
         assert mailbox is not None  # its policy allows no such delay
-        self._deferring.defer(message, mailbox, time.time_ns() // 1_000_000 + int(delay_s * 1000), done)
+        self._delayed_retries.defer(message, mailbox, time.time_ns() // 1_000_000 + int(delay_s * 1000), done)
 
     def failed(self, error: QmqError) -> None:
         self.error = self.error or error
@@ -241,7 +244,7 @@ class Subscription:
         """
         for message in messages:
             message._done()
-        while self.error is None and any(not (one.is_dropped or one.is_settled) for one in messages):
+        while self.error is None and any(not (message.is_dropped or message.is_settled) for message in messages):
             await self.progress()
         return [message for message in messages if message.is_settled]
 
@@ -364,7 +367,7 @@ TIMEOUT_MS = 10_000
 """Until a delay group must have stored a copy; otherwise the broker keeps the message for as long as it does."""
 
 
-class Deferring:
+class DelayedRetries:
     """Made by a session, whose event loop it is used on; `stop` is its end.
 
     Args:
@@ -387,7 +390,7 @@ class Deferring:
             if (expires_ms := message.expires_ms) is not None:  # it does not begin anew when it is due
                 own[EXPIRES_AFTER] = str(max(0, expires_ms - due_ms))
             data = delayed_copy(message._data, due_ms, own)
-            sender.add(sender.queue(mailbox), Waiting(data, id, sender.now_ms() + TIMEOUT_MS, done))
+            sender.add(sender.queue(mailbox), QueuedMessage(data, id, sender.now_ms() + TIMEOUT_MS, done))
         except QmqError as error:
             done(unstored(Outcome.REFUSED, id, mailbox, "", error))
 

@@ -197,17 +197,17 @@ class Unacked:
             return None
         reason, waiting = next(iter(self._refusals.items()))
         is_later = waiting[0].is_later(now_ms)  # a broker may take the others and not these
-        alike = [one for one in waiting if one.is_later(now_ms) is is_later]
+        alike = [refusal for refusal in waiting if refusal.is_later(now_ms) is is_later]
         refusals, left = alike[:ENTRIES_MAX], alike[ENTRIES_MAX:]
-        left[:0] = [one for one in waiting if one.is_later(now_ms) is not is_later]
+        left[:0] = [refusal for refusal in waiting if refusal.is_later(now_ms) is not is_later]
         del self._refusals[reason]
         if left:
             self._refusals[reason] = left
-        refusals.sort(key=lambda one: one.pull_sequence)
+        refusals.sort(key=lambda refusal: refusal.pull_sequence)
         entries = []
-        for one in refusals:
-            begin = one.pull_sequence
-            entry = NackEntry(begin, begin + 1, max(0, one.due_ms - now_ms), one.verdict)
+        for refusal in refusals:
+            begin = refusal.pull_sequence
+            entry = NackEntry(begin, begin + 1, max(0, refusal.due_ms - now_ms), refusal.verdict)
             if entries and entries[-1].end == begin and entries[-1][2:] == entry[2:]:
                 entries[-1] = entries[-1]._replace(end=entry.end)
             else:
@@ -218,22 +218,22 @@ class Unacked:
     def nacked(self, nack: SentNack) -> None:
         """The broker keeps this nack."""
         self._nacks_sent.remove(nack)
-        for one in nack.refusals:
-            self._settle(one.piece, one.at, one.at + 1)
+        for refusal in nack.refusals:
+            self._settle(refusal.piece, refusal.at, refusal.at + 1)
 
     def withdraw(self, nack: SentNack, refusals: list[Refusal]) -> None:
         """Somebody else was asked to keep these, which a broker did not take."""
         gone = set(map(id, refusals))
-        nack.refusals[:] = [one for one in nack.refusals if id(one) not in gone]
+        nack.refusals[:] = [refusal for refusal in nack.refusals if id(refusal) not in gone]
         if not nack.refusals:
             self._nacks_sent.remove(nack)
 
     def put_off(self, nack: SentNack) -> None:
         """The broker cannot do this now: send it again in its turn."""
         self._nacks_sent.remove(nack)
-        for one in nack.refusals:
-            if one.piece.states[one.at] == NACKED:
-                self._refusals.setdefault(one.reason, []).append(one)
+        for refusal in nack.refusals:
+            if refusal.piece.states[refusal.at] == NACKED:
+                self._refusals.setdefault(refusal.reason, []).append(refusal)
         if not nack.refusals:
             self._owed_nacks += [(entry.begin, entry.end) for entry in nack.entries]
 
@@ -254,13 +254,13 @@ class Unacked:
             piece.states = piece.states.replace(b"\2", b"\1")
         self._decided[:] = [piece for piece in self._pieces.values() if not piece.open]
         sent, self._nacks_sent = self._nacks_sent, []
-        waiting = [one for refusals in self._refusals.values() for one in refusals]
+        waiting = [refusal for refusals in self._refusals.values() for refusal in refusals]
         self._refusals = {}
-        for one in [*(one for nack in sent for one in nack.refusals), *waiting]:
-            if one.piece.states[one.at] == NACKED:
-                self._refusals.setdefault(one.reason, []).append(one)
+        for refusal in [*(refusal for nack in sent for refusal in nack.refusals), *waiting]:
+            if refusal.piece.states[refusal.at] == NACKED:
+                self._refusals.setdefault(refusal.reason, []).append(refusal)
         self.held_end = max(self.held_end, acked_end)
-        known = [one for piece in self._pieces.values() for one in piece.unsettled_ranges()]
+        known = [run for piece in self._pieces.values() for run in piece.unsettled_ranges()]
         lost = ranges.difference(unacked, known)
         self._owed_nacks = ranges.difference(lost, self._acked)
         self._owed_acks = ranges.difference(lost, self._owed_nacks)
@@ -283,4 +283,5 @@ class Unacked:
         self._pieces.clear()
         self._decided.clear()
         self._refusals.clear()
-        self._owed_acks, self._owed_nacks = [], []
+        self._owed_acks = []
+        self._owed_nacks = []

@@ -32,7 +32,10 @@ class Acceptor:
         commands: frozenset[Command],
         refusals: deque[QmqError],
     ) -> None:
-        self._copy, self._group, self._settings, self._refusals = copy, group, settings, refusals
+        self._copy = copy
+        self._group = group
+        self._settings = settings
+        self._refusals = refusals
         self._commands = commands
         self._guests: set[Connection] = set()
         self._let_in: set[Connection] = set()

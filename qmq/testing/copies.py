@@ -64,7 +64,9 @@ class Copy(Generic[M]):
     ) -> None:
         disk = MemoryDisk()
         self._loop = asyncio.get_running_loop()
-        self._clock, self._happened, self._failed = clock, happened, failed
+        self._clock = clock
+        self._happened = happened
+        self._failed = failed
         self._pass_is_due = False
         self.wire: Wire | None = None
         """This end of the connection to the other one."""
@@ -134,7 +136,9 @@ class Wire:
 
     def __init__(self, copy: Copy[Any], peer: str) -> None:
         self._copy = copy
-        self.peer, self.writable, self.is_open = peer, True, True
+        self.peer = peer
+        self.writable = True
+        self.is_open = True
         self.unacked_bytes = self.owed_bytes = 0
         self.sends_on = False
         self.ration = Ration()
@@ -181,7 +185,8 @@ class Copies(Generic[M]):
     """
 
     def __init__(self, group: str, make: Callable[[str], Copy[M]]) -> None:
-        self.group, self.term = group, 0
+        self.group = group
+        self.term = 0
         self.copies = [make("first"), make("second")]
         """The master, then the slave."""
         self._readonly_subjects: frozenset[str] = frozenset()

@@ -133,7 +133,8 @@ class Machine:
 
     def standing(self, subject: str, group: str) -> Standing:
         master = self._copies.master
-        consumers = {one.consumer for one in master.subscriptions if (one.subject, one.group) == (subject, group)}
+        subscriptions = [found for found in master.subscriptions if (found.subject, found.group) == (subject, group)]
+        consumers = {found.consumer for found in subscriptions}
         return standing(self._copies.log.state, subject, group, consumers=len(consumers), now_ms=self._clock.now_ms())
 
     def delayed(self, subject: str) -> list[Message]:

@@ -29,7 +29,8 @@ class Metaserver(MetaserverServicer):  # type: ignore[misc]  # protoc writes no 
     """
 
     def __init__(self, group: str, open_delays: Callable[[], Awaitable[tuple[str, int]]]) -> None:
-        self._group, self._open_delays = group, open_delays
+        self._group = group
+        self._open_delays = open_delays
         self._port = self._term = 0
         self._readonly: frozenset[str] = frozenset()
         self._watches: set[_Watch] = set()
@@ -58,7 +59,9 @@ class Metaserver(MetaserverServicer):  # type: ignore[misc]  # protoc writes no 
 
     def tell(self, *, port: int, term: int, readonly: frozenset[str]) -> None:
         """Take over where the master listens, in which term, and for which subjects the group is readonly."""
-        self._port, self._term, self._readonly = port, term, readonly
+        self._port = port
+        self._term = term
+        self._readonly = readonly
         for watch in self._watches:
             watch.moved.set()
 

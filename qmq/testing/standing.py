@@ -55,13 +55,13 @@ def standing(state: State, subject: str, group: str, *, consumers: int, now_ms: 
     for name in names:
         if (known := state.groups.get((name, group))) is None:
             continue
-        due = [one for one in known.requeued if one.due_ms <= now_ms]
-        later = [one for one in known.requeued if one.due_ms > now_ms]
-        firsts = [one.due_ms for one in later] + ([found.next_due_ms] if found.next_due_ms else [])
+        due = [entry for entry in known.requeued if entry.due_ms <= now_ms]
+        later = [entry for entry in known.requeued if entry.due_ms > now_ms]
+        firsts = [entry.due_ms for entry in later] + ([found.next_due_ms] if found.next_due_ms else [])
         new = state.next_sequence.get(name, 0) - known.position
         found = found._replace(
-            waiting=found.waiting + new + sum(one.count for one in due),
-            delayed=found.delayed + sum(one.count for one in later),
+            waiting=found.waiting + new + sum(entry.count for entry in due),
+            delayed=found.delayed + sum(entry.count for entry in later),
             held=found.held + sum(consumer.unacked_messages for consumer in known.consumers.values()),
             next_due_ms=min(firsts, default=0),
         )

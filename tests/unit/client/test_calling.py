@@ -18,7 +18,7 @@ import pytest
 
 import qmq
 import qmq.blocking
-from qmq.client.handler import HandlerThread, Handling, check_callable, finished
+from qmq.client.handler import FilteredHandler, HandlerThread, check_callable, finished
 from qmq.errors import InvalidRequest
 from qmq.idempotence import Idempotence, MemoryKeys
 from qmq.idempotence.keys import message_key
@@ -240,7 +240,7 @@ def returning(make: Callable[[], Any]) -> dict[str, tuple[Any, list[Any]]]:
 
 
 async def called(handler: Any, filters: list[Any]) -> Any:
-    handling = Handling(handler, filters)
+    handling = FilteredHandler(handler, filters)
     thread = HandlerThread("test") if handling.is_blocking else None
     try:
         return await finished(await handling.route(thread)(None))

@@ -8,7 +8,7 @@ import pytest
 
 from qmq.client.batch import MessageIds, Outcome, Receipt, unstored
 from qmq.client.bulk import encode_run
-from qmq.client.delay import DelayOutcome, Wanted, delay_of, outcome_of, wanted
+from qmq.client.delay import DelayOutcome, Target, delay_of, outcome_of, target_of
 from qmq.codec import (
     FLAG_DELAYED,
     batch_encoder,
@@ -48,8 +48,8 @@ def test_a_call_says_when_its_message_is_due(delay, at, due_ms):
     [
         pytest.param(None, datetime(2030, 1, 1), None, r"at\.astimezone\(\).*at\.replace\(tzinfo", id="naive datetime"),
         pytest.param(None, "2030-01-01", None, "not str", id="a text"),
-        pytest.param(1, datetime(2030, 1, 1, tzinfo=UTC), None, "one of them", id="both"),
-        pytest.param(None, None, "k", "one of them", id="a key without a delay"),
+        pytest.param(1, datetime(2030, 1, 1, tzinfo=UTC), None, "one of delay=", id="both"),
+        pytest.param(None, None, "k", "one of delay=", id="a key without a delay"),
         pytest.param(-1, None, None, "0 seconds or more", id="negative"),
         pytest.param(timedelta(seconds=-1), None, None, "0 seconds or more", id="negative timedelta"),
         pytest.param(True, None, None, "not True", id="a bool"),
@@ -100,14 +100,14 @@ UNSURE = unstored(Outcome.UNKNOWN, "i", "s", "d1", QmqError("no answer"), NOW_MS
 @pytest.mark.parametrize(
     "arguments, one",
     [
-        pytest.param((STORED, None, None, None), Wanted("s", "i", "", "d1", NOW_MS), id="stored: its group alone"),
-        pytest.param((UNSURE, None, None, None), Wanted("s", "i", "", "", NOW_MS), id="maybe stored: any group"),
-        pytest.param((None, "s", "i", None), Wanted("s", "i", ""), id="id"),
-        pytest.param((None, "s", None, "k"), Wanted("s", "", "k"), id="key"),
+        pytest.param((STORED, None, None, None), Target("s", "i", "", "d1", NOW_MS), id="stored: its group alone"),
+        pytest.param((UNSURE, None, None, None), Target("s", "i", "", "", NOW_MS), id="maybe stored: any group"),
+        pytest.param((None, "s", "i", None), Target("s", "i", ""), id="id"),
+        pytest.param((None, "s", None, "k"), Target("s", "", "k"), id="key"),
     ],
 )
 def test_a_call_names_a_message(arguments, one):
-    assert wanted(*arguments) == one
+    assert target_of(*arguments) == one
 
 
 @pytest.mark.parametrize(
@@ -122,10 +122,10 @@ def test_a_call_names_a_message(arguments, one):
 )
 def test_a_call_that_names_no_delayed_message_is_refused(arguments):
     with pytest.raises(InvalidRequest):
-        wanted(*arguments)
+        target_of(*arguments)
 
 
-ID, KEY = Wanted("s", "i", ""), Wanted("s", "", "k")
+ID, KEY = Target("s", "i", ""), Target("s", "", "k")
 AWAY = NotServed("d2 does not answer")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import qmq
-from qmq.client.handler import Handling
+from qmq.client.handler import FilteredHandler
 from tests.support.waiting import until_async
 from tests.unit.client.consuming import consumer_of, fill, listening
 from tests.unit.client.fakes import cluster
@@ -213,9 +213,9 @@ def plain_handler(message: qmq.ReceivedMessage) -> None: ...
 )
 def test_filters_and_handlers_that_do_not_fit_are_refused(handler, filters):
     with pytest.raises(qmq.InvalidRequest):
-        Handling(handler, filters)
+        FilteredHandler(handler, filters)
 
 
 def test_a_filter_may_be_an_object_with_a_coroutine_method():
-    assert not Handling(coroutine_handler, [Filter()]).is_blocking
+    assert not FilteredHandler(coroutine_handler, [Filter()]).is_blocking
     assert asyncio.iscoroutinefunction(Filter().__call__)

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 import qmq
-from qmq.client.lifetime import lasting
+from qmq.client.lifetime import logged_task
 from qmq.client.sender import Sender
 from tests.unit.client.fakes import TOKEN, cluster
 
@@ -27,7 +27,7 @@ async def test_a_part_that_ends_by_a_defect_is_logged_before_the_client_is_close
 
 
 async def test_a_part_that_is_cancelled_is_not(caplog: pytest.LogCaptureFixture) -> None:
-    task = lasting(asyncio.create_task(asyncio.sleep(3600)))
+    task = logged_task(asyncio.create_task(asyncio.sleep(3600)))
     await asyncio.sleep(0)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qmq.client.backlog import Backlog, Lanes, SubjectQueue, Waiting
+from qmq.client.backlog import Backlog, Lanes, QueuedMessage, SubjectQueue
 from qmq.client.batch import Batch, Outcome, Receipt, stored
 from qmq.client.routes import group_of_key
 from qmq.codec import decode_labels, label_of, split_batch
@@ -23,14 +23,14 @@ def queue_of(subject: str = "a", backlog: Backlog | None = None) -> SubjectQueue
     return SubjectQueue(subject, backlog or Backlog(LARGE, LARGE))
 
 
-def waiting(text: str = "x", *, key: str | None = None, deadline_ms: int = 1000, done=lambda _: None) -> Waiting:
-    return Waiting(text.encode(), text, deadline_ms, done, label_of((), key))
+def waiting(text: str = "x", *, key: str | None = None, deadline_ms: int = 1000, done=lambda _: None) -> QueuedMessage:
+    return QueuedMessage(text.encode(), text, deadline_ms, done, label_of((), key))
 
 
 def test_a_message_that_is_alone_larger_than_the_room_is_taken_alone():
     queue = queue_of()
     for size in (500, 10, 10):
-        queue.add(Waiting(b"x" * size, "id", 1000, lambda _: None))
+        queue.add(QueuedMessage(b"x" * size, "id", 1000, lambda _: None))
     assert [len(queue.next_batch(100)), len(queue.next_batch(100))] == [1, 2]
     assert not queue
     assert queue.waiting_bytes == 0
@@ -49,8 +49,8 @@ def test_batches_that_come_back_stand_where_they_were():
 
 def test_what_waited_past_its_deadline_is_refused_not_unknown():
     queue, receipts = queue_of(), []
-    queue.add(Waiting(b"x", "one", 1000, receipts.append))
-    queue.add(Waiting(b"x", "two", 2000, receipts.append))
+    queue.add(QueuedMessage(b"x", "one", 1000, receipts.append))
+    queue.add(QueuedMessage(b"x", "two", 2000, receipts.append))
     late = batch_of(deadline_ms=900)
     queue.add_batch(late)
     queue.expire(1500, NotServed("nobody took it"))
@@ -102,7 +102,7 @@ def test_subjects_that_do_not_move_leave_room_for_the_others(stuck, messages_max
 def test_tags_and_keys_of_gathered_messages_stand_in_labels_behind_their_batch():
     queue = queue_of()
     queue.add(waiting("plain"))
-    queue.add(Waiting(b"tagged", "2", 1000, lambda _: None, label_of({"pay"}, None)))
+    queue.add(QueuedMessage(b"tagged", "2", 1000, lambda _: None, label_of({"pay"}, None)))
     batch = queue.next_batch(LARGE)
     body = b"".join(batch.blocks)
     assert batch.flags == 2
@@ -225,7 +225,7 @@ def test_messages_of_a_key_are_stored_in_their_order_whatever_happens(steps):
 
 def test_what_no_group_took_in_time_says_so_with_its_error():
     queue, receipts = queue_of(), []
-    queue.add(Waiting(b"x", "one", 1000, receipts.append))
+    queue.add(QueuedMessage(b"x", "one", 1000, receipts.append))
     error = NoRoute("no broker group serves 'a'")
     queue.expire(1000, error)
     [receipt] = receipts

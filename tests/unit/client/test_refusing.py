@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from qmq.client.routes import SEEN_MS, Refusing, Routing
+from qmq.client.routes import SEEN_MS, RefusalClock, Routing
 from tests.unit.client.test_routing import group, route
 
 WAIT_MS = 5_000
 
 
-def refusing(*groups) -> tuple[Routing, Refusing]:
+def refusing(*groups) -> tuple[Routing, RefusalClock]:
     routing = Routing()
     routing.update([route(*groups)])
-    return routing, Refusing(routing, WAIT_MS)
+    return routing, RefusalClock(routing, WAIT_MS)
 
 
-def over_at(waiting: Refusing, *moments_ms: int, only: str = "") -> list[int]:
+def over_at(waiting: RefusalClock, *moments_ms: int, only: str = "") -> list[int]:
     return [now_ms for now_ms in moments_ms if waiting.is_over("a", only, now_ms)]
 
 
