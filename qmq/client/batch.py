@@ -1,14 +1,7 @@
-"""Core. A batch: messages of one subject that travel under one number, from encoding to receipts.
+"""Core. Batches of messages, from their number to their receipts.
 
-How messages become batches, and what the receipts say.
-
-A batch gets a number of the broker group that it is sent to, and keeps both until its outcome is known
-(qmq.client.batch). Not stored there, it goes to another group under a number of that group, or is refused.
-
-A numbered batch until its outcome is known: one life for producer, delay server and watchdog.
-
-A batch has a number of one broker group, which remembers the last 64 numbers of each producer and answers a repeated
-one as it did the first time. So a batch is sent under one number to one group until it is known whether that stored it:
+A batch is sent under a number of one broker group. The group remembers the last 64 numbers of each producer and returns
+the first answer to a repeated one. So a batch keeps its number and group until its outcome is known:
 
     QUEUED  (begins here)
         SENT       -> IN_FLIGHT
@@ -31,8 +24,9 @@ one as it did the first time. So a batch is sent under one number to one group u
     NOT_STORED
     GIVEN_UP
 
-What follows is its owner's rule: a batch that is not stored may go to another group under a number of that group, be
-refused, or wait; one given up may be stored, and what it holds is sent again twice at worst.
+The owner decides what follows. A batch that is not stored may go to another group under a number of that group, be
+refused, or wait. A batch that was given up may be stored; sending its messages again duplicates them at worst.
+Producers, delay servers and watchdogs share this table.
 """
 
 from __future__ import annotations
@@ -57,23 +51,22 @@ BATCH_BYTES_MAX = 1 << 20
 
 
 class Outcome(StrEnum):
-    """What became of a message."""
+    """Outcome of sending a message."""
 
     STORED = "stored"
-    """Kept as `durability` says."""
+    """Stored with the receipt's `durability`."""
     REFUSED = "refused"
     """Not stored, for `reason`; it may be sent again."""
     UNKNOWN = "unknown"
-    """Maybe stored. Sent again, with the same id, it may be there twice."""
+    """Possibly stored. Sending it again, with the same id, may duplicate it."""
 
 
 class Receipt(NamedTuple):
-    """What a producer learns about one message.
+    """Outcome of one message for its producer.
 
-    `sequence` is its place among the messages of its subject in `broker_group`; -1 if it is not known to be stored.
-    `error`: why it is not; its class tells what to do (qmq.errors), `reason` is its text.
-    `due_ms`: of a delayed message, when it is due, in ms since 1970 UTC; stored, it waits in the delay group
-    `broker_group` until then.
+    `sequence` counts the messages of the subject in `broker_group`; -1 if the message is not known to be stored.
+    `error` is the reason for that: its class determines the remedy (qmq.errors), `reason` is its text. `due_ms` is the
+    due time of a delayed message, in ms since 1970 UTC; a stored one waits in the delay group `broker_group`.
     """
 
     outcome: Outcome
@@ -91,7 +84,7 @@ class Receipt(NamedTuple):
         return self.outcome is Outcome.STORED
 
     def check(self) -> Receipt:
-        """Return the receipt of a stored message; raise the error of another."""
+        """Return this receipt if the message is stored; otherwise raise its error."""
         if self.error is not None:
             raise self.error
         return self
@@ -100,12 +93,12 @@ class Receipt(NamedTuple):
 def unstored(
     outcome: Outcome, message_id: str, subject: str, group: str, error: QmqError, due_ms: int | None = None
 ) -> Receipt:
-    """Make the receipt of a message that is not known to be stored."""
+    """Return the receipt of a message that is not known to be stored."""
     return Receipt(outcome, message_id, subject, group, -1, None, str(error), error, due_ms)
 
 
 class Result(NamedTuple):
-    """What became of a batch; `refused`: positions of messages that the broker refused on their own, and why."""
+    """Outcome of a batch; `refused` maps positions of messages that the broker refused to the reason."""
 
     outcome: Outcome
     broker_group: str
@@ -116,15 +109,14 @@ class Result(NamedTuple):
 
 
 OnReceipt = Callable[[Receipt], object]
-"""Called with a receipt; what it returns is run to completion (qmq.client.handler)."""
+"""Callback with a receipt; an awaitable it returns is awaited (qmq.client.handler)."""
 
 
 class Batch:
-    """Messages of one subject that travel together; `blocks`, back to back, are the body of the request.
+    """Messages of one subject in one produce request, owned by a producer until `result` is set.
 
-    `flags`: of the request; they say whether labels are the end of the body. `due_ms`: of all its messages, if they are
-    delayed and the batch was made for one call. `life`: under `number`, once it has one. Made by a producer; ends when
-    `result` is set.
+    `blocks`, concatenated, are the request's body. `flags` tell whether labels follow the batch in it. `due_ms` is the
+    common due time of a delayed `send_many`. `life` exists once the batch has a `number`.
     """
 
     __slots__ = (
@@ -174,11 +166,11 @@ class Batch:
 
     def resolve(self, result: Result) -> None:
         self.result = result
-        self.blocks = ()  # receipts live as long as the caller likes; the bytes need not
+        self.blocks = ()  # receipts live as long as the caller keeps them; the bytes need not
         self.on_resolved(self)
 
     def split(self) -> tuple[Batch, Batch]:
-        """Cut a batch that was never sent into two; it is resolved when both are."""
+        """Cut a batch that was never sent into two halves; it is resolved when both are."""
         count, body = len(self.ids), b"".join(self.blocks)
         labels = decode_labels(body, count) if self.flags else None
 
@@ -202,14 +194,14 @@ class Batch:
 
     @property
     def was_answered(self) -> bool:
-        """Whether some broker said what became of it; the batch is resolved."""
+        """Whether a broker reported the outcome; the batch is resolved."""
         if self.halves:
             return all(half.was_answered for half in self.halves)
         assert self.result is not None
         return self.result.broker_group != "" and self.result.outcome is not Outcome.UNKNOWN
 
     def receipt(self, position: int) -> Receipt:
-        """Return what became of the message at `position`; the batch is resolved."""
+        """Return the receipt of the message at `position`; the batch is resolved."""
         if self.halves:
             first, second = self.halves
             return first.receipt(position) if position < len(first) else second.receipt(position - len(first))
@@ -237,7 +229,7 @@ class Batch:
 
 
 def with_labels(batch: bytes, labels: Sequence[int]) -> tuple[list[bytes], int]:
-    """Return the blocks and flags of a request: the batch, and its labels unless none says anything."""
+    """Return the blocks and flags of a request: the batch, and its labels unless all are 0."""
     if not any(labels):
         return [batch], 0
     return [batch, encode_labels(labels)], label_flags(labels)
@@ -258,7 +250,7 @@ def unknown(group: str, reason: str) -> Result:
 
 
 class MessageIds:
-    """Makes message ids: `prefix` is unique to a producer, a counter does the rest."""
+    """Iterator of message ids: `prefix`, unique to a producer, and a counter."""
 
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix
@@ -273,10 +265,10 @@ class MessageIds:
 
 
 class Receipts(Sequence[Receipt]):
-    """The receipts of `send_many`, in the order of its messages.
+    """Receipts of `send_many`, in the order of the messages.
 
-    They are kept as one result per batch and made when they are looked at: a million of them cost 30 kB, not 300 MB,
-    and a producer that only counts never makes one.
+    One result is stored per batch, and receipts are made on access: a million of them take 30 kB, not 300 MB. Counting
+    makes none.
     """
 
     def __init__(self) -> None:
@@ -284,7 +276,7 @@ class Receipts(Sequence[Receipt]):
         self._parts: list[Batch | list[Callable[[], Receipt]]] = []
 
     def add(self, part: Batch | list[Callable[[], Receipt]]) -> None:
-        """Append a batch, or receipts of messages that went different ways."""
+        """Append a batch, or receipts of messages from different batches."""
         self._ends.append(len(self) + len(part))
         self._parts.append(part)
 
@@ -333,9 +325,10 @@ def _receipt(part: Batch | list[Callable[[], Receipt]], position: int) -> Receip
 
 
 class NumberedBatch(NamedTuple):
-    """Messages of one subject; `blocks`, back to back, are the body of a PRODUCE, with its labels if `flags` say so.
+    """Messages of one subject with a stored number; `blocks`, concatenated, are the body of a PRODUCE.
 
-    `crc`: CRC-32 of the body. The same (producer, number) must stand for the same messages for ever.
+    `flags` tell whether labels follow the batch in it; `crc` is the CRC-32 of the body. A (producer, number) pair must
+    always stand for the same messages.
     """
 
     producer: int
@@ -348,9 +341,9 @@ class NumberedBatch(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """Fsynced on enough copies, now or by an earlier attempt.
+    """Answer: fsynced on enough copies, now or by an earlier attempt.
 
-    `refused`: (position, reason) of messages that the group never takes as they are; all others are stored.
+    `refused` lists (position, reason) of messages that the group will never store; all others are stored.
     """
 
     first_sequence: int
@@ -359,24 +352,24 @@ class Stored(NamedTuple):
 
 
 class NotStored(NamedTuple):
-    """This attempt stored nothing. `error` says whose fault it is: a `CallError` is the batch's, others pass."""
+    """Answer: this attempt stored nothing. A `CallError` is caused by the batch; other errors are temporary."""
 
     error: QmqError
 
 
 class Unknown(NamedTuple):
-    """This attempt may have stored the batch: repeat the same one to the same group."""
+    """No answer: this attempt may have stored the batch. Repeat it unchanged, to the same group."""
 
     reason: str
 
 
 Answer = Stored | NotStored | Unknown
-"""How one attempt ended. It says nothing about the attempts before, unless it is `Stored`."""
+"""Result of one attempt. Only `Stored` also settles the attempts before it."""
 OnAnswer = Callable[[Answer], None]
 
 
 def answer_of(error: QmqError) -> NotStored | Unknown:
-    """Say what an error proves about its attempt; neither a refusal nor a fault of the batch: nothing."""
+    """Return the answer that an error implies: NotStored for refusals and faults of the batch, otherwise Unknown."""
     if isinstance(error, AskAnotherBroker | CallError | AccessError | SubjectFull):
         return NotStored(error)
     return Unknown(str(error))
@@ -385,19 +378,19 @@ def answer_of(error: QmqError) -> NotStored | Unknown:
 class BatchState(Enum):
     QUEUED = auto()  # no attempt was made
     IN_FLIGHT = auto()  # the first attempt has no answer yet
-    OUTCOME_UNKNOWN = auto()  # an attempt may have stored it; it is to be repeated
-    REPEATED = auto()  # in flight again; only `Stored` says anything about the attempts before
+    OUTCOME_UNKNOWN = auto()  # an attempt may have stored it; to be repeated
+    REPEATED = auto()  # in flight again; only `Stored` settles the attempts before
     STORED = auto()
     NOT_STORED = auto()
-    GIVEN_UP = auto()  # no attempt said in time whether it is stored
+    GIVEN_UP = auto()  # the time ended without a known outcome
 
 
 class BatchEvent(Enum):
-    """What happens to a batch besides the answers to its attempts."""
+    """Events of a batch besides the answers to its attempts."""
 
     SENT = auto()
-    TAKEN_OVER = auto()  # its owner had it from an earlier one, which may have sent it
-    GAVE_UP = auto()  # its time is over
+    TAKEN_OVER = auto()  # an earlier process may have sent it
+    GAVE_UP = auto()  # its time ended
 
 
 BATCH_LIFE = TransitionTable(
@@ -421,13 +414,13 @@ BATCH_LIFE = TransitionTable(
 
 
 class BatchLife(Machine[BatchState]):
-    """The life of one batch under one number. Made by its owner, with the history that all its batches share."""
+    """State machine of one batch under one number; all batches of an owner share a history."""
 
     __slots__ = ()
 
     @property
     def may_be_stored(self) -> bool:
-        """Whether an attempt before may have stored it: it may go nowhere else."""
+        """Whether an earlier attempt may have stored it, so no other group may get it."""
         return self.state is BatchState.OUTCOME_UNKNOWN or self.state is BatchState.REPEATED
 
     @property
@@ -436,7 +429,7 @@ class BatchLife(Machine[BatchState]):
 
 
 class BatchSender(Protocol):
-    """The way of numbered batches to the broker groups; `qmq.client.numbered_sender.NumberedSender` is the real one."""
+    """Interface of `qmq.client.numbered_sender.NumberedSender`, for the schedulers that use it."""
 
     def watch(self, subject: str) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Shell. The consumer: listeners that are called with messages, pullers that ask for them."""
+"""Shell. Consumer for coroutines: listeners that call handlers, and pullers."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ TagMode = Literal["any", "all"]
 
 
 class Consumer:
-    """Receives messages; used on one event loop, for listeners (`listen`, `run`) or pullers (`pull`), or both.
+    """Consumer for one event loop, with listeners (`listen`, `run`), pullers (`pull`), or both.
 
     Args:
         metaserver: HTTP address, for instance "http://127.0.0.1:8080".
-        app: name of the application, for the operators.
-        token: API token; if it is not given: of the variable QMQ_TOKEN, or the file that QMQ_TOKEN_FILE names.
-        consumer_id: name of this consumer in its groups, unique among those that run; with broadcasts, name of its own
-            group, so a fixed one finds what came while it was away. By default each process has its own, and what it
-            leaves behind goes to the others when its lease has ended.
-        drain_s: how long the end waits for handlers and acks.
-        online: whether it begins to receive at once; else `online` says when.
+        app: application name, shown to operators.
+        token: API token; by default the value of QMQ_TOKEN, or the content of the file that QMQ_TOKEN_FILE names.
+        consumer_id: unique name of this consumer in its groups. A broadcast uses it as its group, so a fixed id also
+            receives the messages of its absence. By default each process gets an id of its own, and its unacked messages
+            go to the other consumers when its lease ends.
+        drain_s: time for handlers and acks when the consumer stops.
+        online: whether it receives at once; otherwise from a call of `online` on.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Consumer:
         self._listeners: dict[tuple[str, str], Listener] = {}
         self._priorities = Priorities()
         self._members: dict[tuple[str, str], Membership] = {}
-        """Of each (subject, group) that is taken, mailboxes too, whose it is."""
+        """Listener or puller of each (subject, group), mailboxes included."""
         self._watchers: list[Callable[[MasterChanged], object]] = []
         self._callbacks: set[asyncio.Task[object]] = set()
         self._connections: Connections | None = None
@@ -87,10 +87,10 @@ class Consumer:
         return self._id
 
     def _check_process(self) -> None:
-        """In a forked process, become another consumer: two with one name would take each other's place.
+        """Give a forked process a consumer id of its own: two consumers with one id replace each other.
 
         Raises:
-            ClientClosed: the parent receives with it, on an event loop that is not there.
+            ClientClosed: the parent's consumer is open, on an event loop that the child lacks.
         """
         if self._pid == os.getpid():
             return
@@ -134,37 +134,34 @@ class Consumer:
         """Decorate the function that handles messages of `subject` for the consumer group `group`.
 
         A coroutine function runs on the event loop, a plain function in a thread. When it returns, the message is
-        acked. When it raises, the message is delivered again after `retry_delay`, to any consumer of the group, and
-        becomes a dead letter once it was delivered `retries_max` times. `RetryLater` and `DeadLetter`, raised, say
-        otherwise.
+        acked. When it raises, the message is delivered again after `retry_delay`, to any consumer of the group; after
+        `retries_max` deliveries it becomes a dead letter. `RetryLater` and `DeadLetter` override this.
 
         Args:
-            broadcast: every consumer gets every message: its group is its own; so it is without a `group`.
-            tags, tag_mode: only messages with any, or all, of these tags.
-            concurrency: handlers that run at the same time. With 1, messages of a broker group come in order.
-            batch: the handler is called with a list, of up to so many messages: of those that are here, at least one;
-                of suspected ones, one. What it returns or raises is the outcome of all that it has not decided itself
-                (`nack_nowait` and the like of a message). Filters take single messages, and are refused.
-            start: where a new group begins: "latest", "earliest" for all that is stored, or a datetime with time zone.
-                It counts once, when the group first appears: on a broker group that joins the subject later, the group
-                begins with the first message.
-            retries_max: delivery attempts in all, at least one; a message may carry its own number.
+            broadcast: deliver every message to every consumer, each in a group of its own; the default without `group`.
+            tags, tag_mode: deliver only messages with any, or all, of these tags.
+            concurrency: handlers that run at the same time. With 1, messages of a broker group are handled in order.
+            batch: call the handler with a list of 1 to `batch` messages; a suspected message is alone. The result of the call
+                applies to all its messages that the handler did not decide (`nack_nowait`, …). Filters are rejected.
+            start: first message of a new group: "latest", "earliest", or a datetime with time zone. It applies once, when
+                the group first appears. On a broker group that joins the subject later, the group starts at the first message.
+            retries_max: delivery attempts in all, at least one; a message may carry a limit of its own.
             retry_delay: seconds, at most a day.
-            most_once: the broker keeps the ack before the handler is called: a crash loses messages, none comes twice.
-            auto_ack: if not, returning decides nothing: `ack`, `nack` or `dead_letter` of the message do, whenever.
-            filters: wrap the handler, the first one outermost (see `qmq.client.handler`). One that promises something
-                of the ack, with an attribute `needs_auto_ack`, goes neither with `most_once` nor without `auto_ack`.
-            prefetch_messages, prefetch_bytes: what may wait here or be on its way, at most; 1,000, with `most_once` one
-                for each handler at a time. Slow handlers have less ahead: about half a second of work.
-            unacked_max: messages of a broker group that are delivered and not acked; then pulling stops.
-            exclusive: one consumer of the group at a time gets its messages, the one that began first; the next one
-                when that has left, or nothing of what it had is un-acked. All consumers of the group should say so.
-            priority: 0 to 9. While messages wait here for a listener of this consumer with a higher one, this one
-                begins no call: a class of messages is a subject of its own.
+            most_once: ack before the handler is called: a crash loses messages, and none is handled twice.
+            auto_ack: False leaves the decision to `ack`, `nack` or `dead_letter` of the message, at any time.
+            filters: functions around the handler, the first one outermost (see `qmq.client.handler`). A filter with the
+                attribute `needs_auto_ack` is rejected with `most_once` or without `auto_ack`.
+            prefetch_messages, prefetch_bytes: limits of messages that wait here or are requested. The default is 1,000
+                messages; with `most_once`, one per handler. Slow handlers have about half a second of work ahead.
+            unacked_max: unacked messages of a broker group at which pulling stops.
+            exclusive: deliver to one consumer of the group at a time, the longest waiting first. The next one follows when
+                it has left, or has no unacked messages. All consumers of the group should set this.
+            priority: 0 to 9. The handler is not called while messages wait for a listener of this consumer with a higher
+                priority. A class of messages is a subject of its own.
 
         Raises:
             InvalidName: the subject or group breaks the rules of `qmq.subjects`.
-            InvalidRequest: another argument is wrong, or this consumer has a listener or puller for both already.
+            InvalidRequest: another argument is not valid, or this consumer already has a listener or puller for both.
         """
         at_once = check_concurrency(concurrency) * check_batch(batch)
         if prefetch_messages is None:
@@ -222,16 +219,17 @@ class Consumer:
 
     @property
     def listeners(self) -> Mapping[tuple[str, str], Listener]:
-        """Handles of the listeners, by subject and group: to stop, resume, and change their concurrency."""
+        """Listeners by subject and group: to stop and resume them, and to change their concurrency."""
         return MappingProxyType(self._listeners)
 
     async def run(self) -> None:
-        """Call handlers until cancelled, `stop` or SIGTERM; then finish those that run, send acks, give the rest back.
+        """Call handlers until `stop`, SIGTERM or cancellation; then finish running handlers, send acks, return the
+        rest.
 
-        SIGTERM is taken care of in the main thread, unless the application handles it itself.
+        SIGTERM is handled in the main thread, unless the application has a handler of its own.
 
         Raises:
-            QmqError: a subscription cannot go on, for instance because another process uses the consumer id.
+            QmqError: a subscription ended, for instance because another process uses the consumer id.
         """
         self._check_process()
         if not self._listeners:
@@ -259,7 +257,7 @@ class Consumer:
                 raise error
 
     def stop(self) -> None:
-        """End `run` as SIGTERM does; may be called from any thread and returns at once."""
+        """End `run` as SIGTERM does; may be called from any thread, returns at once."""
         if threading.get_ident() == self._thread:
             self._end_run()
         elif self._loop is not None and not self._loop.is_closed():
@@ -298,9 +296,9 @@ class Consumer:
     ) -> Puller:
         """Return a puller for `async with`; the arguments are those of `listen`.
 
-        With `most_once`, `pull` returns messages when the broker keeps their acks. `prefetch_messages` suits a
-        consumer that takes messages as fast as they come: in pulls of 2,000, each costs both sides a quarter less than
-        in pulls of 1,000. Ask for less where several pullers share few messages that take long.
+        With `most_once`, `pull` returns messages after their acks are stored. The default of `prefetch_messages` suits
+        a fast consumer: pulls of 2,000 messages cost both sides a quarter less per message than pulls of 1,000. Use
+        less where several pullers share few slow messages.
         """
         terms = make_terms(
             subject=subject,
@@ -323,7 +321,7 @@ class Consumer:
         return Puller(terms, self, drain_s=self._drain_s, is_online=self._is_online)
 
     def entered(self, puller: Puller) -> Connections:
-        """A puller begins."""
+        """Register a puller that is entered."""
         puller.terms = puller.terms.of_consumer(self.id)
         self._check_free(puller.terms)
         self._add(puller)
@@ -331,7 +329,7 @@ class Consumer:
         return self._acquire()
 
     async def left(self, puller: Puller) -> None:
-        """A puller has ended."""
+        """Unregister a puller that was left."""
         for key in _keys(puller.terms):
             self._members.pop(key, None)
         await self._release()
@@ -339,14 +337,14 @@ class Consumer:
     # Together.
 
     def offline(self) -> None:
-        """Take part in no group for now: what is being handled is finished, the rest goes back to the groups.
+        """Leave all groups for now: running handlers finish, waiting messages go back to the groups.
 
-        May be called from any thread and returns at once.
+        May be called from any thread, returns at once.
         """
         self._set_online(False)
 
     def online(self) -> None:
-        """Take part in the groups again."""
+        """Join the groups again."""
         self._set_online(True)
 
     @property
@@ -359,12 +357,12 @@ class Consumer:
             member.set_online(is_online)
 
     def on_master_changed(self, callback: C) -> C:
-        """Have `callback` called, on the event loop, with each `MasterChanged`; may be used as a decorator.
+        """Call `callback` with each `MasterChanged`, on the event loop; also a decorator.
 
-        What the old master had delivered, and whose ack it did not get, may come again.
+        Messages delivered by the old master whose acks it did not store may be delivered again.
 
         Raises:
-            InvalidRequest: a coroutine function, which nobody would await.
+            InvalidRequest: `callback` is a coroutine function.
         """
         self._watchers.append(check_plain("the callback", callback))
         return callback
@@ -374,7 +372,7 @@ class Consumer:
             call_back(callback, event, partial(_callback_failed, event), self._callbacks)
 
     def _check_free(self, terms: Terms) -> None:
-        """One consumer has one place in a group; a second one would take it away from the first."""
+        """Raise InvalidRequest if a listener or puller has this place: a second one would replace the first."""
         for key in _keys(terms):
             if key in self._members:
                 raise InvalidRequest(
@@ -387,7 +385,7 @@ class Consumer:
             self._members[key] = member
 
     def _acquire(self) -> Connections:
-        """The connections begin with their first user and end with the last."""
+        """Return the connections, opened by their first user and closed after the last."""
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         if self._connections is None:

@@ -1,4 +1,4 @@
-"""Shell. The producer: takes messages, encodes them, and returns receipts; `qmq.client.sender` carries them."""
+"""Shell. Producer for coroutines: encodes messages, queues them at the sender, and returns receipts."""
 
 from __future__ import annotations
 
@@ -40,29 +40,29 @@ from qmq.types import GroupKind
 
 
 class Producer:
-    """Sends messages; an async context manager, used on one event loop.
+    """Producer for one event loop; an async context manager.
+
+    A message without an id gets one, and keeps it when the application sends it again.
 
     Args:
         metaserver: HTTP address, for instance "http://127.0.0.1:8080".
-        app: name of the application, for the operators.
-        token: API token; if it is not given: of the variable QMQ_TOKEN, or the file that QMQ_TOKEN_FILE names.
-        timeout_s: how long a message may wait for its outcome, retries included.
-        readonly_wait_s: how long a message may wait while all broker groups of its subject are readonly; then it is
-            refused with their reasons, 0: at once. By default `timeout_s`, as most reasons end by themselves.
-        answer_timeout_s: a connection that owes an answer for longer is given up, and the batch repeated on a new one.
-        in_flight_max: produce requests in flight per subject and broker group; what arrives meanwhile gathers to the
-            next batch. Over all subjects a broker group has up to 64.
-        queue_messages_max, queue_bytes_max: single messages of one subject that may wait; then `send` waits,
-            `send_nowait` refuses. All subjects together may have an eighth more, in fair shares.
-        outbox: the database of the application's outbox: an engine, the alias of a Django database, or a function that
-            opens a DB-API connection. What an earlier process left in it is sent from the start on; without it, from
+        app: application name, shown to operators.
+        token: API token; by default the value of QMQ_TOKEN, or the content of the file that QMQ_TOKEN_FILE names.
+        timeout_s: time until a message without an outcome is given up, retries included.
+        readonly_wait_s: time until a message is refused while all broker groups of its subject are readonly; 0 refuses
+            at once. The default is `timeout_s`, because most readonly reasons end without an operator.
+        answer_timeout_s: time until a connection without an answer is closed and its batches are repeated on a new one.
+        in_flight_max: produce requests in flight per subject and broker group. Messages that arrive meanwhile form the
+            next batch. A broker group has at most 64 requests in flight over all subjects.
+        queue_messages_max, queue_bytes_max: single messages of one subject that may wait. Then `send` waits and
+            `send_nowait` raises QueueFull. All subjects together may have an eighth more, in fair shares.
+        outbox: database of the application's outbox: an engine, the alias of a Django database, or a function that
+            opens a DB-API connection. Rows of earlier processes are sent from the start on; without this argument, from
             the first message with a `session` on (docs/outbox.md).
-        outbox_table: the table in the databases of `session`s, "table" or "schema.table".
-        outbox_age_s: a row that is so old is sent by any producer of its database, whichever process wrote it. It is
-            more than the `timeout_s` of all of them; by default 60, or twice this one's.
-        journal: keeps what was acknowledged in files of this machine, for the audit; none by default.
-
-    The id of a message without one is made here, and set, so that it keeps it when it is sent again.
+        outbox_table: table in the databases of `session`s, "table" or "schema.table".
+        outbox_age_s: age after which any producer of the database sends a row. It exceeds the `timeout_s` of all these
+            producers; the default is 60, or twice `timeout_s` if that is more.
+        journal: local files of acknowledged messages, for the audit; none by default.
     """
 
     def __init__(
@@ -116,8 +116,8 @@ class Producer:
     async def __aenter__(self) -> Producer:
         if self._open_senders is not None or self._is_closing:
             raise ClientClosed("a producer is opened once: make another one")
-        # Not before: workers that are forked from a process that made the producer would all be the same one, and
-        # brokers would take the first batch of each for a repeat of the same batch.
+        # The id is made here: workers forked from a process that made the producer would share an earlier id, and
+        # brokers would take the first batch of each worker for a repeat.
         self.id = random.SystemRandom().randrange(1, 1 << 64)
         self._ids = MessageIds(_id_prefix(self._metaserver))
         if self._journal_place is not None:
@@ -155,8 +155,9 @@ class Producer:
 
     @property
     def left_behind(self) -> list[LeftBehind]:
-        """What waits in outboxes for longer than `timeout_s`, or is parked there: an entry for each database that has
-        such rows, with their number, the age of the oldest and the reason. Empty if all is sent."""
+        """Databases with rows that are parked or older than `timeout_s`, with row count, oldest age and reason. Empty
+        if all rows are sent.
+        """
         return self._relays.left_behind if self._relays is not None and not self._is_parents else []
 
     async def __aexit__(
@@ -165,9 +166,9 @@ class Producer:
         await self.close()
 
     async def flush(self) -> None:
-        """Wait until everything given before has its outcome (no longer than `timeout_s`), and callbacks were called.
+        """Wait for the outcomes of all earlier messages (at most `timeout_s`) and for their callbacks.
 
-        Messages of transactions that are committed are given with the commit; their rows are deleted, too.
+        This includes messages of committed transactions and the deletion of their rows.
 
         Raises:
             ClientClosed: the producer is not open.
@@ -177,14 +178,15 @@ class Producer:
         await self.callbacks_ended()
 
     async def callbacks_ended(self) -> None:
-        """Wait for the coroutines of callbacks, no longer than `timeout_s`."""
+        """Wait at most `timeout_s` for the coroutines of callbacks."""
         if others := self._callbacks - {asyncio.current_task()}:
             await asyncio.wait(others, timeout=self._timeout_ms / 1000)
 
     async def close(self) -> None:
-        """Take nothing more, send what waits, wait for its outcome (no longer than `timeout_s`), and disconnect.
+        """Reject new messages, wait for all outcomes (at most `timeout_s`), and disconnect.
 
-        Cancelled, it disconnects at once: then what has no outcome yet is refused, or unknown if it was sent.
+        If this call is cancelled, it disconnects at once: unsent messages are refused, sent ones have an unknown
+        outcome.
         """
         senders, self._is_closing = self._open_senders, True
         if senders is None or self._is_parents:
@@ -228,18 +230,18 @@ class Producer:
 
     @property
     def outbox(self) -> Courier:
-        """What takes messages of transactions, from any thread: `send` and `send_many` with a `session` use it."""
+        """Queue of messages of transactions, for any thread; `send` and `send_many` with a `session` use it."""
         if self._outbox is None or self._is_closing:
             raise self._not_open()
         return self._outbox
 
     def inherited(self) -> None:
-        """This is a copy in a forked process; the parent's event loop is not there."""
+        """Close this copy in a forked process, which lacks the parent's event loop."""
         self._is_closing = self._is_parents = True
 
     @property
     def open_messages(self) -> int:
-        """How many messages have no outcome yet."""
+        """Number of messages without an outcome."""
         return 0 if self._open_senders is None else self._open_senders.open_messages
 
     def _not_open(self) -> ClientClosed:
@@ -273,20 +275,20 @@ class Producer:
         at: datetime | None = None,
         key: str | None = None,
     ) -> Receipt | asyncio.Future[Receipt]:
-        """Send one message and wait for its receipt, which says stored, refused or unknown.
+        """Send one message and return its receipt: stored, refused or unknown.
 
-        Messages that are sent at the same time travel in one batch. When the queue is full, this waits.
+        Messages sent at the same time share a batch. The call waits while the queue is full.
 
         Args:
-            session: a transaction of the application's database (docs/outbox.md). The message is written with it, and
-                sent after its commit. Returned is a future of the receipt then; nobody needs to wait for it.
-            delay, at: consumers get it so many seconds (or a timedelta) from now, or at a datetime with its time zone;
-                until then a delay server keeps it (docs/delay.md). "Stored" then says: there.
-            key: a word of the application's own, by which `cancel` and `reschedule` find a delayed message.
+            session: transaction of the application's database (docs/outbox.md). The message is written with it and sent
+                after its commit. The call then returns a future of the receipt, which the application may ignore.
+            delay, at: deliver the message after so many seconds (or a timedelta), or at a datetime with time zone. A delay
+                server keeps it until then (docs/delay.md), and "stored" means stored there.
+            key: word of the application, by which `cancel` and `reschedule` find a delayed message.
 
         Raises:
-            InvalidName, InvalidMessage: it can never be sent as it is.
-            InvalidRequest: this is no session, or no delay.
+            InvalidName, InvalidMessage: the message is not valid; do not retry.
+            InvalidRequest: `session` is no session, or the delay is not valid.
             ClientClosed: the producer is not open.
         """
         later = read_delay(delay, at, key, session)
@@ -322,15 +324,15 @@ class Producer:
         at: datetime | None = None,
         key: str | None = None,
     ) -> None:
-        """Queue one message; `on_done(receipt)` is called on the event loop when its outcome is known.
+        """Queue one message; `on_done(receipt)` runs on the event loop when the outcome is known.
 
         Args:
-            on_done: a plain function or a coroutine function, for whose end `flush` and `close` wait.
+            on_done: a plain function, or a coroutine function that `flush` and `close` wait for.
             delay, at, key: see `send`.
 
         Raises:
-            QueueFull: nothing was queued; send it again later.
-            InvalidName, InvalidRequest: it can never be sent as it is; a call of `on_done` would not run its body.
+            QueueFull: nothing was queued; retry later.
+            InvalidName, InvalidRequest: the message is not valid, or a call of `on_done` would not run its body.
             ClientClosed: the producer is not open.
         """
         check_callable("on_done", on_done)
@@ -342,7 +344,7 @@ class Producer:
             raise self._backlog.full()
         loop, flight = asyncio.get_running_loop(), senders.board()
 
-        def failed(error: BaseException) -> None:  # it concerns this message alone, not the sender
+        def failed(error: BaseException) -> None:  # affects this message alone, not the sender
             loop.call_exception_handler({"message": "on_done of send_nowait failed", "exception": error})
 
         def done(receipt: Receipt) -> None:
@@ -373,18 +375,18 @@ class Producer:
         at: datetime | None = None,
         key: str | None = None,
     ) -> Receipts | list[asyncio.Future[Receipt]]:
-        """Send messages and wait for all receipts, which come in the order of the messages.
+        """Send messages and return their receipts, in the order of the messages.
 
-        The iterable is read as fast as brokers take messages; only a few batches of it are in memory at a time. A
-        message that can never be sent gets a refused receipt; the others are not affected. An error of the iterable
-        itself is passed on; what was read before the error may have been sent.
+        The iterable is read as fast as brokers store messages, a few batches ahead. A message that is not valid gets a
+        refused receipt; the others are not affected. If the iterable raises, the error is passed on, and messages read
+        before may have been sent.
 
         Args:
-            session: see `send`. Then a message that can never be sent raises, and nothing is written.
-            delay, at, key: see `send`; of all these messages.
+            session: see `send`. With it, an invalid message raises and nothing is written.
+            delay, at, key: see `send`; for all these messages.
 
         Raises:
-            InvalidRequest: the delay is none.
+            InvalidRequest: the delay is not valid.
             ClientClosed: the producer is not open.
         """
         later = read_delay(delay, at, key, session)
@@ -396,16 +398,17 @@ class Producer:
         return await self._send_all(messages, later)
 
     async def _send_committed(self, messages: Iterable[Message]) -> Receipts:
-        """Give all of it up together, however much waits before it: what is sent later, others relay as well."""
+        """Send rows of a committed transaction with one common deadline: later, other producers also send these rows.
+        """
         return await self._send_all(messages, timeout_ms=self._timeout_ms)
 
     async def _send_all(
         self, messages: Iterable[Message], later: Delay | None = None, timeout_ms: int | None = None
     ) -> Receipts:
-        """Also while the producer is closing: what is committed by then is sent.
+        """Send messages, also while the producer is closing: rows committed by then are sent.
 
         Args:
-            timeout_ms: when all is given up; None: each batch has the producer's, from when there is room for it.
+            timeout_ms: common deadline of all messages; None gives each batch the producer's timeout, from when it has room.
         """
         if (senders := self._open_senders) is None:
             raise self._not_open()
@@ -433,17 +436,17 @@ class Producer:
         id: str | None = None,
         key: str | None = None,
     ) -> DelayOutcome:
-        """Take a delayed message back: by its receipt, by subject and id, or by subject and key.
+        """Cancel a delayed message: by receipt, by subject and id, or by subject and key.
 
-        Of a key, all messages that wait are taken back. By id or key, all delay groups are asked; by receipt, one.
+        A key selects all its waiting messages. A receipt names the delay group; without one, all delay groups are
+        asked.
 
         Returns:
-            `CANCELLED`: nobody gets it. `SENT`: too late. `UNKNOWN`: there is no such message. Each is true when it
-            is said, and stays so.
+            `CANCELLED`: it will not be delivered. `SENT`: too late. `UNKNOWN`: no delay group has it. Each is final.
 
         Raises:
-            NotServed: a delay group that may have it did not answer within `timeout_s`; ask again.
-            InvalidRequest: the arguments name no message, or one that was not delayed.
+            NotServed: a delay group that may have the message did not answer within `timeout_s`; retry.
+            InvalidRequest: the arguments select no message, or one without a delay.
             ClientClosed: the producer is not open.
         """
         return await self._delay_groups.cancel(target_of(receipt, subject, id, key))
@@ -458,12 +461,12 @@ class Producer:
         delay: float | timedelta | None = None,
         at: datetime | None = None,
     ) -> DelayOutcome:
-        """Let a delayed message come at another time, earlier or later: `delay` from now, or `at`.
+        """Give a delayed message another due time: `delay` from now, or `at`.
 
         Returns:
             `RESCHEDULED`, `SENT` (too late), `CANCELLED` (before) or `UNKNOWN`.
 
-        Raises: see `cancel`; CallError also if the time is none that a delay server takes.
+        Raises: see `cancel`; also CallError if the delay server does not accept the time.
         """
         target, due_ms = target_of(receipt, subject, id, key), due_of_call(delay, at, now_ms=_now_ms())
         return await self._delay_groups.reschedule(target, due_ms)
@@ -471,29 +474,29 @@ class Producer:
     async def put_recurring(
         self, message: Message, *, name: str, cron: str, timezone: str, owner: str | None = None
     ) -> RecurringSchedule:
-        """Send a message like this one at each time that a cron expression names, until `delete_recurring`.
+        """Store a recurring schedule: a copy of `message` is sent at each time of a cron expression.
 
-        The schedule of this name and subject is replaced, if there is one; the same again changes nothing.
+        A schedule with the same name and subject is replaced. Storing the same schedule again changes nothing.
 
         Args:
             cron: five fields: minute, hour, day of the month, month, day of the week; "0 8 * * MON-FRI".
-            timezone: whose clock it is: "UTC", or a name such as "Europe/Berlin".
-            owner: who answers for it, for people who find it; else the application's name.
+            timezone: time zone of the expression: "UTC", or a name such as "Europe/Berlin".
+            owner: person or team to contact; by default the application's name.
 
         Returns:
-            The schedule, with the time at which it is due next, once both disks have it.
+            The schedule with its next due time, fsynced on both copies.
 
         Raises:
-            CallError: it can never be sent as it is; says why, and what to write instead.
-            NotServed: not every delay group answered within `timeout_s`; call again.
-            BrokerReadOnly: no delay group takes it now.
+            CallError: an argument or the message is not valid; the text names the remedy.
+            NotServed: a delay group did not answer within `timeout_s`; retry.
+            BrokerReadOnly: all delay groups are readonly.
             ClientClosed: the producer is not open.
         """
         recur = schedule_request(message, name=name, cron=cron, timezone=timezone, owner=owner or self._app)
         return await self._delay_groups.put_schedule(recur)
 
     async def delete_recurring(self, *, subject: str, name: str) -> bool:
-        """Delete a recurring schedule; return whether there was one. What has come due before is still sent.
+        """Delete a recurring schedule; return whether it existed. Occurrences that were due before are still sent.
 
         Raises: see `put_recurring`.
         """
@@ -507,7 +510,7 @@ class Producer:
         return await self._delay_groups.list_schedules(subject)
 
     def _encode(self, sender: Sender, message: Message, later: Delay | None) -> tuple[SubjectQueue, bytes, int]:
-        """Return where a message waits, its bytes and its label; sets its id."""
+        """Return the queue, bytes and label of a message; sets its id."""
         try:
             subject = message.subject
         except AttributeError:
@@ -527,7 +530,7 @@ class Producer:
 def read_delay(
     delay: float | timedelta | None = None, at: datetime | None = None, key: str | None = None, session: object = None
 ) -> Delay | None:
-    """Read what a call says about delay, as of now; None if nothing. Raises InvalidRequest."""
+    """Return the delay of a call, counted from now, or None; raises InvalidRequest."""
     if delay is None and at is None and key is None:
         return None
     if session is not None:
@@ -544,9 +547,9 @@ def _now_ms() -> int:
 
 
 def _id_prefix(metaserver: str) -> str:
-    """Make the part of message ids that no other producer has: `yyMMdd.HHmmss.ip.pid.` and ten random digits.
+    """Return the prefix of a producer's message ids: `yyMMdd.HHmmss.ip.pid.` and ten random digits.
 
-    With a count behind it, it has the form of QMQ's ids.
+    With a counter appended, it has the form of QMQ's ids.
     """
     url = urlsplit(metaserver if "://" in metaserver else f"http://{metaserver}")
     own_ip, digits = _own_ip(url.hostname or "127.0.0.1", url.port or 80), secrets.randbelow(9 * 10**9) + 10**9
@@ -554,7 +557,7 @@ def _id_prefix(metaserver: str) -> str:
 
 
 def _own_ip(host: str, port: int) -> str:
-    """Ask the kernel from which address it would reach the metaserver; nothing is sent."""
+    """Return the address from which the kernel would reach the metaserver; nothing is sent."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, port))

@@ -1,4 +1,4 @@
-"""Shell. A puller: the application asks for messages when it wants them."""
+"""Shell. Puller: a consumer whose application requests messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from qmq.errors import ClientClosed, QmqError
 
 
 class PullerOwner(Protocol):
-    """The consumer that a puller belongs to."""
+    """Consumer of a puller."""
 
     def entered(self, puller: Puller) -> Connections: ...
 
@@ -26,10 +26,9 @@ class PullerOwner(Protocol):
 
 
 class Puller(Membership):
-    """Asks for messages; made by `Consumer.pull`, an async context manager.
+    """Source of messages on request; an async context manager, made by `Consumer.pull`.
 
-    Messages wait here before they are asked for; nothing is lost with them. On leaving, decisions are sent, and
-    messages that were not decided go back to the group at once.
+    It prefetches messages. On leaving, decisions are sent and undecided messages go back to the group at once.
     """
 
     def __init__(self, terms: Terms, home: PullerOwner, *, drain_s: float, is_online: bool) -> None:
@@ -39,7 +38,7 @@ class Puller(Membership):
         self._turned = asyncio.Event()
         """Set while there is a subscription, and at the end."""
         self._acked: deque[list[ReceivedMessage]] = deque()
-        """At most once: what was acked for a pull that was cancelled then. It comes from nowhere else any more."""
+        """At most once: messages that were acked for a pull that was then cancelled. No broker delivers them again."""
 
     async def __aenter__(self) -> Puller:
         if self._task is not None:
@@ -55,23 +54,24 @@ class Puller(Membership):
         try:
             self.end()
             if self._subscription is not None:
-                self._subscription.settled()  # who waits for decisions before going offline waits no more
+                self._subscription.settled()  # calls that wait for decisions before going offline return
             with suppress(QmqError):
                 await self._task
         finally:
             await self._home.left(self)
 
     async def pull(self, messages_max: int, *, timeout: float) -> list[ReceivedMessage]:
-        """Return up to `messages_max` messages; waits up to `timeout` seconds for the first one, then returns none.
+        """Return up to `messages_max` messages; without any, wait up to `timeout` seconds for the first one.
 
-        With 0 seconds, it returns what is here. While the puller is stopped or offline there is nothing.
+        With a timeout of 0, it returns prefetched messages only. While the puller is stopped or offline, it returns
+        none.
 
         Raises:
             QmqError: the subscription ended, for instance because another process uses the consumer id.
         """
         if messages_max <= 0:
             return []
-        await asyncio.sleep(0)  # whoever pulls without a pause must not keep the loop from reading
+        await asyncio.sleep(0)  # a loop of pulls must not keep the event loop from reading
         try:
             async with asyncio.timeout(timeout):
                 subscription, messages = await self._taken(messages_max)
@@ -85,7 +85,7 @@ class Puller(Membership):
         while True:
             subscription = await self._current()
             if messages := self._take_acked(messages_max) or subscription.take(messages_max):
-                return subscription, messages  # nothing is awaited from here on: a cancellation would lose them
+                return subscription, messages  # no await from here on: a cancellation would lose the messages
             await subscription.wait()
 
     def _take_acked(self, messages_max: int) -> list[ReceivedMessage]:
@@ -97,7 +97,7 @@ class Puller(Membership):
         return messages[:messages_max]
 
     async def _confirmed(self, subscription: Subscription, messages: list[ReceivedMessage]) -> list[ReceivedMessage]:
-        """At most once: ack messages; return those whose ack the broker keeps, and that nobody else has begun."""
+        """At most once: ack messages; return those with a stored ack that no other consumer has begun."""
         try:
             confirmed = await subscription.confirmed(messages)
         except asyncio.CancelledError:
@@ -121,7 +121,7 @@ class Puller(Membership):
             await self._turned.wait()
 
     async def ack(self, messages: Iterable[ReceivedMessage]) -> None:
-        """Mark messages as done, in any order. The acks travel in the background; `flush` waits for them."""
+        """Mark messages as done, in any order. The acks are sent in the background; `flush` waits for them."""
         piece: UnackedPiece | None = None
         for message in messages:
             if message._piece is not piece:
@@ -137,15 +137,15 @@ class Puller(Membership):
             message.nack_nowait(reason, delay=delay)
 
     async def dead_letter(self, messages: Iterable[ReceivedMessage], reason: str) -> None:
-        """Have messages never delivered again: see `ReceivedMessage.dead_letter`."""
+        """Make messages dead letters: see `ReceivedMessage.dead_letter`."""
         for message in messages:
             message.dead_letter_nowait(reason)
 
     async def flush(self) -> None:
-        """Wait until brokers keep what was decided.
+        """Wait until brokers have stored all decisions.
 
         Raises:
-            QmqError: the subscription ended by itself: nobody knows what they keep.
+            QmqError: the subscription ended; whether they are stored is not known.
         """
         if (subscription := self._subscription) is not None:
             await subscription.flush()
@@ -154,7 +154,7 @@ class Puller(Membership):
         elif self._task is not None and self._task.done():
             self._task.result()
 
-    # The member's part.
+    # Hooks of Membership.
 
     def _joined(self, subscription: Subscription) -> None:
         self._turned.set()
@@ -168,7 +168,7 @@ class Puller(Membership):
 
 
 async def _begun(message: ReceivedMessage) -> None:
-    """The application has a suspected message now: whatever becomes of the process counts."""
+    """Announce that the application has a suspected message, so a crash from now on counts."""
     try:
         await announce(message)
     except asyncio.CancelledError:

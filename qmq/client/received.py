@@ -1,4 +1,4 @@
-"""Core. A message as a consumer receives it, and what may be decided about it."""
+"""Core. Delivered messages: the message as a consumer receives it, its decision, and the piece it was delivered in."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from qmq.ranges import Range
 from qmq.remoting.commands import Verdict
 
 OPEN, DONE, SENT, SETTLED, NACKED = range(5)
-"""States of one message: not decided; done, the broker does not know; the ack is on its way; the broker keeps the
-decision; nacked, waits or is on its way."""
+"""States of one message: not decided; done, not yet sent; ack in flight; decision stored by the broker; nacked, waiting
+or in flight.
+"""
 
 _UNSETTLED_RUN = re.compile(b"[^\3]+")
 
 EXPIRES_DIGITS_MAX = 13
-"""Of a hundred years in ms."""
+"""A hundred years in ms."""
 
 
 class Acker(Protocol):
-    """Who carries decisions to the broker: the session that a piece came from."""
+    """Session of a piece, which sends its decisions to the broker."""
 
     policy: RetryPolicy
     source: str
@@ -58,12 +59,11 @@ class Acker(Protocol):
 
 
 class UnackedPiece:
-    """Consecutive pull sequences `[begin, end)` that were delivered together; `states[i]` is that of `begin + i`.
+    """Consecutive pull sequences `[begin, end)` that were delivered together; `states[i]` belongs to `begin + i`.
 
-    `open` counts its messages that are not decided, `unsettled` those whose decision the broker has not confirmed.
-    `is_dropped`: they were given back and come again, as other messages. `suspected`: a consumer that had
-    them vanished (qmq.client.listener). `may_expire`: some of them say when they expire. `is_uneven`: they
-    differ in how often they were delivered in all, or in how often they may be.
+    `open` counts undecided messages, `unsettled` those whose decision the broker has not confirmed. `is_dropped`: given
+    back, to be delivered again as other objects. `suspected`: a consumer that held them vanished (qmq.client.listener).
+    `may_expire`: some messages have an expiry. `is_uneven`: their numbers of deliveries, or their limits, differ.
     """
 
     __slots__ = (
@@ -96,7 +96,7 @@ class UnackedPiece:
         self._decided = decided
 
     def mark(self, at: int) -> None:
-        """The message at position `at` is done; nothing happens if it was decided before."""
+        """Mark the message at position `at` as done, unless it is decided."""
         if not self.states[at]:
             self.states[at] = DONE
             self.open -= 1
@@ -104,7 +104,7 @@ class UnackedPiece:
                 self._decided.append(self)
 
     def refuse(self, at: int) -> bool:
-        """The message at position `at` is nacked; returns False if it was decided before."""
+        """Mark the message at position `at` as nacked; return False if it is decided."""
         if self.states[at]:
             return False
         self.states[at] = NACKED
@@ -114,14 +114,14 @@ class UnackedPiece:
         return True
 
     def done_after_all(self, at: int) -> None:
-        """The nacked message at position `at`, of which no broker was told, is done after all."""
+        """Mark a nacked message whose nack was not sent as done."""
         if self.states[at] == NACKED:
             self.states[at] = DONE
             if not self.open:
                 self._decided.append(self)
 
     def settle(self, begin: int, end: int) -> None:
-        """The broker keeps the decisions on positions `[begin, end)`."""
+        """Mark the decisions on positions `[begin, end)` as stored by the broker."""
         part = self.states[begin:end]
         self.open -= part.count(OPEN)
         self.unsettled -= end - begin - part.count(SETTLED)
@@ -133,7 +133,7 @@ class UnackedPiece:
         return [(self.begin + begin, self.begin + end) for begin, end in runs]
 
     def open_positions(self, end: int) -> Iterator[int]:
-        """Yield the positions before `end` that are not decided."""
+        """Yield the undecided positions before `end`."""
         at = self.states.find(OPEN, 0, end)
         while at >= 0:
             yield at
@@ -141,11 +141,11 @@ class UnackedPiece:
 
 
 class ReceivedMessage(Message):
-    """A message delivered to a consumer. Its id, tags and properties are decoded when they are first looked at.
+    """Message delivered to a consumer. Id, tags and properties are decoded on first access.
 
-    `sequence` is its place among the messages of `source`, in `broker_group`. It is decided once, by `ack`, `nack` or
-    `dead_letter`; the first counts. Decisions travel in the background, together with others; closing waits for them.
-    The `_nowait` ones may be called from any thread.
+    `sequence` counts the messages of `source` in `broker_group`. The first call of `ack`, `nack` or `dead_letter`
+    decides the message. Decisions are sent in the background, several at a time; closing waits for them. The `_nowait`
+    methods may be called from any thread.
     """
 
     __slots__ = ("sequence", "_data", "_piece", "_at")
@@ -153,8 +153,8 @@ class ReceivedMessage(Message):
     sequence: int
 
     def __init__(self, subject: str, sequence: int, data: bytes, piece: UnackedPiece, at: int) -> None:
-        # Message's own attributes stay unset: reading one ends in __getattr__, which decodes. So a message costs
-        # 0.4 µs until somebody looks into it, 2 µs afterwards.
+        # Message's own attributes stay unset, so that reading one ends in __getattr__, which decodes. A message costs
+        # 0.4 µs before its first access, 2 µs after it.
         self.subject = subject
         self.sequence = sequence
         self._data = data
@@ -163,26 +163,26 @@ class ReceivedMessage(Message):
 
     @property
     def times(self) -> int:
-        """How often it was delivered to its group, as far as a handler may have begun, this time included."""
+        """Number of deliveries to the group in which a handler may have begun, this one included."""
         piece = self._piece
         return piece.times if not piece.acker.is_mailbox else piece.times + self._times_before()
 
     @property
     def is_suspected(self) -> bool:
-        """Whether a consumer that vanished had it, maybe begun: that does not count in `times`."""
+        """Whether a consumer that vanished held it. That delivery does not count in `times`."""
         return self._piece.suspected
 
     def _times_before(self) -> int:
-        """Return how often it was delivered before it came to the group's mailbox."""
+        """Return the number of deliveries before it came to the group's mailbox."""
         try:
             first = _number(self.properties.get(TIMES, ""), DIGITS_MAX)
-        except InvalidMessage:  # bytes that no producer of ours has made
+        except InvalidMessage:  # bytes of a foreign producer
             return 0
         return max(0, first - 1) if first is not None else 0
 
     @property
     def group(self) -> str:
-        """The consumer group that it was delivered to; of a broadcast, the consumer's own id."""
+        """Consumer group of the delivery; of a broadcast, the consumer's id."""
         return self._piece.acker.group
 
     @property
@@ -191,36 +191,36 @@ class ReceivedMessage(Message):
 
     @property
     def source(self) -> str:
-        """The subject that it lies in: `subject`, or the group's retry subject."""
+        """Subject that stores it: `subject`, or the group's retry subject."""
         return self._piece.acker.source
 
     @property
     def pull_sequence(self) -> int:
-        """Its number among those delivered to this consumer out of `source` by `broker_group`."""
+        """Number among the messages of `source` that `broker_group` delivered to this consumer."""
         return self._piece.begin + self._at
 
     @property
     def due_ms(self) -> int | None:
-        """When it was due, in ms since 1970 UTC, if it was sent with a delay; raises InvalidMessage."""
+        """Due time of a delayed message, in ms since 1970 UTC, or None; raises InvalidMessage."""
         return due_of(self._data)
 
     @property
     def expires_ms(self) -> int | None:
-        """When it expires, in ms since 1970 UTC, if its producer said so; raises InvalidMessage."""
+        """Expiry, in ms since 1970 UTC, or None; raises InvalidMessage."""
         after_ms = _number(self.properties.get(EXPIRES_AFTER, ""), EXPIRES_DIGITS_MAX)
         return None if after_ms is None else counts_from(self._data) + after_ms
 
     def has_expired(self, now_ms: int) -> bool:
-        """Return whether no handler should get it any more."""
+        """Return whether it expired before `now_ms`, so no handler should get it."""
         try:
             expires_ms = self.expires_ms
-        except InvalidMessage:  # its handler will find out
+        except InvalidMessage:  # the handler's access raises the same error
             return False
         return expires_ms is not None and expires_ms <= now_ms
 
     @property
     def is_dropped(self) -> bool:
-        """Whether it is not this consumer's any more: it comes again, here or elsewhere, as another object."""
+        """Whether this consumer lost it: it is delivered again, here or elsewhere, as another object."""
         return self._piece.is_dropped
 
     @property
@@ -230,39 +230,39 @@ class ReceivedMessage(Message):
 
     @property
     def is_settled(self) -> bool:
-        """Whether the broker keeps what was decided."""
+        """Whether the broker has stored the decision."""
         return self._piece.states[self._at] == SETTLED and not self._piece.is_dropped
 
     async def ack(self) -> None:
-        """This message is done."""
+        """Ack this message: it is done."""
         self.ack_nowait()
 
     async def nack(self, reason: str = "", *, delay: float | timedelta | None = None) -> None:
-        """Have this message delivered again, to any consumer: after `delay` (seconds; else the listener's).
+        """Have this message delivered again to any consumer, after `delay` seconds or the listener's `retry_delay`.
 
-        A delay of more than a day needs a delay group; without one it is a day. If it was delivered as often as it
-        may, it becomes a dead letter instead, with `reason`.
+        A delay above a day needs a delay group; without one it is a day. A message that reached its delivery limit
+        becomes a dead letter instead, with `reason`.
 
         Raises:
-            InvalidRequest: the delay is negative, or it is longer than a day and this is a broadcast or a dead letter;
-                the reason is no str.
+            InvalidRequest: the delay is negative; it is longer than a day, for a broadcast or a dead letter; or the reason
+                is no str.
         """
         self.nack_nowait(reason, delay=delay)
 
     async def dead_letter(self, reason: str) -> None:
-        """Never hand this message over again: keep it in the group's dead-letter subject, with `reason`."""
+        """Store this message in the group's dead-letter subject, with `reason`; it is not delivered again."""
         self.dead_letter_nowait(reason)
 
     def ack_nowait(self) -> None:
-        """As `ack`."""
+        """Ack this message, from any thread; see `ack`."""
         self._piece.acker.on_loop(self._done)
 
     def nack_nowait(self, reason: str = "", *, delay: float | timedelta | None = None) -> None:
-        """As `nack`."""
+        """Have this message delivered again, from any thread; see `nack`."""
         self._refuse(refused(self, self._piece.acker.policy, reason, delay))
 
     def dead_letter_nowait(self, reason: str) -> None:
-        """As `dead_letter`."""
+        """Make this message a dead letter, from any thread; see `dead_letter`."""
         self._refuse(refused_for_good(self, self._piece.acker.policy, reason))
 
     def _done(self) -> None:
@@ -280,7 +280,7 @@ class ReceivedMessage(Message):
         piece.acker.on_loop(partial(nack, piece, self._at))
 
     def __getattr__(self, name: str) -> object:
-        """Decode what was not looked at yet; raises InvalidMessage if the producer sent something else."""
+        """Decode attributes on first access; raises InvalidMessage for bytes of another format."""
         if name == "properties":
             self.properties = decode_properties(self._data, properties_begin(self._data))
         elif name in ("id", "tags", "created_ms"):
