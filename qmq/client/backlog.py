@@ -1,12 +1,9 @@
-"""Core. A producer's unresolved messages: those that wait, per subject, and the batches sent to each broker group.
+"""Core. A producer's unresolved messages: queues of waiting messages, and the batches sent to each broker group.
 
-What waits in a producer: a queue per subject, and one per subject and broker group for messages in order.
-
-A message with an order key waits in the *lane* of the broker group that its key belongs to. A lane has one batch under
-way at a time, which goes nowhere else, so that a retry is never overtaken. When the broker groups of a subject change,
-its lanes are filled anew, once nothing of them is under way any more.
-
-A producer's batches that a broker group may have: their numbers, what is in flight, what must be repeated."""
+Each subject has a queue. A message with an order key waits in the *lane* of the broker group that its key belongs to. A
+lane has one batch in flight at a time, which goes to no other group, so a retry is never overtaken. When the broker
+groups of a subject change, its lanes are refilled after the batches in flight have their outcomes.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +32,14 @@ from qmq.errors import QmqError, QueueFull
 from qmq.states import TRANSITIONS_KEPT, Transition
 
 SHARES = 8
-"""A queue may be this many times as long as what is free: one that does not move leaves a ninth to the others."""
+"""Limit of one queue, as a multiple of the free room. A queue that does not move leaves a ninth to the others."""
 
 
 class Backlog:
-    """How much waits in all queues of a producer, and how much more one of them may take.
+    """Total size of a producer's queues, and the room left for each of them.
 
-    One queue alone has the room of `messages_max` and `bytes_max`. With others it has less, and it never has all:
-    subjects that no broker takes leave room for those that move.
+    A single queue may grow to `messages_max` and `bytes_max`. With others it gets less and never all, so subjects
+    without a writable broker group leave room for the rest.
     """
 
     def __init__(self, messages_max: int, bytes_max: int) -> None:
@@ -50,10 +47,10 @@ class Backlog:
         self.bytes_max = bytes_max
         self.messages = self.bytes = 0
         self.waiters: list[Callable[[], None]] = []
-        """Called once when something moved: a batch left a queue, was resolved, or was given up."""
+        """Called once on progress: a batch left a queue, was resolved, or was given up."""
 
     def has_room(self, queue: SubjectQueue, size: int) -> bool:
-        """Say whether `queue` may take one more message of `size` bytes; if nothing waits at all, of any size."""
+        """Return whether `queue` has room for a message of `size` bytes; an empty backlog takes any size."""
         messages, waiting = len(queue.waiting) + 1, queue.waiting_bytes + size
         if messages + SHARES * (self.messages + 1) > (SHARES + 1) * self.messages_max:
             return False
@@ -80,9 +77,9 @@ class QueuedMessage(NamedTuple):
 
 
 class SubjectQueue:
-    """What waits to be sent for one subject: whole batches first, then single messages, which gather to batches.
+    """Queue of one subject: whole batches first, then single messages, from which batches are made.
 
-    `group`: the only broker group that may have it, "" if the key of the messages has none yet; None: any may.
+    `group` is the broker group of a lane, "" while the lane has none; None allows any group.
     """
 
     def __init__(self, subject: str, backlog: Backlog, group: str | None = None) -> None:
@@ -92,7 +89,7 @@ class SubjectQueue:
         self.waiting: deque[QueuedMessage] = deque()
         self.waiting_bytes = 0
         self.under_way: list[QueuedMessage] | None = None
-        """A lane's messages of which no other may get ahead."""
+        """Messages of the lane's batch in flight, which no other message may overtake."""
         self._backlog = backlog
         self._has_labels = False
         self._batches_made = 0
@@ -115,7 +112,7 @@ class SubjectQueue:
         self.ready.append(batch)
 
     def put_back(self, *batches: Batch) -> None:
-        """Queue batches again that a group refused, where they were: before those that were made later."""
+        """Return batches that a group refused to their place, before those made later."""
         if self.under_way is not None:
             self.waiting.extendleft(reversed(self.under_way))
             self._count(len(self.under_way), sum(len(message.data) for message in self.under_way))
@@ -126,7 +123,7 @@ class SubjectQueue:
             self.ready.insert(at, batch)
 
     def first_deadline_ms(self) -> int | None:
-        """Return when the first of what waits has to be refused; None if nothing waits."""
+        """Return the earliest deadline in the queue, or None."""
         deadlines = [kind[0].deadline_ms for kind in (self.ready, self.waiting) if kind]
         return min(deadlines, default=None)
 
@@ -135,7 +132,7 @@ class SubjectQueue:
         return self.ready[0].body_bytes if self.ready else len(self.waiting[0].data) + 32
 
     def next_batch(self, bytes_max: int) -> Batch:
-        """Take the next batch of at most `bytes_max`; if even the first message is larger, that message alone."""
+        """Take the next batch of at most `bytes_max`; a first message larger than that is taken alone."""
         if self.ready:
             return self.ready.popleft()
         taken = self._take(bytes_max)
@@ -166,8 +163,9 @@ class SubjectQueue:
         return taken
 
     def expire(self, now_ms: int, error: QmqError) -> None:
-        """Refuse what waited past its deadline; none of it was sent. What is sent again when that is told is not looked
-        at in the same call: a callback that repeats each refused message would never let it end."""
+        """Refuse the messages past their deadline; none of them was sent. Messages that callbacks add meanwhile are
+        left for the next call: a callback that repeats each refused message would keep this loop going.
+        """
         for _ in range(len(self.ready)):
             if not self.ready or self.ready[0].deadline_ms > now_ms:
                 break
@@ -180,7 +178,7 @@ class SubjectQueue:
             message.done(unstored(Outcome.REFUSED, message.id, self.subject, "", error))
 
     def take_all(self) -> Iterable[QueuedMessage]:
-        """Take every single message out."""
+        """Take all single messages out."""
         taken, self.waiting = self.waiting, deque()
         self._count(-len(taken), -self.waiting_bytes)
         return taken
@@ -192,7 +190,7 @@ class SubjectQueue:
 
 
 class Lanes:
-    """What waits of one subject's messages with an order key. Made by a producer when the first one comes."""
+    """Lanes of one subject. Made by a producer for the subject's first message with an order key."""
 
     def __init__(self, subject: str, backlog: Backlog) -> None:
         self._subject = subject
@@ -207,26 +205,26 @@ class Lanes:
         yield self._unplaced
 
     def lane(self, label: int) -> SubjectQueue:
-        """Return where the next message with this label waits."""
+        """Return the lane of the next message with this label."""
         if self.are_moving or not self._groups:
             return self._unplaced
         return self._lanes[group_of_key(label >> 32, self._groups)]
 
     @property
     def are_moving(self) -> bool:
-        """Whether nothing may be sent until all that is under way has its outcome: keys are about to change groups."""
+        """Whether keys are about to change groups: nothing is sent until the batches in flight have their outcomes."""
         return self._groups != self._wanted
 
     def set_groups(self, groups: Iterable[str]) -> None:
-        """The subject has these broker groups, readonly ones included. Without any, keys stay where they were."""
+        """Set the subject's broker groups, readonly ones included. An empty list leaves the keys in their lanes."""
         self._wanted = tuple(sorted(groups)) or self._groups
         self.move()
 
     def move(self) -> bool:
-        """Fill the lanes anew if that is due and nothing is under way; return whether it was done."""
+        """Refill the lanes if that is due and no batch is in flight; return whether this happened."""
         if not self.are_moving or any(lane.under_way is not None for lane in self._lanes.values()):
             return False
-        # A key's messages lie in one lane, those that came since the change behind them: so their order is kept.
+        # All messages of a key are in one lane, newer ones behind, so this keeps their order.
         waiting = [message for queue in self for message in queue.take_all()]
         self._groups = self._wanted
         self._lanes = {group: SubjectQueue(self._subject, self._backlog, group) for group in self._groups}
@@ -236,40 +234,41 @@ class Lanes:
 
 
 NUMBERS_SPAN_MAX = 64
-"""A group remembers this many numbers of a producer; an older one could not be repeated safely."""
+"""A group remembers this many numbers of a producer; an older one cannot be repeated safely."""
 PRODUCE_OVERHEAD_BYTES = 256
-"""Packet header, request header and subject are less than this."""
+"""Upper bound of packet header, request header and subject."""
 
 
 class Limits(NamedTuple):
-    """What a broker's welcome allows on a connection."""
+    """Limits of a connection, from the broker's welcome."""
 
     packet_bytes_max: int
     window_bytes: int
 
 
 class GroupBatches:
-    """A producer's batches that carry a number of one broker group, from admission to result.
+    """Batches with a number of one broker group, from admission to result.
 
-    Numbers ascend from 1. The oldest unresolved and the newest are never more than 63 apart, so that each can be
-    repeated. Those whose outcome is unknown go first, in order.
+    Numbers ascend from 1. The oldest unresolved and the newest one are at most 63 apart, so each can be repeated.
+    Batches of unknown outcome are repeated first, in order.
     """
 
     def __init__(self, in_flight_max: int) -> None:
         self._in_flight_max = in_flight_max
         self._of_subject: dict[str, int] = {}
-        """Unresolved batches of each subject."""
+        """Number of unresolved batches of each subject."""
         self._next_number = 1
         self._unresolved: dict[int, Batch] = {}  # ascending, because numbers are given in order
         self._bytes_in_flight = 0
         self.history: deque[Transition] = deque(maxlen=TRANSITIONS_KEPT)
-        """The last transitions of all its batches."""
+        """Last transitions of all its batches."""
         self.load = 0
-        """How many are in flight."""
+        """Number of batches in flight."""
         self.limits = Limits(1 << 30, 1 << 30)
         self.batch_bytes_max = BATCH_BYTES_MAX
-        """How large a new batch is made: as large as costs least per message, or less while its broker says so, as
-        a quiet client produces there."""
+        """Size limit of a new batch: the cheapest size per message, or less while the broker advises so, as it does for
+        a quiet client.
+        """
 
     @property
     def has_any(self) -> bool:
@@ -283,11 +282,11 @@ class GroupBatches:
         return list(self._unresolved.values())
 
     def room_bytes(self, subject: str | None = None) -> int:
-        """Return how large the body of a new batch may be now; 0 if no batch can be taken, of this or any subject.
+        """Return the size limit of a new batch's body; 0 if no batch fits, of this or any subject.
 
-        What waits for room gathers to larger batches, but only within its subject. So each subject has its own limit:
-        a thousand subjects of one message per second, 16 of them under way, would wait for each other for a second as
-        soon as an answer takes 20 ms.
+        Waiting messages form larger batches, but only within their subject, so each subject has a limit of its own.
+        With one common limit of 16, a thousand subjects of one message per second would wait a second for each other
+        once an answer takes 20 ms.
         """
         if self.has_repeats:
             return 0
@@ -298,14 +297,14 @@ class GroupBatches:
         return max(0, self._idle_room_bytes() - self._bytes_in_flight)
 
     def advised(self, batch_bytes: int) -> None:
-        """Take what an answer says of the size of batches; 0: nothing."""
+        """Set the batch size that an answer advises; 0 advises none."""
         self.batch_bytes_max = min(batch_bytes or BATCH_BYTES_MAX, BATCH_BYTES_MAX)
 
     def _idle_room_bytes(self) -> int:
         return min(self.limits.window_bytes, self.limits.packet_bytes_max - PRODUCE_OVERHEAD_BYTES)
 
     def never_fits(self, body_bytes: int) -> bool:
-        """Say whether a body is too large even for an idle connection."""
+        """Return whether a body is too large even for an idle connection."""
         return body_bytes > self._idle_room_bytes()
 
     def admit(self, batch: Batch) -> None:
@@ -322,7 +321,7 @@ class GroupBatches:
         self._bytes_in_flight += batch.body_bytes
 
     def next_repeat(self) -> Batch | None:
-        """Return the oldest batch that must be sent again, if the window has room for it; count it as in flight."""
+        """Return the oldest batch to repeat, if the window has room for it; count it as in flight."""
         for batch in self._unresolved.values():
             if not batch.life.is_in_flight:
                 if self.load and self._bytes_in_flight + batch.body_bytes > self.limits.window_bytes:
@@ -332,21 +331,22 @@ class GroupBatches:
         return None
 
     def answered(self, batch: Batch, answer: Answer | type[Answer]) -> BatchState:
-        """An attempt ended; the batch is not in flight any more. Return what is known of it."""
+        """End an attempt, which is not in flight any more; return the batch's new state."""
         self.load -= 1
         self._bytes_in_flight -= batch.body_bytes
         return batch.life.on(answer)
 
     def give_up(self, batch: Batch) -> None:
-        """A batch has no outcome in time."""
+        """Give up a batch at its deadline."""
         if batch.life.is_in_flight:
             self.load -= 1
             self._bytes_in_flight -= batch.body_bytes
         batch.life.on(BatchEvent.GAVE_UP)
 
     def release(self, batch: Batch) -> None:
-        """A batch that is not in flight is resolved or goes to another group; its number is used up. One that this
-        group never had may carry a number of another group."""
+        """Forget a batch that is resolved or goes to another group; its number is used up. Does nothing for a batch
+        without a number of this group.
+        """
         if self._unresolved.get(batch.number) is not batch:
             return
         del self._unresolved[batch.number]

@@ -1,16 +1,13 @@
 """Shell. One call of `send_many`: encodes messages into batches and keeps the receipts in their order.
 
-Encodes a run of messages of one subject straight into the body of a batch.
+The bytes are those of `qmq.codec`, whose encoder decides in all unusual cases. In a profile of the simple way (encode
+each value, join a message, join the batch), with one property of 1 KiB, small copies and calls took half of the time
+and page faults of fresh buffers the other half. So
 
-The bytes are those of `qmq.codec`, where they are drawn and whose encoder has the last word; this is how `send_many`
-makes them. Profile of the simple way (encode each value, join a message, join the batch) with one property of 1 KiB:
-small copies and calls take half of it, the page faults of fresh buffers of a megabyte the other half. So
-
-- a batch is put together as *text* in which one character stands for one byte (latin-1): strings of ASCII, which most
-  are, go into it as they are, without an object or a copy of their own;
-- it is turned into bytes in blocks that stay in the processor's cache and are sent as they are, never joined.
-
-One call of `send_many`: reads the messages, puts them into batches, and keeps the receipts in their order."""
+- a batch is built as *text* in which one character stands for one byte (latin-1): ASCII strings, the usual case, go
+  into it without an object or a copy of their own;
+- the text is encoded in blocks that stay in the processor's cache and are sent without joining them.
+"""
 
 from __future__ import annotations
 
@@ -58,14 +55,13 @@ _SIZES = [n.to_bytes(4, "big").decode("latin-1") for n in range(4_096)]
 BLOCK_BYTES = 32 * 1024
 """Measured: 16 to 64 KiB cost the same; with 512 KiB a message of 1 KiB takes twice as long."""
 _names: dict[str, str] = {}
-"""Names of properties repeat; here they are with their length in front."""
+"""Property names with their length in front; names repeat."""
 
 
 class EncodedRun(NamedTuple):
-    """The batch of `messages[begin:end]`, its labels behind it if `flags` say so.
+    """Batch of `messages[begin:end]`; labels follow it if `flags` tell so.
 
-    What ended it, if it was not full: `error` says why the message at `end` cannot be encoded, or that message has an
-    order key and has to go where its key goes.
+    A batch that is not full ends before a message with an order key, or before one that cannot be encoded: `error`.
     """
 
     ids: list[str]
@@ -85,13 +81,13 @@ def encode_run(
     due_ms: int | None = None,
     bytes_max: int = BATCH_BYTES_MAX,
 ) -> EncodedRun:
-    """Encode messages from `begin` on, until a batch is full or one cannot be in it. Sets missing ids.
+    """Encode messages from `begin` on until the batch is full or a message cannot be in it; sets missing ids.
 
     Args:
-        due_ms: when all of them are due, if they are delayed.
-        bytes_max: of a batch of several messages.
+        due_ms: common due time of delayed messages.
+        bytes_max: limit of a batch of several messages.
     """
-    # One long function on purpose: a call per message or property would cost as much as what it does.
+    # One long function on purpose: a call per message or property would double the time.
     encoder = batch_encoder(subject, now_ms) if due_ms is None else delayed_encoder(subject, now_ms, due_ms)
     untagged, tagged = encoder.plain.decode("latin-1"), encoder.tagged.decode("latin-1")
     fixed_bytes = len(untagged) + 2 + 4
@@ -151,7 +147,12 @@ def encode_run(
                 size += len(own)
             parts[size_at] = small_sizes[size] if size < small_sizes_end else size.to_bytes(4, "big").decode("latin-1")
             size += front
-        except (InvalidMessage, UnicodeEncodeError, IndexError, AttributeError):  # the last: of what is no dict
+        except (
+            InvalidMessage,
+            UnicodeEncodeError,
+            IndexError,
+            AttributeError,
+        ):  # AttributeError: properties are no dict
             del parts[mark:]
             try:
                 data = encoder(message)
@@ -188,7 +189,7 @@ def encode_run(
 
 
 def _name(name: str) -> str:
-    """Put the length in front of a property's name. Names are kept, up to a bound."""
+    """Return a property's name with its length in front, from a bounded cache."""
     if not isinstance(name, str) or name.startswith(RESERVED):
         raise InvalidMessage("the encoder says it better")
     data = name.encode()
@@ -199,13 +200,13 @@ def _name(name: str) -> str:
 
 
 READY_BATCHES_MAX = 2
-"""Whole batches that are kept ready per subject, so that one can leave while the next is encoded."""
+"""Whole batches in a queue, so that one can be sent while the next is encoded."""
 CHUNK_MESSAGES = BATCH_MESSAGES_MAX
 """Messages that are read from the iterable at once."""
 
 
 class _Encoded(NamedTuple):
-    """A message of a mixed chunk; `position` is its place there."""
+    """Message of a mixed chunk; `position` is its place there."""
 
     position: int
     id: str
@@ -214,11 +215,11 @@ class _Encoded(NamedTuple):
 
 
 class BulkSend:
-    """Made by a producer for each call; ends when all is resolved.
+    """One call of `send_many`, made by a producer.
 
     Args:
-        timeout_ms: from when there is room for a message.
-        until_ms: when all of them are given up, by the sender's clock, also those that wait for room.
+        timeout_ms: deadline of each batch, from when there is room for it.
+        until_ms: common deadline by the sender's clock, waiting for room included; None for none.
     """
 
     def __init__(
@@ -240,7 +241,7 @@ class BulkSend:
         self._until_ms = until_ms
         self._unresolved = 0
         self._stuck: set[str] = set()
-        """Subjects whose last batch waited until its deadline: the rest need not wait as long again."""
+        """Subjects whose last batch waited until its deadline: their other batches do not wait as long again."""
 
     async def send(self, chunk: list[Message]) -> None:
         try:
@@ -260,7 +261,7 @@ class BulkSend:
             await self._sender.wait()
 
     async def _send_uniform(self, queue: SubjectQueue, chunk: list[Message]) -> None:
-        """Send messages of one subject. This is the hot path: nothing here is done per message without order key."""
+        """Send messages of one subject. Hot path: no step per message without an order key."""
         begin, now_ms = 0, _now_ms()
         while begin < len(chunk):
             run = encode_run(
@@ -284,7 +285,7 @@ class BulkSend:
                 begin = end
 
     async def _send_mixed(self, chunk: list[Message]) -> None:
-        """Send messages of several subjects: a batch for each, and one by one what has an order key."""
+        """Send messages of several subjects: a batch per subject, and messages with an order key one by one."""
         now_ms = _now_ms()
         makers: list[Callable[[], Receipt]] = []
         by_subject: dict[str, list[_Encoded]] = {}
@@ -313,7 +314,7 @@ class BulkSend:
         self.receipts.add(makers)
 
     async def _send_in_order(self, subject: str, message: _Encoded) -> Callable[[], Receipt]:
-        """Queue a message with an order key, once there is room: its batch is made when its broker group is known."""
+        """Queue a message with an order key once there is room; its batch is made when its broker group is known."""
         deadline_ms = self._deadline_ms()
         queue = await self._sender.room(subject, message.label, len(message.data), deadline_ms)
         if isinstance(queue, QmqError) or self._is_over():
@@ -332,7 +333,7 @@ class BulkSend:
         return later
 
     async def _submit(self, queue: SubjectQueue, ids: list[str], blocks: list[bytes], flags: int) -> Batch:
-        """Queue a whole batch, once there is room for it."""
+        """Queue a whole batch once there is room."""
         while len(queue.ready) >= READY_BATCHES_MAX and not self._is_over():
             await self._sender.wait()
         deadline_ms, flight = self._deadline_ms(), self._flight()
@@ -344,7 +345,7 @@ class BulkSend:
             self._sender.add_batch(queue, batch)
             if queue.subject in self._stuck:
                 self._sender.refuse_stuck(queue, batch)
-        await asyncio.sleep(0)  # let the loop write it and read answers: encoding itself never waits
+        await asyncio.sleep(0)  # let the loop write the batch and read answers: encoding never waits
         return batch
 
     def _deadline_ms(self) -> int:
@@ -367,7 +368,7 @@ class BulkSend:
 
 
 class _Later:
-    """A receipt that is there when everything is resolved."""
+    """Receipt that is set when the message is resolved."""
 
     __slots__ = ("receipt",)
     receipt: Receipt
@@ -381,7 +382,7 @@ def _not_sent() -> Receipt:
 
 
 def _pieces(messages: list[_Encoded], bytes_max: int) -> Iterator[list[_Encoded]]:
-    """Cut messages of one subject into pieces of so many bytes, or one message."""
+    """Cut messages of one subject into pieces of at most `bytes_max`, or one message."""
     begin = size = 0
     for at, message in enumerate(messages):
         if size + len(message.data) > bytes_max and at > begin:

@@ -43,8 +43,8 @@ class Consumer:
         app: application name, shown to operators.
         token: API token; by default the value of QMQ_TOKEN, or the content of the file that QMQ_TOKEN_FILE names.
         consumer_id: unique name of this consumer in its groups. A broadcast uses it as its group, so a fixed id also
-            receives the messages of its absence. By default each process gets an id of its own, and its unacked messages
-            go to the other consumers when its lease ends.
+            receives the messages of its absence. By default each process gets an id of its own, and its unacked
+            messages go to the other consumers when its lease ends.
         drain_s: time for handlers and acks when the consumer stops.
         online: whether it receives at once; otherwise from a call of `online` on.
     """
@@ -141,10 +141,12 @@ class Consumer:
             broadcast: deliver every message to every consumer, each in a group of its own; the default without `group`.
             tags, tag_mode: deliver only messages with any, or all, of these tags.
             concurrency: handlers that run at the same time. With 1, messages of a broker group are handled in order.
-            batch: call the handler with a list of 1 to `batch` messages; a suspected message is alone. The result of the call
-                applies to all its messages that the handler did not decide (`nack_nowait`, …). Filters are rejected.
-            start: first message of a new group: "latest", "earliest", or a datetime with time zone. It applies once, when
-                the group first appears. On a broker group that joins the subject later, the group starts at the first message.
+            batch: call the handler with a list of 1 to `batch` messages; a suspected message is alone. The result of
+                the call applies to all its messages that the handler did not decide (`nack_nowait`, …). Filters are
+                rejected.
+            start: first message of a new group: "latest", "earliest", or a datetime with time zone. It applies once,
+                when the group first appears. On a broker group that joins the subject later, the group starts at the
+                first message.
             retries_max: delivery attempts in all, at least one; a message may carry a limit of its own.
             retry_delay: seconds, at most a day.
             most_once: ack before the handler is called: a crash loses messages, and none is handled twice.
@@ -154,10 +156,10 @@ class Consumer:
             prefetch_messages, prefetch_bytes: limits of messages that wait here or are requested. The default is 1,000
                 messages; with `most_once`, one per handler. Slow handlers have about half a second of work ahead.
             unacked_max: unacked messages of a broker group at which pulling stops.
-            exclusive: deliver to one consumer of the group at a time, the longest waiting first. The next one follows when
-                it has left, or has no unacked messages. All consumers of the group should set this.
-            priority: 0 to 9. The handler is not called while messages wait for a listener of this consumer with a higher
-                priority. A class of messages is a subject of its own.
+            exclusive: deliver to one consumer of the group at a time, the longest waiting first. The next one follows
+                when it has left, or has no unacked messages. All consumers of the group should set this.
+            priority: 0 to 9. The handler is not called while messages wait for a listener of this consumer with a
+                higher priority. A class of messages is a subject of its own.
 
         Raises:
             InvalidName: the subject or group breaks the rules of `qmq.subjects`.

@@ -1,18 +1,13 @@
-"""Shell. Functions of the application: which kinds are taken, and how a call runs to its end.
-
-Functions of the application: which kinds are taken, and how a call runs to its end.
+"""Shell. Calls of application functions: accepted kinds, filters, threads, and the work that a call returns.
 
 A call may return before its work is done, and a message acked then is lost. `check_callable` rejects a function whose
-body a call would not run. `finished` completes the work that only the returned object shows, or raises.
+body a call would not run. `finished` completes work that only the returned object shows.
 
-How a message reaches its handler: through filters, as a coroutine or in a thread.
+A filter gets the message and `handle`, which calls the next filter or the handler. The first filter of the list is the
+outermost. `handle` returns when all work that the handler returned has ended.
 
-A filter is called with the message and the rest of the way, `handle`: what it does before and after is its own, and so
-is what it makes of an exception. The first filter of the list is the outermost. A filter gets the result of `handle`
-when all work that the handler returned has ended, too (qmq.client.handler).
-
-A thread belongs to one worker of a listener and ends with it. Threads are daemons: a blocking handler that never ends
-does not keep its process from ending, as the standard library's pools would.
+A thread belongs to one worker of a listener. Threads are daemons: a blocking handler that never ends does not keep its
+process from ending, as the standard library's pools would.
 """
 
 from __future__ import annotations
@@ -42,7 +37,7 @@ _after_commit: WeakSet[Any] = WeakSet()
 
 
 def check_callable(role: str, value: object) -> bool:
-    """Return whether `one` is a coroutine function; another function may still return an awaitable.
+    """Return whether `value` is a coroutine function; another function may still return an awaitable.
 
     Raises:
         InvalidRequest: `value` cannot be called, or a call would not run its body.
@@ -50,7 +45,7 @@ def check_callable(role: str, value: object) -> bool:
     inner = value
     while True:
         if type(inner) is FunctionType and not inner.__dict__ and not inner.__code__.co_flags & _SUSPENDED:
-            return False  # most are; inspect takes 2 µs
+            return False  # the usual case; inspect takes 2 µs
         if type(inner) is BuiltinFunctionType:
             return False
         if isinstance(inner, partial):
@@ -80,22 +75,22 @@ def check_callable(role: str, value: object) -> bool:
 
 
 def check_plain(role: str, value: Any) -> Any:
-    """Return `one`, whose result is used at once; raises InvalidRequest if that is not what a call returns."""
+    """Return `value`, a function whose result is used at once; raises InvalidRequest for a coroutine function."""
     if check_callable(role, value):
         raise InvalidRequest(f"{role} is a plain function: def, not async def")
     return value
 
 
 def _is_coroutine(generator_function: Any) -> bool:
-    """Return whether `types.coroutine` made it."""
+    """Return whether `types.coroutine` made the function."""
     return bool(generator_function.__code__.co_flags & inspect.CO_ITERABLE_COROUTINE)
 
 
 async def finished(result: Any) -> Any:
-    """Run what a call returned to completion: await it, or wait for a future of a pool. Return what comes out of it.
+    """Complete the work that a call returned and return its result: await it, or wait for a future of a pool.
 
     Raises:
-        InvalidRequest: work was returned that nothing will run.
+        InvalidRequest: the work was returned and nothing will run it.
     """
     while type(result) not in _PLAIN:
         if isinstance(result, asyncio.Future | Future) and result in _after_commit:
@@ -125,8 +120,7 @@ def _check_no_work(result: Any) -> None:
 
 
 def after_commit(future: F) -> F:
-    """Mark a future that ends with a transaction: if the function that returned it is to return first, waiting for it
-    would last forever."""
+    """Mark a future that ends with a transaction. Waiting for it inside the transaction's function would deadlock."""
     _after_commit.add(future)
     return future
 
@@ -134,7 +128,7 @@ def after_commit(future: F) -> F:
 def call_back(
     call: Callable[[Any], object], given: object, failed: Callable[[BaseException], None], tasks: set[asyncio.Task[Any]]
 ) -> None:
-    """Call a callback on the event loop; what it returns goes on as one of `tasks`, which are to be kept."""
+    """Call a callback on the event loop; an awaitable it returns runs as one of `tasks`."""
     try:
         result = call(given)
     except (Exception, asyncio.CancelledError) as error:
@@ -162,16 +156,16 @@ AsyncFilter = Callable[[ReceivedMessage, AsyncHandler], Awaitable[object]]
 BlockingFilter = Callable[[ReceivedMessage, BlockingHandler], object]
 Filter = AsyncFilter | BlockingFilter
 Given = ReceivedMessage | list[ReceivedMessage]
-"""What a handler is called with: a message, or some where it asked for several at a time."""
+"""Argument of a handler: a message, or a list of messages."""
 HandlerCall = Callable[[Any], Awaitable[object]]
-"""To a handler, through its filters; it takes what the handler takes."""
+"""Handler inside its filters; takes the handler's argument."""
 
 
 class FilteredHandler:
-    """A handler with its filters, checked. Made for a listener; `route` makes the way of each of its workers.
+    """Checked handler with its filters. Made for a listener; `route` makes the call of each worker.
 
     Raises:
-        InvalidRequest: a plain function as a filter where no thread runs it; a function whose body would not run.
+        InvalidRequest: a plain function filters a coroutine function, or a call would not run a function's body.
     """
 
     def __init__(self, handler: Handler, filters: Sequence[Filter], *, is_batch: bool = False) -> None:
@@ -190,9 +184,9 @@ class FilteredHandler:
             self._handler = partial(_call_plain_filter, plain, partial(_call_to_end, self._handler))
 
     def route(self, thread: HandlerThread | None) -> HandlerCall:
-        """Return what to await for each call, and to finish; with the thread of the worker if the handler is blocking.
+        """Return the function to await for each call, in the worker's thread if the handler blocks.
 
-        Without filters of coroutine functions, a coroutine function is its own way: a layer more costs 0.1 µs a call.
+        A coroutine function without filters is returned as it is: another layer costs 0.1 µs a call.
         """
         way = cast(HandlerCall, self._handler)
         if thread is not None:
@@ -203,7 +197,7 @@ class FilteredHandler:
 
 
 async def _call_filter(filter_: AsyncFilter, way: HandlerCall, message: ReceivedMessage) -> object:
-    """Call a filter, and see that what it began with `handle` has ended."""
+    """Call a filter, and check that the work it began with `handle` has ended."""
     begun: list[Coroutine[Any, Any, object]] = []
 
     def handle(message: ReceivedMessage) -> Coroutine[Any, Any, object]:
@@ -229,16 +223,16 @@ def _call_plain_filter(filter_: Callable[..., object], handle: BlockingHandler, 
 
 
 def _call_to_end(call: Callable[[Any], object], given: Given) -> object:
-    """In a handler's thread: call, and wait for the work that is returned, which runs on the event loop."""
+    """Call a function in a handler's thread, and wait for the work it returns, which runs on the event loop."""
     result = call(given)
     return result if result is None else _thread.own.finish(result)
 
 
 def _check_call(handler: Handler, is_batch: bool) -> None:
-    """Refuse a handler whose parameters are others than it is called with: each message would fail, and die of it."""
+    """Raise InvalidRequest if the handler does not take one argument: every message would become a dead letter."""
     try:
         signature = inspect.signature(handler)
-    except (TypeError, ValueError):  # some that are written in C do not tell
+    except (TypeError, ValueError):  # some functions written in C have no signature
         return
     try:
         signature.bind(None)
@@ -248,17 +242,17 @@ def _check_call(handler: Handler, is_batch: bool) -> None:
 
 
 class HandlerThread:
-    """One thread that makes the calls of a blocking handler, one at a time. Made by a worker on its event loop."""
+    """Thread for the calls of a blocking handler, one at a time. Made by a worker on its event loop."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.get_running_loop()
         self._rest: Future[object] | None = None
-        """What the running call returned, while it runs on the event loop."""
+        """Returned work of the current call, while it runs on the event loop."""
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         threading.Thread(target=self._serve, name=name, daemon=True).start()
 
     async def run(self, handler: Callable[[Any], object], given: Given) -> object:
-        """Call the handler, with the context variables of the caller; return what it returns, raise what it raises."""
+        """Call the handler in this thread, with the caller's context variables; return or raise its result."""
         future: asyncio.Future[object] = self._loop.create_future()
         context = contextvars.copy_context()
         self._calls.put(partial(self._call, future, context, handler, given))
@@ -270,7 +264,7 @@ class HandlerThread:
             raise
 
     def finish(self, result: object) -> object:
-        """In the thread: wait until what a call returned has ended on the event loop."""
+        """Wait in the thread until returned work has ended on the event loop."""
         try:
             self._rest = asyncio.run_coroutine_threadsafe(_rest(result), self._loop)
             return self._rest.result()
@@ -278,7 +272,7 @@ class HandlerThread:
             self._rest = None
 
     def close(self) -> None:
-        """End after the call that runs."""
+        """End the thread after the current call."""
         self._calls.put(None)
 
     def _serve(self) -> None:
@@ -302,7 +296,7 @@ class HandlerThread:
         try:
             self._loop.call_soon_threadsafe(_finish, future, finish)
         except RuntimeError:
-            pass  # the loop ended before this handler did; nobody waits any more
+            pass  # the loop ended before this handler; no result is expected
 
 
 _ENDS = StopIteration, SystemExit, KeyboardInterrupt, GeneratorExit

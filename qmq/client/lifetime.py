@@ -1,12 +1,4 @@
-"""Shell. End of clients: tasks that fail, processes that fork or exit, SIGTERM.
-
-Tasks of a client that run until it is closed.
-
-One that ends before, by a defect, says so at once: nothing would be sent or received any more, and nobody would hear
-why before the client is closed.
-
-The open clients of a process: what a fork does to them, and the end of a process that did not close them.
-SIGTERM ends consumers in an orderly way, where the application has not its own idea of it."""
+"""Shell. End of clients: failed tasks, forks, exit of the process, SIGTERM."""
 
 from __future__ import annotations
 
@@ -25,7 +17,7 @@ log = bounded(__name__)
 
 
 def logged_task(task: asyncio.Task[None]) -> asyncio.Task[None]:
-    """Let it be logged why the task ends, unless it is cancelled; return it."""
+    """Return the task; its error is logged when it ends before the client is closed."""
     task.add_done_callback(_ended)
     return task
 
@@ -36,19 +28,19 @@ def _ended(task: asyncio.Task[None]) -> None:
 
 
 class OpenClient(Protocol):
-    """A client of an event loop, from when it is opened until it is closed."""
+    """Open client of an event loop."""
 
     def inherited(self) -> None:
-        """This is a copy in a forked process: refuse every call, and leave the parent's connections alone."""
+        """Close this copy in a forked process: reject every call, and leave the parent's connections alone."""
 
     @property
     def open_messages(self) -> int:
-        """How many messages have no outcome yet."""
+        """Number of messages without an outcome."""
 
 
 _open: set[OpenClient] = set()
 _of_parents: list[object] = []
-"""Parents' clients. Kept, so that nothing of them is taken apart here: their sockets are the parent's."""
+"""Clients of parent processes. Kept alive, because closing their sockets would close the parent's."""
 
 
 def opened(client: OpenClient) -> None:
@@ -60,7 +52,7 @@ def closed(client: OpenClient) -> None:
 
 
 def report_lost(messages: int, event: str) -> None:
-    """Log messages whose outcome nobody waits for any more."""
+    """Log messages whose outcome will stay unknown."""
     if messages:
         text = "messages are not known to be stored messages=%d: %s before the producer was closed. Use `async with`"
         log.error(text, messages, event)
@@ -88,16 +80,16 @@ _is_handled = False
 
 
 def _is_free() -> bool:
-    """Return whether SIGTERM can be handled in this thread, and the application does not handle it."""
+    """Return whether SIGTERM can be handled in this thread and the application does not handle it."""
     is_main = threading.current_thread() is threading.main_thread()
     return is_main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def on_sigterm(end: Callable[[], None]) -> Callable[[], None]:
-    """Call `end` at SIGTERM, together with those of other consumers of this loop; return what takes that back.
+    """Call `end` at SIGTERM, with those of other consumers of this loop; return the function that unregisters it.
 
-    Nothing is done where signals cannot be handled (another thread than the main one, Windows), or where the
-    application or its framework handles SIGTERM already: there, it calls `Consumer.stop`.
+    Does nothing where signals cannot be handled (other threads, Windows), or where the application or its framework
+    handles SIGTERM: then it calls `Consumer.stop` itself.
     """
     global _is_handled
     loop = asyncio.get_running_loop()
@@ -145,11 +137,11 @@ def sigterm_calls(stop: Callable[[], None]) -> Iterator[None]:
 
 
 _blocked: set[int | signal.Signals] | None = None
-"""While SIGTERM is blocked for a fork: what was blocked before."""
+"""Signals that were blocked before a fork, while SIGTERM is blocked for it."""
 
 
 def _block_sigterm() -> None:
-    """Block SIGTERM until the child has got rid of the handler."""
+    """Block SIGTERM until the child has reset the handler."""
     global _blocked
     if _is_handled:
         _blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})

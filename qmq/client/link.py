@@ -1,4 +1,4 @@
-"""Shell. Keeps one authenticated connection to the master of a broker group, over restarts, swaps and moves."""
+"""Shell. Authenticated connection to the master of a broker group, reconnected after restarts, swaps and moves."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ log = bounded(__name__)
 
 CONNECT_TIMEOUT_S = 3.0
 PACKET_BYTES_MAX = 64 << 20
-"""The largest answer that a client takes; a broker's own limit is lower."""
+"""Largest answer that a client accepts; a broker's own limit is lower."""
 RETRY_S_MIN, RETRY_S_MAX = 0.05, 2.0
-"""A restarted broker listens again within a second or two; half of the wait is random, so that clients do not
-come back all at once."""
+"""A restarted broker listens again within a second or two. Half of the wait is random, so that clients do not reconnect
+at the same time.
+"""
 
 
 class LinkOwner(Protocol):
-    """The owner of a link, which calls it on the event loop."""
+    """Owner of a link, called on the event loop."""
 
     def link_opened(self, link: Link) -> None: ...
 
@@ -36,7 +37,7 @@ class LinkOwner(Protocol):
 
 
 class Link:
-    """One broker group's connection. Made and run by a producer or consumer, as a task, until that is cancelled."""
+    """Connection to one broker group. Its owner runs it as a task until it cancels it."""
 
     def __init__(self, broker_group: str, *, owner: LinkOwner, routing: Routing, token: str, app: str) -> None:
         self.broker_group = broker_group
@@ -55,19 +56,19 @@ class Link:
         return self.connection is not None and self.connection.is_open
 
     def route_changed(self) -> None:
-        """The group may have a new master: leave the old one, try the new one at once."""
+        """Leave a master that was replaced, and connect to the new one at once."""
         if self.connection is not None and self._routing.master(self.broker_group) != self.endpoint:
             self.connection.close("the group has another master")
         self._failures = 0
         self._woken.set()
 
     def drop(self, reason: str) -> None:
-        """Close the connection; the link connects again."""
+        """Close the connection; the link reconnects."""
         if self.connection is not None:
             self.connection.close(reason)
 
     async def run(self) -> None:
-        """Connect, again and again, until cancelled."""
+        """Connect and reconnect until cancelled."""
         try:
             while True:
                 self._woken.clear()
@@ -126,7 +127,7 @@ class Link:
     # Called by the connection.
 
     def packet_received(self, connection: Connection, packet: Packet) -> None:
-        """A broker asks nothing of a client; a newer one that does is not answered."""
+        """Ignore a request: brokers send none to clients today."""
 
     def connection_lost(self, connection: Connection, reason: str) -> None:
         if connection is self.connection:

@@ -1,8 +1,8 @@
-"""Shell. Sends batches that carry somebody else's numbers: what was claimed in a database, or came due in a schedule.
+"""Shell. Sender of batches with stored numbers, for the outbox (rows claimed in a database) and delay servers.
 
-A batch whose producer id, number and broker group were stored before it was sent may be sent again, after a crash as
-well, and the group stores it once (qmq.log.fold, P2). The sender repeats nothing and chooses nothing: each attempt ends
-with one answer, and what follows from it is its owner's rule (qmq.client.batch).
+Producer id, number and broker group of such a batch are stored before it is sent. So it may be repeated after a crash,
+and the group stores it once (qmq.log.fold, P2). This sender makes one attempt per call and returns its answer; its
+owner decides what follows (qmq.client.batch).
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from qmq.subjects import check_subject
 log = bounded(__name__)
 
 TICK_S = 0.05
-"""How often connections that owe an answer, and groups whose rest is over, are looked at."""
+"""Interval of checks for late answers and ended rests."""
 ANSWER_TIMEOUT_S = 10.0
-"""A connection without an answer for this long is dropped. A broker that waits for its slave answers much earlier."""
+"""Time until a connection without an answer is dropped. A broker that waits for its slave answers much earlier."""
 
 
 class _Flight:
-    """An attempt under way; ends with its one answer."""
+    """One attempt without an answer."""
 
     __slots__ = ("done", "size")
 
@@ -52,7 +52,7 @@ class _Flight:
 
 
 class _Group:
-    """A broker group, as the sender uses it."""
+    """Broker group of this sender."""
 
     def __init__(self, link: Link) -> None:
         self.link = link
@@ -61,19 +61,19 @@ class _Group:
         self.flights: dict[_Flight, None] = {}
         self.bytes_in_flight = 0
         self.progress_at = 0.0
-        """When the connection last answered, or was given work while it had none."""
+        """Time of the last answer, or of the first request since the connection was idle."""
 
     def body_bytes_max(self) -> int:
-        """Return the largest body that the group takes from an idle connection."""
+        """Return the largest body that the group takes on an idle connection."""
         return max(0, min(self.limits.window_bytes, self.limits.packet_bytes_max - PRODUCE_OVERHEAD_BYTES))
 
 
 class NumberedSender:
-    """One per process: `async with NumberedSender(…) as sender`, used on that event loop alone.
+    """Sender of a process, used on one event loop: `async with NumberedSender(…) as sender`.
 
     Args:
         metaserver: HTTP address.
-        app: name that brokers and the metaserver show for this process.
+        app: name of this process for brokers and the metaserver.
     """
 
     def __init__(self, *, metaserver: str, token: str, app: str, answer_timeout_s: float = ANSWER_TIMEOUT_S) -> None:
@@ -87,7 +87,7 @@ class NumberedSender:
         self._usable: frozenset[str] = frozenset()
         self._is_open = False
         self._has_work = asyncio.Event()
-        """Set when there may be answers owed, or groups that rest."""
+        """Set while an answer is missing or a group rests."""
         self._watch = RouteWatch(
             metaserver=metaserver,
             token=token,
@@ -105,7 +105,7 @@ class NumberedSender:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Disconnect. Attempts without an answer get one: unknown."""
+        """Disconnect. Attempts without an answer end as unknown."""
         self._is_open = False
         for task in self._tasks:
             task.cancel()
@@ -114,10 +114,10 @@ class NumberedSender:
             for flight in list(group.flights):
                 self._end(group, flight, Unknown("the sender was closed before an answer came"))
 
-    # Where a batch may go.
+    # Routes and room.
 
     def watch(self, subject: str) -> None:
-        """Keep the route of a subject until it is long unused, and anew from its next use; raises InvalidName."""
+        """Keep the route of a subject while it is used; raises InvalidName."""
         self._watch.watch(check_subject(subject))
 
     def _groups_of(self, subject: str) -> tuple[GroupRoute, ...]:
@@ -130,38 +130,38 @@ class NumberedSender:
 
     @property
     def refusals(self) -> dict[str, str]:
-        """Subjects that the metaserver refused, and why; "" stands for all, while no metaserver answers."""
+        """Reasons of subjects that the metaserver refused. "" stands for all subjects while no metaserver answers."""
         trouble = self._watch.trouble
         return ({"": trouble} if trouble else {}) | self._watch.refusals
 
     def on_change(self, callback: Callable[[], None]) -> None:
-        """Call back whenever routes have changed, or which groups can be sent to."""
+        """Call `callback` when routes or usable groups change."""
         self._listeners.append(callback)
 
     def is_known(self, subject: str) -> bool:
-        """Say whether the metaserver has said anything about the subject."""
+        """Return whether a route of the subject is known."""
         return self._routing.route(subject) is not None
 
     def groups(self, subject: str) -> list[str]:
-        """Return the broker groups that take messages of `subject` now; none before its route came."""
+        """Return the writable and usable broker groups of `subject`; none before its route came."""
         groups = self._groups_of(subject)
         return [group.broker_group for group in groups if group.writable and self.is_usable(group.broker_group)]
 
     def home(self, subject: str, label: int) -> str | None:
-        """Return the broker group of an order key, whether or not it takes messages now; None without a route.
+        """Return the broker group of an order key, usable or not; None without a route.
 
         Args:
-            label: of the message (qmq.codec); it has an order key.
+            label: of a message with an order key (qmq.codec).
         """
         groups = self.sharers(subject)
         return group_of_key(label >> 32, groups) if groups else None
 
     def sharers(self, subject: str) -> list[str]:
-        """Return the broker groups that share the subject's order keys; while they are these, no `home` changes."""
+        """Return the broker groups that share the subject's order keys; `home` is constant while they are the same."""
         return [group.broker_group for group in self._groups_of(subject)]
 
     def is_usable(self, name: str) -> bool:
-        """Say whether a group is connected and neither refused nor failed just before, whatever its routes say."""
+        """Return whether a group is connected and does not rest, whatever its routes are."""
         group, now_ms = self._groups.get(name), self._now_ms()
         if group is None or self._routing.resting(name, now_ms) or not group.breaker.allows(now_ms):
             return False
@@ -169,23 +169,23 @@ class NumberedSender:
         return connection is not None and connection.is_open and connection.writable
 
     def is_any_usable(self) -> bool:
-        """Say whether there is a group that could be sent to at all."""
+        """Return whether any group is usable."""
         return any(map(self.is_usable, self._groups))
 
     def room(self, name: str) -> int:
-        """Return how many bytes the body of a batch to this group may have now; 0 if it cannot take one."""
+        """Return the size limit of the next batch's body to this group; 0 if it takes none."""
         group = self._groups.get(name)
         if group is None or not self.is_usable(name):
             return 0
         return max(0, min(group.body_bytes_max(), group.limits.window_bytes - group.bytes_in_flight))
 
     def in_flight(self, name: str) -> int:
-        """Return how many batches to this group have no answer yet."""
+        """Return the number of batches to this group without an answer."""
         group = self._groups.get(name)
         return len(group.flights) if group else 0
 
     def why_not(self, subject: str) -> str:
-        """Say why no group takes a batch of `subject`."""
+        """Return the reason why no group takes a batch of `subject`."""
         if self._watch.refused is not None and not self.is_known(subject):
             return str(self._watch.refused)
         return self._routing.why_not(subject)
@@ -193,9 +193,9 @@ class NumberedSender:
     # Sending.
 
     def send(self, group: str, batch: NumberedBatch, done: OnAnswer) -> None:
-        """Send a batch to a broker group; `done` is called once, from here if it cannot be sent at all.
+        """Send a batch to a broker group; `done` is called once, during this call if the batch cannot be sent.
 
-        Batches travel in the order in which they are given, and need not wait for each other's answers.
+        Batches travel in order and do not wait for each other's answers.
         """
         if not self._is_open:
             done(NotStored(ClientClosed("the sender is not open")))
@@ -227,7 +227,7 @@ class NumberedSender:
         connection.ask(partial(self._answered, group, connection, flight), Command.PRODUCE, header, *batch.blocks)
 
     def _end(self, group: _Group, flight: _Flight, answer: Answer) -> None:
-        if flight in group.flights:  # else it had its answer when the sender was closed
+        if flight in group.flights:  # otherwise the sender was closed and it has its answer
             del group.flights[flight]
             group.bytes_in_flight -= flight.size
             flight.done(answer)
@@ -255,13 +255,13 @@ class NumberedSender:
 
     def _failed(self, name: str, error: QmqError) -> None:
         if isinstance(error, CallError):
-            return  # the group is well, this batch is not
+            return  # caused by the batch, not by the group
         self._rests(name, str(error))
         if not isinstance(error, BrokerReadOnly | Overloaded):
             self._watch.refresh()
 
     def _rests(self, name: str, reason: str) -> None:
-        """Send it nothing for a while, which may be shorter than a tick; when that is over, whoever waits is told."""
+        """Let a group rest. A rest may be shorter than a tick; listeners are called when it ends."""
         self._routing.failed(name, reason, now_ms=self._now_ms())
         self._usable -= {name}
         self._has_work.set()
@@ -270,7 +270,7 @@ class NumberedSender:
         return int(self._loop.time() * 1000)
 
     async def _tick(self) -> None:
-        """Look at the clock, while a group owes an answer or cannot be sent to."""
+        """Check for late answers and ended rests, while there are any to expect."""
         while True:
             if len(self._usable) == len(self._groups) and not any(group.flights for group in self._groups.values()):
                 self._has_work.clear()
@@ -305,7 +305,7 @@ class NumberedSender:
     def link_opened(self, link: Link) -> None:
         group = self._groups[link.broker_group]
         group.limits = Limits(**{name: int(str(link.welcome.get(name, 1 << 20))) for name in Limits._fields})
-        if group.breaker.state is BreakerState.CLOSED:  # else it has to answer first
+        if group.breaker.state is BreakerState.CLOSED:  # otherwise it has to answer first
             self._routing.worked(link.broker_group)
         self._changed()
 

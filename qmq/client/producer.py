@@ -282,8 +282,8 @@ class Producer:
         Args:
             session: transaction of the application's database (docs/outbox.md). The message is written with it and sent
                 after its commit. The call then returns a future of the receipt, which the application may ignore.
-            delay, at: deliver the message after so many seconds (or a timedelta), or at a datetime with time zone. A delay
-                server keeps it until then (docs/delay.md), and "stored" means stored there.
+            delay, at: deliver the message after so many seconds (or a timedelta), or at a datetime with time zone. A
+                delay server keeps it until then (docs/delay.md), and "stored" means stored there.
             key: word of the application, by which `cancel` and `reschedule` find a delayed message.
 
         Raises:
@@ -398,8 +398,7 @@ class Producer:
         return await self._send_all(messages, later)
 
     async def _send_committed(self, messages: Iterable[Message]) -> Receipts:
-        """Send rows of a committed transaction with one common deadline: later, other producers also send these rows.
-        """
+        """Send rows of a committed transaction with one deadline: after it, other producers send these rows."""
         return await self._send_all(messages, timeout_ms=self._timeout_ms)
 
     async def _send_all(
@@ -408,7 +407,8 @@ class Producer:
         """Send messages, also while the producer is closing: rows committed by then are sent.
 
         Args:
-            timeout_ms: common deadline of all messages; None gives each batch the producer's timeout, from when it has room.
+            timeout_ms: common deadline of all messages; None gives each batch the producer's timeout, from when it has
+                room.
         """
         if (senders := self._open_senders) is None:
             raise self._not_open()

@@ -244,8 +244,8 @@ class ReceivedMessage(Message):
         becomes a dead letter instead, with `reason`.
 
         Raises:
-            InvalidRequest: the delay is negative; it is longer than a day, for a broadcast or a dead letter; or the reason
-                is no str.
+            InvalidRequest: the delay is negative; it is longer than a day, for a broadcast or a dead letter; or the
+                reason is no str.
         """
         self.nack_nowait(reason, delay=delay)
 

@@ -1,27 +1,19 @@
-"""Core. Broker groups that take a producer's batches, and groups a consumer pulls from.
+"""Core. Routes of subjects and health of broker groups: the group for a producer's next batch, the groups of a
+consumer.
 
-Which broker group takes a producer's next batch, and which groups a consumer pulls from.
+A group's master and writability come from the metaserver. Refusals and lost connections are usually seen by the client
+a second earlier; they make the group *rest* for a while. They never remove a route, so a wrong observation loses
+nothing.
 
-Two sources are joined: the metaserver's routes (who is master, is the group writable for this subject) and what the
-client saw by itself (a refusal, a connection that does not come up), which is usually a second earlier. What was seen
-only ever makes a group *rest* for a while; it never removes a route, so nothing is lost if the view was wrong.
-
-A circuit breaker: a broker group that takes requests and answers none gets no more of them for a while.
-
-A request fails when its connection is lost or answers none in time. Any answer is a success, a refusal too: a broker
-that is overloaded or readonly is alive, and `qmq.client.routes` lets it rest for as long as that takes.
+A circuit breaker also stops requests to a group that accepts and does not answer them. A request fails when its
+connection is lost or its answer is late. A refusal is an answer: the broker is alive, and the group rests.
 
     closed      FAILURES_MAX failures in a row                  -> open
-    open        OPEN_MS later, when it is next looked at        -> half-open
+    open        OPEN_MS later, at the next check                -> half-open
     half-open   one failure                                     -> open
     half-open   SUCCESSES answers                               -> closed
 
 Source: reference of QMQ's client features, section 11.
-
-For how long all broker groups of a subject have refused new messages: what a message waits for in vain.
-
-A group refuses if its route says that it is readonly, or if it answered so last. One that cannot be reached does not:
-it has another master in a moment, or nobody can say what it would do.
 """
 
 from __future__ import annotations
@@ -36,14 +28,15 @@ from qmq.types import Endpoint
 
 READ_ONLY = "readonly"
 REST_MS_MIN, REST_MS_MAX = 20, 2_000
-"""How long a group rests after it refused or failed: doubled with each failure in a row. A new master refuses until its
-slave has matched, some 50 ms after clients find it, so the first rests are short. The metaserver tells of a change
-within a second, so that resting longer than two would only delay what already works again."""
+"""Rest of a group after a refusal or failure, doubled with each one in a row. A new master refuses for some 50 ms,
+until its slave has matched, so the first rests are short. The metaserver announces changes within a second, so a rest
+above two seconds would only delay a group that works again.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRoute:
-    """A broker group as the metaserver sees it, for one subject."""
+    """Broker group in the metaserver's route of one subject."""
 
     broker_group: str
     master: Endpoint | None
@@ -53,10 +46,10 @@ class GroupRoute:
 
 @dataclass(frozen=True, slots=True)
 class SubjectRoute:
-    """The broker groups of a subject, as of `version`, which names this content at every metaserver.
+    """Broker groups of a subject; `version` identifies this content at every metaserver.
 
-    A route without groups is meant so, unless `refused` says what went wrong. Groups of which none is writable: the
-    operators, or the brokers themselves, keep producers away.
+    A route without groups is valid, unless `refused` holds a reason. If no group is writable, the operators or the
+    brokers reject messages.
     """
 
     subject: str
@@ -66,9 +59,9 @@ class SubjectRoute:
 
 
 def group_of_key(key: int, groups: Sequence[str]) -> str:
-    """Return the broker group that an order key belongs to: the same for every producer that has the same groups.
+    """Return the broker group of an order key; producers with the same groups get the same one.
 
-    Rendezvous hashing: when a group comes or goes, only its own share of the keys changes groups.
+    Rendezvous hashing: when a group is added or removed, only its own share of the keys moves.
 
     Args:
         key: the order key's 32 bits in a label (qmq.codec).
@@ -84,17 +77,17 @@ def _weight(key: int, group: str) -> bytes:
 
 @dataclass(slots=True)
 class _Health:
-    """What this client saw of a group: it rests until `until_ms`, because of `reason`."""
+    """This client's observation of a group: it rests until `until_ms`, because of `reason`."""
 
     until_ms: int = 0
     failures: int = 0
     reason: str = ""
     is_readonly: bool = False
-    """It answered, and takes no messages now."""
+    """The group answered that it is readonly."""
 
 
 class Routing:
-    """The routes that a client has. Made by a producer or consumer, used on its event loop, ends with it."""
+    """Routes and group health of one client, used on its event loop."""
 
     def __init__(self) -> None:
         self._subjects: dict[str, SubjectRoute] = {}
@@ -103,11 +96,10 @@ class Routing:
         self._turn = 0
 
     def update(self, routes: Iterable[SubjectRoute]) -> Collection[str]:
-        """Take over what the metaserver says; return the broker groups whose master or term is new, in its order.
+        """Store routes of the metaserver; return the broker groups with a new master or term, in order.
 
-        A route of an older term than one already known keeps the newer master: after a reconnect to another metaserver
-        an old picture may come first. A refusal never takes a route away: it says that something went wrong, not that
-        the groups are gone.
+        A master of an older term does not replace a newer one: another metaserver may first send an old route after a
+        reconnect. A refusal keeps the known groups of the subject.
         """
         changed: dict[str, None] = {}
         for route in routes:
@@ -124,36 +116,38 @@ class Routing:
                     if known is None or (known.master, known.term) != (group.master, group.term):
                         changed[name] = None
                 if group.writable and (name in changed or not before.get(name, True)):
-                    self._health.pop(name, None)  # the metaserver's news is newer: it takes messages again
+                    self._health.pop(name, None)  # the route is newer than the refusal: the group is writable again
         return changed.keys()
 
     def forget(self, subjects: Iterable[str]) -> None:
-        """Drop routes that nobody uses; the groups' masters stay."""
+        """Drop unused routes; the groups' masters stay."""
         for subject in subjects:
             self._subjects.pop(subject, None)
 
     def groups_of(self, subject: str) -> tuple[GroupRoute, ...]:
-        """Return every broker group that may hold messages of `subject`, writable or not: a consumer reads them all."""
+        """Return every broker group that may hold messages of `subject`, writable or not."""
         route = self._subjects.get(subject)
         return route.groups if route else ()
 
     def route(self, subject: str) -> SubjectRoute | None:
-        """Return what the metaserver last said about `subject`; None if it never did."""
+        """Return the metaserver's last route of `subject`, or None."""
         return self._subjects.get(subject)
 
     def all_groups(self) -> list[str]:
         return list(self._masters)
 
     def master(self, broker_group: str) -> Endpoint | None:
-        """Return where the master of a group listens; None while it has none."""
+        """Return the endpoint of a group's master, or None."""
         group = self._masters.get(broker_group)
         return group.master if group else None
 
     def choose(self, subject: str, *, now_ms: int, load: Callable[[str], int | None]) -> str | None:
-        """Choose the broker group for the next batch of `subject`; None if none can take one now.
+        """Return the broker group for the next batch of `subject`, or None.
 
-        `load` tells how many batches a group has in flight, None if it can take no more. The least loaded group wins,
-        the others have their turn when loads are equal.
+        The least loaded group is chosen, and groups of equal load take turns.
+
+        Args:
+            load: returns the number of batches in flight to a group, None if it has no room.
         """
         route = self._subjects.get(subject)
         if route is None:
@@ -175,17 +169,18 @@ class Routing:
         return health is not None and now_ms < health.until_ms
 
     def failed(self, broker_group: str, reason: str, *, now_ms: int, is_readonly: bool = False) -> int:
-        """Let a group rest after it refused a batch or could not be reached; return until when."""
+        """Let a group rest after a refusal or a failed connection; return the end of the rest."""
         health = self._health.setdefault(broker_group, _Health())
-        if now_ms >= health.until_ms:  # many batches of one connection fail at once: that is one failure
+        if now_ms >= health.until_ms:  # batches of one connection fail together: one failure
             health.until_ms = now_ms + min(REST_MS_MIN << min(health.failures, 10), REST_MS_MAX)
             health.failures += 1
         health.reason, health.is_readonly = reason, is_readonly
         return health.until_ms
 
     def all_refuse(self, subject: str, only: str = "") -> bool:
-        """Return whether all broker groups of a subject, or only this one of them, take no messages now, as the route
-        or the groups themselves say; not that they cannot be reached."""
+        """Return whether all broker groups of a subject, or the one in `only`, are readonly by their routes or answers.
+        Groups without a connection do not count as readonly.
+        """
         groups = [group for group in self.groups_of(subject) if only in ("", group.broker_group)]
         return bool(groups) and all(map(self._refuses, groups))
 
@@ -194,21 +189,21 @@ class Routing:
         return group.master is not None and (not group.writable or (health is not None and health.is_readonly))
 
     def worked(self, broker_group: str) -> None:
-        """The group stored a batch."""
+        """End the rest of a group that stored a batch."""
         if broker_group in self._health:
             del self._health[broker_group]
 
     def complaint(self, broker_group: str) -> str:
-        """Return why a group rests, or rested last; "" if it worked since."""
+        """Return the reason of a group's last rest; "" if it stored a batch since."""
         health = self._health.get(broker_group)
         return health.reason if health else ""
 
     def has_route(self, subject: str) -> bool:
-        """Return whether the metaserver said anything about a subject."""
+        """Return whether a route of the subject is known."""
         return subject in self._subjects
 
     def why_not(self, subject: str) -> str:
-        """Say why no group took a batch of `subject`, for the receipt."""
+        """Return the reason why no group takes a batch of `subject`, for the receipt."""
         route = self._subjects.get(subject)
         if route is None:
             return f"the metaserver sent no route for {subject!r}"
@@ -236,7 +231,7 @@ class BreakerState(StrEnum):
 
 
 class Breaker:
-    """The breaker of one broker group's master. Made by a producer; a new master gets a new one."""
+    """Circuit breaker of one broker group's master. Made by a producer, anew for each master."""
 
     __slots__ = ("state", "_failures", "_successes", "_opened_ms")
 
@@ -245,7 +240,7 @@ class Breaker:
         self._failures = self._successes = self._opened_ms = 0
 
     def allows(self, now_ms: int) -> bool:
-        """Say whether a request may be sent now."""
+        """Return whether a request may be sent now."""
         if self.state is not BreakerState.OPEN:
             return True
         if now_ms - self._opened_ms < OPEN_MS:
@@ -255,7 +250,7 @@ class Breaker:
         return True
 
     def answered(self) -> None:
-        """A request was answered, with whatever."""
+        """Count an answer of any kind."""
         self._failures = 0
         if self.state is BreakerState.HALF_OPEN:
             self._successes += 1
@@ -263,9 +258,9 @@ class Breaker:
                 self.state = BreakerState.CLOSED
 
     def failed(self, now_ms: int) -> bool:
-        """A request will not be answered; return whether that opened the breaker."""
+        """Count a request without an answer; return whether this opened the breaker."""
         self._failures += 1
-        if self.state is BreakerState.OPEN:  # one of those that were under way
+        if self.state is BreakerState.OPEN:  # sent before the breaker opened
             return False
         if self.state is BreakerState.CLOSED and self._failures < FAILURES_MAX:
             return False
@@ -281,7 +276,11 @@ class _Span:
 
 
 class RefusalClock:
-    """Made by the sender if the application bounds that wait; told of what still waits, some times a second."""
+    """Time since all broker groups of a subject are readonly, for `readonly_wait_s`.
+
+    Called for each waiting queue some times a second. A group that cannot be reached does not count as readonly: it may
+    have another master in a moment.
+    """
 
     def __init__(self, routing: Routing, wait_ms: int) -> None:
         self._routing = routing
@@ -289,19 +288,23 @@ class RefusalClock:
         self._spans: dict[tuple[str, str], _Span] = {}
 
     def is_over(self, subject: str, group: str, now_ms: int) -> bool:
-        """Whether what waits for `subject` has waited in vain for long enough; `group`: only that one may take it."""
+        """Return whether messages of `subject` have waited long enough; `group` is the only one that may take them, or
+        "".
+        """
         key = subject, group
         if not self._routing.all_refuse(subject, group):
             self._spans.pop(key, None)
             return False
         span = self._spans.get(key)
-        if span is None or now_ms - span.seen_ms > max(self._wait_ms, SEEN_MS):  # nothing waited meanwhile: who knows
+        if span is None or now_ms - span.seen_ms > max(
+            self._wait_ms, SEEN_MS
+        ):  # nothing waited meanwhile, so the group was not observed
             span = self._spans[key] = _Span(now_ms, now_ms)
         span.seen_ms = now_ms
         return now_ms - span.since_ms >= self._wait_ms
 
     def worked(self, subject: str, group: str) -> None:
-        """The group stored messages of this subject: a refusal from now on is a new one."""
+        """Reset the time: the group stored messages of this subject."""
         self._spans.pop((subject, ""), None)
         self._spans.pop((subject, group), None)
 
@@ -311,4 +314,4 @@ class RefusalClock:
 
 
 SEEN_MS = 1_000
-"""20,000 queues are all looked at within a quarter of this."""
+"""All of 20,000 queues are checked within a quarter of this."""

@@ -1,6 +1,6 @@
-"""Shell. Carries a producer's batches to brokers: chooses groups, keeps links, repeats what may be stored.
+"""Shell. Sender of a producer's batches: chooses broker groups, keeps connections, repeats batches of unknown outcome.
 
-The rules are in `qmq.client.batch` and `qmq.client.routes`; here they meet connections and the clock.
+The rules are in `qmq.client.batch`, `backlog` and `routes`.
 """
 
 from __future__ import annotations
@@ -57,18 +57,19 @@ NO_DELAY_GROUP = (
 )
 _NEVER_MS = 1 << 62
 BATCHES_AT_ONCE = 1_000
-"""Batches that are sent, or refused as too large, before others have a turn of the loop. What is in flight bounds the
-former; the latter has no end if a callback sends each refused message again."""
+"""Batches sent, or refused as too large, in one pass of the event loop. The limits in flight bound the former; the
+latter would have no end if a callback sends each refused message again.
+"""
 TICK_S = 0.02
-"""How often deadlines and the rests of groups are looked at; they are long compared with it."""
+"""Interval of checks of deadlines and rests, which are much longer."""
 EXPIRED_AT_ONCE = 2_000
-"""Queues whose deadlines are looked at in one tick, a few ms: all of 20,000 five times a second."""
+"""Queues whose deadlines are checked in one tick, in a few ms; all of 20,000 are checked five times a second."""
 WOKEN_BY_ANSWER, WOKEN_BY_TICK = 2, 200
-"""Queues that look again for room in a group: after an answer of it, and in each tick while it takes requests."""
+"""Queues that are checked again for room in a group: after each of its answers, and in each tick."""
 
 
 class _Group:
-    """A broker group, as a producer uses it."""
+    """Broker group of a producer."""
 
     def __init__(self, link: Link, batches: GroupBatches) -> None:
         self.link = link
@@ -76,7 +77,7 @@ class _Group:
         self.breaker = Breaker()
         self.name = link.broker_group
         self.progress_at = 0.0
-        """When the connection last answered, or was given work while it had none."""
+        """Time of the last answer, or of the first request since the connection was idle."""
 
     @property
     def can_send(self) -> bool:
@@ -85,13 +86,13 @@ class _Group:
 
 
 class Sender:
-    """Made by a Producer; used on its event loop from `start` to `stop`.
+    """Sender to the groups of one kind. Made by a Producer; used on its event loop from `start` to `stop`.
 
     Args:
         backlog: shared with the producer's other sender.
-        kind: of the groups that it sends to: brokers, or delay servers.
-        journal: takes what was acknowledged.
-        readonly_wait_ms: for how long a message waits while all groups are readonly; None: until its deadline.
+        kind: broker groups or delay groups.
+        journal: gets acknowledged batches.
+        readonly_wait_ms: time until a message is refused while all groups are readonly; None waits until its deadline.
     """
 
     def __init__(
@@ -123,18 +124,19 @@ class Sender:
         self._waiting: dict[SubjectQueue, None] = {}
         """Queues that are not empty."""
         self._active: OrderedDict[SubjectQueue, None] = OrderedDict()
-        """Those of them that some group may take from, the next one first. Not a dict: its first entry is looked for
-        among all that were deleted before it."""
+        """Waiting queues that some group may take from, next one first. Not a dict: finding its first entry takes as
+        long as entries were deleted before it.
+        """
         self._crowded: dict[str, OrderedDict[SubjectQueue, None]] = {}
-        """Broker group -> queues that found no room there; they look again when there may be some."""
+        """Queues that found no room in a broker group, by group."""
         self._to_expire: list[SubjectQueue] = []
-        """Queues whose deadlines are looked at next."""
+        """Queues whose deadlines are checked next."""
         self._tasks: list[asyncio.Task[None]] = []
         self._pump_scheduled = False
         self._has_work = asyncio.Event()
-        """Set when there may be deadlines and rests to look at."""
+        """Set while there may be deadlines or rests to check."""
         self._closed: ClientClosed | None = None
-        """What comes after the end is refused with."""
+        """Error of messages that are added after the end."""
         self._backlog = backlog
         self._kind = kind
         self._watch = RouteWatch(
@@ -154,8 +156,9 @@ class Sender:
         self._tasks = [logged_task(self._loop.create_task(work)) for work in (self._watch.run(), self._tick())]
 
     async def stop(self) -> None:
-        """Disconnect. What has no outcome gets one here, also if this is cancelled; for better ones, wait until
-        `is_idle` first."""
+        """Disconnect. Messages without an outcome get one here, also if this call is cancelled. Wait for `is_idle`
+        first to get real outcomes.
+        """
         for task in self._tasks:
             task.cancel()
         try:
@@ -164,7 +167,7 @@ class Sender:
             self.refuse_all()
 
     def refuse_all(self) -> None:
-        """Give everything that has no outcome one: nothing is sent any more."""
+        """Give every message without an outcome one; nothing is sent afterwards."""
         for group in self._groups.values():
             for batch in group.batches.unresolved():
                 self._give_up(group, batch, "the producer was closed before an answer came")
@@ -182,7 +185,7 @@ class Sender:
 
     @property
     def open_messages(self) -> int:
-        """How many messages have no outcome yet."""
+        """Number of messages without an outcome."""
         waiting = sum(len(queue.waiting) + sum(map(len, queue.ready)) for queue in self._waiting)
         return waiting + sum(len(batch) for group in self._groups.values() for batch in group.batches.unresolved())
 
@@ -190,7 +193,7 @@ class Sender:
         return int(self._loop.time() * 1000)
 
     def queue(self, subject: str, label: int = 0) -> SubjectQueue:
-        """Return where a message of this subject and label has to wait; raises InvalidName."""
+        """Return the queue of a message with this subject and label; raises InvalidName."""
         queue = self._queues.get(subject)
         if queue is None:
             queue = self._queues[subject] = SubjectQueue(check_subject(subject), self._backlog)
@@ -205,8 +208,9 @@ class Sender:
         return lanes
 
     def batch_bytes_max(self, subject: str) -> int:
-        """Return how large a batch may be made that goes to any group of this subject that takes some now: what the
-        others said last may be over for long."""
+        """Return the size limit of a batch for any group of this subject that takes requests now. The limits of other
+        groups may be out of date.
+        """
         names = [group.broker_group for group in self._routing.groups_of(subject) if group.writable]
         groups = (self._groups[name].batches for name in names if name in self._groups and self._takes(name))
         return min((batches.batch_bytes_max for batches in groups), default=BATCH_BYTES_MAX)
@@ -219,7 +223,7 @@ class Sender:
             return
         if queue not in self._active:
             self._note(queue)
-        self._pump_soon()  # not at once: what else is sent in this pass of the loop then travels in the same batch
+        self._pump_soon()  # later, so that messages of this pass of the loop share a batch
 
     def add_batch(self, queue: SubjectQueue, batch: Batch) -> None:
         """Queue a whole batch, and send it if there is room."""
@@ -231,11 +235,11 @@ class Sender:
         self._pump()
 
     def too_late(self, subject: str) -> QmqError:
-        """Return the error of a message whose time was over before there was room for it."""
+        """Return the error of a message whose deadline passed before there was room for it."""
         return self._closed or self._why_not(subject)
 
     def refuse_stuck(self, queue: SubjectQueue, batch: Batch) -> None:
-        """Refuse a batch that waits although no group of its subject takes any now."""
+        """Refuse a queued batch if no group of its subject takes requests now."""
         if batch in queue.ready:
             if not any(self._takes(group.broker_group) for group in self._routing.groups_of(queue.subject)):
                 queue.ready.remove(batch)
@@ -252,28 +256,28 @@ class Sender:
         return NoRoute(why if self._kind is not GroupKind.DELAY else f"{NO_DELAY_GROUP} ({why})")
 
     async def room(self, subject: str, label: int, size: int, deadline_ms: int) -> SubjectQueue | QueueFull:
-        """Wait for room for a message of `size` bytes; return the queue that has it, or why none had until then."""
+        """Return the queue once it has room for `size` bytes, or the error at the deadline."""
         while not self._backlog.has_room(queue := self.queue(subject, label), size):
-            await self.wait()  # and look anew: keys may have changed groups
+            await self.wait()  # look the queue up again: keys may have changed groups
             if self.now_ms() >= deadline_ms:
                 return self._backlog.full()
         return queue
 
     async def wait(self) -> None:
-        """Wait until something moved here or in the producer's other sender, or a sender looked at the clock."""
+        """Wait for progress in either sender of the producer, or for a tick."""
         self._has_work.set()
         moved: asyncio.Future[None] = self._loop.create_future()
         self._backlog.waiters.append(lambda: None if moved.done() else moved.set_result(None))
         await moved
 
-    # Asking.
+    # Requests.
 
     async def groups(self, subject: str, deadline_ms: int) -> list[str]:
-        """Return the groups of a subject, once the metaserver named some.
+        """Return the groups of a subject, once the metaserver sent some.
 
         Raises:
-            InvalidName: it is no subject.
-            NoRoute, AccessError: it named none until the deadline, or does not accept the token.
+            InvalidName: the subject is not valid.
+            NoRoute, AccessError: there was no route until the deadline, or the token is rejected.
             ClientClosed: the producer was closed.
         """
         self.queue(subject)
@@ -288,7 +292,7 @@ class Sender:
         return [group.broker_group for group in groups]
 
     def connection(self, name: str) -> Connection | None:
-        """Return the connection to a group's master if it may be asked something now.
+        """Return the connection to a group's master, or None if it is lost or the group rests.
 
         Raises:
             ClientClosed: the producer was closed.
@@ -301,18 +305,18 @@ class Sender:
         return group.link.connection
 
     def complain(self, name: str, error: QmqError) -> None:
-        """A group could not answer: let it rest, and see whether its route is old."""
+        """Let a group rest that did not answer, and refresh its route."""
         self._routing.failed(name, str(error), now_ms=self.now_ms())
         self._watch.refresh()
 
     def complaint(self, name: str) -> str:
-        """Return why a group cannot be asked; "" if that is not known."""
+        """Return the reason of a group's last rest, or ""."""
         return self._routing.complaint(name)
 
     # Choosing and sending.
 
     def _note(self, queue: SubjectQueue) -> None:
-        """Something of this queue waits, or another group may take it now."""
+        """Note that a queue has messages, or may be sent to another group."""
         if not queue:
             return
         self._waiting[queue] = None
@@ -327,13 +331,13 @@ class Sender:
             self._active.pop(queue, None)
 
     def _settle(self, queue: SubjectQueue) -> None:
-        """Put a queue at the end of the line, or out of it if nothing of it waits."""
+        """Move a queue to the end of the line, or out of it if it is empty."""
         self._active.pop(queue, None)
         self._waiting.pop(queue, None)
         self._note(queue)
 
     def _takes(self, name: str) -> bool:
-        """Say whether a group takes requests now."""
+        """Return whether a group takes requests now."""
         group, now_ms = self._groups[name], self.now_ms()
         return group.can_send and group.breaker.allows(now_ms) and not self._routing.resting(name, now_ms)
 
@@ -343,7 +347,7 @@ class Sender:
             self._loop.call_soon(self._pump)
 
     def _pump(self) -> None:
-        """Send what can be sent now: first what may be stored already, then a batch of each queue in turn."""
+        """Send all that can be sent now: repeats first, then a batch of each queue in turn."""
         self._pump_scheduled = False
         now_ms = self.now_ms()
         for name, group in self._groups.items():
@@ -360,7 +364,7 @@ class Sender:
                 left -= 1
             else:
                 if not any(map(self._has_room, self._groups)):
-                    break  # for whichever queue: all of them stay in line
+                    break  # no group has room for any queue: all stay in line
                 self._wait_for_room(queue)
         if self._backlog.waiters:
             self._backlog.moved()
@@ -369,14 +373,16 @@ class Sender:
         return bool(self._takes(name) and self._groups[name].batches.room_bytes())
 
     def _wait_for_room(self, queue: SubjectQueue) -> None:
-        """No group takes it now. It is not looked at with each answer: 20,000 would be, for each of their answers."""
+        """Take a queue out of the line until a group has room. Checking 20,000 queues with each answer would be too
+        slow.
+        """
         del self._active[queue]
         for group in self._routing.groups_of(queue.subject):
             if queue.group in (None, group.broker_group):
                 self._crowded.setdefault(group.broker_group, OrderedDict())[queue] = None
 
     def _wake_crowd(self, name: str, count: int) -> None:
-        """There may be room in a group: it is for those that wait longest."""
+        """Put `count` queues back in line that wait for room in a group, longest waiting first."""
         crowd = self._crowded.get(name)
         while crowd and count:
             queue, _ = crowd.popitem(last=False)
@@ -385,7 +391,7 @@ class Sender:
                 count -= 1
 
     def _send_next(self, queue: SubjectQueue, now_ms: int) -> bool:
-        """Send one batch of a queue; return False if there is no group for it now."""
+        """Send one batch of a queue; return False if no group takes it now."""
         self._watch.watch(queue.subject)
         size, rooms = queue.next_bytes(), dict[str, int]()
 
@@ -466,10 +472,13 @@ class Sender:
         self._end(group, batch, unknown(group.name, reason))
 
     def _failed(self, group: _Group, batch: Batch, error: QmqError) -> None:
-        """Not stored, a batch goes to another group, or is refused if that would not help; else it is repeated. The
-        repeat of one that may be stored is refused as well if its number is too old: then the outcome stays unknown."""
+        """Handle an error answer.
+
+        A batch that is not stored goes to another group, or is refused if the error would follow it there. Otherwise it
+        is repeated. A repeat whose number is too old is refused by the group, and the outcome stays unknown.
+        """
         is_stored_nowhere = group.batches.answered(batch, answer_of(error)) is BatchState.NOT_STORED
-        if isinstance(error, CallError | AccessError | SubjectFull):  # the others are as full, or soon will be
+        if isinstance(error, CallError | AccessError | SubjectFull):  # the other groups are as full, or soon will be
             if is_stored_nowhere:
                 self._end(group, batch, refused(group.name, error))
             else:
@@ -492,13 +501,14 @@ class Sender:
         return self._queues[batch.subject]
 
     def _lane_is_free(self, batch: Batch) -> None:
-        """A batch of a lane is not under way any more: the next one may be, or the lanes may move."""
+        """Renew the lanes after a lane's batch ended: its next batch may be sent, or the lanes may move."""
         if batch.flags & FLAG_ORDERED:
             self._renew(self._lanes[batch.subject])
 
     def _renew(self, lanes: Lanes, groups: Iterable[str] | None = None) -> None:
-        """Fill lanes anew if that is due; `groups`: what the subject has now, if that may have changed. The lanes from
-        before are settled as well: one that stayed in line with nothing in it would end the first that looks there."""
+        """Refill lanes if that is due; `groups` are the subject's current ones if they may have changed. The old lanes
+        are settled as well: an empty one left in line would break the next send.
+        """
         before = list(lanes)
         if groups is None:
             lanes.move()
@@ -508,8 +518,7 @@ class Sender:
             self._settle(queue)
 
     async def _tick(self) -> None:
-        """Look at the clock, while there is anything to send: deadlines, connections that owe an answer, groups whose
-        rest is over."""
+        """Check deadlines, late answers and rests, while there is anything to send."""
         while True:
             if self.is_idle and not self._backlog.waiters:
                 self._has_work.clear()
@@ -531,7 +540,7 @@ class Sender:
             self._pump()
 
     def _expire_some(self, now_ms: int) -> None:
-        """Look at the deadlines of all queues in turn, of some in each tick."""
+        """Check the deadlines of some queues per tick, in turn."""
         for _ in range(min(EXPIRED_AT_ONCE, len(self._waiting))):
             if not self._to_expire:
                 self._to_expire = list(self._waiting)
@@ -570,7 +579,7 @@ class Sender:
         self._pump()
 
     def _forget(self, idle: set[str]) -> set[str]:
-        """Forget queues and routes of subjects that have nothing waiting or under way; return these subjects."""
+        """Forget queues and routes of subjects without unresolved messages; return these subjects."""
         busy = {queue.subject for queue in self._waiting}
         busy.update(batch.subject for group in self._groups.values() for batch in group.batches.unresolved())
         for subject in (gone := idle - busy):
@@ -585,7 +594,7 @@ class Sender:
         limits = {name: int(str(link.welcome.get(name, 1 << 20))) for name in Limits._fields}
         group = self._groups[link.broker_group]
         group.batches.limits = Limits(**limits)
-        if group.breaker.state is BreakerState.CLOSED:  # else it has to answer first
+        if group.breaker.state is BreakerState.CLOSED:  # otherwise it has to answer first
             self._routing.worked(link.broker_group)
         self._pump()
 
@@ -602,7 +611,7 @@ class Sender:
 
 
 class Flight:
-    """Counts what was given between two flushes: `open` is how many of it have no outcome yet."""
+    """Count of messages that were sent between two flushes and have no outcome."""
 
     __slots__ = ("open",)
 
@@ -611,7 +620,9 @@ class Flight:
 
 
 class Senders:
-    """Made when a producer is opened, on its event loop; `stop` is its end.
+    """Both senders of a producer: to broker groups, and, from the first delayed message on, to delay groups.
+
+    Made on the event loop when the producer is opened; ends with `stop`.
 
     Args:
         make: makes a sender to groups of a kind.
@@ -622,25 +633,25 @@ class Senders:
         self._all = [make(GroupKind.NORMAL)]
         self._all[0].start()
         self._flights = [Flight()]
-        """Oldest first; the last one takes what is given now."""
+        """Oldest first; the last one counts new messages."""
         self._is_stopping = False
         self._guard = asyncio.create_task(self._guard_end())
 
     def of(self, *, is_delayed: bool) -> Sender:
-        """Return the way that messages of a kind go."""
+        """Return the sender for delayed or other messages."""
         if is_delayed and len(self._all) == 1:
             self._all.append(self._make(GroupKind.DELAY))
             self._all[1].start()
         return self._all[is_delayed]
 
     def board(self) -> Flight:
-        """Count one more on the flight that it returns."""
+        """Count one message on the current flight, and return the flight."""
         flight = self._flights[-1]
         flight.open += 1
         return flight
 
     async def flush(self) -> None:
-        """Wait until all that was given before has its outcome, and for nothing that comes later."""
+        """Wait for the outcomes of all earlier messages, not of later ones."""
         under_way = [flight for flight in self._flights if flight.open]
         self._flights = [*under_way, Flight()]
         while any(flight.open for flight in under_way):
@@ -652,11 +663,11 @@ class Senders:
 
     @property
     def open_messages(self) -> int:
-        """How many messages have no outcome yet."""
+        """Number of messages without an outcome."""
         return sum(sender.open_messages for sender in self._all)
 
     async def _guard_end(self) -> None:
-        """Wait for the end of an event loop that cancels all tasks, of a producer that was not closed."""
+        """Refuse all messages when the event loop ends without closing the producer."""
         try:
             await asyncio.get_running_loop().create_future()
         finally:
@@ -666,11 +677,11 @@ class Senders:
                     sender.refuse_all()
 
     async def wait(self) -> None:
-        """Wait until something moved in one of them."""
+        """Wait for progress in one of them."""
         await self._all[0].wait()
 
     async def stop(self) -> None:
-        """Stop both, also if this is cancelled: each of them says what became of its messages."""
+        """Stop both, also if this call is cancelled: each gives its messages an outcome."""
         self._is_stopping = True
         self._guard.cancel()
         first, *others = self._all
