@@ -1,4 +1,6 @@
-"""Shell. Brings messages of one subject from one broker group and carries decisions there, over reconnects."""
+"""Shell. Session of a consumer with one broker group: receives messages of one subject and sends decisions, over
+reconnects.
+"""
 
 from __future__ import annotations
 
@@ -50,36 +52,38 @@ from qmq.subjects import is_dead_letter_subject
 log = bounded(__name__)
 
 PULLS_IN_FLIGHT = 4
-"""Pulls that a session's share of the prefetch is asked for in: one is worked on, one waits, two are on their way."""
+"""Pulls into which a session's share of the prefetch is divided: one is handled, one waits, two are in flight."""
 ACK_WAIT_S = 0.004
-"""An ack is an fsync on both copies, which messages wait behind: one per message would double them."""
+"""Delay of an ack, to send several at once. An ack is an fsync on both copies, which messages wait behind."""
 SWEEP_S = 1.0
-"""How long a message that is done may wait for others of its piece: one ack for the whole piece is less work for all,
-but after a crash, what was not acked comes again."""
+"""Longest wait of a done message for the rest of its piece. One ack per piece is less work, but after a crash unacked
+messages are delivered again.
+"""
 REQUESTS_IN_FLIGHT = 4
-"""Acks, and nacks, that wait for their answer."""
+"""Acks, and nacks, without an answer."""
 PULL_TIMEOUT_MS = 10_000, 30_000
-"""How long a broker holds a pull while there is nothing, each pull a time of its own. Only a bound: it answers as soon
-as there is. Pulls of a thousand subjects that ended in the same moment held up all messages for a tenth of a second."""
+"""Range of the time that a broker holds an empty pull; it answers earlier with the first message. Random per pull:
+pulls of a thousand subjects that ended at the same moment delayed all messages by a tenth of a second.
+"""
 RETRY_S_MIN, RETRY_S_MAX = 0.1, 2.0
 CARRY_S_MIN = 10.0
-"""What a broker does not keep, and is due sooner, waits here."""
+"""A retry that the broker does not store waits here if it is due sooner than this."""
 CARRY_AGAIN_S = 60.0
-"""After a delay group did not take a message, for want of a right or of a group."""
+"""Pause after a delay group did not store a message, for want of a right or of a group."""
 FAR_TOO_MANY = 2
-"""Times as many messages as may be asked for now: what waits beyond that goes back."""
+"""Waiting messages above this multiple of the current share are given back."""
 MANY_TIMES = 5
-"""Somebody should look at what was delivered more often than this."""
+"""Deliveries of a message above which a warning is logged."""
 
 FOR_GROUP = "qmq_consumerGroupName"
-"""QMQ's way to send a message to one group of a subject. The others take it as done."""
+"""QMQ's property that sends a message to one group of a subject. Other groups skip the message."""
 _FOR_GROUP, _RETRIES_MAX, _EXPIRES_AFTER = FOR_GROUP.encode(), RETRIES_MAX.encode(), EXPIRES_AFTER.encode()
 _OF_CONSUMERS = b"qmq_consumer"
-"""How the names of both properties begin that a consumer heeds whatever a message was delivered before: one search."""
+"""Common prefix of the two properties that a consumer checks on first delivery: one search finds both."""
 
 
 class Parcel:
-    """Messages that are held as one piece and wait to be taken; `at` is the next one."""
+    """Messages of one piece that wait to be taken; `at` is the next one."""
 
     __slots__ = ("messages", "at", "session", "size")
 
@@ -91,16 +95,16 @@ class Parcel:
 
     @property
     def waiting(self) -> int:
-        """How many of them nobody took."""
+        """Number of messages not taken."""
         return len(self.messages) - self.at
 
 
 class SessionOwner(Protocol):
-    """The subscription that a session belongs to."""
+    """Subscription of a session."""
 
     terms: Terms
     prefetch_messages: int
-    """What may wait here or be on its way, now."""
+    """Current limit of messages that wait here or are requested."""
     is_closing: bool
 
     @property
@@ -122,10 +126,10 @@ class SessionOwner(Protocol):
 
 
 class GroupSession:
-    """One subscription at one broker group. Made by the subscription; used on its event loop; never blocks.
+    """Session with one broker group. Made by the subscription; used on its event loop; never blocks.
 
-    Answers that belong to an earlier state (before a reconnect, or a reset) are ignored. `joins` is set on a broker
-    group that joined the subject while the consumer ran.
+    Answers to requests of an earlier state (before a reconnect or reset) are ignored. `joins` is set for a broker group
+    that joined the subject while the consumer ran.
     """
 
     def __init__(self, owner: SessionOwner, link: Link, source: str, *, joins: bool = False) -> None:
@@ -138,16 +142,16 @@ class GroupSession:
         self.buffered = self.buffered_bytes = 0
         self._times_given_back = 0
         self.is_mailbox = source != owner.terms.subject
-        # The cluster keeps no beginning of an ephemeral consumer: on a broker group that joins, it wants all there is.
+        # The cluster stores no start of an ephemeral consumer: on a group that joins, it starts at the first message.
         self._from_first = self.is_mailbox or (joins and owner.terms.ephemeral)
-        self._may_expire = not is_dead_letter_subject(source)  # what died of that would die again
+        self._may_expire = not is_dead_letter_subject(source)  # an expired dead letter would become a dead letter again
         self._pulls_max = 1 if self.is_mailbox else PULLS_IN_FLIGHT
-        self._ack_wait_s = 0.0 if owner.terms.most_once else ACK_WAIT_S  # there, somebody waits for each
+        self._ack_wait_s = 0.0 if owner.terms.most_once else ACK_WAIT_S  # pulls wait for each ack
         self._life = SessionLife()
         self._is_new = True
-        """No broker has answered a SUBSCRIBE yet: whatever our name has un-acked is of an earlier process."""
+        """Whether no SUBSCRIBE was answered yet: unacked messages under this consumer id are of an earlier process."""
         self._defers_from = 0.0
-        """When a delay group is next asked to keep what the broker does not, by the loop's clock."""
+        """Time of the next request to a delay group, by the loop's clock."""
         self._urgent: set[Urgency] = set()
         self._send_timer: asyncio.TimerHandle | None = None
         self._sweep_timer: asyncio.TimerHandle | None = None
@@ -175,25 +179,25 @@ class GroupSession:
 
     @property
     def history(self) -> list[Transition]:
-        """The last transitions, the oldest first."""
+        """Last transitions, oldest first."""
         return list(self._life.history)
 
     def opened(self) -> None:
-        """The link has a connection."""
+        """Subscribe on a new connection."""
         self._subscribe(failures=0)
 
     def lost(self) -> None:
-        """The link lost its connection; answers to what was in flight will never come."""
+        """Forget the requests in flight on a lost connection."""
         if self._life.state is not SessionState.CLOSED:
             self._enter(SessionEvent.LOST, Unsubscribed())
 
     def drain(self) -> None:
-        """Pull no more. Decisions still go out."""
+        """Pull no more. Decisions are still sent."""
         if self._life.may(SessionEvent.STOPPED):
             self._enter(SessionEvent.STOPPED, self._life.now)
 
     def unsubscribe(self) -> asyncio.Future[memoryview] | None:
-        """Give back what is not decided; return the answer to wait for, None if the broker cannot be told."""
+        """Give undecided messages back; return the answer to wait for, or None without a connection."""
         connection, subscription = self._link.connection, self._subscription
         if self._life.state is not SessionState.CLOSED:
             self._enter(SessionEvent.CLOSED, Closed())
@@ -206,13 +210,13 @@ class GroupSession:
         self._life.enter(event, now, at_ms=int(self._loop.time() * 1000))
 
     def _subscribe(self, *, failures: int) -> None:
-        """Subscribe, unless nothing is left to do."""
+        """Subscribe, unless the session is closed or drained."""
         is_over = self._life.state is SessionState.CLOSED or (self._owner.is_closing and not self.unacked.messages)
         if self._link.connection is None or is_over:
             return
         self._enter(SessionEvent.ASKED, Subscribing(failures))
         terms = self._owner.terms
-        is_plain = not self.is_mailbox  # what is in the mailbox is for this group, whatever it is
+        is_plain = not self.is_mailbox  # all messages of a mailbox are for this group
         body = commands.encode_subscribe(
             subject=self.source,
             group=terms.group,
@@ -264,7 +268,7 @@ class GroupSession:
             self._retry()
 
     def _retry(self) -> None:
-        """Subscribe again after a while; what is held stays held."""
+        """Subscribe again after a pause, and keep the messages."""
         failures = self._life.now.failures if isinstance(self._life.now, Subscribing) else 0
         wait_s = min(RETRY_S_MIN * 2 ** min(failures, 10), RETRY_S_MAX)
         resting = Resting(failures + 1)
@@ -277,7 +281,9 @@ class GroupSession:
             self._subscribe(failures=resting.failures)
 
     def _reset(self, refusal: InvalidAck) -> None:
-        """The broker does not know that we hold what we acked: forget all of it, and take what it delivers now."""
+        """Drop all messages: the broker does not count the acked ones as delivered to this consumer. It delivers them
+        again.
+        """
         log.warning(
             "ack refused, messages come again subject=%s group=%s broker_group=%s error=%s",
             self.source,
@@ -315,7 +321,7 @@ class GroupSession:
     # Pulling.
 
     def fill(self) -> None:
-        """Ask for as much as there is room for."""
+        """Pull as many messages as there is room for."""
         here = self._life.now
         if not isinstance(here, Subscribed) or self._life.state is SessionState.DRAINING:
             return
@@ -334,13 +340,14 @@ class GroupSession:
             self._request(Command.PULL, commands.encode_pull(pull), pulled)
 
     def _share(self) -> tuple[int, int]:
-        """Return in how many pulls this session asks for its share of the prefetch, and for how many messages each."""
+        """Return the number of pulls for this session's share of the prefetch, and the messages of each."""
         share = max(1, self._owner.prefetch_messages // self._owner.sessions_count)
         return min(self._pulls_max, share), max(1, share // PULLS_IN_FLIGHT)
 
     def _has_room(self, under_way: int, pulls: int, messages: int, size: int) -> bool:
-        """Whether one more pull of this size fits into this session's share, which is `pulls` of them; the first may go
-        over it by itself."""
+        """Return whether one more pull of this size fits into the session's share of `pulls`; the first may
+        exceed it.
+        """
         messages_max, bytes_max = pulls * messages, pulls * size
         if under_way:
             coming = under_way + 1
@@ -372,17 +379,16 @@ class GroupSession:
         self.fill()
 
     def _received(self, run: list[Piece], *, is_late: bool) -> None:
-        """Make messages of pieces that are held as one.
+        """Make messages of a run of pieces, and pass them to the subscription.
 
-        About 0.5 µs each: nothing is decoded, and no call per message but the object. And about 3 µs for each piece:
-        nothing here is done per piece that can be done for all. Tags, and producers that send one by one, make pieces
-        of one message, of which each would cost 20 µs by itself.
+        This takes about 0.5 µs per message, without decoding, and 3 µs per piece. Tags, and producers that send single
+        messages, make pieces of one message; work per piece instead of per run would cost 20 µs each.
 
         Args:
-            is_late: messages were given back since this was asked for. It goes the same way: it was asked for when more
-                was wanted, and what is new in it would come before those.
+            is_late: messages were given back after this pull was sent. New messages are given back too: they would
+                overtake the others.
         """
-        sequences, encoded, batches = _cut(run)  # first: nothing is held of what cannot be read
+        sequences, encoded, batches = _cut(run)  # first, so that unreadable pieces leave no trace
         times = run[0].times
         held = self.unacked.received(run[0].pull_sequence, len(encoded), times, self, self._link.broker_group)
         if held is None:
@@ -404,7 +410,7 @@ class GroupSession:
                 len(messages),
                 times,
             )
-        if any(_OF_CONSUMERS in data for data in batches):  # a fifteenth of what a message costs: no such search more
+        if any(_OF_CONSUMERS in data for data in batches):  # costs a fifteenth of a message: add no other such search
             if any(_FOR_GROUP in data for data in batches):
                 messages = self._without_those_of_others(part, messages)
             part.may_expire = self._may_expire and any(_EXPIRES_AFTER in data for data in batches)
@@ -422,12 +428,12 @@ class GroupSession:
                 self._owner.arrived(parcel)
 
     def _without_those_of_others(self, piece: UnackedPiece, messages: list[ReceivedMessage]) -> list[ReceivedMessage]:
-        """Take as done what names another group as its receiver."""
+        """Ack messages for another group; return the others."""
         mine = []
         for message in messages:
             try:
                 is_mine = message.get(FOR_GROUP, self._owner.terms.group) == self._owner.terms.group
-            except QmqError:  # its handler will find out
+            except QmqError:  # the handler's access raises the same error
                 is_mine = True
             if is_mine:
                 mine.append(message)
@@ -437,7 +443,7 @@ class GroupSession:
         return mine
 
     def _without_worn_out(self, piece: UnackedPiece, messages: list[ReceivedMessage]) -> list[ReceivedMessage]:
-        """Make dead letters of what was delivered too often, by the message's own limit or by the group's."""
+        """Make dead letters of messages above their delivery limit or the group's; return the others."""
         rest = []
         for message in messages:
             if (decision := worn_out(message, self.policy)) is None:
@@ -456,20 +462,23 @@ class GroupSession:
         return rest
 
     def taken(self, parcel: Parcel) -> None:
-        """All messages of a parcel were taken."""
+        """Free the room of a parcel whose messages were all taken."""
         self.buffered -= len(parcel.messages)
         self.buffered_bytes -= parcel.size
         self.fill()
 
     def excess(self, waiting: int) -> int:
-        """Return how many of so many messages that nobody took are too many, if they are far too many."""
+        """Return how many of `waiting` messages are above this session's share; 0 if they are below `FAR_TOO_MANY`
+        shares.
+        """
         pulls, messages = self._share()
         wanted = pulls * messages
         return waiting - wanted if self._takes_begins and waiting > FAR_TOO_MANY * wanted else 0
 
     def give_back(self, parcel: Parcel, *, kept: int = 0) -> bool:
-        """Give back at once what nobody took of a parcel, but for the first `kept` messages; returns False if the
-        broker cannot take it like that."""
+        """Give the untaken messages of a parcel back at once, except the first `kept`; return False if the broker does
+        not know NOT_BEGUN.
+        """
         if not self._takes_begins:
             return False
         end = parcel.at + kept
@@ -483,7 +492,7 @@ class GroupSession:
         return True
 
     def gave_back(self) -> None:
-        """What was given back is sent before the next pull: the broker has it for that one then, in its order."""
+        """Send what was given back before the next pull, so the broker delivers it in order."""
         self._times_given_back += 1
         self._send()
         self.fill()
@@ -491,12 +500,12 @@ class GroupSession:
     # Deciding.
 
     def not_begun(self, message: ReceivedMessage) -> None:
-        """Nobody begins with this message here: it goes to others of the group, and this delivery does not count."""
+        """Give a message back to the group without counting this delivery."""
         verdict = Verdict.NOT_BEGUN if self._takes_begins else Verdict.RETRY
         self.nack(message._piece, message._at, delay_s=0.0, verdict=verdict, reason="")
 
     def expired(self, message: ReceivedMessage) -> None:
-        """This message has expired before a handler began with it."""
+        """Report a message that expired before a handler began."""
         here, piece = self._life.now, message._piece
         if isinstance(here, Subscribed) and here.takes_expired:
             self.nack(piece, message._at, delay_s=0.0, verdict=Verdict.EXPIRED, reason="expired")
@@ -504,11 +513,12 @@ class GroupSession:
             message._done()
 
     def begin(self, piece: UnackedPiece, at: int) -> asyncio.Future[memoryview] | None:
-        """Say that a handler begins with this message now; return the answer to wait for, None if nobody can be
-        told.
+        """Announce that a handler begins with this message; return the answer to wait for, or None without a
+        connection.
 
-        What was decided before goes first: whatever becomes of this process then, only this message has begun and is
-        not done. Else its neighbours, whose acks the process took with it, would count as its victims each time."""
+        Earlier decisions are sent first. Otherwise messages whose acks are lost in a crash of this handler would count
+        as suspected too, each time.
+        """
         self._urgent.add(Urgency.SWEEP)
         self._send()
         connection, here = self._link.connection, self._life.now
@@ -519,7 +529,7 @@ class GroupSession:
         return connection.request(Command.BEGIN, commands.encode_ack(begun))
 
     def on_loop(self, call: Callable[[], None]) -> None:
-        """Call now, or on the event loop if this is another thread."""
+        """Run `call` now, or on the event loop when called from another thread."""
         if threading.get_ident() == self._thread:
             call()
             return
@@ -529,7 +539,7 @@ class GroupSession:
             raise ClientClosed("the consumer's event loop has ended; the message comes again") from None
 
     def done(self, piece: UnackedPiece) -> None:
-        """Something was marked; what is marked within the next moments goes in one ack."""
+        """Schedule an ack for a marked message; messages marked soon after share it."""
         if self._send_timer is None:
             self._send_timer = self._loop.call_later(self._ack_wait_s, self._send)
             if self._sweep_timer is None:
@@ -545,19 +555,19 @@ class GroupSession:
         reason: str,
         message: ReceivedMessage | None = None,
     ) -> None:
-        """Hand this message over again in `delay_s`, or never."""
+        """Have a message delivered again in `delay_s`, or apply another verdict."""
         due_ms = int((self._loop.time() + delay_s) * 1000)
         self.unacked.nack(Refusal(piece, at, due_ms, verdict, reason, message if delay_s else None))
         self.done(piece)
 
     def defer(self, message: ReceivedMessage, *, delay_s: float, reason: str) -> None:
-        """Have this message come again in more than a day, which a broker does not keep."""
+        """Have a message delivered again after more than a day, by a delay group."""
         piece, at = message._piece, message._at
         if not piece.is_dropped and piece.refuse(at):
             self._owner.defer(message, delay_s, partial(self._deferred, piece, at, delay_s, reason))
 
     def _deferred(self, piece: UnackedPiece, at: int, delay_s: float, reason: str, receipt: Receipt) -> None:
-        """A delay group has a copy, and the message is done; or the broker keeps it for as long as it can."""
+        """Ack a message that a delay group has stored; otherwise have its broker retry it after the longest delay."""
         if piece.is_dropped:
             return
         if receipt.is_stored:
@@ -576,8 +586,9 @@ class GroupSession:
         self.done(piece)
 
     def _carry(self, nack: SentNack) -> bool:
-        """Have a delay group keep what the broker does not, so that the group goes on with what is new; return whether
-        that is all of it."""
+        """Send retries that the broker does not store to a delay group; return whether none is left. Without this, many
+        retries would keep the group from new messages.
+        """
         now_s = self._loop.time()
         if now_s < self._defers_from or self._owner.terms.mailbox is None:
             return False
@@ -589,7 +600,7 @@ class GroupSession:
         return not nack.refusals
 
     def _carried(self, refusal: Refusal, receipt: Receipt) -> None:
-        """A delay group has a copy, and the message is done; or its broker is asked again."""
+        """Ack a message that a delay group has stored; otherwise send its nack to the broker again."""
         if refusal.piece.is_dropped:
             return
         if receipt.is_stored:
@@ -608,7 +619,7 @@ class GroupSession:
         self.done(refusal.piece)
 
     def flush(self) -> None:
-        """From now on send every decision, also those amid messages that are not decided."""
+        """Send every decision from now on, also inside pieces with undecided messages."""
         self._urgent.add(Urgency.FLUSH)
         self._send()
 
@@ -621,7 +632,7 @@ class GroupSession:
         self._send()
 
     def _send(self) -> None:
-        """Send acks and nacks. First acks: they never wait for long, and what failed comes later anyway."""
+        """Send acks, then nacks. Acks are never refused for now, and nacked messages come later anyway."""
         self._send_timer = None
         here, unacked = self._life.now, self.unacked
         if not isinstance(here, Subscribed):
@@ -647,8 +658,11 @@ class GroupSession:
         self._went_on()
 
     def _nack_answered(self, here: Subscribed, nack: SentNack, answer: memoryview | QmqError) -> None:
-        """While no slave is in sync a master stores no dead letters, and it keeps so many messages for later: what it
-        does not take waits, and everything else goes on."""
+        """Handle the answer to a nack.
+
+        A master without a slave in sync stores no dead letters, and a broker stores a limited number of delayed
+        retries. Such refused nacks wait; all other decisions go on.
+        """
         if here is self._life.now and isinstance(answer, NotServed):
             here.nacks -= 1
             if not (isinstance(answer, PostponesTooMuch) and self._carry(nack)):
@@ -674,15 +688,15 @@ class GroupSession:
 
 
 def _may_be_moved(message: ReceivedMessage) -> bool:
-    """Return whether no others wait for it, by its order key."""
+    """Return whether a message has no order key, so that no later message waits for it."""
     try:
         return message.order_key is None
-    except InvalidMessage:  # bytes that no producer of ours has made
+    except InvalidMessage:  # bytes of a foreign producer
         return False
 
 
 def _runs(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Yield pieces that can be held as one: numbered one after the other, delivered equally often, and alike."""
+    """Yield runs of pieces with consecutive pull sequences, equal numbers of deliveries, and equal suspicion."""
     run: list[Piece] = []
     for piece in pieces:
         if run and (

@@ -1,12 +1,13 @@
-"""Shell. A producer's own journal: what it was told is stored, kept apart from the brokers, for the nightly audit.
+"""Shell. Journal of a producer: acknowledged messages in local files, compared with the brokers' logs by the nightly
+audit.
 
-Two copies of a log may both lack a message; then only who sent it can say so. A line of JSON per message:
+If both copies of a log lack a message, only its producer can report that. One line of JSON per message:
 
     {"subject": "order.changed", "group": "g1", "sequence": 81, "id": "…", "hash": "9f86d081884c7d65"}
 
-`hash` is the beginning of the SHA-256 of the message as it is encoded and stored. Files are called
-`<app>-<producer>-<number>.ndjson`; all producers of a machine may share a folder, which stays below `bytes_max`: the
-oldest files go first. A line that a crash tears off is one message that is not checked.
+`hash` starts the SHA-256 of the message as encoded and stored. Files are named `<app>-<producer>-<number>.ndjson`. All
+producers of a machine may share a folder; it stays below `bytes_max`, and the oldest files are deleted first. A line
+torn by a crash is one message that is not checked.
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ log = bounded(__name__)
 
 SUFFIX = ".ndjson"
 HASH_DIGITS = 16
-"""64 bits: a message that was exchanged has the same ones by chance once in 2^64."""
+"""64 bits: a changed message has the same ones by chance once in 2^64."""
 _ILLEGAL = re.compile(r"[^\w.-]")
 FILES = 8
-"""A folder is emptied by an eighth at a time."""
+"""Part of the folder that one file may fill, and that is freed at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Journal:
-    """Where a producer keeps its journal, and of how many messages.
+    """Place and sampling of a producer's journal.
 
     Args:
         folder: made if it is missing.
-        one_in: one batch in so many, chosen at random, all of its messages; 1: every message.
-        bytes_max: what all files in the folder have together, those of other producers included.
+        one_in: sampling: one batch in so many, chosen at random, with all its messages; 1 records every message.
+        bytes_max: limit of all files in the folder, those of other producers included.
     """
 
     folder: str | Path
@@ -57,7 +58,7 @@ class Journal:
 
 
 class JournalWriter:
-    """Writes one producer's files; used on its loop. A disk that fails ends the journal, not the producer."""
+    """Writer of one producer's files; used on its loop. A disk error ends the journal, not the producer."""
 
     def __init__(self, journal: Journal, name: str) -> None:
         self._journal = journal
@@ -68,7 +69,7 @@ class JournalWriter:
         self._has_failed = False
 
     def stored(self, batch: Batch, result: Result) -> None:
-        """Take a batch that a broker acknowledged, before its bytes are let go of."""
+        """Record an acknowledged batch, before its bytes are released."""
         if self._has_failed or result.outcome is not Outcome.STORED or self._random.randrange(self._journal.one_in):
             return
         try:
@@ -84,11 +85,11 @@ class JournalWriter:
         assert self._file is not None
         self._size += len(lines)
         rest = memoryview(lines)
-        while rest:  # a disk that is nearly full takes a part, and fails with the next one
+        while rest:  # a nearly full disk writes a part, and fails at the next write
             rest = rest[self._file.write(rest) :]
 
     def _is_removed(self) -> bool:
-        """Whether another producer made room, and took this file for an old one: nobody would read what it gets."""
+        """Return whether another producer deleted this file to make room, so that its lines would be lost."""
         return self._file is not None and not os.fstat(self._file.fileno()).st_nlink
 
     def _next_file(self) -> None:
@@ -125,7 +126,7 @@ def _lines(batch: Batch, result: Result) -> Iterable[str]:
 
 
 def _make_room(folder: Path, bytes_max: int) -> None:
-    """Remove the oldest files until the rest has no more than `bytes_max`. Others may do so at the same time."""
+    """Delete the oldest files until the rest has at most `bytes_max`. Other producers may do so at the same time."""
     files = []
     for path in folder.glob(f"*{SUFFIX}"):
         try:

@@ -1,28 +1,19 @@
-"""Shell. A listener: workers that take messages, call the handler, and decide by its outcome.
+"""Shell. Listener: workers that take messages, call the handler, and ack or nack by its outcome.
 
-A listener: workers that take messages and call the handler, and decide by what becomes of the call.
+A handler takes one message, or a list of up to `batch`. The outcome of a call applies to each message of it that the
+handler did not decide. After a failure the messages return in lists of half the size, at the last attempt alone, so a
+failing message does not take its neighbours along.
 
-A handler takes one message at a time, or lists of up to `batch`. What becomes of a call is decided for each message of
-it that the handler has not decided itself. One that fails its call does not take its neighbours along: what failed
-comes again in lists of half the size, at the last attempt alone. A suspected message is a list of its own, too: if the
-process dies with it, nothing else is to blame (qmq.client.listener).
+A suspected message was held by a consumer that vanished (qmq.log.message_life). It is handled alone, in a list of its
+own: if the process dies, no other message is to blame. It waits until no other handler of the listener runs, and the
+broker is notified before its handler begins. Other messages pay two additions.
 
-Suspected messages are handled alone: if the process dies with one, nothing else is to blame.
+While messages wait for a listener of higher `priority`, no call begins. A listener without such another one pays one
+comparison per call.
 
-A consumer that vanished had them, and nobody knows which of them was the reason (qmq.log.message_life). So each waits
-until no other handler of its listener runs, and its broker is told before its own begins; others wait meanwhile. All
-other messages pass by at the cost of two additions.
-
-Which listeners of a consumer let the messages of others go first.
-
-A listener whose `priority` is lower begins no call while a message waits here for a listener of a higher one. Whoever
-has no such listener pays a comparison for each call.
-
-What waits in a listener for handlers that became slow goes back to its group.
-
-What was prefetched for fast handlers would be minutes of work, once they are slow, that no other consumer of the group
-gets. So while messages wait, somebody looks at how many were taken, a few times a second; and if what waits is far more
-than would be asked for now, the newest go back, as never delivered.
+Messages prefetched for fast handlers would be minutes of work once the handlers are slow. So while messages wait, the
+pace of taking is measured some times a second. Far more waiting messages than the current prefetch are given back, the
+newest first, as never delivered.
 """
 
 from __future__ import annotations
@@ -45,15 +36,15 @@ from qmq.remoting.commands import Verdict
 log = bounded(__name__)
 
 HANDLED_IN_A_ROW = 64
-"""A handler that never waits for anything would keep the loop from reading; after so many it has its turn."""
+"""Calls after which a worker yields to the event loop; a handler that never awaits would keep it from reading."""
 WORKER_REST_S = 1.0
-"""How long nobody takes the place of a worker that failed: where no thread can be started, the next one fails too."""
+"""Pause before a failed worker is replaced: where no thread can be started, the next one fails too."""
 CANCEL_S = 5.0
-"""How long a handler that was cancelled may take to end."""
+"""Time for a cancelled handler to end."""
 
 
 class Listener(Membership):
-    """A handler that is called with the messages of a subject for a consumer group.
+    """Handler of a subject's messages for a consumer group.
 
     Made by `Consumer.listen`, found in `Consumer.listeners`. Its methods may be called from any thread.
     """
@@ -78,14 +69,14 @@ class Listener(Membership):
         self._auto_ack = auto_ack
         self._concurrency = check_concurrency(concurrency)
         self._batch = batch
-        """Messages in a call, at most; None: the handler takes one, and no list."""
+        """Largest number of messages in a call; None calls the handler with a single message."""
         self._workers: set[asyncio.Task[None]] = set()
         self._gate = SuspectGate()
         self._prefetch = Prefetch(terms.prefetch_messages, self._at_once)
 
     @property
     def concurrency(self) -> int:
-        """How many handlers may run at the same time; may be changed at any time. With 1, they run in order."""
+        """Number of handlers that may run at the same time; may be changed at any time. With 1, they run in order."""
         return self._concurrency
 
     @concurrency.setter
@@ -95,21 +86,21 @@ class Listener(Membership):
 
     @property
     def _at_once(self) -> int:
-        """How many messages handlers may have at the same time."""
+        """Number of messages that handlers may have at the same time."""
         return self._concurrency * (self._batch or 1)
 
-    # The members' part.
+    # Hooks of Membership.
 
     def _joined(self, subscription: Subscription) -> None:
         self._gate = SuspectGate()
-        self._workers.clear()  # whoever outlived its cancellation has a message that went back to the group
-        if not (self.terms.broadcast or self.terms.exclusive_ms):  # else there is nobody to share with
+        self._workers.clear()  # the message of a worker that outlived its cancellation went back to the group
+        if not (self.terms.broadcast or self.terms.exclusive_ms):  # otherwise no other consumer gets them
             ExcessReturn(subscription, self._prefetch)
         self._priorities.joined(subscription, self._priority)
         self._adapted(subscription)
 
     def _adapted(self, subscription: Subscription) -> None:
-        """Have as many workers as asked for; those too many end by themselves, after the message that they handle."""
+        """Start missing workers. Surplus ones end after their current message."""
         if subscription.is_closing:
             return
         self._prefetch.concur(self._at_once)
@@ -123,7 +114,7 @@ class Listener(Membership):
     def _worker_ended(self, worker: asyncio.Task[None]) -> None:
         self._workers.discard(worker)
         if worker.cancelled():
-            self._change()  # by a handler that cancels the task it runs in; while this leaves the group, nobody looks
+            self._change()  # by a handler that cancels its own task; not while leaving the group
         elif (error := worker.exception()) is not None:
             log.error("worker ended, another begins subject=%s group=%s", self.subject, self.group, exc_info=error)
             asyncio.get_running_loop().call_later(WORKER_REST_S, self._change)
@@ -145,7 +136,7 @@ class Listener(Membership):
     # Workers.
 
     async def _work(self, subscription: Subscription) -> None:
-        """One worker: a call at a time, from the buffer to the handler."""
+        """Run one worker: a call at a time, from the buffer to the handler."""
         thread = HandlerThread(f"qmq-{self.subject}-{self.group}") if self._handling.is_blocking else None
         handle = self._handling.route(thread)
         if self.terms.most_once:
@@ -161,7 +152,7 @@ class Listener(Membership):
         auto_ack, handled, clock = self._auto_ack, 0, asyncio.get_running_loop().time
         task = cast(asyncio.Task[None], asyncio.current_task())
         while not subscription.is_closing:
-            if task.cancelling():  # by a handler that returned all the same; the next one would get it
+            if task.cancelling():  # by a handler that returned all the same; the next call would be cancelled
                 raise asyncio.CancelledError
             if len(self._workers) > self._concurrency:
                 self._workers.remove(task)  # before the next one counts
@@ -182,7 +173,7 @@ class Listener(Membership):
                     await finished(result)
             except asyncio.CancelledError as error:
                 is_cancelled = task.cancelling() > 0
-                if not (is_cancelled and subscription.is_closing):  # else it is given back: the drain lost its patience
+                if not (is_cancelled and subscription.is_closing):  # otherwise it goes back: the drain time is over
                     self._failed(taken, error)
                 if is_cancelled:
                     raise
@@ -204,7 +195,7 @@ class Listener(Membership):
                 await asyncio.sleep(0)
 
     def _take(self, subscription: Subscription) -> list[ReceivedMessage]:
-        """Take what the next call gets; nothing if there is nothing."""
+        """Take the messages of the next call, if any."""
         if self._batch is not None:
             first = subscription.next_message()
             return subscription.take(self._with_most(first), with_most=self._with_most) if first is not None else []
@@ -212,11 +203,11 @@ class Listener(Membership):
         return [] if message is None else [message]
 
     def _with_most(self, message: ReceivedMessage) -> int:
-        """Return how many messages a call has at most that this one is among."""
+        """Return the size limit of a call with this message."""
         return batch_of(message, self.terms.policy, self._batch or 1)
 
     def _failed(self, taken: list[ReceivedMessage], error: BaseException) -> None:
-        """The handler raised: have its messages delivered again, but those that were decided before."""
+        """Nack the undecided messages of a call that raised."""
         undecided = [message for message in taken if not (message.is_decided or message.is_dropped)]
         if not undecided:
             log.warning(
@@ -232,7 +223,7 @@ class Listener(Membership):
         noted: set[Verdict] = set()
         for message in undecided:
             decision = self._decided_by(message, error)
-            if decision.verdict not in noted:  # once for a call, or a list of thousands would fill the log
+            if decision.verdict not in noted:  # once per call: a list of thousands would fill the log
                 noted.add(decision.verdict)
                 self._note(message, len(undecided), decision, error)
             message._refuse(decision)
@@ -240,11 +231,11 @@ class Listener(Membership):
     def _decided_by(self, message: ReceivedMessage, error: BaseException) -> Refused:
         try:
             return refused_by_error(message, self.terms.policy, error, datetime.now(UTC))
-        except Exception as another:  # an exception that cannot say what it is; the message must not stay for that
+        except Exception as another:  # the exception's own __str__ raises; decide by that error
             return refused_by_error(message, self.terms.policy, another, datetime.now(UTC))
 
     def _note(self, message: ReceivedMessage, messages: int, decision: Refused, error: BaseException) -> None:
-        """Log what becomes of a message, the first of so many of its call."""
+        """Log the decision on a message, the first of `messages` of its call."""
         if decision.verdict == Verdict.DEAD_LETTER:
             log.warning(
                 "message is a dead letter subject=%s group=%s sequence=%d messages=%d broker_group=%s times=%d "
@@ -274,13 +265,13 @@ class Listener(Membership):
 
 
 async def _entered(gate: SuspectGate, taken: list[ReceivedMessage], is_alone: bool) -> list[ReceivedMessage]:
-    """Wait until a call may begin; return those of its messages that are to be handled here then, if any."""
+    """Wait until a call may begin; return its messages that are still to be handled."""
     try:
         if is_alone:
             await gate.enter_alone(taken[0])
         else:
             await gate.enter_later()
-    except asyncio.CancelledError:  # the group is left, and nothing has begun
+    except asyncio.CancelledError:  # the group is left, and no handler has begun
         _not_begun(taken)
         raise
     ours = [message for message in taken if not (message.is_dropped or is_over(message))]
@@ -295,7 +286,7 @@ def _not_begun(taken: list[ReceivedMessage]) -> None:
 
 
 def _after_ack(subscription: Subscription, handle: HandlerCall, *, is_batch: bool) -> HandlerCall:
-    """At most once: the handler is called when the broker keeps the ack, and for what nobody has begun."""
+    """At most once: call the handler after the acks are stored, for messages that no other consumer has begun."""
 
     async def handle_once(given: Given) -> object:
         confirmed = await subscription.confirmed(given if isinstance(given, list) else [given])
@@ -311,7 +302,7 @@ def _may_have_begun(message: ReceivedMessage) -> bool:
 
 
 class SuspectGate:
-    """One for the handlers of a listener; used on its event loop."""
+    """Gate of a listener's handlers: a suspected message passes alone. Used on its event loop."""
 
     __slots__ = ("_running", "_wanted", "_waiting")
 
@@ -320,30 +311,30 @@ class SuspectGate:
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     def enter(self) -> bool:
-        """Begin with a message that nobody suspects; False: wait, with `enter_later`."""
+        """Begin with an unsuspected message; return False to wait with `enter_later`."""
         if self._wanted:
             return False
         self._running += 1
         return True
 
     async def enter_later(self) -> None:
-        """Wait until nobody is alone or wants to be, and begin."""
+        """Wait until no suspected message is handled or waits, then begin."""
         while not self.enter():
             await self._change()
 
     async def _change(self) -> None:
-        """Wait until somebody has ended, or waits no more."""
+        """Wait until a handler ends or a waiting one gives up."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(future)
         await future
 
     def cancel_waiting(self) -> None:
-        """Whoever waits to begin gets a CancelledError."""
+        """Cancel the handlers that wait to begin."""
         for future in self._waiting:
             future.cancel()
 
     async def enter_alone(self, message: ReceivedMessage) -> None:
-        """Wait until nobody else is handling anything, and tell the broker of `message` that its handler begins."""
+        """Wait until no other handler runs, and announce the suspected `message` to its broker."""
         self._wanted += 1
         try:
             while self._running:
@@ -377,39 +368,39 @@ PRIORITY_MAX = 9
 
 
 class Priorities:
-    """One for the listeners of a consumer; used on its event loop."""
+    """Priorities of a consumer's listeners; used on its event loop."""
 
     def __init__(self) -> None:
         self.highest = 0
-        """Of those that take part."""
+        """Highest priority of a joined listener."""
         self._priorities: dict[Subscription, int] = {}
 
     def joined(self, subscription: Subscription, priority: int) -> None:
         self._priorities[subscription] = priority
         self.highest = max(self._priorities.values())
-        if priority:  # else nobody waits for it
+        if priority:  # otherwise no listener waits for it
             subscription.on_empty = self._go_on
 
     def left(self, subscription: Subscription) -> None:
-        """It was stopped before, so nobody waits for it any more."""
+        """Remove a stopped subscription, which no listener waits for."""
         self._priorities.pop(subscription, None)
         self.highest = max(self._priorities.values(), default=0)
 
     def is_behind(self, priority: int) -> bool:
-        """Whether messages of a higher priority wait."""
+        """Return whether messages of a higher priority wait."""
         return any(
             other > priority and not subscription.is_closing and subscription.next_message() is not None
             for subscription, other in self._priorities.items()
         )
 
     def _go_on(self) -> None:
-        """Have all look again that let others go first."""
+        """Wake all listeners that wait for higher priorities."""
         for subscription in self._priorities:
             subscription.go_on()
 
 
 class ExcessReturn:
-    """Made by a listener for each of its subscriptions; used on its event loop. It ends by itself."""
+    """Return of excess messages of one subscription. Used on the listener's event loop; ends by itself."""
 
     def __init__(self, subscription: Subscription, prefetch: Prefetch) -> None:
         self._subscription = subscription
@@ -419,7 +410,7 @@ class ExcessReturn:
         subscription.on_waiting = self._watch
 
     def _watch(self) -> None:
-        """Messages wait; look at them until none does."""
+        """Measure the pace while messages wait."""
         if not self._is_watching:
             self._look()
 

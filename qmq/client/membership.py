@@ -1,7 +1,4 @@
-"""Shell. A consumer's membership in its groups: connections, leases, and joining and leaving while it runs.
-
-A consumer's connections to its cluster: the watch on routes, a link per broker group, leases.
-A listener's or puller's part in its consumer group, which begins and ends while the consumer runs."""
+"""Shell. A consumer's membership in its groups: connections, leases, joining and leaving while it runs."""
 
 from __future__ import annotations
 
@@ -29,23 +26,23 @@ from qmq.types import Endpoint, GroupKind
 BEATS_IN_LEASE = 3
 DEFERS_IN_FLIGHT = 4
 ANSWER_TIMEOUT_S = 5.0
-"""Of delay servers, for retries that these keep."""
+"""For delay servers that store retries."""
 
 
 @dataclass(frozen=True, slots=True)
 class MasterChanged:
-    """A broker group has a new master. What it had delivered and did not know as acked may come again."""
+    """Event: a broker group has a new master. Messages whose acks the old one did not store may be delivered again."""
 
     broker_group: str
     term: int
 
 
 TELL_S = 1.0
-"""How long a handler waits for the broker to know that it begins. After that an attempt may go uncounted."""
+"""Time for the broker to store that a handler begins. After it, the handler begins and the attempt may go uncounted."""
 
 
 class Connections:
-    """Made when a consumer begins to listen or pull, closed when it has ended; used on its event loop."""
+    """Connections of a running consumer: its route watch, a link per broker group, leases. Used on its event loop."""
 
     def __init__(
         self,
@@ -79,7 +76,7 @@ class Connections:
         self._tasks = [logged_task(asyncio.create_task(work)) for work in (self._watch.run(), self._beat())]
 
     def subscribe(self, terms: Terms, on_failed: Callable[[], None]) -> Subscription:
-        """Begin to receive; the subscription is the caller's to close, with `leave`."""
+        """Begin to receive; the caller closes the subscription with `leave`."""
         subscription = Subscription(terms, self._watch, self._delayed_retries, self._leased, on_failed)
         self._subscriptions.append(subscription)
         self._watch.watch(terms.subject)
@@ -87,7 +84,7 @@ class Connections:
         return subscription
 
     async def leave(self, subscription: Subscription, flush_s: float) -> None:
-        """Close a subscription: send what is decided, give back the rest."""
+        """Close a subscription: send its decisions and give the rest back."""
         try:
             await subscription.close(flush_s)
         finally:
@@ -130,7 +127,7 @@ class Connections:
         return gone
 
     def _tell_of_masters(self, routes: list[SubjectRoute]) -> None:
-        """While a group has no master, the one before is remembered."""
+        """Report masters that changed. A group without a master keeps its last one for the comparison."""
         for group in (group for route in routes for group in route.groups):
             known = self._masters.get(group.broker_group)
             if group.master is None or (known is not None and group.term < known[1]):
@@ -140,19 +137,19 @@ class Connections:
                 self._on_master_changed(MasterChanged(group.broker_group, group.term))
 
     def _open_sessions(self, subscription: Subscription) -> None:
-        """Pull from every group that may hold messages, writable or not."""
+        """Open a session with every group that may hold messages, writable or not."""
         if not subscription.is_closing:
             joins = subscription.sessions_count > 0
             for group in self._routing.groups_of(subscription.terms.subject):
                 subscription.open_session(self._links[group.broker_group], joins=joins)
 
     def _leased(self, lease_ms: int) -> None:
-        """A broker gave a lease; a short one may not last until somebody was to look."""
+        """Wake the heartbeat if a lease is too short for its next round."""
         if asyncio.get_running_loop().time() + _beat_s(lease_ms) < self._next_beat_s:
             self._lease_came.set()
 
     async def _beat(self) -> None:
-        """Renew the leases of all connections, each a few times in its own."""
+        """Renew the leases of all connections, three times per lease."""
         loop = asyncio.get_running_loop()
         owed: dict[str, asyncio.Future[memoryview]] = {}
         beaten_s: dict[str, float] = {}
@@ -199,15 +196,15 @@ def _beat_s(lease_ms: int) -> float:
 
 
 FLUSH_S_MIN = 1.0
-"""What is left to send decisions when handlers took all the time that there was."""
+"""Time left to send decisions after handlers took all of `drain_s`."""
 
 
 class Membership:
-    """Takes part in a consumer group as long as everybody wants that: the application (`stop`, `resume`), the consumer
-    (`set_online`), and its owner (`end`). These may be called from any thread and return at once.
+    """Membership of a listener or puller in its consumer group.
 
-    While it is out of the group it holds nothing: what was not begun went back to the group, as if it had never been
-    delivered.
+    It is in the group while the application (`stop`, `resume`), the consumer (`set_online`) and its owner (`end`)
+    agree. These methods may be called from any thread and return at once. On leaving, messages that were not begun go
+    back to the group as never delivered.
     """
 
     def __init__(self, terms: Terms, *, drain_s: float, is_online: bool) -> None:
@@ -227,11 +224,11 @@ class Membership:
 
     @property
     def group(self) -> str:
-        """The consumer group; of a broadcast, the consumer's own."""
+        """Consumer group; of a broadcast, the consumer's own."""
         return self.terms.group
 
     def stop(self) -> None:
-        """Take no more messages. Those that are being handled are finished; the rest goes back to the group."""
+        """Take no more messages. Running handlers finish; the rest goes back to the group."""
         self.is_stopped = True
         self._change()
 
@@ -250,7 +247,7 @@ class Membership:
         self._change()
 
     def _change(self) -> None:
-        """Have it looked at what is wanted now: at once, if this is the event loop's thread."""
+        """Check the wanted state: at once on the event loop's thread, otherwise soon."""
         if threading.get_ident() == self._thread:
             self._look()
         elif self._loop is not None and not self._loop.is_closed():
@@ -266,7 +263,9 @@ class Membership:
         return self._is_online and not self.is_stopped and not self._is_ended
 
     def start(self, connections: Connections) -> asyncio.Task[None]:
-        """Be in the group when that is wanted, until the end; the task raises QmqError if it cannot go on."""
+        """Return the task that joins and leaves the group until the end; it raises QmqError if the subscription
+        fails.
+        """
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._changed = asyncio.Event()
@@ -280,7 +279,7 @@ class Membership:
                 try:
                     await self._take_part(connections)
                 finally:
-                    self._subscription = None  # not before: until now, decisions were sent
+                    self._subscription = None  # only now, because decisions were still sent
             else:
                 await self._changed.wait()
 
@@ -288,7 +287,7 @@ class Membership:
         self._subscription = subscription = connections.subscribe(self.terms, self._changed.set)
         try:
             self._joined(subscription)
-            while self._is_wanted and not subscription.is_closing:  # if it was stopped for a moment, it begins anew
+            while self._is_wanted and not subscription.is_closing:  # a short stop begins a new subscription
                 await self._changed.wait()
                 self._changed.clear()
                 self._adapted(subscription)
@@ -303,16 +302,16 @@ class Membership:
             raise subscription.error
 
     def _joined(self, subscription: Subscription) -> None:
-        """The group has this member again."""
+        """Hook: the group was joined."""
 
     def _adapted(self, subscription: Subscription) -> None:
-        """Something was changed meanwhile."""
+        """Hook: settings have changed."""
 
     async def _leaving(self, subscription: Subscription, deadline: float) -> None:
-        """Bring to an end what the application has begun, as far as that is possible before `deadline`."""
+        """Hook: finish what the application has begun, as far as possible before `deadline`."""
 
     async def _decided(self, subscription: Subscription, deadline: float) -> None:
-        """Wait until the application has decided all that it took."""
+        """Wait until the application has decided all messages it took."""
         try:
             async with asyncio.timeout_at(deadline):
                 while subscription.taken_open and subscription.error is None and self._waits_for_decisions():
@@ -325,8 +324,8 @@ class Membership:
 
 
 async def announce(message: ReceivedMessage) -> None:
-    """Tell the broker that a handler begins with a suspected message, and wait until it knows."""
+    """Announce a suspected message to its broker before its handler begins, and wait for the answer."""
     if (asked := message._piece.acker.begin(message._piece, message._at)) is not None:
-        with suppress(QmqError, TimeoutError):  # it goes uncounted; a new master would not know it either
+        with suppress(QmqError, TimeoutError):  # the attempt goes uncounted
             async with asyncio.timeout(TELL_S):
                 await asked

@@ -1,14 +1,13 @@
-"""Shell. Keeps a watch on the metaserver's routes, through restarts of the metaserver and networks that block gRPC.
+"""Shell. Watch on the metaserver's routes, over restarts of the metaserver and networks that block gRPC.
 
-`GET {metaserver}/meta/address` names the gRPC endpoint; a stream of `WatchRoutes` then brings the routes of the
-subjects that were named and every change of them. A new stream, at whichever metaserver, says which versions the
-client uses and brings those alone that differ. What was taken over is confirmed, so that an operator sees when
-no client uses an old route any more. As long as there is no stream, routes are polled over HTTP, while gRPC is tried
-again and again. While no metaserver answers at all, the last known routes stay in use. A process that must not use gRPC
-(qmq.grpc_forks) polls from the beginning.
+`GET {metaserver}/meta/address` returns the gRPC endpoint. A `WatchRoutes` stream then brings the routes of the
+requested subjects and all their changes. A new stream, at any metaserver, states the versions in use and brings only
+routes that differ. The client confirms routes in use, so operators see when no client uses an old one. Without a
+stream, routes are polled over HTTP while gRPC is retried. Without any metaserver, the last routes stay in use. A
+process that must not use gRPC (qmq.grpc_forks) always polls.
 
-A process may use 100,000 subjects: requests and updates are of bounded size, and beyond `KEPT` routes those that were
-not used for a while are forgotten. A subject that the metaserver refuses is asked for again; all others go on.
+A process may use 100,000 subjects: requests and updates are bounded, and above `KEPT` routes unused ones are forgotten.
+A subject that the metaserver refuses is requested again; the others go on.
 """
 
 from __future__ import annotations
@@ -43,36 +42,39 @@ V = TypeVar("V")
 HTTP_TIMEOUT_S = 3.0
 RETRY_S_MIN, RETRY_S_MAX = 0.1, 3.0
 ANSWER_TIMEOUT_S = 5.0
-"""A request for routes that is not answered by then went to a metaserver that is gone without a word. Or to one to
-which all clients came back at once: so after each failure the next answer has twice the time, up to a minute."""
+"""Time for an answer to a request for routes, after which the metaserver counts as gone. It doubles with each failure,
+up to a minute: all clients may have reconnected to one metaserver at the same time.
+"""
 ANSWER_TIMEOUT_S_MAX = 60.0
 CONFIRM_WITHIN_S = 1.0
-"""Routes that were taken over are confirmed after a random part of this: a change may reach 20,000 clients, and what
-the first ones confirm must not delay the updates of the others."""
+"""Routes are confirmed after a random part of this. A change may reach 20,000 clients, and the first confirmations must
+not delay the updates of the others.
+"""
 POLL_AFTER_S = 4.0
-"""A restarted metaserver, or another one, is found over gRPC within a second or two, by thousands of clients at once
-within a few. A client without a stream then, or half as much later, polls."""
+"""Time without a stream, up to half as much more, until a client polls. Thousands of clients find another metaserver
+over gRPC within a few seconds.
+"""
 POLL_S = 5.0
 REFRESH_S = 5.0
-"""A broker that stays away is missed with every attempt to connect, by all of its clients."""
+"""Shortest interval of refreshes: all clients of a lost broker refresh with every attempt to connect."""
 REQUEST_SUBJECTS_MAX = 2_000
-"""Names of 100 bytes with their versions are 430 kB then; a metaserver takes 4 MiB."""
+"""Names of 100 bytes with their versions are 430 kB then; a metaserver accepts 4 MiB."""
 REPEAT_S = 10.0
-"""How often a refused subject is asked for again."""
+"""Interval of requests for refused subjects."""
 KEPT = 10_000
-"""So many routes are kept however long they were not used: with them a client goes on while no metaserver answers."""
+"""Number of routes that are never forgotten, to go on without a metaserver."""
 IDLE_S = 300.0
-"""Beyond `KEPT`, a route is forgotten after this time without use, or up to twice that."""
+"""Above `KEPT`, a route is forgotten after this time without use, or up to twice that."""
 TROUBLE_S = 10.0
-"""A stream that ends is replaced within a second or two; what lasts longer is a trouble."""
+"""Age from which a failure is reported: a stream is replaced within a second or two."""
 
 
 class RouteWatch:
-    """The watch of one producer or consumer. `run` is its one task; its owner is called on the event loop.
+    """Route watch of one producer or consumer. `run` is its task; it calls its owner on the event loop.
 
     Args:
-        on_idle: may these routes be forgotten? Returns those that its owner has forgotten now. None: never.
-        kind: of the groups that its routes list. DELAY: all groups of delay servers, for whichever subject.
+        on_idle: forgets idle routes and returns those it has forgotten; None keeps all.
+        kind: broker groups, or DELAY for all delay groups of any subject.
     """
 
     def __init__(
@@ -100,14 +102,14 @@ class RouteWatch:
         """Subjects used since routes were last forgotten."""
         self._wanted: dict[str, None] = {}
         self._forgotten: dict[str, None] = {}
-        """Subjects that the metaserver still has on this stream, and that were forgotten."""
+        """Forgotten subjects that the metaserver still has on this stream."""
         self.refusals: dict[str, str] = {}
-        """Subjects of which the last answer was a refusal, and why."""
+        """Reasons of subjects whose last answer was a refusal."""
         self._held: dict[str, int] = {}
         """Versions of the routes in use."""
         self._unconfirmed: dict[str, int] = {}
         self._confirming: asyncio.TimerHandle | None = None
-        """Until it is time to confirm them."""
+        """Timer of the next confirmation."""
         self._ask_now = asyncio.Event()
         self._poll_now = asyncio.Event()
         self._asked_at: float | None = None
@@ -117,12 +119,12 @@ class RouteWatch:
         """Set when `_streams` changes."""
         self._failure = ""
         self._failed_at = 0.0
-        """Why there is no stream and no answer to a poll, and since when."""
+        """Reason without a stream and answered poll, and its time."""
         self.refused: AccessError | None = None
-        """Set while the metaserver does not accept the token."""
+        """Set while the metaserver rejects the token."""
 
     def watch(self, subject: str) -> None:
-        """Watch a subject; to be called again when its route is used, or it may be forgotten."""
+        """Watch a subject, or mark it as used: unused ones may be forgotten."""
         self._used.add(subject)
         if subject not in self._subjects:
             self._subjects[subject] = self._wanted[subject] = None
@@ -130,7 +132,7 @@ class RouteWatch:
             self._poll_now.set()
 
     def forget(self, subjects: Iterable[str]) -> None:
-        """Watch these subjects no more."""
+        """Stop watching these subjects."""
         for subject in subjects:
             if subject in self._subjects:
                 del self._subjects[subject]
@@ -141,7 +143,7 @@ class RouteWatch:
 
     @property
     def trouble(self) -> str:
-        """Why routes are not brought up to date, for ten seconds or more; "" while they are."""
+        """Reason why routes are out of date for ten seconds or more; "" while they are current."""
         if self._streams or self._polls or not self._failure:
             return ""
         is_long = asyncio.get_running_loop().time() - self._failed_at >= TROUBLE_S
@@ -149,13 +151,13 @@ class RouteWatch:
 
     @property
     def silence(self) -> str:
-        """Why no routes come now, and from where; "" while they come."""
+        """Reason, with the metaserver's address, why no routes come now; "" while they come."""
         if self._streams or self._polls or not self._failure:
             return ""
         return f"the metaserver at {self._metaserver} sent no route: {self._failure}"
 
     def refresh(self) -> None:
-        """Ask for all routes again: something showed that they are old. Seldom needed: the metaserver sends changes."""
+        """Request all routes again, after a sign that they are old. Rarely needed: the metaserver sends changes."""
         now_s = asyncio.get_running_loop().time()
         if self._asked_at is None and self._subjects and now_s - self._refreshed_at >= REFRESH_S:
             self._refreshed_at = now_s
@@ -170,14 +172,14 @@ class RouteWatch:
             tasks.create_task(self._tend())
             tasks.create_task(self._poll_without_stream(is_polling=bool(reason)))
             if reason:
-                level = logging.WARNING if HAS_HANDLERS else logging.INFO  # of forked workers there are many
+                level = logging.WARNING if HAS_HANDLERS else logging.INFO  # forked workers are many
                 log.log(level, "routes are polled every %d s: %s", POLL_S, reason)
             else:
                 grpc_begins()
                 tasks.create_task(self._stream_always())
 
     async def _tend(self) -> None:
-        """Ask again for what was refused; forget what is idle."""
+        """Request refused subjects again, and forget idle ones."""
         loop = asyncio.get_running_loop()
         forget_at = loop.time() + IDLE_S
         while True:
@@ -197,9 +199,9 @@ class RouteWatch:
             self.forget(self._on_idle(set(idle)))
 
     def _take(self, routes: list[SubjectRoute]) -> None:
-        """Hand routes on; from now on they are in use. A refusal is no route: what was in use before stays so."""
+        """Pass routes to the owner; they are in use from now on. A refusal keeps the route in use."""
         self.refused = None
-        routes = [route for route in routes if route.subject in self._subjects]  # else it was forgotten meanwhile
+        routes = [route for route in routes if route.subject in self._subjects]  # otherwise it was forgotten meanwhile
         self._note_refusals(routes)
         self._on_routes(routes)
         taken = {route.subject: route.version for route in routes if not route.refused}
@@ -259,7 +261,7 @@ class RouteWatch:
             await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
 
     async def _updates(self, channel: grpc.aio.Channel, answer_s: float) -> AsyncIterator[Any]:
-        """Yield the metaserver's updates; raises TimeoutError if it leaves a request unanswered for `answer_s`."""
+        """Yield the metaserver's updates; raises TimeoutError if a request gets no answer within `answer_s`."""
         is_over = asyncio.Event()
         requests = self._requests(is_over)
         stream = MetaserverStub(channel).WatchRoutes(requests, metadata=(("x-api-token", self._token),))
@@ -281,18 +283,19 @@ class RouteWatch:
             if read is not None:
                 read.cancel()
             stream.cancel()
-            # Of a stream that the other end ended, grpc goes on to ask for requests; they are meant for the next one.
+            # grpc keeps requesting for a stream that the metaserver ended; these requests belong to the next one.
             is_over.set()
             self._ask_now.set()
 
     async def _requests(self, is_over: asyncio.Event) -> AsyncIterator[Any]:
-        """Yield what to say on a new stream: all subjects, with what is in use of them; later those that are added or
-        asked for again, and, when it is time for that, what is in use by now."""
+        """Yield the requests of a stream: first all subjects with their versions in use, later changed subjects and
+        confirmations.
+        """
         self._wanted = dict(self._subjects)
         self._unconfirmed = {}
         self._forgotten = {}
         while not is_over.is_set():
-            self._ask_now.clear()  # first: what is asked while grpc writes, at the yield, is seen in the next pass
+            self._ask_now.clear()  # first: a change during the yield is seen in the next pass
             if self._wanted or self._forgotten or (self._unconfirmed and self._confirming is None):
                 yield self._next_request()
             else:
@@ -300,7 +303,9 @@ class RouteWatch:
 
     def _next_request(self) -> Any:
         forgotten = _pop(self._forgotten)
-        subjects = _pop(self._wanted) if not self._forgotten else {}  # one that is watched again was forgotten first
+        subjects = (
+            _pop(self._wanted) if not self._forgotten else {}
+        )  # a subject that is watched again was forgotten first
         held = _pop(self._unconfirmed) | {name: self._held[name] for name in subjects if name in self._held}
         if subjects:
             self._asked_at = asyncio.get_running_loop().time()
@@ -315,11 +320,11 @@ class RouteWatch:
         )
 
     async def _address(self) -> str:
-        """Ask where the gRPC endpoint is; raises OSError or ValueError."""
+        """Return the gRPC endpoint; raises OSError or ValueError."""
         return await asyncio.to_thread(find_metaserver, self._metaserver, timeout_s=HTTP_TIMEOUT_S)
 
     def _refused_by(self, error: AccessError) -> None:
-        """A consumer waits until the token is known, so its log says once a minute for what."""
+        """Note and log a rejected token; a waiting consumer logs it once a minute."""
         self.refused = error
         log.error("%s metaserver=%s", error, self._metaserver)
 
@@ -339,7 +344,7 @@ class RouteWatch:
     # Over HTTP.
 
     async def _poll_without_stream(self, *, is_polling: bool = False) -> None:
-        """Poll as long as there is no stream, but not for the moment that a new one takes."""
+        """Poll while there is no stream, after a pause in which a new one may come."""
         while True:
             self._stream_moved.clear()
             if self._streams:
@@ -361,7 +366,7 @@ class RouteWatch:
                 wait.cancel()
 
     async def _poll(self) -> None:
-        """Ask over HTTP once. If nobody answers, the routes in use stay."""
+        """Poll once. Without an answer, the routes in use stay."""
         try:
             routes = await asyncio.to_thread(
                 poll,
@@ -387,13 +392,13 @@ class RouteWatch:
             self.refused = None
             self._polls = True
             self._failure = ""
-            if routes and not self._streams:  # else they are older than what the stream brought
+            if routes and not self._streams:  # otherwise they are older than the stream's
                 self._take(routes)
-                self._wanted = dict(self._subjects)  # a stream that is being opened named other versions
+                self._wanted = dict(self._subjects)  # a stream that is being opened stated other versions
 
 
 def _pop(known: dict[str, V]) -> dict[str, V]:
-    """Take the first entries out, as many as one request may have."""
+    """Take out the first entries, up to the limit of one request."""
     taken = dict(islice(known.items(), REQUEST_SUBJECTS_MAX))
     for subject in taken:
         del known[subject]
@@ -427,7 +432,7 @@ def _route_from_proto(route: Any) -> SubjectRoute:
 
 
 SUBJECTS_PER_REQUEST = 40
-"""Names of 100 bytes, escaped and with their versions, stay below the 64 KiB that servers take as an address."""
+"""Names of 100 bytes, escaped, with their versions, stay below the 64 KiB that servers accept as an address."""
 ANSWER_BYTES_MAX = 64 << 20
 
 
@@ -443,11 +448,12 @@ def poll(
     timeout_s: float,
     kind: GroupKind = GroupKind.NORMAL,
 ) -> list[SubjectRoute]:
-    """Return the routes of `subjects` that differ from the versions `held`.
+    """Return the routes of `subjects` that differ from the versions `held`; blocks.
 
     Raises:
-        OSError: nobody answers. ValueError: what answers is no metaserver of ours.
-        AccessError: the token is not accepted.
+        OSError: there is no answer.
+        ValueError: the answer is not a metaserver's.
+        AccessError: the token is rejected.
     """
     routes: list[SubjectRoute] = []
     for begin in range(0, len(subjects), SUBJECTS_PER_REQUEST):

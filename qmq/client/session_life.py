@@ -1,4 +1,4 @@
-"""Core. A consumer's session with one broker group, for one subject: from subscribe to loss.
+"""Core. Life of a consumer's session with one broker group, for one subject.
 
     UNSUBSCRIBED  (begins here)
         ASKED     -> SUBSCRIBING
@@ -28,8 +28,8 @@
     CLOSED
         LOST      -> CLOSED
 
-What a state alone knows is in its class (`Subscribed`, …). An answer that comes in another state than its request was
-sent in is not read: it is void, or is asked for again.
+Each state has a class for its facts (`Subscribed`, …). An answer that arrives in another state than its request was
+sent in is ignored, and requested again if needed.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from qmq.states import Life, TransitionTable
 class SessionState(Enum):
     UNSUBSCRIBED = auto()  # no connection, or nothing left to do on it
     SUBSCRIBING = auto()  # SUBSCRIBE has no answer yet
-    SUBSCRIBED = auto()  # messages and decisions travel
-    DRAINING = auto()  # the subscription closes: no more pulls, decisions still travel
-    RESTING = auto()  # the broker cannot answer now: ask again in a moment
+    SUBSCRIBED = auto()  # messages are pulled, decisions are sent
+    DRAINING = auto()  # the subscription closes: no more pulls, decisions are still sent
+    RESTING = auto()  # the broker cannot answer now; subscribe again after a pause
     CLOSED = auto()
 
 
@@ -53,9 +53,9 @@ class SessionEvent(Enum):
     ASKED = auto()
     ACCEPTED = auto()
     STOPPED = auto()  # the subscription takes no more messages
-    PUT_OFF = auto()  # an answer says: later, or not this subscription any more
+    PUT_OFF = auto()  # the broker refuses for now, or does not have this subscription any more
     RESTED = auto()
-    FORGOTTEN = auto()  # the broker does not know that we hold what we acked: begin anew
+    FORGOTTEN = auto()  # the broker does not count the acked messages as delivered to this consumer
     LOST = auto()  # the connection
     CLOSED = auto()
 
@@ -95,23 +95,23 @@ class Unsubscribed:
 
 @dataclass(slots=True, eq=False)
 class Subscribing:
-    """`failures`: answers in a row that put it off."""
+    """`failures`: refusals in a row."""
 
     failures: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class Subscribed:
-    """What the broker calls the subscription, its lease, and what is under way to it."""
+    """The subscription's number at the broker, its lease, and the requests in flight."""
 
     subscription: int
     lease_ms: int
     takes_begins: bool = field(default=False, kw_only=True)
     takes_expired: bool = field(default=False, kw_only=True)
-    """The broker knows BEGIN and NOT_BEGUN."""
+    """Whether the broker stores EXPIRED."""
     pulls: int = 0
     asked: int = 0
-    """Messages that these pulls may bring."""
+    """Messages that the pulls in flight may bring."""
     acks: int = 0
     nacks: int = 0
 
@@ -139,7 +139,7 @@ _FACTS: dict[SessionState, type[Facts]] = {
 
 
 class SessionLife(Life[SessionState, Facts]):
-    """One session's states. Made and moved by the session."""
+    """Life of one session, which makes and moves it."""
 
     __slots__ = ()
 
@@ -148,9 +148,9 @@ class SessionLife(Life[SessionState, Facts]):
 
 
 class Urgency(Enum):
-    """Why decisions are sent at once, also those amid messages that are not decided."""
+    """Reasons to send decisions at once, also inside pieces with undecided messages."""
 
-    FLUSH = auto()  # somebody waits until brokers keep all decisions
+    FLUSH = auto()  # a call waits until brokers have stored all decisions
     SWEEP = auto()  # once in a while, and after each subscribe
     ORDERED = auto()  # messages with an order key came: the next of a key waits for each decision
-    FULL = auto()  # too many are not acked: the next pull waits
+    FULL = auto()  # too many messages are unacked: the next pull waits

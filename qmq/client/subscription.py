@@ -1,6 +1,10 @@
-"""Shell. A subscription: a subject's messages for a consumer group, from all broker groups, in one buffer.
+"""Shell. Subscription of a consumer group to a subject: messages from all broker groups in one buffer.
 
-A group has two sources in each broker group: the subject, and its mailbox, the retry subject that is its own.
+Each broker group has two sources: the subject, and the group's mailbox, a retry subject of its own.
+
+Retries that are due later than brokers store them go to a delay group, as a copy with the mailbox as its subject. The
+message is acked once the copy is stored. The copy has the same id and content, and the number of deliveries. If an
+answer is lost, both may be delivered: at least once, as always.
 """
 
 from __future__ import annotations
@@ -30,10 +34,11 @@ UNSUBSCRIBE_TIMEOUT_S = 2.0
 
 
 class Subscription:
-    """Made by a session for a listener or a puller; used on its event loop until `close`.
+    """Subscription of a listener or puller, used on its event loop until `close`.
 
-    `on_leased` is called with each lease that a broker group gives, in ms; `on_failed` when it ends by itself: `error`
-    says why.
+    Args:
+        on_leased: called with the lease, in ms, that a broker group gives.
+        on_failed: called when the subscription ends with an `error`.
     """
 
     def __init__(
@@ -46,16 +51,16 @@ class Subscription:
     ) -> None:
         self.terms = terms
         self.prefetch_messages = terms.prefetch_messages
-        """What may wait here or be on its way, now; a listener changes it."""
+        """Current limit of messages that wait here or are requested; a listener changes it."""
         self.error: QmqError | None = None
-        """Why it ended: another process uses the consumer id, or the broker does not accept a name."""
+        """Reason of the end: another process uses the consumer id, or the broker rejects a name."""
         self.is_closing = False
         self.arrived_messages = 0
-        """How many came so far, taken or not."""
+        """Number of messages received so far."""
         self.on_waiting: Callable[[], None] | None = None
-        """Called when messages come while none wait."""
+        """Called when messages arrive in an empty buffer."""
         self.on_empty: Callable[[], None] | None = None
-        """Called when none waits any more, and when none will be taken any more."""
+        """Called when the buffer is empty, and at the end."""
         self._watch = watch
         self._delayed_retries = delayed_retries
         self._on_leased = on_leased
@@ -64,13 +69,13 @@ class Subscription:
         self._parcels: deque[Parcel] = deque()
         self._takers: deque[asyncio.Future[None]] = deque()
         self._behind: set[asyncio.Future[None]] = set()
-        """Takers that let others go first, whatever is here."""
+        """Workers that wait for listeners of higher priority."""
         self._settlers: list[asyncio.Future[None]] = []
 
     # Called by the connections.
 
     def open_session(self, link: Link, *, joins: bool = False) -> None:
-        """Pull from a broker group, if not yet so; a new session begins when the link is open.
+        """Open the sessions with a broker group, if there are none.
 
         Args:
             joins: the broker group was not in the first route of the subject.
@@ -91,7 +96,7 @@ class Subscription:
             session.lost()
 
     def lease_ms(self, broker_group: str) -> int | None:
-        """Return the lease that the broker group gave; None if nothing is subscribed there now."""
+        """Return the shortest lease of a broker group's sessions; None without a subscription there."""
         return min(
             (session.lease_ms for session in self._sessions_of(broker_group) if session.is_subscribed), default=None
         )
@@ -103,7 +108,7 @@ class Subscription:
 
     @property
     def sessions_count(self) -> int:
-        """How many share the prefetch; mailboxes, which are nearly always empty, come on top."""
+        """Number of sessions that share the prefetch. Mailboxes are nearly always empty and not counted."""
         return sum(source == self.terms.subject for _, source in self._sessions)
 
     def leased(self, lease_ms: int) -> None:
@@ -119,7 +124,7 @@ class Subscription:
             self.on_waiting()
 
     def drop(self) -> None:
-        """Forget messages that are not held any more and that nobody took yet; they will come again."""
+        """Forget waiting messages that a session dropped; they are delivered again."""
         dropped = [parcel for parcel in self._parcels if parcel.messages[0].is_dropped]
         self._parcels = deque(parcel for parcel in self._parcels if not parcel.messages[0].is_dropped)
         for parcel in dropped:
@@ -127,7 +132,7 @@ class Subscription:
         self._removed()
 
     def settled(self) -> None:
-        """Something went on: whoever waits for a decision to be kept looks again."""
+        """Wake the calls that wait for stored decisions."""
         waiting, self._settlers = self._settlers, []
         for future in waiting:
             if not future.done():
@@ -150,17 +155,17 @@ class Subscription:
     # Taking messages.
 
     def next_message(self) -> ReceivedMessage | None:
-        """Return the message that is taken next; None: none is here."""
+        """Return the next message in the buffer, or None."""
         return self._parcels[0].messages[self._parcels[0].at] if self._parcels else None
 
     def take(
         self, messages_max: int, *, with_most: Callable[[ReceivedMessage], int] | None = None
     ) -> list[ReceivedMessage]:
-        """Take up to `messages_max` messages of those that are here; of suspected ones, one.
+        """Take up to `messages_max` messages from the buffer; a suspected one alone.
 
         Args:
-            with_most: how many messages are taken at most with a given one among them. Then all of them were delivered
-                as often as the first one.
+            with_most: returns the size limit of a call with a given message. The taken messages then have equal numbers
+                of deliveries.
         """
         taken: list[ReceivedMessage] = []
         while self._parcels and len(taken) < messages_max:
@@ -206,7 +211,7 @@ class Subscription:
             self.on_empty()
 
     async def wait(self) -> None:
-        """Wait until there may be something to take, or the subscription ends."""
+        """Wait until there may be a message, or the subscription ends."""
         if self._parcels or self.is_closing:
             return
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -215,13 +220,13 @@ class Subscription:
             await future
         except asyncio.CancelledError:
             if not future.cancelled():
-                self._wake(1)  # what this one was woken for is still here
-            elif future in self._takers:  # else one for each look would stay, until a message comes
+                self._wake(1)  # the message it was woken for is still here
+            elif future in self._takers:  # otherwise cancelled waits would pile up until a message comes
                 self._takers.remove(future)
             raise
 
     async def wait_for_others(self) -> None:
-        """Wait, whatever is here, until `go_on` or `wake_all` is called, or the subscription ends."""
+        """Wait until `go_on` or `wake_all` is called, or the subscription ends."""
         if self.is_closing:
             return
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -232,15 +237,15 @@ class Subscription:
             self._behind.discard(future)
 
     def go_on(self) -> None:
-        """Others went first, if there were any."""
+        """Wake the workers that wait for higher priorities."""
         for future in self._behind:
             if not future.done():
                 future.set_result(None)
 
     async def confirmed(self, messages: list[ReceivedMessage]) -> list[ReceivedMessage]:
-        """Ack messages; return those whose ack the broker keeps, once it does. The others come again, or nobody knows.
+        """Ack messages; return those whose ack is stored. The others may be delivered again.
 
-        Returns none at the end of the subscription: what may be acked by then was not delivered.
+        Returns none if the subscription ends: its acks may be stored, and the messages were not handled.
         """
         for message in messages:
             message._done()
@@ -249,7 +254,7 @@ class Subscription:
         return [message for message in messages if message.is_settled]
 
     async def progress(self) -> None:
-        """Wait until a broker keeps another decision, or the subscription fails."""
+        """Wait until a broker has stored another decision, or the subscription fails."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._settlers.append(future)
         try:
@@ -260,22 +265,22 @@ class Subscription:
             raise
 
     def wake_all(self) -> None:
-        """Whoever waits for messages looks again, also at whether it should."""
+        """Wake all workers, to check whether they should go on."""
         self._wake(len(self._takers))
         self.go_on()
 
-    # What waits.
+    # Buffer.
 
     @property
     def waiting_messages(self) -> int:
-        """How many messages are here that nobody took."""
+        """Number of messages in the buffer."""
         here = sum(session.buffered for session in self._sessions.values())
         return here - self._parcels[0].at if self._parcels else 0
 
     def give_back_excess(self) -> None:
-        """Where far more waits than is asked for now, give the newest ones back at once: they were never begun with.
+        """Give the newest messages of sessions far above their share back at once, as never delivered.
 
-        Of an order key a broker group delivers one message at a time, so none is overtaken by a later one.
+        A broker group delivers one message of an order key at a time, so none is overtaken.
         """
         waiting: Counter[GroupSession] = Counter()
         for parcel in self._parcels:
@@ -306,7 +311,7 @@ class Subscription:
     # Ending.
 
     def stop(self) -> None:
-        """Pull no more, wake whoever waits for messages; what nobody took goes to others of the group at once."""
+        """Pull no more, wake all workers, and give the messages in the buffer back at once."""
         self.is_closing = True
         for session in self._sessions.values():
             session.drain()
@@ -318,11 +323,11 @@ class Subscription:
 
     @property
     def taken_open(self) -> int:
-        """How many messages were taken and are not decided."""
+        """Number of messages that were taken and are not decided."""
         return sum(session.unacked.open for session in self._sessions.values()) - self.waiting_messages
 
     async def flush(self) -> None:
-        """Wait until brokers keep all decisions."""
+        """Wait until brokers have stored all decisions."""
         try:
             while self.error is None and not all(session.unacked.is_settled for session in self._sessions.values()):
                 for session in self._sessions.values():
@@ -334,7 +339,7 @@ class Subscription:
                     session.stop_flushing()
 
     async def close(self, flush_s: float) -> None:
-        """Send what is decided, for up to `flush_s`, and give back the rest: what was taken comes again as such."""
+        """Send decisions for up to `flush_s`, then give the rest back: taken messages count as delivered."""
         self.stop()
         untaken = {parcel.messages[parcel.at]._piece: parcel.messages[parcel.at]._at for parcel in self._parcels}
         for session in self._sessions.values():
@@ -344,10 +349,10 @@ class Subscription:
             async with asyncio.timeout(flush_s):
                 await self.flush()
         except TimeoutError:
-            pass  # these messages come again, to this consumer or to another
+            pass  # these messages are delivered again, to any consumer
         answers = [answer for session in self._sessions.values() if (answer := session.unsubscribe())]
         self._parcels.clear()
-        self.settled()  # who waits for acks that no broker will confirm any more waits no longer
+        self.settled()  # calls that wait for acks return: no broker will store them
         if answers:
             await asyncio.wait(answers, timeout=UNSUBSCRIBE_TIMEOUT_S)
             for answer in answers:
@@ -356,7 +361,7 @@ class Subscription:
 
 
 def is_over(message: ReceivedMessage) -> bool:
-    """Return whether a message has expired; then its broker is told so."""
+    """Return whether a message has expired, and report that to its broker."""
     if not (message._piece.may_expire and message.has_expired(time.time_ns() // 1_000_000)):
         return False
     message._piece.acker.expired(message)
@@ -364,14 +369,14 @@ def is_over(message: ReceivedMessage) -> bool:
 
 
 TIMEOUT_MS = 10_000
-"""Until a delay group must have stored a copy; otherwise the broker keeps the message for as long as it does."""
+"""Time for a delay group to store a copy; after it, the broker stores the retry for its longest delay."""
 
 
 class DelayedRetries:
-    """Made by a session, whose event loop it is used on; `stop` is its end.
+    """Retries that delay groups store. Made with a consumer's connections; used on their event loop; ends with `stop`.
 
     Args:
-        make_sender: makes the way to the delay groups, when a message first needs it.
+        make_sender: makes the sender to delay groups, for the first such retry.
     """
 
     def __init__(self, make_sender: Callable[[], Sender]) -> None:
@@ -379,7 +384,7 @@ class DelayedRetries:
         self._sender: Sender | None = None
 
     def defer(self, message: ReceivedMessage, mailbox: str, due_ms: int, done: OnReceipt) -> None:
-        """Have a copy of a message come at `due_ms`; `done` gets the receipt of the copy."""
+        """Send a copy of a message that is due at `due_ms`; `done` gets the receipt of the copy."""
         if self._sender is None:
             self._sender = self._make_sender()
             self._sender.start()
@@ -387,7 +392,7 @@ class DelayedRetries:
         try:
             id = str(message.id)
             own = {TIMES: str(message.times + 1)}
-            if (expires_ms := message.expires_ms) is not None:  # it does not begin anew when it is due
+            if (expires_ms := message.expires_ms) is not None:  # the expiry does not begin anew when the copy is due
                 own[EXPIRES_AFTER] = str(max(0, expires_ms - due_ms))
             data = delayed_copy(message._data, due_ms, own)
             sender.add(sender.queue(mailbox), QueuedMessage(data, id, sender.now_ms() + TIMEOUT_MS, done))

@@ -1,4 +1,4 @@
-"""Core. What an application asks for when it listens or pulls, checked as a whole before anything begins."""
+"""Core. Terms of a subscription, checked as a whole, and its retry policy."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What a subscription asks for; `prefetch_*` bound what is on its way or waits, `unacked_max` what is not settled.
+    """Terms of a subscription.
 
-    `since_ms` counts if `start` is "since". A broadcast's group is the consumer itself.
+    `prefetch_*` limit messages that wait or are requested, `unacked_max` those that are not settled. `since_ms` applies
+    if `start` is "since". A broadcast's group is the consumer itself.
     """
 
     subject: str
@@ -42,17 +43,17 @@ class Terms:
     prefetch_bytes: int
     unacked_max: int
     exclusive_ms: int = 0
-    """Since when it takes its turn among exclusive consumers, ms since 1970 UTC; 0: it shares with others."""
+    """Time since when an exclusive consumer waits for its turn, ms since 1970 UTC; 0 shares with others."""
     ephemeral: bool = False
-    """A broadcast whose consumer was given no id: the next process has another name."""
+    """A broadcast without a fixed consumer id: the next process has another one."""
 
     @property
     def mailbox(self) -> str | None:
-        """The subject of the messages that are meant for this group alone; None if it has none."""
+        """Subject of the messages for this group alone, or None."""
         return _mailbox(self.subject, self.group, self.broadcast)
 
     def of_consumer(self, consumer: str) -> Terms:
-        """Return the same terms for another consumer."""
+        """Return these terms for another consumer."""
         return replace(self, consumer=consumer, group=consumer if self.broadcast else self.group)
 
 
@@ -74,11 +75,11 @@ def make_terms(
     exclusive_ms: int = 0,
     has_id: bool = True,
 ) -> Terms:
-    """Check the arguments of `Consumer.listen` and `Consumer.pull`.
+    """Return the checked arguments of `Consumer.listen` or `Consumer.pull`.
 
     Raises:
-        InvalidName: subject or group.
-        InvalidRequest: anything else.
+        InvalidName: subject or group is not valid.
+        InvalidRequest: another argument is not valid.
     """
     subject = check_subject(subject)
     if broadcast and group:
@@ -122,7 +123,7 @@ def _mailbox(subject: str, group: str, broadcast: bool) -> str | None:
 
 
 def check_seconds(name: str, seconds: float, *, is_zero_allowed: bool = True) -> float:
-    """Return the value of an argument that says how long; raises InvalidRequest, which names it."""
+    """Return `seconds`, checked; raises InvalidRequest with the argument's name."""
     if not isinstance(seconds, int | float) or not (seconds > 0 or (is_zero_allowed and seconds == 0)):
         least = "0 or more" if is_zero_allowed else "more than 0"
         raise InvalidRequest(f"{name} is seconds, {least}, not {seconds!r}")
@@ -130,7 +131,7 @@ def check_seconds(name: str, seconds: float, *, is_zero_allowed: bool = True) ->
 
 
 def check_whole(name: str, count: int, least: int, most: int | None = None) -> int:
-    """Return the value of an argument that counts something; raises InvalidRequest, which names it."""
+    """Return `count`, checked against its bounds; raises InvalidRequest with the argument's name."""
     is_whole = isinstance(count, int) and not isinstance(count, bool)
     if not is_whole or count < least or (most is not None and count > most):
         bounds = f"{least} or more" if most is None else f"{least} to {most}"
@@ -143,7 +144,7 @@ def check_concurrency(concurrency: int) -> int:
 
 
 def check_batch(batch: int | None) -> int:
-    """Return how many messages a call has at most; None: the handler takes a message and no list."""
+    """Return the size limit of a handler's call; None stands for single messages."""
     return 1 if batch is None else check_whole("batch", batch, 1, BATCH_MAX)
 
 
@@ -167,22 +168,23 @@ def _tags(tags: Iterable[str]) -> tuple[str, ...]:
 
 
 BACKSTOP = 1_000
-"""Delivery attempts after which a broker itself makes a dead letter of a message: one that ends each process before it
-is looked at. All others are counted here, for a broker does not know the limit that a message has of its own."""
+"""Delivery attempts after which the broker makes a dead letter, of a message that ends each process at once. Consumers
+enforce lower limits themselves, because brokers do not read a message's own limit.
+"""
 BROKER_DELAY_S_MAX = DELAY_MS_MAX / 1000
-"""A longer delay is a delay server's (docs/decisions/0015)."""
+"""Delay servers store longer delays (docs/decisions/0015)."""
 DELAY_S_MAX = 36_500 * 86_400.0
-"""What delay servers take at most; most are set to less, and say so."""
+"""Longest delay of any delay server; most have a lower setting."""
 DIGITS_MAX = 9
-"""Of a number in a message; Python reads no number of thousands of them."""
+"""Digits of a number in a message; Python parses no number of thousands of digits."""
 
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How often a group tries a message.
+    """Retry policy of a group.
 
-    `deliveries_max` delivery attempts in all, 0 for no limit (of a dead letter, which stays where it is);
-    `delay_s` between them, unless a handler says otherwise: up to `delay_s_max`.
+    `deliveries_max` limits delivery attempts; 0 is no limit, for dead letters, which stay where they are. `delay_s`
+    lies between attempts unless a handler gives a delay, up to `delay_s_max`.
     """
 
     deliveries_max: int
@@ -191,12 +193,12 @@ class RetryPolicy:
 
     @property
     def backstop(self) -> int:
-        """The limit that SUBSCRIBE states."""
+        """Limit that SUBSCRIBE sends to the broker."""
         return max(BACKSTOP, 2 * self.deliveries_max) if self.deliveries_max else 0
 
 
 class Refused(NamedTuple):
-    """The decision for the broker. `is_failure`: the application did not ask for it, so it is logged."""
+    """Decision on a failed message. `is_failure`: not requested by the application, so it is logged."""
 
     verdict: Verdict
     delay_s: float
@@ -205,7 +207,7 @@ class Refused(NamedTuple):
 
 
 class Refusable(Protocol):
-    """A message that may be delivered again."""
+    """Message that may be delivered again."""
 
     @property
     def times(self) -> int: ...
@@ -215,7 +217,7 @@ class Refusable(Protocol):
 
 
 def refused_by_error(message: Refusable, policy: RetryPolicy, error: BaseException, now: datetime) -> Refused:
-    """Decide after a handler raised `error` at `now`."""
+    """Return the decision after a handler raised `error` at `now`."""
     if isinstance(error, DeadLetter):
         is_plain = type(error).__str__ is BaseException.__str__ and len(error.args) == 1
         reason = error.args[0] if is_plain and isinstance(error.args[0], str) else str(error)
@@ -232,10 +234,10 @@ def refused_by_error(message: Refusable, policy: RetryPolicy, error: BaseExcepti
 def refused(
     message: Refusable, policy: RetryPolicy, reason: str, delay: float | timedelta | None, *, is_failure: bool = False
 ) -> Refused:
-    """Decide on a message that is to come again: after `delay` (seconds), or never if its limit is reached.
+    """Return the decision on a retry: after `delay` seconds, or a dead letter at the delivery limit.
 
     Raises:
-        InvalidRequest: the delay is negative or longer than the policy's limit; the reason is no str.
+        InvalidRequest: the delay is negative or above the policy's limit, or the reason is no str.
     """
     reason = _check_reason(reason)
     delay_s = delay.total_seconds() if isinstance(delay, timedelta) else delay
@@ -247,8 +249,7 @@ def refused(
 
 
 def worn_out(message: Refusable, policy: RetryPolicy) -> Refused | None:
-    """Decide on a message that has just come: it was delivered as often as it may be, and each consumer was gone
-    before it decided. No handler begins with it once more."""
+    """Return the decision on a message above its delivery limit, or None. No handler begins with it again."""
     limit = _limit(message, policy)
     if not limit or message.times <= limit:
         return None
@@ -256,8 +257,9 @@ def worn_out(message: Refusable, policy: RetryPolicy) -> Refused | None:
 
 
 def batch_of(message: Refusable, policy: RetryPolicy, batch: int) -> int:
-    """Return how many messages a call gets whose first one is `message`: `batch`, half of it after each failure, and
-    one at the last attempt. So a message that fails each call it is in becomes a dead letter alone."""
+    """Return the size limit of a call that starts with `message`: `batch`, half of it after each failure, 1 at the last
+    attempt. So a message that fails its calls becomes a dead letter alone.
+    """
     if (times := message.times) == 1:
         return batch
     limit = _limit(message, policy)
@@ -265,7 +267,8 @@ def batch_of(message: Refusable, policy: RetryPolicy, batch: int) -> int:
 
 
 def refused_for_good(message: Refusable, policy: RetryPolicy, reason: str) -> Refused:
-    """Decide on a message that is of no use to try again. A dead letter itself has no other place to go to.
+    """Return the decision on a message that must not be retried. A dead letter itself is retried: it has no other
+    place.
 
     Raises:
         InvalidRequest: the reason is no str.
@@ -277,22 +280,23 @@ def refused_for_good(message: Refusable, policy: RetryPolicy, reason: str) -> Re
 
 
 def check_delay(delay_s: float, most_s: float = BROKER_DELAY_S_MAX) -> float:
-    """Return a delay of 0 s up to a limit, by default what a broker takes: a day; raises InvalidRequest."""
+    """Return a delay between 0 s and a limit, by default that of brokers, a day; raises InvalidRequest."""
     if not isinstance(delay_s, int | float) or not 0 <= delay_s <= most_s:
         raise InvalidRequest(f"a delay is 0 to {most_s:.0f} s, not {delay_s!r}")
     return plain(delay_s)
 
 
 def _check_reason(reason: str) -> str:
-    """Return a reason as a plain str, or refuse what no nack can carry: found out only when the nack is sent, it would
-    be in the way of others."""
+    """Return a reason as a plain str. Raises InvalidRequest here, because an invalid one would block other nacks when
+    it is sent.
+    """
     if not isinstance(reason, str):
         raise InvalidRequest(f"a reason is a str, not {text_of_error(reason)}; write str() around it")
     return plain(reason)
 
 
 def text_of_error(error: object) -> str:
-    """Return an exception as a reason, however badly it was written."""
+    """Return an exception as a reason, also if its repr raises."""
     try:
         return repr(error)[:REASON_BYTES_MAX]
     except Exception:
@@ -300,12 +304,12 @@ def text_of_error(error: object) -> str:
 
 
 def _limit(message: Refusable, policy: RetryPolicy) -> int:
-    """Return how often a message may be delivered; it may say so itself."""
+    """Return the delivery limit of a message: its own, or the policy's."""
     if not policy.deliveries_max:
         return 0
     try:
         own = str(message.properties.get(RETRIES_MAX, ""))
-    except InvalidMessage:  # bytes that no producer of ours has made
+    except InvalidMessage:  # bytes of a foreign producer
         return policy.deliveries_max
     if own.isascii() and own.isdecimal():  # QMQ writes -1 for "not set"
         return max(1, int(own) if len(own) <= DIGITS_MAX else 10**DIGITS_MAX)

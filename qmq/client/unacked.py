@@ -1,13 +1,12 @@
-"""Core. What was delivered to a consumer and is not settled, and what its broker is sent about it next.
+"""Core. Unsettled messages of a consumer: pieces, acks and nacks to send, and their confirmations.
 
-A broker numbers what it hands to a consumer with ascending pull sequences; they may jump (a new mastership begins
-after a gap), so nothing is counted from them. Acks are ranges of them: of the oldest piece that is not wholly decided,
-what is done at its beginning; of every other piece, once each of its messages is decided, what is done in it; and now
-and then everything. So a slow message holds back its own piece, for a moment, and no other, and a range never spans
-what was not delivered.
+Brokers number deliveries with ascending pull sequences, with a gap at each new mastership. An ack is a list of ranges
+of them: the done messages at the start of the oldest piece, every other piece once all its messages are decided, and
+everything now and then. So a slow message delays only its own piece, and no range spans sequences that were not
+delivered.
 
-A message is decided once: done, or nacked. What the broker has not confirmed when a connection is lost is sent again
-at the next one; it takes what it has settled already as settled.
+A message is decided once: done or nacked. Decisions without a confirmation are sent again after a reconnect; the broker
+ignores those it has stored.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from qmq.ranges import Range
 from qmq.remoting.commands import NackEntry, Verdict
 
 ENTRIES_MAX = 1_000
-"""Ranges in one request: what a broker folds within a few hundred microseconds."""
+"""Ranges in one request, which a broker folds within a few hundred microseconds."""
 
 ACKED_RANGES_MAX = 1_000
-"""Of a mastership all acks are one range, but for what was nacked in between."""
+"""All acks of a mastership are one range, except for nacked messages in between."""
 
 _DONE_RUN = re.compile(b"\1+")
 
 
 class SentAck(NamedTuple):
-    """An ack on its way: the ranges of pull sequences to send, ascending, and the parts of pieces that they are."""
+    """Ack in flight: its ranges of pull sequences, ascending, and the parts of pieces behind them."""
 
     ranges: list[Range]
     parts: list[tuple[UnackedPiece, int, int]]
@@ -41,7 +40,7 @@ class SentAck(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A nacked message; `due_ms` on the consumer's own clock, so that what is sent again late comes no later."""
+    """Nacked message; `due_ms` is by the consumer's clock, so a repeated nack does not delay it."""
 
     piece: UnackedPiece
     at: int
@@ -49,19 +48,19 @@ class Refusal:
     verdict: Verdict
     reason: str
     message: ReceivedMessage | None = None
-    """What a delay group would get, if the broker does not keep it."""
+    """Message for a delay group, if the broker does not store the nack."""
 
     @property
     def pull_sequence(self) -> int:
         return self.piece.begin + self.at
 
     def is_later(self, now_ms: int) -> bool:
-        """Whether it asks a broker to keep the message for a while."""
+        """Return whether the broker has to store the message for some time."""
         return self.verdict == Verdict.RETRY and self.due_ms > now_ms
 
 
 class SentNack(NamedTuple):
-    """A nack on its way: what to send, and what it is about."""
+    """Nack in flight: its entries and the messages behind them."""
 
     entries: list[NackEntry]
     reason: str
@@ -69,34 +68,33 @@ class SentNack(NamedTuple):
 
 
 class Unacked:
-    """What one consumer has of one broker group and has not settled, for one subscription.
+    """Unsettled messages of one subscription at one broker group.
 
-    Made by a session; lives through reconnects. `held_end` is what SUBSCRIBE tells a broker: it delivers again all
-    un-acked messages from there on, and `received` ignores what is there already.
+    Made by a session; lives through reconnects. SUBSCRIBE sends `held_end`: the broker delivers unacked messages from
+    there on again, and `received` skips those already here.
     """
 
     def __init__(self) -> None:
         self._pieces: OrderedDict[int, UnackedPiece] = OrderedDict()
         self._decided: list[UnackedPiece] = []
-        """Pieces without an open message, of which acks may have to be sent."""
+        """Pieces without undecided messages, which may need an ack."""
         self._refusals: dict[str, list[Refusal]] = {}
-        """Nacks to be sent, by their reason: a request has one."""
+        """Nacks to send, by reason: a request has one reason."""
         self._nacks_sent: list[SentNack] = []
         self._acked: list[Range] = []
-        """What brokers have confirmed as acked, as ranges, ascending; the newest ones."""
+        """Newest ranges that brokers confirmed as acked, ascending."""
         self._owed_acks: list[Range] = []
         self._owed_nacks: list[Range] = []
-        """Pull sequences that a broker takes for un-acked and that are not here any more."""
+        """Pull sequences that the broker counts as unacked and that are not here."""
         self.held_end = 0
         self.messages = 0
-        """Messages that were delivered and are not settled, as far as we know."""
+        """Number of delivered messages that are not settled."""
 
     def received(
         self, begin: int, count: int, times: int, acker: Acker, broker_group: str
     ) -> tuple[UnackedPiece, int] | None:
-        """Add `[begin, begin + count)`; return the piece and how many of its first messages are there already.
-
-        None: all of them are.
+        """Add `[begin, begin + count)`; return the piece and the number of skipped messages, or None if all are
+        here.
         """
         skipped = max(0, min(self.held_end - begin, count))
         if skipped == count:
@@ -110,10 +108,10 @@ class Unacked:
     # Acks.
 
     def next_ack(self, *, everything: bool = False) -> SentAck | None:
-        """Return what to ack now and count it as sent; None if there is nothing.
+        """Return the next ack to send and count it as in flight, or None.
 
         Args:
-            everything: also what is done somewhere within pieces that are not wholly decided.
+            everything: include done messages inside pieces that are not wholly decided.
         """
         if self._owed_acks:
             again, self._owed_acks = self._owed_acks[:ENTRIES_MAX], self._owed_acks[ENTRIES_MAX:]
@@ -137,7 +135,7 @@ class Unacked:
 
     @staticmethod
     def _take_done(piece: UnackedPiece, end: int, parts: list[tuple[UnackedPiece, int, int]]) -> bool:
-        """Add what is done of a piece before position `end`; returns False if not all of it fits."""
+        """Add the done parts of a piece before position `end`; return False if the ack is full."""
         for run in [found.span() for found in _DONE_RUN.finditer(piece.states, 0, end)]:
             if len(parts) >= ENTRIES_MAX:
                 return False
@@ -146,9 +144,9 @@ class Unacked:
         return True
 
     def acked(self, ack: SentAck) -> None:
-        """The broker keeps this ack."""
+        """Settle the messages of a confirmed ack."""
         if self._acked and ack.ranges[0][0] >= self._acked[-1][0]:
-            self._acked[-1:] = ranges.union([self._acked[-1], *ack.ranges])  # nearly always
+            self._acked[-1:] = ranges.union([self._acked[-1], *ack.ranges])  # the usual case
         else:
             self._acked = ranges.union([*self._acked, *ack.ranges])
         del self._acked[:-ACKED_RANGES_MAX]
@@ -165,20 +163,20 @@ class Unacked:
     # Nacks.
 
     def nack(self, refusal: Refusal) -> None:
-        """Send this one once it is due; nothing happens if the message was decided before, or is not here."""
+        """Nack a message when it is due, unless it is decided or was given back."""
         piece = refusal.piece
         if not piece.is_dropped and piece.refuse(refusal.at):
             self.tell(refusal)
 
     def tell(self, refusal: Refusal) -> None:
-        """Send this one, which counts as nacked already, when it is its turn."""
+        """Queue a nack of a message that is marked as nacked."""
         self._refusals.setdefault(refusal.reason, []).append(refusal)
 
     def begun(self, taken_ends: dict[UnackedPiece, int]) -> list[tuple[UnackedPiece, int]]:
-        """Return what the application was given and did not decide, as pieces and positions.
+        """Return pieces and positions of messages that the application took and did not decide.
 
         Args:
-            taken_ends: of pieces that were not taken as a whole, the position of the first message that was not.
+            taken_ends: position of the first untaken message, for pieces that were not taken as a whole.
         """
         return [
             (piece, at)
@@ -187,7 +185,7 @@ class Unacked:
         ]
 
     def next_nack(self, now_ms: int) -> SentNack | None:
-        """Return what to nack now and count it as sent; None if there is nothing."""
+        """Return the next nack to send and count it as in flight, or None."""
         if self._owed_nacks:
             again, self._owed_nacks = self._owed_nacks[:ENTRIES_MAX], self._owed_nacks[ENTRIES_MAX:]
             entries = [NackEntry(begin, end, 0, Verdict.RETRY) for begin, end in again]
@@ -196,7 +194,7 @@ class Unacked:
         if not self._refusals:
             return None
         reason, waiting = next(iter(self._refusals.items()))
-        is_later = waiting[0].is_later(now_ms)  # a broker may take the others and not these
+        is_later = waiting[0].is_later(now_ms)  # a broker may refuse these and store the others
         alike = [refusal for refusal in waiting if refusal.is_later(now_ms) is is_later]
         refusals, left = alike[:ENTRIES_MAX], alike[ENTRIES_MAX:]
         left[:0] = [refusal for refusal in waiting if refusal.is_later(now_ms) is not is_later]
@@ -216,20 +214,20 @@ class Unacked:
         return self._nacks_sent[-1]
 
     def nacked(self, nack: SentNack) -> None:
-        """The broker keeps this nack."""
+        """Settle the messages of a confirmed nack."""
         self._nacks_sent.remove(nack)
         for refusal in nack.refusals:
             self._settle(refusal.piece, refusal.at, refusal.at + 1)
 
     def withdraw(self, nack: SentNack, refusals: list[Refusal]) -> None:
-        """Somebody else was asked to keep these, which a broker did not take."""
+        """Remove refused nacks that a delay group gets instead."""
         gone = set(map(id, refusals))
         nack.refusals[:] = [refusal for refusal in nack.refusals if id(refusal) not in gone]
         if not nack.refusals:
             self._nacks_sent.remove(nack)
 
     def put_off(self, nack: SentNack) -> None:
-        """The broker cannot do this now: send it again in its turn."""
+        """Queue a refused nack again."""
         self._nacks_sent.remove(nack)
         for refusal in nack.refusals:
             if refusal.piece.states[refusal.at] == NACKED:
@@ -237,16 +235,16 @@ class Unacked:
         if not nack.refusals:
             self._owed_nacks += [(entry.begin, entry.end) for entry in nack.entries]
 
-    # The whole.
+    # Subscription.
 
     def subscribed(self, acked_end: int, unacked: Iterable[Range] = ()) -> None:
-        """A new subscription begins: what has no answer is sent again, but for what is below the broker's `acked_end`.
+        """Prepare for a new subscription: decisions without an answer are sent again, except below `acked_end`.
 
-        What the broker counts as settled beyond our own decisions is not ours any more (our lease had ended).
+        Messages that the broker counts as settled beyond our decisions belong to others: our lease had ended.
 
         Args:
-            unacked: what the broker counts as not settled below `held_end`. A master that was alone may have confirmed
-                decisions that its successor never heard of: acks are said again; other messages shall come again.
+            unacked: ranges below `held_end` that the broker counts as unsettled. An old master may have confirmed
+                decisions that its successor lacks: acks are sent again, other messages are delivered again.
         """
         for piece in list(self._pieces.values()):
             if piece.begin < acked_end:
@@ -267,17 +265,17 @@ class Unacked:
 
     @property
     def open(self) -> int:
-        """How many messages are not decided."""
+        """Number of undecided messages."""
         return sum(piece.open for piece in self._pieces.values())
 
     @property
     def is_settled(self) -> bool:
-        """Whether the broker keeps every decision."""
+        """Whether the broker has stored every decision."""
         owed = self._owed_acks or self._owed_nacks
         return not owed and all(piece.open == piece.unsettled for piece in self._pieces.values())
 
     def drop(self) -> None:
-        """Hold nothing any more."""
+        """Drop all messages."""
         for piece in self._pieces.values():
             piece.is_dropped = True
         self._pieces.clear()
