@@ -26,16 +26,16 @@ from qmq.outbox.row import decode_row
 from qmq.subjects import check_subject, is_derived_name
 
 PRODUCER_BITS = 52
-"""A claim has 128 characters, a group's name up to 100: 13 hexadecimal digits are left for the producer."""
+"""A claim has 128 characters, a group's name up to 100, which leaves 13 hexadecimal digits for the producer."""
 RELAY_TERM_BITS = 27
 """Seven hexadecimal digits are left for the term, with five for the number."""
 RELAY_TERM = 1 << RELAY_TERM_BITS
 CREATED_AT, CREATED_BYTES = 1, 8
-"""Where an encoded message has its moment of creation (qmq.codec)."""
+"""Place of the creation time in an encoded message (`qmq.codec`)."""
 
 
 class ClaimName(NamedTuple):
-    """What a claim's text says."""
+    """Parsed claim."""
 
     producer: int
     number: int
@@ -50,7 +50,7 @@ class ClaimName(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> ClaimName:
-        """Read what `str` wrote; raises ValueError."""
+        """Parse the text of a claim; raise ValueError."""
         producer, number, term, group = text.split(":", 3)
         name = cls(int(producer, 16), int(number, 16), int(term, 16), group)
         if str(name) != text or not all(0 <= part < 1 << 64 for part in name[:3]):
@@ -59,12 +59,12 @@ class ClaimName(NamedTuple):
 
 
 def is_relay(term: int) -> bool:
-    """Whether it is the term of a producer, not of a watchdog's leader."""
+    """Return whether a term is a relaying producer's, not a watchdog's."""
     return term >= RELAY_TERM
 
 
 class Candidate(NamedTuple):
-    """A row that was decoded: an encoded message, or the `problem` for which nobody can send it."""
+    """A decoded row: its encoded message, or the `problem` that prevents sending it."""
 
     id: int
     errors: int
@@ -79,7 +79,7 @@ class Candidate(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """What it takes of a batch, with its end offset and its label."""
+        """Size in a batch, with end offset and label."""
         return len(self.data) + 16
 
 
@@ -87,12 +87,12 @@ def candidate_of(id: int, content: str | None, errors: int, now_ms: int) -> Cand
     """Decode a row and encode its message.
 
     Args:
-        now_ms: moment of encoding; of creation as well, if the row does not have it.
+        now_ms: time of encoding; also of creation, if the row has none.
     """
     try:
         message = decode_row(content)
         subject = check_subject(message.subject)
-        if is_derived_name(subject):  # a token needs a right of its own for it, and a row shows none
+        if is_derived_name(subject):  # tokens need a special right for it, and rows carry no token
             raise InvalidName(f"subject {subject!r} is of what a consumer group did not get done: Redrive sends there")
         data = batch_encoder(subject, now_ms)(message)
         label = label_of_message(message)
@@ -101,13 +101,13 @@ def candidate_of(id: int, content: str | None, errors: int, now_ms: int) -> Cand
             data = data[:CREATED_AT] + created + data[CREATED_AT + CREATED_BYTES :]
     except CallError as error:
         return Candidate(id, errors, problem=str(error) or type(error).__name__)
-    except (ValueError, TypeError, OverflowError, RecursionError) as error:  # whatever a row holds, it stops no other
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:  # no content of a row may stop other rows
         return Candidate(id, errors, problem=f"nobody can read it: {type(error).__name__}: {error}")
     return Candidate(id, errors, subject, data, label)
 
 
 def batch_of(name: ClaimName, rows: Sequence[Candidate]) -> NumberedBatch:
-    """Build the request of a claim; its rows are of one subject, in ascending order of their ids."""
+    """Build the batch of a claim; its rows have one subject and ascending ids."""
     body = join_batch([row.data for row in rows])
     flags = 0
     if any(row.label for row in rows):
@@ -117,14 +117,14 @@ def batch_of(name: ClaimName, rows: Sequence[Candidate]) -> NumberedBatch:
 
 
 class Due(NamedTuple):
-    """A moment by the database's clock: `plus_ms` after `clock`, which it clock with a page; None: after this write."""
+    """A moment by the database's clock: `plus_ms` after the `clock` of a page; None: after this write."""
 
     clock: object
     plus_ms: int
 
 
 class Postponed(NamedTuple):
-    """Rows that nobody takes now, for a reason; nobody looks at them before they are due."""
+    """Rows that no group takes now, with the reason; not read again before they are due."""
 
     ids: list[int]
     due: Due
@@ -133,14 +133,14 @@ class Postponed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReadPage:
-    """Read rows that nobody claimed and that are old enough, the oldest first. Answer: Page."""
+    """Read unclaimed rows that are old enough, oldest first. Answer: Page."""
 
     after: tuple[object, int] | None
     limit: int
 
 
 class Page(NamedTuple):
-    """`after`: where the next page begins; None: nothing is behind this one. `clock`: the database's clock, or None."""
+    """`after`: beginning of the next page; None after the last one. `clock`: the database's clock, or None."""
 
     rows: list[Candidate]
     after: tuple[object, int] | None
@@ -149,12 +149,12 @@ class Page(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ClaimRows:
-    """Claim rows, each for its batch; park those that cannot be sent, postpone those that nobody takes now.
+    """Claim rows for their batches; park invalid ones, postpone those that no group takes now.
 
     `ordered`: claims that get all of their rows or none, and none while another drain has a claim for their group.
     `known`: claims of this drain.
 
-    Answer: for each claim the ids that got it. Rows that others lock, or that are gone, are left out.
+    Answer: ids by claim, without rows that are locked or gone.
     """
 
     claims: dict[str, list[int]]
@@ -165,7 +165,7 @@ class ClaimRows:
 
 
 class Released(NamedTuple):
-    """A claim's rows that were certainly not stored: to be claimed anew when they are due, with so many more errors."""
+    """Rows of a claim that were certainly not stored: claimed again when due, with `failures` more errors."""
 
     claim: str
     ids: list[int]
@@ -175,7 +175,7 @@ class Released(NamedTuple):
 
 
 class Settled(NamedTuple):
-    """A claim that came to its end: rows whose messages are stored go, others are parked, each for its reason."""
+    """A finished claim: stored rows are deleted, the others parked with their reasons."""
 
     claim: str
     stored: list[int]
@@ -184,7 +184,7 @@ class Settled(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SettleClaims:
-    """Write down what became of claims. Rows whose claim is another by now are left alone. Answer: None."""
+    """Store the outcomes of claims. Rows with another claim by now stay unchanged. Answer: None."""
 
     settled: list[Settled]
     released: list[Released]
@@ -192,14 +192,15 @@ class SettleClaims:
 
 @dataclass(frozen=True, slots=True)
 class ReadClaims:
-    """Which claims are there, up to a bound, those after `after` in order of their texts; "": all, also one without
-    text. Answer: list of Known."""
+    """Read claims up to a bound, after `after` in text order; "": from the beginning, including the empty claim.
+    Answer: list of Known.
+    """
 
     after: str = ""
 
 
 class Known(NamedTuple):
-    """A claim in the database. `age_ms`: since it was first written, by the database's clock."""
+    """A claim in the database. `age_ms`: time since it was first written, by the database's clock."""
 
     claim: str
     age_ms: int
@@ -207,7 +208,7 @@ class Known(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TakeOver:
-    """Put the claim `new` in the place of `old`. Answer: its rows, in order of ids; none: it is there no more."""
+    """Replace the claim `old` by `new`. Answer: its rows by id; none if it is gone."""
 
     old: str
     new: str
@@ -215,7 +216,7 @@ class TakeOver:
 
 @dataclass(frozen=True, slots=True)
 class Disown:
-    """Park rows with a claim that none of ours wrote, up to a bound; a person decides. Answer: how many."""
+    """Park rows with a foreign claim, up to a bound, for an operator's decision. Answer: their number."""
 
     claim: str
     reason: str

@@ -34,14 +34,14 @@ from qmq.plain import plain
 from qmq.subjects import check_subject
 
 _FINDERS = {"sqlalchemy": "qmq.outbox.sqlalchemy", "django": "qmq.outbox.django"}
-"""A library that is not imported yet cannot have made the session."""
+"""A session cannot come from a library that is not imported."""
 
 
 def find_database(outbox: object) -> Database:
-    """Return the database that the argument `outbox` of a producer names.
+    """Return the database for the argument `outbox` of a producer.
 
     Raises:
-        InvalidRequest: it names none.
+        InvalidRequest: it is no database.
     """
     if isinstance(outbox, str):
         if "django" not in sys.modules:
@@ -64,14 +64,14 @@ def find_database(outbox: object) -> Database:
 
 
 def prepare() -> None:
-    """Begin to watch SQLAlchemy's sessions for what they write, if the application has any."""
+    """Begin to watch the writes of SQLAlchemy's sessions, if the application uses it."""
     if "sqlalchemy" in sys.modules:
-        with suppress(ImportError):  # a version without an outbox, or none that has sessions
+        with suppress(ImportError):  # an unsupported version, or one without sessions
             import_module(_FINDERS["sqlalchemy"])
 
 
 def find(session: object) -> Transaction | AsyncTransaction | Database:
-    """Return the transaction or database that `session` stands for.
+    """Return the transaction or database for the argument `session` of a producer.
 
     Raises:
         InvalidRequest: it is something else.
@@ -94,26 +94,27 @@ T = TypeVar("T")
 Run = Callable[[Coroutine[Any, Any, None]], None]
 
 TRIES_MAX = 3
-"""A pooled connection may be dead, and of two transactions in a deadlock the database ends one."""
+"""A pooled connection may be dead, and the database ends one of two deadlocked transactions."""
 
 
 @dataclass(slots=True)
 class _Batch:
-    """Rows of one database that one statement reads or deletes for several tasks."""
+    """Rows of one database, read or deleted by one statement for several tasks."""
 
     rows: list[Inserted] = field(default_factory=list)
     done: Any = None
 
 
 class Courier:
-    """The outbox's side of a producer. Made by it, and ends with it; the messages are sent on its event loop.
+    """Outbox of one producer, from its start to its end. Messages are sent on the producer's event loop.
 
     Args:
-        send_many: the producer's.
+        send_many: the producer's method.
         table: name of the outbox in all databases, or schema.table.
-        id_prefix: of messages that have no id yet; nobody else has it.
-        messages_max: committed messages on their way; more stay in the outbox, to be relayed.
-        used, left: called with each database that has messages, and with the reason when rows of it were not sent.
+        id_prefix: unique prefix for ids of messages without one.
+        messages_max: committed messages on their way; further ones stay in the outbox, to be relayed.
+        used: called with each database that has messages.
+        left: called with a database and the reason when rows were not sent.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class Courier:
         self._messages_max = messages_max
         self._loop = asyncio.get_running_loop()
         self._id_prefix = id_prefix
-        self._id_numbers = count(1)  # `next` of it is one step for all threads
+        self._id_numbers = count(1)  # `next` is atomic across threads
         self._arrived: deque[Written] = deque()
         self._tasks: dict[asyncio.Task[None], Written] = {}
         self._messages = 0
@@ -143,12 +144,12 @@ class Courier:
         prepare()
 
     async def stage(self, messages: Iterable[Message], session: object) -> list[Future[Receipt]]:
-        """Write messages within the transaction, or to the database, that `session` stands for.
+        """Write messages within the transaction, or to the database, given as `session`.
 
         Raises:
-            InvalidName, InvalidMessage: one of them can never be sent as it is; none was taken.
+            InvalidName, InvalidMessage: a message can never be sent; none was taken.
             InvalidRequest: this is no session, or its rows would not be part of the application's transaction.
-            An error of the driver: the rows cannot be written. The transaction cannot be committed any more.
+            An error of the driver: the rows cannot be written. The transaction can no longer be committed.
         """
         found, items = find(session), self.items(messages)
         if not items:
@@ -165,7 +166,7 @@ class Courier:
     # From any thread.
 
     def stage_here(self, messages: Iterable[Message], session: object, run: Run) -> list[Future[Receipt]]:
-        """The same for programs without coroutines; `run` does work on the loop and waits for it.
+        """Do the same for programs without coroutines; `run` runs a coroutine on the loop and waits for it.
 
         Raises:
             InvalidRequest: also if the session is one for coroutines.
@@ -183,10 +184,10 @@ class Courier:
         return [item.receipt for item in items]
 
     def items(self, messages: Iterable[Message]) -> list[Item]:
-        """Look at messages as the producer will, and write them down as they are now.
+        """Validate messages as the producer will, and encode their present contents.
 
         Raises:
-            InvalidName, InvalidMessage: one of them can never be sent as it is.
+            InvalidName, InvalidMessage: a message can never be sent.
         """
         now_ms = time.time_ns() // 1_000_000
         return [self._item(message, now_ms) for message in messages]
@@ -209,7 +210,7 @@ class Courier:
         return Item(self, copy, encode_row(copy, now_ms))
 
     def committed(self, written: Written) -> None:
-        """Send messages whose rows are committed. Never raises: it would look like a failed commit."""
+        """Send messages with committed rows. Never raises: an error would look like a failed commit."""
         self._arrived.append(written)
         try:
             self._loop.call_soon_threadsafe(self._begin)
@@ -219,7 +220,8 @@ class Courier:
     # On the loop.
 
     async def keep(self, items: list[Item], database: Database) -> None:
-        """Outside of a transaction: write rows, then send. If they cannot be written, the messages are sent, too.
+        """Outside of a transaction: write rows, then send. If the rows cannot be written, the messages are sent all the
+        same.
 
         Raises:
             QueueFull: too many messages are on their way; nothing was written.
@@ -238,13 +240,13 @@ class Courier:
         return {id for written in sent for inserted in written.rows or () for id in inserted.ids}
 
     async def drain(self) -> None:
-        """Wait until what is committed by now was sent, and its rows deleted, or left to be relayed."""
+        """Wait until the messages committed by now are sent and their rows deleted, or left to be relayed."""
         self._begin()
         if self._tasks:
             await asyncio.wait(self._tasks)
 
     def stop(self) -> None:
-        """Give up what is on its way."""
+        """Cancel messages on their way; their rows stay."""
         for task in self._tasks:
             task.cancel()
 
@@ -264,7 +266,7 @@ class Courier:
     def _delivered(self, written: Written, task: asyncio.Task[None]) -> None:
         self._tasks.pop(task, None)
         self._messages -= len(written.items)
-        are_unknown(written.items)  # of a task that was cancelled; others have their outcomes
+        are_unknown(written.items)  # only after a cancel; otherwise they have outcomes
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("messages stay in the outbox error=%r", error)
 
@@ -283,7 +285,7 @@ class Courier:
             await self._delete(database, await self._stored(database, rows, receipts))
 
     async def _there(self, database: Database, items: Sequence[Item], rows: Sequence[Inserted]) -> Sequence[Item]:
-        """Return the messages whose rows the database has, and end the others."""
+        """Return the messages with rows in the database, and end the others."""
         heads = await self._heads(database, rows)
         if heads is None:
             are_unknown(items)
@@ -292,7 +294,7 @@ class Courier:
         return [item for item in items if head_of(item.content) in heads]
 
     async def _heads(self, database: Database, rows: Sequence[Inserted]) -> set[str] | None:
-        """Return which rows the database has; None if it does not answer."""
+        """Return the heads of existing rows, or None if the database does not answer."""
         batch = await self._together(
             self._to_read,
             database,
@@ -310,18 +312,18 @@ class Courier:
             return [unstored(Outcome.REFUSED, str(item.message.id), item.message.subject, "", error) for item in items]
 
     async def _insert(self, items: Sequence[Item], database: Database) -> list[Inserted] | None:
-        """Write rows in a transaction of their own; None if that failed."""
+        """Write rows in a transaction of their own; return None if that failed."""
         contents = [item.content for item in items]
         try:
             return await database.run(self.table, lambda rows: rows.insert(contents))
-        except Exception as error:  # a driver's own
+        except Exception as error:  # of any driver
             log.warning("messages are not in the outbox messages=%d error=%r", len(items), error)
             return None
 
     async def _kept_after_all(
         self, items: Sequence[Item], receipts: Sequence[Receipt], database: Database
     ) -> Sequence[Receipt]:
-        """Try once more to write rows that could not be written before, of messages that are not stored now."""
+        """Try once more to write rows of messages that are still not stored."""
         left = [item for item, receipt in zip(items, receipts) if not receipt.is_stored]
         if not left or await self._insert(left, database) is not None:
             return receipts
@@ -330,7 +332,7 @@ class Courier:
     async def _stored(
         self, database: Database, rows: Sequence[Inserted], receipts: Sequence[Receipt]
     ) -> Sequence[Inserted]:
-        """Return the rows whose messages are stored: all, or those that say so themselves."""
+        """Return the rows of stored messages: all, or those whose content names a stored message."""
         left = {receipt.message_id for receipt in receipts if not receipt.is_stored}
         if not left:
             return rows
@@ -356,11 +358,11 @@ class Courier:
         work: Callable[[Rows, Sequence[Inserted]], Any],
         failed: str,
     ) -> _Batch:
-        """Do `work` on rows. While others do it, rows gather, so that the outbox takes one connection, not all."""
+        """Do `work` on rows. Rows gather while another task works, so that the outbox takes one connection, not all."""
         batch = waiting.setdefault(database, _Batch())
         batch.rows.extend(rows)
         async with self._locks.setdefault(database, asyncio.Lock()):
-            if waiting.get(database) is batch:  # else another task took these rows along
+            if waiting.get(database) is batch:  # otherwise another task has done these rows
                 del waiting[database]
                 if batch.rows:
                     batch.done = await self._try(database, lambda table: work(table, batch.rows), failed, batch.rows)
@@ -383,7 +385,7 @@ class Courier:
 
 
 def _in_no_outbox(receipt: Receipt) -> Receipt:
-    """Nobody sends this message but the application."""
+    """Return the receipt of a message that is in no outbox: only the application can send it again."""
     reason = f"{receipt.reason}; and it is not in the outbox"
     error = OutcomeUnknown(reason) if receipt.outcome is Outcome.UNKNOWN else NotServed(reason)
     return receipt._replace(reason=reason, error=error)
@@ -393,4 +395,4 @@ def _message_id(content: str) -> str | None:
     try:
         return decode_row(content).id
     except InvalidMessage:
-        return None  # somebody else wrote it
+        return None  # written by another program

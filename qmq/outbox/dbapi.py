@@ -23,15 +23,15 @@ _FLAVORS = {
     "pymysql": Flavor.MYSQL,
     "MySQLdb": Flavor.MYSQL,
 }
-"""Of the modules that connections come from; whether it is MariaDB, the server says."""
+"""By the driver's module; the server's version tells MySQL from MariaDB."""
 
 
 _numbers = count(1)
-"""Of the databases that were made: a function that connects has no name that says where."""
+"""Numbers databases: a connecting function has no telling name."""
 
 
 class Database:
-    """A database with an outbox; given to a producer as `session`, its messages are kept outside of a transaction.
+    """A database with an outbox. As a producer's `session`, it keeps messages outside of a transaction.
 
         database = Database(lambda: sqlite3.connect("shop.db"))
         with database.transaction() as transaction:
@@ -39,8 +39,8 @@ class Database:
             producer.send(message, session=transaction)
 
     Args:
-        connect: opens a connection. Called for each transaction that is not given one, and, in other threads, to delete
-            the rows of messages that were sent.
+        connect: opens a connection. Called for each transaction without one, and in other threads, to delete the rows of
+            sent messages.
     """
 
     def __init__(self, connect: Callable[[], Any]) -> None:
@@ -53,8 +53,10 @@ class Database:
 
     @contextmanager
     def transaction(self, connection: Any = None) -> Iterator[Transaction]:
-        """Begin a transaction, on a connection of its own unless one is given; commit it, or roll it back if the block
-        raises. Then the messages are sent. Nothing else may commit or roll back meanwhile."""
+        """Begin a transaction, on the given connection or a new one; commit it, or roll it back if the block raises.
+
+        Messages are sent after the commit. Nothing else may commit or roll back within the block.
+        """
         with closing(self._connect()) if connection is None else _left_open(connection) as used:
             transaction = Transaction(self, used)
             transaction.begin()
@@ -78,17 +80,17 @@ class Database:
 
 
 class Transaction:
-    """A transaction of a DB-API connection; made by `Database.transaction`, and given to a producer as `session`."""
+    """Transaction of a DB-API connection, made by `Database.transaction`; a producer takes it as `session`."""
 
     def __init__(self, database: Database, connection: Any) -> None:
         self.connection = connection
         self._unit = Unit(database)
         self._names = count(1)
         self._ends_by_statement = False
-        """The driver believes that there is nothing to commit."""
+        """Whether the driver is unaware of the transaction, so that COMMIT must be a statement."""
         self._depth = 0
         self._lacks = ""
-        """Why a message could not be written; then the transaction must not be committed."""
+        """Reason why a message could not be written; the transaction must then not be committed."""
 
     def stage(self, items: list[Item]) -> None:
         if commits_each_statement(self.connection):
@@ -96,13 +98,13 @@ class Transaction:
         try:
             self._unit.write(items, lambda table: rows(self.connection, table))
         except BaseException as error:
-            if not self._depth:  # else the savepoint is rolled back, or the application decides otherwise
+            if not self._depth:  # otherwise the savepoint is rolled back, or the application decides
                 self._lacks = str(error) or repr(error)
             raise
 
     @contextmanager
     def savepoint(self) -> Iterator[None]:
-        """A part of the transaction that is rolled back, with its messages, if the block raises. It may be nested."""
+        """Run a part of the transaction that is rolled back, with its messages, if the block raises; may be nested."""
         name = f"qmq_{next(self._names)}"
         self._execute(f"SAVEPOINT {name}")
         self._depth += 1
@@ -116,7 +118,7 @@ class Transaction:
         self._execute(f"RELEASE SAVEPOINT {name}")
 
     def begin(self) -> None:
-        """Begin, where the driver does not do so by itself before the first statement."""
+        """Begin, unless the driver does so before the first statement."""
         if _begins_explicitly(self.connection):
             self._execute("BEGIN")
         self._ends_by_statement = _ends_by_statement(self.connection)
@@ -138,13 +140,13 @@ class Transaction:
 
     def roll_back(self) -> None:
         self._unit.rolled_back()
-        with suppress(Exception):  # the connection may be gone; the error that led here is what counts
+        with suppress(Exception):  # the connection may be gone; the first error counts
             self._end()
 
     def _end(self) -> None:
         if not self._ends_by_statement:
             self.connection.rollback()
-        elif getattr(self.connection, "in_transaction", True):  # SQLite ends it by itself when its disk is full
+        elif getattr(self.connection, "in_transaction", True):  # SQLite ends the transaction when its disk is full
             self._execute("ROLLBACK")
 
     def _execute(self, statement: str) -> None:
@@ -176,7 +178,7 @@ def _module(connection: Any) -> str:
 
 
 def commits_each_statement(connection: Any) -> bool:
-    """Whether statements of a driver's connection, or of SQLAlchemy's adapter of one, are in no transaction."""
+    """Return whether a driver's connection, or SQLAlchemy's adapter of one, is in autocommit without a transaction."""
     if hasattr(connection, "isolation_level") and hasattr(connection, "in_transaction"):  # sqlite3, aiosqlite
         return not connection.in_transaction and _begins_explicitly_in_sqlite(connection)
     if hasattr(connection, "get_autocommit"):  # PyMySQL, mysqlclient, aiomysql
@@ -186,18 +188,18 @@ def commits_each_statement(connection: Any) -> bool:
 
 
 _IN_TRANSACTION = 1
-"""A bit of MySQL's status."""
+"""Bit of MySQL's status."""
 
 
 def _begins_explicitly_in_sqlite(connection: Any) -> bool:
-    autocommit = getattr(connection, "autocommit", -1)  # since Python 3.12; -1 is the way of before
+    autocommit = getattr(connection, "autocommit", -1)  # since Python 3.12; -1 is the older behaviour
     return autocommit is True or (autocommit == -1 and connection.isolation_level is None)
 
 
 def _begins_explicitly(connection: Any) -> bool:
     if (
         _module(connection) == "sqlite3"
-    ):  # it would begin before the first change only, and a savepoint's release would commit
+    ):  # the driver begins only before the first change, and releasing a savepoint would commit
         return not connection.in_transaction
     return commits_each_statement(connection)
 
@@ -214,5 +216,5 @@ def _ends_by_statement(connection: Any) -> bool:
 
 @contextmanager
 def _left_open(connection: Any) -> Iterator[Any]:
-    """A connection that is somebody else's."""
+    """Yield a connection that the caller keeps open."""
     yield connection

@@ -1,7 +1,7 @@
 """Shell. The outbox within transactions of Django: `producer.send(message, session=connection)`.
 
-Django has no hook before a commit; so each call of `send` or `send_many` writes its rows at once, where the rollback of
-a savepoint takes them along. What is sent after the commit is left to `transaction.on_commit`.
+Django has no hook before a commit. So each call of `send` or `send_many` writes its rows at once, where the rollback of
+a savepoint includes them. `transaction.on_commit` sends the messages.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from qmq.outbox.unit import Database, Item, Transaction, Written, are_unknown
 T = TypeVar("T")
 
 _FLAVORS = {"postgresql": Flavor.POSTGRESQL, "sqlite": Flavor.SQLITE, "mysql": Flavor.MYSQL}
-"""By Django's name of a vendor; whether it is MariaDB, the server says."""
+"""By Django's vendor; the server tells MySQL from MariaDB."""
 
 
 def find(session: object) -> Transaction | Database | None:
-    """Return what `session` is to a producer: a transaction, or a database outside of one; None if nothing of Django's.
+    """Return the transaction or database for a producer's `session`, or None if it is none of Django's.
 
     Raises:
-        InvalidRequest: Django manages no transactions on this connection, so its commit would not be noticed.
+        InvalidRequest: Django manages no transactions on this connection, so its commit would go unnoticed.
     """
     if not isinstance(session, ConnectionProxy | BaseDatabaseWrapper):
         return None
@@ -54,7 +54,7 @@ class DjangoDatabase:
 
     async def run(self, table: str, work: Callable[[Rows], T]) -> T:
         def run() -> T:
-            connection = connections[self.alias]  # this thread's own
+            connection = connections[self.alias]  # of this thread
             try:
                 with transaction.atomic(using=self.alias):
                     return work(_rows(connection, table))
@@ -65,7 +65,7 @@ class DjangoDatabase:
 
 
 class _Atomic:
-    """The transaction that this thread is in."""
+    """Present transaction of this thread."""
 
     def __init__(self, alias: str) -> None:
         self._alias = alias
@@ -75,7 +75,9 @@ class _Atomic:
         try:
             rows = _rows(connection, courier.table).insert([item.content for item in items])
         except BaseException:
-            connection.set_rollback(True)  # this block of `atomic` lacks a message, whatever becomes of the error
+            connection.set_rollback(
+                True
+            )  # this `atomic` block lacks a message, even if the application catches the error
             raise
         hook = _hook_of_this_level(connection)
         if hook is None or hook.courier is not courier:
@@ -86,7 +88,7 @@ class _Atomic:
 
 
 class _AfterCommit:
-    """What Django calls after the commit. It lets go of it if the transaction or its savepoint is rolled back."""
+    """Hook that Django calls after the commit, and drops if the transaction or its savepoint is rolled back."""
 
     def __init__(self, database: DjangoDatabase, courier: Any) -> None:
         self.courier = courier
@@ -104,7 +106,7 @@ class _AfterCommit:
 
 
 def _hook_of_this_level(connection: BaseDatabaseWrapper) -> _AfterCommit | None:
-    """Return the hook that was set last, if it lives exactly as long as one that were set now."""
+    """Return the last hook if it belongs to the present savepoints, else None."""
     if not connection.run_on_commit:
         return None
     savepoints, hook, *_ = connection.run_on_commit[-1]

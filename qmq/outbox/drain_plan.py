@@ -1,21 +1,21 @@
-"""Core. Drains one outbox: which rows are claimed when, what is sent where, and what becomes of each claim.
+"""Core. Drain of one outbox: which rows to claim, where to send them, and the outcome of each claim.
 
     row         claimed -> sent -> stored        deleted
-                                -> not stored    released: the group's fault until it takes rows, another with back-off;
-                                                 after the error limit parked
-                                -> unknown       the same batch again to the same group, by the next leader, too
+                                -> not stored    released: until the group takes rows if it is at fault, else with
+                                                 back-off; parked after the error limit
+                                -> unknown       the same batch again to the same group, also by the next leader
                 invalid                          parked, with its reason
-                claimed by none of ours          parked, after a while
-                nobody takes its subject now     postponed: others go first
+                under a foreign claim            parked, after a while
+                without a group to take it       postponed: others go first
 
-Nothing is sent before its claim is stored, and a claim's rows leave it only for a reason that is certain. One piece of
-work with the database is under way at a time; answers of brokers come whenever they come.
+A batch is sent only after its claim is stored, and rows leave a claim only for a certain reason. One piece of work runs
+in the database at a time; answers of brokers arrive at any time.
 
-Order: messages with order keys go to the group of their key, one batch of a subject and group at a time; none while
+Order: messages with order keys go to the group of their key, one batch of a subject and group at a time, and none while
 another drain has claims for that group.
 
-A drain is a watchdog's, one at a time by a lease; or a producer's (qmq.outbox.relay), of which there are several at a
-time. None of these ends another's claim for its term alone.
+A drain belongs to a watchdog, one at a time by a lease, or to a producer (`qmq.outbox.relay`), several at a time. A
+producer's drain never ends another's claim because of its term alone.
 """
 
 from __future__ import annotations
@@ -60,26 +60,28 @@ from qmq.states import TRANSITIONS_KEPT, Transition
 
 BATCH_BYTES_MAX = 1 << 20
 NUMBERS_SPAN_MAX = 60
-"""A broker tells the last 64 numbers of a producer apart: the oldest claim under way and the newest stay within."""
+"""Brokers remember the last 64 numbers of a producer; the oldest and newest claim under way stay within."""
 SUSPECTS_MAX = 100_000
 REASON_CHARS_MAX = 500
-"""As the column has."""
+"""Size of the column."""
 OTHER_TERMS_MS = 600_000
-"""A claim of a later term is a later leader's, and we are deposed. But one that is so old, longer than any lease, is of
-another room, or from before the metaservers began anew: nobody else takes it. Taken wrongly, its batch is repeated.
-What nobody of ours wrote, or was damaged, is left to who knows it for as long; then its rows are parked."""
+"""A claim of a later term normally belongs to a later leader. A claim this old, longer than any lease, is of another
+room, or from before the metaservers were reset: no other drain adopts it. If adopted wrongly, its batch is sent again.
+Foreign or damaged claims are left alone for as long; then their rows are parked.
+"""
 RELAY_MS = 60_000
-"""A producer's claim that is so old may be of a process that is gone: any drain takes it over. If it goes on after all,
-both send the same batch, which its broker group stores once."""
+"""Age at which any drain adopts a producer's claim, as the process may be gone. If it is alive, both send the same
+batch, which the broker group stores once.
+"""
 PASS_MS_MAX = 60_000
-"""A pass over rows that come due as fast as it reads never ends; then what lies behind it would never be seen."""
+"""Maximum time of a pass: rows that come due as fast as they are read must not hide the rows behind them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Bounds and delays, from the settings.
 
-    `rate`: rows a second, of this database. `room_ms`: how long others wait for a group that has no room, or no answer.
+    `rate`: rows a second, of this database. `room_ms`: maximum wait of other rows for a group that is full or silent.
     """
 
     rate: int = 10_000
@@ -101,12 +103,14 @@ class Limits:
 
 
 Line = tuple[str, str | None]
-"""What waits together: a subject's rows without order key, "", or those of a group's keys; None: of no known group."""
+"""Rows that wait together, (subject, home): "" without order keys, a group for its keys, None if the group is
+unknown.
+"""
 
 
 @dataclass(slots=True, eq=False)
 class Claim:
-    """A claim under way. `due_ms`: when it is sent, the first time or again. `end`: what is to be written of it."""
+    """A claim under way. `due_ms`: time of its next send. `end`: its outcome, to be stored."""
 
     name: ClaimName
     rows: list[Candidate]
@@ -114,7 +118,7 @@ class Claim:
     due_ms: int
     claimed_ms: int
     unsound: list[tuple[int, str]] = field(default_factory=list)
-    """Rows that this program, unlike the one that claimed them, cannot read: parked when the claim ends."""
+    """Rows that this program cannot read, unlike the one that claimed them: parked when the claim ends."""
     attempts: int = 0
     end: Settled | Released | None = None
 
@@ -129,7 +133,7 @@ class Claim:
 
     @property
     def may_be_stored(self) -> bool:
-        """Whether some attempt, of whichever leader, may have stored it."""
+        """Whether an attempt by any leader may have stored it."""
         return self.end is None and self.life.may_be_stored
 
     @property
@@ -147,14 +151,14 @@ class Claim:
 
 @dataclass(slots=True)
 class _Lane:
-    """The batches of this leader to one broker group: a producer id of their own, and ascending numbers."""
+    """Batches of this leader to one broker group: a producer id of their own, and ascending numbers."""
 
     producer: int
     number: int = 0
 
 
 class _Hold(NamedTuple):
-    """Until when the rows of a line that no group takes are put off, by both clocks, for how long that was, and why."""
+    """Postponement of a line that no group takes: its end by both clocks, its delay, and the reason."""
 
     until_ms: int
     delay_ms: int
@@ -164,7 +168,7 @@ class _Hold(NamedTuple):
 
 @dataclass(slots=True)
 class Counts:
-    """What a drain did, for metrics; they only grow."""
+    """Counters of a drain, for metrics."""
 
     sent: int = 0
     failed: int = 0
@@ -185,10 +189,10 @@ class Attempt:
 
 @dataclass(slots=True)
 class DrainPlan:
-    """One outbox under one leader. Made when its lease begins; ends with it. Used on one loop.
+    """Plan for one outbox during one lease. Used on one loop.
 
     Args:
-        new_producer: makes an id that nobody else has.
+        new_producer: returns a unique producer id.
     """
 
     term: int
@@ -197,67 +201,67 @@ class DrainPlan:
     new_producer: Callable[[], int]
     counts: Counts = field(default_factory=Counts)
     history: deque[Transition] = field(default_factory=lambda: deque(maxlen=TRANSITIONS_KEPT))
-    """The last transitions of its batches."""
+    """Last transitions of its batches."""
     last_pass_ms: int | None = None
-    """When a scan last came to the end of the table."""
+    """Time when a scan last reached the end of the table."""
     _claims: dict[str, Claim] = field(default_factory=dict)
     _lanes: dict[str, _Lane] = field(default_factory=dict)
     _producers: set[int] = field(default_factory=set)
-    """Ids of all lanes there ever were."""
+    """Ids of all lanes so far."""
     _order: ClaimRows | None = None
     _new: dict[str, Claim] = field(default_factory=dict)
-    """What `_order` will have claimed."""
+    """Claims in `_order`."""
     _foreign: list[Known] = field(default_factory=list)
     _unowned: list[Known] = field(default_factory=list)
-    """Old claims of none of ours."""
+    """Old foreign claims."""
     _claims_after: str | None = ""
-    """Where to read on among claims; None: all were read."""
+    """Claim after which to continue reading; None after the last one."""
     _after: tuple[object, int] | None = None
     _page: Page | None = None
-    """A page of which some rows found no room yet."""
+    """A page with rows that have found no room yet."""
     _clock: object = None
     """The database's clock at `_clock_read_ms`."""
     _clock_read_ms: int = 0
     _page_ms: int = 0
-    """When rows of the page that is being placed, or was last, last found room; or when it was read."""
+    """Time when rows of the last page last found room, or when it was read."""
     _pass_ms: int = 0
-    """When the pass began."""
+    """Beginning of the pass."""
     _rest_until_ms: int = 0
     _is_passing_by: bool = False
-    """Whether the pass leaves all rows as they are, for want of any group; with one, the older rows go first."""
+    """Whether the pass leaves all rows alone for want of any group; once there is one, older rows go first."""
     _holds: dict[Line, _Hold] = field(default_factory=dict)
-    """Of lines of which no batch was stored since."""
+    """Postponements of lines without a stored batch since."""
     _suspects: set[int] = field(default_factory=set)
-    """Rows of a batch that was refused as wrong: each goes alone, to find out which of them it is, and whether."""
+    """Rows of a batch rejected as invalid: each is sent alone, to find the invalid ones."""
     _tokens: float = 0.0
     _tokens_ms: int | None = None
     _is_stopping: bool = False
 
-    # What is next.
+    # Next steps.
 
     def stop(self) -> None:
-        """Claim nothing more; what is under way comes to its end."""
+        """Stop claiming; claims under way come to their end."""
         self._is_stopping = True
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is under way that could end soon."""
+        """Whether no claim under way can end soon."""
         return all(claim.is_waiting and claim.may_be_stored for claim in self._claims.values())
 
     @property
     def has_stopped(self) -> bool:
-        """Whether it was stopped, and what was under way has come to its end as far as it does soon."""
+        """Whether it was stopped, and all claims that end soon have ended."""
         return self._is_stopping and self.is_idle and not any(claim.end for claim in self._claims.values())
 
     def is_through(self, began_ms: int) -> bool:
-        """Whether nothing is to be done now: a whole pass since `began_ms` sent what can be sent, and has answers."""
+        """Return whether a whole pass since `began_ms` has sent all sendable rows and has their answers."""
         is_passed = self.last_pass_ms is not None and self.last_pass_ms >= began_ms
         is_passed = is_passed or (self._is_passing_by and not self.brokers.is_any_usable())
         is_busy = self._order is not None or self._page is not None or any(claim.end for claim in self._claims.values())
         return is_passed and not is_busy and self.is_idle
 
     def next_work(self, now_ms: int) -> Work | None:
-        """Return what to do with the database now; None: nothing, until `wake_ms` or an answer."""
+        """Return the next work for the database, or None until `wake_ms` or an answer."""
         if any(claim.end for claim in self._claims.values()):
             ends = [claim.end for claim in self._claims.values() if claim.end]
             settled = [end for end in ends if isinstance(end, Settled)]
@@ -297,41 +301,46 @@ class DrainPlan:
         return is_anew
 
     def _has_room(self, now_ms: int) -> bool:
-        """An ordered batch that was just sent is waited for, so that the rows behind it need not be passed over."""
+        """Return whether another page may be read. A fresh ordered batch is awaited, so that later rows need not be
+        skipped.
+        """
         awaited = self._awaited(now_ms)
         return len(awaited) < self.limits.claims_max and not any(claim.is_ordered for claim in awaited)
 
     def _must_wait(self, now_ms: int) -> bool:
-        """Say whether no row finds room now, and none waits for so long that others are to pass it."""
+        """Return whether there is no room now, and no row has waited long enough to be passed by others."""
         is_full = len(self._awaited(now_ms)) >= self.limits.claims_max
         return is_full and now_ms - self._page_ms < self.limits.room_ms
 
     def _awaited(self, now_ms: int) -> list[Claim]:
-        """Return the claims that end soon, as far as anybody can tell: more are not begun than are allowed of these."""
+        """Return the claims expected to end soon; their number is limited."""
         claims = (*self._claims.values(), *self._new.values())
         return [
             claim for claim in claims if not claim.may_be_stored and now_ms - claim.claimed_ms < self.limits.room_ms
         ]
 
     def wake_ms(self, now_ms: int) -> int:
-        """Return when to look again if no answer comes before."""
+        """Return the time of the next step if no answer arrives earlier."""
         dues = [claim.due_ms for claim in self._claims.values() if claim.is_waiting]
-        soon = now_ms + 100  # tokens, room, groups that are usable again
+        soon = now_ms + 100  # for tokens, room, or newly usable groups
         return max(min([soon, *dues]) if self._claims or self._page else min(self._rest_until_ms, soon), now_ms + 1)
 
     def _allowed(self, now_ms: int) -> int:
-        """Return how many rows may be claimed now; a second's worth may come at once."""
+        """Return the number of rows that may be claimed now; a second's worth at once at most."""
         since_ms = now_ms - (self._tokens_ms if self._tokens_ms is not None else now_ms - 1_000)
         self._tokens = min(float(self.limits.rate), self._tokens + since_ms * self.limits.rate / 1000)
         self._tokens_ms = now_ms
-        enough = min(self.limits.page_rows, self.limits.rate) / 2  # not a page for each row
+        enough = min(self.limits.page_rows, self.limits.rate) / 2  # instead of a page per row
         return int(self._tokens) if self._tokens >= max(1.0, enough) else 0
 
-    # What came back.
+    # Answers.
 
     def failed(self, work: Work, now_ms: int) -> None:
-        """The database did not do it, or nobody knows. What was asked for is asked for again, all claims are read anew,
-        and new batches get producer ids of their own: a number that may have been claimed must not grow too old."""
+        """Take a failure, or unknown outcome, of work in the database.
+
+        The work is repeated, all claims are read anew, and new batches get new producer ids: a number that may be
+        claimed must not fall behind.
+        """
         self._order = None
         self._page = None
         self._after = None
@@ -350,7 +359,7 @@ class DrainPlan:
             self._compose(page, now_ms)
 
     def claimed(self, got: dict[str, list[int]], now_ms: int) -> None:
-        """A claiming is stored; `got`: the ids that each claim has."""
+        """Take the answer to ClaimRows; `got`: ids by claim."""
         new, order = self._new, self._order
         self._new = {}
         self._order = None
@@ -374,7 +383,7 @@ class DrainPlan:
                 del self._claims[end.claim]
                 self._count(end)
                 if isinstance(end, Released) and now_ms - claim.claimed_ms >= RELAY_MS:
-                    # Another drain may have taken it over and send it yet, so its number must not grow too old.
+                    # Another drain may have adopted it and still send it, so its number must not fall behind.
                     self._lanes.pop(claim.name.group, None)
 
     def _count(self, end: Settled | Released) -> None:
@@ -385,8 +394,8 @@ class DrainPlan:
             self.counts.released += len(end.ids)
 
     def known(self, found: list[Known]) -> None:
-        """Claims that are in the database: those of earlier leaders, and of ours what we may have claimed unheard."""
-        self._claims_after = (found[-1].claim or None) if found else None  # one without text is the first of all
+        """Take claims in the database: those of earlier leaders, and own ones with an unknown outcome."""
+        self._claims_after = (found[-1].claim or None) if found else None  # the empty claim comes first
         for known in found:
             if known.claim in self._claims:
                 continue
@@ -398,16 +407,16 @@ class DrainPlan:
                 self._foreign.append(known)
 
     def _is_over(self, term: int, age_ms: int) -> bool:
-        """Whether a claim's drain has ended, as far as its term and age tell."""
+        """Return whether a claim's drain has ended, by its term and age."""
         return age_ms >= RELAY_MS if is_relay(term) else term <= self.term and not is_relay(self.term)
 
     def disowned(self, work: Disown, count: int) -> None:
-        """Rows were parked; if there are more, the next pass finds their claim again."""
+        """Take the number of parked rows; the next pass finds the claim again if rows are left."""
         self._unowned = [known for known in self._unowned if known.claim != work.claim]
         self.counts.parked += count
 
     def taken_over(self, work: TakeOver, rows: list[Candidate], now_ms: int) -> None:
-        """Rows of an earlier leader's claim are ours now; some of it may be stored, so the same batch goes again."""
+        """Take the rows of an adopted claim. Some may be stored, so the same batch is sent again."""
         known = next(known for known in self._foreign if known.claim == work.old)
         self._foreign.remove(known)
         sound = [row for row in rows if not row.problem]
@@ -427,17 +436,17 @@ class DrainPlan:
     def _life(self) -> BatchLife:
         return BatchLife(BATCH_LIFE, self.history)
 
-    # Which rows, and where.
+    # Choice of rows and groups.
 
     def _compose(self, page: Page, now_ms: int) -> None:
-        """Put the rows of a page into batches. What finds no room now waits in `_page`."""
+        """Put the rows of a page into batches; rows without room wait in `_page`."""
         parked = [(row.id, _reason(problem)) for row in page.rows if (problem := self._problem(row))]
         unsound = {id for id, _ in parked}
         by_subject = _by_subject(row for row in page.rows if row.id not in unsound)
         for subject in by_subject:
             self.brokers.watch(subject)
         if by_subject and not parked and not self.brokers.is_any_usable():
-            # Nobody takes anything: leave the rows in peace. Those behind them may be of groups that are not known yet.
+            # No group is usable: leave the rows unchanged. Later rows may be of groups that are still unknown.
             self._rest_until_ms = now_ms + self.limits.rest_ms
             self._page = None
             self._after = page.after
@@ -447,7 +456,7 @@ class DrainPlan:
         postponed: list[Postponed] = []
         for subject, rows in by_subject.items():
             if self._must_wait(now_ms):
-                left += rows  # without a look at each of 500 subjects, for each batch that ended
+                left += rows  # avoids checking each of 500 subjects for each batch that ends
                 continue
             rest, stuck = self._place(subject, rows, now_ms)
             left += rest
@@ -458,7 +467,7 @@ class DrainPlan:
             self._order = ClaimRows(claims, parked, postponed, ordered, frozenset(self._claims))
         self._page = Page(left, page.after) if left else None
         if self._new:
-            self._page_ms = now_ms  # rows of one subject each fill many batches: that is no want of room
+            self._page_ms = now_ms  # many batches of one row per subject are no lack of room
         if not left:
             self._page_is_done(page, now_ms)
 
@@ -477,8 +486,10 @@ class DrainPlan:
             self._claims_after = ""
 
     def _hold(self, line: Line, reason: str, now_ms: int) -> _Hold:
-        """Put off rows of a line: all until the same moment, so that they come in their order, however many pages they
-        fill; if nobody takes them then either, for longer."""
+        """Postpone rows of a line, all until the same moment, so that they keep their order across pages.
+
+        A line that no group takes then either is postponed for longer.
+        """
         hold = self._holds.get(line)
         if hold is None or hold.until_ms <= now_ms:
             last_ms = hold.delay_ms if hold else 0
@@ -495,7 +506,7 @@ class DrainPlan:
         """Make claims of a subject's rows.
 
         Returns:
-            Those for which there is no room at this moment, and those that let others pass.
+            Rows without room at this moment, and rows postponed in favour of others.
         """
         groups = self.brokers.groups(subject)
         homes: dict[str | None, list[Candidate]] = {}
@@ -519,23 +530,23 @@ class DrainPlan:
         return left, postponed
 
     def _why_not(self, line: Line, groups: list[str], now_ms: int) -> str:
-        """Say why nobody takes rows of a line now; "": somebody does."""
+        """Return the reason why no group takes rows of a line now, or ""."""
         subject, home = line
         if home == "":
             return "" if groups else self.brokers.why_not(subject)
         if home is None or home not in groups:
             return self.brokers.why_not(subject)
         if self._is_held(line, now_ms):
-            return self._holds[line].reason  # until the older ones may go, or these would overtake them
+            return self._holds[line].reason  # until the older ones may go; these must not overtake them
         under_way = self._lane(subject, home)
         return "an earlier batch of its order key may be stored" if under_way and under_way.may_be_stored else ""
 
     def _follow(self, subject: str, home: str | None, rows: list[Candidate], now_ms: int) -> list[Candidate]:
-        """Make a batch of a group's keys unless one is under way; return the rows behind it."""
+        """Make a batch for a group's keys unless one is under way; return the remaining rows."""
         return rows if home is None or self._lane(subject, home) else self._fill(home, rows, now_ms)
 
     def _spread(self, groups: list[str], rows: list[Candidate], now_ms: int) -> list[Candidate]:
-        """Make batches of rows that may go to any of these groups; return those for which none has room."""
+        """Make batches of rows for any of these groups; return the rows without room."""
         groups = list(groups)
         while rows and groups:
             group = min(groups, key=self._load)
@@ -546,7 +557,7 @@ class DrainPlan:
         return rows
 
     def _lane(self, subject: str, group: str) -> Claim | None:
-        """Return the ordered batch of a subject and group that is under way."""
+        """Return the ordered batch of a subject and group that is under way, or None."""
         claims = (*self._claims.values(), *self._new.values())
         return next(
             (claim for claim in claims if claim.is_ordered and claim.name.group == group and claim.subject == subject),
@@ -554,11 +565,11 @@ class DrainPlan:
         )
 
     def _load(self, group: str) -> int:
-        """How many batches a group has before it, those included that are being claimed."""
+        """Return the number of a group's batches, including those being claimed."""
         return sum(claim.name.group == group for claim in (*self._claims.values(), *self._new.values()))
 
     def _fill(self, group: str, rows: list[Candidate], now_ms: int) -> list[Candidate]:
-        """Make one batch to a group of the first rows; return the others, all if the group has no room."""
+        """Make one batch for a group from the first rows; return the others, or all if the group has no room."""
         unsent = self._unsent_bytes(group)
         room = self.brokers.room(group) - unsent
         lane = self._lanes.get(group)
@@ -568,7 +579,7 @@ class DrainPlan:
         if room <= 0 or lane.number + 1 - self._oldest_number(lane) >= NUMBERS_SPAN_MAX:
             return rows
         if rows[0].bytes > room and (unsent or self.brokers.in_flight(group)):
-            return rows  # if it is too large even for an idle group, that says so
+            return rows  # an idle group itself rejects rows that are too large
         if len(self._awaited(now_ms)) >= self.limits.claims_max:
             return rows
         taken = self._fitting(rows, min(room, BATCH_BYTES_MAX))
@@ -578,13 +589,13 @@ class DrainPlan:
         return rows[taken:]
 
     def _unsent_bytes(self, group: str) -> int:
-        """How much of a group's room is given away and not sent yet."""
+        """Return the bytes of a group's room that are claimed and not sent yet."""
         claims = (*self._claims.values(), *self._new.values())
         waiting = (claim for claim in claims if claim.name.group == group and claim.life.state is BatchState.QUEUED)
         return sum(row.bytes for claim in waiting for row in claim.rows)
 
     def _fitting(self, rows: list[Candidate], room: int) -> int:
-        """Return how many of the first rows make a batch: one at least, and one that is suspect goes alone."""
+        """Return the number of first rows for a batch: one at least; a suspect row goes alone."""
         size = 0
         for position, row in enumerate(rows):
             size += row.bytes
@@ -597,10 +608,10 @@ class DrainPlan:
         numbers = (claim.name.number for claim in claims if claim.name.producer == lane.producer)
         return min(numbers, default=lane.number + 1)
 
-    # Sending, and what comes of it.
+    # Sends and their outcomes.
 
     def attempts(self, now_ms: int) -> list[Attempt]:
-        """Return what to send now; each is answered once."""
+        """Return the batches to send now; each gets one answer."""
         found = []
         for claim in self._claims.values():
             if not claim.is_waiting or claim.due_ms > now_ms:
@@ -615,14 +626,14 @@ class DrainPlan:
             elif claim.may_be_stored:
                 claim.due_ms = now_ms + self._repeat_delay_ms(claim)
             elif now_ms - claim.claimed_ms < self.limits.room_ms:
-                claim.due_ms = now_ms + self.limits.repeat_ms // 10  # its connection is full, or anew in a moment
+                claim.due_ms = now_ms + self.limits.repeat_ms // 10  # its connection is full, or reconnects in a moment
             else:
                 claim.life.on(BatchEvent.GAVE_UP)
                 self._give_back(claim, f"{claim.name.group} takes nothing now", now_ms)
         return found
 
     def answered(self, claim: Claim, answer: Answer, now_ms: int) -> None:
-        """An attempt came to its end."""
+        """Take the answer to an attempt."""
         was_repeated = claim.life.state is BatchState.REPEATED
         state = claim.life.on(answer)
         if isinstance(answer, Stored):
@@ -642,7 +653,7 @@ class DrainPlan:
     def _stored(self, claim: Claim, answer: Stored) -> None:
         hold = self._holds.pop(claim.line, None)
         if hold is not None and claim.is_ordered:
-            self._holds[claim.line] = hold._replace(delay_ms=0)  # what was put off is older than what comes now
+            self._holds[claim.line] = hold._replace(delay_ms=0)  # postponed rows are older than those to come
         refused = dict(answer.refused)
         stored = [row.id for position, row in enumerate(claim.rows) if position not in refused]
         parked = [
@@ -655,8 +666,11 @@ class DrainPlan:
         claim.end = Settled(str(claim.name), stored, parked + claim.unsound)
 
     def _refused(self, claim: Claim, error: QmqError, now_ms: int) -> None:
-        """Nothing of a claim is stored. What is wrong with one message is found by sending each alone, once more: a
-        request that was damaged on its way is refused as well."""
+        """Take the rejection of a claim: nothing of it is stored.
+
+        Its rows are sent once more, each alone, to find the invalid ones: a request damaged on its way is rejected as
+        well.
+        """
         if isinstance(error, AskAnotherBroker | NotServed):
             self._give_back(claim, str(error), now_ms)
             return
@@ -669,18 +683,18 @@ class DrainPlan:
         self._release(claim, str(error))
 
     def _give_back(self, claim: Claim, reason: str, now_ms: int) -> None:
-        """The group's fault, not that of the rows: they wait as long as others that no group takes."""
+        """Release the rows without an error: the group is at fault, so they wait as rows that no group takes."""
         hold = self._hold(claim.line, reason, now_ms)
         self._released(claim, hold.due, reason, 0)
 
     def _release(self, claim: Claim, reason: str) -> None:
-        """Perhaps the fault of a row; which, nobody knows, so all go again when the one that failed least may."""
+        """Release the rows with an error: one may be at fault. All are due when the one with fewest errors is."""
         errors = min(row.errors for row in claim.rows)
         delay_ms = min(self.limits.release_ms << min(errors, 20), self.limits.release_ms_max)
         self._released(claim, Due(None, delay_ms), reason, 1)
 
     def _released(self, claim: Claim, due: Due, reason: str, failures: int) -> None:
-        ids = claim.ids + [id for id, _ in claim.unsound]  # read anew, these are parked
+        ids = claim.ids + [id for id, _ in claim.unsound]  # parked when read again
         claim.end = Released(str(claim.name), ids, due, _reason(reason), failures)
 
 
@@ -692,12 +706,12 @@ def _by_subject(rows: Iterable[Candidate]) -> dict[str, list[Candidate]]:
 
 
 def _reason(text: str) -> str:
-    """Cut a text to what any column takes: a table may be Latin-1, and PostgreSQL takes no NUL."""
+    """Return a text that every column takes: a table may be Latin-1, and PostgreSQL rejects NUL."""
     return text.encode("unicode_escape").decode("ascii")[:REASON_CHARS_MAX]
 
 
 def _name_of(claim: str) -> ClaimName | None:
-    """Parse a claim; None: none of ours wrote it."""
+    """Parse a claim; return None for a foreign one."""
     try:
         return ClaimName.parse(claim)
     except ValueError:

@@ -43,10 +43,10 @@ from qmq.outbox.unit import Database
 
 
 class Drain:
-    """The steps of one drain. Made by a watchdog for a lease, by a producer's relay while rows wait; used on one loop.
+    """Runs one drain: work in the database, and sends. Made by a watchdog for a lease, or by a relay while rows wait.
 
     Args:
-        do: has the database do a piece of work, and returns its answer; it may raise any error of a driver.
+        do: carries out work in the database and returns its answer; may raise any driver's error.
     """
 
     def __init__(self, core: DrainPlan, sender: NumberedSender, do: Callable[[Work], Awaitable[Any]]) -> None:
@@ -56,14 +56,14 @@ class Drain:
         self._moved = asyncio.Event()
 
     def wake(self) -> None:
-        """Look again at once: an answer came, or groups can be sent to."""
+        """Continue at once: an answer arrived, or groups became usable."""
         self._moved.set()
 
     async def step(self) -> None:
         """Send due batches, then do one piece of work, or wait until there may be some.
 
         Raises:
-            Exception: the work failed, or its outcome is unknown; the core has noted that.
+            Exception: the work failed, or its outcome is unknown; the plan has taken note.
         """
         now_ms = now()
         self._moved.clear()
@@ -76,7 +76,7 @@ class Drain:
             await self.rest(self.core.wake_ms(now_ms) - now_ms)
 
     async def rest(self, wait_ms: int) -> None:
-        """Wait so long, or until something moves."""
+        """Wait for `wait_ms`, or until `wake`."""
         try:
             async with asyncio.timeout(wait_ms / 1000):
                 await self._moved.wait()
@@ -94,7 +94,7 @@ class Drain:
         core = self.core
         try:
             result = await self._do(work)
-        except Exception:  # of any kind: RuntimeError for want of a package, UnicodeError
+        except Exception:  # of any kind, such as RuntimeError for a missing package, or UnicodeError
             core.failed(work, now())
             raise
         match work:
@@ -120,24 +120,24 @@ log = bounded(__name__)
 
 LOOK_S = 60.0
 AGAIN_S_MIN, AGAIN_S_MAX = 1.0, 30.0
-"""Until the next look while rows wait: doubled each time, as each one reads all of them."""
+"""Until the next look while rows wait; doubled each time, as each look reads all of them."""
 LEARNED_S = 10.0
-"""Until the first look at a database that the first message named: a short program ends before, a start is over."""
+"""Until the first look at a database named by a message: short programs end before, and starts are over."""
 STOP_S = 5.0
-"""How long the end waits for answers of brokers. Claims without one are taken over by another drain after a minute."""
+"""Wait for answers at the end. Another drain adopts unanswered claims after a minute."""
 TROUBLES_MIN = 2
-"""So many failures in a row are no passing lock of a database."""
+"""Failures in a row that are more than a passing lock."""
 DATABASES_MAX = 64
-"""An application may make them as it goes; of those that have no rows waiting, the oldest is forgotten."""
+"""Applications may create databases dynamically; the oldest one without waiting rows is forgotten."""
 LIMITS = Limits(rate=2_000, page_rows=100, claims_max=4)
-"""A guest beside the application's own work: a fifth of what a watchdog takes."""
+"""A guest beside the application's own work: a fifth of a watchdog's rate."""
 
 
 class LeftBehind(NamedTuple):
-    """Rows of one outbox that were not sent.
+    """Unsent rows of one outbox.
 
-    `rows`: those that wait for longer than the producer tries, up to 10,000. `oldest_s`: age of the oldest. `parked`:
-    rows that stay until OutboxRetry; they do not wait. `reason`: why they wait, or why they cannot be counted.
+    `rows`: those waiting longer than the producer tries, up to 10,000. `oldest_s`: age of the oldest. `parked`: rows
+    that stay until OutboxRetry and do not wait. `reason`: why they wait, or why they cannot be counted.
     """
 
     database: str
@@ -151,7 +151,7 @@ class LeftBehind(NamedTuple):
         return bool(self.rows or self.reason)
 
     def __str__(self) -> str:
-        """Return it as a sentence, without the address of the database."""
+        """Return a sentence, without the database's address."""
         if not self.rows:
             return f"outbox: {self.reason or f'{self.parked} rows are parked'}"
         waits = f"{self.rows} messages wait in the outbox, the oldest for {self.oldest_s:.0f} s"
@@ -159,13 +159,13 @@ class LeftBehind(NamedTuple):
 
 
 class Relays:
-    """All relays of a producer. Made by it, and ends with it; used on its event loop.
+    """All relays of one producer; used on its event loop.
 
     Args:
-        new_sender: makes the way of batches to the brokers; it is opened while rows wait.
-        timeout_ms: how long a producer tries; then a row is left behind.
-        age_ms: a row that is so old is left to its application no longer.
-        under_way: ids of rows in a database that this producer sends just now.
+        new_sender: makes the sender of batches, opened while rows wait.
+        timeout_ms: the producer's timeout; later its row is left behind.
+        age_ms: age from which a relay may send a row.
+        under_way: returns the ids of rows that this producer is sending now.
     """
 
     def __init__(
@@ -186,12 +186,12 @@ class Relays:
         self._is_closed = False
 
     def use(self, database: Database, *, wait_s: float | None = None) -> None:
-        """Relay the rows that stay in this database; two of one name are the same one.
+        """Relay the rows of this database; databases of one name are the same.
 
         Args:
-            wait_s: until the first look.
+            wait_s: delay of the first look.
         """
-        if self._is_closed or getattr(database, "is_in_memory", False):  # there, each connection has another database
+        if self._is_closed or getattr(database, "is_in_memory", False):  # each connection has another database there
             return
         known = self._relays.get(database.name)
         if known is not None:
@@ -209,18 +209,18 @@ class Relays:
         self._relays[database.name] = Relay(self, database, first_s)
 
     def left(self, database: Database, reason: str) -> None:
-        """Rows of this database could not be sent."""
+        """Note that rows of this database could not be sent."""
         if (relay := self._relays.get(database.name)) is not None:
             relay.left(reason)
 
     @property
     def left_behind(self) -> list[LeftBehind]:
-        """Rows that wait or are parked: an entry for each database that has such rows or cannot be counted."""
+        """Waiting or parked rows: an entry for each database that has some, or cannot be counted."""
         found = (relay.left_behind for relay in list(self._relays.values()))
         return [entry for entry in found if entry.is_degraded or entry.parked]
 
     async def close(self) -> None:
-        """End all relays; claims under way get a while."""
+        """End all relays after a short wait for their claims."""
         relays = list(self._relays.values())
         self._relays = {}
         self._is_closed = True
@@ -228,7 +228,7 @@ class Relays:
 
 
 class Relay:
-    """The relay of one database. Made by `Relays`; its task ends with `stop` or `cancel`."""
+    """Relay of one database. Made by `Relays`; its task ends with `stop` or `cancel`."""
 
     def __init__(self, owner: Relays, database: Database, first_s: float) -> None:
         self.database = database
@@ -236,7 +236,7 @@ class Relay:
         self._left = Left(0, 0, 0)
         self._looked_ms = now()
         self._reason = ""
-        """Why a message of this database was last not sent; "" if another process left it and none was tried yet."""
+        """Reason of the last failed send; "" if the rows are another process's and none was tried yet."""
         self._trouble = ""
         self._troubles = 0
         self._is_announced = False
@@ -255,7 +255,7 @@ class Relay:
 
     @property
     def left_behind(self) -> LeftBehind:
-        """Result of the last look; any thread may read it."""
+        """Result of the last look; readable from any thread."""
         left, oldest_s = self._left, 0.0
         if left.rows:
             oldest_s, reason = (left.oldest_ms + now() - self._looked_ms) / 1000, self._trouble or self._reason
@@ -264,17 +264,17 @@ class Relay:
         return LeftBehind(str(self.database.name), left.rows, oldest_s, left.parked, reason)
 
     def left(self, reason: str) -> None:
-        """A message could not be sent; its row stays."""
+        """Note that a message could not be sent and its row stays."""
         self._reason = reason
         self._is_expected = True
-        if not self._left.rows:  # else the next look comes by itself, and each one reads all rows that wait
+        if not self._left.rows:  # otherwise the next look is planned already, and each look reads all waiting rows
             self._moved.set()
 
     def cancel(self) -> None:
         self._task.cancel()
 
     async def stop(self) -> None:
-        """End; a drain under way claims nothing more, and waits a little for its answers."""
+        """End; a running drain stops claiming and waits a little for its answers."""
         self._is_stopping = True
         try:
             if self._drain is not None:
@@ -295,7 +295,7 @@ class Relay:
             await self._disconnect()
 
     async def _turn(self) -> float:
-        """Look, and relay old rows; return how many seconds to wait until the next turn."""
+        """Look, and relay old rows; return the seconds until the next turn."""
         relayed = 0
         try:
             await self._look()
@@ -305,7 +305,7 @@ class Relay:
                 await self._look()
                 refusals = self._sender.refusals if self._sender is not None else {}
                 self._reason = refusals.get("", "") or self._reason or next(iter(refusals.values()), "")
-        except Exception as error:  # whatever a driver raises
+        except Exception as error:  # of any driver
             self._troubled(error)
             return self._next_s()
         self._trouble = ""
@@ -314,7 +314,7 @@ class Relay:
         if not self._left.rows:
             await self._disconnect()
             self._again_s = AGAIN_S_MIN
-            if self._is_expected:  # it was refused before its time was over
+            if self._is_expected:  # the message was refused before its timeout
                 self._is_expected = False
                 return self._owner.timeout_ms / 1000
             self._reason = ""
@@ -343,7 +343,7 @@ class Relay:
         self._looked_ms = now()
 
     def _announce(self) -> None:
-        """Log once that rows wait, and once that none does any more."""
+        """Log once that rows wait, and once that none is left."""
         left = self._left
         if left.rows and not self._is_announced:
             self._is_announced = True
@@ -370,7 +370,7 @@ class Relay:
         self._trouble = trouble
 
     async def _relay(self) -> int:
-        """Drain until nothing is left to do now; return how many messages were stored."""
+        """Drain until nothing is left to do now; return the number of stored messages."""
         drain = self._drain or await self._connect()
         core, began_ms = drain.core, now()
         before = core.counts.sent

@@ -1,15 +1,14 @@
-"""Core. A message as JSON, the `content` of its row in the outbox.
+"""Core. Format of a row's `content` in the outbox: a message as JSON.
 
     {"messageId": "…", "subject": "…", "tags": ["…"], "storeAtFailed": false, "durable": true,
      "attrs": {"amount": "5", "qmq_createTime": "1760000000000"}, "types": {"amount": "int"}}
 
-The keys are QMQ's, so that its watchdog sends these rows as well, except `types`, which it passes over. `attrs` has
-each property as the text that travels: QMQ's reader makes 5.0 of a JSON 5, and consumers who ask for a whole number
-fail. `types` has what the value was, "int", "float", "bool" or "datetime", unless it was a text. What is no property
-has the name in `attrs` that it has in QMQ's: moment of creation, order key, limit of retries. All is ASCII, whatever
-character set the table has.
+The keys are QMQ's, so QMQ's watchdog can send these rows; it ignores `types`. `attrs` holds each property as its text
+on the wire: QMQ's reader turns a JSON 5 into 5.0, and consumers that expect an integer fail. `types` holds "int",
+"float", "bool" or "datetime" for values other than texts. Creation time, order key and limit of retries are in `attrs`
+under QMQ's names. All characters are ASCII, whatever the table's character set.
 
-QMQ's own rows are read, too: an int is a JSON number there, a long is a text; both are sent as the digits they are.
+QMQ's own rows are readable, too: an int is a JSON number there, a long is a text; both are sent as their digits.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ def encode_row(message: Message, now_ms: int) -> str:
     """Return the `content` of a message's row.
 
     Args:
-        now_ms: when it is written, ms since 1970 UTC; read back as `created_ms`.
+        now_ms: time of writing, ms since 1970 UTC; decoded as `created_ms`.
 
     Raises:
-        InvalidMessage: it has no id, or a property that cannot travel.
+        InvalidMessage: the message has no id, or a property that cannot be sent.
     """
     if not message.id:
         raise InvalidMessage("a message without an id cannot wait in an outbox: sent again, it would be another one")
@@ -82,10 +81,10 @@ def _type_of(value: Value) -> str:
 
 
 def decode_row(content: str | None) -> Message:
-    """Return the message of a row, with `created_ms` if it was written down.
+    """Return the message of a row, with `created_ms` if present.
 
     Raises:
-        InvalidMessage: nobody can send this row as it is, for the reason given; it needs a person.
+        InvalidMessage: the row cannot be sent, for the given reason; an operator must decide.
     """
     if not content:
         raise InvalidMessage("the row is empty")
@@ -116,7 +115,9 @@ def decode_row(content: str | None) -> Message:
 
 
 def _is_property(name: str, value: object) -> bool:
-    """QMQ's own notes are no properties, and null is how some writers say that there is none."""
+    """Return whether an attribute is a property: not one of QMQ's own, and not null, which some writers use for
+    absence.
+    """
     return value is not None and not name.startswith(RESERVED)
 
 
@@ -135,7 +136,7 @@ _MUST_BE = object()
 
 
 def _of(row: dict[str, Any], name: str, kind: type, default: Any = _MUST_BE) -> Any:
-    """Return `row[name]`, which is a `kind`; without a default it must be there, and not be empty."""
+    """Return `row[name]`, checked to be a `kind`; without a default it must be present and not empty."""
     value = row.get(name)
     if value is None and default is not _MUST_BE:
         return default
@@ -145,7 +146,7 @@ def _of(row: dict[str, Any], name: str, kind: type, default: Any = _MUST_BE) -> 
 
 
 def _number(attributes: dict[str, Any], name: str) -> int | None:
-    """Read one of QMQ's numbers: a text, or a number."""
+    """Return one of QMQ's numbers, written as a text or a number."""
     value = attributes.get(name)
     try:
         return None if value is None else int(value)

@@ -1,4 +1,4 @@
-"""Shell. The statements that make the outbox's table, read from the SQL files beside this module."""
+"""Shell. Statements that create the outbox's table, from the SQL files beside this module."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ _COMMENT = re.compile(r" *--.*")
 
 
 def create_statements(dialect: str, table: str = DEFAULT_TABLE) -> list[str]:
-    """Return what makes the table and its indexes.
+    """Return the statements that create the table and its indexes.
 
     Args:
         dialect: "mysql", "mariadb", "postgresql" or "sqlite", as SQLAlchemy names them.
         table: its name, or schema.table.
 
     Raises:
-        InvalidRequest: another dialect, or no name.
+        InvalidRequest: the dialect is unknown, or the name is invalid.
     """
     return _statements(_file(dialect), table)
 
 
 def upgrade_statements(dialect: str, table: str = DEFAULT_TABLE) -> list[str]:
-    """Return what makes QMQ's own table one that our watchdog can use, too."""
+    """Return the statements that add the columns and indexes of our watchdog to QMQ's own table."""
     return _statements(f"{_file(dialect)}_from_qmq", table)
 
 
@@ -45,7 +45,7 @@ def _statements(file: str, table: str) -> list[str]:
     for statement in _COMMENT.sub("", text).split(";"):
         if statement := statement.strip():
             statement = _NAME.sub(lambda found: f"{name}{found[1]}" if found[1] else table, statement)
-            if in_sqlite:  # there the index has the schema, and the table behind ON has none
+            if in_sqlite:  # SQLite has the schema in the index's name, not in the table's after ON
                 statement = statement.replace("CREATE INDEX ", f"CREATE INDEX {schema}.").replace(
                     f" ON {table}", f" ON {name}"
                 )

@@ -1,8 +1,8 @@
-"""Shell. The outbox within transactions of SQLAlchemy: sessions and connections, blocking and of coroutines.
+"""Shell. The outbox within transactions of SQLAlchemy: sessions and connections, blocking and for coroutines.
 
-`send` writes the rows at once, on the connection that the session writes to: the database itself takes them along with
-a savepoint or a roll-back, and an error is an error of `send`. The session that began the transaction reports its
-commit. A session that joined a connection's transaction cannot: wrap that transaction in `sends_after_commit`.
+`send` writes the rows at once, on the session's connection. So rollbacks, also of savepoints, include them, and a
+failed write is an error of `send`. The session that began the transaction reports its commit. A session that joined a
+connection's transaction cannot: wrap that transaction in `sends_after_commit`.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from qmq.outbox.unit import AsyncTransaction, Database, Item, Transaction, Unit
 T = TypeVar("T")
 
 _units: WeakKeyDictionary[Connection, Unit] = WeakKeyDictionary()
-"""Transactions with messages that have not ended yet."""
+"""Open transactions with messages."""
 _doomed: WeakKeyDictionary[Connection, str] = WeakKeyDictionary()
 """Transactions that lack a message, with the reason: they must not be committed."""
 _announced: WeakSet[Connection] = WeakSet()
 """Connections whose transaction reports its end."""
 _changed: WeakSet[Connection] = WeakSet()
-"""Connections of sessions that have changed something in their transaction."""
+"""Connections of sessions with changes in their transaction."""
 _watched: WeakSet[Engine] = WeakSet()
-"""Engines whose events are listened to."""
+"""Engines with event listeners."""
 
 
 class _Work:
-    """What a session does in one transaction."""
+    """A session's connections and messages in one transaction."""
 
     def __init__(self) -> None:
         self.connections: list[Connection] = []
         self.outbox: Connection | None = None
-        """The connection that has the rows of its messages."""
+        """The connection with the rows of its messages."""
         self.is_owner = False
         """Whether the session reports the end of that connection's transaction."""
 
@@ -62,15 +62,15 @@ _CHANGES = re.compile(
     r"(?:INSERT|UPDATE|DELETE|REPLACE|MERGE|CALL|COPY|LOAD|TRUNCATE|DO|EXECUTE|CREATE|ALTER|DROP)\b",
     re.IGNORECASE | re.DOTALL,
 )
-"""Statements given as text that may change something."""
+"""Textual statements that may change data."""
 
 
 _INSERT: Insert = insert(Table("qmq_msg_queue", MetaData(), Column("content", Text)))
-"""Sessions that route statements are asked where this one goes."""
+"""Statement used to ask a routing session for its connection."""
 
 
 def find(session: object) -> Transaction | AsyncTransaction | Database | None:
-    """Return what `session` is to a producer; None if it is nothing of SQLAlchemy's."""
+    """Return the transaction or database for a producer's `session`, or None if it is none of SQLAlchemy's."""
     if isinstance(session, scoped_session | async_scoped_session):
         session = session()
     match session:
@@ -91,12 +91,12 @@ def find(session: object) -> Transaction | AsyncTransaction | Database | None:
 
 @contextmanager
 def sends_after_commit(connection: Connection | AsyncConnection) -> Iterator[None]:
-    """Wrap a block that begins and ends a connection's transaction by itself.
+    """Wrap a block that itself begins and ends a connection's transaction.
 
         with engine.connect() as connection, sends_after_commit(connection), connection.begin():
             producer.send(message, session=connection)
 
-    Without it, messages of such a transaction wait in the outbox, to be relayed. A commit that fails is rolled back.
+    Without it, messages of such a transaction wait in the outbox, to be relayed. A failed commit is rolled back.
     """
     sync = connection if isinstance(connection, Connection) else connection.sync_connection
     if sync is None:
@@ -133,7 +133,7 @@ def check_atomic(connection: Connection) -> None:
 
 @dataclass(frozen=True)
 class SqlDatabase:
-    """A database that an engine reaches, of coroutines or blocking."""
+    """Database of an engine, for coroutines or blocking."""
 
     engine: Engine
 
@@ -143,12 +143,12 @@ class SqlDatabase:
 
     @property
     def is_async(self) -> bool:
-        """Whether only an event loop can use it."""
+        """Whether it needs an event loop."""
         return self.engine.dialect.is_async
 
     @property
     def is_in_memory(self) -> bool:
-        """Whether each thread sees another one."""
+        """Whether each thread has another database."""
         return self.engine.dialect.name == "sqlite" and self.engine.url.database in (None, "", ":memory:")
 
     async def run(self, table: str, work: Callable[[Rows], T]) -> T:
@@ -163,7 +163,7 @@ class SqlDatabase:
 async def run_async(engine: AsyncEngine, work: Callable[[Connection], T]) -> T:
     """Do `work` in a transaction of its own and commit it."""
     async with engine.connect() as connection:
-        with sends_after_commit(connection):  # for what it does if the commit fails
+        with sends_after_commit(connection):  # rolls back if the commit fails
             async with connection.begin():
                 return await connection.run_sync(work)
 
@@ -175,7 +175,7 @@ def run(engine: Engine, work: Callable[[Connection], T]) -> T:
 
 
 class _OfConnection:
-    """A transaction that somebody began on a connection."""
+    """Transaction begun on a connection."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -189,7 +189,7 @@ class _OfConnection:
 
 
 class _OfAsyncConnection:
-    """The same of a connection for coroutines."""
+    """Transaction of a connection for coroutines."""
 
     def __init__(self, connection: AsyncConnection) -> None:
         self._connection = connection
@@ -211,7 +211,7 @@ class _OfSession:
 
 
 class _OfAsyncSession:
-    """The same of a session for coroutines."""
+    """Transaction of a session for coroutines."""
 
     def __init__(self, session: AsyncSession) -> None:
         self._session = session
@@ -221,7 +221,7 @@ class _OfAsyncSession:
 
 
 def _connection_of(session: Session) -> Connection:
-    """Return the connection that the session writes to, or would write the outbox to if it has written nothing.
+    """Return the connection that the session writes to; without any write, the one for the outbox.
 
     Raises:
         InvalidRequest: there is none.
@@ -235,7 +235,7 @@ def _connection_of(session: Session) -> Connection:
         elif changed := work.changed:
             arguments = {"bind": changed[0].engine}
     try:
-        return session.connection(bind_arguments=arguments)  # it also begins the session's savepoint there
+        return session.connection(bind_arguments=arguments)  # also begins the session's savepoint there
     except UnboundExecutionError as error:
         raise InvalidRequest(
             "the session has no database for the outbox: flush the changes that the message belongs to, or give "
@@ -244,10 +244,10 @@ def _connection_of(session: Session) -> Connection:
 
 
 def _take(session: Session, connection: Connection) -> None:
-    """Note that the connection has the session's messages.
+    """Record the connection with the session's messages.
 
     Raises:
-        InvalidRequest: the session has changed something elsewhere.
+        InvalidRequest: the session has changes on another connection.
     """
     work = _works.setdefault(session, _Work())
     _refuse_others(session, connection, work.changed)
@@ -259,7 +259,7 @@ def _take(session: Session, connection: Connection) -> None:
 
 def _refuse_others(session: Session, outbox: Connection, changed: Sequence[Connection]) -> None:
     others = {str(connection.engine.url) for connection in changed if connection is not outbox}
-    if others and not session.twophase:  # in which all of them commit, or none
+    if others and not session.twophase:  # two-phase: all of them commit, or none
         raise InvalidRequest(
             f"the session changes {' and '.join(sorted(others))}, which does not commit together with the outbox on "
             f"{outbox.engine.url}: use a session for each database; flush the changes that a message belongs to "
@@ -276,7 +276,7 @@ def _write(connection: Connection, items: list[Item]) -> None:
     try:
         unit.write(items, lambda table: _rows(connection, table))
     except BaseException as error:
-        if not connection.in_nested_transaction():  # else the savepoint is rolled back, or somebody decides otherwise
+        if not connection.in_nested_transaction():  # otherwise the savepoint is rolled back, or the application decides
             _doomed[connection] = str(getattr(error, "orig", error))
         raise
     _units[connection] = unit
@@ -322,11 +322,11 @@ def _watch(engine: Engine) -> None:
 def _begun(connection: Connection) -> None:
     _doomed.pop(connection, None)
     if unit := _units.pop(connection, None):
-        unit.lost()  # of a transaction before, whose end was not reported
+        unit.lost()  # of an earlier transaction with an unreported end
 
 
 def _before_statement(connection: Connection, cursor: Any, statement: str, values: Any, context: Any, _: bool) -> None:
-    """Note which connections of a session change something, and stop the second one if the first has messages."""
+    """Record a session's connections with changes; refuse a second one if the first has messages."""
     if connection in _changed or (sessions := _sessions_on.get(connection)) is None:
         return
     is_crud = context is not None and (context.isinsert or context.isupdate or context.isdelete)
@@ -348,8 +348,11 @@ def _before_commit(connection: Connection, *_: object) -> None:
 
 
 def _failed(context: ExceptionContext) -> None:
-    """Of a commit that fails it is all that is told: no roll-back follows, also none of the driver's connection, which
-    would go back to its pool within the transaction, and the next user's commit would be this one's."""
+    """Handle the error of a failed commit, which is its only event.
+
+    SQLAlchemy does not roll back then. The driver's connection would return to its pool within the transaction, and the
+    next user's commit would include it.
+    """
     connection = context.connection
     if connection is None or context.statement is not None:
         return
@@ -361,7 +364,7 @@ def _failed(context: ExceptionContext) -> None:
 
 
 def _roll_back(connection: Connection) -> None:
-    """Roll back what SQLAlchemy takes for ended."""
+    """Roll back a transaction that SQLAlchemy considers ended."""
     try:
         connection.dialect.do_rollback(connection.connection)
     except Exception as error:
@@ -386,7 +389,7 @@ def _after_begin(session: Session, transaction: SessionTransaction, connection: 
 
 @event.listens_for(Session, "after_commit")
 def _after_commit(session: Session) -> None:
-    """Also called for savepoints, and by sessions that joined a transaction: then it goes on."""
+    """Report the commit, unless a savepoint or a joined session committed and the transaction goes on."""
     work = _works.get(session)
     if work is not None and work.is_owner and work.outbox is not None and not work.outbox.in_transaction():
         if unit := _units.pop(work.outbox, None):

@@ -32,7 +32,7 @@ from qmq.outbox.table import Flavor, Rows
 class Dialect(NamedTuple):
     """Fragments of SQL.
 
-    `moment`: now plus {0} milliseconds, less than zero: before. `since`: the same from :clock, a moment before.
+    `moment`: now plus {0} milliseconds; negative ones lie before. `since`: the same from :clock, an earlier moment.
     `age`: milliseconds since the column {0}. `created_age`: the same for `create_time`, which MariaDB keeps in the
     server's time zone, for a session in UTC.
     """
@@ -65,7 +65,7 @@ DIALECTS = {
         "CAST(EXTRACT(EPOCH FROM now() - {0}) * 1000 AS bigint)",
         _PASSING_BY,
     ),
-    # A transaction that writes has the whole file; nobody else locks a row of it.
+    # A writing transaction has the whole file, so no row is locked by others.
     Flavor.SQLITE: Dialect(
         "strftime('%Y-%m-%d %H:%M:%f', 'now', (({0}) / 1000.0) || ' seconds')",
         "strftime('%Y-%m-%d %H:%M:%f', :clock, (({0}) / 1000.0) || ' seconds')",
@@ -77,17 +77,17 @@ DIALECTS = {
 
 
 PARKED = -2
-"""QMQ's number of a row that is not sent any more."""
+"""QMQ's status of a row that is no longer sent."""
 PAGE_BYTES_MAX = 4 << 20
 CLAIMS_MAX = 100
 DISOWNED_MAX = 1_000
-"""Rows parked in one transaction, of an unreadable claim; it may have any number."""
+"""Rows of an unreadable claim parked per transaction; there may be any number."""
 COUNT_MAX = 10_000
-"""Rows that are counted."""
+"""Upper bound of counts."""
 
 
 class Left(NamedTuple):
-    """Rows that wait, up to COUNT_MAX, the age of the oldest by the database's clock, and how many are parked."""
+    """Waiting rows, up to COUNT_MAX, age of the oldest by the database's clock, and number of parked rows."""
 
     rows: int
     oldest_ms: int
@@ -95,10 +95,10 @@ class Left(NamedTuple):
 
 
 class Statements:
-    """A drain's work, within one transaction of one connection: `do` is called once in it.
+    """A drain's work within one transaction of one connection; `do` is called once.
 
     Args:
-        age_ms: how old a row is before a drain may have it.
+        age_ms: age from which a drain may have a row.
     """
 
     def __init__(self, rows: Rows, age_ms: int) -> None:
@@ -108,7 +108,7 @@ class Statements:
         self._dialect = DIALECTS[rows.flavor]
 
     def do(self, work: Work) -> Any:
-        """Carry a piece of work out; return its answer."""
+        """Carry out work; return its answer."""
         match work:
             case ReadPage():
                 return self._page(work)
@@ -124,7 +124,7 @@ class Statements:
                 return self._disown(work)
 
     def left(self, older_ms: int) -> Left:
-        """Count the rows that wait for longer than `older_ms`; `create_time` is by this session's time zone."""
+        """Count the rows waiting longer than `older_ms`; `create_time` is in this session's time zone."""
         age = self._dialect.age.format("create_time")
         waiting = f"SELECT {age} AS age FROM {self._table} WHERE status = 0 ORDER BY update_time, id LIMIT {COUNT_MAX}"
         parked = f"SELECT 1 AS one FROM {self._table} WHERE status < 0 LIMIT {COUNT_MAX}"
@@ -158,7 +158,7 @@ class Statements:
         return Page([rows[id]._replace(errors=errors[id]) for id, *_ in found[:taken] if id in rows], after, clock)
 
     def page_statement(self, behind: str, limit: int) -> str:
-        """The scan: by the index (status, update_time, id), without the contents."""
+        """Return the scan: by the index (status, update_time, id), without contents."""
         old = self._dialect.moment.format(-self._age_ms)
         return (
             f"SELECT id, update_time, error, LENGTH(content), {self._dialect.moment.format(0)} FROM {self._table}"
@@ -182,7 +182,7 @@ class Statements:
         for claim, ids in work.claims.items():
             taken = [id for id in ids if id in free]
             if claim in work.ordered and (len(taken) < len(ids) or ClaimName.parse(claim).group in busy):
-                taken = []  # another drain has, or had, rows before these, which must not overtake them
+                taken = []  # another drain has, or had, earlier rows, which these must not overtake
             got[claim] = self._take(claim, taken)
         for reason, ids in _by_reason(work.parked):
             self._update([id for id in ids if id in free], self._parking(), reason=reason)
@@ -193,8 +193,10 @@ class Statements:
         return got
 
     def _take(self, claim: str, ids: Sequence[int]) -> list[int]:
-        """Put a claim on rows; return those that have it. Without the lock of `_lock`, as on SQLite and where each
-        statement is a transaction, another drain may have been faster."""
+        """Put a claim on rows; return the ids that have it.
+
+        Without row locks, as on SQLite or in autocommit, another drain may have been faster.
+        """
         if not ids:
             return []
         now = self._dialect.moment.format(0)
@@ -203,14 +205,16 @@ class Statements:
         return [id for id in ids if id in held]
 
     def _groups_of_others(self, known: frozenset[str]) -> set[str]:
-        """Return the broker groups that other drains have claims for."""
+        """Return the broker groups claimed by other drains."""
         found = self._run(f"SELECT claim FROM {self._table} WHERE claim IS NOT NULL GROUP BY claim LIMIT {COUNT_MAX}")
         return {claim.split(":", 3)[-1] for (claim,) in found if claim not in known}
 
     def _lock(self, ids: Sequence[int]) -> set[int]:
-        """Lock the rows that are as the scan saw them and that nobody else locks; return which. One that is too young
-        was never seen: a database that lost its last commits gave it the id. As a condition, its age could lead the
-        optimizer to an index of more rows than these, which it would lock."""
+        """Lock the rows that are unchanged since the scan and not locked by others; return their ids.
+
+        A row that is too young is a new one: a database that lost its last commits reused the id. The age is checked
+        here, not in WHERE, where it could lead the optimizer to an index of more rows, which it would lock.
+        """
         if not ids:
             return set()
         is_old = f"update_time <= {self._dialect.moment.format(-self._age_ms)}"
@@ -233,7 +237,7 @@ class Statements:
             self._update(back.ids, setting, " AND claim = :claim", claim=back.claim, reason=back.reason, **values)
 
     def _due(self, due: Due) -> tuple[str, dict[str, Any]]:
-        """Return what `update_time` is set to, as SQL, and its values."""
+        """Return the SQL for `update_time`, and its values."""
         plus_ms = due.plus_ms - self._age_ms
         if due.clock is None:
             return self._dialect.moment.format(plus_ms), {}
@@ -243,7 +247,7 @@ class Statements:
         return f"status = {PARKED}, reason = :reason, claim = NULL, update_time = {self._dialect.moment.format(0)}"
 
     def _take_over(self, work: TakeOver) -> list[Candidate]:
-        # MariaDB moves `update_time` on with each update that does not name it, and it tells since when this claim is.
+        # MariaDB advances `update_time` with each update that does not set it, but it must keep the age of the claim.
         setting = "claim = :new, update_time = update_time"
         self._run(f"UPDATE {self._table} SET {setting} WHERE claim = :old", old=work.old, new=work.new)
         found = self._run(f"SELECT id, content, error FROM {self._table} WHERE claim = :new ORDER BY id", new=work.new)
@@ -267,7 +271,7 @@ _FREE = " AND status = 0 AND claim IS NULL"
 
 
 def _within(bytes_max: int, sizes: Sequence[int | None]) -> int:
-    """Return how many of the first contents are not more than `bytes_max` together; one at least."""
+    """Return the number of first contents within `bytes_max`; one at least."""
     total = 0
     for position, size in enumerate(sizes):
         total += size or 0

@@ -1,15 +1,15 @@
-"""Core. The statements on the outbox, as text for any driver, and how values are passed.
+"""Core. Statements on the outbox, as text for any driver, and the passing of values.
 
-    id           bigint, by the database, never used twice
+    id           bigint, by the database, never reused
     content      long text         the message: qmq.outbox.row
-    status       smallint, 0       0: to be sent; below: parked, nobody sends it until a person decides
-    error        int, 0            failed tries of the watchdog
-    create_time  moment            when the row was written, by the database's clock
-    update_time  moment            its last change, by the database's clock
-    reason       varchar(500)      why it is parked, or failed last; NULL
-    claim        varchar(128)      the watchdog's batch that the row travels in; NULL
+    status       smallint, 0       0: to be sent; below: parked until an operator decides
+    error        int, 0            failed attempts of the watchdog
+    create_time  moment            time of writing, by the database's clock
+    update_time  moment            last change, by the database's clock
+    reason       varchar(500)      reason of parking or of the last failure; NULL
+    claim        varchar(128)      the watchdog's batch with this row; NULL
 
-All but the last two are QMQ's columns; the producers here use no others, so its table serves as it is.
+All but the last two are QMQ's columns. Producers use only those, so QMQ's own table works unchanged.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from qmq.plain import plain_text
 
 DEFAULT_TABLE = "qmq_msg_queue"
 ROWS_MAX = 1_000
-"""Rows of one statement: SQLite takes 32,766 values, MySQL's optimizer leaves the index for long lists of ids."""
+"""Rows per statement: SQLite takes 32,766 values, and MySQL's optimizer leaves the index for long lists of ids."""
 BYTES_MAX = 4 << 20
-"""Contents of one statement: MySQL takes packets of 16 MiB, servers with little memory of 4."""
+"""Bytes of contents per statement: MySQL takes packets of 16 MiB, small servers of 4."""
 
 Execute = Callable[[str, Sequence[object]], Sequence[Sequence[Any]]]
-"""Runs a statement with its values, within a transaction; returns the rows that it gives."""
+"""Runs a statement with its values, within a transaction; returns the resulting rows."""
 
 _NAMED = re.compile(r"(?<![:\w]):([a-z_]+)")
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_$]{0,62}")
@@ -43,7 +43,7 @@ _MARKS: dict[str, Callable[[int], str]] = {
 
 
 class Flavor(Enum):
-    """A kind of database."""
+    """Kind of database."""
 
     POSTGRESQL = "postgresql"
     SQLITE = "sqlite"
@@ -52,7 +52,7 @@ class Flavor(Enum):
 
     @property
     def now(self) -> str:
-        """The clock at the moment of the statement; PostgreSQL's CURRENT_TIMESTAMP is when the transaction began."""
+        """SQL of the present time; PostgreSQL's CURRENT_TIMESTAMP is the beginning of the transaction."""
         return "clock_timestamp()" if self is Flavor.POSTGRESQL else "CURRENT_TIMESTAMP"
 
     @property
@@ -62,10 +62,10 @@ class Flavor(Enum):
 
 
 def table_name(name: str) -> str:
-    """Return a table's name if it may stand in a statement: "table" or "schema.table".
+    """Return a table's name if it is safe in a statement: "table" or "schema.table".
 
     Raises:
-        InvalidRequest: it has other characters than letters, digits and _.
+        InvalidRequest: it has characters other than letters, digits and _.
     """
     name = plain_text("the name of a table", name)
     parts = name.split(".")
@@ -75,7 +75,7 @@ def table_name(name: str) -> str:
 
 
 class Inserted(NamedTuple):
-    """Rows of one INSERT: their ids, and how their contents begin; nobody knows which is whose."""
+    """Rows of one INSERT: their ids, and the heads of their contents, in unrelated order."""
 
     ids: list[int]
     heads: list[str]
@@ -85,16 +85,16 @@ _AFTER_HEAD = ',"subject":'
 
 
 def head_of(content: str) -> str:
-    """Return how a content begins: with the id of its message, as `qmq.outbox.row` writes it."""
+    """Return the head of a content, which has the id of its message (`qmq.outbox.row`)."""
     return content.partition(_AFTER_HEAD)[0]
 
 
 class Rows:
-    """The rows of one outbox, within one transaction of one connection.
+    """Rows of one outbox, within one transaction of one connection.
 
     Args:
         execute: runs a statement there.
-        paramstyle: the driver's, as PEP 249 names it.
+        paramstyle: the driver's, by PEP 249.
     """
 
     def __init__(self, execute: Execute, table: str, flavor: Flavor, paramstyle: str) -> None:
@@ -115,7 +115,7 @@ class Rows:
         return self._flavor
 
     def run(self, statement: str, **values: object) -> Sequence[Sequence[Any]]:
-        """Run a statement in which `:name` stands for each of the values; return the rows that it gives."""
+        """Run a statement with `:name` for each value; return the resulting rows."""
         given: list[object] = []
 
         def mark(found: re.Match[str]) -> str:
@@ -138,13 +138,16 @@ class Rows:
         if self._flavor.returns_ids:
             return [row[0] for row in self._execute(f"{statement} RETURNING id", contents)]
         self._execute(statement, contents)
-        # MySQL gives a statement whose rows are counted beforehand ids without gaps, and returns the first one.
+        # MySQL gives consecutive ids to a statement with a known number of rows, and returns the first one.
         ((first, step),) = self._execute("SELECT LAST_INSERT_ID(), @@auto_increment_increment", ())
         return [first + number * step for number in range(len(contents))]
 
     def delete(self, inserted: Iterable[Inserted]) -> None:
-        """Delete rows that are still those that were inserted. A database that lost its last commits, as it was
-        restored, or a replica took over, gives their ids to other rows, whose messages are not sent."""
+        """Delete rows that are still the inserted ones.
+
+        A database that lost its last commits, after a restore or a failover, reuses their ids for rows with unsent
+        messages.
+        """
         for ids, heads in _joined(inserted):
             marks = map(self._mark, range(len(heads)))
             heads.sort(key=len)
@@ -155,8 +158,10 @@ class Rows:
             self._execute(f"DELETE FROM {self._table} WHERE id IN ({_list(sorted(ids))}) AND ({same})", heads)
 
     def heads(self, inserted: Iterable[Inserted]) -> set[str]:
-        """Return the heads of those rows that are there. SQLite gives the ids of a savepoint that was rolled back to
-        other rows, so ids alone do not say which."""
+        """Return the heads of the rows that exist.
+
+        Ids alone would not identify them: SQLite reuses the ids of a rolled-back savepoint.
+        """
         return {
             head_of(row[0])
             for ids, heads in _joined(inserted)
@@ -168,7 +173,7 @@ class Rows:
         }
 
     def read(self, ids: Sequence[int]) -> list[tuple[int, str]]:
-        """Return (id, content) of those rows that are still there."""
+        """Return (id, content) of the rows that exist."""
         return [
             (row[0], row[1])
             for part in _cut(ids)
@@ -177,7 +182,7 @@ class Rows:
 
 
 def parts_of(contents: Sequence[str]) -> Iterator[list[str]]:
-    """Cut contents into what one statement takes; a row that is larger has a statement of its own."""
+    """Yield contents in parts for one statement; a larger row has a statement of its own."""
     part: list[str] = []
     size = 0
     for content in contents:
@@ -191,8 +196,9 @@ def parts_of(contents: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _joined(inserted: Iterable[Inserted]) -> Iterator[Inserted]:
-    """Join rows to what one statement takes; in ascending order, so that two deletions wait for each other instead of
-    deadlocking."""
+    """Join rows into parts for one statement, in ascending order, so that concurrent deletions wait instead of
+    deadlocking.
+    """
     joined = Inserted([], [])
     for part in sorted(inserted, key=lambda part: min(part.ids)):
         if len(joined.ids) + len(part.ids) > ROWS_MAX:

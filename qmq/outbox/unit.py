@@ -1,10 +1,10 @@
-"""Core. One transaction with messages: their rows, and what becomes of each message after its end.
+"""Core. One transaction with messages: their rows, and the outcome of each message after its end.
 
-written        the row is there if the transaction commits; `send` has written it
+written        the row exists if the transaction commits; `send` has written it
 
-written -> sent                 the transaction has ended with a commit, and the row is there
-written -> rolled back          the transaction is known to be rolled back, or was committed and the row is not there
-written -> unknown              neither is known: if the row is there, it is relayed later
+written -> sent                 the transaction ended with a commit, and the row exists
+written -> rolled back          the transaction was rolled back, or was committed and the row does not exist
+written -> unknown              neither is known: if the row exists, it is relayed later
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Item:
         self.message = message
         self.content = content
         self.receipt: Future[Receipt] = after_commit(Future())
-        self.receipt.set_running_or_notify_cancel()  # a waiter cannot cancel what is in a database
+        self.receipt.set_running_or_notify_cancel()  # a waiter cannot cancel a row in a database
 
     def fail(self, outcome: Outcome, error: QmqError) -> None:
-        """Set a receipt that says why the message is not known to be stored, unless it has one."""
+        """Set a failed receipt unless there is one."""
         if not self.receipt.done():
             message = self.message
             self.receipt.set_result(unstored(outcome, str(message.id), message.subject, "", error))
@@ -43,11 +43,11 @@ class Item:
 
 @runtime_checkable
 class Database(Protocol):
-    """A database with an outbox, reached by connections of its own. Two that are equal are the same database."""
+    """A database with an outbox, reached by connections of its own. Equal objects are the same database."""
 
     @property
     def name(self) -> str:
-        """What it is called in logs, without secrets. Two of one name are the same database."""
+        """Name in logs, without secrets. Objects of one name are the same database."""
 
     async def run(self, table: str, work: Callable[[Rows], T]) -> T:
         """Do `work` in a transaction, and commit it."""
@@ -56,10 +56,11 @@ class Database(Protocol):
 
 
 class Written(NamedTuple):
-    """Messages whose transaction was committed. `rows` is None if there are none.
+    """Messages of a committed transaction. `rows` is None if none were written.
 
-    is_checked: the rows are known to be committed. Else the database is asked for them: a savepoint may be rolled back,
-        and the COMMIT of a transaction that the server has given up reports no error.
+    is_checked: the rows are certainly committed. Otherwise the database is asked: a savepoint may have been rolled
+    back, and
+        COMMIT reports no error for a transaction that the server has given up.
     """
 
     database: Database
@@ -69,7 +70,7 @@ class Written(NamedTuple):
 
 
 class Courier(Protocol):
-    """Sends what was committed."""
+    """Sender of committed messages."""
 
     table: str
 
@@ -79,36 +80,36 @@ class Courier(Protocol):
 
 @runtime_checkable
 class Transaction(Protocol):
-    """A transaction that messages can be given to, in the thread that uses it."""
+    """A transaction that takes messages, in the thread that uses it."""
 
     def stage(self, items: list[Item]) -> None:
         """Write messages within the transaction; they are sent after its commit.
 
         Raises:
-            InvalidRequest: their rows would not be part of the application's transaction; nothing was written.
+            InvalidRequest: the rows would not be part of the application's transaction; nothing was written.
         """
 
 
 @runtime_checkable
 class AsyncTransaction(Protocol):
-    """The same of a coroutine driver."""
+    """A transaction of a coroutine driver."""
 
     async def stage_async(self, items: list[Item]) -> None:
         """Write messages within the transaction; they are sent after its commit."""
 
 
 class Unit:
-    """The messages of one transaction. Made by the shell that sees its end; used in one thread."""
+    """Messages of one transaction. Made by the shell that sees its end; used in one thread."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
         self._written: dict[Courier, tuple[list[Item], list[Inserted]]] = {}
 
     def write(self, items: list[Item], rows_of: Callable[[str], Rows]) -> None:
-        """Write the rows of messages of one courier, within the transaction.
+        """Write the rows of one courier's messages, within the transaction.
 
         Args:
-            rows_of: the outbox with that name, within this transaction.
+            rows_of: returns the outbox of that name within this transaction.
         """
         courier = items[0].courier
         inserted = rows_of(courier.table).insert([item.content for item in items])
@@ -117,18 +118,18 @@ class Unit:
         all_rows += inserted
 
     def committed(self) -> None:
-        """The commit was reported to have succeeded."""
+        """Take a reported commit."""
         written = self._written
         self._written = {}
         for courier, (items, rows) in written.items():
             courier.committed(Written(self._database, items, rows))
 
     def rolled_back(self) -> None:
-        """Nothing of the transaction is kept."""
+        """Take a rollback: nothing is kept."""
         self._end(are_rolled_back)
 
     def lost(self) -> None:
-        """The transaction has ended in an unknown way: what was written may be there."""
+        """Take an end with unknown outcome: the rows may exist."""
         self._end(are_unknown)
 
     def _end(self, receipts: Callable[[Iterable[Item]], None]) -> None:

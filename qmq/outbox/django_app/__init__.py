@@ -1,1 +1,1 @@
-"""Shell. A Django app that makes the outbox's table: add "qmq.outbox.django_app" to INSTALLED_APPS, then migrate."""
+"""Shell. Django app that creates the outbox's table: add "qmq.outbox.django_app" to INSTALLED_APPS, then migrate."""

@@ -1,4 +1,4 @@
-"""Shell. The app's name and label."""
+"""Shell. Name and label of the app."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shell. Makes the table by the statements of the SQL files, unless it is there."""
+"""Shell. Creates the table by the SQL files unless it exists."""
 
 from __future__ import annotations
 
