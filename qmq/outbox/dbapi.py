@@ -39,7 +39,7 @@ class Database:
             producer.send(message, session=transaction)
 
     Args:
-        connect: opens a connection. Called for each transaction without one, and in other threads, to delete the rows of
+        connect: opens a connection: for each transaction without one, and in other threads, to delete the rows of
             sent messages.
     """
 
