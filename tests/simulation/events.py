@@ -8,9 +8,9 @@ from collections.abc import Callable
 from random import Random
 from zlib import crc32
 
-from tests.simulation.coverage import Met
-
 Call = Callable[[], None]
+Met = Counter[tuple[str, str]]
+"""(fault, state) -> how often the fault struck a copy in this state."""
 KEPT_EVENTS = 60
 
 

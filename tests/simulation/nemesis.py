@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from random import Random
 from typing import Any, Protocol, TypeVar
 
-from tests.simulation.coverage import Met
+from tests.simulation.events import Met
 from tests.simulation.steering import Steering
 
 Strike = TypeVar("Strike", bound=Callable[..., bool])
@@ -59,7 +59,7 @@ class Nemesis:
         faults: Mapping[str, float],
         *,
         least: float,
-        ways: Any = (),
+        ways: Iterable[str] = (),
     ) -> None:
         self._rng = rng
         self._steering = steering

@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tests.simulation.coverage import Met
-from tests.simulation.events import Violation
+from tests.simulation.events import Met, Violation
 
 
 @dataclass(frozen=True)

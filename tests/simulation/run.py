@@ -19,11 +19,12 @@ from random import Random
 from typing import Any
 
 from tests.simulation.bugs import Bug
-from tests.simulation.coverage import Met, never_met
+from tests.simulation.events import Met
 from tests.simulation.outcome import Outcome, print_outcome
 from tests.simulation.planted import BUGS
 from tests.simulation.scenarios import SCENARIOS, Scenario
 from tests.simulation.search import first_seed_with, shrink
+from tests.simulation.states import never_met
 from tests.simulation.steering import UNSTEERED, Steering
 
 STEERED = 10

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from tests.simulation.cores import nemesis, world
 from tests.simulation.cores.clones import CLONE_FAULTS
 from tests.simulation.cores.many_copies import MANY_FAULTS
-from tests.simulation.coverage import STATES
 from tests.simulation.delay import nemesis as delay_nemesis
 from tests.simulation.delay import world as delay_world
 from tests.simulation.metaserver import machine as metaserver
@@ -18,6 +17,7 @@ from tests.simulation.outbox import world as outbox_world
 from tests.simulation.outcome import Outcome
 from tests.simulation.shells import nemesis as shell_nemesis
 from tests.simulation.shells import world as shell_world
+from tests.simulation.states import STATES
 from tests.simulation.steering import UNSTEERED, Steering
 
 SEEDS = Path(__file__).parents[1] / "seeds"

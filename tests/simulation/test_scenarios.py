@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.integration.watchdog_world import source_of
-from tests.simulation.coverage import STATES, Met
 from tests.simulation.delay.world import DelayWorld
+from tests.simulation.events import Met
 from tests.simulation.outbox.world import play
 from tests.simulation.outcome import Outcome, assert_well
 from tests.simulation.scenarios import SCENARIOS, kept_seeds
+from tests.simulation.states import STATES
 from tests.simulation.steering import Steering
 
 

@@ -15,12 +15,12 @@ from qmq.replication.slave import SLAVE
 from tests.simulation.cores.many_copies import MANY_FAULTS
 from tests.simulation.cores.nemesis import FAULTS
 from tests.simulation.cores.world import Swarm, simulate
-from tests.simulation.coverage import NOT_MET, STATES
 from tests.simulation.outcome import Outcome
 from tests.simulation.planted import BUGS
 from tests.simulation.run import main
 from tests.simulation.scenarios import SCENARIOS, kept_seeds
 from tests.simulation.search import shrink
+from tests.simulation.states import NOT_MET, STATES
 from tests.simulation.steering import WAYS, Steering
 
 TABLES = FOLLOWER, SLAVE, HEALTH, SESSION, BATCH_LIFE

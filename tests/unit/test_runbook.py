@@ -62,7 +62,7 @@ def test_each_reason_has_its_row():
 
 
 def test_reasons_that_a_person_ends_name_the_command():
-    """Operators of the simulator follow what these texts name (tests/simulation/cores/recovery.py)."""
+    """Operators of the simulator follow what these texts name (tests/simulation/cores/operator.py)."""
     assert {reason for reason in Reason if "RecoverGroup" in explain(reason)} == {Reason.ROLLED_BACK, Reason.DIVERGED}
 
 

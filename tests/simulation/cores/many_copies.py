@@ -15,9 +15,9 @@ from qmq.metaserver.roles.promotion import Facts
 from qmq.metaserver.roles.rules import RoleChange
 from qmq.metaserver.storage.changes import RememberPoint
 from qmq.types import Role
+from tests.simulation.cores.metaserver import GROUP, META, Metaserver, full_state, new_broker
 from tests.simulation.cores.nemesis import CoreNemesis
-from tests.simulation.cores.recovery import Recovery
-from tests.simulation.cores.registry import GROUP, META, Metaserver, full_state, new_broker
+from tests.simulation.cores.operator import Recovery
 from tests.simulation.nemesis import fault, faults_of
 
 if TYPE_CHECKING:

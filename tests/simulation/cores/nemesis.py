@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from qmq.errors import CorruptFrame
 from qmq.types import Role
-from tests.simulation.cores.registry import META
-from tests.simulation.coverage import states_of, states_of_node
-from tests.simulation.medium import Medium
+from tests.simulation.cores.metaserver import META
+from tests.simulation.disk import Medium
 from tests.simulation.nemesis import RARE, Nemesis, fault, faults_of
+from tests.simulation.states import states_of, states_of_node
 from tests.simulation.steering import way_to
 
 if TYPE_CHECKING:

@@ -1,13 +1,21 @@
-"""An operator who moves consumer groups in the middle of everything, and remembers what he was told."""
+"""Operators of the cores' world: one moves consumer groups while faults strike, one types RecoverGroup afterwards."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qmq.broker.positions import To
 from qmq.errors import NotMaster, NotServed, OperatorError, QmqError
+from qmq.metaserver.actions.shapes import broker_json, state_json
+from qmq.metaserver.model import Broker, ReplicaState
+from qmq.replication.readonly import explain
+from qmq.tools.recover_group import ASIDE, Decision, decide, read_copies
+from tests.simulation.cores.metaserver import full_state
 
 if TYPE_CHECKING:
+    from tests.simulation.cores.machine import Process
+    from tests.simulation.cores.many_copies import ManyCopies
     from tests.simulation.cores.world import World
 
 
@@ -68,3 +76,76 @@ class Operator:
             events.note(f"{process.name} moves {group} on {subject} from {reset.before} to {reset.after}")
 
         process.guarded(ask)
+
+
+PATIENCE = 5
+"""After so many looks, one a second, a copy that has what the master lacks would have refilled it."""
+
+
+class Recovery:
+    """Made with the metaserver of a group of more than two copies."""
+
+    def __init__(self, world: World, metaserver: ManyCopies) -> None:
+        self._world, self._metaserver, self._looks = world, metaserver, 0
+
+    def look(self) -> None:
+        """Once a second, when faults are over."""
+        self._looks = self._looks + 1 if self._is_named() else 0
+        if self._looks > PATIENCE:
+            self._looks = 0
+            self._recover()
+
+    def _is_named(self) -> bool:
+        """Doctor says of each reason of a broker what `explain` does."""
+        processes = [machine.process for machine in self._world.machines]
+        reasons = [reason for process in processes if process for reason in process.node.readonly_reasons]
+        return all(processes) and any("RecoverGroup" in explain(reason) for reason in reasons)
+
+    def _recover(self) -> None:
+        """Empty the disk of whom it says to set aside; or stop whom it says, and give the mastership to who goes on."""
+        decision, world = self._decide(), self._world
+        for name in set_aside(decision):
+            world.events.note(f"RecoverGroup sets aside {name}")
+            self._replace_disk(name)
+        if not decision.command or decision.keeps is None:
+            return
+        world.events.note(f"RecoverGroup: {'; '.join(decision.steps)}; lost: {decision.lost_offsets}")
+        for name in _stopped(decision):
+            world.machine(name).die("RecoverGroup says so")
+        self._metaserver.accept_loss(decision.keeps.hostname)
+
+    def _replace_disk(self, name: str) -> None:
+        machine = self._world.machine(name)
+        self._world.events.count("copy set aside")
+        machine.die("its disk is replaced", power=True)
+        machine.disk.wipe()
+        self._metaserver.disk_replaced(name)
+
+    def _decide(self) -> Decision:
+        group, points = self._metaserver.group, self._metaserver.known_points().by_incarnation.values()
+        brokers = [broker_json(broker) for broker in group.brokers]
+        copies = read_copies(brokers, [self._replica(broker) for broker in group.brokers], (), ())
+        remembered = max((point.end for point in points), default=0)
+        return decide(copies, term=group.term, min_copies=group.min_copies, remembered=remembered)
+
+    def _replica(self, broker: Broker) -> dict[str, Any]:
+        """As ReplicaStatus shows it."""
+        process = self._world.machine(broker.hostname).process
+        assert process is not None, "all run"
+        return {**broker_json(broker), "reachable": True, **state_json(_state(process))}
+
+
+def _state(process: Process) -> ReplicaState:
+    node, log = process.node, process.log
+    high = node.master.gate.high_watermark if node.master else log.state.high_watermark
+    return replace(full_state(process), high_watermark=high, incomplete=not node.identity.value.complete)
+
+
+def set_aside(decision: Decision) -> list[str]:
+    """Return the hosts whose data directories are to be."""
+    return [step.removeprefix(ASIDE).partition(":")[0] for step in decision.steps if step.startswith(ASIDE)]
+
+
+def _stopped(decision: Decision) -> list[str]:
+    named = [step.removeprefix("stop ") for step in decision.steps if step.startswith("stop ")]
+    return [who.partition(":")[0] for step in named for who in step.split(", ")]

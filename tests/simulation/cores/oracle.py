@@ -18,7 +18,7 @@ from qmq.types import NO_EPOCH, Epoch
 from tests.simulation.cores.clients import TAG, is_tagged, order_key
 from tests.simulation.cores.watched_log import WatchedLog
 from tests.simulation.events import Events, Violation
-from tests.simulation.legality import Legality
+from tests.simulation.states import Legality
 
 if TYPE_CHECKING:
     from qmq.log import Commit

@@ -18,11 +18,11 @@ from tests.simulation.cores.clients import Client, Consumer, Producer
 from tests.simulation.cores.clones import CloneNemesis, stop_copies
 from tests.simulation.cores.machine import Limits, Machine, Process
 from tests.simulation.cores.many_copies import ManyCopies, ManyNemesis
+from tests.simulation.cores.metaserver import Metaserver
 from tests.simulation.cores.nemesis import CoreNemesis
 from tests.simulation.cores.network import End, Network
 from tests.simulation.cores.operator import Operator
 from tests.simulation.cores.oracle import Oracle
-from tests.simulation.cores.registry import Metaserver
 from tests.simulation.cores.watched_log import BesideLog, WatchedLog
 from tests.simulation.events import Events, Violation
 from tests.simulation.outcome import Outcome, failure_of

@@ -13,8 +13,8 @@ from qmq.delayserver.schedule import DamagedSchedule, Schedule
 from qmq.delayserver.settings import DelaySettings
 from qmq.log.frame import decode_frames
 from qmq.log.memory_disk import MemoryDisk
+from tests.simulation.cores.metaserver import Metaserver
 from tests.simulation.cores.network import Network
-from tests.simulation.cores.registry import Metaserver
 from tests.simulation.cores.world import PEACE_S, Swarm, World, outcome_of
 from tests.simulation.delay.brokers import BrokerGroups
 from tests.simulation.delay.clients import Asker, DelayProducer

@@ -27,10 +27,9 @@ from qmq.server.running import Tasks
 from qmq.server.service import Service
 from qmq.watchdog import main as watchdog_main
 from qmq.watchdog.settings import WatchdogSettings
-from tests.simulation.medium import Medium
+from tests.simulation.disk import Medium, SimulatedSystem
 from tests.simulation.shells.loop import Killed, Process, current
 from tests.simulation.shells.stand_ins import GRPC_PORT, HTTP_PORT
-from tests.simulation.system import SimulatedSystem
 
 if TYPE_CHECKING:
     from tests.simulation.shells.world import World

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from qmq.rights import Caller, TokenRole
 from qmq.tools.recover_group import Decision, decide, read_copies
-from tests.simulation.cores.recovery import set_aside
+from tests.simulation.cores.operator import set_aside
 
 if TYPE_CHECKING:
     from tests.simulation.shells.machines import MetaserverMachine

@@ -11,8 +11,8 @@ from qmq.codec import decode_message, split_batch
 from qmq.errors import CorruptFrame
 from qmq.log import MessageLog
 from tests.simulation.events import Violation
-from tests.simulation.legality import illegal_moves
 from tests.simulation.shells.stand_ins import SINCE_1970_S
+from tests.simulation.states import illegal_moves
 
 if TYPE_CHECKING:
     from tests.simulation.shells.world import World

@@ -26,11 +26,9 @@ from qmq.client.batch import BATCH_LIFE
 from qmq.client.session_life import SESSION
 from qmq.log import RealDisk
 from qmq.metaserver.storage.engine import open_database
-from tests.simulation.coverage import STATES as STATES_OF_COPIES
-from tests.simulation.coverage import Met, states_of_node, states_to_meet
-from tests.simulation.events import KEPT_EVENTS, Violation
+from tests.simulation.events import KEPT_EVENTS, Met, Violation
 from tests.simulation.outcome import Outcome, failure_of
-from tests.simulation.shells.applications import GROUP, SUBJECTS, ConsumerProgram, ProducerProgram, ShopProgram
+from tests.simulation.shells.applications import GROUP, SUBJECTS, ConsumerProgram, ProducerProgram, Shop, ShopProgram
 from tests.simulation.shells.loop import current
 from tests.simulation.shells.machines import (
     SERVE_PORT,
@@ -47,8 +45,9 @@ from tests.simulation.shells.nemesis import ShellNemesis
 from tests.simulation.shells.network import Network, NetworkLoop
 from tests.simulation.shells.operator import OPERATOR, Operator
 from tests.simulation.shells.oracle import Oracle
-from tests.simulation.shells.shop import Shop
 from tests.simulation.shells.stand_ins import replaced
+from tests.simulation.states import STATES as STATES_OF_COPIES
+from tests.simulation.states import states_of_node, states_to_meet
 from tests.simulation.steering import UNSTEERED, Steering
 
 PEACE_S = 90.0
