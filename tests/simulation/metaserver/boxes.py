@@ -1,8 +1,7 @@
-"""Brokers without sockets or bytes: which disk is in which box, what each disk holds, who believes to be what.
+"""Model of brokers without sockets and bytes: boxes, the disks in them, the frames on each disk, the roles.
 
-They follow the rules that brokers have (epochs, promises, an acknowledgement needs `min_copies` copies), so that what
-they tell the metaserver is what brokers could tell it, as late as networks may deliver it. Two copies and more follow
-the same rules.
+The model follows the rules of brokers: epochs, promises, acknowledgement by `min_copies` copies. So metaservers receive
+only states that brokers can report. Groups of two and more copies follow the same rules.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ SERVE_PORT = 20881
 
 
 class Refused(Exception):
-    """A broker does not take the part that it is given, and says why in its log."""
+    """A broker rejects its assignment and logs the reason."""
 
 
 class Frame(NamedTuple):
-    """A frame of a log. `message` 0: with it, a mastership begins."""
+    """Frame of a log. `message` 0: the frame that begins a mastership."""
 
     term: int
     boot: int
@@ -37,31 +36,31 @@ Log = list[Frame]
 
 @dataclass(eq=False)
 class Disk:
-    """A data directory. It stays with the group that it first served."""
+    """Data directory. It belongs to the group that it served first."""
 
     incarnation: str
     group: str = ""
     term: int = 0
-    """The newest term that it knows; an older one is refused."""
+    """Newest term of the disk; assignments of older terms are ignored."""
     role: int = -1
-    """In that term."""
+    """Role in that term."""
     boot: int = 0
     promised: int = 0
-    """It follows no master of an older term, and is none."""
+    """Promised term: no master of an older term is followed."""
     complete: bool = False
-    """It had all that its master had, once."""
+    """Whether the log had all of its master's log once."""
     fills: int = 0
-    """How often it was filled."""
+    """Number of fills."""
     point: pb.AcknowledgedPoint | None = None
-    """Up to there it knows that messages are acknowledged."""
+    """Newest acknowledged point stored here."""
     lacks: pb.AcknowledgedPoint | None = None
-    """Acknowledged, by what it was told, and not in its log."""
+    """Acknowledged point that the log lacks."""
     log: Log = field(default_factory=list)
     is_old: bool = False
-    """It was put back, and is not yet whole again."""
+    """Whether the disk was put back and is not whole again."""
 
     def put_back(self, frames: int, *, forgets: bool) -> None:
-        """The disk of a machine that stands still loses its last frames; if it forgets, all newer memory, too."""
+        """Drop the last frames, as of a machine that stood still; `forgets`: also newer terms and points."""
         del self.log[max(len(self.log) - frames, 0) :]
         self.is_old = True
         if forgets:
@@ -70,7 +69,7 @@ class Disk:
             self.point = self.lacks = None
 
     def look_at(self, points: Iterable[pb.AcknowledgedPoint]) -> None:
-        """Hold what somebody remembers to be acknowledged against the log, if all of it was in it once."""
+        """Compare points with the log, if the log was complete once."""
         for point in points if self.complete else ():
             if not self.has(point) and (self.lacks is None or point.end > self.lacks.end):
                 self.lacks = point
@@ -78,7 +77,7 @@ class Disk:
             self.lacks = None
 
     def forget_before(self, term: int) -> None:
-        """An operator accepted, in that term, that what older points say is lost."""
+        """Drop points older than this term: an operator accepted their loss."""
         if self.point and self.point.term < term:
             self.point = None
         if self.lacks and self.lacks.term < term:
@@ -102,24 +101,24 @@ def chain(log: Log) -> int:
 
 @dataclass(eq=False)
 class Process:
-    """A running broker, until it stops."""
+    """Running broker, until it stops."""
 
     disk: Disk
     assignment: pb.Assignment | None = None
     outbox: deque[pb.BrokerState] = field(default_factory=deque)
-    """Heartbeats that are under way."""
+    """Heartbeats under way."""
     holds_until: float = 0.0
-    """Until then a master takes nothing new, and a slave follows nobody: the roles change."""
+    """Until then, a master stores nothing and a slave follows no master: the roles change."""
     has_begun: bool = False
-    """A master's epoch frame is in its log."""
+    """Whether the master's epoch frame is in its log."""
     in_sync: bool = False
-    """A slave's log reached the end of its master's, in this term and life."""
+    """Whether the slave's log reached its master's log end, in this term and process."""
     slaves: list[Process] = field(default_factory=list)
-    """Whom a master is linked with, and whose copies count."""
+    """Linked slaves, whose copies count."""
     met: list[Process] = field(default_factory=list)
-    """Who said hello to this mastership."""
+    """Slaves that sent a hello in this mastership."""
     is_unfilled: bool = False
-    """A slave that would have to be filled waits for an operator's word."""
+    """Whether the slave waits for an operator's permission to be filled."""
 
     def begin_part(self) -> None:
         self.is_unfilled = False
@@ -132,7 +131,7 @@ class Process:
 
 @dataclass(eq=False)
 class Box:
-    """A machine: its name stays, its disk and its process come and go."""
+    """Machine: its name stays, its disk and process change."""
 
     name: str
     ip: str
@@ -140,9 +139,9 @@ class Box:
     disks: list[Disk] = field(default_factory=list)
     process: Process | None = None
     is_cut_off: bool = False
-    """No metaserver hears it, and the other way round."""
+    """Whether the box is cut off from all metaservers."""
     is_lost: bool = False
-    """The machine never returns. One with an empty disk may get its name."""
+    """Whether the machine is gone for good. A machine with an empty disk may take its name."""
 
     @property
     def key(self) -> tuple[str, int]:
@@ -151,17 +150,17 @@ class Box:
 
 @dataclass
 class Acknowledged:
-    """What a group owes its producers."""
+    """Messages that a group owes its producers."""
 
     messages: set[int] = field(default_factory=set)
     given_up: set[int] = field(default_factory=set)
-    """An operator accepted their loss."""
+    """Messages whose loss an operator accepted."""
     masters: dict[int, Disk] = field(default_factory=dict)
-    """Who acknowledged, by term."""
+    """Term -> disk of the master that acknowledged in it."""
 
 
 class Brokers:
-    """All boxes. Owned by the world."""
+    """All boxes of a world."""
 
     def __init__(self, names: str) -> None:
         self._disks = 0
@@ -172,10 +171,10 @@ class Brokers:
         self.acknowledged: dict[str, Acknowledged] = {}
         self.now = 0.0
         self.broken = ""
-        """The promise that brokers broke."""
+        """First broken promise of the brokers."""
 
     def add_box(self, name: str) -> Box:
-        """A new machine."""
+        """Return a new machine."""
         disk = self._new_disk()
         box = self.boxes[name] = Box(name, f"10.0.0.{len(self.boxes) + 1}", disk, [disk])
         return box
@@ -205,13 +204,16 @@ class Brokers:
         known = self.acknowledged.setdefault(group, Acknowledged())
         return known.messages - known.given_up
 
-    # What brokers do.
 
     def take(self, process: Process, assignment: pb.Assignment) -> None:
-        """A broker learns its part. An older term than it knows it does not obey. Raises Refused."""
+        """Give a broker its assignment. It ignores older terms than its disk has.
+
+        Raises:
+            Refused: the assignment does not fit the disk.
+        """
         disk, old = process.disk, process.assignment
         if not assignment.term:
-            return  # it only says what time it is
+            return  # it only carries the clock
         if disk.group not in ("", assignment.broker_group):
             raise Refused("start this broker with an empty one")
         self._heed_points(process, assignment)
@@ -228,7 +230,10 @@ class Brokers:
         process.assignment = assignment
 
     def _heed_points(self, process: Process, assignment: pb.Assignment) -> None:
-        """A slave that may be behind lacks what was acknowledged without it; a master that has slaves lacks nothing."""
+        """Compare the remembered points with the log.
+
+        A slave that may be behind lacks points legitimately; a master with slaves lacks none.
+        """
         disk, has_slaves = process.disk, process.is_in(Role.MASTER) and bool(process.slaves)
         disk.forget_before(assignment.loss_accepted_term)
         may_be_behind = assignment.role == Role.SLAVE and len(assignment.slaves) >= assignment.min_copies
@@ -240,7 +245,7 @@ class Brokers:
             disk.boot += 1
 
     def sync(self, box: Box, number: int | None = None) -> bool:
-        """The master in a box and its slaves, or the one of this number, connect, agree and catch up."""
+        """Let the master in a box and its slaves, or one of them, connect, agree and catch up."""
         master = box.process
         if master is None or not master.is_in(Role.MASTER):
             return False
@@ -255,14 +260,14 @@ class Brokers:
         return True
 
     def _meet(self, master: Process, slave: Process) -> bool:
-        """They agree; before a mastership begins, the slave restores what its master lost."""
+        """Let both agree; before a mastership begins, the master restores what it lost from the slave."""
         if not slave.is_in(Role.SLAVE, self.assigned(master).term) or self._is_held(slave):
             return False
         if slave.disk.group != master.disk.group or slave.disk is master.disk:
             return False
         mine, theirs = master.disk.log, slave.disk.log
         if not master.has_begun and theirs[: len(mine)] == mine:
-            mine[:] = theirs  # what it has more may be acknowledged
+            mine[:] = theirs  # the slave's additional frames may be acknowledged
             master.disk.look_at(())
         if slave not in master.met:
             master.met.append(slave)
@@ -283,7 +288,7 @@ class Brokers:
         self._acknowledge(master)
 
     def _is_to_wait(self, master: Process, slave: Process) -> bool:
-        """Whether it was never whole, lacks something that is acknowledged, and may not be filled."""
+        """Whether the slave was never whole, lacks acknowledged frames, and is not allowed to be filled."""
         part, disk, point = self.assigned(master), slave.disk, master.disk.point
         pairs = zip(master.disk.log, disk.log, strict=False)
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
@@ -296,7 +301,9 @@ class Brokers:
         return slave.holds_until > self.now or slave.disk.promised > slave.disk.term
 
     def _begin(self, master: Process) -> bool:
-        """Write the epoch frame, unless this copy lacks something; one that may have lost all asks enough others."""
+        """Write the epoch frame, unless this copy lacks something. A copy that may have lost everything needs enough
+        others.
+        """
         disk = master.disk
         if not master.has_begun and not disk.lacks and self._has_met_enough(master):
             disk.log.append(Frame(disk.term, disk.boot, 0))
@@ -317,7 +324,7 @@ class Brokers:
             self.broken = f"{disk.incarnation} of {disk.group} gives up {cut}, which was acknowledged"
 
     def produce(self, box: Box) -> bool:
-        """A producer sends a message; with too few slaves it is not acknowledged, and stays a tail."""
+        """Store a message; with too few slaves it is not acknowledged and stays a tail."""
         master = box.process
         if master is None or not master.is_in(Role.MASTER) or self.is_draining(master) or not self._begin(master):
             return False
@@ -329,7 +336,7 @@ class Brokers:
         return self._acknowledge(master)
 
     def _acknowledge(self, master: Process) -> bool:
-        """What enough copies have, together with a frame of the present epoch."""
+        """Acknowledge the frames that enough copies have, once one of them is of the present epoch."""
         disk, assignment = master.disk, self.assigned(master)
         if self.are_too_few_in_sync(master):
             return False
@@ -345,7 +352,7 @@ class Brokers:
         return True
 
     def look_at_masters(self) -> None:
-        """Whoever began in the newest term in which a master acknowledged, or a later one, has all of it."""
+        """Check that each master of the newest acknowledging term, or of a later one, has all acknowledged messages."""
         for box in self.boxes.values():
             if (master := box.process) and master.has_begun and master.is_in(Role.MASTER):
                 group = self.assigned(master).broker_group
@@ -360,12 +367,12 @@ class Brokers:
         return master.holds_until > self.now or master.disk.promised > master.disk.term
 
     def is_linked(self, master: Process, slave: Process) -> bool:
-        """Whether the slave's copy still grows with its master's."""
+        """Whether the slave's copy still follows its master's."""
         runs = any(box.process is slave for box in self.boxes.values())
         return runs and slave.is_in(Role.SLAVE, self.assigned(master).term) and not self._is_held(slave)
 
     def cut(self, box: Box, number: int) -> None:
-        """The link with one slave breaks."""
+        """Break the link with one slave."""
         if box.process and box.process.slaves:
             del box.process.slaves[number % len(box.process.slaves)]
 
@@ -374,7 +381,7 @@ class Brokers:
             if master := box.process:
                 master.slaves = [slave for slave in master.slaves if self.is_linked(master, slave)]
 
-    # What the metaserver asks of them while roles change.
+    # Calls of the metaserver while roles change.
 
     def prepare_swap(self, box: Box, *, term: int, until: float, target: str, promised_term: int) -> None:
         master = box.process
@@ -405,10 +412,10 @@ class Brokers:
     def is_unfit(self, slave: Process, master_gone: bool) -> bool:
         return not (slave.in_sync or (master_gone and slave.disk.complete)) or slave.disk.lacks is not None
 
-    # What they say.
+    # Reports of brokers.
 
     def state(self, box: Box) -> pb.BrokerState:
-        """What the broker in a box would say now."""
+        """Return the state that the broker in a box reports now."""
         process = box.process
         assert process
         disk, assignment = process.disk, process.assignment

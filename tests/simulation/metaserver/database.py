@@ -1,7 +1,7 @@
-"""One SQLite database for all metaservers; each reaches it over an engine that fails when and where it is told to.
+"""One SQLite database of all metaservers, each with an engine that fails as ordered.
 
-A transaction may fail before it began, at any of its statements, at its commit, or right after it: then the change is
-stored and the answer is lost. Whoever watches sees the tables after every commit.
+A transaction fails before it begins, at one of its statements, at its commit, or right after it: then the change is
+stored and the answer is lost. The oracle reads the tables after every commit.
 """
 
 from __future__ import annotations
@@ -32,17 +32,20 @@ DECIDED = (
     "client_offline_state",
     "audit_trail",
 )
-"""What operators decide, and what is written down about it."""
+"""Tables of what operators decide, and their audit trail."""
 COLUMNS = {name: tuple(column.name for column in metadata.tables[name].columns) for name in DECIDED}
 
 
 @dataclass(frozen=True)
 class Fate:
-    """What becomes of a job.
+    """Fate of a job.
 
-    fine; away: it fails before anything happened; broken: its statement number `at` and all later ones fail; hiccup:
-    only that statement does; uncommitted and lost: its commit number `at` fails, or works but is not answered. For a
-    call to a broker: away, and lost.
+    - fine
+    - away: it fails before it begins; also for a call to a broker
+    - broken: its statement number `at` and all later ones fail
+    - hiccup: only that statement fails
+    - uncommitted: its commit number `at` fails
+    - lost: that commit works, and its answer is lost; also for a call to a broker
     """
 
     kind: str = "fine"
@@ -56,7 +59,7 @@ FINE, AWAY, LOST = Fate(), Fate("away"), Fate("lost")
 
 
 class Access:
-    """One metaserver's engine."""
+    """Engine of one metaserver."""
 
     def __init__(self, uri: str, on_commit: Callable[[], None]) -> None:
         self._fate = FINE
@@ -64,7 +67,7 @@ class Access:
         self._raw: sqlite3.Connection | None = None
         self._on_commit = on_commit
         self.failed = False
-        """Whether the last job met a failure."""
+        """Whether the last job failed."""
         self.engine = create_engine("sqlite://", creator=lambda: connect(uri), poolclass=StaticPool)
         event.listen(self.engine, "begin", self._begin)
         event.listen(self.engine, "before_cursor_execute", self._statement)
@@ -119,27 +122,27 @@ def read_tables(database: sqlite3.Connection) -> Tables:
 
 
 class Template:
-    """An empty database of the newest schema, made once and copied for each run."""
+    """Empty database of the newest schema, made once and copied for each run."""
 
     def __init__(self, folder: Path) -> None:
         self._copies = 0
         path = folder / "empty.db"
         real.open_database(f"sqlite:///{path}").dispose()
         self._empty = sqlite3.connect(path, check_same_thread=False)
-        self._empty.execute(  # a metaserver that finds an admin's token makes none
+        self._empty.execute(  # or each metaserver would make an admin's token
             "INSERT INTO api_token VALUES ('first', 'first-admin', 'admin', 'salt', 'hash', '[]', '[]', 1, 0, 0)"
         )
         self._empty.commit()
         self.bare = sqlite3.connect(":memory:", check_same_thread=False)
-        """It stays empty."""
+        """Empty database that stays empty."""
         self._empty.backup(self.bare)
 
     def keep(self, database: sqlite3.Connection) -> None:
-        """From now on, copy this one."""
+        """Copy this database from now on."""
         database.backup(self._empty)
 
     def copy(self) -> tuple[str, sqlite3.Connection]:
-        """Return a new database, in memory, by its name for `connect`, and a connection that keeps it alive."""
+        """Return the name of a new database in memory for `connect`, and a connection that keeps it open."""
         self._copies += 1
         uri = f"file:state-machine-{id(self)}-{self._copies}?mode=memory&cache=shared"
         database = connect(uri)

@@ -1,7 +1,7 @@
-"""Virtual time, and every wait for the world in the machine's hands: SQL and calls to brokers become jobs in a list.
+"""Event loop in virtual time that turns SQL and calls to brokers into jobs.
 
-The loop runs what is ready and stops there. Nothing else happens until the machine carries out a job with a fate of
-its choice, or lets time go by. No thread, no socket, no clock: the same steps give the same run.
+The loop runs ready callbacks and stops. The walk then carries out a job with a chosen fate, or lets time pass. There is
+no thread, socket or clock: the same steps give the same run.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from random import Random
 from typing import Any
 
 WHOSE: contextvars.ContextVar[Any] = contextvars.ContextVar("whose")
-"""The task of ours, such as an operator's action, that a job is part of."""
+"""Errand that a job belongs to."""
 
 WRITES: contextvars.ContextVar[bool] = contextvars.ContextVar("writes", default=False)
-"""Set while a change is ordered."""
+"""Set while a write is ordered."""
 
 
 @dataclass(eq=False)
 class Job:
-    """Something that code under test waits for: a transaction, or a broker's answer."""
+    """A transaction, or a call to a broker, that code under test awaits."""
 
     whose: Any
     call: Callable[[], Any]
     future: asyncio.Future[Any]
     kind: str = "sql"
     writes: bool = False
-    """It is to change the database."""
+    """Whether it may change the database."""
 
     def resolve(self, result: Any, error: BaseException | None) -> None:
-        if self.future.done():  # who waited for it gave up
+        if self.future.done():  # its caller was cancelled
             return
         if error is not None:
             self.future.set_exception(error)
@@ -44,7 +44,7 @@ class Job:
 
 
 class _NothingToSelect:
-    """A loop of ours has no sockets."""
+    """Selector of a loop without sockets."""
 
     def select(self, timeout: float | None) -> list[Any]:
         return []
@@ -58,7 +58,7 @@ class _State:
 
 
 class Loop(asyncio.BaseEventLoop):
-    """An event loop whose time stands still until somebody moves it."""
+    """Event loop whose time stands still until the world advances it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Loop(asyncio.BaseEventLoop):
         self.on_job: Callable[[Job], None] = lambda job: self.state.jobs.append(job)
         self.errors: list[dict[str, Any]] = []
         self.tasks: dict[asyncio.Task[Any], Any] = {}
-        """Task that is not done -> whose it is."""
+        """Unfinished task -> its errand."""
         self.set_task_factory(self._make_task)
         self.set_exception_handler(lambda _, context: self.errors.append(context))
 
@@ -84,25 +84,25 @@ class Loop(asyncio.BaseEventLoop):
         return job.future
 
     def ask(self, call: Callable[[], Any]) -> Awaitable[Any]:
-        """Let the machine carry out a call to a broker."""
+        """Make a job of a call to a broker."""
         job = Job(WHOSE.get(), call, self.create_future(), "broker")
         self.on_job(job)
         return job.future
 
     def _make_task(self, loop: Any, work: Any, context: contextvars.Context | None = None) -> asyncio.Task[Any]:
         task = asyncio.Task(work, loop=loop, context=context)
-        self.tasks[task] = (context or contextvars.copy_context()).get(WHOSE)  # nobody's: the end of a generator
+        self.tasks[task] = (context or contextvars.copy_context()).get(WHOSE)  # None: the end of a generator
         task.add_done_callback(lambda done: self.tasks.pop(done, None))
         return task
 
     def begin(self, whose: Any, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Start a task; all its jobs are `whose`."""
+        """Start a task of this errand."""
         context = contextvars.copy_context()
         context.run(WHOSE.set, whose)
         return self.create_task(work, context=context)
 
     def run_ready(self) -> None:
-        """Run until everybody waits for a job or for a later time."""
+        """Run until every task waits for a job or a later time."""
         with self.own_clock():
             for _ in range(10_000):
                 if not self._ready and not self._due():
@@ -113,7 +113,7 @@ class Loop(asyncio.BaseEventLoop):
 
     @contextmanager
     def own_clock(self) -> Iterator[None]:
-        """Within: nobody sees another time than the loop's, or other dice."""
+        """Replace clocks and dice by the loop's."""
         real = time.monotonic, time.monotonic_ns, time.time_ns, secrets._sysrand  # type: ignore[attr-defined]
         nanoseconds = lambda: round(self.state.now * 1e9)
         time.monotonic, time.monotonic_ns, time.time_ns = self.time, nanoseconds, nanoseconds

@@ -1,4 +1,4 @@
-"""Two operators and a failing metaserver, interleaved at random on the same broker groups."""
+"""Random walks: two operators and two failing metaservers, interleaved on the same broker groups."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FATES = [FINE] * 10 + [
     *(Fate("broken", at) for at in range(1, 8)),
 ]
 
-# What a step may be about. A list: one of these; a tuple: each of these.
+# Values of steps. A list: one of these; a tuple: each of these.
 WHO = ["master", "slave", "master", "slave", "spare", *"abcdef"]
 BOXES = [*"aabbcdef"]
 GROUPS = ["g1", "g1", "g1", "g2", "g3"]
@@ -42,7 +42,7 @@ NUMBERS = [0, 1]
 FLAGS = ["false", "false", "true"]
 CHOICES = list(range(100))
 OFTEN = 0.25
-"""How often a fault follows a step, in walks that have some."""
+"""Probability that a fault follows a step, in walks with faults."""
 
 ACTIONS = [
     (["AddBroker", "ReplaceBroker"], WHO, GROUPS, NUMBERS, FLAGS, FLAGS),
@@ -68,7 +68,7 @@ def pick(values: Any, dice: Random) -> Any:
 
 F = TypeVar("F", bound=Callable[..., None])
 STEPS: dict[str, tuple[int, dict[str, Any]]] = {}
-"""What may happen: how often, and with which values."""
+"""Step -> (weight, values of its arguments)."""
 
 
 def step(weight: int, **values: Any) -> Callable[[F], F]:
@@ -80,7 +80,7 @@ def step(weight: int, **values: Any) -> Callable[[F], F]:
 
 
 FAULTS: dict[str, list[tuple[str, int, dict[str, Any]]]] = {}
-"""What else may happen in walks of one kind: names of methods, how often, and with which values."""
+"""Kind -> its faults, as (method, weight, values of its arguments)."""
 
 
 def fault(kind: str, weight: int, **values: Any) -> Callable[[F], F]:
@@ -95,7 +95,7 @@ Ideas = list[tuple[str, dict[str, str]]]
 
 
 class Machine:
-    """One walk. Each method that is a step or a fault is one thing that may happen."""
+    """One walk. Each step and each fault is a method."""
 
     def __init__(self, template: Template) -> None:
         self.world = World(template)
@@ -110,7 +110,6 @@ class Machine:
         getattr(self, name)(**words)
         self.world.oracle.look_at_brokers()
 
-    # Operators.
 
     @step(2, who=NUMBERS, at=NUMBERS, action=ACTIONS)
     def operate(self, who: int, at: int, action: tuple[Any, ...]) -> None:
@@ -128,18 +127,18 @@ class Machine:
         at=(NUMBERS, NUMBERS),
     )
     def both_operate(self, group: str, about: str, choices: tuple[int, int], at: tuple[int, int]) -> None:
-        """Both operators begin something that makes sense for the same group, at the same moment."""
+        """Let both operators order something likely for the same group, at the same moment."""
         for who, (choice, number) in enumerate(zip(choices, at)):
             server = self.world.servers[number]
             if about == "routes" and who:
-                group = {"g1": "g2", "g2": "g1"}.get(group, group)  # of a route of both, each takes away one
+                group = {"g1": "g2", "g2": "g1"}.get(group, group)  # if both change one route, each removes another group
             likely = getattr(self, f"likely_{about}")(group, choice // 10)
             if likely and not self.world.busy(self.operators[who]) and server.process:
                 what, words = likely[choice % len(likely)]
                 self.operators[who] = self.world.operate(server, what, words, f"operator {who}")
 
     def likely_roles(self, group: str, choice: int) -> Ideas:
-        """What an operator may want to do with the brokers of a group as it is."""
+        """Return the orders that make sense for the roles of a group."""
         parts = self.world.oracle.decided.parts_of(group)
         master, *slaves = [self.world.brokers.boxes[key[0]] if key else None for key in (parts.master, *parts.slaves)]
         slaves.sort(key=lambda box: box.name)
@@ -185,7 +184,7 @@ class Machine:
 
     @step(4, who=NUMBERS, fate=[LOST, LOST, Fate("uncommitted"), AWAY, Fate("broken", 4), None, None])
     def strike(self, who: int, fate: Fate | None) -> None:
-        """What an operator changes meets a failure, or takes long."""
+        """Let an operator's change fail, or take long."""
         errand = self.operators[who]
         if errand and self.world.busy(errand) and errand.server.process is errand.process:
             self.world.strike(errand, fate)
@@ -195,7 +194,7 @@ class Machine:
         self.world.release()
 
     def words(self, what: str, *chosen: Any) -> dict[str, str]:
-        """An operator's parameters, with the brokers named that he would name."""
+        """Return the parameters of an order, with names of brokers filled in."""
         match what, *chosen:
             case "AddBroker", who, group, role, *_:
                 return place(self.box(who, group), group, role)
@@ -234,7 +233,7 @@ class Machine:
 
     @step(1, who=NUMBERS)
     def give_up(self, who: int) -> None:
-        """The operator's connection ends before the answer came."""
+        """Close the operator's connection before the answer."""
         errand = self.operators[who]
         if errand and errand.task and self.world.busy(errand):
             self.world.note(f"operator gives up: {errand}")
@@ -242,7 +241,6 @@ class Machine:
             errand.task.cancel()
             self.world.run()
 
-    # The world.
 
     @step(5, which=[0, 1, 2, 3], fate=FATES)
     def proceed(self, which: int, fate: Fate) -> None:
@@ -255,7 +253,7 @@ class Machine:
 
     @step(1, group=GROUPS)
     def burn(self, group: str) -> None:
-        """The slave's machine burns down and comes back with an empty disk; what the master said before comes late."""
+        """Replace the slave's disk by an empty one, and deliver the master's earlier report late."""
         world, parts = self.world, self.world.oracle.decided.parts_of(group)
         keys = parts.master, max(parts.slaves, default=None)
         master, slave = (world.brokers.boxes[key[0]] if key else None for key in keys)
@@ -275,8 +273,9 @@ class Machine:
 
     @step(2, group=["g1", "g2", "g2"], at=NUMBERS, cut=[None, 0, 1], also=[None, 0, 1], how=["stop", "put back"])
     def lose_master(self, group: str, at: int, cut: int | None, also: int | None, how: str) -> None:
-        """A master takes a last message, a slave perhaps without it; it ends. A slave ends, too, or its disk is put
-        back; an operator acts."""
+        """Stop a master after a last message that a slave may lack. A slave stops too, or its disk is put back; an
+        operator acts.
+        """
         world, server, brokers = self.world, self.world.servers[at], self.world.brokers
         master, slaves = self.master_to_lose(group, at, "loses")
         if master is None or not slaves:
@@ -299,7 +298,7 @@ class Machine:
 
     @step(1, group=GROUPS, at=NUMBERS, number=NUMBERS)
     def doubt(self, group: str, at: int, number: int) -> None:
-        """The metaserver loses a master that is there and has lost its slaves. While roles change, it goes on."""
+        """Cut a running master off from the metaservers and its slaves; it goes on while roles change."""
         world, server, brokers = self.world, self.world.servers[at], self.world.brokers
         master, slaves = self.master_to_lose(group, at, "loses touch with")
         if master is None:
@@ -318,7 +317,7 @@ class Machine:
         master.is_cut_off = False
 
     def master_to_lose(self, group: str, at: int, loses: str) -> tuple[Box | None, list[Key]]:
-        """Let the master and its slaves catch up; return them if one follows and the first operator can act here."""
+        """Let the master and its slaves catch up; return them if a slave follows and the first operator can act."""
         world, parts = self.world, self.world.oracle.decided.parts_of(group)
         master = world.brokers.boxes[parts.master[0]] if parts.master else None
         if world.servers[at].process is None or master is None or not world.brokers.sync(master):
@@ -330,8 +329,10 @@ class Machine:
         return master, sorted(parts.slaves)
 
     def is_old(self, group: str) -> bool:
-        """Whether a disk of a group was put back and is not whole again. Of two at once nothing is promised, nor of a
-        disk and the database."""
+        """Whether a disk of the group was put back and is not whole again.
+
+        No promise covers two such disks, or a disk and the database.
+        """
         if self.world.went_back:
             return True
         keys = self.world.oracle.decided.parts_of(group).all
@@ -339,7 +340,7 @@ class Machine:
 
     @step(2, who=WHO, group=["g1", "g2", "g2"], frames=[1, 1, 2, 4], forgets=[False, True])
     def put_back(self, who: str, group: str, frames: int, forgets: bool) -> None:
-        """A disk comes back as it was, outside of the moment in which roles change; what it knew was heard of."""
+        """Put a disk back while no roles change; its points were reported before."""
         world, box = self.world, self.box(who, group)
         if any(map(world.busy, self.operators)) or self.is_old(box.disk.group):
             return
@@ -351,13 +352,13 @@ class Machine:
         box.disk.put_back(frames, forgets=forgets)
         world.start_box(box, world.servers[0])
         world.finish()
-        world.speak(box)  # else nobody knows, and the broker itself refuses to begin
+        world.speak(box)  # or only the broker itself would refuse to begin
         world.deliver(box)
         world.finish()
 
     @step(1, group=GROUPS, at=NUMBERS)
     def dissolve(self, group: str, at: int) -> None:
-        """An operator removes all brokers of a group, and with the last one the group."""
+        """Remove all brokers of a group, and with the last one the group."""
         world, server = self.world, self.world.servers[at]
         keys = world.oracle.decided.parts_of(group).all[::-1]
         if server.process is None or not keys or self.world.busy(self.operators[0]):
@@ -383,7 +384,7 @@ class Machine:
         arrive=[0, 1, 2, 3],
     )
     def server(self, what: str, at: int, arrive: int) -> None:
-        """Something happens to a metaserver. Of what a crashed one sent to the database, some arrives."""
+        """Crash, start or disconnect a metaserver. Some jobs of a crashed one still reach the database."""
         server = self.world.servers[at]
         self.world.note(f"{server.name}: {what}")
         match what:
@@ -401,7 +402,6 @@ class Machine:
             case "away" | "back":
                 server.is_away = what == "away"
 
-    # The database goes back.
 
     @fault("database", 3)
     def keep_copy(self) -> None:
@@ -409,7 +409,7 @@ class Machine:
 
     @fault("database", 3, which=CHOICES, restarts=[False, False, True])
     def put_database_back(self, which: int, restarts: bool) -> None:
-        """The database becomes what it was; metaservers go on meanwhile, or are stopped for that."""
+        """Restore an earlier database; metaservers go on meanwhile, or are stopped."""
         world = self.world
         if not world.copies or any(box.disk.is_old for box in world.brokers.boxes.values()):
             return
@@ -417,7 +417,7 @@ class Machine:
 
     @fault("emptied", 1, restarts=[False, False, True])
     def empty_database(self, restarts: bool) -> None:
-        """Another database is in its place, which has no groups. What was under way is over."""
+        """Put an empty database in place, after all jobs are done."""
         world = self.world
         if world.oracle.decided.terms and not any(box.disk.is_old for box in world.brokers.boxes.values()):
             world.finish()
@@ -442,7 +442,7 @@ class Machine:
 
     @fault("database", 6, group=GROUPS, at=NUMBERS, choice=CHOICES, heard=[True, True, False], restarts=FLAGS)
     def lose_a_change(self, group: str, at: int, choice: int, heard: bool, restarts: str) -> None:
-        """An operator changes roles; brokers hear of that, or not yet; the database forgets it."""
+        """Change roles, with or without brokers receiving them, then restore the database to before."""
         world, server = self.world, self.world.servers[at]
         ideas = self.likely_roles(group, choice // 10)
         if server.process is None or server.is_away or self.world.busy(self.operators[0]) or not ideas:
@@ -459,14 +459,13 @@ class Machine:
 
     @fault("database", 2, group=GROUPS, at=NUMBERS, who=NUMBERS)
     def adopt(self, group: str, at: int, who: int) -> None:
-        """An operator chooses the master of a group whose row is old, as Doctor names it, or another one."""
+        """Choose the master of a group with an old row, as Doctor names it, or another broker."""
         keys = self.world.oracle.decided.parts_of(group).all
         if keys:
             host, port = keys[(at + who) % len(keys)]
             words = {"brokerGroup": group, "hostname": host, "servePort": str(port), "force": "false"}
             self.order(who, at, "AdoptRoles", words)
 
-    # Fillings that wait, and losses that are accepted.
 
     @fault("fillings", 3, group=GROUPS, at=NUMBERS, who=NUMBERS, mode=["manual", "manual", "automatic"])
     def set_mode(self, group: str, at: int, who: int, mode: str) -> None:
@@ -484,7 +483,7 @@ class Machine:
 
     @fault("losses", 3, group=GROUPS, at=NUMBERS, number=NUMBERS, swap=FLAGS)
     def accept_loss(self, group: str, at: int, number: int, swap: str) -> None:
-        """All brokers of a group are stopped, and an operator makes do with one copy, or with none."""
+        """Stop all brokers of a group and accept a loss: go on with one copy, or with none."""
         keys = self.world.oracle.decided.parts_of(group).all
         if keys and self.world.servers[at].process and not self.world.busy(self.operators[0]):
             for name, _ in keys:
@@ -502,11 +501,10 @@ class Machine:
         if server.process and not self.world.busy(self.operators[who]):
             self.operators[who] = self.world.operate(server, what, words, f"operator {who}")
 
-    # Brokers and clients.
 
     @step(2, group=GROUPS, what=["stop", "outage", "start"], at=NUMBERS)
     def group(self, group: str, what: str, at: int) -> None:
-        """All brokers of a group stop, perhaps for long enough that everybody noticed; or they start."""
+        """Stop all brokers of a group, at times for longer than the timeout; or start them."""
         self.world.note(f"{group}: {what}")
         for name, _ in self.world.oracle.decided.parts_of(group).all:
             box = self.world.brokers.boxes[name]
@@ -525,7 +523,7 @@ class Machine:
         at=NUMBERS,
     )
     def broker(self, who: str, group: str, what: str, at: int) -> None:
-        """Something happens to a broker, or to the disk in its machine."""
+        """Stop, start or reconnect a broker, or change the disk in its machine."""
         box, server = self.box(who, group), self.world.servers[at]
         self.world.note(f"{box.name}: {what}, {server.name}")
         match what:
@@ -536,7 +534,7 @@ class Machine:
             case "reconnect" if box.process:
                 self.world.connect(box, server)
             case "new disk" | "old disk" if not self.world.went_back:
-                for other in self.world.brokers.boxes.values():  # what was said before, and comes late
+                for other in self.world.brokers.boxes.values():  # late reports of earlier states
                     self.world.speak(other)
                 self.world.stop_box(box, closes=True)
                 self.world.brokers.change_disk(box, None if what == "new disk" else 0)
@@ -544,7 +542,7 @@ class Machine:
 
     @step(1, seconds=[0.1, 1, 3])
     def all_is_well(self, seconds: float) -> None:
-        """A quiet time: everything that has a part runs, and copies catch up."""
+        """Let a quiet time pass: all brokers with a role run, and copies catch up."""
         world = self.world
         world.note(f"all is well for {seconds} s")
         for server in world.servers:
@@ -603,7 +601,7 @@ class Machine:
         self.come_to_work()
 
     def use_database(self) -> None:
-        """A database that was set aside is used again by what Doctor names."""
+        """Let Doctor's AdoptDatabase bring a database back into use."""
         world, servers = self.world, self.world.servers
         if not world.went_back:
             return
@@ -621,7 +619,7 @@ class Machine:
             raise Violation(f"{aside} use no database, whatever is decided")
 
     def come_to_work(self) -> None:
-        """No fault strikes any more: each group takes messages, or Doctor says what keeps it and what to do."""
+        """Check, without faults, that each group takes messages, or that Doctor names a remedy that works."""
         world, dice = self.world, self.world.loop.state.dice
         self.all_is_well(3)
         for group in list(world.oracle.decided.states):
@@ -635,7 +633,7 @@ class Machine:
             operator.bring_to_work(lambda group=group: group not in self.not_at_work())
 
     def look_at_parts(self) -> None:
-        """What brokers were told last is what the database holds."""
+        """Check that brokers' newest assignments equal the tables."""
         decided = self.world.oracle.decided
         for box in self.world.brokers.boxes.values():
             part = box.process.assignment if box.process and box.name in self.world.streams else None
@@ -652,7 +650,7 @@ class Machine:
                 raise Violation(f"Doctor tells nobody that messages of {group} were given up in term {term}")
 
     def lose_for_good(self, group: str, how_many: int) -> None:
-        """Machines of a group burn down, and nobody brings their disks back."""
+        """Lose machines of a group, with their disks."""
         keys = self.world.oracle.decided.parts_of(group).all
         for name, _ in self.world.loop.state.dice.sample(keys, min(how_many, len(keys))):
             box = self.world.brokers.boxes[name]
@@ -661,7 +659,7 @@ class Machine:
             box.is_lost = True
 
     def not_at_work(self) -> list[str]:
-        """Groups that take no messages, and no operator wants that."""
+        """Return the groups that take no messages although no operator ordered that."""
         decided, registry = self.world.oracle.decided, self.world.servers[0].process.registry
         wanted = {name for name, (draining, *_) in decided.states.items() if draining}
         wanted |= {group for subject, group in decided.marks if subject == "*"}
@@ -672,7 +670,7 @@ class Machine:
 
 NAMES = [name for name, (weight, _) in STEPS.items() for _ in range(weight)]
 ROTA = "", "database", "", "fillings", "", "losses", "", "emptied"
-"""Kinds of faults of a seed: half of the walks have none of these."""
+"""Kind of faults by seed; half of the walks have none of these."""
 STEPS_OF_A_WALK = 50
 
 
@@ -681,7 +679,7 @@ def walk(machine: Machine, seed: int, skipped: frozenset[int], faults: str) -> N
 
     Args:
         skipped: numbers of steps that are drawn and not taken.
-        faults: kind of the faults that follow steps. They have dice of their own, so the other walks stay as they are.
+        faults: kind of the faults that follow steps. They have dice of their own, so other walks do not change.
     """
     dice, world = Random(seed), machine.world
     more, others = Random(f"{seed} {faults}"), [fault for fault in FAULTS.get(faults, ()) for _ in range(fault[1])]
@@ -707,11 +705,11 @@ def simulate(seed: int, *, steering: Steering = UNSTEERED, faults: str | None = 
 
     Args:
         steering: its fault is the kind of faults.
-        faults: the same, where that may be none; None: as the seed has it.
+        faults: the same, may be none; None: by seed.
     """
     kind = steering.fault or ROTA[seed % len(ROTA)] if faults is None else faults
     with contextlib.ExitStack() as stack:
-        for module in (rules, causes):  # there are six brokers, and two groups of them
+        for module in (rules, causes):  # six brokers make two groups of three
             stack.enter_context(mock.patch.object(module, "COPIES_MAX", 3))
         machine = Machine(_template())
         stack.callback(machine.world.close)

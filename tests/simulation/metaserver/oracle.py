@@ -1,6 +1,6 @@
-"""What must hold, whatever happens: looked at after every commit and at every answer to an operator.
+"""Laws of the metaservers, checked after every commit and every answer to an operator.
 
-The oracle knows the tables before and after, and who committed. It decides nothing by the metaserver's own code.
+The oracle compares the tables before and after a commit. It uses no code of the metaserver.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REPEATABLE = {
     "OnOffline",
     "ReplaceBroker",
 }
-"""Two operators may order the same at once: the second changes nothing. ReplaceBroker may store addresses."""
+"""Actions that two operators may order at once: the second one changes nothing. ReplaceBroker may store addresses."""
 
 
 def records(tables: Tables, name: str) -> list[Record]:
@@ -39,7 +39,7 @@ def records(tables: Tables, name: str) -> list[Record]:
 
 @dataclass(frozen=True)
 class Place:
-    """Who has which part in a group."""
+    """Role of one broker in its group."""
 
     group: str
     role: int
@@ -49,28 +49,28 @@ class Place:
 
 
 class Parts(NamedTuple):
-    """Who is what in a group."""
+    """Roles of all brokers of a group."""
 
     master: Key | None = None
     slaves: frozenset[Key] = frozenset()
 
     @property
     def all(self) -> list[Key]:
-        """The master first."""
+        """Keys of the brokers, the master first."""
         return ([self.master] if self.master else []) + sorted(self.slaves)
 
     def with_master(self, key: Key) -> Parts:
-        """One of the slaves and the master change places."""
+        """Return the roles after a swap of the master and this slave."""
         return Parts(key, self.slaves - {key} | ({self.master} if self.master else set()))
 
 
 @dataclass
 class Decided:
-    """What operators decide, in one moment."""
+    """State that operators decide, at one moment."""
 
     terms: dict[str, int]
     gone: frozenset[str]
-    """Groups that were removed; their terms are remembered."""
+    """Groups that were removed; their terms stay in the tables."""
     places: dict[Key, Place]
     marks: frozenset[tuple[str, str]]
     routes: dict[str, frozenset[str]]
@@ -80,9 +80,9 @@ class Decided:
     tags: dict[str, str]
     min_copies: dict[str, int]
     losses: dict[str, int]
-    """The term in which an operator accepted one; 0: none, or somebody said that it is known."""
+    """Group -> term in which an operator accepted a loss; 0: none, or the loss was acknowledged."""
     fillings: dict[str, tuple[str, frozenset[tuple[str, bool]]]]
-    """The mode, and what was said last of one filling of each slave."""
+    """Group -> (fill mode, (fill id, allowed) of each slave)."""
 
     @classmethod
     def of(cls, tables: Tables) -> Decided:
@@ -136,7 +136,7 @@ class Decided:
         )
 
     def changed(self, before: Decided) -> list[str]:
-        """What differs, by name. A broker's disk and addresses are its own affair."""
+        """Name the fields that differ. A broker's disk and addresses do not count."""
         names = ["terms", "gone", "marks", "routes", "states", "offline", "tags", "min_copies", "losses", "fillings"]
         changed = [name for name in names if getattr(self, name) != getattr(before, name)]
         return changed + (["roles"] if self.parts() != before.parts() else [])
@@ -145,7 +145,7 @@ class Decided:
         return {subject for subject, groups in self.routes.items() if group in groups}
 
     def parts(self) -> dict[str, Parts]:
-        """Who is what in each group."""
+        """Return the roles in each group."""
         slaves: dict[str, set[Key]] = {name: set() for name in self.terms}
         masters: dict[str, Key] = {}
         for key, place in self.places.items():
@@ -163,7 +163,7 @@ class Decided:
 
 
 class Oracle:
-    """Owned by the world."""
+    """Made by the world, once per walk."""
 
     def __init__(self, brokers: Brokers, tables: Tables) -> None:
         self._brokers = brokers
@@ -172,7 +172,7 @@ class Oracle:
         self._terms: dict[str, int] = {}
         self._masterships: dict[tuple[str, int], tuple[Parts, int]] = {}
         self._lost: dict[str, int] = {}
-        """Groups whose row went back, with the newest term that was lost by that."""
+        """Groups whose row was restored to an older state, with the newest term lost by that."""
         self._found: Violation | None = None
         self._rows: dict[Any, Record] = {}
         self._states: dict[Any, list[Decided]] = {}
@@ -181,7 +181,7 @@ class Oracle:
     # Commits.
 
     def committed(self, errand: Any, tables: Tables) -> None:
-        """Look at a commit. What is wrong is raised later, outside of the transaction."""
+        """Check a commit. A violation is raised later, outside of the transaction."""
         try:
             before, self.decided = self.decided, Decided.of(tables)
             old_tables, self._tables = self._tables, tables
@@ -191,7 +191,7 @@ class Oracle:
             self._found = self._found or violation
 
     def went_back(self, tables: Tables) -> None:
-        """The database is what it was at an earlier moment. Brokers know newer terms, or nobody does."""
+        """The database was restored to an earlier state. Brokers may have newer terms."""
         before, self.decided, self._tables = self.decided, Decided.of(tables), tables
         for group, term in before.terms.items():
             if term > self.decided.terms.get(group, 0):
@@ -241,9 +241,9 @@ class Oracle:
             self._terms[group] = term
             parts, m = now.parts()[group], now.min_copies.get(group, 2)
             if group in now.gone:
-                continue  # its term is kept
+                continue
             had = self._masterships.setdefault((group, term), (parts, m))
-            is_free = not had[0].all or term > errand.process.heard[group]  # no broker ever had a part, or said so
+            is_free = not had[0].all or term > errand.process.heard[group]  # no broker had or reported this term
             if had != (parts, m) and self._lost.get(group, 0) >= term and is_free:
                 self._masterships[group, term] = had = parts, m
             if had != (parts, m):
@@ -252,7 +252,7 @@ class Oracle:
                 raise Violation(f"{m} of {len(parts.all)} acknowledge in {group}, and the others may, too: {errand}")
 
     def _look_at_masters(self, errand: Any, before: Decided, now: Decided) -> None:
-        for group in now.gone - before.gone:  # what it held is no group's affair any more
+        for group in now.gone - before.gone:  # a removed group owes nothing
             self._brokers.owed(group)
             known = self._brokers.acknowledged[group]
             known.given_up |= known.messages
@@ -260,13 +260,13 @@ class Oracle:
             master, old = now.master(group), before.master(group)
             if master is None or (old and (old.key, old.incarnation) == (master.key, master.incarnation)):
                 continue
-            goes_on = old is not None and (old.key, old.incarnation) == (master.key, "")  # with whatever disk it has
+            goes_on = old is not None and (old.key, old.incarnation) == (master.key, "")  # on whatever disk
             disk = self._brokers.disk(master.incarnation) or self._brokers.boxes[master.key[0]].disk
             missing = self._brokers.owed(group) - disk.messages
             if errand.what == "AdoptRoles" and errand.words.get("force") == "true":
-                continue  # it is not at work before it has all that is remembered
+                continue  # it does not begin before it has every remembered point
             if missing and group not in before.terms and self._lost and not errand.process.heard[group]:
-                self._brokers.acknowledged[group].given_up |= missing  # nobody is left who knows of the group
+                self._brokers.acknowledged[group].given_up |= missing  # no broker reports this group any more
                 continue
             if missing and (goes_on or errand.words.get("acceptLoss") == "true"):
                 self._brokers.acknowledged[group].given_up |= missing
@@ -292,7 +292,7 @@ class Oracle:
             raise Violation(f"{errand} was not done, they said, but is done later")
 
     def _look_at_losses(self, errand: Any, before: Decided, now: Decided) -> None:
-        """An accepted loss is shown until somebody says that it is known."""
+        """An accepted loss is shown until an operator acknowledges it."""
         for group in before.losses.keys() & now.losses.keys():
             was, became = before.losses[group], now.losses[group]
             accepted = errand.words.get("acceptLoss") == "true" and became == now.terms[group] > before.terms[group]
@@ -301,14 +301,14 @@ class Oracle:
                 raise Violation(f"the loss of {group} in term {was} became one in term {became}: {errand}")
 
     def _look_at_adopted_rows(self, errand: Any, now: Decided) -> None:
-        """What a metaserver has in memory was so once, and its brokers heard of no other term of this number."""
+        """A row adopted from memory is one that the group had in a term of its own."""
         for group, became in now.parts().items():
             known = [parts for (name, _), (parts, _) in self._masterships.items() if name == group]
             if became.all and became not in known[:-1]:
                 raise Violation(f"{errand} made {became} of {group}, which it never was")
 
     def _look_at_raised_rows(self, errand: Any, before: Decided, now: Decided) -> None:
-        """A row that went back gets the master that it had in the newest term that brokers know; its copies stay."""
+        """A restored row is raised to the master of the newest term that brokers report; its copies stay."""
         for group in now.terms:
             was, became = before.parts_of(group), now.parts_of(group)
             if was == became:
@@ -322,12 +322,12 @@ class Oracle:
                 raise Violation(f"the row of {group} was raised from {was} to {became}: {errand}")
 
     def _look_at_trail(self, errand: Any, changed: list[str], old: Tables, new: Tables) -> None:
-        """Every change has one row of the audit trail, stored with it; no row is without a change."""
+        """Each change has one row of the audit trail, stored in its transaction; no row lacks a change."""
         if old["audit_trail"] - new["audit_trail"]:
             raise Violation(f"rows of the audit trail were changed by {errand}")
         rows = records({"audit_trail": new["audit_trail"] - old["audit_trail"]}, "audit_trail")
         done = [row for row in rows if row["result"] == "done"]
-        if changed in (["terms"], ["terms", "roles"]) and not errand.is_action:  # the metaserver's own doing
+        if changed in (["terms"], ["terms", "roles"]) and not errand.is_action:  # changed by the metaserver itself
             raises = ["AdoptRoles"] if "roles" in changed else ["AdoptRoles", "NewTerm"]
             if len(done) != 1 or done[0]["action"] not in raises:
                 raise Violation(f"{errand} began a term and the audit trail says {done}")
@@ -339,7 +339,7 @@ class Oracle:
             raise Violation(f"{errand} changed nothing and the audit trail says {done}")
 
     def _look_at_all_subjects(self, errand: Any, before: Decided, now: Decided) -> None:
-        """What is done for all subjects is done for all of them, or for none."""
+        """An action on all subjects changes all of them or none."""
         words = errand.words
         if errand.what == "RemoveSubjectBrokerGroup" and words["subject"] == "*" and now.serving(words["brokerGroup"]):
             raise Violation(f"{errand} is half done: {now.serving(words['brokerGroup'])} are still served there")
@@ -349,7 +349,7 @@ class Oracle:
                 raise Violation(f"{errand} is half done: {missing} are not")
 
     def _look_at_roles(self, errand: Any, before: Decided, now: Decided) -> None:
-        """Nothing but what was ordered was changed, compared with how it was right before: no update was lost."""
+        """An action changes the roles it names and no others, compared with the row right before: no update is lost."""
         if errand.what == "AdoptDatabase":
             return self._look_at_adopted_rows(errand, now)
         group = errand.words.get("brokerGroup", "")
@@ -384,10 +384,10 @@ class Oracle:
             raise Violation(f"{errand} made of {was} {became}; groups changed: {differing}")
 
     def _look_at_routes(self, errand: Any, before: Decided, now: Decided) -> None:
-        """Routes are as before, but for what was ordered."""
+        """An action changes the routes it names and no others."""
         words, none = errand.words, frozenset[str]()
         if errand.what == "AdoptDatabase":
-            return  # as the metaserver had them in memory
+            return  # they become those in the metaserver's memory
         group, subject = words.get("brokerGroup", ""), words.get("subject", "*")
         for name in before.routes.keys() | now.routes.keys():
             was, became = before.routes.get(name, none), now.routes.get(name, none)
@@ -413,12 +413,12 @@ class Oracle:
         self._states[errand] = [self.decided]
 
     def answered(self, errand: Any, status: int, said: str) -> None:
-        """Look at what an operator is told."""
+        """Check an answer against the commits of its action."""
         states = self._states.pop(errand, [self.decided])
         errand.status = status
         if status in (REFUSED, WAIT) and errand.commits:
             raise Violation(f"{errand} was not done, they said ({said}), but it is")
-        if errand.what in ("SwapRoles", "Failover"):  # by this order, or by another operator's at the same moment
+        if errand.what in ("SwapRoles", "Failover"):  # by this order or by one of another operator at the same moment
             parts = [state.parts_of(errand.words["brokerGroup"]) for state in states]
             done = any(_swapped(was, became) for was, became in pairwise(parts))
         else:
@@ -430,7 +430,7 @@ class Oracle:
             raise Violation(f"{errand}: nothing failed, but they do not know: {said}")
 
     def _is_done(self, errand: Any, state: Decided) -> bool:
-        """Whether a state of the tables is what the action is for."""
+        """Whether the tables are as the action asks for."""
         words = errand.words
         group, subject = words.get("brokerGroup", ""), words.get("subject", "*")
         key = (words.get("hostname", ""), int(words.get("servePort", 0)))
@@ -477,7 +477,7 @@ def _swapped(before: Parts, now: Parts) -> bool:
 
 
 def differing(tables: Tables, registry: Any) -> Iterator[str]:
-    """What a metaserver believes and the tables do not say."""
+    """Describe the differences between a metaserver's memory and the tables."""
     decided, directory = Decided.of(tables), registry.directory
     terms = {name: group.term for name, group in directory.groups.items()}
     alive = {name: term for name, term in decided.terms.items() if name not in decided.gone}

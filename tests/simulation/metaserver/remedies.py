@@ -1,4 +1,4 @@
-"""An operator who does what Doctor says, and what a refusal says then, until a group takes messages again."""
+"""An operator who follows Doctor's remedies, and those of refusals, until a group takes messages again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.simulation.metaserver.oracle import DONE, Key
 from tests.simulation.metaserver.world import Server, World, place
 
 FOLLOWED_MAX = 3
-"""So many things that are named one after the other may be needed."""
+"""Maximum of remedies that are followed one after the other."""
 ANSWERED_S = 30.0
 
 COMMAND = re.compile(r"(?:tools\.sh|qmq) ([A-Z]\w+)((?: --\w+(?:=\S+)?)*)")
@@ -24,18 +24,22 @@ HALF_SWAPPED = re.compile(r"^finish it with ReplaceBroker --role=(\d)$")
 
 
 class Nothing(Exception):
-    """What is named is no command, and nothing that hands can do."""
+    """A remedy without a command and without work by hand."""
 
 
 class Operator:
-    """Made for one group that takes no messages, when all faults are over."""
+    """Made for one group that takes no messages after all faults are over."""
 
     def __init__(self, world: World, server: Server, group: str) -> None:
         self.world, self.server, self.group = world, server, group
         self.followed: list[str] = []
 
     def bring_to_work(self, is_at_work: Callable[[], bool]) -> None:
-        """Raises Violation: what was named does not lead anywhere."""
+        """Follow Doctor's remedies until the group works.
+
+        Raises:
+            Violation: the remedies do not lead there.
+        """
         while not is_at_work():
             if len(self.followed) == FOLLOWED_MAX:
                 named = "; then: ".join(self.followed)
@@ -50,7 +54,7 @@ class Operator:
             self.let_all_work()
 
     def let_all_work(self) -> None:
-        """Copies meet, and what they say is heard."""
+        """Let copies meet and report."""
         world = self.world
         for _ in range(2):
             world.wait(0.6)
@@ -59,10 +63,9 @@ class Operator:
                     world.brokers.produce(box)
         world.wait(1.1)
 
-    # What is named.
 
     def doctor(self) -> list[str]:
-        """What Doctor says is to be done about the group."""
+        """Return Doctor's remedies for the group."""
         checks = self.type("Doctor", {})["checks"]
         keys = set(self.keys)
         return [
@@ -74,7 +77,7 @@ class Operator:
         ]
 
     def adopted_database(self) -> list[str]:
-        """What Doctor says that AdoptDatabase may keep."""
+        """Return the sides that Doctor's AdoptDatabase may keep."""
         checks = self.type("Doctor", {})["checks"]
         remedies = [check["remedy"] for check in checks if check["kind"] == "database" and not check["ok"]]
         return re.findall(r"AdoptDatabase --keep=(\w+)", " ".join(remedies))
@@ -117,7 +120,7 @@ class Operator:
             self.world.start_box(new, self.server)
 
     def recover(self, *gone: str) -> None:
-        """RecoverGroup, as the tool does it; its steps, by hand; what it says is lost is accepted."""
+        """Run RecoverGroup as the tool does, take its steps by hand, and accept the loss it names."""
         told = (
             self.type("ListBrokers", {"brokerGroup": self.group}),
             self.type("ReplicaStatus", {"brokerGroup": self.group}),
@@ -143,13 +146,13 @@ class Operator:
         self.start_all()
 
     def accept(self, command: str, words: Mapping[str, str], *, is_loss: bool) -> None:
-        """Type what RecoverGroup chose. No copy that is left has all that is given up by that, and more."""
+        """Type the command that RecoverGroup chose. It gives up no message that a remaining copy has."""
         known = self.world.brokers.acknowledged.setdefault(self.group, Acknowledged())
         owed, given_up = known.messages - known.given_up, set(known.given_up)
         left = {box.name: owed - box.disk.messages for box in self.boxes if not box.is_lost}
         loss = {"acceptLoss": "true"} if is_loss else {}
         said = self.type(command, {"brokerGroup": self.group, **loss, **words})
-        if not loss and said is None and command == "ReplaceBroker":  # it is refused, and the refusal names that word
+        if not loss and said is None and command == "ReplaceBroker":  # the refusal names this option
             self.type(command, {"brokerGroup": self.group, "acceptLoss": "true", **words})
         lost = known.given_up - given_up
         for name, missing in left.items():
@@ -157,7 +160,7 @@ class Operator:
                 raise Violation(f"{self.group} gave up {lost}, and {name} lacks {missing or 'nothing'}")
 
     def give_back_or_do_without(self, remedy: str) -> None:
-        """The master came with another disk: its own is found, or it is lost."""
+        """The master came with another disk: give its own back, or lose that for good."""
         world, master = self.world, self.master
         assert master
         row = world.oracle.decided.places[master.key]
@@ -174,7 +177,7 @@ class Operator:
             self.type_named(command)
 
     def heed_logs(self) -> None:
-        """A broker says itself why it takes no part."""
+        """Follow the remedy in a broker's own log."""
         for box in self.boxes:
             if box.process and box.disk.group not in ("", self.group):
                 self.world.note(f"{box.name}: start this broker with an empty one")
@@ -182,7 +185,7 @@ class Operator:
                 self.world.brokers.change_disk(box, None)
 
     def give_place(self, role: int, command: str) -> None:
-        """Give a new broker a place, and start it there."""
+        """Give a new broker this role, and start it."""
         spare = self.spare()
         self.type(command, place(spare, self.group, role))
         self.world.start_box(spare, self.server)
@@ -198,7 +201,7 @@ class Operator:
                 self.world.start_box(box, self.server)
 
     def type(self, what: str, words: Mapping[str, str]) -> Any:
-        """Type a command, wait for its answer, return its data."""
+        """Type a command, await its answer, return its data."""
         world = self.world
         errand = world.operate(self.server, what, words, "the operator on duty")
         world.finish()
@@ -216,7 +219,6 @@ class Operator:
                 self.follow(answer.message)
         return answer.data
 
-    # The group.
 
     @property
     def keys(self) -> list[Key]:
@@ -236,7 +238,7 @@ class Operator:
         return self.world.brokers.boxes[key[0]] if key else None
 
     def spare(self) -> Box:
-        """A broker without a place, with an empty disk."""
+        """Return a broker without a role, with an empty disk."""
         world, places = self.world, self.world.oracle.decided.places
         brokers = world.brokers
         free = [box for box in brokers.boxes.values() if box.key not in places and not box.is_lost]
@@ -256,6 +258,6 @@ def _name(box: Box) -> str:
 
 
 def _keys_in(check: Mapping[str, Any]) -> list[Key]:
-    """Brokers that a check of Doctor speaks of."""
+    """Return the brokers that a check of Doctor names."""
     facts = check["facts"]
     return [(one["hostname"], one["servePort"]) for one in [facts, *facts.get("brokers", ())] if "hostname" in one]

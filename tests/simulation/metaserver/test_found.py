@@ -1,4 +1,4 @@
-"""What the machine found, step by step."""
+"""Faults that walks found, step by step."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def until_it_writes(world: World, errand: Errand) -> None:
 
 
 def carry_out_all(world: World, errand: Errand) -> None:
-    """All that its metaserver asks, until it is answered; another metaserver's questions wait."""
+    """Carry out all jobs of its metaserver until it is answered; those of the other one wait."""
     while world.busy(errand):
         world.carry_out(next(job for job in world.jobs if job.whose.server is errand.server))
 
 
 def extend(world: World) -> Errand:
-    """At this moment s1 and s2 are served by both groups, s3 and s4 by g1."""
+    """Extend all subjects of g1 to g2, up to the write. s1 and s2 have both groups by then, s3 and s4 only g1."""
     words = {"relatedSubject": "*", "relatedBrokerGroup": "g1", "newBrokerGroup": "g2"}
     extending = world.operate(world.servers[0], "ExtendSubjectRoute", words)
     until_it_writes(world, extending)
@@ -45,7 +45,7 @@ def extend(world: World) -> Errand:
 
 
 def test_all_subjects_are_extended_although_another_operator_takes_the_group_from_some(world: World) -> None:
-    """Weakness 6: those that had the group already were not compared, and so were left without it."""
+    """Weakness 6: routes that had the group already were not compared, and lost it."""
     extending = extend(world)
     removing = {"subject": "*", "brokerGroup": "g2", "force": "true"}
     removed = world.operate(world.servers[1], "RemoveSubjectBrokerGroup", removing)
@@ -56,7 +56,7 @@ def test_all_subjects_are_extended_although_another_operator_takes_the_group_fro
 
 
 def test_all_subjects_are_extended_although_a_client_brings_a_new_one(world: World) -> None:
-    """Weakness 6: `*` is every subject that there is when it is stored."""
+    """Weakness 6: `*` means every subject at the moment of the write."""
     extending = extend(world)
     known, subject = world.oracle.decided.serving("g1"), 10
     while world.oracle.decided.serving("g1") == known:
@@ -68,7 +68,7 @@ def test_all_subjects_are_extended_although_a_client_brings_a_new_one(world: Wor
 
 
 def test_a_change_that_was_said_not_to_be_stored_is_not_stored_later(world: World) -> None:
-    """Weakness 34: the tool gave up, the server went on. Its thread may only begin once nobody waits for it."""
+    """Weakness 34: the tool gave up and the server went on. Its thread may begin after every caller has gone."""
     marking = world.operate(world.servers[0], "MarkReadonlyBrokerGroup", {"brokerGroup": "g1", "subject": "s1"})
     world.strike(marking, None)
     world.wait(10)
@@ -79,7 +79,7 @@ def test_a_change_that_was_said_not_to_be_stored_is_not_stored_later(world: Worl
 
 
 def test_a_late_answer_about_an_earlier_moment_decides_nothing(world: World) -> None:
-    """Weakness 6: what is read before an action is read after it was ordered, also when the database stood still."""
+    """Weakness 6: an action reads the database after it was ordered, also when the database stood still."""
     first, second = world.servers
     assert first.process
     asked = first.process.all._database
@@ -92,14 +92,14 @@ def test_a_late_answer_about_an_earlier_moment_decides_nothing(world: World) -> 
     assert world.oracle.decided.routes["s1"] == {"g1"}
     words = {"relatedSubject": "s1", "relatedBrokerGroup": "g1", "newBrokerGroup": "g2"}
     extending = world.operate(first, "ExtendSubjectRoute", words)
-    world.wait(asked._timeout_ms / 1000, stuck=True)  # nobody else waits for the answer any more
+    world.wait(asked._timeout_ms / 1000, stuck=True)  # or a waiting caller would take the answer
     deliver()
     carry_out_all(world, extending)
     assert world.oracle.decided.routes["s1"] == {"g1", "g2"}
 
 
 def test_a_group_that_is_removed_while_its_swap_is_finished_is_no_error_of_ours(world: World) -> None:
-    """Weakness 30: what nobody expected gets a typed answer."""
+    """Weakness 30: an unexpected error has a typed answer."""
     swapping = world.operate(world.servers[0], "SwapRoles", {"brokerGroup": "g1"})
     while not swapping.commits:
         world.carry_out(next(job for job in world.jobs if job.whose is swapping))
@@ -116,7 +116,7 @@ def test_a_group_that_is_removed_while_its_swap_is_finished_is_no_error_of_ours(
 
 
 def lose_a_swap(world: World, group: str) -> None:
-    """The database forgets it while its brokers and all metaservers are stopped."""
+    """Restore the database to before a swap, while brokers and metaservers are stopped."""
     world.keep_copy()
     swapped = world.operate(world.servers[0], "SwapRoles", {"brokerGroup": group})
     world.wait(2)
@@ -139,7 +139,7 @@ def lose_a_swap(world: World, group: str) -> None:
 
 @pytest.mark.parametrize("group", ["g1", "g2"])
 def test_any_metaserver_names_the_way_out_of_an_old_row(world: World, group: str) -> None:
-    """Brokers without a part say which term they wrote down only where they register."""
+    """Brokers without a role report their stored term only to the metaserver where they register."""
     lose_a_swap(world, group)
     operator = Operator(world, world.servers[0], group)
     assert "AdoptRoles" in operator.doctor()[-1] and "--force=true" in operator.doctor()[-1]
@@ -148,7 +148,7 @@ def test_any_metaserver_names_the_way_out_of_an_old_row(world: World, group: str
 
 
 def test_a_row_that_went_back_counts_copies_in_a_term_of_its_own(world: World) -> None:
-    """A third copy came, and the database forgot it: of that term nobody knows how many acknowledge."""
+    """The database forgot a third copy: the number of acknowledging copies in that term is unknown."""
     world.keep_copy()
     f = world.brokers.boxes["f"]
     world.operate(world.servers[0], "AddBroker", place(f, "g1", 1))
@@ -160,7 +160,7 @@ def test_a_row_that_went_back_counts_copies_in_a_term_of_its_own(world: World) -
 
 
 def test_a_broker_with_the_data_of_another_group_is_not_up(world: World) -> None:
-    """It came again each second and claimed its place, so Doctor found nothing wrong with it."""
+    """It registered each second and kept its place, so Doctor found no fault."""
     for name in "ab":
         world.stop_box(world.brokers.boxes[name], closes=True)
     world.wait(1)

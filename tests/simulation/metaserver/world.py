@@ -1,4 +1,4 @@
-"""Two metaservers, their database, the brokers and two operators, all in one loop that goes forward step by step."""
+"""Two metaservers, their database, model brokers and two operators, in one loop that advances step by step."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.simulation.metaserver.loop import WRITES, Job, Loop
 from tests.simulation.metaserver.oracle import Oracle
 
 TIMEOUT_S = 2.0
-"""A broker that is silent for so long is down."""
+"""Heartbeat timeout."""
 SETTINGS = {
     "cluster_token": "the key of this installation",
     "snapshot": "none",
@@ -50,15 +50,15 @@ SETTINGS = {
 
 
 class Aborted(Exception):
-    """The metaserver ended a call."""
+    """A call that the metaserver aborted."""
 
 
 class Dead(Exception):
-    """This metaserver was killed: nothing it still does reaches anybody."""
+    """Result of a job of a killed metaserver."""
 
 
 class Context:
-    """What a handler sees of a gRPC call."""
+    """Call context of a gRPC handler."""
 
     def invocation_metadata(self) -> list[tuple[str, str]]:
         return []
@@ -72,7 +72,7 @@ class Context:
 
 @dataclass(eq=False)
 class Errand:
-    """A task at a metaserver: an operator's action, a broker's stream, a client's question, the server's own work."""
+    """Task at a metaserver: an operator's action, a broker's stream, a client's request, or upkeep."""
 
     server: Server
     process: Running
@@ -82,9 +82,9 @@ class Errand:
     task: asyncio.Task[Any] | None = None
     status: int | None = None
     commits: int = 0
-    """Transactions of it that changed what operators decide."""
+    """Its transactions that changed what operators decide."""
     failures: int = 0
-    """Jobs of it that failed, or whose answer was lost or late."""
+    """Its jobs that failed, or whose answer was lost or late."""
     given_up: bool = False
 
     @property
@@ -97,7 +97,7 @@ class Errand:
 
 
 def _marked(write: Any) -> Any:
-    """`Database.write`, whose job says that it writes."""
+    """Return `Database.write` with its job marked as a write."""
 
     async def marked(self: database.Database, work: Any, **named: Any) -> Any:
         token = WRITES.set(True)
@@ -110,11 +110,11 @@ def _marked(write: Any) -> Any:
 
 
 class Running:
-    """A metaserver's process: all of `metaserver.main`, but for sockets."""
+    """Process of a metaserver: all of `metaserver.main` except sockets."""
 
     def __init__(self, world: World, name: str) -> None:
         def clients(hub: Any, others: Any, **named: Any) -> Clients:
-            return Clients(hub, list, **named)  # nobody watches routes here
+            return Clients(hub, list, **named)  # this world has no route watchers
 
         with (
             mock.patch.object(main, "Brokers", lambda *_, **__: Calls(world)),
@@ -123,9 +123,9 @@ class Running:
             settings = MetaserverSettings(**SETTINGS, database=f"sqlite:///{name}")  # type: ignore[arg-type]
             self.all = main.Metaserver(settings)
         self.has_learned = False
-        """Before, its ports are not open."""
+        """Whether the first read is over; the ports open after it."""
         self.heard: Counter[str] = Counter()
-        """The newest term of each group that it told brokers, or was told by them."""
+        """Group -> newest term that it sent to brokers or received from them."""
         row = self.all._row()
         self.upkeep = upkeep.Upkeep(
             self.registry, self.all._brokers, self.all._snapshots, row, poll_ms=settings.poll_ms
@@ -153,14 +153,14 @@ class Running:
 
 
 class Server:
-    """A metaserver's machine; `process` is None while none runs there."""
+    """Machine of a metaserver; `process` is None while none runs."""
 
     def __init__(self, world: World, name: str) -> None:
         self.world, self.name = world, name
         self.access = Access(world.uri, world.committed)
         self.process: Running | None = None
         self.is_away = False
-        """The database does not answer here."""
+        """Whether the database is out of reach here."""
 
     def start(self) -> None:
         assert self.process is None
@@ -182,14 +182,14 @@ class Server:
         return errand
 
     def kill(self) -> None:
-        """Power off: what it was about to do, it does not; what is under way, the world decides."""
+        """Cut the power. The world decides about jobs under way."""
         process, self.process = self.process, None
         if process:
             self.world.bury(process)
 
 
 class Calls:
-    """In the place of `metaserver.rpc.broker_client.Brokers`: calls to brokers become jobs."""
+    """Stands in for `metaserver.rpc.broker_client.Brokers`: calls become jobs."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -252,7 +252,7 @@ class Calls:
 
 @dataclass(eq=False)
 class Stream:
-    """A broker's connection to a metaserver."""
+    """Connection of a broker to a metaserver."""
 
     box: Box
     process: Process
@@ -263,21 +263,21 @@ class Stream:
 
 
 class World:
-    """Everything, and the trace of what was done to it."""
+    """One world, with the trace of its steps."""
 
     def __init__(self, template: Template) -> None:
         self.loop = Loop()
         self.loop.on_job = self._job
         self.copies: list[sqlite3.Connection] = []
-        """Of the database, the newest last."""
+        """Copies of the database, the newest last."""
         self.went_back = False
-        """The database was put back. Of a disk and the database at once nothing is promised."""
+        """Whether the database was restored. No promise covers a disk and the database at once."""
         self.bare = template.bare
         self.uri, self.database = template.copy()
         self.brokers = Brokers("abcdef")
         self.trace: list[str] = []
         self.dead: list[Server] = []
-        """Could not start."""
+        """Servers that could not start."""
         self.counts: Counter[str] = Counter()
         self.jobs: list[Job] = []
         self._now: Errand | None = None
@@ -286,7 +286,7 @@ class World:
         self.streams: dict[str, Stream] = {}
         self.actions: list[Errand] = []
         self.withheld: list[Job] = []
-        """Changes that are under way for long."""
+        """Writes that take long."""
         self._patches = [
             mock.patch.object(database, "open_database", self._open),
             mock.patch.object(database.Database, "write", _marked(database.Database.write)),
@@ -298,7 +298,7 @@ class World:
         for server in self.servers:
             if url.endswith(server.name):
                 return server.access.engine
-        raise LookupError(url)  # a StopIteration would end no future
+        raise LookupError(url)
 
     def note(self, line: str) -> None:
         self.trace.append(f"{self.loop.time() - 1000:7.2f} {line}")
@@ -322,7 +322,6 @@ class World:
         for connection in (self.database, *self.copies):
             connection.close()
 
-    # Jobs.
 
     def _job(self, job: Job) -> None:
         if job.whose.process is not job.whose.server.process:
@@ -349,7 +348,7 @@ class World:
         self.run()
 
     def carry_out_unheard(self, job: Job) -> Callable[[], None]:
-        """Carry out a job whose answer is under way until the returned function is called."""
+        """Carry out a job; return the function that delivers its answer."""
         self.jobs.remove(job)
         result, error = self._call(job, FINE)
         self.note(f"  {job.kind} of {job.whose}, its answer is late")
@@ -383,7 +382,6 @@ class World:
         assert self._now
         self.oracle.committed(self._now, read_tables(self.database))
 
-    # The database.
 
     def keep_copy(self) -> None:
         copy = sqlite3.connect(":memory:")
@@ -391,7 +389,7 @@ class World:
         self.copies.append(copy)
 
     def put_database_back(self, copy: sqlite3.Connection) -> None:
-        """What is under way meanwhile may fail, and what was stored since is not stored any more."""
+        """Restore the database. Jobs under way may fail, and later changes are gone."""
         copy.backup(self.database)
         self.went_back = True
         for errand in self.actions:
@@ -400,7 +398,7 @@ class World:
         self.oracle.went_back(read_tables(self.database))
 
     def bury(self, process: Running) -> None:
-        """A metaserver died. Its jobs may still be carried out; its tasks do nothing more."""
+        """Cancel the tasks of a killed metaserver. Its jobs may still be carried out."""
         for name in [name for name, stream in self.streams.items() if stream.errand.process is process]:
             del self.streams[name]
         for _ in range(100):
@@ -416,7 +414,7 @@ class World:
         self.loop.errors.clear()
 
     def strike(self, errand: Errand, fate: Fate | None) -> None:
-        """Carry out an action up to the moment when it changes the database; then that fails, or is withheld."""
+        """Carry out an action up to its write; that one fails, or is withheld."""
         for _ in range(100):
             job = next((job for job in self.jobs if job.whose is errand), None)
             if job is None:
@@ -434,11 +432,11 @@ class World:
         raise AssertionError(f"{errand} asks without an end")
 
     def release(self) -> None:
-        """What was withheld comes through, after all that is asked now."""
+        """Put withheld writes behind all present jobs."""
         self.jobs, self.withheld = self.jobs + self.withheld, []
 
     def finish(self) -> None:
-        """Carry out every job, and what follows from it."""
+        """Carry out every job, and the jobs that follow."""
         for _ in range(10_000):
             if not self.jobs:
                 return
@@ -446,10 +444,10 @@ class World:
         raise AssertionError("the jobs do not come to an end")
 
     def wait(self, seconds: float, *, stuck: bool = False) -> None:
-        """Let time go by; whatever is connected and works does what it does in that time.
+        """Let time pass; connected brokers send and receive meanwhile.
 
         Args:
-            stuck: the database answers nobody meanwhile, and brokers answer no questions.
+            stuck: the database and the brokers answer no job meanwhile.
         """
         end = self.loop.time() + seconds
         spoke = self.loop.time() - 1
@@ -466,7 +464,6 @@ class World:
         for job in self.jobs if stuck else []:
             job.whose.failures += 1
 
-    # Brokers.
 
     def everybody_speaks(self) -> None:
         self.brokers.notice_lost_links()
@@ -514,7 +511,7 @@ class World:
             self._hears(stream, identity.broker_group, identity.term)
             assignment = await rpc.Register(identity, Context())
             self._hears(stream, assignment.broker_group, assignment.term)
-            if stream.box.process is stream.process:  # what it says first, it says with this part
+            if stream.box.process is stream.process:  # its first report is of this assignment
                 self.brokers.take(stream.process, assignment)
             async for assignment in rpc.Heartbeat(self._said(stream), Context()):
                 self._hears(stream, assignment.broker_group, assignment.term)
@@ -536,7 +533,7 @@ class World:
             box.process.outbox.append(self.brokers.state(box))
 
     def deliver(self, box: Box) -> None:
-        """What a broker said arrives."""
+        """Deliver a broker's reports to its metaserver."""
         stream = self.streams.get(box.name)
         if stream:
             while stream.process.outbox:
@@ -550,7 +547,7 @@ class World:
         heard[group] = max(heard[group], term)
 
     def learn(self, box: Box) -> None:
-        """What the metaserver said arrives."""
+        """Deliver a metaserver's assignments to its broker."""
         stream = self.streams.get(box.name)
         if stream and box.process is stream.process:
             try:
@@ -562,10 +559,9 @@ class World:
         if stream:
             stream.inbox.clear()
 
-    # Operators and clients.
 
     def remembers(self, disk: Disk) -> bool:
-        """Whether the database has what a copy knows to be acknowledged."""
+        """Whether the database holds the disk's acknowledged point."""
         asked = "SELECT log_end FROM acknowledged_point WHERE incarnation = ?"
         stored = self.database.execute(asked, [disk.incarnation]).fetchone()
         return disk.point is None or (stored is not None and stored[0] >= disk.point.end)
@@ -608,9 +604,9 @@ class World:
 
 
 def add_groups(template: Template) -> None:
-    """Give the template a group of two copies, one of three, and four subjects, as operators add them."""
+    """Fill the template with a group of two copies, one of three, and four subjects."""
     world = World(template)
-    world.loop.state.dice = Random(2)  # names that are drawn now are not drawn again in a copy
+    world.loop.state.dice = Random(2)  # or copies would draw the same names again
     world.start()
     for group, names in (("g1", "ab"), ("g2", "cde")):
         for role, name in zip((Role.MASTER, Role.SLAVE, Role.SLAVE), names):
@@ -625,7 +621,7 @@ def add_groups(template: Template) -> None:
 
 
 def populate(world: World) -> None:
-    """All brokers of the two groups run, and take messages."""
+    """Start all brokers of the two groups, with messages."""
     for name, server in zip("abcde", world.servers * 3):
         world.start_box(world.brokers.boxes[name], server)
         world.finish()
