@@ -1,4 +1,4 @@
-"""Disk that ships, on a simulated file system that fails at any call, and on a medium that loses and corrupts bytes."""
+"""The shipped disk on a simulated file system that fails at any call, and a medium that loses and corrupts bytes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from qmq.log.segments import log_name, segment_bases
 
 SECTOR_BYTES = 512
 SHORT_WRITES = 0.02
-"""How often a write writes less than it was asked to, and says so."""
+"""Probability that a write is short and reports so."""
 GROWING = frozenset({"open", "write", "reserve", "mkdir", "rename"})
 """Calls that need space."""
 
 
 class SimulatedSystem(MemorySystem):
-    """A file system whose calls are refused, cut short or only pretended, as the seed has it."""
+    """File system whose calls fail, are cut short or pretend, as the seed has it."""
 
     def __init__(self, rng: Random) -> None:
         super().__init__()
@@ -30,13 +30,13 @@ class SimulatedSystem(MemorySystem):
         """The call that fails, alone; those after it succeed."""
         self.is_full = False
         self.is_lying = False
-        """Whether data is said to be on the disk that is not."""
+        """Whether fsyncs report bytes as durable that are not."""
         self._lied: dict[Inode, tuple[bytes, int]] = {}
-        """What of a file is on the disk in truth."""
+        """File -> its durable bytes and size, while the disk lies."""
         self.forgot_synced = False
-        """Whether the last crash took what an fsync was said to have kept."""
+        """Whether the last crash took bytes that an fsync had reported as durable."""
         self.namings = 0
-        """How often a name came to mean something else."""
+        """Number of changes of names."""
         self.bad: dict[Inode, set[int]] = {}
         """Blocks of a file that cannot be read."""
 
@@ -94,7 +94,7 @@ class SimulatedSystem(MemorySystem):
         return [block for block in range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)) if block in bad]
 
     def _write_over_bad_blocks(self, fd: int, begin: int, end: int) -> None:
-        """A block that is covered is good again; one that is not would have to be read."""
+        """A block that is covered is good again; any other would have to be read first."""
         met, size = self._bad_blocks(fd, begin, end), self.open_size(fd)
         if any(block * BLOCK_BYTES < begin or end < min((block + 1) * BLOCK_BYTES, size) for block in met):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -125,7 +125,7 @@ class SimulatedSystem(MemorySystem):
             raise
 
     def _lose_written(self, fd: int) -> None:
-        """Linux gives up what it could not write: readers still see it, and the next fsync has nothing to do."""
+        """Linux drops pages that it could not write: readers still see them, and the next fsync succeeds."""
         file = self._open[fd]
         if self.fail_at is None and isinstance(file, Inode):
             for offset, written in file.unsynced:
@@ -134,7 +134,7 @@ class SimulatedSystem(MemorySystem):
             file.unsynced.clear()
 
     def survivors(self, rng: Random, offset: int, written: bytes | None) -> Iterable[tuple[int, bytes | None]]:
-        """Besides what others lose, any subset of a write's sectors."""
+        """Cut the power: also lose any subset of a write's sectors."""
         if not written or rng.random() < 0.7:
             return super().survivors(rng, offset, written)
         begins = [0, *range(-offset % SECTOR_BYTES or SECTOR_BYTES, len(written), SECTOR_BYTES), len(written)]
@@ -142,7 +142,7 @@ class SimulatedSystem(MemorySystem):
         return [(offset + begin, written[begin:end]) for begin, end in pairs if rng.random() < 0.5]
 
     def told_the_truth(self) -> None:
-        """What was said to be on the disk got there by now."""
+        """Make everything durable that was reported as durable."""
         self._lied.clear()
 
     def crash(self, rng: Random | None = None) -> None:
@@ -158,7 +158,7 @@ class SimulatedSystem(MemorySystem):
 
 
 class Medium:
-    """Belongs to a machine, not to a process: it outlives crashes. Names are those of the disk above it."""
+    """Content of a machine's disk, which outlives processes. Names are those of the disk above it."""
 
     def __init__(self, system: SimulatedSystem) -> None:
         self.system = system
@@ -169,13 +169,13 @@ class Medium:
         return self.system.durable_file(f"{ROOT}/{name}")
 
     def log_files(self) -> list[str]:
-        """Return those that have something on the medium."""
+        """Return the files of the log that are not empty on the medium."""
         at = len(ROOT) + 1
         names = sorted(path[at:] for path, inode in self.system.entries.items() if inode is not None)
         return [name for name in names if name.startswith("log/") and self.file_bytes(name)]
 
     def file_bytes(self, name: str) -> int:
-        """Return how long the file is on the medium."""
+        """Return the file's length on the medium."""
         file = self.durable_file(name)
         return file.durable_size if file else 0
 
@@ -184,7 +184,7 @@ class Medium:
         self.flipped.append((name, bit // 8))
 
     def flip_some(self, rng: Random, flushed_end: int | None) -> bool:
-        """Flip one bit of the log, below what was fsynced; return whether there was any."""
+        """Flip one bit of the log below the flushed end; return whether there was one."""
         if not (names := self.log_files()):
             return False
         name = rng.choice(names)
@@ -201,7 +201,7 @@ class Medium:
         return bool(size)
 
     def go_bad(self, name: str, block: int) -> None:
-        """A block cannot be read any more, until it is written. One that is only reserved is never read."""
+        """Make a block unreadable until it is written. A block that is only reserved is never read."""
         inode = self.system.entries[f"{ROOT}/{name}"]
         assert inode is not None
         begin, end = block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, len(inode.data))
@@ -223,7 +223,7 @@ class Medium:
         return image
 
     def put_back(self, image: Medium) -> None:
-        """Replace everything by an older image, in which bits may be flipped that were mended since."""
+        """Replace everything by an older image, with the bits that were flipped in it."""
         self.system.copy_from(image.system)
         self.system.bad.clear()
         self.flipped = list(image.flipped)
@@ -233,7 +233,7 @@ class Medium:
 
 
 class SimulatedDisk(Medium, MemoryDisk):
-    """Belongs to a machine, not to a process: it outlives crashes."""
+    """Disk of a machine, which outlives processes."""
 
     def __init__(self, rng: Random) -> None:
         MemoryDisk.__init__(self, SimulatedSystem(rng))
@@ -242,7 +242,7 @@ class SimulatedDisk(Medium, MemoryDisk):
         self._bases_at = -1
 
     def bases(self) -> list[int]:
-        """Return the segments that are there. After each commit somebody asks; few change a name."""
+        """Return the bases of the segments. Cached, as every commit asks for them and few change a name."""
         if self._bases_at != self.system.namings:
             self._bases_at, self._bases = self.system.namings, segment_bases(self)
         return self._bases

@@ -1,4 +1,4 @@
-"""What came of one seed of any scenario, and how it is shown."""
+"""Outcome of one seed of any scenario."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Outcome:
 
 
 def failure_of(run: Callable[[], object]) -> str:
-    """Run; return which promise was broken, or what was raised that the product does not name. Empty: all is well."""
+    """Run; return the broken promise, or the error that the product does not name. Empty: no failure."""
     try:
         run()
     except Violation as error:

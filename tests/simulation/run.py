@@ -1,6 +1,6 @@
-"""`python -m tests.simulation --seeds 2000`: many seeds of a scenario, what they met, and those that break a promise.
+"""`python -m tests.simulation --seeds 2000`: run many seeds of a scenario; report faults, states met, and failures.
 
-The last tenth of the seeds is steered: to the states that a fault has not met in those before.
+The last tenth of the seeds is steered to states that a fault has not met in the seeds before.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.simulation.states import never_met
 from tests.simulation.steering import UNSTEERED, Steering
 
 STEERED = 10
-"""One of so many seeds is steered."""
+"""Every tenth seed is steered."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -97,7 +97,7 @@ def _kinds_of_cores(options: argparse.Namespace) -> dict[str, Any]:
 
 @dataclass
 class Report:
-    """What all seeds of a run came to."""
+    """Totals of a run."""
 
     seeds: int = 0
     steps: int = 0
@@ -122,7 +122,7 @@ class Report:
 
 @dataclass(frozen=True)
 class _Job:
-    """Picklable: runs one seed in a process of the pool."""
+    """Picklable call that runs one seed in a process of the pool."""
 
     simulate: Callable[..., Outcome]
     kinds: dict[str, Any]
@@ -139,7 +139,7 @@ def run(seeds: range, jobs: int, scenario: Scenario, kinds: dict[str, Any]) -> i
     with Pool(jobs, initializer=logging.disable, initargs=(logging.CRITICAL,)) as pool:
         report.take(pool.imap_unordered(job, ((seed, UNSTEERED) for seed in seeds[:plain]), chunksize=4))
         goals = list(never_met(report.met, scenario.faults, scenario.states))
-        Random(seeds.start).shuffle(goals)  # or no run would ever come to the last ones
+        Random(seeds.start).shuffle(goals)  # or no run would reach the last ones
         if goals and seeds[plain:]:
             steered = zip(seeds[plain:], itertools.cycle(Steering(*goal) for goal in goals), strict=False)
             report.take(pool.imap_unordered(job, steered, chunksize=1))

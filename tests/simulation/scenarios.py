@@ -1,4 +1,4 @@
-"""The scenarios of `python -m tests.simulation`: what runs a seed, what goes wrong in it, what must have happened."""
+"""Scenarios of `python -m tests.simulation`: how a seed runs, its faults, and the events that must occur."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ SEEDS = Path(__file__).parents[1] / "seeds"
 
 
 class Scenario(NamedTuple):
-    """What the runner and the tests need to know of it."""
+    """One scenario, for the runner and the tests."""
 
     simulate: Callable[..., Outcome]
     faults: Iterable[str]
     must_occur: Sequence[str]
     states: Sequence[str] = STATES
-    """Those which each fault should meet; a scenario without a way to see them has none."""
+    """States that each fault should meet; empty if the scenario does not observe states."""
     of_bugs: Mapping[str, Any] = {}
-    """In what kind of world planted bugs are looked for, unless they need another one."""
+    """Arguments for searches of planted bugs, unless the bug has its own."""
     bug_seeds: int = 500
     """A planted bug is found within this number of seeds."""
 
 
 def of_mix(seed: int, *, steering: Steering = UNSTEERED, **kinds: Any) -> Outcome:
-    """Two copies or three, as the fault that it is steered to needs, or as the seed has it."""
+    """Run two or three copies, as the steered fault needs or as the seed has it."""
     if steering.fault and steering.fault not in MANY_FAULTS:
         kinds |= {"copies": 2, "min_copies": 2}
     elif steering.fault and steering.fault not in nemesis.FAULTS:
@@ -162,7 +162,7 @@ SCENARIOS = {
 
 
 class Kept(NamedTuple):
-    """A seed that found something once."""
+    """Seed that failed once."""
 
     seed: int
     steering: Steering

@@ -26,8 +26,11 @@ def first_seed_with(bug: Bug, scenario: Scenario, count: int) -> Outcome | None:
 def shrink(
     simulate: Callable[..., Outcome], seed: int, *, steering: Steering = UNSTEERED, **kinds: Any
 ) -> tuple[Outcome, set[int]]:
-    """Leave out one strike after the other, as long as a promise is broken by fewer of them; return the last outcome
-    that broke one, and the strikes that it had. A run may last longer without a strike, and have others for it."""
+    """Leave out strikes one by one while fewer of them still break a promise.
+
+    Returns:
+        The last failing outcome and its strikes. A run without a strike may last longer and have other strikes.
+    """
     outcome = simulate(seed, steering=steering, **kinds)
     skipped = steering.skipped
     struck = _struck(outcome, skipped)

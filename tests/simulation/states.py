@@ -1,4 +1,4 @@
-"""State tables in a simulation: the states that each fault met, and moves that no table has."""
+"""State tables in a simulation: states that each fault met, and illegal moves."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NOT_MET = {
     "BatchState.NOT_STORED": _OVER,
     "BatchState.GIVEN_UP": _OVER,
 }
-"""States that no fault can meet, with the reason. Any other may be met by each: a fault meets those of all copies."""
+"""States that no fault can meet, with the reason."""
 
 
 def states_to_meet(*tables: TransitionTable[Any]) -> list[str]:
@@ -57,7 +57,7 @@ def states_of_node(node: Node) -> Iterator[str]:
 
 
 def never_met(met: Met, faults: Iterable[str], states: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Name the (fault, state) that never met."""
+    """Name the pairs of fault and state that never met."""
     return ((fault, state) for fault in faults for state in states if not met[fault, state])
 
 
@@ -65,12 +65,12 @@ _TABLES = FOLLOWER, SLAVE, HEALTH, LIFE, BATCH_LIFE
 
 
 def illegal_moves() -> int:
-    """Count them; written out, for it is asked after every event."""
+    """Return the number of illegal moves. Spelled out, as it runs after every event."""
     return FOLLOWER.illegal + SLAVE.illegal + HEALTH.illegal + LIFE.illegal + BATCH_LIFE.illegal
 
 
 class Legality:
-    """Made for each world: illegal moves before it are not its own."""
+    """Check of the state tables, made per world: illegal moves before it do not count."""
 
     def __init__(self) -> None:
         self._before = illegal_moves()

@@ -1,4 +1,4 @@
-"""How a seed is steered: to a fault, to a state that the fault shall meet, or past some of its strikes."""
+"""Steering of a seed: to a fault, to a state that the fault shall meet, or past some of its strikes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from random import Random
 from typing import Any
 
 CALM = 4
-"""How many times as often as all others the faults strike that lead to a state: others lead away from it."""
+"""Weight of the faults that lead to the state, relative to all others, which lead away from it."""
 
 
 @dataclass(frozen=True)
 class Steering:
-    """`fault`: half of the strikes are this one. `state`: it strikes whenever a copy is in this state, and most other
-    strikes are those which bring copies there (`WAYS`). `skipped`: numbers of strikes left out."""
+    """`fault`: half of the strikes are this one. `state`: the fault strikes whenever a copy is in this state, and most
+    other strikes lead there (`WAYS`). `skipped`: numbers of strikes left out.
+    """
 
     fault: str = ""
     state: str = ""
@@ -32,8 +33,9 @@ class Steering:
     def enabled(
         self, rng: Random, faults: Iterable[str], weights: Mapping[str, float], least: float, ways: Iterable[str] = ()
     ) -> dict[str, float]:
-        """Draw the faults of a seed, with how often they strike: up to their weight more than `least`. `ways`: faults
-        that bring copies to the state."""
+        """Draw the enabled faults of a seed, as name -> weight between `least` and `least` plus the fault's own.
+        `ways`: faults that lead to the state.
+        """
         names = list(faults)
         favoured = [name for name in names if name in ways] or [self.fault]
         chosen = [name for name in names if rng.random() < 0.6 or name in favoured] or names
@@ -51,21 +53,21 @@ MASTER, SLAVE = 0, 1
 
 @dataclass(frozen=True)
 class Way:
-    """Of a state in which copies are seldom, or not for long."""
+    """Way to a state that is rare or short."""
 
     faults: tuple[str, ...] = ()
-    """Which bring copies there; most of a steered seed's strikes are these."""
+    """Faults that lead there; they are most strikes of a steered seed."""
     victim: int | None = None
-    """Whose disk loses what was fsynced: of who is the master, or the slave, at first."""
+    """Copy whose disk loses fsynced bytes: the first master or the first slave."""
     limits: Mapping[str, Any] = field(default_factory=dict)
-    """Sizes and times of the seed without which it takes too long, or never happens."""
+    """Sizes and times of the seed that the way needs."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """The same of its swarm."""
+    """Settings of the swarm that the way needs."""
 
 
 _RESETS = ("reset", "half_open")
 _LONG = {"war_ms": 7000, "strike_ms": (130.0, 800.0), "delay_ms": 0.5}
-"""Time to get there, and between strikes for copies to come together again."""
+"""Time to get there, and between strikes for copies to meet again."""
 _LONGER = _LONG | {"war_ms": 12_000, "strike_ms": (400.0, 2400.0)}
 _RESTORES = Way(("forgets_last_write", "rotten_tail"), MASTER, {"slave_wait_ms": 3000}, _LONG)
 WAYS = {

@@ -1,4 +1,4 @@
-"""Seeds go where they are steered to, and a seed that fails is made short."""
+"""Seeds reach the states that they are steered to, and a failing seed shrinks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_strike_that_is_skipped_does_not_happen() -> None:
 
 
 def failing(seed: int, *, steering: Steering) -> Outcome:
-    """Stands for a scenario: strikes 2 and 5 break a promise in six strikes; without one it takes 30."""
+    """Fail at six strikes if strikes 2 and 5 happen; otherwise after 30."""
     first = {2, 5}.isdisjoint(steering.skipped)
     strikes = 6 if first else 30
     return Outcome(seed, 0, 0, 0, 0, Counter(strike=strikes), failure="broken")

@@ -1,4 +1,4 @@
-"""Producers and consumers that speak the real packets and believe nothing but answers."""
+"""Producers and consumers of the cores' world, which exchange real packets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Client:
-    """One connection to whom the route names as the master."""
+    """Connection to the master that the route names."""
 
     def __init__(self, world: World, name: str) -> None:
         self.world, self.name = world, name
@@ -82,28 +82,29 @@ class Batch:
     parts: tuple[Buffer, Buffer]
     attempts: int = 0
     sent_ms: int | None = None
-    """When the last attempt was sent; None: not under way."""
+    """When the last attempt was sent; None: no attempt is under way."""
     not_before_ms: int = 0
 
 
 TAG = "t"
 MESSAGES_MAX = 300
-"""Messages of a seed, spread over its war: what a fault meets depends on what is under way, not on how much was before,
-and all must be done in a minute of peace, those with order keys one at a time."""
+"""Messages of a seed, spread over its war. A fault meets batches under way, not earlier ones, and the backlog must be
+done within a minute of peace, with order keys one message at a time.
+"""
 
 
 def is_tagged(identity: str) -> bool:
-    """Whether the message of this id has the tag that some groups ask for."""
+    """Whether the message of this id has the tag that some groups filter by."""
     return crc32(identity.encode()) % 3 == 0
 
 
 def order_key(identity: str) -> str | None:
-    """The order key of the message of this id; some have none."""
+    """Return the order key of the message of this id; some have none."""
     return (None, "k1", "k2", "k3")[crc32(identity.encode()) >> 8 & 3]
 
 
 class Producer(Client):
-    """Repeats a batch, byte by byte, until somebody says what became of it."""
+    """Producer that repeats a batch, byte by byte, until its outcome is known."""
 
     TIMEOUT_MS = 900
 
@@ -196,7 +197,7 @@ class Producer(Client):
 
 @dataclass(slots=True)
 class Session:
-    """What a consumer has with one connection."""
+    """State of a consumer on one connection."""
 
     subscription: int | None = None
     is_subscribing: bool = False
@@ -207,7 +208,9 @@ class Session:
 
 
 class Consumer(Client):
-    """Pulls, works in any order, acks and nacks as `qmq.client.unacked` says; may vanish, memory and all."""
+    """Consumer that pulls, finishes messages in any order, acks and nacks through `qmq.client.unacked`, and may lose
+    its memory.
+    """
 
     TIMEOUT_MS = 2500
 
@@ -215,10 +218,10 @@ class Consumer(Client):
         super().__init__(world, name)
         self.group, self.subject = group, subject
         self.is_choosy = world.swarm.tagged and group == "g1"
-        """Whether it asks for messages with the tag alone."""
+        """Whether it filters by the tag."""
         self._session = Session()
         self._acker: Any = None
-        """Nobody: this consumer sends decisions when it comes to it."""
+        """None: `act` sends acks and nacks."""
         self._forget()
         self.sleeps_until_ms = 0
 
@@ -278,7 +281,7 @@ class Consumer(Client):
         return since_ms if session.pull_sent_ms is None else min(since_ms, session.pull_sent_ms)
 
     def _work(self) -> None:
-        """Finish some messages, or give up on them; now and then a later one before an earlier one."""
+        """Finish some messages or reject them, at times a later one before an earlier one."""
         rng, swarm, now_ms = self._events.rng, self.world.swarm, self._events.now_ms
         for _ in range(rng.randint(0, len(self._undone))):
             piece, at, sequence = self._undone.pop(0 if rng.random() < 0.8 else rng.randrange(len(self._undone)))
@@ -311,7 +314,7 @@ class Consumer(Client):
         link.request(Command.SUBSCRIBE, body, then=lambda packet: self._subscribed(link, session, packet))
 
     def _is_current(self, link: End, packet: Packet) -> bool:
-        """Whether this answer still counts; an error ends the connection."""
+        """Whether this answer still counts; an error closes the connection."""
         if link is not self.link:
             return False
         if packet.code in (ErrorCode.SUCCESS, ErrorCode.NO_MESSAGE):

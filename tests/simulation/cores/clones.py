@@ -1,4 +1,4 @@
-"""One data directory is copied, and both are started: a cloned machine, or a backup beside the broker that it is of."""
+"""A copied data directory is started beside its original: a cloned machine, or a backup beside its broker."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
 
 
 class CloneNemesis(CoreNemesis):
-    """Copies one directory of a seed, and strikes the copy as it does others. No disk forgets anything besides."""
+    """Faults with one clone per seed. No disk loses fsynced bytes."""
 
     def faults(self) -> dict[str, float]:
         return CLONE_FAULTS
 
     @fault()
     def clone(self) -> bool:
-        """A copy of what one disk holds at this moment runs on another machine; the original may be down by then."""
+        """Start a copy of a disk on another machine; the original may be down."""
         world, rng = self._world, self._rng
         if len(world.machines) > world.copies:
             return False
         original = rng.choice(world.machines)
         if original.disk.durable_file("broker.json") is None:
-            return False  # it holds nothing yet
+            return False  # still empty
         copied = Machine(world, f"{original.name}'", original.broker)
         copied.disk.put_back(original.disk.image())
         world.machines.append(copied)
@@ -41,13 +41,13 @@ class CloneNemesis(CoreNemesis):
         return self.metaserver_down() and self.clone()
 
     def cut(self) -> bool:
-        """Between any two of them."""
+        """Cut any two machines."""
         one, other = self._rng.sample([machine.name for machine in self._world.machines], 2)
         return self._cut_between(one, other, both_ways=True)
 
 
 def stop_copies(world: World) -> None:
-    """What the refusal says: the process whose place the row does not name is stopped, and its directory deleted."""
+    """Follow the refusal's remedy: stop the process that the row does not name, and delete its directory."""
     for copied in [machine for machine in world.machines if machine.name != machine.broker]:
         row = world.metaserver.broker(copied.broker)
         pair = [machine for machine in world.machines if machine.broker == copied.broker]
@@ -57,7 +57,7 @@ def stop_copies(world: World) -> None:
         if world.machine(row.ip).process.node.role is None:  # type: ignore[union-attr]
             return
         if other.process is not None and other.process.node.role is not None:
-            return  # it has not been refused yet
+            return  # not refused yet
         other.stays_down = True
         other.die("an operator stops it")
         world.machines.remove(other)

@@ -1,6 +1,6 @@
-"""A machine with a disk, and the broker processes that live and die on it.
+"""Machine with a disk, and the broker processes that run on it one after the other.
 
-`Process` does what qmq.server.service does around the core, with events instead of sockets, threads and timers.
+`Process` does the work of qmq.server.service around the core, with events instead of sockets, threads and timers.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Limits:
-    """Sizes and times of a seed: small on purpose, so that every limit is met."""
+    """Sizes and times of a seed, small so that every limit is met."""
 
     segment_bytes: int
     tail_bytes: int
@@ -88,10 +88,10 @@ class Limits:
 
 
 class Machine:
-    """What stays when a process dies.
+    """Machine, which outlives its processes.
 
     Args:
-        broker: which one runs on it; by default the one that is called as the machine is.
+        broker: name of the broker on it; by default the machine's own.
     """
 
     def __init__(self, world: World, name: str, broker: str = "") -> None:
@@ -101,16 +101,16 @@ class Machine:
         self.wall_skew_ms = 0
         self.lives = 0
         self.is_put_back = False
-        """Its disk forgot what it had fsynced, and it has not got all of that again."""
+        """Whether its disk lost fsynced bytes and has not got all of them again."""
         self.was_put_back = False
         self.had_end = 0
-        """Where its log ended when it died last, while it is put back: what it confirmed may still be on the way."""
+        """Log end at its last crash, while it is put back: its confirmations may still be on the way."""
         self._last_end = 0
         self.forgot = NO_EPOCH
-        """The newest epoch that its disk knew when it was put back: up to there, it may use epochs again."""
+        """Newest epoch of its disk when it was put back: it may use epochs up to there again."""
         self.stays_down = False
 
-    # tests.simulation.cores.network.Listener: new connections reach whatever process lives.
+    # tests.simulation.cores.network.Listener: new connections reach the present process.
 
     @property
     def is_up(self) -> bool:
@@ -133,7 +133,7 @@ class Machine:
         return self.disk.bases()
 
     def has_frame(self, offset: int, chain: int) -> bool:
-        """Whether its log holds this frame; while it is down, what its disk has of it."""
+        """Whether its log holds this frame; while it is down, whether its disk does."""
         if self.process is None:
             frame = frame_on_disk(self.disk, self.bases(), offset)
         else:
@@ -142,7 +142,7 @@ class Machine:
         return frame is not None and frame.chain == chain
 
     def start(self) -> None:
-        """Start a process; it may die at once."""
+        """Start a process, which may end at once."""
         events = self.world.events
         if self.process is not None or self.stays_down:
             return
@@ -173,7 +173,7 @@ class Machine:
             self.world.events.between(*self.world.swarm.down_ms, self.start)
 
     def die(self, why: str, *, power: bool = False) -> None:
-        """End the process; without power, the disk forgets what was not fsynced."""
+        """End the process; without power, the disk loses unsynced bytes."""
         process, events = self.process, self.world.events
         if process is None:
             return
@@ -191,7 +191,7 @@ class Machine:
         self.start_later()
 
     def _die_while_writing(self, process: Process) -> None:
-        """The power goes between two calls of a commit."""
+        """Cut the power between two calls of a commit."""
         assert process.performing is not None
         self.disk.heal()
         self.disk.fail_after(self.world.events.rng.randint(1, 25))
@@ -208,12 +208,12 @@ class Machine:
             self.forgot_what_it_had()
 
     def forgot_what_it_had(self) -> None:
-        """Its disk lost what was fsynced."""
+        """Note that the disk lost fsynced bytes."""
         self.is_put_back = self.was_put_back = True
         self.had_end = self._last_end
 
     def _check_recovery(self) -> None:
-        """I17: recovering twice gives the same as once, and both the same as folding every frame."""
+        """Check that recovering twice equals recovering once, and both equal folding every frame (I17)."""
         image = self.disk.copy()
         once = recover(image)
         state = deepcopy(once.state)
@@ -231,7 +231,7 @@ class Machine:
 
 
 class Doze:
-    """The rest of a timer while nothing is due, as `qmq.server.service.Service.repeat` has it."""
+    """Pause of a timer while no work is due, as in `qmq.server.service.Service.repeat`."""
 
     def __init__(self, process: Process, quiet_ms: Callable[[], int]) -> None:
         self._process, self._quiet_ms, self._until_ms, self._stirs = process, quiet_ms, 0, 0
@@ -241,11 +241,11 @@ class Doze:
 
     def lasts(self) -> bool:
         is_over = self._process.stirs != self._stirs or self._process.monotonic_ms() >= self._until_ms
-        return not is_over and self._quiet_ms() > 0  # a pass may have left something to do
+        return not is_over and self._quiet_ms() > 0  # a pass may have left work
 
 
 class Process:
-    """One life of a broker. It is the core's Host and owns its connections."""
+    """One process of a broker: the core's Host, and the owner of its connections."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine, self.world, self.name, self.broker = machine, machine.world, machine.name, machine.broker
@@ -256,13 +256,13 @@ class Process:
         self.seen_master: BrokerMaster | None = None
         self.seen_high = 0
         self.heard_points: list[Point] = []
-        """What the row said to be acknowledged."""
+        """Acknowledged points that the metaserver sent."""
         self._sources = Sources()
         self._pass_is_due = False
         self._master_link: End | None = None
         self._connecting = 0
         self.stirs = 0
-        """How often something happened."""
+        """Number of events so far."""
         self._tick_doze = Doze(self, lambda: self.node.quiet_ms())
         identity = IdentityFile(machine.disk, new_incarnation=f"{machine.name}{machine.lives}", instance=machine.name)
         self.log = WatchedLog(
@@ -306,12 +306,12 @@ class Process:
         self._events.between(low_ms, high_ms, again)
 
     def guarded(self, call: Callable[[], Any]) -> None:
-        """Tell the core that something happened."""
+        """Run a call into the core that reports an event."""
         self.stirs += 1
         self.run_guarded(call)
 
     def run_guarded(self, call: Callable[[], Any]) -> None:
-        """Run a call into the core; what must end the process ends it."""
+        """Run a call into the core; end the process if the call's error must end it."""
         if not self.is_alive:
             return
         try:
@@ -352,7 +352,7 @@ class Process:
         return self.world.swarm.limits.sync_ms * slow
 
     def _perform(self, commit: Commit) -> None:
-        self.performing = None  # one that fails here has done what it did: a crash does not do it again
+        self.performing = None  # a commit that fails here has done its work: a crash does not repeat it
         self.guarded(lambda: self.log.perform(commit))
         if self.is_alive:
             self._after(self._disk_ms() * self._events.rng.random(), lambda: self._committed(commit))
@@ -449,14 +449,14 @@ class Process:
         self.guarded(lambda: self.node.writable_again(link))
 
     def on_answer(self, packet: Packet, code: int, parts: tuple[Buffer, ...]) -> None:
-        """This broker answers somebody."""
+        """Report an answer to the oracle."""
         if packet.code == Command.PRODUCE and code == ErrorCode.SUCCESS:
             produced = decode_produced(memoryview(b"".join(parts)))
             master = self.node.master
             if produced.stored and master is not None:
                 self.world.oracle.acks(self, master.epoch, produced)
 
-    # What happens by itself.
+    # Timers.
 
     def _tick(self) -> None:
         if not self._tick_doze.lasts():
@@ -475,14 +475,14 @@ class Process:
         self.world.metaserver.poll(self)
 
     def assign(self, assignment: Assignment) -> None:
-        """The metaserver's row, as of some moment, arrives."""
+        """Deliver an assignment."""
         try:
             self.guarded(lambda: self.node.assign(assignment))
         except OperatorError as error:
             raise Violation(f"I13: {self.name} was told nonsense: {error}") from error
 
     def _keep_whole(self) -> None:
-        """What qmq.server.repair does."""
+        """Repair damage as qmq.server.repair does."""
         damage = self.log.damage
         assignment = self.node.assignment
         if damage is None or assignment is None or not assignment.peers:
@@ -527,7 +527,7 @@ class Process:
                 self._events.count("repaired")
 
     def _drop_old_segments(self) -> None:
-        """What qmq.server.service does for retention."""
+        """Delete old segments as qmq.server.service does."""
         try:
             self.guarded(self._drop)
         except CorruptFrame as problem:
@@ -548,7 +548,7 @@ class Process:
             self.pass_soon()
 
     def _hear_clocks(self) -> None:
-        """What heartbeats bring every second: what the clocks of metaserver and peer say."""
+        """Deliver the readings of the metaserver's and the peers' clocks, as heartbeats do each second."""
         self.node.record_metaserver_clock(1_700_000_000_000 + self._events.now_ms)
         for peer in self.node.assignment.peers if self.node.assignment is not None else ():
             other = self.world.machine(peer.ip).process

@@ -1,6 +1,6 @@
-"""Groups of more than two copies: the row names several slaves, and copies promise before one is chosen.
+"""Groups of more than two copies: the row names several slaves, and copies promise before one of them is chosen.
 
-Any of them dies, any two are cut from each other; one of them loses what its disk had, is damaged or replaced.
+Any copy fails, and any two are cut off from each other; one loses fsynced bytes, is damaged or replaced.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from tests.simulation.cores.world import World
 
 LOOKS_BEFORE_ROW_IS_RAISED = 5
-"""A promise that came to nothing keeps a copy from following the master; the row gets its term then."""
+"""Looks before the row is raised to a promised term: such a promise keeps a copy from following its master."""
 
 
 class ManyCopies(Metaserver):
-    """The metaserver of a group of more than two copies."""
+    """Metaserver of a group of more than two copies."""
 
     def __init__(self, world: World, names: list[str], min_copies: int) -> None:
         super().__init__(world, names[0], names[1])
@@ -41,10 +41,9 @@ class ManyCopies(Metaserver):
         """Failovers and swaps under way."""
         self.is_in_peace = False
         self._lives: dict[str, Process] = {}
-        """Who has registered: only such a process is told of the row."""
+        """Registered processes; only these receive assignments."""
         self._recovery = Recovery(world, self)
 
-    # Brokers.
 
     def _register(self, process: Process) -> bool:
         name = process.name
@@ -72,8 +71,11 @@ class ManyCopies(Metaserver):
         )
 
     def may_forget(self, name: str) -> bool:
-        """Outside the moment between a promise and the choice that rests on it, as docs/decisions/0043 has it; and the
-        master's disk only if the row knows what was acknowledged, or a slave that has all of it is waited for."""
+        """Whether this machine's disk may lose fsynced bytes now.
+
+        Not between a promise and the choice that rests on it (decision 43). The master's only if the row has the
+        acknowledged point, or a slave with all of it is awaited.
+        """
         assert self.group.master is not None
         known = max((point.end for point in self.points.values()), default=0)
         is_master = self.group.master.hostname == name
@@ -83,10 +85,9 @@ class ManyCopies(Metaserver):
     def _is_one_waited_for(self) -> bool:
         return any(self._world.holds_all(self._world.machine(one.hostname)) for one in rules.awaited(self.group))
 
-    # Changes.
 
     def _floor(self) -> int:
-        """The newest term that was given out, or promised by who is reached."""
+        """Return the newest term that was given out, or that a reachable copy promised."""
         return max(self.group.term, self._promised())
 
     def _promised(self) -> int:
@@ -94,7 +95,7 @@ class ManyCopies(Metaserver):
         return max((process.node.identity.value.promised for process in up if process is not None), default=0)
 
     def _choose(self, change: RoleChange, group: Group, chosen: Broker, said: ReplicaState) -> bool:
-        """Make a slave the master, and remember what it was chosen with."""
+        """Make a slave the master, and remember the report that the choice rests on."""
         if not self.change(change):
             return False
         for one in promotion.changes_of(change, group, chosen, said):
@@ -104,7 +105,7 @@ class ManyCopies(Metaserver):
         return True
 
     def look(self) -> None:
-        """Now and then: is the master gone, and was something promised that came to nothing?"""
+        """Look whether the master is gone, and whether a promise led to no choice."""
         self._events.between(20, 200, self.look)
         assert self.group.master is not None
         if not self.is_up:
@@ -112,7 +113,7 @@ class ManyCopies(Metaserver):
         master = self._reach(self.group.master.hostname)
         is_gone = master is None
         if master is not None and self._lives.get(master.name) is master:
-            self._note(master.name, full_state(master))  # a change of who is in sync is reported at once
+            self._note(master.name, full_state(master))  # a change of the copies in sync is reported at once
         self._raise_row(is_gone)
         is_taken_for_gone = not self.is_in_peace and self._events.chance(0.03)
         if is_gone or is_taken_for_gone:
@@ -127,7 +128,7 @@ class ManyCopies(Metaserver):
                 self._events.count("row raised")
 
     def _fail_over(self, group: Group) -> None:
-        """Each slave promises at its own time; the best of enough is chosen, some time later."""
+        """Let each slave promise at its own time, then choose the best of enough."""
         events, facts = self._events, self._facts(group)
         if facts is None:
             return
@@ -152,7 +153,7 @@ class ManyCopies(Metaserver):
             answer(process, slave)
 
         def answer(process: Process, slave: Broker) -> None:
-            """Once all that it has is fsynced."""
+            """Take its report once all of its log is fsynced."""
             if not process.is_alive:
                 return
             if not process.log.is_idle:
@@ -172,7 +173,7 @@ class ManyCopies(Metaserver):
         events.between(20, events.rng.choice((40, 2000)), choose)
 
     def _choose_among(self, facts: Facts) -> None:
-        """Those that promised."""
+        """Choose among the copies that promised."""
         if not self.is_up or facts.group.term != self.group.term:
             return self._events.count("no failover: it is too late")
         if refused := promotion.refusal(facts):
@@ -185,10 +186,10 @@ class ManyCopies(Metaserver):
             self._events.count("failed over")
 
     def replace(self, role: Role, *, accept_loss: bool = False) -> None:
-        """Nobody exchanges roles by hand."""
+        """Do not change roles by hand."""
 
     def accept_loss(self, kept: str) -> None:
-        """ReplaceBroker with `acceptLoss`: this broker, stopped as the master is, goes on as the master."""
+        """Run ReplaceBroker with `acceptLoss`: this stopped broker continues as the master."""
         (broker,) = (broker for broker in self.group.brokers if broker.hostname == kept)
         row, wanted = Directory({GROUP: self.group}), replace(broker, role=Role.MASTER)
         change, _ = rules.replace_broker(
@@ -200,7 +201,7 @@ class ManyCopies(Metaserver):
             self._events.count("loss accepted")
 
     def swap(self) -> None:
-        """SwapRoles with any slave, step by step; it may end after each of them."""
+        """Swap with any slave, step by step; the swap may end after each step."""
         group, events, life = self.group, self._events, self.life
         assert group.master is not None
         hold_ms, master = events.rng.choice((50, 300, 2000)), group.master.hostname
@@ -254,16 +255,15 @@ class ManyCopies(Metaserver):
         self.choices += 1
         events.between(0, 20, prepare)
 
-    # Peace.
 
     def look_after(self) -> None:
-        """An operator does what Doctor names."""
+        """Follow Doctor's remedies."""
         self.is_in_peace = True
         self._recovery.look()
 
 
 class ManyNemesis(CoreNemesis):
-    """Strikes any copy, and between any two."""
+    """Faults of any copy, and between any two."""
 
     def faults(self) -> dict[str, float]:
         return MANY_FAULTS
@@ -273,7 +273,7 @@ class ManyNemesis(CoreNemesis):
         return one, other
 
     def power_everywhere(self) -> bool:
-        """At times one disk has lied for a while before."""
+        """Cut the power everywhere; at times one disk lied for a while before."""
         if self._rng.random() < 0.5:
             return super().power_everywhere()
         system = self.victim.disk.system
@@ -294,7 +294,7 @@ class ManyNemesis(CoreNemesis):
         return self._cut_between(*self._two(), both_ways=False)
 
     def failover(self) -> bool:
-        """The master dies."""
+        """Kill the master."""
         group = self._world.metaserver.group
         assert group.master is not None
         self._world.machine(group.master.hostname).die("failover", power=self._rng.random() < 0.5)
@@ -302,8 +302,10 @@ class ManyNemesis(CoreNemesis):
 
     @fault()
     def cut_off_master(self) -> bool:
-        """The master loses its way to the metaserver and to all slaves but one, and that one loses its own a bit later,
-        when it may have promised to follow nobody."""
+        """Cut the master off from the metaserver and all slaves but one, and later that slave from the others.
+
+        By then, that slave may have promised to follow no master.
+        """
         group = self._world.metaserver.group
         assert group.master is not None
         name = group.master.hostname

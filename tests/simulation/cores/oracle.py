@@ -1,7 +1,7 @@
-"""Knows everything that was ever promised, and looks whether it is kept. Nothing of the product reads it.
+"""Laws of copies, messages and deliveries, checked while cores run. The product does not read the oracle.
 
-Invariants have the numbers of ARCHITECTURE.md. The committed log is the one prefix that ever was below a high
-watermark: once both disks had it, no history may lack it.
+Invariants have the numbers of ARCHITECTURE.md. The committed log is the one prefix below a high watermark of any
+master: once both disks had it, no history may lack it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Committed:
-    """Below `end` everything was fsynced on both disks."""
+    """End of the committed log: everything below `end` was fsynced on both disks."""
 
     end: int = 0
     chain: int = 0
@@ -49,42 +49,43 @@ class Oracle:
         self._committed_frames: dict[int, int] = {}
         self._ackers: dict[Epoch, str] = {}
         self._lives: dict[int, WatchedLog] = {}
-        """Term -> the log of the process that was its master, of more than two copies."""
+        """Term -> log of its master's process, in groups of more than two copies."""
         self.acked: dict[str, tuple[str, int]] = {}
-        """Message id -> (subject, sequence) of what producers were told is stored."""
+        """Message id -> (subject, sequence) of the receipt."""
         self.sent: dict[str, str] = {}
-        """Message id -> subject it was sent to."""
+        """Message id -> subject."""
         self.delivered: dict[tuple[str, int], str] = {}
         self._begins: dict[tuple[str, str], int] = {}
-        """(subject, consumer group) -> the sequence it began with, by its last master, if nobody moved it since."""
+        """(subject, consumer group) -> first sequence that its last master gave it, unless an operator moved it."""
         self.copies = self.min_copies = 2
         self.has_operator = False
-        """Whether somebody moves groups."""
+        """Whether an operator moves consumer groups."""
         self.deliveries_max = 0
         self.is_counted = True
-        """Whether two deliveries of a message never have the same number: nobody moves groups, and nobody gives back
-        what is on its way to him, which does not count."""
+        """Whether each delivery of a message has its own number: without moves and without consumers that unsubscribe,
+        as messages on the way to these do not count.
+        """
         self._finished: dict[tuple[str, str, int], int] = {}
-        """(consumer group, subject, sequence) -> number of deliveries when an application was done with it."""
+        """(consumer group, subject, sequence) -> deliveries so far when an application finished the message."""
         self._counts: dict[tuple[str, str, int, int], tuple[str, int]] = {}
         """(consumer group, subject, sequence, times) -> (consumer, pull sequence)."""
         self._uncounted: set[tuple[str, str, int]] = set()
-        """(consumer group, subject, sequence) that some master alone delivered."""
+        """(consumer group, subject, sequence) that a master delivered alone."""
         self.is_ordered = False
-        """Whether messages have order keys, and nobody moves groups."""
+        """Whether messages have order keys, and no operator moves groups."""
         self.choosy: set[str] = set()
-        """Consumer groups that ask for messages with the tag alone."""
+        """Consumer groups that filter by the tag."""
         self._last_finished: dict[tuple[str, str, str], int] = {}
-        """(consumer group, subject, order key) -> the last message that an application was done with."""
+        """(consumer group, subject, order key) -> last sequence that an application finished."""
         self._dead: dict[tuple[str, str, int], set[int]] = {}
-        """The same key -> offsets of its dead letters, in whichever log."""
+        """(consumer group, subject, sequence) -> offsets of its dead letters, in any log."""
         self._dead_kept: set[tuple[str, str, int]] = set()
         """Those that are in the log at the end."""
         self._deliveries = 0
         self._delivered_last: dict[tuple[str, str, int], int] = {}
-        """(consumer group, subject, sequence) -> number of its last delivery, among all."""
+        """(consumer group, subject, sequence) -> number of its last delivery."""
         self._positions: dict[tuple[Epoch, int], int] = {}
-        """(epoch, offset) of frames that say where a group stands -> deliveries before it was written."""
+        """(epoch, offset) of position frames -> deliveries before the frame was written."""
         self._moves: list[Move] = []
         self._numbers: dict[tuple[str, int], int] = {}
         """(consumer, pull sequence) -> sequence."""
@@ -92,10 +93,10 @@ class Oracle:
         self._written_ms: dict[int, int] = {}
         """Offset of a frame -> true time at which a master last wrote one there."""
 
-    # Told by the logs.
+    # Reports of logs.
 
     def taking(self, log: WatchedLog, frame: Frame, body: Buffer) -> None:
-        """A frame is about to be folded into a log."""
+        """Check a frame right before it is folded into a log."""
         known = self._chains.setdefault((frame.epoch, frame.offset), frame.chain)
         if known != frame.chain:
             self._used_again(log, frame, known)
@@ -103,11 +104,12 @@ class Oracle:
             self._dead.setdefault(dead, set()).add(frame.offset)
 
     def _used_again(self, log: WatchedLog, frame: Frame, known: int) -> None:
-        """I3: a disk that was put back forgot its epochs, too, and may use one of these again.
+        """Check a second frame with the same epoch and offset (I3).
 
-        Until it meets the other copy, nothing that it writes is acknowledged, and the other one may keep what it wrote
-        before: then it has to give way. What is followed is no second frame beside one that is committed, or kept. Of
-        more than two copies none does so: each of its lives as the master has a term of its own.
+        A disk that was put back forgot its epochs and may use one again. Until it meets the other copy, none of its
+        frames is acknowledged; if the other copy kept the older frame, the new one has to give way. So a repeated frame
+        is legal unless the older one is committed, or kept by a copy while slaves follow the new one. With more than
+        two copies each mastership has its own term, and no frame repeats.
         """
         what = f"two frames with epoch {frame.epoch} and offset {frame.offset}; one at {log.owner}"
         if self.copies > 2 or all(frame.epoch > machine.forgot for machine in self.machines):
@@ -123,44 +125,47 @@ class Oracle:
             self._chains[frame.epoch, frame.offset] = frame.chain
 
     def writing(self, log: WatchedLog) -> None:
-        """A master is about to write a frame."""
+        """Note the time of a master's next frame."""
         self._written_ms[log.end] = self._events.now_ms
 
     def flushed(self, log: WatchedLog, commit: Commit) -> None:
-        """A copy has a commit on its disk, and tells others where that ends, also if it only deleted."""
+        """Check the end and chain that a copy reports after a commit, also after one that only deleted."""
         if log.chains.get(commit.end) != commit.chain:
             raise Violation(f"I4: {log.owner} says that its chain at {commit.end} is {commit.chain:016x}")
 
     def decided(self, log: WatchedLog, retention_ms: int) -> None:
-        """A master decided what goes. Three clocks agreed to half a second when it was written and when it goes."""
+        """Check the age of frames that a master decides to delete. Three clocks agreed to half a second both times."""
         start = log.state.kept.start
         age_ms = self._events.now_ms - max(ms for offset, ms in self._written_ms.items() if offset < start)
         if age_ms < retention_ms - 1000:
             raise Violation(f"P6: {log.owner} gives up what is before {start} and {age_ms} ms old")
 
     def deleting(self, log: WatchedLog) -> None:
-        """A copy is about to delete its oldest segment."""
+        """Check that an acknowledged frame allows a copy to delete its oldest segment."""
         kept = log.state.kept
         if log.bases[1] > kept.start or kept.decided_end > self.committed.end:
             raise Violation(f"P6: {log.owner} deletes up to {log.bases[1]} although no agreed frame says so: {kept}")
 
     def chosen(self, log: WatchedLog) -> None:
-        """The metaserver makes this copy's broker the master by itself, as of what it reported. If its tail was lost
-        or damaged since then it knows that, and does not begin before it is refilled (`beginning`)."""
+        """Check the log of a slave that the metaserver makes the master.
+
+        The choice rests on its report. A log whose tail was lost or damaged since then does not begin before it is
+        refilled (see `beginning`).
+        """
         committed, knows_it = self.committed, log.is_tail_cut or log.damage is not None
         has_it = committed.end <= log.flushed_end and self._has_committed(log)
         if not has_it and not knows_it and committed.end > log.start:
             raise Violation(f"I25: {log.owner} is chosen, ends at {log.flushed_end}, and lacks {committed}")
 
     def beginning(self, log: WatchedLog, epoch: Epoch) -> None:
-        """Whoever becomes master has everything that was committed, and no newer master had committed before."""
+        """Check that a new master has everything committed, and that no newer master committed before."""
         if self.copies > 2 and self._lives.setdefault(epoch.term, log) is not log:
             raise Violation(f"I2: {log.owner} begins in {epoch}, and another life was the master in that term")
         committed, put_back = self.committed, self._is_put_back(log) or self._has_a_copy(log)
         if put_back and self.has_it_again(log):
             put_back = self._machine(log).is_put_back = False
         if epoch < committed.epoch and self.copies > 2:
-            return  # it has not heard of its successor; the copies that promised confirm nothing to it
+            return  # it is deposed without a notice; copies that promised confirm nothing to it
         if put_back and self.copies == 2:
             return self._begins_in_good_faith(log)
         if epoch < committed.epoch:
@@ -172,7 +177,7 @@ class Oracle:
             )
 
     def group_begins(self, log: WatchedLog, epoch: Epoch, subject: str, group: str, position: int) -> None:
-        """A group's position is about to be written down. All new ones ask for the earliest message."""
+        """Check the first position of a consumer group; all of them start at the earliest message."""
         self._positions[epoch, log.end] = self._deliveries
         if (subject, group) in log.state.groups:
             if not self.has_operator:
@@ -186,7 +191,7 @@ class Oracle:
         self._begins[subject, group] = position
 
     def moved(self, move: Move) -> None:
-        """An operator was told that a group is moved."""
+        """Note a move that an operator has an answer to."""
         self._moves.append(move)
 
     def _machine(self, log: WatchedLog) -> Machine:
@@ -196,12 +201,12 @@ class Oracle:
         return self._machine(log).is_put_back
 
     def _has_a_copy(self, log: WatchedLog) -> bool:
-        """Whether a copy of its directory may have served in its place since: it cannot know what that confirmed."""
+        """Whether a clone of its directory may have served in its place: the log lacks what that one confirmed."""
         broker = self._machine(log).broker
         return sum(machine.broker == broker for machine in self.machines) > 1
 
     def has_it_again(self, log: WatchedLog) -> bool:
-        """Whether a log has all that was ever committed."""
+        """Whether a log has everything that was ever committed."""
         return log.end >= self.committed.end and self._has_committed(log, can_be_read=True)
 
     def _is_refilled(self, machine: Machine, end: int) -> bool:
@@ -211,7 +216,9 @@ class Oracle:
         return not machine.is_put_back
 
     def _begins_in_good_faith(self, log: WatchedLog) -> None:
-        """I25: a copy that was put back may go on alone only while nobody could tell it what it lacks."""
+        """Check that a copy that was put back begins alone only while no other copy could report what it lacks
+        (I25).
+        """
         process = self._machine(log).process
         known = [] if process is None else [*process.heard_points, process.node.identity.points.own]
         for point in known:
@@ -219,8 +226,10 @@ class Oracle:
                 raise Violation(f"I25: {log.owner} becomes master at {log.end}, and knows of {point}")
 
     def _has_committed(self, log: WatchedLog, *, can_be_read: bool = False) -> bool:
-        """Whether a log has what was committed last. Where a flipped bit hides that it may have it, unless it has to be
-        one that `can_be_read`."""
+        """Whether a log has the end of the committed log.
+
+        A flipped bit may hide it; that counts as having it unless `can_be_read`.
+        """
         if self.committed.end <= log.start:
             return True
         chain = log.chain_at(self.committed.end)
@@ -234,10 +243,10 @@ class Oracle:
         if frame is not None and self._committed_frames.get(to) == frame.chain:
             raise Violation(f"I5: {log.owner} cuts committed bytes from {to}")
 
-    # Told by the processes.
+    # Reports of processes.
 
     def look(self, process: Process) -> None:
-        """After every call into a broker's core."""
+        """Check a process after a call into its core."""
         self._legality.check(process.name, process.node)
         slave, promised = process.node.slave, process.node.identity.value.promised
         if slave is not None and slave.is_following and slave.term < promised:
@@ -262,7 +271,7 @@ class Oracle:
         log = process.log
         chain = log.chain_at(high)
         if chain is None and log.simulated_disk.flipped:
-            return  # it cannot be read just now
+            return  # unreadable at the moment
         if chain is None:
             raise Violation(f"I6: the high watermark {high} of {process.name} is the end of no frame")
         if not self._has_committed(log):
@@ -275,18 +284,18 @@ class Oracle:
         self.committed = Committed(high, chain, epoch)
 
     def _check_point(self, name: str, point: Point | None) -> None:
-        """I25: with another chain, each copy would lack what a master says that it acknowledged."""
+        """Check the chain of an acknowledged point: with another chain, each copy would seem to lack it (I25)."""
         committed = self.committed
         if point is not None and point.end == committed.end and point.chain != committed.chain:
             raise Violation(f"I25: {name} acknowledges up to {point}, and has {committed}")
 
     def _check_disks(self, log: WatchedLog, begin: int, end: int) -> None:
-        """I1: what gets acknowledged now would survive a power cut of all machines, on enough of them."""
+        """Check that newly acknowledged frames would survive a power cut of all machines, on enough of them (I1)."""
         missing_max = len(self.machines) - self.min_copies
         images = []
         for machine in self.machines:
             if machine.is_put_back and not self._is_refilled(machine, end):
-                continue  # it confirmed what is acknowledged now, and forgot it since
+                continue  # it confirmed these bytes and lost them since
             bases = machine.bases()
             first = max(begin, bases[0] if bases else end)
             images.append((machine, bases, first, machine.disk.durable(bases, first, end)))
@@ -311,15 +320,15 @@ class Oracle:
             at += len(data)
 
     def acks(self, process: Process, epoch: Epoch, produced: Produced) -> None:
-        """A master tells a producer that something is stored."""
+        """Check that one broker at most acknowledges in an epoch (I2)."""
         acker = self._ackers.setdefault(epoch, process.name)
         if acker != process.name:
             raise Violation(f"I2: {acker} and {process.name} both acknowledge in epoch {epoch}")
 
-    # Told by the clients.
+    # Reports of clients.
 
     def acknowledged(self, batch: tuple[int, int], subject: str, ids: list[str], produced: Produced) -> None:
-        """A producer holds a receipt."""
+        """Check and note a producer's receipt."""
         refused = {position for position, _ in produced.refused}
         stored = [identity for position, identity in enumerate(ids) if position not in refused]
         if len(stored) != produced.stored:
@@ -330,7 +339,7 @@ class Oracle:
             self.acked[identity] = (subject, produced.first_sequence + i)
 
     def received(self, consumer: Consumer, sequence: int, message: bytes) -> None:
-        """A consumer got a message."""
+        """Check and note a delivered message."""
         envelope, group, subject = decode_envelope(message), consumer.group, consumer.subject
         if consumer.is_choosy and TAG not in envelope.tags:
             raise Violation(f"I23: {group}, which asks for the tag {TAG}, gets {subject} {sequence} without it")
@@ -342,7 +351,7 @@ class Oracle:
         self._delivered_last[group, subject, sequence] = self._deliveries
 
     def counted(self, consumer: Consumer, piece: Piece, at: int) -> None:
-        """A consumer hears how often a message was delivered. Deliveries that a master alone knew of may be undone."""
+        """Check the delivery attempt of a message. A later master may lack the attempts of a master that was alone."""
         times, sequence = piece.times, piece.sequence + at
         if times < 1 or (self.deliveries_max and times > self.deliveries_max):
             raise Violation(f"I21: {consumer.subject} {sequence} is delivered for the {times}th time")
@@ -355,10 +364,10 @@ class Oracle:
                 raise Violation(f"I21: {key} is delivered for the {times}th time twice")
 
     def finished(self, group: str, subject: str, sequence: int) -> None:
-        """An application is done with a message; it will ack it, if it lives so long.
+        """Check the order of finished messages; the application acks the message if it survives.
 
-        A message of which some master stored a dead letter is in nobody's way: the lease of the consumer that works on
-        it ran out, or that master's disk lost the dead letter, and the next one gives the message again.
+        A message with a dead letter does not hold up others: the lease of its consumer ran out, or its master's disk
+        lost the dead letter and the next master delivers the message again.
         """
         key = group, subject, sequence
         name = order_key(self.delivered[subject, sequence]) if self.is_ordered else None
@@ -370,16 +379,16 @@ class Oracle:
         self._finished[key] = self._deliveries
 
     def numbered(self, consumer: Consumer, pull_sequence: int, sequence: int) -> None:
-        """A consumer is given a message under a number that it will ack."""
+        """Check that a pull sequence means one message."""
         if any(machine.was_put_back for machine in self.machines):
-            return  # alone, it gave numbers of an epoch that it used again; nothing that it wrote stays
+            return  # alone, it used numbers of a repeated epoch; none of its frames stays
         if self._numbers.setdefault((consumer.name, pull_sequence), sequence) != sequence:
             raise Violation(f"I8: pull sequence {pull_sequence} of {consumer.name} is given to two messages")
 
-    # At the end.
+    # Checks at the end.
 
     def check_end(self, groups: list[str]) -> None:
-        """Both copies are whole, equal, and hold what was promised, once."""
+        """Check that both copies are whole, equal, and hold every promised message once."""
         logs = [process.log for machine in self.machines if (process := machine.process) is not None]
         if len({(log.end, log.chain) for log in logs}) > 1:
             raise Violation("I3: the logs differ at the end")
@@ -395,7 +404,7 @@ class Oracle:
                 raise Violation(f"I8: an operator was told that a group is moved by {move}, and no log knows it")
 
     def _walk(self, log: WatchedLog) -> tuple[dict[tuple[str, int], str], dict[tuple[str, str], tuple[int, int]]]:
-        """Return the messages, and where groups were put last: (sequence, deliveries before that)."""
+        """Return the messages, and the last position of each moved group as (sequence, deliveries before)."""
         stored: dict[tuple[str, int], str] = {}
         begins: dict[tuple[str, str], tuple[int, int]] = {}
         batches: dict[tuple[int, int], int] = {}
@@ -409,7 +418,7 @@ class Oracle:
                 if frame.kind == FrameKind.POSITION and not (progress := decode_progress(body)).consumer:
                     since = self._positions[frame.epoch, frame.offset]
                     begins[frame.subject, progress.group] = progress.entries[0][0], since
-                    # What fails once more after its group was moved is a dead letter once more.
+                    # a message that fails again after a move is a dead letter again
                     dead = {one for one in dead if one[:2] != (progress.group, frame.subject)}
                 if frame.kind != FrameKind.MESSAGES:
                     continue
@@ -468,13 +477,13 @@ class Oracle:
             if group != name:
                 continue
             end = log.state.next_sequence.get(subject, 0)
-            # If retention took the frame that says so, nobody knows any more where an operator put it.
+            # The position is unknown if retention took its frame.
             begin, since = begins.get((subject, group), (self._begins.get((subject, group), end), 0))
-            if (subject, group) not in self._begins:  # moved back: of acked messages, a copy may have dropped more
+            if (subject, group) not in self._begins:  # moved back: of acked messages, a copy may have deleted more
                 refs = log.frames(subject, 0, 1)
                 begin = max(begin, refs[0].begin if refs else end)
             keys = [(name, subject, sequence) for sequence in range(begin, end)]
-            if name in self.choosy:  # nobody knows any more what was asked for of what retention took
+            if name in self.choosy:  # tags of messages that retention took are unknown
                 keys = [key for key in keys if (identity := stored.get(key[1:])) and is_tagged(identity)]
             alive = [key for key in keys if key not in self._dead_kept and not self._died_before(key, log.start)]
             for what, seen in (("got", got), ("was done with", self._finished)):
@@ -487,12 +496,14 @@ class Oracle:
                 raise Violation(f"I9: {name} is not done with {subject}")
 
     def _died_before(self, key: tuple[str, str, int], offset: int) -> bool:
-        """Whether a dead letter of it stood where retention took everything."""
+        """Whether it had a dead letter in the part of the log that retention took."""
         return any(at < offset for at in self._dead.get(key, ()))
 
 
 def _dead_letter(frame: Frame, body: Buffer) -> tuple[str, str, int] | None:
-    """Return (consumer group, subject, sequence) of the message that a dead letter copies; None if it is none."""
+    """Return (consumer group, subject, sequence) of the original of a dead letter; None: the frame is no dead
+    letter.
+    """
     derived = parse_derived(frame.subject)
     if frame.kind != FrameKind.MESSAGES or derived is None:
         return None
