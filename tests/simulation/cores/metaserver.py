@@ -1,4 +1,4 @@
-"""The metaserver: one row per group, changed by compare-and-set with the real rules of `metaserver.roles.rules`."""
+"""Metaserver of the cores' world: one row, changed by compare-and-set with the rules of `metaserver.roles.rules`."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ META = "meta"
 
 
 class Metaserver:
-    """The row and who asks for it. Its own death is an outage: nobody is answered, swaps stop where they are."""
+    """The row, and its answers to brokers and clients. An outage leaves calls unanswered and ends swaps halfway."""
 
     def __init__(self, world: World, master: str, slave: str) -> None:
         self._world, self._events = world, world.events
         self.is_up = True
         self.life = 0
         self.points: dict[str, Point] = {}
-        """Incarnation -> the newest acknowledged point that its copy told."""
+        """Incarnation -> newest acknowledged point that its copy reported."""
         self.loss_accepted_term = 0
-        """In this term an operator gave up what older points say; 0: never."""
+        """Term in which an operator accepted the loss of older points; 0: never."""
         self._unseen_disks: set[str] = set()
         self.master_is_refused = False
-        """Its disk was replaced just when it became the master: an operator has to give the part to the other."""
+        """Whether the disk of a new master was replaced: an operator has to make the other broker the master."""
         self.marks: frozenset[str] = frozenset()
         self.fails_over = False
         """Whether it makes the slave the master by itself."""
@@ -45,10 +45,9 @@ class Metaserver:
         self.group = Group(GROUP, 1, new_broker(master, Role.MASTER), (new_broker(slave, Role.SLAVE),), 0)
         self._group_before = self.group
 
-    # Brokers.
 
     def poll(self, process: Process) -> None:
-        """A broker's stream to the metaserver: it says how it is and hears of the row, some time later, or never."""
+        """Take a broker's report and answer with the row, some time later or never."""
         network, events = self._world.network, self._events
         if not self.is_up or not network.is_through(process.name, META):
             return
@@ -70,7 +69,7 @@ class Metaserver:
         events.after(network.delay_ms(process.name, META), heard)
 
     def _tell_points(self, process: Process) -> None:
-        """The answer to a registration, which a broker repeats with each new stream."""
+        """Answer a registration, which a broker repeats with each new stream."""
         known = self.known_points()
 
         def arrive() -> None:
@@ -85,13 +84,13 @@ class Metaserver:
         process.node.remembered_elsewhere(points, loss_accepted_term=known.loss_accepted_term)
 
     def known_points(self) -> Points:
-        """Those that nobody gave up."""
+        """Return the points whose loss no operator accepted."""
         accepted = self.loss_accepted_term
         points = {name: point for name, point in self.points.items() if point.epoch.term >= accepted}
         return Points(points, accepted)
 
     def push(self, process: Process) -> None:
-        """Tell a broker its part: late, perhaps twice, perhaps of a row that is old by then."""
+        """Send a broker its assignment: late, at times twice or of an old row."""
         network, events = self._world.network, self._events
         assignment, row = self.assignment(process.broker), self.broker(process.broker)
         if assignment is None or row is None or row.instance not in ("", process.node.identity.instance):
@@ -156,7 +155,7 @@ class Metaserver:
         return self.change(rules.begin_elsewhere(self.group, said, above=self.group.term))
 
     def _refuse_copy(self, process: Process) -> None:
-        """Another process serves in its place."""
+        """Reject a clone: another process serves in its place."""
         self._events.count("copy refused")
 
         def arrive() -> None:
@@ -179,28 +178,28 @@ class Metaserver:
                 self._put_member(replace(slave, complete=complete))
 
     def may_forget(self, name: str) -> bool:
-        """Whether this machine's disk may lose at this moment what it said it had. Asked when it does: a lie is older,
-        and what was acknowledged since is lost with it."""
+        """Whether this machine's disk may lose fsynced bytes at this moment.
+
+        A lie is older than the crash that reveals it, and everything acknowledged since is lost with it.
+        """
         return True
 
     def disk_replaced(self, name: str) -> None:
-        """An operator who replaces a slave's disk starts the broker before he changes roles."""
+        """Replace a slave's disk: the operator starts its broker before any change of roles."""
         self._unseen_disks.add(name)
         for slave in self.group.slaves:
             if slave.hostname == name:
                 self._put_member(replace(slave, complete=False))
 
-    # Clients.
 
     def route(self) -> str | None:
-        """Return who is the master, as a client with an old or a new route sees it."""
+        """Return the master, by an old or a new route."""
         group = self.group if self._events.chance(0.9) else self._group_before
         return group.master.ip if group.master else None
 
-    # Changes.
 
     def change(self, change: rules.RoleChange) -> bool:
-        """Compare and set."""
+        """Change the row by compare-and-set."""
         if not self.is_up or change.term != self.group.term:
             return False
         self._group_before = self.group
@@ -226,7 +225,7 @@ class Metaserver:
         self._events.after(ms, up)
 
     def replace(self, role: Role, *, accept_loss: bool = False) -> None:
-        """ReplaceBroker, by an operator who is sure that nobody runs: the other broker takes this role."""
+        """Run ReplaceBroker: the other broker takes this role, as the operator is sure that its holder is stopped."""
         group = self.group
         if role == Role.MASTER:
             broker = group.slave
@@ -252,7 +251,7 @@ class Metaserver:
         return next((new_broker(m.name, Role.SLAVE) for m in self._world.machines if m.name != holder), None)
 
     def swap(self) -> None:
-        """SwapRoles, step by step; it may end after each of them."""
+        """Swap roles step by step; the swap may end after each step."""
         group, life = self.group, self.life
         if not self.is_up or group.master is None or group.slave is None or group.half_swapped:
             return
@@ -315,7 +314,7 @@ class Metaserver:
         events.between(0, 20, prepare)
 
     def look(self) -> None:
-        """Now and then: is the master gone? At times it is taken for gone although it is not."""
+        """Look whether the master is gone. At times a running master counts as gone."""
         self._events.between(20, 200, self.look)
         group = self.group
         if not self.is_up or group.master is None or group.slave is None:
@@ -324,17 +323,17 @@ class Metaserver:
             self._fail_over(group)
 
     def look_after(self) -> None:
-        """What an operator does in peace, besides."""
+        """Do further work of an operator, after all faults."""
 
     def _reach(self, name: str) -> Process | None:
-        """Return the process of a broker, at the place that the row names, if it can be asked."""
+        """Return the process of a broker at the row's address, if it is reachable."""
         broker = self.broker(name)
         place = broker.ip if broker else name
         process = self._world.machine(place).process
         return process if process is not None and self._world.network.is_through(META, place) else None
 
     def _facts(self, group: Group) -> Facts | None:
-        """What is known now; None: the row has changed."""
+        """Return the facts of a failover; None: the row has changed."""
         if group != self.group or group.master is None or not group.slaves or not self.is_up:
             return None
         slaves = {slave.key: self._reach(slave.hostname) for slave in group.slaves}
@@ -349,7 +348,7 @@ class Metaserver:
         )
 
     def _fail_over(self, group: Group) -> None:
-        """As `roles.failover`, step by step; nobody asks whether the slave has a connection to its master."""
+        """Fail over step by step, as `roles.failover` does, but without asking for the slave's link to its master."""
         events, rng = self._events, self._events.rng
         facts = self._facts(group)
         if facts is None:
@@ -409,7 +408,7 @@ def _state(process: Process) -> ReplicaState:
 
 
 def full_state(process: Process) -> ReplicaState:
-    """With what a failover asks for."""
+    """Return the report with the fields of a failover."""
     node, known = process.node, process.node.identity.value
     return replace(
         _state(process),

@@ -17,24 +17,24 @@ if TYPE_CHECKING:
     from tests.simulation.cores.world import World
 
 REACHED_MS = 0.0, 0.0, 0.1, 1.0, 10.0
-"""How long at most after a copy came to its state a steered seed strikes: some states end with the next packet."""
+"""Longest delays between a copy's arrival in its state and the steered strike: some states end with the next packet."""
 RETRY_MS = 0.0, 20.0
-"""How long it rests if the state was over by then, or the fault could do nothing."""
+"""Pause after a strike that came too late or did nothing."""
 
 
 class CoreNemesis(Nemesis):
-    """Strikes two copies, their metaserver and their clients."""
+    """Faults of two copies, their metaserver and their clients."""
 
     def __init__(self, world: World) -> None:
         self._world, self._events = world, world.events
         rng, way = world.events.rng, way_to(world.steering.state)
         super().__init__(rng, world.steering, world.events, self.faults(), least=0.02, ways=way.faults)
         self.victim = self._rng.choice(world.machines) if way.victim is None else world.machines[way.victim]
-        """The only machine whose disk loses what was fsynced: two lost disks are not covered."""
+        """The only machine whose disk loses fsynced bytes: no promise covers two lost disks."""
         self._image: Medium | None = None
         self._image_of = ""
         self._rests = False
-        """Whether it has just struck in its state, or is about to."""
+        """Whether a steered strike is due, or has just happened."""
         self._again()
         if world.steering.state:
             world.watch = self._watch
@@ -46,7 +46,7 @@ class CoreNemesis(Nemesis):
         self._events.between(*self._world.swarm.strike_ms, self._strike)
 
     def _watch(self, process: Process) -> None:
-        """Strike soon where a copy is in the state that the seed is steered to."""
+        """Strike soon if the copy is in the steered state."""
         if self._rests or not self._is_active or self._world.steering.state not in states_of_node(process.node):
             return
         self._rests = True
@@ -92,20 +92,20 @@ class CoreNemesis(Nemesis):
 
     @fault()
     def errs_once(self) -> bool:
-        """One call fails; if it is an fsync, what it was to keep may be lost, and the next one does not say so."""
+        """Let one call fail. A failed fsync may lose its bytes, and the next fsync succeeds."""
         system = self._machine().disk.system
         system.fails_once_at = system.calls + self._rng.randint(1, 80)
         return True
 
     @fault(0.5)
     def no_space(self) -> bool:
-        """Each call that needs space fails: what is reserved for progress is gone, too."""
+        """Let each call fail that needs space; the reserve is gone too."""
         self._machine().disk.system.is_full = True
         return True
 
     @fault(0.4)
     def flush_lies(self) -> bool:
-        """A flush says that data is on the disk that is not; then the power goes."""
+        """Let fsyncs report bytes as durable that are not; then cut the power."""
         world, victim = self._world, self.victim
         victim.disk.system.is_lying = True
         process = victim.process
@@ -120,7 +120,7 @@ class CoreNemesis(Nemesis):
 
     @fault(RARE)
     def bad_block(self) -> bool:
-        """A block of one copy cannot be read any more."""
+        """Make a block of one copy unreadable."""
         return self.victim.disk.go_bad_somewhere(self._rng)
 
     @fault()
@@ -205,7 +205,7 @@ class CoreNemesis(Nemesis):
 
     @fault(1.5)
     def replace(self) -> bool:
-        """Exchange roles as QMQ does, whoever runs."""
+        """Exchange roles by hand, whichever broker runs."""
         metaserver = self._world.metaserver
         metaserver.replace(Role.MASTER)
         self._events.between(0, 800, lambda: metaserver.replace(Role.SLAVE))
@@ -213,7 +213,7 @@ class CoreNemesis(Nemesis):
 
     @fault()
     def failover(self) -> bool:
-        """The master dies, and the slave is put in its place, by an operator or by the metaserver."""
+        """Kill the master and put the slave in its place, by an operator or by the metaserver."""
         group = self._world.metaserver.group
         if group.master is None:
             return False
@@ -234,7 +234,7 @@ class CoreNemesis(Nemesis):
 
     @fault(RARE)
     def flip(self) -> bool:
-        """One bit of one copy, whether a process uses it or not."""
+        """Flip one bit of one copy, running or not."""
         process = self.victim.process
         return self.victim.disk.flip_some(self._rng, process.log.flushed_end if process else None)
 
@@ -245,7 +245,7 @@ class CoreNemesis(Nemesis):
 
     @fault(RARE)
     def rotten_tail(self) -> bool:
-        """The newest frames of one copy rot; then it restarts, and restarts again before it meets the other."""
+        """Corrupt the newest frames of one copy, restart it, and restart it again before it meets the other one."""
         process = self.victim.process
         if process is None or not process.log.flushed_end:
             return False
@@ -261,7 +261,7 @@ class CoreNemesis(Nemesis):
 
     @fault(RARE)
     def wipe(self) -> bool:
-        """The slave's disk is replaced by an empty one."""
+        """Replace the slave's disk by an empty one."""
         slaves = {slave.hostname for slave in self._world.metaserver.group.slaves}
         name = self.victim.name
         if name not in slaves or not self._world.may_forget(name):
@@ -273,14 +273,14 @@ class CoreNemesis(Nemesis):
 
     @fault(RARE)
     def back_up(self) -> bool:
-        """Somebody copies a machine's disk, as it is on the disk at this moment."""
+        """Copy a machine's disk as it is now."""
         self._image = self.victim.disk.image()
         self._image_of = self.victim.process.node.identity.value.incarnation if self.victim.process else ""
         return True
 
     @fault(0.5)
     def put_back(self) -> bool:
-        """The machine comes back with that older disk, of the same data directory."""
+        """Put the copied disk of the same data directory back into its machine."""
         world, victim = self._world, self.victim
         process, backup = victim.process, self._image
         if backup is None or process is None or not world.may_forget(victim.name):
@@ -295,7 +295,7 @@ class CoreNemesis(Nemesis):
 
     @fault(0.4)
     def forgets_last_write(self) -> bool:
-        """A flush lied: the machine comes back without the newest frames that it had fsynced."""
+        """Lose the newest fsynced frames of a machine, as if its last fsync had lied."""
         world, victim = self._world, self.victim
         process = victim.process
         if process is None or not process.log.bases or not world.may_forget(victim.name):
@@ -306,7 +306,7 @@ class CoreNemesis(Nemesis):
         try:
             chunk = log.read(base, log.flushed_end, 1 << 30)
         except CorruptFrame:
-            return False  # a bit was flipped there before
+            return False  # an earlier flipped bit
         begin = self._rng.choice(chunk.frames[-4:]).offset
         victim.die("power, and its last flush was a lie", power=True)
         size = victim.disk.file_bytes(f"log/{base:020d}.log")

@@ -1,8 +1,8 @@
-"""TCP as it can be at its worst: bytes in order or a dead connection, and nobody is told in time.
+"""TCP at its worst: bytes arrive in order or the connection is dead, and neither end learns that in time.
 
-Every direction of a connection is a queue: what is sent arrives in order after a random delay, waits while the path is
-cut, and is lost with the connection. The two ends learn of a loss at different moments, so an end may go on sending
-into nothing, and packets of a dying connection may arrive while a newer one is at work.
+Each direction of a connection is a queue. Bytes arrive in order after a random delay, wait while the path is cut, and
+are lost with the connection. The ends learn of a loss at different moments. So an end may go on sending to no receiver,
+and packets of a dying connection may arrive while a newer one is at work.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Answered = Callable[[Packet], None]
 
 
 class Owner(Protocol):
-    """Who holds an end of a connection."""
+    """Owner of an end of a connection."""
 
     name: str
 
@@ -35,7 +35,7 @@ class Owner(Protocol):
 
 
 class Listener(Owner, Protocol):
-    """Who can be connected to."""
+    """Owner that accepts connections."""
 
     @property
     def is_up(self) -> bool: ...
@@ -44,7 +44,7 @@ class Listener(Owner, Protocol):
 
 
 class End:
-    """One end of a connection: `qmq.replication.ports.Link`, and requests for those who make some."""
+    """End of a connection: `qmq.replication.ports.Link`, with requests for clients."""
 
     def __init__(self, network: Network, host: str, peer: str, number: int) -> None:
         self._network = network
@@ -57,9 +57,9 @@ class End:
         self.ration = Ration()
         self.is_open = True
         self.is_dead = False
-        """The connection is broken, whether this end knows it or not."""
+        """Whether the connection is broken, noticed here or not."""
         self.under_way: deque[bytes | None] = deque()
-        """Sent by this end and not arrived; None is the end of the stream."""
+        """Packets sent and not arrived; None: the end of the stream."""
         self.waiting_events = 0
         self.last_arrival_us = 0
         self._requests: dict[int, Answered] = {}
@@ -87,7 +87,7 @@ class End:
             self.is_open = False
             self._network.closed(self)
 
-    # For those who ask.
+    # Requests of clients.
 
     def request(self, command: Command, *parts: Buffer, then: Answered) -> None:
         self._opaque += 1
@@ -113,7 +113,7 @@ class End:
             self.owner.packet_received(self, packet)
 
     def lost(self) -> None:
-        """This end learns that the connection is gone."""
+        """Learn that the connection is gone."""
         self.is_open = False
         self._requests.clear()
         owner, self.owner = self.owner, None
@@ -123,7 +123,7 @@ class End:
 
 @dataclass(slots=True)
 class Path:
-    """From one host to another."""
+    """Way from one host to another."""
 
     is_cut: bool = False
     slow_ms: float = 0.0
@@ -132,7 +132,7 @@ class Path:
 
 
 class Network:
-    """All connections and the paths below them."""
+    """All connections, and the paths below them."""
 
     def __init__(self, events: Events, *, delay_ms: float, stall: float, keepalive_ms: float) -> None:
         self._events = events
@@ -161,10 +161,9 @@ class Network:
             base *= 20
         return base + self.path(source, target).slow_ms * rng.random()
 
-    # Connections.
 
     def connect(self, owner: Owner, target: str, then: Callable[[End | None], None]) -> None:
-        """Connect `owner`'s host with `target`; `then` gets the end, or None if nobody answered."""
+        """Connect `owner`'s host with `target`; `then` gets the end, or None without an answer."""
         events, host = self._events, owner.name
 
         def arrive() -> None:
@@ -240,7 +239,7 @@ class Network:
             end.other.received(data)
 
     def _time_out(self, end: End, since_us: int | None) -> None:
-        """Nothing was acknowledged by the other host for too long."""
+        """Break a connection whose other host acknowledged no packet for too long."""
         if end.stalled_since_us == since_us:
             if end.is_open and end.other.is_open:
                 self._events.count("half-open connection")
@@ -254,14 +253,14 @@ class Network:
             end.lost()
 
     def closed(self, end: End) -> None:
-        """One end was closed by its owner: what it wrote still arrives, and then the end of the stream."""
+        """Let a closed end's packets arrive, followed by the end of the stream."""
         if not end.is_dead:
             self._enqueue(end, None)
             end.is_dead = True
         self._events.between(0, 1, lambda: self._gone_quietly(end))
 
     def _gone_quietly(self, end: End) -> None:
-        """An owner hears of its own close too."""
+        """Tell an owner of its own close."""
         owner, end.owner = end.owner, None
         if owner is not None:
             owner.link_lost(end)
@@ -288,12 +287,12 @@ class Network:
         self._stall = 0.0
 
     def connections(self) -> list[End]:
-        """One end of each connection that is up."""
+        """Return one end of each open connection."""
         ends = [end for path in self.paths.values() for end in path.ends]
         return sorted((end for end in ends if end.is_open and not end.is_dead), key=lambda end: (end.number, end.host))
 
     def reset(self, end: End, *, late_ms: float = 3.0) -> None:
-        """Break a connection: any part of what is under way is lost, either end learns of it when it does."""
+        """Break a connection: any part of the packets under way is lost, and each end learns of it in its own time."""
         for one in (end, end.other):
             if one.under_way and self._events.chance(0.5):
                 keep = self._events.rng.randrange(len(one.under_way) + 1)
@@ -304,7 +303,7 @@ class Network:
         self._events.between(0, late_ms, lambda: self._gone(end.other))
 
     def host_died(self, host: str, *, power: bool) -> None:
-        """A process ended: the kernel says goodbye for it, unless the power went too."""
+        """Close the connections of a dead process, as its kernel does unless the power is cut."""
         for path in [path for (source, _), path in self.paths.items() if source == host]:
             for end in list(path.ends):
                 if end.is_dead and not end.is_open:

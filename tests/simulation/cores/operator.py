@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Move(NamedTuple):
-    """A position frame that was written: [offset, end) and the chain at its end."""
+    """Position frame of a move: [offset, end) and the chain at its end."""
 
     offset: int
     end: int
@@ -28,7 +28,7 @@ class Move(NamedTuple):
 
 
 class Operator:
-    """Made for some seeds; acts until it is told to stop."""
+    """Operator who moves consumer groups, in some seeds, until stopped."""
 
     def __init__(self, world: World) -> None:
         self._world, self._events = world, world.events
@@ -79,30 +79,30 @@ class Operator:
 
 
 PATIENCE = 5
-"""After so many looks, one a second, a copy that has what the master lacks would have refilled it."""
+"""Looks, one a second, after which a copy with the missing frames would have refilled the master."""
 
 
 class Recovery:
-    """Made with the metaserver of a group of more than two copies."""
+    """Operator of a group of more than two copies, after all faults."""
 
     def __init__(self, world: World, metaserver: ManyCopies) -> None:
         self._world, self._metaserver, self._looks = world, metaserver, 0
 
     def look(self) -> None:
-        """Once a second, when faults are over."""
+        """Count the looks at which a readonly reason names RecoverGroup; run it after enough of them."""
         self._looks = self._looks + 1 if self._is_named() else 0
         if self._looks > PATIENCE:
             self._looks = 0
             self._recover()
 
     def _is_named(self) -> bool:
-        """Doctor says of each reason of a broker what `explain` does."""
+        """Whether `explain`, which Doctor shows, names RecoverGroup for a reason of any broker."""
         processes = [machine.process for machine in self._world.machines]
         reasons = [reason for process in processes if process for reason in process.node.readonly_reasons]
         return all(processes) and any("RecoverGroup" in explain(reason) for reason in reasons)
 
     def _recover(self) -> None:
-        """Empty the disk of whom it says to set aside; or stop whom it says, and give the mastership to who goes on."""
+        """Take the steps of RecoverGroup: empty disks that it sets aside, stop brokers, accept a loss."""
         decision, world = self._decide(), self._world
         for name in set_aside(decision):
             world.events.note(f"RecoverGroup sets aside {name}")
@@ -129,7 +129,7 @@ class Recovery:
         return decide(copies, term=group.term, min_copies=group.min_copies, remembered=remembered)
 
     def _replica(self, broker: Broker) -> dict[str, Any]:
-        """As ReplicaStatus shows it."""
+        """Return the broker's part of ReplicaStatus."""
         process = self._world.machine(broker.hostname).process
         assert process is not None, "all run"
         return {**broker_json(broker), "reachable": True, **state_json(_state(process))}
@@ -142,7 +142,7 @@ def _state(process: Process) -> ReplicaState:
 
 
 def set_aside(decision: Decision) -> list[str]:
-    """Return the hosts whose data directories are to be."""
+    """Return the hosts whose data directories RecoverGroup sets aside."""
     return [step.removeprefix(ASIDE).partition(":")[0] for step in decision.steps if step.startswith(ASIDE)]
 
 

@@ -1,4 +1,4 @@
-"""What the simulator found, as short as it can be told. Each of these was red before its mending."""
+"""Faults that the simulator found, each as its shortest story."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_pull_that_is_full_ends_within_its_frame_although_the_next_one_is_smal
 
 
 def test_two_histories_never_give_one_pull_sequence_to_two_messages() -> None:
-    """As many masterships, and a consumer that was handed messages by the one that got lost."""
+    """Equal numbers of masterships, and a consumer with messages of the lost one."""
     lost = State(epochs=[EpochStart(Epoch(1, 1), 0, 0), EpochStart(Epoch(1, 2), 100, 7)])
     kept = State(epochs=[EpochStart(Epoch(1, 1), 0, 0), EpochStart(Epoch(2, 1), 100, 7)])
     group = Group(position=0)
@@ -102,7 +102,7 @@ def test_our_own_damage_is_not_called_divergence() -> None:
 
 
 def a_group_whose_histories_part_before_damage() -> BrokerGroup:
-    """The slave has one long frame where the master, which lost it, wrote short ones; one of those rotted."""
+    """The slave has one long frame where the master, which lost it, wrote short ones; one of these is damaged."""
     group = BrokerGroup.made().start()
     Client(group.a).produce("only the slave keeps it", size=900)
     group.a.host.turn()
@@ -128,7 +128,7 @@ def a_group_whose_histories_part_before_damage() -> BrokerGroup:
 
 
 def mend_once(group: BrokerGroup) -> None:
-    """What qmq.server.repair does in a round, by the other copy's frames."""
+    """Run one round of qmq.server.repair, with the other copy's frames."""
     node, other = group.a.node, group.b.log
     wanted = node.plan_repair(other.start, other.flushed_end)
     if wanted is not None:
@@ -143,7 +143,7 @@ def mend_once(group: BrokerGroup) -> None:
 
 
 def test_damage_where_the_other_copy_has_one_frame_of_another_history_is_cut() -> None:
-    """No frame of the other copy begins within the damage, so nothing was ever fetched."""
+    """No frame of the other copy begins within the damage, so none was ever fetched."""
     group = a_group_whose_histories_part_before_damage()
     mend_once(group)
     mend_once(group)
@@ -151,8 +151,8 @@ def test_damage_where_the_other_copy_has_one_frame_of_another_history_is_cut() -
     confirmed_end, confirmed_chain = group.b.log.end, group.b.log.chain
     group.connect()
     group.settle()
-    # The slave confirmed what it has; the master wrote alone what stands in the way, so it is the master that gives
-    # way. Its mastership ended with the link, and the next one, at the slave's next hello, takes everything back.
+    # The slave confirmed its frames, and the master wrote alone there, so the master gives way. Its mastership ended
+    # with the link; the next one, at the slave's next hello, takes the slave's frames.
     assert group.at_master is None and not group.a.node.writable and group.a.node.readonly_reasons == ["slave_down"]
     group.connect()
     group.settle()
@@ -172,7 +172,7 @@ def test_damage_is_not_cut_while_the_other_copy_is_damaged_there_as_well(before_
 
 @pytest.mark.parametrize("found", ["at a start", "when it is read"])
 def test_damage_that_reaches_over_the_other_copys_end_is_mended_up_to_there_and_cut_behind_it(found: str) -> None:
-    """One acknowledged frame and the next one, which the slave never got, rotted: it was taken for a loss of both."""
+    """The damage covers an acknowledged frame and the next one, which the slave never got. Both counted as lost."""
     group = BrokerGroup.made().start()
     Client(group.a).produce("acknowledged")
     group.settle()
@@ -199,7 +199,9 @@ def test_damage_that_reaches_over_the_other_copys_end_is_mended_up_to_there_and_
 
 
 def test_a_consumer_that_holds_what_a_deposed_master_handed_out_begins_anew() -> None:
-    """Alone, that one delivers what is safe, and nobody hears of it: its numbers must not hide other messages."""
+    """A master that is alone delivers what is safe, and no copy stores that: its numbers must not hide other
+    messages.
+    """
     group = BrokerGroup.made().start()
     client = Client(group.a)
     client.produce("m0", "m1", "m2", "m3")
@@ -228,7 +230,7 @@ def test_a_consumer_that_holds_what_a_deposed_master_handed_out_begins_anew() ->
 
 
 def a_group_whose_retention_took_messages() -> tuple[BrokerGroup, Client]:
-    """Of a consumer group that has not been handed them, and has nothing else to get."""
+    """Return a group and its client, whose consumer group was delivered none of these messages."""
     group = BrokerGroup.made().start()
     client = Client(group.a)
     subscribed = client.subscribe("c")

@@ -1,4 +1,4 @@
-"""The judge excuses what a fault explains, and no more."""
+"""The oracle excuses only what a fault explains."""
 
 from __future__ import annotations
 
@@ -46,9 +46,10 @@ def test_a_flipped_bit_excuses_only_a_history_that_it_hides() -> None:
 def test_a_lie_of_a_masters_disk_comes_true_once_the_row_knows_enough(
     copies, row_hears, is_one_waited_for, forgets
 ) -> None:
-    """Of several copies: the point, as nobody else may know it (decision 43), or a slave that has it and is waited for.
+    """With several copies: the point, which only the row remembers (decision 43), or an awaited slave that has
+    everything.
 
-    What a disk loses of its lies is left to chance, thus several worlds.
+    Chance decides which bytes a lying disk loses, so several worlds run.
     """
     worlds = (World(seed, copies=copies) for seed in range(1, 9))
     assert any(lie_came_true(world, row_hears, is_one_waited_for) for world in worlds) == forgets
@@ -67,7 +68,7 @@ def lie_came_true(world: World, row_hears: bool, is_one_waited_for: bool) -> boo
 
 
 def test_a_master_of_several_that_lost_what_was_acknowledged_does_not_begin() -> None:
-    """Of two copies it may, in good faith: the other one makes it give way, and nobody else confirms anything."""
+    """With two copies it may: the other one makes it give way, and no other copy confirms frames."""
     for copies, is_excused in ((2, True), (3, False)):
         world = World(1, copies=copies)
         process = master_that_wrote(world)
@@ -89,7 +90,9 @@ def test_a_copy_that_is_chosen_by_its_report_lacks_only_what_it_knows_to_lack() 
 
 @pytest.mark.parametrize("is_dead", [True, False])
 def test_an_order_is_excused_only_if_the_earlier_message_became_a_dead_letter(is_dead) -> None:
-    """Whoever works on it when its lease runs out is done with it later, or is given it again by who lost that."""
+    """A consumer whose lease ran out may finish later, or get the message again from a master without the dead
+    letter.
+    """
     oracle = World(1).oracle
     oracle.is_ordered = True
     earlier, later = [f"m{n}" for n in range(100) if order_key(f"m{n}") == "k1"][:2]

@@ -1,4 +1,4 @@
-"""The real message log, with somebody looking over its shoulder."""
+"""The shipped message log, with reports to the oracle."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class WatchedLog(MessageLog):
-    """Tells the oracle of every frame taken, every commit and every cut. Made anew with each process."""
+    """Log that reports each frame, commit and cut to the oracle. Made with each process."""
 
     def __init__(self, disk: SimulatedDisk, *, owner: str, oracle: Oracle, segment_bytes: int, tail_bytes: int) -> None:
         self.owner, self._oracle, self.simulated_disk = owner, oracle, disk
@@ -75,8 +75,10 @@ class WatchedLog(MessageLog):
             return None
 
     def hides(self, end: int) -> bool:
-        """Whether a frame may end there that flipped bits keep from being read: that is not behind this log's end, nor
-        within a frame that this process has in memory."""
+        """Whether flipped bits may hide the end of a frame there.
+
+        Not behind this log's end, nor within a frame that this process has in memory.
+        """
         is_within = any(at < end < at + len(data) for at, data in self.frame_bytes.items())
         return bool(self.simulated_disk.flipped) and end <= self.end and not is_within
 
@@ -99,7 +101,7 @@ def frame_on_disk(disk: Disk, bases: list[int], offset: int) -> Frame | None:
 
 
 class BesideLog:
-    """A log as `audit.derived` reads it."""
+    """Log as `audit.derived` reads it."""
 
     def __init__(self, log: WatchedLog) -> None:
         self._log = log

@@ -1,4 +1,6 @@
-"""One seed: two machines, the metaserver's row, clients, faults; then peace, and every promise is looked at."""
+"""World of one seed: machines whose cores run, the metaserver's row, clients, faults; then peace and the final
+checks.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,12 @@ from tests.simulation.outcome import Outcome, failure_of
 from tests.simulation.steering import UNSTEERED, Steering, way_to
 
 PEACE_S = 60
-"""Virtual seconds after the last fault within which everything is well again (I20)."""
+"""Seconds after the last fault within which the group works again (I20)."""
 
 
 @dataclass(frozen=True)
 class Swarm:
-    """Every number that may differ between deployments, drawn from the seed."""
+    """Numbers that differ between deployments, drawn from the seed."""
 
     limits: Limits
     delay_ms: float
@@ -101,13 +103,13 @@ class Swarm:
         )
 
     def on_the_way(self, state: str) -> Swarm:
-        """Return it with what it takes to get to a state."""
+        """Return it with the sizes and times that lead to a state."""
         way = way_to(state)
         return replace(self, limits=replace(self.limits, **way.limits), **way.settings)
 
 
 class World:
-    """Everything that belongs to one seed."""
+    """World of one seed."""
 
     def __init__(
         self,
@@ -124,23 +126,23 @@ class World:
         self.steering = steering
         self._moves, self._fails_over = moves, fails_over
         self.watch: Callable[[Process], None] | None = None
-        """Told of each copy that something happened to."""
+        if clones:  # a process without its part writes on, and the oracle notes times by offset
         swarm = Swarm.draw(self.events.rng).on_the_way(steering.state)
-        if clones:  # a process that has lost its part writes on alone where others write, and when is noted by offset
+        if clones:  # a process without its part goes on writing where others write, and the oracle notes times by offset
             swarm = replace(swarm, limits=replace(swarm.limits, retention_ms=1 << 50))
         self.swarm = swarm
         self.oracle = Oracle(self.events)
         self.oracle.has_operator, self.oracle.deliveries_max = moves, swarm.deliveries_max
         self.oracle.is_counted = not moves and not swarm.unsubscribe
-        # A master that is cut off answers acks alone until it hears of its successor; these are taken back, after later
-        # messages of the same key were done.
+        # A deposed master answers acks alone until it learns of its successor. Its acks are taken back after later
+        # messages of the same key were finished.
         self.oracle.is_ordered = swarm.keys and not moves and not fails_over and copies == 2
         self.oracle.choosy = {"g1"} if swarm.tagged else set()
         self.network = Network(self.events, delay_ms=swarm.delay_ms, stall=swarm.stall, keepalive_ms=swarm.keepalive_ms)
         self.network.on_answer = self._on_answer
         self.machines = [Machine(self, name) for name in "abcde"[:copies]]
         self.stopped: list[Machine] = []
-        """Those that an operator stopped for good."""
+        """Machines that an operator stopped for good."""
         self.oracle.machines, self.oracle.copies, self.oracle.min_copies = self.machines, copies, min_copies
         for machine in self.machines:
             self.network.listen(machine)
@@ -160,7 +162,7 @@ class World:
         return next(machine for machine in (*self.machines, *self.stopped) if machine.name == name)
 
     def may_forget(self, name: str) -> bool:
-        """Whether a strike may take what a disk had: another one has a whole log with all that was committed."""
+        """Whether a strike may take the disk's bytes: another copy has a whole log with everything committed."""
         others = [machine for machine in self.machines if machine.name != name]
         return self.metaserver.may_forget(name) and any(map(self.holds_all, others))
 
@@ -176,7 +178,7 @@ class World:
             process.on_answer(request, code, parts)
 
     def run(self) -> None:
-        """War, then peace. Raises Violation."""
+        """Run war and peace. Raises Violation."""
         for machine in self.machines:
             machine.start()
         self.events.run_until(int(self.swarm.war_ms * 100))
@@ -195,7 +197,7 @@ class World:
         self._check_beside()
 
     def _check_beside(self) -> None:
-        """What the audit looks at: index and snapshot beside each segment follow from the log, whatever happened."""
+        """Check, as the audit does, that index and snapshot beside each segment follow from the log."""
         logs = {machine.name: machine.process.log for machine in self.machines if machine.process is not None}
         copies = {name: BesideLog(log) for name, log in logs.items()}
         bases = {name: list(log.bases) for name, log in logs.items()}
@@ -222,13 +224,13 @@ class World:
             producer.is_producing = False
         for consumer in self.consumers:
             consumer.sleeps_until_ms = 0
-        # Keys wait for their retries one after the other: with many of them the backlog alone would take a minute.
+        # Keys wait for their retries one after the other: with many retries, the backlog alone would take a minute.
         nack = min(self.swarm.nack, 0.05)
         self.swarm = replace(self.swarm, crash_in_recovery=0.0, slow_sync=0.0, nack=nack)
         events.after(1000, self._look_after)
 
     def _look_after(self) -> None:
-        """What operators and the nightly audit do: finish a half-done exchange of roles, read both logs through."""
+        """Do the work of operators and of the nightly audit: finish a half-done swap, read both logs through."""
         self.events.after(1000, self._look_after)
         self.network.heal_all()  # faults that were still under way
         self.metaserver.look_after()
@@ -236,7 +238,7 @@ class World:
             stop_copies(self)
         if self.metaserver.master_is_refused:
             self.metaserver.replace(Role.MASTER)
-        if self.metaserver.master_is_refused:  # still: its disk is lost, and the other copy was never seen in step
+        if self.metaserver.master_is_refused:  # still refused: its disk is lost, and the other copy was never in sync
             self.metaserver.replace(Role.MASTER, accept_loss=True)
         if self.metaserver.group.half_swapped:
             self.metaserver.replace(Role.SLAVE)
@@ -300,7 +302,9 @@ class World:
 
 
 def copies_of(seed: int) -> dict[str, int]:
-    """In the mix of `make simulate`, every fourth group has three copies; in every fourth of these, all acknowledge."""
+    """Return the copies of a seed in the mix of `make simulate`: every fourth group has three, of which at times all
+    acknowledge.
+    """
     return {} if seed % 4 else {"copies": 3, "min_copies": 2 if seed % 16 else 3}
 
 
@@ -314,9 +318,13 @@ def simulate(
     min_copies: int = 2,
     steering: Steering = UNSTEERED,
 ) -> Outcome:
-    """Run one seed to its end; a failure is in the outcome. `moves`: with an operator who moves consumer groups;
-    `fails_over`: with a metaserver that makes the slave the master by itself, as it always does with more `copies`;
-    `clones`: a copy of a data directory is started on another machine."""
+    """Run one seed to its end; a failure is in the outcome.
+
+    Args:
+        moves: an operator moves consumer groups.
+        fails_over: the metaserver makes the slave the master by itself, as always with more `copies`.
+        clones: a copy of a data directory is started on another machine.
+    """
     kinds = {"moves": moves, "fails_over": fails_over, "clones": clones}
     world = World(seed, **kinds, copies=copies, min_copies=min_copies, steering=steering)
     failure = failure_of(world.run)

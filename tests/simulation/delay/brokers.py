@@ -1,7 +1,7 @@
-"""The broker groups that delay servers send to: each stores a batch once, as long as it remembers its number (P2).
+"""Broker groups of the delay world: each stores a batch once, as long as it remembers its number (P2).
 
-They are away, refuse, store and say nothing, or answer late. What one life of a delay server knows of them is a
-`GroupSenders`, in place of `qmq.client.numbered_sender.NumberedSender`.
+They are away, refuse, store without an answer, or answer late. `GroupSenders` stands in for
+`qmq.client.numbered_sender.NumberedSender`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 NUMBERS = 64
 PRODUCERS = 2000
 ANSWER_MS = 400
-"""After which a sender gives an attempt up as unknown."""
+"""Timeout after which an attempt's outcome is unknown."""
 Done = Callable[[Answer], None]
 Key = tuple[str, int, int]
 """(group, producer id, batch number)"""
@@ -36,20 +36,20 @@ def ids_of(batch: NumberedBatch) -> list[str]:
 
 @dataclass
 class Group:
-    """One broker group; it never loses what it stored."""
+    """Broker group, which never loses a stored batch."""
 
     name: str
     is_up: bool = True
     refuses: bool = False
     mute: float = 0.0
-    """How likely an answer is lost."""
+    """Probability that an answer is lost."""
     late_ms: float = 1.0
     windows: OrderedDict[int, dict[int, list[tuple[int, str]]]] = field(default_factory=OrderedDict)
-    """Producer id -> number -> what of that batch was refused."""
+    """Producer id -> number -> refused messages of that batch."""
 
 
 class BrokerGroups:
-    """Made per seed."""
+    """All broker groups of a seed."""
 
     def __init__(self, world: DelayWorld, names: tuple[str, ...]) -> None:
         self._world, self._events = world, world.events
@@ -63,7 +63,7 @@ class BrokerGroups:
             routes[:] = list(self.groups)
 
     def arrive(self, name: str, batch: NumberedBatch) -> Answer:
-        """A batch reaches its group."""
+        """Store a batch that reached its group."""
         group, oracle = self.groups[name], self._world.oracle
         window = group.windows.setdefault(batch.producer, {})
         group.windows.move_to_end(batch.producer)
@@ -95,7 +95,7 @@ class BrokerGroups:
 
 
 class GroupSenders:
-    """What one process knows of the broker groups."""
+    """Broker groups as one process sees them."""
 
     def __init__(self, world: DelayWorld, process: DelayProcess) -> None:
         self._world, self._events, self._process = world, world.events, process
@@ -157,7 +157,7 @@ class GroupSenders:
 
         def arrive() -> None:
             if not group.is_up and events.chance(0.7):
-                return  # lost on its way; nobody says so
+                return  # lost on its way
             answer = self._groups.arrive(name, batch)
             if not events.chance(group.mute):
                 events.after(group.late_ms * events.rng.random(), lambda: end(answer))

@@ -1,4 +1,4 @@
-"""Producers of delayed messages, and those who take them back or move them, and believe nothing but answers."""
+"""Clients of the delay world: producers, and askers who cancel and reschedule messages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MESSAGES_MAX = 1500
 
 
 class DelayProducer(Producer):
-    """Sends messages for moments between an hour ago and ten seconds ahead, by a clock that is right."""
+    """Producer of messages due between an hour ago and ten seconds ahead, by a correct clock."""
 
     world: DelayWorld
 
@@ -76,16 +76,16 @@ class Question:
     subject: str
     by_key: bool
     due_ms: int
-    """When it is to be due; 0: never."""
+    """New due time; 0: cancelled."""
     was_known: bool
-    """Whether its producer had its receipt before this was asked first."""
+    """Whether the message was acknowledged before its first question."""
     attempts: int = 0
     sent_ms: int | None = None
     not_before_ms: int = 0
 
 
 class Asker(Client):
-    """Cancels and reschedules messages, also those that are due this very moment; repeats until it is answered."""
+    """Client that cancels and reschedules messages, also those due at this moment, and repeats until it is answered."""
 
     TIMEOUT_MS = 900
     world: DelayWorld
@@ -115,7 +115,7 @@ class Asker(Client):
         rng, oracle = self._events.rng, self.world.oracle
         now_ms = BEGAN_MS + self._events.now_ms
         ids = [id for id in oracle.recent if id not in oracle.asked or rng.random() < 0.1]
-        if rng.random() < 0.6:  # those that come due just now
+        if rng.random() < 0.6:  # messages due at about this moment
             ids = [id for id in ids if any(-30 < due - now_ms < 60 for due in oracle.dues[id])] or ids
         if not ids:
             return

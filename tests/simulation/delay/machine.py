@@ -1,4 +1,4 @@
-"""A machine of a delay group, with a second disk for the schedule, and the delay servers that live and die on it."""
+"""Machine of a delay group, with a second disk for the schedule, and the delay servers that run on it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KEEP_MS = 1 << 40
 
 
 class DelayMachine(Machine):
-    """What stays when a process dies: two disks."""
+    """Machine with two disks, which outlive its processes."""
 
     world: DelayWorld
     process: DelayProcess | None
@@ -34,7 +34,7 @@ class DelayMachine(Machine):
         super().__init__(world, name)
         self.shelf = SimulatedDisk(world.events.rng)
         self.skewed_ms = -(1 << 40)
-        """When its clock was set last."""
+        """When its clock was last set."""
 
     def make_process(self) -> DelayProcess:
         self.shelf.heal()
@@ -48,7 +48,7 @@ class DelayMachine(Machine):
 
 
 class DelayProcess(Process):
-    """One life of a delay server: what delayserver.main and qmq.server.service do around the core."""
+    """One process of a delay server: the work of delayserver.main and qmq.server.service around the core."""
 
     machine: DelayMachine
     world: DelayWorld
@@ -62,7 +62,9 @@ class DelayProcess(Process):
         self.heard_points, self._sources = [], Sources()
         self.seen_high = 0
         self.alone_end = 0
-        """Up to here it wrote without a slave, or had one that was lost: plans before this may go without it."""
+        """End of the frames written without a slave, or with one that was lost: plans before it may be sent without a
+        slave.
+        """
         self._pass_is_due = False
         self._master_link = None
         self._connecting = 0
@@ -123,7 +125,7 @@ class DelayProcess(Process):
         else:
             known_end = self.filing.known_end
             if self.world.is_quiet:
-                known_end = max(known_end, self.log.flushed_end)  # else the last frame waits for the next one to say so
+                known_end = max(known_end, self.log.flushed_end)  # or the last frame would wait for the next one
             self.run_guarded(lambda: self.filing.go_on(known_end))
         if self.is_alive:
             self.run_guarded(lambda: self.filing.keep(self.now_ms()))

@@ -1,4 +1,4 @@
-"""What goes wrong besides everything that goes wrong with two brokers."""
+"""Faults of a delay group, besides those of any two copies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class DelayNemesis(CoreNemesis):
-    """Made per seed; strikes until it is told to stop."""
+    """Adds faults of the schedule's disk and of the broker groups."""
 
     _world: DelayWorld
 
@@ -20,14 +20,16 @@ class DelayNemesis(CoreNemesis):
         return {name: FAULTS[name] for name in CALM} if self._world.is_calm else FAULTS
 
     def wipe(self) -> bool:
-        """The slave's disks are replaced by empty ones."""
+        """Replace the slave's disks by empty ones."""
         if not super().wipe():
             return False
         self._world.machine(self.victim.name).shelf.wipe()
         return True
 
     def clock(self) -> bool:
-        """What a broker refuses is due again some time later by the clock of then: after a jump, hours from now."""
+        """Set a clock. Not with refusing brokers: a refused message is due again by the clock of then, maybe hours from
+        now.
+        """
         before = {machine: machine.wall_skew_ms for machine in self._world.machines}
         if self._world.refusing or not super().clock():
             return False
@@ -38,14 +40,14 @@ class DelayNemesis(CoreNemesis):
 
     @fault()
     def shelf_refuses(self) -> bool:
-        """The disk fails within a flush or a checkpoint."""
+        """Let the disk fail within a flush or a checkpoint."""
         shelf = self._machine().shelf
         shelf.fail_after(self._rng.randint(1, 40))
         return True
 
     @fault()
     def shelf_lost(self) -> bool:
-        """Files of the schedule are lost, or all of them, while nobody runs."""
+        """Lose files of the schedule, or all, while the process is stopped."""
         machine = self._machine()
         machine.die("its schedule is lost", power=self._rng.random() < 0.5)
         machine.shelf.heal()
@@ -56,7 +58,7 @@ class DelayNemesis(CoreNemesis):
 
     @fault()
     def shelf_flips(self) -> bool:
-        """One bit of the schedule, whether a process uses it or not."""
+        """Flip one bit of the schedule, running or not."""
         shelf = self._machine().shelf
         names = [name for name in shelf.all_names() if shelf.file_bytes(name)]
         if not names:
@@ -90,7 +92,7 @@ class DelayNemesis(CoreNemesis):
 
     @fault()
     def route_changes(self) -> bool:
-        """Groups come and go for a subject."""
+        """Change the broker groups of a subject."""
         brokers = self._world.brokers
         routes = self._rng.choice(list(brokers.routes.values()))
         names = list(brokers.groups)
@@ -115,4 +117,4 @@ CALM = (
     "route_changes",
     "shelf_flips",
 )
-"""Of seeds in which both copies mostly run: then most swaps succeed, in the middle of loads and dispatches."""
+"""Faults of calm seeds: both copies mostly run, so most swaps succeed amid loads and dispatches."""

@@ -1,10 +1,9 @@
-"""What a delay group promised, and whether it is kept (I11), besides what every pair of copies promises.
+"""Laws of a delay group (I11), besides those of any two copies.
 
-Two things are allowed that a reader may not expect. A dispatch of unknown outcome may be given up: its messages may
-be stored a second time at another group, and who cancels one before that is told that it is cancelled. And what a
-master without a slave dispatched is not known to the next one, if its plan was on one disk alone: such a message may be
-sent again, and whoever cancels it later may be told that it is cancelled. So it is with an outcome that such a master
-alone wrote down, if that is cut: it is unknown.
+Two results are legal and surprising. A dispatch of unknown outcome may be given up: its messages may be stored a second
+time in another group, and a later cancel may succeed. And a dispatch that a master planned alone, on one disk, is
+unknown to the next master: its messages may be sent again, and a later cancel may succeed. An outcome that such a
+master wrote alone, and that is cut, is unknown too.
 """
 
 from __future__ import annotations
@@ -33,7 +32,9 @@ if TYPE_CHECKING:
 RECENT = 400
 BEGIN_MS = 1_700_000_000_000
 HEARD_MS = 3_000
-"""What a clock said before it was set is heard no more: the world's READING_MS_MAX and WINDOW_MS, and a little."""
+"""Age at which readings from before a clock was set are forgotten: READING_MS_MAX and WINDOW_MS of the world, and
+some.
+"""
 
 
 class DelayOracle(Oracle):
@@ -43,32 +44,33 @@ class DelayOracle(Oracle):
         super().__init__(events)
         self.unknown_ms = unknown_ms
         self.dues: dict[str, set[int]] = {}
-        """Id -> when it may be due: as it was sent, or as somebody asked for and may have been granted."""
+        """Id -> possible due times: as sent, and as rescheduled if that may have worked."""
         self.asked: set[str] = set()
         self.asked_again: set[str] = set()
         self.recent: deque[str] = deque(maxlen=RECENT)
-        """What was acknowledged last."""
+        """Newest acknowledged ids."""
         self.cancelled: dict[str, int] = {}
         self.said_sent: set[str] = set()
         self.places: dict[str, list[Key]] = defaultdict(list)
         """Id -> where it was stored, each batch once."""
         self.tried: dict[str, dict[Key, None]] = defaultdict(dict)
         self.unknown: set[Key] = set()
-        """Batches that were tried, but for those whose only attempt was certainly refused."""
+        """Attempted batches, except those whose only attempt was rejected."""
         self._says_stored: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        """End and chain of a frame that both copies may come to have -> (producer id, number) of what it says is
-        stored."""
+        """(end, chain) of a frame that both copies may come to have -> (producer id, number) of the batches it reports
+        as stored.
+        """
         self._known_stored: set[tuple[int, int]] = set()
-        """(producer id, number) of what is stored, as frames say that both copies had."""
+        """(producer id, number) of batches that a frame on both copies reports as stored."""
         self._given_up: dict[tuple[int, int], tuple[int, Epoch]] = {}
-        """(producer id, number) of what is settled as not stored -> when, and in which mastership."""
+        """(producer id, number) of batches settled as not stored -> (time, epoch)."""
         self.alone: set[str] = set()
-        """What a master without slave sent, before both copies had the plan."""
+        """Messages that a master without a slave sent before both copies had the plan."""
         self.refused_later: set[str] = set()
         self.plans: dict[tuple[int, int], tuple[Frame, str, list[tuple[int, int]]]] = {}
         self._contents: dict[Key, list[str]] = {}
 
-    # Told by the logs.
+    # Reports of logs.
 
     def taking(self, log: WatchedLog, frame: Frame, body: Buffer) -> None:
         super().taking(log, frame, body)
@@ -86,7 +88,9 @@ class DelayOracle(Oracle):
                     self._given_up.setdefault((producer, number), (self._events.now_ms, frame.epoch))
 
     def _commit(self, process: Process, high: int, epoch: Epoch) -> None:
-        """What a master alone wrote may be cut: then no later one knows what it says."""
+        """Note outcomes that both copies have now. An outcome on one copy may be cut, and then no later master
+        has it.
+        """
         super()._commit(process, high, epoch)
         log, safe = process.log, self.committed.end
         for end, chain in [place for place in self._says_stored if place[0] <= safe]:
@@ -96,7 +100,7 @@ class DelayOracle(Oracle):
                 self._known_stored.update(says)
 
     def _check_clocks(self, owner: str, frame: Frame, due_ms: int) -> None:
-        """What is planned now is due by two clocks of three, if the master knows what they say."""
+        """Check that a planned batch is due by two clocks of three, if the master has all readings."""
         machine, other = sorted(self.machines, key=lambda one: one.name != owner)
         process = machine.process
         if process is None or process.node.master is None or frame.epoch != process.node.master.epoch:
@@ -117,14 +121,14 @@ class DelayOracle(Oracle):
         if master is not None and master.gate.too_few_in_sync:
             process.alone_end = process.log.end
 
-    # Told by the clients.
+    # Reports of clients.
 
     def acknowledged(self, batch: tuple[int, int], subject: str, ids: list[str], produced: Produced) -> None:
         super().acknowledged(batch, subject, ids, produced)
         self.recent.extend(id for id in ids if id in self.acked)
 
     def told(self, question: Question, fate: str) -> None:
-        """Somebody hears what became of a message."""
+        """Check and note the answer to a cancel or reschedule."""
         id = question.id
         if fate == "cancelled":
             if question.due_ms and id not in self.asked_again:
@@ -142,10 +146,10 @@ class DelayOracle(Oracle):
         elif question.was_known and not self.tried[id] and question.attempts == 1:
             raise Violation(f"I11: nobody knows {id}, which was acknowledged and not sent")
 
-    # Told by the senders.
+    # Reports of senders.
 
     def attempting(self, process: DelayProcess, group: str, batch: NumberedBatch) -> bool:
-        """A delay server sends a batch now; return whether it is the first attempt."""
+        """Check a batch that a delay server sends now; return whether it is the first attempt."""
         master, key = process.node.master, (group, batch.producer, batch.number)
         if master is None or not master.has_begun:
             raise Violation(f"I11: {process.name} sends, and is no master")
@@ -173,7 +177,7 @@ class DelayOracle(Oracle):
     def _check_plan(self, process: DelayProcess, frame: Frame, places: list[tuple[int, int]], ids: list[str]) -> None:
         master, log = process.node.master, process.log
         assert master is not None
-        # What both copies have, no later mastership wrote.
+        # No later mastership wrote frames that both copies have.
         may_be_committed = frame.end <= self.committed.end and frame.epoch <= self.committed.epoch
         if may_be_committed and self._has_committed(log):
             return
@@ -185,7 +189,7 @@ class DelayOracle(Oracle):
             return
         raise Violation(f"I11: {process.name} sends what is planned at {frame.offset}, and that is not safe")
 
-    # Told by the broker groups.
+    # Reports of broker groups.
 
     def stored(self, id: str, key: Key) -> None:
         places = self.places[id]
@@ -203,8 +207,10 @@ class DelayOracle(Oracle):
         return all(self._may_be_both(other, key) for other in self.places[id])
 
     def _may_be_both(self, other: Key, key: Key) -> bool:
-        """Whether one of two batches that hold a message was given up: the earlier one, unless it arrives so late. The
-        same group gets it anew only from a mastership that knows nothing of that, or long after."""
+        """Whether one of two batches with the same message was given up: the earlier one, unless it arrives late.
+
+        The same group gets the message again only from a mastership without that outcome, or long after.
+        """
         if not self._is_in_doubt(other) and key[1:] not in self._given_up:
             return False
         if other[0] != key[0]:
@@ -214,10 +220,10 @@ class DelayOracle(Oracle):
         return self.plans[second[1:]][0].epoch != epoch or self._events.now_ms - given_up_ms >= self.unknown_ms
 
     def _is_in_doubt(self, key: Key) -> bool:
-        """Whether some master may not know that this batch was stored."""
+        """Whether some master may not have the outcome of this batch."""
         return key in self.unknown and key[1:] not in self._known_stored
 
-    # At the end.
+    # Checks at the end.
 
     def check_sent(self) -> None:
         for id in self.acked:

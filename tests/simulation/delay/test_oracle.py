@@ -1,4 +1,4 @@
-"""The judge of delay groups excuses what a fault explains, and no more."""
+"""The delay oracle excuses only what a fault explains."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BATCH, OTHER = (7, 1), (7, 2)
 
 
 def settled(world: DelayWorld, batch: tuple[int, int]) -> Frame:
-    """Let the master write that a batch is stored."""
+    """Let the master settle a batch as stored."""
     process = next(machine.process for machine in world.machines if machine.process and machine.process.node.master)
     frames: list[Frame] = []
     process.run_guarded(lambda: frames.append(process.node.master._decisions.settle([(*batch, Outcome.STORED)])))
@@ -26,7 +26,7 @@ def until_committed(world: DelayWorld, end: int) -> None:
 
 
 def test_an_outcome_is_known_only_if_what_both_copies_have_says_it() -> None:
-    """What a master alone wrote may be cut. What is written in its place does not make it known."""
+    """A frame of a master that is alone may be cut. A frame in its place does not make the outcome known."""
     world = DelayWorld(1)
     oracle = world.oracle
     for machine in world.machines:

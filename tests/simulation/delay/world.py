@@ -1,4 +1,4 @@
-"""A delay group, the broker groups it sends to, and its clients, with everything going wrong that may."""
+"""World of one seed: a delay group, its broker groups and clients, and their faults."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FAR_MS = 1 << 50
 
 
 class DelayWorld(World):
-    """Everything that belongs to one seed."""
+    """World of one seed."""
 
     oracle: DelayOracle
 
@@ -47,7 +47,7 @@ class DelayWorld(World):
         self.brokers = BrokerGroups(self, self.broker_groups)
         self.machines = [DelayMachine(self, "a"), DelayMachine(self, "b")]
         self.oracle.machines = self.machines
-        clocks = Random(f"clocks {seed}")  # its own dice: seeds without wrong clocks are as they were
+        clocks = Random(f"clocks {seed}")  # with dice of its own, so seeds without wrong clocks stay as they are
         if clocks.random() < 0.4 and not self.refusing:
             clocks.choice(self.machines).wall_skew_ms = clocks.choice((-20_000, 20_000, 3_600_000, -3_600_000))
         for machine in self.machines:
@@ -90,7 +90,7 @@ class DelayWorld(World):
         }
 
     def segment_ms(self) -> int:
-        """Operators may change it with each start."""
+        """Return the segment length; operators may change it with each start."""
         return self.events.rng.choice(self.segment_lengths)
 
     def settings(self, name: str) -> DelaySettings:
@@ -115,10 +115,9 @@ class DelayWorld(World):
         )
 
     def refuses(self, id: str) -> bool:
-        """Whether brokers do not take this message as it is; in the end an operator raises their limits."""
+        """Whether brokers reject this message, until an operator raises their limits."""
         return self.refusing and not self._is_peace and hash_of(id) % 20 == 0
 
-    # From begin to end.
 
     def run(self) -> None:
         for machine in self.machines:
@@ -167,7 +166,9 @@ class DelayWorld(World):
 
     @property
     def _has_filed_all(self) -> bool:
-        """A copy that is a slave knows of the last frame's safety by the next one; here it is told."""
+        """Whether both schedules have all frames. A slave learns from the next frame that the last one is safe; here
+        `is_quiet` replaces that frame.
+        """
         self.is_quiet = True
         return all(m.process is not None and m.process.filing.reaches(m.process.log.end) for m in self.machines)
 
@@ -184,14 +185,13 @@ class DelayWorld(World):
                     parts.append(str(process.node.master.stats()))
         return "; ".join(parts)
 
-    # Two schedules of the same log are equal.
 
     def _compare(self) -> None:
         self.events.between(200, 900, self._compare)
         self._compare_with_log(self.events.rng.choice(self.machines).process)
 
     def _compare_with_log(self, process: DelayProcess | None) -> None:
-        """What a process knows is what its log says."""
+        """Check that a schedule equals one made from its log."""
         if process is None or process.log.damage is not None or process.machine.disk.flipped:
             return
         schedule, log = process.filing.schedule, process.log
@@ -200,7 +200,7 @@ class DelayWorld(World):
         if not process.filing._is_our_history(process.filing.schedule.filed_end):
             return
         if schedule.pending_from() < log.start and schedule.filed_end < log.flushed_end:
-            return  # frames that are still to be filed say what became of messages that the log let go since
+            return  # frames not filed yet decide about messages that the log no longer has
         fresh = Schedule(MemoryDisk(), segment_ms=700, log_start=log.start)
         at = log.start
         while at < schedule.filed_end:
@@ -213,7 +213,7 @@ class DelayWorld(World):
             ours = _contents(schedule)
         except DamagedSchedule as problem:
             why = str(problem)
-            process.guarded(lambda: process.filing.start_anew(why))  # as for operators' questions
+            process.guarded(lambda: process.filing.start_anew(why))  # as for operators' queries
             return
         if ours != (anew := _contents(fresh)):
             raise Violation(f"I11: the schedule of {process.name} is {ours}, its log says {anew}")
@@ -222,7 +222,7 @@ class DelayWorld(World):
         try:
             one, other = (_contents(machine.process.filing.schedule) for machine in self.machines)
         except DamagedSchedule:
-            return  # a bit of what nobody had read since was flipped
+            return  # a flipped bit that no process has read yet
         if one != other:
             raise Violation(f"I11: one copy has {one}, the other {other}")
 
