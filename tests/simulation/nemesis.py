@@ -6,9 +6,9 @@ Subclasses mark each fault with `@fault`. A fault returns whether it did anythin
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from random import Random
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from tests.simulation.events import Met
 from tests.simulation.steering import Steering

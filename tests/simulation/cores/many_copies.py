@@ -44,7 +44,6 @@ class ManyCopies(Metaserver):
         """Registered processes; only these receive assignments."""
         self._recovery = Recovery(world, self)
 
-
     def _register(self, process: Process) -> bool:
         name = process.name
         if not super()._register(process):
@@ -84,7 +83,6 @@ class ManyCopies(Metaserver):
 
     def _is_one_waited_for(self) -> bool:
         return any(self._world.holds_all(self._world.machine(one.hostname)) for one in rules.awaited(self.group))
-
 
     def _floor(self) -> int:
         """Return the newest term that was given out, or that a reachable copy promised."""
@@ -254,7 +252,6 @@ class ManyCopies(Metaserver):
 
         self.choices += 1
         events.between(0, 20, prepare)
-
 
     def look_after(self) -> None:
         """Follow Doctor's remedies."""

@@ -45,7 +45,6 @@ class Metaserver:
         self.group = Group(GROUP, 1, new_broker(master, Role.MASTER), (new_broker(slave, Role.SLAVE),), 0)
         self._group_before = self.group
 
-
     def poll(self, process: Process) -> None:
         """Take a broker's report and answer with the row, some time later or never."""
         network, events = self._world.network, self._events
@@ -191,12 +190,10 @@ class Metaserver:
             if slave.hostname == name:
                 self._put_member(replace(slave, complete=False))
 
-
     def route(self) -> str | None:
         """Return the master, by an old or a new route."""
         group = self.group if self._events.chance(0.9) else self._group_before
         return group.master.ip if group.master else None
-
 
     def change(self, change: rules.RoleChange) -> bool:
         """Change the row by compare-and-set."""

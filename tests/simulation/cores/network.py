@@ -161,7 +161,6 @@ class Network:
             base *= 20
         return base + self.path(source, target).slow_ms * rng.random()
 
-
     def connect(self, owner: Owner, target: str, then: Callable[[End | None], None]) -> None:
         """Connect `owner`'s host with `target`; `then` gets the end, or None without an answer."""
         events, host = self._events, owner.name

@@ -126,9 +126,9 @@ class World:
         self.steering = steering
         self._moves, self._fails_over = moves, fails_over
         self.watch: Callable[[Process], None] | None = None
-        if clones:  # a process without its part writes on, and the oracle notes times by offset
+        """Called with each process after an event."""
         swarm = Swarm.draw(self.events.rng).on_the_way(steering.state)
-        if clones:  # a process without its part goes on writing where others write, and the oracle notes times by offset
+        if clones:  # a process without its part writes on, and the oracle notes times by offset
             swarm = replace(swarm, limits=replace(swarm.limits, retention_ms=1 << 50))
         self.swarm = swarm
         self.oracle = Oracle(self.events)

@@ -118,7 +118,6 @@ class DelayWorld(World):
         """Whether brokers reject this message, until an operator raises their limits."""
         return self.refusing and not self._is_peace and hash_of(id) % 20 == 0
 
-
     def run(self) -> None:
         for machine in self.machines:
             machine.start()
@@ -184,7 +183,6 @@ class DelayWorld(World):
                 if process.node.master is not None and process.node.master.has_begun:
                     parts.append(str(process.node.master.stats()))
         return "; ".join(parts)
-
 
     def _compare(self) -> None:
         self.events.between(200, 900, self._compare)

@@ -204,7 +204,6 @@ class Brokers:
         known = self.acknowledged.setdefault(group, Acknowledged())
         return known.messages - known.given_up
 
-
     def take(self, process: Process, assignment: pb.Assignment) -> None:
         """Give a broker its assignment. It ignores older terms than its disk has.
 

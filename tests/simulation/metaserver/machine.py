@@ -110,7 +110,6 @@ class Machine:
         getattr(self, name)(**words)
         self.world.oracle.look_at_brokers()
 
-
     @step(2, who=NUMBERS, at=NUMBERS, action=ACTIONS)
     def operate(self, who: int, at: int, action: tuple[Any, ...]) -> None:
         server = self.world.servers[at]
@@ -131,7 +130,7 @@ class Machine:
         for who, (choice, number) in enumerate(zip(choices, at)):
             server = self.world.servers[number]
             if about == "routes" and who:
-                group = {"g1": "g2", "g2": "g1"}.get(group, group)  # if both change one route, each removes another group
+                group = {"g1": "g2", "g2": "g1"}.get(group, group)  # each removes another group
             likely = getattr(self, f"likely_{about}")(group, choice // 10)
             if likely and not self.world.busy(self.operators[who]) and server.process:
                 what, words = likely[choice % len(likely)]
@@ -240,7 +239,6 @@ class Machine:
             errand.given_up = True
             errand.task.cancel()
             self.world.run()
-
 
     @step(5, which=[0, 1, 2, 3], fate=FATES)
     def proceed(self, which: int, fate: Fate) -> None:
@@ -402,7 +400,6 @@ class Machine:
             case "away" | "back":
                 server.is_away = what == "away"
 
-
     @fault("database", 3)
     def keep_copy(self) -> None:
         self.world.keep_copy()
@@ -466,7 +463,6 @@ class Machine:
             words = {"brokerGroup": group, "hostname": host, "servePort": str(port), "force": "false"}
             self.order(who, at, "AdoptRoles", words)
 
-
     @fault("fillings", 3, group=GROUPS, at=NUMBERS, who=NUMBERS, mode=["manual", "manual", "automatic"])
     def set_mode(self, group: str, at: int, who: int, mode: str) -> None:
         self.order(who, at, "SetCopies", {"brokerGroup": group, "syncMode": mode})
@@ -500,7 +496,6 @@ class Machine:
         server = self.world.servers[at]
         if server.process and not self.world.busy(self.operators[who]):
             self.operators[who] = self.world.operate(server, what, words, f"operator {who}")
-
 
     @step(2, group=GROUPS, what=["stop", "outage", "start"], at=NUMBERS)
     def group(self, group: str, what: str, at: int) -> None:

@@ -63,7 +63,6 @@ class Operator:
                     world.brokers.produce(box)
         world.wait(1.1)
 
-
     def doctor(self) -> list[str]:
         """Return Doctor's remedies for the group."""
         checks = self.type("Doctor", {})["checks"]
@@ -218,7 +217,6 @@ class Operator:
                 self.followed.append(answer.message)
                 self.follow(answer.message)
         return answer.data
-
 
     @property
     def keys(self) -> list[Key]:

@@ -322,7 +322,6 @@ class World:
         for connection in (self.database, *self.copies):
             connection.close()
 
-
     def _job(self, job: Job) -> None:
         if job.whose.process is not job.whose.server.process:
             job.resolve(None, Dead())
@@ -381,7 +380,6 @@ class World:
     def committed(self) -> None:
         assert self._now
         self.oracle.committed(self._now, read_tables(self.database))
-
 
     def keep_copy(self) -> None:
         copy = sqlite3.connect(":memory:")
@@ -463,7 +461,6 @@ class World:
             self.run()
         for job in self.jobs if stuck else []:
             job.whose.failures += 1
-
 
     def everybody_speaks(self) -> None:
         self.brokers.notice_lost_links()
@@ -558,7 +555,6 @@ class World:
                 self.disconnect(box)
         if stream:
             stream.inbox.clear()
-
 
     def remembers(self, disk: Disk) -> bool:
         """Whether the database holds the disk's acknowledged point."""

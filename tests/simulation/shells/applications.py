@@ -1,4 +1,4 @@
-"""Programs of users on the client that ships, and the database of one of them. They report to the oracle."""
+"""Programs of users on the shipped client, and the database of a shop. They report to the oracle."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 
 class Shop:
-    """SQLite as it is, but for its clock. Each order has the id of the message that its transaction sends."""
+    """SQLite database of the shop, with virtual time. Each order has the id of the message that its transaction
+    sends.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -34,7 +36,7 @@ class Shop:
             self._look.execute(statement)
 
     def connect(self) -> sqlite3.Connection:
-        """Connect a program; the kernel closes its files when it is killed."""
+        """Connect a program; the connection closes when its process is killed."""
         connection = sqlite3.connect(self.path, timeout=0)
         give_virtual_time(connection)
         if (process := current()) is not None:
@@ -42,11 +44,11 @@ class Shop:
         return connection
 
     def orders(self) -> set[str]:
-        """Ids of what was committed."""
+        """Return the ids of committed orders."""
         return {row[0] for row in self._read("SELECT id FROM orders")}
 
     def rows(self) -> int:
-        """How many messages wait in the outbox."""
+        """Return the number of messages in the outbox."""
         return len(self._read(f"SELECT id FROM {DEFAULT_TABLE}"))
 
     def _read(self, statement: str) -> list[tuple[str]]:
@@ -61,10 +63,10 @@ SUBJECTS = "orders", "letters"
 GROUP = "readers"
 TIMEOUT_S = 10.0
 DELAYED = 0.3
-"""How many messages are delayed, if there is a delay group; by the time that all clocks should have."""
+"""Share of delayed messages, where a delay group exists."""
 DELAY_S = 0.0, 15.0
 MORE_S = 20.0
-"""How much longer than its timeout a send may take: a process may be stopped meanwhile."""
+"""Time that a send may take beyond its timeout: its process may be stopped meanwhile."""
 
 
 def _producer(world: World, name: str) -> Producer:
@@ -101,7 +103,9 @@ class ProducerProgram:
 
 
 class ShopProgram:
-    """Changes its own database, and sends by its outbox: both happen, or neither, whenever it is killed."""
+    """Program that changes its own database and sends through its outbox: both happen or neither, whenever it is
+    killed.
+    """
 
     def __init__(self, world: World, application: Application) -> None:
         self._world, self._name = world, application.name
@@ -116,7 +120,7 @@ class ShopProgram:
                     await self._sell(producer, database)
 
     async def _sell(self, producer: Producer, database: Database) -> None:
-        """One transaction, which may end in the middle of it: it is given up, or the process is killed."""
+        """Run one transaction, which may be rolled back or end with the process."""
         world, rng = self._world, self._world.loop.rng
         messages = [world.new_message(rng.choice(SUBJECTS), self._name) for _ in range(rng.choice((1, 1, 3)))]
         world.oracle.staged(messages)

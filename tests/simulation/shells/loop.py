@@ -1,7 +1,7 @@
-"""An event loop with virtual time that runs many processes: each has its tasks, its clock, and may end at any moment.
+"""Event loop in virtual time that runs many processes, each with its tasks and its clock.
 
-Whose a callback is stands in its context, which asyncio hands on from task to task. A callback of a process that was
-killed is never run again, one of a process that is stopped waits. Threads are callbacks that come later.
+The context of a callback holds its process; asyncio hands it on from task to task. Callbacks of a killed process never
+run again, those of a stopped process wait. Jobs of threads are callbacks that run later.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from typing import Any
 from sqlalchemy.exc import OperationalError
 
 STEPS_MAX = 3_000_000
-"""Of callbacks in a run; who never rests would hang the test."""
+"""Maximum of callbacks in a run, against endless ones."""
 
 
 class Killed(BaseException):
-    """The process has ended. Nothing of it may see this, and if something does, nobody sees what it does."""
+    """Raised where the process has ended. No code of the process may catch it."""
 
 
 class Process:
-    """One process of a machine, from its start until it ends or is killed.
+    """Process of a machine, from its start until it ends or is killed.
 
-    `clock_s`: how wrong the machine's wall clock is.
+    `clock_s`: error of the machine's wall clock.
     """
 
     def __init__(self, loop: VirtualLoop, name: str, ip: str) -> None:
@@ -38,19 +38,19 @@ class Process:
         self.is_dead = self.is_stopped = False
         self.parked: deque[asyncio.Handle] = deque()
         self.reason: BaseException | None = None
-        """Why it ended itself at once, if it did."""
+        """Error by which it ended itself, if it did."""
         self.clock_s = 0.0
         self.spent_s = 0.0
-        """What its calls of the system took, by the clock that measures such things."""
+        """Time spent in system calls, by the clock that measures such times."""
         self.thread_s = (0.0001, 0.003)
-        """How long a job on a thread takes."""
+        """Duration of a job on a thread, as a range."""
         loop.processes.append(self)
         self.context = copy_context()
         self.context.run(_process.set, self)
         self.signals: dict[int, Callable[[], object]] = {}
-        """What it does at a signal."""
+        """Signal handlers."""
         self.ended: list[Callable[[], None]] = []
-        """Called when it is killed: what the kernel does then."""
+        """Work of the kernel when the process is killed."""
         self._tasks: list[asyncio.Task[Any]] = []
 
     def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -59,7 +59,7 @@ class Process:
         return task
 
     def kill(self) -> None:
-        """End it here and now. What its tasks refer to stays, so that no `finally` of theirs runs."""
+        """End it here and now. References to its tasks stay, so none of their `finally` blocks runs."""
         if not self.is_dead:
             self.is_dead = True
             self.parked.clear()
@@ -78,12 +78,12 @@ _process: ContextVar[Process | None] = ContextVar("process", default=None)
 
 
 def current() -> Process | None:
-    """Return the process that runs; None: the world around them."""
+    """Return the running process; None: the world around them."""
     return _process.get()
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """Time stands still while anything can be done, and then jumps to the next timer."""
+    """Loop whose time stands still while any callback is ready, and then jumps to the next timer."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -91,13 +91,13 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.now_s = 1000.0
         self.steps = 0
         self.world = Context()
-        """Of callbacks that belong to no process."""
+        """Context of callbacks without a process."""
         self.errors: list[str] = []
         self.processes: list[Process] = []
         self.lives: deque[tuple[Process, Any]] = deque(maxlen=24)
-        """Whose, and the newest sessions and batches of clients."""
+        """Newest sessions and batches of clients, with their processes."""
         self.database = ""
-        """What the database does wrong at the moment."""
+        """Present fault of the database."""
         self._kept: list[asyncio.Task[Any]] = []
         self.set_exception_handler(self._take_error)
         self.set_task_factory(self._new_task)
@@ -106,7 +106,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return self.now_s
 
     def at(self, when_s: float, call: Callable[..., object], *args: object) -> asyncio.TimerHandle:
-        """Have the world do something."""
+        """Schedule a callback of the world."""
         return self.call_at(when_s, call, *args, context=self.world)
 
     def ready(self, handles: deque[asyncio.Handle]) -> None:
@@ -122,7 +122,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return task
 
     def abandon(self) -> None:
-        """Close what did not end; nobody hears what it says about that."""
+        """Close unfinished tasks and ignore their errors."""
         for process in self.processes:
             process.is_dead = True
         for task in self._kept:
@@ -164,10 +164,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
         handle._run()
 
     def _process_events(self, event_list: list[object]) -> None:
-        """There are none: what arrives is a timer of the network."""
+        """Do nothing: arrivals are timers of the network."""
 
     def _write_to_self(self) -> None:
-        """Nobody sleeps in a call of the system."""
+        """Do nothing: the loop never sleeps in a system call."""
 
     def add_signal_handler(self, sig: int, callback: Callable[..., object], *args: object) -> None:
         process = current()
@@ -184,8 +184,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
 
 class Threads:
-    """Stands in for ThreadPoolExecutor: a job runs later, in the process that wants it, and is over at once. What a new
-    thread would do first has no meaning here: they are all this one."""
+    """Stands in for ThreadPoolExecutor: a job runs later, in its process, and takes no time itself. Initializers of
+    threads have no meaning here.
+    """
 
     def __init__(self, workers: int, name: str = "", initializer: Callable[[], None] | None = None) -> None:
         self._free_s = [0.0] * workers
@@ -210,12 +211,12 @@ class Threads:
             if self._name == "database" and loop.database == "refuses":
                 raise OperationalError("", None, Exception("the database is away"))
             tell: tuple[Callable[[Any], None], Any] = future.set_result, call(*args)
-            if self._name == "database" and loop.database == "forgets":  # it has done it, and its answer is lost
+            if self._name == "database" and loop.database == "forgets":  # the work is done and its answer is lost
                 raise OperationalError("", None, Exception("the connection was lost"))
         except Killed:
             raise
         except BaseException as error:
             tell = future.set_exception, error
-        loop.call_later(loop.rng.uniform(0, 0.001), *tell)  # meanwhile it may be killed: done, and nobody knows
+        loop.call_later(loop.rng.uniform(0, 0.001), *tell)  # the process may be killed before
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None: ...

@@ -1,4 +1,4 @@
-"""Machines, each with one process of what ships, which is started again when it ends: a server, or an application."""
+"""Machines, each with one shipped process, a server or an application, that is restarted when it ends."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 CLUSTER_TOKEN = "token of the cluster"
 METASERVERS = "10.0.0.9"
-"""Stands for the address before all metaservers."""
+"""Address in front of all metaservers."""
 URL = f"http://{METASERVERS}:{HTTP_PORT}"
 SERVE_PORT, SYNC_PORT, CONTROL_PORT = 20881, 20882, 20883
 ROOT = "/data"
@@ -44,7 +44,7 @@ PASSWORD_KEY = "0" * 43 + "="
 
 
 class MachineSystem(SimulatedSystem):
-    """The system below the disk of a copy: its calls take time, and any of them may be the process's last."""
+    """File system below the disk of a copy: calls take time, and any call may be the process's last."""
 
     def __init__(self, rng: Random) -> None:
         super().__init__(rng)
@@ -52,7 +52,7 @@ class MachineSystem(SimulatedSystem):
         self.kills = 0
         self.sync_s = 0.0001
         self._had: list[bytes] = []
-        """What was in files of the log each time before the disk lost something."""
+        """Files of the log each time before the disk lost something."""
 
     def heal(self) -> None:
         super().heal()
@@ -83,7 +83,7 @@ class MachineSystem(SimulatedSystem):
         return [file.durable for file in reversed(files)]
 
     def loses(self) -> None:
-        """Remember what is on the disk, or is said to be: it is about to lose some of it."""
+        """Remember the disk's bytes, durable or reported so, before it loses some."""
         self._had.extend(map(bytes, self._durable_logs()))
 
     def has_lost(self, what: bytes) -> bool:
@@ -97,10 +97,10 @@ class MachineSystem(SimulatedSystem):
 
 
 class Machine:
-    """Outlives its processes.
+    """Machine, which outlives its processes.
 
     Args:
-        work: makes what a process does, from its beginning to its end.
+        work: makes the coroutine of a process.
     """
 
     def __init__(self, world: World, name: str, ip: str) -> None:
@@ -129,7 +129,7 @@ class Machine:
         self.world.note(f"{self.name} starts")
 
     async def _run(self, process: Process) -> None:
-        """As the service manager does: whatever it ends by, it is started again."""
+        """Run the process and restart it however it ends, as a service manager does."""
         try:
             await self.work()
             text = "ends"
@@ -161,7 +161,7 @@ class Machine:
         self.start()
 
     def terminate(self) -> None:
-        """SIGTERM."""
+        """Send SIGTERM."""
         if self.process is not None and (handler := self.process.signals.get(signal.SIGTERM)) is not None:
             self.world.loop.call_soon(handler, context=self.process.context)
 
@@ -172,7 +172,7 @@ class Machine:
 
 
 class CopyMachine(Machine):
-    """Has one copy of a group's log."""
+    """Machine with one copy of a group's log."""
 
     main: ModuleType
 
@@ -182,7 +182,7 @@ class CopyMachine(Machine):
         self.medium = Medium(self.system)
         self.message_log: MessageLog | None = None
         self.node: Node[Any] | None = None
-        """Of the newest process, to look at."""
+        """Node of the newest process."""
 
     def disk(self, root: Path, *, cached_bytes: int | None = None) -> RealDisk:
         return RealDisk(root, cached_bytes=cached_bytes, system=self.system)
@@ -196,7 +196,7 @@ class CopyMachine(Machine):
 
     @property
     def _words(self) -> dict[str, Any]:
-        """The settings of both kinds."""
+        """Return the settings that brokers and delay servers share."""
         return {
             "hostname": self.name,
             "ip": self.ip,
@@ -236,13 +236,13 @@ class CopyMachine(Machine):
         self.system.heal()
 
     def replace_disk(self) -> None:
-        """By an empty one. What was on it counts for nothing any more."""
+        """Replace the disk by an empty one. Its former bytes count for nothing any more."""
         self.lose_power()
         self.medium.wipe()
 
     @property
     def is_whole(self) -> bool:
-        """Whether it runs, and has never been damaged or is whole again."""
+        """Whether it runs, and is undamaged or whole again."""
         return (
             self.is_running
             and self.message_log is not None
@@ -275,7 +275,7 @@ class DelayMachine(CopyMachine):
 
 
 class MetaserverMachine(Machine):
-    """Its database is no machine's: it outlives all."""
+    """Machine of a metaserver. The database outlives all machines."""
 
     def __init__(self, world: World, name: str, ip: str, folder: Path) -> None:
         super().__init__(world, name, ip)
@@ -301,14 +301,14 @@ class MetaserverMachine(Machine):
 
 
 class WatchdogMachine(Machine):
-    """It has no disk: what it knows is in the applications' databases, and in its lease at the metaserver."""
+    """Machine without a disk: its state is in the applications' databases and in its lease."""
 
     async def work(self) -> None:
         await watchdog_main._run(WatchdogSettings(metaserver=URL, token=CLUSTER_TOKEN, refresh_ms=1000))
 
 
 class Application(Machine):
-    """A program of a user."""
+    """Program of a user."""
 
     def __init__(
         self, world: World, name: str, ip: str, program: Callable[[Application], Coroutine[Any, Any, None]]

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 LASTS_S = 0.2, 20.0
 LOOK_S = 0.005, 0.05
-"""How often a steered seed looks whether a copy is in its state."""
+"""Pause between two looks of a steered seed."""
 
 
 class ShellNemesis(Nemesis):
-    """Strikes machines, their disks, their clocks, the network and the metaservers' database."""
+    """Faults of machines, disks, clocks, the network and the metaservers' database."""
 
     def __init__(self, world: World, seed: int) -> None:
         self._world, self._seed = world, seed
@@ -27,7 +27,7 @@ class ShellNemesis(Nemesis):
         super().__init__(Random(f"{seed} nemesis"), world.steering, world, faults, least=0.05)
         dice = Random(f"{seed} victims")
         self._victims = [dice.choice(copies) for copies in world.groups.values()]
-        """The one copy of each group whose disk loses what was fsynced: two lost disks are not covered."""
+        """The one copy of each group whose disk loses fsynced bytes: no promise covers two lost disks."""
         self._again()
         if world.steering.state:
             self._look()
@@ -36,7 +36,7 @@ class ShellNemesis(Nemesis):
         return self._world.states()
 
     def _reroll(self, text: str) -> None:
-        """A strike is the same whether or not another one is left out."""
+        """Take dice of this strike alone: it stays the same when another one is left out."""
         self._rng = Random(f"{self._seed} {text}")
 
     def _again(self) -> None:
@@ -44,7 +44,7 @@ class ShellNemesis(Nemesis):
         self._world.loop.at(at_s, self._strike)
 
     def _look(self) -> None:
-        """Strike where the state is that the seed is steered to."""
+        """Strike where a copy is in the steered state."""
         if self._is_active:
             between_s = LOOK_S
             if self._world.steering.state in self.states():
@@ -59,13 +59,13 @@ class ShellNemesis(Nemesis):
         return self._rng.choice(self._world.machines)
 
     def _two(self) -> tuple[str, str]:
-        """Two machines, one of them a server."""
+        """Choose two machines, one of them a server."""
         one = self._rng.choice([*self._world.copies, *self._world.metaservers])
         other = self._rng.choice([machine for machine in self._world.machines if machine is not one])
         return (one.ip, other.ip) if self._rng.random() < 0.5 else (other.ip, one.ip)
 
     def _links(self) -> tuple[str, str]:
-        """Mostly the link between two copies."""
+        """Choose two machines, mostly two copies of a group."""
         if self._rng.random() < 0.5:
             return self._two()
         one, other = self._rng.sample(self._rng.choice(list(self._world.groups.values())), 2)
@@ -107,7 +107,7 @@ class ShellNemesis(Nemesis):
 
     @fault()
     def pause(self) -> bool:
-        """As a suspended machine, or one that swaps."""
+        """Stop a process for a while, as a suspended or swapping machine does."""
         machine = self._any()
         process = machine.process
         if process is None or process.is_dead or process.is_stopped:
@@ -127,7 +127,7 @@ class ShellNemesis(Nemesis):
 
     @fault()
     def isolate(self) -> bool:
-        """Nothing reaches a copy, or nothing leaves it, or both."""
+        """Cut a copy off from all machines, in one direction or both."""
         copy, ways = self._copy(), self._rng.choice((1, 2, 3))
         for other in self._world.machines:
             if other is not copy:
@@ -164,14 +164,14 @@ class ShellNemesis(Nemesis):
 
     @fault()
     def disk_fails(self) -> bool:
-        """One call is refused; if it is an fsync, what it was to keep may be lost."""
+        """Let one call fail. A failed fsync may lose its bytes."""
         system = self._copy().system
         system.fails_once_at = system.calls + self._rng.randint(1, 60)
         return True
 
     @fault(0.5)
     def no_space(self) -> bool:
-        """Each call that needs space is refused."""
+        """Let each call fail that needs space."""
         copy = self._copy()
         copy.system.is_full = True
         self._world.later(*LASTS_S, copy.system.heal)
@@ -179,7 +179,7 @@ class ShellNemesis(Nemesis):
 
     @fault(RARE)
     def flip(self) -> bool:
-        """One bit of one copy, whether a process uses it or not."""
+        """Flip one bit of one copy, running or not."""
         victim = self._rng.choice(self._victims)
         victim.system.loses()
         log = victim.message_log if victim.is_running else None
@@ -187,14 +187,14 @@ class ShellNemesis(Nemesis):
 
     @fault(RARE)
     def bad_block(self) -> bool:
-        """A block of one copy cannot be read any more."""
+        """Make a block of one copy unreadable."""
         victim = self._rng.choice(self._victims)
         victim.system.loses()
         return victim.medium.go_bad_somewhere(self._rng)
 
     @fault(0.4)
     def flush_lies(self) -> bool:
-        """A disk says that data is on it that is not; then the power goes."""
+        """Let a disk report bytes as durable that are not, then cut the power."""
         victim = self._rng.choice(self._victims)
         victim.system.is_lying = True
         self._world.later(0.05, 5.0, partial(self._lose, victim, lambda: None))
@@ -202,7 +202,7 @@ class ShellNemesis(Nemesis):
 
     @fault(0.5)
     def put_back(self) -> bool:
-        """A machine comes back with the disk that it had some time ago."""
+        """Put a machine's earlier disk back."""
         victim = self._rng.choice(self._victims)
         image = victim.medium.image()
         self._world.later(0.5, 15.0, partial(self._lose, victim, lambda: victim.medium.put_back(image)))
@@ -210,12 +210,12 @@ class ShellNemesis(Nemesis):
 
     @fault(RARE)
     def wipe(self) -> bool:
-        """A slave's disk is replaced by an empty one."""
+        """Replace a slave's disk by an empty one."""
         victim = self._rng.choice(self._victims)
         return victim.node is not None and victim.node.slave is not None and self._lose(victim, victim.medium.wipe)
 
     def _lose(self, victim: CopyMachine, how: Callable[[], None]) -> bool:
-        """Unless it is the only one that has all, the copy loses power, and what its disk had."""
+        """Cut the copy's power and lose its bytes, unless no other copy has them all."""
         may = not victim.is_off and self._world.is_held_by_other(victim)
         if may:
             victim.system.loses()
@@ -234,21 +234,21 @@ class ShellNemesis(Nemesis):
 
     @fault()
     def database(self) -> bool:
-        """It is away, or its answers are lost, or it hangs."""
+        """Let the database refuse, lose its answers, or hang."""
         self._world.loop.database = self._rng.choice(("refuses", "forgets", "hangs"))
         self._world.later(*LASTS_S, self._world.database_is_well)
         return True
 
     @fault(RARE)
     def database_goes_back(self) -> bool:
-        """The metaservers end, and find the database as it was some time ago."""
+        """End the metaservers and restore an earlier database."""
         self._world.back_up_database()
         self._world.later(0.5, 15.0, self._world.restore_database)
         return True
 
     @fault()
     def failover(self) -> bool:
-        """A master dies, and an operator has a slave take its place."""
+        """Kill a master; an operator orders a failover."""
         group, copies = self._rng.choice(list(self._world.groups.items()))
         for copy in copies:
             if copy.is_running and copy.process and copy.node is not None and copy.node.master is not None:
@@ -265,7 +265,7 @@ class ShellNemesis(Nemesis):
 
 FAULTS = faults_of(ShellNemesis)
 LOSSES = ("no_space", "flip", "bad_block", "flush_lies", "put_back", "wipe", "database_goes_back", "failover")
-"""What a plain world does not have."""
+"""Faults that a plain world does not have."""
 
 MUST_OCCUR = (
     *FAULTS,

@@ -1,8 +1,8 @@
-"""Connections between processes: ordered, as TCP is, each direction for itself; and all that may happen to them.
+"""Connections between processes: each direction keeps its order, as TCP does, and suffers faults.
 
-What is written while the way is cut waits for it, as TCP sends again; who waits for 15 s gives up
-(`qmq.remoting.connection`, `CHANNEL_OPTIONS`). A process that is killed leaves its kernel, which ends its connections;
-a machine that loses power leaves nobody.
+Bytes wait while the way is cut, as TCP sends them again; after 15 s the connection is given up
+(`qmq.remoting.connection`, `CHANNEL_OPTIONS`). The kernel of a killed process closes its connections; a machine without
+power closes none.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FIN, RST = "FIN", "RST"
 
 
 class Receiver(Protocol):
-    """What a process has of a connection; called in that process."""
+    """Process's side of a connection, called in that process."""
 
     def arrived(self, item: Any) -> None: ...
 
@@ -34,7 +34,7 @@ class Wire:
         self._items: deque[tuple[float, Any]] = deque()
         self._last_s = 0.0
         self.is_black = False
-        """Whether a box in between has forgotten the connection, and says nothing."""
+        """Whether a middlebox has dropped the connection without a notice."""
 
     def send(self, item: Any) -> None:
         self._last_s = max(self._last_s, self._network.arrival_s(self.source.ip, self.target.ip))
@@ -45,7 +45,7 @@ class Wire:
         self._items.clear()
 
     def pump(self) -> None:
-        """Deliver what has arrived by now."""
+        """Deliver everything that has arrived by now."""
         if self._network.is_cut(self.source.ip, self.target.ip) or self.is_black:
             return
         while self._items and self._items[0][0] <= self._network.loop.now_s:
@@ -53,16 +53,16 @@ class Wire:
 
 
 class End:
-    """One end of a connection, in the kernel of its machine."""
+    """End of a connection, in the kernel of its machine."""
 
     def __init__(self, network: Network, process: Process, peer_port: int) -> None:
         self._network, self.process, self.ip, self.port = network, process, process.ip, peer_port
         self._receiver: Receiver | None = None
         self._early: list[Callable[[Receiver], None]] = []
-        """What came before there was anybody to hear it."""
+        """Arrivals before the receiver was set."""
         self.is_open = True
         self.is_gone = False
-        """Whether its machine lost power: nobody answers any more."""
+        """Whether its machine lost power."""
         self.other: End
         self.wire: Wire
 
@@ -81,7 +81,7 @@ class End:
             self.wire.send(item)
 
     def close(self) -> None:
-        """What was sent still arrives."""
+        """Close the end; bytes under way still arrive."""
         if self.is_open:
             self.is_open = False
             self.wire.send(FIN)
@@ -115,7 +115,7 @@ class End:
             self._tell(lambda receiver: receiver.arrived(item))
 
     def give_up(self) -> None:
-        """Nothing was heard for too long."""
+        """Give the connection up after a silence."""
         if self.is_open:
             self.wire.drop()
             self.is_open = False
@@ -138,7 +138,7 @@ Accept = Callable[[End], Receiver]
 
 
 class Network:
-    """All of one run. `slow_s` is added to what each way takes."""
+    """Network of one run. `slow` adds seconds to the way between two machines."""
 
     def __init__(self, loop: VirtualLoop, note: Callable[[str], None]) -> None:
         self.loop, self._note = loop, note
@@ -147,9 +147,9 @@ class Network:
         self._cut: dict[tuple[str, str], float] = {}
         self.slow: dict[tuple[str, str], float] = {}
         self.buffer_bytes = 1 << 16
-        """What may be on its way before a writer has to wait."""
+        """Bytes on the way before a writer has to wait."""
         self.off: set[str] = set()
-        """Machines that have no power."""
+        """Machines without power."""
 
     def arrival_s(self, source: str, target: str) -> float:
         delay_s = self.loop.rng.uniform(0.0001, 0.002)
@@ -185,7 +185,7 @@ class Network:
         return [end for end in self._ends if {end.ip, end.other.ip} == {one, other}]
 
     def reset(self, one: str, other: str) -> int:
-        """End all connections between two machines; what was on its way is lost."""
+        """Reset all connections between two machines; bytes under way are lost."""
         ends = self._between(one, other)
         for end in ends:
             end.wire.drop()
@@ -193,7 +193,7 @@ class Network:
         return len(ends)
 
     def forget(self, one: str, other: str) -> int:
-        """A box in between forgets the connections: nothing passes, and nobody is told."""
+        """Let a middlebox drop the connections without a notice."""
         ends = self._between(one, other)
         for end in ends:
             end.wire.is_black = True
@@ -205,7 +205,7 @@ class Network:
             if end.ip == ip:
                 end.vanish()
 
-    # Used by processes.
+    # Calls of processes.
 
     def listen(self, port: tuple[str, int], accept: Accept) -> None:
         process = current()
@@ -223,11 +223,15 @@ class Network:
         return port in self._listening and not self._listening[port][0].is_dead
 
     def answers(self, port: tuple[str, int]) -> bool:
-        """As `listens`, and the process does not stand still."""
+        """Whether a process listens there and is not stopped."""
         return self.listens(port) and not self._listening[port][0].is_stopped
 
     async def connect(self, host: str, port: int, receiver: Callable[[End], Receiver]) -> Receiver:
-        """Raises OSError: nobody listens."""
+        """Connect to a port.
+
+        Raises:
+            OSError: no process listens there.
+        """
         process = current()
         assert process is not None
         connected: asyncio.Future[None] = self.loop.create_future()
@@ -242,7 +246,7 @@ class Network:
         return ours.receiver
 
     def _syn(self, ours: End, at: tuple[str, int], connected: asyncio.Future[None]) -> None:
-        """Arrives, or is sent again as long as somebody waits for it."""
+        """Send the connection request, again and again while a caller waits."""
 
         def arrives() -> None:
             if connected.cancelled() or ours.process.is_dead:
@@ -278,7 +282,7 @@ class Network:
 
 
 class Transport(asyncio.Transport):
-    """A process's end of a connection, as asyncio shows it to a BufferedProtocol."""
+    """Process's end of a connection, as asyncio shows it to a BufferedProtocol."""
 
     def __init__(self, network: Network, end: End, protocol: asyncio.BufferedProtocol) -> None:
         super().__init__()
@@ -290,7 +294,7 @@ class Transport(asyncio.Transport):
         self._high, self._out, self._is_full = network.buffer_bytes, 0, False
         protocol.connection_made(self)
 
-    # Called by the network.
+    # Calls of the network.
 
     def arrived(self, item: bytes) -> None:
         self._unread.append(item)
@@ -298,7 +302,7 @@ class Transport(asyncio.Transport):
 
     def lost(self, error: Exception | None) -> None:
         if error is None and self._unread:
-            self._unread_end = (error,)  # what came before the end is read first
+            self._unread_end = (error,)  # bytes before the end are read first
             self._read()
         else:
             self._end_now(error)
@@ -314,7 +318,7 @@ class Transport(asyncio.Transport):
             self._end_now(*self._unread_end)
 
     def _feed(self, data: bytes) -> None:
-        """In pieces as they please the network."""
+        """Deliver the bytes in random pieces."""
         at = 0
         while at < len(data) and not self._is_closing:
             buffer = self._protocol.get_buffer(-1)
@@ -326,7 +330,7 @@ class Transport(asyncio.Transport):
             self._protocol.buffer_updated(size)
 
     def taken(self, size: int) -> None:
-        """The other end has read so much."""
+        """Note that the other end has read this many bytes."""
         self._out -= size
         if self._is_full and self._out <= self._high // 4 and not self._is_lost:
             self._is_full = False
@@ -337,7 +341,7 @@ class Transport(asyncio.Transport):
             self._is_closing = self._is_lost = True
             self._protocol.connection_lost(error)
 
-    # Called by the protocol.
+    # Calls of the protocol.
 
     def write(self, data: Any) -> None:
         if self._is_closing or not data:
@@ -374,7 +378,7 @@ class Transport(asyncio.Transport):
         self._loop.call_soon(self._read)
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        """What a program asks for is what it has room for: less here, so that it is full sometimes."""
+        """Set less room than the program asks for, so that it is full at times."""
 
     def get_write_buffer_size(self) -> int:
         return self._out
@@ -384,7 +388,7 @@ class Transport(asyncio.Transport):
 
 
 class NetworkLoop(VirtualLoop):
-    """The loop that processes see: their connections go over the network of its world."""
+    """Loop that processes see: their connections go over the simulated network."""
 
     network: Network
 
@@ -399,7 +403,7 @@ class NetworkLoop(VirtualLoop):
 
 
 class Server:
-    """Stands in for asyncio's: listens until it is closed."""
+    """Stands in for asyncio's server."""
 
     sockets = ()
 

@@ -1,4 +1,4 @@
-"""An operator, once faults have stopped: does what Doctor says, for as long as it has something to say (I20)."""
+"""Operator after all faults, who follows Doctor's remedies while it has any (I20)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 OPERATOR = Caller("operator", TokenRole.CLUSTER)
 PATIENCE_S = 15.0
-"""Most ends by itself."""
+"""Time in which most troubles end by themselves."""
 LOOK_S = 5.0
 _COMMAND = re.compile(r"(?:tools\.sh |qmq |: )?(\b[A-Z]\w+)((?: --\w+(?:=[^ ;,)]+)?)+)")
 
 
 class Operator:
-    """Made for each world, when its peace begins."""
+    """Made per world, when its peace begins."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -35,22 +35,22 @@ class Operator:
                 return
 
     async def _care(self, machine: MetaserverMachine) -> None:
-        """Carry out the first command of each finding."""
+        """Run the first command of each finding."""
         for check in (await self._run(machine, "Doctor", {})).data["checks"]:
             if not check["ok"]:
                 self._world.note(f"Doctor: {check['name']}: {check['found']} | {check['remedy']}")
                 if "RecoverGroup" in check["remedy"] and "reasons" in check["facts"]:  # all its copies return
                     await self._recover(machine, check["facts"]["group"])
-                if found := _COMMAND.search(check["remedy"].partition("if it is gone for good")[0]):  # none is
+                if found := _COMMAND.search(check["remedy"].partition("if it is gone for good")[0]):
                     action, words = found.group(1), dict(map(_word, found.group(2).split()))
                     answer = await self._run(machine, action, words)
                     self._world.note(f"{action} {words}: {answer.status.name}: {str(answer)[:300]}")
                     self._world.counts[f"Doctor's {action} {answer.status.name}"] += 1
 
     async def _recover(self, machine: MetaserverMachine, group: str) -> None:
-        """Replace the disk of a slave that RecoverGroup names: it confirmed what the master's log does not have.
+        """Replace the disk of a slave that RecoverGroup sets aside: it confirmed frames that the master's log lacks.
 
-        Where a group has one slave, that comes back to its master, whatever fails; the judge lets nobody replace it.
+        The only slave of a group always returns to its master; there, no disk is replaced.
         """
         if len(self._world.groups[group]) > 2:
             decision = await self._decide(machine, group)

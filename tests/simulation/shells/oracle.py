@@ -1,4 +1,4 @@
-"""Knows what was promised to users, and looks whether it is kept. Invariants have the numbers of ARCHITECTURE.md."""
+"""Laws of messages, as users of the shipped client see them. Invariants have the numbers of ARCHITECTURE.md."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ if TYPE_CHECKING:
 
 
 class Oracle:
-    """Made for each seed. Told by applications; a broken promise ends the run."""
+    """Made per seed. Applications report to it; a broken promise ends the run."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._illegal = illegal_moves()
         self.waiting: dict[str, tuple[str, int]] = {}
-        """Message id -> who sends it, in which of its lives."""
+        """Message id -> (producer, number of its process)."""
         self.acked: dict[str, tuple[str, str, int]] = {}
         """Message id -> (subject, broker group, sequence)."""
         self.delayed: dict[str, float] = {}
-        """Message id -> when it is due, in seconds since 1970; as soon as it is sent."""
+        """Message id -> due time in seconds since 1970, once it is sent."""
         self.kept: set[str] = set()
-        """Those of `delayed` that are acknowledged."""
+        """Acknowledged messages of `delayed`."""
         self.rows: set[str] = set()
-        """Ids of messages that were given to a transaction; whether it was committed, the shop's database says."""
+        """Ids given to transactions; the shop's database has those that were committed."""
         self.ids: dict[tuple[str, str, int], str] = {}
         self.texts: dict[str, str] = {}
         self.keyed: dict[tuple[str, str], dict[str, tuple[str, str, int]]] = {}
-        """(subject, order key) -> those of `acked` that have it."""
+        """(subject, order key) -> acknowledged messages with this key."""
         self.done: set[str] = set()
         self._stored: dict[str, str] = {}
-        """Message id -> the group whose log has it; of those that were not delayed."""
+        """Message id -> group whose log has it; without delayed ones."""
         self._sent_on: set[str] = set()
         """Messages of delay servers and outboxes that a broker group has."""
         self._sent_after: dict[str, tuple[str, str, int] | None] = {}
         self._last_acked: dict[tuple[str, str], tuple[str, str, int]] = {}
 
-    # Told by applications.
+    # Reports of applications.
 
     def sent(self, name: str, message: Message, due_s: float | None) -> None:
         assert message.id is not None
@@ -88,7 +88,7 @@ class Oracle:
             self._last_acked[name, message.subject] = place
 
     def _check_disks(self, id: str, group: str) -> None:
-        """A disk that has lost this since it was acknowledged had it then."""
+        """Check that enough disks have the message, or had it before they lost bytes."""
         what = id.encode()
         systems = {copy.name: copy.system for copy in self._world.groups[group]}
         disks = [name for name, system in systems.items() if system.has_durable(what) or system.has_lost(what)]
@@ -116,7 +116,7 @@ class Oracle:
             self._check_key(name, message)
 
     def _check_key(self, name: str, message: ReceivedMessage) -> None:
-        """I24: those of its key that are before it are done."""
+        """Check that earlier messages of the key are done (I24)."""
         for text, (subject, group, sequence) in self.keyed.get((message.subject, message.order_key or ""), {}).items():
             before = (subject, group) == (message.subject, message.broker_group) and sequence < message.sequence
             if before and text not in self.done:
@@ -128,7 +128,7 @@ class Oracle:
         if message.order_key is not None:
             self.keyed.get((message.subject, message.order_key), {}).pop(message.id, None)
 
-    # Asked by the world.
+    # Checks of the world.
 
     def check_always(self) -> None:
         if illegal_moves() != self._illegal:
@@ -136,12 +136,12 @@ class Oracle:
 
     @property
     def missing(self) -> set[str]:
-        """What was acknowledged, or committed with an outbox, and nobody has consumed."""
+        """Return messages that were acknowledged, or committed with an outbox, and not consumed."""
         return (self.acked.keys() | self.kept | self._world.shop.orders()) - self.done
 
     @property
     def forgotten(self) -> set[str]:
-        """Messages that have no outcome although who sent them still runs."""
+        """Return messages without an outcome whose producer still runs."""
         return {
             text
             for text, (name, life) in self.waiting.items()
@@ -149,10 +149,9 @@ class Oracle:
         }
 
     def check_logs(self, group: str, logs: dict[str, MessageLog]) -> None:
-        """At the end: each copy has each acknowledged message, once, where its receipt says.
+        """Check at the end that each copy has each acknowledged message once, where its receipt says.
 
-        What a delay server or a watchdog sent is somewhere, and maybe twice: if nobody knows that it was stored, the
-        next one sends it again.
+        Messages of delay servers and watchdogs may be stored twice, anywhere: a batch of unknown outcome is sent again.
         """
         places: dict[str, tuple[str, int]] = {}
         for name, message_log in logs.items():
@@ -176,8 +175,9 @@ class Oracle:
         self._stored |= dict.fromkeys(places.keys() - self.delayed.keys() - self.rows, group)
 
     def _read(self, name: str, message_log: MessageLog) -> list[tuple[str, tuple[str, int]]] | None:
-        """Return (id, (subject, sequence)) of all messages of a copy; None: a bit flipped in it, where nobody has read
-        since, so that the others have to tell."""
+        """Return (id, (subject, sequence)) of all messages of a copy; None: a flipped bit that no process has
+        read yet.
+        """
         try:
             return [
                 (text, (subject, sequence))

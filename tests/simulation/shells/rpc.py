@@ -1,7 +1,7 @@
-"""gRPC in memory, below the generated code: a channel and a server as `grpc.aio` has them, over the simulated network.
+"""gRPC in memory, below the generated code: channel and server as in `grpc.aio`, over the simulated network.
 
-A call is a connection of its own. Messages are bytes on it, so both sides serialise as they do. What the code that
-ships does not use is not here.
+Each call is a connection. Messages are bytes, so both sides serialise as usual. Parts of gRPC that the product does not
+use are missing.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Status(NamedTuple):
 
 
 class Half(NamedTuple):
-    """The caller says no more."""
+    """End of the caller's requests."""
 
 
 class _Inbox:
-    """What arrives on a connection, to be awaited."""
+    """Queue of arrivals on a connection."""
 
     def __init__(self) -> None:
         self._items: deque[Any] = deque()
@@ -53,7 +53,7 @@ class _Inbox:
 
 
 class _Caller:
-    """The caller's end of one call."""
+    """Caller's end of a call."""
 
     def __init__(self, end: End) -> None:
         self.end, self.inbox = end, _Inbox()
@@ -66,7 +66,7 @@ class _Caller:
 
 
 class Call:
-    """One call: awaited for its only answer, or read or iterated for its answers."""
+    """One call: await it for its only answer, or iterate over its answers."""
 
     def __init__(self, channel: Channel, kind: _Kind, requests: Any, metadata: Any, timeout: float | None) -> None:
         self._channel, self._kind = channel, kind
@@ -98,7 +98,11 @@ class Call:
         caller.end.send(Half())
 
     async def read(self) -> Any:
-        """Return the next answer, or EOF. Raises AioRpcError."""
+        """Return the next answer, or EOF.
+
+        Raises:
+            AioRpcError: the call failed.
+        """
         if self._is_over:
             return EOF
         try:
@@ -149,7 +153,7 @@ class Call:
 
 
 class _Kind(NamedTuple):
-    """A method, as a stub calls it."""
+    """Method of a stub."""
 
     channel: Channel
     method: str
@@ -186,7 +190,7 @@ class Channel:
 
 
 class Context:
-    """What a servicer is told of a call."""
+    """Call context of a servicer."""
 
     def __init__(self, end: End, start: Start, handler: Any) -> None:
         self._end, self._start, self._handler = end, start, handler
@@ -225,7 +229,7 @@ class _Details(NamedTuple):
 
 
 class _Served:
-    """The server's end of one call."""
+    """Server's end of a call."""
 
     def __init__(self, server: RpcServer, end: End) -> None:
         self._server, self._end = server, end
@@ -293,7 +297,7 @@ class RpcServer:
         self._is_over = asyncio.Event()
 
     def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
-        """The registered ones, which follow, are the same."""
+        """Do nothing: the registered handlers, which follow, are the same."""
 
     def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
         self._handlers |= {f"/{service}/{name}": handler for name, handler in handlers.items()}

@@ -1,4 +1,4 @@
-"""What of Python and of the system is replaced while a world runs: clocks, dice, threads, gRPC's library, and HTTP."""
+"""Replacements for parts of Python and the system in a world: clocks, dice, threads, gRPC and HTTP."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.simulation.shells.rpc import Channel, RpcServer
 SINCE_1970_S = 1_767_225_600.0
 HTTP_PORT, GRPC_PORT = 8080, 8081
 METASERVER_HOSTS = "10.0.0.1", "10.0.0.2"
-"""Behind the one address that all are given, as nginx has them."""
+"""Metaservers behind the common address."""
 
 
 def _monotonic(loop: VirtualLoop) -> float:
@@ -59,7 +59,7 @@ def _exit(status: int) -> None:
 
 
 class Nothing:
-    """Stands in for an HTTP port: metrics and pages are no part of this world."""
+    """Stands in for an HTTP port: this world has no metrics and pages."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -76,8 +76,7 @@ async def _never() -> None:
 
 def _find(network: Network) -> Any:
     def find_metaserver(url: str, *, timeout_s: float = 3.0) -> str:
-        """Ask for the gRPC address: what a GET over HTTP does, in no time. A proxy passes over one that stands
-        still."""
+        """Return the gRPC address of a metaserver, without the HTTP request. A proxy skips stopped metaservers."""
         process = current()
         assert process is not None
         served = [
@@ -106,7 +105,7 @@ def _scripts(location: str) -> ScriptDirectory:
 
 
 class Scripts:
-    """Stands in for alembic's ScriptDirectory: the migrations are read once, not by each metaserver that starts."""
+    """Stands in for alembic's ScriptDirectory: migrations are read once instead of at each start of a metaserver."""
 
     @staticmethod
     def from_config(config: Config) -> ScriptDirectory:
@@ -122,7 +121,7 @@ def _with_virtual_time(prepare: Any) -> Any:
 
 
 def give_virtual_time(connection: sqlite3.Connection) -> None:
-    """SQLite's own clock is the world's: by what it tells, rows are old enough for a watchdog."""
+    """Give SQLite the world's clock: by it, rows become old enough for a watchdog."""
 
     def now() -> str:
         return datetime.fromtimestamp(_wall_of_all(), UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
@@ -140,18 +139,18 @@ def give_virtual_time(connection: sqlite3.Connection) -> None:
 
 
 _CLOCK = sqlite3.connect(":memory:")
-"""Reckons with dates as SQLite does."""
+"""Calculates dates as SQLite does."""
 
 
 def _wall_of_all() -> float:
-    """The time at a database, which is on a machine of its own."""
+    """Return the wall clock of the database's own machine."""
     loop = asyncio.get_event_loop()
     assert isinstance(loop, VirtualLoop)
     return SINCE_1970_S + loop.now_s
 
 
 def _watched(loop: VirtualLoop, kind: type) -> Any:
-    """Remember the newest lives of a kind, to look at their states."""
+    """Remember the newest objects of a class, for their states."""
     real: Any = kind.__init__  # type: ignore[misc]
 
     def init(self: Any, *args: Any, **words: Any) -> None:
@@ -206,7 +205,7 @@ def replaced(loop: VirtualLoop, network: Network, make_disk: Any, seed: int) -> 
         mock.patch("qmq.delayserver.main.open_http", Nothing),
         mock.patch("qmq.watchdog.main.HttpPort", Nothing),
         mock.patch("qmq.watchdog.main.listen", Nothing),
-        mock.patch("qmq.watchdog.database.LOCK_S", 0),  # who has the lock has it until this very call is over
+        mock.patch("qmq.watchdog.database.LOCK_S", 0),  # every lock lasts for one call only
         mock.patch("qmq.watchdog.database._prepare_sqlite", _with_virtual_time(database._prepare_sqlite)),
         mock.patch("qmq.metaserver.main.HttpPort", Nothing),
         mock.patch("qmq.metaserver.main.build_app", Nothing),

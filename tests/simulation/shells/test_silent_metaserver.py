@@ -1,6 +1,6 @@
-"""Shell. A master ends, and one of two metaservers stands still at about that moment: how long until a slave is master.
+"""Shell. A failover ends in time although one of two metaservers stops at about the same moment.
 
-ROUNDS=200 runs more, and prints how long they took (`pytest -s`).
+ROUNDS=200 runs more rounds and prints their times (`pytest -s`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.simulation.steering import Steering
 
 ROUNDS = int(os.environ.get("ROUNDS", "6"))
 KILLED_S, SILENT_S = 5.0, 7.0
-"""docs/failover.md: for a master that ends, and for one that falls silent, as the metaserver that heard it is."""
+"""Limits of docs/failover.md: for a master that ends, and for one that falls silent, as its metaserver does."""
 AROUND_S = 4.0
 LOOK_S = 0.05
 
@@ -49,7 +49,7 @@ class Trial(World):
         assert master.process is not None and silent is not None
         self.loop.at(ends_s + dice.uniform(-AROUND_S, 1.0), silent.stop)
         end = dice.choice((master.process.kill, master.process.stop))
-        with mock.patch.object(master, "start"):  # it returns later
+        with mock.patch.object(master, "start"):  # or its machine would restart it at once
             self.loop.at(ends_s, end)
             self._wait_for(master, ends_s)
             await self._lasts(30.0, lambda: self.took_s > 0)

@@ -1,4 +1,4 @@
-"""A cluster and its applications, as they ship, in one process: war, then peace, then what has to hold."""
+"""World of one seed: a shipped cluster and its applications in one process; war, then peace, then the final checks."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ from tests.simulation.steering import UNSTEERED, Steering
 
 PEACE_S = 90.0
 CATCH_UP_S = 180.0
-"""How much longer a delay group may take whose due times fell behind: by a year, if two of three clocks did."""
+"""Additional time for a delay group whose due times fell behind, by a year if two of three clocks did."""
 SLICE_S = 0.5
 STATES = [*STATES_OF_COPIES, *states_to_meet(SESSION, BATCH_LIFE)]
-"""Those of copies, and of the client's sessions and batches."""
+"""States of copies, and of clients' sessions and batches."""
 
 
 @dataclass(frozen=True)
 class Swarm:
-    """What one seed's world is like."""
+    """Settings of one seed's world."""
 
     copies: int
     min_copies: int
@@ -79,10 +79,12 @@ class Swarm:
     second: bool
     """Whether there is a second broker group, of two copies."""
     watchdogs: int
-    """Of a shop with an outbox; 0: there is no shop."""
+    """Watchdogs of a shop with an outbox; 0: without a shop."""
     joins: bool
-    """Whether each subject has one broker group at first, and the second one joins in the war. The consumer group
-    begins at the end, and is there before the first message: it has to get all."""
+    """Whether the second broker group joins each subject during the war.
+
+    The consumer group starts at the latest message, before the first one is sent: it has to get all messages.
+    """
 
     @staticmethod
     def draw(rng: Random, *, second: bool, watchdogs: int, joins: bool) -> Swarm:
@@ -108,7 +110,7 @@ class Swarm:
 
 
 class World:
-    """Everything that belongs to one seed."""
+    """World of one seed."""
 
     def __init__(
         self, seed: int, folder: Path, steering: Steering, *, is_plain: bool, joins: bool | None = None
@@ -177,7 +179,7 @@ class World:
         return Message(subject, {"text": text}, id=text, order_key=key)
 
     def disk(self, root: Path, *, cached_bytes: int | None = None) -> RealDisk:
-        """The disk of the copy that asks for one."""
+        """Return the disk of the calling copy."""
         process = current()
         assert process is not None
         return self.copy(process.name).disk(root, cached_bytes=cached_bytes)
@@ -203,7 +205,7 @@ class World:
         ]
 
     def is_held_by_other(self, copy: CopyMachine) -> bool:
-        """Whether another one has a whole log with everything that this one has."""
+        """Whether another copy has a whole log with everything that this one has."""
         end = copy.message_log.flushed_end if copy.message_log is not None else 0
         (copies,) = (copies for copies in self.groups.values() if copy in copies)
         others = [other for other in copies if other is not copy and other.is_whole and not other.is_off]
@@ -273,7 +275,7 @@ class World:
             machine.start()
 
     async def _act(self, action: str, **words: object) -> Any:
-        """Have the first metaserver carry out an operator's action."""
+        """Let the first metaserver run an action."""
         machine = self.metaservers[0]
         assert machine.process is not None and machine.metaserver is not None
         given = {name: str(word) for name, word in words.items()}
@@ -287,7 +289,7 @@ class World:
         return all(any((subject, GROUP) in one.state.groups for one in logs) for subject in SUBJECTS)
 
     def _join(self) -> None:
-        """Let each broker group serve each subject, while consumers are away; again, as that may fail or be undone."""
+        """Add both broker groups to each subject while consumers are down; repeatedly, as it may fail or be undone."""
         for machine in self.applications:
             if self.is_at_war and machine.name.startswith("c") and machine.process is not None:
                 machine.process.kill()
@@ -297,7 +299,7 @@ class World:
         self.later(5.0, 10.0, self._join)
 
     def operate(self, action: str, **words: object) -> None:
-        """An operator tries something at some metaserver; it may be refused."""
+        """Order an action at some metaserver; it may be refused."""
         machine = self.loop.rng.choice(self.metaservers)
         if machine.is_running and machine.is_serving.is_set() and machine.process and machine.metaserver:
             given = {name: str(word) for name, word in words.items()}
@@ -317,7 +319,7 @@ class World:
         self._heal()
 
     def _heal(self) -> None:
-        """Again and again: what was struck late lasts for a while."""
+        """Heal everything again and again, as late faults last for a while."""
         self.network.heal()
         self.database_is_well()
         for copy in self.copies:
@@ -380,7 +382,7 @@ def _is_equal_and_writable(copies: list[CopyMachine]) -> bool:
 
 
 def _copy_database(source: Path, target: Path) -> None:
-    """As a tool does that knows SQLite: while others have it open."""
+    """Copy a database while other connections are open."""
     with (
         contextlib.closing(sqlite3.connect(source)) as read,
         contextlib.closing(sqlite3.connect(target)) as written,
@@ -390,7 +392,7 @@ def _copy_database(source: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """What is collected of processes that were killed complains about it."""
+    """Ignore complaints about collected objects of killed processes."""
     hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
     try:
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
@@ -408,8 +410,12 @@ def simulate(
     joins: bool | None = None,
     world_of: Callable[..., World] = World,
 ) -> Outcome:
-    """Run one seed to its end; a failure is in the outcome. `is_plain`: one broker group, whose disks and database keep
-    what they have. `joins` as in `Swarm`; None: as the seed has it."""
+    """Run one seed to its end; a failure is in the outcome.
+
+    Args:
+        is_plain: one broker group, whose disks and database lose no bytes.
+        joins: as in `Swarm`; None: as the seed has it.
+    """
     folder = Path(tempfile.mkdtemp(prefix="qmq-simulation-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
     (folder / "metaserver.db").write_bytes(_empty_database())
     world = world_of(seed, folder, steering, is_plain=is_plain, joins=joins)
@@ -430,14 +436,14 @@ def simulate(
 
 @functools.cache
 def _freeze() -> None:
-    """What is imported stays: the collector need not look at it after each seed."""
+    """Exclude imported modules from garbage collection after each seed."""
     gc.collect()
     gc.freeze()
 
 
 @functools.cache
 def _empty_database() -> bytes:
-    """Migrated once: it takes longer than a war."""
+    """Return a migrated database; the migration takes longer than a war, so it runs once."""
     with tempfile.TemporaryDirectory() as folder:
         open_database(f"sqlite:///{folder}/metaserver.db").dispose()
         return Path(folder, "metaserver.db").read_bytes()
