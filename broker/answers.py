@@ -94,7 +94,7 @@ class Bodies:
         for ref in refs:
             self._waiting.setdefault(ref.offset, []).append(wanted)
         if new:
-            self._host.read(partial(self._log.read_bodies, new), partial(self._were_read, new))
+            self._host.read(partial(self._log.stored.read_bodies, new), partial(self._were_read, new))
 
     def _were_read(self, refs: list[FrameRef], found: Found | LogError) -> None:
         waiting = [self._waiting.pop(ref.offset) for ref in refs]

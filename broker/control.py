@@ -182,7 +182,7 @@ def _is_older(message_log: MessageLog, ref: FrameRef, since_ms: int) -> bool:
 
 def _step(browse: Browse, refs: list[FrameRef], in_tail: dict[int, tuple[Frame, Buffer]]) -> None:
     """Read frames and look through them. Blocks; runs on a thread."""
-    on_disk = browse.log.read_bodies([ref for ref in refs if ref.offset not in in_tail])
+    on_disk = browse.log.stored.read_bodies([ref for ref in refs if ref.offset not in in_tail])
     bodies = in_tail | {frame.offset: (frame, body) for frame, body in on_disk}
     for _ in browse.look_through([bodies[ref.offset] for ref in refs]):
         time.sleep(PAUSE_S)  # the loop's thread runs meanwhile

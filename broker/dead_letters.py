@@ -148,7 +148,7 @@ class DeadLetters:
             self._store(burial, [found for found in bodies if found is not None])
             return
         burial.is_reading = True
-        mastership.host.read(partial(log.read_bodies, refs), partial(self._read, burial))
+        mastership.host.read(partial(log.stored.read_bodies, refs), partial(self._read, burial))
 
     def _read(self, burial: _Burial, bodies: list[tuple[Frame, Buffer]] | LogError) -> None:
         burial.is_reading = False

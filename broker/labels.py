@@ -123,7 +123,7 @@ def read_labels_of(log: MessageLog, refs: Sequence[FrameRef], rule: TagRule | No
     Raises:
         CorruptFrame: this copy is damaged there.
     """
-    labels = dict(zip((ref.offset for ref in refs), log.read_labels(refs), strict=True))
+    labels = dict(zip((ref.offset for ref in refs), log.stored.read_labels(refs), strict=True))
     bodies: dict[int, Body] = {}
     size = 0
     for ref in refs if rule is not None else ():
@@ -134,7 +134,7 @@ def read_labels_of(log: MessageLog, refs: Sequence[FrameRef], rule: TagRule | No
             size += ref.length
             if bodies and size > READ_BYTES_MAX:
                 break
-            ((frame, body),) = log.read_bodies([ref])
+            ((frame, body),) = log.stored.read_bodies([ref])
             bodies[ref.offset] = frame, _without_others(rule, body, count, places)
     return LabelsRead(rule, labels, bodies)
 

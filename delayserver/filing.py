@@ -162,7 +162,7 @@ class Filing:
                         break
             self._host.pass_soon()
 
-        self._host.read(lambda: message_log.read(begin, end, READ_BYTES), done)
+        self._host.read(lambda: message_log.stored.read(begin, end, READ_BYTES), done)
 
     def keep(self, now_ms: int) -> None:
         """Write down what was filed, now and then."""

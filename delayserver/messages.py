@@ -44,12 +44,12 @@ def read_messages(message_log: MessageLog, wanted: Messages) -> list[bytes]:
         while stop < len(order) and wanted.numbers[order[stop]] - end <= GAP_BYTES:
             end = wanted.numbers[order[stop]] + wanted.sizes[order[stop]]
             stop += 1
-        data = message_log.read_bytes(begin, end)
+        data = message_log.stored.read_bytes(begin, end)
         for place in order[at:stop]:
             number = wanted.numbers[place]
             message = data[number - begin : number - begin + wanted.sizes[place]]
             if crc32(message) != wanted.crcs[place]:
-                message_log.check_readable(number)
+                message_log.stored.check_readable(number)
                 raise CorruptFrame(number, "the message is not the one that was scheduled")
             found[place] = message
         at = stop

@@ -14,8 +14,8 @@ from pathlib import Path
 from qmq.errors import QmqError
 from qmq.log import MessageLog, RealDisk
 from qmq.log.disk import Disk, one_process
-from qmq.log.giving_up import GivingUp, give_up, plan
 from qmq.log.overlay_disk import OverlayDisk
+from qmq.log.repair import GivingUp, give_up, plan
 from qmq.log.segments import segment_bases
 from qmq.tools.call import Exit
 

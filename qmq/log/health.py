@@ -1,38 +1,7 @@
-"""Core. The health of one copy of a log, as a table.
+"""Core. Health of one copy of a log, as a table.
 
-    WHOLE  (begins here)
-        FOUND_DAMAGE      -> DAMAGED
-        RECOVERED_WHOLE   -> WHOLE
-        RECOVERED_SHORT   -> TAIL_CUT
-        RECOVERED_DAMAGED -> DAMAGED
-        REPLAY_STOPPED    -> UNREPLAYED
-    TAIL_CUT
-        MATCHED           -> WHOLE
-        FOUND_DAMAGE      -> DAMAGED
-        RECOVERED_WHOLE   -> WHOLE
-        RECOVERED_SHORT   -> TAIL_CUT
-        RECOVERED_DAMAGED -> DAMAGED
-        REPLAY_STOPPED    -> UNREPLAYED
-    DAMAGED
-        REPAIRED          -> WHOLE
-        REPAIRED_SHORT    -> TAIL_CUT
-        FOUND_DAMAGE      -> DAMAGED
-        RECOVERED_WHOLE   -> WHOLE
-        RECOVERED_SHORT   -> TAIL_CUT
-        RECOVERED_DAMAGED -> DAMAGED
-        REPLAY_STOPPED    -> UNREPLAYED
-    UNREPLAYED
-        REPAIRED          -> WHOLE
-        REPAIRED_SHORT    -> TAIL_CUT
-        FOUND_DAMAGE      -> UNREPLAYED
-        RECOVERED_WHOLE   -> WHOLE
-        RECOVERED_SHORT   -> TAIL_CUT
-        RECOVERED_DAMAGED -> DAMAGED
-        REPLAY_STOPPED    -> UNREPLAYED
-
-`MessageLog.damage` says which range cannot be read, in DAMAGED and UNREPLAYED only; the other copy's frames repair it.
-The RECOVERED events and REPLAY_STOPPED are what reading the copy back found, at a start, and after a cut, a seed or a
-repair.
+`MessageLog.damage` holds the unreadable range, in DAMAGED and UNREPLAYED only. The other copy's frames repair it. The
+RECOVERED events and REPLAY_STOPPED are results of reading the copy back: at a start, after a cut, a seed or a repair.
 """
 
 from __future__ import annotations
@@ -44,9 +13,9 @@ from qmq.states import Machine, TransitionTable
 
 class LogHealth(Enum):
     WHOLE = auto()
-    TAIL_CUT = auto()  # frames may be missing at the end that were acknowledged: a master has to match its slave first
+    TAIL_CUT = auto()  # acknowledged frames may be missing at the end: a master has to match its slave first
     DAMAGED = auto()  # a range below the end cannot be read: a master is readonly
-    UNREPLAYED = auto()  # what follows the damage is not known: no role until it is repaired
+    UNREPLAYED = auto()  # the frames behind the damage are not replayed: no role until it is repaired
 
 
 class HealthEvent(Enum):
@@ -56,8 +25,8 @@ class HealthEvent(Enum):
     REPLAY_STOPPED = auto()
     FOUND_DAMAGE = auto()  # a reader met bytes that are no frame
     REPAIRED = auto()  # or the segment with the damage was dropped
-    REPAIRED_SHORT = auto()  # the same, and the tail is still cut
-    MATCHED = auto()  # this copy has all that the other one has
+    REPAIRED_SHORT = auto()  # repaired, and the tail is still cut
+    MATCHED = auto()  # this copy has all frames of the other one
 
 
 _S, _E = LogHealth, HealthEvent
@@ -101,5 +70,5 @@ class LogLife(Machine[LogHealth]):
         return self.state is LogHealth.UNREPLAYED
 
     def is_of(self, damage: object) -> bool:
-        """Whether `damage` is there just if the state says so. For the simulators."""
+        """Whether the state fits `damage`. For the simulators."""
         return (damage is None) == (self.state in (LogHealth.WHOLE, LogHealth.TAIL_CUT))

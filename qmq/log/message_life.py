@@ -1,34 +1,17 @@
-"""Core. The life of one message of one consumer group, as a table; what the fold keeps of it in each state.
+"""Core. The states of one message in one consumer group, as a table, with the fields of the fold in each state.
 
-    NEW  (begins here)
-        DELIVER   -> DELIVERED
-        PASS_OVER -> ACKED
-        DEFER     -> REQUEUED
-    DELIVERED
-        ACK       -> ACKED
-        NACK      -> REQUEUED
-        LEAVE     -> REQUEUED
-        BURY      -> DEAD
-    REQUEUED
-        DELIVER   -> DELIVERED
-        PASS_OVER -> ACKED
-        DEFER     -> REQUEUED
-    ACKED
-    DEAD
+    state       place in the group's state                                          fields in use
+    NEW         at or behind `Group.position`                                       none
+    DELIVERED   in an `UnackedRange` of one `Consumer`                              pull, attempts, suspected
+    REQUEUED    in a `RequeuedRange` of the group                                   attempts, suspected, due_ms
+    ACKED       before the position, and in no range                                none
+    DEAD        as ACKED; a copy is in the group's dead-letter subject              none here; the copy's properties
 
-    state       what the group's state says of it                                   fields that mean something
-    NEW         it lies at or behind `Group.position`                               none
-    DELIVERED   it lies in an `UnackedRange` of one `Consumer`                       pull, attempts, suspected
-    REQUEUED    it lies in a `RequeuedRange` of the group                           attempts, suspected, due_ms
-    ACKED       it lies before the position, and in no range                        none
-    DEAD        as ACKED; a copy lies in the group's dead-letter subject            none here; the copy's properties
+A message is in one state only. Each event is a progress frame. The fold refuses an event that the table lacks, and the
+log with it is damaged. An operator's move of a group begins it anew: all messages are NEW or ACKED.
 
-A message is in one state only. Each event is a frame of progress: what the table lacks, the fold refuses, and the log
-that says so is damaged. A group that an operator moves begins anew with all of its messages, NEW or ACKED.
-
-What of a message is counted. `attempts` rises with each delivery. A consumer that leaves, drains or vanishes without
-having begun with a message lowers it again; if it vanished, `suspected` rises instead, for nobody else can tell
-whether this message was the reason.
+`attempts` rises with each delivery. A consumer that leaves, drains or vanishes without having begun with a message
+lowers it again. If the consumer vanished, `suspected` rises instead: the message may have been the cause.
 """
 
 from __future__ import annotations
@@ -48,18 +31,18 @@ class MessageState(Enum):
 
 class MessageEvent(Enum):
     DELIVER = auto()
-    """A pull frame numbers it for a consumer."""
+    """a pull frame numbers it for a consumer"""
     PASS_OVER = auto()
-    """A pull frame goes over it for good: no filter wants it, retention took it, it expired, or too many wait."""
+    """a pull frame skips it for good: filtered out, deleted by retention, expired, or too many wait"""
     DEFER = auto()
-    """A pull frame goes over it for now: an earlier message of its order key is not settled."""
+    """a pull frame skips it for now: an earlier message of its order key is not settled"""
     ACK = auto()
     NACK = auto()
-    """It comes again after a delay, counted, or not counted as not begun."""
+    """it comes again after a delay; the delivery counts, or does not as not begun"""
     LEAVE = auto()
-    """Its consumer left or vanished."""
+    """its consumer left or vanished"""
     BURY = auto()
-    """A copy is a dead letter, and the ack stands behind it."""
+    """a copy is a dead letter, and its ack follows"""
 
 
 _S, _E = MessageState, MessageEvent

@@ -54,7 +54,7 @@ def proofs_of(log: MessageLog) -> list[EpochProof]:
 
 def _proof_at(offset: int, log: MessageLog) -> EpochProof | None:
     try:
-        first = log.read(offset, log.flushed_end, 1).frames[0]
+        first = log.stored.read(offset, log.flushed_end, 1).frames[0]
     except CorruptFrame:  # or retention took it, or it is not on disk yet
         return None
     return EpochProof(offset, first.end, first.chain)
@@ -262,14 +262,14 @@ def agree(
         raise Fenced(f"the slave knows epoch {hello.known}, not older than our {epoch}")
     offset, chain, ours_known = _last_common(hello, log)
     if not ours_known and log.start <= offset and not log.chain_is(offset, chain):
-        log.check_readable(offset)
+        log.stored.check_readable(offset)
         raise Diverged(f"the slave's chain at offset {offset} is {chain:016x}; ours is another")
     if hello.end > offset and log.end == offset and not has_begun:
         return Agreement(epoch, Action.RESTORE, offset, chain, log.end, point)
     if hello.kept_end > offset and log.end > offset:
         return Yield(offset)
     if offset < log.start:
-        base, chain, _ = log.seed_start()
+        base, chain, _ = log.stored.seed_start()
         return Agreement(epoch, Action.SEED, base, chain, log.end, point, log.start)
     return Agreement(epoch, Action.FOLLOW, offset, chain, log.end, point)
 

@@ -162,7 +162,7 @@ def _unreadable(log: MessageLog) -> Iterator[Trouble]:
         at, chain, is_over = base, None, False
         try:
             while not is_over:
-                at, chain, is_over = log.verify(base, at, chain, 4 << 20)
+                at, chain, is_over = log.stored.verify(base, at, chain, 4 << 20)
         except CorruptFrame as problem:
             yield Trouble("corrupt", str(problem))
 
@@ -206,7 +206,7 @@ def _frames(log: MessageLog, begin: int, most: int | None = None) -> Iterator[tu
     """Yield frames from `begin` on with their bodies; raises CorruptFrame where none can be read."""
     at = begin
     while at < log.end:
-        chunk = log.read(at, log.end, 1 if most else 4 << 20)
+        chunk = log.stored.read(at, log.end, 1 if most else 4 << 20)
         view = memoryview(chunk.data)
         for frame in chunk.frames[:most]:
             yield frame, view[frame.offset + frame.body_at - chunk.begin : frame.end - chunk.begin]

@@ -1,46 +1,5 @@
 """Core. A master's view of one slave, from hello to loss.
 
-    ABSENT  (begins here)
-        FOLLOWS     -> CATCHING_UP
-        RESTORES    -> RESTORING
-        WAITS       -> UNFILLED
-        PARTED      -> DIVERGED
-    UNFILLED
-        FOLLOWS     -> CATCHING_UP
-        RESTORES    -> RESTORING
-        WAITS       -> UNFILLED
-        PARTED      -> DIVERGED
-        LOST        -> ABSENT
-    RESTORING
-        FOLLOWS     -> CATCHING_UP
-        RESTORES    -> RESTORING
-        WAITS       -> UNFILLED
-        PARTED      -> DIVERGED
-        LOST        -> ABSENT
-    CATCHING_UP
-        MATCHED     -> IN_SYNC
-        FOLLOWS     -> CATCHING_UP
-        WAITS       -> UNFILLED
-        PARTED      -> DIVERGED
-        LOST        -> ABSENT
-    IN_SYNC
-        FELL_BEHIND -> LAGGING
-        FOLLOWS     -> CATCHING_UP
-        WAITS       -> UNFILLED
-        PARTED      -> DIVERGED
-        LOST        -> ABSENT
-    LAGGING
-        CAUGHT_UP   -> IN_SYNC
-        FOLLOWS     -> CATCHING_UP
-        WAITS       -> UNFILLED
-        PARTED      -> DIVERGED
-        LOST        -> ABSENT
-    DIVERGED
-        FOLLOWS     -> CATCHING_UP
-        RESTORES    -> RESTORING
-        WAITS       -> UNFILLED
-        PARTED      -> DIVERGED
-
 A slave counts, that is: its confirmations raise the high watermark, IN_SYNC and LAGGING only. The group is readonly
 while fewer slaves than it takes are IN_SYNC. What a state alone knows is in its class (`Restoring`, …).
 

@@ -122,7 +122,7 @@ class Mastership:
 
     def found_damage(self, problem: CorruptFrame) -> None:
         """A frame that was whole once cannot be read any more: readonly until it is repaired (P6)."""
-        if not self.log.is_damaged(problem):
+        if not self.log.stored.is_damaged(problem):
             return
         self.readonly.change(Reason.CORRUPT, True)
         self.log.damaged_at(problem)

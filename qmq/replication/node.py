@@ -24,17 +24,17 @@ from qmq.errors import (
     QmqError,
 )
 from qmq.log import Commit, MessageLog
-from qmq.log.frame import FRAME_BYTES_MAX, decode_frames
-from qmq.log.recovery import Damage
 from qmq.remoting.packet import Packet
 from qmq.replication.assignment import Assignment
 from qmq.replication.clocks import MASTER, METASERVER, Clocks
+from qmq.replication.copy_repair import CopyRepair
 from qmq.replication.identity import IdentityFile
 from qmq.replication.master import Master, Promotion
 from qmq.replication.points import Point, is_lacking
 from qmq.replication.ports import Host, Link
 from qmq.replication.readonly import Reason
 from qmq.replication.retention import Keeper
+from qmq.replication.role_change import NodeEvent, NodeLife, NodeState, RoleChange
 from qmq.replication.settings import CopySettings
 from qmq.replication.slave import Slave
 from qmq.types import Role
@@ -56,7 +56,7 @@ class Node(Generic[M]):
         settings: CopySettings,
         promote: Callable[[Promotion], M],
     ) -> None:
-        self.log, self._host, self.identity, self._settings = message_log, host, identity, settings
+        self.log, self.host, self.identity, self._settings = message_log, host, identity, settings
         self._promote = promote
         self._name = f"{settings.hostname}:{settings.serve_port}"
         self.clocks = Clocks(settings.clock_difference_ms_max)
@@ -64,17 +64,13 @@ class Node(Generic[M]):
         self.is_disk_full = False
         self.assignment: Assignment | None = None
         self.role: M | Slave | None = None
-        self._swap_until_ms = 0
-        self._failover: tuple[int, int] | None = None
-        """The term whose master is gone, and until when this slave follows nobody."""
+        self.life = NodeLife()
+        self.changes = RoleChange(self)
+        self.repairs = CopyRepair(self)
         self._has_matched = False
         """Whether this process has all that it ever confirmed: it began a mastership, or reached a master's end."""
-        self._is_diverged = False
-        """As a slave: the handshake said that our log is not the master's."""
         self._gives_up_from: int | None = None
         """Offset from which our log goes to quarantine before we take a part again: our mastership wrote that alone."""
-        self._looks_before: Damage | None = None
-        """Damage at whose begin the other copy has no frame: what it has in that place begins before it."""
 
     @property
     def group(self) -> str:
@@ -95,6 +91,10 @@ class Node(Generic[M]):
     def owner(self) -> str:
         """Whose directory it is."""
         return f"{self.identity.value.owner or 'a broker'} of {self.identity.value.group}"
+
+    def move(self, event: NodeEvent) -> None:
+        """Move the state of this process. Raises IllegalTransition: the table has no such move."""
+        self.life.on(event, at_ms=self.host.monotonic_ms())
 
     # Roles.
 
@@ -125,17 +125,17 @@ class Node(Generic[M]):
             promised = self.identity.value.promised
             log.warning("assignment ignored group=%s term=%d: we promised %d", self.group, assignment.term, promised)
             return
-        held = self.is_held
+        held = self.changes.is_held
         self.assignment = assignment
         self.identity.assigned(assignment.group, assignment.to_json(), self._name)
         if self.role is not None and known is not None and known.term == assignment.term:
             if isinstance(self.role, Master):
                 self.role.apply_operator_settings(assignment)
             if not assignment.meets_as(known):
-                self._host.role_changed()
+                self.host.role_changed()
             return
-        self._failover = None
-        self._begin_role(is_failover=held)
+        self.changes.end_hold()
+        self.begin_role(is_failover=held)
 
     def start_without_metaserver(self) -> bool:
         """Take up the last part we had; epochs keep that safe. Returns whether there was one.
@@ -167,23 +167,23 @@ class Node(Generic[M]):
         if self.assignment is None:
             return
         log.critical("part ends group=%s term=%d: %s", self.group, self.assignment.term, why)
-        self._leave_role()
+        self.leave_role()
         self.assignment = None
-        self._host.role_changed()
+        self.host.role_changed()
 
     def _remembered(self) -> Assignment | None:
         fields = self.identity.value.assignment
         return Assignment.from_json(fields) if fields is not None else None
 
-    def _begin_role(self, boot_above: int = 0, *, is_failover: bool = False) -> None:
+    def begin_role(self, boot_above: int = 0, *, is_failover: bool = False) -> None:
         assignment = self.assignment
         if assignment is None or self.log.health.is_unreplayed:
             return  # a log that could not be replayed is repaired first (Node.repaired)
         if self._gives_up_from is not None:
             return  # once that is done
         if assignment.role == Role.MASTER and assignment.term < self.identity.value.promised:
-            return self._leave_role()  # until the row has the promised term
-        self._leave_role()
+            return self.leave_role()  # until the row has the promised term
+        self.leave_role()
         self._look_at_points()
         role: M | Slave
         if assignment.role == Role.MASTER:
@@ -192,7 +192,7 @@ class Node(Generic[M]):
                 assignment.group,
                 assignment.term,
                 self.log,
-                self._host,
+                self.host,
                 self.identity,
                 self._settings,
                 boot_above,
@@ -210,19 +210,16 @@ class Node(Generic[M]):
                 group=assignment.group,
                 term=assignment.term,
                 message_log=self.log,
-                host=self._host,
+                host=self.host,
                 identity=self.identity,
                 bytes_per_s=self._settings.catch_up_bytes_per_s,
                 may_be_behind=assignment.may_be_behind,
             )
             log.info("role slave group=%s term=%d end=%d", assignment.group, assignment.term, self.log.end)
-        self._swap_until_ms = 0
-        self._is_diverged = (
-            False  # from another copy in another mastership; if they still differ, the next handshake tells
-        )
-        self._host.role_changed()
+        self.move(NodeEvent.MASTER_BEGAN if isinstance(role, Master) else NodeEvent.SLAVE_BEGAN)
+        self.host.role_changed()
         if is_failover:
-            role.tick(self._host.monotonic_ms())  # it begins now, not with the next tick
+            role.tick(self.host.monotonic_ms())  # it begins now, not with the next tick
 
     @property
     def master(self) -> M | None:
@@ -239,7 +236,7 @@ class Node(Generic[M]):
             reasons.append(Reason.ROLLED_BACK)
         if self.slave is not None and self.slave.is_unfilled:
             reasons.append(Reason.UNFILLED)
-        if self._is_diverged:
+        if self.life.state is NodeState.DIVERGED:
             reasons.append(Reason.DIVERGED)
         if self.log.damage is not None and Reason.CORRUPT not in reasons:
             reasons.append(Reason.CORRUPT)
@@ -248,7 +245,7 @@ class Node(Generic[M]):
     @property
     def parted_at(self) -> int | None:
         """Where the log of a `diverged` slave parts from its master's; None: it is not `diverged`, or it is unknown."""
-        return self.slave.parted_at if self.slave is not None and self._is_diverged else None
+        return self.slave.parted_at if self.slave is not None and self.life.state is NodeState.DIVERGED else None
 
     @property
     def writable(self) -> bool:
@@ -282,7 +279,7 @@ class Node(Generic[M]):
         """Our own bug: a state without this move. What it was to end at is not known, so the role ends and begins anew,
         as master in a new epoch."""
         log.critical("role begins anew group=%s: %s", self.group, why)
-        self._begin_role()
+        self.begin_role()
 
     def agreed(self, link: Link, answer: memoryview | QmqError) -> None:
         """The master answered the slave's hello, or refused it."""
@@ -293,7 +290,8 @@ class Node(Generic[M]):
             if isinstance(answer, QmqError):
                 raise answer
             slave.agreed(link, answer)
-            self._is_diverged = False
+            if self.life.state is NodeState.DIVERGED:
+                self.move(NodeEvent.AGREED)
         except (DiskFailed, BrokenInvariant):
             raise
         except IllegalTransition as error:
@@ -301,11 +299,11 @@ class Node(Generic[M]):
         except QmqError as error:
             self._link_failed(link, error)
             if self.log.health.is_unreplayed:
-                self._leave_role()  # until the log is repaired
+                self.leave_role()  # until the log is repaired
 
     def _link_failed(self, link: Link, error: QmqError) -> None:
-        if isinstance(error, Diverged) and not self._is_diverged:
-            self._is_diverged = True
+        if isinstance(error, Diverged) and self.life.may(NodeEvent.PARTED):
+            self.move(NodeEvent.PARTED)
             log.critical("copies differ group=%s peer=%s: %s", self.group, link.peer, error)
         else:
             log.warning("link to the other copy closed group=%s peer=%s: %s", self.group, link.peer, error)
@@ -315,7 +313,7 @@ class Node(Generic[M]):
         """A newer epoch masterships. Of our own term, it can only be an earlier boot of ours that this disk forgot."""
         master = self.master
         if master is not None and master.fenced_by is not None and master.fenced_by.term == master.epoch.term:
-            self._begin_role(boot_above=master.fenced_by.boot)
+            self.begin_role(boot_above=master.fenced_by.boot)
 
     def _yield(self, why: CopyRolledBack) -> None:
         """What we wrote alone, or restored, is in the way of what the other copy confirmed: it goes to quarantine, and
@@ -324,8 +322,9 @@ class Node(Generic[M]):
         if master is None or master.yields_from is None:
             return
         self._gives_up_from = master.yields_from
+        self.move(NodeEvent.YIELDED)
         log.critical("mastership ends group=%s epoch=%s: %s", self.group, master.epoch, why)
-        self._leave_role()
+        self.leave_role()
         self._give_up_tail()
 
     def _give_up_tail(self) -> None:
@@ -334,7 +333,8 @@ class Node(Generic[M]):
         name = self.log.cut(self._gives_up_from, "in the way of what the other copy confirmed")
         log.warning("tail cut group=%s offset=%d quarantine=%s", self.group, self._gives_up_from, name)
         self._gives_up_from = None
-        self._begin_role()
+        self.move(NodeEvent.TAIL_CUT)
+        self.begin_role()
 
     def link_lost(self, link: Link) -> None:
         if self.role is not None:
@@ -352,7 +352,7 @@ class Node(Generic[M]):
         if self.role is not None:
             self.role.end_of_pass()
         if (commit := self.log.take_commit()) is not None:
-            self._host.commit(commit)
+            self.host.commit(commit)
 
     def committed(self, commit: Commit) -> None:
         """The commit is on disk. What arrived meanwhile is the next one."""
@@ -362,29 +362,25 @@ class Node(Generic[M]):
         elif self.role is not None:
             self.role.committed(commit)
         if not self.log.is_idle:
-            self._host.pass_soon()
+            self.host.pass_soon()
         self._give_up_tail()
 
     def quiet_ms(self) -> int:
         """Return for how long `tick` is not needed unless something happens; 0: it is."""
-        is_waiting = bool(self._swap_until_ms) or self._failover is not None or self.identity.points.is_newer_than_saved
+        is_waiting = self.changes.is_waiting or self.identity.points.is_newer_than_saved
         return 0 if self.role is None or is_waiting or not self.log.is_idle else self.role.quiet_ms()
 
     def tick(self) -> None:
         """Called about every 100 ms; about every second while `quiet_ms` says so."""
-        now_ms = self._host.monotonic_ms()
-        if self._swap_until_ms and now_ms > self._swap_until_ms:
-            self.cancel_swap()
-        if self._failover is not None and now_ms > self._failover[1]:
-            self._failover = None
-            self._host.role_changed()
+        now_ms = self.host.monotonic_ms()
+        self.changes.tick(now_ms)
         if self.role is not None:
             try:
                 self.role.tick(now_ms)
             except IllegalTransition as error:
                 self._begin_anew(error)
         self._save_points(now_ms)
-        self._host.pass_soon()
+        self.host.pass_soon()
 
     # What is acknowledged, remembered outside the log.
 
@@ -410,7 +406,7 @@ class Node(Generic[M]):
         for point in points:
             self._note_rolled_back(point, "the metaserver")
         if self.master is not None and self.master.has_begun:
-            self._begin_role()
+            self.begin_role()
 
     def _look_at_points(self) -> None:
         """Before we take a part: does our log have what this copy itself remembers to be acknowledged?"""
@@ -435,7 +431,7 @@ class Node(Generic[M]):
 
     def _save_points(self, now_ms: int) -> None:
         if (save := self.identity.points.due(now_ms)) is not None:
-            self._host.write(save, self._points_saved)
+            self.host.write(save, self._points_saved)
 
     def _points_saved(self, result: object) -> None:
         self.identity.points.saved()
@@ -443,88 +439,6 @@ class Node(Generic[M]):
             raise result
 
     # Operators and repair.
-
-    def prepare_swap(self, term: int, hold_ms: int, *, target: str = "") -> None:
-        """Take nothing new, so that the slave gets everything; the host waits for `is_drained_to`.
-
-        Args:
-            target: incarnation of the slave that is to be the master; empty: of the only one.
-
-        Raises:
-            OperatorError: roles cannot be swapped now; says why.
-        """
-        master = self.master
-        if master is None or not master.has_begun or master.epoch.term != term:
-            raise OperatorError(f"this broker is not the master of {self.group} in term {term}")
-        if master.gate.too_few_in_sync:
-            raise OperatorError(f"the slave of {self.group} is missing: start it first")
-        if target and target not in master.in_sync:
-            raise OperatorError(f"the slave of {self.group} that is to be the master is not in sync")
-        master.readonly.change(Reason.DRAINING, True)
-        self._swap_until_ms = self._host.monotonic_ms() + hold_ms
-
-    def promise_swap(self, term: int, *, target: str = "") -> None:
-        """Be no master before the row has this term, or a newer one: the slave has everything.
-
-        With two copies, the slave's taking of the mastership is enough: nobody else can confirm.
-
-        Raises:
-            OperatorError: it has not, any more.
-        """
-        master = self.master
-        if master is None or not master.is_drained_to(target):
-            raise OperatorError(f"this broker is not the master of {self.group} any more, or took new messages")
-        self._swap_until_ms = 0
-        master.readonly.change(Reason.DRAINING, True)
-        self.identity.promise(term)
-
-    def cancel_swap(self) -> None:
-        """What was promised stays so: another copy may be the master by now."""
-        self._swap_until_ms = 0
-        if self.master is not None and self.master.epoch.term >= self.identity.value.promised:
-            self.master.resume()
-
-    @property
-    def is_held(self) -> bool:
-        """Whether this slave follows nobody: a failover may make it, or another one, the master."""
-        has_promised = self.slave is not None and self.slave.term < self.identity.value.promised
-        return self._failover is not None or has_promised
-
-    def prepare_failover(
-        self,
-        term: int,
-        *,
-        hold_ms: int,
-        silent_ms: int,
-        heard_ms_ago: int | None,
-        promised_term: int = 0,
-        master_gone: bool = False,
-    ) -> None:
-        """Follow nobody for `hold_ms`: the master of `term` is said to be gone. What this copy has is final then.
-
-        Args:
-            promised_term: durably, follow no master of an older term, and be none; 0: of two copies,
-                nobody else can confirm anything to the old master.
-            silent_ms: a master that was heard within so long is not gone.
-            heard_ms_ago: when it was; None: there is no link.
-            master_gone: an operator says that the master never returns. Then what this copy was before its process
-                began counts, too: only he can know that its disk was not put back since.
-
-        Raises:
-            OperatorError: this slave hears its master, or is none that may become one. Nothing was changed.
-        """
-        slave = self.slave
-        if slave is None or self.identity.value.term != term:
-            raise OperatorError(f"this broker is not the slave of {self.group} in term {term}")
-        if heard_ms_ago is not None and heard_ms_ago < silent_ms:
-            raise OperatorError(f"the master of {self.group} was heard {heard_ms_ago} ms ago")
-        was_whole = master_gone and self.identity.value.complete and not self.log.is_tail_cut
-        if not (slave.has_matched or was_whole) or self.readonly_reasons:
-            raise OperatorError(f"this copy of {self.group} was not in sync since it began, or is not whole")
-        self.identity.promise(promised_term)
-        self._failover = (term, self._host.monotonic_ms() + hold_ms)
-        slave.leave_master("the metaserver says that the master is gone")
-        self._host.role_changed()
 
     def acting_master(self) -> M:
         """Return the master for an operator's question about consumers.
@@ -543,92 +457,13 @@ class Node(Generic[M]):
         if self.role is not None:
             self.role.found_damage(problem)
 
-    def plan_repair(self, theirs_start: int, theirs_end: int) -> tuple[int, int] | None:
-        """Do for the damaged log what needs no bytes of the other copy.
-
-        Args:
-            theirs_start, theirs_end: what the other copy has on its disk.
-
-        Returns:
-            The range whose frames are to be fetched from it for `repair`; None if nothing is.
-        """
-        damage = self.log.damage
-        if damage is None:
-            return None
-        if theirs_start > damage.begin:
-            self._repair_old(theirs_start)
-        elif theirs_end < damage.end:
-            if damage.begin < theirs_end and self.log.may_be_acknowledged(damage):
-                self._leave_role()  # what follows has to go
-                return damage.begin, theirs_end
-            self._cut_damage(f"damaged and unknown to the other copy: {damage.reason}")
-        elif self._looks_before is damage:
-            self._looks_before = None
-            return max(damage.begin - FRAME_BYTES_MAX, theirs_start), damage.begin + 1
-        else:
-            return damage.begin, damage.end
-        return None
-
-    def repair(self, begin: int, data: bytes) -> None:
-        """Mend the damage with the other copy's frames, the first of which stands at `begin`.
-
-        If they are whole and do not join, the histories parted before; then ours is cut where replay stopped, and the
-        two copies find out at the next handshake how much of it is common.
-
-        Raises:
-            CorruptFrame, Diverged: these bytes mend nothing.
-        """
-        damage = self.log.damage
-        if damage is None:
-            return
-        try:
-            if begin != damage.begin:
-                if begin > damage.begin:
-                    self._looks_before = damage  # it may be damaged there as well, or have one frame over that place
-                raise Diverged(f"the other copy has no frame at {damage.begin}")
-            self.log.repair(data)
-        except (CorruptFrame, Diverged):
-            if self.role is not None or not _is_other_history(begin, data, damage):
-                raise
-            self._cut_damage("damaged, and the other copy has another history there")
-            return
-        if self.log.damage is None:
-            self.repaired()
-
-    def _cut_damage(self, why: str) -> None:
-        """What only we had was never acknowledged: it goes to quarantine, and the other copy goes on from there."""
-        assert self.log.damage is not None
-        if self.log.may_be_acknowledged(self.log.damage):
-            log.critical("damage cannot be mended: both copies had it once, and the other lost it group=%s", self.group)
-            return
-        self._leave_role()
-        if self.log.is_idle:  # else at the next attempt
-            self.log.cut(self.log.damage.begin, why)
-            self._begin_role()
-
-    def _repair_old(self, theirs_start: int) -> None:
-        """The other copy lacks the damaged segment. If deleting it was agreed on, ours goes; else it is set aside."""
-        if self.role is None and self.log.is_idle:
-            self.log.set_aside("damaged-and-dropped-by-the-other-copy")
-            self._begin_role()
-            return
-        if self.role is None:
-            return  # what was appended before is still being written: at the next attempt
-        while self.log.damage is not None and len(self.log.bases) > 1 and self.log.bases[1] <= theirs_start:
-            if self.log.oldest_may_go:
-                self.log.drop_oldest_segment()
-            else:
-                self.log.set_aside_oldest_segment("damaged-and-not-at-the-other-copy")
-        self._host.pass_soon()
-        if self.log.damage is None:
-            self.repaired()
-
-    def _leave_role(self) -> None:
+    def leave_role(self) -> None:
         """What a mastership acknowledged last, only this copy may know: it remembers that before it may have to cut."""
         if self.role is not None:
             self._has_matched |= self.role.has_begun if isinstance(self.role, Master) else self.role.has_matched
             self.role.step_down()
             self.role = None
+            self.move(NodeEvent.LEFT)
             self.identity.points.save()
 
     def repaired(self) -> None:
@@ -636,26 +471,26 @@ class Node(Generic[M]):
         if self.master is not None:
             self.master.repaired()
         elif self.role is None:
-            self._begin_role()
+            self.begin_role()
 
     # Retention.
 
     def record_metaserver_clock(self, wall_ms: int) -> None:
         """The metaserver's clock says so now."""
-        self.clocks.record(METASERVER, wall_ms, monotonic_ms=self._host.monotonic_ms())
+        self.clocks.record(METASERVER, wall_ms, monotonic_ms=self.host.monotonic_ms())
 
     def record_copy_clock(self, link: Link, wall_ms: int, *, is_disk_full: bool) -> None:
         """The other end of a sync link says what time it has; it counts if that is the copy we replicate with."""
         master = self.master
         if master is not None and (watch := master.slaves.of(link)) is not None:
             watch.is_disk_full = is_disk_full
-            self.clocks.record(master.slaves.clock(watch), wall_ms, monotonic_ms=self._host.monotonic_ms())
+            self.clocks.record(master.slaves.clock(watch), wall_ms, monotonic_ms=self.host.monotonic_ms())
         elif self.slave is not None and self.slave.is_master(link):
-            self.clocks.record(MASTER, wall_ms, monotonic_ms=self._host.monotonic_ms())
+            self.clocks.record(MASTER, wall_ms, monotonic_ms=self.host.monotonic_ms())
 
     def clocks_ahead_ms(self) -> dict[str, int]:
         """Return how far this machine's clock is ahead of each one heard lately."""
-        return self.clocks.ahead_ms(now_ms=self._host.now_ms(), monotonic_ms=self._host.monotonic_ms())
+        return self.clocks.ahead_ms(now_ms=self.host.now_ms(), monotonic_ms=self.host.monotonic_ms())
 
     @property
     def clock_off_s(self) -> int:
@@ -714,15 +549,3 @@ class Node(Generic[M]):
     def set_memory_short(self, is_short: bool) -> None:
         if self.master is not None and self.master.readonly.change(Reason.MEMORY, is_short) and is_short:
             log.error("memory over its limit group=%s: producers wait, consumers go on", self.group)
-
-
-def _is_other_history(begin: int, data: bytes, damage: Damage) -> bool:
-    """Return whether frames of the other copy, which do not join ours, prove that the histories parted before.
-
-    Raises:
-        CorruptFrame: the other copy is damaged as well, so nobody knows.
-    """
-    frames = [frame for frame, _ in decode_frames(data, begin, None)]
-    if begin < damage.begin:
-        return any(frame.offset < damage.begin < frame.end for frame in frames)
-    return begin == damage.begin and bool(frames) and frames[-1].end >= damage.end

@@ -68,7 +68,7 @@ def is_lacking(message_log: MessageLog, point: Point) -> bool:
     if message_log.chain_is(point.end, point.chain):
         return False
     try:
-        message_log.check_readable(point.end)
+        message_log.stored.check_readable(point.end)
     except CorruptFrame:
         return False
     return True

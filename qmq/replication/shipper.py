@@ -63,7 +63,7 @@ class Shipper:
 
     def seed(self) -> None:
         """Send the oldest snapshot first: the receiver starts a new copy there."""
-        base, _, snapshot = self._log.seed_start()
+        base, _, snapshot = self._log.stored.seed_start()
         self.link.push(Command.SNAPSHOT, offset_header(base), snapshot)
 
     def ship(self) -> None:
@@ -79,7 +79,7 @@ class Shipper:
             elif self._allowance > 0:
                 self._reading = True
                 begin, end = self.position, log.flushed_end
-                self._read(partial(log.read, begin, end, PACKET_BYTES), self._was_read)
+                self._read(partial(log.stored.read, begin, end, PACKET_BYTES), self._was_read)
             else:
                 return
 

@@ -1,33 +1,5 @@
 """Core. A slave's own states towards its master, from connection to loss.
 
-    DISCONNECTED  (begins here)
-        CONNECTED -> AWAITING_FLUSH
-    AWAITING_FLUSH
-        FLUSHED   -> HELLO_SENT
-        CONNECTED -> AWAITING_FLUSH
-        LOST      -> DISCONNECTED
-    HELLO_SENT
-        FOLLOW    -> FOLLOWING
-        SEED      -> AWAITING_SNAPSHOT
-        RESTORE   -> RESTORING
-        WAIT      -> UNFILLED
-        CONNECTED -> AWAITING_FLUSH
-        LOST      -> DISCONNECTED
-    FOLLOWING
-        CONNECTED -> AWAITING_FLUSH
-        LOST      -> DISCONNECTED
-    UNFILLED
-        CONNECTED -> AWAITING_FLUSH
-        LOST      -> DISCONNECTED
-    AWAITING_SNAPSHOT
-        SNAPSHOT  -> FOLLOWING
-        CONNECTED -> AWAITING_FLUSH
-        LOST      -> DISCONNECTED
-    RESTORING
-        RESTORED  -> AWAITING_FLUSH
-        CONNECTED -> AWAITING_FLUSH
-        LOST      -> DISCONNECTED
-
 What a state alone knows is in its class (`Following`, …). A packet that comes in another state than it belongs to is
 refused: a slave that follows takes no second snapshot, and one that restores its master confirms nothing.
 """
@@ -336,7 +308,7 @@ class Slave:
 
     def _check_readable(self, offset: int) -> None:
         try:
-            self._log.check_readable(offset)
+            self._log.stored.check_readable(offset)
         except CorruptFrame as problem:
             self.found_damage(problem)
             raise
@@ -348,7 +320,7 @@ class Slave:
             self._check_readable(begin)
             raise Diverged(f"our chain at offset {begin} is not the master's {chain:016x}: nothing is restored there")
         if needs_snapshot:
-            begin, chain, _ = self._log.seed_start()
+            begin, chain, _ = self._log.stored.seed_start()
         shipper = Shipper(
             self._log,
             link,
@@ -445,7 +417,7 @@ class Slave:
 
     def found_damage(self, problem: CorruptFrame) -> None:
         """A frame that was whole once cannot be read any more."""
-        if self._log.is_damaged(problem):
+        if self._log.stored.is_damaged(problem):
             self._log.damaged_at(problem)
 
     def quiet_ms(self) -> int:

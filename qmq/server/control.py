@@ -109,28 +109,28 @@ class CopyControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generate
     async def PrepareSwap(self, request: pb.PrepareSwapRequest, context: Any) -> pb.BrokerState:
         node, guarded = self._service.node, self._service.guarded
         try:
-            guarded(partial(node.prepare_swap, request.term, request.hold_ms, target=request.target))
+            guarded(partial(node.changes.prepare_swap, request.term, request.hold_ms, target=request.target))
             async with asyncio.timeout(request.timeout_ms / 1000):
                 while node.master is None or not node.master.is_drained_to(request.target):
                     await asyncio.sleep(POLL_S)
             if request.promised_term:
-                guarded(partial(node.promise_swap, request.promised_term, target=request.target))
+                guarded(partial(node.changes.promise_swap, request.promised_term, target=request.target))
         except OperatorError as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         except TimeoutError:
-            guarded(node.cancel_swap)
+            guarded(node.changes.cancel_swap)
             text = f"the slave did not get everything within {request.timeout_ms} ms; nothing was changed"
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
         return state_message(self._service, self._settings)
 
     async def CancelSwap(self, request: pb.Nothing, context: Any) -> pb.BrokerState:
-        self._service.guarded(self._service.node.cancel_swap)
+        self._service.guarded(self._service.node.changes.cancel_swap)
         return state_message(self._service, self._settings)
 
     async def PrepareFailover(self, request: pb.PrepareFailoverRequest, context: Any) -> pb.BrokerState:
         node = self._service.node
         prepare = partial(
-            node.prepare_failover,
+            node.changes.prepare_failover,
             request.term,
             hold_ms=request.hold_ms,
             silent_ms=request.silent_ms,
@@ -167,7 +167,7 @@ class CopyControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generate
             high_watermark=state.high_watermark,
             segments=node.log.bases,
             damaged=[pb.DamagedRange(begin=one.begin, end=one.end, reason=one.reason) for one in node.log.damaged],
-            start_chain=await asyncio.to_thread(node.log.start_chain),
+            start_chain=await asyncio.to_thread(node.log.stored.start_chain),
         )
 
     async def ReadLog(self, request: pb.ReadLogRequest, context: Any) -> AsyncIterator[pb.LogChunk]:
@@ -189,7 +189,7 @@ class CopyControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generate
                 positions[me] = at
                 data = await asyncio.to_thread(self._chunk, at, end)
                 if not data:  # its file is gone, or it was cut meanwhile
-                    at = await asyncio.to_thread(message_log.next_frame, at + 8)
+                    at = await asyncio.to_thread(message_log.stored.next_frame, at + 8)
                     continue
                 await asyncio.sleep(pace.wait_s(len(data), self._loop.time()))
                 yield pb.LogChunk(offset=at, data=data)
@@ -200,7 +200,7 @@ class CopyControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generate
     async def ReadDerived(self, request: pb.ReadDerivedRequest, context: Any) -> AsyncIterator[pb.DerivedPart]:
         """Send index and snapshot of a segment, as ReadLog sends frames. PERMISSION_DENIED: as of ReadLog."""
         await _require_all_subjects(context)
-        read = partial(self._service.node.log.derived_files, request.base, index_only=request.index_only)
+        read = partial(self._service.node.log.stored.derived_files, request.base, index_only=request.index_only)
         index, snapshot = await asyncio.to_thread(read)
         for at in range(0, max(len(index), len(snapshot)), CHUNK_BYTES):
             part = pb.DerivedPart(index=index[at : at + CHUNK_BYTES], snapshot=snapshot[at : at + CHUNK_BYTES])
@@ -222,21 +222,21 @@ class CopyControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generate
         message_log = self._service.node.log
         begin = max(begin, message_log.start)
         try:
-            message_log.look_again(begin)
+            message_log.stored.look_again(begin)
         except CorruptFrame as problem:
             self._found(problem)
-        return message_log.next_frame(begin)
+        return message_log.stored.next_frame(begin)
 
     def _chunk(self, at: int, end: int) -> bytes:
         """Read frames from `at` on, as few as begin below `end`: a dead letter's original is asked for by itself."""
         message_log = self._service.node.log
         try:
             if segment_at(message_log.bases, at) == at:
-                message_log.look_again(at)
-            return message_log.read_intact(at, message_log.flushed_end, min(CHUNK_BYTES, end - at))
+                message_log.stored.look_again(at)
+            return message_log.stored.read_intact(at, message_log.flushed_end, min(CHUNK_BYTES, end - at))
         except CorruptFrame as problem:
             self._found(problem)
-            return message_log.read_damaged(at)
+            return message_log.stored.read_damaged(at)
 
     def _found(self, problem: CorruptFrame) -> None:
         self._loop.call_soon_threadsafe(self._service.guarded, partial(self._service.node.found_damage, problem))

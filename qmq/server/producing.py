@@ -197,7 +197,7 @@ class Producing:
             raise OutcomeUnknown(f"{stored.stored} messages were stored under this number, and cannot be read")
         ids = _ids(_split(produce)[0], produce.count)
         looked = partial(self._looked_inside, link, _without_body(packet), ids, stored)
-        self._mastership.host.read(partial(message_log.read_bodies, refs), looked)
+        self._mastership.host.read(partial(message_log.stored.read_bodies, refs), looked)
 
     def _looked_inside(
         self,

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from qmq.errors import InvalidRequest
 from qmq.remoting import commands
 from qmq.remoting.commands import Beat, Command
 from qmq.remoting.connection import Connection
 from qmq.remoting.packet import Packet
+from qmq.replication.node import Node
 from qmq.ticking import SECOND_S, until_next_second
-
-if TYPE_CHECKING:
-    from qmq.server.service import Service
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +30,8 @@ takes to end a link."""
 class Pulse:
     """Of one end of a connection. Made when that is let in, by the loop; ends with it."""
 
-    def __init__(self, service: Service[Any], connection: Connection) -> None:
-        self._service, self._connection = service, connection
+    def __init__(self, node: Node[Any], connection: Connection, now_ms: Callable[[], int]) -> None:
+        self._node, self._connection, self._now_ms = node, connection, now_ms
         self._loop = asyncio.get_running_loop()
         self._beats_too = False
         self._heard_bytes, self._silent_s, self._looked_s = 0, 0.0, self._loop.time()
@@ -48,7 +47,7 @@ class Pulse:
             self._connection.close(str(error))
         else:
             self._beats_too = True
-            self._service.node.record_copy_clock(self._connection, beat.wall_ms, is_disk_full=beat.is_disk_full)
+            self._node.record_copy_clock(self._connection, beat.wall_ms, is_disk_full=beat.is_disk_full)
         return True
 
     def _beat(self) -> None:
@@ -58,7 +57,7 @@ class Pulse:
             log.warning("sync link silent peer=%s seconds=%.1f: it is made anew", self._connection.peer, self._silent_s)
             self._connection.abort(f"nothing came for {SILENT_S:.0f} s")
             return
-        beat = Beat(self._service.now_ms(), self._service.node.is_disk_full)
+        beat = Beat(self._now_ms(), self._node.is_disk_full)
         self._connection.push(Command.BEAT, commands.encode_beat(beat))
         self._loop.call_later(until_next_second(self._loop.time(), BEAT_S), self._beat)
 

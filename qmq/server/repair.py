@@ -16,8 +16,8 @@ from qmq.log.recovery import Damage
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import BrokerStub
 from qmq.replication.assignment import Address
+from qmq.replication.copy_repair import Sources
 from qmq.replication.settings import CopySettings
-from qmq.replication.sources import Sources
 from qmq.server.service import Service
 from qmq.ticking import until_next_second
 
@@ -59,13 +59,13 @@ async def _repair(service: Service[Any], settings: CopySettings, damage: Damage,
 
     def plan() -> None:
         nonlocal wanted
-        wanted = node.plan_repair(theirs.log_start, theirs.log_end)
+        wanted = node.repairs.plan(theirs.log_start, theirs.log_end)
 
     service.guarded(plan)
     if wanted is not None:
         begin, data = await _fetch(peers[best], metadata, *wanted)
         if node.log.damage is damage:
-            service.guarded(partial(node.repair, begin, data))
+            service.guarded(partial(node.repairs.apply, begin, data))
     if node.log.damage is None:
         log.warning("log repaired group=%s begin=%d end=%d", node.group, damage.begin, damage.end)
 

@@ -68,7 +68,7 @@ class Scrub:
         """Nobody would see it before the segment is closed, and by then a restart may have lost what it holds."""
         while True:
             try:
-                await asyncio.to_thread(self._log.check_newest)
+                await asyncio.to_thread(self._log.stored.check_newest)
             except DiskFailed as error:
                 self._service.fail(error)
             await self._until_next_look()
@@ -106,9 +106,9 @@ class Scrub:
         while base in self._log.bases[:-1]:
             try:
                 begin = at
-                at, chain, is_whole = await asyncio.to_thread(self._log.verify, base, at, chain, PIECE_BYTES)
+                at, chain, is_whole = await asyncio.to_thread(self._log.stored.verify, base, at, chain, PIECE_BYTES)
             except CorruptFrame as problem:
-                if self._log.is_damaged(problem):
+                if self._log.stored.is_damaged(problem):
                     self._note(problem.offset, problem.reason)
                     self._service.guarded(partial(self._service.node.found_damage, problem))
                     return
@@ -127,14 +127,14 @@ class Scrub:
     async def _renew_snapshot(self, base: int) -> None:
         """Make the snapshot behind the segment at `base`, which is whole, again if that is damaged."""
         try:
-            found = await asyncio.to_thread(self._log.state_before_lost_snapshot, base)
+            found = await asyncio.to_thread(self._log.stored.state_before_lost_snapshot, base)
             if found is None or self._service.disk_free_bytes < self._service.disk_free_limit:
                 return  # a snapshot may be large, and a disk that is full ends the process: next time
             state, end = found
             self._note(end, LOST_SNAPSHOT)
             while state.end < end:
                 begin = state.end
-                await asyncio.to_thread(self._log.fold_on, state, end, PIECE_BYTES)
+                await asyncio.to_thread(self._log.stored.fold_on, state, end, PIECE_BYTES)
                 await asyncio.sleep((state.end - begin) / self._bytes_per_s)
         except CorruptFrame:
             return  # retention, a cut or a repair came in between

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from qmq import memory
 from qmq.errors import (
@@ -48,9 +48,6 @@ from qmq.server.reserve import DISK_FLOOR_BYTES, keep_reserve
 from qmq.ticking import until_next_second
 from qmq.types import Endpoint
 
-if TYPE_CHECKING:
-    from qmq.server.scrub import Scrub
-
 log = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=Master)
@@ -78,6 +75,20 @@ DELETE_S = 0.1
 """Between two looks whether a segment is deleted, and the next one may be: others' commits come in between."""
 
 SYNC_COMMANDS = frozenset({Command.HELLO, Command.FRAMES, Command.CONFIRM, Command.SNAPSHOT, Command.BEAT})
+
+
+class ScrubProgress(Protocol):
+    """Figures of the background reads of closed segments; `qmq.server.scrub.Scrub` keeps them."""
+
+    every_s: float
+    bytes: int
+    findings: int
+
+    @property
+    def oldest_s(self) -> float: ...
+
+    @property
+    def last_finding_s(self) -> float | None: ...
 
 
 class Service(Generic[M]):
@@ -123,7 +134,7 @@ class Service(Generic[M]):
         self.stops = dict.fromkeys(ConnectionState, 0)
         """How often connections came into each state."""
         self.shares = Shares[Acceptor]()
-        self.scrub: Scrub | None = None
+        self.scrub: ScrubProgress | None = None
         self.disk_free_limit = max(settings.disk_free_limit, DISK_FLOOR_BYTES)
         self.quarantine = QuarantineKeeper(disk, settings.quarantine_bytes, settings.segment_bytes)
         self._disk_watch = DiskWatch(self.disk_free_limit)
@@ -398,7 +409,7 @@ class Service(Generic[M]):
                 self._role_changed.clear()
                 attempts = 0
             peer = self.node.assignment.master if self.node.slave and self.node.assignment else None
-            if peer is None or self.node.is_held:
+            if peer is None or self.node.changes.is_held:
                 await self._role_changed.wait()
                 continue
             acceptor = _MasterLink(self)
@@ -413,7 +424,7 @@ class Service(Generic[M]):
                 )
                 acceptor.pulse_of(self._master_link)
                 self.heard_master()
-                if self.node.slave is not None and not self.node.is_held:
+                if self.node.slave is not None and not self.node.changes.is_held:
                     self.guarded(partial(self.node.slave.connected, self._master_link))
                     await self._until_lost_or_changed(acceptor)
                     self.state_changed.set()
@@ -509,7 +520,7 @@ class _MasterLink:
     def pulse_of(self, connection: Connection) -> Pulse:
         """Made by what comes first: the first beat is often read together with the answer to our login."""
         if self._pulse is None:
-            self._pulse = Pulse(self._service, connection)
+            self._pulse = Pulse(self._service.node, connection, self._service.now_ms)
         return self._pulse
 
     def packet_received(self, connection: Connection, packet: Packet) -> None:

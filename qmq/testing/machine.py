@@ -127,7 +127,7 @@ class Machine:
     def messages(self, subject: str) -> list[Message]:
         log = self._copies.log
         refs = log.frames(subject, 0, 1 << 30)
-        found = [(log.tail_body(ref.offset) or log.read_bodies([ref])[0], ref) for ref in refs]
+        found = [(log.tail_body(ref.offset) or log.stored.read_bodies([ref])[0], ref) for ref in refs]
         batches = (split_batch(body, frame.count) for (frame, body), _ in found)
         return [decode_message(bytes(data)) for data in chain.from_iterable(batches)]
 

@@ -135,7 +135,7 @@ class LogAndList(RuleBasedStateMachine):
     def reads_agree(self) -> None:
         log, ends, at = self.copy.log, self.borders(), self.dropped
         while at < self.flushed:
-            chunk = log.read(ends[at], ends[-1], 400)
+            chunk = log.stored.read(ends[at], ends[-1], 400)
             upto = ends.index(chunk.end)
             assert at < upto <= self.flushed and chunk.data == b"".join(self.parts[at:upto])
             at = upto
@@ -159,7 +159,7 @@ class LogAndList(RuleBasedStateMachine):
                         for f, _, _ in behind[:most]
                     ]
                 on_disk = [entry for entry in behind if entry[2] < self.flushed]
-                bodies = log.read_bodies(log.frames(subject, sequence, len(on_disk)) if on_disk else [])
+                bodies = log.stored.read_bodies(log.frames(subject, sequence, len(on_disk)) if on_disk else [])
                 assert [bytes(body) for _, body in bodies] == [body for _, body, _ in on_disk]
 
 

@@ -174,7 +174,7 @@ class Player:
 
     def _do_hold(self, name: str, *, term: int, ms: int) -> None:
         node = self._brokers[name].node
-        node.prepare_failover(term, hold_ms=ms, silent_ms=1500, heard_ms_ago=None)
+        node.changes.prepare_failover(term, hold_ms=ms, silent_ms=1500, heard_ms_ago=None)
 
     def _do_crash(self, name: str) -> None:
         if self._group.at_master is not None and self._group.at_master.is_open:
@@ -297,7 +297,7 @@ def frames_from(log: MessageLog, offset: int) -> Iterator[Frame]:
     """Yield the frames of a log from `offset`: those of its tail, and those that are on its disk alone."""
     while offset < log.end:
         entry = log.tail_body(offset)
-        on_disk = () if entry else decode_frames(log.read_bytes(offset, log.end), offset, None)
+        on_disk = () if entry else decode_frames(log.stored.read_bytes(offset, log.end), offset, None)
         for frame in [entry[0]] if entry else [frame for frame, _ in on_disk]:
             yield frame
             offset = frame.end

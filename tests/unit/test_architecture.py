@@ -36,6 +36,27 @@ delay server, as the simulator is; only tests may know it, those of applications
 `qmq.cli` is no exception to the first line: it imports nobody, it runs a module by the name that was typed.
 """
 
+LAYERS = ("qmq.remoting", "qmq.log", "qmq.replication", "qmq.server")
+"""Inside `qmq`, from the wire outwards: a layer imports those before it, and the modules at the top of `qmq`."""
+
+CLIENTS = {
+    "qmq.client",
+    "qmq.outbox",
+    "qmq.idempotence",
+    "qmq.blocking",
+    "qmq.redrive",
+    "qmq.fastapi",
+    "qmq.otel",
+    "qmq.reply",
+}
+"""Beside the layers: these import the wire only. The last three add to the client what some applications use."""
+
+CLIENT_MAY_IMPORT = {"qmq.log.frame.label_flags", "qmq.log.frame.FLAG_ORDERED"}
+"""Flags that producers set and frames carry: bits of the wire format, drawn with the frame."""
+
+FACADE = {"qmq", "qmq.testing", "qmq.cli"}
+"""These put layers together: the names that applications import, and the in-memory broker."""
+
 LINKED = {"broker", "delayserver", "metaserver", "watchdog", "tools", "audit", "deploy"}
 """Folders at the top of the repo that are packages below `qmq`, through the links there (decision 18)."""
 
@@ -128,6 +149,33 @@ def wrong_arrows(modules: list[Module]) -> list[str]:
     ]
 
 
+def layer_of(name: str) -> str:
+    """Return the layer or client package inside `qmq` that `name` belongs to; else "qmq" or another root."""
+    inner = ".".join(name.split(".")[:2])
+    return inner if inner in (*LAYERS, *CLIENTS) else package_of(name)
+
+
+def wrong_layers(modules: list[Module]) -> list[str]:
+    """An import inside `qmq` against the order wire, log, replication, server, or from the client into a broker."""
+    found = []
+    for module in modules:
+        here = layer_of(module.name)
+        if module.package != "qmq" or module.name in FACADE:
+            continue
+        if here in LAYERS:
+            refused = {*LAYERS[LAYERS.index(here) + 1 :], *CLIENTS}
+        elif here in CLIENTS:
+            refused = set(LAYERS[1:])
+        else:
+            refused = {*LAYERS, *CLIENTS}
+        found += [
+            f"{module.name} imports {name}"
+            for name in sorted(module.imports - CLIENT_MAY_IMPORT)
+            if layer_of(name) in refused
+        ]
+    return found
+
+
 def second_roots(modules: list[Module]) -> list[str]:
     """What is installed puts nothing but `qmq` on the import path, so nobody may count on more."""
     return [
@@ -170,7 +218,7 @@ def unnamed_kinds(modules: list[Module]) -> list[str]:
     ]
 
 
-RULES = [wrong_arrows, second_roots, imports_of_main, impure_cores, unnamed_kinds]
+RULES = [wrong_arrows, wrong_layers, second_roots, imports_of_main, impure_cores, unnamed_kinds]
 
 
 @pytest.fixture(scope="module")
@@ -199,6 +247,12 @@ CASES = [
     ),
     pytest.param("qmq/client/a.py", "from qmq.server import service", wrong_arrows, id="client knows the server"),
     pytest.param("tools/a.py", "from qmq import testing", wrong_arrows, id="tool knows the memory broker"),
+    pytest.param("qmq/remoting/a.py", "from qmq.log.frame import Frame", wrong_layers, id="wire knows the log"),
+    pytest.param("qmq/log/a.py", "from qmq.replication import ports", wrong_layers, id="log knows replication"),
+    pytest.param("qmq/replication/a.py", "import qmq.client.batch", wrong_layers, id="replication knows the client"),
+    pytest.param("qmq/client/a.py", "from qmq.log.message_log import X", wrong_layers, id="client writes a log"),
+    pytest.param("qmq/outbox/a.py", "import qmq.replication.node", wrong_layers, id="outbox knows replication"),
+    pytest.param("qmq/a.py", "from qmq.remoting import packet", wrong_layers, id="value knows the wire"),
     pytest.param("broker/a.py", "from metaserver import model", second_roots, id="a folder is no root"),
     pytest.param("broker/a.py", "from .main import run", imports_of_main, id="relative import of main"),
     pytest.param("broker/a.py", "import qmq.broker.main", imports_of_main, id="import of main"),

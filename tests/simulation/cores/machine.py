@@ -36,11 +36,11 @@ from qmq.remoting.commands import Command, decode_produced
 from qmq.remoting.packet import Packet
 from qmq.replication.assignment import Assignment
 from qmq.replication.clocks import MASTER, SLAVE
+from qmq.replication.copy_repair import Sources
 from qmq.replication.identity import IdentityFile
 from qmq.replication.node import Node
 from qmq.replication.points import Point
 from qmq.replication.retention import HOUR_MS, Keeper
-from qmq.replication.sources import Sources
 from qmq.types import NO_EPOCH
 from tests.simulation.cores.network import End
 from tests.simulation.cores.watched_log import WatchedLog, frame_on_disk
@@ -414,7 +414,7 @@ class Process:
             self._master_link.close("the roles changed")
             self._master_link = None
         assignment = self.node.assignment
-        if self.node.slave is None or assignment is None or assignment.master is None or self.node.is_held:
+        if self.node.slave is None or assignment is None or assignment.master is None or self.node.changes.is_held:
             return
 
         def connected(link: End | None) -> None:
@@ -495,18 +495,18 @@ class Process:
         if other is None:
             return
         wanted: list[tuple[int, int] | None] = []
-        self.guarded(lambda: wanted.append(self.node.plan_repair(other.log.start, other.log.flushed_end)))
+        self.guarded(lambda: wanted.append(self.node.repairs.plan(other.log.start, other.log.flushed_end)))
         if not wanted or wanted[0] is None:
             if self.is_alive and self.log.damage is None:
                 self._events.count("mended without the other copy's bytes")
                 self._events.note(f"{self.name} mended {damage}")
             return
         begin, end = wanted[0]
-        found = other.log.next_frame(max(begin, other.log.start))
+        found = other.log.stored.next_frame(max(begin, other.log.start))
         at, data = found, b""
         try:
             while at is not None and at < min(end, other.log.flushed_end):
-                data += other.log.read(at, other.log.flushed_end, 1 << 20).data
+                data += other.log.stored.read(at, other.log.flushed_end, 1 << 20).data
                 at = (found or 0) + len(data)
         except CorruptFrame:
             return
@@ -517,7 +517,7 @@ class Process:
         if self.log.damage is not damage:
             return
         try:
-            self.guarded(lambda: self.node.repair(begin, data))
+            self.guarded(lambda: self.node.repairs.apply(begin, data))
         except LogError as error:
             self._events.note(f"{self.name} cannot repair: {error}")
             self._events.count("repair refused")

@@ -142,7 +142,7 @@ class ManyCopies(Metaserver):
             node, term = process.node, facts.new_term
             try:
                 process.guarded(
-                    lambda: node.prepare_failover(
+                    lambda: node.changes.prepare_failover(
                         group.term, hold_ms=hold_ms, silent_ms=1500, heard_ms_ago=None, promised_term=term
                     )
                 )
@@ -214,7 +214,9 @@ class ManyCopies(Metaserver):
             if process is None or not goes_on():
                 return ended()
             try:
-                process.guarded(lambda: process.node.prepare_swap(group.term, hold_ms, target=slave.incarnation))
+                process.guarded(
+                    lambda: process.node.changes.prepare_swap(group.term, hold_ms, target=slave.incarnation)
+                )
             except OperatorError:
                 return ended()
             events.count("swap prepared")
@@ -227,7 +229,7 @@ class ManyCopies(Metaserver):
             if process.node.master is None or not process.node.master.is_drained_to(slave.incarnation):
                 return events.between(5, 20, drained)
             term = self._floor() + 1
-            process.guarded(lambda: process.node.promise_swap(term, target=slave.incarnation))
+            process.guarded(lambda: process.node.changes.promise_swap(term, target=slave.incarnation))
             if process.is_alive:
                 at_end = full_state(process)
                 events.between(0, 80, lambda: exchange(term, at_end))

@@ -268,7 +268,7 @@ class Metaserver:
             if process is None or not goes_on():
                 return
             try:
-                process.guarded(lambda: process.node.prepare_swap(group.term, hold_ms))
+                process.guarded(lambda: process.node.changes.prepare_swap(group.term, hold_ms))
             except OperatorError:
                 return
             events.count("swap prepared")
@@ -306,7 +306,7 @@ class Metaserver:
         def cancel() -> None:
             process = reach(master)
             if process is not None and events.chance(0.7):
-                process.guarded(process.node.cancel_swap)
+                process.guarded(process.node.changes.cancel_swap)
 
         events.between(0, 20, prepare)
 
@@ -357,7 +357,9 @@ class Metaserver:
         hold_ms = rng.choice((50, 500, 3000))
         try:
             slave.guarded(
-                lambda: slave.node.prepare_failover(group.term, hold_ms=hold_ms, silent_ms=1500, heard_ms_ago=None)
+                lambda: slave.node.changes.prepare_failover(
+                    group.term, hold_ms=hold_ms, silent_ms=1500, heard_ms_ago=None
+                )
             )
         except OperatorError:
             return events.count("no failover: the slave refuses")

@@ -304,7 +304,7 @@ class CoreNemesis(Nemesis):
             return False
         log, base = process.log, process.log.bases[-1]
         try:
-            chunk = log.read(base, log.flushed_end, 1 << 30)
+            chunk = log.stored.read(base, log.flushed_end, 1 << 30)
         except CorruptFrame:
             return False  # an earlier flipped bit
         begin = self._rng.choice(chunk.frames[-4:]).offset

@@ -411,7 +411,7 @@ class Oracle:
         dead: set[tuple[str, str, int]] = set()
         at = log.start
         while at < log.end:
-            chunk = log.read(at, log.end, 1 << 20)
+            chunk = log.stored.read(at, log.end, 1 << 20)
             for frame in chunk.frames:
                 begin = frame.offset - chunk.begin + frame.body_at
                 body = chunk.data[begin : begin + frame.body_bytes]

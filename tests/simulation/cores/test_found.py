@@ -63,8 +63,8 @@ def test_a_damaged_segment_that_the_other_copy_dropped_is_dropped_too() -> None:
     log = group.a.log
     second = log.bases[1]
     log.damaged_at(CorruptFrame(log.bases[1], "a bit flipped"))
-    assert group.a.node.plan_repair(0, log.flushed_end), "the other copy has it: fetch"
-    assert not group.a.node.plan_repair(log.bases[2], log.flushed_end)
+    assert group.a.node.repairs.plan(0, log.flushed_end), "the other copy has it: fetch"
+    assert not group.a.node.repairs.plan(log.bases[2], log.flushed_end)
     assert log.damage is None and log.start == log.bases[0] > 0
     aside = "quarantine/00000000000000000000-{:020d}-damaged-and-not-at-the-other-copy-0"
     assert group.a.disk.names(aside.format(second)) == [f"{0:020d}.log"], "nobody had agreed to delete it"
@@ -80,7 +80,7 @@ def test_what_only_a_damaged_copy_had_is_cut_and_the_group_goes_on() -> None:
     client.subscribe()
     group.a.host.settle()
     group.a.log.damaged_at(CorruptFrame(end, "a bit flipped"))
-    assert not group.a.node.plan_repair(0, end)
+    assert not group.a.node.repairs.plan(0, end)
     assert group.a.log.damage is None and group.a.log.end == end and group.a.node.role is not None
 
 
@@ -130,16 +130,16 @@ def a_group_whose_histories_part_before_damage() -> BrokerGroup:
 def mend_once(group: BrokerGroup) -> None:
     """Run one round of qmq.server.repair, with the other copy's frames."""
     node, other = group.a.node, group.b.log
-    wanted = node.plan_repair(other.start, other.flushed_end)
+    wanted = node.repairs.plan(other.start, other.flushed_end)
     if wanted is not None:
-        begin, data = other.next_frame(wanted[0]), b""
+        begin, data = other.stored.next_frame(wanted[0]), b""
         while begin is not None and begin + len(data) < min(wanted[1], other.flushed_end):
             try:
-                data += other.read(begin + len(data), other.flushed_end, 1).data
+                data += other.stored.read(begin + len(data), other.flushed_end, 1).data
             except CorruptFrame as problem:
-                data += other.read_damaged(problem.offset)
+                data += other.stored.read_damaged(problem.offset)
         with contextlib.suppress(CorruptFrame, Diverged):
-            node.repair(begin if begin is not None and data else wanted[1], data)
+            node.repairs.apply(begin if begin is not None and data else wanted[1], data)
 
 
 def test_damage_where_the_other_copy_has_one_frame_of_another_history_is_cut() -> None:

@@ -30,8 +30,8 @@ class WatchedLog(MessageLog):
         self.last_taken = 0
         super().__init__(disk, segment_bytes=segment_bytes, tail_bytes=tail_bytes)
 
-    def _reload(self) -> None:
-        super()._reload()
+    def reload(self) -> None:
+        super().reload()
         self.chains.clear()
         self.frame_bytes.clear()
         self.chains[self.end] = self.chain
@@ -68,7 +68,7 @@ class WatchedLog(MessageLog):
         try:
             at = self.start
             while at < end:
-                chunk = read_chunk(self._disk, self._bases, at, end)
+                chunk = read_chunk(self.disk, self.bases, at, end)
                 at = chunk.end
             return chunk.chain if at == end else None
         except (CorruptFrame, UnboundLocalError):
@@ -85,7 +85,7 @@ class WatchedLog(MessageLog):
     def frame_at(self, offset: int) -> Frame | None:
         """Return the header of the frame at `offset`, from memory or disk."""
         if (data := self.frame_bytes.get(offset)) is None:
-            return frame_on_disk(self._disk, self._bases, offset)
+            return frame_on_disk(self.disk, self.bases, offset)
         return decode_header(data, 0, offset, None)
 
 
@@ -107,7 +107,7 @@ class BesideLog:
         self._log = log
 
     def window(self, offset: int, size: int) -> bytes:
-        return bytes(self._log.read(offset, self._log.flushed_end, size).data)
+        return bytes(self._log.stored.read(offset, self._log.flushed_end, size).data)
 
     def derived(self, base: int) -> Derived:
-        return Derived(*self._log.derived_files(base))
+        return Derived(*self._log.stored.derived_files(base))

@@ -255,7 +255,7 @@ class World:
         at = log.start
         while at < log.flushed_end:
             try:
-                at = log.read(at, log.flushed_end, 1 << 20).end
+                at = log.stored.read(at, log.flushed_end, 1 << 20).end
             except CorruptFrame as problem:
                 log.damaged_at(problem)
                 raise

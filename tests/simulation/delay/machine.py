@@ -9,10 +9,10 @@ from qmq.delayserver.filing import Filing
 from qmq.delayserver.keeping import Keeping
 from qmq.delayserver.master import DelayMaster
 from qmq.delayserver.schedule import Schedule, discard
+from qmq.replication.copy_repair import Sources
 from qmq.replication.identity import IdentityFile
 from qmq.replication.master import Promotion
 from qmq.replication.node import Node
-from qmq.replication.sources import Sources
 from tests.simulation.cores.machine import Doze, Machine, Process
 from tests.simulation.cores.watched_log import WatchedLog
 from tests.simulation.delay.brokers import GroupSenders

@@ -202,7 +202,7 @@ class DelayWorld(World):
         fresh = Schedule(MemoryDisk(), segment_ms=700, log_start=log.start)
         at = log.start
         while at < schedule.filed_end:
-            chunk = log.read(at, schedule.filed_end, 1 << 20)
+            chunk = log.stored.read(at, schedule.filed_end, 1 << 20)
             for frame, body in decode_frames(chunk.data, at, None):
                 fresh.file(frame, body)
             at = chunk.end

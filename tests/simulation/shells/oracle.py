@@ -199,7 +199,7 @@ def stored(message_log: MessageLog, subject: str) -> list[tuple[str, int]]:
     """Return (id, sequence) of all messages of a subject."""
     found = []
     for ref in message_log.frames(subject, 0, 1 << 30):
-        frame, body = message_log.tail_body(ref.offset) or message_log.read_bodies([ref])[0]
+        frame, body = message_log.tail_body(ref.offset) or message_log.stored.read_bodies([ref])[0]
         for at, data in enumerate(split_batch(body, frame.count)):
             found.append((str(decode_message(bytes(data)).id), ref.begin + at))
     return found

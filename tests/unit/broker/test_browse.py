@@ -44,7 +44,8 @@ def step(one: Browse) -> None:
     refs = one.next_frames()
     in_tail = {ref.offset: found for ref in refs if (found := one.log.tail_body(ref.offset)) is not None}
     read = {
-        frame.offset: (frame, body) for frame, body in one.log.read_bodies([r for r in refs if r.offset not in in_tail])
+        frame.offset: (frame, body)
+        for frame, body in one.log.stored.read_bodies([r for r in refs if r.offset not in in_tail])
     }
     for _ in one.look_through([(in_tail | read)[ref.offset] for ref in refs]):
         pass

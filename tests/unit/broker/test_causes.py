@@ -85,7 +85,7 @@ def test_what_asked_to_come_again_later_waits_for_that():
     client.pull(timeout_ms=60_000)
     group.settle()
     assert of(group) == [Cause.LATER]
-    group.a.node.prepare_swap(1, hold_ms=1_000)
+    group.a.node.changes.prepare_swap(1, hold_ms=1_000)
     assert of(group) == [Cause.MASTER, Cause.LATER]
 
 

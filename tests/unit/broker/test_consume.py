@@ -290,7 +290,7 @@ def test_what_retention_took_before_a_group_came_to_it_is_passed_over_and_counte
     first = client.pulled(client.opaque)[0][0]
     group.a.log.state.kept.start = group.a.log.frames("s", 3, 1)[0].offset
     assert pulled_by(group, client) == ["m3", "m4"] and group.a.master.skipped == {("s", "g"): 2}
-    frames = decode_frames(group.a.log.read_bytes(0, group.a.log.end), 0, NO_CHAIN)
+    frames = decode_frames(group.a.log.stored.read_bytes(0, group.a.log.end), 0, NO_CHAIN)
     *_, said = [decode_progress(body) for frame, body in frames if frame.kind == FrameKind.PULL]
     assert said.entries == ((PASSED, 1, 2), (first + 1, 3, 2))
 
@@ -404,7 +404,7 @@ def test_nothing_of_consumers_is_done_by_a_master_that_may_not(what, why, code):
     pulled_by(group, client, most=1)
     begin = client.pulled(client.opaque)[0][0]
     if why == "swap":
-        group.a.node.prepare_swap(1, hold_ms=1_000)
+        group.a.node.changes.prepare_swap(1, hold_ms=1_000)
     else:
         group.a.master.readonly.change(Reason.FENCED, True)
     end = group.a.log.end

@@ -52,7 +52,7 @@ def a_group(*ids: str, deliveries_max: int = 0, subject: str = "s", **settings) 
 def dead_letters(broker: Broker, subject: str = DEAD) -> list[Message]:
     refs = broker.log.frames(subject, 0, 1_000)
     assert all(ref.end == ref.begin + 1 for ref in refs)
-    bodies = [bytes(body) for _, body in broker.log.read_bodies(refs)]
+    bodies = [bytes(body) for _, body in broker.log.stored.read_bodies(refs)]
     return [decode_message(body[8 : 8 + int.from_bytes(body[4:8], "little")]) for body in bodies]
 
 
@@ -73,7 +73,7 @@ def test_dead_letter_is_the_message_and_says_what_became_of_it():
     assert group.a.counters.dead_letters == {("s", "g"): 1}
     told = {one.subject: one.dead_letters for one in positions.of_groups(group.a.log, ())}
     assert told["s"] == 1 and sum(told.values()) == 1
-    frames = decode_frames(group.a.log.read(0, group.a.log.end, 1 << 30).data, 0, 0)
+    frames = decode_frames(group.a.log.stored.read(0, group.a.log.end, 1 << 30).data, 0, 0)
     acked = [decode_progress(body) for frame, body in frames if frame.kind == FrameKind.ACK]
     assert acked[-1].entries == ((first + 1, first + 2, DONE_AS_DEAD),), "the audit misses it if it is gone"
 
@@ -253,7 +253,7 @@ def test_message_that_cannot_be_decoded_is_kept_as_it_came(monkeypatch, limits):
     group.a.assign(Role.MASTER, limits=limits)
     client.nack(piece.pull_sequence, piece.pull_sequence + 1, dead=True)
     group.settle()
-    data = group.a.log.read(0, group.a.log.end, 1 << 30).data
+    data = group.a.log.stored.read(0, group.a.log.end, 1 << 30).data
     ((frame, body),) = [(frame, body) for frame, body in decode_frames(data, 0, 0) if frame.subject == DEAD]
     assert bytes(body[8:48]) == broken and frame.flags == 0
 
@@ -470,7 +470,7 @@ def test_consumers_of_the_chosen_subject_wake_are_limited_and_find_tags_and_orde
     assert [id for _, _, id in people.pulled(waiting)] == ["tagged"], "those without the tag are passed over"
     dead = dead_letters(group.a, "t")[1]
     assert dead.expires_after is None, "or it would expire before anybody has looked at it"
-    frames = list(decode_frames(group.a.log.read(0, group.a.log.end, 1 << 30).data, 0, 0))
+    frames = list(decode_frames(group.a.log.stored.read(0, group.a.log.end, 1 << 30).data, 0, 0))
     body = next(bytes(body) for frame, body in frames if frame.subject == "t" and frame.kind == FrameKind.MESSAGES)
     assert body == join_batch(list(split_batch(body, 1))), "without a label it has no labels"
     flags = [frame.flags for frame, _ in frames if frame.kind == FrameKind.MESSAGES and frame.subject == "t"]
@@ -589,7 +589,7 @@ def acked(group: Group, consumer: str = "c1") -> list[tuple[int, int, int]]:
     """What the ack frames of a consumer say."""
     log, found, at = group.b.log, [], 0
     while at < log.end:
-        data = log.read(at, log.end, 1 << 30).data
+        data = log.stored.read(at, log.end, 1 << 30).data
         for frame, body in decode_frames(data, at, None):
             if frame.kind == FrameKind.ACK and (said := decode_progress(body)).consumer == consumer:
                 assert said.entries, "an ack of nothing"
@@ -602,8 +602,8 @@ def test_a_frame_is_read_once_for_all_that_dies_of_it():
     group, client, first = a_group(*[f"m{number}" for number in range(9)], tail_bytes=0)
     client.produce("n0")
     group.settle()
-    readings, read = [], group.a.log.read_bodies
-    group.a.log.read_bodies = lambda refs: readings.append([ref.begin for ref in refs]) or read(refs)
+    readings, read = [], group.a.log.stored.read_bodies
+    group.a.log.stored.read_bodies = lambda refs: readings.append([ref.begin for ref in refs]) or read(refs)
     bury(group, "c1", *range(first, first + 9, 2))
     group.settle()
     assert readings == [[0]] and [one.id for one in dead_letters(group.a)] == ["m0", "m2", "m4", "m6", "m8"]
@@ -612,8 +612,8 @@ def test_a_frame_is_read_once_for_all_that_dies_of_it():
 def test_frames_are_read_for_dead_letters_up_to_a_number_of_bytes_but_one_at_least(monkeypatch):
     group, client, first = in_frames_of_their_own(6)
     sizes = [ref.length for ref in group.a.log.frames("s", 0, 9)]
-    readings, read = [], group.a.log.read_bodies
-    group.a.log.read_bodies = lambda refs: readings.append([ref.begin for ref in refs]) or read(refs)
+    readings, read = [], group.a.log.stored.read_bodies
+    group.a.log.stored.read_bodies = lambda refs: readings.append([ref.begin for ref in refs]) or read(refs)
     monkeypatch.setattr(module, "READ_BYTES", sum(sizes[:2]))
     client.nack(first, first + 4, dead=True)
     group.settle()
@@ -625,8 +625,8 @@ def test_frames_are_read_for_dead_letters_up_to_a_number_of_bytes_but_one_at_lea
 
 def test_as_many_frames_are_read_at_once_as_may_and_none_behind_the_last_message(monkeypatch):
     group, client, first = in_frames_of_their_own(6)
-    readings, read = [], group.a.log.read_bodies
-    group.a.log.read_bodies = lambda refs: readings.append([ref.begin for ref in refs]) or read(refs)
+    readings, read = [], group.a.log.stored.read_bodies
+    group.a.log.stored.read_bodies = lambda refs: readings.append([ref.begin for ref in refs]) or read(refs)
     monkeypatch.setattr(module, "READ_FRAMES", 3)
     client.nack(first, first + 5, dead=True)
     group.settle()
@@ -690,7 +690,7 @@ def test_a_disk_that_fails_while_messages_die_is_the_process_s_end():
 def test_what_is_partly_in_memory_still_dies_in_order():
     group, client, first = in_frames_of_their_own(12)
     refs = group.a.log.frames("s", 5, 12)
-    group.a.log.tail_body = {found[0].offset: found for found in group.a.log.read_bodies(refs)}.get
+    group.a.log.tail_body = {found[0].offset: found for found in group.a.log.stored.read_bodies(refs)}.get
     client.nack(first, first + 12, dead=True)
     group.settle()
     assert [one.id for one in dead_letters(group.a)] == [f"m{number}" for number in range(12)]
@@ -762,8 +762,8 @@ def test_of_those_that_wait_for_a_repair_nobody_reads_again_and_others_die_meanw
     theirs = other.pulled(opaque)[0][0]
     (ref,) = group.a.log.frames("s", 0, 1)
     group.a.disk.flip(f"log/{0:020d}.log", 8 * (ref.offset + ref.length - 1))
-    readings, read = [], group.a.log.read_bodies
-    group.a.log.read_bodies = lambda refs: readings.append([ref.begin for ref in refs]) or read(refs)
+    readings, read = [], group.a.log.stored.read_bodies
+    group.a.log.stored.read_bodies = lambda refs: readings.append([ref.begin for ref in refs]) or read(refs)
     go_on = stopped(group)
     bury(group, "c1", first)
     said = []
@@ -784,7 +784,7 @@ def test_of_those_that_wait_for_a_repair_nobody_reads_again_and_others_die_meanw
 
 def test_nothing_dies_while_roles_are_swapped_and_all_of_it_if_they_stay():
     group, client, first = a_group("m0")
-    group.a.node.prepare_swap(1, 5_000)
+    group.a.node.changes.prepare_swap(1, 5_000)
     bury(group, "c1", first)
     group.settle()
     assert not dead_letters(group.a)
@@ -857,7 +857,7 @@ def test_each_copy_in_a_chosen_subject_has_the_label_of_its_own_message():
     client.nack(number + 1, number + 3, dead=True)
     group.settle()
     refs = group.a.log.frames("t", 0, 9)
-    assert [list(one) for one in group.a.log.read_labels(refs)] == [labels[1:2], labels[2:3]]
+    assert [list(one) for one in group.a.log.stored.read_labels(refs)] == [labels[1:2], labels[2:3]]
 
 
 def test_to_bury_what_lies_scattered_costs_what_it_is_and_not_its_square(monkeypatch):

@@ -29,8 +29,8 @@ def batches(*sizes: int, of: Sent = PAY, **changes) -> Group:
 
 def readings_of(group: Group) -> list[list[int]]:
     """Take note of which frames are read at a time, by their first sequences."""
-    found, read_labels = [], group.a.log.read_labels
-    group.a.log.read_labels = lambda refs: found.append([ref.begin for ref in refs]) or read_labels(refs)
+    found, read_labels = [], group.a.log.stored.read_labels
+    group.a.log.stored.read_labels = lambda refs: found.append([ref.begin for ref in refs]) or read_labels(refs)
     return found
 
 
@@ -393,7 +393,7 @@ def test_what_the_tail_has_is_not_read():
     more(group, PAY, first=2)
     consumer, readings, tail_body = Consumer(group, "c1", **PAYS), readings_of(group), group.a.log.tail_body
     (last,) = group.a.log.frames("s", 2, 1)
-    ((frame, body),) = group.a.log.read_bodies([last])
+    ((frame, body),) = group.a.log.stored.read_bodies([last])
     group.a.log.tail_body = lambda offset: (frame, body) if offset == last.offset else tail_body(offset)
     assert consumer.sequences() == [0, 1, 2]
     assert readings == [[0]]

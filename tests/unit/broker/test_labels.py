@@ -54,7 +54,9 @@ def test_a_reading_brings_labels_and_what_matches(labelled):
     assert ids(read) == (there if labelled else there | {3: [""]}) and read.rule == RULE
     batches = [array("Q", [label_of(one, None) for one in tags]) if labelled else NO_LABELS for tags in BATCHES]
     assert read.labels == dict(zip((ref.offset for ref in refs), batches, strict=True))
-    assert read.bodies[refs[2].offset] == copy.log.read_bodies([refs[2]])[0], "all of it matches: it stays as it is"
+    assert read.bodies[refs[2].offset] == copy.log.stored.read_bodies([refs[2]])[0], (
+        "all of it matches: it stays as it is"
+    )
     assert len(read.bodies[refs[0].offset][1]) < refs[0].length - 100, "what does not match costs no memory"
 
 

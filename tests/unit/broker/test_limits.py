@@ -321,7 +321,7 @@ def test_what_a_consumer_finds_expired_is_acked_as_such_and_counted():
     client.body(expire(group, client))
     assert group.a.master.expired == {KEY: 1}
     log = group.a.log
-    frames = decode_frames(log.read_bytes(0, log.end), 0, NO_CHAIN)
+    frames = decode_frames(log.stored.read_bytes(0, log.end), 0, NO_CHAIN)
     (said,) = [decode_progress(body) for frame, body in frames if frame.kind == FrameKind.ACK]
     assert [settled for _, _, settled in said.entries] == [EXPIRED], "the audit knows it from what was handled"
     assert group.a.log.state.groups[KEY].consumers["c"].unacked_messages == 1

@@ -270,7 +270,7 @@ def test_refusals_say_why_and_change_nothing():
 def test_it_waits_while_the_roles_are_swapped():
     group, _ = a_group()
     joined(group)
-    group.a.node.prepare_swap(1, hold_ms=1_000)
+    group.a.node.changes.prepare_swap(1, hold_ms=1_000)
     with pytest.raises(NotServed, match="swapped"):
         move(group, "latest")
 

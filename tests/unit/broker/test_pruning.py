@@ -263,7 +263,7 @@ def test_where_nothing_is_given_up_nothing_is_written():
     for _ in range(3):
         group.a.wait(1_000)
         group.settle()
-    frames = group.a.log.read(0, group.a.log.end, 1 << 30).data
+    frames = group.a.log.stored.read(0, group.a.log.end, 1 << 30).data
     pulls = [frame for frame, _ in decode_frames(frames, 0, NO_CHAIN) if frame.kind == FrameKind.PULL]
     assert [frame.subject for frame in pulls] == ["s", "s"]
 

@@ -114,7 +114,7 @@ def test_clock_of_a_short_lease_is_looked_at_often():
 
 def test_master_is_ticked_often_while_its_roles_are_being_swapped():
     group, _ = a_group()
-    group.a.node.prepare_swap(1, 5_000)
+    group.a.node.changes.prepare_swap(1, 5_000)
     assert group.a.node.quiet_ms() == 0
 
 

@@ -108,9 +108,9 @@ def test_what_only_a_later_frame_says_is_acknowledged_is_not_cut_for_a_copy_that
     group.a.assign(Role.MASTER)
     damage = group.a.log.damage
     assert damage is not None and damage.begin == offset
-    group.a.node.plan_repair(0, 0)
+    group.a.node.repairs.plan(0, 0)
     assert group.a.log.damage == damage and group.a.disk.names("quarantine") == []
-    group.a.node.repair(offset, group.b.log.read(offset, end, end).data)
+    group.a.node.repairs.apply(offset, group.b.log.stored.read(offset, end, end).data)
     assert group.a.log.damage is None and group.a.log.end == end
 
 
@@ -119,14 +119,14 @@ def test_a_mastership_that_begins_with_a_damaged_log_takes_nothing_new_before_it
     client.produce("m0")
     group.settle()
     offset = group.b.log.frames("s", 0, 1)[0].offset
-    whole = group.a.log.read(offset, group.a.log.end, 1).data
+    whole = group.a.log.stored.read(offset, group.a.log.end, 1).data
     group.b.disk.flip(log_name(0), 8 * (offset + 100))
     group.b.node.found_damage(CorruptFrame(offset, "met by a reader"))
     group.swap(2)
     client = Client(group.a)
     refused = client.produce("m1")
     assert client.code(refused) == ErrorCode.READ_ONLY and "corrupt" in client.text(refused)
-    group.a.node.repair(offset, whole)
+    group.a.node.repairs.apply(offset, whole)
     stored = client.produce("m1")
     group.settle()
     assert client.receipt(stored).stored == 1
@@ -337,7 +337,7 @@ def test_no_more_dead_letters_are_stored_before_their_ack_than_the_next_master_w
     group.settle()
     assert dead_of_s(group) == 290
     waiting = 0
-    for frame, _ in decode_frames(group.a.log.read(0, group.a.log.end, 1 << 30).data, 0, 0):
+    for frame, _ in decode_frames(group.a.log.stored.read(0, group.a.log.end, 1 << 30).data, 0, 0):
         if frame.kind == FrameKind.MESSAGES and frame.subject == dead_letter_subject("s", "g"):
             waiting += 1
             assert waiting <= BATCHES_PER_PRODUCER

@@ -9,7 +9,7 @@ import pytest
 
 from qmq.errors import CorruptFrame, Diverged, ErrorCode, OperatorError
 from qmq.log.frame import FRAME_BYTES_MAX, NO_CHAIN, decode_frames
-from qmq.log.giving_up import give_up, plan
+from qmq.log.repair import give_up, plan
 from qmq.remoting import commands
 from qmq.remoting.commands import Command, Confirmation
 from qmq.remoting.packet import Packet
@@ -116,9 +116,9 @@ def test_new_slave_is_seeded_from_the_oldest_segment_kept():
 
 def mend(damaged: Broker, whole: Broker) -> None:
     """What qmq.server.repair does."""
-    wanted = damaged.node.plan_repair(whole.log.start, whole.log.flushed_end)
+    wanted = damaged.node.repairs.plan(whole.log.start, whole.log.flushed_end)
     if wanted is not None:
-        damaged.node.repair(wanted[0], whole.log.read_bytes(*wanted))
+        damaged.node.repairs.apply(wanted[0], whole.log.stored.read_bytes(*wanted))
 
 
 def test_new_slave_that_is_seeded_behind_a_damaged_snapshot_is_whole_once_it_has_what_is_before():
@@ -509,7 +509,7 @@ def test_hello_of_another_group_or_of_the_master_itself_is_refused(changed):
 def test_frames_and_snapshots_that_nobody_asked_for_close_the_link_and_change_nothing():
     group = filled()
     log, end = group.a.log, group.a.log.end
-    base, _, snapshot = group.b.log.seed_start()
+    base, _, snapshot = group.b.log.stored.seed_start()
     for command, body in ((Command.FRAMES, bytes(64)), (Command.SNAPSHOT, snapshot)):
         link = FakeLink("anybody")
         packet = Packet(command, 0, 2, command, memoryview(commands.offset_header(base) + body))
@@ -657,10 +657,10 @@ def test_what_to_repair_is_looked_for_further_before_if_the_other_copy_has_no_fr
     group.a.crash()
     node, end = group.a.node, group.b.log.end
     damage = node.log.damage
-    assert damage is not None and node.plan_repair(0, end) == (damage.begin, damage.end)
+    assert damage is not None and node.repairs.plan(0, end) == (damage.begin, damage.end)
     with pytest.raises((CorruptFrame, Diverged)):
-        node.repair(damage.begin + 8, b"of another length")
-    assert node.plan_repair(0, end) == (max(damage.begin - FRAME_BYTES_MAX, 0), damage.begin + 1)
+        node.repairs.apply(damage.begin + 8, b"of another length")
+    assert node.repairs.plan(0, end) == (max(damage.begin - FRAME_BYTES_MAX, 0), damage.begin + 1)
 
 
 def test_slave_follows_no_older_master_and_remembers_newer_epochs():
@@ -732,7 +732,7 @@ def test_draining_takes_nothing_new_until_both_copies_are_equal_and_ends_by_itse
     client.subscribe()
     group.settle()
     stored = client.produce("under way")
-    group.a.node.prepare_swap(1, hold_ms=1_000)
+    group.a.node.changes.prepare_swap(1, hold_ms=1_000)
     assert not group.a.master.is_drained_to("")
     assert client.code(client.produce("m")) == ErrorCode.READ_ONLY
     assert client.code(client.pull()) == client.code(client.ack(0, 1)) == ErrorCode.NOT_SERVED
@@ -743,9 +743,9 @@ def test_draining_takes_nothing_new_until_both_copies_are_equal_and_ends_by_itse
     assert group.a.node.writable
     group.cut()
     with pytest.raises(OperatorError):
-        group.a.node.prepare_swap(1, hold_ms=1_000)
+        group.a.node.changes.prepare_swap(1, hold_ms=1_000)
     with pytest.raises(OperatorError):
-        group.b.node.prepare_swap(1, hold_ms=1_000)
+        group.b.node.changes.prepare_swap(1, hold_ms=1_000)
 
 
 def test_master_is_not_drained_before_its_own_disk_has_everything():
@@ -763,10 +763,10 @@ def test_master_is_not_drained_before_its_own_disk_has_everything():
 
 def test_master_that_promised_a_swap_takes_nothing_although_the_time_for_it_was_over():
     group, client = a_group()
-    group.a.node.prepare_swap(1, hold_ms=1_000)
+    group.a.node.changes.prepare_swap(1, hold_ms=1_000)
     group.a.wait(1_001)
     assert group.a.node.writable
-    group.a.node.promise_swap(2)
+    group.a.node.changes.promise_swap(2)
     group.a.wait(5_000)
     assert client.code(client.produce("m")) == ErrorCode.READ_ONLY and group.a.master.is_drained_to("")
 
@@ -777,10 +777,10 @@ def test_swap_answers_pulls_that_wait_and_serves_them_if_it_is_called_off():
     group.settle()
     pull = client.pull(timeout_ms=60_000)
     client.produce("m")
-    group.a.node.prepare_swap(1, hold_ms=1_000)
+    group.a.node.changes.prepare_swap(1, hold_ms=1_000)
     group.settle()
     assert not client.answered(pull)
-    group.a.node.cancel_swap()
+    group.a.node.changes.cancel_swap()
     group.settle()
     assert [id for _, _, id in client.pulled(pull)] == ["m"]
 
@@ -813,7 +813,7 @@ def test_slave_in_sync_takes_no_second_snapshot():
     replace_slave(group)
     settle_slowly(group)
     assert group.a.node.writable and group.b.log.start > 0
-    base, _, snapshot = group.a.log.seed_start()
+    base, _, snapshot = group.a.log.stored.seed_start()
     end, kept = group.b.log.end, group.b.disk.names("quarantine")
     again = commands.offset_header(base) + snapshot
     group.b.node.packet_received(group.at_slave, Packet(Command.SNAPSHOT, 0, 2, Command.SNAPSHOT, memoryview(again)))
@@ -906,7 +906,7 @@ def given_back(*, nacked: bool):
 def test_a_master_that_got_its_log_back_states_no_lower_high_watermark_than_that_log_did():
     """I6: its disk did not have what was on both copies when it became the master; the slave's did."""
     group = given_back(nacked=False)
-    data = group.a.log.read(0, group.a.log.end, 1 << 30).data
+    data = group.a.log.stored.read(0, group.a.log.end, 1 << 30).data
     stated = [frame.high_watermark for frame, _ in decode_frames(data, 0, NO_CHAIN)]
     assert stated == sorted(stated)
 

@@ -67,7 +67,7 @@ def test_old_segments_go_on_both_copies_because_of_one_frame():
     days_pass(group, 0.2)
     assert group.look_after_logs() > 10
     assert len(kept(group)) == 1 and kept(group) != {0}
-    frames = group.a.log.read(group.a.log.start, group.a.log.end, 1 << 20)
+    frames = group.a.log.stored.read(group.a.log.start, group.a.log.end, 1 << 20)
     [decision] = [
         decode_retention(frames.data[f.offset + f.body_at - frames.begin : f.end - frames.begin])
         for f in frames.frames

@@ -466,7 +466,7 @@ def test_frames_of_a_retry_say_what_happened():
     first = pulled(group, client)[0][0]
     client.nack(first, first + 1, delay_ms=1_000)
     group.settle()
-    data = group.a.log.read(0, group.a.log.end, 1 << 20).data
+    data = group.a.log.stored.read(0, group.a.log.end, 1 << 20).data
     frame, body = next(found for found in decode_frames(data, 0, 0) if found[0].kind == FrameKind.NACK)
     assert decode_progress(body) == ("g", "c1", ((first, first + 1, group.a.host.now_ms() + 1_000),))
     assert frame.subject == "s"
@@ -494,7 +494,7 @@ def test_frames_of_progress_say_what_happened():
     client.subscribe("host1", group="host1", broadcast=True, start="latest")
     client.send(Command.UNSUBSCRIBE, commands.encode_json(subscription=2))
     group.settle()
-    data = group.a.log.read(0, group.a.log.end, 1 << 20).data
+    data = group.a.log.stored.read(0, group.a.log.end, 1 << 20).data
     kinds = (FrameKind.POSITION, FrameKind.PULL, FrameKind.ACK)
     frames = [(frame.kind, decode_progress(body)) for frame, body in decode_frames(data, 0, 0) if frame.kind in kinds]
     assert frames == [

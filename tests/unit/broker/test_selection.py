@@ -301,8 +301,8 @@ def test_a_damaged_copy_is_not_read_again_for_each_packet_and_goes_on_after_its_
     consumer = Consumer(group, "c1")
     name, ref = f"log/{0:020d}.log", group.a.log.frames("s", 0, 1)[0]
     group.a.disk.flip(name, 8 * (ref.offset + ref.length - 1))
-    readings, read_labels = [], group.a.log.read_labels
-    group.a.log.read_labels = lambda refs: readings.append(refs) or read_labels(refs)
+    readings, read_labels = [], group.a.log.stored.read_labels
+    group.a.log.stored.read_labels = lambda refs: readings.append(refs) or read_labels(refs)
     waiting = consumer.ask(timeout_ms=60_000)
     group.settle()
     assert ["corrupt"] == [str(reason) for reason in group.a.master.readonly.reasons]
@@ -357,8 +357,8 @@ def test_frames_in_which_nothing_may_match_are_not_read():
     group = stored(PAY, PAY, tail_bytes=0)
     more(group, PAY, CANCEL, first=2)
     more(group, NONE, first=4)
-    bodies, read_bodies = [], group.a.log.read_bodies
-    group.a.log.read_bodies = lambda refs: bodies.extend(refs) or read_bodies(refs)
+    bodies, read_bodies = [], group.a.log.stored.read_bodies
+    group.a.log.stored.read_bodies = lambda refs: bodies.extend(refs) or read_bodies(refs)
     assert Consumer(group, "c1", tags=["cancel"]).sequences() == [3]
     assert [ref.begin for ref in bodies] == [2]
 
@@ -437,7 +437,7 @@ def test_a_message_that_is_refused_takes_its_label_along():
 def pulls_of(group: Group, name: str) -> list[list[tuple[int, int, int]]]:
     """The entries of each pull frame of a consumer, as the log has them."""
     log = group.a.node.log
-    data = log.read(0, log.end, 1 << 30).data
+    data = log.stored.read(0, log.end, 1 << 30).data
     pulls = [decode_progress(body) for frame, body in decode_frames(data, 0, 0) if frame.kind == FrameKind.PULL]
     return [[tuple(entry) for entry in one.entries] for one in pulls if one.consumer == name]
 

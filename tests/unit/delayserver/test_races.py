@@ -117,7 +117,7 @@ def test_of_a_cancel_and_a_new_time_that_share_a_look_both_answers_are_true(orde
 
 
 def kinds_of(server):
-    return (frame.kind for frame in server.log.read(server.log.start, server.log.end, 1 << 22).frames)
+    return (frame.kind for frame in server.log.stored.read(server.log.start, server.log.end, 1 << 22).frames)
 
 
 def test_cancel_of_a_message_that_is_being_rescheduled_finds_it_at_its_new_place():
@@ -146,12 +146,12 @@ def test_nothing_is_written_while_roles_are_swapped():
     copies, producer = a_group(slow=True)
     producer.delayed(copies.now_ms, "bad", "good")
     copies.run(300)
-    copies.a.node.prepare_swap(1, 10_000)
+    copies.a.node.changes.prepare_swap(1, 10_000)
     end = copies.a.log.end
     copies.senders.answer(Stored(0, 1, [(0, "too large")]))
     copies.settle()
     assert copies.a.log.end == end
-    copies.a.node.cancel_swap()
+    copies.a.node.changes.cancel_swap()
     copies.settle()
     assert copies.a.log.end > end and copies.a.filing.schedule.pending_messages == 1
 

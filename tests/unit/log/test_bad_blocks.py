@@ -13,6 +13,7 @@ from qmq.log import RealDisk
 from qmq.log.disk import BLOCK_BYTES, UNREADABLE, UNREADABLE_BLOCKS_MAX
 from qmq.log.frame import decode_frames
 from qmq.log.memory_disk import MemoryDisk, MemorySystem
+from qmq.log.repair import repair
 from qmq.log.segments import index_name, log_name
 from tests.integration.broker_on_a_disk_with_bad_blocks import BadBlocks
 from tests.unit.log.logs import Copy
@@ -93,8 +94,8 @@ def mend(copy: Copy, other: Copy) -> None:
     assert damage is not None
     data = b""
     while damage.begin + len(data) < damage.end:
-        data += other.log.read(damage.begin + len(data), other.log.end, 1).data
-    copy.log.repair(data)
+        data += other.log.stored.read(damage.begin + len(data), other.log.end, 1).data
+    repair(copy.log, data)
 
 
 @pytest.mark.parametrize("where", ["first", "middle", "last"])
@@ -105,7 +106,7 @@ def test_bad_block_of_a_closed_segment_is_damage_that_the_other_copy_mends(disk,
     bad(log_name(base), block)
     frames = [frame for frame, _ in decode_frames(other.whole(), 0, 0) if frame.offset >= base]
     offset = next(frame.offset for frame in frames if frame.end > base + block * BLOCK_BYTES)
-    assert copy.log.is_damaged(CorruptFrame(offset, "unreadable"))
+    assert copy.log.stored.is_damaged(CorruptFrame(offset, "unreadable"))
     copy.log.damaged_at(CorruptFrame(offset, "unreadable"))
     mend(copy, other)
     assert copy.log.damage is None and copy.whole() == other.whole()
@@ -153,10 +154,10 @@ def test_bad_block_of_which_the_other_copy_has_a_part_is_damage_behind_that_part
     base = copy.log.bases[1]
     bad(log_name(base), 0)
     copy.log.damaged_at(CorruptFrame(base, "unreadable"))
-    chunk = other.log.read(base, other.log.end, 1)
+    chunk = other.log.stored.read(base, other.log.end, 1)
     part = chunk.data[: chunk.frames[0].end - base]
     assert len(part) < BLOCK_BYTES < copy.log.damage.end - base
-    copy.log.repair(part)
+    repair(copy.log, part)
     assert copy.log.damage.begin == base + len(part)
     mend(copy, other)
     assert copy.log.damage is None and copy.whole() == other.whole()

@@ -10,6 +10,7 @@ import pytest
 from qmq.errors import CorruptFrame, DiskFailed
 from qmq.log.fold import State, decode_snapshot
 from qmq.log.memory_disk import MemoryDisk
+from qmq.log.repair import repair
 from qmq.log.segments import read_raw, segment_bases, snapshot_name
 from qmq.types import Epoch
 from tests.support.effort import every
@@ -85,9 +86,9 @@ def run(copy: Copy, truth: Truth) -> None:
     truth.whole_from = copy.log.bases[1]
     copy.disk.flip(f"log/{copy.log.bases[0]:020d}.log", 8 * (damaged + 100))
     with pytest.raises(CorruptFrame) as found:
-        copy.log.read(damaged, copy.log.end, 100)
+        copy.log.stored.read(damaged, copy.log.end, 100)
     copy.log.damaged_at(found.value)
-    copy.log.repair(whole)
+    repair(copy.log, whole)
     truth.start = copy.log.bases[1]
     copy.drop_oldest_segment()
     append(copy, truth, "e")
@@ -99,10 +100,10 @@ def seed(copy: Copy, truth: Truth) -> None:
     other = Copy(segment_bytes=SEGMENT_BYTES)
     other.begin_epoch(Epoch(2, 1))
     other.fill(30)
-    base, _, snapshot = other.log.seed_start()
+    base, _, snapshot = other.log.stored.seed_start()
     while base < 2 * SEGMENT_BYTES:
         other.drop_oldest_segment()
-        base, _, snapshot = other.log.seed_start()
+        base, _, snapshot = other.log.stored.seed_start()
     copy.flush()
     truth.other, truth.other_start = other.whole(), base
     copy.log.seed(base, snapshot, "seeded")

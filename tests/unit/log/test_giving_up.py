@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from qmq.log.frame import FrameKind
-from qmq.log.giving_up import give_up, plan
 from qmq.log.memory_disk import MemoryDisk
+from qmq.log.repair import give_up, plan
 from qmq.log.segments import log_name, snapshot_name
 from tests.unit.log.logs import Copy
 
@@ -48,7 +48,7 @@ def test_what_a_copy_can_be_filled_from_has_a_whole_snapshot():
     copy.disk.flip(snapshot_name(third), 100)
     log = copy.reopen()
     give_up(log, plan(log))
-    assert log.start == fourth == log.seed_start()[0]
+    assert log.start == fourth == log.stored.seed_start()[0]
 
 
 def test_without_any_whole_snapshot_behind_it_all_goes():

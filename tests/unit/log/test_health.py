@@ -7,6 +7,7 @@ import pytest
 from qmq.errors import CorruptFrame, IllegalTransition
 from qmq.log.health import HEALTH, HealthEvent, LogLife
 from qmq.log.health import LogHealth as H
+from qmq.log.repair import repair
 from tests.unit.log.logs import Copy
 from tests.unit.log.test_repair import a_copy, damage, frame_offsets, others
 
@@ -20,7 +21,7 @@ def test_damage_met_by_a_reader_is_repaired():
     offset = frame_offsets(copy, 0)[20]
     damage(copy, offset)
     copy.log.damaged_at(CorruptFrame(offset, "test"))
-    copy.log.repair(others(other, offset, copy.log.damage.end))
+    repair(copy.log, others(other, offset, copy.log.damage.end))
     assert states(copy) == [H.WHOLE, H.DAMAGED, H.WHOLE]
 
 
@@ -30,7 +31,7 @@ def test_damage_that_stops_replay_is_repaired():
     damage(copy, offset)
     copy.reopen()
     assert copy.log.health.is_unreplayed
-    copy.log.repair(others(other, offset, copy.log.damage.end))
+    repair(copy.log, others(other, offset, copy.log.damage.end))
     assert states(copy) == [H.UNREPLAYED, H.WHOLE]
 
 

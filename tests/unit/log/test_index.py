@@ -156,5 +156,5 @@ def test_hundred_thousand_subjects_need_no_more_files_than_one():
     copy.flush()
     assert len(copy.log.bases) > 3 and len(copy.disk.names("log")) <= 3 * len(copy.log.bases)
     for i in (0, 7, SUBJECTS // 2, SUBJECTS - 1):
-        ((frame, _),) = copy.log.read_bodies(copy.log.frames(f"subject {i}", 0, 10))
+        ((frame, _),) = copy.log.stored.read_bodies(copy.log.frames(f"subject {i}", 0, 10))
         assert (frame.subject, frame.first_sequence, frame.count) == (f"subject {i}", 0, 1)

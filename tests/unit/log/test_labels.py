@@ -25,7 +25,7 @@ def a_log(section: bytes, flags: int = FLAG_LABELLED) -> Copy:
 
 def test_labels_of_each_frame_come_in_order():
     copy = a_log(encode_labels(LABELS))
-    assert [list(labels) for labels in copy.log.read_labels(copy.log.frames("s", 0, 9))] == [LABELS, LABELS]
+    assert [list(labels) for labels in copy.log.stored.read_labels(copy.log.frames("s", 0, 9))] == [LABELS, LABELS]
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_labels_of_each_frame_come_in_order():
 )
 def test_a_whole_frame_without_labels_has_none(section, flags):
     copy = a_log(section, flags)
-    assert [list(labels) for labels in copy.log.read_labels(copy.log.frames("s", 0, 9))] == [[], []]
+    assert [list(labels) for labels in copy.log.stored.read_labels(copy.log.frames("s", 0, 9))] == [[], []]
 
 
 def test_every_flipped_bit_of_a_label_section_is_found():
@@ -44,7 +44,7 @@ def test_every_flipped_bit_of_a_label_section_is_found():
         refs = copy.log.frames("s", 0, 9)
         copy.disk.flip(f"log/{0:020d}.log", 8 * (refs[1].offset + refs[1].length) - at)
         with pytest.raises(CorruptFrame) as problem:
-            copy.log.read_labels(refs)
+            copy.log.stored.read_labels(refs)
         assert problem.value.offset == refs[1].offset
 
 
@@ -60,8 +60,8 @@ def test_labels_are_read_in_any_segment_and_nothing_but_them(monkeypatch):
     copy.flush()
     refs, sizes, read = copy.log.frames("s", 0, 99), [], copy.disk.read
     monkeypatch.setattr(copy.disk, "read", lambda *args: sizes.append(len(data := read(*args))) or data)
-    found = [list(labels) for labels in copy.log.read_labels(refs)]
+    found = [list(labels) for labels in copy.log.stored.read_labels(refs)]
     assert len(copy.log.bases) > 5 and found == [LABELS if at % 2 else [] for at in range(10)] + [[]]
     sizes.clear()
-    copy.log.read_labels(refs[-1:])
+    copy.log.stored.read_labels(refs[-1:])
     assert sum(sizes) < 5000

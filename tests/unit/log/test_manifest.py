@@ -10,6 +10,7 @@ import pytest
 from qmq.errors import DiskFailed
 from qmq.log import manifest
 from qmq.log.frame import FrameKind
+from qmq.log.repair import repair
 from qmq.log.retention import RetentionDecision, encode_retention
 from qmq.log.segments import index_name, log_name, segment_bases, snapshot_name
 from tests.unit.log.logs import Copy
@@ -23,12 +24,12 @@ def a_copy() -> Copy:
     return copy
 
 
-def repair(copy: Copy, whole: bytes) -> None:
+def repair_all(copy: Copy, whole: bytes) -> None:
     """Mend what is damaged, one range after the other, from the bytes of the other copy."""
     for _ in range(20):
         if copy.log.damage is None:
             return
-        copy.log.repair(whole[copy.log.damage.begin : copy.log.damage.end])
+        repair(copy.log, whole[copy.log.damage.begin : copy.log.damage.end])
     raise AssertionError(copy.log.damage)
 
 
@@ -42,7 +43,7 @@ def test_a_segment_whose_file_is_gone_is_damage_and_is_fetched(position, with_wh
     log = copy.reopen()
     assert log.damage is not None and log.damage[:2] == (bases[position], bases[position + 1])
     assert log.bases == bases and log.start == 0 and log.end == len(whole) and not log.is_tail_cut
-    repair(copy, whole)
+    repair_all(copy, whole)
     assert copy.whole() == whole
     copy.log.frames("s1", 0, 1000)
     assert copy.reopen().damage is None and copy.log.bases == bases
@@ -55,7 +56,7 @@ def test_all_closed_segments_are_gone_and_come_back_one_after_the_other():
     for base in bases[:-1]:
         copy.disk.remove(log_name(base))
     copy.reopen()
-    repair(copy, whole)
+    repair_all(copy, whole)
     assert copy.whole() == whole and copy.reopen().damage is None
 
 
@@ -101,7 +102,7 @@ def test_the_list_follows_every_change_of_the_files():
     log.set_aside_oldest_segment("test")
     copy.flush()
     assert follows()
-    base, _, snapshot = log.seed_start()
+    base, _, snapshot = log.stored.seed_start()
     log.cut(log.bases[-2], "test")
     assert follows()
     log.seed(base, snapshot, "test")

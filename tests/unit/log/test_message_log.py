@@ -7,10 +7,11 @@ import json
 import pytest
 
 from qmq.errors import BrokenInvariant, CorruptFrame, DiskFailed
-from qmq.log import message_log, segments
+from qmq.log import message_log, segments, stored
 from qmq.log.frame import Frame, FrameKind, decode_frames
 from qmq.log.health import LogHealth
 from qmq.log.page_cache import PageCache
+from qmq.log.repair import repair
 from qmq.log.retention import RetentionDecision, encode_retention
 from qmq.log.segments import index_name, log_name, snapshot_name
 from qmq.subjects import NAME_BYTES_MAX, check_subject, dead_letter_subject
@@ -69,7 +70,7 @@ def test_segment_that_lost_its_end_is_corrupt_not_endless():
     base = copy.log.bases[1]
     copy.disk.truncate(f"log/{base:020d}.log", 10)
     with pytest.raises(CorruptFrame):
-        copy.log.read(base, copy.log.end, 1000)
+        copy.log.stored.read(base, copy.log.end, 1000)
 
 
 @pytest.mark.parametrize("tail_bytes", [0, 1 << 20])
@@ -91,7 +92,7 @@ def test_damage_is_found_before_another_copy_is_accused_of_being_different():
     base = max(base for base in copy.log.bases if base <= ref.offset)
     copy.disk.flip(f"log/{base:020d}.log", 8 * (ref.offset - base + 50))
     with pytest.raises(CorruptFrame) as found:
-        copy.log.check_readable(ref.offset)
+        copy.log.stored.check_readable(ref.offset)
     assert found.value.offset == ref.offset
 
 
@@ -102,7 +103,7 @@ def test_chain_before_a_damaged_frame_is_still_known():
     copy.fill(60)
     for ref in copy.log.frames("s1", 7, 3):
         base = max(base for base in copy.log.bases if base <= ref.offset)
-        chain = copy.log.read(base, ref.offset, 1 << 20).chain if base < ref.offset else None
+        chain = copy.log.stored.read(base, ref.offset, 1 << 20).chain if base < ref.offset else None
         copy.disk.flip(f"log/{base:020d}.log", 8 * (ref.offset - base + 20))
         if chain is not None:
             assert copy.log.chain_is(ref.offset, chain)
@@ -121,14 +122,14 @@ def test_segment_with_zeros_behind_its_end_reads_as_one_without():
     copy.disk.write(name, copy.disk.size(name), [bytes(80)])
     assert copy.whole() == whole
     begin, end = second - 40, second + 40
-    assert copy.log.read_bytes(begin, end) == whole[begin - copy.log.start : end - copy.log.start]
+    assert copy.log.stored.read_bytes(begin, end) == whole[begin - copy.log.start : end - copy.log.start]
 
 
 READERS = {
-    "frames": lambda log, ref: log.read(ref.offset, log.end, 1),
-    "bodies": lambda log, ref: log.read_bodies([ref]),
-    "labels": lambda log, ref: log.read_labels([ref]),
-    "bytes": lambda log, ref: log.read_bytes(ref.offset, ref.offset + ref.length),
+    "frames": lambda log, ref: log.stored.read(ref.offset, log.end, 1),
+    "bodies": lambda log, ref: log.stored.read_bodies([ref]),
+    "labels": lambda log, ref: log.stored.read_labels([ref]),
+    "bytes": lambda log, ref: log.stored.read_bytes(ref.offset, ref.offset + ref.length),
     "timestamp": lambda log, ref: log.timestamp_at(ref.offset),
 }
 
@@ -189,8 +190,8 @@ def test_bytes_that_are_passed_on_are_those_that_are_read(bytes_max):
     copy.fill(30)
     at = 0
     while at < copy.log.end:
-        data = copy.log.read_intact(at, copy.log.end, bytes_max)
-        assert data == copy.log.read(at, copy.log.end, bytes_max).data
+        data = copy.log.stored.read_intact(at, copy.log.end, bytes_max)
+        assert data == copy.log.stored.read(at, copy.log.end, bytes_max).data
         at += len(data)
     assert at == copy.log.end
 
@@ -202,9 +203,9 @@ def test_what_is_passed_on_ends_at_damage_and_does_not_begin_there():
     bad = copy.messages("bad")
     copy.flush()
     copy.disk.flip(f"log/{0:020d}.log", 8 * bad.end - 1)
-    assert copy.log.read_intact(0, copy.log.end, 1 << 20) == copy.whole()[: bad.offset]
+    assert copy.log.stored.read_intact(0, copy.log.end, 1 << 20) == copy.whole()[: bad.offset]
     with pytest.raises(CorruptFrame, match="wrong body CRC"):
-        copy.log.read_intact(bad.offset, copy.log.end, 1 << 20)
+        copy.log.stored.read_intact(bad.offset, copy.log.end, 1 << 20)
 
 
 def test_frames_that_came_in_one_packet_are_kept_each_by_itself():
@@ -243,14 +244,14 @@ def test_bodies_of_neighbours_are_read_at_one_go(monkeypatch):
     for id, subject in (("a", "s"), ("b", "s"), ("c", "s"), ("x", "t"), ("d", "s")):
         copy.messages(id, subject=subject)
     copy.flush()
-    refs, read, read_raw = copy.log.frames("s", 0, 9), [], message_log.read_raw
-    monkeypatch.setattr(message_log, "read_raw", lambda *args: read.append(args[2:]) or read_raw(*args))
-    assert [frame.offset for frame, _ in copy.log.read_bodies(refs)] == [ref.offset for ref in refs]
+    refs, read, read_raw = copy.log.frames("s", 0, 9), [], stored.read_raw
+    monkeypatch.setattr(stored, "read_raw", lambda *args: read.append(args[2:]) or read_raw(*args))
+    assert [frame.offset for frame, _ in copy.log.stored.read_bodies(refs)] == [ref.offset for ref in refs]
     ends = [ref.offset + ref.length for ref in refs]
     assert read == [(refs[0].offset, ends[2]), (refs[3].offset, ends[3])]
     for some in (refs[:3], refs[1:3]):
         read.clear()
-        assert len(copy.log.read_bodies(some)) == len(some) and read == [(some[0].offset, ends[2])]
+        assert len(copy.log.stored.read_bodies(some)) == len(some) and read == [(some[0].offset, ends[2])]
 
 
 def a_log(*sizes: int, subject: str = "s", segment_bytes: int = 1 << 20) -> tuple[Copy, list[Frame]]:
@@ -278,7 +279,7 @@ def test_a_chunk_is_as_long_as_was_asked_for_or_one_frame(monkeypatch, at, bytes
     whole, sizes = copy.whole(), watched(copy, monkeypatch)
     for end in (frame.end for frame in frames[at:]):
         sizes.clear()
-        chunk = copy.log.read(begin, end, bytes_max)
+        chunk = copy.log.stored.read(begin, end, bytes_max)
         assert max(sizes) <= min(end - begin, max(most, frames[at].end - begin)), "nothing behind it is read"
         inside = [one for one in frames if begin <= one.offset and one.end <= min(end, begin + most)]
         assert chunk.frames == (inside or [frames[at]]) and chunk.chain == chunk.frames[-1].chain
@@ -291,7 +292,7 @@ def test_damage_is_found_without_reading_all_that_is_behind_it(monkeypatch):
     copy.disk.flip(log_name(0), 8 * (frames[3].offset + 88))  # its subject
     sizes = watched(copy, monkeypatch)
     with pytest.raises(CorruptFrame, match="wrong header CRC"):
-        copy.log.read(frames[3].offset, copy.log.end, 1)
+        copy.log.stored.read(frames[3].offset, copy.log.end, 1)
     assert sum(sizes) <= 1 + 2 * segments.HEADER_BYTES_MAX
 
 
@@ -299,9 +300,11 @@ def test_header_of_any_length_is_read_and_found():
     """Names are checked before; whatever a frame can hold, a log can read."""
     copy, frames = a_log(0, 0, 0, subject="x" * 65_529)
     for at, frame in enumerate(frames):
-        assert copy.log.read(frame.offset, copy.log.end, 1).frames == [frame]
-        assert copy.log.next_frame(frame.offset) == frame.offset
-        assert copy.log.next_frame(frame.offset + 8) == (frames[at + 1].offset if frame is not frames[-1] else None)
+        assert copy.log.stored.read(frame.offset, copy.log.end, 1).frames == [frame]
+        assert copy.log.stored.next_frame(frame.offset) == frame.offset
+        assert copy.log.stored.next_frame(frame.offset + 8) == (
+            frames[at + 1].offset if frame is not frames[-1] else None
+        )
 
 
 def test_a_frame_is_found_right_behind_the_smallest_damage():
@@ -315,7 +318,7 @@ def test_a_frame_is_found_right_behind_the_smallest_damage():
 def test_where_nothing_follows_the_rest_is_read_once(monkeypatch):
     copy, frames = a_log(20, 20)
     sizes = watched(copy, monkeypatch)
-    assert copy.log.next_frame(frames[-1].offset + 8) is None
+    assert copy.log.stored.next_frame(frames[-1].offset + 8) is None
     assert sizes == [copy.log.end - frames[-1].offset - 8]
 
 
@@ -329,7 +332,7 @@ def test_any_range_is_read_as_it_is_over_the_ends_of_segments():
         for end in around:
             assert segments.read_raw(copy.disk, copy.log.bases, begin, end) == whole[begin:end]
             if begin < copy.log.end:
-                assert copy.log.read_bytes(begin, end) == whole[begin:end]
+                assert copy.log.stored.read_bytes(begin, end) == whole[begin:end]
     assert segments.read_raw(copy.disk, [], 0, 9) == b""
     copy.drop_oldest_segment()
     assert segments.read_raw(copy.disk, copy.log.bases, 0, copy.log.end) == whole[copy.log.start :]
@@ -410,27 +413,27 @@ def test_headers_of_the_longest_names_are_read_whole():
     assert (
         len(frame.subject.encode()) == len("%DEAD_RETRY%%") + 2 * NAME_BYTES_MAX and log.timestamp_at(frame.offset) == 7
     )
-    (epoch,) = log.read(0, frame.offset, 1 << 20).frames
+    (epoch,) = log.stored.read(0, frame.offset, 1 << 20).frames
     assert log.chain_is(frame.offset, epoch.chain) and not log.chain_is(frame.offset, 1)
-    assert [list(labels) for labels in log.read_labels(log.frames(subject, 0, 9))] == [[], []]
+    assert [list(labels) for labels in log.stored.read_labels(log.frames(subject, 0, 9))] == [[], []]
 
 
 def test_chain_before_the_oldest_frame_is_told():
     copy = Copy(tail_bytes=0)
-    assert copy.log.start_chain() == 0
+    assert copy.log.stored.start_chain() == 0
     copy.begin_epoch()
     copy.fill(60)
-    assert copy.log.start_chain() == 0 and copy.log.seed_start()[:2] == (0, 0)
+    assert copy.log.stored.start_chain() == 0 and copy.log.stored.seed_start()[:2] == (0, 0)
     copy.drop_oldest_segment()
-    base, chain, snapshot = copy.log.seed_start()
-    assert base == copy.log.start and copy.log.start_chain() == chain != 0 and copy.log.chain_is(base, chain)
+    base, chain, snapshot = copy.log.stored.seed_start()
+    assert base == copy.log.start and copy.log.stored.start_chain() == chain != 0 and copy.log.chain_is(base, chain)
     assert copy.disk.read(snapshot_name(base), 0, 1 << 20) == snapshot
     copy.disk.flip(snapshot_name(base), 100)
-    assert copy.log.seed_start()[0] == copy.log.bases[1]
+    assert copy.log.stored.seed_start()[0] == copy.log.bases[1]
     for base in copy.log.bases:
         copy.disk.remove(snapshot_name(base))
     with pytest.raises(CorruptFrame, match="no snapshot"):
-        copy.log.seed_start()
+        copy.log.stored.seed_start()
 
 
 @pytest.mark.parametrize("tail_bytes", [0, 1 << 20])
@@ -451,28 +454,28 @@ def test_index_and_snapshot_are_given_as_they_are_stored():
     copy.fill(60)
     base = copy.log.bases[1]
     index, snapshot = (copy.disk.read(name(base), 0, 1 << 20) for name in (index_name, snapshot_name))
-    assert index and snapshot and copy.log.derived_files(base) == (index, snapshot)
-    assert copy.log.derived_files(base, index_only=True) == (index, b"")
+    assert index and snapshot and copy.log.stored.derived_files(base) == (index, snapshot)
+    assert copy.log.stored.derived_files(base, index_only=True) == (index, b"")
     copy.disk.remove(index_name(base))
-    assert copy.log.derived_files(base) == (b"", snapshot) and copy.log.derived_files(8) == (b"", b"")
+    assert copy.log.stored.derived_files(base) == (b"", snapshot) and copy.log.stored.derived_files(8) == (b"", b"")
 
 
 def test_a_file_is_looked_at_again_only_where_a_closed_segment_is():
     copy = Copy()
-    copy.log.look_again(0)
-    copy.log.check_newest()
+    copy.log.stored.look_again(0)
+    copy.log.stored.check_newest()
     copy.begin_epoch()
-    copy.log.check_newest()
+    copy.log.stored.check_newest()
     copy.fill(60)
     for base in copy.log.bases:
-        copy.log.look_again(base)
+        copy.log.stored.look_again(base)
     copy.disk.remove(log_name(copy.log.bases[-1]))
-    copy.log.look_again(copy.log.bases[-1])
+    copy.log.stored.look_again(copy.log.bases[-1])
     for closed in (copy.log.bases[1], copy.log.bases[-2]):
         copy.disk.remove(log_name(closed))
-        copy.log.look_again(closed - 8)
+        copy.log.stored.look_again(closed - 8)
         with pytest.raises(CorruptFrame, match="its file is gone"):
-            copy.log.look_again(closed)
+            copy.log.stored.look_again(closed)
 
 
 def test_what_is_appended_and_not_written_goes_to_quarantine_as_well():
@@ -486,7 +489,7 @@ def test_what_is_appended_and_not_written_goes_to_quarantine_as_well():
         other.begin_epoch()
         other.fill(60)
         other.drop_oldest_segment()
-        base, _, snapshot = other.log.seed_start()
+        base, _, snapshot = other.log.stored.seed_start()
         if change == "cut":
             copy.log.cut(kept.end, "test")
         elif change == "set aside":
@@ -528,7 +531,7 @@ def test_seeded_copy_is_whole_once_it_has_what_the_other_one_has_before_the_snap
     copy.log.append_frames(base, memoryview(other.whole()[base:]))
     copy.flush()
     if where == "before":
-        copy.log.repair(other.whole()[:base])
+        repair(copy.log, other.whole()[:base])
     assert copy.log.damage is None and copy.whole() == other.whole()[copy.log.start :]
 
 
@@ -541,7 +544,7 @@ def test_a_cut_behind_the_end_changes_nothing_and_one_at_the_begin_leaves_an_emp
     for behind in (end, end + 8):
         assert copy.log.cut(behind, "test") is None
     assert copy.image() == before and copy.disk.names("quarantine") == []
-    start, chain = copy.log.start, copy.log.start_chain()
+    start, chain = copy.log.start, copy.log.stored.start_chain()
     assert copy.log.cut(start, "test") is not None
     assert (copy.log.bases, copy.log.start, copy.log.end, copy.log.chain) == ([start], start, start, chain)
     copy.fill(60)
@@ -556,7 +559,7 @@ def test_after_a_cut_no_index_tells_of_what_was_cut():
     copy.begin_epoch()
     copy.fill(60)
     base, following = copy.log.bases[1:3]
-    cut_at = copy.log.read(base, following, 1 << 20).frames[2].offset
+    cut_at = copy.log.stored.read(base, following, 1 << 20).frames[2].offset
     copy.log.cut(cut_at, "test")
     assert copy.disk.size(index_name(base)) == 0
     copy.fill(60, name="n")
@@ -567,20 +570,20 @@ def test_after_a_cut_no_index_tells_of_what_was_cut():
 
 def test_a_segment_is_read_up_to_a_frame_and_no_further_to_see_whether_it_can_be():
     copy = Copy(tail_bytes=0)
-    copy.log.check_readable(0)
+    copy.log.stored.check_readable(0)
     copy.begin_epoch()
     copy.fill(60)
     copy.drop_oldest_segment()
-    frames = copy.log.read(copy.log.start, copy.log.end, 1 << 20).frames
+    frames = copy.log.stored.read(copy.log.start, copy.log.end, 1 << 20).frames
     bad = frames[5]
     copy.disk.flip(log_name(copy.log.start), 8 * (bad.offset - copy.log.start + 50))
     for fine in (0, *(frame.offset for frame in frames[:5])):
-        copy.log.check_readable(fine)
+        copy.log.stored.check_readable(fine)
     for offset in (bad.offset, frames[6].offset):
         with pytest.raises(CorruptFrame) as found:
-            copy.log.check_readable(offset)
+            copy.log.stored.check_readable(offset)
         assert found.value.offset == bad.offset
-    copy.log.check_readable(copy.log.end)
+    copy.log.stored.check_readable(copy.log.end)
 
 
 def test_the_messages_of_what_is_cut_are_named_whatever_stands_between_them():
@@ -645,7 +648,7 @@ def test_frame_that_is_larger_than_a_segment_goes_into_an_empty_one():
     other.begin_epoch()
     other.fill(60)
     other.drop_oldest_segment()
-    base, _, snapshot = other.log.seed_start()
+    base, _, snapshot = other.log.stored.seed_start()
     copy.log.seed(base, snapshot, "test")
     copy.log.append_frames(base, memoryview(other.whole()))
     copy.flush()
@@ -698,11 +701,19 @@ def test_nothing_is_read_from_disk_that_was_not_fsynced():
     copy.messages("written")
     commit = copy.log.take_commit()
     copy.log.perform(commit)
-    assert copy.log.read(0, commit.end, 1 << 20).end == len(copy.log.read_intact(0, commit.end, 1 << 20)) == flushed.end
-    assert len(copy.log.read_bytes(0, commit.end)) == flushed.end
+    assert (
+        copy.log.stored.read(0, commit.end, 1 << 20).end
+        == len(copy.log.stored.read_intact(0, commit.end, 1 << 20))
+        == flushed.end
+    )
+    assert len(copy.log.stored.read_bytes(0, commit.end)) == flushed.end
     copy.log.flushed(commit)
-    assert copy.log.read(0, commit.end, 1 << 20).end == len(copy.log.read_intact(0, commit.end, 1 << 20)) == commit.end
-    assert copy.log.read_bytes(0, commit.end) == copy.whole()
+    assert (
+        copy.log.stored.read(0, commit.end, 1 << 20).end
+        == len(copy.log.stored.read_intact(0, commit.end, 1 << 20))
+        == commit.end
+    )
+    assert copy.log.stored.read_bytes(0, commit.end) == copy.whole()
 
 
 def test_the_index_of_a_closed_segment_is_in_memory_until_it_is_on_disk():
@@ -810,18 +821,18 @@ def test_any_frame_of_any_segment_is_read_at_one_go(monkeypatch):
         stop = min([base for base in copy.log.bases if base > frame.offset], default=copy.log.end)
         for bytes_max, reads in ((size, 1), (size - 1, 2), (1 << 20, 1)):
             sizes.clear()
-            chunk = copy.log.read(frame.offset, copy.log.end, bytes_max)
+            chunk = copy.log.stored.read(frame.offset, copy.log.end, bytes_max)
             assert chunk.frames[0] == frame and chunk.data == whole[frame.offset : chunk.end]
             assert len(sizes) == reads and max(sizes) <= max(size, min(bytes_max, stop - frame.offset))
             sizes.clear()
-            assert copy.log.read_intact(frame.offset, copy.log.end, bytes_max) == chunk.data
+            assert copy.log.stored.read_intact(frame.offset, copy.log.end, bytes_max) == chunk.data
             assert len(sizes) == 2 * reads - 1 and sizes[0] == min(bytes_max, stop - frame.offset)
 
 
 def test_before_a_log_begins_the_next_frame_is_its_first_one():
     copy = Copy(tail_bytes=0)
-    assert copy.log.next_frame(0) is None
+    assert copy.log.stored.next_frame(0) is None
     copy.begin_epoch()
     copy.fill(60)
     copy.drop_oldest_segment()
-    assert copy.log.next_frame(0) == copy.log.start == copy.log.next_frame(copy.log.start - 8)
+    assert copy.log.stored.next_frame(0) == copy.log.start == copy.log.stored.next_frame(copy.log.start - 8)

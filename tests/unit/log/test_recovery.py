@@ -13,6 +13,7 @@ from qmq.log.fold import decode_snapshot
 from qmq.log.frame import Frame, FrameKind, decode_frames
 from qmq.log.memory_disk import MemoryDisk
 from qmq.log.recovery import Recovered, recover
+from qmq.log.repair import repair
 from qmq.log.segments import index_name, log_name, segment_bases, snapshot_name
 from qmq.types import Epoch
 from tests.support.effort import every
@@ -67,7 +68,7 @@ def segment() -> Copy:
 
 
 def borders(copy: Copy) -> list[int]:
-    chunk = copy.log.read(0, copy.log.end, 1 << 20)
+    chunk = copy.log.stored.read(0, copy.log.end, 1 << 20)
     return [0, *(frame.end for frame in chunk.frames)]
 
 
@@ -160,7 +161,7 @@ def test_one_bad_record_costs_none_of_those_behind_it():
         unreadable = 0
         for ref in refs:
             try:
-                assert log.read_bodies([ref]) == copy.log.read_bodies([ref])
+                assert log.stored.read_bodies([ref]) == copy.log.stored.read_bodies([ref])
             except CorruptFrame as problem:
                 assert problem.offset == ref.offset and base <= ref.offset <= base + 150
                 unreadable += 1
@@ -185,7 +186,7 @@ def test_stale_bytes_behind_a_cut_never_come_back():
     copy.messages("new")
     copy.flush()
     log = copy.reopen()
-    bodies = b"".join(bytes(body) for _, body in log.read_bodies(log.frames("s", 0, 100)))
+    bodies = b"".join(bytes(body) for _, body in log.stored.read_bodies(log.frames("s", 0, 100)))
     assert b"new" in bodies and b"old 5" not in bodies
     assert log.damage is not None or log.torn_bytes, "and they are not passed over in silence"
 
@@ -198,13 +199,13 @@ def test_segment_that_is_missing_before_the_newest_is_damage_and_is_mended(is_go
     if is_gone:
         copy.disk.remove(f"log/{base:020d}.log")
     else:
-        begin = copy.log.read(base, following, 1).frames[3].end
+        begin = copy.log.stored.read(base, following, 1).frames[3].end
         copy.disk.truncate(f"log/{base:020d}.log", begin - base + 50)
     log = copy.reopen()
     assert log.damage is not None and (log.damage.begin, log.damage.end) == (begin, following)
     with pytest.raises(CorruptFrame):
-        log.read_bodies(log.frames("s0", 0, 1_000))
-    log.repair(other.log.read(begin, following, following - begin).data)
+        log.stored.read_bodies(log.frames("s0", 0, 1_000))
+    repair(log, other.log.stored.read(begin, following, following - begin).data)
     assert log.damage is None
     for again in (log, copy.reopen()):
         for subject in ("s0", "s1", "s2"):
@@ -229,10 +230,10 @@ def test_oldest_snapshot_that_is_damaged_says_nothing_of_the_chain_there():
     copy = a_log()
     copy.drop_oldest_segment()
     first = copy.log.bases[0]
-    chain = copy.log.start_chain()
+    chain = copy.log.stored.start_chain()
     assert chain is not None and copy.log.chain_is(first, chain)
     copy.disk.flip(f"log/{first:020d}.snap", 99)
-    assert copy.log.start_chain() is None
+    assert copy.log.stored.start_chain() is None
 
 
 def test_recovering_twice_is_recovering_once_after_any_damage():
@@ -353,7 +354,7 @@ def test_closed_segment_whose_end_is_no_frame_is_damage_though_nothing_is_writte
     for base in newer:
         copy.disk.remove(snapshot_name(base))
         copy.disk.truncate(log_name(base), 0)
-    last = copy.log.read(closed, newer[0], 1 << 20).frames[-1]
+    last = copy.log.stored.read(closed, newer[0], 1 << 20).frames[-1]
     if is_zeros:
         copy.disk.write(log_name(closed), last.offset - closed, [bytes(last.end - last.offset)])
     else:
@@ -362,7 +363,7 @@ def test_closed_segment_whose_end_is_no_frame_is_damage_though_nothing_is_writte
     assert log.damage is not None and log.damage[:2] == (last.offset, newer[0]) and log.end == last.offset
     assert log.health.is_unreplayed and log.bases == bases and manifest.read_manifest(copy.disk) == bases
     assert not log.is_tail_cut and not copy.disk.names("quarantine"), "nothing was cut"
-    log.repair(other.log.read(last.offset, newer[0], 1 << 20).data)
+    repair(log, other.log.stored.read(last.offset, newer[0], 1 << 20).data)
     assert log.end >= newer[0] and copy.whole()[: newer[0]] == other.whole()[: newer[0]]
     assert followers > 1 or log.damage is None
 
@@ -371,7 +372,7 @@ def torn_at_its_end() -> tuple[Copy, Frame]:
     """The last frame is none any more, and nothing follows."""
     copy = a_log()
     base = copy.log.bases[-1]
-    last = copy.log.read(base, copy.log.end, 1 << 20).frames[-1]
+    last = copy.log.stored.read(base, copy.log.end, 1 << 20).frames[-1]
     copy.disk.flip(log_name(base), 8 * (last.offset - base + 20))
     return copy, last
 
@@ -429,7 +430,7 @@ def test_closed_segment_that_ends_too_early_is_damage_for_who_replays_over_it(is
     """At the border of a frame, so that nothing looks torn; and no snapshot behind it is left."""
     copy, other = a_log(), a_log()
     base, following = copy.log.bases[1:3]
-    border = base if is_gone else copy.log.read(base, following, 1 << 20).frames[3].end
+    border = base if is_gone else copy.log.stored.read(base, following, 1 << 20).frames[3].end
     copy.disk.truncate(log_name(base), border - base)
     if is_gone:
         copy.disk.remove(log_name(base))
@@ -438,7 +439,7 @@ def test_closed_segment_that_ends_too_early_is_damage_for_who_replays_over_it(is
     log = copy.reopen()
     assert log.health.is_unreplayed and log.damage[:2] == (border, following) and log.end == border
     assert not log.is_tail_cut
-    log.repair(other.log.read(border, following, 1 << 20).data)
+    repair(log, other.log.stored.read(border, following, 1 << 20).data)
     assert log.damage is None and log.state == other.log.state and copy.image() == other.image()
 
 

@@ -14,6 +14,7 @@ from qmq.log.fold import State, encode_snapshot
 from qmq.log.frame import decode_frames
 from qmq.log.health import LogHealth
 from qmq.log.memory_disk import MemoryDisk
+from qmq.log.repair import repair
 from qmq.types import Epoch
 from tests.unit.log.logs import Copy
 
@@ -36,7 +37,7 @@ def damage(copy: Copy, offset: int, at: int = 120) -> None:
 
 
 def others(copy: Copy, begin: int, end: int) -> bytes:
-    return copy.log.read(begin, copy.log.end, end - begin).data
+    return copy.log.stored.read(begin, copy.log.end, end - begin).data
 
 
 @pytest.mark.parametrize("which", [0, 1, -2])
@@ -50,7 +51,7 @@ def test_damage_met_by_a_restart_is_mended_and_the_rest_is_replayed(which, more)
     assert log.damage is not None and (log.damage.begin, log.end) == (offset, offset)
     with pytest.raises(BrokenInvariant):
         copy.messages("nothing is written behind damage")
-    log.repair(others(other, offset, log.damage.end + more))
+    repair(log, others(other, offset, log.damage.end + more))
     assert log.damage is None and log.state == state and copy.image() == other.image()
     assert copy.reopen().state == state
 
@@ -91,27 +92,27 @@ def test_a_segment_is_verified_in_the_file_that_has_its_name_now():
     """Who has it open reads on in one that was taken away."""
     copy = a_copy()
     base = copy.log.bases[0]
-    assert copy.log.verify(base, base, None, 1 << 20)[0] == copy.log.bases[1]
+    assert copy.log.stored.verify(base, base, None, 1 << 20)[0] == copy.log.bases[1]
     copy.disk.system.unlink(copy.disk._path(f"log/{base:020d}.log"))
-    assert copy.log.read(base, copy.log.end, 1).frames
+    assert copy.log.stored.read(base, copy.log.end, 1).frames
     with pytest.raises(CorruptFrame):
-        copy.log.verify(base, base, None, 1 << 20)
+        copy.log.stored.verify(base, base, None, 1 << 20)
 
 
 def test_file_that_is_gone_is_missed_when_it_is_read_by_name():
     copy = a_copy()
     first, newest = copy.log.bases[0], copy.log.bases[-1]
-    copy.log.read(first, copy.log.end, 1)  # opens it
+    copy.log.stored.read(first, copy.log.end, 1)  # opens it
     for base in (first, newest):
         copy.disk.system.unlink(copy.disk._path(f"log/{base:020d}.log"))
-    assert copy.log.read(first, copy.log.end, 1).frames, "who has it open reads on"
+    assert copy.log.stored.read(first, copy.log.end, 1).frames, "who has it open reads on"
     with pytest.raises(CorruptFrame, match="its file is gone"):
-        copy.log.look_again(first + 8)
+        copy.log.stored.look_again(first + 8)
     with pytest.raises(CorruptFrame):
-        copy.log.read(first, copy.log.end, 1)
-    copy.log.look_again(newest)
+        copy.log.stored.read(first, copy.log.end, 1)
+    copy.log.stored.look_again(newest)
     with pytest.raises(DiskFailed, match="taken away"):
-        copy.log.check_newest()
+        copy.log.stored.check_newest()
 
 
 @pytest.mark.parametrize("place", [0.1, 0.5, 0.8])
@@ -120,7 +121,7 @@ def test_damage_met_by_a_reader_is_mended_while_the_log_goes_on(place):
     offset = frame_offsets(copy, 0)[int(60 * place)]
     damage(copy, offset)
     with pytest.raises(CorruptFrame) as found:
-        copy.log.read_bodies([ref for s in ("s0", "s1", "s2") for ref in copy.log.frames(s, 0, 1_000)])
+        copy.log.stored.read_bodies([ref for s in ("s0", "s1", "s2") for ref in copy.log.frames(s, 0, 1_000)])
     assert found.value.offset == offset
     copy.log.damaged_at(found.value)
     copy.messages("meanwhile")
@@ -129,7 +130,7 @@ def test_damage_met_by_a_reader_is_mended_while_the_log_goes_on(place):
     other.flush()
     end = copy.log.damage.end
     assert copy.log.damage.begin == offset < end
-    copy.log.repair(others(other, offset, end))
+    repair(copy.log, others(other, offset, end))
     assert copy.log.damage is None and copy.image() == other.image()
     assert copy.reopen().state == other.log.state
 
@@ -147,7 +148,7 @@ def test_frames_that_do_not_join_are_refused_and_nothing_changes(at_run_time):
     there = min(o for o in frame_offsets(stranger, 0) if o >= offset)
     for wrong in (others(stranger, there, there + 500), b"", bytes(400), b"rubbish" * 100):
         with pytest.raises((Diverged, CorruptFrame)):
-            copy.log.repair(wrong)
+            repair(copy.log, wrong)
     assert copy.image() == image and copy.log.damage == found
 
 
@@ -164,9 +165,9 @@ def test_frames_of_another_history_are_refused_that_end_within_the_damage():
     image, found = copy.image(), copy.log.damage
     assert found[:2] == (first, third)
     with pytest.raises(Diverged):
-        copy.log.repair(others(stranger, first, second))
+        repair(copy.log, others(stranger, first, second))
     assert copy.image() == image and copy.log.damage == found
-    copy.log.repair(others(other, first, second))
+    repair(copy.log, others(other, first, second))
     assert copy.log.damage[:2] == (second, third)
 
 
@@ -176,7 +177,7 @@ def test_last_frame_is_mended_too_when_a_reader_meets_its_damage():
     damage(copy, offset)
     copy.log.damaged_at(CorruptFrame(offset, "test"))
     assert copy.log.damage[:2] == (offset, copy.log.end)
-    copy.log.repair(others(other, offset, copy.log.end))
+    repair(copy.log, others(other, offset, copy.log.end))
     assert copy.image() == other.image()
 
 
@@ -186,7 +187,7 @@ def test_damaged_bytes_are_kept_with_a_report():
     damage(copy, offset)
     copy.log.damaged_at(CorruptFrame(offset, "test"))
     end = copy.log.damage.end
-    copy.log.repair(others(other, offset, end))
+    repair(copy.log, others(other, offset, end))
     (data, report) = sorted(copy.disk.names("quarantine"))
     kept = copy.disk.read(f"quarantine/{data}", 0, 1 << 20)
     told = json.loads(copy.disk.read(f"quarantine/{report}", 0, 1 << 20))
@@ -203,7 +204,7 @@ def test_subject_that_no_index_could_take_is_still_no_danger_to_the_log(subject)
     copy.messages("m", subject=subject)
     copy.fill(60)
     (ref,) = copy.reopen().frames(subject, 0, 10)
-    assert copy.log.read_bodies([ref])[0][0].subject == subject
+    assert copy.log.stored.read_bodies([ref])[0][0].subject == subject
     assert all("/" not in name and len(name) < 40 for name in copy.disk.names("log"))
 
 
@@ -251,20 +252,20 @@ def test_damage_below_a_known_high_watermark_may_have_been_acknowledged(behind, 
     damage(copy, offset)
     log = copy.reopen()
     assert log.damage is not None and log.damage.begin == offset
-    assert log.may_be_acknowledged(log.damage) is is_known
+    assert log.stored.may_be_acknowledged(log.damage, log.state.high_watermark) is is_known
 
 
 def test_a_segment_that_is_still_written_is_not_verified():
     copy = a_copy(10)
     newest = copy.log.bases[-1]
     with pytest.raises(CorruptFrame, match="went meanwhile"):
-        copy.log.verify(newest, newest, None, 1 << 20)
+        copy.log.stored.verify(newest, newest, None, 1 << 20)
 
 
 def verify(copy: Copy, base: int) -> None:
     at, chain, is_whole = base, None, False
     while not is_whole:
-        at, chain, is_whole = copy.log.verify(base, at, chain, 500)
+        at, chain, is_whole = copy.log.stored.verify(base, at, chain, 500)
 
 
 @pytest.mark.parametrize("common", [1, 12], ids=["from its begin", "from its middle"])
@@ -284,9 +285,9 @@ def test_a_closed_segment_that_is_whole_and_of_another_history_is_mended(common)
             verify(copy, right)
     with pytest.raises(ForeignSegment) as found:
         verify(copy, base)
-    assert (found.value.offset, found.value.end) == (base, end) and copy.log.is_damaged(found.value)
+    assert (found.value.offset, found.value.end) == (base, end) and copy.log.stored.is_damaged(found.value)
     copy.log.damaged_at(found.value)
-    copy.log.repair(others(other, base, end))
+    repair(copy.log, others(other, base, end))
     assert copy.log.damage is None and copy.image() == other.image()
     verify(copy, base)
     assert theirs.rstrip(b"\0") in [
@@ -300,12 +301,17 @@ def test_whether_it_is_damaged_now_is_seen_only_where_the_log_is():
     copy.messages("not flushed")
     log, start, end = copy.log, copy.log.start, copy.log.flushed_end
     problem = {offset: CorruptFrame(offset, "test") for offset in (0, start, end - 8, end)}
-    assert [log.is_damaged(problem[offset]) for offset in (0, start, end - 8, end)] == [False, False, True, False]
+    assert [log.stored.is_damaged(problem[offset]) for offset in (0, start, end - 8, end)] == [
+        False,
+        False,
+        True,
+        False,
+    ]
     damage(copy, start)
-    assert log.is_damaged(problem[start])
+    assert log.stored.is_damaged(problem[start])
     first, second, third = log.bases[:3]
     foreign = [ForeignSegment(first, second), ForeignSegment(first, third), ForeignSegment(0, first)]
-    assert [log.is_damaged(one) for one in foreign] == [True, False, False]
+    assert [log.stored.is_damaged(one) for one in foreign] == [True, False, False]
 
 
 def test_damage_that_several_readers_meet_is_told_once_and_mended_first_come_first():
@@ -317,7 +323,7 @@ def test_damage_that_several_readers_meet_is_told_once_and_mended_first_come_fir
         copy.log.damaged_at(CorruptFrame(offset, "test"))
     assert [one.begin for one in copy.log.damaged] == [second, first]
     assert copy.log.damage == (second, behind, "test") and copy.log.health.is_of(copy.log.damage)
-    copy.log.repair(others(other, second, behind))
+    repair(copy.log, others(other, second, behind))
     assert copy.log.damage is None and copy.log.health.is_of(None)
     copy.log.damaged_at(CorruptFrame(second, "test"))
     assert [one.begin for one in copy.log.damaged] == [second, first, second], "it came back"
@@ -339,7 +345,7 @@ def test_damage_of_several_segments_is_mended_by_what_the_other_copy_has_piece_b
     ends = [frame for frame in frame_offsets(other, begin) if begin < frame <= end]
     for stop in (ends[1], ends[-3], end):
         assert copy.log.damage[:2] == (begin, end)
-        copy.log.repair(whole[begin:stop])
+        repair(copy.log, whole[begin:stop])
         begin = stop
     assert copy.log.damage is None and copy.whole() == whole
     sizes = [
@@ -383,14 +389,14 @@ def test_a_high_watermark_is_looked_for_behind_all_damage():
             copy.disk.remove(segments.snapshot_name(base))
         log = copy.reopen()
         assert log.health.is_unreplayed and log.damage.begin == offset and log.state.high_watermark == 0, "so far"
-        assert log.may_be_acknowledged(log.damage) is is_known
+        assert log.stored.may_be_acknowledged(log.damage, log.state.high_watermark) is is_known
 
 
 def test_what_stands_at_damage_is_read_up_to_the_next_frame_or_to_the_end():
     copy = a_copy()
     whole, (first, behind, *_, last) = copy.whole(), frame_offsets(copy, 0)
-    assert copy.log.read_damaged(first) == whole[first:behind]
-    assert copy.log.read_damaged(last) == whole[last:]
+    assert copy.log.stored.read_damaged(first) == whole[first:behind]
+    assert copy.log.stored.read_damaged(last) == whole[last:]
 
 
 @pytest.mark.parametrize("is_only", [True, False])
@@ -412,10 +418,10 @@ def test_only_segment_without_a_whole_snapshot_ends_with_the_next_frame(is_only,
 
 def test_snapshot_is_made_again_only_where_its_segment_begins_and_of_this_history():
     copy, other = a_copy(), a_copy()
-    base, chain, _ = other.log.verify(0, 0, None, 1 << 20)
+    base, chain, _ = other.log.stored.verify(0, 0, None, 1 << 20)
     snapshot = other.disk.read(segments.snapshot_name(base), 0, 1 << 20)
     copy.disk.remove(segments.snapshot_name(base))
-    frame = other.log.read(base, other.log.end, 1).frames[0]
+    frame = other.log.stored.read(base, other.log.end, 1).frames[0]
     for wrong in ((base, chain + 1), (base + 8, chain), (frame.end, frame.chain)):
         copy.log.put_snapshot(*wrong, snapshot)
         assert not copy.disk.has(segments.snapshot_name(wrong[0]))
@@ -428,36 +434,36 @@ def test_state_before_a_lost_snapshot_is_told_where_it_can_be_made_again():
     zero, first, second, third, *_, closed, newest = copy.log.bases
     names = {base: segments.snapshot_name(base) for base in copy.log.bases}
     for base in (zero, first, newest, first + 8):
-        assert copy.log.state_before_lost_snapshot(base) is None, "it is whole, or nothing ends there"
+        assert copy.log.stored.state_before_lost_snapshot(base) is None, "it is whole, or nothing ends there"
     for base in (first, third):
         copy.disk.flip(names[base], 100)
     copy.disk.remove(names[zero])
-    state, end = copy.log.state_before_lost_snapshot(zero)
+    state, end = copy.log.stored.state_before_lost_snapshot(zero)
     assert (state, end) == (State(), first)
-    copy.log.fold_on(state, end, 500)
+    copy.log.stored.fold_on(state, end, 500)
     while state.end < end:
-        copy.log.fold_on(state, end, 500)
+        copy.log.stored.fold_on(state, end, 500)
     assert encode_snapshot(state) == a_copy().disk.read(names[first], 0, 1 << 20)
-    assert copy.log.state_before_lost_snapshot(first) is None, "it begins with none"
-    state, end = copy.log.state_before_lost_snapshot(second)
+    assert copy.log.stored.state_before_lost_snapshot(first) is None, "it begins with none"
+    state, end = copy.log.stored.state_before_lost_snapshot(second)
     assert (state.end, end) == (second, third)
     state.chain += 1
     with pytest.raises(CorruptFrame, match="another history"):
-        copy.log.fold_on(state, end, 500)
+        copy.log.stored.fold_on(state, end, 500)
     copy.disk.flip(names[newest], 100)
-    assert copy.log.state_before_lost_snapshot(closed)[1] == newest
+    assert copy.log.stored.state_before_lost_snapshot(closed)[1] == newest
     copy = a_copy()
     while copy.log.bases[-1] == newest:
         copy.flush()
         copy.messages("n", size=100)
     assert copy.log.bases[-1] == copy.log.flushed_end
-    assert copy.log.state_before_lost_snapshot(newest) is None, "it is still to be written"
+    assert copy.log.stored.state_before_lost_snapshot(newest) is None, "it is still to be written"
 
 
 def test_a_segment_without_a_frame_is_not_ended():
     copy, other = Copy(), a_copy()
     other.drop_oldest_segment()
-    base, _, snapshot = other.log.seed_start()
+    base, _, snapshot = other.log.stored.seed_start()
     copy.log.seed(base, snapshot, "test")
     copy.disk.remove(segments.snapshot_name(base))
     assert not copy.log.roll_if_no_snapshot()
@@ -466,8 +472,8 @@ def test_a_segment_without_a_frame_is_not_ended():
 def test_at_offset_0_nothing_needs_a_snapshot():
     copy = a_copy(3)
     copy.disk.remove(segments.snapshot_name(0))
-    assert not copy.log.roll_if_no_snapshot() and copy.log.start_chain() == 0
-    first, second = copy.log.read(0, copy.log.end, 1 << 20).frames[:2]
+    assert not copy.log.roll_if_no_snapshot() and copy.log.stored.start_chain() == 0
+    first, second = copy.log.stored.read(0, copy.log.end, 1 << 20).frames[:2]
     damage(copy, second.offset, at=8)
     assert copy.log.chain_is(second.offset, first.chain)
 
@@ -478,7 +484,7 @@ def test_one_frame_of_another_history_within_a_segment_is_found_wherever_the_pie
         one.begin_epoch()
         one.fill(60, name=name)
     base, following = copy.log.bases[1:3]
-    frames = copy.log.read(base, following, 1 << 20).frames
+    frames = copy.log.stored.read(base, following, 1 << 20).frames
     for bad in frames[1:]:
         again = Copy(copy.disk.copy(), tail_bytes=0)
         theirs = stranger.whole()[bad.offset : bad.end]
@@ -487,7 +493,7 @@ def test_one_frame_of_another_history_within_a_segment_is_found_wherever_the_pie
             with pytest.raises(CorruptFrame) as found:
                 at, chain, is_whole = base, None, False
                 while not is_whole:
-                    at, chain, is_whole = again.log.verify(base, at, chain, bytes_max)
+                    at, chain, is_whole = again.log.stored.verify(base, at, chain, bytes_max)
             assert type(found.value) is CorruptFrame and found.value.offset in (bad.offset, bad.end), bytes_max
 
 
@@ -508,7 +514,7 @@ def test_nothing_is_written_behind_the_damage_however_much_the_other_copy_sends(
         copy.reopen()
     written, write = [], copy.disk.write
     copy.disk.write = lambda name, at, buffers: written.append(sum(map(len, buffers))) or write(name, at, buffers)
-    copy.log.repair(others(other, offset, other.log.end))
+    repair(copy.log, others(other, offset, other.log.end))
     assert copy.log.damage is None and written == [end - offset]
 
 
@@ -525,7 +531,7 @@ def test_frames_of_another_history_behind_the_damage_are_replaced_one_after_the_
     assert log.damage[:2] == (first, second)
     for _ in range(20):
         if log.damage is not None:
-            log.repair(other.whole()[log.damage.begin : log.damage.end])
+            repair(log, other.whole()[log.damage.begin : log.damage.end])
     if log.is_tail_cut:
         log.append_frames(log.end, memoryview(other.whole()[log.end :]))
         copy.flush()
@@ -547,11 +553,11 @@ def test_frames_of_another_history_are_taken_up_to_the_one_that_crosses_into_a_s
     log, whole = copy.reopen(), copy.disk.read(segments.log_name(border), 0, 1 << 20)
     assert log.damage[:2] == (parted, border) and log.health.is_unreplayed
     crossing = next(at for at, end in pairwise(frame_offsets(other, parted)) if at < border < end)
-    log.repair(others(other, parted, other.log.end))
+    repair(log, others(other, parted, other.log.end))
     assert log.damage[:2] == (crossing, border) and log.end == crossing
     image = copy.image()
     with pytest.raises(Diverged):
-        log.repair(others(other, crossing, other.log.end))
+        repair(log, others(other, crossing, other.log.end))
     assert copy.image() == image and copy.disk.read(segments.log_name(border), 0, 1 << 20) == whole
     log.cut(crossing, "another history")
     log.append_frames(crossing, memoryview(other.whole()[crossing:]))
@@ -564,7 +570,7 @@ def test_what_was_mended_outlives_a_power_cut():
     offset, end = frame_offsets(copy, 0)[10:12]
     damage(copy, offset)
     copy.log.damaged_at(CorruptFrame(offset, "test"))
-    copy.log.repair(others(other, offset, end))
+    repair(copy.log, others(other, offset, end))
     copy.disk.crash()
     copy.disk.reopen()
     assert copy.reopen().damage is None and copy.whole() == other.whole()
@@ -582,7 +588,7 @@ def test_what_was_mended_outlives_a_power_cut_also_if_the_process_ended_before_i
     copy.log.damaged_at(CorruptFrame(offset, "test"))
     copy.disk.sync = killed
     with pytest.raises(KeyboardInterrupt):
-        copy.log.repair(others(other, offset, end))
+        repair(copy.log, others(other, offset, end))
     del copy.disk.sync
     copy.disk.reopen()
     assert copy.reopen().damage is None and copy.whole() == other.whole()
@@ -597,7 +603,7 @@ def test_the_last_block_of_what_is_mended_is_written_whole_and_nothing_more(whic
     copy.begin_epoch()
     copy.fill(60, size=900)
     base, following = copy.log.bases[1:3]
-    frames, whole = copy.log.read(base, following, 1 << 20).frames, copy.whole()
+    frames, whole = copy.log.stored.read(base, following, 1 << 20).frames, copy.whole()
     begin, stop, end = frames[which].offset, frames[which].end, frames[which + 4].offset
     copy.log.damaged_at(CorruptFrame(begin, "test"))
     copy.log.damage = copy.log.damage._replace(end=end)
@@ -608,10 +614,10 @@ def test_the_last_block_of_what_is_mended_is_written_whole_and_nothing_more(whic
         write(name, at, buffers)
 
     copy.disk.write = watched
-    copy.log.repair(whole[begin:stop])
+    repair(copy.log, whole[begin:stop])
     block_end = -(-(stop - base) // BLOCK_BYTES) * BLOCK_BYTES
     assert written == [(begin - base, min(block_end, end - base))] and copy.log.damage[:2] == (stop, end)
-    copy.log.repair(whole[stop:end])
+    repair(copy.log, whole[stop:end])
     assert copy.log.damage is None and copy.whole() == whole
 
 
@@ -629,11 +635,11 @@ def test_damage_that_begins_before_the_place_where_it_was_met_is_mended_from_the
     copy.log.damaged_at(CorruptFrame(offsets[3], "met here"))
     begin, theirs_end = offsets[1] if has_snapshot else base, following if is_all else offsets[-2]
     with pytest.raises(Diverged):
-        copy.log.repair(others(other, offsets[3], theirs_end))
+        repair(copy.log, others(other, offsets[3], theirs_end))
     assert copy.log.damage[:2] == (begin, following)
-    copy.log.repair(others(other, begin, theirs_end))
+    repair(copy.log, others(other, begin, theirs_end))
     assert (copy.log.damage is None) if is_all else copy.log.damage[:2] == (theirs_end, following)
-    assert copy.log.read_bytes(base, theirs_end) == other.log.read_bytes(base, theirs_end)
+    assert copy.log.stored.read_bytes(base, theirs_end) == other.log.stored.read_bytes(base, theirs_end)
 
 
 def test_frames_that_continue_what_is_before_the_damage_and_not_what_is_behind_it_are_refused():
@@ -645,7 +651,7 @@ def test_frames_that_continue_what_is_before_the_damage_and_not_what_is_behind_i
     damage(copy, offset)
     copy.log.damaged_at(CorruptFrame(offset, "test"))
     with pytest.raises(Diverged):
-        copy.log.repair(others(stranger, offset, end))
+        repair(copy.log, others(stranger, offset, end))
 
 
 def test_damage_is_mended_up_to_where_the_other_copy_has_another_epoch():
@@ -665,11 +671,11 @@ def test_damage_is_mended_up_to_where_the_other_copy_has_another_epoch():
     copy.log.damaged_at(CorruptFrame(begin, "test"))
     assert copy.log.damage[:2] == (begin, end) and begin < parted < end
     assert not copy.log.chain_is(parted, other.log.state.epochs[-1].chain)
-    copy.log.repair(other.whole()[begin:])
+    repair(copy.log, other.whole()[begin:])
     assert copy.log.damage[:2] == (parted, end)
     image = copy.image()
     with pytest.raises(Diverged):
-        copy.log.repair(other.whole()[parted:])
+        repair(copy.log, other.whole()[parted:])
     assert copy.image() == image
     assert copy.log.chain_is(parted, other.log.state.epochs[-1].chain)
     copy.log.cut(parted, "conflict")

@@ -152,7 +152,7 @@ def test_copies_agree_on_their_longest_common_prefix_whatever_their_histories(ha
 
 def test_slave_behind_the_oldest_segment_is_seeded_and_one_within_it_follows():
     whole, late = LOGS[1, 1, 2, 3], history((1, 1, 2, 3), drop=2)
-    base, chain, _ = late.log.seed_start()
+    base, chain, _ = late.log.stored.seed_start()
     assert 0 < late.log.start == base < late.log.end
     for epochs in HISTORIES:
         slave = LOGS[epochs]

@@ -492,7 +492,7 @@ def test_a_slave_that_was_away_was_not_rolled_back():
 
 
 def promised(copies: Copies, broker: Broker, term: int = 2) -> None:
-    broker.node.prepare_failover(1, hold_ms=1_000, silent_ms=0, heard_ms_ago=None, promised_term=term)
+    broker.node.changes.prepare_failover(1, hold_ms=1_000, silent_ms=0, heard_ms_ago=None, promised_term=term)
 
 
 def test_a_promise_outlives_a_restart_and_nobody_confirms_to_an_older_master():
@@ -502,13 +502,13 @@ def test_a_promise_outlives_a_restart_and_nobody_confirms_to_an_older_master():
     copies.c.crash()
     copies.c.assign(Role.SLAVE, 1, slaves=2)
     copies.c.wait(5_000)  # the time for which it holds still is over
-    assert copies.c.node.is_held
+    assert copies.c.node.changes.is_held
     copies.cut("c")
     copies.wires["c"].connect()
     copies.settle()
     assert copies.state("c") is not FollowerState.IN_SYNC
     copies.c.assign(Role.SLAVE, 2, slaves=2)
-    assert not copies.c.node.is_held
+    assert not copies.c.node.changes.is_held
 
 
 def test_a_copy_that_restarted_promises_only_by_an_operators_word_that_its_master_never_returns():
@@ -518,11 +518,15 @@ def test_a_copy_that_restarted_promises_only_by_an_operators_word_that_its_maste
     copies.c.assign(Role.SLAVE, 1, slaves=2)
     with pytest.raises(OperatorError, match="was not in sync since it began"):
         promised(copies, copies.c)
-    copies.c.node.prepare_failover(1, hold_ms=1_000, silent_ms=0, heard_ms_ago=None, promised_term=2, master_gone=True)
+    copies.c.node.changes.prepare_failover(
+        1, hold_ms=1_000, silent_ms=0, heard_ms_ago=None, promised_term=2, master_gone=True
+    )
     assert copies.c.node.identity.value.promised == 2
     copies.b.node.identity.next_boot(1, above=0)
     with pytest.raises(OperatorError, match="is not whole"):
-        copies.b.node.prepare_failover(1, hold_ms=1, silent_ms=0, heard_ms_ago=None, promised_term=2, master_gone=True)
+        copies.b.node.changes.prepare_failover(
+            1, hold_ms=1, silent_ms=0, heard_ms_ago=None, promised_term=2, master_gone=True
+        )
 
 
 def test_who_promised_is_no_master_of_an_older_term():
@@ -556,29 +560,29 @@ def test_a_swap_waits_for_the_slave_that_is_to_be_the_master():
     stored = client.produce("m1")
     copies.wires["b"].settle()
     target = copies.c.node.identity.value.incarnation
-    copies.a.node.prepare_swap(1, 1_000, target=target)
+    copies.a.node.changes.prepare_swap(1, 1_000, target=target)
     assert client.answered(stored) and not copies.a.master.is_drained_to(target)
     with pytest.raises(OperatorError, match="took new messages"):
-        copies.a.node.promise_swap(2, target=target)
+        copies.a.node.changes.promise_swap(2, target=target)
     copies.settle()
     assert copies.a.master.is_drained_to(target)
-    copies.a.node.promise_swap(2, target=target)
+    copies.a.node.changes.promise_swap(2, target=target)
 
 
 def test_a_swap_with_a_slave_that_is_not_in_sync_is_refused():
     copies = Copies().start()
     copies.cut("c")
     with pytest.raises(OperatorError, match="not in sync"):
-        copies.a.node.prepare_swap(1, 1_000, target=copies.c.node.identity.value.incarnation)
+        copies.a.node.changes.prepare_swap(1, 1_000, target=copies.c.node.identity.value.incarnation)
 
 
 def test_a_master_that_promised_takes_nothing_new_whatever_time_goes_by():
     copies = Copies().start()
-    copies.a.node.prepare_swap(1, 500, target=copies.b.node.identity.value.incarnation)
+    copies.a.node.changes.prepare_swap(1, 500, target=copies.b.node.identity.value.incarnation)
     copies.settle()
-    copies.a.node.promise_swap(2)
+    copies.a.node.changes.promise_swap(2)
     copies.a.wait(5_000)
-    copies.a.node.cancel_swap()
+    copies.a.node.changes.cancel_swap()
     assert Reason.DRAINING in copies.a.master.readonly
     copies.start(term=2)  # it was not swapped after all: the row has the promised term, and the same master
     assert copies.a.node.writable
@@ -586,9 +590,9 @@ def test_a_master_that_promised_takes_nothing_new_whatever_time_goes_by():
 
 def test_a_master_that_promised_does_not_begin_anew_in_its_old_term():
     copies = Copies().start()
-    copies.a.node.prepare_swap(1, 500, target=copies.b.node.identity.value.incarnation)
+    copies.a.node.changes.prepare_swap(1, 500, target=copies.b.node.identity.value.incarnation)
     copies.settle()
-    copies.a.node.promise_swap(2)
+    copies.a.node.changes.promise_swap(2)
     copies.a.node._begin_anew(IllegalTransition("a state without this move"))
     copies.settle()
     assert copies.a.node.role is None and not copies.a.node.writable
@@ -599,11 +603,11 @@ def test_a_master_that_promised_does_not_begin_anew_in_its_old_term():
 
 def test_a_master_that_took_new_messages_meanwhile_promises_nothing():
     copies = Copies().start()
-    copies.a.node.prepare_swap(1, 500)
+    copies.a.node.changes.prepare_swap(1, 500)
     copies.a.wait(1_000)
     Client(copies.a).produce("m1")
     with pytest.raises(OperatorError, match="took new messages"):
-        copies.a.node.promise_swap(2)
+        copies.a.node.changes.promise_swap(2)
     assert copies.a.node.identity.value.promised == 0
 
 
@@ -630,7 +634,7 @@ def test_deleting_is_agreed_by_the_clocks_of_all_slaves_in_sync():
         node.clocks.record(name, copies.a.host.now_ms(), monotonic_ms=copies.a.host.monotonic_ms())
     node.decide_retention(Asked())
     asked_once = len(asked)
-    node.prepare_swap(1, 1_000)
+    node.changes.prepare_swap(1, 1_000)
     node.decide_retention(Asked())
     assert len(asked) == asked_once == 1
     assert {METASERVER, f"{SLAVE} b:20881", f"{SLAVE} c:20881"} == set(node.clocks_ahead_ms())

@@ -24,6 +24,7 @@ class FakeLog:
     def __init__(self) -> None:
         self.state, self.end = SimpleNamespace(retry_ms=0), 0
         self.appended, self.damages = [], []
+        self.stored = self
         self.is_damaged = lambda problem: True
         self.damaged_at = self.damages.append
 
@@ -123,6 +124,6 @@ def test_a_request_is_answered_as_soon_as_what_is_written_is_safe_or_with_what_c
 @pytest.mark.parametrize("is_damaged", [True, False])
 def test_what_cannot_be_read_now_makes_the_group_readonly(is_damaged):
     one, problem = mastership(), CorruptFrame(8, "met")
-    one.log.is_damaged = lambda asked: asked is problem and is_damaged
+    one.log.stored.is_damaged = lambda asked: asked is problem and is_damaged
     one.found_damage(problem)
     assert (Reason.CORRUPT in one.readonly) is is_damaged and one.log.damages == [problem] * is_damaged

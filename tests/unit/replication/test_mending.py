@@ -7,7 +7,7 @@ import pytest
 from qmq.errors import CorruptFrame, Diverged, OperatorError
 from qmq.log.frame import FrameKind
 from qmq.log.recovery import Damage
-from qmq.replication.node import _is_other_history
+from qmq.replication.copy_repair import _is_other_history
 from qmq.replication.points import Point
 from qmq.types import Epoch, Role
 from tests.unit.broker.world import Broker, Client, Group
@@ -38,7 +38,7 @@ def met(broker: Broker, sequence: int) -> int:
     """A reader meets a damaged message, as the scrub does."""
     offset = damage(broker, sequence)
     with pytest.raises(CorruptFrame) as found:
-        broker.log.read(offset, broker.log.end, 1)
+        broker.log.stored.read(offset, broker.log.end, 1)
     broker.node.found_damage(found.value)
     assert broker.log.damage.begin == offset
     return offset
@@ -70,8 +70,8 @@ def quarantined(broker: Broker, folder: str = "") -> bool:
 
 def test_a_log_that_is_whole_needs_nothing():
     group = stored()
-    assert group.a.node.plan_repair(0, group.b.log.end) is None
-    group.a.node.repair(0, b"what nobody asked for")
+    assert group.a.node.repairs.plan(0, group.b.log.end) is None
+    group.a.node.repairs.apply(0, b"what nobody asked for")
     assert group.a.node.writable
 
 
@@ -81,9 +81,9 @@ def test_what_a_reader_meets_is_fetched_and_the_copy_is_whole_again(is_master):
     broken, whole = (group.a, group.b) if is_master else (group.b, group.a)
     offset, role = met(broken, 1), broken.node.role
     assert broken.node.readonly_reasons == ["corrupt"]
-    begin, end = broken.node.plan_repair(whole.log.start, whole.log.flushed_end)
+    begin, end = broken.node.repairs.plan(whole.log.start, whole.log.flushed_end)
     assert begin == offset and broken.log.damage.end == end
-    broken.node.repair(begin, whole.log.read_bytes(begin, end))
+    broken.node.repairs.apply(begin, whole.log.stored.read_bytes(begin, end))
     assert broken.log.damage is None and broken.node.readonly_reasons == []
     assert quarantined(broken) and group.a.node.writable and broken.node.role is role
 
@@ -91,8 +91,8 @@ def test_what_a_reader_meets_is_fetched_and_the_copy_is_whole_again(is_master):
 def test_a_broker_begins_once_what_it_could_not_replay_is_fetched():
     group = stored()
     end, begin = group.b.log.end, unreplayed(group.b, first_of_newest(group.b))
-    wanted = group.b.node.plan_repair(0, group.a.log.flushed_end)
-    group.b.node.repair(begin, group.a.log.read_bytes(*wanted))
+    wanted = group.b.node.repairs.plan(0, group.a.log.flushed_end)
+    group.b.node.repairs.apply(begin, group.a.log.stored.read_bytes(*wanted))
     assert group.b.node.slave is not None and group.b.log.end == end and group.b.node.readonly_reasons == []
 
 
@@ -104,7 +104,7 @@ def test_a_damaged_segment_that_the_other_copy_has_not_goes(is_agreed):
     second = group.a.log.bases[1]
     if is_agreed:
         group.a.log.state.kept.start = second
-    assert group.a.node.plan_repair(second, group.b.log.end) is None
+    assert group.a.node.repairs.plan(second, group.b.log.end) is None
     assert group.a.log.start == second and group.a.log.damage is None and group.a.node.writable
     aside = f"/{0:020d}-{second:020d}-damaged-and-not-at-the-other-copy-0"
     assert quarantined(group.a, aside) is not is_agreed
@@ -115,7 +115,7 @@ def test_segments_that_are_whole_stay_though_the_other_copy_has_them_no_more():
     met(group.a, 1)
     _, second, third = group.a.log.bases[:3]
     group.a.log.state.kept.start = third
-    assert group.a.node.plan_repair(third, group.b.log.end) is None
+    assert group.a.node.repairs.plan(third, group.b.log.end) is None
     assert group.a.log.start == second and group.a.log.damage is None
 
 
@@ -123,14 +123,14 @@ def test_segments_that_the_other_copy_has_stay_though_damage_lies_before_its_sta
     group = stored()
     met(group.a, 1)
     bases = list(group.a.log.bases)
-    assert group.a.node.plan_repair(bases[1] - 8, group.b.log.end) is None
+    assert group.a.node.repairs.plan(bases[1] - 8, group.b.log.end) is None
     assert group.a.log.bases == bases and group.a.master.readonly.reasons == ["corrupt"]
 
 
 def test_a_log_that_ends_before_the_other_copy_begins_is_set_aside_whole():
     group = stored()
     begin = unreplayed(group.b, first_of_newest(group.b))
-    assert group.b.node.plan_repair(begin + 8, group.a.log.end) is None
+    assert group.b.node.repairs.plan(begin + 8, group.a.log.end) is None
     assert group.b.log.is_empty and group.b.node.slave is not None
     assert quarantined(group.b, f"/{0:020d}-{begin:020d}-damaged-and-dropped-by-the-other-copy-0")
 
@@ -155,7 +155,7 @@ def written_alone_and_damaged() -> tuple[Group, int]:
 @pytest.mark.parametrize("has_more", [0, 8])
 def test_damage_that_the_other_copy_has_not_to_its_end_is_cut_if_it_was_never_acknowledged(has_more):
     group, offset = written_alone_and_damaged()
-    assert group.a.node.plan_repair(0, offset + has_more) is None
+    assert group.a.node.repairs.plan(0, offset + has_more) is None
     assert group.a.log.damage is None and group.a.log.end == offset and quarantined(group.a)
     assert group.a.node.master is not None
 
@@ -163,7 +163,7 @@ def test_damage_that_the_other_copy_has_not_to_its_end_is_cut_if_it_was_never_ac
 def test_damage_that_was_acknowledged_is_never_cut():
     group = stored()
     begin = unreplayed(group.b, first_of_newest(group.b))
-    assert group.b.node.plan_repair(0, begin) is None  # the other copy lost it, too
+    assert group.b.node.repairs.plan(0, begin) is None  # the other copy lost it, too
     assert group.b.log.damage is not None and not quarantined(group.b) and group.b.node.role is None
 
 
@@ -171,14 +171,14 @@ def test_of_acknowledged_damage_that_the_other_copy_has_in_part_that_part_is_fet
     group = stored()
     begin = unreplayed(group.b, first_of_newest(group.b))
     assert begin + 8 < group.b.log.damage.end
-    assert group.b.node.plan_repair(0, begin + 8) == (begin, begin + 8)
+    assert group.b.node.repairs.plan(0, begin + 8) == (begin, begin + 8)
 
 
 def test_a_master_leaves_its_role_before_it_mends_damage_in_part():
     group = stored()
     begin = met(group.a, 1)
     group.a.log.state.high_watermark = group.a.log.end
-    assert group.a.node.plan_repair(0, begin + 8) == (begin, begin + 8)
+    assert group.a.node.repairs.plan(0, begin + 8) == (begin, begin + 8)
     assert group.a.node.role is None
     group.a.assign(Role.MASTER, 1)
     assert group.a.node.master is not None, "until the next attempt"
@@ -188,7 +188,7 @@ def test_what_the_other_copy_has_from_the_damage_on_to_its_end_is_fetched():
     group = stored()
     (first,) = (ref.begin for ref in group.a.log.frames("s", 0, COUNT) if ref.offset == group.a.log.bases[1])
     begin = met(group.a, first)
-    assert group.a.node.plan_repair(begin, group.a.log.damage.end) == (begin, group.a.log.damage.end)
+    assert group.a.node.repairs.plan(begin, group.a.log.damage.end) == (begin, group.a.log.damage.end)
     assert group.a.log.start == 0 and group.a.node.role is not None
 
 
@@ -196,7 +196,7 @@ def test_who_leaves_its_role_saves_what_it_knows_to_be_acknowledged():
     group = stored()
     begin = met(group.a, 1)
     group.a.log.state.high_watermark = group.a.log.end
-    group.a.node.plan_repair(0, begin + 8)
+    group.a.node.repairs.plan(0, begin + 8)
     points = group.a.node.identity.points
     assert points.own.end == group.a.log.end and not points.is_newer_than_saved
 
@@ -211,16 +211,16 @@ def test_what_is_still_being_written_is_on_disk_before_damage_goes(theirs_start,
     group.a.host.settle()
     group.a.disk.flip(f"log/{base:020d}.log", 8 * (offset - base + 20))
     with pytest.raises(CorruptFrame) as found:
-        group.a.log.read(offset, group.a.log.end, 1)
+        group.a.log.stored.read(offset, group.a.log.end, 1)
     group.a.node.found_damage(found.value)
     group.a.master._mastership.append(FrameKind.EPOCH, "", b"{}      ")
     assert group.a.host.turn() and not group.a.log.is_idle
     end = group.a.log.end
     for start in (0, theirs_start):
-        assert group.a.node.plan_repair(start, max(start, offset)) is None
+        assert group.a.node.repairs.plan(start, max(start, offset)) is None
         assert group.a.node.role is None and group.a.log.end == end and not set_aside(group.a)
     group.a.host.fsync()
-    assert group.a.node.plan_repair(theirs_start, max(theirs_start, offset)) is None
+    assert group.a.node.repairs.plan(theirs_start, max(theirs_start, offset)) is None
     assert group.a.log.damage is None and group.a.node.master is not None
     assert group.a.log.end == (0 if theirs_start else offset)
     assert why in "".join(set_aside(group.a)) and set_aside(group.a)
@@ -234,16 +234,16 @@ def other_history(group: Group) -> bytes:
         client.produce(f"n{number}", size=900)
         other.settle()
     assert other.a.log.bases == group.a.log.bases
-    return other.a.log.read_bytes(0, other.a.log.end)
+    return other.a.log.stored.read_bytes(0, other.a.log.end)
 
 
 def test_frames_of_another_history_mend_nothing_in_a_log_that_is_used():
     group = stored()
     begin = met(group.a, 1)
-    wanted = group.a.node.plan_repair(0, group.b.log.end)
+    wanted = group.a.node.repairs.plan(0, group.b.log.end)
     strange = other_history(group)
     with pytest.raises((CorruptFrame, Diverged)):
-        group.a.node.repair(begin, strange[slice(*wanted)])
+        group.a.node.repairs.apply(begin, strange[slice(*wanted)])
     assert group.a.log.damage.begin == begin and group.a.node.role is not None and not quarantined(group.a)
 
 
@@ -252,7 +252,7 @@ def test_a_log_that_could_not_be_replayed_is_cut_where_the_other_copy_has_anothe
     group = stored()
     begin = unreplayed(group.b, first_of_newest(group.b))
     damaged, strange = group.b.log.damage, other_history(group)
-    group.b.node.repair(begin, strange[begin : damaged.end])
+    group.b.node.repairs.apply(begin, strange[begin : damaged.end])
     assert group.b.log.damage is damaged and not quarantined(group.b)
 
 
@@ -266,7 +266,7 @@ def test_what_was_written_alone_is_cut_where_the_other_copy_has_another_history(
     for _ in range(4):
         group.b.master._mastership.append(FrameKind.EPOCH, "", b"{}      ")
     group.b.host.settle()
-    first = group.b.log.read(parted, group.b.log.end, 1).frames[0]
+    first = group.b.log.stored.read(parted, group.b.log.end, 1).frames[0]
     for size in (first.body_bytes, 8, 8):
         group.a.master._mastership.append(FrameKind.EPOCH, "", b"{}".ljust(size))
     group.a.host.settle()
@@ -275,7 +275,7 @@ def test_what_was_written_alone_is_cut_where_the_other_copy_has_another_history(
     group.a.crash()
     group.a.assign(Role.MASTER, 1)
     assert group.a.node.role is None and group.a.log.damage.begin == first.end
-    group.a.node.repair(first.end, group.b.log.read_bytes(first.end, group.b.log.end))
+    group.a.node.repairs.apply(first.end, group.b.log.stored.read_bytes(first.end, group.b.log.end))
     assert group.a.log.damage is None and group.a.log.end == first.end and set_aside(group.a)
     assert group.a.node.master is not None
 
@@ -286,12 +286,12 @@ def test_a_master_stays_readonly_while_some_of_its_log_is_damaged():
     for ref in (first, second):
         group.a.disk.flip(f"log/{0:020d}.log", 8 * (ref.offset + 20))
     with pytest.raises(CorruptFrame) as found:
-        group.a.log.read(first.offset, group.a.log.end, 1)
+        group.a.log.stored.read(first.offset, group.a.log.end, 1)
     group.a.node.found_damage(found.value)
-    group.a.node.repair(first.offset, group.b.log.read_bytes(first.offset, second.offset))
+    group.a.node.repairs.apply(first.offset, group.b.log.stored.read_bytes(first.offset, second.offset))
     left = group.a.log.damage
     assert left.begin == second.offset and group.a.master.readonly.reasons == ["corrupt"]
-    group.a.node.repair(left.begin, group.b.log.read_bytes(left.begin, left.end))
+    group.a.node.repairs.apply(left.begin, group.b.log.stored.read_bytes(left.begin, left.end))
     assert group.a.node.writable
 
 
@@ -303,7 +303,7 @@ def test_of_two_segments_the_older_one_may_go_and_the_only_one_stays(segments):
         group.settle()
     met(group.a, 0)
     assert (
-        len(group.a.log.bases) == segments and group.a.node.plan_repair(group.a.log.bases[-1] or 500, 1 << 40) is None
+        len(group.a.log.bases) == segments and group.a.node.repairs.plan(group.a.log.bases[-1] or 500, 1 << 40) is None
     )
     assert group.a.node.writable is (segments == 2) and len(group.a.log.bases) == 1
 
@@ -312,7 +312,7 @@ def test_frames_that_are_damaged_themselves_prove_no_other_history():
     group = stored()
     begin = unreplayed(group.b, first_of_newest(group.b))
     with pytest.raises(CorruptFrame):
-        group.b.node.repair(begin, bytes(group.b.log.damage.end - begin))
+        group.b.node.repairs.apply(begin, bytes(group.b.log.damage.end - begin))
     assert group.b.log.damage.begin == begin and not quarantined(group.b)
 
 
@@ -331,7 +331,7 @@ def test_frames_that_do_not_join_prove_another_history_where_they_lie_over_the_d
     group = stored()
     refs = group.a.log.frames("s", 0, COUNT)
     inside = Damage(refs[3].offset, refs[6].offset, "")
-    data = group.a.log.read_bytes(refs[first].offset, refs[end].offset)
+    data = group.a.log.stored.read_bytes(refs[first].offset, refs[end].offset)
     assert _is_other_history(refs[first].offset, data, inside) is is_other
 
 
@@ -339,7 +339,7 @@ def test_frames_that_do_not_join_prove_another_history_where_they_lie_over_the_d
 def test_a_frame_over_the_place_where_the_damage_begins_proves_another_history(begins, is_other):
     group = stored()
     refs = group.a.log.frames("s", 0, COUNT)
-    data = group.a.log.read_bytes(refs[2].offset, refs[4].offset)
+    data = group.a.log.stored.read_bytes(refs[2].offset, refs[4].offset)
     assert _is_other_history(refs[2].offset, data, Damage(refs[3].offset + begins, refs[6].offset, "")) is is_other
 
 
@@ -397,19 +397,19 @@ def test_an_order_to_wait_for_a_failover_is_of_one_term():
     group = stored()
     for broker, term in ((group.b, 2), (group.b, 0), (group.a, 1)):
         with pytest.raises(OperatorError, match=f"not the slave of g1 in term {term}"):
-            broker.node.prepare_failover(term, hold_ms=1_000, silent_ms=0, heard_ms_ago=None)
-    assert not group.b.node.is_held
+            broker.node.changes.prepare_failover(term, hold_ms=1_000, silent_ms=0, heard_ms_ago=None)
+    assert not group.b.node.changes.is_held
 
 
 def test_who_waits_for_a_failover_goes_on_when_it_does_not_come():
     group = stored()
-    group.b.node.prepare_failover(1, hold_ms=1_000, silent_ms=0, heard_ms_ago=None)
+    group.b.node.changes.prepare_failover(1, hold_ms=1_000, silent_ms=0, heard_ms_ago=None)
     changes = group.b.host.role_changes
-    assert group.b.node.is_held
+    assert group.b.node.changes.is_held
     group.b.wait(1_000)
-    assert group.b.node.is_held and group.b.host.role_changes == changes
+    assert group.b.node.changes.is_held and group.b.host.role_changes == changes
     group.b.wait(1)
-    assert not group.b.node.is_held and group.b.host.role_changes == changes + 1
+    assert not group.b.node.changes.is_held and group.b.host.role_changes == changes + 1
 
 
 # What the oldest segment is still needed for.

@@ -35,7 +35,7 @@ def a_group(**changes) -> Group:
 
 
 def hold(broker: Broker, term: int = 1, **words) -> None:
-    broker.node.prepare_failover(term, **({"hold_ms": HOLD_MS, "silent_ms": 500, "heard_ms_ago": None} | words))
+    broker.node.changes.prepare_failover(term, **({"hold_ms": HOLD_MS, "silent_ms": 500, "heard_ms_ago": None} | words))
 
 
 # Rows.
@@ -112,7 +112,7 @@ def test_a_directory_of_another_group_takes_no_part():
 def test_a_part_is_told_to_who_connects_once_it_is_taken(monkeypatch):
     group, told = a_group(), []
     node, host = group.b.node, group.b.host
-    monkeypatch.setattr(host, "role_changed", lambda: told.append((type(node.role).__name__, node.is_held)))
+    monkeypatch.setattr(host, "role_changed", lambda: told.append((type(node.role).__name__, node.changes.is_held)))
     hold(group.b)
     group.b.assign(Role.SLAVE, 2)
     hold(group.b, 1, master_gone=True)
@@ -122,7 +122,7 @@ def test_a_part_is_told_to_who_connects_once_it_is_taken(monkeypatch):
 
 def test_a_new_part_forgets_what_the_one_before_was_told(caplog):
     group = a_group()
-    group.a.node.prepare_swap(1, HOLD_MS)
+    group.a.node.changes.prepare_swap(1, HOLD_MS)
     assert group.a.node.quiet_ms() == 0
     group.cut()
     group.a.assign(Role.SLAVE, 2)
@@ -153,7 +153,7 @@ def test_copies_that_agree_again_do_not_differ():
 def test_a_broker_without_a_part_sends_everybody_away():
     broker = Broker("new")
     client = Client(broker)
-    assert not broker.node.is_disk_full and not broker.node.is_held
+    assert not broker.node.is_disk_full and not broker.node.changes.is_held
     assert client.code(client.produce("m")) == ErrorCode.NOT_MASTER and broker.node.quiet_ms() == 0
     broker.node.link_lost(client.link)
     broker.node.found_damage(CorruptFrame(0, "met by who reads what others wrote"))
@@ -260,15 +260,15 @@ def test_a_slave_whose_master_is_gone_follows_nobody_and_begins_at_once():
     assert not group.at_slave.is_open and group.b.node.quiet_ms() == 0
     group.cut()
     group.b.assign(Role.MASTER, 2)
-    assert group.b.master.has_begun and not group.b.node.is_held
+    assert group.b.master.has_begun and not group.b.node.changes.is_held
 
 
 def test_a_slave_connects_again_once_the_time_for_a_failover_is_over(monkeypatch):
     group, told = a_group(), []
     hold(group.b)
-    monkeypatch.setattr(group.b.host, "role_changed", lambda: told.append(group.b.node.is_held))
+    monkeypatch.setattr(group.b.host, "role_changed", lambda: told.append(group.b.node.changes.is_held))
     group.b.wait(HOLD_MS)
-    assert told == [] and group.b.node.is_held
+    assert told == [] and group.b.node.changes.is_held
     group.b.wait(1)
     assert told == [False]
 
@@ -288,7 +288,7 @@ def test_a_master_that_is_heard_is_not_gone(heard_ms_ago, is_gone):
     else:
         with pytest.raises(OperatorError, match=f"was heard {heard_ms_ago} ms ago"):
             hold(group.b, heard_ms_ago=heard_ms_ago)
-    assert group.b.node.is_held is is_gone and group.at_slave.is_open is not is_gone
+    assert group.b.node.changes.is_held is is_gone and group.at_slave.is_open is not is_gone
 
 
 @pytest.mark.parametrize(
@@ -303,7 +303,7 @@ def test_a_copy_that_may_lack_something_takes_no_part_in_a_failover(harm):
     harm(group.b.node)
     with pytest.raises(OperatorError, match="was not in sync since it began, or is not whole"):
         hold(group.b, promised_term=2)
-    assert not group.b.node.is_held and group.b.node.identity.value.promised == 0
+    assert not group.b.node.changes.is_held and group.b.node.identity.value.promised == 0
 
 
 @pytest.mark.parametrize(
@@ -324,7 +324,7 @@ def test_an_operator_who_knows_that_the_master_is_gone_is_believed_of_a_whole_co
     else:
         with pytest.raises(OperatorError, match="is not whole"):
             hold(group.b, master_gone=True)
-    assert group.b.node.is_held is may
+    assert group.b.node.changes.is_held is may
 
 
 # Swap.
@@ -332,7 +332,7 @@ def test_an_operator_who_knows_that_the_master_is_gone_is_believed_of_a_whole_co
 
 def test_a_swap_that_does_not_come_is_over_after_its_time():
     group = a_group()
-    group.a.node.prepare_swap(1, HOLD_MS)
+    group.a.node.changes.prepare_swap(1, HOLD_MS)
     group.a.wait(HOLD_MS)
     assert group.a.node.readonly_reasons == [Reason.DRAINING]
     group.a.wait(1)
@@ -347,7 +347,7 @@ def test_a_swap_that_does_not_come_is_over_after_its_time():
 def test_a_swap_of_another_term_is_refused(term):
     group = a_group()
     with pytest.raises(OperatorError, match=f"not the master of g1 in term {term}"):
-        group.a.node.prepare_swap(term, HOLD_MS)
+        group.a.node.changes.prepare_swap(term, HOLD_MS)
     assert group.a.node.writable
 
 
@@ -357,31 +357,31 @@ def test_a_master_that_waits_for_its_slave_swaps_with_nobody():
     group.a.crash()
     group.a.assign(Role.MASTER, 1)
     with pytest.raises(OperatorError, match="not the master of g1"):
-        group.a.node.prepare_swap(1, HOLD_MS)
+        group.a.node.changes.prepare_swap(1, HOLD_MS)
     with pytest.raises(OperatorError, match="took new messages"):
-        group.a.node.promise_swap(2)
+        group.a.node.changes.promise_swap(2)
     with pytest.raises(NotServed, match="waits for its slave"):
         group.a.node.acting_master()
 
 
 def test_a_swap_that_is_called_off_in_the_promised_term_goes_on_taking_messages():
     group = a_group()
-    group.a.node.prepare_swap(1, HOLD_MS)
-    group.a.node.promise_swap(2)
+    group.a.node.changes.prepare_swap(1, HOLD_MS)
+    group.a.node.changes.promise_swap(2)
     assert group.a.node.identity.value.promised == 2 and group.a.node.quiet_ms() == QUIET_MS
     group.a.wait(10 * HOLD_MS)
     assert group.a.node.readonly_reasons == [Reason.DRAINING]
     group.start(2)
-    group.a.node.prepare_swap(2, HOLD_MS)
-    group.a.node.cancel_swap()
+    group.a.node.changes.prepare_swap(2, HOLD_MS)
+    group.a.node.changes.cancel_swap()
     assert group.a.node.writable
 
 
 def test_a_slave_has_no_swap_to_call_off():
     group = a_group()
-    group.b.node.cancel_swap()
+    group.b.node.changes.cancel_swap()
     with pytest.raises(OperatorError, match="not the master of g1 any more"):
-        group.b.node.promise_swap(2)
+        group.b.node.changes.promise_swap(2)
     assert group.b.node.identity.value.promised == 0
 
 

@@ -84,7 +84,7 @@ def test_catching_up_keeps_to_its_rate():
 @pytest.mark.parametrize(("more", "reads"), [(1, 2), (0, 1)])
 def test_catching_up_begins_with_a_tenth_of_a_seconds_bytes(more, reads):
     copy = a_copy(tail_bytes=0)
-    size = len(copy.log.read(0, copy.log.end, shipping.PACKET_BYTES).data)
+    size = len(copy.log.stored.read(0, copy.log.end, shipping.PACKET_BYTES).data)
     shipper, link, host = shipped_from(copy, bytes_per_s=10 * (size + more))
     shipper.ship()
     while host.do_read():
@@ -155,7 +155,7 @@ def test_copy_that_cannot_be_read_closes_the_link():
         pass
     assert not link.is_open or shipper.position < copy.log.end
     with pytest.raises(CorruptFrame):
-        copy.log.read(shipper.position, copy.log.end, 1 << 20)
+        copy.log.stored.read(shipper.position, copy.log.end, 1 << 20)
 
 
 def test_reading_goes_on_with_the_byte_that_the_rate_allows():

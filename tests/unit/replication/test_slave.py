@@ -59,7 +59,7 @@ def test_a_slave_takes_what_belongs_to_its_state_and_refuses_the_rest(action, ta
         agreement = Agreement(epoch, action, end, chain, end)
         group.b.node.agreed(group.at_slave, memoryview(agreement.encode()))
     confirmation = commands.encode_confirmation(Confirmation(epoch, end, chain))
-    base, _, snapshot = group.a.log.seed_start()
+    base, _, snapshot = group.a.log.stored.seed_start()
     state = group.b.slave.life.state
     packets = {
         Command.FRAMES: bytes(commands.offset_header(end)),
@@ -329,7 +329,7 @@ def test_a_slave_that_cannot_tell_whether_its_log_is_its_masters_is_damaged(acti
     b.wait(SETTINGS.slave_wait_ms)
     b.host.settle()
     assert b.log.bases[-1] < at < b.log.end
-    chain = b.log.read(0, at, 1 << 20).chain if b.log.bases == [0] else b.log.state.epochs[-1].chain
+    chain = b.log.stored.read(0, at, 1 << 20).chain if b.log.bases == [0] else b.log.state.epochs[-1].chain
     b.assign(Role.SLAVE, 3)
     b.slave.connected(link := FakeLink("master"))
     if is_damaged:

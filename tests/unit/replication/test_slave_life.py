@@ -35,7 +35,7 @@ def test_a_slave_that_follows_takes_no_second_snapshot():
     replace_slave(group)
     group.settle()
     assert states(group) == [S.AWAITING_FLUSH, S.HELLO_SENT, S.AWAITING_SNAPSHOT, S.FOLLOWING]
-    base, _, snapshot = group.a.log.seed_start()
+    base, _, snapshot = group.a.log.stored.seed_start()
     quarantine, end = group.b.disk.names("quarantine"), group.b.log.end
     body = memoryview(bytes(offset_header(base)) + bytes(snapshot))
     group.b.node.packet_received(group.at_slave, Packet(Command.SNAPSHOT, 0, ONE_WAY, Command.SNAPSHOT, body))

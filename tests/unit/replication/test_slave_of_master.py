@@ -369,7 +369,7 @@ def test_a_slave_that_has_no_more_follows_while_another_one_restores_and_nothing
 def test_frames_of_another_link_are_none_of_the_slave_that_restores():
     copies = with_a_new_master()
     assert said_hello(copies, "b") == 0
-    stranger, data = FakeLink("stranger"), copies.b.log.read(0, copies.b.log.end, 1 << 20).data
+    stranger, data = FakeLink("stranger"), copies.b.log.stored.read(0, copies.b.log.end, 1 << 20).data
     for command in (Command.FRAMES, Command.SNAPSHOT):
         body = memoryview(bytes(commands.offset_header(0)) + data)
         copies.a.node.packet_received(stranger, Packet(command, 0, ONE_WAY, command, body))

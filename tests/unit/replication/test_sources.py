@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from qmq.log.recovery import Damage
-from qmq.replication.sources import Sources
+from qmq.replication.copy_repair import Sources
 
 DAMAGE = Damage(100, 200, "a bit")
 

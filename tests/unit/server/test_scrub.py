@@ -23,7 +23,7 @@ async def test_newest_file_that_is_gone_is_missed_while_a_closed_segment_is_read
     assert len(copy.log.bases) > 1
 
     loop, is_read, failures = asyncio.get_running_loop(), asyncio.Event(), asyncio.Queue()
-    verify = copy.log.verify
+    verify = copy.log.stored.verify
 
     def verified(*args):
         try:
@@ -31,7 +31,7 @@ async def test_newest_file_that_is_gone_is_missed_while_a_closed_segment_is_read
         finally:
             loop.call_soon_threadsafe(is_read.set)
 
-    monkeypatch.setattr(copy.log, "verify", verified)
+    monkeypatch.setattr(copy.log.stored, "verify", verified)
     service = SimpleNamespace(node=SimpleNamespace(log=copy.log, role="slave"), fail=failures.put_nowait)
     settings = SimpleNamespace(scrub_hours=168, scrub_bytes_per_s=1)  # minutes for each piece
     reading = asyncio.ensure_future(scrub.Scrub(service, settings).run())
@@ -88,8 +88,8 @@ def test_no_snapshot_is_made_again_on_a_full_disk():
     copy.begin_epoch()
     copy.fill(60, size=100)
     copy.disk.flip(snapshot_name(copy.log.bases[1]), 100)
-    verify, verified = copy.log.verify, []
-    copy.log.verify = lambda *args: verified.append(args[0]) or verify(*args)
+    verify, verified = copy.log.stored.verify, []
+    copy.log.stored.verify = lambda *args: verified.append(args[0]) or verify(*args)
     before = copy.image()
     assert scrubbed(copy, lambda: copy.log.bases[-2] in verified, free=1 << 10) == 0
     assert copy.image() == before

@@ -103,7 +103,7 @@ def cut_newest_message(data):
     disk = RealDisk(data)
     copy = Copy(disk)
     end = copy.log.end
-    last = copy.log.read(segment_bases(disk)[-1], end, 1 << 20).frames[-1]
+    last = copy.log.stored.read(segment_bases(disk)[-1], end, 1 << 20).frames[-1]
     with (data / log_name(segment_bases(disk)[-1])).open("r+b") as file:
         file.seek(last.offset - segment_bases(disk)[-1])
         file.write(bytes(last.end - last.offset))

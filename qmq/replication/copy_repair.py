@@ -1,0 +1,158 @@
+"""Core. Repair of a damaged copy from others of its group: the copy to ask, the range to fetch, the parts to cut."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from qmq.errors import CorruptFrame, Diverged
+from qmq.log.frame import FRAME_BYTES_MAX, decode_frames
+from qmq.log.recovery import Damage
+from qmq.log.repair import repair
+
+if TYPE_CHECKING:
+    from qmq.replication.node import Node
+
+log = logging.getLogger(__name__)
+
+Extent = tuple[int, int]
+"""Begin and end of the log that a copy has on its disk."""
+
+ATTEMPTS_EACH = 2
+"""For one copy: if it has no frame where the damage begins, the next attempt looks before (`CopyRepair.plan`)."""
+
+
+class Sources:
+    """Asked at each attempt to mend. Copies that have all of the damaged range take turns: the frames of one may not
+    join, because its history is another one, or it is damaged itself."""
+
+    def __init__(self) -> None:
+        self._damage: Damage | None = None
+        self._attempts = 0
+
+    def best(self, damage: Damage, extents: Sequence[Extent | None]) -> int | None:
+        """Return which copy to ask now, by its place in `extents`; None of a copy: it does not answer.
+
+        What no copy has may be given up (`CopyRepair.plan`): without one that has it, all have to answer first; then
+        the one with the longest log says what becomes of the range.
+        """
+        if damage != self._damage:
+            self._damage, self._attempts = damage, 0
+        answered = [(at, extent) for at, extent in enumerate(extents) if extent is not None]
+        whole = [at for at, (begin, end) in answered if begin <= damage.begin and damage.end <= end]
+        if whole:
+            self._attempts += 1
+            return whole[(self._attempts - 1) // ATTEMPTS_EACH % len(whole)]
+        if not answered or len(answered) < len(extents):
+            return None
+        return max(answered, key=lambda one: one[1][1])[0]
+
+
+class CopyRepair:
+    """Repair of one process's log. Made by its node; lives as long as it."""
+
+    def __init__(self, node: Node[Any]) -> None:
+        self._node = node
+        self._looks_before: Damage | None = None
+        """Damage at whose begin the other copy has no frame: its frame in that place begins before it."""
+
+    def plan(self, theirs_start: int, theirs_end: int) -> tuple[int, int] | None:
+        """Do for the damaged log what needs no bytes of the other copy.
+
+        Args:
+            theirs_start, theirs_end: what the other copy has on its disk.
+
+        Returns:
+            The range whose frames are to be fetched from it for `repair`; None if nothing is.
+        """
+        damage = self._node.log.damage
+        if damage is None:
+            return None
+        if theirs_start > damage.begin:
+            self._repair_old(theirs_start)
+        elif theirs_end < damage.end:
+            if damage.begin < theirs_end and self._node.log.stored.may_be_acknowledged(
+                damage, self._node.log.state.high_watermark
+            ):
+                self._node.leave_role()  # what follows has to go
+                return damage.begin, theirs_end
+            self._cut_damage(f"damaged and unknown to the other copy: {damage.reason}")
+        elif self._looks_before is damage:
+            self._looks_before = None
+            return max(damage.begin - FRAME_BYTES_MAX, theirs_start), damage.begin + 1
+        else:
+            return damage.begin, damage.end
+        return None
+
+    def apply(self, begin: int, data: bytes) -> None:
+        """Mend the damage with the other copy's frames, the first of which stands at `begin`.
+
+        If they are whole and do not join, the histories parted before; then ours is cut where replay stopped, and the
+        two copies find out at the next handshake how much of it is common.
+
+        Raises:
+            CorruptFrame, Diverged: these bytes mend nothing.
+        """
+        damage = self._node.log.damage
+        if damage is None:
+            return
+        try:
+            if begin != damage.begin:
+                if begin > damage.begin:
+                    self._looks_before = damage  # it may be damaged there as well, or have one frame over that place
+                raise Diverged(f"the other copy has no frame at {damage.begin}")
+            repair(self._node.log, data)
+        except (CorruptFrame, Diverged):
+            if self._node.role is not None or not _is_other_history(begin, data, damage):
+                raise
+            self._cut_damage("damaged, and the other copy has another history there")
+            return
+        if self._node.log.damage is None:
+            self._node.repaired()
+
+    def _cut_damage(self, why: str) -> None:
+        """What only we had was never acknowledged: it goes to quarantine, and the other copy goes on from there."""
+        assert self._node.log.damage is not None
+        if self._node.log.stored.may_be_acknowledged(self._node.log.damage, self._node.log.state.high_watermark):
+            log.critical(
+                "damage cannot be mended: both copies had it once, and the other lost it group=%s", self._node.group
+            )
+            return
+        self._node.leave_role()
+        if self._node.log.is_idle:  # else at the next attempt
+            self._node.log.cut(self._node.log.damage.begin, why)
+            self._node.begin_role()
+
+    def _repair_old(self, theirs_start: int) -> None:
+        """The other copy lacks the damaged segment. If deleting it was agreed on, ours goes; else it is set aside."""
+        if self._node.role is None and self._node.log.is_idle:
+            self._node.log.set_aside("damaged-and-dropped-by-the-other-copy")
+            self._node.begin_role()
+            return
+        if self._node.role is None:
+            return  # what was appended before is still being written: at the next attempt
+        while (
+            self._node.log.damage is not None
+            and len(self._node.log.bases) > 1
+            and self._node.log.bases[1] <= theirs_start
+        ):
+            if self._node.log.oldest_may_go:
+                self._node.log.drop_oldest_segment()
+            else:
+                self._node.log.set_aside_oldest_segment("damaged-and-not-at-the-other-copy")
+        self._node.host.pass_soon()
+        if self._node.log.damage is None:
+            self._node.repaired()
+
+
+def _is_other_history(begin: int, data: bytes, damage: Damage) -> bool:
+    """Return whether frames of the other copy, which do not join ours, prove that the histories parted before.
+
+    Raises:
+        CorruptFrame: the other copy is damaged as well, so nobody knows.
+    """
+    frames = [frame for frame, _ in decode_frames(data, begin, None)]
+    if begin < damage.begin:
+        return any(frame.offset < damage.begin < frame.end for frame in frames)
+    return begin == damage.begin and bool(frames) and frames[-1].end >= damage.end
