@@ -1,4 +1,4 @@
-"""The message log: frames, segments, the state that follows from them, and recovery after a crash."""
+"""The message log: frames, segments, the state folded from them, and recovery after a crash."""
 
 from qmq.log.disk import Disk, RealDisk
 from qmq.log.message_log import Commit, MessageLog

@@ -1,16 +1,16 @@
-"""Core. Bodies of the frames that only a delay server's log has: how plans and outcomes are written down.
+"""Core. Bodies of the frames of a delay server's log: plans of dispatches and their outcomes.
 
 A message's *number* is the offset in the log of its first byte. All integers little-endian:
 
-    carry      n x (u64 number, u64 due) of the messages in whose place these stand (number 0: of none), then a batch
-               and maybe its labels, as in a messages frame: written again with new numbers
-    dispatch   u16 g, g bytes broker group, zeros up to a multiple of 8, n x (u64 number, u64 due): these are produced
+    carry      n x (u64 number, u64 due) of the messages that these replace (number 0: of none), then a batch and maybe
+               its labels, as in a messages frame: messages written again under new numbers
+    dispatch   u16 g, g bytes broker group, zeros up to a multiple of 8, n x (u64 number, u64 due): messages produced
                to that group as one batch, under the producer id and batch number in the frame's header
-    settled    n x (u64 producer id, u64 batch number, u64 outcome): what became of dispatches
-    cancel     n x (u64 number, u64 due): these are not sent any more
+    settled    n x (u64 producer id, u64 batch number, u64 outcome): outcomes of dispatches
+    cancel     n x (u64 number, u64 due): messages that are not sent any more
 
-A dispatch is written, and on both disks, before its batch is sent. So after a crash or a swap the same messages are
-repeated under the same numbers to the same group, which stores them once (P2).
+A dispatch is on both disks before its batch is sent. After a crash or a swap the same messages are sent again under the
+same numbers to the same group, which stores them once (P2).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LENGTH = struct.Struct("<H")
 PLACE_BYTES = 16
 
 Place = tuple[int, int]
-"""(number, due time in ms): where a message lies in the log, and in which segment of the schedule."""
+"""(number, due time in ms): a message's place in the log, and its segment of the schedule."""
 
 
 class Outcome(IntEnum):
@@ -53,14 +53,14 @@ def decode_places(body: Buffer, count: int, at: int = 0) -> list[Place]:
 
 
 def encode_dispatch(group: str, places: bytes) -> bytes:
-    """`places`: of `encode_places`."""
+    """Encode the body of a dispatch; `places` come from `encode_places`."""
     name = group.encode()
     head = _LENGTH.pack(len(name)) + name
     return head + bytes(-len(head) % 8) + places
 
 
 def decode_dispatch(body: Buffer, count: int) -> tuple[str, list[Place]]:
-    """Return the broker group and the messages; raises ValueError."""
+    """Return the broker group and the messages of a dispatch; raises ValueError."""
     try:
         (length,) = _LENGTH.unpack_from(body)
         group = str(memoryview(body)[2 : 2 + length], "utf-8")
@@ -76,7 +76,7 @@ def encode_settled(settled: Iterable[Settlement]) -> bytes:
 
 
 def decode_settled(body: Buffer, count: int) -> list[Settlement]:
-    """Raises ValueError if the body is too short."""
+    """Return the settlements in `body`; raises ValueError if it is too short."""
     try:
         flat = struct.unpack_from(f"<{3 * count}Q", body)
     except struct.error as error:
@@ -85,5 +85,5 @@ def decode_settled(body: Buffer, count: int) -> list[Settlement]:
 
 
 def batch_begin(count: int, is_carry: bool) -> int:
-    """Return where the batch begins in the body of a messages frame, or of a carry."""
+    """Return the offset of the batch within the body of a messages frame or a carry."""
     return PLACE_BYTES * count if is_carry else 0

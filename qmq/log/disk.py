@@ -1,12 +1,11 @@
-"""Shell. The disk as the log sees it: a port, and its real implementation.
+"""Shell. The disk of a log: a port, and its only implementation that keeps bytes.
 
-Names are relative to one data directory, with `/` between folders. All calls block; the log's owner runs those that
-may take long on a thread. An error of the disk is DiskFailed: whoever gets it ends the process as fenced, because
-after a failed write or fsync nobody knows what the file holds (I15). A block that cannot be read is no such error: it
-is read as UNREADABLE, which no CRC matches, so it is found and mended as any other damage is.
+Names are relative to one data directory, with `/` between folders. All calls block; slow ones run on a thread. A failed
+call raises DiskFailed. The process must exit: after a failed write or fsync the file's contents are undefined (I15). A
+block that cannot be read raises nothing. It is read as UNREADABLE, which matches no CRC, so it is repaired as any other
+damage.
 
-`RealDisk` is the only implementation that keeps anything. Tests and simulators run it on `qmq.log.memory_disk`'s file
-system in memory, which forgets, tears and refuses on purpose.
+Tests and simulators run `RealDisk` on the file system in memory of `qmq.log.memory_disk`.
 """
 
 from __future__ import annotations
@@ -31,30 +30,30 @@ from qmq.log.system import System
 log = logging.getLogger(__name__)
 
 COLD_READ_BYTES = 64 * 1024
-"""Smaller reads are headers and snapshots; whether they stay in the cache does not matter."""
+"""Smaller reads are headers and snapshots: keeping them in the cache or not makes no difference."""
 BLOCK_BYTES = 4096
 UNREADABLE = b"\xde" * BLOCK_BYTES
-"""What a block that the disk cannot read is read as. Not zeros: those would look like the end of the log."""
+"""Contents of a block that the disk cannot read. Not zeros: those would look like the end of the log."""
 UNREADABLE_BLOCKS_MAX = 256
-"""More of them in one read, a MiB, are no bad spot: the disk fails."""
+"""With more unreadable blocks in one read, a MiB, the disk itself has failed."""
 OPEN_FILES_MAX = 512
-"""More are closed, the one that is open longest first, and opened again when they are needed."""
+"""Above this the file that has been open longest is closed, and opened again on its next use."""
 WHOLE_FILE = 0, 1 << 62
 REMOVED = "removed"
 SWEPT_BYTES, SWEPT_SHARE, SWEEP_S = 4 << 20, 256, 0.05
-"""A piece of removed files that is given back at once, or this part of all of them if that is more, so that it keeps
-pace; seconds between two pieces. `python -m benchmarks.removal`: to unlink 1 GiB took 266 ms, and a fsync of whoever
-shares the disk up to 83, longest where the file system tells the disk what is free (`discard`); in pieces 5 ms, and 4.
+"""Bytes of removed files that are freed at once, or this share of them if that is more; seconds between two pieces.
+Measured (`python -m benchmarks.removal`): unlinking 1 GiB took 266 ms, and an fsync of a neighbour up to 83 ms, longest
+where the file system discards freed blocks. In pieces: 5 ms and 4 ms.
 """
 _MEDIUM_ERRORS = frozenset({errno.EIO, errno.ENODATA, errno.EILSEQ})
 PIECE_BYTES = 1 << 20
-"""So much is read at once to see whether it can be read."""
+"""Bytes of one trial read."""
 _IOV_MAX = 1024
 """Linux takes at most this many buffers in one pwritev."""
 
 
 class Disk(Protocol):
-    """What a log needs of a disk. `put` is atomic and durable; `write` is neither until `sync`."""
+    """The port of a disk, as a log uses it. `put` is atomic and durable; `write` is neither until `sync`."""
 
     def names(self, folder: str) -> list[str]:
         """Return the names of the files in `folder`, sorted; none if there is no such folder."""
@@ -66,51 +65,52 @@ class Disk(Protocol):
         """Return the bytes of the file, 0 if there is none."""
 
     def look_again(self, name: str) -> None:
-        """Let the next read open the file by its name: it may be another one by now, or gone."""
+        """Let the next read open the file by its name: it may be replaced or gone by now."""
 
     def is_lost(self, name: str) -> bool:
-        """Return whether the file that is open under this name has lost it: to another one, or it is gone."""
+        """Return whether the open file of this name lost it: the name is gone, or names another file."""
 
     def used(self, name: str) -> int:
-        """Return the size without what was only reserved at the end; all zeros behind it, maybe some before it."""
+        """Return the size without the space reserved at the end. The rest is zeros; some zeros may precede it."""
 
     def read(self, name: str, offset: int, size: int) -> bytes:
         """Return up to `size` bytes from `offset`; fewer only at the end of the file. Bad blocks come as UNREADABLE."""
 
     def map(self, name: str) -> Buffer:
-        """Return the whole of a file that never changes again; nothing if there is none, or it has bad blocks."""
+        """Return the whole of a file that never changes again; empty if it is missing or has bad blocks."""
 
     def create(self, name: str, size: int, *, lasting: bool = True) -> None:
-        """Make a file of `size` zeros, durably; an empty one, which grows, on a disk that is nearly full.
+        """Make a file of `size` zeros, durably; an empty one, which grows, on a nearly full disk.
 
-        Not `lasting`: its name is only durable after a `put` into the same folder. That costs no fsync of its own.
+        Not `lasting`: its name becomes durable with the next `put` into the same folder, which saves an fsync.
         """
 
     def write(self, name: str, offset: int, buffers: Sequence[Buffer]) -> None:
-        """Write the buffers one behind the other at `offset`."""
+        """Write the buffers one after the other at `offset`."""
 
     def sync(self, name: str) -> None:
-        """Return when everything written to the file will survive a power cut."""
+        """Return when all writes to the file survive a power cut."""
 
     def truncate(self, name: str, size: int) -> None:
         """Cut the file to `size` bytes, durably."""
 
     def put(self, name: str, data: Buffer) -> None:
-        """Replace the file by `data`, or make it: after a crash there is the old file or the new one, whole."""
+        """Replace or make the file with `data`: a crash leaves the old file or the new one, whole."""
 
     def move(self, name: str, to: str) -> None:
-        """Rename, durably."""
+        """Rename a file, durably."""
 
     def remove(self, name: str) -> None:
-        """Delete, durably; nothing happens if there is no such file."""
+        """Delete a file, durably; no error if it is missing."""
 
     def free_bytes(self) -> int:
-        """Return how many bytes are still to be had."""
+        """Return the bytes of free space."""
 
 
 class _Descriptor:
-    """An open file. It is closed when the last reader lets go of it, not while one still reads: its number would soon
-    stand for another file."""
+    """An open file. It is closed when its last reader releases it: a descriptor closed earlier could come to mean
+    another file.
+    """
 
     __slots__ = ("_system", "fd")
 
@@ -125,15 +125,16 @@ class RealDisk:
     """Files below one directory. Reads and writes may run on different threads; one writer at a time per file."""
 
     def __init__(self, root: Path, *, cached_bytes: int | None = 256 << 20, system: System | None = None) -> None:
-        """`cached_bytes`: the newest bytes written that stay in the system's memory (qmq.log.page_cache); None: the
-        system decides."""
+        """`cached_bytes`: the newest bytes written that stay in the page cache (qmq.log.page_cache); None: the system
+        decides.
+        """
         self._root = str(root)
         self._system = system or System()
         self._cache = PageCache(self._system, cached_bytes) if cached_bytes is not None else None
         self._written: dict[str, tuple[int, int]] = {}
         self._descriptors: dict[str, _Descriptor] = {}
         self._mapped: set[str] = set()
-        """Files that are never cut: whoever touches what is gone of a mapped one is killed, too."""
+        """Mapped files, which are never cut: touching a missing page of one kills the process."""
         with failing(self._root):
             self._make_folder(self._root)
             self._sync_all_folders()
@@ -145,7 +146,7 @@ class RealDisk:
         return sorted(self._system.names(self._path(folder)))
 
     def folders(self, folder: str) -> list[str]:
-        """Return the names of the folders in it; none if there is no such folder."""
+        """Return the names of the folders in it; none if the folder is missing."""
         with contextlib.suppress(FileNotFoundError):
             return sorted(self._system.folders(self._path(folder)))
         return []
@@ -163,7 +164,7 @@ class RealDisk:
         with failing(name):
             file = self._descriptors.get(name)
             is_lost = file is not None and not self._system.is_named(file.fd, self._path(name))
-        return is_lost and self._descriptors.get(name) is file  # else it was we who took it away, just now
+        return is_lost and self._descriptors.get(name) is file  # otherwise a `remove` of ours took it away just now
 
     def used(self, name: str) -> int:
         # A restart read 1 GiB of zeros behind 28 MB of log: 3.0 of its 3.1 s. The file system knows where data ends.
@@ -176,7 +177,7 @@ class RealDisk:
                     data = self._system.seek(file.fd, used, os.SEEK_DATA)
                     used = self._system.seek(file.fd, data, os.SEEK_HOLE)
             except OSError as error:
-                if error.errno != errno.ENXIO:  # that is: nothing but a hole up to the end
+                if error.errno != errno.ENXIO:  # a hole up to the end
                     raise
         return used
 
@@ -197,7 +198,7 @@ class RealDisk:
         with failing(name):
             file = self._descriptor(self._path(name))
             if _has_bad_blocks(self._system, file.fd):
-                return b""  # whoever touches one of a mapped file is killed (SIGBUS)
+                return b""  # touching a bad block of a mapped file kills the process (SIGBUS)
             self._mapped.add(name)
             return self._system.map(file.fd)
 
@@ -207,8 +208,8 @@ class RealDisk:
             self._make_folder(_folder_of(path))
             file = self._descriptors[name] = self._descriptor(path, os.O_CREAT | os.O_TRUNC)
             self._close_some()
-            # A nearly full disk keeps its rest for what must go on: a segment that grows with its frames of progress
-            # needs a part of it, one that is reserved ahead would take all, or find too little and end the process.
+            # On a nearly full disk a segment grows with its frames. Reserving it ahead would take the space that
+            # consumers' progress needs, or find too little and end the process.
             if size and self.free_bytes() >= 2 * size:
                 self._system.reserve(file.fd, size)
             if lasting:
@@ -226,7 +227,7 @@ class RealDisk:
             some = buffers[begin : begin + _IOV_MAX]
             total = sum(map(len, some))
             written = self._system.pwritev(file.fd, some, offset)
-            while written < total:  # a signal or a nearly full disk cut it short: the rest, or its error
+            while written < total:  # a signal or a nearly full disk cut the write short
                 written += self._system.pwritev(file.fd, [b"".join(some)[written:]], offset + written)
             offset += total
 
@@ -239,8 +240,9 @@ class RealDisk:
                 self._cache.synced(file, *written)
 
     def _sync(self, file: _Descriptor, call: Callable[[int], None]) -> None:
-        """Linux gives up what it could not write, but readers see it until it leaves the system's memory, and the next
-        fsync succeeds. A process that started soon after would confirm it."""
+        """Linux drops pages that it could not write, but readers still see them in memory, and the next fsync succeeds.
+        A process started soon after would confirm them.
+        """
         try:
             call(file.fd)
         except OSError:
@@ -262,7 +264,7 @@ class RealDisk:
             self._write_all(file, 0, [data])
             self._system.fsync(file.fd)
             self._system.rename(beside, path)
-            self._forget(name)  # a descriptor of the file that was there before would still read that one
+            self._forget(name)  # an open descriptor would still read the replaced file
             self._sync_folders(path)
 
     def move(self, name: str, to: str) -> None:
@@ -270,7 +272,7 @@ class RealDisk:
             self._forget(name)
             path, to_path = self._path(name), self._path(to)
             self._make_folder(_folder_of(to_path))
-            self._sync_folders(to_path)  # else its old name may be gone before the folder of the new one is lasting
+            self._sync_folders(to_path)  # otherwise the old name may be gone before the new one is durable
             self._system.rename(path, to_path)
             self._forget(name)  # another thread may have opened it meanwhile
             self._sync_folders(to_path)
@@ -292,13 +294,13 @@ class RealDisk:
                 self._sync_folders(path)
 
     def sweep(self) -> bool:
-        """Give a piece of what large files were removed with back to the system; return whether there was any."""
+        """Free a piece of the removed large files; return whether there was any."""
         files = [(name, self.size(f"{REMOVED}/{name}")) for name in self.names(REMOVED)]
         if not files:
             return False
         name, size = files[0]
         left = size - max(SWEPT_BYTES, sum(size for _, size in files) // SWEPT_SHARE)
-        with failing(name), contextlib.suppress(FileNotFoundError):  # who needs the room may delete it, too
+        with failing(name), contextlib.suppress(FileNotFoundError):  # another process may delete it to make room
             path = self._path(f"{REMOVED}/{name}")
             if left > 0:
                 file = self._descriptor(path)
@@ -326,14 +328,14 @@ class RealDisk:
     def _close_some(self) -> None:
         """A delay server has two files per segment of its schedule: 35,000 for two years of hours."""
         while len(self._descriptors) > OPEN_FILES_MAX:
-            with contextlib.suppress(KeyError, StopIteration, RuntimeError):  # another thread does it
+            with contextlib.suppress(KeyError, StopIteration, RuntimeError):  # another thread makes it
                 self._descriptors.pop(next(iter(self._descriptors)), None)
 
     def _forget(self, name: str) -> None:
         self._descriptors.pop(name, None)
 
     def _make_folder(self, folder: str) -> None:
-        """Make it, and those above it that are not there."""
+        """Make a folder and its missing parents."""
         try:
             self._system.mkdir(folder)
         except FileExistsError:
@@ -343,16 +345,16 @@ class RealDisk:
             self._system.mkdir(folder)
 
     def _sync_folders(self, path: str) -> None:
-        """Make a name durable: fsync its folder and those above it, up to the data directory."""
+        """Make a name durable: fsync its folder and its parents, up to the data directory."""
         while path != self._root:
             path = _folder_of(path)
             self._sync_folder(path)
 
     def _sync_all_folders(self) -> None:
-        """Make the names lasting that are here: a process may have been killed before it did, or just made the root."""
+        """Make existing names durable: an earlier process may have been killed before it did, or just made the root."""
         try:
             self._sync_folder(_folder_of(self._root))
-        except OSError as error:  # not ours: somebody made us the root, or it is of a system that has no such fsync
+        except OSError as error:  # the parent belongs to another user, or its file system has no such fsync
             if error.errno not in (errno.EACCES, errno.EPERM, errno.EINVAL):
                 raise
         self._sync_tree(self._root)
@@ -377,7 +379,7 @@ def _folder_of(path: str) -> str:
 
 
 def read_over_bad_blocks(system: System, fd: int, name: str, offset: int, size: int) -> bytes:
-    """Read until `size` bytes are there or the file ends; go over blocks that cannot be read.
+    """Read until `size` bytes are there or the file ends; bad blocks come as UNREADABLE.
 
     Raises:
         OSError: the file cannot be read at all.
@@ -390,7 +392,7 @@ def read_over_bad_blocks(system: System, fd: int, name: str, offset: int, size: 
             block_end = min(at - at % BLOCK_BYTES + BLOCK_BYTES, end)
             if error.errno not in _MEDIUM_ERRORS or bad == UNREADABLE_BLOCKS_MAX:
                 raise
-            if at + wanted > block_end:  # one of several blocks: which?
+            if at + wanted > block_end:  # one of these blocks is bad: find it
                 wanted = block_end - at
                 continue
             bad += 1
@@ -417,7 +419,7 @@ def _has_bad_blocks(system: System, fd: int) -> bool:
 
 @contextlib.contextmanager
 def failing(name: str) -> Iterator[None]:
-    """Turn an error of the system about a file into DiskFailed."""
+    """Turn a system error about a file into DiskFailed."""
     try:
         yield
     except OSError as error:
@@ -425,7 +427,7 @@ def failing(name: str) -> Iterator[None]:
 
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-"""Drawn at random by each start of the kernel."""
+"""Random id of the kernel's present run."""
 
 
 @contextmanager
@@ -433,7 +435,7 @@ def one_process(data: Path, name: str) -> Iterator[str]:
     """Hold the directory's lock; yield the directory's instance. Two processes on one directory would destroy it.
 
     Raises:
-        QmqError: another `name` has it.
+        QmqError: another `name` holds the lock.
     """
     with open(data / "lock", "w") as file:
         try:
@@ -444,10 +446,10 @@ def one_process(data: Path, name: str) -> Iterator[str]:
 
 
 def _instance(lock: IO[Any]) -> str:
-    """Return a name of this directory at this place, until the machine starts again.
+    """Return a name of this directory at this place, valid until the machine restarts.
 
-    A process that restarts on its directory has the same instance, and the lock proves that the one before it has
-    ended. A copy of the directory has another one: its lock is another file, or the kernel was started another time.
+    A process that restarts on its directory has the same instance, and the lock proves that its predecessor has ended.
+    A copy of the directory has another instance: its lock is another file, or the kernel has another boot id.
     """
     try:
         kernel = BOOT_ID.read_text().strip()

@@ -1,7 +1,7 @@
-"""Core. What follows from a message log: one function of its frames for master, slave, restart, test and Spark.
+"""Core. State of a message log: one function of its frames for master, slave, restart, test and Spark.
 
-`State` is derived and never stored by itself, except as a snapshot at a segment's base: truncating the log truncates
-it. `apply` is the only thing that changes it.
+`State` is derived, and stored only as a snapshot at a segment's base: truncating the log truncates it. Only `apply`
+changes it.
 
 Keeps I7, I8, I17 and I18.
 """
@@ -38,13 +38,13 @@ from qmq.subjects import is_dead_letter_subject
 from qmq.types import NO_EPOCH, Epoch
 
 PRODUCERS_MAX = 4096
-"""Producers whose last batches are remembered, the least recent forgotten first: about 30 MB when full."""
+"""Producers whose last batches are remembered. The one silent for longest is forgotten first. About 30 MB when full."""
 BATCHES_PER_PRODUCER = 64
-"""A producer keeps fewer than this many numbers between its oldest unresolved batch and its newest."""
+"""A producer keeps fewer numbers than this between its oldest unresolved batch and its newest."""
 
 
 class EpochStart(NamedTuple):
-    """Where an epoch begins, and the chain before it."""
+    """Begin of an epoch, and the chain before it."""
 
     epoch: Epoch
     offset: int
@@ -52,7 +52,7 @@ class EpochStart(NamedTuple):
 
 
 class StoredBatch(NamedTuple):
-    """What a repeated batch is answered with."""
+    """The answer to a repeated batch."""
 
     first_sequence: int
     stored: int
@@ -61,7 +61,7 @@ class StoredBatch(NamedTuple):
 
 @dataclass(slots=True)
 class State:
-    """Everything that follows from the log's prefix before `end`."""
+    """State that follows from the log before `end`."""
 
     end: int = 0
     chain: int = NO_CHAIN
@@ -72,12 +72,12 @@ class State:
     groups: dict[tuple[str, str], Group] = field(default_factory=dict)
     producers: dict[int, dict[int, StoredBatch]] = field(default_factory=dict)
     unsorted: set[int] = field(default_factory=set, compare=False)
-    """Producers whose batches did not all come in the order of their numbers."""
+    """Producers whose batches arrived out of the order of their numbers."""
     ordered: dict[str, int] = field(default_factory=dict)
-    """Subjects with order keys, and the first sequence of a batch that had one."""
+    """Subjects with order keys -> first sequence of a batch with one."""
     kept: Kept = field(default_factory=Kept)
     retry_ms: int = 0
-    """The latest moment at which messages were nacked, by the clocks of the masters (qmq.replication.mastership)."""
+    """Latest time of a nack, by the clocks of the masters (qmq.replication.mastership)."""
 
     @property
     def epoch(self) -> Epoch:
@@ -85,7 +85,7 @@ class State:
         return self.epochs[-1].epoch if self.epochs else NO_EPOCH
 
     def epoch_at(self, offset: int) -> Epoch:
-        """Return the epoch of the frame at `offset`, of which nothing else need be known."""
+        """Return the epoch of the frame at `offset`, which need not be readable."""
         before = bisect_right(self.epochs, offset, key=attrgetter("offset"))
         return self.epochs[before - 1].epoch if before else NO_EPOCH
 
@@ -96,11 +96,11 @@ class State:
         return max(known.next_pull if known else group.floor, mastership << MASTERSHIP_BITS)
 
     def repeated(self, producer: int, batch: int) -> StoredBatch | None:
-        """Return what was stored for this batch before, if it was."""
+        """Return the stored answer of this batch, or None."""
         return self.producers.get(producer, {}).get(batch)
 
     def is_forgotten(self, producer: int, batch: int) -> bool:
-        """Return whether the batch is older than the window, so that nobody can tell whether it was stored."""
+        """Return whether the batch is older than the window: then it is unknown whether it was stored."""
         window = self.producers.get(producer)
         return window is not None and batch not in window and batch + BATCHES_PER_PRODUCER <= max(window)
 
@@ -109,8 +109,7 @@ def apply(state: State, frame: Frame, body: Buffer) -> None:
     """Advance `state` by the frame that begins at its end.
 
     Raises:
-        CorruptFrame: the frame does not follow from the log before it. The state is as it was, or of no more use:
-            the caller gives it up either way.
+        CorruptFrame: the frame does not follow from the log before it. Discard the state, which may be half changed.
     """
     if frame.offset != state.end:
         raise CorruptFrame(frame.offset, f"the log ends at {state.end}")
@@ -137,7 +136,7 @@ def _messages(state: State, frame: Frame, body: Buffer) -> None:
 
 
 def _remember(state: State, frame: Frame, first_sequence: int) -> None:
-    """Take note of a producer's batch, and forget its oldest one, or the producer that was silent for longest."""
+    """Note a producer's batch; forget its oldest one, or the producer silent for longest."""
     producer, batch = frame.producer, frame.batch
     window = state.producers.pop(producer, None) or {}
     window.pop(batch, None)
@@ -147,7 +146,8 @@ def _remember(state: State, frame: Frame, first_sequence: int) -> None:
     if len(window) > BATCHES_PER_PRODUCER:
         is_dead = frame.flags & FLAG_DEAD or is_dead_letter_subject(frame.subject)
         if is_dead or producer not in state.unsorted:
-            # Dead letters are numbered by their originals, which die in any order: the copy made first is forgotten.
+            # Dead letters carry the numbers of their originals, which die in any order: the copy made first is
+            # forgotten.
             del window[next(iter(window))]
         else:
             del window[min(window)]
@@ -193,7 +193,7 @@ _PULL_EVENTS = {
 
 
 def _take_waiting(group: Group, frame: Frame, event: MessageEvent, sequence: int, messages: int) -> RequeuedRange:
-    """Take messages from those that a group has to give: new ones, or of one requeued range."""
+    """Take messages from those a group may deliver: new ones, or a part of one requeued range."""
     if sequence == group.position:
         group.position += messages
         return RequeuedRange(sequence, messages, 0, 0)
@@ -253,7 +253,7 @@ def _position(state: State, frame: Frame, body: Buffer) -> None:
             raise CorruptFrame(frame.offset, f"{progress.consumer} leaves {progress.group}, which has no position")
         _leave(group, progress)
         group.left_ms = frame.timestamp_ms
-    elif progress.entries:  # a group that is moved counts as a departure of everybody: late acks hit nothing
+    elif progress.entries:  # moving a group ends the membership of all its consumers: late acks hit nothing
         given = [consumer.next_pull for consumer in group.consumers.values()] + [group.floor] if group else [0]
         position, is_broadcast, _ = progress.entries[0]
         state.groups[key] = Group(
@@ -264,7 +264,7 @@ def _position(state: State, frame: Frame, body: Buffer) -> None:
 
 
 def _leave(group: Group, progress: Progress) -> None:
-    """What a consumer did not ack waits for the others. What it never began with does not count as delivered."""
+    """Requeue a departed consumer's unacked messages. Deliveries that it never began with do not count."""
     (departure, _, _), *begun = progress.entries
     consumer = group.consumers.pop(progress.consumer, Consumer())
     for begin, end, _ in begun:
@@ -278,7 +278,7 @@ def _leave(group: Group, progress: Progress) -> None:
 
 
 def _nothing(state: State, frame: Frame, body: Buffer) -> None:
-    """That the epoch changed was seen by `apply`; what a delay server plans and settles is folded by its schedule."""
+    """`apply` handles the epoch; a delay server's schedule folds its own frames."""
 
 
 def _retention(state: State, frame: Frame, body: Buffer) -> None:
@@ -305,12 +305,12 @@ _KINDS: dict[int, Callable[[State, Frame, Buffer], None]] = {
 
 
 # A snapshot: u32 CRC-32 of the rest, u32 version 4, then zlib-compressed JSON. In version 3 ranges had no `suspected`,
-# and what was requeued was a list of ranges in place of columns.
+# and requeued messages were a list of ranges instead of columns.
 _VERSION, _VERSIONS_READ = 4, (3, 4)
 
 
 def encode_snapshot(state: State) -> bytes:
-    """Store the state at a segment's base, so that a restart replays only what follows."""
+    """Return the snapshot of a state, for a segment's base: a restart replays only the frames behind it."""
     plain: dict[str, Any] = {
         "end": state.end,
         "chain": state.chain,
@@ -342,7 +342,7 @@ def encode_snapshot(state: State) -> bytes:
 
 
 def is_current_snapshot(data: Buffer) -> bool:
-    """Return whether this version wrote it: an older one knew less, a newer one more."""
+    """Return whether this version wrote the snapshot: an older one has fewer fields, a newer one more."""
     return bytes(data[4:8]) == _VERSION.to_bytes(4, "little")
 
 
@@ -352,7 +352,7 @@ def decode_snapshot(data: Buffer) -> State:
     if crc32(data[4:]) != int.from_bytes(data[:4], "little"):
         raise ValueError("snapshot does not match its CRC")
     if int.from_bytes(data[4:8], "little") not in _VERSIONS_READ:
-        raise ValueError("snapshot of another version")  # or none: no bytes match their CRC, too
+        raise ValueError("snapshot of another version")  # too short, or empty: an empty body matches its CRC, too
     plain = json.loads(zlib.decompress(data[8:]))
     epochs = [EpochStart(Epoch(term, boot), offset, chain) for term, boot, offset, chain in plain["epochs"]]
     numbers = plain["end"], plain["chain"], plain["high_watermark"], plain["timestamp_ms"]
@@ -370,6 +370,6 @@ def decode_snapshot(data: Buffer) -> State:
     state.producers = {p: {b: StoredBatch(*stored) for b, *stored in window} for p, window in plain["producers"]}
     state.unsorted = {producer for producer, window in state.producers.items() if not _is_sorted(window)}
     state.ordered, state.retry_ms = plain["ordered"], plain["retry_ms"]
-    if "kept" in plain:  # a snapshot from before there were retention frames has none
+    if "kept" in plain:  # snapshots older than retention frames have none
         state.kept = Kept.from_json(plain["kept"])
     return state

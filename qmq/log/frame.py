@@ -58,23 +58,23 @@ _SEALED = struct.Struct("<6xH4xI8xQ48xII")
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 _epoch = lru_cache(8)(Epoch)
-"""Of the frames in the tail, nearly all have the same one."""
+"""Nearly all frames in the tail have the same epoch."""
 FRAME_BYTES_MAX = 64 << 20
-"""No frame is longer, so a length that says so is damage and is not followed."""
+"""No frame is longer. A larger length is damage and is not followed."""
 
 FLAG_NO_SLAVE_IN_SYNC = 1
 FLAG_LABELLED = 2
-"""Labels of the messages stand behind the batch."""
+"""Labels of the messages follow the batch."""
 FLAG_ORDERED = 4
 """Some message of the batch has an order key."""
 FLAG_DEAD = 8
-"""A dead letter in a subject that an operator chose: its producer and batch say of which message it is the copy."""
+"""A dead letter in a subject that an operator chose: producer and batch name its original."""
 NO_CHAIN = 0
 """The chain before the first frame of a log."""
 
 
 def label_flags(labels: Sequence[int]) -> int:
-    """Return the flags of a batch that is followed by `labels`."""
+    """Return the flags of a batch with these labels."""
     return FLAG_LABELLED | (FLAG_ORDERED if max(labels) >> 32 else 0)
 
 
@@ -90,18 +90,18 @@ class FrameKind(IntEnum):
     SETTLED = 9
     CANCEL = 10
     RETENTION = 12
-    """11 is none, and refused: tests/golden/frame_v1 says so since before."""
+    """11 is unused and refused, as tests/golden/frame_v1 states."""
 
 
 _KINDS = frozenset(map(int, FrameKind))
 PROGRESS = frozenset({FrameKind.PULL, FrameKind.ACK, FrameKind.POSITION, FrameKind.NACK})
-"""How far consumers are (qmq.log.progress_frame)."""
+"""Progress of consumers (qmq.log.progress_frame)."""
 DELAYS = frozenset({FrameKind.CARRY, FrameKind.DISPATCH, FrameKind.SETTLED, FrameKind.CANCEL})
-"""What a delay server decides (qmq.log.delay_frames)."""
+"""Decisions of a delay server (qmq.log.delay_frames)."""
 
 
 class Frame(NamedTuple):
-    """A frame's header, parsed and checked. The body stands at `[offset + body_at, end)` of the log."""
+    """A frame's header, parsed and checked. The body lies at `[offset + body_at, end)` of the log."""
 
     kind: int
     flags: int
@@ -119,23 +119,23 @@ class Frame(NamedTuple):
     body_crc: int
     body_at: int
     end: int
-    """Offset right behind the frame, where the next one begins. A field: it is read a dozen times on a frame's way."""
+    """Offset of the next frame. A field, because each frame's end is read a dozen times."""
 
 
 def subject_field(subject: str) -> bytes:
-    """Encode a subject as it stands in a frame: padded with zeros to a multiple of 8."""
+    """Return the subject field of a frame: UTF-8, padded with zeros to a multiple of 8."""
     data = subject.encode()
     return data + bytes(-len(data) % 8)
 
 
 def encode_json_body(**fields: Any) -> bytes:
-    """Return a body that people can read, for frames that are rare; padded to 8 bytes."""
+    """Return a JSON body, for rare frames that people read; padded to 8 bytes."""
     body = json.dumps(fields, sort_keys=True).encode()
     return body + b" " * (-len(body) % 8)
 
 
 def chain_of(previous: int, chained: bytes, body_crc: int, field: bytes) -> int:
-    """Link a frame to the history before it. `chained` is its header up to the chain."""
+    """Return the chain behind a frame. `chained` is its header up to the chain field."""
     digest = blake2b(_U64.pack(previous) + chained + _U32.pack(body_crc) + field, digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
@@ -158,7 +158,7 @@ def encode_header(
     batch: int,
     previous_chain: int,
 ) -> tuple[bytes, Frame]:
-    """Pack what stands in front of a body; return it with the header parsed. `field` is `subject_field(subject)`."""
+    """Return the packed header of a body, and the header parsed. `field` is `subject_field(subject)`."""
     subject_bytes = len(subject) if subject.isascii() else len(subject.encode())
     chained = _CHAINED.pack(
         MAGIC,
@@ -202,12 +202,12 @@ def encode_header(
 
 
 def decode_header(data: Buffer, at: int, offset: int, previous_chain: int | None) -> Frame:
-    """Parse and check the header of the frame that begins at `data[at]` and at `offset` of the log.
+    """Parse and check the header of the frame at `data[at]`, which is at `offset` of the log.
 
-    `previous_chain` is the chain right before it, or None if it is not known; then the chain is not checked.
+    `previous_chain` is the chain right before it; None skips the check of the chain.
 
     Raises:
-        CorruptFrame: there is no frame, it belongs elsewhere, or it does not continue this history.
+        CorruptFrame: no frame is there, it belongs elsewhere, or it does not continue this history.
     """
     if len(data) - at < HEADER_BYTES:
         raise CorruptFrame(offset, "the bytes end within a header")
@@ -267,7 +267,7 @@ def decode_header(data: Buffer, at: int, offset: int, previous_chain: int | None
 
 
 def check_body(frame: Frame, body: Buffer) -> None:
-    """Raise CorruptFrame unless `body` is the one that the header was written for."""
+    """Raise CorruptFrame unless `body` has the CRC in the header."""
     if len(body) != frame.body_bytes:
         raise CorruptFrame(frame.offset, "the bytes end within the body")
     if crc32(body) != frame.body_crc:
@@ -278,7 +278,7 @@ def decode_frames(data: Buffer, offset: int, previous_chain: int | None) -> Iter
     """Yield each frame of `data`, which begins at `offset` of a log, with its body; everything is checked.
 
     Raises:
-        CorruptFrame: at the first byte that does not continue the log; frames before it were yielded.
+        CorruptFrame: at the first byte that does not continue the log, after the frames before it.
     """
     view = memoryview(data)
     at, base, chain = 0, offset, previous_chain
@@ -292,10 +292,9 @@ def decode_frames(data: Buffer, offset: int, previous_chain: int | None) -> Iter
 
 
 def intact_bytes(data: memoryview, offset: int) -> int:
-    """Return how many bytes of `data`, which begins at `offset` of a log, are whole frames by their CRCs.
+    """Return the number of bytes of `data`, which begins at `offset` of a log, that are whole frames by their CRCs.
 
-    For bytes that are passed on to somebody who decodes them: it takes a quarter of what `decode_frames` does, and no
-    chain is looked at.
+    For bytes that a receiver decodes anyway: a quarter of the time of `decode_frames`, and no check of the chain.
     """
     at = 0
     while len(data) - at >= HEADER_BYTES:
@@ -313,10 +312,10 @@ def intact_bytes(data: memoryview, offset: int) -> int:
 
 
 def find_frame(data: bytes | bytearray, offset: int, begin: int = 0) -> int | None:
-    """Find the first position at or after `begin` where a valid header stands; `data` begins at `offset` of a log.
+    """Return the first position at or after `begin` of a valid header; `data` begins at `offset` of a log.
 
-    A header names its own offset under a CRC, so a body that quotes a frame is not taken for one. Body CRC and
-    chain are not looked at: a frame with a damaged body still ends a damaged range.
+    A header contains its own offset under a CRC, so a body that quotes a frame does not match. Body CRC and chain are
+    not checked: a frame with a damaged body still ends a damaged range.
     """
     magic = _U32.pack(MAGIC)
     at = data.find(magic, begin)

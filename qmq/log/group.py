@@ -1,4 +1,4 @@
-"""Core. Progress of a consumer group: what of its messages is delivered, to whom, and what waits for the next delivery.
+"""Core. Progress of a consumer group: delivered messages with their consumers, and messages to be delivered again.
 
 Part of the fold (qmq.log.fold), which alone changes it. The states of one message are a table: qmq.log.message_life.
 
@@ -20,16 +20,16 @@ from qmq.log.requeued import Requeued, RequeuedRange
 from qmq.ranges import Range
 
 MASTERSHIP_BITS = 32
-"""A pull sequence's upper bits are the mastership's epoch, so that a late ack never hits other messages (W2, W13).
+"""A pull sequence's upper bits are the mastership's epoch, so a late ack never hits other messages (W2, W13).
 
-A count of masterships would not do: two histories that part may have as many, and a master alone delivers messages.
+A count of masterships would not do: two histories that part may have as many, and a lone master delivers messages.
 """
 
 _PULL = itemgetter(0)
 
 
 class UnackedRange(NamedTuple):
-    """Messages that a consumer has: `count` of them, from the sequence `first` on, numbered from `pull` on."""
+    """Messages that a consumer has: `count` of them, from sequence `first` and pull sequence `pull` on."""
 
     pull: int
     first: int
@@ -37,7 +37,7 @@ class UnackedRange(NamedTuple):
     attempts: int
     """Deliveries that count, this one included."""
     suspected: int = 0
-    """Deliveries to a consumer that vanished, which nobody can say to have begun with them."""
+    """Deliveries to a consumer that vanished: it is unknown whether it began with them."""
 
     @property
     def pull_end(self) -> int:
@@ -49,11 +49,11 @@ class UnackedRange(NamedTuple):
 
     @property
     def deliveries(self) -> int:
-        """How often they were delivered, whatever counts."""
+        """Number of deliveries, counted or not."""
         return self.attempts + self.suspected
 
     def part(self, begin: int, end: int) -> UnackedRange:
-        """Return what lies in the pull sequences `[begin, end)`, which overlap it."""
+        """Return the part of it in the pull sequences `[begin, end)`, which overlap it."""
         pull = max(self.pull, begin)
         return self._replace(pull=pull, first=self.first + pull - self.pull, count=min(self.pull_end, end) - pull)
 
@@ -65,11 +65,11 @@ class Consumer:
     next_pull: int = 0
     unacked: list[UnackedRange] = field(default_factory=list)
     mastership_ends: list[int] = field(default_factory=list)
-    """Where the numbers end that each mastership gave out, as far as any of them may be un-acked."""
+    """Ends of the pull sequences of each mastership, for as long as some of them may be unacked."""
 
     @property
     def acked_end(self) -> int:
-        """Below this pull sequence everything is settled. It never goes back."""
+        """Everything below this pull sequence is settled. It only grows."""
         return self.unacked[0].pull if self.unacked else self.next_pull
 
     @property
@@ -77,11 +77,11 @@ class Consumer:
         return sum(one.count for one in self.unacked)
 
     def has_as_many_as(self, limit: int) -> bool:
-        """Return whether that many messages are un-acked; nearly always without counting them."""
+        """Return whether this many messages are unacked; mostly without counting them."""
         return self.next_pull - self.acked_end >= limit and self.unacked_messages >= limit
 
     def deliver(self, new: UnackedRange) -> None:
-        """Note that messages were delivered, behind all others."""
+        """Note delivered messages, behind all others."""
         ends = self.mastership_ends
         if not ends or ends[-1] - 1 >> MASTERSHIP_BITS != new.pull >> MASTERSHIP_BITS:
             self.mastership_ends = ends = [end for end in ends if end > self.acked_end]
@@ -96,11 +96,11 @@ class Consumer:
         unacked.append(new)
 
     def delivered_more_than(self, limit: int) -> list[Range]:
-        """Return the ranges of pull sequences that were delivered more often; 0 is no limit."""
+        """Return the ranges of pull sequences with more deliveries than `limit`; 0 is no limit."""
         return [(one.pull, one.pull_end) for one in self.unacked if limit and one.deliveries > limit]
 
     def unacked_below(self, end: int, limit: int) -> list[Range]:
-        """Return the un-acked pull sequences below `end` but those that were delivered more often than `limit`."""
+        """Return the unacked pull sequences below `end` with at most `limit` deliveries."""
         found: list[Range] = []
         for one in self.unacked:
             if one.pull >= end:
@@ -110,15 +110,14 @@ class Consumer:
         return found
 
     def was_given(self, end: int) -> bool:
-        """Return whether this history gave out all numbers below `end`, which its mastership ends with, or settled
-        them."""
+        """Return whether this history gave out or settled all pull sequences below `end`, the end of its mastership."""
         mastership = end - 1 >> MASTERSHIP_BITS
         return end <= self.acked_end or any(
             end <= given and given - 1 >> MASTERSHIP_BITS == mastership for given in self.mastership_ends
         )
 
     def unacked_in(self, begin: int, end: int) -> list[Range]:
-        """Return which parts of pull sequences `[begin, end)` are not settled yet.
+        """Return the parts of pull sequences `[begin, end)` that are not settled yet.
 
         Raises:
             InvalidAck: the range is empty, or was not delivered.
@@ -137,7 +136,7 @@ class Consumer:
             raise InvalidAck(f"[{begin}, {end}) ends past {self.next_pull}, the next pull sequence to deliver")
 
     def overlapping(self, begin: int, end: int) -> Iterator[UnackedRange]:
-        """Yield the whole ranges that lie at least partly in pull sequences `[begin, end)`."""
+        """Yield the whole ranges that overlap pull sequences `[begin, end)`."""
         unacked = self.unacked
         for at in range(self._find(begin), len(unacked)):
             if unacked[at].pull >= end:
@@ -145,7 +144,7 @@ class Consumer:
             yield unacked[at]
 
     def take(self, begin: int, end: int) -> list[UnackedRange]:
-        """Let go of pull sequences `[begin, end)`; return what that was."""
+        """Remove pull sequences `[begin, end)` from the unacked ones; return the removed ranges."""
         taken: list[UnackedRange] = []
         kept: list[UnackedRange] = []
         start = at = self._find(begin)
@@ -161,11 +160,11 @@ class Consumer:
         return taken
 
     def range_of(self, pull_sequence: int) -> UnackedRange:
-        """Return the range that an un-acked pull sequence is in."""
+        """Return the range of an unacked pull sequence."""
         return self.unacked[self._find(pull_sequence)]
 
     def _find(self, begin: int) -> int:
-        """Return the place of the first range that ends behind `begin`."""
+        """Return the index of the first range that ends behind `begin`."""
         at = bisect_right(self.unacked, begin, key=_PULL) - 1
         return at + (at < 0 or self.unacked[at].pull_end <= begin)
 
@@ -176,37 +175,37 @@ class Group:
 
     position: int
     floor: int = 0
-    """First pull sequence that was given to none of the consumers that left."""
+    """First pull sequence that no departed consumer was given."""
     requeued: Requeued = field(default_factory=Requeued)
-    """Messages before `position` that no consumer has now."""
+    """Messages before `position` that no consumer has."""
     consumers: dict[str, Consumer] = field(default_factory=dict)
     is_broadcast: bool = False
-    """It is one consumer's own, which gets all messages."""
+    """The group of one broadcast consumer, which gets all messages."""
     left_ms: int = 0
-    """When the group began, or the last consumer left."""
+    """Time at which the group began, or its last consumer left."""
     began: int = 0
-    """Offset of the frame that put the group where it began, the first time or by moving it."""
+    """Offset of the position frame that began or moved the group."""
 
     def requeue(self, taken: UnackedRange, *, due_ms: int = 0, attempts: int, suspected: int) -> None:
-        """Let messages wait for whoever gets them next."""
+        """Requeue messages for the next consumer."""
         self.requeued.add(RequeuedRange(taken.first, taken.count, attempts, due_ms, suspected))
 
     def unconsumed(self, end: int) -> list[Range]:
-        """Return what the group has not acked of a subject that ends at sequence `end`; in no order."""
+        """Return the ranges not acked of a subject that ends at sequence `end`; in no order."""
         found = [(one.first, one.end) for one in self.requeued]
         for consumer in self.consumers.values():
             found += [(one.first, one.end) for one in consumer.unacked]
         return [*found, (self.position, end)] if self.position < end else found
 
     def first_unconsumed(self, end: int) -> int | None:
-        """Return the first sequence of `unconsumed`, without listing all; None if there is none."""
+        """Return the first sequence of `unconsumed` without listing all; None if there is none."""
         firsts = [one.first for consumer in self.consumers.values() for one in consumer.unacked]
         if (requeued := self.requeued.first) is not None:
             firsts.append(requeued)
         return min([*firsts, self.position] if self.position < end else firsts, default=None)
 
     def state_of(self, sequence: int) -> MessageState:
-        """Return where in its life a stored message is; one that is dead is acked here."""
+        """Return the state of a stored message; a dead one counts as ACKED here."""
         if sequence >= self.position:
             return MessageState.NEW
         if self.requeued.overlapping(sequence, sequence + 1):

@@ -1,7 +1,7 @@
-"""Core. The consume log of one segment: where in the message log each sequence of a subject lies.
+"""Core. The consume log: the place in the message log of each sequence of each subject, derived from messages frames.
 
-Derived from the segment's messages frames. The index of the segment that is being written is in memory; that of a
-closed one is a file beside it, so that a backlog nobody reads costs no memory. An index file (little-endian):
+It joins the indexes of all segments. The index of the newest segment is in memory. That of a closed one is a file
+beside it, so a backlog without readers costs no memory. An index file (little-endian):
 
     0    4   magic "QMI1" (its last byte is the version)
     4    4   CRC-32 of everything behind this field
@@ -9,7 +9,7 @@ closed one is a file beside it, so that a backlog nobody reads costs no memory. 
     16   8   end: offset at which it ends
     24   4   subjects n
     28   4   frames m
-    32   16n per subject, by name: u32 where its name begins, u32 its bytes, u32 its first entry, u32 its frames
+    32   16n per subject, by name: u32 offset of its name, u32 its bytes, u32 its first entry, u32 its frames
          8 x (m + n)   sequences: per subject, the first sequence of each frame, then the end sequence
          8 x m         offsets of the frames
          4 x m         their lengths, headers included
@@ -46,7 +46,7 @@ class FrameRef(NamedTuple):
 
 
 class _Entries:
-    """The frames of one subject. `sequences` has one more than they are: where the last one ends."""
+    """The frames of one subject. The last entry of `sequences` is the end of the last frame."""
 
     __slots__ = ("sequences", "offsets", "lengths")
 
@@ -76,7 +76,7 @@ class SegmentIndex:
         self._subjects: dict[str, _Entries] = {}
 
     def add(self, frame: Frame) -> None:
-        """Note a messages frame, which goes on where its subject's last one ended."""
+        """Add a messages frame, which continues its subject."""
         entries = self._subjects.get(frame.subject)
         if entries is None:
             entries = self._subjects[frame.subject] = _Entries(frame.first_sequence)
@@ -111,10 +111,10 @@ class SegmentIndex:
 
 
 class ClosedIndex:
-    """Index of a closed segment, read where it lies; the operating system keeps in memory what is used."""
+    """Index of a closed segment, read in place; the operating system caches the used parts."""
 
     def __init__(self, data: Buffer, base: int) -> None:
-        """Raises ValueError if `data` is not the index of the segment at `base`."""
+        """Raise ValueError if `data` is not the index of the segment at `base`."""
         view = memoryview(data)
         if len(view) < _HEAD.size:
             raise ValueError("index is too short")
@@ -153,7 +153,7 @@ class ClosedIndex:
         if found is None:
             return []
         position, entry, count = found
-        begin = entry + position  # each subject before this one has one sequence more than it has frames
+        begin = entry + position  # each earlier subject has one more sequence than frames
         sequences = self._sequences[begin : begin + count + 1]
         return _refs(
             sequences, self._offsets[entry : entry + count], self._lengths[entry : entry + count], sequence, most
@@ -161,22 +161,22 @@ class ClosedIndex:
 
 
 class Chapters:
-    """In which segments a subject occurs, oldest first. Made when somebody reads far behind, dropped on a roll."""
+    """The segments in which one subject occurs, oldest first. Made by a read far behind, dropped at a roll."""
 
     def __init__(self, firsts: list[int], bases: list[int]) -> None:
         self._firsts, self._bases = firsts, bases
 
     def from_sequence(self, sequence: int) -> list[int]:
-        """Return the bases of the segments that may hold `sequence` and what follows it."""
+        """Return the bases of the segments that may hold `sequence` or later ones."""
         return self._bases[max(bisect_right(self._firsts, sequence) - 1, 0) :]
 
 
 CHAPTERS_MAX = 1024
-"""Subjects that somebody reads far behind at the same time; more are looked up again."""
+"""Subjects with readers far behind that are remembered; others are looked up again."""
 
 
 class ConsumeLog:
-    """`bases` is the message log's own list of segments, which it changes before it calls us."""
+    """`bases` is the message log's own list of segments, which the log changes before its calls."""
 
     def __init__(self, disk: Disk, bases: list[int], newest: SegmentIndex) -> None:
         self._disk, self._bases = disk, bases
@@ -196,11 +196,11 @@ class ConsumeLog:
         return index_file
 
     def rolled(self, base: int) -> None:
-        """The index file of the segment at `base` is on disk: let go of the bytes."""
+        """Release the bytes: the index file of the segment at `base` is on disk."""
         self._closed.pop(base, None)
 
     def drop(self, base: int) -> None:
-        """The segment at `base` is gone."""
+        """Forget the segment at `base`."""
         self._closed.pop(base, None)
         self._chapters.clear()
 
@@ -217,7 +217,7 @@ class ConsumeLog:
         return refs + self.newest.frames(subject, sequence, most - len(refs))
 
     def first_sequence(self, subject: str, base: int) -> int | None:
-        """Return the subject's first sequence in the segments from the one at `base` on; None: it has none there."""
+        """Return the subject's first sequence in the segment at `base` or later ones; None if there is none."""
         for other in self._bases[bisect_left(self._bases, base) : -1]:
             if (first := self._closed_index(other).first_sequence(subject)) is not None:
                 return first
@@ -240,13 +240,13 @@ class ConsumeLog:
                 index = ClosedIndex(self._disk.map(index_name(base)), base)
             except ValueError:
                 index = self._make_again(base)
-            if index.end != self._end(base):  # the file of a segment between them was gone, and is part of this one
+            if index.end != self._end(base):  # a segment between them lost its file and counts as part of this one
                 index = self._make_again(base)
             self._closed[base] = index
         return index
 
     def _make_again(self, base: int) -> ClosedIndex:
-        """An index file that is missing or damaged follows from its segment; raises CorruptFrame if that is damaged."""
+        """Make a missing or damaged index file from its segment; raises CorruptFrame if that is damaged."""
         made, at, end = SegmentIndex(base), base, self._end(base)
         while at < end:
             chunk = read_chunk(self._disk, self._bases, at, end)

@@ -1,12 +1,12 @@
-"""Core. Which segments a copy should have: a file that is gone is damage, and never taken for retention.
+"""Core. Manifest: the list of the segments that a copy must have. A missing file is damage, never retention.
 
     log/manifest   JSON {"crc": CRC-32 of the rest as sorted JSON, "segments": [base offsets, ascending]}
 
-It is replaced as a whole and fsynced, after a segment's file is made and before the first byte in it is confirmed, and
-before a file is deleted. So a crash leaves files that are not listed, never the other way round. What is not listed and
-newer was about to be begun, or to be cut: it counts. What is not listed and older was about to be deleted.
+The list is replaced as a whole and fsynced: after a segment's file is made and before its first byte is confirmed, and
+before a file is deleted. A crash leaves files that are not listed, never the reverse. A newer file that is not listed
+was about to begin or to be cut: it counts. An older one was about to be deleted.
 
-A copy from before there were manifests gets one of the files that it has.
+A copy without a manifest, written by an older version, gets one from its files.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def decode_manifest(data: bytes) -> list[int]:
 
 
 def read_manifest(disk: Disk) -> list[int] | None:
-    """Return the bases of the segments that there should be; None: nothing says so.
+    """Return the bases of the segments that must exist; None without a manifest.
 
-    A list that is damaged goes into quarantine: what is there has to be believed, as before there were lists.
+    A damaged list goes to quarantine. Then the present files count as complete, as without a manifest.
     """
     if not (data := disk.read(NAME, 0, disk.size(NAME))):
         return None
@@ -60,7 +60,7 @@ def read_manifest(disk: Disk) -> list[int] | None:
 
 
 def expected_bases(disk: Disk) -> tuple[list[int], list[int]]:
-    """Return the bases of the segments that this copy should have, and of files that are left over from a deletion."""
+    """Return the bases of the segments that this copy must have, and those of files left over from a deletion."""
     there, listed = segment_bases(disk), read_manifest(disk)
     if listed is None:
         return there, []

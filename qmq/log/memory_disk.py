@@ -1,4 +1,14 @@
-"""Shell. The disk that ships, on a file system in memory: for tests and simulators."""
+"""Shell. The shipped disk on a file system in memory that forgets, tears and refuses writes: for tests and simulators.
+
+`crash` keeps durable changes, and by chance some of the others:
+
+- bytes of a file: durable after its fsync; otherwise any subset of the writes since, each maybe torn
+- name of a file: durable after an fsync of its folder, for each new, renamed and deleted one; otherwise by chance
+- a rename happens as a whole or not at all; a file without any name is gone
+
+From call `fail_at` on, counted in changing calls, the system refuses and changes nothing: its process is about to be
+killed.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +27,7 @@ ROOT = "/data"
 
 
 class MemoryDisk(RealDisk):
-    """A disk that forgets on `crash` what was not synced, and can be told to fail."""
+    """A disk that forgets unsynced changes on `crash`, and fails on demand."""
 
     def __init__(self, system: MemorySystem | None = None) -> None:
         self.system = system or MemorySystem()
@@ -25,11 +35,11 @@ class MemoryDisk(RealDisk):
 
     @property
     def calls(self) -> int:
-        """How many calls of the system changed something, or were refused to."""
+        """Calls that changed something, or were refused."""
         return self.system.calls
 
     def fail_after(self, calls: int) -> None:
-        """Refuse the system's call after so many more that change something, and all that follow."""
+        """Refuse the changing call after the next `calls`, and all that follow."""
         self.system.fail_at = self.system.calls + calls
 
     def heal(self) -> None:
@@ -41,12 +51,13 @@ class MemoryDisk(RealDisk):
         return sorted(path[at:] for path, inode in self.system.entries.items() if inode is not None)
 
     def reopen(self) -> None:
-        """Begin as another process does, after one that was killed."""
+        """Begin as the next process does, after one that was killed."""
         self.close()
         super().__init__(Path(ROOT), system=self.system)
 
     def crash(self, rng: Random | None = None) -> None:
-        """Lose power. Without `rng` everything unsynced is gone; with it, any part of it may have reached the disk."""
+        """Lose power. Without `rng` all unsynced changes are gone; with it, any part of them may have reached the disk.
+        """
         self.close()
         self.system.crash(rng)
 
@@ -55,19 +66,19 @@ class MemoryDisk(RealDisk):
         self.system.flip(f"{ROOT}/{name}", bit)
 
     def copy(self) -> MemoryDisk:
-        """Return an image of what is durable and written now."""
+        """Return an image of the present contents, durable and written."""
         image = MemoryDisk()
         image.system.copy_from(self.system)
         return image
 
     def put_back(self, image: MemoryDisk) -> None:
-        """Have the files of an image, and no others."""
+        """Replace all files by those of an image."""
         self.close()
         self.system.copy_from(image.system)
 
 
 class Inode:
-    """A file: what a reader sees, and what is on the disk. Bytes of `size` behind `data` are reserved, and zeros."""
+    """A file: its bytes for readers, and those on the disk. Bytes of `size` behind `data` are reserved zeros."""
 
     __slots__ = ("data", "durable", "durable_size", "size", "unsynced")
 
@@ -87,11 +98,11 @@ class Inode:
         self.unsynced.clear()
 
     def keep(self, offset: int, written: bytes | None) -> None:
-        """A change reaches the disk."""
+        """Apply a change to the disk."""
         self.durable_size = _apply(self.durable, self.durable_size, offset, written)
 
     def forget(self) -> None:
-        """What is on the disk is all there is."""
+        """Drop all changes that are not on the disk."""
         self.data, self.size = bytearray(self.durable), self.durable_size
         self.unsynced.clear()
 
@@ -117,28 +128,28 @@ def _apply(data: bytearray, size: int, offset: int, written: bytes | None) -> in
 
 
 FOLDER: Final = None
-"""What the name of a folder stands for."""
+"""Entry of a folder's name."""
 GONE: Final = False
-"""What the name of nothing stands for."""
+"""Entry of a deleted name."""
 Entry = Inode | None
 Change = tuple[tuple[str, Inode | None | bool], ...]
-"""Names that get another meaning at once."""
+"""Names that change their entries at once."""
 
 
 class MemorySystem(System):
-    """The calls of a system whose files are all in memory. On one thread."""
+    """The calls of a system with all files in memory. On one thread."""
 
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {"/": FOLDER}
         self._durable: dict[str, Entry] = {"/": FOLDER}
         self._changes: list[Change] = []
-        """Of names, since their folder was fsynced."""
+        """Changes of names since the folder's last fsync."""
         self._open: dict[int, Inode | str] = {}
         self._opened = 2
         self.calls = 0
-        """How many calls changed something, or were refused to."""
+        """Calls that changed something, or were refused."""
         self.fail_at: int | None = None
-        """From which call on all are refused."""
+        """Number of the first call that is refused."""
 
     def heal(self) -> None:
         self.fail_at = None
@@ -149,7 +160,7 @@ class MemorySystem(System):
         if self.fail_at is not None and self.calls >= self.fail_at:
             raise _error(errno.EIO, path or str(fd))
 
-    # The calls.
+    # Calls of the system.
 
     def open(self, path: str, flags: int) -> int:
         if path not in self.entries:
@@ -166,7 +177,7 @@ class MemorySystem(System):
         return self._opened
 
     def close(self, fd: int) -> None:
-        self._open.pop(fd, None)  # of a process that was killed, nothing is open any more
+        self._open.pop(fd, None)  # a killed process has no open files
 
     def file(self, fd: int) -> Inode:
         file = self._open.get(fd, "")
@@ -217,7 +228,7 @@ class MemorySystem(System):
         return at if whence == os.SEEK_DATA else len(file.data)
 
     def drop_cached(self, fd: int, begin: int, end: int) -> None:
-        """What nobody is to write any more is read from the disk again."""
+        """Restore the disk's contents: no writer is left."""
         if not (file := self.file(fd)).unsynced:
             file.forget()
 
@@ -271,10 +282,10 @@ class MemorySystem(System):
         self._changes.append(change)
         _name(self.entries, change)
 
-    # What is on the disk.
+    # Contents of the disk.
 
     def _sync_folder(self, folder: str) -> None:
-        """Changes of names in it are durable, and those before of the same names: so a rename is never half a one."""
+        """Make the changes of its names durable, with earlier ones of the same names: no half renames."""
         wanted: set[str] = set()
         kept: list[Change] = []
         rest: list[Change] = []
@@ -290,7 +301,7 @@ class MemorySystem(System):
         self._changes = rest[::-1]
 
     def durable_file(self, path: str) -> Inode | None:
-        """Return the file that would have this name after a crash without luck; None: there would be none."""
+        """Return the file of this name after a crash that keeps only durable changes; None: there is none."""
         return self._durable[path] if self._is_reachable(path) else None
 
     def _is_reachable(self, path: str) -> bool:
@@ -301,7 +312,8 @@ class MemorySystem(System):
         return True
 
     def crash(self, rng: Random | None = None) -> None:
-        """Lose power. Without `rng` everything unsynced is gone; with it, any part of it may have reached the disk."""
+        """Lose power. Without `rng` all unsynced changes are gone; with it, any part of them may have reached the disk.
+        """
         if rng is not None:
             self._keep_some_names(rng)
         self._changes.clear()
@@ -329,7 +341,7 @@ class MemorySystem(System):
             _name(self._durable, change)
 
     def survivors(self, rng: Random, offset: int, written: bytes | None) -> Iterable[tuple[int, bytes | None]]:
-        """Return what reached the disk of a write that nobody waited for: all, nothing, or its first bytes."""
+        """Return the part of an unsynced write that reached the disk: all, nothing, or its first bytes."""
         fate = rng.random()
         if fate < 0.4:
             return [(offset, written)]
@@ -347,7 +359,7 @@ class MemorySystem(System):
         inode.size, inode.durable_size = max(inode.size, len(inode.data)), max(inode.durable_size, len(inode.durable))
 
     def copy_from(self, other: MemorySystem) -> None:
-        """Have the files of `other`, as they are now, and nothing open."""
+        """Take over the present files of `other`, with nothing open."""
         copies: dict[int, Entry] = {}
 
         def copied(inode: Entry) -> Entry:
