@@ -71,7 +71,7 @@ class Trial(World):
 
     def _is_in_sync(self) -> bool:
         masters = [copy.node.master for copy in self.groups["g1"] if self._is_master(copy)]
-        return len(masters) == 1 and masters[0] is not None and len(masters[0].in_step) == len(self.groups["g1"]) - 1
+        return len(masters) == 1 and masters[0] is not None and len(masters[0].in_sync) == len(self.groups["g1"]) - 1
 
 
 def test_a_slave_is_master_in_time_though_a_metaserver_stands_still() -> None:
