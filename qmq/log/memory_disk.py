@@ -56,7 +56,7 @@ class MemoryDisk(RealDisk):
         super().__init__(Path(ROOT), system=self.system)
 
     def crash(self, rng: Random | None = None) -> None:
-        """Lose power. Without `rng` all unsynced changes are gone; with it, any part of them may have reached the disk."""
+        """Lose power. Without `rng` all unsynced changes are gone; with it, some may have reached the disk."""
         self.close()
         self.system.crash(rng)
 
@@ -311,7 +311,7 @@ class MemorySystem(System):
         return True
 
     def crash(self, rng: Random | None = None) -> None:
-        """Lose power. Without `rng` all unsynced changes are gone; with it, any part of them may have reached the disk."""
+        """Lose power. Without `rng` all unsynced changes are gone; with it, some may have reached the disk."""
         if rng is not None:
             self._keep_some_names(rng)
         self._changes.clear()
