@@ -99,7 +99,7 @@ delay-ledger: $(STAMP) ## MESSAGES (default 100000) come due while delay servers
 	@$(PY) -m tests.chaos.delay_trial --messages "$(or $(MESSAGES),100000)"
 
 history: $(STAMP) ## MESSAGES (default 1000000), RATE a second (default 2500), through real processes and faults, and a judge of what consumers saw; COPIES=3: swaps and failovers
-	@$(PY) -m tests.history --messages "$(or $(MESSAGES),1000000)" --rate "$(or $(RATE),2500)" --copies "$(or $(COPIES),2)" --seed "$(or $(SEED),1)"
+	@$(PY) -m qmq chaos --dir .run/history --keys 10000 --messages "$(or $(MESSAGES),1000000)" --rate "$(or $(RATE),2500)" --copies "$(or $(COPIES),2)" --seed "$(or $(SEED),1)"
 
 proto: $(STAMP) ## regenerate qmq/proto from qmq.proto
 	@$(PY) -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. qmq/proto/qmq.proto

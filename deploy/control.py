@@ -28,6 +28,14 @@ def answers(url: str) -> bool:
         return False
 
 
+def metrics(url: str, token: str, timeout_s: float = 60.0) -> dict[str, float]:
+    """Scrape a process; return "name{labels}" -> value. Raises OSError."""
+    request = urllib.request.Request(f"{url}/metrics", headers={"X-Api-Token": token})
+    with DIRECT.open(request, timeout=timeout_s) as answer:
+        lines = answer.read().decode().splitlines()
+    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
+
+
 def manage(url: str, token: str, action: str, **parameters: object) -> Any:
     """Post an operator's action; return the data of its answer.
 

@@ -1,36 +1,50 @@
-"""Core. Reads a history beside both copies of each group's log and names whatever breaks a promise.
+"""Core. Checks the history of a run, and both copies of each log, for broken promises.
 
-lost-copy            an acknowledged message is missing from a copy, stands elsewhere than its receipt says, or was
-                     acknowledged while the slave was stopped and could store nothing
-copies-differ        the two copies of a group are not equal, frame by frame and by the chain at the end
-sequence             sequences of a subject in a log are not dense
-duplicate            a message is in the logs more than once
-refused-stored       a message whose producer was told "not stored" is in a log
-unsent               a log holds a message that nobody sent
-order                a producer's messages, sent one call after the other, stand in another order
-readonly-leak        a group that was marked readonly acknowledged a message
-never-consumed       an acknowledged message was delivered to nobody
-consumed-unsent      a consumer got a message that is not in the log at that place
-ack-went-back        a message came again although its ack had been answered
-duplicate-no-cause   a message was delivered twice without any fault in between
-not-drained          at the end something is not consumed or not acked
+Of consumers, in the manner of Jepsen's queue and log checkers:
+
+    lost                a stored message was not handled to its end and is no dead letter
+    duplicated          a message was handed over again, or became a dead letter, without a cause
+    unexpected          a consumer got a message that was not sent, or other content, or one of another place or tag
+    reordered           a consumer that handles one at a time got an older message after a newer one; of an order key, a
+                        message was handed over before its predecessor was done, or stored in front of it
+    offset went back    a consumer's acked position is lower than it was
+    poll skipped        a sequence was never handed over although a later one was
+    times do not grow   a message was handed over again with the same delivery attempt, or a smaller one
+
+Causes of a second delivery: a nack; a consumer that vanished, left or stood still before its ack was confirmed; a fault
+of the broker group in that time. After a confirmed ack the only cause is a lost copy of the log that was the only one
+with that ack. The same excuse holds for order and positions. Messages that a leaving consumer had not begun go to
+others as a first delivery, behind messages that these have.
+
+Of the logs of stopped brokers:
+
+    lost-copy           an acknowledged message is missing from a copy, has another place than its receipt names, or was
+                        acknowledged while the slave was stopped
+    copies-differ       the copies of a group are not equal, frame by frame and by the chain at the end
+    sequence            sequences of a subject in a log are not dense
+    duplicate           a message is in the logs more than once
+    refused-stored      a message whose receipt says "not stored" is in a log
+    unsent              a log holds a message that was not sent
+    order               a producer's messages, sent one call after the other, have another order in the log
+    readonly-leak       a group that was marked readonly acknowledged a message
+    not-drained         at the end something is not consumed or not acked
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from math import inf
 from typing import NamedTuple
 
-from qmq.deploy.chaos.history import REFUSED, STORED, Delivered, History
+from qmq.deploy.chaos.history import Handover, History, Place, Track
+from qmq.deploy.chaos.records import DEAD, DONE, MARKED, REFUSED, RETRY, STORED, Position, Sent
 from qmq.deploy.copies import Copy
 
-HELD_S = 15.0
-"""A consumer that lives on may hold a message this long before its application takes it."""
-CAUSE_S = 3.0
-"""A fault can cause a second delivery for a lease and this long after its end: reconnects."""
 SHOWN_MAX = 5
+Logs = Mapping[str, Sequence[Copy]]
+"""The copies of each broker group, as `qmq.deploy.copies.read_copy` returns them."""
 
 
 class Finding(NamedTuple):
@@ -38,47 +52,252 @@ class Finding(NamedTuple):
     text: str
 
 
-@dataclass
-class Logs:
-    """Both copies of each group: what `qmq.deploy.copies.read_copy` returned."""
-
-    copies: dict[str, tuple[Copy, Copy]]
-
-
-def check(history: History, logs: Logs) -> list[Finding]:
+def check(history: History, logs: Logs | None = None) -> list[Finding]:
     """Return all findings, at most a few of each rule; none: every promise was kept."""
-    rules = (_alone, _copies, _sequences, _stored, _order, _readonly, _consumed, _repeated, _drained)
-    found: dict[str, list[Finding]] = defaultdict(list)
-    for rule in rules:
-        for finding in rule(history, logs):
-            found[finding.rule].append(finding)
+    found: dict[str, list[str]] = {
+        name: [text for rule in rules for text in rule(history)] for name, rules in RULES.items()
+    }
+    for rule in LOG_RULES if logs is not None else ():
+        for name, text in rule(history, logs or {}):
+            found.setdefault(name, []).append(text)
     shown = []
-    for name, findings in found.items():
-        shown += findings[:SHOWN_MAX]
-        if len(findings) > SHOWN_MAX:
-            shown.append(Finding(name, f"and {len(findings) - SHOWN_MAX} more"))
+    for name, texts in found.items():
+        shown += [Finding(name, text) for text in texts[:SHOWN_MAX]]
+        if len(texts) > SHOWN_MAX:
+            shown.append(Finding(name, f"and {len(texts) - SHOWN_MAX} more"))
     return shown
 
 
-def _alone(history: History, logs: Logs) -> Iterator[Finding]:
-    for message, stop in history.acknowledged_alone():
-        yield Finding("lost-copy", f"{message} was acknowledged while the slave was stopped: {stop}")
+def _lost(history: History) -> Iterator[str]:
+    groups = history.groups
+    for message in history.messages.values():
+        if message.outcome != STORED:
+            continue
+        place = message.place
+        if not any(subject == place.subject for subject, _ in groups):
+            yield f"nobody consumes its subject: {message}"
+        for (subject, group), tags in groups.items():
+            if subject != place.subject or (tags and not tags & set(message.sending.tags)):
+                continue
+            track = Track(subject, group, place.broker_group)
+            handovers = history.handovers[track].get(place.sequence, [])
+            if place.sequence not in history.dead[track] and not _is_handled(handovers):
+                yield f"for {group}: {message}; {_list(handovers) or 'given to nobody'}"
+
+
+def _is_handled(handovers: list[Handover]) -> bool:
+    """Whether somebody did it, and nobody gave it up later."""
+    decisions = [one.decided.decision for one in handovers if one.decided is not None]
+    gave_up = handovers and handovers[-1].is_kept and decisions and decisions[-1] == DEAD
+    return DONE in decisions and not gave_up
+
+
+def _repeated(history: History) -> Iterator[str]:
+    for track, places in history.handovers.items():
+        for handovers in places.values():
+            for before, after in pairwise(handovers):
+                if after.got.times > before.got.times and (why := _unexplained(history, before, after)):
+                    yield f"for {track.group}, {why}: {before}; {after}"
+
+
+def _unexplained(history: History, before: Handover, after: Handover) -> str | None:
+    """Say what is wrong with a hand-over that follows another one; None if it is explained."""
+    decision = before.decided.decision if before.decided else None
+    if decision == RETRY:
+        return None
+    if before.kept_at is not None:
+        if history.may_have_lost(before.got.broker_group, before.got.at, before.kept_at):
+            return None
+        return "again after its end was confirmed"
+    if after.got.at < before.got.at or history.cause(before, after.got.at):
+        return None  # in that order, it is a matter of times
+    return "again without a cause"
+
+
+def _dead_again(history: History) -> Iterator[str]:
+    for track, places in history.dead.items():
+        for sequence, dead in places.items():
+            if len(dead) > 1:
+                yield f"{len(dead)} dead letters of one message: {dead}"
+            for one in history.handovers[track].get(sequence, []):
+                is_done = one.kept_at is not None and one.decided is not None and one.decided.decision == DONE
+                if is_done and not history.may_have_lost(track.broker_group, one.got.at, one.kept_at or 0.0):
+                    yield f"a dead letter although its ack was confirmed: {dead[0]}; {one}"
+
+
+def _unexpected(history: History) -> Iterator[str]:
+    groups, places = history.groups, _places(history)
+    for track, sequences in history.handovers.items():
+        tags = groups.get((track.subject, track.group), frozenset())
+        for sequence, handovers in sequences.items():
+            for one in handovers:
+                if why := _wrong(history, one, places[one.got.id], tags):
+                    yield f"{why}: {one}; {history.messages.get(one.got.id, '')}"
+            for dead in history.dead[track].get(sequence, []):
+                if dead.id != handovers[0].got.id:
+                    yield f"a dead letter is of another message: {dead}; {handovers[0]}"
+    for id in history.sent_twice:
+        yield f"the workload is wrong: {id} was sent twice"
+
+
+def _places(history: History) -> dict[str, set[Place]]:
+    """Of each id, where its message was said or seen to lie."""
+    places: dict[str, set[Place]] = defaultdict(set)
+    for id, message in history.messages.items():
+        if message.outcome == STORED:
+            places[id].add(message.place)
+    for track, sequences in history.handovers.items():
+        for sequence, handovers in sequences.items():
+            for one in handovers:
+                places[one.got.id].add(Place(track.subject, track.broker_group, sequence))
+    return places
+
+
+def _wrong(history: History, handover: Handover, places: set[Place], tags: frozenset[str]) -> str | None:
+    message = history.messages.get(handover.got.id)
+    if message is None:
+        return "nobody sent it"
+    if message.outcome == REFUSED:
+        return "its producer was told that it is not stored"
+    if handover.got.subject != message.sending.subject:
+        return "of another subject"
+    if handover.got.content != message.sending.content:
+        return "its content is not what was sent"
+    if len(places) > 1:
+        return f"it lies in more than one place, {sorted(places)}"
+    if tags and not tags & set(message.sending.tags):
+        return f"its group asks for {sorted(tags)} only"
+    return None
+
+
+def _one_by_one(history: History) -> Iterator[str]:
+    """New messages, of which nothing depends on an order key or a tag, come in the order of their sequences."""
+    keyed = {one.sending.subject for one in history.messages.values() if one.sending.order_key}
+    plain = {
+        (one.consumer, one.subject, one.group)
+        for one in history.joined
+        if one.concurrency == 1 and not one.tags and one.subject not in keyed
+    }
+    for consumer, numbers in history.by_consumer.items():
+        newest: dict[Track, Handover] = {}
+        for one in numbers.values():
+            got = one.got
+            if got.times > 1 or (consumer, got.subject, got.group) not in plain:
+                continue
+            track = Track(got.subject, got.group, got.broker_group)
+            before = newest.get(track)
+            if before is not None and before.got.sequence > got.sequence:
+                is_excused = history.was_left(got.subject, got.group, got.at)
+                if not is_excused and not history.may_have_lost(got.broker_group, before.got.at, got.at):
+                    yield f"{one} after {before}"
+            newest[track] = one
+
+
+def _by_key(history: History) -> Iterator[str]:
+    for track, places in history.handovers.items():
+        newest: dict[str, list[Handover]] = {}
+        for _, handovers in sorted(places.items()):
+            message = history.messages.get(handovers[0].got.id)
+            if message is None or not (key := message.sending.order_key):
+                continue
+            before, newest[key] = newest.get(key), handovers
+            if before is None:
+                continue
+            end, begin = _end(history, track, before), min(one.got.at for one in handovers)
+            if begin < end and not history.may_have_lost(track.broker_group, before[0].got.at, min(end, begin)):
+                yield f"for {track.group}, key {key}: {_list(handovers)}; in front of it: {_list(before)}"
+
+
+def _end(history: History, track: Track, handovers: list[Handover]) -> float:
+    """When a message was done or given up; never: infinity."""
+    last = handovers[-1]
+    is_dead = last.got.sequence in history.dead[track]
+    if last.decided is not None and (is_dead or last.decided.decision != RETRY):
+        return last.decided.at
+    return last.got.at if is_dead else inf
+
+
+def _sent_by_key(history: History) -> Iterator[str]:
+    newest: dict[tuple[str, str, str], Sent] = {}
+    for message in history.messages.values():
+        if message.sent is None or message.outcome != STORED or not message.sending.order_key:
+            continue
+        key = message.sending.sender, message.sending.subject, message.sending.order_key
+        before, newest[key] = newest.get(key), message.sent
+        if before is not None and (
+            before.broker_group != message.sent.broker_group or before.sequence > message.sent.sequence
+        ):
+            yield f"{message} was sent after {before} of the same key"
+
+
+def _went_back(history: History) -> Iterator[str]:
+    newest: dict[tuple[str, Track], Position] = {}
+    for position in history.positions:
+        key = position.consumer, Track(position.subject, position.group, position.broker_group)
+        before, newest[key] = newest.get(key), position
+        if before is not None and position.acked_end < before.acked_end and not position.begins:
+            if not history.may_have_lost(position.broker_group, before.at, position.at):
+                yield f"{position} after {before}"
+
+
+def _skipped(history: History) -> Iterator[str]:
+    groups = history.groups
+    for track, places in history.handovers.items():
+        if groups.get((track.subject, track.group)):
+            continue  # others' tags lie in between
+        next_sequence = 0
+        for given in sorted(places.keys() | history.dead[track].keys()):
+            if given > next_sequence:
+                skipped = f"{next_sequence} to {given - 1}"
+                yield f"sequences {skipped} of {track} were given to nobody, but {_list(places.get(given, []))}"
+            next_sequence = given + 1
+
+
+def _times(history: History) -> Iterator[str]:
+    for places in history.handovers.values():
+        for handovers in places.values():
+            for smaller, larger in pairwise(handovers):
+                first, second = sorted((smaller, larger), key=lambda one: one.got.at)
+                if larger.got.times > smaller.got.times and first is smaller:
+                    continue
+                if history.cause(smaller, larger.got.at):
+                    continue  # it lost the message, and did not know, or had not begun with it
+                if not history.may_have_lost(first.got.broker_group, first.got.at, second.got.at):
+                    yield f"{second} after {first}"
+
+
+def _list(handovers: list[Handover]) -> str:
+    return "; ".join(map(str, handovers))
+
+
+# Logs.
+
+
+def _readonly(history: History) -> Iterator[str]:
+    for message, window in history.sent_within(MARKED):
+        yield f"{message} in {window}"
+
+
+def _alone(history: History) -> Iterator[str]:
+    for message, window in history.acknowledged_alone():
+        yield f"{message} was acknowledged while the slave was stopped: {window}"
 
 
 def _copies(history: History, logs: Logs) -> Iterator[Finding]:
-    for group, (master, slave) in logs.copies.items():
-        begin = max(master.start, slave.start)
-        ours, theirs = ([frame for frame in copy.frames if frame.offset >= begin] for copy in (master, slave))
-        for mine, other in zip(ours, theirs, strict=False):
-            if mine != other:
-                yield Finding("copies-differ", f"{group}: at offset {mine.offset}: {mine} and {other}")
-                break
-        if (master.end, master.chain) != (slave.end, slave.chain):
-            yield Finding("copies-differ", f"{group}: one copy ends at {master.end}, the other at {slave.end}")
+    for group, (first, *others) in logs.items():
+        for other in others:
+            begin = max(first.start, other.start)
+            frames = ([frame for frame in copy.frames if frame.offset >= begin] for copy in (first, other))
+            for one, two in zip(*frames, strict=False):
+                if one != two:
+                    yield Finding("copies-differ", f"{group}: at offset {one.offset}: {one} and {two}")
+                    break
+            if (first.end, first.chain) != (other.end, other.chain):
+                yield Finding("copies-differ", f"{group}: one copy ends at {first.end}, another at {other.end}")
 
 
 def _sequences(history: History, logs: Logs) -> Iterator[Finding]:
-    for group, copies in logs.copies.items():
+    for group, copies in logs.items():
         for copy in copies:
             following: dict[str, int] = {}
             for subject, sequence, id in copy.messages:
@@ -89,91 +308,65 @@ def _sequences(history: History, logs: Logs) -> Iterator[Finding]:
 
 
 def _stored(history: History, logs: Logs) -> Iterator[Finding]:
-    places = [
-        {
-            (group, subject, sequence): id
-            for group, copies in logs.copies.items()
-            for subject, sequence, id in copies[side].messages
-        }
-        for side in (0, 1)
-    ]
-    sent = {one.id: one for one in history.sent}
-    for one in history.sent:
-        if one.outcome == STORED:
-            for side in (0, 1):
-                found = places[side].get((one.group, one.subject, one.sequence))
-                if found != one.id:
-                    yield Finding("lost-copy", f"{one} is not there in copy {side}, but {found}")
-    for (group, subject, sequence), id in places[0].items():
-        if id not in sent:
-            yield Finding("unsent", f"{group}: {subject} {sequence}: {id}")
-        elif sent[id].outcome == REFUSED:
-            yield Finding("refused-stored", f"{group}: {subject} {sequence}: {sent[id]}")
-    for id, count in Counter(places[0].values()).items():
-        if count > 1:
-            yield Finding("duplicate", f"{id} is {count} times in the logs: {sent.get(id)}")
-
-
-def _order(history: History, logs: Logs) -> Iterator[Finding]:
-    last: dict[tuple[str, str, str], int] = {}
-    for one in history.sent:
-        if one.outcome == STORED:
-            key = (one.sender, one.subject, one.group)
-            if one.sequence <= last.get(key, -1):
-                yield Finding("order", f"{one} stands before what this sender sent earlier, at {last[key]}")
-            last[key] = one.sequence
-
-
-def _readonly(history: History, logs: Logs) -> Iterator[Finding]:
-    for mark in history.marked:
-        for one in history.sent:
-            if one.outcome == STORED and one.group == mark.group and mark.begin < one.begun < one.done < mark.end:
-                yield Finding("readonly-leak", f"{one} in {mark}")
-
-
-def _consumed(history: History, logs: Logs) -> Iterator[Finding]:
-    there = {
-        (id, subject, group, sequence)
-        for group, (master, _) in logs.copies.items()
-        for subject, sequence, id in master.messages
+    """Compare receipts with logs; dead letters are copies of messages and have no receipts."""
+    subjects = {message.sending.subject for message in history.messages.values()}
+    places: dict[str, list[dict[Place, str]]] = {
+        group: [{Place(subject, group, sequence): id for subject, sequence, id in copy.messages} for copy in copies]
+        for group, copies in logs.items()
     }
-    delivered = {one[:4] for one in history.delivered}
-    for one in history.sent:
-        if one.outcome == STORED and (one.id, one.subject, one.group, one.sequence) not in delivered:
-            yield Finding("never-consumed", str(one))
-    for place in delivered - there:
-        yield Finding("consumed-unsent", f"{place} is not in the log")
+    for message in history.messages.values():
+        if message.outcome == STORED:
+            for number, ids in enumerate(places[message.place.broker_group]):
+                if (found := ids.get(message.place)) != message.sending.id:
+                    yield Finding("lost-copy", f"copy {number} has {found} in the place of {message}")
+    counts: Counter[str] = Counter()
+    for place, id in ((place, id) for ids in places.values() for place, id in ids[0].items()):
+        if id not in history.messages:
+            if place.subject in subjects:
+                yield Finding("unsent", f"{place}: {id}")
+        elif place.subject in subjects:
+            counts[id] += 1
+            if history.messages[id].outcome == REFUSED:
+                yield Finding("refused-stored", f"{place}: {history.messages[id]}")
+    for id, count in counts.items():
+        if count > 1:
+            yield Finding("duplicate", f"{id} is {count} times in the logs: {history.messages[id]}")
 
 
-def _repeated(history: History, logs: Logs) -> Iterator[Finding]:
-    by_id: dict[str, list[Delivered]] = defaultdict(list)
-    for one in history.delivered:
-        by_id[one.id].append(one)
-    acked: dict[str, float] = {}
-    for ack in history.acked:
-        acked[ack.id] = min(ack.at, acked.get(ack.id, ack.at))
-    for id, deliveries in by_id.items():
-        deliveries.sort(key=lambda one: one.at)
-        if id in acked:
-            last = deliveries[-1]
-            if last.started > acked[id] or last.at > acked[id] + HELD_S:
-                yield Finding("ack-went-back", f"{last}, acked at {acked[id]}")
-        for before, after in zip(deliveries, deliveries[1:], strict=False):
-            if not any(
-                fault.begin <= after.at
-                and fault.end + history.lease_s + CAUSE_S >= before.at
-                and fault.group in ("", after.group)
-                for fault in history.faults
-            ):
-                yield Finding("duplicate-no-cause", f"{before} and {after}")
+def _order(history: History) -> Iterator[str]:
+    """Messages with an order key travel in batches of their own: `_sent_by_key` checks these."""
+    last: dict[tuple[str, str, str], int] = {}
+    for message in history.messages.values():
+        if message.outcome == STORED and not message.sending.order_key:
+            subject, group, sequence = message.place
+            key = (message.sending.sender, subject, group)
+            if sequence <= last.get(key, -1):
+                yield f"{message} has a place before an earlier message of its sender, {last[key]}"
+            last[key] = sequence
 
 
 def _drained(history: History, logs: Logs) -> Iterator[Finding]:
-    for group, (master, _) in logs.copies.items():
-        state = master.state
-        for (subject, name), progress in state.groups.items():
+    for broker_group, (first, *_) in logs.items():
+        for (subject, group), progress in first.state.groups.items():
+            if (subject, group) not in history.groups:
+                continue
             unacked = sum(consumer.unacked_messages for consumer in progress.consumers.values())
-            ahead = state.next_sequence.get(subject, 0) - progress.position
+            ahead = first.state.next_sequence.get(subject, 0) - progress.position
             if ahead or unacked or progress.requeued:
-                text = f"{group}: {subject} {name}: {ahead} not delivered, {unacked} not acked, {progress.requeued}"
-                yield Finding("not-drained", text)
+                left = f"{ahead} not delivered, {unacked} not acked, {progress.requeued}"
+                yield Finding("not-drained", f"{broker_group}: {subject} {group}: {left}")
+
+
+RULES: dict[str, list[Callable[[History], Iterator[str]]]] = {
+    "lost": [_lost],
+    "duplicated": [_repeated, _dead_again],
+    "unexpected": [_unexpected],
+    "reordered": [_one_by_one, _by_key, _sent_by_key],
+    "offset went back": [_went_back],
+    "poll skipped": [_skipped],
+    "times do not grow": [_times],
+    "order": [_order],
+    "readonly-leak": [_readonly],
+    "lost-copy": [_alone],
+}
+LOG_RULES: list[Callable[[History, Logs], Iterator[Finding]]] = [_copies, _sequences, _stored, _drained]

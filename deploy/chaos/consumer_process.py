@@ -1,64 +1,210 @@
-"""Shell. A consumer as a process of its own, so that it can be killed; it notes what it is given, then acks it."""
+"""Shell. A consumer as a process: listeners or pullers that decide about messages by chance, and note everything."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
+import json
 import logging
-import os
+import random
 import signal
-import time
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import qmq
+from qmq.client.group_session import GroupSession
+from qmq.client.unacked import SentAck
+from qmq.deploy.chaos.journal import Journal, content_of, now
+from qmq.deploy.chaos.records import (
+    DEAD,
+    DONE,
+    LEFT,
+    RETRY,
+    Decided,
+    Gone,
+    Got,
+    Joined,
+    Kept,
+    MasterChanged,
+    Position,
+    Record,
+    Stalled,
+)
+from qmq.deploy.chaos.workload import RETRY_DELAY_S, Member
+from qmq.remoting import commands
 
-FLUSH_S = 30.0
+WATCH_S = 0.05
+STALL_S = 0.5
+"""A loop that comes this late may have lost its lease."""
+FAILS, RETRIES, GIVES_UP, TAKES_TIME = 0.003, 0.01, 0.001, 0.05
+DELAY_S_MAX = 1.0
+WORK_S_MAX = 0.02
 
 
-async def consume(arguments: argparse.Namespace, journal: int, subject: str, started: float) -> None:
-    """Pull from one subject until cancelled."""
-    client = qmq.Consumer(metaserver=arguments.metaserver, app="chaos", consumer_id=arguments.id, drain_s=30.0)
-    async with client.pull(subject, group=arguments.group, start="earliest", prefetch_messages=200) as puller:
+class Notes:
+    """What this consumer sees and decides, and which of it brokers confirm."""
+
+    def __init__(self, consumer: str, journal: Journal) -> None:
+        self.consumer, self._journal = consumer, journal
+        self._number = 0
+        self._open: dict[int, qmq.ReceivedMessage] = {}
+
+    def write(self, *records: Record) -> None:
+        self._journal.write(*records)
+
+    def got(self, messages: list[qmq.ReceivedMessage]) -> list[int]:
+        """Note hand-overs; return their numbers."""
+        at, first = now(), self._number
+        self._number += len(messages)
+        numbers = list(range(first, self._number))
+        self._journal.write_all(
+            Got(
+                at,
+                self.consumer,
+                number,
+                one.subject,
+                one.group,
+                one.broker_group,
+                one.sequence,
+                one.pull_sequence,
+                one.times,
+                str(one.id),
+                content_of(one),
+            )
+            for number, one in zip(numbers, messages)
+        )
+        self._open |= zip(numbers, messages)
+        return numbers
+
+    def decided(self, *decisions: tuple[int, str]) -> None:
+        at = now()
+        self._journal.write_all(Decided(at, self.consumer, number, decision) for number, decision in decisions)
+
+    def look(self) -> None:
+        """Note what is settled by now."""
+        kept = [number for number, one in self._open.items() if one.is_settled]
+        if kept:
+            self.write(Kept(now(), self.consumer, kept))
+        for number in [*kept, *(number for number, one in self._open.items() if one.is_dropped)]:
+            self._open.pop(number, None)
+
+    async def watch(self) -> None:
+        """Look now and then; who comes much too late for that stood still."""
+        before = now()
         while True:
-            messages = await puller.pull(100, timeout=1.0)
+            self.look()
+            await asyncio.sleep(WATCH_S)
+            if (at := now()) - before > STALL_S:
+                self.write(Stalled(before, at, self.consumer))
+            before = at
+
+    def tap(self) -> None:
+        """Note positions as brokers tell them; the client's interface does not show them."""
+        subscribed, acked = GroupSession._subscribed, GroupSession._acked
+
+        def position(session: GroupSession, acked_end: int, begins: bool) -> None:
+            terms, group = session._owner.terms, session._link.broker_group
+            self.write(Position(now(), self.consumer, session.source, terms.group, group, acked_end, begins))
+
+        def note_subscribed(session: GroupSession, body: memoryview) -> None:
+            position(session, commands.decode_json(body, acked_end=int)["acked_end"], not session.unacked.held_end)
+            subscribed(session, body)
+
+        def note_acked(session: GroupSession, ack: SentAck, body: memoryview) -> None:
+            position(session, commands.decode_acked(body), False)
+            acked(session, ack, body)
+
+        setattr(GroupSession, "_subscribed", note_subscribed)  # noqa: B010
+        setattr(GroupSession, "_acked", note_acked)  # noqa: B010
+
+
+def choose(message: qmq.ReceivedMessage, rng: random.Random) -> str:
+    """Decide about a message; poisoned ones can never be done."""
+    dice = rng.random()
+    if message.get_bool("poison") or dice < RETRIES:
+        return RETRY
+    return DEAD if dice < RETRIES + GIVES_UP else DONE
+
+
+async def handle(notes: Notes, rng: random.Random, message: qmq.ReceivedMessage) -> None:
+    """A listener's handler."""
+    (number,) = notes.got([message])
+    if rng.random() < TAKES_TIME:
+        await asyncio.sleep(rng.uniform(0, WORK_S_MAX))
+    decision = choose(message, rng)
+    notes.decided((number, decision))
+    if decision == DEAD:
+        raise qmq.DeadLetter("by chance")
+    if decision == RETRY and rng.random() < FAILS / RETRIES:
+        raise RuntimeError("by chance")
+    if decision == RETRY:
+        raise qmq.RetryLater(delay_s=rng.uniform(0, DELAY_S_MAX))
+
+
+async def pull(notes: Notes, rng: random.Random, puller: qmq.Puller, stop: asyncio.Event) -> None:
+    """Pull and decide in any order within what came at once."""
+    async with puller:
+        while not stop.is_set():
+            messages = await puller.pull(rng.randint(1, 200), timeout=0.5)
             if not messages:
                 continue
-            at = time.monotonic()
-            lines = [
-                f"D {one.id} {subject} {one.broker_group} {one.sequence} {arguments.id} {started} {at}\n"
-                for one in messages
-            ]
-            os.write(journal, "".join(lines).encode())  # no buffer: a kill must not take back what was handled
-            await puller.ack(messages)
-            try:
-                async with asyncio.timeout(FLUSH_S):
-                    await puller.flush()
-            except TimeoutError:
-                continue
-            at = time.monotonic()
-            os.write(journal, "".join(f"A {one.id} {at}\n" for one in messages if not one.is_dropped).encode())
+            numbers = notes.got(messages)
+            together = list(zip(numbers, messages))
+            rng.shuffle(together)
+            if rng.random() < TAKES_TIME:
+                await asyncio.sleep(rng.uniform(0, WORK_S_MAX))
+            decisions = [(number, one, choose(one, rng)) for number, one in together]
+            notes.decided(*((number, decision) for number, _, decision in decisions))
+            await puller.ack([one for _, one, decision in decisions if decision == DONE])
+            await puller.dead_letter([one for _, one, decision in decisions if decision == DEAD], "by chance")
+            for _, one, decision in decisions:
+                if decision == RETRY:
+                    await one.nack("by chance", delay=rng.uniform(0, DELAY_S_MAX))
 
 
-async def main() -> None:
-    parser = argparse.ArgumentParser()
-    for name in ("metaserver", "id", "group", "journal", "subjects"):
-        parser.add_argument(f"--{name}", required=True)
-    arguments = parser.parse_args()
-    journal = os.open(arguments.journal, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    started = time.monotonic()
-    tasks = [asyncio.create_task(consume(arguments, journal, one, started)) for one in arguments.subjects.split(",")]
+async def main(options: dict[str, Any]) -> None:
+    life, rng = options["life"], random.Random(options["seed"])
+    consumer = qmq.Consumer(metaserver=options["metaserver"], app="history", consumer_id=options["name"], drain_s=5.0)
+    members = [Member(*fields) for fields in options["members"]]
+    with Journal(Path(options["journal"])) as journal:
+        notes = Notes(life, journal)
+        notes.tap()
+        stop, running = asyncio.Event(), []
 
-    def stop(_: object = None) -> None:
-        for task in tasks:
-            task.cancel()
+        @consumer.on_master_changed
+        def changed(event: qmq.MasterChanged) -> None:
+            notes.write(MasterChanged(now(), life, event.broker_group, event.term))
 
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
-    for task in tasks:
-        task.add_done_callback(stop)
-    for result in await asyncio.gather(*tasks, return_exceptions=True):
-        if isinstance(result, Exception):
-            raise result
+        for one in members:
+            terms: dict[str, Any] = {"group": one.group, "tags": one.tags, "retry_delay": RETRY_DELAY_S}
+            notes.write(Joined(now(), life, one.subject, one.group, one.concurrency or 1, one.tags))
+            if one.concurrency:
+                listen = consumer.listen(
+                    one.subject, start="earliest", concurrency=one.concurrency, prefetch_messages=200, **terms
+                )
+                listen(partial(handle, notes, rng))
+            else:
+                puller = consumer.pull(one.subject, start="earliest", prefetch_messages=500, **terms)
+                running.append(asyncio.create_task(pull(notes, rng, puller, stop)))
+
+        def end() -> None:
+            stop.set()
+            consumer.stop()
+
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end)
+        if consumer.listeners:
+            running.append(asyncio.create_task(consumer.run()))
+        watching = asyncio.create_task(notes.watch())
+        await asyncio.gather(*running)
+        watching.cancel()
+        notes.look()
+        if not stop.is_set():
+            raise RuntimeError("it ended by itself")
+        notes.write(Gone(now(), life, LEFT))
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.WARNING)
-    asyncio.run(main())
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    logging.getLogger("qmq.client.listener").setLevel(logging.ERROR)  # handlers fail all the time here
+    asyncio.run(main(json.loads(sys.argv[1])))

@@ -1,86 +1,214 @@
-"""Core. What happened during a run, as the clients and the nemesis saw it. Times are seconds of CLOCK_MONOTONIC."""
+"""Core. All records of a run, joined: what was sent and what became of it, who was given what and what came of that."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-STORED, REFUSED, UNKNOWN = "stored", "refused", "unknown"
+from qmq.deploy.chaos.records import (
+    SLAVE_STOPPED,
+    STORED,
+    UNKNOWN,
+    DeadLetter,
+    Decided,
+    Fault,
+    Gone,
+    Got,
+    Joined,
+    Kept,
+    MasterChanged,
+    Position,
+    Record,
+    Sending,
+    Sent,
+    Stalled,
+    Window,
+)
+
+CAUSE_S = 10.0
+"""How long a message may lie in a consumer's buffer before the application sees it: what happened to the consumer's
+hold on it in that time explains what comes of it."""
 
 
-class Sent(NamedTuple):
-    """One message and its receipt. `sender` sends one call after the other, so its messages have an order."""
+class Place(NamedTuple):
+    """Where a message lies."""
 
-    id: str
     subject: str
-    sender: str
-    begun: float
-    done: float
-    outcome: str
-    group: str = ""
-    sequence: int = -1
-
-
-class Delivered(NamedTuple):
-    """One message handed to an application. `started`: when the process of this consumer began."""
-
-    id: str
-    subject: str
-    group: str
+    broker_group: str
     sequence: int
-    consumer: str
-    started: float
-    at: float
 
 
-class Acked(NamedTuple):
-    """The broker answered the ack of this message."""
+class Track(NamedTuple):
+    """One consumer group's way through one subject in one broker group."""
 
-    id: str
-    at: float
-
-
-class Fault(NamedTuple):
-    """What the nemesis did; `end` is when the cluster was well again."""
-
-    name: str
+    subject: str
     group: str
-    begin: float
-    end: float
+    broker_group: str
+
+
+@dataclass(slots=True, eq=False)
+class SentMessage:
+    """A message that was sent, and its outcome; without one, nobody knows it."""
+
+    sending: Sending
+    sent: Sent | None = None
+
+    @property
+    def outcome(self) -> str:
+        return UNKNOWN if self.sent is None else self.sent.outcome
+
+    @property
+    def place(self) -> Place:
+        assert self.sent is not None
+        return Place(self.sending.subject, self.sent.broker_group, self.sent.sequence)
+
+    def __str__(self) -> str:
+        return f"{self.sending}, {self.sent or 'no outcome'}"
+
+
+@dataclass(slots=True, eq=False)
+class Handover:
+    """A message in the hands of an application."""
+
+    got: Got
+    decided: Decided | None = None
+    kept_at: float | None = None
+
+    @property
+    def is_kept(self) -> bool:
+        return self.kept_at is not None
+
+    def __str__(self) -> str:
+        kept = "not confirmed" if self.kept_at is None else f"confirmed at {self.kept_at:.3f}"
+        return f"{self.got}, {self.decided or 'not decided'}, {kept}"
 
 
 @dataclass
 class History:
-    lease_s: float = 2.0
-    """Of consumers: what they hold comes again when they were silent for so long."""
-    sent: list[Sent] = field(default_factory=list)
-    delivered: list[Delivered] = field(default_factory=list)
-    acked: list[Acked] = field(default_factory=list)
+    messages: dict[str, SentMessage] = field(default_factory=dict)
+    handovers: dict[Track, dict[int, list[Handover]]] = field(default_factory=lambda: defaultdict(dict))
+    """By sequence; of each, in the order of the broker, see `_rank`."""
+    by_consumer: dict[str, dict[int, Handover]] = field(default_factory=lambda: defaultdict(dict))
+    joined: list[Joined] = field(default_factory=list)
+    positions: list[Position] = field(default_factory=list)
+    dead: dict[Track, dict[int, list[DeadLetter]]] = field(default_factory=lambda: defaultdict(dict))
     faults: list[Fault] = field(default_factory=list)
-    marked: list[Fault] = field(default_factory=list)
-    """Times in which a group was marked readonly: from when the mark should be everywhere to its removal."""
-    slave_stopped: list[Fault] = field(default_factory=list)
-    """Times in which a group's only slave ran no instruction, hence stored nothing."""
+    windows: list[Window] = field(default_factory=list)
+    masters: list[MasterChanged] = field(default_factory=list)
+    sent_twice: list[str] = field(default_factory=list)
+    _gone: dict[str, Gone] = field(default_factory=dict)
+    _stalls: dict[str, list[Stalled]] = field(default_factory=lambda: defaultdict(list))
 
-    def acknowledged_alone(self) -> Iterator[tuple[Sent, Fault]]:
-        """Yield messages that were sent and acknowledged while the slave of their group was stopped."""
-        for stop in self.slave_stopped:
-            for message in self.sent:
-                if (
-                    message.outcome == STORED
-                    and message.group == stop.group
-                    and stop.begin < message.begun < message.done < stop.end
-                ):
-                    yield message, stop
+    def read(self, records: Iterable[Record]) -> None:
+        """Add the records of one file, which are in order: hand-overs come before what became of them."""
+        for record in records:
+            match record:
+                case Sending():
+                    if record.id in self.messages:
+                        self.sent_twice.append(record.id)
+                    self.messages[record.id] = SentMessage(record)
+                case Sent():
+                    self.messages[record.id].sent = record
+                case Got():
+                    self._got(record)
+                case Decided():
+                    self.by_consumer[record.consumer][record.number].decided = record
+                case Kept():
+                    for number in record.numbers:
+                        self._kept(self.by_consumer[record.consumer][number], record.at)
+                case Joined():
+                    self.joined.append(record)
+                case Position():
+                    self.positions.append(record)
+                case Stalled():
+                    self._stalls[record.consumer].append(record)
+                case Gone():
+                    self._gone[record.consumer] = min(record, self._gone.get(record.consumer, record))
+                case Fault():
+                    self.faults.append(record)
+                case Window():
+                    self.windows.append(record)
+                case MasterChanged():
+                    self.masters.append(record)
+                case DeadLetter():
+                    track = Track(record.subject, record.group, record.broker_group)
+                    self.dead[track].setdefault(record.sequence, []).append(record)
 
-    def read_consumer(self, lines: Iterable[str]) -> None:
-        """Add what a consumer process wrote down; its last line may be torn by a kill."""
-        for line in lines:
-            match line.split(" ") if line.endswith("\n") else []:
-                case ["D", id, subject, group, sequence, consumer, started, at]:
-                    self.delivered.append(
-                        Delivered(id, subject, group, int(sequence), consumer, float(started), float(at))
-                    )
-                case ["A", id, at]:
-                    self.acked.append(Acked(id, float(at)))
+    def _got(self, got: Got) -> None:
+        handover = Handover(got)
+        self.by_consumer[got.consumer][got.number] = handover
+        others = self.handovers[_track(got)].setdefault(got.sequence, [])
+        others.insert(bisect_right(others, _rank(handover), key=_rank), handover)
+
+    def _kept(self, handover: Handover, at: float) -> None:
+        handover.kept_at = at
+        self.handovers[_track(handover.got)][handover.got.sequence].sort(key=_rank)
+
+    def sent_within(self, kind: str) -> Iterator[tuple[SentMessage, Window]]:
+        """Yield messages that were sent and acknowledged within a window of their broker group."""
+        for window in self.windows:
+            for message in self.messages.values() if window.kind == kind else ():
+                sending, sent = message.sending, message.sent
+                if sent is None or sent.outcome != STORED or sent.broker_group != window.broker_group:
+                    continue
+                if window.begin < sending.at < sent.at < window.end:
+                    yield message, window
+
+    def acknowledged_alone(self) -> Iterator[tuple[SentMessage, Window]]:
+        """Yield messages that were acknowledged while the slave of their broker group was stopped."""
+        return self.sent_within(SLAVE_STOPPED)
+
+    @property
+    def got(self) -> Iterator[Handover]:
+        for handovers in self.by_consumer.values():
+            yield from handovers.values()
+
+    @property
+    def befell(self) -> list[str]:
+        """What befell consumers: that they stood still, vanished or left."""
+        return [gone.how for gone in self._gone.values()] + [
+            "stalled" for stalls in self._stalls.values() for _ in stalls
+        ]
+
+    @property
+    def groups(self) -> dict[tuple[str, str], frozenset[str]]:
+        """Of each (subject, group), the tags that it asks for."""
+        return {(one.subject, one.group): frozenset(one.tags) for one in self.joined}
+
+    def cause(self, handover: Handover, before: float) -> str | None:
+        """Say why a message may come again although nobody nacked it: what came in between until `before`."""
+        got = handover.got
+        if (gone := self._gone.get(got.consumer)) and gone.at <= before:
+            return f"consumer {gone.how}"
+        since = got.at - CAUSE_S
+        if any(one.begin <= before and one.end >= since for one in self._stalls[got.consumer]):
+            return "consumer stalled"
+        for fault in self.faults:
+            if fault.broker_group in ("", got.broker_group) and fault.begin <= before and fault.end >= since:
+                return fault.name
+        return None
+
+    def was_left(self, subject: str, group: str, at: float) -> bool:
+        """Whether a consumer left or vanished not long before. What it had not begun with does not count."""
+        members = {one.consumer for one in self.joined if (one.subject, one.group) == (subject, group)}
+        return any(name in members and gone.at <= at <= gone.at + 2 * CAUSE_S for name, gone in self._gone.items())
+
+    def may_have_lost(self, broker_group: str, begin: float, end: float) -> bool:
+        """Whether what a master decided at some moment of `begin..end` may have been lost with the only copy of it."""
+        return any(
+            one.loses and one.broker_group in ("", broker_group) and one.begin <= end and one.end >= begin
+            for one in self.faults
+        )
+
+
+def _track(got: Got) -> Track:
+    return Track(got.subject, got.group, got.broker_group)
+
+
+def _rank(handover: Handover) -> tuple[int, bool, float]:
+    """The broker's order. Who had not begun when it lost the message may do so late, under the same number as whoever
+    has the message by then; only of the last one the broker confirms the end."""
+    return handover.got.times, handover.kept_at is not None, handover.got.at

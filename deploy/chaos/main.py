@@ -13,18 +13,19 @@ import random
 import shutil
 import signal
 import sys
-import threading
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from qmq.deploy.chaos import sandbox, timeline
+from qmq.deploy.chaos.history import History
 from qmq.deploy.chaos.nemesis import STRIKES, Nemesis, possible
-from qmq.deploy.chaos.trial import Outcome, attempt
+from qmq.deploy.chaos.records import MARKED, SLAVE_STOPPED, UNKNOWN, Sent
+from qmq.deploy.chaos.trial import Load, Outcome, attempt
+from qmq.deploy.chaos.workload import FAULTS, ROLE_CHANGES
 from qmq.errors import NotServed, QmqError
 
 ROUND_S = 120.0
@@ -57,6 +58,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="qmq chaos", description="Faults at random on a cluster, and a verdict.")
     parser.add_argument("--minutes", type=_minutes, default=10.0, help="default: 10")
     parser.add_argument("--seed", type=int, default=1, help="first seed; each trial has the next one; default: 1")
+    parser.add_argument(
+        "--messages", type=int, help="send so many, with faults in a fixed order, in place of --minutes"
+    )
+    parser.add_argument("--rate", type=float, default=Load.rate, help=f"messages a second; default: {Load.rate:g}")
+    parser.add_argument("--keys", type=int, default=Load.keys, help=f"order keys; default: {Load.keys}")
+    parser.add_argument("--copies", type=int, default=2, help="of each group; more than two: swaps and kills only")
     parser.add_argument("--faults", help="only these, separated by commas; default: all that this machine can make")
     parser.add_argument("--settings", type=Path, help="a broker's settings file, whose settings all brokers get")
     parser.add_argument("--dir", type=Path, default=Path(".run/chaos"), help="made anew; default: .run/chaos")
@@ -107,18 +114,22 @@ def _run(options: argparse.Namespace, only: list[str], settings: Mapping[str, An
     _make_anew(options.dir)
     logging.basicConfig(filename=options.dir / "clients.log", format="%(asctime)s %(levelname)s %(message)s")
     left_s, seed = options.minutes * 60, options.seed
+    load = Load(options.messages or 0, options.rate, options.keys)
     while True:
         folder, round_s = options.dir / f"seed-{seed}", min(ROUND_S, left_s)
         folder.mkdir()
         strike = partial(_strike, round_s, random.Random(seed), only)
-        outcome = asyncio.run(attempt(folder, seed=seed, strike=strike, settings=settings, say=_say))
+        if options.messages:
+            strike = partial(_strike_in_turn, FAULTS if options.copies == 2 else ROLE_CHANGES)
+        trial = attempt(folder, seed=seed, strike=strike, load=load, copies=options.copies, settings=settings, say=_say)
+        outcome = asyncio.run(trial)
         _report(folder, outcome, seed)
         if outcome.findings:
             print(f"what all processes wrote is kept in {folder}")
             return 1
         shutil.rmtree(folder / "cluster")
         left_s, seed = left_s - round_s, seed + 1
-        if left_s <= 0:
+        if left_s <= 0 or options.messages:
             return 0
 
 
@@ -132,8 +143,12 @@ def _make_anew(folder: Path) -> None:
     (folder / MARK).touch()
 
 
-def _strike(seconds: float, rng: random.Random, only: list[str], nemesis: Nemesis, stop: threading.Event) -> None:
+def _strike(seconds: float, rng: random.Random, only: list[str], nemesis: Nemesis, is_over: Callable[[], bool]) -> None:
     nemesis.strike_within(seconds, rng, only)
+
+
+def _strike_in_turn(names: Sequence[str], nemesis: Nemesis, is_over: Callable[[], bool]) -> None:
+    nemesis.strike_in_turn(names, is_over)
 
 
 def _report(folder: Path, outcome: Outcome, seed: int) -> None:
@@ -142,9 +157,32 @@ def _report(folder: Path, outcome: Outcome, seed: int) -> None:
     for finding in outcome.findings:
         print(f"{finding.rule}: {finding.text}")
     (folder / "report.html").write_text(timeline.page(outcome.history, outcome.findings, said))
-    verdict = {"seed": seed, "findings": [one._asdict() for one in outcome.findings], **asdict(outcome.history)}
+    verdict = {"seed": seed, "findings": [one._asdict() for one in outcome.findings], **_rows(outcome.history)}
     (folder / "verdict.json").write_text(json.dumps(verdict) + "\n")
     print(f"picture and record: {folder / 'report.html'}, {folder / 'verdict.json'}", flush=True)
+
+
+def _rows(history: History) -> dict[str, list[tuple[object, ...]]]:
+    """Return the tables of verdict.json: messages, deliveries, confirmed acks, faults and windows."""
+    began = {joined.consumer: joined.at for joined in history.joined}
+    none = Sent(0.0, "", UNKNOWN, "", -1)
+    sent = [(message.sending, message.sent or none) for message in history.messages.values()]
+    got = [handover.got for handover in history.got]
+    windows = {kind: [one for one in history.windows if one.kind == kind] for kind in (MARKED, SLAVE_STOPPED)}
+    return {
+        "sent": [
+            (at.id, at.subject, at.sender, at.at, then.at, then.outcome, then.broker_group, then.sequence)
+            for at, then in sent
+        ],
+        "delivered": [
+            (one.id, one.subject, one.broker_group, one.sequence, one.consumer, began[one.consumer], one.at)
+            for one in got
+        ],
+        "acked": [(one.got.id, one.kept_at) for one in history.got if one.is_kept],
+        "faults": [(one.name, one.broker_group, one.begin, one.end) for one in history.faults],
+        "marked": [("mark readonly", one.broker_group, one.begin, one.end) for one in windows[MARKED]],
+        "slave_stopped": [("stop slave", one.broker_group, one.begin, one.end) for one in windows[SLAVE_STOPPED]],
+    }
 
 
 def _say(line: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from qmq.deploy.chaos.history import History
+from qmq.deploy.chaos.records import Record
 from qmq.deploy.cluster import Cluster
 from qmq.deploy.plan import BrokerPlan
 from qmq.errors import OperatorError
@@ -19,8 +19,9 @@ class Target:
     """Made for one run; used by one thread."""
 
     cluster: Cluster
-    history: History
     rng: random.Random
+    records: list[Record] = field(default_factory=list)
+    """Faults and windows so far."""
     refused: list[str] = field(default_factory=list)
     """Operators' commands that were refused, with the reason. Some are meant to be."""
 

@@ -11,7 +11,8 @@ from html import escape
 from typing import NamedTuple
 
 from qmq.deploy.chaos.checker import Finding
-from qmq.deploy.chaos.history import REFUSED, STORED, UNKNOWN, Fault, History
+from qmq.deploy.chaos.history import History
+from qmq.deploy.chaos.records import OF_CONSUMERS, REFUSED, STORED, UNKNOWN, Fault
 
 WIDTH, LEFT, ROW, CURVE = 1000, 84, 16, 70
 """Pixels: of the whole, of the names in front of the rows, of a row of bars, of a curve."""
@@ -22,8 +23,6 @@ MOMENTS = 240
 COLOURS = {"acknowledged": "#2e9e5b", "refused": "#e0a100", "unknown": "#d43f3a", "delivered": "#3b82c4"}
 BROKERS, CONSUMERS = "#b8c4d0", "#dccbe8"
 """So light that a name in black can be read on them, and go on beside a bar that is shorter."""
-OF_CONSUMERS = "consumer "
-"""How the name of a fault begins that struck no broker."""
 _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;margin:0 auto;max-width:1040px;padding:24px;color:#1f2933;background:#fff}
 h1{font-size:26px;margin:0}h2{font-size:18px;margin:32px 0 8px}svg{display:block}text{font:11px system-ui,sans-serif}
@@ -38,7 +37,7 @@ def page(history: History, findings: Sequence[Finding], said: str) -> str:
     parts = [
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>qmq chaos</title>',
         f'<style>{_STYLE}</style><h1 class="{"kept" if is_kept else "broken"}">{verdict}</h1><p>{escape(said)}</p>',
-        *(_picture(history) if history.sent else ["<p>Nothing was sent.</p>"]),
+        *(_picture(history) if history.messages else ["<p>Nothing was sent.</p>"]),
         *_table("Findings", ((one.rule, one.text) for one in findings)),
         *_table("Faults", _told(history)),
     ]
@@ -52,16 +51,25 @@ def _table(title: str, rows: Iterable[Sequence[str]]) -> Iterator[str]:
 
 
 def _told(history: History) -> Iterator[Sequence[str]]:
-    begin = min((one.begun for one in history.sent), default=0.0)
-    for fault in sorted(history.faults, key=lambda one: one.begin):
-        yield f"{fault.begin - begin:.1f} s", fault.name, fault.group, f"well after {fault.end - fault.begin:.1f} s"
+    begin = min((message.sending.at for message in history.messages.values()), default=0.0)
+    for fault in _faults(history):
+        took_s = fault.end - fault.begin
+        yield f"{fault.begin - begin:.1f} s", fault.name, fault.broker_group, f"well after {took_s:.1f} s"
+
+
+def _faults(history: History) -> list[Fault]:
+    """Return faults of brokers, and those of consumers, by their begin."""
+    consumers = [one for one in history.windows if one.kind.startswith(OF_CONSUMERS)]
+    faults = [*history.faults, *(Fault(one.begin, one.end, one.kind, one.broker_group, False) for one in consumers)]
+    return sorted(faults, key=lambda fault: fault.begin)
 
 
 def _picture(history: History) -> Iterator[str]:
-    begin = min(one.begun for one in history.sent)
-    last = max([one.done for one in history.sent] + [one.at for one in history.delivered])
+    curves = _curves(history)
+    begin = min(message.sending.at for message in history.messages.values())
+    last = max((at for times in curves.values() for at in times), default=begin)
     scale = _Scale(begin, max(last, begin + 1.0))
-    brokers, consumers = _rows(history.faults, scale)
+    brokers, consumers = _rows(_faults(history), scale)
     rows = brokers + consumers
     height = len(rows) * ROW + len(COLOURS) * CURVE + 30
     yield f'<svg viewBox="0 0 {WIDTH} {height}" width="100%" role="img" aria-label="faults and messages over time">'
@@ -70,7 +78,7 @@ def _picture(history: History) -> Iterator[str]:
             yield f'<text x="0" y="{number * ROW + 11}" fill="#616e7c">{title}</text>'
     for number, bars in enumerate(rows):
         yield from (_drawn(bar, number * ROW) for bar in bars)
-    for number, (name, times) in enumerate(_curves(history).items()):
+    for number, (name, times) in enumerate(curves.items()):
         yield from _curve(name, times, len(rows) * ROW + (number + 1) * CURVE, scale)
     for second in _marks(scale):
         yield f'<text x="{scale.x(begin + second):.1f}" y="{height - 8}" fill="#616e7c">{second:g} s</text>'
@@ -109,7 +117,7 @@ def _rows(faults: Iterable[Fault], scale: _Scale) -> tuple[list[list[_Bar]], lis
     """Put faults of brokers, and those of consumers, into as few rows as leave each bar room for its name."""
     brokers: list[list[_Bar]] = []
     consumers: list[list[_Bar]] = []
-    for fault in sorted(faults, key=lambda one: one.begin):
+    for fault in faults:
         rows, bar = consumers if fault.name.startswith(OF_CONSUMERS) else brokers, _bar(fault, scale)
         free = next((row for row in rows if row[-1].right < bar.left), None)
         if free is None:
@@ -120,7 +128,7 @@ def _rows(faults: Iterable[Fault], scale: _Scale) -> tuple[list[list[_Bar]], lis
 
 
 def _bar(fault: Fault, scale: _Scale) -> _Bar:
-    name = f"{fault.name.removeprefix(OF_CONSUMERS)} {fault.group}".strip()
+    name = f"{fault.name.removeprefix(OF_CONSUMERS)} {fault.broker_group}".strip()
     x = scale.x(fault.begin)
     name_x = min(x + INDENT, WIDTH - len(name) * LETTER)
     return _Bar(x, max(scale.x(fault.end), x + 2), name_x, name, fault)
@@ -138,9 +146,9 @@ def _drawn(bar: _Bar, y: int) -> str:
 
 def _curves(history: History) -> dict[str, list[float]]:
     done: dict[str, list[float]] = {STORED: [], REFUSED: [], UNKNOWN: []}
-    for one in history.sent:
-        done[one.outcome].append(one.done)
-    times = [*done.values(), [one.at for one in history.delivered]]
+    for message in history.messages.values():
+        done[message.outcome].append(message.sent.at if message.sent else message.sending.at)
+    times = [*done.values(), [handover.got.at for handover in history.got]]
     return dict(zip(COLOURS, times, strict=True))
 
 

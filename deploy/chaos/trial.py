@@ -1,38 +1,47 @@
-"""Shell. One trial: a cluster, clients, a nemesis; then the last messages are drained and everything is compared."""
+"""Shell. One trial: a cluster, clients, faults; then everything is drained and checked."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
-from qmq.deploy.chaos.checker import Finding, Logs, check
-from qmq.deploy.chaos.consumers import Consumers
-from qmq.deploy.chaos.history import STORED, History
+import qmq
+from qmq.deploy.chaos.checker import Finding, check
+from qmq.deploy.chaos.clients import Clients, history_in
+from qmq.deploy.chaos.history import History
+from qmq.deploy.chaos.journal import now
 from qmq.deploy.chaos.nemesis import Nemesis
-from qmq.deploy.chaos.senders import Senders
+from qmq.deploy.chaos.records import DeadLetter
+from qmq.deploy.chaos.workload import CONSUMERS
 from qmq.deploy.cluster import Cluster
-from qmq.deploy.copies import are_equal, read_copy
-from qmq.deploy.plan import HTTP_PORT
+from qmq.deploy.control import metrics
+from qmq.deploy.copies import Copy, read_copy, state
+from qmq.deploy.plan import HOST, HTTP_PORT
 from qmq.errors import NotServed, QmqError
+from qmq.subjects import dead_letter_subject
 
-SUBJECTS = ["order.changed", "flight.departed", "price"]
-GROUPS = ("g1", "g2")
-CONSUMERS = 3
+BROKER_GROUPS = ("g1", "g2")
+GROUPS = sorted({(member.subject, member.group) for members in CONSUMERS.values() for member in members})
+START_S = 180.0
 CALM_S = 2.0
-STUCK_S = 40.0
-"""What nobody gets while nothing goes on for so long, nobody will get."""
+DRAIN_S = 60.0
+"""A message not delivered within this silence counts as lost."""
 EQUAL_S = 120.0
 RESTART_S = 0.3
+DEAD_LETTERS_S = 1.5
+TICK_S = 0.3
 METASERVER = {"database_timeout_ms": 30_000}
-"""A machine with much to do stands still for seconds, and so does its database."""
+"""A busy machine pauses for seconds, and so does its database."""
 SETTINGS = {
     "lease_ms": 2000,
     "segment_bytes": 256 << 10,
@@ -40,25 +49,42 @@ SETTINGS = {
     "slave_lag_ms_max": 2000,
     "tail_bytes": 64 << 10,
 }
-"""Of brokers: short times and small segments, so that much happens in a minute."""
+"""Of brokers: short times, small segments, and a tail so short that late consumers are served from the disk."""
 CHOSEN = {"disk_free_limit": 0}
-"""Whatever else is asked for: a small disk is filled to the last byte."""
+"""Over all other settings: a fault fills a small disk to the last byte."""
+Strike = Callable[[Nemesis, Callable[[], bool]], None]
+"""Strikes until its argument returns true: all messages are sent, or a client failed."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What producers send: `messages` (0: until the faults end), `rate` a second, with order keys out of `keys`."""
+
+    messages: int = 0
+    rate: float = 600.0
+    keys: int = 3_000
 
 
 @dataclass
 class Outcome:
     history: History
     findings: list[Finding]
-    refused: list[str]
-    faults: list[str]
+    refused: list[str] = field(default_factory=list)
+
+    @property
+    def faults(self) -> list[str]:
+        return [fault.name for fault in self.history.faults]
 
     def summary(self) -> str:
-        outcomes = Counter(one.outcome for one in self.history.sent)
-        deliveries = Counter(one.id for one in self.history.delivered)
-        repeated = sum(count - 1 for count in deliveries.values())
+        history = self.history
+        outcomes = Counter(message.outcome for message in history.messages.values())
+        counts = [len(handovers) for places in history.handovers.values() for handovers in places.values()]
+        dead = sum(len(places) for places in history.dead.values())
         return (
-            f"sent {len(self.history.sent)} ({', '.join(f'{name} {n}' for name, n in sorted(outcomes.items()))}), "
-            f"delivered {len(deliveries)}, again {repeated}, faults {len(self.faults)}, findings {len(self.findings)}"
+            f"sent {len(history.messages)} ({', '.join(f'{name} {n}' for name, n in sorted(outcomes.items()))}), "
+            f"delivered {len(counts)}, {sum(count > 1 for count in counts)} of them again, dead letters {dead}, "
+            f"faults {len(history.faults)} of brokers and {len(history.befell)} of consumers, "
+            f"findings {len(self.findings)}"
         )
 
 
@@ -66,99 +92,173 @@ async def attempt(
     folder: Path,
     *,
     seed: int,
-    strike: Callable[[Nemesis, threading.Event], None],
+    strike: Strike,
+    load: Load = Load(),
+    copies: int = 2,
     settings: Mapping[str, Any] | None = None,
     http_port: int = HTTP_PORT,
     say: Callable[[str], None] = lambda line: None,
 ) -> Outcome:
-    """Run a trial; `strike` is called in a thread and decides which faults there are. The seed chooses all the rest.
+    """Run a trial; `strike` runs in a thread and chooses the faults. The seed chooses everything else.
 
     Args:
+        copies: of each group; with more than two, the metaserver makes another copy the master by itself.
         settings: of brokers, over `SETTINGS`.
         http_port: where the search for free ports begins.
     """
     broker = {**SETTINGS, **(settings or {}), **CHOSEN}
+    findings: list[Finding] = []
     with Cluster(
         folder / "cluster",
-        groups=GROUPS,
+        groups=BROKER_GROUPS,
+        copies=copies,
         broker=broker,
-        metaserver=METASERVER,
+        metaserver=METASERVER | {"failover": copies > 2},
         restart_s=RESTART_S,
         http_port=http_port,
         broker_port=http_port + 2,
     ) as cluster:
-        lease_s = float(broker["lease_ms"]) / 1000  # a number: brokers took it
-        reach: dict[str, Any] = {"metaserver": cluster.metaserver, "token": cluster.token, "subjects": SUBJECTS}
-        history = History(lease_s)
-        consumers = Consumers(folder / "consumers", CONSUMERS, lease_s=lease_s, **reach)
-        nemesis = Nemesis(cluster, history, random.Random(f"{seed} nemesis"), say)
-        senders = Senders(history, seed=seed, **reach)
-        findings = await _run(nemesis, consumers, senders, history, strike, seed)
-        history.faults += consumers.faults
-        consumers.read(history)
-        findings += await asyncio.to_thread(_compare, cluster, history)
-    return Outcome(history, findings, nemesis.target.refused, [fault.name for fault in history.faults])
+        clients = Clients(folder / "clients", metaserver=cluster.metaserver, token=cluster.token, seed=seed)
+        nemesis = Nemesis(cluster, random.Random(f"{seed} nemesis"), partial(history_in, folder / "clients"), say)
+        lease_s = float(broker["lease_ms"]) / 1000  # the brokers have accepted this number
+        try:
+            await _run(cluster, clients, nemesis, strike, load, random.Random(f"{seed} clients"), lease_s, findings)
+            clients.note(await _dead_letters(cluster))
+        finally:
+            clients.kill()
+        clients.note(nemesis.target.records)
+        logs = await asyncio.to_thread(_stop_and_read, cluster, findings)
+    gc.disable()  # millions of records without cycles
+    try:
+        history = history_in(folder / "clients")
+        return Outcome(history, findings + check(history, logs), nemesis.target.refused)
+    finally:
+        gc.enable()
 
 
 async def _run(
+    cluster: Cluster,
+    clients: Clients,
     nemesis: Nemesis,
-    consumers: Consumers,
-    senders: Senders,
-    history: History,
-    strike: Callable[[Nemesis, threading.Event], None],
-    seed: int,
-) -> list[Finding]:
-    """Let clients work while the cluster is struck, and drain it; return what did not become well."""
-    stop, findings = threading.Event(), []
-    sending = asyncio.create_task(senders.run())
-    consumers.start_all()
-    striking = threading.Thread(target=consumers.strike, args=(random.Random(f"{seed} consumers"), stop))
+    strike: Strike,
+    load: Load,
+    rng: random.Random,
+    lease_s: float,
+    findings: list[Finding],
+) -> None:
+    """Let clients work while the cluster is struck, then drain it; add findings of what did not become well."""
+    stop = threading.Event()
+    striking = threading.Thread(target=clients.strike, args=(rng, stop, lease_s))
+
+    def is_over() -> bool:
+        return bool(clients.failed()) or not clients.is_sending
+
     try:
+        clients.start_consumers()
+        await asyncio.to_thread(cluster.wait, clients.have_joined, "not all consumers have joined", START_S)
+        clients.start_producers(messages=load.messages, rate=load.rate, keys=load.keys)
         await asyncio.sleep(CALM_S)
         striking.start()
         try:
-            await asyncio.to_thread(strike, nemesis, stop)
+            await asyncio.to_thread(strike, nemesis, is_over)
         except QmqError as error:
             findings.append(Finding("not-well", str(error)))
         stop.set()
         await asyncio.sleep(CALM_S)
-        senders.stop.set()
-        await sending
+        await asyncio.to_thread(clients.stop_sending)
         striking.join()
-        await asyncio.to_thread(_drain, history, consumers)
-        if why := consumers.failed():
-            findings.append(Finding("consumer-ended", why))
+        await asyncio.to_thread(_drain, cluster, clients)
+        if why := clients.failed():
+            findings.append(Finding("client-ended", why))
+        clients.leave()
     finally:
         stop.set()
-        sending.cancel()
         if striking.is_alive():
             striking.join()
-        consumers.end()
-    return findings
 
 
-def _drain(history: History, consumers: Consumers) -> None:
-    """Wait until every stored message was given to somebody; what never comes is for the checker to name."""
-    stored = {one.id for one in history.sent if one.outcome == STORED}
-    left, since = len(stored), time.monotonic()
-    while left and time.monotonic() < since + STUCK_S and not consumers.failed():
-        time.sleep(0.5)
-        if (now_left := len(stored - consumers.delivered_ids())) < left:
-            left, since = now_left, time.monotonic()
-    time.sleep(2 * history.lease_s)  # what a killed consumer held comes again, and messages of unknown outcome
+def _drain(cluster: Cluster, clients: Clients) -> None:
+    """Wait until every group has settled everything, or nothing changes for `DRAIN_S`."""
+    least, since = inf, time.monotonic()
+    while (left := _left(cluster)) and time.monotonic() < since + DRAIN_S and not clients.failed():
+        if left < least:
+            least, since = left, time.monotonic()
+        time.sleep(TICK_S)
 
 
-def _compare(cluster: Cluster, history: History) -> list[Finding]:
-    findings = []
-    for group in GROUPS:
+def _left(cluster: Cluster) -> float:
+    """Return the number of unsettled messages; infinity until every master reports all groups."""
+    left, reported = 0.0, Counter[tuple[str, str]]()
+    for broker_group in BROKER_GROUPS:
+        for name, value in _metrics(cluster, broker_group).items():
+            kind, _, labels = name.partition("{")
+            if kind in ("qmq_broker_lag_messages", "qmq_broker_unacked_messages"):
+                left += value
+                reported.update(pair for pair in GROUPS if f'"{pair[0]}"' in labels and f'"{pair[1]}"' in labels)
+    return left if all(reported[pair] >= 2 * len(BROKER_GROUPS) for pair in GROUPS) else inf
+
+
+def _metrics(cluster: Cluster, broker_group: str) -> dict[str, float]:
+    """Scrape a master; empty while it does not answer."""
+    try:
+        return metrics(f"http://{HOST}:{cluster.broker(broker_group, 'master').metrics_port}", cluster.token)
+    except OSError:
+        return {}
+
+
+async def _dead_letters(cluster: Cluster) -> list[DeadLetter]:
+    """Read the dead letters of all groups."""
+    found = []
+    for subject, group in GROUPS:
+        reader = qmq.Consumer(metaserver=cluster.metaserver, token=cluster.token, app="chaos", drain_s=5.0)
+        letters = dead_letter_subject(subject, group)
+        async with reader.pull(letters, group="look", start="earliest") as puller:
+            while (messages := await puller.pull(500, timeout=DEAD_LETTERS_S)) or _unread(cluster, letters):
+                found += [
+                    DeadLetter(
+                        now(),
+                        subject,
+                        group,
+                        message.broker_group,
+                        int(str(message["qmq_deadSequence"])),
+                        str(message.id),
+                        int(str(message["qmq_times"])),
+                    )
+                    for message in messages
+                ]
+                await puller.ack(messages)
+    return found
+
+
+def _unread(cluster: Cluster, letters: str) -> float:
+    """Return the number of dead letters that the group `look` was not given."""
+    return sum(
+        value
+        for broker_group in BROKER_GROUPS
+        for name, value in _metrics(cluster, broker_group).items()
+        if name.startswith("qmq_broker_lag_messages{") and f'"{letters}"' in name and '"look"' in name
+    )
+
+
+def _stop_and_read(cluster: Cluster, findings: list[Finding]) -> dict[str, list[Copy]] | None:
+    """Stop the cluster once the copies of each group are equal; return all copies, or None."""
+    for group in BROKER_GROUPS:
         try:
-            cluster.wait(partial(are_equal, cluster, group), f"the copies of {group} do not become equal", EQUAL_S)
+            cluster.wait(lambda: len(_ends(cluster, group)) == 1, f"the copies of {group} do not become equal", EQUAL_S)  # noqa: B023
         except NotServed as error:
             findings.append(Finding("not-equal", str(error)))
-    folders = {group: [cluster.data(cluster.broker(group, role)) for role in ("master", "slave")] for group in GROUPS}
+    folders = {
+        group: [cluster.data(plan) for plan in cluster.plan.brokers if plan.group == group] for group in BROKER_GROUPS
+    }
     cluster.stop()
     try:
-        copies = {group: (read_copy(master), read_copy(slave)) for group, (master, slave) in folders.items()}
+        return {group: [read_copy(folder) for folder in of_group] for group, of_group in folders.items()}
     except (QmqError, AssertionError) as error:
-        return [*findings, Finding("unreadable", str(error))]
-    return findings + check(history, Logs(copies))
+        findings.append(Finding("unreadable", str(error)))
+        return None
+
+
+def _ends(cluster: Cluster, group: str) -> set[object]:
+    """Return the different log ends and chains of a group's copies; None of a copy that does not answer."""
+    states = [state(cluster, plan) for plan in cluster.plan.brokers if plan.group == group]
+    return {(one.log_end, one.chain) if one else None for one in states}

@@ -34,7 +34,6 @@ from qmq.audit.results import Group, Result
 from qmq.deploy.chaos.faults.disks import STRIKES as OF_DISKS
 from qmq.deploy.chaos.faults.operators import STRIKES as OF_OPERATORS
 from qmq.deploy.chaos.faults.processes import STRIKES as OF_PROCESSES
-from qmq.deploy.chaos.history import History
 from qmq.deploy.chaos.target import Target
 from qmq.deploy.cluster import Cluster
 from qmq.errors import QmqError
@@ -229,7 +228,7 @@ def main() -> int:
 
 def _runs(spark: SparkSession, cluster: Cluster, ledger: Ledger, rng: random.Random, runs: int) -> Iterable[bool]:
     """Yield of each run whether it was wrong, until so many were struck: an audit may end before a strike."""
-    target = Target(cluster, History(SETTINGS["lease_ms"] / 1000), rng)
+    target = Target(cluster, rng)
     twos = list(itertools.permutations(STRIKES, 2))
     rng.shuffle(twos)
     turns, is_calm = itertools.cycle(twos), False

@@ -1,22 +1,44 @@
-"""Shell. Every fault once, at random moments, against real processes; `qmq chaos` runs for longer."""
+"""Shell. Real processes, faults of all kinds, and the check of the whole history; `qmq chaos` runs for longer."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from functools import partial
 
 from qmq.deploy.chaos.nemesis import Nemesis, possible
-from qmq.deploy.chaos.trial import attempt
+from qmq.deploy.chaos.records import KILLED, LEFT, STORED
+from qmq.deploy.chaos.trial import Load, attempt
+from qmq.deploy.chaos.workload import FAULTS
 from tests.support.ports import run_of_ports
 
 SEED = 1
+MESSAGES = 50_000
 
 
-def test_no_fault_takes_doubles_or_reorders_what_was_acknowledged(tmp_path):
-    """Kill -9 at any moment, in any order, and what operators do meanwhile; W2, W3, W13, W14, W16."""
-    told = []
-    outcome = asyncio.run(
-        attempt(tmp_path, seed=SEED, strike=Nemesis.strike_all, http_port=run_of_ports(), say=told.append)
-    )
-    assert not outcome.findings, "\n".join([*told, *map(str, outcome.findings)])
-    assert len([one for one in outcome.history.sent if one.outcome == "stored"]) > 1000, outcome.summary()
-    assert len({line.partition(" group=")[0] for line in told}) == len(possible()) >= 17, told
+def run(folder, strike, **options):
+    lines = []
+    trial = attempt(folder, seed=SEED, strike=strike, http_port=run_of_ports(), say=lines.append, **options)
+    outcome = asyncio.run(trial)
+    assert not outcome.findings, "\n".join([*lines, *map(str, outcome.findings)])
+    stored = Counter(message.outcome for message in outcome.history.messages.values())[STORED]
+    return outcome, stored
+
+
+def test_every_fault_keeps_all_promises(tmp_path):
+    """W2, W3, W13, W14, W16."""
+    outcome, stored = run(tmp_path, Nemesis.strike_all)
+    assert stored > 1000, outcome.summary()
+    assert len(set(outcome.faults)) == len(possible()) >= 17, outcome.faults
+
+
+def test_consumers_under_faults_get_each_message(tmp_path):
+    """Consumers nack, give up, vanish, stand still and rejoin while masters and slaves are killed and swapped."""
+    strike = partial(Nemesis.strike_in_turn, names=FAULTS)
+    load = Load(MESSAGES, rate=1_500)
+    outcome, stored = run(tmp_path, lambda nemesis, is_over: strike(nemesis, is_over=is_over), load=load)
+    history = outcome.history
+    assert stored > 0.9 * MESSAGES and len(history.messages) == MESSAGES, outcome.summary()
+    assert {KILLED, LEFT, "stalled"} <= set(history.befell), outcome.summary()
+    assert {"kill master", "swap roles", "kill slave"} <= set(outcome.faults), outcome.summary()
+    assert any(history.dead.values()) and any(handover.got.times > 1 for handover in history.got), outcome.summary()

@@ -6,16 +6,24 @@ import re
 from itertools import pairwise
 
 from qmq.deploy.chaos.checker import Finding
-from qmq.deploy.chaos.history import REFUSED, STORED, Delivered, Fault, History, Sent
+from qmq.deploy.chaos.history import History
+from qmq.deploy.chaos.records import REFUSED, STORED, Fault, Got, Sending, Sent, Window
 from qmq.deploy.chaos.timeline import COLOURS, LEFT, LETTER, WIDTH, page
 
 
 def sent(at, outcome=STORED):
-    return Sent(f"m{at}", "s", "one", at, at, outcome, "g1", 0)
+    yield Sending(at, "p", "s", f"m{at}", "", [], 0)
+    yield Sent(at, f"m{at}", outcome, "g1", 0)
 
 
-def history(*faults, **more):
-    return History(sent=[sent(100.0), sent(105.0, REFUSED), sent(110.0)], faults=list(faults), **more)
+def fault(name, group, begin, end):
+    return Fault(begin, end, name, group, False)
+
+
+def history(*records):
+    read = History()
+    read.read([*sent(100.0), *sent(105.0, REFUSED), *sent(110.0), *records])
+    return read
 
 
 def bars(text):
@@ -32,7 +40,7 @@ def names(text):
 
 def test_faults_stand_where_they_began_and_those_at_once_below_each_other():
     text = page(
-        history(Fault("a", "g1", 100.0, 104.0), Fault("b", "", 102.0, 103.0), Fault("c", "", 105.0, 106.0)), [], ""
+        history(fault("a", "g1", 100.0, 104.0), fault("b", "", 102.0, 103.0), fault("c", "", 105.0, 106.0)), [], ""
     )
     middle = LEFT + (WIDTH - LEFT) / 2
     assert bars(text) == [
@@ -44,7 +52,7 @@ def test_faults_stand_where_they_began_and_those_at_once_below_each_other():
 
 def test_the_names_of_short_faults_can_be_read():
     """None is cut off, none lies on another one: what struck is to be seen in the picture itself."""
-    faults = [Fault("kill metaserver and a broker", "", at, at) for at in (100.0, 101.0, 109.0, 110.0)]
+    faults = [fault("kill metaserver and a broker", "", at, at) for at in (100.0, 101.0, 109.0, 110.0)]
     drawn = sorted(names(page(history(*faults), [], "")), key=lambda one: (one[2], one[0]))
     assert len(drawn) == 4
     assert all(LEFT <= begin and end <= WIDTH for begin, end, _ in drawn)
@@ -52,14 +60,14 @@ def test_the_names_of_short_faults_can_be_read():
 
 
 def test_what_struck_consumers_stands_below_what_struck_brokers():
-    text = page(history(Fault("consumer stands still", "", 100.0, 101.0), Fault("a", "g1", 107.0, 108.0)), [], "")
+    text = page(history(Window(100.0, 101.0, "consumer stands still", ""), fault("a", "g1", 107.0, 108.0)), [], "")
     assert [(y, name) for _, y, name in bars(text)] == [("0", "a g1"), ("16", "stands still")]
     assert '<text x="0" y="11" fill="#616e7c">faults<' in text
     assert '<text x="0" y="27" fill="#616e7c">consumers<' in text
 
 
 def test_each_outcome_has_its_curve():
-    text = page(history(delivered=[Delivered("m", "s", "g1", 0, "c", 0.0, 104.0)]), [], "")
+    text = page(history(Got(104.0, "c", 0, "s", "g", "g1", 0, 0, 1, "m100.0", 0)), [], "")
     drawn = {name: text.count(f'height="56.0" fill="{colour}"') for name, colour in COLOURS.items()}
     assert drawn == {"acknowledged": 2, "refused": 1, "unknown": 0, "delivered": 1}
 

@@ -9,7 +9,6 @@ import re
 import socket
 import sqlite3
 import time
-import urllib.request
 from contextlib import closing, contextmanager
 from pathlib import Path
 from threading import Thread
@@ -17,7 +16,7 @@ from zlib import crc32
 
 import qmq
 from qmq.codec import batch_encoder, join_batch
-from qmq.deploy import copies
+from qmq.deploy import control, copies
 from qmq.deploy.cluster import Cluster
 from qmq.deploy.copies import state
 from qmq.deploy.processes import module_command
@@ -109,11 +108,7 @@ def are_equal(cluster, group="g1"):
 
 def metrics(cluster, plan):
     """Scrape a broker: {"name{labels}": value}."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    url, headers = f"http://127.0.0.1:{plan.metrics_port}/metrics", {"X-Api-Token": cluster.token}
-    with opener.open(urllib.request.Request(url, headers=headers), timeout=WAIT_S) as answer:
-        lines = answer.read().decode().splitlines()
-    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
+    return control.metrics(f"http://127.0.0.1:{plan.metrics_port}", cluster.token)
 
 
 # Files.

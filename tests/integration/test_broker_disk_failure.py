@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 import qmq
-from qmq.deploy.chaos.history import REFUSED
+from qmq.deploy.chaos.records import REFUSED
 from qmq.deploy.copies import read_copy
 from tests.integration.broker_on_a_failing_disk import TRIGGER
 from tests.integration.cluster_world import (

@@ -6,7 +6,6 @@ import time
 
 import pytest
 
-from qmq.deploy.chaos.consumers import Consumers
 from tests.integration.cluster_world import (
     Wire,
     begin,
@@ -17,7 +16,6 @@ from tests.integration.cluster_world import (
     send_all,
     state,
     subscribe,
-    until,
 )
 
 LEASE_MS = 4000
@@ -60,21 +58,6 @@ def test_consumer_that_comes_back_gets_what_it_had_not_acked(cluster):
         with Wire(port, token=cluster.token) as wire:
             pieces = pull(wire, subscribe(wire, "back", consumer="c1"))
             assert [(piece.sequence, piece.count) for piece in pieces] == [(0, 10)]
-
-
-def test_killed_consumer_process_loses_nothing_and_repeats_only_what_it_had_not_acked(cluster, tmp_path):
-    send_all(cluster, "killed", 500)
-    consumers = Consumers(
-        tmp_path / "consumers", 2, metaserver=cluster.metaserver, token=cluster.token, subjects=["killed"]
-    )
-    consumers.start_all()
-    try:
-        until(lambda: len(consumers.delivered_ids()) > 100, "both consume")
-        consumers.kill("c1")
-        send_all(cluster, "killed", 500, name="later")
-        until(lambda: len(consumers.delivered_ids()) == 1000, "all are consumed")
-    finally:
-        consumers.end()
 
 
 def test_position_of_a_new_group_survives_a_restart_without_any_pull(cluster):

@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 
-from qmq.deploy.chaos.history import Fault
+from qmq.deploy.chaos.records import MARKED, Window
 from qmq.deploy.chaos.target import Strike, Target
 from qmq.deploy.plan import HOST, BrokerPlan
 
@@ -58,7 +58,7 @@ def _mark_readonly(target: Target, group: str) -> None:
     target.cluster.manage("MarkReadonlyBrokerGroup", brokerGroup=group)
     begin = time.monotonic() + ROUTES_S
     target.pause(ROUTES_S + 0.5, ROUTES_S + 1.5)
-    target.history.marked.append(Fault("mark readonly", group, begin, time.monotonic()))
+    target.records.append(Window(begin, time.monotonic(), MARKED, group))
     target.cluster.manage("UnMarkReadonlyBrokerGroup", brokerGroup=group)
 
 

@@ -6,7 +6,7 @@ import signal
 import time
 from functools import partial
 
-from qmq.deploy.chaos.history import Fault
+from qmq.deploy.chaos.records import SLAVE_STOPPED, Window
 from qmq.deploy.chaos.target import Strike, Target
 from qmq.deploy.plan import BrokerPlan
 from qmq.deploy.processes import Service, suspend
@@ -61,20 +61,21 @@ def _stop_master(target: Target, group: str) -> None:
 
 
 def _stop_slave(target: Target, group: str) -> None:
-    _stop(target, target.cluster.broker(group, "slave"), target.history.slave_stopped)
+    if (window := _stop(target, target.cluster.broker(group, "slave"))) is not None:
+        target.records.append(window)
 
 
-def _stop(target: Target, broker: BrokerPlan, stops: list[Fault] | None = None) -> None:
+def _stop(target: Target, broker: BrokerPlan) -> Window | None:
+    """Stop a process for some seconds; return these, or None if the process had ended."""
     service = target.cluster.service(broker.hostname)
     if (pid := service.pid) is None:
-        return
+        return None
     suspend(pid)
     begin = time.monotonic()
     target.pause(0.5, 5.0)
     end = time.monotonic()
     service.signal(signal.SIGCONT)
-    if stops is not None:
-        stops.append(Fault("stop slave", broker.group, begin, end))
+    return Window(begin, end, SLAVE_STOPPED, broker.group)
 
 
 def _has_begun(service: Service, start: int) -> bool:

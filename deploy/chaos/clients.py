@@ -9,14 +9,15 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from qmq.deploy.chaos.history import History
+from qmq.deploy.chaos.journal import Journal, now
+from qmq.deploy.chaos.records import KILLED, LEFT, OF_CONSUMERS, Gone, Record, Window, records_of
+from qmq.deploy.chaos.workload import CONSUMERS, PRODUCERS
 from qmq.deploy.processes import ROOT
-from tests.history.journal import Journal, now
-from tests.history.records import KILLED, LEFT, Gone, Record, records_of
-from tests.history.workload import CONSUMERS, PRODUCERS
 
 END_S = 60.0
 KINDS = ("vanishes", "vanishes for longer", "stands still", "leaves")
@@ -68,7 +69,7 @@ class Clients:
         }
         with (self._folder / f"{file}.log").open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", f"tests.history.{kind}_process", json.dumps(options)],
+                [sys.executable, "-m", f"qmq.deploy.chaos.{kind}_process", json.dumps(options)],
                 cwd=ROOT,
                 env=self._environ,
                 stdin=subprocess.DEVNULL,
@@ -86,10 +87,12 @@ class Clients:
             if process.poll() is not None:
                 return  # `failed` tells
             self.struck.append(kind)
+            begin = now()
             if kind == "stands still":
                 process.send_signal(signal.SIGSTOP)
                 stop.wait(rng.uniform(0.2, 2 * lease_s))
                 process.send_signal(signal.SIGCONT)
+                self._journal.write(Window(begin, now(), f"{OF_CONSUMERS}{kind}", ""))
                 continue
             del self._consumers[name]  # nobody takes its end for a failure
             if kind == "leaves":
@@ -97,9 +100,10 @@ class Clients:
             else:
                 self._journal.write(Gone(now(), life, KILLED))
                 process.kill()
-            _ended(process)
+            _wait_or_kill(process)
             stop.wait(rng.uniform(lease_s, 2 * lease_s) if kind == "vanishes for longer" else rng.uniform(0, 0.5))
             self._start_consumer(name)
+            self._journal.write(Window(begin, now(), f"{OF_CONSUMERS}{kind}", ""))
 
     def _leave(self, process: subprocess.Popen[bytes], life: str) -> None:
         self._journal.write(Gone(now(), life, LEFT))
@@ -111,6 +115,13 @@ class Clients:
         return len(self.struck) > len(KINDS)
 
     # Ends.
+
+    def stop_sending(self) -> None:
+        """Ask producers to end once every outcome is known, and wait for that."""
+        for process in self._producers.values():
+            process.terminate()
+        for process in self._producers.values():
+            _wait_or_kill(process)
 
     @property
     def is_sending(self) -> bool:
@@ -130,7 +141,7 @@ class Clients:
         for name, process in self._consumers.items():
             self._leave(process, self._life(name))
         for process in self._consumers.values():
-            _ended(process)
+            _wait_or_kill(process)
 
     def kill(self) -> None:
         """Afterwards none runs."""
@@ -144,14 +155,16 @@ class Clients:
         self._journal.write_all(records)
 
 
-def records_in(folder: Path) -> Iterator[Record]:
-    """What all of them wrote down, file by file."""
+def history_in(folder: Path) -> History:
+    """Return what all processes have written so far, file by file."""
+    history = History()
     for path in sorted(folder.glob("*.journal")):
         with path.open() as lines:
-            yield from records_of(lines)
+            history.read(records_of(lines))
+    return history
 
 
-def _ended(process: subprocess.Popen[bytes]) -> None:
+def _wait_or_kill(process: subprocess.Popen[bytes]) -> None:
     """Wait until a process has ended; one that was asked to and does not is killed, as a service manager does."""
     try:
         process.wait(END_S)

@@ -10,7 +10,7 @@ from types import TracebackType
 from zlib import crc32
 
 import qmq
-from tests.history.records import Record, line_of
+from qmq.deploy.chaos.records import Record, line_of
 
 
 class Journal:

@@ -34,9 +34,6 @@ CONSUMERS: dict[str, list[Member]] = {
 """Processes and what each of them takes part in. Every group has at least two."""
 PRODUCERS = ("p1", "p2", "p3")
 
-LOSES = frozenset({"replace broker", "lose the master's disk"})
-"""Faults of the nemesis that put a slave in its master's place without asking whether it has every decision."""
-
 FAULTS = (
     "kill master",
     "swap roles",

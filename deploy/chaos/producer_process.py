@@ -9,15 +9,16 @@ import asyncio
 import json
 import logging
 import random
+import signal
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import qmq
-from tests.history.journal import Journal, content_of, now
-from tests.history.records import Sending, Sent
-from tests.history.workload import KEYED, PLAIN, TAGS
+from qmq.deploy.chaos.journal import Journal, content_of, now
+from qmq.deploy.chaos.records import Sending, Sent
+from qmq.deploy.chaos.workload import KEYED, PLAIN, TAGS
 
 CALLS_PER_S = 10
 LATE_MAX = 1_000
@@ -48,16 +49,16 @@ class Stream:
             retries_max=POISONED_RETRIES if poison else None,
         )
 
-    async def run(self, producer: qmq.Producer, journal: Journal, count: int, rate: float) -> None:
-        """Send `count` messages, `rate` a second; what a fault holds up is made up for afterwards."""
+    async def run(self, producer: qmq.Producer, journal: Journal, count: int, rate: float, stop: asyncio.Event) -> None:
+        """Send `count` messages, 0: until `stop`; `rate` a second, and after a fault faster until that is met."""
         began = time.monotonic()
-        while self._made < count:
+        while not stop.is_set() and (not count or self._made < count):
             due = began + self._made / rate
             await asyncio.sleep(max(0.0, due - time.monotonic()))
             late = int((time.monotonic() - due) * rate)
             usual = max(1, int(rate / CALLS_PER_S))
             size = self._rng.randint(1, 2 * usual) + min(late, LATE_MAX)
-            messages = [self.message() for _ in range(min(size, count - self._made))]
+            messages = [self.message() for _ in range(min(size, count - self._made if count else size))]
             at = now()
             journal.write_all(
                 Sending(at, self._name, one.subject, str(one.id), one.order_key or "", list(one.tags), content_of(one))
@@ -75,13 +76,15 @@ async def main(options: dict[str, Any]) -> None:
     rng = random.Random(options["seed"])
     plain = Stream(f"{name}p", PLAIN, keys=0, rng=random.Random(rng.random()))
     keyed = Stream(f"{name}k", KEYED, keys=options["keys"], rng=random.Random(rng.random()))
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     with Journal(Path(options["journal"])) as journal:
         async with (
             qmq.Producer(metaserver=options["metaserver"], app="history", timeout_s=60.0, answer_timeout_s=2.0) as one,
             asyncio.TaskGroup() as tasks,
         ):
             for stream, share in ((plain, count - count // 2), (keyed, count // 2)):
-                tasks.create_task(stream.run(one, journal, share, options["rate"] / 2))
+                tasks.create_task(stream.run(one, journal, share, options["rate"] / 2, stop))
 
 
 if __name__ == "__main__":

@@ -9,13 +9,16 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 STORED, REFUSED, UNKNOWN = "stored", "refused", "unknown"
 """Outcomes of a message that was sent."""
 DONE, RETRY, DEAD = "done", "retry", "dead"
 """What an application decides about a message that it was given: an ack, a nack, a dead letter."""
 KILLED, LEFT = "killed", "left"
+MARKED, SLAVE_STOPPED = "marked readonly", "slave stopped"
+"""Kinds of windows that a rule reads; those of consumers begin with `OF_CONSUMERS`."""
+OF_CONSUMERS = "consumer "
 
 
 class Sending(NamedTuple):
@@ -128,6 +131,19 @@ class Fault(NamedTuple):
     loses: bool
 
 
+class Window(NamedTuple):
+    """Time in which something held for a broker group, or for the clients (""); it excuses nothing.
+
+    `MARKED` lasts from when the mark is known everywhere to its removal. In `SLAVE_STOPPED` the only slave of the group
+    executes no instruction, so it stores nothing.
+    """
+
+    begin: float
+    end: float
+    kind: str
+    broker_group: str
+
+
 class MasterChanged(NamedTuple):
     """A consumer heard of another master. Nothing is excused by it; it helps whoever reads a finding."""
 
@@ -149,25 +165,22 @@ class DeadLetter(NamedTuple):
     times: int
 
 
-Record = Sending | Sent | Joined | Got | Decided | Kept | Position | Stalled | Gone | Fault | MasterChanged | DeadLetter
-
-_KINDS: dict[str, Any] = {
-    kind.__name__: kind
-    for kind in (
-        Sending,
-        Sent,
-        Joined,
-        Got,
-        Decided,
-        Kept,
-        Position,
-        Stalled,
-        Gone,
-        Fault,
-        MasterChanged,
-        DeadLetter,
-    )
-}
+Record = (
+    Sending
+    | Sent
+    | Joined
+    | Got
+    | Decided
+    | Kept
+    | Position
+    | Stalled
+    | Gone
+    | Fault
+    | Window
+    | MasterChanged
+    | DeadLetter
+)
+_KINDS: dict[str, Any] = {kind.__name__: kind for kind in get_args(Record)}
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
