@@ -21,19 +21,17 @@ from qmq.logs import configure
 from qmq.memory import collect_by_the_clock
 from qmq.metaserver.access import Access, first_admin
 from qmq.metaserver.actions.clients import Clients
-from qmq.metaserver.actions.desk import Desk
+from qmq.metaserver.actions.databases import Watchdogs
+from qmq.metaserver.actions.desk import Desk, Vault
 from qmq.metaserver.actions.doctor import examine_reported
 from qmq.metaserver.actions.runner import Actions
-from qmq.metaserver.actions.vault import Vault
-from qmq.metaserver.actions.watchdogs import Watchdogs
 from qmq.metaserver.cluster.liveness import AwakeClock, Liveness
 from qmq.metaserver.cluster.registry import Registry
 from qmq.metaserver.cluster.snapshot import Snapshots
 from qmq.metaserver.cluster.upkeep import Upkeep
-from qmq.metaserver.console.attempts import ProviderPort
 from qmq.metaserver.console.nights import Nights
 from qmq.metaserver.console.routes import Console
-from qmq.metaserver.console.sessions import Sessions
+from qmq.metaserver.console.sessions import ProviderPort, Sessions
 from qmq.metaserver.http.app import build_app
 from qmq.metaserver.http.guard import Limits
 from qmq.metaserver.http.routes import make_routes

@@ -1,36 +1,296 @@
-"""Shell. Actions on brokers: AddBroker, ReplaceBroker, RemoveBroker, SwapRoles and their lists."""
+"""Shell. Actions on brokers: membership, roles, copies, fills, lists. `metaserver.roles.rules` holds the rules."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from qmq.errors import OperatorError, QmqError
-from qmq.metaserver.actions import broker_plans, fill_plans
-from qmq.metaserver.actions.desk import Desk, together
-from qmq.metaserver.actions.handler import Handler
+from qmq.metaserver.actions.desk import Desk, Handler, together
 from qmq.metaserver.actions.plan import Plan, refused
-from qmq.metaserver.actions.shapes import broker_json, group_json, state_json
+from qmq.metaserver.actions.routes import NAMED_MAX, take_out_of_routes
+from qmq.metaserver.actions.shapes import broker_json, group_json, parts_json, state_json
 from qmq.metaserver.actions.words import Words
-from qmq.metaserver.model import AuditRow, Broker, BrokerKey, Group, Points
+from qmq.metaserver.cluster import old_database
+from qmq.metaserver.cluster.old_database import StateOf
+from qmq.metaserver.model import DELAY, AuditRow, Broker, BrokerKey, Directory, Group, Points, ReplicaState, Routes
 from qmq.metaserver.roles import rules
+from qmq.metaserver.roles.rules import MayBeUp, RoleChange
+from qmq.metaserver.storage.changes import (
+    AcceptLoss,
+    Change,
+    OrderFill,
+    RemoveGroup,
+    SetGroupState,
+    SetRoles,
+    StoreAddresses,
+)
 from qmq.metaserver.storage.database import DatabaseAway
+from qmq.replication.assignment import FillOrder
+from qmq.replication.points import Point
 from qmq.replication.readonly import Reason
+
+
+def slave_at(group: Group, host: str) -> Broker:
+    """Return the slave with this hostname, or hostname:port. Raises OperatorError."""
+    named = [slave for slave in group.slaves if host in (slave.hostname, str(slave.key))]
+    if len(named) == 1:
+        return named[0]
+    slaves = ", ".join(str(slave.key) for slave in named or group.slaves) or "none"
+    if named:
+        raise OperatorError(f"several slaves of {group.name} are at {host}: name one of {slaves}")
+    raise OperatorError(f"{host} is no slave of {group.name}; its slaves are {slaves}")
+
+
+def sync_replica(slave: Broker, said: ReplicaState, *, counts: bool) -> Plan:
+    """SyncReplica: let the slave be filled."""
+    if not _is_being_filled(said, counts=counts):
+        return refused(f"{slave.key} does not have to be filled: it is whole, and catches up by itself")
+    return _ordered(slave, FillOrder(said.fill_id, is_allowed=True))
+
+
+def cancel_sync(slave: Broker, said: ReplicaState, *, counts: bool) -> Plan:
+    """CancelSync: stop the filling of the slave. One whose copy counts is not being filled any more."""
+    if counts:
+        return refused(f"{slave.key} is in sync: what it confirms counts, and there is no filling to stop")
+    if not _is_being_filled(said, counts=counts):
+        return refused(f"{slave.key} is not being filled: it is whole, and catches up by itself")
+    return _ordered(slave, FillOrder(said.fill_id, is_allowed=False))
+
+
+def _is_being_filled(said: ReplicaState, *, counts: bool) -> bool:
+    """Or would be, if it did not wait."""
+    return not counts and bool(said.fill_id) and (said.incomplete or Reason.UNFILLED in said.readonly_reasons)
+
+
+def _ordered(slave: Broker, order: FillOrder) -> Plan:
+    is_so = (slave.fill_id, slave.fill_allowed) == (order.fill_id, order.is_allowed)
+    data = {**broker_json(slave), "filling": "allowed" if order.is_allowed else "stopped"}
+    return Plan(
+        () if is_so else (OrderFill(slave.key, order),),
+        groups=frozenset({slave.group}),
+        before={str(slave.key): _word(slave, order.fill_id)},
+        after={str(slave.key): data["filling"]},
+        data=data,
+    )
+
+
+def _word(slave: Broker, fill_id: str) -> str:
+    if slave.fill_id != fill_id:
+        return "as the group's mode says"
+    return "allowed" if slave.fill_allowed else "stopped"
+
+
+def add_broker(directory: Directory, broker: Broker, *, reported: int = 0) -> Plan:
+    """AddBroker.
+
+    Args:
+        reported: the newest term that any broker of the group reported, here and below.
+    """
+    try:
+        change = replace(rules.add_broker(directory, broker), above=reported)
+    except OperatorError as refusal:
+        return refused(str(refusal))
+    return _role_plan(change, data=broker_json(broker))
+
+
+def replace_broker(
+    directory: Directory,
+    broker: Broker,
+    may_be_up: MayBeUp,
+    *,
+    swap: bool = False,
+    accept_loss: bool = False,
+    lacking: str = "",
+    master_lacking: str = "",
+    remembered: Point | None = None,
+    reported: int = 0,
+) -> Plan:
+    """ReplaceBroker: one call of QMQ's two, or both as one step. It answers with the row before.
+
+    Args:
+        remembered: the newest point up to which anybody knows that the group acknowledged messages.
+        accept_loss, lacking, master_lacking: as in `rules.replace_broker`.
+    """
+    decide = rules.swap_stopped if swap else partial(rules.replace_broker, master_lacking=master_lacking)
+    try:
+        change, before = decide(directory, broker, may_be_up, accept_loss=accept_loss, lacking=lacking)
+    except OperatorError as refusal:
+        return refused(str(refusal))
+    data = broker_json(before)
+    if change:
+        change = replace(change, above=reported)
+        plan = _role_plan(change, data=data)
+        return _with_loss(plan, change, remembered) if accept_loss else plan
+    moved = replace(before, ip=broker.ip, sync_port=broker.sync_port)
+    return Plan(
+        (StoreAddresses(broker),) if moved != before else (),
+        groups=frozenset({broker.group}),
+        whole_groups=True,
+        before=data,
+        after=broker_json(moved),
+        data=data,
+    )
+
+
+def _with_loss(plan: Plan, change: RoleChange, remembered: Point | None) -> Plan:
+    """Say, in the preview and in the audit trail, what is given up."""
+    up_to = f"up to {remembered}" if remembered else "at any time"
+    lost = f"what {change.group} acknowledged {up_to}, and the copy that goes on does not have"
+    accepted = AcceptLoss(change.group, change.new_term)
+    after = {**plan.after, "acceptedLoss": lost}
+    objection = f"lost for good: {lost}. ReplicaStatus and `qmq inspect` say what each copy has"
+    return replace(plan, changes=(*plan.changes, accepted), after=after, objections=(objection,), forced=True)
+
+
+def remove_broker(
+    directory: Directory,
+    routes: Routes,
+    key: BrokerKey,
+    may_be_up: MayBeUp,
+    *,
+    forced: bool,
+    reported: int = 0,
+    master_lacking: str = "",
+) -> Plan:
+    """Take a stopped broker out of its group; with the last one, the group goes, too.
+
+    Args:
+        master_lacking: as in `rules.replace_broker`.
+    """
+    broker = directory.find(key)
+    if broker is None:
+        return refused(f"{key} is no broker; ListBrokers names them")
+    try:
+        change = replace(rules.remove_broker(directory, broker, may_be_up), above=reported)
+    except OperatorError as refusal:
+        return refused(str(refusal))
+    data = broker_json(broker)
+    if change.brokers:
+        objections = _last_copy(change, broker, may_be_up, master_lacking)
+        return replace(_role_plan(change, data=data), objections=objections, forced=forced)
+    return _remove_last(directory, routes, change, data, forced=forced)
+
+
+def _last_copy(change: RoleChange, slave: Broker, may_be_up: MayBeUp, master_lacking: str) -> tuple[str, ...]:
+    try:
+        if change.before and slave in change.before.slaves:
+            rules.require_not_the_last(change.before, slave, may_be_up, master_lacking, anyway="force")
+    except OperatorError as objection:
+        return (str(objection),)
+    return ()
+
+
+def _remove_last(directory: Directory, routes: Routes, change: RoleChange, data: object, *, forced: bool) -> Plan:
+    moves, subjects = take_out_of_routes(directory, routes, change.group)
+    objections = []
+    if subjects:
+        named = ", ".join(subjects[:NAMED_MAX]) + (", …" if len(subjects) > NAMED_MAX else "")
+        objections.append(
+            f"{len(subjects):,} subject{'s use' if len(subjects) > 1 else ' uses'} {change.group} ({named}), and what "
+            "is not consumed there cannot be consumed any more; DrainGroup and RemoveSubjectBrokerGroup first"
+        )
+    group, after = change.before, None
+    if group and group.kind == DELAY and any(member.incarnation for member in group.brokers):
+        after = {"neverSent": f"what pends at {group.name}: DelayStats said how much, while it ran"}
+        if not group.draining:
+            objections.append(
+                f"delayed messages that {change.group} still has would never be sent; start it again, DrainGroup, and "
+                "wait until DelayStats says that nothing pends there"
+            )
+    changes: tuple[Change, ...] = (*moves, SetRoles(change), RemoveGroup(change.group, change.new_term))
+    return Plan(
+        changes,
+        objections=tuple(objections),
+        subjects=frozenset(subjects),
+        groups=frozenset({change.group}),
+        before={"broker": data, "routes": subjects},
+        after=after,
+        data=data,
+        forced=forced,
+    )
+
+
+def swap_roles(group: Group, *, term: int, to: BrokerKey | None = None) -> Plan:
+    """SwapRoles, once both logs are proven equal."""
+    return _role_plan(rules.swap_roles(group, term=term, to=to), data=None)
+
+
+def fail_over(change: RoleChange) -> Plan:
+    """Failover, with the slave that has most by now."""
+    return _role_plan(change, data=None)
+
+
+def set_copies(group: Group, min_copies: int | None, sync_mode: str, *, reported: int = 0) -> Plan:
+    """SetCopies.
+
+    Args:
+        min_copies, sync_mode: None and an empty text leave it as it is.
+    """
+    if min_copies is None and not sync_mode:
+        return refused("say what is to be set: --minCopies, --syncMode, or both")
+    try:
+        change = rules.set_copies(group, min_copies) if min_copies is not None else None
+    except OperatorError as refusal:
+        return refused(str(refusal))
+    mode = sync_mode or group.sync_mode
+    copies = {"brokerGroup": group.name, "copies": len(group.brokers), "minCopies": min_copies or group.min_copies}
+    data = {**copies, "syncMode": mode}
+    if change is None:
+        plan = Plan((), groups=frozenset({group.name}), before=copies, after=copies, data=data)
+    else:
+        plan = _role_plan(replace(change, above=reported), data=data)
+    of_mode = (SetGroupState(group.name, sync_mode=mode),) if mode != group.sync_mode else ()
+    return replace(
+        plan,
+        changes=(*plan.changes, *of_mode),
+        before={**plan.before, "syncMode": group.sync_mode},
+        after={**plan.after, "syncMode": mode},
+    )
+
+
+def adopt_roles(
+    group: Group, key: BrokerKey, reported: int, state_of: StateOf, *, forced: bool, given: int = 0
+) -> Plan:
+    """AdoptRoles: choose the master of a group whose row is older than its brokers, which do not agree."""
+    try:
+        change = old_database.adopt(group, key, reported, state_of, given=given)
+    except OperatorError as refusal:
+        return refused(str(refusal))
+    assert change.master, "it was named"
+    data = {"brokerGroup": group.name, "term": change.new_term, "master": broker_json(change.master)}
+    against = old_database.objection(change.master, reported, state_of)
+    return replace(_role_plan(change, data=data), objections=(against,) if against else (), forced=forced)
+
+
+def _role_plan(change: RoleChange, *, data: object) -> Plan:
+    before = change.before
+    return Plan(
+        (SetRoles(change),),
+        groups=frozenset({change.group}),
+        whole_groups=True,
+        before=parts_json(before) if before else None,
+        after=parts_json(change),
+        data=data,
+    )
+
 
 _BROKER_WORDS = ("brokerGroup", "role", "hostname", "ip", "servePort", "syncPort")
 
 
 async def _add_broker(desk: Desk, words: Words) -> Plan:
     registry, broker = desk.registry, _broker(words)
-    return broker_plans.add_broker(registry.directory, broker, reported=registry.terms.floor(broker.group))
+    return add_broker(registry.directory, broker, reported=registry.terms.floor(broker.group))
 
 
 async def _replace_broker(desk: Desk, words: Words) -> Plan:
     async def plan() -> Plan:
         group = desk.registry.directory.groups.get(words["brokerGroup"])
         points = await desk.registry.points_of(words["brokerGroup"]) if words.flag("acceptLoss") else Points()
-        return broker_plans.replace_broker(
+        return replace_broker(
             desk.registry.directory,
             _broker(words),
             desk.registry.may_be_up,
@@ -67,22 +327,22 @@ async def _set_copies(desk: Desk, words: Words) -> Plan:
     group = desk.find_group(words["brokerGroup"])
     min_copies = words.number("minCopies") if words["minCopies"] else None
     reported = desk.registry.terms.floor(group.name)
-    return broker_plans.set_copies(group, min_copies, words["syncMode"], reported=reported)
+    return set_copies(group, min_copies, words["syncMode"], reported=reported)
 
 
 async def _sync_replica(desk: Desk, words: Words) -> Plan:
-    return await _plan_filling(desk, words, fill_plans.sync_replica)
+    return await _plan_filling(desk, words, sync_replica)
 
 
 async def _cancel_sync(desk: Desk, words: Words) -> Plan:
-    return await _plan_filling(desk, words, fill_plans.cancel_sync)
+    return await _plan_filling(desk, words, cancel_sync)
 
 
 async def _plan_filling(desk: Desk, words: Words, plan: Callable[..., Plan]) -> Plan:
     """The slave itself says which filling is meant; its master, whether its copy counts."""
     group = desk.find_group(words["brokerGroup"])
     try:
-        slave = fill_plans.slave_at(group, words["host"])
+        slave = slave_at(group, words["host"])
         said = await desk.brokers.replica_status(slave)
     except OperatorError as refusal:
         return refused(str(refusal))
@@ -103,7 +363,7 @@ async def _remove_broker(desk: Desk, words: Words) -> Plan:
         reported = registry.terms.floor(member.group) if member else 0
         lacking = await _master_lacking(desk, directory.groups[member.group]) if member else ""
         return await desk.on_all_routes(
-            lambda routes: broker_plans.remove_broker(
+            lambda routes: remove_broker(
                 directory,
                 routes,
                 key,
@@ -133,7 +393,7 @@ async def _plan_swap(desk: Desk, words: Words) -> Plan:
         group, slave = desk.swaps.ready(words["brokerGroup"], words["to"])
     except OperatorError as refusal:
         return refused(str(refusal))
-    return broker_plans.swap_roles(group, term=group.term, to=slave.key)
+    return swap_roles(group, term=group.term, to=slave.key)
 
 
 async def _swap(desk: Desk, words: Words, plan: Plan, audit: AuditRow) -> Any:
@@ -160,7 +420,7 @@ async def _plan_failover(desk: Desk, words: Words) -> Plan:
             change = await desk.failovers.plan(words["brokerGroup"], master_gone=words.flag("masterGone"))
         except OperatorError as refusal:
             return refused(str(refusal))
-        return broker_plans.fail_over(change)
+        return fail_over(change)
 
     return await _asked_first(desk, desk.registry.directory.groups.get(words["brokerGroup"]), plan)
 
@@ -182,7 +442,7 @@ async def _adopt_roles(desk: Desk, words: Words) -> Plan:
     registry, group = desk.registry, desk.find_group(words["brokerGroup"])
     key = BrokerKey(words["hostname"], words.number("servePort"))
     reported, given = registry.terms.newest(group.name), registry.terms.floor(group.name)
-    return broker_plans.adopt_roles(group, key, reported, registry.own_state, forced=words.flag("force"), given=given)
+    return adopt_roles(group, key, reported, registry.own_state, forced=words.flag("force"), given=given)
 
 
 async def _list_brokers(desk: Desk, words: Words) -> Any:

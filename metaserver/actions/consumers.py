@@ -1,4 +1,4 @@
-"""Shell. Actions on consumer groups: how far they are, where they go on, who is switched off."""
+"""Shell. Actions on consumer groups: lag, positions, consumers switched off, limits, connected clients."""
 
 from __future__ import annotations
 
@@ -9,16 +9,109 @@ from dataclasses import replace
 from typing import Any
 
 from qmq.errors import NotServed, OperatorError, OutcomeUnknown, QmqError
-from qmq.metaserver.actions import group_plans
-from qmq.metaserver.actions.desk import Desk, wall_ms
-from qmq.metaserver.actions.handler import Handler, PartlyDone
+from qmq.metaserver.actions.desk import Desk, Handler, PartlyDone, wall_ms
 from qmq.metaserver.actions.plan import Plan, refused
 from qmq.metaserver.actions.words import Words
 from qmq.metaserver.cluster.group_starts import begin_at
-from qmq.metaserver.model import ALL_SUBJECTS, NORMAL, AuditRow, Group, Offline
-from qmq.operator_limits import OF_SUBJECT
+from qmq.metaserver.model import ALL_SUBJECTS, NORMAL, AuditRow, Directory, Group, Offline, Routes
+from qmq.metaserver.routes.dead_letters import why_not, wider_routes
+from qmq.metaserver.storage.changes import (
+    Change,
+    DecidedOn,
+    SetLimits,
+    SetOffline,
+    UnsetOffline,
+)
+from qmq.operator_limits import OF_SUBJECT, OperatorLimits
 from qmq.proto import qmq_pb2 as pb
+from qmq.rights import CONSUME, PRODUCE
 from qmq.subjects import DEAD_LETTER, is_dead_letter_subject, real_subject
+
+EXPIRED_DROP, EXPIRED_DEAD_LETTER = "drop", "deadLetter"
+"""What becomes of messages that expire."""
+REFUSE, DROP_OLDEST = "refuse", "dropOldest"
+"""What happens when as many messages wait as may."""
+
+
+def switch_consumers(directory: Directory, routes: Routes, rule: Offline, *, offline: bool) -> Plan:
+    """Switch consumers off or on.
+
+    Switching all consumers of a subject and group on ends the rules for single ones too, as QMQ does it.
+    """
+    route = routes.get(real_subject(rule.subject))
+    ended = [] if offline else sorted(other for other in directory.offline if _covers(rule, other))
+    changes: list[Change] = [UnsetOffline(other) for other in ended]
+    if offline and rule not in directory.offline:
+        changes.append(SetOffline(rule))
+    after = sorted(directory.offline - set(ended) | ({rule} if offline else set()))
+    still = [] if offline else [other for other in after if _includes(other, rule)]
+    return Plan(
+        tuple(changes),
+        refusals=tuple(f"they stay off by the rule {_rule(other)}; end that one" for other in still),
+        subjects=frozenset({rule.subject}) - {ALL_SUBJECTS},
+        groups=frozenset(route.groups if route else ()),
+        everything=rule.subject == ALL_SUBJECTS,
+        before=[offline_json(other) for other in sorted(directory.offline) if other.subject == rule.subject],
+        after=[offline_json(other) for other in after if other.subject == rule.subject],
+        data={**offline_json(rule), "state": "offline" if offline else "online", "rules": len(changes)},
+    )
+
+
+def offline_json(rule: Offline) -> dict[str, str]:
+    return {"subject": rule.subject, "consumerGroup": rule.group, "clientId": rule.consumer}
+
+
+def limit(directory: Directory, routes: Routes, after: OperatorLimits) -> Plan:
+    """Put limits in the place of those of the same subject and consumer group."""
+    before, others = limits_of(directory, after.key), [one for one in directory.limits if one.key != after.key]
+    to = after.dead_letters_to if after.dead_letters_to != before.dead_letters_to else ""
+    if to and (reasons := why_not([*others, after], routes, after)):
+        return refused(*reasons)
+    route = routes.get(real_subject(after.subject))
+    # Else two could make a circle, or one undo what the other set beside it.
+    changes: tuple[Change, ...] = (DecidedOn(directory.version), SetLimits(after), *wider_routes([after], routes))
+    return Plan(
+        changes if after != before else (),
+        subjects=frozenset({after.subject, to} if to else {after.subject}),
+        groups=frozenset(route.groups if route else ()),
+        needs=((CONSUME, after.subject), (PRODUCE, to)) if to else (),
+        before=limits_json(before),
+        after=limits_json(after),
+        data=limits_json(after),
+    )
+
+
+def limits_of(directory: Directory, key: tuple[str, str]) -> OperatorLimits:
+    return next((one for one in directory.limits if one.key == key), OperatorLimits(*key))
+
+
+def limits_json(limits: OperatorLimits) -> dict[str, Any]:
+    return {
+        "subject": limits.subject,
+        "group": limits.group,
+        "expiresAfterS": limits.expires_after_s,
+        "expired": EXPIRED_DEAD_LETTER if limits.expired_die else EXPIRED_DROP,
+        "messagesMax": limits.messages_max,
+        "whenFull": DROP_OLDEST if limits.drops_oldest else REFUSE,
+        "perSecond": limits.per_second,
+        "bytesMax": limits.bytes_max,
+        "deadLettersTo": limits.dead_letters_to,
+    }
+
+
+def _covers(wide: Offline, narrow: Offline) -> bool:
+    """Whether a rule is about the same subject and group as another, and at least the same consumers."""
+    return wide[:2] == narrow[:2] and wide.consumer in (ALL_SUBJECTS, narrow.consumer)
+
+
+def _includes(wide: Offline, narrow: Offline) -> bool:
+    """Whether all that one rule switches off is switched off by the other, too."""
+    return all(part in (ALL_SUBJECTS, other) for part, other in zip(wide, narrow, strict=True))
+
+
+def _rule(rule: Offline) -> str:
+    return f"subject={rule.subject} consumerGroup={rule.group} clientId={rule.consumer}"
+
 
 log = logging.getLogger("qmq.metaserver")
 
@@ -237,50 +330,50 @@ def _is_offline(rules: frozenset[Offline], subject: str, group: str, consumer: s
 async def _switch(desk: Desk, words: Words) -> Plan:
     rule = Offline(words["subject"], words["consumerGroup"], words["clientId"])
     registry = desk.registry
-    return group_plans.switch_consumers(registry.directory, registry.routes, rule, offline=words["state"] == "offline")
+    return switch_consumers(registry.directory, registry.routes, rule, offline=words["state"] == "offline")
 
 
 async def _limit_subject(desk: Desk, words: Words) -> Plan:
     subject, registry = words["subject"], desk.registry
     if subject == ALL_SUBJECTS:
         return refused(_ONE_BY_ONE)
-    limits = group_plans.limits_of(registry.directory, (subject, OF_SUBJECT))
+    limits = limits_of(registry.directory, (subject, OF_SUBJECT))
     if words.is_given("expiresAfterS"):
         limits = limits._replace(expires_after_s=words.number("expiresAfterS"))
     if words.is_given("expired"):
-        limits = limits._replace(expired_die=words["expired"] == group_plans.DEAD_LETTER)
+        limits = limits._replace(expired_die=words["expired"] == EXPIRED_DEAD_LETTER)
     if words.is_given("messagesMax"):
         limits = limits._replace(messages_max=words.number("messagesMax"))
     if words.is_given("bytesMax"):
         limits = limits._replace(bytes_max=words.number("bytesMax"))
     if words.is_given("whenFull"):
-        limits = limits._replace(drops_oldest=words["whenFull"] == group_plans.DROP_OLDEST)
+        limits = limits._replace(drops_oldest=words["whenFull"] == DROP_OLDEST)
     if limits.expired_die and is_dead_letter_subject(subject):
         return refused(f"{subject} has dead letters: what expires there can only be dropped")
-    return group_plans.limit(registry.directory, registry.routes, limits)
+    return limit(registry.directory, registry.routes, limits)
 
 
 async def _limit_group(desk: Desk, words: Words) -> Plan:
     registry = desk.registry
     if ALL_SUBJECTS in (words["subject"], words["group"]):
         return refused(_ONE_BY_ONE)
-    limits = group_plans.limits_of(registry.directory, (words["subject"], words["group"]))
+    limits = limits_of(registry.directory, (words["subject"], words["group"]))
     if words.is_given("perSecond"):
         limits = limits._replace(per_second=words.number("perSecond"))
     if words.is_given("deadLettersTo"):
         to = words["deadLettersTo"]
         limits = limits._replace(dead_letters_to="" if to == DEAD_LETTER else to)
-    return group_plans.limit(registry.directory, registry.routes, limits)
+    return limit(registry.directory, registry.routes, limits)
 
 
 async def _list_limits(desk: Desk, words: Words) -> Any:
     rows = sorted(desk.registry.directory.limits)
-    return [group_plans.limits_json(one) for one in rows if words["subject"] in ("", one.subject)]
+    return [limits_json(one) for one in rows if words["subject"] in ("", one.subject)]
 
 
 async def _list_offline(desk: Desk, words: Words) -> Any:
     rules = sorted(desk.registry.directory.offline)
-    return [group_plans.offline_json(rule) for rule in rules if words["subject"] in ("", rule.subject)]
+    return [offline_json(rule) for rule in rules if words["subject"] in ("", rule.subject)]
 
 
 async def _clients(desk: Desk, words: Words) -> Any:

@@ -1,16 +1,29 @@
-"""Shell. Actions on the databases that the watchdog scans. A password is encrypted before it is stored, never shown."""
+"""Shell. Actions on databases of applications, on their outboxes, and on the watchdogs that drain them.
+
+A password is encrypted before it is stored and is never shown.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import http.client
+import json
+import logging
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
+from urllib.parse import urlencode
 
-from qmq.errors import InvalidRequest, OperatorError
-from qmq.metaserver.actions.desk import Desk
-from qmq.metaserver.actions.handler import Handler
+from qmq.control_plane import DIRECT
+from qmq.errors import InvalidRequest, NotServed, OperatorError, OutcomeUnknown, QmqError, cause_of
+from qmq.metaserver.actions.desk import Desk, Handler, PartlyDone, together
 from qmq.metaserver.actions.plan import Plan, refused
 from qmq.metaserver.actions.shapes import source_json, watchdog_json
 from qmq.metaserver.actions.words import Words
-from qmq.metaserver.model import WATCHDOGS, DataSource
+from qmq.metaserver.model import WATCHDOGS, AuditRow, DataSource, LeaseRow
 from qmq.metaserver.storage.changes import AddDataSource, RemoveDataSource
 from qmq.metaserver.storage.sql import checked
 from qmq.metaserver.storage.tables import LONG_NAME_CHARS_MAX, datasource_config
@@ -90,9 +103,171 @@ async def _watchdogs(desk: Desk, words: Words) -> Any:
     return [watchdog_json(row, room=row.name.removeprefix(WATCHDOGS)) for row in rows if row.name.startswith(WATCHDOGS)]
 
 
+log = logging.getLogger("qmq.metaserver")
+
+PARKED_ALONE = 999_999_999
+"""No waiting row is older, in seconds: the plan shows parked rows."""
+SHOWN_MAX = 20
+
+
+async def _stuck(desk: Desk, words: Words) -> Any:
+    """Ask each room's watchdog; a room without an active one, or whose watchdog is silent, is named."""
+    rows = [row for row in await _rooms(desk) if words["room"] in ("", _room(row))]
+    asked = {name: words[name] for name in ("database", "older", "limit")}
+    results = await together([_caught(desk, row, asked) for row in rows])
+    databases: list[dict[str, Any]] = []
+    unasked = {}
+    for row, result in zip(rows, results, strict=True):
+        if isinstance(result, QmqError):
+            unasked[_room(row)] = str(result)
+        else:
+            databases += [{"room": _room(row), **one} for one in result["databases"]]
+    return {"databases": databases, "unasked": unasked}
+
+
+async def _caught(desk: Desk, row: LeaseRow, asked: dict[str, str]) -> Any:
+    try:
+        return await desk.watchdogs.ask(_address(row), "/outbox/stuck", asked)
+    except QmqError as error:
+        return error
+
+
+async def _plan_retry(desk: Desk, words: Words) -> Plan:
+    database, ids = words["database"], words.names("ids")
+    if ids and not database:
+        return refused("ids are those of one database: name it, as ListDbs does")
+    if bool(ids) != words.is_given("ids") or not all(word.isascii() and word.isdecimal() for word in ids):
+        return refused("ids are whole numbers with commas between them")
+    asked = {"database": database, "older": PARKED_ALONE, "limit": SHOWN_MAX}
+    found = (await desk.watchdogs.ask(await _active(desk, words), "/outbox/stuck", asked))["databases"]
+    parked = {one["database"]: one["parked"] for one in found if "parked" in one}
+    problems = {one["database"]: one["problem"] for one in found if "problem" in one}
+    rows = (
+        []
+        if ids
+        else [f"{row['id']} {row['subject']}: {row['reason']}" for one in found for row in one.get("rows", ())]
+    )
+    again: dict[str, Any] = {"sentAgain": ids or sum(parked.values())}
+    return Plan(
+        orders=bool(ids) or any(parked.values()),
+        everything=True,
+        before={"parked": parked},
+        after=again | ({"among them": rows[:SHOWN_MAX]} if rows else {}) | ({"notAsked": problems} if problems else {}),
+    )
+
+
+async def _carry_out_retry(desk: Desk, words: Words, plan: Plan, audit: AuditRow) -> Any:
+    """The row of the trail comes first, what became of it second."""
+    address = await _active(desk, words)
+    try:
+        await desk.registry.change((), replace(audit, result="begun"))
+    except OutcomeUnknown as error:
+        raise NotServed(f"no watchdog was asked, as the database failed: {error}") from error
+    asked = {"database": words["database"], "ids": ",".join(words.names("ids"))}
+    try:
+        found = (await desk.watchdogs.ask(address, "/outbox/retry", asked, changes=True))["databases"]
+    except QmqError as error:
+        await _record(desk, replace(audit, result="unknown" if isinstance(error, OutcomeUnknown) else "failed"))
+        raise
+    retried = {one["database"]: one["retried"] for one in found if "retried" in one}
+    problems = {one["database"]: one["problem"] for one in found if "problem" in one}
+    data = {"retried": retried, "notAsked": problems}
+    await _record(desk, replace(audit, after=data, result="partly done" if problems else "done"))
+    if problems:  # of a database that was too slow, it is unknown
+        text = "; ".join(f"{url}: {why}" for url, why in problems.items())
+        raise PartlyDone(f"not of every database: {text}. OutboxStuck tells what is parked still", data)
+    return data
+
+
+async def _record(desk: Desk, audit: AuditRow) -> None:
+    try:
+        await desk.registry.change((), audit)
+    except QmqError as error:  # the watchdog has done it, and the first row says that it was begun
+        log.warning("end of OutboxRetry not recorded reason=%s", error)
+
+
+async def _rooms(desk: Desk) -> list[LeaseRow]:
+    leases = await desk.database.read(lambda repository: repository.leases())
+    return [row for row in leases if row.name.startswith(WATCHDOGS)]
+
+
+async def _active(desk: Desk, words: Words) -> str:
+    row = next((row for row in await _rooms(desk) if _room(row) == words["room"]), None)
+    if row is None:
+        raise OperatorError(f"no watchdog of the room {words['room']!r} was ever active; ListWatchdogs names the rooms")
+    return _address(row)
+
+
+def _address(row: LeaseRow) -> str:
+    if not row.address:
+        raise NotServed(f"no watchdog of the room {_room(row)!r} is active; start one")
+    return row.address
+
+
+def _room(row: LeaseRow) -> str:
+    return row.name.removeprefix(WATCHDOGS)
+
+
+ANSWER_S = 25.0
+"""A watchdog gives a database 20 s."""
+ANSWER_BYTES_MAX = 16 << 20
+ASKED_AT_ONCE = 8
+"""Threads of our own: a watchdog that stands still must not take those of others."""
+
+
+class Watchdogs:
+    """Created by main; called from the loop.
+
+    Args:
+        token: the key of the installation, with which a watchdog does what it is told.
+    """
+
+    def __init__(self, token: str) -> None:
+        self._token = token
+        self._threads = ThreadPoolExecutor(ASKED_AT_ONCE, "watchdogs")
+
+    async def ask(self, address: str, path: str, words: Mapping[str, Any], *, changes: bool = False) -> Any:
+        """Return what a watchdog answers, read from JSON.
+
+        Raises:
+            OperatorError: it refuses. NotServed: it did not answer; nothing was changed.
+            OutcomeUnknown: as NotServed, of what `changes`; it may have done it.
+        """
+        query = urlencode({name: value for name, value in words.items() if value != ""})
+        method = "POST" if changes else "GET"
+        request = urllib.request.Request(
+            f"http://{address}{path}?{query}", headers={"X-Api-Token": self._token}, method=method
+        )
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, _read, request)
+        except urllib.error.HTTPError as error:
+            if error.code < 500:
+                raise OperatorError(_problem(error)) from None
+            lost = changes and error.code != 503
+            raise (OutcomeUnknown if lost else NotServed)(f"the watchdog at {address}: {_problem(error)}") from None
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            lost = changes and not isinstance(getattr(error, "reason", None), ConnectionRefusedError)
+            text = f"the watchdog at {address} does not answer: {cause_of(error)}"
+            raise (OutcomeUnknown if lost else NotServed)(text) from None
+
+
+def _read(request: urllib.request.Request) -> Any:
+    with DIRECT.open(request, timeout=ANSWER_S) as answer:
+        return json.loads(answer.read(ANSWER_BYTES_MAX))
+
+
+def _problem(error: urllib.error.HTTPError) -> str:
+    try:
+        return str(json.loads(error.read())["problem"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"it answered {error.code} {error.reason}"
+
+
 HANDLERS = {
     "AddDb": Handler(plan=_add),
     "RemoveDb": Handler(plan=_remove),
     "ListDbs": Handler(look=_list),
     "ListWatchdogs": Handler(look=_watchdogs),
+    "OutboxStuck": Handler(look=_stuck),
+    "OutboxRetry": Handler(plan=_plan_retry, carry_out=_carry_out_retry),
 }

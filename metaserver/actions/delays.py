@@ -10,8 +10,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from qmq.errors import NotServed, OperatorError, OutcomeUnknown, QmqError
-from qmq.metaserver.actions.desk import Desk, together, wall_ms
-from qmq.metaserver.actions.handler import Handler, PartlyDone
+from qmq.metaserver.actions.desk import Desk, Handler, PartlyDone, together, wall_ms
 from qmq.metaserver.actions.plan import Plan, refused
 from qmq.metaserver.actions.words import Words
 from qmq.metaserver.model import DELAY, AuditRow, Broker, Group

@@ -1,4 +1,4 @@
-"""Shell. What the actions have at hand: the registry, the brokers, the other metaservers, the clients."""
+"""Shell. Ports of the actions: registry, brokers, metaservers, clients, vault of passwords; and their handlers."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from qmq.errors import NotServed, OperatorError, QmqError
-from qmq.metaserver.actions.plan import Blast, Plan
-from qmq.metaserver.actions.route_plans import Contents, Leftover
-from qmq.metaserver.actions.vault import Vault
+from cryptography.fernet import Fernet, InvalidToken, MultiFernet
+
+from qmq.errors import NotServed, OperatorError, OutcomeUnknown, QmqError
+from qmq.metaserver.actions.plan import Blast, Contents, Leftover, Plan
+from qmq.metaserver.actions.words import Words
 from qmq.metaserver.cluster.group_starts import expected_at
 from qmq.metaserver.cluster.registry import Registry
 from qmq.metaserver.model import (
     ALL_SUBJECTS,
     DELAY,
+    AuditRow,
     Broker,
     ConsumerGroupRow,
     Group,
@@ -27,7 +29,42 @@ from qmq.metaserver.roles.swap import Swaps
 from qmq.metaserver.rpc.broker_client import Brokers
 from qmq.metaserver.storage.repository import Repository
 from qmq.proto import qmq_pb2 as pb
+from qmq.rights import Caller
 from qmq.subjects import real_subject
+
+MAKE_KEY = 'python -c "from cryptography.fernet import Fernet; print(Fernet.generate_key().decode())"'
+
+
+class Vault:
+    """Made by main from the setting `password_keys`; the first key encrypts, every key decrypts."""
+
+    def __init__(self, keys: Sequence[str] = ()) -> None:
+        self._fernet = MultiFernet([Fernet(key) for key in keys]) if keys else None
+
+    @property
+    def is_open(self) -> bool:
+        return self._fernet is not None
+
+    def encrypt(self, secret: str) -> str:
+        """Return what may be stored. Raises OperatorError without a key."""
+        if self._fernet is None:
+            raise OperatorError(
+                "no key to encrypt passwords with: give all metaservers the same one in the setting password_keys, or "
+                f"the variable QMQ_METASERVER_PASSWORD_KEYS, then start them again. This makes a key: {MAKE_KEY}"
+            )
+        return self._fernet.encrypt(secret.encode()).decode()
+
+    def decrypt(self, stored: str) -> str:
+        """Return the secret. Raises OperatorError when none of the keys made it."""
+        if self._fernet is None:
+            raise OperatorError("no key to decrypt passwords with: the setting password_keys is empty")
+        try:
+            return self._fernet.decrypt(stored.encode()).decode()
+        except InvalidToken:
+            raise OperatorError(
+                "no key of the setting password_keys fits this password; AddDb stores it anew"
+            ) from None
+
 
 ASKED_AT_ONCE = 64
 """Brokers or metaservers; each question is a connection."""
@@ -271,3 +308,39 @@ async def _caught(question: Awaitable[R]) -> R | QmqError:
 def wall_ms() -> int:
     """Milliseconds since 1970, for what people read."""
     return time.time_ns() // 1_000_000
+
+
+Look = Callable[[Desk, Words], Awaitable[Any]]
+"""Answers a question."""
+LookAs = Callable[[Desk, Words, Caller], Awaitable[Any]]
+"""Answers a question whose answer depends on who asks."""
+MakePlan = Callable[[Desk, Words], Awaitable[Plan]]
+"""Decides a change on what the registry knows now."""
+Needs = Callable[[Words], tuple[tuple[str, str], ...]]
+"""Rights with their subjects, as in `Plan.needs`."""
+CarryOut = Callable[[Desk, Words, Plan, AuditRow], Awaitable[Any]]
+"""Makes a change that is more than one transaction; returns the answer's data."""
+Afterwards = Callable[[Desk, Words, Plan], Awaitable[Any]]
+"""Completes the answer's data once the change is stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class Handler:
+    """What stands behind an action: `look` or `look_as`, or `plan` with what follows it."""
+
+    look: Look | None = None
+    look_as: LookAs | None = None
+    plan: MakePlan | None = None
+    needs: Needs | None = None
+    """Rights that the caller has to have before a plan is made, as that asks brokers for what is his alone."""
+    carry_out: CarryOut | None = None
+    """None: the plan's changes and their audit row are stored in one transaction."""
+    afterwards: Afterwards | None = None
+
+
+class PartlyDone(OutcomeUnknown):
+    """Some brokers did it, others did not, or did not say. `data` tells which."""
+
+    def __init__(self, text: str, data: Any) -> None:
+        super().__init__(text)
+        self.data = data

@@ -2,30 +2,168 @@
 
 `tools.sh Doctor`, `/api/doctor`, console    each broker is asked
 metrics                                      of each broker, what its heartbeats said
+
+Each cause makes one finding; a check that only follows from another one is left out:
+
+all brokers at one address, two or more, do not answer      one finding, about the machine
+one broker does not answer                                  one finding, about the broker
+a slave answers, and is no whole copy                       one finding, about that slave
+its master is readonly for want of a slave                  follows from either
+a group takes no messages, and a broker of it has a finding follows from that
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from enum import StrEnum
 from functools import partial
 from typing import Any
 
 from qmq.errors import NotServed, OperatorError, QmqError
 from qmq.metaserver.access import is_valid
-from qmq.metaserver.actions.causes import Check, Kind, one_per_cause
-from qmq.metaserver.actions.desk import Desk, together, wall_ms
-from qmq.metaserver.actions.handler import Handler
+from qmq.metaserver.actions.desk import Desk, Handler, together, wall_ms
 from qmq.metaserver.actions.shapes import broker_json, parted_json
 from qmq.metaserver.actions.words import Words
 from qmq.metaserver.cluster.old_database import COMMANDS
-from qmq.metaserver.model import Broker, Group, MetaserverRow, ReplicaState, part
+from qmq.metaserver.model import COPIES_MAX, Broker, Group, MetaserverRow, ReplicaState, part
 from qmq.metaserver.roles import rules
 from qmq.metaserver.storage.database import DatabaseSetAside
 from qmq.replication.readonly import WAY_OUT, Reason
 from qmq.rights import Caller
-from qmq.types import Role
+from qmq.types import MASTERS, Role
+
+FROM_A_SLAVE = frozenset({"slave_down", "slave_lag", "unfilled"})
+"""Reasons to be readonly that a master has because its slave does not answer, or is no whole copy."""
+
+Check = dict[str, Any]
+Groups = Mapping[str, Sequence[Check]]
+"""Of each broker group, the checks of its brokers."""
+
+
+class CheckKind(StrEnum):
+    """What a check looks at: few words, whatever the size of the installation, so they are labels of a metric."""
+
+    DATABASE = "database"
+    MACHINE = "machine"
+    BROKER = "broker"
+    GROUP = "group"
+    LOSS = "loss"
+    TOKENS = "tokens"
+    PASSWORDS = "passwords"
+    ROUTES = "routes"
+    METASERVERS = "metaservers"
+
+
+def one_per_cause(checks: Sequence[Check]) -> list[Check]:
+    """Merge checks as `Doctor` makes them; those of brokers say among their facts whether the broker `answers`."""
+    brokers = [check for check in checks if "answers" in check["facts"]]
+    away = [check for check in brokers if not check["facts"]["answers"]]
+    lacking = {check["facts"]["group"] for check in away}
+    lacking |= {check["facts"]["group"] for check in brokers if _is_troubled_slave(check["facts"])}
+    wrong = {check["facts"]["group"] for check in brokers if not check["ok"]}
+    causes = {id(cause["of"][0]): cause for cause in _causes(away, brokers)}
+    gone, kept = set(map(id, away)), []
+    for check in checks:
+        if id(check) in gone:
+            kept += [causes[id(check)]] if id(check) in causes else []
+        elif check["ok"] or not _follows(check, lacking, wrong):
+            kept.append(check)
+    for cause in causes.values():
+        del cause["of"]
+    return kept
+
+
+def _is_troubled_slave(facts: Mapping[str, Any]) -> bool:
+    return facts["role"] in ("SLAVE", "DELAY_SLAVE") and bool(facts.get("reasons"))
+
+
+def _follows(check: Check, lacking: Collection[str], wrong: Collection[str]) -> bool:
+    facts = check["facts"]
+    if reasons := frozenset(facts.get("reasons", ())):
+        return reasons <= FROM_A_SLAVE and facts["group"] in lacking and not _is_troubled_slave(facts)
+    return bool(facts.get("takesNothing")) and facts["group"] in wrong
+
+
+def _causes(away: Sequence[Check], brokers: Sequence[Check]) -> list[Check]:
+    causes, machines, groups = [], _by("ip", away), _by("group", brokers)
+    at_each = {address: len(at_it) for address, at_it in _by("ip", brokers).items()}
+    for address, gone in machines.items():
+        if len(gone) > 1 and len(gone) == at_each[address]:
+            causes.append(_machine(address, gone, groups))
+        else:
+            causes += [{**check, "remedy": _remedy(check["facts"], groups), "of": [check]} for check in gone]
+    return causes
+
+
+def _by(fact: str, brokers: Sequence[Check]) -> dict[str, list[Check]]:
+    found: dict[str, list[Check]] = {}
+    for check in brokers:
+        found.setdefault(check["facts"][fact], []).append(check)
+    return found
+
+
+def _machine(address: str, gone: Sequence[Check], groups: Groups) -> Check:
+    named = ", ".join(_name(check["facts"]) for check in gone)
+    commands = "; ".join(_command(check["facts"], groups) for check in gone)
+    return {
+        "kind": CheckKind.MACHINE,
+        "name": f"{CheckKind.MACHINE} {address}",
+        "ok": False,
+        "found": f"none of its brokers answers: {named}",
+        "remedy": f"start the machine or its brokers, or open its ports; if it is gone for good: {commands}",
+        "facts": {"ip": address, "brokers": [check["facts"] for check in gone]},
+        "of": gone,
+    }
+
+
+def _remedy(facts: Mapping[str, Any], groups: Groups) -> str:
+    gone = f"if it is gone for good: {_command(facts, groups)}"
+    if not facts["incarnation"]:
+        return f"start it on {facts['ip']}; its log says what keeps it; {gone}"
+    return f"start it on {facts['ip']}, or open its control port to the metaservers; {gone}"
+
+
+def _command(facts: Mapping[str, Any], groups: Groups) -> str:
+    """What puts another broker in its place: a slave in the master's, a new one in a slave's."""
+    role, group = Role[facts["role"]], facts["group"]
+    others = [one["facts"] for one in groups[group] if one["facts"] is not facts]
+    recover = f"qmq RecoverGroup --brokerGroup={group}"
+    if role in MASTERS and not facts["incarnation"]:  # it never had a message
+        return f"{recover} --gone={facts['hostname']}:{facts['servePort']}"
+    if role in MASTERS:
+        if not others:
+            lost = f"{recover} --gone={facts['hostname']}:{facts['servePort']}"
+            return f"restore its data directory: it was the only copy; if that is lost, too: {lost}"
+        if any(one["answers"] for one in others):
+            return f"qmq Failover --brokerGroup={group} --masterGone=true"
+        return recover if len(others) > 1 else f"stop the slave, {_call('ReplaceBroker', role, others[0])} --swap"
+    new = {**facts, "hostname": "NEW", "ip": "IP"}
+    if len(others) < 2:
+        is_last = any(not one["answers"] for one in others)
+        return recover if is_last else _call("ReplaceBroker", role, new)
+    if any(Role[one["role"]] in MASTERS and not one["answers"] for one in others):
+        return recover
+    remove = f"qmq RemoveBroker --hostname={facts['hostname']} --servePort={facts['servePort']}"
+    calls = [remove, _call("AddBroker", role, new)]
+    if len(others) < facts["minCopies"] and len(others) + 1 < COPIES_MAX:
+        calls.reverse()
+    elif len(others) < facts["minCopies"]:  # there is no room for another one
+        calls.insert(0, f"qmq SetCopies --brokerGroup={group} --minCopies={len(others)}")
+    return ", then ".join(calls)
+
+
+def _call(command: str, role: Role, facts: Mapping[str, Any]) -> str:
+    return (
+        f"qmq {command} --brokerGroup={facts['group']} --role={int(role)} --hostname={facts['hostname']} "
+        f"--ip={facts['ip']} --servePort={facts['servePort']} --syncPort={facts['syncPort']}"
+    )
+
+
+def _name(facts: Mapping[str, Any]) -> str:
+    return f"{facts['hostname']}:{facts['servePort']} ({facts['role']} of {facts['group']})"
+
 
 BY_OPERATOR = "operator"
 """A broker's reason to take no messages that is no trouble: a mark or a drain, which its group's line tells."""
@@ -74,15 +212,15 @@ async def _database(desk: Desk) -> Check:
     try:
         await desk.database.read(lambda repository: repository.ping())
     except DatabaseSetAside as error:
-        return _check(Kind.DATABASE, False, str(error), COMMANDS)
+        return _check(CheckKind.DATABASE, False, str(error), COMMANDS)
     except QmqError as error:
-        return _check(Kind.DATABASE, False, str(error), "start it, or correct the setting database")
+        return _check(CheckKind.DATABASE, False, str(error), "start it, or correct the setting database")
     bad = desk.bad_rows()
     took_ms = round((time.monotonic() - began) * 1000)
     if bad:
         text = f"{bad} rows make no sense and are left out"
-        return _check(Kind.DATABASE, False, text, "the log names them; repair them")
-    return _check(Kind.DATABASE, True, f"answers in {took_ms} ms")
+        return _check(CheckKind.DATABASE, False, text, "the log names them; repair them")
+    return _check(CheckKind.DATABASE, True, f"answers in {took_ms} ms")
 
 
 async def _brokers(desk: Desk, ask: Ask) -> list[Check]:
@@ -97,7 +235,7 @@ async def _broker(desk: Desk, broker: Broker, ask: Ask) -> Check:
     facts = broker_json(broker, up=desk.registry.is_up(broker)) | {"incarnation": broker.incarnation, "answers": False}
     facts["minCopies"] = desk.find_group(broker.group).min_copies
     of = f"{broker.key} ({broker.part.name} of {broker.group})"
-    check = partial(_check, Kind.BROKER, of=of, facts=facts)
+    check = partial(_check, CheckKind.BROKER, of=of, facts=facts)
     if not broker.incarnation:
         return check(False, "never registered")
     try:
@@ -152,7 +290,7 @@ async def _groups(desk: Desk) -> list[Check]:
 def _loss(group: Group) -> Check:
     """Messages that were acknowledged are gone, until somebody says that whoever has to know of it does."""
     return _check(
-        Kind.LOSS,
+        CheckKind.LOSS,
         False,
         f"an operator accepted in term {group.lost_term} that acknowledged messages are lost",
         f"qmq AuditTrail --brokerGroup={group.name} says which; "
@@ -162,7 +300,10 @@ def _loss(group: Group) -> Check:
 
 
 def _group(desk: Desk, group: Group) -> Check:
-    check, marked = partial(_check, Kind.GROUP, of=group.name), desk.registry.directory.readonly_subjects(group.name)
+    check, marked = (
+        partial(_check, CheckKind.GROUP, of=group.name),
+        desk.registry.directory.readonly_subjects(group.name),
+    )
     if group.half_swapped:
         return check(False, "is half swapped", f"finish it with ReplaceBroker --role={part(Role.SLAVE, group.kind):d}")
     if old := desk.registry.old_row(group.name):
@@ -192,23 +333,23 @@ async def _tokens(desk: Desk) -> list[Check]:
         key=lambda row: row.expires_ms,
     )
     if not ending:
-        return [_check(Kind.TOKENS, True, f"{sum(is_valid(row, now) for row in rows)} valid")]
+        return [_check(CheckKind.TOKENS, True, f"{sum(is_valid(row, now) for row in rows)} valid")]
     days = (ending[0].expires_ms - now) // (24 * 3600 * 1000)
     text = f"{len(ending)} expire within two weeks, first that of {ending[0].name} ({ending[0].id}) in {days} days"
-    return [_check(Kind.TOKENS, False, text, "AddToken makes the next one; two of one name may be valid")]
+    return [_check(CheckKind.TOKENS, False, text, "AddToken makes the next one; two of one name may be valid")]
 
 
 def _passwords(desk: Desk) -> Check:
     text = "can be stored" if desk.vault.is_open else "cannot be stored: no key; only AddDb needs one"
-    return _check(Kind.PASSWORDS, True, text, of="of databases")
+    return _check(CheckKind.PASSWORDS, True, text, of="of databases")
 
 
 def _routes(desk: Desk) -> Check:
     refusals = list(desk.refusals().values())
     if not refusals:
-        return _check(Kind.ROUTES, True, "each client gets those it asks for")
+        return _check(CheckKind.ROUTES, True, "each client gets those it asks for")
     text = f"new subjects or clients are refused: {'; '.join(refusals[:REFUSALS_SHOWN])}"
-    return _check(Kind.ROUTES, False, text, "raise the setting that is named, or end what needs so many")
+    return _check(CheckKind.ROUTES, False, text, "raise the setting that is named, or end what needs so many")
 
 
 async def _metaservers(desk: Desk) -> Check:
@@ -216,13 +357,13 @@ async def _metaservers(desk: Desk) -> Check:
     silent = sorted(row.http_address for row in await stored_metaservers(desk) if row.id not in alive)
     if silent:
         return _check(
-            Kind.METASERVERS, False, f"silent: {', '.join(silent)}", "start them, or wait until they are forgotten"
+            CheckKind.METASERVERS, False, f"silent: {', '.join(silent)}", "start them, or wait until they are forgotten"
         )
-    return _check(Kind.METASERVERS, True, f"{len(alive)} up")
+    return _check(CheckKind.METASERVERS, True, f"{len(alive)} up")
 
 
 def _check(
-    kind: Kind, ok: bool, found: str, remedy: str = "", *, of: str = "", facts: dict[str, Any] | None = None
+    kind: CheckKind, ok: bool, found: str, remedy: str = "", *, of: str = "", facts: dict[str, Any] | None = None
 ) -> Check:
     name = f"{kind} {of}" if of else str(kind)
     return {"kind": kind, "name": name, "ok": ok, "found": found, "remedy": remedy, "facts": facts or {}}

@@ -1,20 +1,150 @@
-"""Shell. Actions on what a broker group is used for: readonly marks, drains, tags."""
+"""Shell. Actions on the use of a broker group: readonly marks, drains, tags, failover, rates."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from qmq.errors import QmqError
-from qmq.metaserver.actions import group_plans
-from qmq.metaserver.actions.desk import Desk, OldRoutes, together
-from qmq.metaserver.actions.handler import Handler
-from qmq.metaserver.actions.plan import LISTED_MAX, Plan
+from qmq.metaserver.actions.desk import Desk, Handler, OldRoutes, together
+from qmq.metaserver.actions.plan import LISTED_MAX, Plan, refused
 from qmq.metaserver.actions.words import Words
-from qmq.metaserver.console.rates import Look, per_second
-from qmq.metaserver.model import ALL_SUBJECTS, Route
+from qmq.metaserver.console.charts import Look, per_second
+from qmq.metaserver.model import ALL_SUBJECTS, DELAY, Directory, ReadonlyMark, Route, Routes
+from qmq.metaserver.storage.changes import (
+    DecidedOn,
+    SetGroupState,
+    SetMark,
+    UnsetMark,
+)
+
+
+def mark_readonly(directory: Directory, routes: Routes, subject: str, group: str, *, readonly: bool) -> Plan:
+    """Keep producers of a subject, or all, away from a group; or let them use it again."""
+    if group not in directory.groups:
+        return refused(_no_group(group))
+    mark = ReadonlyMark(subject, group)
+    is_set = mark in directory.marks
+    is_known = subject == ALL_SUBJECTS or subject in routes or subject in directory.subjects
+    if not is_known and not is_set:  # the mark of a subject that was removed is still to be got rid of
+        return refused(f"no subject {subject} is known; ListSubjectRoutes names them")
+    change = SetMark(mark) if readonly else UnsetMark(mark)
+    marked = directory.readonly_subjects(group)
+    after = sorted({*marked, subject} if readonly else {*marked} - {subject})
+    takes_any = directory.groups[group].kind == DELAY
+    subjects = frozenset({subject}) if takes_any else served(routes, group, subject)
+    return Plan(
+        (change,) if is_set != readonly else (),
+        subjects=subjects,
+        groups=frozenset({group}),
+        before={"readonlySubjects": marked},
+        after={"readonlySubjects": after},
+        data={"result": "success", "subject": subject, "brokerGroup": group, "readonlySubjects": after},
+    )
+
+
+def stranded(directory: Directory, routes: Routes, group: str, subjects: Iterable[str]) -> list[str]:
+    """Subjects whose producers have nowhere to go while they keep away from `group`."""
+
+    def is_open(name: str, subject: str) -> bool:
+        other = directory.groups.get(name)
+        return other is not None and name != group and not other.draining and not directory.is_marked(name, subject)
+
+    delay_groups = directory.groups_of(DELAY)
+    if group in delay_groups:
+        return sorted(subject for subject in subjects if not any(is_open(name, subject) for name in delay_groups))
+    return sorted(
+        subject
+        for subject in subjects
+        if subject in routes and not any(is_open(name, subject) for name in routes[subject].groups)
+    )
+
+
+def set_draining(directory: Directory, routes: Routes, group: str, *, draining: bool) -> Plan:
+    """Give a group no new subjects and no producers; or take that back."""
+    known = directory.groups.get(group)
+    if known is None:
+        return refused(_no_group(group))
+    refusals = []
+    alike = directory.groups_of(known.kind)
+    others = [name for name, other in alike.items() if name != group and other.master and not other.draining]
+    if draining and not others:
+        what = "delayed messages" if known.kind == DELAY else "messages"
+        refusals.append(f"no other group would be left to take {what}: {group} is the only one that is not drained")
+    change = SetGroupState(group, draining=draining)
+    changes = (DecidedOn(directory.version), change) if draining else (change,)  # else two could drain the last two
+    return Plan(
+        changes if known.draining != draining else (),
+        refusals=tuple(refusals),
+        subjects=served(routes, group, ALL_SUBJECTS),
+        groups=frozenset({group}),
+        before={"draining": known.draining},
+        after={"draining": draining},
+        data={"brokerGroup": group, "draining": draining},
+    )
+
+
+def set_tag(directory: Directory, group: str, tag: str) -> Plan:
+    """Set a group's tag. Routes that exist stay; the tag counts when a subject gets its route."""
+    known = directory.groups.get(group)
+    if known is None:
+        return refused(_no_group(group))
+    if known.kind == DELAY:
+        return refused(
+            f"{group} is a group of delay servers: each takes delayed messages of any subject, whose tag no matter"
+        )
+    return Plan(
+        (SetGroupState(group, tag=tag),) if known.tag != tag else (),
+        groups=frozenset({group}),
+        whole_groups=True,
+        before={"tag": known.tag},
+        after={"tag": tag},
+        data={"brokerGroup": group, "tag": tag},
+    )
+
+
+def set_failover(directory: Directory, group: str, failover: str) -> Plan:
+    """Say whether a group fails over by itself; `failover` is `on`, `off` or `default`."""
+    known = directory.groups.get(group)
+    if known is None:
+        return refused(_no_group(group))
+    return Plan(
+        (SetGroupState(group, failover=failover),) if known.failover != failover else (),
+        groups=frozenset({group}),
+        whole_groups=True,
+        before={"failover": known.failover},
+        after={"failover": failover},
+        data={"brokerGroup": group, "failover": failover},
+    )
+
+
+def acknowledge_loss(directory: Directory, group: str) -> Plan:
+    """Say no more that an operator accepted a loss; the audit trail keeps it."""
+    known = directory.groups.get(group)
+    if known is None:
+        return refused(_no_group(group))
+    return Plan(
+        (DecidedOn(directory.version), SetGroupState(group, lost_term=0)) if known.lost_term else (),
+        groups=frozenset({group}),
+        whole_groups=True,
+        before={"lostTerm": known.lost_term},
+        after={"lostTerm": 0},
+        data={"brokerGroup": group, "lostTerm": known.lost_term},
+    )
+
+
+def served(routes: Routes, group: str, subject: str) -> frozenset[str]:
+    """Subjects that a group serves: one of them, or all."""
+    if subject != ALL_SUBJECTS:
+        return frozenset({subject})
+    return frozenset(route.subject for route in routes.values() if group in route.groups)
+
+
+def _no_group(group: str) -> str:
+    return f"there is no broker group {group}; ListBrokerGroups names them"
+
 
 R = TypeVar("R")
 
@@ -36,7 +166,7 @@ async def _plan_mark(desk: Desk, words: Words, *, readonly: bool) -> Plan:
         desk,
         subject,
         group,
-        lambda routes: group_plans.mark_readonly(directory, routes, subject, group, readonly=readonly),
+        lambda routes: mark_readonly(directory, routes, subject, group, readonly=readonly),
     )
 
 
@@ -50,7 +180,7 @@ async def _on_routes(desk: Desk, subject: str, group: str, work: Callable[[Mappi
 async def _after_mark(desk: Desk, words: Words, plan: Plan) -> Any:
     directory, group = desk.registry.directory, words["brokerGroup"]
     without = await _on_routes(
-        desk, words["subject"], group, lambda routes: group_plans.stranded(directory, routes, group, plan.subjects)
+        desk, words["subject"], group, lambda routes: stranded(directory, routes, group, plan.subjects)
     )
     held = await wait_for_old_routes(desk, group, words["subject"], words.number("waitMs"))
     return {**plan.data, **held, "withoutOtherGroup": {"count": len(without), "names": without[:LISTED_MAX]}}
@@ -101,9 +231,7 @@ async def _undrain(desk: Desk, words: Words) -> Plan:
 
 async def _plan_draining(desk: Desk, words: Words, *, draining: bool) -> Plan:
     directory, group = desk.registry.directory, words["brokerGroup"]
-    return await desk.on_routes_of(
-        {group}, lambda routes: group_plans.set_draining(directory, routes, group, draining=draining)
-    )
+    return await desk.on_routes_of({group}, lambda routes: set_draining(directory, routes, group, draining=draining))
 
 
 async def _after_drain(desk: Desk, words: Words, plan: Plan) -> Any:
@@ -135,15 +263,15 @@ async def _after_drain(desk: Desk, words: Words, plan: Plan) -> Any:
 
 
 async def _set_tag(desk: Desk, words: Words) -> Plan:
-    return group_plans.set_tag(desk.registry.directory, words["brokerGroup"], words["tag"])
+    return set_tag(desk.registry.directory, words["brokerGroup"], words["tag"])
 
 
 async def _set_failover(desk: Desk, words: Words) -> Plan:
-    return group_plans.set_failover(desk.registry.directory, words["brokerGroup"], words["failover"])
+    return set_failover(desk.registry.directory, words["brokerGroup"], words["failover"])
 
 
 async def _acknowledge_loss(desk: Desk, words: Words) -> Plan:
-    return group_plans.acknowledge_loss(desk.registry.directory, words["brokerGroup"])
+    return acknowledge_loss(desk.registry.directory, words["brokerGroup"])
 
 
 async def _rates(desk: Desk, words: Words) -> Any:

@@ -116,3 +116,34 @@ def one_text(reasons: Iterable[str]) -> str:
 def _count(things: tuple[str, ...] | int, noun: str) -> str:
     count = things if isinstance(things, int) else len(things)
     return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """What a broker group still holds for consumers of a subject."""
+
+    subject: str
+    consumer_group: str
+    messages: int
+    oldest_ms: int = 0
+    dead_letters: int = 0
+
+    def __str__(self) -> str:
+        messages, dead = _count(self.messages, "message"), _count(self.dead_letters, "dead letter")
+        if not self.messages:
+            return f"{self.consumer_group} has {dead} of {self.subject} there"
+        more = f", and {dead}" if self.dead_letters else ""
+        return f"{self.consumer_group} has {messages} of {self.subject} to do there{more}"
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What is known about what a broker group still holds."""
+
+    leftovers: tuple[Leftover, ...] = ()
+    unknown: str = ""
+    """Why it could not be asked."""
+
+    @property
+    def most_first(self) -> list[Leftover]:
+        return sorted(self.leftovers, key=lambda left: (-left.messages, -left.dead_letters))

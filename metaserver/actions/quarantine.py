@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from qmq.errors import NotServed, OperatorError, OutcomeUnknown, QmqError
-from qmq.metaserver.actions.desk import Desk
-from qmq.metaserver.actions.handler import Handler
+from qmq.metaserver.actions.desk import Desk, Handler
 from qmq.metaserver.actions.plan import Plan, refused
 from qmq.metaserver.actions.words import Words
 from qmq.metaserver.model import AuditRow, Broker, Group

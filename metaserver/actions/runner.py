@@ -18,18 +18,14 @@ from qmq.metaserver.actions import (
     delays,
     doctor,
     groups,
+    installation,
     messages,
-    outbox,
     quarantine,
-    redrive,
     routes,
-    tokens,
-    upkeep,
 )
 from qmq.metaserver.actions.action import DRY_RUN, IF_PLAN, Action, Answer, Status
 from qmq.metaserver.actions.catalog import ACTIONS
-from qmq.metaserver.actions.desk import Desk
-from qmq.metaserver.actions.handler import Handler, PartlyDone
+from qmq.metaserver.actions.desk import Desk, Handler, PartlyDone
 from qmq.metaserver.actions.plan import Plan, one_text, preview
 from qmq.metaserver.actions.words import Words, read_words, recorded, unknown_word
 from qmq.metaserver.model import AuditRow
@@ -46,13 +42,10 @@ HANDLERS: Mapping[str, Handler] = {
     **groups.HANDLERS,
     **consumers.HANDLERS,
     **messages.HANDLERS,
-    **redrive.HANDLERS,
     **delays.HANDLERS,
     **databases.HANDLERS,
-    **outbox.HANDLERS,
     **quarantine.HANDLERS,
-    **tokens.HANDLERS,
-    **upkeep.HANDLERS,
+    **installation.HANDLERS,
     **doctor.HANDLERS,
 }
 

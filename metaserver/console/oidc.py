@@ -31,7 +31,7 @@ from joserfc.errors import JoseError
 from joserfc.jwk import KeySet
 
 from qmq.errors import AccessError, NotServed, cause_of
-from qmq.metaserver.console.attempts import ATTEMPT_MS, Attempt
+from qmq.metaserver.console.sessions import ATTEMPT_MS, Attempt
 from qmq.rights import Caller, TokenRole
 
 ALGORITHMS = ["RS256", "PS256", "ES256", "EdDSA"]

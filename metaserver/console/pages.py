@@ -1,4 +1,7 @@
-"""Shell. The console's pages: what each asks, and which template shows the answers. Nothing is decided here."""
+"""Shell. Pages of the console: the actions that each page runs, and the values that its template shows.
+
+A change is the operator's action itself, with `dryRun` for its plan: same checks, same rights, same audit trail.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,139 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from qmq.differences import differences
 from qmq.ledger import LedgerDamaged
-from qmq.metaserver.console.asking import Asking
-from qmq.metaserver.console.drawing import bars_of
-from qmq.metaserver.console.live import drawn_of_subject, group_rates
+from qmq.metaserver.actions import ACTIONS, Action, Answer, Kind, Status
+from qmq.metaserver.actions.action import DETAILS, DRY_RUN, IF_PLAN
+from qmq.metaserver.console.charts import SERIES_MAX, Look, Looks, Rates, bars_of, chart_of, per_second
+from qmq.metaserver.console.nights import Nights
 from qmq.metaserver.console.shown import moment_ms
+from qmq.metaserver.http.endpoints import ActionsPort, run_within
+from qmq.metaserver.http.management import ANYBODY
 from qmq.metaserver.rpc.access import wall_ms
+from qmq.rights import Caller
+
+LOG_IN = "LogIn"
+
+
+class Asking:
+    """Made for one request.
+
+    Args:
+        caller: who is logged in; None: nobody.
+        open_lists: what QMQ lists without a token is shown without one, as the tools get it.
+        looks: what is kept of subjects that somebody looks at.
+        nights: the audit's ledger; None: nobody said where it is.
+    """
+
+    def __init__(
+        self,
+        actions: ActionsPort,
+        caller: Caller | None,
+        looks: Looks,
+        *,
+        open_lists: bool,
+        nights: Nights | None = None,
+    ) -> None:
+        self._actions, self.caller, self._open_lists = actions, caller, open_lists
+        self.looks, self.nights = looks, nights
+
+    async def ask(self, name: str, words: Mapping[str, Any] | None = None) -> Answer:
+        """Run an action; empty words are left out. Nobody logged in: an answer that says so."""
+        action, caller = ACTIONS[name], self.caller
+        if caller is None and self._open_lists and not action.needs_token:
+            caller = ANYBODY
+        if caller is None:
+            return Answer(Status.REFUSED, "log in to see this", code=LOG_IN)
+        given = {word: str(value) for word, value in (words or {}).items() if value not in ("", None)}
+        return await run_within(self._actions, action, given, caller)
+
+    async def ask_for(self, seconds: float, name: str, words: Mapping[str, Any] | None = None) -> Answer:
+        """As `ask`; a look that takes longer is given up, for its place on the page is not worth more."""
+        try:
+            async with asyncio.timeout(seconds):
+                return await self.ask(name, words)
+        except TimeoutError:
+            return Answer(Status.WAIT, f"{name} takes longer than {seconds:g} s; ask for less, or on its own page")
+
+
+RATES_S = 1.0
+"""A page is not worth more of a silent broker's time."""
+IN, OUT = "messages in", "messages out"
+"""No consumer group can be called so: they have a space."""
+
+
+async def group_rates(asking: Asking, name: str) -> dict[str, Any]:
+    """What `rates.html` shows of a broker group."""
+    answer = await asking.ask_for(RATES_S, "Rates", {"brokerGroup": name})
+    for why in (answer.data or {}).get("unasked", {}).values():
+        answer = Answer(Status.WAIT, why)
+    rates = [
+        Rates(row["at"], {label: row[field] for field, label in (("taken", IN), ("delivered", OUT)) if field in row})
+        for row in (answer.data or {}).get("rates", ())
+    ]
+    empty = "Its master began this moment."
+    return {"answer": answer, "chart": chart_of(rates, wall_ms()), "empty": empty}
+
+
+async def subject_rates(asking: Asking, subject: str, group: str) -> dict[str, Any]:
+    """What `rates.html` shows of a subject."""
+    words = {"subject": subject, "group": group}
+    return drawn_of_subject(asking, subject, group, await asking.ask("Consumers", words))
+
+
+def drawn_of_subject(asking: Asking, subject: str, group: str, consumers: Answer) -> dict[str, Any]:
+    """As `subject_rates`, of consumers that were asked for already."""
+    looks: list[Look] = []
+    if consumers.done and not consumers.data["unasked"]:  # a part of the sum would look like a fall
+        look = Look(wall_ms(), counts_of(consumers.data["groups"]))
+        looks = asking.looks.note(f"{subject} {group}", look)
+    elif consumers.done:
+        consumers = Answer(Status.WAIT, "not every broker group answers")
+    empty = "They are counted from now on: the first ones come in five seconds."
+    return {"answer": consumers, "chart": chart_of(per_second(looks), wall_ms()), "empty": empty}
+
+
+def counts_of(rows: list[dict[str, Any]]) -> dict[str, int]:
+    """Messages of the subject so far, and those that each consumer group is done with."""
+    ends, done = dict[str, int](), dict[str, int]()
+    for row in rows:
+        ends[row["brokerGroup"]] = row["nextSequence"]
+        done[row["group"]] = done.get(row["group"], 0) + row["nextSequence"] - row["messages"]
+    return {IN: sum(ends.values())} | dict(list(done.items())[:SERIES_MAX]) if rows else {}
+
+
+NOT_HERE = frozenset({"AddToken", "AdoptDatabase"})
+"""A token's text would stand on a page; a database that lost groups is decided about where its commands are typed."""
+
+
+def offered(name: str) -> Action | None:
+    """The change of this name, if the console makes it: it has no secret to type and no document to load."""
+    action = ACTIONS.get(name)
+    if action is None or not action.changes or name in NOT_HERE:
+        return None
+    return None if any(one.secret or one.kind is Kind.JSON for one in action.parameters) else action
+
+
+def words_of(action: Action, given: Mapping[str, str]) -> dict[str, str]:
+    """What a form says of the action's parameters; an empty field says nothing."""
+    names = {one.name for one in action.parameters}
+    return {name: text.strip() for name, text in given.items() if name in names and text.strip()}
+
+
+async def plan(asking: Asking, action: Action, words: Mapping[str, str]) -> dict[str, Any]:
+    """Ask what the change would do."""
+    answer = await asking.ask(action.name, {**words, DRY_RUN: "true"})
+    shown = answer.data if isinstance(answer.data, dict) and DRY_RUN in answer.data else None
+    changed = differences(shown["before"], shown["after"]) if shown else []
+    return {"answer": answer, "plan": shown, "differences": changed}
+
+
+async def carry_out(asking: Asking, action: Action, words: Mapping[str, str], shown: str) -> Answer:
+    """Make the change, unless it is another one by now than the plan that was `shown`."""
+    has_details = action.parameter(DETAILS) is not None
+    return await asking.ask(action.name, {**words, IF_PLAN: shown, **({DETAILS: "true"} if has_details else {})})
+
 
 Query = Mapping[str, str]
 """What the address of the page says; what it does not say is empty."""

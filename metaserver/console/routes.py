@@ -19,16 +19,13 @@ from starlette.routing import Route
 
 from qmq.errors import AccessError, NotServed
 from qmq.metaserver.actions import ACTIONS, Status
-from qmq.metaserver.console import changes, shown
-from qmq.metaserver.console.asking import LOG_IN, Asking
-from qmq.metaserver.console.attempts import ATTEMPT_MS, Attempt, ProviderPort
-from qmq.metaserver.console.live import group_rates, subject_rates
+from qmq.metaserver.console import pages, shown
+from qmq.metaserver.console.charts import Looks
 from qmq.metaserver.console.nights import Nights
-from qmq.metaserver.console.pages import PAGES, Page
-from qmq.metaserver.console.rates import Looks
-from qmq.metaserver.console.sessions import LASTS_MS, Sessions
+from qmq.metaserver.console.pages import LOG_IN, PAGES, Asking, Page, group_rates, subject_rates
+from qmq.metaserver.console.sessions import ATTEMPT_MS, LASTS_MS, Attempt, ProviderPort, Sessions
+from qmq.metaserver.http.endpoints import ActionsPort
 from qmq.metaserver.http.guard import PEER_CHARS_MAX, open_to_all
-from qmq.metaserver.http.running import ActionsPort
 from qmq.metaserver.rpc.access import Refusals, wall_ms
 from qmq.rights import Caller
 from qmq.version import VERSION
@@ -260,12 +257,12 @@ class Console:
     async def _show_form(self, visit: Visit) -> Response:
         if visit.caller is None:
             return _to_login(visit)
-        action = changes.offered(visit.query["action"])
+        action = pages.offered(visit.query["action"])
         if action is None:
             return self._page(
                 visit, "refused.html", 404, title="Refused", why="the console has no such change; the tools may"
             )
-        words = changes.words_of(action, visit.query)
+        words = pages.words_of(action, visit.query)
         return self._page(visit, "change.html", title=action.name, action=action, words=words, step="form")
 
     async def _change(self, visit: Visit) -> Response:
@@ -273,28 +270,28 @@ class Console:
             return self._to_login_and_back(visit)
         if not self._sessions.is_csrf(visit.cookie, visit.form["csrf"]):
             return self._refuse_form(visit)
-        action = changes.offered(visit.form["action"])
+        action = pages.offered(visit.form["action"])
         if action is None:
             return self._page(
                 visit, "refused.html", 404, title="Refused", why="the console has no such change; the tools may"
             )
         asking, words = (
             Asking(self._actions, visit.caller, self._looks, open_lists=False),
-            changes.words_of(action, visit.form),
+            pages.words_of(action, visit.form),
         )
         if not visit.caller.may(action.role):
             why = f"token {visit.caller.name} has the role {visit.caller.role}; this needs {action.role}"
             return self._page(visit, "refused.html", 403, title="Refused", why=why)
         if visit.form["step"] == "confirm":
-            answer = await changes.carry_out(asking, action, words, visit.form["plan"])
+            answer = await pages.carry_out(asking, action, words, visit.form["plan"])
             return self._page(visit, "changed.html", title=action.name, action=action, words=words, answer=answer)
-        planned = await changes.plan(asking, action, words)
+        planned = await pages.plan(asking, action, words)
         return self._page(visit, "change.html", title=action.name, action=action, words=words, step="plan", **planned)
 
     def _to_login_and_back(self, visit: Visit) -> Response:
         """The session ended while the form was filled in: the form is there again after the login, as it was."""
-        action = changes.offered(visit.form["action"])
-        form = _link("/change", action=action.name, **changes.words_of(action, visit.form)) if action else ROOT
+        action = pages.offered(visit.form["action"])
+        form = _link("/change", action=action.name, **pages.words_of(action, visit.form)) if action else ROOT
         return _go(_link("/login", next=form)) if len(form) <= FORM_CHARS_MAX else _go(f"{ROOT}/login")
 
     def _refuse_form(self, visit: Visit) -> Response:
@@ -326,7 +323,7 @@ class Console:
 
 def _may(caller: Caller | None, name: str) -> bool:
     """Whether a link is worth showing: to a change that the console makes, or to what an action looks at."""
-    action = changes.offered(name) if ACTIONS[name].changes else ACTIONS[name]
+    action = pages.offered(name) if ACTIONS[name].changes else ACTIONS[name]
     return caller is not None and action is not None and caller.may(action.role)
 
 

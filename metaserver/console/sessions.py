@@ -17,7 +17,9 @@ import base64
 import hashlib
 import hmac
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Protocol
 
 from qmq.errors import AccessError
 from qmq.metaserver.access import Access, RandomBytes
@@ -128,3 +130,34 @@ def _person(identity: str, peer: str) -> Caller:
 
 def _mac(key: bytes, text: str) -> str:
     return hmac.new(key, text.encode("utf-8", "replace"), hashlib.sha256).hexdigest()
+
+
+ATTEMPT_MS = 600_000
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One login that was begun; it waits in the browser, signed."""
+
+    state: str
+    nonce: str
+    verifier: str
+    to: str
+    """The page that was asked for."""
+    until_ms: int
+
+    def text(self) -> str:
+        return base64.urlsafe_b64encode(json.dumps(asdict(self)).encode()).decode()
+
+    @staticmethod
+    def of(text: str) -> Attempt:
+        """Read what `text` wrote; its signature was checked before."""
+        return Attempt(**json.loads(base64.urlsafe_b64decode(text)))
+
+
+class ProviderPort(Protocol):
+    """`metaserver.console.oidc.Provider`, whose library is installed only where it is used."""
+
+    async def begin(self, to: str, *, now_ms: int) -> tuple[str, Attempt]: ...
+
+    async def finish(self, query: Mapping[str, str], attempt: Attempt, *, now_ms: int) -> Caller: ...

@@ -11,12 +11,11 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from qmq.metaserver.actions import ACTIONS, Action, Answer, Status
-from qmq.metaserver.http import errors, problems
-from qmq.metaserver.http.describing import describe, make_route
+from qmq.metaserver.http import errors, models
+from qmq.metaserver.http.endpoints import ActionsPort, describe, make_route, run_within
 from qmq.metaserver.http.errors import HttpError, to_json
 from qmq.metaserver.http.guard import Endpoint, Refused, caller_of, needs
 from qmq.metaserver.http.models import Done, body_model, query_model, words_of
-from qmq.metaserver.http.running import ActionsPort, run_within
 from qmq.rights import TokenRole
 
 PREFIX = "/api/v1"
@@ -57,7 +56,7 @@ def handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def not_as_described(request: Request, error: RequestValidationError) -> Response:
-        text = problems.describe(error.errors(), ACTIONS.get(request.scope["route"].name))
+        text = models.describe(error.errors(), ACTIONS.get(request.scope["route"].name))
         return _refuse(HttpError(errors.INVALID, text))
 
     @app.exception_handler(HTTPException)

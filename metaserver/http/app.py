@@ -14,10 +14,9 @@ from starlette.routing import Route
 
 from qmq.metaserver.access import Access
 from qmq.metaserver.http import api, management
-from qmq.metaserver.http.describing import JSON, STOPS, TEXT, make_route
+from qmq.metaserver.http.endpoints import JSON, STOPS, TEXT, ActionsPort, make_route
 from qmq.metaserver.http.errors import to_json
 from qmq.metaserver.http.guard import Guard, Limits, needs, open_to_all
-from qmq.metaserver.http.running import ActionsPort
 from qmq.metaserver.observability.metrics import Metrics
 from qmq.metaserver.rpc.access import Refusals
 from qmq.rights import TokenRole

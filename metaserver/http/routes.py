@@ -16,7 +16,7 @@ from fastapi import Query, Request, Response
 from fastapi.routing import APIRoute
 
 from qmq.metaserver.http import errors
-from qmq.metaserver.http.describing import JSON, make_route
+from qmq.metaserver.http.endpoints import JSON, make_route
 from qmq.metaserver.http.errors import to_json
 from qmq.metaserver.http.guard import Refused, caller_of, needs
 from qmq.metaserver.routes.hub import RouteHubs, TooManyWatches

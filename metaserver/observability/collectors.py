@@ -19,7 +19,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 
 from qmq.ledger import LedgerDamaged, readings
 from qmq.metaserver.access import is_valid
-from qmq.metaserver.actions.causes import Check, Kind
+from qmq.metaserver.actions.doctor import Check, CheckKind
 from qmq.metaserver.cluster.registry import Registry
 from qmq.metaserver.model import DELAY
 from qmq.metaserver.observability.metrics import Scrapes
@@ -168,7 +168,7 @@ class DoctorMetrics:
     def __init__(self, examine: Callable[[], Awaitable[Sequence[Check]]]) -> None:
         self._examine = examine
         self.scrapes = Scrapes(self._look)
-        self._findings: Counter[Kind] | None = None
+        self._findings: Counter[CheckKind] | None = None
         self._checked_s = 0.0
 
     def read(self) -> Iterable[Metric]:
@@ -185,7 +185,7 @@ class DoctorMetrics:
             labels=["check"],
         )
         if self._findings is not None:
-            for kind in Kind:
+            for kind in CheckKind:
                 findings.add_metric([kind], self._findings[kind])
         yield findings
 

@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 
 from qmq.errors import AccessError, InvalidName, InvalidRequest, NotServed, OperatorError, QmqError
 from qmq.metaserver.access import Access, UnknownToken
-from qmq.metaserver.actions.vault import Vault
+from qmq.metaserver.actions.desk import Vault
 from qmq.metaserver.cluster.registration import Ask
 from qmq.metaserver.cluster.registry import Registry
 from qmq.metaserver.model import WATCHDOGS, DataSource, LeaseRow

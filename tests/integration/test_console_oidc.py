@@ -15,9 +15,9 @@ import pytest
 
 from qmq.errors import AccessError, NotServed
 from qmq.http_port import HttpPort, listen
-from qmq.metaserver.console.attempts import ATTEMPT_MS
 from qmq.metaserver.console.oidc import Provider, Wanted, role_of
 from qmq.metaserver.console.routes import LOGIN_COOKIE
+from qmq.metaserver.console.sessions import ATTEMPT_MS
 from qmq.metaserver.main import make_provider
 from qmq.metaserver.settings import MetaserverSettings
 from qmq.rights import TokenRole

@@ -183,7 +183,7 @@ def replaced(loop: VirtualLoop, network: Network, make_disk: Any, seed: int) -> 
                 "server.service",
                 "metaserver.storage.database",
                 "metaserver.cluster.snapshot",
-                "metaserver.actions.watchdogs",
+                "metaserver.actions.databases",
                 "watchdog.leader",
                 "watchdog.watcher",
             )

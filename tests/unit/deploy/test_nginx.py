@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from qmq.metaserver.actions import ACTIONS
-from qmq.metaserver.http.running import GRACE_MS
+from qmq.metaserver.http.endpoints import GRACE_MS
 
 CONFIGURATION = Path("deploy/nginx.conf").read_text()
 

@@ -9,10 +9,9 @@ from qmq.codec import encode_message, join_batch, with_properties
 from qmq.errors import NotServed, OperatorError, OutcomeUnknown
 from qmq.message import Message
 from qmq.metaserver.actions.clients import Clients
-from qmq.metaserver.actions.desk import Desk
+from qmq.metaserver.actions.databases import Watchdogs
+from qmq.metaserver.actions.desk import Desk, Vault
 from qmq.metaserver.actions.runner import Actions
-from qmq.metaserver.actions.vault import Vault
-from qmq.metaserver.actions.watchdogs import Watchdogs
 from qmq.metaserver.cluster.liveness import AwakeClock, Liveness
 from qmq.metaserver.cluster.registry import Registry
 from qmq.metaserver.model import Broker, BrokerKey, ReplicaState

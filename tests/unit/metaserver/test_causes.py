@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from qmq.metaserver.actions import causes
-from qmq.metaserver.actions.causes import Kind, one_per_cause
+from qmq.metaserver.actions import doctor
+from qmq.metaserver.actions.doctor import CheckKind, one_per_cause
 
 
 def broker(name, group, role, ip, *, ok=True, answers=True, found="up", reasons=(), incarnation="disk", min_copies=2):
@@ -19,12 +19,12 @@ def broker(name, group, role, ip, *, ok=True, answers=True, found="up", reasons=
         "incarnation": incarnation,
         "minCopies": min_copies,
     }
-    return {"kind": Kind.BROKER, "name": f"broker {name}", "ok": ok, "found": found, "remedy": "", "facts": facts}
+    return {"kind": CheckKind.BROKER, "name": f"broker {name}", "ok": ok, "found": found, "remedy": "", "facts": facts}
 
 
 def group(name, *, ok=True):
     facts = {} if ok else {"group": name, "takesNothing": True}
-    return {"kind": Kind.GROUP, "name": f"group {name}", "ok": ok, "found": "", "remedy": "", "facts": facts}
+    return {"kind": CheckKind.GROUP, "name": f"group {name}", "ok": ok, "found": "", "remedy": "", "facts": facts}
 
 
 def away(name, group, role, ip, **more):
@@ -135,7 +135,7 @@ def test_each_of_three_copies_is_named_with_the_command_for_several():
 
 def test_where_there_is_room_for_no_other_copy_fewer_acknowledge_first(monkeypatch):
     """AddBroker refuses more copies than there may be, and RemoveBroker fewer than acknowledge."""
-    monkeypatch.setattr(causes, "COPIES_MAX", 3)
+    monkeypatch.setattr(doctor, "COPIES_MAX", 3)
     (remedy,) = of_three("c", min_copies=3).values()
     assert "SetCopies --brokerGroup=g1 --minCopies=2, then qmq RemoveBroker --hostname=c" in remedy
     assert "SetCopies" not in of_three("c")["broker c"]

@@ -12,7 +12,7 @@ import pytest
 from qmq.errors import AccessError, NotServed
 from qmq.metaserver.access import Access, new_token
 from qmq.metaserver.actions import ACTIONS, Answer, Status
-from qmq.metaserver.console import changes, shown
+from qmq.metaserver.console import pages, shown
 from qmq.metaserver.console import sessions as sessions_module
 from qmq.metaserver.console.pages import PAGES
 from qmq.metaserver.console.sessions import LASTS_MS, Sessions
@@ -428,9 +428,9 @@ async def test_a_viewer_is_refused_changes_and_not_offered_them(world):
 
 
 def test_what_has_a_secret_or_a_document_is_left_to_the_tools():
-    left = {name for name, action in ACTIONS.items() if action.changes and changes.offered(name) is None}
+    left = {name for name, action in ACTIONS.items() if action.changes and pages.offered(name) is None}
     assert left == {"AddDb", "AddToken", "Restore", "AdoptDatabase"}
-    assert changes.offered("ListBrokers") is None and changes.offered("x") is None
+    assert pages.offered("ListBrokers") is None and pages.offered("x") is None
 
 
 @in_console

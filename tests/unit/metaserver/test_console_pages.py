@@ -9,7 +9,7 @@ from unittest.mock import patch
 from qmq.errors import NotServed, OutcomeUnknown
 from qmq.ledger import FINDINGS, PROVEN, Entry, Ledger
 from qmq.metaserver.actions import Answer, Status
-from qmq.metaserver.console import live
+from qmq.metaserver.console import pages
 from qmq.metaserver.console.nights import Nights
 from qmq.metaserver.rpc.access import wall_ms
 from qmq.proto import qmq_pb2 as pb
@@ -56,7 +56,6 @@ async def test_broker_groups_where_messages_wait_are_told_apart(world):
 @in_console
 async def test_a_large_installation_is_asked_only_when_somebody_says_so(world):
     await world.running_copies("g1")
-    from qmq.metaserver.console import pages
 
     before, pages.ASKED_MAX = pages.ASKED_MAX, 0
     try:
@@ -71,7 +70,6 @@ async def test_a_large_installation_is_asked_only_when_somebody_says_so(world):
 
 @in_console
 async def test_when_doctor_waits_for_a_silent_broker_the_overview_leads_to_it(world):
-    from qmq.metaserver.console import pages
 
     await world.running_copies("g1")
     before, pages.DOCTOR_S = pages.DOCTOR_S, 0.0
@@ -343,7 +341,7 @@ async def test_messages_a_second_of_a_group_are_drawn(world):
     now = wall_ms()
     samples = [pb.RateSample(at_ms=now - 5_000 * (9 - n), taken=250 * n, delivered=10 * n) for n in range(10)]
     world.brokers.samples["g1"] = samples
-    with patch.object(live, "wall_ms", lambda: now):  # what is drawn moves with time, and the two are compared
+    with patch.object(pages, "wall_ms", lambda: now):  # what is drawn moves with time, and the two are compared
         page = await world.see("/group", name="g1")
         part = await world.browser.get("/console/rates?brokerGroup=g1")
     assert "messages in: 50.0 messages out: 2.0" in text_of(page) and page.count("<polyline") == 2

@@ -7,8 +7,7 @@ from functools import cache
 
 import pytest
 
-from qmq.metaserver.actions.causes import Kind
-from qmq.metaserver.actions.doctor import examine_reported
+from qmq.metaserver.actions.doctor import CheckKind, examine_reported
 from qmq.metaserver.model import MetaserverRow, PartedTail
 from qmq.metaserver.observability.collectors import DoctorMetrics
 from qmq.metaserver.storage.database import DatabaseAway
@@ -65,16 +64,16 @@ async def metaserver_silent(world):
 
 
 CAUSES = {
-    never_registered: {Kind.MACHINE: 0, Kind.BROKER: 2},
-    killed: {Kind.BROKER: 1},
-    machine_lost: {Kind.MACHINE: 1},
-    no_whole_copy: {Kind.BROKER: 1},
-    disk_full: {Kind.BROKER: 1},
-    no_slave: {Kind.GROUP: 1},
-    token_ends: {Kind.TOKENS: 1},
-    refused: {Kind.ROUTES: 1},
-    database_away: {Kind.DATABASE: 1},
-    metaserver_silent: {Kind.METASERVERS: 1},
+    never_registered: {CheckKind.MACHINE: 0, CheckKind.BROKER: 2},
+    killed: {CheckKind.BROKER: 1},
+    machine_lost: {CheckKind.MACHINE: 1},
+    no_whole_copy: {CheckKind.BROKER: 1},
+    disk_full: {CheckKind.BROKER: 1},
+    no_slave: {CheckKind.GROUP: 1},
+    token_ends: {CheckKind.TOKENS: 1},
+    refused: {CheckKind.ROUTES: 1},
+    database_away: {CheckKind.DATABASE: 1},
+    metaserver_silent: {CheckKind.METASERVERS: 1},
 }
 """What goes wrong in an installation of one group -> how many findings of which check."""
 
@@ -103,10 +102,10 @@ async def findings(metrics):
     """What the gauges say after the next look, without those that are 0."""
     task = asyncio.create_task(metrics.scrapes.run())
     name = "qmq_metaserver_doctor_findings"
-    while (name, Kind.DATABASE) not in (found := series(metrics)):
+    while (name, CheckKind.DATABASE) not in (found := series(metrics)):
         await asyncio.sleep(0)
     task.cancel()
-    assert {check for at, check in found if at == name} == set(Kind)
+    assert {check for at, check in found if at == name} == set(CheckKind)
     return {check: value for (at, check), value in found.items() if at == name and value}
 
 
@@ -138,7 +137,7 @@ async def test_an_installation_that_is_well_has_no_findings(world):
         assert answer.status_code == status, role
     data = answer.json()["data"]
     assert data["healthy"] and all(check["ok"] for check in data["checks"])
-    assert {check["kind"] for check in data["checks"]} <= set(Kind)
+    assert {check["kind"] for check in data["checks"]} <= set(CheckKind)
     assert await findings(DoctorMetrics(lambda: examine_reported(world.desk))) == {}
 
 
@@ -157,9 +156,9 @@ async def test_nobody_looks_before_a_scrape_and_a_scrape_waits_for_no_look():
         looks.append(None)
         await may_end.wait()
         return [
-            {"kind": Kind.BROKER, "ok": False},
-            {"kind": Kind.BROKER, "ok": False},
-            {"kind": Kind.GROUP, "ok": True},
+            {"kind": CheckKind.BROKER, "ok": False},
+            {"kind": CheckKind.BROKER, "ok": False},
+            {"kind": CheckKind.GROUP, "ok": True},
         ]
 
     metrics = DoctorMetrics(examine)
@@ -173,8 +172,8 @@ async def test_nobody_looks_before_a_scrape_and_a_scrape_waits_for_no_look():
     may_end.set()
     while len(found := series(metrics)) == 1:
         await asyncio.sleep(0)
-    assert found["qmq_metaserver_doctor_findings", Kind.BROKER] == 2
-    assert found["qmq_metaserver_doctor_findings", Kind.GROUP] == 0
+    assert found["qmq_metaserver_doctor_findings", CheckKind.BROKER] == 2
+    assert found["qmq_metaserver_doctor_findings", CheckKind.GROUP] == 0
     assert found["qmq_metaserver_doctor_checked_timestamp_seconds", ""] > 0 and len(looks) == 1
     task.cancel()
 

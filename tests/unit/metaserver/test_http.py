@@ -12,7 +12,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from qmq.metaserver.actions import ACTIONS, Answer, Status
-from qmq.metaserver.http import errors, management, running
+from qmq.metaserver.http import endpoints, errors, management
 from qmq.rights import TokenRole
 from tests.unit.metaserver.http_world import CLUSTER, OPEN, HttpWorld
 
@@ -315,7 +315,7 @@ async def test_parameters_of_a_question_stand_in_the_address(world):
 
 async def test_a_change_that_takes_too_long_goes_on_and_its_caller_hears_so(monkeypatch):
     """Weakness 34: the operator saw a failure while the change happened."""
-    monkeypatch.setattr(running, "GRACE_MS", 20 - ACTIONS["DrainGroup"].wait_ms)
+    monkeypatch.setattr(endpoints, "GRACE_MS", 20 - ACTIONS["DrainGroup"].wait_ms)
 
     world, may_end, ended = HttpWorld(), asyncio.Event(), asyncio.Event()
 

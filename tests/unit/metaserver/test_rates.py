@@ -4,8 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from qmq.metaserver.console.drawing import HEIGHT, HOUR_MS, WIDTH, bars_of, chart_of, round_up
-from qmq.metaserver.console.rates import KEPT_MAX, KEPT_MS, SUBJECTS_MAX, Look, Looks, Rates, per_second
+from qmq.metaserver.console.charts import (
+    HEIGHT,
+    HOUR_MS,
+    KEPT_MAX,
+    KEPT_MS,
+    SUBJECTS_MAX,
+    WIDTH,
+    Look,
+    Looks,
+    Rates,
+    bars_of,
+    chart_of,
+    per_second,
+    round_up,
+)
 
 
 def test_counters_become_messages_a_second():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from qmq.metaserver.actions.vault import Vault
+from qmq.metaserver.actions.desk import Vault
 from qmq.metaserver.model import LeaseRow, MetaserverRow
 from tests.unit.metaserver.actions_world import World, caller, in_world
 

@@ -10,7 +10,7 @@ import pytest
 
 from qmq.metaserver.actions import ACTIONS, Answer, Status
 from qmq.metaserver.actions import Kind as Wanted
-from qmq.metaserver.actions.management import render
+from qmq.metaserver.http.management import render
 from qmq.tools.call import Exit, read_answer
 from qmq.tools.command import WAIT_PARAMETER, Kind
 from qmq.tools.commands import COMMANDS, SECTIONS

@@ -1,0 +1,217 @@
+"""Shell. Actions on the installation: tokens, audit trail, backup, restore, metaservers.
+
+The text of a token is answered once, when the token is made, and stored nowhere.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from qmq.errors import QmqError
+from qmq.metaserver.access import is_valid, new_token
+from qmq.metaserver.actions.desk import Desk, Handler, wall_ms
+from qmq.metaserver.actions.doctor import stored_metaservers
+from qmq.metaserver.actions.plan import Plan, refused
+from qmq.metaserver.actions.routes import NAMED_MAX
+from qmq.metaserver.actions.shapes import audit_json, metaserver_json
+from qmq.metaserver.actions.words import Words
+from qmq.metaserver.model import TokenRow
+from qmq.metaserver.storage.backup import header_fault, lost_masters
+from qmq.metaserver.storage.changes import AddToken, Change, ForgetGroup, RestoreAll, RevokeToken
+
+KEPT = ("api_token", "audit_trail")
+"""Tables of which rows do not make a metaserver count as used: the first admin token is there from the start."""
+
+_SUBJECT = ("subject_route", "subject_info")
+_GROUP = ("broker_group", "group_name")
+
+
+def restore(backup: Any, present: Mapping[str, Any], *, forced: bool) -> Plan:
+    """Plan to put a backup in the place of everything.
+
+    Args:
+        present: what Backup would give now.
+    """
+    tables = backup.get("tables") if isinstance(backup, dict) else None
+    if not isinstance(tables, dict) or not all(isinstance(rows, list) for rows in tables.values()):
+        return refused("this is no backup of a metaserver; Backup makes one")
+    if fault := header_fault(backup, schema=present["schema"], tables=present["tables"]):
+        return refused(fault)
+    if lost := lost_masters(present["tables"], tables):
+        return refused(*lost[:NAMED_MAX], *([f"and {len(lost) - NAMED_MAX} more groups"] if lost[NAMED_MAX:] else []))
+    before, after = _count(present["tables"]), _count(tables)
+    used = {name: count for name, count in before.items() if count and name not in KEPT}
+    objections = []
+    if used:
+        held = ", ".join(f"{count:,} rows of {name}" for name, count in used.items())
+        objections.append(f"this metaserver is in use, and would lose what is not in the backup: {held}")
+    return Plan(
+        (RestoreAll(backup),),
+        objections=tuple(objections),
+        subjects=_column(tables, *_SUBJECT) | _column(present["tables"], *_SUBJECT),
+        groups=_column(tables, *_GROUP) | _column(present["tables"], *_GROUP),
+        everything=True,
+        before=before,
+        after=after,
+        data={"restored": after, "backupTime": backup.get("time")},
+        forced=forced,
+    )
+
+
+def adopt_database(
+    lost: Mapping[str, int],
+    present: Mapping[str, Any],
+    dump_memory: Callable[[], dict[str, Any]],
+    *,
+    keeps_memory: bool,
+) -> Plan:
+    """Plan what becomes of a database that has lost groups.
+
+    Args:
+        lost: these groups, with the newest term that is known of each.
+        present: what Backup would give now.
+        dump_memory: makes the same of what the metaserver has in memory.
+    """
+    if not lost:
+        return refused("the database has a row of each group whose brokers are registered: there is nothing to decide")
+    before = _count(present["tables"])
+    changes: tuple[Change, ...]
+    if keeps_memory:
+        memory = dump_memory()
+        if missing := sorted(lost.keys() - _column(memory["tables"], *_GROUP)):
+            named = ", ".join(missing[:NAMED_MAX])
+            return refused(f"this metaserver has {named} in no memory either; ask one that has, or Restore a backup")
+        changes, after = (RestoreAll(memory, is_newer=True),), _count(memory["tables"])
+    else:
+        changes, after = tuple(ForgetGroup(name, term) for name, term in sorted(lost.items())), before
+    data = {"keep": "memory" if keeps_memory else "database", "groups": sorted(lost), "rows": after}
+    return Plan(
+        changes, groups=frozenset(lost), whole_groups=True, everything=True, before=before, after=after, data=data
+    )
+
+
+def _count(tables: Mapping[str, Any]) -> dict[str, int]:
+    return {name: len(rows) for name, rows in tables.items()}
+
+
+def _column(tables: Mapping[str, Any], table: str, column: str) -> frozenset[str]:
+    rows = (row for row in tables.get(table, ()) if isinstance(row, dict))
+    return frozenset(row[column] for row in rows if isinstance(row.get(column), str))
+
+
+DATABASE_WAIT_MS = 60_000
+"""A dump of 100,000 subjects takes seconds."""
+
+
+async def _audit_trail(desk: Desk, words: Words) -> Any:
+    about = [words[name] for name in ("brokerGroup", "subject", "request") if words[name]]
+    rows = await desk.database.read(
+        lambda repository: repository.audit_trail(
+            words.number("before") or None,
+            words.number("limit"),
+            who=words["who"],
+            action=words["name"],
+            since_ms=words.number("since"),
+            until_ms=words.number("until"),
+            about=about,
+        ),
+        timeout_ms=DATABASE_WAIT_MS,
+    )
+    full = len(rows) == words.number("limit")
+    whole = words.is_given("request")
+    return {"rows": [audit_json(row, whole=whole) for row in rows], "next": rows[-1].id if rows and full else None}
+
+
+async def _backup(desk: Desk, words: Words) -> Any:
+    return await desk.database.read(lambda repository: repository.dump(), timeout_ms=DATABASE_WAIT_MS)
+
+
+async def _restore(desk: Desk, words: Words) -> Plan:
+    present = await desk.database.read(lambda repository: repository.dump(), timeout_ms=DATABASE_WAIT_MS)
+    return restore(json.loads(words["backup"]), present, forced=words.flag("force"))
+
+
+async def _adopt_database(desk: Desk, words: Words) -> Plan:
+    present = await desk.database.read(lambda repository: repository.dump(), timeout_ms=DATABASE_WAIT_MS)
+    return adopt_database(
+        desk.registry.mirror.lost_groups(),
+        present,
+        lambda: desk.registry.dump_memory(present),
+        keeps_memory=words["keep"] == "memory",
+    )
+
+
+async def _list_metaservers(desk: Desk, words: Words) -> Any:
+    alive = {row.id: row for row in desk.registry.peers()}
+    known = {**{row.id: row for row in await stored_metaservers(desk)}, **alive}
+    rows = sorted(known.values(), key=lambda row: row.http_address)
+    return [metaserver_json(row, up=row.id in alive, own=row.id == desk.own_id) for row in rows]
+
+
+DAY_MS = 24 * 3600 * 1000
+
+
+async def _add(desk: Desk, words: Words) -> Plan:
+    for name in ("subjects", "groups"):
+        if words.is_given(name) and not words.names(name):  # a script's empty variables would make it unlimited
+            return refused(f"{name} {words[name]!r} names none; leave it away for a token that is not limited")
+    known = await desk.database.read(lambda repository: repository.load_tokens())
+    try:
+        row, text = new_token(
+            words["name"],
+            words["role"],
+            known=known,
+            random_bytes=secrets.token_bytes,
+            now_ms=wall_ms(),
+            lifetime_ms=words.number("days") * DAY_MS,
+            subjects=words.names("subjects"),
+            groups=words.names("groups"),
+        )
+    except QmqError as refusal:
+        return refused(str(refusal))
+    shown = _token_json(row)
+    return Plan((AddToken(row),), everything=True, after=shown, data={**shown, "token": text})
+
+
+async def _revoke(desk: Desk, words: Words) -> Plan:
+    known = {row.id: row for row in await desk.database.read(lambda repository: repository.load_tokens())}
+    row = known.get(words["id"])
+    if row is None:
+        return refused(f"there is no token {words['id']}; ListTokens names them")
+    if row.revoked_ms:
+        return Plan(everything=True, before=_token_json(row), data=_token_json(row))
+    return Plan((RevokeToken(row.id),), everything=True, before=_token_json(row), data={"revoked": row.id})
+
+
+async def _list(desk: Desk, words: Words) -> Any:
+    rows = await desk.database.read(lambda repository: repository.load_tokens())
+    return [_token_json(row) for row in sorted(rows, key=lambda row: (row.name, row.created_ms))]
+
+
+def _token_json(row: TokenRow) -> dict[str, Any]:
+    return {
+        "id": row.id,
+        "name": row.name,
+        "role": row.role,
+        "subjects": list(row.subjects),
+        "groups": list(row.groups),
+        "created": row.created_ms,
+        "expires": row.expires_ms,
+        "revoked": row.revoked_ms,
+        "valid": is_valid(row, wall_ms()),
+    }
+
+
+HANDLERS = {
+    "AuditTrail": Handler(look=_audit_trail),
+    "Backup": Handler(look=_backup),
+    "Restore": Handler(plan=_restore),
+    "AdoptDatabase": Handler(plan=_adopt_database),
+    "ListMetaservers": Handler(look=_list_metaservers),
+    "AddToken": Handler(plan=_add),
+    "RevokeToken": Handler(plan=_revoke),
+    "ListTokens": Handler(look=_list),
+}
