@@ -20,8 +20,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from qmq.codec import encode_message, join_batch
-from qmq.delayserver.leftovers import Leftovers
-from qmq.delayserver.pending import PendingQueue
+from qmq.delayserver.pending_queue import Leftovers, PendingQueue
 from qmq.delayserver.schedule import Records, Schedule, id_hash
 from qmq.delayserver.wheel import Wheel
 from qmq.log.delay_frames import Outcome, Place, encode_dispatch, encode_places, encode_settled

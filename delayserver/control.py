@@ -11,12 +11,12 @@ import grpc
 import grpc.aio
 
 from qmq.codec import decode_envelope, decode_properties
-from qmq.delayserver.filing import Filing
 from qmq.delayserver.master import DelayMaster
 from qmq.delayserver.messages import Messages, Records, read_messages
 from qmq.delayserver.schedule import DamagedSchedule
 from qmq.delayserver.settings import DelaySettings
 from qmq.delayserver.templates import read_template
+from qmq.delayserver.upkeep import Filing
 from qmq.errors import CallError, CorruptFrame, InvalidMessage, LogError, QmqError
 from qmq.log import MessageLog
 from qmq.message import DELAY_KEY

@@ -1,26 +1,51 @@
-"""Core. Frames that decide about messages: planned for a broker group, settled, cancelled, written again.
+"""Core. Frames of decisions: dispatched, settled, cancelled, carried, recurred; and the master's counters.
 
-What a frame decides counts from the moment in which it is written, although the schedule follows only when it is on
-disk; until then `names` knows.
+A decision counts from the moment its frame is written. The schedule files the frame only when it is on disk; until then
+`Decisions.names` covers it.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from qmq.codec import encode_labels, join_batch
-from qmq.delayserver.due import with_due
-from qmq.delayserver.messages import Records
+from qmq.delayserver.messages import Records, with_due
 from qmq.delayserver.templates import LABEL
 from qmq.log import delay_frames
 from qmq.log.delay_frames import Settlement
 from qmq.log.frame import Frame, FrameKind, label_flags
 from qmq.replication.mastership import Mastership
+from qmq.server.producing import ProduceCounters
+
+LATENESS_MS_BUCKETS = (5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 60_000, 600_000)
+
+
+@dataclass(slots=True)
+class Counters(ProduceCounters):
+    sent_messages: int = 0
+    sent_batches: int = 0
+    not_stored_batches: int = 0
+    """Batches that a broker group certainly did not store; their messages were due again."""
+    unknown_answers: int = 0
+    """Attempts after which nobody knew; the same batch was repeated."""
+    refused_messages_later: int = 0
+    """Messages that a broker never takes as they are; they are tried again much later."""
+    cancelled_messages: int = 0
+    rescheduled_messages: int = 0
+    carried_messages: int = 0
+    recurred_messages: int = 0
+    """Occurrences of recurring schedules."""
+    skipped_occurrences: int = 0
+    """Those that were missed while nobody was there, and are not sent."""
+    lateness_ms_counts: list[int] = field(default_factory=lambda: [0] * (len(LATENESS_MS_BUCKETS) + 1))
+    """Messages sent, by time from due until stored; the last place is for those later than every bucket."""
+    lateness_ms_sum: int = 0
 
 
 class Recurrence(NamedTuple):

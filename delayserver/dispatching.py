@@ -1,11 +1,11 @@
-"""Core. What is due becomes batches: planned in the log, sent once the plan is safe, settled when there is an answer.
+"""Core. Dispatch of due messages: planned in the log, sent once the plan is safe, settled by the answer.
 
-One batch: `due` puts messages into the pending queue of their subject; `go_on` plans a batch of them for a broker group
-(a dispatch frame); when both disks have that frame and the messages were read, it is sent; its answer goes into the log
-(a settled frame). The schedule, which follows the log, then forgets the messages, or has them due again.
+`due` puts messages into the pending queue of their subject. `go_on` plans a batch of them for a broker group: a
+dispatch frame. When both disks have that frame and the messages were read, the batch is sent, and its answer becomes a
+settled frame. The schedule, which follows the log, then drops the messages or makes them due again.
 
-A batch of unknown outcome is repeated to its group under its numbers (qmq.client.batch). Each subject waits for
-itself: one that has no route, or whose groups refuse, holds up no other.
+A batch of unknown outcome is repeated to its group under its numbers (qmq.client.batch). Subjects do not wait for each
+other: one without a route, or whose groups refuse, delays no other.
 
 Keeps I11.
 """
@@ -34,13 +34,10 @@ from qmq.client.batch import (
 )
 from qmq.codec import encode_labels, join_batch, split_batch
 from qmq.crc import crc32
-from qmq.delayserver.counters import LATENESS_MS_BUCKETS, Counters
-from qmq.delayserver.decisions import Decisions
-from qmq.delayserver.leftovers import Leftovers
+from qmq.delayserver.decisions import LATENESS_MS_BUCKETS, Counters, Decisions
 from qmq.delayserver.messages import Messages, Records, read_messages
 from qmq.delayserver.overdue import Overdue, Part
-from qmq.delayserver.pending import FREE, KEY_SHIFT, Fits, PendingQueue, Piece, keys_of
-from qmq.delayserver.shares import FairShares
+from qmq.delayserver.pending_queue import FREE, KEY_SHIFT, FairShares, Fits, Leftovers, PendingQueue, Piece, keys_of
 from qmq.errors import CorruptFrame, InvalidMessage, LogError, QmqError
 from qmq.log.delay_frames import Outcome, Settlement
 from qmq.log.frame import label_flags

@@ -7,13 +7,12 @@ import sys
 
 from qmq.client.numbered_sender import NumberedSender
 from qmq.delayserver.control import DelayControl
-from qmq.delayserver.counters import Counters
-from qmq.delayserver.filing import Filing
-from qmq.delayserver.keeping import Keeping
+from qmq.delayserver.decisions import Counters
 from qmq.delayserver.master import DelayMaster
 from qmq.delayserver.metrics import open_http
 from qmq.delayserver.schedule import Schedule, discard
 from qmq.delayserver.settings import DelaySettings
+from qmq.delayserver.upkeep import Filing, Keeping
 from qmq.log import MessageLog, RealDisk
 from qmq.remoting.commands import Command
 from qmq.replication.identity import IdentityFile

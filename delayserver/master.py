@@ -2,7 +2,7 @@
 and sends them to the broker groups of their subjects.
 
     producer ── qmq.server.producing ──────┐
-    cancels  ── delayserver.cancelling ────┼── the log ── delayserver.filing ── schedule ── wheel
+    cancels  ── delayserver.cancellation ────┼── the log ── delayserver.upkeep ── schedule ── wheel
     brokers  ◄─ delayserver.dispatching ───┘                                                 │
                         ▲────────────────────────────── what is due ─────────────────────────┘
 
@@ -19,23 +19,19 @@ from typing import Any
 
 from qmq.client.batch import BatchSender
 from qmq.codec import Buffer
-from qmq.delayserver.cancelling import Cancelling, Fates, Named
-from qmq.delayserver.counters import Counters
-from qmq.delayserver.decisions import Decisions
+from qmq.delayserver.cancellation import Cancelling, Fates, Named
+from qmq.delayserver.decisions import Counters, Decisions
 from qmq.delayserver.dispatching import Dispatching
-from qmq.delayserver.due import DAY_MS, check_delayed
 from qmq.delayserver.due_clock import DueClock
-from qmq.delayserver.filing import Filing
-from qmq.delayserver.keeping import Carrying
-from qmq.delayserver.leftovers import Leftovers
-from qmq.delayserver.loading import Loading
-from qmq.delayserver.messages import Records
+from qmq.delayserver.messages import DAY_MS, Records, check_delayed
+from qmq.delayserver.pending_queue import Leftovers
 from qmq.delayserver.recurring import Recurring
 from qmq.delayserver.schedule import DamagedSchedule, Filed
 from qmq.delayserver.schedule.record import DUE_MAX_MS, order_of
 from qmq.delayserver.settings import DelaySettings
 from qmq.delayserver.templates import LABEL
-from qmq.delayserver.wheel import Wheel
+from qmq.delayserver.upkeep import Carrying, Filing
+from qmq.delayserver.wheel import Loading, Wheel
 from qmq.errors import InvalidRequest, LogError, QmqError
 from qmq.remoting import commands
 from qmq.remoting.commands import Cancelled, Command, DelayState

@@ -8,11 +8,11 @@ from typing import Any
 
 from prometheus_client.core import Metric
 
-from qmq.delayserver.counters import LATENESS_MS_BUCKETS, Counters
-from qmq.delayserver.filing import Filing
+from qmq.delayserver.decisions import LATENESS_MS_BUCKETS, Counters
 from qmq.delayserver.master import DelayMaster
 from qmq.delayserver.overdue import SUBJECTS_MAX
 from qmq.delayserver.settings import DelaySettings
+from qmq.delayserver.upkeep import Filing
 from qmq.http_port import HttpPort
 from qmq.server.metrics import CopyCollector, Reading, http_port
 from qmq.server.service import Service

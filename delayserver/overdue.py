@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from heapq import nsmallest
 from typing import NamedTuple, Protocol
 
-from qmq.delayserver.pending import PendingQueue
+from qmq.delayserver.pending_queue import PendingQueue
 
 SUBJECTS_MAX = 20
 """Subjects that are named: those that wait longest. A subject is a metric series, and there may be 100,000."""

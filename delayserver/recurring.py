@@ -20,13 +20,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from qmq.delayserver.counters import Counters
-from qmq.delayserver.decisions import Decisions, Recurrence
-from qmq.delayserver.filing import Filing
+from qmq.delayserver.decisions import Counters, Decisions, Recurrence
 from qmq.delayserver.messages import Messages, Records, read_messages
 from qmq.delayserver.schedule import RECORD, DamagedSchedule, Schedule, id_hash
 from qmq.delayserver.settings import DelaySettings
 from qmq.delayserver.templates import ID_PREFIX, LABEL, Template, new_template, read_template
+from qmq.delayserver.upkeep import Filing
 from qmq.errors import (
     CorruptFrame,
     InvalidMessage,

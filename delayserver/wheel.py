@@ -1,18 +1,34 @@
-"""Core. The wheel: messages that are loaded, in the order in which they come due; 40 bytes each.
+"""Core. The wheel: loaded messages in the order in which they come due, 40 bytes each; and its loading.
 
-Sorted runs of arrays. What is added is a run; runs of about the same length are merged, up to 65,536 messages, so that
-no step takes longer than some milliseconds, however many messages are loaded or due at once. What is taken off it is
-left in its run with size 0 until its time comes.
+Sorted runs of arrays. Each addition is a run; runs of similar length are merged, up to 65,536 messages, so no step
+takes longer than some milliseconds, however many messages are loaded or due at once. Removal sets a message's size to
+0.
+
+Segments of the schedule are loaded piece by piece before anything in them is due. Messages that are filed or cancelled
+meanwhile come from the schedule as soon as a segment's first piece was requested. Pieces come in the order of the log:
+no message leaves the wheel before all earlier ones are loaded.
+
+Above the limit, the messages due last are dropped from the wheel, and the schedule leaves them out from then on. When
+most of the rest is gone, their segments are read again.
 """
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
+from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
 
+from qmq.delayserver.schedule import DamagedSchedule
 from qmq.delayserver.schedule.record import RECORD, Numbers, Records, no_records, order_of
+from qmq.delayserver.settings import DelaySettings
+from qmq.delayserver.upkeep import Filing
+from qmq.errors import LogError
+from qmq.replication.ports import Host
+
+log = logging.getLogger(__name__)
 
 _REST = np.dtype(
     [("number", "<u8"), ("label", "<u8"), ("size", "<u4"), ("subject", "<u4"), ("crc", "<u4"), ("row", "<u4")]
@@ -250,3 +266,84 @@ def _remove(run: _Run, numbers: Numbers, dues: Numbers) -> int:
     places = places[run.rest["size"][places] > 0]
     run.rest["size"][places] = 0
     return len(places)
+
+
+class Loading:
+    """Made by the master, for one wheel and one schedule. `loaded` is told of each piece."""
+
+    def __init__(
+        self, filing: Filing, wheel: Wheel, host: Host, settings: DelaySettings, loaded: Callable[[Records], None]
+    ) -> None:
+        self._loaded = loaded
+        self._filing, self._schedule, self._wheel, self._host = filing, filing.schedule, wheel, host
+        self._ahead_ms = int(settings.load_ahead_minutes * 60_000)
+        self._most = self._full = settings.loaded_messages_max
+        """`_full`: when some are dropped. More than may be, if most of them are due at one moment."""
+        self._left_from_ms = self._kept_until_ms = 0
+        """What is due from when on was dropped last; what is due before is not dropped any more."""
+        self._is_reading = False
+        self.taken_ms = 0
+        """What is due by then was taken, or is next."""
+
+    def take(self, now_ms: int, most: int) -> Records:
+        """Take what is due off the wheel, the earliest first, as far as everything is loaded that is due before."""
+        due_ms = min(now_ms, self._schedule.loaded_until_ms - 1)
+        self.taken_ms = max(self.taken_ms, due_ms)  # a clock that was wrong may have stepped back
+        return self._wheel.take(due_ms, most)
+
+    @property
+    def due(self) -> int:
+        """Messages that are due and still on the wheel."""
+        return self._wheel.due(self.taken_ms)
+
+    @property
+    def all_taken(self) -> bool:
+        """Whether none of them is."""
+        next_ms = self._wheel.next_due_ms
+        return next_ms is None or next_ms > self.taken_ms
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all is loaded that is to be by now."""
+        return not self._is_reading
+
+    def go_on(self, now_ms: int) -> None:
+        """Load one piece more, if there is one to load and room for it. `now_ms` is the mastership's clock."""
+        if self._filing.schedule is not self._schedule:
+            return
+        if self._wheel.rows > self._full:
+            self._drop()
+        if self._is_reading:
+            return
+        piece = self._schedule.next_piece(now_ms + self._ahead_ms)
+        if piece is None:
+            if self._wheel.rows <= self._most // 4 and self._schedule.go_further():
+                log.warning("wheel is loading again messages=%d", len(self._wheel))
+                self._full = self._most
+                self._kept_until_ms = self._left_from_ms + 1  # else many of one moment come and go for ever
+                self._host.pass_soon()
+            return
+        self._is_reading = True
+
+        def done(result: Records | LogError) -> None:
+            self._is_reading = False
+            try:
+                if isinstance(result, LogError):
+                    raise result
+                records = self._schedule.handed(piece, result)
+                self._wheel.add(records)
+                self._loaded(records)
+            except DamagedSchedule as problem:
+                self._filing.is_damaged(self._schedule, problem)
+            self._host.pass_soon()
+
+        self._host.read(piece.read, done)
+
+    def _drop(self) -> None:
+        """Drop a quarter, so that this is rare; nothing that is due already, and no moment for the second time."""
+        count = len(self._wheel)
+        kept_until_ms = max(self.taken_ms + 1, self._kept_until_ms)
+        self._left_from_ms = self._wheel.cut(self._most // 4 * 3, kept_until_ms)
+        self._schedule.leave(self._left_from_ms)
+        self._full = max(self._most, len(self._wheel) + self._most // 4)
+        log.warning("wheel is full messages=%d left for later=%d", count, count - len(self._wheel))

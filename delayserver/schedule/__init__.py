@@ -1,8 +1,8 @@
-from qmq.delayserver.schedule.blocks import DamagedSchedule
-from qmq.delayserver.schedule.flush import Flush
+from qmq.delayserver.schedule.checkpoint import Flush
 from qmq.delayserver.schedule.record import RECORD, Records, State, id_hash, key_hash
 from qmq.delayserver.schedule.schedule import Filed, InFlight, Schedule, discard
 from qmq.delayserver.schedule.search import Candidate
+from qmq.delayserver.schedule.segment import DamagedSchedule
 
 __all__ = [
     "RECORD",

@@ -1,7 +1,8 @@
-"""Core. The checkpoint: what the schedule knows in memory at one place of the log, in one file.
+"""Core. Checkpoint of the schedule: written by flushes, read at start.
 
-It is replaced whole, after everything that it counts in the other files is on disk. After a restart those files count
-as far as it says, and the frames from `filed_end` on are filed again. All integers little-endian:
+A checkpoint is one file, replaced whole, after the fsync of every file whose lengths it states. A flush appends full
+blocks and marks to the files of segments, now and then with a checkpoint; files of dropped segments are deleted after
+it. After a restart the frames from `filed_end` on are filed again. All integers little-endian:
 
     0     u32  CRC-32 of the rest
     4     u32  magic "QDC1"
@@ -23,12 +24,26 @@ from numpy.typing import NDArray
 
 from qmq.codec import Buffer
 from qmq.crc import crc32
-from qmq.delayserver.schedule.counting import Counts
-from qmq.delayserver.schedule.record import RECORD, Numbers, Records
+from qmq.delayserver.schedule.record import RECORD, Numbers, Records, State
+from qmq.delayserver.schedule.segment import (
+    BLOCK_BYTES,
+    BLOCK_ROWS,
+    FOLDER,
+    DamagedSchedule,
+    Growing,
+    Segment,
+    encode_blocks,
+    encode_marks,
+    marks_bytes,
+    marks_name,
+    records_name,
+)
+from qmq.delayserver.schedule.state import Book, Counts, InFlight
+from qmq.log.disk import Disk
+from qmq.log.frame import NO_CHAIN
 
 _MAGIC = b"QDC1"
-FOLDER = "segments"
-NAME = f"{FOLDER}/checkpoint"
+CHECKPOINT = f"{FOLDER}/checkpoint"
 """Beside the files that it counts on: when it is durable, so are their names."""
 
 
@@ -151,3 +166,112 @@ def decode_checkpoint(data: Buffer) -> Checkpoint:
         [SavedDispatch(producer, batch, group, subject, r) for (producer, batch, group, subject, _), r in dispatches],
         counts,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentWrite:
+    """What is appended to the files of a segment: to its records from row `row`, to its marks from byte `marks_at`."""
+
+    segment: Segment
+    row: int
+    records: Records
+    marks_at: int
+    marks: Numbers
+
+    @property
+    def marks_end(self) -> int:
+        return self.marks_at + marks_bytes(len(self.marks))
+
+
+@dataclass(frozen=True, slots=True)
+class Flush:
+    """Made by `Schedule.take_flush`; `perform` runs on a thread, then the schedule is told (`flushed`)."""
+
+    disk: Disk
+    writes: list[SegmentWrite]
+    checkpoint: Checkpoint | None
+    unsynced: set[str]
+    """Files that were written since the last checkpoint; this flush's own are added."""
+    gone: list[str]
+    """Segments to delete after the checkpoint."""
+
+    def perform(self) -> None:
+        """Raises DiskFailed: end the process, as for the log."""
+        for write in self.writes:
+            self._write(write)
+        if self.checkpoint is None:
+            return
+        for name in sorted(self.unsynced):
+            self.disk.sync(name)
+        self.disk.put(CHECKPOINT, self.checkpoint.encode())
+        for name in self.gone:
+            self.disk.remove(records_name(name))
+            self.disk.remove(marks_name(name))
+
+    def _write(self, write: SegmentWrite) -> None:
+        segment = write.segment
+        if len(write.records):
+            data = encode_blocks(segment.begin_ms, write.row, write.records)
+            self._append(records_name(segment.name), write.row // BLOCK_ROWS * BLOCK_BYTES, data)
+        if len(write.marks):
+            self._append(marks_name(segment.name), write.marks_at, encode_marks(write.marks))
+
+    def _append(self, name: str, at: int, data: Buffer) -> None:
+        if at == 0:
+            self.disk.create(name, 0, lasting=False)  # with 700 segments, 5 s less for the first flush
+        self.disk.write(name, at, [data])
+        self.unsynced.add(name)
+
+
+def restore(disk: Disk, *, segment_ms: int, log_start: int) -> tuple[Book, str]:
+    """Return the schedule as its checkpoint has it, or an empty one and why."""
+    try:
+        return _from_checkpoint(disk, segment_ms, log_start), ""
+    except (ValueError, KeyError, DamagedSchedule) as error:
+        discard(disk)
+        return Book(disk, segment_ms, log_start, NO_CHAIN), str(error)
+
+
+def discard(disk: Disk) -> None:
+    """Forget the schedule: the next one is made from the log's start."""
+    disk.remove(CHECKPOINT)
+    for name in disk.names(FOLDER):
+        disk.remove(f"{FOLDER}/{name}")
+
+
+def _from_checkpoint(disk: Disk, segment_ms: int, log_start: int) -> Book:
+    if not (size := disk.size(CHECKPOINT)):
+        raise DamagedSchedule("there is no checkpoint")
+    saved = decode_checkpoint(disk.read(CHECKPOINT, 0, size))
+    if saved.filed_end < log_start:
+        raise DamagedSchedule(f"the checkpoint ends at {saved.filed_end}, the log begins at {log_start}")
+    book = Book(disk, segment_ms, saved.filed_end, saved.filed_chain, saved.subjects, counts=saved.counts)
+    _check_files(disk, saved)
+    book.timeline.put([_segment(disk, one) for one in saved.segments])
+    for dispatch in saved.in_flight:
+        key = (dispatch.producer, dispatch.batch)
+        parts = list(book.timeline.split(dispatch.records))
+        book.in_flight[key] = InFlight(*key, dispatch.group, dispatch.subject, dispatch.records, parts)
+        book.change_parts(dispatch.records, parts, State.IN_FLIGHT)
+    return book
+
+
+def _segment(disk: Disk, saved: SavedSegment) -> Segment:
+    segment = Segment(disk, begin_ms=saved.begin_ms, end_ms=saved.end_ms, name=saved.name)
+    segment.written, segment.marks_bytes, segment.undone = saved.written, saved.marks_bytes, saved.undone
+    segment.firsts, segment.tail, segment.marks = Growing(saved.firsts), Growing(saved.tail), Growing(saved.marks)
+    if segment.undone:
+        segment.states()
+    return segment
+
+
+def _check_files(disk: Disk, saved: Checkpoint) -> None:
+    """Delete files that the checkpoint does not know. What stands behind the bytes it counts is written over."""
+    sizes = {records_name(one.name): one.written // BLOCK_ROWS * BLOCK_BYTES for one in saved.segments}
+    sizes |= {marks_name(one.name): one.marks_bytes for one in saved.segments}
+    for name, size in sizes.items():
+        if (there := disk.size(name)) < size:
+            raise DamagedSchedule(f"{name} has {there} bytes, not {size}")
+    for name in disk.names(FOLDER):
+        if (path := f"{FOLDER}/{name}") != CHECKPOINT and not sizes.get(path):
+            disk.remove(path)

@@ -13,15 +13,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from qmq.codec import Buffer
-from qmq.delayserver.schedule.book import NEVER_MS, InFlight
-from qmq.delayserver.schedule.checkpoint import Checkpoint, SavedDispatch, SavedSegment
-from qmq.delayserver.schedule.filing import Filed, file_frame
-from qmq.delayserver.schedule.flush import Flush, SegmentWrite
-from qmq.delayserver.schedule.index import Indexes
+from qmq.delayserver.schedule.checkpoint import (
+    Checkpoint,
+    Flush,
+    SavedDispatch,
+    SavedSegment,
+    SegmentWrite,
+    discard,
+    restore,
+)
 from qmq.delayserver.schedule.record import DUE_MAX_MS, Records, State, join
-from qmq.delayserver.schedule.restore import discard, restore
 from qmq.delayserver.schedule.search import (
     Find,
+    Indexes,
     Listing,
     PendingBelow,
     PendingLabelled,
@@ -30,6 +34,7 @@ from qmq.delayserver.schedule.search import (
     view_of,
 )
 from qmq.delayserver.schedule.segment import READ_ROWS, Rows, Segment
+from qmq.delayserver.schedule.state import NEVER_MS, Filed, InFlight, file_frame
 from qmq.errors import require
 from qmq.log.disk import Disk
 from qmq.log.frame import Frame

@@ -17,12 +17,12 @@ from typing import Any
 from qmq.client.batch import Answer, NotStored, NumberedBatch, OnAnswer, Stored, Unknown
 from qmq.codec import Buffer, batch_ends, decode_message
 from qmq.crc import crc32
-from qmq.delayserver.counters import Counters
-from qmq.delayserver.filing import Filing
+from qmq.delayserver.decisions import Counters
 from qmq.delayserver.master import DelayMaster
 from qmq.delayserver.messages import Messages, read_messages
 from qmq.delayserver.schedule import Schedule, discard
 from qmq.delayserver.settings import DelaySettings
+from qmq.delayserver.upkeep import Filing
 from qmq.errors import AccessError, AskAnotherBroker, CallError, QmqError, from_code
 from qmq.log.memory_disk import MemoryDisk
 from qmq.message import Message

@@ -18,7 +18,7 @@ from qmq.audit.jobs.find import find
 from qmq.audit.jobs.trail import find_trail
 from qmq.audit.results import Group
 from qmq.codec import FLAG_DELAYED, encode_message, join_batch, with_properties
-from qmq.delayserver.due import with_due
+from qmq.delayserver.messages import with_due
 from qmq.log.delay_frames import Outcome, encode_dispatch, encode_places, encode_settled
 from qmq.log.frame import FrameKind
 from qmq.message import Message

@@ -10,7 +10,7 @@ from cronsim import CronSim
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qmq.delayserver.cron import Cron
+from qmq.delayserver.templates import Cron
 from qmq.errors import InvalidRequest
 from tests.support.effort import examples
 

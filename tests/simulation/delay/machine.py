@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from qmq.delayserver.counters import Counters
-from qmq.delayserver.filing import Filing
-from qmq.delayserver.keeping import Keeping
+from qmq.delayserver.decisions import Counters
 from qmq.delayserver.master import DelayMaster
 from qmq.delayserver.schedule import Schedule, discard
+from qmq.delayserver.upkeep import Filing, Keeping
 from qmq.replication.copy_repair import Sources
 from qmq.replication.identity import IdentityFile
 from qmq.replication.master import Promotion

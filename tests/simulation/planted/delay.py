@@ -8,11 +8,11 @@ from unittest import mock
 from qmq.delayserver.decisions import Decisions
 from qmq.delayserver.dispatching import Dispatching
 from qmq.delayserver.due_clock import DueClock
-from qmq.delayserver.keeping import Keeping
 from qmq.delayserver.schedule import Filed
-from qmq.delayserver.schedule import filing as frames_filed
-from qmq.delayserver.schedule.book import Book
+from qmq.delayserver.schedule import state as frames_filed
 from qmq.delayserver.schedule.record import read_batch
+from qmq.delayserver.schedule.state import Book
+from qmq.delayserver.upkeep import Keeping
 from qmq.log.delay_frames import Outcome, batch_begin
 from qmq.log.frame import FrameKind
 from tests.simulation.bugs import Patch, bug

@@ -6,7 +6,7 @@ import pytest
 
 from qmq.client.batch import NotStored
 from qmq.codec import encode_labels, label_of
-from qmq.delayserver import dispatching, filing
+from qmq.delayserver import dispatching, upkeep
 from qmq.errors import MessageTooLarge, NotServed
 from qmq.log.frame import FLAG_LABELLED, FLAG_ORDERED, FrameKind
 from tests.unit.delayserver.test_races import a_group
@@ -201,7 +201,7 @@ def test_subjects_with_a_burst_each_go_on_in_turns():
 
 def test_a_slave_files_what_frames_name_in_bounded_pieces_between_which_it_confirms(monkeypatch):
     """It looks each message up. A mebibyte of such frames names 65,000 of them, for which its master waited."""
-    monkeypatch.setattr(filing, "PASS_MESSAGES", 100)
+    monkeypatch.setattr(upkeep, "PASS_MESSAGES", 100)
     monkeypatch.setattr(dispatching, "BATCH_MESSAGES_MAX", 50)
     copies, producer = a_group(tail_bytes=1 << 22)
     producer.delayed(copies.now_ms + 1_000, *(f"m{at}" for at in range(500)))

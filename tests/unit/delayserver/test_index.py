@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qmq.delayserver.schedule import RECORD, Schedule, State, id_hash, key_hash
-from qmq.delayserver.schedule import index as index_module
-from qmq.delayserver.schedule.index import Indexes
+from qmq.delayserver.schedule import search as index_module
+from qmq.delayserver.schedule.search import Indexes
 from qmq.delayserver.schedule.segment import Rows
 from qmq.log.memory_disk import MemoryDisk
 from tests.unit.delayserver.delay_log import HOUR_MS, DelayLog, delayed, flush_all

@@ -8,9 +8,8 @@ from random import Random
 import numpy as np
 import pytest
 
-from qmq.delayserver import leftovers
-from qmq.delayserver.leftovers import Leftovers, _level
-from qmq.delayserver.pending import PendingQueue
+from qmq.delayserver import pending_queue
+from qmq.delayserver.pending_queue import Leftovers, PendingQueue, _level
 from qmq.delayserver.schedule import RECORD
 from qmq.delayserver.schedule.record import no_records
 from qmq.delayserver.schedule.search import PendingOf
@@ -134,7 +133,7 @@ class SlowReads:
 def test_each_is_sent_once_whatever_happens_while_most_are_on_disk(seed, monkeypatch):
     rng = Random(seed)
     reads = SlowReads(rng, monkeypatch)
-    monkeypatch.setattr(leftovers, "BACK_MAX", rng.choice((3, 20, 1000)))
+    monkeypatch.setattr(pending_queue, "BACK_MAX", rng.choice((3, 20, 1000)))
     copies, producer = a_group("g1", "g2", loaded_messages_max=rng.choice((20, 80)))
     names, sent, cancels = ["a", "b", "c"], list[str](), list[tuple[str, int]]()
     for step in range(40):

@@ -6,8 +6,8 @@ from unittest import mock
 
 import pytest
 
-from qmq.delayserver import cancelling
-from qmq.delayserver.cancelling import MOVED_BYTES
+from qmq.delayserver import cancellation
+from qmq.delayserver.cancellation import MOVED_BYTES
 from qmq.errors import ErrorCode
 from qmq.log import MessageLog
 from qmq.log.delay_frames import PLACE_BYTES
@@ -278,7 +278,7 @@ def test_however_many_messages_wait_under_a_key_each_frame_that_moves_or_cancels
         ids = map(str, range(begin, min(count, begin + 500)))
         producer.delayed(copies.now_ms + HOUR_MS, *ids, key="k", size=800)
         copies.run(200)
-    with mock.patch.object(MessageLog, "append", noting), mock.patch(f"{cancelling.__name__}.CANCELLED_MAX", 1_000):
+    with mock.patch.object(MessageLog, "append", noting), mock.patch(f"{cancellation.__name__}.CANCELLED_MAX", 1_000):
         asked = producer.reschedule("", copies.now_ms + 2 * HOUR_MS, key="k")
         copies.run(500)
         assert producer.fate(asked) == "rescheduled" and copies.a.filing.schedule.pending_messages == count

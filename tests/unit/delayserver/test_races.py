@@ -6,7 +6,7 @@ import pytest
 
 from qmq.client.batch import NotStored, Stored
 from qmq.codec import encode_labels, label_of
-from qmq.delayserver.cancelling import DECIDED_AT_ONCE
+from qmq.delayserver.cancellation import DECIDED_AT_ONCE
 from qmq.errors import ErrorCode, NotServed
 from qmq.log.frame import FLAG_LABELLED, FLAG_ORDERED, FrameKind
 from qmq.log.recovery import Damage

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qmq.delayserver.shares import FairShares
+from qmq.delayserver.pending_queue import FairShares
 
 
 def serve(costs: dict[str, list[int]], *, quantum: int = 10, most: int = 1000) -> str:

@@ -7,12 +7,11 @@ from pathlib import Path
 
 from qmq.client.batch import NotStored, Stored, Unknown
 from qmq.codec import decode_envelope, encode_message, split_batch, with_properties
-from qmq.delayserver.counters import Counters
-from qmq.delayserver.filing import Filing
-from qmq.delayserver.keeping import Keeping
+from qmq.delayserver.decisions import Counters
 from qmq.delayserver.master import DelayMaster
 from qmq.delayserver.schedule import Schedule, discard
 from qmq.delayserver.settings import DelaySettings
+from qmq.delayserver.upkeep import Filing, Keeping
 from qmq.errors import NotServed
 from qmq.log import MessageLog
 from qmq.log.memory_disk import MemoryDisk

@@ -1,9 +1,13 @@
-"""Core. The schedule follows the log: frame by frame, from memory, or from disk after a restart.
+"""Core. Upkeep of the schedule and the log: filing frames, rebuilding the schedule, carrying old messages.
 
-A master files what is on its own disk, a slave what lies below the high watermark, which nothing ever cuts. If a master
-that filed more is cut when it becomes a slave, its schedule is made anew from its log; that is rare, and nobody waits
-for a slave's schedule. One that is damaged, or behind the log's start, is made anew as well. So is one with what went
-with a segment that was given up: nobody could read these messages, and batches would wait for them.
+A master files frames that are on its own disk. A slave files frames below the high watermark, which are never cut. If a
+master that filed more is cut when it becomes a slave, its schedule is rebuilt from its log; that is rare, and a slave's
+schedule is not urgent. A schedule that is damaged or behind the log's start is rebuilt too. So is one with messages of
+a log segment that was given up: they could never be read, and batches would wait for them.
+
+A log segment may be deleted when none of its messages pends. Messages that still pend in the oldest segment, when that
+is old or the log is large, are carried: written again at the end. Carrying stops while half of the log or more pends,
+so a log of long delays is not copied in vain.
 """
 
 from __future__ import annotations
@@ -11,13 +15,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+import numpy as np
+
 from qmq.codec import Buffer
-from qmq.delayserver.schedule import DamagedSchedule, Filed, Flush, Schedule
+from qmq.delayserver.decisions import Counters, Decisions
+from qmq.delayserver.messages import Messages, Records, read_messages
+from qmq.delayserver.schedule import DamagedSchedule, Filed, Flush, Schedule, State
+from qmq.delayserver.settings import DelaySettings
 from qmq.errors import CorruptFrame, LogError
 from qmq.log import MessageLog
 from qmq.log.frame import Frame
 from qmq.log.segments import Chunk
+from qmq.replication.mastership import Mastership
 from qmq.replication.ports import QUIET_MS, Host
+from qmq.replication.retention import Due, old_segments
 
 log = logging.getLogger(__name__)
 
@@ -186,3 +197,123 @@ class Filing:
         """Write down everything that was filed, so that a restart need not file it again. Blocks."""
         if not self._is_flushing and (flush := self.schedule.take_flush(now_ms, stop=True)) is not None:
             flush.perform()
+
+
+BORDER_BYTES = 4 << 20
+"""The schedule knows so exactly where in the log something pends: a little more is carried."""
+CARRIED_MESSAGES = 2000
+CARRIED_BYTES = 1 << 20
+"""Carried at a time, ten times a second: producers notice 10 MB/s hardly."""
+CARRY_MS = 100
+
+
+class Keeping:
+    """Made by main; asked by the service every few seconds, on master and slave."""
+
+    def __init__(self, filing: Callable[[], Filing], settings: DelaySettings) -> None:
+        self._filing, self._settings = filing, settings
+
+    def due(self, message_log: MessageLog, now_ms: int) -> Due | None:
+        """Return up to where all is old and done. What made it so stands in the log before the frame that says it, so
+        nothing is deleted because of what may still be cut."""
+        due, done_end = None, -1
+        for _, end, rule in old_segments(message_log, self._settings, now_ms):
+            done_end = self.used_from(message_log) if done_end < 0 else done_end
+            if end > done_end:
+                break
+            due = Due(end, rule, {})
+        return due
+
+    def used_from(self, message_log: MessageLog) -> int:
+        """A copy files its log for itself, and a master sends what pends from it."""
+        return self._filing().schedule.pending_from()
+
+
+class Carrying:
+    """Made by the master; ends with the mastership."""
+
+    def __init__(
+        self, mastership: Mastership, filing: Filing, decisions: Decisions, counters: Counters, settings: DelaySettings
+    ) -> None:
+        self._mastership, self._filing, self._decisions = mastership, filing, decisions
+        self._counters, self._settings = counters, settings
+        self._left: Records | None = None
+        self._is_looking = False
+        self._next_ms = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing was found that has to be carried."""
+        return not self._is_looking and (self._left is None or not len(self._left))
+
+    def go_on(self, now_ms: int) -> None:
+        """Carry some messages, if the oldest segment is old. `now_ms` is monotonic."""
+        if self._is_looking or now_ms < self._next_ms:
+            return
+        self._next_ms = now_ms + CARRY_MS
+        if self._left is not None and len(self._left):
+            self._carry()
+        elif (end := self._due_end()) is not None:
+            self._look(end)
+        else:
+            self._next_ms = now_ms + 50 * CARRY_MS
+
+    def _due_end(self) -> int | None:
+        """Return the end of the oldest segment, if it is old and its messages are to be carried."""
+        message_log, schedule = self._mastership.log, self._filing.schedule
+        oldest = next(old_segments(message_log, self._settings, self._mastership.host.now_ms()), None)
+        if oldest is None or schedule.pending_from() >= oldest[1]:
+            return None
+        return oldest[1] if 2 * schedule.pending_bytes < message_log.end - message_log.start else None
+
+    def _look(self, end: int) -> None:
+        schedule = self._filing.schedule
+        self._is_looking = True
+
+        def done(result: Records | LogError) -> None:
+            self._is_looking = False
+            if schedule is not self._filing.schedule:
+                return
+            if isinstance(result, DamagedSchedule):
+                self._filing.is_damaged(schedule, result)
+            elif not isinstance(result, LogError):
+                self._left = result
+
+        self._mastership.host.read(schedule.pending_below(end + BORDER_BYTES), done)
+
+    def _carry(self) -> None:
+        """Read the next ones; they are written when they were read, unless something became of them meanwhile."""
+        assert self._left is not None
+        fits = max(1, int(np.searchsorted(np.cumsum(self._left["size"][:CARRIED_MESSAGES]), CARRIED_BYTES)))
+        some, self._left = self._left[:fits], self._left[fits:]
+        schedule, message_log, wanted = self._filing.schedule, self._mastership.log, Messages.of(some)
+        self._is_looking = True
+
+        def done(result: list[bytes] | LogError) -> None:
+            self._is_looking = False
+            if isinstance(result, CorruptFrame):
+                self._mastership.found_damage(result)
+            elif isinstance(result, LogError) or schedule is not self._filing.schedule:
+                return
+            elif self._mastership.may_progress:
+                try:
+                    self._write(some, result)
+                except DamagedSchedule as problem:
+                    self._filing.is_damaged(schedule, problem)
+
+        self._mastership.host.read(lambda: read_messages(message_log, wanted), done)
+
+    def _write(self, records: Records, messages: list[bytes]) -> None:
+        schedule = self._filing.schedule
+        by_subject: dict[int, list[int]] = {}
+        states = schedule.states_of(records)
+        for at, (number, subject) in enumerate(zip(records["number"].tolist(), records["subject"].tolist())):
+            if not self._decisions.names(number) and states.get(number) == State.PENDING:
+                by_subject.setdefault(subject, []).append(at)
+        for subject, places in by_subject.items():
+            self._decisions.carry(schedule.subjects[subject], records[places], [messages[at] for at in places])
+            self._counters.carried_messages += len(places)
+
+    def forget(self) -> None:
+        """The schedule is another one."""
+        self._left = None

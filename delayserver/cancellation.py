@@ -1,12 +1,12 @@
-"""Core. Messages that are not to be sent after all, or at another time: found, decided, written down, answered truly.
+"""Core. Cancelling and rescheduling: messages found by id or key, decided, written to the log, answered.
 
-Whoever asks names messages by id or by a key of his own. They are looked for on a thread; then it is decided on the
-loop, where nothing happens in between, so that the answer is true when it is written down: what is planned for a broker
-group by then counts as sent. The answer leaves when both disks have the decision.
+A thread searches for the messages. The loop then decides without interruption, so the answer is still true when the
+frame is written: a message planned for a broker group by then counts as sent. The answer leaves when both disks have
+the decision.
 
-To look for one message may take as long as for thousands, and what is due is read by the same threads. So there is
-one look at a time, and who asks meanwhile shares the next one. What was found is decided in steps, some requests in
-each: what they cancel of a subject is one frame, and others' work goes on between two of them.
+A search for one message may take as long as for thousands, and reading due messages needs the same threads. So one
+search runs at a time, and requests that arrive meanwhile share the next one. Decisions are made in steps of some
+requests; a step's cancels of a subject are one frame, and other work runs between steps.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qmq.codec import decode_envelope, decode_properties
-from qmq.delayserver.counters import Counters
-from qmq.delayserver.decisions import Decisions
-from qmq.delayserver.filing import Filing
+from qmq.delayserver.decisions import Counters, Decisions
 from qmq.delayserver.messages import Messages, Records, read_messages
 from qmq.delayserver.schedule import RECORD, Candidate, DamagedSchedule, Schedule, State, id_hash, key_hash
+from qmq.delayserver.upkeep import Filing
 from qmq.errors import CorruptFrame, InvalidMessage, LogError, NotMaster, NotServed, Overloaded, QmqError
 from qmq.log import MessageLog
 from qmq.message import DELAY_KEY

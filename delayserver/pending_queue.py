@@ -1,0 +1,503 @@
+"""Core. Pending queues: due messages of each subject that are not planned yet, in memory or left on disk.
+
+The home broker group of an order key is computed once for each message, and again when the groups that share the
+subject's keys change. So scanning a long queue for messages that can go now is cheap.
+
+When the queues exceed the limit of loaded messages, the longest are cut until half of the limit is left, so a subject
+that can be sent keeps its queue beside one that cannot. The messages cut off still pend in the schedule. A queue that
+runs low is refilled from there, a page at a time, many subjects in one search.
+
+For each subject with a leftover: messages from its place on are on the wheel or on disk only; messages before it are on
+the wheel or in the queue. So a page enters the queues at a moment when no due message is on the wheel, together with
+the messages that left the wheel meanwhile; messages decided since then are left out.
+
+Subjects take turns by deficit round robin. Each round adds one quantum to a subject's credit, which never exceeds one
+quantum. A batch may cost more than the credit; then rounds pass until the debt is paid. So all subjects spend the same
+over time, however large their batches are, and a new one waits for one batch of each other at most. Source: Shreedhar
+and Varghese, Efficient fair queueing using deficit round robin (1995); with debts as in surplus round robin.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from qmq.delayserver.decisions import Decisions
+from qmq.delayserver.messages import Records
+from qmq.delayserver.schedule import DamagedSchedule, Schedule
+from qmq.delayserver.schedule.record import join, no_records, order_of
+from qmq.delayserver.templates import LABEL
+from qmq.delayserver.upkeep import Filing
+from qmq.errors import LogError
+from qmq.replication.ports import Host
+
+KEY_SHIFT = 32
+"""A label's upper half is the hash of its order key, 0 without one (qmq.codec)."""
+PIECE_MAX = 5000
+"""Messages of one piece: what is looked through for what can go next."""
+GONE_LEAST = 1000
+"""Fewer messages are not worth looking for them."""
+FREE = -1
+"""In place of the home of a message without order key: any group takes it."""
+
+Home = Callable[[int], str | None]
+"""Label of a message with an order key -> the broker group that it goes to."""
+Homes = npt.NDArray[np.int16]
+"""Where each message belongs: a position in `PendingQueue.homes`, or FREE."""
+Fits = npt.NDArray[np.bool_]
+
+
+def keys_of(records: Records) -> npt.NDArray[np.uint64]:
+    """Return the order key of each message, 0 without one."""
+    keys: npt.NDArray[np.uint64] = records["label"] >> np.uint64(KEY_SHIFT)
+    return keys
+
+
+class Piece:
+    """Messages that came due together, the earliest first."""
+
+    __slots__ = ("records", "homes")
+
+    def __init__(self, records: Records, homes: Homes) -> None:
+        self.records, self.homes = records, homes
+
+    def keep(self, fits: Fits) -> Piece:
+        return Piece(self.records[fits], self.homes[fits])
+
+    def followed_by(self, other: Piece) -> Piece:
+        return Piece(join([self.records, other.records]), np.concatenate((self.homes, other.homes)))
+
+
+class PendingQueue:
+    """Made by Dispatching when something of the subject is due first; ends with it."""
+
+    __slots__ = (
+        "subject",
+        "pieces",
+        "count",
+        "homes",
+        "failures",
+        "rests_until_ms",
+        "looks_ms",
+        "avoided",
+        "complained",
+        "_sharers",
+        "_gone",
+    )
+
+    def __init__(self, subject: str) -> None:
+        self.subject = subject
+        """What it is called; records name it by a number."""
+        self.pieces: deque[Piece] = deque()
+        self.count = 0
+        self.homes: list[str | None] = []
+        """The groups that messages of this queue belong to."""
+        self.failures = self.rests_until_ms = 0
+        """Failures one after the other, and until when nothing is tried because of the last one."""
+        self.looks_ms = 0
+        """When it looks next for a group that takes some of it."""
+        self.avoided: dict[str, int] = {}
+        """Group -> until when nothing new goes there: a batch to it was given up, and may be stored there."""
+        self.complained = False
+        self._sharers: Sequence[str] = ()
+        self._gone = set[int]()
+        """Numbers of messages that are not to be sent any more: left out when they are taken."""
+
+    @property
+    def waiting(self) -> int:
+        """Messages that wait here and are not gone."""
+        return max(0, self.count - len(self._gone))
+
+    @property
+    def oldest_ms(self) -> int:
+        """When the first of them was due; there is one."""
+        return int(self.pieces[0].records["due"][0])
+
+    def put(self, records: Records, sharers: Sequence[str], home: Home) -> None:
+        """Put messages into the queue; `sharers` are the groups among which `home` chooses."""
+        self.know(sharers, home)
+        at = len(self.pieces)
+        while at and self.pieces[at - 1].records["due"][0] > records["due"][0]:
+            at -= 1  # these were not stored: what has their order keys stays behind them
+        homes, is_last = self._homes_of(records, home), at == len(self.pieces)
+        for begin in range(0, len(records), PIECE_MAX):
+            end = begin + PIECE_MAX
+            self.pieces.insert(at + begin // PIECE_MAX, Piece(records[begin:end], homes[begin:end]))
+        self.count += len(records)
+        if is_last:
+            self._join_small()
+
+    def _join_small(self) -> None:
+        """What comes one by one makes few pieces: one of a single message takes ten times its 50 bytes."""
+        pieces = self.pieces
+        while len(pieces) > 1 and len(pieces[-2].records) <= 2 * len(pieces[-1].records):
+            if len(pieces[-2].records) + len(pieces[-1].records) > PIECE_MAX:
+                return
+            last = pieces.pop()
+            pieces[-1] = pieces[-1].followed_by(last)
+
+    def know(self, sharers: Sequence[str], home: Home) -> None:
+        """Find out anew what belongs where, if other groups share the order keys than before."""
+        if sharers == self._sharers:
+            return
+        self._sharers, self.homes = sharers, []
+        for piece in self.pieces:
+            piece.homes = self._homes_of(piece.records, home)
+
+    def _homes_of(self, records: Records, home: Home) -> Homes:
+        keys = keys_of(records)
+        if not keys.any():
+            return np.full(len(records), FREE, np.int16)
+        distinct, places = np.unique(keys, return_inverse=True)
+        found = [self._position(home(key << KEY_SHIFT)) if key else FREE for key in distinct.tolist()]
+        return np.array(found, np.int16)[places]
+
+    def _position(self, name: str | None) -> int:
+        if name not in self.homes:
+            self.homes.append(name)
+        return self.homes.index(name)
+
+    def take(self, at: int, places: npt.NDArray[np.intp]) -> Records:
+        """Take these messages, which ascend, out of the piece `at`."""
+        piece = self.pieces[at]
+        if places[-1] == len(places) - 1:
+            chosen = piece.records[: len(places)]
+            rest = Piece(piece.records[len(places) :], piece.homes[len(places) :])
+        else:
+            fits = np.zeros(len(piece.records), np.bool_)
+            fits[places] = True
+            chosen, rest = piece.records[fits], piece.keep(~fits)
+        if len(rest.records):
+            self.pieces[at] = rest
+        else:
+            del self.pieces[at]
+        self.count -= len(chosen)
+        if self._gone:
+            chosen = self._without_gone(chosen)
+        return chosen
+
+    def _without_gone(self, chosen: Records) -> Records:
+        fits = np.array([number not in self._gone for number in chosen["number"].tolist()], np.bool_)
+        if not self.count:
+            self._gone.clear()
+        elif not fits.all():
+            self._gone.difference_update(chosen["number"].tolist())
+        return chosen if fits.all() else chosen[fits]
+
+    def place(self, at: int) -> tuple[int, int]:
+        """Return due time and number of about the message with `at` others before it; there are more than that."""
+        for piece in self.pieces:
+            if at < len(piece.records):
+                one = piece.records[order_of(piece.records["due"], piece.records["number"])[at]]
+                return int(one["due"]), int(one["number"])
+            at -= len(piece.records)
+        raise IndexError(at)
+
+    def give_up(self, which: Callable[[Records], Fits]) -> int:
+        """Take messages out; return how many of them were not gone."""
+        if self._gone:
+            self._drop_gone()
+        before = self.count
+        self._keep(lambda records: ~which(records))
+        return before - self.count
+
+    def remove(self, numbers: npt.NDArray[np.uint64]) -> None:
+        """Leave these out from now on: they were cancelled, or written again elsewhere.
+
+        They are not looked for: that would take as long as the queue is. When so many are gone that the queue would
+        mostly be them, it is looked through once for all of them.
+        """
+        self._gone.update(numbers.tolist())
+        if 2 * len(self._gone) > max(self.count, GONE_LEAST):
+            self._drop_gone()
+
+    def _drop_gone(self) -> None:
+        gone = np.array(sorted(self._gone), np.uint64)
+        self._keep(lambda records: ~np.isin(records["number"], gone))
+        self._gone.clear()
+
+    def _keep(self, which: Callable[[Records], Fits]) -> None:
+        kept = (piece.keep(which(piece.records)) for piece in self.pieces)
+        self.pieces = deque(piece for piece in kept if len(piece.records))
+        self.count = sum(len(piece.records) for piece in self.pieces)
+
+
+K = TypeVar("K")
+
+
+class FairShares(dict[K, int]):
+    """Key -> what it may spend, in the order of the round; only these functions change it. Used on its owner's loop."""
+
+    def __init__(self, quantum: int) -> None:
+        super().__init__()
+        self._quantum = quantum
+
+    def join(self, key: K) -> None:
+        """It has something to send; behind the others, if it had nothing."""
+        self.setdefault(key, 0)
+
+    def leave(self, key: K) -> None:
+        """It has nothing to send any more; debts are forgotten."""
+        self.pop(key, None)
+
+    def has_credit(self, key: K) -> bool:
+        return self.get(key, 0) > 0
+
+    def spend(self, key: K, cost: int) -> None:
+        """It has sent something; the next pass begins with the others."""
+        self[key] = self.pop(key) - cost
+
+    def rounds(self, candidates: list[K]) -> Iterator[K]:
+        """Yield who may spend next, round by round; whoever has spent nothing by then is out of the coming rounds.
+
+        Args:
+            candidates: keys that may be able to send now, in the order of the round.
+        """
+        order = deque(candidates)
+        while order:
+            key = order.popleft()
+            if key not in self:
+                continue
+            self[key] = credit = min(self[key] + self._quantum, self._quantum)
+            if credit > 0:
+                yield key
+                if self.get(key) == credit:
+                    continue
+            order.append(key)
+
+
+PAGE_MAX = 500_000
+"""Messages read at a time, 24 MB: looking through a segment takes as long for a few."""
+BACK_MAX = 65_536
+"""Messages that come back in one pass, 10 ms."""
+
+
+class Place(NamedTuple):
+    """A place in the order in which messages come due."""
+
+    due_ms: int
+    number: int
+
+    def behind(self, records: Records) -> Fits:
+        """Return which of these are here or behind; templates never, which wait elsewhere (delayserver.recurring)."""
+        dues = records["due"]
+        later = (dues > self.due_ms) | ((dues == self.due_ms) & (records["number"] >= self.number))
+        fits: Fits = later & (records["label"] != LABEL)
+        return fits
+
+
+@dataclass(slots=True)
+class Leftover:
+    """What of a subject is due and on disk alone. `least`: with fewer in its queue, it is read."""
+
+    begin: Place
+    messages: int
+    least: int
+
+
+@dataclass(slots=True)
+class _Page:
+    """What is being read, or was: the next messages of some subjects, and what came off the wheel meanwhile."""
+
+    schedule: Schedule
+    subjects: set[int]
+    found: Records | None = None
+    at: int = 0
+    is_last: bool = False
+    meanwhile: list[Records] = field(default_factory=list)
+
+
+class Leftovers:
+    """Made by the master; ends with the mastership.
+
+    Args:
+        most: messages that the queues may hold.
+        waiting: says how many a subject's queue holds.
+    """
+
+    def __init__(
+        self, filing: Filing, host: Host, decisions: Decisions, most: int, waiting: Callable[[int], int]
+    ) -> None:
+        self._filing, self._host, self._decisions = filing, host, decisions
+        self._most, self._waiting = most, waiting
+        self._of: dict[int, Leftover] = {}
+        self._wanted: dict[int, None] = {}
+        """Subjects whose queue may have run low."""
+        self._page: _Page | None = None
+        self._came = 0
+        self._taken_ms = 0
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._of
+
+    @property
+    def messages(self) -> int:
+        """Messages that are due and on disk alone."""
+        return sum(left.messages for left in self._of.values())
+
+    def parts(self) -> Iterator[tuple[int, int, int]]:
+        """Yield subject, messages, and when the first of them was due, of each subject."""
+        for subject, left in self._of.items():
+            yield subject, left.messages, left.begin.due_ms
+
+    def forget(self) -> None:
+        """The schedule is another one, and nothing is in a queue."""
+        self._of.clear()
+        self._wanted.clear()
+        self._page = None
+
+    # What the queues get, and give up.
+
+    def arrived(self, subject: int, records: Records) -> Records:
+        """These are due: return what belongs into the queue."""
+        self._came += len(records)
+        left = self._of.get(subject)
+        if left is None or not (stays := left.begin.behind(records)).any():
+            return records
+        left.messages += int(np.count_nonzero(stays))
+        if self._page is not None and subject in self._page.subjects:
+            self._page.meanwhile.append(records[stays])
+        return records[~stays]
+
+    def gone(self, subject: int, records: Records) -> Records:
+        """These pend no more: return what may be in the queue."""
+        left = self._of.get(subject)
+        if left is None:
+            return records
+        stays = left.begin.behind(records)
+        left.messages -= min(left.messages, int(np.count_nonzero(stays & (records["due"] <= self._taken_ms))))
+        return records[~stays]
+
+    def ran_low(self, subject: int, count: int) -> None:
+        """The queue of a subject has `count` messages left."""
+        left = self._of.get(subject)
+        if left is not None and count < left.least:
+            self._wanted[subject] = None
+
+    def make_room(self, queues: Iterable[tuple[int, PendingQueue]]) -> None:
+        """Cut the longest queues, if they hold too much; looks only now and then."""
+        if self._came < max(1, self._most // 16):
+            return
+        self._came, queues = 0, list(queues)
+        counts = np.array([queue.count for _, queue in queues])
+        if counts.sum() <= self._most:
+            return
+        level = _level(counts, self._most // 2)
+        for subject, queue in queues:
+            if queue.count > level:
+                self._cut(subject, queue, level)
+
+    def _cut(self, subject: int, queue: PendingQueue, most: int) -> None:
+        begin = Place(*queue.place(most))
+        cut = queue.give_up(begin.behind)
+        if not cut:
+            return
+        if self._page is not None:
+            self._page.subjects.discard(subject)  # it is read from further on
+        left = self._of.get(subject)
+        if left is not None:
+            cut, begin = cut + left.messages, min(begin, left.begin)
+        self._of[subject] = Leftover(begin, cut, max(1, queue.count // 2))
+        self.ran_low(subject, queue.count)
+
+    # What comes back.
+
+    def go_on(self, taken_ms: int, *, all_taken: bool) -> Records:
+        """Return what comes back now, maybe nothing.
+
+        Args:
+            taken_ms: what is due by then was taken off the wheel, or is next.
+            all_taken: nothing of it is on the wheel.
+        """
+        self._taken_ms = taken_ms
+        if not all_taken:
+            return no_records()
+        if self._page is None:
+            self._read()
+        elif self._page.found is not None:
+            try:
+                return self._next_of(self._page, self._page.found)
+            except DamagedSchedule as problem:
+                self._filing.is_damaged(self._page.schedule, problem)
+        return no_records()
+
+    def _read(self) -> None:
+        """Read a page of all subjects whose queue runs low."""
+        wanted, self._wanted = self._wanted, {}
+        low = {subject for subject in wanted if subject in self._of and self._is_low(subject)}
+        if not low:
+            return
+        schedule, most = self._filing.schedule, max(1, min(PAGE_MAX, self._most // 4))
+        begins = {subject: self._of[subject].begin for subject in low}
+        self._page = page = _Page(schedule, low)
+
+        def done(result: Records | LogError) -> None:
+            if self._page is not page:
+                return
+            if isinstance(result, DamagedSchedule):
+                self._filing.is_damaged(schedule, result)
+            elif isinstance(result, LogError):
+                raise result  # the disk failed
+            else:
+                page.found, page.is_last = result, len(result) < most
+            self._host.pass_soon()
+
+        self._host.read(schedule.pending_of(begins, self._taken_ms + 1, most), done)
+
+    def _is_low(self, subject: int) -> bool:
+        return self._waiting(subject) < self._of[subject].least
+
+    def _next_of(self, page: _Page, found: Records) -> Records:
+        """Return the next part of a page, and move the places of its subjects behind it."""
+        part = found[page.at : page.at + BACK_MAX]
+        page.at += len(part)
+        is_read = page.at == len(found)
+        more = join([no_records(), *page.meanwhile])
+        if is_read and page.is_last:
+            end = None
+        else:
+            end = Place(int(part["due"][-1]), int(part["number"][-1]) + 1)
+            later = end.behind(more)
+            page.meanwhile, more = [more[later]], more[~later]
+        back = self._that_pend(page, _by_place(join([part, more])) if len(more) else part)
+        subjects, counts = np.unique(back["subject"], return_counts=True)
+        came = dict(zip(subjects.tolist(), counts.tolist(), strict=True))
+        for subject in page.subjects:
+            self._moved(subject, end, came.get(subject, 0))
+        if is_read:
+            self._page = None
+            self._wanted |= dict.fromkeys(page.subjects)
+        self._host.pass_soon()
+        return back
+
+    def _that_pend(self, page: _Page, records: Records) -> Records:
+        fits = np.isin(records["subject"], list(page.subjects)) & (records["label"] != LABEL)
+        return self._decisions.not_named(page.schedule.that_pend(records[fits]))
+
+    def _moved(self, subject: int, end: Place | None, count: int) -> None:
+        """`count` messages came back, all before `end`; None: all there are."""
+        if end is None:
+            del self._of[subject]
+            return
+        left = self._of[subject]
+        left.begin, left.messages = max(left.begin, end), max(0, left.messages - count)
+
+
+def _by_place(records: Records) -> Records:
+    """Return each once, in the order in which they come due."""
+    once = records[np.unique(records["number"], return_index=True)[1]]
+    return once.take(order_of(once["due"], once["number"]))
+
+
+def _level(counts: npt.NDArray[np.int64], most: int) -> int:
+    """Return to which length queues are cut, that about `most` messages are left in all; at least one."""
+    ascending = np.sort(counts)
+    before = np.cumsum(ascending) - ascending
+    levels = (most - before) // np.arange(len(ascending), 0, -1)
+    return max(1, int(levels[np.argmax(ascending > levels)]))
