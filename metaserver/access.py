@@ -1,7 +1,7 @@
-"""Core. Who may talk to the metaserver: holders of a token, with the rights that its row names.
+"""Core. Tokens: check one, make one, and the rights of its row.
 
-A token reads `qmq_<id>_<secret>`. The row is found by the id; of the secret only a salted hash is kept. One round of
-BLAKE2 is enough for it: the secret is 256 random bits, which nobody guesses however fast he hashes.
+A token reads `qmq_<id>_<secret>`. Its row is found by the id and holds a salted hash of the secret. One round of BLAKE2
+is enough: the secret is 256 random bits.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ SECRET_BYTES = 32
 SALT_BYTES = 16
 ID_BYTES = 6
 VALID_OF_ONE_NAME_MAX = 2
-"""The one in use and the one that comes after it."""
+"""The current token and its successor."""
 FIRST_ADMIN_ID = "first"
-"""One row can have it: of several metaservers that start on an empty database, one makes the token."""
+"""Only one row can have this id: of several metaservers that start on an empty database, one makes the token."""
 FIRST_ADMIN_NAME = "first-admin"
 
 RPC_ROLES: Mapping[str, frozenset[TokenRole]] = {
@@ -35,7 +35,7 @@ RPC_ROLES: Mapping[str, frozenset[TokenRole]] = {
     "HoldLease": frozenset({TokenRole.CLUSTER}),
     "ListSources": frozenset({TokenRole.CLUSTER}),
 }
-"""Method of the gRPC service -> roles of which a caller needs one. What is not here is refused to everybody."""
+"""Method of the gRPC service -> roles of which a caller needs one. Methods that are missing here are refused."""
 
 _TOKEN = re.compile(r"qmq_([0-9a-z]{1,32})_([0-9a-f]{64})", re.ASCII)
 
@@ -63,14 +63,14 @@ def new_token(
     groups: Iterable[str] = (),
     id: str = "",
 ) -> tuple[TokenRow, str]:
-    """Make a token; return its row, and its text, which is shown once and kept nowhere.
+    """Make a token; return its row, and its text, which is shown once and not stored.
 
     Args:
-        known: all tokens there are.
+        known: all tokens.
         lifetime_ms: 0: it does not expire.
 
     Raises:
-        OperatorError, InvalidName: which word is wrong, or that two valid tokens have this name already.
+        OperatorError, InvalidName: an argument is invalid, or two valid tokens have this name already.
     """
     check_name("name", name)
     if role == TokenRole.CLUSTER or role not in list(TokenRole):
@@ -100,7 +100,7 @@ def new_token(
 
 
 def first_admin(known: Iterable[TokenRow], *, random_bytes: RandomBytes, now_ms: int) -> tuple[TokenRow, str] | None:
-    """Make the first admin token, with the id that only one row can have; None if there ever was an admin's token."""
+    """Make the first admin token, with the id that only one row can have; None if an admin token ever existed."""
     if any(token.role == TokenRole.ADMIN for token in known):
         return None
     return new_token(
@@ -109,11 +109,11 @@ def first_admin(known: Iterable[TokenRow], *, random_bytes: RandomBytes, now_ms:
 
 
 class UnknownToken(AccessError):
-    """No row has this token. Where the rows may have been lost, nobody can say whether it was valid."""
+    """No row has this token. Where rows may have been lost, it may still be valid."""
 
 
 class Access:
-    """Knows the valid tokens. Created by main; used on the loop; `replace` follows each change of the table."""
+    """Valid tokens. Created by main; used on the loop; `replace` follows each change of the table."""
 
     def __init__(self, cluster_tokens: Iterable[str]) -> None:
         self._cluster_tokens = [token.encode() for token in cluster_tokens if token]
@@ -124,23 +124,23 @@ class Access:
         return list(self._tokens.values())
 
     def replace(self, tokens: Iterable[TokenRow]) -> None:
-        """Know these tokens, and no others."""
+        """Replace all tokens by these."""
         self._tokens = {token.id: token for token in tokens}
 
     def check(self, text: str | bytes | None, *, now_ms: int, peer: str = "") -> Caller:
-        """Say whose token this is; the time it takes tells nothing about how close a wrong one was.
+        """Return the holder of a token, in constant time for wrong ones.
 
         Args:
             now_ms: milliseconds since 1970.
 
         Raises:
-            AccessError: it is missing, not valid, expired or revoked.
+            AccessError: the token is missing, invalid, expired or revoked.
         """
         caller, _ = self.look_up(text, now_ms=now_ms, peer=peer)
         return caller
 
     def find(self, text: str, *, now_ms: int) -> TokenRow:
-        """The row of a valid token. The key of the installation has none. Raises AccessError."""
+        """Return the row of a valid token; the installation's key has none. Raises AccessError."""
         given = text.encode("utf-8", "replace")
         if self._is_key(given):
             raise AccessError("this is the key of the installation, which is for its processes and has no page")
@@ -150,14 +150,14 @@ class Access:
         return _valid(token, now_ms)
 
     def caller_of(self, id: str, *, now_ms: int, peer: str = "") -> Caller:
-        """Whose token has this id, which somebody proved to have before; raises AccessError."""
+        """Return the holder of the token with this id, which was checked before. Raises AccessError."""
         token = self._tokens.get(id)
         if token is None:
             raise UnknownToken("the API token is not valid any more")
         return _caller(_valid(token, now_ms), peer)
 
     def look_up(self, text: str | bytes | None, *, now_ms: int, peer: str = "") -> tuple[Caller, int]:
-        """As `check`; and when the token expires, 0: never."""
+        """Return the holder as `check` does, and when the token expires; 0: never."""
         given = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text or b""
         if not given:
             raise AccessError("the API token is missing")
@@ -169,11 +169,13 @@ class Access:
         return _caller(_valid(token, now_ms), peer), token.expires_ms
 
     def _is_key(self, given: bytes) -> bool:
-        equal = [hmac.compare_digest(given, known) for known in self._cluster_tokens]  # all, whatever the first says
+        equal = [
+            hmac.compare_digest(given, known) for known in self._cluster_tokens
+        ]  # no short cut: compare all of them
         return any(equal)
 
     def _proven(self, given: bytes) -> TokenRow | None:
-        """The row that `given` is the token of. For an unknown id a hash is computed and compared as well."""
+        """Return the row of the token `given`. For an unknown id a hash is computed and compared as well."""
         parts = _TOKEN.fullmatch(given.decode("utf-8", "replace"))
         identity, secret = (parts[1], parts[2]) if parts else ("", "")
         token = self._tokens.get(identity)

@@ -59,27 +59,27 @@ from qmq.version import VERSION
 log = logging.getLogger("qmq.metaserver")
 
 STOP_S = 1.0
-"""How long streams and calls get to end when the process stops; they are told at once."""
+"""Time for streams and calls to end when the process stops."""
 MOVE_S = 0.3
-"""How long a metaserver that stops goes on answering, so that nginx has noticed before the port is closed."""
+"""A stopping metaserver answers for so long, until nginx has noticed; then the port is closed."""
 RPC_OPTIONS = [
     *SERVER_OPTIONS,
-    ("grpc.max_allowed_incoming_connections", 50_000),  # 20,000 clients are served
-    NO_PROBE,  # with it, 20,000 clients that confirm a change would cost a quarter more
+    ("grpc.max_allowed_incoming_connections", 50_000),  # for 20,000 clients
+    NO_PROBE,  # with it, 20,000 confirmations of a change cost a quarter more
 ]
 BODY_TIMEOUT_MS = 10_000
 CONNECTIONS_MAX = 1000
-"""Clients without gRPC ask for routes here every few seconds."""
+"""Clients without gRPC poll their routes here every few seconds."""
 COLLECT_S = 2.0
 RESTORE_BYTES_MAX = 256 << 20
 
 
 class CannotServe(QmqError):
-    """The metaserver cannot begin. Its text says why, and what to do."""
+    """The metaserver cannot start. The text holds the reason and the remedy."""
 
 
 class Metaserver:
-    """One metaserver process: joins the parts, opens the ports, closes them again."""
+    """One metaserver process: joins the parts, opens the ports, closes them."""
 
     def __init__(self, settings: MetaserverSettings) -> None:
         self._settings = settings
@@ -156,7 +156,7 @@ class Metaserver:
         """Open both ports, serve until `stop`, close them.
 
         Raises:
-            CannotServe, DatabaseUnusable: why, and what to do.
+            CannotServe, DatabaseUnusable: the text holds the reason and the remedy.
         """
         await self._learn()
         rpc_server, http = self._open_ports()
@@ -198,7 +198,7 @@ class Metaserver:
         log.info("metaserver stopped")
 
     async def _learn(self) -> None:
-        """Read everything from the database; while it is away, from the snapshot."""
+        """Read everything from the database, or from the snapshot while the database is away."""
         try:
             await self._database.open()
             before = self._snapshots.read()
@@ -220,7 +220,7 @@ class Metaserver:
                 ) from error
 
     async def _make_first_token(self) -> None:
-        """Make an admin's token, if there never was one, and print it: the only time it can be seen."""
+        """Make the first admin token, if there never was one, and print it: it is shown only here."""
         made = first_admin(self.registry.tokens, random_bytes=secrets.token_bytes, now_ms=wall_ms())
         if made is None:
             return
@@ -229,7 +229,7 @@ class Metaserver:
         try:
             await self.registry.change([AddToken(row)], audit)
         except OperatorError:
-            return  # another metaserver was first, and prints its own
+            return  # another metaserver was first, and prints its own token
         print(f"first admin token, shown only now: {text}", flush=True)
 
     def _open_ports(self) -> tuple[grpc.aio.Server, HttpPort]:
@@ -249,9 +249,9 @@ class Metaserver:
         return rpc_server, HttpPort(self._app(), listener, connections_max=CONNECTIONS_MAX, trusted_proxies=proxies)
 
     async def _leave(self, rpc_server: grpc.aio.Server, upkeep: Upkeep) -> None:
-        """Let brokers and clients go elsewhere. Nobody is marked down: who beats elsewhere says so there.
+        """Send brokers and clients to another metaserver. No broker is marked down.
 
-        What brokers reported is stored before their streams end: the next metaserver presumes it.
+        Brokers' reports are stored before their streams end: the next metaserver starts from them.
         """
         await upkeep.store()
         self.registry.stop()
@@ -263,7 +263,7 @@ class Metaserver:
 
     @property
     def is_hanging(self) -> bool:
-        """Whether calls to the database have not returned."""
+        """Return whether calls to the database have not returned."""
         return self._database.is_hanging
 
     def _app(self) -> ASGIApp:
@@ -294,7 +294,7 @@ class Metaserver:
 
 
 def make_provider(settings: MetaserverSettings) -> ProviderPort | None:
-    """The OpenID provider of the settings; its library is an extra. Raises CannotServe: it is not installed."""
+    """Return the OpenID provider of the settings. Raises CannotServe: the extra with its library is not installed."""
     if not settings.oidc_issuer:
         return None
     try:
@@ -325,7 +325,7 @@ def _port_taken(host: str, port: int, name: str) -> str:
 def _new_loop() -> asyncio.AbstractEventLoop:
     try:
         import uvloop
-    except ImportError:  # not on every system; slower, else the same
+    except ImportError:  # missing on some systems; without it, only slower
         return asyncio.new_event_loop()
     return uvloop.new_event_loop()  # type: ignore[no-any-return]
 
@@ -362,7 +362,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (OSError, RuntimeError, QmqError, DatabaseUnusable) as error:
         print(f"metaserver: cannot serve: {error}", file=sys.stderr)
         return 1
-    if is_hanging:  # all is closed; only a thread waits for a database that stands still, and Python would wait for it
+    if (
+        is_hanging
+    ):  # everything is closed; a thread still waits for a database that hangs, and Python would wait for that thread
         logging.shutdown()
         os._exit(0)
     return 0

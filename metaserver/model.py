@@ -1,7 +1,7 @@
-"""Core. What the metaserver knows: brokers, groups, routes of subjects, marks, and what else its tables hold.
+"""Core. Rows of the metaserver's tables as values: brokers, groups, routes of subjects, readonly marks, tokens.
 
-A `Directory` is one consistent reading of the database. It is never changed in place: who changes the database reads
-a new one. What brokers report about themselves is not in it but in `metaserver.cluster.liveness`.
+A `Directory` is one consistent reading of the database and never changes; a change of the database is read as a new
+one. Brokers' reports about themselves are in `cluster.liveness`.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from qmq.replication.points import Point
 from qmq.types import GroupKind, Role
 
 COPIES_MAX = 5
-"""Of a group, the master among them."""
+"""Copies of a group, the master's among them."""
 ALL_SUBJECTS = "*"
 """As the subject of a readonly mark: the whole broker group."""
 AS_SETTING = "default"
-"""Of a group's failover: as the metaservers' setting says."""
+"""Value of a group's failover: the metaservers' setting applies."""
 
 NORMAL, DELAY = GroupKind.NORMAL.value, GroupKind.DELAY.value
 
 
 class BrokerKey(NamedTuple):
-    """Names a broker process: no two rows of the table share it."""
+    """Name of a broker process, unique in the table."""
 
     hostname: str
     serve_port: int
@@ -45,18 +45,18 @@ _PARTS = {
 
 
 def part(role: Role, kind: int) -> Role:
-    """What operators call the role that a broker has in a group of this kind. To the broker, master is master."""
+    """Return operators' name of a role in a group of this kind. Brokers only have masters and slaves."""
     return _PARTS[role, kind]
 
 
 def role_and_kind(part: Role) -> tuple[Role, int]:
-    """The inverse of `part`."""
+    """Return the role and kind of group that `part` made the name of."""
     return next(key for key, value in _PARTS.items() if value == part)
 
 
 @dataclass(frozen=True, slots=True)
 class Broker:
-    """A broker that an operator added; its control and metrics ports and its incarnation it tells by itself."""
+    """A broker that an operator added. Its control and metrics ports and its incarnation come with its registration."""
 
     group: str
     role: Role
@@ -67,20 +67,20 @@ class Broker:
     control_port: int = 0
     metrics_port: int = 0
     incarnation: str = ""
-    """Names the data directory the broker last registered with; empty until it registered once."""
+    """Name of the data directory of the newest registration; empty before the first one."""
     complete: bool = False
-    """A slave that was seen to hold every acknowledged message, with this incarnation and under this master.
+    """Whether a slave held every acknowledged message, with this incarnation and under this master.
 
-    Once it does, nothing is acknowledged without it, so it stays complete until its disk or its part changes.
+    From then on nothing is acknowledged without it, so it stays complete until its disk or its role changes.
     """
     fill_id: str = ""
-    """Of the newest filling of its copy that an operator spoke of (`qmq.replication.assignment`); empty: of none."""
+    """Newest filling of its copy that an operator allowed or stopped (`qmq.replication.assignment`); empty: none."""
     fill_allowed: bool = False
-    """SyncReplica allowed that filling; else CancelSync stopped it."""
+    """True: SyncReplica allowed that filling. False: CancelSync stopped it."""
     instance: str = ""
-    """Names that data directory at its place; a copy of it has another one. Another one gets the part in a new term."""
+    """Name of the data directory at its place; a copy has another one. Another one gets the role in a new term."""
     kind: int = field(default=NORMAL, compare=False)
-    """Its group's, which is stored and never changes."""
+    """Kind of its group; never changes."""
 
     @property
     def part(self) -> Role:
@@ -101,22 +101,22 @@ class Group:
     slaves: tuple[Broker, ...]
     update_time_ms: int
     half_swapped: bool = False
-    """The first of ReplaceBroker's two calls put the slave into the master's place; the slave's place is vacant."""
+    """The first of ReplaceBroker's two calls made the slave the master; the slave's place is vacant."""
     kind: int = NORMAL
     tag: str = ""
     """Subjects of the same tag prefer this group."""
     draining: bool = False
-    """Producers keep away and no route takes it in: it is being emptied."""
+    """The group is being emptied: producers avoid it, and no route adds it."""
     full: bool = False
-    """New subjects keep away; those that use it go on."""
+    """New subjects avoid the group; subjects that use it continue."""
     min_copies: int = 2
-    """So many of them, the master's among them, have a message on disk when it is acknowledged."""
+    """Copies, the master's among them, that have a message on disk when it is acknowledged."""
     lost_term: int = 0
-    """In this term an operator accepted a loss, and nobody said since that he knows of it; 0: there is none."""
+    """Term in which an operator accepted a loss, until AcknowledgeLoss; 0: none."""
     failover: str = AS_SETTING
-    """`on`, `off` or `default`: whether it fails over by itself."""
+    """Automatic failover: `on`, `off` or `default`."""
     sync_mode: str = SyncMode.AUTOMATIC
-    """Whether a slave that is not whole is filled by itself, or waits for SyncReplica."""
+    """Whether an incomplete slave is filled automatically, or waits for SyncReplica."""
 
     @property
     def brokers(self) -> tuple[Broker, ...]:
@@ -124,7 +124,7 @@ class Group:
 
     @property
     def slave(self) -> Broker | None:
-        """Its one slave; None: it has none, or several."""
+        """The only slave; None: there is none, or several."""
         return self.slaves[0] if len(self.slaves) == 1 else None
 
 
@@ -134,15 +134,15 @@ class Route:
 
     subject: str
     groups: tuple[str, ...]
-    """Empty: an operator removed the route; a client that has it drops it."""
+    """Empty: an operator removed the route, and clients drop it."""
     version: int
     changed: int = 0
-    """The version of all routes that this one was written with."""
+    """Version of all routes at which this one was written."""
     update_time_ms: int = 0
 
 
 Routes = Mapping[str, Route]
-"""By subject. One without groups counts as none."""
+"""Routes by subject. A route without groups counts as none."""
 
 
 def has_route(routes: Routes, subject: str) -> bool:
@@ -150,14 +150,14 @@ def has_route(routes: Routes, subject: str) -> bool:
 
 
 class ReadonlyMark(NamedTuple):
-    """An operator keeps producers of `subject` (or `*`) away from a group."""
+    """Readonly mark: producers of `subject` (or `*`) avoid a group."""
 
     subject: str
     group: str
 
 
 class Offline(NamedTuple):
-    """Consumers that an operator switched off; `*` in any place stands for all."""
+    """Consumers that an operator switched off; `*` in any place matches all."""
 
     subject: str
     group: str
@@ -166,7 +166,9 @@ class Offline(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SubjectInfo:
-    """A subject that an operator announced, with the tag of the groups it prefers. Others need no announcement."""
+    """Subject that an operator announced, with the tag of the groups it prefers. Other subjects need no
+    announcement.
+    """
 
     name: str
     tag: str
@@ -175,16 +177,16 @@ class SubjectInfo:
 
 @dataclass(frozen=True)
 class Directory:
-    """All but routes, as of one transaction. Created by the repository."""
+    """Everything but routes, as of one transaction. Created by the repository."""
 
     groups: Mapping[str, Group] = field(default_factory=dict)
     marks: frozenset[ReadonlyMark] = frozenset()
     offline: frozenset[Offline] = frozenset()
     subjects: Mapping[str, SubjectInfo] = field(default_factory=dict)
     version: int = 0
-    """Raised by each change of what is in here."""
+    """Raised by each change of the content."""
     groups_version: int = -1
-    """Another one after each change of groups and brokers; -1: not known."""
+    """Differs after each change of groups and brokers; -1: unknown."""
     limits: frozenset[OperatorLimits] = frozenset()
 
     def beside(
@@ -196,13 +198,15 @@ class Directory:
         subjects: Mapping[str, SubjectInfo],
         version: int,
     ) -> Directory:
-        """The same groups and brokers, with other things beside them."""
+        """Return the same groups and brokers with other marks, limits and subjects."""
         found = replace(self, marks=marks, offline=offline, limits=limits, subjects=subjects, version=version)
         found.__dict__["_by_key"] = self._by_key
         return found
 
     def told_anew(self, before: Directory) -> frozenset[BrokerKey]:
-        """Brokers that must be told of the difference: of their group, its marks, consumers that are off, or limits."""
+        """Return brokers whose assignment differs from `before`: their group, its marks, offline consumers or
+        limits.
+        """
         if (self.offline, self.limits) != (before.offline, before.limits):
             return frozenset(self._by_key) | frozenset(before._by_key)
         names = {mark.group for mark in self.marks ^ before.marks}
@@ -243,13 +247,13 @@ class Directory:
         return found
 
     def is_marked(self, group: str, subject: str) -> bool:
-        marks: frozenset[tuple[str, str]] = self.marks  # asked for each group of each route: no new object for it
+        marks: frozenset[tuple[str, str]] = self.marks  # called for each group of each route: no new object for it
         return bool(marks) and ((subject, group) in marks or (ALL_SUBJECTS, group) in marks)
 
 
 @dataclass(frozen=True, slots=True)
 class PartedTail:
-    """The end of a slave's log that its master's does not have; the slave confirmed it."""
+    """End of a slave's log that the master's log lacks; the slave confirmed it."""
 
     offset: int
     messages: tuple[tuple[str, int, int], ...]
@@ -258,7 +262,7 @@ class PartedTail:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaState:
-    """What a broker says about itself, each second and when asked. Offsets are bytes of its message log."""
+    """State that a broker reports each second and when asked. Offsets are bytes of its message log."""
 
     role: int
     term: int
@@ -274,71 +278,71 @@ class ReplicaState:
     durability: str = ""
     incarnation: str = ""
     in_step: tuple[str, ...] = ()
-    """A master's words: incarnations of the slaves whose copies are in step with its own."""
+    """From a master: incarnations of the slaves in sync."""
     point: Point | None = None
-    """The newest acknowledged point that its copy knows."""
+    """Newest acknowledged point of its copy."""
     in_sync: bool = False
-    """A slave's words: since its process began, it has reached the end of the log of this term's master."""
+    """From a slave: since its process began, it has reached the end of the log of this term's master."""
     promised_term: int = 0
-    """It follows no master of an older term, and is none."""
+    """Term up to which it promised to follow no older master and to be none."""
     last_term: int = 0
     last_boot: int = 0
-    """Of its log's last frame."""
+    """Epoch of the last frame of its log."""
     incomplete: bool = False
-    """Its copy never had all that its master had, as far as it wrote down."""
+    """Whether its copy never had everything of its master, by its own record."""
     fill_id: str = ""
-    """Names the filling that its copy is in or that comes next; empty from a version that does not say it."""
+    """Name of the current or next filling of its copy; empty from an older version."""
     clock_off_s: int = 0
-    """By so many seconds its machine's clock is ahead of the metaserver's and of other copies', or behind them."""
+    """Seconds by which its machine's clock differs from the metaserver's and other copies'."""
     lost_master: bool = False
-    """A slave's words: it was in sync, and does not hear its master now."""
+    """From a slave: it was in sync, and has lost the connection to its master."""
     instance: str = ""
-    """Names its data directory at its place; empty from a version that does not say it."""
+    """Name of its data directory at its place; empty from an older version."""
     quarantine_bytes: int = 0
-    """Bytes that left its log and are kept."""
+    """Bytes of quarantined files."""
     quarantine_full: bool = False
-    """They are more than its bound, and what is left is an operator's to clear."""
+    """Quarantine exceeds its bound, and only an operator may clear the rest."""
     parted: PartedTail | None = None
-    """Of a slave that is `diverged`, when it was asked."""
+    """Divergence of a `diverged` slave, when asked."""
     known_term: int = 0
-    """Without a part: the newest term that it had written down when it registered."""
+    """Newest term it had stored when it registered, while it has no role."""
 
     @property
     def reach(self) -> tuple[int, int, int]:
-        """Of copies whose logs grew by the same rules, the one with the most has everything."""
+        """Order of copies whose logs follow the same rules: the greatest has everything."""
         return self.last_term, self.last_boot, self.flushed_end
 
     def is_master_in(self, term: int) -> bool:
-        """Whether this broker is at work as the master of that term."""
+        """Return whether this broker serves as the master of that term."""
         return self.role == Role.MASTER and self.term == term
 
 
 @dataclass(frozen=True, slots=True)
 class Points:
-    """What the copies of a group said to be acknowledged."""
+    """Acknowledged points that the copies of a group reported."""
 
     by_incarnation: Mapping[str, Point] = field(default_factory=dict)
     loss_accepted_term: int = 0
-    """In this term an operator accepted that what older points say is lost; 0: never."""
+    """Term in which an operator accepted the loss of older points; 0: never."""
 
 
 @dataclass(frozen=True, slots=True)
 class SightingRow:
-    """What all metaservers know about one broker's heartbeats. Written when it changes, not with each heartbeat."""
+    """State of one broker's heartbeats, shared by all metaservers. Written when it changes, not with each heartbeat."""
 
     key: BrokerKey
     session: str
-    """Names the heartbeat stream, at random: the end of an older one changes nothing."""
+    """Random name of the heartbeat stream: the end of an older stream changes nothing."""
     metaserver: str
-    """Where the stream ends."""
+    """Metaserver that receives the stream."""
     incarnation: str
     up: bool
     state: ReplicaState | None = None
-    """What matters to routes and roles; its offsets are not stored and read as 0."""
+    """Part of the state that routes and roles depend on; offsets are not stored and read as 0."""
     begins: bool = False
-    """As an order to store: this session replaces whatever is there. Else it only goes on if it still is the newest."""
+    """When storing: this session replaces the stored one. False: it is stored only if it still is the newest."""
     changed: int = 0
-    """The version of all sightings that this one was written with."""
+    """Version of all sightings at which this one was written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,17 +350,17 @@ class MetaserverRow:
     """A metaserver process that uses this database."""
 
     id: str
-    """Random, made at its start."""
+    """Random, made when the process starts."""
     http_address: str
     grpc_address: str
     beat: int
-    """Raised about once a second. Readers time it with their own clocks."""
+    """Raised about once a second. Readers measure it with their own clocks."""
     version: str
 
 
 @dataclass(frozen=True, slots=True)
 class TokenRow:
-    """An API token; what is secret about it is stored only as a salted hash."""
+    """API token; its secret is stored as a salted hash only."""
 
     id: str
     name: str
@@ -369,12 +373,12 @@ class TokenRow:
     expires_ms: int = 0
     """0: never."""
     revoked_ms: int = 0
-    """0: it is valid."""
+    """0: valid."""
 
 
 @dataclass(frozen=True, slots=True)
 class AuditRow:
-    """One operator's action, as it is written down with what it changed. `id` and `time_ms` are given when stored."""
+    """Audit row of one operator's action and its changes. `id` and `time_ms` are set when stored."""
 
     who: str
     peer: str
@@ -390,7 +394,7 @@ class AuditRow:
 
 @dataclass(frozen=True, slots=True)
 class DataSource:
-    """A client's database that the watchdog looks after. `url` (type://host:port/database) names it."""
+    """Application's database that the watchdog scans, named by `url` (type://host:port/database)."""
 
     url: str
     user_name: str
@@ -400,24 +404,26 @@ class DataSource:
     """QMQ's numbers: 0 online, -1 offline."""
     update_time_ms: int = 0
     table: str = "qmq_msg_queue"
-    """Or schema.table."""
+    """Table, or schema.table."""
     rate: int = 10_000
-    """Rows a second that the watchdog sends at most."""
+    """Most rows that the watchdog sends per second."""
     age_s: int = 60
-    """A row is the watchdog's once it is that old; before, its application sends it."""
+    """Age from which the watchdog sends a row; before, its application does."""
 
 
 WATCHDOGS = "watchdog/"
-"""What the names of watchdogs' leases begin with; their room follows."""
+"""Prefix of the names of watchdogs' leases; their room follows."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseRow:
-    """Who of several processes acts under `name`. The beat rises while the holder lives, the term with each holder."""
+    """Lease `name` of one of several processes. The beat rises while the holder renews it, the term with each new
+    holder.
+    """
 
     name: str
     node: str
-    """Unique to the process; empty: nobody holds it."""
+    """Unique to the process; empty: free."""
     term: int
     beat: int
     address: str = ""
@@ -426,14 +432,14 @@ class LeaseRow:
 
 @dataclass(frozen=True, slots=True)
 class ConsumerGroupRow:
-    """A consumer group that began on a subject, and where it begins on a broker group on which it has no position."""
+    """Consumer group that began on a subject, and its begin on a broker group without a position of it."""
 
     subject: str
     group: str
     since_ms: int
-    """On a member: begin with the first message stored at that time or later; 0: with the first that is kept."""
+    """On a member: begin with the first message stored at that time or later; 0: with the first one kept."""
     mark: str
-    """Under which members noted where the subject ended before this row was stored; empty: they noted nothing."""
+    """Name under which members noted the subject's end before this row was stored; empty: none did."""
     members: tuple[str, ...]
     """Broker groups of the subject's route when this row was stored."""
     created_ms: int

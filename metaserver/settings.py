@@ -1,4 +1,4 @@
-"""Core. Settings of the metaserver; in the environment they begin with QMQ_METASERVER_."""
+"""Core. Settings of the metaserver; their environment variables begin with QMQ_METASERVER_."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CLUSTER_TOKEN_CHARS_MIN = 8
 
 @dataclass(frozen=True)
 class MetaserverSettings:
-    """Everything that is set when a metaserver starts."""
+    """Settings of one metaserver process."""
 
     host: str = setting("127.0.0.1", why="address to listen on; 0.0.0.0 for all")
     http_port: int = setting(8080, least=0, most=65535, why="/meta/address, /management, /metrics; 0: a free port")

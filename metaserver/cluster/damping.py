@@ -1,7 +1,7 @@
-"""Core. Keeps a broker that goes off and on from making routes flap.
+"""Core. Delay for brokers that go up and down repeatedly, so that routes do not flap.
 
-Bad news is passed on at once: a producer that is told too late loses an attempt. Good news of a broker that lost its
-mastership again and again waits until it lasted a while. A new term and an operator's mark are orders, not faults.
+A group that becomes readonly is published at once: a late producer loses an attempt. A broker that lost its mastership
+repeatedly must stay writable for a while before others see it. New terms and operators' marks are not faults.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from qmq.metaserver.model import BrokerKey, ReplicaState
 
 WINDOW_MS = 60_000
 LOSSES_FREE = 4
-"""So many losses within the window cost nothing: restarts, swaps, an operator who tries things."""
+"""Losses within the window that cause no delay: restarts, swaps, operators' experiments."""
 HOLD_MS = 2000
 HOLD_MS_MAX = 10_000
 ORDERS = frozenset({"operator", "draining"})
-"""Reasons for readonly that an operator gave."""
+"""Readonly reasons that come from an operator."""
 FLAPPING = "flapping"
-"""Among a broker's reasons for readonly: it takes messages, but not for long enough yet."""
+"""Readonly reason: the broker is writable, but not for long enough yet."""
 
 
 @dataclass(slots=True)
@@ -32,18 +32,18 @@ class _History:
 
 
 class Damping:
-    """What each broker's readiness did lately. Owned by `Liveness`."""
+    """Recent changes of each broker's readiness. Owned by `Liveness`."""
 
     def __init__(self) -> None:
         self._histories: dict[BrokerKey, _History] = {}
 
     def forget(self, keys: Iterable[BrokerKey]) -> None:
-        """Drop what is known about brokers that no longer exist."""
+        """Drop brokers that no longer exist."""
         for key in keys:
             self._histories.pop(key, None)
 
     def damped(self, key: BrokerKey, state: ReplicaState, *, now_ms: int) -> ReplicaState:
-        """Return what to tell others of `state`: the same, or not writable yet."""
+        """Return the state to publish: `state`, or the same as not writable yet."""
         history = self._histories.setdefault(key, _History())
         if state.term != history.term:
             history.term, history.writable = state.term, False

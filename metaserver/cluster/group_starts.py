@@ -1,7 +1,7 @@
-"""Core. Where a consumer group begins on a broker group on which it has no position (decision 80).
+"""Core. Begin of a consumer group on a broker group that has no position of it (decision 80).
 
-A consumer group begins once in the cluster, when its row is stored. Later it begins nowhere behind a message that was
-stored since: on a broker group that was no member of the route then, it begins with the first message.
+A consumer group begins once in the cluster, when its row is stored. No broker group begins after a message that was
+stored since: one that joined the route later begins with its first message.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from qmq.metaserver.model import ConsumerGroupRow, Route
 from qmq.subjects import real_subject
 
 CLOCKS_MS = 60_000
-"""By how much clocks of metaservers and brokers may differ. A member that could not note where a subject ended delivers
-so much more."""
+"""Largest assumed difference of clocks. A member that could not note the subject's end delivers messages of so long a
+time again.
+"""
 STALE_MS = 3_600_000
-"""A broadcast consumer's row is made anew if it is older and no member has a position: brokers forget absent ones."""
+"""A broadcast consumer's row of this age is replaced if no member has a position: brokers forget absent consumers."""
 
 EXPECTED_MAX = 10_000
 """Consumer groups in one question to a broker."""
 
 
 class Asked(NamedTuple):
-    """A consumer group that has no position on the broker group that asks."""
+    """Consumer group without a position on the broker group that asks."""
 
     subject: str
     group: str
@@ -37,26 +38,28 @@ class Asked(NamedTuple):
 
 
 class Begin(NamedTuple):
-    """Begin with the first message stored at `since_ms` or later (0: with the first), or where `mark` was noted."""
+    """Begin at the first message stored at `since_ms` or later (0: at the first one), or at the place noted under
+    `mark`.
+    """
 
     since_ms: int
     mark: str
     began_ms: int
-    """From then on the group gets everything."""
+    """Time from which the group gets every message."""
 
 
 def begin_at(row: ConsumerGroupRow, broker_group: str) -> Begin:
-    """Return where the group begins on a broker group that lacks its position."""
+    """Return the begin of a group on a broker group that has no position of it."""
     began_ms = max(row.created_ms, row.since_ms)
     return Begin(row.since_ms, row.mark, began_ms) if broker_group in row.members else Begin(0, "", began_ms)
 
 
 def new_row(asked: Asked, members: Iterable[str], *, is_known: bool, mark: str, now_ms: int) -> ConsumerGroupRow:
-    """Return the row of a group that has none.
+    """Make the row of a group that has none.
 
     Args:
-        is_known: a broker group has a position of it: it began before rows were kept, or the row was lost.
-        mark: under which members noted where their subjects end; they did so after `now_ms`.
+        is_known: a broker group has a position: the group began before rows existed, or its row was lost.
+        mark: name under which members noted the ends of their subjects, after `now_ms`.
     """
     if is_known:
         return ConsumerGroupRow(*asked.key, 0, "", (), now_ms)
@@ -65,7 +68,7 @@ def new_row(asked: Asked, members: Iterable[str], *, is_known: bool, mark: str, 
 
 
 def to_store(asked: Iterable[Asked], rows: Mapping[tuple[str, str], ConsumerGroupRow], *, now_ms: int) -> list[Asked]:
-    """Return the groups whose row is missing, or may be of a broadcast consumer that every broker group forgot."""
+    """Return the groups without a row, and broadcast consumers whose positions every broker group may have dropped."""
 
     def is_stale(one: Asked) -> bool:
         return one.broadcast and now_ms - rows[one.key].created_ms > STALE_MS
@@ -76,9 +79,9 @@ def to_store(asked: Iterable[Asked], rows: Mapping[tuple[str, str], ConsumerGrou
 def expected_at(
     rows: Iterable[ConsumerGroupRow], routes: Mapping[str, Route], broker_group: str, subject: str = ""
 ) -> list[tuple[ConsumerGroupRow, Begin]]:
-    """Return the consumer groups that may have no position on a broker group of their subject's route.
+    """Return the consumer groups that may lack a position on a broker group of their subject's route.
 
-    Of all subjects at once only those for which the broker group joined later: members have positions.
+    Without a subject: only groups that began before the broker group joined the route; members have positions.
     """
 
     def is_expected(row: ConsumerGroupRow) -> bool:

@@ -1,16 +1,20 @@
-"""Core. Which broker is up, and which group takes messages: what heartbeats say, here and at other metaservers.
+"""Core. Liveness of brokers: up or down, and whether their groups take messages, from heartbeats at all metaservers.
 
-A broker beats at one metaserver, in a numbered *session*; what all must know of it is one row that all of them read.
-Its own metaserver judges by the beats. The others believe the row while that metaserver lives. A stored "down" holds
-until a new session begins; a stored "up" holds until somebody asked the broker and got no answer. So a metaserver that
-restarts neither forgets that a broker is down nor takes one for dead that is only about to come back, and a broker that
-moves to another metaserver is up all the time. While the database is away, sessions here and the last rows go on.
+A broker sends heartbeats to one metaserver, in a numbered *session*. One row per broker holds what all metaservers
+need.
+
+- The metaserver with the session decides by the heartbeats; the others use the row while that metaserver is alive.
+- A stored "down" holds until a new session begins.
+- A stored "up" holds until a metaserver asked the broker and got no answer.
+
+So a restarted metaserver neither forgets that a broker is down, nor marks one down that is about to reconnect. A broker
+that changes its metaserver stays up. While the database is away, sessions here and the last rows stay valid.
 
     Register ─> claim ─> join ─> beat … beat ─> leave ─> asked on its control port ─> answered: up │ not: down
                                       └─ silent for the timeout ─> asked, too
 
-A clock that stands still while the process does. A process that was stopped, or a machine that was suspended, has not
-listened meanwhile: by the wall, every broker would have been silent, and it would call them all down.
+Time is the time this process was awake (`AwakeClock`). After a suspended machine resumes, every broker would otherwise
+have been silent by the wall clock, and be marked down.
 """
 
 from __future__ import annotations
@@ -25,24 +29,25 @@ from qmq.metaserver.model import Broker, BrokerKey, Group, ReplicaState, Sightin
 
 ASK_AGAIN_MS = 200
 ASK_EACH_MS = 10
-"""A broker that nobody hears is asked again after 200 ms, then after twice as long, up to the timeout; where there are
-many brokers, up to so long for each, as an answer costs about 3 ms."""
+"""A silent broker is asked again after 200 ms, then after twice as long, up to the timeout. With many brokers the
+longest wait is this long for each, as a query costs about 3 ms.
+"""
 
 
 STOP_ONE = (
     "Stop the process that is not to go on, and delete its directory. This one is accepted once the other is stopped. "
     "A further copy of the group gets an empty directory and a name of its own (AddBroker, ReplaceBroker)"
 )
-"""What to do about two processes with one data directory."""
+"""Remedy for two processes with one data directory."""
 
 
 class PlaceTaken(OperatorError):
-    """Another process with another data directory holds this broker's place. Stop one of them, then start again."""
+    """Another process with another data directory serves as this broker. Stop one of them, then start again."""
 
 
 @dataclass(slots=True)
 class Sighting:
-    """The newest session of a broker that we know of."""
+    """Newest known session of a broker."""
 
     session: str
     metaserver: str
@@ -52,20 +57,20 @@ class Sighting:
     """None until the first heartbeat."""
     seen_ms: int = 0
     live: bool = False
-    """Its stream ends here, and has not ended."""
+    """The stream is open here."""
     ask_ms: int | None = None
-    """When to ask the broker next; None: somebody hears it."""
+    """Time of the next query; None: a metaserver receives heartbeats."""
     stored: str = ""
-    """The session that the row names, as far as we know."""
+    """Session in the stored row."""
     asked: int = 0
-    """How often it was asked since nobody hears it."""
+    """Queries since the last heartbeat."""
     suspected: bool = False
-    """A broker here says that it is gone: it is asked once, though the metaserver that hears it lives."""
+    """A slave here lost the broker: it is asked once, though its own metaserver is alive."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Somebody should ask this broker on its control port whether it is there."""
+    """Query to make at a broker's control port."""
 
     key: BrokerKey
     session: str
@@ -73,23 +78,23 @@ class Question:
 
 
 class Liveness:
-    """Signs of life of all brokers. Created by main, lives as long as the process; call it from the loop only.
+    """Liveness of all brokers. Created by main, lives as long as the process; call it from the loop only.
 
     Args:
         own: id of this metaserver.
-        timeout_ms: silence after which a broker, or a metaserver, is doubted.
+        timeout_ms: silence after which a broker or a metaserver is doubted.
     """
 
     def __init__(self, own: str, *, timeout_ms: int) -> None:
         self.own = own
         self.timeout_ms = timeout_ms
         self.version = 0
-        """Raised by each change of an answer that clients may see."""
+        """Raised by each change that clients may see."""
         self.peers = Peers(timeout_ms=timeout_ms)
         self._damping = Damping()
         self._presumed_until_ms = 0
         self._presumed_brokers: dict[BrokerKey, str] = {}
-        """Their incarnations; empty once the time is over."""
+        """Incarnations of brokers that may still reconnect after our start; empty once that time is over."""
         self._sightings: dict[BrokerKey, Sighting] = {}
         self._claims: dict[BrokerKey, tuple[str, int]] = {}
         self._dirty: dict[BrokerKey, None] = {}
@@ -98,11 +103,11 @@ class Liveness:
     # -- sessions here --------------------------------------------------------------------------------------------
 
     def check_free(self, key: BrokerKey, incarnation: str, *, now_ms: int, has_moved: bool = False) -> None:
-        """Raise PlaceTaken if another incarnation holds the place.
+        """Raise PlaceTaken if another incarnation serves as this broker.
 
         Args:
-            has_moved: it comes from another machine than the one that was heard last, or its directory is at another
-                place. One of the two directories is a copy.
+            has_moved: the process comes from another machine, or its directory is at another place. One of the two
+                directories is a copy.
         """
         claimed, claimed_ms = self._claims.get(key, ("", 0))
         sighting = self._sightings.get(key)
@@ -121,7 +126,7 @@ class Liveness:
             )
 
     def claim(self, key: BrokerKey, incarnation: str, *, now_ms: int) -> None:
-        """Note that a process registered as `key`; raises PlaceTaken as `check_free` does."""
+        """Record that a process registered as `key`. Raises PlaceTaken as `check_free` does."""
         self.check_free(key, incarnation, now_ms=now_ms)
         self._claims[key] = (incarnation, now_ms)
 
@@ -145,7 +150,7 @@ class Liveness:
         return session
 
     def beat(self, key: BrokerKey, session: str, state: ReplicaState, *, now_ms: int) -> bool:
-        """Note a heartbeat. False: a newer session of the same broker took over, end this one."""
+        """Record a heartbeat. False: a newer session replaced this one, which must end."""
         sighting = self._sightings.get(key)
         if sighting is None or not sighting.live or not _same_stream(sighting.session, session):
             return False
@@ -158,19 +163,19 @@ class Liveness:
         return True
 
     def leave(self, key: BrokerKey, session: str, *, now_ms: int) -> None:
-        """Note that a stream ended: that process is gone, or it is on its way to another metaserver. It is asked."""
+        """Record the end of a stream. The process has ended or changes its metaserver, so the broker is asked."""
         sighting = self._sightings.get(key)
         if sighting is not None and sighting.live and _same_stream(sighting.session, session):
             sighting.live = False
             sighting.ask_ms = now_ms if sighting.up else None
 
-    # -- what others see ------------------------------------------------------------------------------------------
+    # -- rows of other metaservers --------------------------------------------------------------------------------
 
     def take_rows(self, rows: Sequence[SightingRow], *, now_ms: int, are_all: bool = False) -> None:
-        """Take in rows that were read from the database, in any order.
+        """Apply rows that were read from the database, in any order.
 
         Args:
-            are_all: the database has no others. What it lacks of ours it has lost: it was put back.
+            are_all: the database has no other rows. If ours are missing, it was restored from an older copy.
         """
         if are_all:
             for key in self._sightings.keys() - {row.key for row in rows}:
@@ -183,12 +188,12 @@ class Liveness:
                 self._agree(sighting, row, now_ms=now_ms)
 
     def _stays(self, sighting: Sighting, row: SightingRow) -> bool:
-        """Whether our live session outlives a row of another one."""
+        """Return whether our open session remains, despite a row of another session."""
         if not sighting.live:
             return False
         if sighting.stored == sighting.session and row.up:
-            return False  # the broker has moved, and our stream has only not noticed yet
-        sighting.stored = row.session  # ours began later, or the other one is over: our row will replace this one
+            return False  # the broker has moved, and the end of our stream has not arrived yet
+        sighting.stored = row.session  # ours began later, or the other one ended: our row will replace this one
         self._dirty[row.key] = None
         return True
 
@@ -199,7 +204,7 @@ class Liveness:
             self._dirty[key] = None
 
     def _adopt(self, row: SightingRow, *, now_ms: int) -> None:
-        ours = row.up and row.metaserver == self.own  # a session of ours that ended before its row came back to us
+        ours = row.up and row.metaserver == self.own  # a session of ours that ended before its row was read back
         self._sightings[row.key] = Sighting(
             row.session,
             row.metaserver,
@@ -216,23 +221,25 @@ class Liveness:
     def _agree(self, sighting: Sighting, row: SightingRow, *, now_ms: int) -> None:
         sighting.stored = row.session
         if row.key in self._dirty:
-            return  # what we are about to store is newer
+            return  # our unstored row is newer
         if sighting.live:
-            if sighting.up and not row.up:  # somebody took it for dead, and we hear it: say so in a new session
+            if (
+                sighting.up and not row.up
+            ):  # marked down elsewhere while our heartbeats continue: publish it in a new session
                 stream, _, number = sighting.session.partition("+")
                 sighting.session = f"{stream}+{int(number or 0) + 1}"
                 self._changed(row.key)
             elif sighting.state and (row.state is None or essence(sighting.state) != essence(row.state)):
-                self._dirty[row.key] = None  # we stored what it says now: the row was put back
+                self._dirty[row.key] = None  # we had stored the current state: the row was restored from an older copy
             return
         if row.up and sighting.metaserver == self.own:
-            return  # our own words
+            return  # our own row
         if (sighting.up, sighting.state) != (row.up, row.state):
             sighting.up, sighting.state, sighting.seen_ms = row.up, row.state, now_ms
             self.version += 1
 
     def forget(self, keys: Iterable[BrokerKey]) -> None:
-        """Drop what is known about brokers that no longer exist."""
+        """Drop brokers that no longer exist."""
         keys = list(keys)
         self._damping.forget(keys)
         for key in keys:
@@ -241,26 +248,27 @@ class Liveness:
             if self._sightings.pop(key, None) is not None:
                 self.version += 1
 
-    # -- doubts ---------------------------------------------------------------------------------------------------
+    # -- silence and queries --------------------------------------------------------------------------------------
 
     def serve(self, brokers: Iterable[Broker], *, now_ms: int) -> None:
-        """Brokers can come back from now on: what is presumed until they had the time holds for one timeout.
+        """Begin to accept brokers. For one timeout, registered brokers without a row may still reconnect and count as
+        up.
 
         Args:
-            brokers: all that the rows tell of. Who registers only now, for the first time, is not on its way back.
+            brokers: all brokers of the rows.
         """
         self._presumed_until_ms = now_ms + self.timeout_ms
         unknown = (broker for broker in brokers if broker.incarnation and broker.key not in self._sightings)
         self._presumed_brokers = {broker.key: broker.incarnation for broker in unknown}
 
     def tick(self, *, now_ms: int) -> None:
-        """Notice silence: of brokers whose stream stays open, and of metaservers. Call it once `quiet_ms` are over."""
+        """Detect silence of brokers with an open stream, and of metaservers. Call it after `quiet_ms`."""
         if self._presumed_brokers and now_ms >= self._presumed_until_ms:
             self._presumed_brokers = {}
-            self.version += 1  # who was told what was presumed must hear that it is over
+            self.version += 1  # clients must see that the presumption is over
         for sighting in self._sightings.values():
             if sighting.up and sighting.metaserver == self.own and not sighting.live:
-                continue  # it is being asked since its stream ended
+                continue  # already being asked, since its stream ended
             if not self._is_doubtful(sighting, now_ms):
                 sighting.ask_ms, sighting.asked = None, 0
             elif sighting.ask_ms is None:
@@ -269,8 +277,11 @@ class Liveness:
     def quiet_ms(
         self, *, now_ms: int, silence_ms: int | None = None, brokers: Iterable[BrokerKey] | None = None
     ) -> int:
-        """Return for how long none of `brokers`, by default of all, has been silent for `silence_ms`, by default the
-        timeout, of those whom this metaserver hears; 0: somebody is doubted, or others hear some."""
+        """Return how long no broker with a stream here can reach `silence_ms` of silence; 0: one is doubted, or is
+        elsewhere.
+
+        Defaults: all brokers, and the timeout.
+        """
         if self._presumed_brokers or any(not one.live or one.ask_ms is not None for one in self._sightings.values()):
             return 0
         known = self._sightings
@@ -281,15 +292,16 @@ class Liveness:
     def _is_doubtful(self, sighting: Sighting, now_ms: int) -> bool:
         if sighting.live:
             return sighting.up and now_ms - sighting.seen_ms > self.timeout_ms
-        if not sighting.up:  # without the database nobody could tell us that it is back
+        if not sighting.up:  # without the database no row would report its return
             return self.peers.is_unread(now_ms=now_ms)
         if sighting.suspected:
             return True
         return now_ms >= self._presumed_until_ms and self.peers.is_silent(sighting.metaserver, now_ms=now_ms)
 
     def suspect(self, key: BrokerKey, *, now_ms: int) -> bool:
-        """Let a broker be asked that another metaserver hears, as long as that one stands still unnoticed; False: it
-        is heard here, or down."""
+        """Schedule a query to a broker of another metaserver, which may hang itself. False: its stream is here, or it
+        is down.
+        """
         sighting = self._sightings.get(key)
         if sighting is None or sighting.live or not sighting.up:
             return False
@@ -298,8 +310,9 @@ class Liveness:
         return True
 
     def to_ask(self, *, now_ms: int) -> list[Question]:
-        """Return who should be asked now. Each question must get an answer with `answered`; until then it is not asked
-        again before its next turn."""
+        """Return the queries to make now. Pass each result to `answered`; until then the next one waits for its
+        turn.
+        """
         due = [
             Question(key, sighting.session, sighting.incarnation)
             for key, sighting in self._sightings.items()
@@ -313,36 +326,36 @@ class Liveness:
         return due
 
     def doubt(self, key: BrokerKey) -> Question | None:
-        """The question that would free a place: None if nobody holds it, or somebody hears its holder."""
+        """Return the query that may free a place; None: the place is free, or heartbeats come from its holder."""
         sighting = self._sightings.get(key)
         if sighting is None or not sighting.up or sighting.ask_ms is None:
             return None
         return Question(key, sighting.session, sighting.incarnation)
 
     def answered(self, question: Question, state: ReplicaState | None, *, now_ms: int) -> None:
-        """Note the answer to a question; None: there was none, or another process gave it."""
+        """Record the result of a query; None: no answer, or one of another process."""
         sighting = self._sightings.get(question.key)
         if sighting is None or sighting.session != question.session or sighting.ask_ms is None:
-            return  # it is heard again, here or at another metaserver
+            return  # heartbeats have resumed, here or at another metaserver
         sighting.suspected = False
         if state is None and sighting.up:
             sighting.up, sighting.asked = False, 0
             self._changed(question.key)
         elif state is not None and (not sighting.up or not sighting.state or essence(sighting.state) != essence(state)):
             if not sighting.up:
-                self._dirty.pop(question.key, None)  # nobody needs to hear any more that it was down
+                self._dirty.pop(question.key, None)  # the unstored "down" is obsolete
             sighting.up, sighting.state, sighting.seen_ms = True, state, now_ms
             self.version += 1
 
-    # -- what to store --------------------------------------------------------------------------------------------
+    # -- rows to store --------------------------------------------------------------------------------------------
 
     @property
     def has_news(self) -> bool:
-        """Whether `news` has something to store."""
+        """Return whether `news` has rows to store."""
         return bool(self._dirty)
 
     def news(self) -> list[SightingRow]:
-        """Return the rows to store; then tell `stored` or `not_stored`, before any row is read."""
+        """Return the rows to store; then call `stored` or `not_stored`, before any row is read."""
         rows = []
         for key in self._dirty:
             sighting = self._sightings[key]
@@ -360,22 +373,22 @@ class Liveness:
                 sighting.stored = row.session
 
     def not_stored(self, rows: Iterable[SightingRow]) -> None:
-        """They are due again."""
+        """Mark the rows as unstored again."""
         self._dirty.update((row.key, None) for row in rows if row.key in self._sightings)
 
     def rows(self) -> list[SightingRow]:
-        """All that is known, for a snapshot."""
+        """Return all rows, for a snapshot."""
         return [_row(key, sighting, begins=False) for key, sighting in self._sightings.items()]
 
     # -- answers --------------------------------------------------------------------------------------------------
 
     def state(self, key: BrokerKey, *, now_ms: int) -> ReplicaState | None:
-        """What a broker that is up last said; None when it is down or has not said anything yet."""
+        """Return the last state of a broker that is up; None: it is down, or has not sent a heartbeat."""
         sighting = self._sightings.get(key)
         return sighting.state if sighting is not None and sighting.up else None
 
     def last_state(self, key: BrokerKey) -> ReplicaState | None:
-        """What a broker said last, whether it is up or not."""
+        """Return the last state of a broker, up or down."""
         sighting = self._sightings.get(key)
         return sighting.state if sighting is not None else None
 
@@ -387,14 +400,16 @@ class Liveness:
         return claimed is not None and now_ms - claimed[1] <= self.timeout_ms
 
     def may_be_up(self, broker: Broker, *, now_ms: int) -> bool:
-        """Like `is_up`, but just after our own start a broker that registered before, and of which no row tells
-        anything, counts as up: taking it for dead would let its part be given away."""
+        """Return `is_up`, or True for a registered broker without a row shortly after our start.
+
+        Otherwise its role could be given to another broker while it reconnects.
+        """
         return self.is_up(broker.key, now_ms=now_ms) or self._presumed(broker, now_ms)
 
     def is_writable(self, group: Group, *, now_ms: int) -> bool:
-        """Whether the group's master takes messages in the group's term, as far as we know.
+        """Return whether the group's master takes messages in the group's term.
 
-        A presumption costs a producer one refused attempt.
+        A wrong presumption costs a producer one rejected attempt.
         """
         if group.master is None:
             return False
@@ -404,17 +419,17 @@ class Liveness:
         return state is not None and state.writable and state.is_master_in(group.term)
 
     def silent_ms(self, key: BrokerKey, *, now_ms: int) -> int:
-        """How long nothing came on a broker's open stream here; 0: it is down, or beats at another metaserver."""
+        """Return the silence of a broker's open stream here; 0: it is down, or its stream is elsewhere."""
         sighting = self._sightings.get(key)
         return now_ms - sighting.seen_ms if sighting is not None and sighting.live and sighting.up else 0
 
     def where(self, key: BrokerKey) -> str:
-        """Id of the metaserver that hears, or last heard, a broker; empty: none ever did."""
+        """Return the id of the metaserver of a broker's newest session; empty: there was none."""
         sighting = self._sightings.get(key)
         return sighting.metaserver if sighting else ""
 
     def mentioned(self) -> set[str]:
-        """Ids of other metaservers whose word still counts for something."""
+        """Return the ids of other metaservers whose rows are still in use."""
         named = {sighting.metaserver for sighting in self._sightings.values() if sighting.up and not sighting.live}
         return named - {self.own}
 
@@ -432,12 +447,14 @@ class Liveness:
 
 
 def essence(state: ReplicaState) -> tuple[object, ...]:
-    """What all metaservers must know of a state; offsets change with every message, and are asked for when needed."""
+    """Return the part of a state that all metaservers need. Offsets change with every message and are queried when
+    needed.
+    """
     return state.role, state.term, state.writable, state.readonly_reasons, state.durability
 
 
 def _same_stream(session: str, other: str) -> bool:
-    """A session that had to begin anew although its stream went on has the same name up to the `+`."""
+    """Return whether two sessions belong to one stream: a session that was renamed differs after the `+` only."""
     return session.partition("+")[0] == other.partition("+")[0]
 
 
@@ -448,7 +465,7 @@ def _row(key: BrokerKey, sighting: Sighting, *, begins: bool) -> SightingRow:
 
 
 PAUSE_MS = 2500
-"""The clock is read every other second at least; a longer break was no listening."""
+"""The clock is read every 2 s; a longer gap means that the process did not run."""
 
 
 class AwakeClock:
@@ -459,7 +476,7 @@ class AwakeClock:
         self._read_ms: int | None = None
 
     def at(self, monotonic_ms: int) -> int:
-        """Return the time awake at a monotonic time; it never goes back."""
+        """Return the time awake at a monotonic time; it never decreases."""
         if self._read_ms is not None and monotonic_ms - self._read_ms > PAUSE_MS:
             self._slept_ms += monotonic_ms - self._read_ms - PAUSE_MS
         self._read_ms = monotonic_ms

@@ -1,6 +1,7 @@
-"""Core. Which other metaservers live: each raises a counter in its row, and every reader times it with its own clock.
+"""Core. Liveness of the other metaservers: each raises a counter in its row, and readers measure it with their own
+clocks.
 
-A row that was not read for a while has a timeout to advance, once the database is back.
+After the database was away, every row gets one timeout to advance.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from dataclasses import dataclass
 from qmq.metaserver.model import MetaserverRow
 
 GAP_MS = 3000
-"""Readings further apart say nothing about what happened in between; they are made about once a second."""
+"""Readings come about once a second. Over a longer gap, a constant counter proves nothing."""
 FORGOTTEN_TIMEOUTS = 12
-"""A row that stood still for so many timeouts may be removed: its process is not coming back."""
+"""Timeouts without an advance after which a row is removed."""
 
 
 @dataclass(slots=True)
@@ -35,10 +36,10 @@ class Peers:
         return [peer.row for peer in self._peers.values() if peer.row is not None]
 
     def read(self, rows: Iterable[MetaserverRow], *, mentioned: Iterable[str] = (), now_ms: int) -> None:
-        """Take in all rows, as read just now.
+        """Apply all rows, as read just now.
 
         Args:
-            mentioned: ids that sightings name. One without a row is given a timeout to come back, too.
+            mentioned: ids that sightings name. One without a row gets a timeout to return, too.
         """
         found: dict[str, MetaserverRow | None] = {**dict.fromkeys(mentioned), **{row.id: row for row in rows}}
         after_gap = self._read_ms is None or now_ms - self._read_ms > GAP_MS
@@ -49,9 +50,9 @@ class Peers:
             self._peers[id] = _Peer(row, known.advanced_ms if known and stands_still and not after_gap else now_ms)
 
     def is_silent(self, id: str, *, now_ms: int) -> bool:
-        """Whether nothing was heard of a metaserver for the timeout: its counter stands still, or the database is away.
+        """Return whether a metaserver's counter did not advance for the timeout, or the database was away.
 
-        Silence is a reason to ask its brokers, no more.
+        Silence only means that its brokers are asked.
         """
         peer = self._peers.get(id)
         if self.is_unread(now_ms=now_ms) or self._read_ms is None:
@@ -59,11 +60,11 @@ class Peers:
         return peer is not None and self._read_ms - peer.advanced_ms > self._timeout_ms
 
     def is_unread(self, *, now_ms: int) -> bool:
-        """Whether the rows could not be read for the timeout: the database is away."""
+        """Return whether the rows could not be read for the timeout: the database is away."""
         return self._read_ms is None or now_ms - self._read_ms > self._timeout_ms
 
     def forgotten(self) -> list[str]:
-        """Ids of rows that nobody needs any more."""
+        """Return the ids of rows to remove."""
         if self._read_ms is None:
             return []
         limit = self._read_ms - FORGOTTEN_TIMEOUTS * self._timeout_ms

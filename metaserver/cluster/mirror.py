@@ -1,4 +1,6 @@
-"""Shell. What the database holds, in memory: read when it changed, and from a snapshot while the database is away."""
+"""Shell. Copy of the database in memory: read after each change, and taken from a snapshot while the database is
+away.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,10 @@ class Publish(Protocol):
 
 
 class DatabaseMirror:
-    """Made by the registry. All methods are called from the loop.
+    """Directory, tokens and routes in memory. Made by the registry; all methods are called from the loop.
 
     Args:
-        take_tokens: told of all API tokens, whenever they were read.
+        take_tokens: receives all API tokens after each reading.
         now_ms: time for liveness.
         publish: called after each reading.
     """
@@ -56,23 +58,23 @@ class DatabaseMirror:
         self._now_ms = now_ms
         self._publish = publish
         self._registered: frozenset[str] = frozenset()
-        """Groups whose brokers are registered, here or by the snapshot."""
+        """Groups with registered brokers, in memory or in the snapshot."""
         self._rows: frozenset[str] | None = None
         """Names of all groups that the database ever had; None: not read yet."""
         self._reading = asyncio.Lock()
         self.storing = asyncio.Lock()
-        """Held while sightings are stored or read: what is read is never older than what we know to be stored."""
+        """Held while sightings are stored or read, so that no reading is older than the rows we stored."""
         self._seen: dict[str, int] = {"directory": -1, "routes": -1, "sightings": -1}
         self.directory = Directory()
         self.tokens: list[TokenRow] = []
         self.routes: Mapping[str, Route] = table.known
         self.directory_changes = Changes()
-        """What brokers are told: groups, brokers, marks and offline states; each change is about some brokers' keys."""
+        """Changes of assignments: groups, brokers, marks, offline consumers; each names the brokers concerned."""
         self.is_loaded = False
 
     @property
     def revision(self) -> tuple[int, ...]:
-        """Another one after each change of what is known."""
+        """Differs after each change in memory."""
         return (*self._seen.values(), self._liveness.version)
 
     @property
@@ -80,10 +82,12 @@ class DatabaseMirror:
         return self._seen["routes"]
 
     async def catch_up(self, ask: Callable[[], Awaitable[dict[str, int]]] | None = None) -> None:
-        """Read what changed since it was last read, and wake who waits for it. Raises DatabaseAway.
+        """Read everything that changed since the last reading, and wake waiting tasks. Raises DatabaseAway.
+
+        Afterwards memory is the state of the database at a moment after the call.
 
         Args:
-            ask: asks the database for its versions, by the way; else it is probed for them.
+            ask: reads the database's versions along with other work; default: probe for them.
         """
         async with self._reading:
             versions = await (ask or self._database.probe)()
@@ -98,16 +102,16 @@ class DatabaseMirror:
                 if versions["sightings"] != self._seen["sightings"]:
                     await self._read_sightings(versions["sightings"])
                 self.is_loaded = True
-            finally:  # what was read will not be read again, even if the next reading fails or is cancelled
+            finally:  # a reading is not repeated, even if the next one fails or is cancelled
                 self._publish(news=news)
 
     def read_anew(self) -> None:
-        """The database was put back: what is in it now may have the version of what was read before."""
+        """Read everything again: the database was restored, and equal versions may hold other rows."""
         self._seen = dict.fromkeys(self._seen, -1)
 
     async def _read_directory(self, version: int) -> None:
         goes_on = 0 <= self._seen["directory"] < version and not self._database.set_aside_because
-        known = self.directory if goes_on else None  # equal versions of two databases say nothing
+        known = self.directory if goes_on else None  # equal versions of two databases prove nothing
         with deciding():
             directory, tokens, rows = await self._database.read(
                 lambda r: (r.load(known), r.load_tokens(), r.group_names()), timeout_ms=LOAD_MS
@@ -120,7 +124,7 @@ class DatabaseMirror:
         self._seen["directory"] = directory.version
 
     def check_rows(self) -> None:
-        """Set the database aside while it lacks a row of a group with registered brokers. Raises DatabaseSetAside."""
+        """Set the database aside while it lacks the row of a group with registered brokers. Raises DatabaseSetAside."""
         if self._rows is None:
             return
         lost = self.lost_groups()
@@ -129,18 +133,20 @@ class DatabaseMirror:
             raise DatabaseSetAside(self._database.set_aside_because)
 
     def lost_groups(self) -> dict[str, int]:
-        """Groups that the database has lost, with the newest term of each that is known."""
+        """Return the groups that the database has lost, each with its newest known term."""
         rows = self._rows or frozenset()
         names = old_database.find_lost(self._registered, self._terms.unknown(rows), rows)
         return {name: self._terms.floor(name) for name in names}
 
     def expect(self, snapshot: Snapshot) -> None:
-        """Hold the database, once it is read, against what a file has from before."""
+        """Expect the groups of a snapshot in the database, once it is read."""
         self._registered = old_database.registered(snapshot.directory)
         self._terms.note_rows(snapshot.directory.groups.values())
 
     async def _read_routes(self, version: int) -> None:
-        after = self._seen["routes"] if 0 <= self._seen["routes"] < version else 0  # only a restore makes it go back
+        after = (
+            self._seen["routes"] if 0 <= self._seen["routes"] < version else 0
+        )  # a smaller version only comes from a restored copy
         seen, routes = await self._database.read(lambda r: r.load_routes(after), timeout_ms=LOAD_MS)
         self._table.take(routes, all_of_them=not after)
         self._seen["routes"] = seen
@@ -164,7 +170,7 @@ class DatabaseMirror:
         self.directory_changes.publish(directory.told_anew(before))
 
     def take_snapshot(self, snapshot: Snapshot) -> None:
-        """Know what a file holds; all of it is read anew once the database answers."""
+        """Fill memory from a snapshot; everything is read again once the database answers."""
         self.take_directory(snapshot.directory, snapshot.tokens)
         self._table.take(snapshot.routes.values(), all_of_them=True)
         self._liveness.take_rows(snapshot.sightings, now_ms=self._now_ms())

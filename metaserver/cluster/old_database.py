@@ -1,20 +1,16 @@
-"""Core. A group's row that is older than its brokers: the database was restored from an old copy.
+"""Core. Detection of an old or replaced database: rows older than the brokers, and groups without a row.
 
-Brokers write each term down before they act in it, and ignore rows of older terms. So a row that went back is proven by
-one broker that reports a newer term; what it has to say again is what all brokers of the group agree on:
+**Old rows.** Brokers store each term before they act in it, and ignore rows of older terms. One report of a newer term
+proves that the row was restored from an older copy. The repair:
 
-    all of them report the same newest term, one as the master, the others as slaves   it gets these roles
-    anything else                                                                      an operator decides: AdoptRoles
+    all brokers report one newest term, one of them as the master   the row gets these roles
+    anything else                                                   an operator decides: AdoptRoles
 
-Either way in a term above all that was reported or given out: the old row may have other copies, or another number that
-acknowledge, and a master must not count by one rule while a failover counts by another.
+The new term is above every reported or assigned one: the old row may list other copies, or require another number of
+them, and a master and a failover must count by the same rule.
 
-The newest term that any broker of each group ever reported: terms are given out above it.
-
-Whether a database may be served from: it has to have a row of each group whose brokers are registered. A row of a group
-is never deleted: RemoveBroker of the last broker leaves one that keeps the term. So a group that a metaserver has in
-memory or in its snapshot, and of which the database has no row, proves that this is not the database in which its
-brokers were registered, or that it lost them: an empty one, or a copy from before the group was added.
+**Lost groups.** A row of a group is never deleted: RemoveBroker of the last broker leaves one that keeps the term. A
+group in memory or in the snapshot without a row proves that the database was emptied or replaced. It is not used.
 """
 
 from __future__ import annotations
@@ -28,27 +24,27 @@ from qmq.metaserver.roles.rules import RoleChange
 from qmq.types import Role
 
 StateOf = Callable[[Broker], ReplicaState | None]
-"""What a broker that is up last reported; None: it is down, or its last report is of another data directory."""
+"""Returns the last report of a broker that is up; None: it is down, or reported another data directory."""
 
 
 @dataclass(frozen=True, slots=True)
 class OldRow:
-    """A row that is older than what brokers report."""
+    """Row that is older than brokers' reports."""
 
     group: Group
     reported: int
-    """The newest term that any broker reported."""
+    """Newest reported term."""
     change: RoleChange | None
-    """Raises the row above them, with the roles that they agree on; None: they do not."""
+    """Change that raises the row to the roles all brokers agree on; None: they disagree."""
     found: str
     remedy: str
 
 
 def judge(group: Group, reported: int, state_of: StateOf, *, given: int = 0) -> OldRow | None:
-    """Hold a row against the newest term that any broker reported; None: the row is no older.
+    """Compare a row with the newest reported term; None: the row is not older.
 
     Args:
-        given: the newest one that is known to be given out or promised, whether or not a broker has it.
+        given: newest term that was assigned or promised, whether or not a broker received it.
     """
     if reported <= group.term:
         return None
@@ -65,10 +61,10 @@ def judge(group: Group, reported: int, state_of: StateOf, *, given: int = 0) -> 
 
 
 def adopt(group: Group, key: BrokerKey, reported: int, state_of: StateOf, *, given: int = 0) -> RoleChange:
-    """Make the broker that an operator names the master, in a term above all that any broker reported, and `given`.
+    """Promote the broker that an operator names, in a term above every reported one and `given`.
 
     Raises:
-        OperatorError: the row is no older than the brokers; the broker is no part of the group, or down.
+        OperatorError: the row is not older than the brokers; the broker is not of the group, or down.
     """
     if judge(group, reported, state_of) is None:
         raise OperatorError(
@@ -83,7 +79,7 @@ def adopt(group: Group, key: BrokerKey, reported: int, state_of: StateOf, *, giv
 
 
 def objection(named: Broker, reported: int, state_of: StateOf) -> str:
-    """Say what may be lost if this broker is adopted: it is not the master of the newest term; empty: nothing."""
+    """Return the loss that adopting this broker may cause, as text; empty: it is the master of the newest term."""
     state = state_of(named)
     if state is not None and (state.role, state.term) == (Role.MASTER, reported):
         return ""
@@ -94,7 +90,7 @@ def objection(named: Broker, reported: int, state_of: StateOf) -> str:
 
 
 def _newest_master(said: dict[Broker, ReplicaState | None], reported: int) -> Broker | None:
-    """The one broker that reports to be the master of the newest term."""
+    """Return the broker that reports to be the master of the newest term; None: none, or several."""
     masters = [broker for broker, state in said.items() if state is not None and state.is_master_in(reported)]
     return masters[0] if len(masters) == 1 else None
 
@@ -122,10 +118,10 @@ def _report(broker: Broker, state: ReplicaState | None) -> str:
 
 
 def _remedy(group: Group, master: Broker | None, said: dict[Broker, ReplicaState | None]) -> str:
-    """Name the one command; without a master of the newest term it makes the broker the master that has most.
+    """Return the command that repairs the row. Without a master of the newest term it promotes the longest copy.
 
-    Copies that stopped have no part before the row is right, and the row's master does not even report. All of them are
-    enough, and of several n - m + 1, as in a failover; that no other master runs, an operator has to know.
+    Restarted copies have no role before the row is right, and the row's master may not report. Reports of all copies,
+    or of n - m + 1 of several, are enough, as in a failover. The operator must make sure that no other master runs.
     """
     up = {broker: state for broker, state in said.items() if state is not None}
     named = master or max(up, key=lambda broker: up[broker].reach, default=None)
@@ -141,11 +137,14 @@ def _remedy(group: Group, master: Broker | None, said: dict[Broker, ReplicaState
 
 
 GROUPS_MAX = 10_000
-"""Names of groups that do not exist here: a bound for what brokers with a wrong setting may report."""
+"""Bound for names of unknown groups that misconfigured brokers may report."""
 
 
 class ReportedTerms:
-    """Made by the registry. Reports of brokers that are refused count too: the database may have lost them."""
+    """Newest terms by group, from reports, rows and promises; new terms are above them. Made by the registry.
+
+    Reports of rejected brokers count too: the database may have lost them.
+    """
 
     def __init__(self) -> None:
         self._newest: dict[str, int] = {}
@@ -153,17 +152,17 @@ class ReportedTerms:
         self._promised: dict[str, int] = {}
 
     def note(self, group: str, term: int) -> None:
-        """Take in a report; `group` empty: that broker never had a role."""
+        """Record a reported term; an empty `group`: that broker never had a role."""
         if group and term > self._newest.get(group, 0) and (group in self._newest or len(self._newest) < GROUPS_MAX):
             self._newest[group] = term
 
     def note_rows(self, groups: Iterable[Group]) -> None:
-        """Take in rows: their terms were given out, whether or not a broker has got them yet."""
+        """Record the terms of rows: they were assigned, whether or not a broker received them."""
         for group in groups:
             self._given[group.name] = max(group.term, self._given.get(group.name, 0))
 
     def note_promise(self, group: str, term: int) -> None:
-        """Take in that a broker promised to be no part of older terms than this one, which no row may have yet."""
+        """Record a promise to follow no master of an older term; a row of that term may not exist yet."""
         if group in self._given:
             self._promised[group] = max(term, self._promised.get(group, 0))
 
@@ -171,22 +170,22 @@ class ReportedTerms:
         return self._newest.get(group, 0)
 
     def given(self, group: str) -> int:
-        """The newest that a broker reported or a row had. A promised term above it may be asked for again."""
+        """Return the newest reported or assigned term. A promised term above it may be promised again."""
         return max(self._newest.get(group, 0), self._given.get(group, 0))
 
     def floor(self, group: str) -> int:
-        """A new term is above this."""
+        """Return the term that every new term exceeds."""
         return max(self.given(group), self._promised.get(group, 0))
 
     def floors(self) -> dict[str, int]:
         return {group: self.floor(group) for group in self._given.keys() | self._newest.keys()}
 
     def above_rows(self, groups: Mapping[str, Group]) -> list[str]:
-        """Names of the groups whose row is older than a report."""
+        """Return the names of groups whose row is older than a report."""
         return [name for name, term in self._newest.items() if name in groups and groups[name].term < term]
 
     def unknown(self, groups: Iterable[str]) -> dict[str, int]:
-        """Groups that brokers report, and that are not among `groups`, with the newest term."""
+        """Return reported groups that are not among `groups`, with their newest term."""
         known = set(groups)
         return {name: term for name, term in sorted(self._newest.items()) if name not in known}
 
@@ -199,25 +198,25 @@ COMMANDS = (
 
 
 def registered(directory: Directory) -> frozenset[str]:
-    """Groups of which a broker is registered."""
+    """Return the names of groups with a registered broker."""
     return frozenset(
         group.name for group in directory.groups.values() if any(broker.incarnation for broker in group.brokers)
     )
 
 
 def find_lost(known: Collection[str], reported: Mapping[str, int], rows: Collection[str]) -> list[str]:
-    """Name the groups that the database has lost.
+    """Return the groups that the database has lost.
 
     Args:
-        known: groups that memory or the snapshot has, with registered brokers.
-        reported: groups that brokers without a place report, with their term: they count against an empty database.
+        known: groups with registered brokers, in memory or in the snapshot.
+        reported: groups that unknown brokers report, with their term; they count against an empty database.
         rows: names of all groups that the database has a row of, removed ones too.
     """
     return sorted(set(known).difference(rows) | (set(reported) if not rows else set()))
 
 
 def describe(lost: Collection[str]) -> str:
-    """Say what is wrong, and which commands decide."""
+    """Return the problem and the commands that decide, as text."""
     names = sorted(lost)
     listed = ", ".join(names[:NAMED_MAX]) + (f" and {len(names) - NAMED_MAX} more" if names[NAMED_MAX:] else "")
     return (

@@ -23,35 +23,37 @@ Ask = Callable[[Question], Awaitable[None]]
 
 REGISTER_TRIES = 3
 REFUSED_SHOWN_MS = 60_000
-"""A process that is refused registers again each second or two."""
+"""A rejected process registers again every second or two."""
 
 
 class Registration:
-    """Made by the registry."""
+    """Registration of brokers. Made by the registry."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self.known_terms: dict[BrokerKey, int] = {}
-        """What brokers wrote down, by their newest registration here: without a part they do not say it again."""
+        """Terms that brokers sent with their newest registration here: without a role, heartbeats do not repeat
+        them.
+        """
         self.refused: dict[BrokerKey, tuple[str, int]] = {}
-        """Brokers as which another process was refused, why, and when on this clock the last time."""
+        """Brokers as which another process was rejected, with the reason and the last time."""
 
     async def register(self, said: Broker, ask: Ask, *, term: int = 0) -> Broker:
-        """Store what a broker said about itself, if it is news; return it with group and role.
+        """Check and store what a broker reports about itself; return it with its group and role.
 
         Args:
-            said: group and role of it are not looked at.
-            ask: asks a broker whether it is there.
-            term: the newest one that the broker has written down.
+            said: the broker's report; its group and role are ignored.
+            ask: queries a broker.
+            term: newest term that the broker has stored.
 
         Raises:
             OperatorError: it was not added, its place is taken, or it must not serve with this data directory.
-            DatabaseAway: it says something new, which cannot be stored now.
+            DatabaseAway: the report is new and cannot be stored now.
         """
         self._registry.terms.note(said.group, term)
         known = self._registry.directory.find(said.key)
         if known is None:
-            await self._registry.mirror.catch_up()  # perhaps another metaserver added it
+            await self._registry.mirror.catch_up()  # another metaserver may have added it
             if self._registry.directory.find(said.key) is None:
                 self._registry.mirror.check_rows()
             known = self._registry.directory.find(said.key) or rules.refuse_unknown(said, self._registry.directory)
@@ -81,7 +83,7 @@ class Registration:
             try:
                 await self._store_registration(broker, known)
                 break
-            except StaleTerm:  # what we know of it is a moment old
+            except StaleTerm:  # memory is outdated
                 if attempt + 1 == REGISTER_TRIES:
                     raise
                 await self._registry.mirror.catch_up()
@@ -89,7 +91,7 @@ class Registration:
         return broker
 
     def _check_place(self, known: Broker, said: Broker) -> None:
-        """Raise PlaceTaken while another process is heard as this broker, here or by its master."""
+        """Raise PlaceTaken while another process serves as this broker, by heartbeats or by its master's report."""
         has_moved, group = rules.may_be_copy(known, said), self._registry.directory.groups[known.group]
         try:
             self._registry.liveness.check_free(
@@ -105,14 +107,14 @@ class Registration:
             raise
 
     def _is_in_sync(self, group: Group, slave: Broker) -> bool:
-        """Whether the group's master, which is heard here, has this slave in sync."""
+        """Return whether the group's master, whose stream is here, has this slave in sync."""
         master = self._registry.state(group.master) if group.master and slave.role == Role.SLAVE else None
         liveness = self._registry.liveness
         is_heard_here = group.master is not None and liveness.where(group.master.key) == liveness.own
         return is_heard_here and master is not None and slave.incarnation in master.in_step
 
     def refused_lately(self, broker: Broker) -> str:
-        """Say why another process was refused as this broker within the last minute; empty: none was."""
+        """Return why another process was rejected as this broker within the last minute; empty: none was."""
         text, refused_ms = self.refused.get(broker.key, ("", 0))
         return text if self._registry.now_ms() - refused_ms <= REFUSED_SHOWN_MS else ""
 
@@ -124,7 +126,7 @@ class Registration:
             await self._registry.mirror.catch_up()
 
     async def _begin_elsewhere(self, broker: Broker) -> None:
-        """Give a broker its part in a new term: nobody counts the process that had it. Raises as `change`."""
+        """Give a broker its role in a new term, so that the earlier process no longer counts. Raises as `change`."""
         group = self._registry.directory.groups[broker.group]
         change = rules.begin_elsewhere(group, broker, above=self._registry.terms.floor(group.name))
         cause = f"{broker.key} has started on another machine or directory, or its machine was started again"

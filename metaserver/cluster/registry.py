@@ -1,8 +1,8 @@
-"""Shell. The metaserver's state in memory: what the database holds and what brokers said, kept together.
+"""Shell. State of the cluster in memory: the database's rows and brokers' heartbeats, and the answers made of both.
 
-Answers come from memory, so that routes and heartbeats go on while the database is away. Every change is written to
-the database first; then what changed is read, and everybody who waits is woken. `metaserver.cluster.upkeep` follows the
-changes of other metaservers and stores, in the background, what brokers say.
+Answers come from memory, so routes and heartbeats continue while the database is away. A change is written to the
+database first, then read back; then waiting tasks are woken. `cluster.upkeep` reads the changes of other metaservers
+and stores brokers' reports in the background.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ log = logging.getLogger("qmq.metaserver")
 
 
 class Registry:
-    """Created by main, ends with the process. All methods are called from the loop.
+    """State of the cluster. Created by main, ends with the process; all methods are called from the loop.
 
     Args:
-        take_tokens: told of all API tokens, whenever they were read.
+        take_tokens: receives all API tokens after each reading.
     """
 
     def __init__(
@@ -88,18 +88,18 @@ class Registry:
         self.routes: Mapping[str, Route] = self.mirror.routes
         self.find = self.routes.get
         self.changes = Changes()
-        """Anything that a client may see."""
+        """Changes that clients may see."""
         self._heard: dict[BrokerKey, ReplicaState] = {}
-        """What was taken in as each broker's state since the directory was read, or points are to be stored again."""
+        """State of each broker that was processed since the directory was read, or since points are stored again."""
         self._heard_in: Directory | None = None
         self.points_rose = asyncio.Event()
-        """Set when there is one more."""
+        """Set when there is a point to store."""
         self.no_failover: dict[str, tuple[Refusal, str]] = {}
-        """Groups whose master is gone, and why the slave does not become the master by itself."""
+        """Groups whose master is gone, with the reason why no slave is promoted."""
         self.news = asyncio.Event()
-        """Set when there is something to store."""
+        """Set when there is a row to store."""
         self.doubted = asyncio.Event()
-        """Set when there may be a broker to ask whether it is there."""
+        """Set when there may be a broker to query."""
         self.is_stopping = False
         metrics.observe_groups(self._read_groups)
 
@@ -118,25 +118,25 @@ class Registry:
         return self.mirror.routes_version
 
     def dump_memory(self, present: Mapping[str, Any]) -> dict[str, Any]:
-        """What is in memory as a dump of the tables; what only the database has is taken from `present`."""
+        """Return memory as a dump of the tables; tables that are not in memory are taken from `present`."""
         return dump_of(self.directory, list(self.routes.values()), self.tokens, self.terms.floors(), present)
 
     # -- changing the database ------------------------------------------------------------------------------------
 
     async def change(self, changes: Iterable[Change], audit: AuditRow) -> None:
-        """Store an operator's changes, all or none, and apply them here at once.
+        """Store an operator's changes, all or none, and read them back.
 
         Raises:
-            DatabaseAway: nothing was changed. OutcomeUnknown: perhaps it was; the database went away in between.
-            OperatorError: what the repository refused; nothing was changed.
+            DatabaseAway: nothing was changed. OutcomeUnknown: the database went away during the commit.
+            OperatorError: the repository refused; nothing was changed.
         """
         await self.commits.change(changes, audit)
 
     async def settle(self) -> None:
-        """As `reload`, once every change that was under way is stored, or gone.
+        """Wait until every pending change is stored or gone, then read the database.
 
         Raises:
-            DatabaseAway, CommitUnknown: nobody can say yet.
+            DatabaseAway, CommitUnknown: the outcome is still unknown.
         """
         await self.commits.settle()
 
@@ -149,7 +149,7 @@ class Registry:
         return session
 
     def beat(self, key: BrokerKey, session: str, state: ReplicaState) -> bool:
-        """Note a heartbeat; False: that session was replaced by a newer one. Never waits for the database."""
+        """Record a heartbeat. False: a newer session replaced this one. Never waits for the database."""
         if not state.term:
             state = replace(state, known_term=self.registration.known_terms.get(key, 0))
         if not self.liveness.beat(key, session, state, now_ms=self.now_ms()):
@@ -157,7 +157,7 @@ class Registry:
         if self._heard_in is not self.directory:
             self._heard_in = self.directory
             self._heard.clear()
-        if self._heard.get(key) is not state:  # most beats of who has nothing to do say what the one before said
+        if self._heard.get(key) is not state:  # most heartbeats of an idle broker repeat the state before
             self._heard[key] = state
             self._take_in(key, state)
         broker = self.directory.find(key)
@@ -179,17 +179,17 @@ class Registry:
                 self.points_rose.set()
 
     def store_points_again(self) -> None:
-        """Let all points that the next heartbeats say be stored, also those that were: the database may be older."""
+        """Store the points of the next heartbeats again, even unchanged ones: the database may be older."""
         self.reports.store_points_again()
         self._heard.clear()
 
     async def points_of(self, group: str, *, must_be_read: bool = False) -> Points:
-        """Return what the group's copies said to be acknowledged, all that is stored and all that is known here.
+        """Return the acknowledged points of a group's copies, from the database and from heartbeats here.
 
-        While the database is away it is what brokers said here, which the others may know better.
+        While the database is away, only heartbeats here count; other metaservers may have newer ones.
 
         Args:
-            must_be_read: a master is chosen, or begins, by them. Then DatabaseAway is raised.
+            must_be_read: raise DatabaseAway then, as a master is chosen by the points.
         """
         stored = Points()
         try:
@@ -205,25 +205,25 @@ class Registry:
         self.publish()
 
     def old_row(self, group: str) -> OldRow | None:
-        """What is to be said of a group whose row is older than its brokers; None: it is not."""
+        """Return the old-row report of a group, or None."""
         row = self.directory.groups.get(group)
         if row is None:
             return None
         return old_database.judge(row, self.terms.newest(group), self.own_state, given=self.terms.floor(group))
 
     def old_rows(self) -> list[str]:
-        """Names of groups whose row is older than their brokers."""
+        """Return the names of groups whose row is older than their brokers."""
         return self.terms.above_rows(self.directory.groups)
 
     def own_state(self, broker: Broker) -> ReplicaState | None:
-        """What a broker that is up last reported, with the data directory that the row names."""
+        """Return the last state of a broker that is up and has the row's data directory."""
         state = self.state(broker)
         return state if state is not None and state.incarnation in ("", broker.incarnation) else None
 
     # -- routes ---------------------------------------------------------------------------------------------------
 
     async def routes_for(self, subjects: list[str]) -> None:
-        """Store the routes of legal subjects that are missing or too short, in one transaction.
+        """Store missing and short routes of legal subjects, in one transaction.
 
         Raises:
             DatabaseAway, CommitUnknown: a subject has no route yet, and none can be stored now.
@@ -236,8 +236,8 @@ class Registry:
         except (DatabaseAway, CommitUnknown):
             if any(version == 0 for _, _, version in orders):
                 raise
-            return  # those that are short serve on
-        # What happened to a route since may have been read meanwhile; what was read is never older.
+            return  # short routes stay in use
+        # A newer change of a route may have been read meanwhile: keep the reading.
         self._table.take(route for route in stored if route.changed > self.routes_version)
         self.metrics.routes_created.inc(len(orders))
         self.publish(news=True)
@@ -246,7 +246,7 @@ class Registry:
         return self._table.is_short(subject, groups, self.directory)
 
     def _stored_bytes(self) -> dict[str, int]:
-        """Bytes in the logs of groups whose masters beat here."""
+        """Return the bytes in the logs of groups whose masters have their stream here."""
         found = {}
         for group in self.directory.groups.values():
             state = self.state(group.master) if group.master else None
@@ -255,17 +255,17 @@ class Registry:
         return found
 
     def routes_of(self, groups: Iterable[str]) -> dict[str, Route]:
-        """The routes that list one of these groups, by subject."""
+        """Return the routes that list one of these groups, by subject."""
         return self._table.of_groups(groups)
 
     # -- answers --------------------------------------------------------------------------------------------------
 
     def now_ms(self) -> int:
-        """Time for liveness: it only goes forward, and stands still while the process does."""
+        """Return the time for liveness: it never decreases, and stops while the process is stopped."""
         return self._clock.at(time.monotonic_ns() // 1_000_000)
 
     def is_writable(self, group: Group) -> bool:
-        """Whether the group takes messages of subjects that nobody marked readonly."""
+        """Return whether the group takes messages of subjects without a readonly mark."""
         return self._takes(group) and not group.draining and not self.directory.is_marked(group.name, ALL_SUBJECTS)
 
     def _takes(self, group: Group) -> bool:
@@ -281,7 +281,7 @@ class Registry:
         return self.liveness.state(broker.key, now_ms=self.now_ms())
 
     def is_gone(self, broker: Broker, silence_ms: int) -> str:
-        """Say why a broker counts as gone; empty: it does not."""
+        """Return why a broker counts as gone; empty: it does not."""
         now_ms = self.now_ms()
         if broker.incarnation and not self.liveness.may_be_up(broker, now_ms=now_ms):
             return "it is down"
@@ -289,19 +289,18 @@ class Registry:
         return f"it is silent for {silent_ms} ms" if silent_ms >= silence_ms else ""
 
     def why_no_failover(self, group: Group) -> tuple[str, str] | None:
-        """Say why no slave of a group whose master is gone becomes the master by itself, and what to do about it; None:
-        nothing to say."""
+        """Return why no slave is promoted although the master is gone, and the remedy; None: no such reason."""
         if (found := self.no_failover.get(group.name)) is None:
             return None
         why, text = found
         return text, promotion.way_on(why, group)
 
     def last_state(self, broker: Broker) -> ReplicaState | None:
-        """What a broker said last, whether it is up or not."""
+        """Return the last state of a broker, up or down."""
         return self.liveness.last_state(broker.key)
 
     async def lacking(self, broker: Broker) -> str:
-        """Say what a broker's copy lacks, by its own last words; empty: nothing that it knows of."""
+        """Return what a broker's copy lacks, by its own last report; empty: nothing known."""
         state = self.liveness.last_state(broker.key)
         if state is None or not rules.is_rolled_back(state) or state.incarnation != broker.incarnation:
             return ""
@@ -313,12 +312,12 @@ class Registry:
         )
 
     def peers(self) -> list[MetaserverRow]:
-        """All metaservers that are alive, this one too."""
+        """Return all live metaservers, this one too."""
         now = self.now_ms()
         return [row for row in self.liveness.peers.rows if not self.liveness.peers.is_silent(row.id, now_ms=now)]
 
     def publish(self, *, news: bool = False) -> None:
-        """Wake who waits, if an answer changed since they were last woken."""
+        """Wake waiting tasks if an answer changed since the last call."""
         if self.liveness.has_news:
             self.news.set()
         if news or self._published != self.liveness.version:
@@ -326,13 +325,13 @@ class Registry:
             self.changes.publish()
 
     def stop(self) -> None:
-        """Let streams end: brokers and clients go to another metaserver, or wait for this one."""
+        """End all streams: brokers and clients go to another metaserver, or wait for this one."""
         self.is_stopping = True
         self.mirror.directory_changes.publish()
         self.changes.publish()
 
     def _roles_up(self, group: Group) -> dict[str, bool]:
-        """Whether the master is up, and whether all slaves are; a role that nobody has is left out."""
+        """Return whether the master is up, and whether all slaves are; vacant roles are left out."""
         roles_of = {"master": [group.master] if group.master else [], "slave": list(group.slaves)}
         return {role: all(map(self.is_up, brokers)) for role, brokers in roles_of.items() if brokers}
 

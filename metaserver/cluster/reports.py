@@ -1,4 +1,4 @@
-"""Core. Points and completeness that heartbeats reported and the database does not have yet."""
+"""Core. Reports from heartbeats that are not stored yet: acknowledged points, and completeness of slaves."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from qmq.replication.points import Point
 from qmq.types import NO_EPOCH
 
 AWAY_MS = 10_000
-"""A slave of several that is away for less goes on counting as in sync at the last report: when it is back and confirms
-what is acknowledged, a power cut may come before the database has that, and the restarted master waits for it."""
+"""A slave of several stays in sync in the row while it is away for less than this. On its return it confirms new
+messages at once; after a power cut before the database stored that, the restarted master would not wait for it.
+"""
 NO_POINT = Point(NO_EPOCH, 0, 0)
 
 
 class Reports:
-    """Made by the registry; `Upkeep` stores what is in it."""
+    """Reports to store. Made by the registry; `Upkeep` stores them."""
 
     def __init__(self) -> None:
         self.completeness: dict[BrokerKey, tuple[Broker, int, bool]] = {}
-        """What masters say about their slaves and the database does not have yet."""
+        """Slaves whose completeness differs from the row, with the term and the value that the master reported."""
         self._away_since: dict[BrokerKey, int] = {}
-        """Since when masters say of slaves that they are not in sync, and the database has that they are."""
+        """Begin of the time in which masters report slaves as not in sync while the row has them in sync."""
         self.points: dict[tuple[str, str], Point] = {}
-        """Acknowledged points, by group and incarnation, that heartbeats told and the database does not have yet."""
+        """Reported points that are not stored yet, by group and incarnation."""
         self._stored_points: dict[tuple[str, str], Point] = {}
-        """Those that it was given a moment ago."""
+        """Points that were stored."""
 
     def note_point(self, group: str, state: ReplicaState) -> bool:
-        """Keep the point of a heartbeat; return whether it is to be stored."""
+        """Keep the point of a heartbeat; return whether it must be stored."""
         place = group, state.incarnation
         if state.point is None or state.point == self._stored_points.get(place):
             return False
@@ -38,7 +39,7 @@ class Reports:
         return True
 
     def points_are_stored(self, points: Mapping[tuple[str, str], Point]) -> None:
-        """Drop points that were stored, unless a newer one was reported meanwhile."""
+        """Drop stored points, except those with a newer report."""
         self._stored_points |= points
         for place, point in points.items():
             if self.points.get(place) == point:
@@ -64,7 +65,7 @@ class Reports:
         return replace(stored, by_incarnation={**stored.by_incarnation, **newer})
 
     def note_completeness(self, group: Group, key: BrokerKey, state: ReplicaState, *, now_ms: int) -> bool:
-        """Keep what a heartbeat says about the slaves of its group; return whether any of it is to be stored."""
+        """Keep the completeness of slaves that a heartbeat reports; return whether any of it must be stored."""
         has_news = False
         for slave in group.slaves:
             complete = rules.slave_complete(group, slave, key, state) if slave.incarnation else None

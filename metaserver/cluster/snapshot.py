@@ -1,11 +1,11 @@
-"""Shell. The file from which a metaserver starts while the database is away.
+"""Shell. File from which a metaserver starts while the database is away.
 
     line 1   {"qmq_snapshot": 1, "blake2b": digest of line 2}
     line 2   {"database": …, "saved_ms": …, "groups": [[…]], "routes": [[…]], …}     rows as in the tables, as JSON
 
-It is replaced as a whole and fsynced, so there is always one whole file, also if several metaservers on one machine
-share it. One that is damaged, of another version or of another database is not used. It holds hashes of tokens, so only
-its owner may read it.
+It is replaced as a whole and fsynced, so there is always one complete file, even if several metaservers on one machine
+share it. A damaged file, or one of another version or database, is not used. It holds hashes of tokens, so only its
+owner may read it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ log = logging.getLogger("qmq.metaserver")
 
 FORMAT = 3
 ROWS_AT_ONCE = 100
-"""A millisecond's work, during which no other thread runs."""
+"""Rows encoded at a time: a millisecond in which no other thread runs."""
 
 
 class BadSnapshot(Exception):
@@ -57,10 +57,10 @@ class BadSnapshot(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All that is needed to answer from memory."""
+    """State that is needed to answer from memory."""
 
     database: str
-    """Names the database, without its password."""
+    """Name of the database, without its password."""
     saved_ms: int
     """Since 1970."""
     directory: Directory
@@ -84,7 +84,7 @@ class Snapshots:
         self._problem = ""
 
     async def save(self, registry: Registry) -> None:
-        """Write what the registry knows. A failure is logged: the snapshot before stays."""
+        """Write the registry's state. A failure is logged, and the earlier file stays."""
         if self._path is None:
             return
         snapshot = Snapshot(
@@ -106,14 +106,14 @@ class Snapshots:
         self._problem = problem
 
     def load(self, registry: Registry) -> bool:
-        """Let the registry know what the file holds; False: there is none that can be used."""
+        """Fill the registry from the file; False: there is no usable one."""
         snapshot = self.read()
         if snapshot is not None:
             self.serve(snapshot, registry)
         return snapshot is not None
 
     def read(self) -> Snapshot | None:
-        """Return what the file holds; None: there is none that can be used."""
+        """Return the content of the file; None: there is no usable one."""
         if self._path is None:
             return None
         try:
@@ -125,17 +125,17 @@ class Snapshots:
             return None
 
     def serve(self, snapshot: Snapshot, registry: Registry) -> None:
-        """Let the registry answer from a snapshot."""
+        """Fill the registry from a snapshot."""
         registry.mirror.take_snapshot(snapshot)
         age_s = (time.time_ns() // 1_000_000 - snapshot.saved_ms) / 1000
         log.warning("serving from the snapshot path=%s age_s=%.0f routes=%d", self._path, age_s, len(snapshot.routes))
 
 
 def write_snapshot(path: Path, snapshot: Snapshot) -> None:
-    """Replace the file, durably. Raises OSError."""
+    """Replace the file and fsync it. Raises OSError."""
     body = _encode(_to_json(snapshot)).encode()
     head = json.dumps({"qmq_snapshot": FORMAT, "blake2b": hashlib.blake2b(body).hexdigest()}).encode()
-    descriptor, new = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # for its owner alone
+    descriptor, new = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # readable by its owner only
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(head + b"\n" + body + b"\n")
@@ -153,14 +153,14 @@ def write_snapshot(path: Path, snapshot: Snapshot) -> None:
 
 
 def _encode(content: Mapping[str, Any]) -> str:
-    """Write a JSON object, its rows a few at a time: encoding 100,000 routes at one go would hold up the loop."""
+    """Write a JSON object a few rows at a time: encoding 100,000 routes at once would block the loop."""
     parts = []
     for name, value in content.items():
         if isinstance(value, Iterator):
             pieces = []
             while rows := list(islice(value, ROWS_AT_ONCE)):
                 pieces.append(_dump(rows)[1:-1])
-                time.sleep(0)  # the loop's thread takes its turn here
+                time.sleep(0)  # yield to the loop's thread
             text = f"[{','.join(pieces)}]"
         else:
             text = _dump(value)
@@ -176,7 +176,7 @@ def read_snapshot(path: Path, *, database: str) -> Snapshot:
     """Read the file.
 
     Raises:
-        OSError: there is none. BadSnapshot: says why it is of no use.
+        OSError: there is none. BadSnapshot: it is unusable; the text holds the reason.
     """
     head, _, body = path.read_bytes().partition(b"\n")
     body = body.removesuffix(b"\n")
@@ -195,7 +195,7 @@ def read_snapshot(path: Path, *, database: str) -> Snapshot:
 
 
 def _values(row: Any) -> list[Any]:
-    """Fields of a flat dataclass, in their order."""
+    """Return the fields of a flat dataclass, in order."""
     return [getattr(row, field.name) for field in fields(row)]
 
 

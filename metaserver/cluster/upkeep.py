@@ -1,6 +1,6 @@
-"""Shell. What the metaserver does all the time: follow the database, store heartbeats' news, ask doubtful brokers.
+"""Shell. Background tasks of the metaserver: read other metaservers' changes, store reports, query silent brokers.
 
-Each task goes on whatever the database does. None of them is waited for by a heartbeat or a route.
+Each task continues while the database is away. Heartbeats and routes wait for none of them.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ log = logging.getLogger("qmq.metaserver")
 
 TICK_S = 0.1
 STORE_GAP_S = 0.1
-"""Heartbeats' news of so long a time go into one transaction."""
+"""Reports of so long a time are stored in one transaction."""
 CLOCK_READ_S = 2.0
 """Longest time between two readings of the clock, below `liveness.PAUSE_MS`."""
 STORED_AGAIN_S = 10.0
-"""What did not change is stored again so often: a database that was restored may have lost it, or take nothing now."""
+"""Unchanged rows are stored again after this time: a restored database may have lost them."""
 EARLY_S = 0.005
-"""A timer may fire so much too early."""
+"""Timers may fire this much early."""
 AGAIN_S = 1.0
-"""What could not be stored is tried again so often."""
+"""Wait before a failed write is repeated."""
 SNAPSHOT_GAP_S = 4.0
 SNAPSHOT_SHARE = 20
-"""A large snapshot takes its time; it gets a twentieth of it."""
+"""Share of the time that large snapshots may take: one twentieth."""
 ASKED_AT_ONCE = 32
 
 
 class Upkeep:
-    """Made by main; `run` ends when it is cancelled."""
+    """Background tasks. Made by main; `run` ends when it is cancelled."""
 
     def __init__(
         self, registry: Registry, brokers: Brokers, snapshots: Snapshots, own: MetaserverRow, *, poll_ms: int
@@ -59,13 +59,13 @@ class Upkeep:
         self._asking = asyncio.Semaphore(ASKED_AT_ONCE)
         self._promises = Promises(registry, brokers)
         self._stored_beat: int | None = None
-        """What our row says, unless the database was put back. None: it was not stored yet."""
+        """Counter in our stored row; None: not stored yet."""
         self._shown_until_s = 0.0
-        """When our row is to be stored again, though nobody else may read it."""
+        """Time to store our row again, even if no other metaserver reads it."""
         self._beat_s = 0.0
-        """When to look for other metaservers and for changes again."""
+        """Time of the next look at the database."""
         self._named: dict[str, str] = {}
-        """Groups whose row is old and whose brokers do not agree, with what was logged of them."""
+        """Groups with an old row whose brokers disagree, and the logged text."""
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -80,7 +80,7 @@ class Upkeep:
                 tasks.create_task(work())
 
     async def stop(self) -> None:
-        """Store what is known, give up our place among the metaservers. Bounded; the database may be away."""
+        """Store pending reports and remove our row. Bounded, also while the database is away."""
         await self.store()
         try:
             await self._registry.database.write(lambda r: r.remove_metaserver(self._own.id))
@@ -89,7 +89,7 @@ class Upkeep:
         await self._snapshots.save(self._registry)
 
     async def store(self) -> None:
-        """Store now what brokers said. Bounded; the database may be away, or another metaserver store the same."""
+        """Store pending reports now. Bounded, also while the database is away or another metaserver stores the same."""
         try:
             await self._store_news()
             await self._store_points_once()
@@ -99,7 +99,7 @@ class Upkeep:
             log.exception("what brokers said last cannot be stored")
 
     async def ask(self, question: Question) -> None:
-        """Ask a silent broker whether it is there, and note the answer."""
+        """Query a silent broker and record the result."""
         async with self._asking:
             state = await self._ask(question)
         liveness, now_ms = self._registry.liveness, self._registry.now_ms()
@@ -110,7 +110,7 @@ class Upkeep:
         self._registry.publish()
 
     async def hold_lease(self, wish: LeaseRow, *, take: bool, release: bool) -> LeaseRow:
-        """Keep, take or give back a lease; see `storage.heartbeats`. Return the row after that.
+        """Keep, take or release a lease; return its row afterwards (see `storage.heartbeats`).
 
         Raises:
             DatabaseAway: nothing was changed. CommitUnknown: it may have been.
@@ -125,14 +125,14 @@ class Upkeep:
             state = await self._brokers.replica_status(broker)
         except NotServed:
             return None
-        except OperatorError as error:  # somebody is there, who only does not know our token, say
+        except OperatorError as error:  # the broker runs, but rejects our token, for instance
             log.warning("broker did not say how it stands broker=%s: %s", question.key, error)
             return self._registry.state(broker) or ReplicaState(role=int(broker.role), term=0)
         is_same = state.incarnation in ("", question.incarnation) and state.instance in ("", broker.instance)
         return state if is_same else None
 
     async def _follow(self) -> None:
-        """Read what other metaservers changed; once a second, with the same transaction, show them that we live."""
+        """Read other metaservers' changes; once a second, raise our counter in the same transaction."""
         while True:
             now_s = asyncio.get_running_loop().time()
             is_due = now_s >= self._beat_s - EARLY_S
@@ -142,7 +142,7 @@ class Upkeep:
                 shows_life = is_due and self._registry.database.is_up
                 await self._registry.mirror.catch_up(self._show_life if shows_life else None)
             except (DatabaseAway, CommitUnknown):
-                pass  # it is logged where it is found; this loop finds it back
+                pass  # logged by `Database`; this loop retries
             except Exception:
                 log.exception("the database gave something that cannot be used; what was read before stays")
                 await asyncio.sleep(AGAIN_S)
@@ -150,12 +150,12 @@ class Upkeep:
             await asyncio.sleep(wait_s if self._is_alone() else min(wait_s, self._poll_s))
 
     def _is_alone(self) -> bool:
-        """Whether no other metaserver uses the database: none had a row when they were read, within the timeout."""
+        """Return whether no other metaserver had a row at a reading within the timeout."""
         peers = self._registry.liveness.peers
         return not peers.is_unread(now_ms=self._registry.now_ms()) and {row.id for row in peers.rows} <= {self._own.id}
 
     async def _show_life(self) -> dict[str, int]:
-        """Raise our counter, look at those of the others; return the versions of what all metaservers know."""
+        """Raise our counter and read those of the others; return the versions of all shared rows."""
         registry, peers = self._registry, self._registry.liveness.peers
         if self._is_alone() and time.monotonic() < self._shown_until_s:
             ids, versions = await registry.database.read(lambda r: r.look())
@@ -180,14 +180,14 @@ class Upkeep:
         return versions
 
     def _is_still_alone(self) -> None:
-        """Raise our counter in memory: nobody else times it, so it need not be stored."""
+        """Raise our counter in memory only: no other metaserver reads it."""
         registry = self._registry
         self._own = replace(self._own, beat=self._own.beat + 1)
         mentioned = registry.liveness.mentioned()
         registry.liveness.peers.read([self._own], mentioned=mentioned, now_ms=registry.now_ms())
 
     async def _store(self) -> None:
-        """Store what brokers say, when it is news."""
+        """Store brokers' sightings when they change."""
         while True:
             await self._registry.news.wait()
             await asyncio.sleep(STORE_GAP_S)
@@ -223,7 +223,7 @@ class Upkeep:
                 del waiting[key]
 
     async def _store_points(self) -> None:
-        """Store what is acknowledged, by what copies say, once a second while that rises."""
+        """Store acknowledged points once a second while they rise."""
         again_s = 0.0
         while True:
             await self._until_points(again_s)
@@ -239,7 +239,7 @@ class Upkeep:
                 log.exception("acknowledged points cannot be stored; it is tried again")
 
     async def _until_points(self, again_s: float) -> None:
-        """Wait until there is a point to store, or all are to be stored again."""
+        """Wait until there is a point to store, or all must be stored again."""
         registry = self._registry
         if not registry.reports.points:
             registry.points_rose.clear()
@@ -255,7 +255,7 @@ class Upkeep:
             registry.reports.points_are_stored(points)
 
     async def _watch_silence(self) -> None:
-        """Notice brokers that fell silent, and ask them."""
+        """Detect silent brokers and query them."""
         registry, asking = self._registry, dict[BrokerKey, asyncio.Task[None]]()
         try:
             while True:
@@ -263,7 +263,7 @@ class Upkeep:
                 registry.publish()
                 if not registry.is_stopping:
                     for question in registry.liveness.to_ask(now_ms=registry.now_ms()):
-                        # A question to a machine that is gone takes its whole time; while many wait, none waits twice.
+                        # A query to a machine that is gone takes the whole timeout; others must not wait for it.
                         if question.key not in asking or asking[question.key].done():
                             asking[question.key] = asyncio.create_task(self.ask(question))
                 await self._until_silence()
@@ -272,7 +272,7 @@ class Upkeep:
                 task.cancel()
 
     async def _until_silence(self) -> None:
-        """Wait until somebody may have fallen silent; not long, as the clock is to be read (`AwakeClock`)."""
+        """Wait until a broker may have become silent, but read the clock often enough for `AwakeClock`."""
         registry = self._registry
         quiet_s = registry.liveness.quiet_ms(now_ms=registry.now_ms()) / 1000
         registry.doubted.clear()
@@ -295,7 +295,7 @@ class Upkeep:
             await asyncio.sleep(_pause_s(CLOCK_READ_S))
 
     async def _widen_routes(self) -> None:
-        """Let the subjects of dead letters be served wherever those come from, when that is more than it was."""
+        """Extend routes of dead-letter subjects to every group that stores dead letters in them."""
         registry = self._registry
         changes = wider_routes(registry.directory.limits, registry.routes)
         for change, before in [(change, list(registry.routes[change.subject].groups)) for change in changes]:
@@ -318,9 +318,9 @@ class Upkeep:
             log.exception("promised term not begun")
 
     async def raise_row(self, name: str) -> None:
-        """Raise a row to what all brokers of its group agree on, by compare-and-set; if they do not, say so once."""
+        """Raise a row to the roles all brokers of its group agree on, by compare-and-set; log once if they disagree."""
         registry = self._registry
-        await registry.mirror.catch_up()  # another metaserver may have changed the roles this moment
+        await registry.mirror.catch_up()  # another metaserver may have changed the roles meanwhile
         old = registry.old_row(name)
         if old is None:
             self._named.pop(name, None)
@@ -334,7 +334,7 @@ class Upkeep:
         try:
             await registry.change((SetRoles(old.change),), audit)
         except StaleTerm:
-            return  # another metaserver was first; what is left of it is looked at again
+            return  # another metaserver was first; the next round checks the rest
         registry.metrics.rows_raised.inc()
         log.warning("row of a group raised broker_group=%s term=%d: %s", name, old.change.new_term, old.found)
 
