@@ -1,13 +1,13 @@
-"""Shell. Automatic failover: notice that a master is gone, ask its slaves, exchange the roles, report it.
+"""Shell. Automatic failover: detect that a master is gone, ask its slaves, promote one, report it.
 
-Every metaserver does so for every group; there is no leader among them, as one compare-and-set decides. So nothing
-depends on who of them heard the master last, or was paused meanwhile: the loser finds that the row has changed.
+Every metaserver does this for every group, without a leader: one compare-and-set decides. The loser finds a changed
+row, so it does not matter which metaserver received the master's heartbeats or was paused.
 
-    master gone ─► read the row and the points ─► ask the slaves ─► may one? ─► let them follow nobody ─► and now?
-                                                                     └─ no: say why, look again     ─► compare-and-set
+    master gone ─► read row, points ─► ask slaves ─► eligible? ─► hold them ─► eligible? ─► compare-and-set
+                                                     └─ no: report, retry      └─ no: report, retry
 
-With several slaves, following nobody is a promise for ever: `failover` says of how many. One that leads to nothing is
-ended by `metaserver.roles.renewal`. An operator's Failover is the same, once.
+With several slaves, leaving the master is a permanent promise; `promotion` requires a number of them. `roles.renewal`
+ends a promise without a promotion. An operator's Failover takes the same steps, once.
 """
 
 from __future__ import annotations
@@ -33,31 +33,32 @@ from qmq.ticking import until_next_second
 log = logging.getLogger("qmq.metaserver")
 
 LOOK_S = 0.1
-"""So often silence is looked for, when there may be some; what is said wakes at once."""
+"""Time between checks for silence while there may be some; heartbeats and changes wake the task at once."""
 AGAINS_S = (0.1, 0.2, 0.5, 1.0)
-"""Waits between attempts while a master is gone. What is in the way of the first may be over in a moment: a slave that
-has not read yet that its master's connection is closed."""
+"""Waits between attempts while a master is gone. The first obstacle may be short: a slave that has not yet seen that
+its master's connection is closed.
+"""
 HOLD_MS = 3000
-"""A slave follows nobody for so long; a compare-and-set takes a few ms."""
+"""Time in which a slave follows no master; a compare-and-set takes a few ms."""
 NOT_STORED_AGAIN_S = 3 * HOLD_MS / 1000
-"""Behind a failed commit a slave gets the time to follow its master, should that be there for it."""
+"""Wait after a failed commit: the slave may follow its master again, if that is up."""
 REPORT_S = 10.0
 TRIES_MAX = 10
-"""An operator's failover looks anew so often; the automatic one does so with the next second."""
+"""Retries of an operator's failover after a changed row; the automatic one retries with the next second."""
 
 
 class Failovers:
-    """Made by main; `run` ends when it is cancelled, and leaves groups alone that do not fail over by themselves."""
+    """Automatic failover of all groups that have it on. Made by main; `run` ends when it is cancelled."""
 
     def __init__(self, registry: Registry, brokers: Brokers, settings: MetaserverSettings) -> None:
         self._registry, self._brokers, self._settings = registry, brokers, settings
         self._running: dict[str, asyncio.Task[None]] = {}
         self._again_at: dict[str, float] = {}
         self._tries: dict[str, int] = {}
-        """Since the master is gone."""
+        """Attempts since the master is gone."""
 
     async def run(self) -> None:
-        """Look after all groups."""
+        """Watch the masters of all groups."""
         try:
             with self._registry.changes.watch() as wake:
                 while True:
@@ -73,8 +74,10 @@ class Failovers:
                 task.cancel()
 
     def _pause_s(self) -> float | None:
-        """Until a master may have been silent for long enough; not long, while one is gone. None: until a change, as no
-        group fails over by itself."""
+        """Return the time until a master may have been silent for too long; short while one is gone.
+
+        None: no group has failover on; wait for a change.
+        """
         registry = self._registry
         groups = [group for group in registry.directory.groups.values() if self._is_on(group)]
         if not groups:
@@ -103,7 +106,7 @@ class Failovers:
                 task.add_done_callback(lambda _, name=name: self._running.pop(name))  # type: ignore[misc]
 
     def _forget(self, group: str) -> None:
-        """Its master is there, it does not fail over by itself, or it was removed."""
+        """Reset a group: its master is up, its failover is off, or it was removed."""
         self._again_at.pop(group, None)
         self._tries.pop(group, None)
         self._registry.no_failover.pop(group, None)
@@ -112,7 +115,7 @@ class Failovers:
         return group.failover == "on" or (self._settings.failover and group.failover != "off")
 
     def _cause(self, group: Group) -> str:
-        """Say why the master counts as gone; empty: it does not, or there is none."""
+        """Return why the master counts as gone; empty: it does not, or there is none."""
         if group.master is None:
             return ""
         return self._registry.is_gone(group.master, self._settings.failover_silence_ms)
@@ -124,17 +127,17 @@ class Failovers:
             self._again_at[name] = time.monotonic() + NOT_STORED_AGAIN_S
             self._refuse(name, Refusal.NOT_STORED, f"{NOT_STORED}: {error}")
         except StaleTerm:
-            self._again_at.pop(name, None)  # another metaserver was first, or what a broker says was stored: look anew
+            self._again_at.pop(name, None)  # another metaserver was first, or a registration was stored: retry
         except QmqError as error:
             self._refuse(name, Refusal.SLAVE_DOWN, str(error))
         except Exception:
             log.exception("failover not tried broker_group=%s", name)
 
     async def fail_over(self, name: str) -> None:
-        """Make a slave of a group whose master is gone its master, or note why not.
+        """Promote a slave of a group whose master is gone, or record why not.
 
         Raises:
-            DatabaseAway, OutcomeUnknown, StaleTerm: not stored, maybe stored, or the row has changed meanwhile.
+            DatabaseAway, OutcomeUnknown, StaleTerm: not stored, maybe stored, or the row changed meanwhile.
         """
         await self._registry.mirror.catch_up()
         group = self._registry.directory.groups.get(name)
@@ -146,7 +149,7 @@ class Failovers:
             self._refuse(name, refused.why, refused.found)
 
     async def plan(self, name: str, *, master_gone: bool) -> RoleChange:
-        """Say what `order` would do, as far as is known before slaves promise; raises as that does."""
+        """Return the change that `order` would make, as far as is known before slaves promise. Raises as `order`."""
         group = self._registry.directory.groups.get(name)
         if group is None:
             raise UnknownGroup(name)
@@ -157,7 +160,7 @@ class Failovers:
         return promotion.choose(facts)
 
     async def order(self, name: str, audit: AuditRow, *, master_gone: bool) -> tuple[Facts, Group]:
-        """Fail over once, behind a `plan`; return what was known, and the row that came of it.
+        """Fail over once, after `plan`; return the facts and the new row.
 
         Raises:
             NoFailover, OperatorError: nothing was changed. DatabaseAway, OutcomeUnknown, StaleTerm: as `fail_over`.
@@ -169,7 +172,7 @@ class Failovers:
             try:
                 facts = await self._once(group, audit, master_gone=master_gone)
                 break
-            except StaleTerm:  # what brokers say about themselves is stored, too; it ends none of the reasons
+            except StaleTerm:  # a registration changes the row too, but no fact of the decision
                 if attempt == TRIES_MAX:
                     raise
                 await self._registry.mirror.catch_up()
@@ -204,7 +207,7 @@ class Failovers:
             return None
 
     async def _hold_all(self, facts: Facts) -> Facts:
-        """Let the slaves that may be chosen follow nobody; return what they say then, and who does not."""
+        """Make eligible slaves leave their master; return the facts with their new states and their refusals."""
         slaves, promises = facts.eligible, promotion.to_promise(facts.group, facts.new_term)
         held = await asyncio.gather(*(self._hold(slave, facts, promises) for slave in slaves))
         answers = dict(zip((slave.key for slave in slaves), held, strict=True))
@@ -244,7 +247,7 @@ class Failovers:
                 raise
 
     async def _report(self, facts: Facts, cause: str, began: float) -> None:
-        """Say that it is done; until the new master reports, for the time it took."""
+        """Wait for the new master's report, then log the failover and its duration."""
         registry, name = self._registry, facts.group.name
         registry.no_failover.pop(name, None)
         registry.metrics.failovers.labels(name).inc()
@@ -288,7 +291,7 @@ def _is_at_work(registry: Registry, group: Group) -> bool:
 
 
 def _audit(audit: AuditRow, facts: Facts, change: RoleChange, cause: str, began: float) -> AuditRow:
-    """The report: who, why, from which epoch, and what each side was known to have."""
+    """Return the audit row: cause, old epoch, and the log ends and points the decision used."""
     before, said = facts.group, facts.master_said
     found = {
         "cause": cause,

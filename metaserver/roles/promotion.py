@@ -1,18 +1,18 @@
-"""Core. Whether the metaserver may make a slave of a group its master by itself, because the master is gone; and which.
+"""Core. Rules of promotion: may a slave become the master because the master is gone, and which one.
 
-It may when that cannot lose what was acknowledged and takes nothing back that was answered. That there are never two
-masters does not rest on this choice but on epochs: the old master acknowledges nothing without the copies that promise,
-and who promised refuses the old epoch. So whether the old master is really gone is a question of comfort, and
-`tests/model` lets the choice come at any moment. The conditions are two tables, looked at from the top:
+A promotion must not lose acknowledged messages nor take back answers. It cannot create two active masters, whatever the
+choice: the old master cannot acknowledge without the slaves that promised, and they reject the old epoch. So a wrong
+guess about the old master costs availability only; `tests/model` promotes at any moment. The conditions are two tables,
+checked from the top:
 
-    the row        has a master and a slave, is as new as all that brokers reported, and no ReplaceBroker is half done
+    the row        has a master and a slave, is as new as every broker's report, and no ReplaceBroker is half done
     in sync        by the master's last report: as many slaves as an acknowledgement needs
-    each slave     is up, with the disk and in the term of the row; was in sync, by the row if all copies acknowledge,
-                   and by its own word since its process began; was not rolled back, is not damaged
+    each slave     is up, with the row's disk and term; was in sync, by the row if all copies acknowledge, and by its
+                   own report since its process began; was not rolled back, is not damaged
     enough         of n copies, m of which acknowledge, n - m + 1 slaves fulfil that: one of them has everything
-    complete       the one that has most ends behind each acknowledged point that is remembered
+    complete       the longest copy ends behind every known acknowledged point
 
-Keeps I13, I16, I25. What makes each rule necessary is in docs/decisions/0041-failover.md and 0043.
+Keeps I13, I16, I25. docs/decisions/0041-failover.md and 0043 give the reason for each rule.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from qmq.types import Epoch, Role
 
 
 class Refusal(StrEnum):
-    """Why there is no failover: the label of the metric, and the first words of what operators read."""
+    """Reason why no slave is promoted: label of the metric, and begin of operators' message."""
 
     NO_SLAVE = "no_slave"
     HALF_SWAPPED = "half_swapped"
@@ -52,46 +52,49 @@ class Refusal(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is known of a group whose master is gone."""
+    """Facts about a group whose master is gone."""
 
     group: Group
     reported_term: int
-    """The newest term that any broker of the group reported."""
+    """Newest term that a broker of the group reported."""
     given_term: int
-    """The newest one that was ever reported or given out."""
+    """Newest term that was ever reported or assigned."""
     master_said: ReplicaState | None
-    """The master's last report; None: none is known."""
+    """Master's last report; None: unknown."""
     slaves_said: Mapping[BrokerKey, ReplicaState]
-    """What slaves answer now; who does not is left out."""
+    """Current answers of slaves; silent ones are missing."""
     points: Points
     unwilling: Mapping[BrokerKey, str] = field(default_factory=dict)
-    """Slaves that did not promise, with their own words: they hear the master, or are not whole."""
+    """Slaves that refused to promise, with their reason: connected to the master, or incomplete."""
     master_gone: bool = False
-    """An operator says that the master never returns. So acks that it answered alone may be taken back, and a slave may
-    have restarted since: only a person can know that its disk was not put back meanwhile."""
+    """The operator declares that the master never returns. Acks that it answered alone may then be taken back, and
+    slaves may have restarted: only the operator can know that their disks were not put back.
+    """
 
     @property
     def new_term(self) -> int:
-        """What slaves promise, and the row gets: above all that was given out, and none has promised a newer one.
+        """Term that slaves promise and the row gets: above every assigned and every promised one.
 
-        A promise that led to no choice is asked for again: pull sequences have 16 bits for the term.
+        A promise without a promotion is asked for again: pull sequences have 16 bits for the term.
         """
         promised = (said.promised_term for said in self.slaves_said.values())
         return max(self.group.term + 1, self.given_term + 1, *promised)
 
     @property
     def promises_needed(self) -> int:
-        """So many slaves that none of the sets that may have acknowledged is without one of them."""
+        """Number of slaves that intersects every set of copies that may have acknowledged."""
         return len(self.group.brokers) - self.group.min_copies + 1
 
     @property
     def eligible(self) -> list[Broker]:
-        """The slaves that nothing is said against."""
+        """Slaves that fulfil every condition."""
         return [slave for slave in self.group.slaves if slave_refusal(self, slave) is None]
 
     @property
     def best(self) -> Broker:
-        """The slave that has most, of several one whose clock is right. Only behind the conditions of each slave."""
+        """Slave with the longest log; among several, one with a correct clock. Only after the conditions of each
+        slave.
+        """
         said = self.slaves_said
         return max(self.eligible, key=lambda slave: (said[slave.key].reach, not said[slave.key].clock_off_s))
 
@@ -101,14 +104,14 @@ class Facts:
 
     @property
     def newest_point(self) -> Point | None:
-        """The newest acknowledged point that counts: older ones are lost if an operator accepted that."""
+        """Newest acknowledged point, without those whose loss an operator accepted."""
         known = self.points.by_incarnation.values()
         return max((p for p in known if p.epoch.term >= self.points.loss_accepted_term), default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class SlaveFacts:
-    """What is known of one slave."""
+    """Facts about one slave."""
 
     all: Facts
     slave: Broker
@@ -137,7 +140,7 @@ CONDITIONS: tuple[tuple[Refusal, Callable[[Facts], bool], str], ...] = (
         "too few slaves were in sync when its master reported last",
     ),
 )
-"""Of the group as a whole; `BEHIND` is the last one, once it is known who has most."""
+"""Conditions on the group; `BEHIND` is the last one, as it needs the best slave."""
 
 SLAVE_CONDITIONS: tuple[tuple[Refusal, Callable[[SlaveFacts], bool], str], ...] = (
     (Refusal.SLAVE_DOWN, lambda s: s.answer is None, "is down, too"),
@@ -188,16 +191,16 @@ WAY_ON: Mapping[Refusal, str] = {
     Refusal.HEARS_ITS_MASTER: "the master runs: look at the network between it and the metaservers",
     Refusal.NOT_STORED: "start the database",
 }
-"""What an operator does about each; `way_on` fills in the names."""
+"""Remedy of each refusal; `way_on` fills in the names."""
 LAST_RESORT = (
     "qmq RecoverGroup --brokerGroup={group} --gone={master} --dry-run says which copy has most; stop that one, "
     "and make it the master: qmq ReplaceBroker --brokerGroup={group} --role={master_role} --acceptLoss=true"
 )
-"""In place of who waits for a master that never returns."""
+"""Text in place of waiting for the master, if it never returns."""
 
 
 class NoFailover(OperatorError):
-    """A condition is in the way. Nothing was changed; the text says what to do instead."""
+    """A condition is not fulfilled. Nothing was changed; the text holds the remedy."""
 
     def __init__(self, why: Refusal, found: str, facts: Facts) -> None:
         self.why, self.found = why, found
@@ -206,7 +209,7 @@ class NoFailover(OperatorError):
 
 
 def way_on(why: Refusal, group: Group, *, master_gone: bool = False) -> str:
-    """Say what to do about a refusal; `master_gone` is as in `Facts`."""
+    """Return the remedy of a refusal; `master_gone` is as in `Facts`."""
     text = LAST_RESORT if master_gone and WAY_ON[why] in (_GONE, _RECOVER) else WAY_ON[why]
     if master_gone and why == Refusal.HEARS_ITS_MASTER:
         text = f"If the master was heard: {text}. If a copy is not whole: {LAST_RESORT}"
@@ -219,13 +222,13 @@ def way_on(why: Refusal, group: Group, *, master_gone: bool = False) -> str:
 
 
 def require(facts: Facts) -> None:
-    """Raise NoFailover if a condition is in the way."""
+    """Raise NoFailover if a condition is not fulfilled."""
     if refused := refusal(facts):
         raise NoFailover(*refused, facts)
 
 
 def refusal(facts: Facts) -> tuple[Refusal, str] | None:
-    """Return the first condition that is in the way, with a sentence for operators; None: nothing is."""
+    """Return the first unfulfilled condition, with a sentence for operators; None: all are fulfilled."""
     found = next(((why, text) for why, is_so, text in CONDITIONS if is_so(facts)), None)
     if found is None:
         found = _too_few(facts)
@@ -235,7 +238,7 @@ def refusal(facts: Facts) -> tuple[Refusal, str] | None:
 
 
 def slave_refusal(facts: Facts, slave: Broker) -> tuple[Refusal, str] | None:
-    """Return the first condition that is in a slave's way, with what to say of it; None: nothing is."""
+    """Return a slave's first unfulfilled condition, with its text; None: all are fulfilled."""
     if words := facts.unwilling.get(slave.key):
         return Refusal.HEARS_ITS_MASTER, f"does not: {words}"
     known = SlaveFacts(facts, slave)
@@ -243,9 +246,10 @@ def slave_refusal(facts: Facts, slave: Broker) -> tuple[Refusal, str] | None:
 
 
 def choose(facts: Facts) -> RoleChange:
-    """Make the slave that has most the master. Only without a refusal.
+    """Promote the best slave. Only without a refusal.
 
-    The old master becomes a slave. What it wrote and too few confirmed is cut when the two meet: it is not complete.
+    The old master becomes a slave. Its frames without enough confirmations are cut when the two connect, so it counts
+    as incomplete.
     """
     assert refusal(facts) is None
     change = rules.swap_roles(facts.group, term=facts.group.term, to=facts.best.key)
@@ -254,17 +258,17 @@ def choose(facts: Facts) -> RoleChange:
 
 
 def to_promise(group: Group, term: int) -> int:
-    """Return the term that copies promise before a choice.
+    """Return the term that copies promise before a promotion; 0: none.
 
-    0: none. A master with one slave has its confirmations from nobody else, so holding that slave is enough.
+    A master with one slave gets confirmations from that slave only, so a hold of the slave is enough.
     """
     return term if len(group.slaves) > 1 else 0
 
 
 def changes_of(change: RoleChange, group: Group, chosen: Broker, said: ReplicaState) -> tuple[Change, ...]:
-    """Return what is stored when a slave of `group` becomes its master; `said`: what the copy has that was looked at.
+    """Return the changes that promote a slave of `group`; `said`: the state of its copy.
 
-    Of several slaves, that counts as acknowledged from now on: an older master may still acknowledge it, late.
+    With several slaves, its log end counts as acknowledged from now on: an older master may acknowledge it late.
     """
     if len(group.slaves) < 2:
         return (SetRoles(change),)
@@ -273,7 +277,7 @@ def changes_of(change: RoleChange, group: Group, chosen: Broker, said: ReplicaSt
 
 
 def _too_few(facts: Facts) -> tuple[Refusal, str] | None:
-    """Say why too few slaves fulfil their conditions: what is in the way of the first that does not."""
+    """Return why too few slaves are eligible: the unfulfilled condition of the first one that is not."""
     needed, group = facts.promises_needed, facts.group
     if len(facts.eligible) >= needed:
         return None
@@ -289,10 +293,10 @@ def _is_disk_of_row(known: SlaveFacts) -> bool:
 
 
 def _was_in_sync_before(known: SlaveFacts) -> bool:
-    """Whether the slave of a master that never returns was in sync with it before its own process began.
+    """Return whether a slave was in sync with a master that never returns before its own process began.
 
-    If all copies acknowledge, the row says so. Else its log does: frames of the row's term follow the epoch frame, and
-    who has that has all before it; of what came behind, one of those that promise has all.
+    If all copies acknowledge, the row holds that. Otherwise the log does: frames of the row's term follow the epoch
+    frame, and a copy with them has everything before. Of later frames, one of the promising slaves has all.
     """
     group = known.all.group
     is_told = len(group.brokers) == group.min_copies or known.said.last_term == group.term
@@ -300,7 +304,7 @@ def _was_in_sync_before(known: SlaveFacts) -> bool:
 
 
 def _were_in_sync_at_the_end(facts: Facts) -> bool:
-    """A master without enough slaves in sync answers acks alone, and marks them; a new master would take these back."""
+    """A master without enough slaves in sync answers acks alone and marks them; a new master would take these back."""
     said = facts.master_said
     if said is None or not said.is_master_in(facts.group.term) or Reason.SLAVE_DOWN in said.readonly_reasons:
         return False

@@ -1,7 +1,7 @@
-"""Shell. A row gets a new term although its roles stay, for one of two reasons.
+"""Shell. New terms with unchanged roles, for one of two reasons.
 
-the master has started     of several slaves: its disk may have been put back, and forgotten which epochs it used
-a promise led to nothing   the slaves that promised follow no master of the row's term any more; by now one may be left
+the master has started        with several slaves: its disk may have been put back, and with it the epochs it used
+a promise without promotion   the slaves that promised no longer follow a master of the row's term
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ log = logging.getLogger("qmq.metaserver")
 
 TRIES_MAX = 3
 PROMISE_S = 3.0
-"""So long a promise may wait for its choice."""
+"""Time that a promise waits for its promotion."""
 
 
 async def begin_life(registry: Registry, broker: Broker) -> None:
-    """Let a broker that has just started be the master of several slaves in a new term only.
+    """Begin a new term if the broker that has just started is the master of several slaves.
 
     Raises:
-        OperatorError: the row is older than what brokers report, or keeps changing.
-        DatabaseAway, OutcomeUnknown: the term is not stored, or maybe.
+        OperatorError: the row is older than brokers' reports, or keeps changing.
+        DatabaseAway, OutcomeUnknown: the term was not stored, or maybe.
     """
     try:
-        if not registry.database.is_up:  # waiting for one that hangs would take the time that a registration has
+        if not registry.database.is_up:  # waiting for one that hangs would take longer than a registration may
             raise DatabaseAway(registry.database.trouble)
-        await registry.mirror.catch_up()  # that it is a slave may have been true a moment ago
+        await registry.mirror.catch_up()  # it may have been promoted a moment ago
     except DatabaseAway:
         known = registry.directory.groups.get(broker.group)
         if known is None or len(known.slaves) > 1:
@@ -50,22 +50,22 @@ async def begin_life(registry: Registry, broker: Broker) -> None:
             raise OperatorError(f"{broker.key} is the master of an old row: {old.found}; {old.remedy}")
         try:
             return await _renew(registry, group, registry.terms.floor(group.name), f"{broker.key} has started")
-        except StaleTerm:  # what we know of it is a moment old
+        except StaleTerm:  # memory is outdated
             if attempt == TRIES_MAX:
                 raise
             await registry.mirror.catch_up()
 
 
 class Promises:
-    """Made by the upkeep, which looks each second."""
+    """Promises without promotion. Made by `Upkeep`, which calls `look` each second."""
 
     def __init__(self, registry: Registry, brokers: Brokers) -> None:
         self._registry, self._brokers = registry, brokers
         self._open: dict[str, tuple[int, int, float]] = {}
-        """By group: the row's term, the promised one above it, since when."""
+        """By group: the row's term, the promised term above it, and since when."""
 
     async def look(self) -> None:
-        """Begin the promised term with the same master, where that is there and nobody else was chosen.
+        """Begin the promised term with the same master, if it is up and no slave was promoted.
 
         Raises:
             NotServed, OperatorError, OutcomeUnknown: not stored, or maybe.
@@ -83,12 +83,12 @@ class Promises:
                 await self._end(group, promised)
 
     def _is_any(self, group: Group) -> bool:
-        """Whether a broker ever promised a term above the row's: in nearly all groups none did."""
+        """Return whether a broker ever promised a term above the row's; in nearly all groups none did."""
         said = map(self._registry.last_state, group.brokers)
         return any(state is not None and state.promised_term > group.term for state in said)
 
     def _promised(self, group: Group) -> int:
-        """The newest term that its brokers promised; 0: there is no master to go on with."""
+        """Return the newest term that its brokers promised; 0: there is no master to continue with."""
         if not group.slaves or group.master is None or self._registry.state(group.master) is None:
             return 0
         said = (self._registry.own_state(broker) for broker in group.brokers)
@@ -100,11 +100,12 @@ class Promises:
         try:
             await _renew(self._registry, group, promised - 1, f"term {promised} was promised, and nobody chosen")
         except StaleTerm:
-            pass  # somebody was
+            pass  # a slave was promoted
 
     async def _is_there(self, master: Broker | None) -> bool:
-        """Ask the master: that it is there may be the word of a metaserver that was paused since. A term of a dead one
-        would have no slave in sync, and nobody could be chosen."""
+        """Query the master: the stored "up" may come from a metaserver that was paused since. A term of a dead master
+        would have no slave in sync, so no slave could be promoted.
+        """
         if master is None:
             return False
         try:

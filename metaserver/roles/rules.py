@@ -1,8 +1,8 @@
-"""Core. Who may take which part in a broker group.
+"""Core. Rules for roles in a broker group: who may become master or slave, and by which operator's command.
 
-Each decision is a `RoleChange`: compare the term, raise it by one, set both roles at once. Safety does not rest on
-the checks here but on epochs: for one term there is one master, ever, and brokers refuse older terms. The checks keep
-an operator from giving the mastership to a copy that lacks acknowledged messages.
+Each decision is a `RoleChange`: compare the term, raise it by one, set all roles at once. Safety comes from epochs: a
+term has one master, ever, and brokers reject older terms. These checks keep an operator from promoting a copy that
+lacks acknowledged messages.
 
 Keeps I13.
 """
@@ -45,7 +45,7 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class RoleChange:
-    """Replace the row of `group`, if its term is still `term`, by the given parts and `new_term`."""
+    """Replacement of a group's row, if its term still is `term`, by these roles and `new_term`."""
 
     group: str
     term: int
@@ -55,10 +55,10 @@ class RoleChange:
     slaves: tuple[Broker, ...] = ()
     half_swapped: bool = False
     kind: int = NORMAL
-    """Of a group that does not exist yet. It keeps it for ever."""
+    """Kind of a new group; never changes."""
     min_copies: int = 2
     above: int = 0
-    """The newest term that any broker of the group reported: the row may be of an old copy of the database."""
+    """Newest term that a broker of the group reported: the row may come from an old copy of the database."""
 
     @property
     def new_term(self) -> int:
@@ -70,15 +70,15 @@ class RoleChange:
 
     @property
     def slave(self) -> Broker | None:
-        """The one slave; None: there is none, or several."""
+        """The only slave; None: there is none, or several."""
         return self.slaves[0] if len(self.slaves) == 1 else None
 
 
 def parse_broker(group: str, role: str, hostname: str, ip: str, serve_port: str, sync_port: str) -> Broker:
-    """Turn an operator's words into a broker.
+    """Parse an operator's parameters into a broker.
 
     Raises:
-        OperatorError, InvalidName: says which word is wrong and what would be right.
+        OperatorError, InvalidName: which parameter is wrong, and a right one.
     """
     check_name("brokerGroup", group)
     check_name("hostname", hostname)
@@ -120,7 +120,7 @@ def parse_port(name: str, text: str) -> int:
 def add_broker(directory: Directory, broker: Broker) -> RoleChange:
     """Give `broker` a vacant place of its group, or make it a further slave; the first one creates the group.
 
-    One place is the master's, so slaves never take all.
+    One place is reserved for the master.
     """
     _require_free(directory, broker.key)
     group = directory.groups.get(broker.group)
@@ -149,15 +149,15 @@ def add_broker(directory: Directory, broker: Broker) -> RoleChange:
 
 
 def majority(copies: int) -> int:
-    """The fewest copies that may acknowledge: any two sets of so many share a copy.
+    """Return the fewest copies that may acknowledge: any two sets of so many share a copy.
 
-    Else a row that went back, and so gave a term twice, could have two masters that acknowledge in one epoch.
+    Otherwise an old row, which assigns a term twice, could lead to two masters that acknowledge in one epoch.
     """
     return copies // 2 + 1
 
 
 def set_copies(group: Group, min_copies: int) -> RoleChange | None:
-    """Let so many copies, the master's among them, have a message on disk when it is acknowledged; None: it is so."""
+    """Set how many copies, the master's among them, must have a message before it is acknowledged; None: no change."""
     check_not_half_swapped(group)
     most = max(len(group.brokers), 2)
     least = majority(most)
@@ -168,7 +168,7 @@ def set_copies(group: Group, min_copies: int) -> RoleChange | None:
     if min_copies == group.min_copies:
         return None
     slaves = group.slaves
-    if len(group.brokers) > group.min_copies:  # whole is what was seen a moment ago: look anew
+    if len(group.brokers) > group.min_copies:  # the row held it complete a moment ago: retry
         slaves = tuple(replace(slave, complete=False) for slave in slaves)
     return replace(_unchanged(group), slaves=slaves, min_copies=min_copies)
 
@@ -182,21 +182,20 @@ def replace_broker(
     lacking: str = "",
     master_lacking: str = "",
 ) -> tuple[RoleChange | None, Broker]:
-    """Put `broker` in the place of who holds its role.
+    """Put `broker` in the place of the present holder of its role.
 
-    The swap of two stopped brokers is two calls, as QMQ documents it: the slave into the master's place, which
-    leaves the slave's place vacant, then the old master into the slave's. For anything else, the new master would
-    have to hold every acknowledged message, which only the slave can.
+    The swap of two stopped brokers takes two calls, as QMQ documents it: the slave into the master's place, which
+    leaves the slave's place vacant, then the old master into the slave's. Any other new master would have to hold every
+    acknowledged message, which only the slave can.
 
     Args:
-        accept_loss: the operator knows that what the other copy had is gone: an incomplete slave may become the master,
-            and a master that lacks what was acknowledged goes on with what it has, in a new term, also with another
-            disk than before.
-        lacking: why the slave cannot become the master, as far as its own words say; empty: nothing is known.
-        master_lacking: the same of the master; then the slave may be the last that has it.
+        accept_loss: the operator accepts the loss of the other copy: an incomplete slave may be promoted, and a master
+            that lacks acknowledged messages continues with its own, in a new term, even with another disk.
+        lacking: why the slave cannot be promoted, by its own report; empty: nothing known.
+        master_lacking: the same for the master; then the slave may be the last complete copy.
 
     Returns:
-        The change (None: only addresses are to be stored) and the holder of the role before.
+        The change (None: only addresses are stored) and the earlier holder of the role.
     """
     group = directory.groups.get(broker.group)
     if group is not None:
@@ -212,7 +211,7 @@ def replace_broker(
     if before in group.brokers and before.key == broker.key:
         if not accept_loss or broker.role != Role.MASTER:
             return None, before
-        return replace(_unchanged(group), master=replace(before, incarnation="")), before  # with whatever disk it has
+        return replace(_unchanged(group), master=replace(before, incarnation="")), before  # with any disk
     if broker.role == Role.MASTER:
         return _promote(directory, group, broker, accept_loss, lacking), before
     check_two_copies(group, "RemoveBroker takes a slave out, AddBroker adds another")
@@ -230,17 +229,17 @@ def replace_broker(
 def require_not_the_last(
     group: Group, slave: Broker, may_be_up: MayBeUp, master_lacking: str = "", *, anyway: str = "acceptLoss"
 ) -> None:
-    """Refuse to send a slave away that may be the last copy: its master does not run, or lacks what was acknowledged.
+    """Refuse to remove a slave that may be the last copy: its master is down, or lacks acknowledged messages.
 
     Args:
-        anyway: the option with which the operator says that he means it.
+        anyway: the option with which the operator confirms the removal.
 
     Raises:
-        OperatorError: with the two ways on: the master comes back, or the slave becomes the master.
+        OperatorError: with two remedies: bring the master back, or promote the slave.
     """
     master = group.master
     if not slave.incarnation or master is None or not master.incarnation:
-        return  # never both at work, so nothing was acknowledged
+        return  # never both up, so nothing was acknowledged
     why = master_lacking or ("" if may_be_up(master) else f"{master.key}, the master of {group.name}, does not run")
     if why:
         raise OperatorError(
@@ -254,14 +253,14 @@ def require_not_the_last(
 def swap_stopped(
     directory: Directory, broker: Broker, may_be_up: MayBeUp, *, accept_loss: bool = False, lacking: str = ""
 ) -> tuple[RoleChange | None, Broker]:
-    """Exchange master and slave of a group, both stopped, in one step: what QMQ's two ReplaceBroker calls do.
+    """Exchange master and slave of a group, both stopped, in one step instead of QMQ's two ReplaceBroker calls.
 
     Args:
-        broker: the slave, named as the master to be; or the master, named as the slave to be.
+        broker: the slave as the new master, or the master as the new slave.
         accept_loss, lacking: as in `replace_broker`.
 
     Returns:
-        The change (None: the broker has that role already, only its addresses are to be stored) and who held the role.
+        The change (None: the broker has that role already, only addresses are stored) and the earlier holder of the role.
     """
     group = directory.groups.get(broker.group)
     if group is None:
@@ -281,13 +280,13 @@ def swap_stopped(
         _require_stopped(group, member, may_be_up)
     new_master, new_slave = (broker, holder) if broker.role == Role.MASTER else (holder, broker)
     promoted = _promote(directory, group, replace(new_master, role=Role.MASTER), accept_loss, lacking).master
-    # What the old master has and the new one lacks is cut when they meet, so it does not count as complete yet.
+    # Frames of the old master that the new one lacks are cut when they connect, so it is incomplete until then.
     demoted = replace(_addressed(group, new_slave), role=Role.SLAVE, complete=False)
     return replace(_unchanged(group), master=promoted, slaves=(demoted,)), holder
 
 
 def remove_broker(directory: Directory, broker: Broker, may_be_up: MayBeUp) -> RoleChange:
-    """Take a stopped broker out of its group. The master goes last."""
+    """Remove a stopped broker from its group; the master must be the last one."""
     group = directory.groups[broker.group]
     _require_stopped(group, broker, may_be_up)
     if broker.role == Role.SLAVE:
@@ -297,7 +296,7 @@ def remove_broker(directory: Directory, broker: Broker, may_be_up: MayBeUp) -> R
                 "it could take no messages. First SetCopies with a smaller minCopies, or AddBroker"
             )
         left = tuple(slave for slave in group.slaves if slave.key != broker.key)
-        if len(group.brokers) > group.min_copies:  # the one that goes may have confirmed what these still lack
+        if len(group.brokers) > group.min_copies:  # the removed one may have confirmed frames that these lack
             left = tuple(replace(slave, complete=False) for slave in left)
         return replace(_unchanged(group), slaves=left)
     if group.slaves:
@@ -309,7 +308,7 @@ def remove_broker(directory: Directory, broker: Broker, may_be_up: MayBeUp) -> R
 
 
 def swap_roles(group: Group, *, term: int, to: BrokerKey | None = None) -> RoleChange:
-    """Exchange the master and a slave, both proven to hold the same log.
+    """Exchange the master and a slave whose logs were proven equal.
 
     Args:
         to: the slave; None: the only one.
@@ -317,8 +316,8 @@ def swap_roles(group: Group, *, term: int, to: BrokerKey | None = None) -> RoleC
     slave = group.slave if to is None else next((slave for slave in group.slaves if slave.key == to), None)
     if group.master is None or slave is None or group.term != term:
         raise OperatorError(f"the roles of {group.name} have changed meanwhile (term {group.term}); look, then repeat")
-    # Both logs are equal, but equal to all that was acknowledged only if no master goes on without its slave. Other
-    # slaves have to be seen in step with the new master.
+    # Both logs are equal, but complete only if no master continues without its slave. Other slaves count as incomplete
+    # until the new master reports them in sync.
     old_master = replace(group.master, role=Role.SLAVE, complete=slave.complete)
     return replace(
         _unchanged(group),
@@ -328,24 +327,24 @@ def swap_roles(group: Group, *, term: int, to: BrokerKey | None = None) -> RoleC
 
 
 def renew(group: Group, *, above: int) -> RoleChange:
-    """The same roles in a new term, over `above`."""
+    """Keep the roles in a new term above `above`."""
     return replace(_unchanged(group), above=above)
 
 
 def needs_new_life(group: Group, key: BrokerKey) -> bool:
-    """Whether a broker that starts may act in a new term only: as the master of several slaves.
+    """Return whether a starting broker may act in a new term only: as the master of several slaves.
 
-    Its disk may have been put back to before its mastership. It would use the same epoch again, and a slave that has
-    frames of the first one would be compared by that epoch with those that have frames of the second.
+    Its disk may have been put back to before its mastership. It would use the same epoch again, and slaves with
+    different frames of one epoch could not be compared.
     """
     return len(group.slaves) > 1 and group.master is not None and group.master.key == key
 
 
 def awaited(group: Group) -> tuple[Broker, ...]:
-    """Return the slaves that a master which has restarted waits for: those in sync at its last report.
+    """Return the slaves that a restarted master waits for: those in sync at its last report.
 
-    Where the row names too few to have acknowledged anything, as right after a change of roles, it waits for all that
-    ever registered; unless an operator has given up what the missing ones have.
+    If the row names too few to have acknowledged anything, as right after a change of roles, these are all registered
+    slaves, except those whose loss an operator accepted.
     """
     if len(group.slaves) < 2:
         return ()
@@ -356,13 +355,15 @@ def awaited(group: Group) -> tuple[Broker, ...]:
 
 
 def has_clock_for(group: Group, slave: ReplicaState | None) -> bool:
-    """Whether a slave's clock would do if it became the master: only a delay group's says when something is due."""
+    """Return whether a slave's clock is good enough for a master; only delay groups need it."""
     return group.kind != DELAY or slave is None or not slave.clock_off_s
 
 
 def check_clock(group: Group, slave: Broker, said: ReplicaState | None) -> None:
-    """Refuse to make a slave the delay master at leisure while its clock is wrong; after a failure it is better than
-    none, and goes by the others' clocks."""
+    """Refuse a planned promotion of a delay slave with a wrong clock.
+
+    After a failure it is still promoted: it then uses the clocks of the other copies.
+    """
     if said is not None and not has_clock_for(group, said):
         off = f"{abs(said.clock_off_s):,} s {'ahead of' if said.clock_off_s > 0 else 'behind'}"
         raise OperatorError(
@@ -372,7 +373,7 @@ def check_clock(group: Group, slave: Broker, said: ReplicaState | None) -> None:
 
 
 def check_same_log(master: ReplicaState, slave: ReplicaState) -> None:
-    """Refuse a swap unless both logs end at the same offset with the same chain, hence are equal in every byte."""
+    """Refuse a swap unless both logs end at the same offset with the same chain, so every byte is equal."""
     if (master.log_end, master.chain) != (slave.log_end, slave.chain):
         raise OperatorError(
             f"the logs differ: the master ends at {master.log_end} with chain {master.chain:016x}, the slave at "
@@ -406,7 +407,7 @@ def refuse_unknown(said: Broker, directory: Directory) -> NoReturn:
 
 
 def check_kind(broker: Broker, said: Broker) -> None:
-    """Refuse a broker in a delay server's place and the other way round: their logs are read by different rules."""
+    """Refuse a broker in a delay server's place and vice versa: their logs follow different rules."""
     if broker.kind != said.kind:
         name = {NORMAL: "a broker", DELAY: "a delay server"}
         raise OperatorError(
@@ -417,10 +418,10 @@ def check_kind(broker: Broker, said: Broker) -> None:
 
 
 def check_registration(broker: Broker, incarnation: str, *, is_older: bool = False) -> None:
-    """Refuse a master that comes with another disk than before: it would count its empty log as the group's history.
-    So would one that comes with a copy from before it was promoted (`is_older`).
+    """Refuse a master with another disk than before: its empty log would count as the group's history.
 
-    A slave may: it is seeded anew, and until then it counts for nothing.
+    The same holds for a copy from before its promotion (`is_older`). A slave may have another disk: it is filled, and
+    counts for nothing until then.
     """
     if broker.role == Role.MASTER and broker.incarnation and (broker.incarnation != incarnation or is_older):
         raise OperatorError(
@@ -431,53 +432,53 @@ def check_registration(broker: Broker, incarnation: str, *, is_older: bool = Fal
 
 
 def is_elsewhere(known: Broker, said: Broker) -> bool:
-    """Whether a broker comes with the data directory of its row, at another place, or after a start of its machine.
+    """Return whether a broker has its row's data directory, but at another place or after a start of its machine.
 
-    It may be a copy, and the process that had the part may be at work where no metaserver reaches it. So its part
-    begins in a new term, in which nobody counts the other one.
+    The directory may be a copy, and the original process may still run where no metaserver reaches it. So its role
+    begins in a new term, in which the original no longer counts.
     """
     return bool(known.incarnation) and known.incarnation == said.incarnation and known.instance != said.instance
 
 
 def may_be_copy(known: Broker, said: Broker) -> bool:
-    """Whether a broker may be another process than the one of its row, with the same data directory or a copy of it.
+    """Return whether a broker may be another process than the row's, with the same data directory or a copy.
 
-    With one directory at one place it is the same one: its lock lets in one process at a time.
+    One directory at one place belongs to one process: its lock admits one at a time.
     """
     knows_places = bool(known.instance or said.instance) and known.incarnation == said.incarnation
     return is_elsewhere(known, said) if knows_places else known.ip != said.ip
 
 
 def is_older(known: Broker, said: Broker, term: int, last: ReplicaState | None) -> bool:
-    """Whether a broker comes at another place with a directory that lacks a term which it once reported: a copy from
-    before. The old master, which wrote what was acknowledged then, would cut that for it.
+    """Return whether a broker has, at another place, a directory older than a term it once reported.
+
+    Such a copy would cut frames that the old master acknowledged later.
 
     Args:
-        term: the newest one that it has written down. last: what it reported last.
+        term: newest term it has stored.
+        last: its last report.
     """
     return is_elsewhere(known, said) and last is not None and term < last.term
 
 
 def begin_elsewhere(group: Group, broker: Broker, *, above: int) -> RoleChange:
-    """The same roles in a new term, over `above`, for a broker that `is_elsewhere`."""
+    """Keep the roles in a new term above `above`, for a broker that `is_elsewhere`."""
     master = broker if group.master and group.master.key == broker.key else group.master
     slaves = tuple(broker if slave.key == broker.key else slave for slave in group.slaves)
     return replace(renew(group, above=above), master=master, slaves=slaves)
 
 
 def is_rolled_back(state: ReplicaState) -> bool:
-    """Whether a copy lacks what was acknowledged, by its own words."""
+    """Return whether a copy lacks acknowledged messages, by its own report."""
     return Reason.ROLLED_BACK in state.readonly_reasons
 
 
 def slave_complete(group: Group, slave: Broker, key: BrokerKey, state: ReplicaState) -> bool | None:
-    """What the words of the broker `key` say about a slave of its group: True, it holds all that was ever acknowledged;
-    False, it does not; None, nothing new.
+    """Return whether a report of broker `key` proves a slave complete: True or False; None: nothing new.
 
-    A group that takes messages has `min_copies` - 1 slaves in step; of more slaves the others may be behind, or fall
-    behind. Only `master` durability acknowledges without a slave. The master must name the very copy that our row
-    names: a slave whose disk was wiped may have registered before the master noticed. A slave that was rolled back, or
-    that is filled anew, says so itself.
+    A writable group has `min_copies` - 1 slaves in sync; further slaves may be behind or fall behind. Only `master`
+    durability acknowledges without a slave. The master must name the incarnation of the row: a slave with a wiped disk
+    may register before the master sees it. A rolled-back or newly filled slave reports that itself.
     """
     if key == slave.key:
         return False if is_rolled_back(state) or state.incomplete else None
@@ -560,7 +561,7 @@ def _require_stopped(group: Group, member: Broker, may_be_up: MayBeUp) -> None:
 
 
 def _addressed(group: Group, broker: Broker) -> Broker:
-    """The broker where the operator says, with what it told about itself and its disk when it registered."""
+    """Return the broker at the operator's address, with the disk and ports of its registration."""
     known = next((member for member in group.brokers if member.key == broker.key), broker)
     told = replace(broker, control_port=known.control_port, metrics_port=known.metrics_port)
     return replace(told, incarnation=known.incarnation, instance=known.instance)

@@ -1,11 +1,13 @@
-"""Shell. SwapRoles: exchange the master and a slave of a group while both go on running.
+"""Shell. SwapRoles: exchange the master and a slave of a running group.
 
-The master takes nothing new and waits until its slave has everything; both logs must end at the same offset with the
-same chain; one compare-and-set exchanges the roles; the new assignments go out; the new master reports. Up to the
-compare-and-set every failure takes the order back and the group goes on as before. Behind it the roles are changed,
-whatever fails. Were the hold to run out in between, epochs would still keep every acknowledged message: the old
-master acknowledges nothing without the slave, and the slave refuses its epoch from the change on. With several slaves
-it could go on with another one; so it promises, once the slave has everything, to be no master of an older term.
+1. The master stops taking messages and waits until its slave has everything.
+2. Both logs must end at the same offset with the same chain.
+3. One compare-and-set exchanges the roles.
+4. The new assignments are sent, and the new master reports.
+
+Before the compare-and-set every failure undoes the order. After it the roles are exchanged, whatever fails. If the hold
+expires in between, epochs still protect every acknowledged message: the slave rejects the old epoch from the change on.
+With several slaves the master could continue with another one, so it promises to be no master of an older term.
 """
 
 from __future__ import annotations
@@ -28,42 +30,42 @@ from qmq.types import Role
 log = logging.getLogger("qmq.metaserver")
 
 TRIES_MAX = 10
-"""The row of a group is compared as a whole; so often it is read anew when something else in it changed."""
+"""Retries after another field of the group's row changed: the row is compared as a whole."""
 WRITABLE_WAIT_MS = 5000
-"""How long a swap waits, once the new master is at work, for its slave to connect so that the group takes messages."""
+"""Time to wait until the new master's slave connects and the group takes messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Swapped:
-    """A swap that is done."""
+    """Result of a swap."""
 
     group: Group
     old_master: BrokerKey
     at_end: ReplicaState
-    """The old master at the moment of the swap."""
+    """State of the old master at the swap."""
     writable: bool
     duration_ms: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Exchange:
-    """A swap that is under way."""
+    """Swap in progress."""
 
     group: Group
     slave: Broker
-    """The master to be."""
+    """New master."""
     term: int
-    """The new row's."""
+    """Term of the new row."""
     audit: AuditRow
 
     @property
     def promised_term(self) -> int:
-        """What the old master promises."""
+        """Term that the old master promises."""
         return promotion.to_promise(self.group, self.term)
 
 
 class Swaps:
-    """Carries out SwapRoles, one per group at a time. Created by main."""
+    """Carries out SwapRoles, one at a time per group. Created by main."""
 
     def __init__(self, registry: Registry, brokers: Brokers, settings: MetaserverSettings) -> None:
         self._registry = registry
@@ -78,7 +80,7 @@ class Swaps:
             to: the slave, as in `ready`.
 
         Raises:
-            OperatorError: refused, the roles are as before.
+            OperatorError: refused; the roles are unchanged.
             OutcomeUnknown: the roles are exchanged, or may be, but the new master did not report.
         """
         if name in self._running:
@@ -92,8 +94,8 @@ class Swaps:
     async def _swap(self, name: str, audit: AuditRow, to: str) -> Swapped:
         began = time.monotonic()
         group, slave = self.ready(name, to)
-        assert group.master  # `ready` saw to it
-        hold_ends = time.monotonic() + self._settings.swap_hold_ms / 1000  # the master counts from its order on
+        assert group.master  # checked by `ready`
+        hold_ends = time.monotonic() + self._settings.swap_hold_ms / 1000  # the master measures from the order on
         exchange = _Exchange(group, slave, max(group.term, self._registry.terms.floor(name)) + 1, audit)
         at_end = await self._prepare(exchange)
         await self._exchange(exchange, at_end, hold_ends=hold_ends)
@@ -103,13 +105,13 @@ class Swaps:
         return Swapped(self._swapped(name), group.master.key, at_end, writable, duration_ms)
 
     def ready(self, name: str, to: str = "") -> tuple[Group, Broker]:
-        """Return the group and the master to be if, by all that is known now, its roles can be swapped.
+        """Return the group and the new master if the roles can be swapped now.
 
         Args:
-            to: hostname, or hostname:port, of the slave; empty: the one that lacks least.
+            to: hostname, or hostname:port, of the slave; empty: the longest one.
 
         Raises:
-            OperatorError: why not.
+            OperatorError: the reason why not.
         """
         group = self._registry.directory.groups.get(name)
         if group is None:
@@ -146,9 +148,9 @@ class Swaps:
 
     async def _prepare(self, exchange: _Exchange) -> ReplicaState:
         group = exchange.group
-        assert group.master  # `ready` saw to it
+        assert group.master  # checked by `ready`
         try:
-            if group.kind == DELAY:  # which another metaserver may hear, and none stores
+            if group.kind == DELAY:  # offsets may be known at another metaserver only, and are not stored
                 rules.check_clock(group, exchange.slave, await self._brokers.replica_status(exchange.slave))
             at_end = await self._brokers.prepare_swap(
                 group.master,
@@ -177,7 +179,7 @@ class Swaps:
                 try:
                     await self._exchange_once(exchange, at_end, hold_ends=hold_ends)
                     break
-                except StaleTerm:  # what brokers say about themselves is stored, too; only a newer term is in the way
+                except StaleTerm:  # a registration changes the row too; only a newer term is an obstacle
                     if attempt == TRIES_MAX:
                         raise
         except OutcomeUnknown as error:
@@ -203,7 +205,7 @@ class Swaps:
         await self._registry.change(promotion.changes_of(change, group, slave, at_end), exchange.audit)
 
     async def _settle(self, exchange: _Exchange, error: OutcomeUnknown) -> None:
-        """Find out whether a compare-and-set was stored although its answer got lost."""
+        """Look up whether a compare-and-set without an answer was stored."""
         group = exchange.group
         try:
             await self._registry.settle()
@@ -217,7 +219,7 @@ class Swaps:
             raise OperatorError(f"the database failed: {error}. This swap changed nothing") from error
 
     async def _finish(self, name: str, term: int) -> bool:
-        """Wait until the new master is at work, then a while until its group takes messages; return whether it does."""
+        """Wait for the new master's report, then a while for a writable group; return whether it is writable."""
         if not await self._wait_until(lambda: self._is_master_in(name, term), self._settings.swap_finish_ms):
             raise OutcomeUnknown(
                 f"the roles of {name} are exchanged (term {term}), but the new master did not report in time; look "
@@ -236,7 +238,7 @@ class Swaps:
         return self._registry.is_writable(self._swapped(name))
 
     def _swapped(self, name: str) -> Group:
-        """The group after its swap. Raises OutcomeUnknown: another operator removed it since."""
+        """Return the group after its swap. Raises OutcomeUnknown: another operator removed it since."""
         group = self._registry.directory.groups.get(name)
         if group is None:
             raise OutcomeUnknown(f"the roles of {name} were exchanged, but the group was removed at the same time")
@@ -262,7 +264,7 @@ class Swaps:
 
 
 def _without(group: Group, gone: Broker) -> str:
-    """What to do if a broker never returns."""
+    """Return the remedy if a broker never returns."""
     if len(group.slaves) < 2:
         return "use ReplaceBroker"
     if gone.role == Role.SLAVE:
@@ -271,12 +273,12 @@ def _without(group: Group, gone: Broker) -> str:
 
 
 def _disks(group: Group) -> set[tuple[BrokerKey, str]]:
-    """Whose copies were compared. A slave that registers with an emptied disk raises no term."""
+    """Return the incarnations of the compared copies. A slave that registers with an emptied disk raises no term."""
     return {(broker.key, broker.incarnation) for broker in group.brokers}
 
 
 def _is_exchanged(exchange: _Exchange, now: Group | None) -> bool:
-    """Whether the new term began with the slave as the master."""
+    """Return whether the new term began with the slave as the master."""
     return (
         now is not None
         and now.term == exchange.term

@@ -1,10 +1,10 @@
-"""Core. Who watches which routes, what each watcher was sent, and what it uses as far as it said.
+"""Core. Watchers of routes: their topics, the version each was sent, and the version it still uses.
 
-A topic is a route that somebody watches, under the name that he asked for: a retry subject is a topic of its own, with
-the groups of its real subject. A seat is one watcher at one topic.
+A topic is a watched route under the requested name: a retry subject is a topic of its own, with the groups of its real
+subject. A seat is one watcher at one topic.
 
-What a watcher may still use (`Seat.used`) is the version it confirmed last; before it confirmed any, the first one
-that it was sent. So a route counts as old until its watcher says otherwise, never the other way round.
+A watcher may still use (`Seat.used`) the version it confirmed last, or the first one it was sent. So a route counts as
+old until its watcher confirms a newer one.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from qmq.metaserver.routes.encoding import RouteBytes
 from qmq.rights import Caller
 
 NOTHING = RouteBytes(0, b"")
-"""Of a topic whose route is being made."""
+"""Content of a topic whose route is being made."""
 
 UNSURE = -1
-"""As the version that a watcher was sent: whatever it has, it gets the route."""
+"""Sent version that forces a new update."""
 
 Send = Callable[[bytes], Awaitable[None]]
 
 
 class Counts(NamedTuple):
-    """Watchers of routes with a broker group: those that may still produce to it, or would, and all."""
+    """Numbers of watchers of routes with a broker group: producers, consumers, all."""
 
     producers: int
     consumers: int
@@ -35,7 +35,7 @@ class Counts(NamedTuple):
 
 
 class ClientInfo(NamedTuple):
-    """A client that is connected, or polls."""
+    """Client that is connected or polls."""
 
     app: str
     client_id: str
@@ -43,53 +43,55 @@ class ClientInfo(NamedTuple):
     subjects: tuple[str, ...]
     produces: bool
     streams: bool
-    """Whether changes are pushed to it; else it polls over HTTP."""
+    """True: changes are pushed. False: it polls over HTTP."""
     kind: int = NORMAL
-    """Of the groups in its routes."""
+    """Kind of the groups in its routes."""
 
 
 @dataclass(slots=True, eq=False)
 class Topic:
-    """A route that is watched. `real`: the subject whose groups it has; empty: the name is refused."""
+    """Watched route. `real`: the subject whose groups it has; empty: the name was rejected."""
 
     name: str
     real: str
     route: RouteBytes = NOTHING
     groups: tuple[str, ...] = ()
     offered: tuple[str, ...] = ()
-    """Groups that producers may use."""
+    """Writable groups."""
     seats: dict[Seat, None] = field(default_factory=dict)
-    """In the order in which they came, as everything here that is gone through: so they are told."""
+    """Watchers in order of arrival, which is the order of updates."""
     source: object = None
-    """The stored route that the content was made of."""
+    """Stored route of the content."""
     tried: int = -1
-    """State of the groups when more of them were last looked for."""
+    """State of the groups when a longer route was last tried."""
 
 
 @dataclass(slots=True, eq=False)
 class Seat:
-    """One watcher at one topic. Versions: 0 is none."""
+    """One watcher at one topic. Version 0: none."""
 
     watch: Watch
     topic: Topic
     sent: int = 0
     used: int = 0
     owed: bool = False
-    """It is in its watcher's `owed`."""
+    """Whether it is in its watcher's `owed`."""
 
     @property
     def is_news(self) -> bool:
-        """Whether the topic's route is another than the one that was sent."""
+        """Return whether the topic's route differs from the sent one."""
         return self.topic.route.version not in (0, self.sent)
 
     def says(self, version: int) -> None:
-        """Note what its watcher says it uses, when it asks. If that is not what it was sent, it gets the route anew:
-        what is under way to it arrives after it wrote this, and another metaserver may have told it something."""
+        """Record the version that a request names. If it is not the sent one, the route is sent again.
+
+        An update in flight arrives after the request was written, and another metaserver may have sent a version.
+        """
         self.used = version
         self.sent = version if self.sent in (0, version) else UNSURE
 
     def told(self) -> RouteBytes:
-        """Note that the route is being sent, and return it."""
+        """Record the route as sent, and return it."""
         route = self.topic.route
         self.sent, self.used = route.version, self.used or route.version
         return route
@@ -97,7 +99,7 @@ class Seat:
 
 @dataclass(slots=True, eq=False)
 class Watch:
-    """A watcher: one stream, or one client that polls."""
+    """Watcher: one stream, or one polling client."""
 
     app: str
     client_id: str
@@ -106,23 +108,23 @@ class Watch:
     send: Send | None
     """None: it polls, or its stream broke."""
     looks_only: bool = False
-    """A subject without a route gets none by this watch."""
+    """This watch creates no routes."""
     seats: dict[str, Seat] = field(default_factory=dict)
     owed: list[Seat] = field(default_factory=list)
-    """Seats that there may be news for."""
+    """Seats that may need an update."""
     owes_answer: bool = False
     asking: bool = False
-    """An answer is being put together: nothing is sent before."""
+    """An answer is being made; nothing is sent before it."""
     sending: bool = False
-    """A task sends, and looks at `owed` again afterwards."""
+    """A task is sending, and checks `owed` afterwards."""
     revision: int = 0
     """Version of the last update."""
     seen_s: float = 0.0
-    """When it last polled."""
+    """Time of the last poll."""
 
 
 class Audience:
-    """All watchers and what they watch. Made by the hub, which calls it from the loop."""
+    """All watchers and their topics. Made by the hub, which calls it from the loop."""
 
     def __init__(self) -> None:
         self.topics: dict[str, Topic] = {}
@@ -135,12 +137,12 @@ class Audience:
         return self._by_group.get(group, {}).keys()
 
     def topics_of_subject(self, real: str) -> list[Topic]:
-        """The subject's own topic, and those of its retry and dead-letter subjects."""
+        """Return the subject's topic, and those of its retry and dead-letter subjects."""
         own, more = self.topics.get(real), self._more.get(real, {})
         return [*more] if own is None else [own, *more]
 
     def take_seat(self, watch: Watch, name: str, real: str) -> Seat:
-        """Let a watcher watch one more topic."""
+        """Add a topic to a watcher."""
         topic = self.topics.get(name)
         if topic is None:
             topic = self.topics[name] = Topic(name, real)
@@ -151,17 +153,17 @@ class Audience:
         return seat
 
     def take_refusal(self, watch: Watch, name: str, route: RouteBytes) -> Seat:
-        """Give a watcher a topic of its own, which says why it may not watch `name`."""
+        """Give a watcher a topic of its own that holds the reason why it may not watch `name`."""
         seat = watch.seats[name] = Seat(watch, Topic(name, "", route))
         return seat
 
     def leave(self, watch: Watch) -> None:
-        """Forget a watcher, which has no seats any more."""
+        """Remove a watcher, which has no seats any more."""
         self.watches.pop(watch, None)
-        watch.owed.clear()  # no circles: the collector of those stops the process for long
+        watch.owed.clear()  # no reference cycles: collecting them stops the process for long
 
     def drop(self, watch: Watch, names: Iterable[str]) -> list[Topic]:
-        """End some of a watcher's seats; return the topics that nobody watches any more, which are forgotten, too."""
+        """Remove some of a watcher's seats; return the topics without watchers, which are removed too."""
         ended = []
         for name in names:
             if (seat := watch.seats.pop(name, None)) is None:
@@ -179,19 +181,18 @@ class Audience:
     def settle(
         self, topic: Topic, route: RouteBytes, groups: tuple[str, ...] = (), offered: tuple[str, ...] = ()
     ) -> bool:
-        """Give a topic its content; return whether it is new."""
-        if groups != topic.groups:  # also if that does not show yet: groups that do not serve are not in the route
+        """Set a topic's content; return whether it changed."""
+        if groups != topic.groups:  # also without a visible change: groups without a master are not in the route
             self._index(topic, groups)
         if route.version == topic.route.version:
             return False
-        topic.route, topic.offered = route, groups if offered == groups else offered  # mostly, and then not twice
+        topic.route, topic.offered = route, groups if offered == groups else offered  # the usual case, stored once
         return True
 
     def old_routes(self, group: str, subject: str) -> Counts:
         """Count clients that may still use the group as writable, for `subject` or for any (`*`).
 
-        As long as the topic itself offers the group, that is everybody who has any route of it; then everybody
-        who has an older one.
+        While the topic offers the group, these are all with any route of it; afterwards those with an older one.
         """
         watching, old = set(), set()
         for topic in self.topics_of_group(group):

@@ -1,7 +1,7 @@
-"""Core. The subjects that operators chose for dead letters: which may be, and which broker groups have to serve them.
+"""Core. Subjects that operators chose for dead letters: which are allowed, and which broker groups must serve them.
 
-A broker stores a dead letter in its own log, beside the ack of its original. So the subject that it goes to is served
-by each broker group of the subject that it comes from, or its consumers would never ask there.
+A broker stores a dead letter in its own log, beside the ack of its original. So every broker group of the original's
+subject must serve the dead letters' subject, or its consumers would not connect there.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from qmq.subjects import is_derived_name
 
 
 def wider_routes(limits: Iterable[OperatorLimits], routes: Routes) -> list[SetRoute]:
-    """Return the changes after which all dead letters are where consumers of their subjects ask for them.
+    """Return the changes that extend routes to every group with dead letters of their subject.
 
-    A subject whose route was removed is left alone: it gets another one with its next consumer, and is wider then.
+    A subject without a route gets one with its next consumer, and is extended then.
     """
     wanted: dict[str, set[str]] = {}
     for one in limits:
@@ -31,13 +31,15 @@ def wider_routes(limits: Iterable[OperatorLimits], routes: Routes) -> list[SetRo
 
 
 def sources_left(limits: Iterable[OperatorLimits], routes: Routes, subject: str, group: str) -> list[str]:
-    """Return the subjects whose dead letters `group` stores in `subject`: as long as there are any, it serves that."""
+    """Return the subjects whose dead letters `group` stores in `subject`; the group must serve it while there are
+    any.
+    """
     sources = {one.subject for one in limits if one.dead_letters_to == subject}
     return sorted(name for name in sources if name in routes and group in routes[name].groups)
 
 
 def why_not(limits: Iterable[OperatorLimits], routes: Routes, after: OperatorLimits) -> list[str]:
-    """Say why dead letters may not go where `after` has them go; `limits` are those of all subjects."""
+    """Return why the dead letters may not go to the subject of `after`; `limits` are those of all subjects."""
     subject, to = after.subject, after.dead_letters_to
     if not to:
         return []
@@ -51,7 +53,7 @@ def why_not(limits: Iterable[OperatorLimits], routes: Routes, after: OperatorLim
 
 
 def _reached(limits: Iterable[OperatorLimits], subject: str) -> set[str]:
-    """Return the subject, and those that messages of it may get to by dying, over others."""
+    """Return the subject, and those its messages may reach as dead letters of dead letters."""
     ways = [(one.subject, one.dead_letters_to) for one in limits if one.dead_letters_to]
     reached, new = {subject}, {subject}
     while new := {to for source, to in ways if source in new} - reached:

@@ -1,15 +1,13 @@
-"""Core. A route as bytes on the wire, written once however many clients get it.
+"""Core. Routes as bytes on the wire, encoded once for all clients, from the present state of each broker group.
 
-The bytes are those that protobuf's own deterministic serialization makes: fields in the order of their numbers. They
-are joined by hand because most of a route is known before: what it says of a broker group is the same in all routes.
+The bytes equal protobuf's deterministic serialization: fields in the order of their numbers. They are joined by hand
+because the bytes of a broker group are the same in all routes.
 
     RouteUpdate    08 varint(version)   12 varint(length) SubjectRoute   12 …
     SubjectRoute   0a length subject    12 length BrokerGroupRoute …     1a length refused    21 version, 8 bytes LE
 
-A route's version is the BLAKE2b hash (8 bytes, little-endian) of the SubjectRoute without its version: a name of its
-content, the same at every metaserver. 0 stands for "none", so a hash of 0 becomes 1.
-
-How each broker group looks to clients at this moment, and routes made of that.
+A route's version is the BLAKE2b hash (8 bytes, little-endian) of the SubjectRoute without its version, so it is equal
+at every metaserver. 0 stands for "none"; a hash of 0 becomes 1.
 """
 
 from __future__ import annotations
@@ -25,20 +23,20 @@ from qmq.proto import qmq_pb2 as pb
 
 
 class RouteBytes(NamedTuple):
-    """One route, ready to be put into an update."""
+    """One encoded route."""
 
     version: int
     data: bytes
-    """The field `RouteUpdate.routes` with its key and length."""
+    """Field `RouteUpdate.routes` with its key and length."""
 
     @property
     def message(self) -> pb.SubjectRoute:
-        """The route as protobuf reads it."""
+        """The route, decoded."""
         return pb.RouteUpdate.FromString(self.data).routes[0]
 
 
 class GroupBytes(NamedTuple):
-    """What routes say of one broker group: the field `SubjectRoute.groups`."""
+    """Encoded field `SubjectRoute.groups` of one broker group."""
 
     writable: bytes
     readonly: bytes
@@ -55,7 +53,7 @@ def group_bytes(group: Group) -> GroupBytes:
 
 
 def route_bytes(subject: str, groups: Iterable[bytes] = (), refused: str = "") -> RouteBytes:
-    """Join a route of groups' fields; `refused` says why it has none."""
+    """Encode a route of groups' fields; `refused`: the reason for an empty one."""
     content = (_field(b"\x0a", subject.encode()) if subject else b"") + b"".join(groups)
     if refused:
         content += _field(b"\x1a", refused.encode("utf-8", "replace"))
@@ -66,7 +64,7 @@ def route_bytes(subject: str, groups: Iterable[bytes] = (), refused: str = "") -
 
 
 def update_bytes(version: int, routes: Iterable[RouteBytes]) -> bytes:
-    """A RouteUpdate."""
+    """Encode a RouteUpdate."""
     return b"\x08" + _varint(version) + b"".join([route.data for route in routes])
 
 
@@ -107,20 +105,20 @@ class _View:
     group: Group
     data: GroupBytes
     writable: bool
-    """Whether it takes messages of subjects that nobody marked."""
+    """Whether it takes messages of subjects without a readonly mark."""
 
 
 class GroupViews:
-    """All groups of one kind as clients see them; `look` takes them in. Made by the hub."""
+    """All groups of one kind as clients see them. Made by the hub, which calls `look` after changes."""
 
     def __init__(self, kind: int) -> None:
         self._kind = kind
         self._views: dict[str, _View] = {}
         self.state = 0
-        """Raised with each change, so that one can tell whether anything is new since."""
+        """Raised by each change."""
 
     def look(self, directory: Directory, is_writable: IsWritable) -> list[str]:
-        """Take in how the groups are now; return the names of those that look different."""
+        """Apply the present groups; return the names of those that clients see differently."""
         groups = directory.groups_of(self._kind)
         changed = [name for name in self._views if name not in groups or groups[name].master is None]
         for name in changed:
@@ -144,7 +142,7 @@ class GroupViews:
     def route(
         self, name: str, real: str, groups: tuple[str, ...], directory: Directory
     ) -> tuple[RouteBytes, tuple[str, ...], tuple[str, ...]]:
-        """Make the route of a subject under the name that was asked for; with its groups, and those that are open."""
+        """Encode the route of a subject under the requested name; return it, its groups, and the writable ones."""
         fields, offered = [], []
         for group in groups:
             if view := self._views.get(group):
@@ -155,10 +153,10 @@ class GroupViews:
         return route_bytes(name, fields, "" if fields else NO_GROUP[self._kind]), groups, tuple(offered)
 
     def has_more_than(self, groups: tuple[str, ...]) -> bool:
-        """Whether there is a group that a route of these could be extended by."""
+        """Return whether there is a group that could extend a route of these."""
         return len(self._views) > len(groups) or not self._views.keys() <= set(groups)
 
 
 def _shown(group: Group) -> object:
-    """What clients see of a group, besides whether it is writable."""
+    """Return the part of a group that clients see, besides whether it is writable."""
     return group.term, group.master

@@ -1,15 +1,13 @@
-"""Shell. Tells clients of routes and of every change of them, each as soon as it is there.
+"""Shell. Sends routes, and each change of them, to the clients that watch them.
 
-Who waits costs nothing: a change wakes the hub alone, the hub finds the topics that it concerns, writes each of them
-once, and sends those bytes to its watchers. A client that reads slowly holds up nobody: what it is owed meanwhile is
-the newest route, not all that were.
+An idle watcher costs nothing: a change wakes the hub only. The hub finds the topics concerned, encodes each once, and
+sends these bytes to its watchers. A slow client delays no other: it is sent the newest route next, not every change.
 
-Known routes are answered from memory. Subjects that need the database (new ones, and those with too few groups) are
-gathered and stored many at a time in the background; while it does not answer, those alone wait.
+Known routes are answered from memory. New subjects and short routes are collected and stored many at a time; while the
+database is away, only they wait.
 
-A hub for the routes of each kind of groups, and where the routes of delay servers come from. Delayed messages of any
-subject may go to any group of delay servers. So their route is one for all subjects, follows from the groups that there
-are, and is not stored; for the rest it is watched, told and confirmed as others are.
+Each kind of groups has a hub. Delayed messages of any subject may go to any group of delay servers, so their route is
+one for all subjects, is not stored, and follows from the groups.
 """
 
 from __future__ import annotations
@@ -35,29 +33,29 @@ from qmq.subjects import check_subject, real_subject
 log = logging.getLogger("qmq.metaserver")
 
 GATHER_S = 0.005
-"""Changes of so short a time are looked at together; looking costs about as much with 2,000 groups."""
+"""Changes within this time are processed together; with 2,000 groups one look costs about as much."""
 PAUSE_S_MAX = 0.25
-"""The next look waits so long at most. Telling 20,000 watchers takes seconds; a change after it would wait as long."""
+"""Longest wait before the next look. Updating 20,000 watchers takes seconds, and later changes would wait for them."""
 STORE_WAIT_S = 0.5
-"""An answer waits so long for new subjects to be stored; then it goes without them, and they follow."""
+"""Longest wait of an answer for new subjects; then it is sent without them, and they follow."""
 REPEAT_S = 1.0
-"""A route that could not be stored is tried again so often, while it is watched."""
+"""Time until a failed route is stored again, while it is watched."""
 STORED_AT_ONCE = 1_000
-"""New subjects in one transaction: what 100 clients bring that start at the same time."""
+"""New subjects in one transaction: those of 100 clients that start at once."""
 TURN = 100
-"""Routes written, or seats taken, before others have their turn: a few milliseconds."""
+"""Routes encoded, or seats added, before the task yields: a few milliseconds."""
 UPDATE_ROUTES_MAX = 500
 """Routes in one update: 200 kB, which a client reads in a few milliseconds. A swap changes all its routes at once."""
 TOLD_AT_ONCE = 250
-"""Watchers told before others have their turn: some 12 ms."""
+"""Watchers updated before the task yields: some 12 ms."""
 TURNS_UNDER_WAY = 4
-"""So many turns' sends are under way at most. Those of 20,000 watchers at once take 40 MB, never given back."""
+"""Batches of sends in progress. Those of 20,000 watchers at once take 40 MB, never returned."""
 SEND_WAIT_S = 0.1
-"""Who does not read holds up those after him for so long, once: until he reads again, he is not waited for."""
+"""Time for which a watcher that does not read delays later ones, once; then it is skipped until it reads."""
 NAME_CHARS_MAX = 1_000
-"""What is no subject is refused alone, and kept with its refusal as long as its watch lasts: but not at any length."""
+"""Longest invalid name that is kept with its refusal while its watch lasts."""
 POLL_KEPT_S = 20.0
-"""A client that polls every 5 s is counted so long."""
+"""A client that polls every 5 s counts as connected for this time."""
 
 
 NO_ROUTE = "has no route yet; it gets one with its first producer or consumer"
@@ -65,7 +63,7 @@ NO_GROUP_YET = "there is no broker group that takes new subjects; AddBroker adds
 
 
 class RouteSource(Protocol):
-    """What the hub asks of the registry."""
+    """Part of the registry that the hub uses."""
 
     @property
     def changes(self) -> Changes: ...
@@ -75,16 +73,16 @@ class RouteSource(Protocol):
 
     @property
     def find(self) -> Callable[[str], Route | None]:
-        """The route of a real subject, if it has one. The same object until it changes."""
+        """Return the route of a real subject, or None. The same object until it changes."""
         ...
 
     @property
     def routes_version(self) -> int:
-        """Another one whenever a route changed but by `routes_for`."""
+        """Differs after each change of a route, except by `routes_for`."""
         ...
 
     def is_short(self, subject: str, groups: Sequence[str]) -> bool:
-        """Whether a route lists so few groups that `routes_for` is to be asked for more."""
+        """Return whether a route lists so few groups that `routes_for` should extend it."""
         ...
 
     def is_writable(self, group: Group) -> bool: ...
@@ -93,14 +91,14 @@ class RouteSource(Protocol):
 
 
 class TooManyWatches(CallError):
-    """The clients of this token have as many watches as they may. Close some; routes that are known stay in use."""
+    """The clients of this token have reached their bound of watches. Close some; known routes stay in use."""
 
 
 class WatchHub:
-    """Made by main, which runs `run` as a task; all methods are called from the loop.
+    """Routes of one kind of groups. Made by main, which runs `run` as a task; all methods are called from the loop.
 
     Args:
-        allow: how many of so many new subjects a caller may bring into being now, and why not the others.
+        allow: how many of so many new subjects a caller may create now, and why not the others.
         kind: of the groups in its routes.
     """
 
@@ -127,8 +125,8 @@ class WatchHub:
         self._revision = time.time_ns() // 1_000_000  # clients of an earlier process saw lower ones
 
     async def run(self) -> None:
-        """Look at each change of the registry, and store what must be stored, until cancelled."""
-        self._concerned()  # so that even the first who asks is told what there is
+        """Process the registry's changes and store new routes, until cancelled."""
+        self._concerned()  # so that the first client finds the groups
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._look_at_changes())
@@ -137,7 +135,7 @@ class WatchHub:
             for task in self._sending:
                 task.cancel()
 
-    # Watchers that streams serve.
+    # Watchers on streams.
 
     def join(
         self,
@@ -165,15 +163,15 @@ class WatchHub:
             self._metrics.watches.dec()
 
     def forget(self, watch: Watch, subjects: Iterable[str]) -> None:
-        """A client uses these routes no more."""
+        """Remove routes that a client no longer uses."""
         before = len(watch.seats)
         for topic in self._audience.drop(watch, subjects):
             self._short.pop(topic, None)
         self._quotas.remove(watch.caller, before - len(watch.seats))
 
     async def ask(self, watch: Watch, subjects: Sequence[str], held: Mapping[str, int]) -> None:
-        """Answer a request for routes: those that differ from what is held, or was sent. Later changes follow."""
-        watch.asking = True  # what changes meanwhile goes into the answer
+        """Answer a request with the routes that differ from those held or sent. Later changes follow."""
+        watch.asking = True  # changes from now on are in the answer
         seats = await self._take_seats(watch, subjects, held)
         watch.asking, watch.owes_answer = False, True
         for seat in seats:
@@ -181,12 +179,12 @@ class WatchHub:
         self._serve(watch)
 
     def confirm(self, watch: Watch, held: Mapping[str, int]) -> None:
-        """Note which versions a client uses by now."""
+        """Record the versions that a client uses."""
         for name, version in held.items():
             if seat := watch.seats.get(name):
                 seat.used = version
 
-    # Watchers that poll.
+    # Polling watchers.
 
     async def poll(
         self,
@@ -198,10 +196,10 @@ class WatchHub:
         client_id: str,
         produces: bool,
     ) -> list[RouteBytes]:
-        """Return the routes that differ from what is held. The client counts as a watcher for a while.
+        """Return the routes that differ from those held. The client counts as a watcher for a while.
 
         Raises:
-            TooManyWatches: routes that are known stay in use.
+            TooManyWatches: known routes stay in use.
         """
         self._forget_polls()
         key = caller.name, client_id, produces
@@ -220,10 +218,10 @@ class WatchHub:
         for key in [key for key, watch in self._polled.items() if watch.seen_s < oldest_s]:
             self.leave(self._polled.pop(key))
 
-    # What operators ask.
+    # Operators' questions.
 
     def old_routes(self, broker_group: str, subject: str) -> Counts:
-        """Count the clients of this metaserver that may still take the group for writable."""
+        """Count the clients of this metaserver that may still use the group as writable."""
         self._forget_polls()
         return self._audience.old_routes(broker_group, subject)
 
@@ -234,7 +232,7 @@ class WatchHub:
     # Seats and topics.
 
     async def _take_seats(self, watch: Watch, subjects: Sequence[str], held: Mapping[str, int]) -> list[Seat]:
-        """Let a watcher watch these subjects; wait a moment for those that must be stored first."""
+        """Add subjects to a watcher; wait a moment for those that must be stored first."""
         names = list(dict.fromkeys(subjects))
         seats = []
         for number, name in enumerate(names, start=1):
@@ -253,11 +251,11 @@ class WatchHub:
         return seats
 
     def _take_seat(self, watch: Watch, name: str) -> Seat:
-        """Let a watcher watch one subject more; of what a bound refuses, nothing is kept but what is told of it now."""
+        """Add one subject to a watcher. A refused one is answered and not kept."""
         if len(name) > NAME_CHARS_MAX:
             return _refusal(watch, name, f"a name of more than {NAME_CHARS_MAX} characters is no subject's")
         if watch.send is None and len(watch.seats) >= self._quotas.bounds.subjects_max:
-            self.forget(watch, [next(iter(watch.seats))])  # it polls: what it still uses, it asks for again
+            self.forget(watch, [next(iter(watch.seats))])  # it polls, so each request names every route it uses
         if why := self._quotas.add(watch.caller, len(watch.seats), time.monotonic()):
             return _refusal(watch, name, why)
         try:
@@ -275,9 +273,9 @@ class WatchHub:
         return seat
 
     def _settle(self, topic: Topic) -> list[Seat]:
-        """Make a topic's content anew; return the seats that must be told of it."""
+        """Encode a topic's content again; return the seats to update."""
         if not topic.seats:
-            return []  # everybody left meanwhile
+            return []  # all watchers left meanwhile
         route = self._registry.find(topic.real)
         topic.source = route
         self._want_more(topic, route)
@@ -294,7 +292,7 @@ class WatchHub:
         return list(topic.seats) if changed else []
 
     def _want_more(self, topic: Topic, route: Route | None) -> None:
-        """Have a missing or short route made, unless that was tried since the groups last changed."""
+        """Order a missing or short route, unless that was tried since the groups last changed."""
         groups = route.groups if route else ()
         if route and not self._registry.is_short(topic.real, groups):
             self._short.pop(topic, None)
@@ -312,12 +310,12 @@ class WatchHub:
                 wake.clear()
                 began = time.monotonic()
                 await self._look()
-                # However fast changes come, half of the time is everybody else's; no more, as telling gives way anyway.
+                # However fast changes come, half of the time stays free for other tasks; updates yield anyway.
                 await asyncio.sleep(min(max(GATHER_S, time.monotonic() - began), PAUSE_S_MAX))
                 await wake.wait()
 
     async def _look(self) -> None:
-        """Find what changed since the last look, and tell those whom it concerns."""
+        """Find the changes since the last look, and update the watchers concerned."""
         concerned = self._concerned()
         for begin in range(0, len(concerned), TURN):
             seats = [seat for topic in concerned[begin : begin + TURN] for seat in self._settle(topic)]
@@ -325,7 +323,7 @@ class WatchHub:
             await asyncio.sleep(0)
 
     def _concerned(self) -> list[Topic]:
-        """The topics that something changed for: a group's state, a mark, the stored route."""
+        """Return the topics with a change: a group's state, a mark, or the stored route."""
         directory, find, audience = self._registry.directory, self._registry.find, self._audience
         concerned: list[Topic] = []
         if self._registry.routes_version != self._routes_version:
@@ -344,7 +342,7 @@ class WatchHub:
         return list(dict.fromkeys(concerned))
 
     async def _tell(self, seats: list[Seat]) -> None:
-        """Tell watchers, a few hundred at a time, those behind one connection one after another."""
+        """Update watchers, a few hundred at a time; those behind one connection one after another."""
         seats.sort(key=_peer)
         turns: deque[list[asyncio.Task[None]]] = deque()
         for begin in range(0, len(seats), TOLD_AT_ONCE):
@@ -359,7 +357,7 @@ class WatchHub:
                 await asyncio.wait(oldest, timeout=SEND_WAIT_S)
 
     def _serve(self, watch: Watch) -> asyncio.Task[None] | None:
-        """Send a watcher what it is owed, unless it is being sent; return the task that does."""
+        """Start sending a watcher its updates, unless a task does; return the task."""
         if watch.send is None or watch.sending or watch.asking or not (watch.owed or watch.owes_answer):
             return None
         watch.sending = True
@@ -369,7 +367,7 @@ class WatchHub:
         return task
 
     async def _send(self, watch: Watch, send: Send) -> None:
-        """Send what a watcher is owed, until that is nothing."""
+        """Send a watcher its updates until none is left."""
         try:
             while (watch.owed or watch.owes_answer) and not watch.asking:
                 owed, watch.owed = watch.owed, []
@@ -383,7 +381,7 @@ class WatchHub:
                         watch.revision = max(watch.revision + 1, self._revision)
                         self._metrics.route_updates.inc(len(routes))
                         await send(update_bytes(watch.revision, routes))
-        except Exception as error:  # the stream broke; whoever reads it notices as well, and leaves
+        except Exception as error:  # the stream broke; its reader ends too
             log.debug("route watch broke app=%s reason=%s", watch.app, type(error).__name__)
             watch.send = None
         finally:
@@ -400,15 +398,15 @@ class WatchHub:
                     await asyncio.sleep(REPEAT_S)
 
     async def _store(self, subjects: list[str]) -> bool:
-        """Have routes made or extended, and tell who waits for them; False: try the rest again later."""
+        """Store missing and short routes, and update waiting watchers. False: retry the rest later."""
         state, waits = self._views.state, self._ration(subjects)
-        # Nobody pays for a subject whose watchers have all left: it is dropped, not stored past the ration.
+        # A subject without watchers is dropped: no client's allowance would pay for it.
         ready = [one for one in subjects if one not in waits and self._audience.topics_of_subject(one)]
         try:
             if ready:
                 await self._registry.routes_for(ready)
             self._problem = ""
-        except Exception as error:  # the database is away: known routes go on, the others are tried again
+        except Exception as error:  # the database is away: known routes stay in use, the others are retried
             if not self._problem:
                 log.warning("routes not stored subjects=%d reason=%s", len(ready), error)
             self._problem = f"the route cannot be stored now: {_reason(error)}"
@@ -426,7 +424,7 @@ class WatchHub:
         return not waits
 
     def _ration(self, subjects: list[str]) -> dict[str, str]:
-        """Of the new subjects, those that their clients may not bring into being yet, with the reason."""
+        """Return the new subjects that their clients may not create yet, with the reason."""
         new: dict[str, tuple[Caller, list[str]]] = {}
         for subject in subjects:
             watch = next((seat.watch for one in self._audience.topics_of_subject(subject) for seat in one.seats), None)
@@ -442,7 +440,7 @@ class WatchHub:
 
 
 def _refusal(watch: Watch, name: str, why: str) -> Seat:
-    """What a watcher is told once, and that is not kept."""
+    """Refusal that is sent once and not kept."""
     return Seat(watch, Topic(name, "", route_bytes(name, refused=why)))
 
 
@@ -457,12 +455,12 @@ def _peer(seat: Seat) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """What a client may read of an error: ours; not a database's, which may quote anything."""
+    """Return the text of an error for clients: ours only, as a database's may quote anything."""
     return str(error) if isinstance(error, QmqError) else "the database does not answer"
 
 
 class DelayRoutes:
-    """The route of delayed messages, as a hub asks for it. Made by `RouteHubs`."""
+    """Route of delayed messages, as a source for a hub. Made by `RouteHubs`."""
 
     def __init__(self, registry: RouteSource) -> None:
         self._registry = registry
@@ -490,17 +488,19 @@ class DelayRoutes:
         return self._route
 
     def is_short(self, subject: str, groups: Sequence[str]) -> bool:
-        return False  # it lists all there are
+        return False  # it lists every group
 
     def is_writable(self, group: Group) -> bool:
         return self._registry.is_writable(group)
 
     async def routes_for(self, subjects: list[str]) -> None:
-        """There is nothing to store."""
+        """Do nothing: the route is not stored."""
 
 
 class RouteHubs:
-    """Made by main, which runs `run` as a task; all methods are called from the loop. Arguments: see `WatchHub`."""
+    """Hubs by kind of groups. Made by main, which runs `run` as a task; all methods are called from the loop.
+    Arguments: see `WatchHub`.
+    """
 
     def __init__(
         self, registry: RouteSource, metrics: Metrics, allow: Callable[[Caller, int], tuple[int, str]], quotas: Quotas
@@ -513,25 +513,25 @@ class RouteHubs:
         metrics.observe_quotas(lambda: quotas.subjects, lambda: quotas.refused)
 
     async def run(self) -> None:
-        """Look at each change of the registry until cancelled."""
+        """Process the registry's changes until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for hub in self._hubs.values():
                 tasks.create_task(hub.run())
 
     def of(self, kind: int) -> WatchHub:
-        """The hub for a kind of groups; 0 stands for normal ones. Raises InvalidRequest."""
+        """Return the hub for a kind of groups; 0 stands for normal ones. Raises InvalidRequest."""
         hub = self._hubs.get(kind or NORMAL)
         if hub is None:
             raise InvalidRequest(f"kind {kind} of groups is unknown; {NORMAL} is of brokers, {DELAY} of delay servers")
         return hub
 
     def old_routes(self, broker_group: str, subject: str) -> Counts:
-        """Count the clients of this metaserver that may still take the group for writable."""
+        """Count the clients of this metaserver that may still use the group as writable."""
         counts = [hub.old_routes(broker_group, subject) for hub in self._hubs.values()]
         return Counts(*(sum(numbers) for numbers in zip(*counts, strict=True)))
 
     def refusals(self) -> dict[str, str]:
-        """Return the tokens whose clients are refused routes for a bound at present, and why."""
+        """Return the tokens whose clients exceed a bound at present, with the reason."""
         return self._quotas.refusals(time.monotonic())
 
     def clients(self) -> list[ClientInfo]:

@@ -1,13 +1,11 @@
-"""Core. Which broker groups serve a subject, and which of them take messages now.
+"""Core. Placement: which broker groups serve a subject, which of them take messages now, and which routes to store.
 
-A new subject gets the `groups_new` least loaded groups that take messages. Should that be fewer than `groups_min`
-(QMQ's min.group.num), other groups are added, so that a subject which was born during an outage is not tied to one
-group for ever. A route that lists too few groups is extended in the same way. Groups of another kind, groups that are
-not there and groups that operators keep producers away from do not count: what is left must be enough.
+A new subject gets the `groups_new` least loaded groups that take messages. If these are fewer than `groups_min` (QMQ's
+min.group.num), other groups are added, so that a subject that was created during an outage is not bound to one group
+for ever. A route with too few groups is extended in the same way. Groups of another kind, missing groups, and groups
+that operators keep producers away from do not count.
 
-Consumers keep every group of the route whatever its state: only `writable` says where to produce.
-
-The stored routes as they are known, and what is to be stored for subjects whose route is missing or short.
+Consumers keep every group of the route; only `writable` tells producers where to send.
 """
 
 from __future__ import annotations
@@ -19,21 +17,21 @@ from heapq import heapify, heappop, heappush
 from qmq.metaserver.model import ALL_SUBJECTS, NORMAL, Directory, Group, Route
 
 IsWritable = Callable[[Group], bool]
-"""Whether a group's master takes messages, marks of single subjects aside."""
+"""Whether a group's master takes messages, apart from marks of single subjects."""
 
 
 def serves(group: Group | None) -> bool:
-    """Whether a group can be part of a route at all: it is there, has a master, and is not one of delay servers."""
+    """Return whether a group can be in a route: it exists, has a master, and is not one of delay servers."""
     return group is not None and group.kind == NORMAL and group.master is not None
 
 
 def takes_messages(group: Group, subject: str, directory: Directory, is_writable: IsWritable) -> bool:
-    """Whether producers of `subject` may use the group now."""
+    """Return whether producers of `subject` may use the group now."""
     return not group.draining and not directory.is_marked(group.name, subject) and is_writable(group)
 
 
 def is_short(subject: str, groups: Iterable[str], directory: Directory, *, groups_min: int) -> bool:
-    """Whether a route lists too few groups that serve, or too few that operators leave open to its producers."""
+    """Return whether a route lists too few groups that serve, or too few that operators keep open to its producers."""
     listed = [name for name in groups if serves(directory.groups.get(name))]
     if len(listed) < groups_min:
         return True
@@ -46,13 +44,13 @@ def _kept_open(group: Group, subject: str, directory: Directory) -> bool:
 
 
 class Loads:
-    """Which subjects each group serves. Told of every route that comes, changes or goes."""
+    """Subjects of each group. `moved` must be called for every route that is added, changed or removed."""
 
     def __init__(self) -> None:
         self._subjects: dict[str, set[str]] = {}
 
     def moved(self, subject: str, before: Iterable[str], after: Iterable[str]) -> None:
-        """Note that a route listed the groups `before` and lists `after` now; either may be empty."""
+        """Record that a route listed the groups `before` and lists `after` now; either may be empty."""
         for group in before:
             self._subjects[group].discard(subject)
         for group in after:
@@ -62,25 +60,25 @@ class Loads:
         return self._subjects.get(group, frozenset())
 
     def subjects(self, group: str) -> int:
-        """How many they are."""
+        """Number of subjects."""
         return len(self.of(group))
 
 
 _Entry = tuple[int, float, str]
-"""A group in a heap: its reserve (see `_reserve`), its load, its name. The first to be chosen is on top."""
+"""A group in a heap: its reserve (see `_reserve`), its load, its name. The first choice is on top."""
 
 
 class Placement:
     """Chooses groups for new and for short routes as of one moment. Made for a batch of subjects, then dropped.
 
-    A group's load is its share of all subjects plus, where its bytes are known, its share of them: a subject that
-    is new counts at once, what it brings counts when it came.
+    A group's load is its share of all subjects plus, where known, its share of their bytes: a new subject counts at
+    once, its messages when they are stored.
 
     Args:
         loads: subjects of each group, as of the beginning of the batch.
-        stored_bytes: bytes that a group's log holds, of groups for which that is known.
-        groups_min: a route with so many groups is left alone.
-        groups_new: a new subject gets so many groups, if so many take messages.
+        stored_bytes: bytes in groups' logs, where known.
+        groups_min: a route with so many groups is not extended.
+        groups_new: groups of a new subject, if so many take messages.
     """
 
     def __init__(
@@ -110,10 +108,10 @@ class Placement:
             heapify(heap)
 
     def choose(self, subject: str, current: Iterable[str] = ()) -> tuple[str, ...]:
-        """Return the groups that the route of `subject` should list, sorted: `current`, and more if they are too few.
+        """Return the groups for the route of `subject`, sorted: `current`, and more if they are too few.
 
         Args:
-            current: groups the route lists now, empty for a new subject. They always stay: they may hold messages.
+            current: groups of the present route, empty for a new subject. They always stay: they may hold messages.
 
         Returns:
             Names of groups; empty when no group can take the subject.
@@ -128,14 +126,14 @@ class Placement:
         for tier in self._tiers(subject):
             found = self._take(tier, wanted - usable, subject, chosen)
             usable, count = usable + len(found), count + len(found)
-            if usable:  # groups of another tag only as far as they are needed
+            if usable:  # groups of another tag only as far as needed
                 wanted = self._groups_min
         count += len(self._take([self._spare], self._groups_min - count, subject, chosen))
-        self._take(list(self._open.values()), self._groups_min - count, ALL_SUBJECTS, chosen)  # also marked ones
+        self._take(list(self._open.values()), self._groups_min - count, ALL_SUBJECTS, chosen)  # marked ones too
         return tuple(sorted(chosen))
 
     def _tiers(self, subject: str) -> list[list[list[_Entry]]]:
-        """Groups of the subject's tag first, then those without one, then the others."""
+        """Order groups of the subject's tag first, then those without one, then the others."""
         info = self._directory.subjects.get(subject)
         tag = info.tag if info else ""
         own = [self._open[tag]] if tag and tag in self._open else []
@@ -144,8 +142,10 @@ class Placement:
         return [own, untagged, others]
 
     def _take(self, heaps: list[list[_Entry]], count: int, subject: str, chosen: set[str]) -> list[str]:
-        """Add the `count` least loaded groups that are not chosen yet and not marked for `subject` to `chosen`; return
-        them. From now on they count as more loaded."""
+        """Add the `count` least loaded groups, neither chosen nor marked for `subject`, to `chosen`; return them.
+
+        From then on they count as more loaded.
+        """
         found: list[str] = []
         popped: list[tuple[list[_Entry], _Entry]] = []
         while len(found) < count and (heap := _least(heaps)) is not None:
@@ -165,7 +165,7 @@ def _least(heaps: list[list[_Entry]]) -> list[_Entry] | None:
 
 
 def _reserve(group: Group, directory: Directory, is_writable: IsWritable) -> int:
-    """0: takes new subjects; else the higher, the later it is used where there are too few others."""
+    """Return 0 for a group that takes new subjects; otherwise a number that rises the less it should be used."""
     if directory.is_marked(group.name, ALL_SUBJECTS):
         return 3
     if group.full:
@@ -174,7 +174,7 @@ def _reserve(group: Group, directory: Directory, is_writable: IsWritable) -> int
 
 
 def _shares(names: list[str], stored_bytes: Mapping[str, int]) -> dict[str, float]:
-    """Bytes of each group relative to their mean; groups whose bytes are not known count as average."""
+    """Return the bytes of each group relative to their mean; unknown groups count as average."""
     known = {name: stored_bytes[name] for name in names if name in stored_bytes}
     mean = _mean(known.values())
     return {name: known[name] / mean if name in known else min(len(known), 1) for name in names}
@@ -186,21 +186,21 @@ def _mean(values: Iterable[int]) -> float:
 
 
 RouteOrder = tuple[str, tuple[str, ...], int]
-"""Subject, groups, and the version of the route that they replace; 0: there is none."""
+"""Subject, groups, and the version of the replaced route; 0: there is none."""
 
 
 class RouteTable:
-    """Made by the registry."""
+    """Stored routes in memory. Made by the registry."""
 
     def __init__(self, *, groups_min: int, groups_new: int) -> None:
         self._groups_min, self._groups_new = groups_min, groups_new
         self._known: dict[str, Route] = {}
         self._loads = Loads()
         self.known: Mapping[str, Route] = self._known
-        """By subject, always the same object."""
+        """Routes by subject, always the same object."""
 
     def take(self, routes: Iterable[Route], *, all_of_them: bool = False) -> None:
-        """Know these routes; those without groups are gone."""
+        """Add routes; those without groups are removed."""
         routes = list(routes)
         if all_of_them:
             gone = self._known.keys() - {route.subject for route in routes}
@@ -208,7 +208,7 @@ class RouteTable:
         for route in routes:
             before = self._known.get(route.subject)
             if before is not None and before.version > route.version and not all_of_them:
-                continue  # what was just stored may be read late
+                continue  # a reading may be older than our own write
             self._loads.moved(route.subject, before.groups if before else (), route.groups)
             if route.groups:
                 self._known[route.subject] = route
@@ -216,7 +216,7 @@ class RouteTable:
                 self._known.pop(route.subject, None)
 
     def of_groups(self, groups: Iterable[str]) -> dict[str, Route]:
-        """The routes that list one of these groups, by subject."""
+        """Return the routes that list one of these groups, by subject."""
         return {subject: self._known[subject] for group in groups for subject in self._loads.of(group)}
 
     def is_short(self, subject: str, groups: Iterable[str], directory: Directory) -> bool:
@@ -225,8 +225,7 @@ class RouteTable:
     def orders(
         self, subjects: Iterable[str], directory: Directory, is_writable: IsWritable, stored_bytes: Mapping[str, int]
     ) -> list[RouteOrder]:
-        """What is to be stored so that none of these subjects lacks a route or has too short a one, as far as there
-        are groups for it."""
+        """Return the routes to store so that these subjects have one of sufficient length, as far as groups exist."""
         placement: Placement | None = None
         orders = []
         for subject in dict.fromkeys(subjects):

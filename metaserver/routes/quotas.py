@@ -1,7 +1,7 @@
-"""Core. How many routes the clients of one token may watch, and what was refused for that.
+"""Core. Bounds of watched routes per token, and the refusals for them.
 
-A bound refuses what is new and leaves alone what is watched already. Clients ask again for what was refused, every ten
-seconds: so a token that is not named by `refusals` has what it wants.
+A bound rejects new watches only. Clients repeat a rejected request every ten seconds, so a token without a recent
+refusal has all its watches.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import NamedTuple
 from qmq.rights import Caller, TokenRole
 
 REFUSED_S = 60.0
-"""A refusal counts so long: some of its client's repeats."""
+"""Time for which a refusal counts: several repeats of its client."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Of watches. Holders of the installation's key have none but `subjects_max`.
+    """Bounds of watches. Holders of the installation's key have `subjects_max` only.
 
     `subjects_max`: of one watch. `token_subjects_max`, `token_watches_max`: of all clients of one token together.
     """
@@ -28,7 +28,7 @@ class Bounds:
 
 
 class Refusal(NamedTuple):
-    """What the clients of a token were refused last, and why."""
+    """Last refusal of a token's clients, with the reason."""
 
     at_s: float
     reason: str
@@ -42,21 +42,21 @@ class _Usage:
 
 @dataclass(slots=True)
 class Quotas:
-    """Made by main for all hubs, which say what is watched and what is no more."""
+    """Watches and subjects per token. Made by main for all hubs, which report every change."""
 
     bounds: Bounds
     refused: int = 0
-    """How often something was refused; only grows."""
+    """Refusals; only grows."""
     _used: dict[str, _Usage] = field(default_factory=dict)
     _refusals: dict[str, Refusal] = field(default_factory=dict)
 
     @property
     def subjects(self) -> int:
-        """How many routes are watched, each counted for every watch that has it."""
+        """Number of watched routes, each counted for every watch that has it."""
         return sum(usage.subjects for usage in self._used.values())
 
     def open(self, caller: Caller, now_s: float) -> str:
-        """Count one watch more; return why it may not be, "" if it may."""
+        """Count one more watch; return why it is refused, or ""."""
         used = self._used.setdefault(caller.name, _Usage())
         if caller.role != TokenRole.CLUSTER and used.watches >= self.bounds.token_watches_max:
             why = f"has {used.watches} watches, the most that one token may have (token_watches_max)"
@@ -71,7 +71,7 @@ class Quotas:
             del self._used[caller.name]
 
     def add(self, caller: Caller, watched: int, now_s: float) -> str:
-        """Count one subject more in a watch that has `watched`; return why it may not be, "" if it may."""
+        """Count one more subject in a watch that has `watched`; return why it is refused, or ""."""
         used, bounds = self._used[caller.name], self.bounds
         if watched >= bounds.subjects_max:
             why = f"has a client that watches {watched} subjects, the most that one may (watch_subjects_max)"
@@ -91,7 +91,7 @@ class Quotas:
         return {name: one.reason for name, one in self._refusals.items()}
 
     def note(self, caller: Caller, reason: str, now_s: float) -> None:
-        """Take note of a refusal; also of one that is decided elsewhere."""
+        """Record a refusal, also one that was decided elsewhere."""
         self.refused += 1
         self._refusals[caller.name] = Refusal(now_s, reason)
 
