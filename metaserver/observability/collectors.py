@@ -1,9 +1,7 @@
-"""Shell. The metaserver's state as metrics: its database, the other metaservers, clients, tokens.
+"""Shell. Metrics read at a scrape: the cluster's state, the audit's ledger, Doctor's findings.
 
-What the audit's ledger says, as metrics: where a job's own file reaches no Prometheus, as on Kubernetes, the metaserver
-that shows the nights tells of them.
-
-What Doctor finds, as metrics: counted now and then by a task, so that no scrape waits for it.
+Doctor's checks and the ledger are read by a task after a scrape, so no scrape waits for them. The ledger's metrics are
+for systems on which the audit's own file reaches no Prometheus, such as Kubernetes.
 """
 
 from __future__ import annotations
@@ -30,11 +28,11 @@ from qmq.process_metrics import version_of
 
 PREFIX = "qmq_metaserver"
 TOKENS_MAX = 100
-"""Those that expire first."""
+"""Tokens with a metric: the first ones to expire."""
 
 
 class StateMetrics:
-    """Made by main; `read` is called on the loop."""
+    """State of the database, metaservers, clients and tokens. Made by main; `read` is called on the loop."""
 
     def __init__(self, registry: Registry, database: Database, hubs: RouteHubs) -> None:
         self._registry, self._database, self._hubs = registry, database, hubs
@@ -121,7 +119,7 @@ log = logging.getLogger("qmq.metaserver")
 
 
 class AuditMetrics:
-    """Made by main, which runs `scrapes.run` as a task.
+    """The audit's ledger. Made by main, which runs `scrapes.run` as a task.
 
     Args:
         status: reads the ledger (`Nights.status`), on any thread.
@@ -132,10 +130,10 @@ class AuditMetrics:
         self.scrapes = Scrapes(self._look)
         self._found: list[dict[str, Any]] = []
         self._is_up: bool | None = None
-        """None: it was not looked at yet."""
+        """None: not read yet."""
 
     def read(self) -> Iterable[Metric]:
-        """What the ledger said last; nothing of the groups if it cannot be read now."""
+        """Return the metrics of the last reading; only `up` if the ledger cannot be read."""
         self.scrapes.came()
         if self._is_up is not None:
             yield GaugeMetricFamily(
@@ -159,7 +157,7 @@ class AuditMetrics:
 
 
 class DoctorMetrics:
-    """Made by main, which runs `scrapes.run` as a task.
+    """Doctor's findings. Made by main, which runs `scrapes.run` as a task.
 
     Args:
         examine: makes all checks.
@@ -172,7 +170,9 @@ class DoctorMetrics:
         self._checked_s = 0.0
 
     def read(self) -> Iterable[Metric]:
-        """What was found last; of a process that has not looked yet, nothing, which is not to say that all is well."""
+        """Return the metrics of the last checks; before the first ones no findings, which does not mean that all is
+        well.
+        """
         self.scrapes.came()
         yield GaugeMetricFamily(
             f"{PREFIX}_doctor_checked_timestamp_seconds",
@@ -192,7 +192,7 @@ class DoctorMetrics:
     async def _look(self) -> None:
         try:
             checks = await self._examine()
-        except Exception:  # a defect in a check is to be seen by the time that stands still, and ends no metaserver
+        except Exception:  # a defect in a check shows as a timestamp that stands still, and must not end the metaserver
             log.exception("doctor's checks for its metrics failed")
             return
         self._findings = Counter(check["kind"] for check in checks if not check["ok"])

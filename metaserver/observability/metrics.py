@@ -1,7 +1,4 @@
-"""Shell. The metaserver's metrics; QMQ's names for some of them are mapped in the docs.
-
-Looks that follow scrapes, for metrics that cost something to find: no scrape waits for one.
-"""
+"""Shell. The metaserver's metrics; docs/metrics.md maps QMQ's names to them."""
 
 from __future__ import annotations
 
@@ -15,12 +12,13 @@ from prometheus_client.registry import Collector
 from qmq.process_metrics import Reader, register_process
 
 GroupReading = tuple[str, int, bool, dict[str, bool], bool]
-"""Name of a broker group, its term, whether it takes messages, for each role whether the broker is up, and whether the
-group's row is older than its brokers."""
+"""Name of a broker group, its term, whether it is writable, for each role whether its brokers are up, and whether its
+row is older than its brokers.
+"""
 
 
 class Metrics:
-    """Created by main; handed to the parts that count. State is read when it is asked for, so it is never stale."""
+    """Counters and gauges. Created by main, passed to the parts that count. Gauges read their state at the scrape."""
 
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a series more for each counter, which nobody reads
@@ -75,15 +73,15 @@ class Metrics:
         )
 
     def observe_groups(self, read: Callable[[], Iterable[GroupReading]]) -> None:
-        """Export the state of all broker groups as `read` gives it."""
+        """Export the state of all broker groups that `read` returns."""
         self.registry.register(_Groups(read))
 
     def observe_quotas(self, watched: Callable[[], int], refused: Callable[[], int]) -> None:
-        """Export how many routes are watched, and how often a bound refused one."""
+        """Export the numbers of watched routes and of refusals for a bound."""
         self.registry.register(_Quotas(watched, refused))
 
     def observe(self, read: Callable[[], Iterable[Metric]]) -> None:
-        """Export what `read` gives."""
+        """Export the metrics that `read` returns."""
         self.registry.register(Reader(read))
 
     def render(self) -> bytes:
@@ -139,7 +137,7 @@ EVERY_S = 60.0
 
 
 class Scrapes:
-    """Made by whose metrics they are; main runs `run`. A metaserver that is not scraped looks at nothing."""
+    """Readings after scrapes, for metrics that are costly to read. Main runs `run`; without scrapes nothing is read."""
 
     def __init__(self, look: Callable[[], Awaitable[None]]) -> None:
         self._look = look
@@ -149,7 +147,7 @@ class Scrapes:
         self._came.set()
 
     async def run(self) -> None:
-        """Look once after each scrape, but not more often than each `EVERY_S`."""
+        """Read once after each scrape, but not more often than each `EVERY_S`."""
         while True:
             await self._came.wait()
             self._came.clear()

@@ -260,7 +260,7 @@ def swap_stopped(
         accept_loss, lacking: as in `replace_broker`.
 
     Returns:
-        The change (None: the broker has that role already, only addresses are stored) and the earlier holder of the role.
+        The change (None: the broker has that role, only addresses are stored) and the earlier holder of the role.
     """
     group = directory.groups.get(broker.group)
     if group is None:

@@ -22,13 +22,13 @@ log = logging.getLogger("qmq.metaserver")
 
 REMEMBERED_MAX = 10_000
 REVIEW_S = 6.0
-"""What is revoked ends within a minute."""
+"""Time between reviews, so that a revoked token's streams end within a minute."""
 TURN = 100
-"""Streams ended before others have their turn."""
+"""Streams ended before the task yields."""
 
 
 def make_acceptor(access: Access, refusals: Refusals) -> RpcAcceptor:
-    """The interceptor that every call passes."""
+    """Return the interceptor of every call."""
 
     async def check(token: str) -> Caller:
         return access.check(token, now_ms=wall_ms())
@@ -40,19 +40,22 @@ def make_acceptor(access: Access, refusals: Refusals) -> RpcAcceptor:
 
 
 def wall_ms() -> int:
-    """Milliseconds since 1970: tokens' times are told to people."""
+    """Return milliseconds since 1970, as tokens' times are shown to people."""
     return time.time_ns() // 1_000_000
 
 
 class Refusals:
-    """Created by main for both acceptors, HTTP and gRPC; used on the loop."""
+    """Counts rejected requests and logs each once: there may be thousands a second.
+
+    Created by main for both acceptors, HTTP and gRPC; used on the loop.
+    """
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._logged: set[tuple[str, str]] = set()
 
     def note(self, what: str, peer: str, reason: str) -> None:
-        """`what`: the method or address; `peer`: the host, without its port."""
+        """Record a refusal. `what`: the method or address; `peer`: the host without its port."""
         self._metrics.refused_tokens.inc()
         if (peer, reason) in self._logged:
             return
@@ -63,7 +66,10 @@ class Refusals:
 
 
 class Visits:
-    """The streams that are open. Made by the servicer; main runs `run` as a task; used on the loop."""
+    """Open streams. Their tokens are reviewed, as the acceptor checks a token only when the stream opens.
+
+    Made by the servicer; main runs `run` as a task; used on the loop.
+    """
 
     def __init__(self, access: Access) -> None:
         self._access = access
@@ -71,7 +77,7 @@ class Visits:
 
     @contextmanager
     def open(self, context: Any) -> Iterator[None]:
-        """While a stream is served. `context`: grpc.aio.ServicerContext; grpcio comes without types."""
+        """Register a stream while it is served. `context`: grpc.aio.ServicerContext; grpcio has no types."""
         self._tokens[context] = str(dict(context.invocation_metadata() or ()).get(TOKEN_KEY, ""))
         try:
             yield
@@ -79,17 +85,19 @@ class Visits:
             del self._tokens[context]
 
     async def run(self) -> None:
-        """Look at the tokens again, and again, until cancelled."""
+        """Review the tokens until cancelled."""
         while True:
             await asyncio.sleep(until_next_second(asyncio.get_running_loop().time(), REVIEW_S))
             await self.review()
 
     async def review(self) -> None:
-        """End the streams whose token is not valid any more."""
+        """End the streams whose token is no longer valid."""
         reasons = {token: self._refusal(token) for token in set(self._tokens.values())}
         ended = [(context, reason) for context, token in self._tokens.items() if (reason := reasons[token])]
         for number, (context, reason) in enumerate(ended, start=1):
-            with suppress(grpc.aio.AbortError, grpc.aio.UsageError):  # so it ends; or it has ended by itself
+            with suppress(
+                grpc.aio.AbortError, grpc.aio.UsageError
+            ):  # `abort` raises; or the stream has ended by itself
                 await context.abort(grpc.StatusCode.UNAUTHENTICATED, reason)
             if number % TURN == 0:
                 await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""Shell. Questions and orders of the metaserver to a broker, over the broker's control port."""
+"""Shell. Calls of the metaserver to a broker's control port."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from qmq.proto.qmq_pb2_grpc import BrokerStub
 from qmq.redrive.dead_letters import DeadLetters, Destination, Master
 
 _SILENT = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED})
-"""Nobody answered, or not in time."""
+"""No answer, or not in time."""
 _REFUSALS = frozenset(
     {
         grpc.StatusCode.FAILED_PRECONDITION,
@@ -28,14 +28,14 @@ _REFUSALS = frozenset(
         grpc.StatusCode.UNIMPLEMENTED,
     }
 )
-"""What a broker says before it changes anything. A broker that fails otherwise may have done what it was told."""
+"""Refusals before any change. After another failure the broker may have carried out the call."""
 
 
 class Brokers:
     """Calls brokers with the cluster's token. Created by main; a connection lasts one call.
 
-    Every method raises OperatorError when the broker refuses (nothing changed there) and NotServed when it did not
-    answer in time.
+    Every method raises OperatorError when the broker refuses (nothing changed there) and NotServed without an answer in
+    time.
     """
 
     def __init__(self, token: str, *, timeout_ms: int) -> None:
@@ -48,7 +48,7 @@ class Brokers:
             return await self._ask(broker, call)
 
     async def rates(self, broker: Broker) -> pb.RatesAnswer:
-        """Ask a master what it took and delivered in the last ten minutes."""
+        """Return a master's rates of the last ten minutes."""
         async with self._stub(broker) as (stub, metadata):
             call = stub.Rates(pb.Nothing(), **metadata, timeout=self._timeout_ms / 1000)
             answer: pb.RatesAnswer = await self._call(broker, call)
@@ -57,8 +57,10 @@ class Brokers:
     async def prepare_swap(
         self, broker: Broker, *, term: int, hold_ms: int, timeout_ms: int, target: str = "", promised_term: int = 0
     ) -> ReplicaState:
-        """Let a master stop taking messages and wait until the slave with the incarnation `target` (empty: its only
-        one) has everything; then let it promise to be no master of a term older than `promised_term`."""
+        """Make a master readonly until the slave with the incarnation `target` (empty: its only one) has everything.
+
+        The master then promises to be no master of a term older than `promised_term`.
+        """
         request = pb.PrepareSwapRequest(
             term=term, hold_ms=hold_ms, timeout_ms=timeout_ms, target=target, promised_term=promised_term
         )
@@ -81,8 +83,10 @@ class Brokers:
         promised_term: int = 0,
         master_gone: bool = False,
     ) -> ReplicaState:
-        """Let a slave follow nobody for a while, and say what it has; it refuses while it hears its master. With
-        `promised_term` it follows nobody in any older term, ever; `master_gone` is as in `failover.Facts`."""
+        """Make a slave leave its master for a while, and return its state; it refuses while connected to its master.
+
+        With `promised_term` it never follows a master of an older term again; `master_gone` is as in `promotion.Facts`.
+        """
         request = pb.PrepareFailoverRequest(
             term=term, hold_ms=hold_ms, silent_ms=silent_ms, promised_term=promised_term, master_gone=master_gone
         )
@@ -99,8 +103,10 @@ class Brokers:
         behind_max: int = 0,
         known: Iterable[pb.KnownGroup] = (),
     ) -> pb.ConsumersAnswer:
-        """Ask a master how far its consumer groups are; empty: all. `behind_max`: so many, the largest lag first.
-        Groups that are `known` count where they have no position yet."""
+        """Return the progress of a master's consumer groups; empty: all. `behind_max`: so many, the largest lag first.
+
+        Groups that are `known` count where they have no position yet.
+        """
         request = pb.ConsumersRequest(subject=subject, group=group, behind_max=behind_max, known=known)
         async with self._stub(broker) as (stub, metadata):
             call = stub.Consumers(request, **metadata, timeout=self._timeout_ms / 1000)
@@ -108,7 +114,7 @@ class Brokers:
             return answer
 
     async def mark_groups(self, broker: Broker, mark: str, groups: Sequence[Asked]) -> list[bool]:
-        """Let a master note where the subjects of new consumer groups end; return which groups it has a position of."""
+        """Make a master note the ends of new consumer groups' subjects; return which groups have a position there."""
         request = pb.MarkGroupsRequest(mark=mark, groups=[pb.NewGroup(**one._asdict()) for one in groups])
         async with self._stub(broker) as (stub, metadata):
             call = stub.MarkGroups(request, **metadata, timeout=self._timeout_ms / 1000)
@@ -116,7 +122,7 @@ class Brokers:
             return list(answer.known)
 
     async def reset_offset(self, broker: Broker, request: pb.ResetOffsetRequest) -> pb.ResetOffsetAnswer:
-        """Let a master set where a consumer group goes on; it answers when slave and disk know it."""
+        """Move a consumer group's position at a master; it answers when both copies have it."""
         async with self._stub(broker) as (stub, metadata):
             call = stub.ResetOffset(request, **metadata, timeout=self._timeout_ms / 1000)
             answer: pb.ResetOffsetAnswer = await self._call(broker, call, silent=lambda code: code not in _REFUSALS)
@@ -125,12 +131,12 @@ class Brokers:
     async def dead_letters(
         self, broker: Broker, *, subject: str, group: str, to: str = "", at: Sequence[Broker] = (), source: str = ""
     ) -> DeadLetters:
-        """Subscribe to the dead letters that a master has for a consumer group; close what is returned.
+        """Subscribe to a consumer group's dead letters at a master; close the returned session.
 
         Args:
-            to: the subject to which they go in place of their group.
+            to: the subject that receives them in place of their group.
             at: the masters that serve it.
-            source: the subject that an operator chose for them, if one did.
+            source: the subject that an operator chose for them, if any.
         """
         way = Destination.of(to, [_master(one) for one in at], broker.group) if to else None
         try:
@@ -141,14 +147,14 @@ class Brokers:
             raise NotServed(f"{broker.group}: {error}") from error
 
     async def browse(self, broker: Broker, request: pb.BrowseRequest) -> pb.BrowseAnswer:
-        """Look at what a master has stored."""
+        """Return stored messages of a master."""
         async with self._stub(broker) as (stub, metadata):
             call = stub.Browse(request, **metadata, timeout=self._timeout_ms / 1000)
             answer: pb.BrowseAnswer = await self._call(broker, call)
             return answer
 
     async def delay_stats(self, broker: Broker, request: pb.DelayStatsRequest) -> pb.DelayStatsAnswer:
-        """Ask the master of a group of delay servers what pends."""
+        """Return the pending messages of a delay master."""
         async with self._stub(broker) as (stub, metadata):
             call = stub.DelayStats(request, **metadata, timeout=self._timeout_ms / 1000)
             answer: pb.DelayStatsAnswer = await self._call(broker, call)
@@ -161,14 +167,14 @@ class Brokers:
             return answer
 
     async def cancel_delayed(self, broker: Broker, request: pb.CancelDelayedRequest) -> pb.CancelDelayedAnswer:
-        """Let a master cancel messages; it answers when slave and disk know it."""
+        """Cancel messages at a master; it answers when both copies have it."""
         async with self._stub(broker) as (stub, metadata):
             call = stub.CancelDelayed(request, **metadata, timeout=self._timeout_ms / 1000)
             answer: pb.CancelDelayedAnswer = await self._call(broker, call, silent=lambda code: code not in _REFUSALS)
             return answer
 
     async def quarantine(self, broker: Broker, request: pb.QuarantineRequest) -> pb.QuarantineAnswer:
-        """Ask any copy what it keeps of what left its log, or let it clear some."""
+        """List a copy's quarantined files, or delete some."""
         async with self._stub(broker) as (stub, metadata):
             call = stub.Quarantine(request, **metadata, timeout=self._timeout_ms / 1000)
             answer: pb.QuarantineAnswer = await self._call(broker, call)

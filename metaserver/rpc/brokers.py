@@ -1,7 +1,4 @@
-"""Shell. The gRPC methods of brokers: they register, report their state, and get their part.
-
-Ends streams whose token was revoked or has expired meanwhile: the acceptor looks at it only once.
-"""
+"""Shell. The gRPC methods of brokers: registration, and heartbeats that are answered with assignments."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ REMEMBERED_MAX = 10_000
 STOPPING = "this metaserver stops; ask /meta/address for another one"
 
 Context = Any
-"""grpc.aio.ServicerContext; grpcio comes without types."""
+"""grpc.aio.ServicerContext; grpcio has no types."""
 
 
 class BrokerRpc:
@@ -78,7 +75,7 @@ class BrokerRpc:
             raise NotServed(STOPPING)
         caller().require_group(_known_group(self._registry, key))
         if (known := self._registry.directory.find(key)) is not None:
-            _check_group(known, request)  # before it claims the place: who is refused is not up
+            _check_group(known, request)  # before it claims the place: a rejected broker is not up
         broker = await self._registry.registration.register(
             convert.broker_from_identity(request), self._ask, term=max(request.term, 0)
         )
@@ -142,14 +139,14 @@ class BrokerRpc:
             raise
 
     def _part_of(self, broker: Broker, directory: Directory) -> pb.Assignment | None:
-        """What a broker that beats is to do; None: it has to register again.
+        """Return the assignment of a broker with a stream; None: it must register again.
 
-        Also where its row was put back to before it came with its disk. Else it would count as down while it beats. A
-        master would be refused then: it goes on, and an operator decides.
+        A slave also registers again after its row was restored from before its registration: it would count as down
+        despite its heartbeats. A master would be rejected, so it continues, and an operator decides.
         """
         row = directory.find(broker.key)
         if row is not None and row.instance not in ("", broker.instance):
-            return None  # its part was given to another process since
+            return None  # another process got its role since
         if (
             row is not None
             and row.incarnation != broker.incarnation
@@ -166,13 +163,13 @@ class BrokerRpc:
         requests: AsyncIterator[pb.BrokerState],
         wake: asyncio.Event,
     ) -> bool:
-        """Take in heartbeats until the stream ends; True: because a newer stream took over."""
+        """Process heartbeats until the stream ends; True: a newer stream replaced it."""
         beats = self._metrics.heartbeats.labels(_known_group(self._registry, key))
         said, state = first, _state(first, first)
         try:
             while self._registry.beat(key, session, state):
                 beats.inc()
-                wake.set()  # the answer says what time it is
+                wake.set()  # each heartbeat is answered, with the clock
                 message = await anext(aiter(requests), None)
                 if message is None:
                     return False
@@ -191,7 +188,7 @@ class BrokerRpc:
 
 
 def _is_of(broker: Broker | None, said: pb.BrokerIdentity | pb.BrokerState) -> bool:
-    """Whether a row names this data directory, at this place."""
+    """Return whether a row names this data directory, at this place."""
     return broker is not None and (broker.incarnation, broker.instance) == (said.incarnation, said.instance)
 
 
@@ -204,11 +201,11 @@ def _check_group(broker: Broker, said: pb.BrokerIdentity) -> None:
 
 
 def _state(message: pb.BrokerState, first: pb.BrokerState) -> ReplicaState:
-    """Return what a broker says in a stream that it began with `first`.
+    """Return the state in a heartbeat of the stream that began with `first`.
 
     Raises:
-        InvalidRequest: what no broker says, and no database takes. All groups' points are stored at one go: one that
-            does not fit would be in the way of the others.
+        InvalidRequest: no broker sends this, or no database can store it. Points of all groups are stored in one
+            statement, which one invalid point would block.
     """
     if message.incarnation != first.incarnation:
         raise InvalidRequest("a heartbeat stream is of one data directory; open another one for another")
@@ -220,7 +217,7 @@ def _leads_several(assignment: pb.Assignment) -> bool:
 
 
 def _with_clock(assignment: pb.Assignment | None) -> pb.Assignment:
-    """An answer; without an assignment what was said before still holds."""
+    """Return a reply with the clock; without an assignment the earlier one stays."""
     message = pb.Assignment(clock_ms=time.time_ns() // 1_000_000)
     if assignment is not None:
         message.MergeFrom(assignment)

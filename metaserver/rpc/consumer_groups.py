@@ -1,6 +1,5 @@
-"""Shell. Stores consumer groups when they first appear, and answers brokers where a group begins (decision 80).
-
-The gRPC method by which masters ask where consumer groups begin.
+"""Shell. The gRPC method for new consumer groups: store them, and return their begin on a broker group (decision
+80).
 """
 
 from __future__ import annotations
@@ -24,28 +23,30 @@ from qmq.rpc_access import caller
 from qmq.subjects import check_name, check_subject, real_subject
 
 TRIES = 5
-"""A try fails when another metaserver stores one of the groups at the same moment."""
+"""An attempt fails when another metaserver stores one of the groups meanwhile."""
 
 Key = tuple[str, str]
 
 
 class Marks(Protocol):
-    """Asks a master to note where subjects end; returns which groups have a position there. Raises QmqError."""
+    """Part of `Brokers`: makes a master note ends of subjects; returns which groups have a position. Raises
+    QmqError.
+    """
 
     async def mark_groups(self, broker: Broker, mark: str, groups: Sequence[Asked]) -> list[bool]: ...
 
 
 class ConsumerGroups:
-    """Made by main."""
+    """New consumer groups. Made by main."""
 
     def __init__(self, registry: Registry, database: Database, brokers: Marks) -> None:
         self._registry, self._database, self._brokers = registry, database, brokers
 
     async def begin(self, broker_group: str, asked: Sequence[Asked]) -> list[Begin]:
-        """Return where each group begins on a broker group; store those that are new in the cluster.
+        """Return the begin of each group on a broker group; store groups that are new in the cluster.
 
         Raises:
-            NotServed, CommitUnknown: the database cannot be read or written now. Ask again.
+            NotServed, CommitUnknown: the database cannot be read or written now. Repeat.
         """
         keys = [one.key for one in asked]
         checked: set[Key] = set()
@@ -65,7 +66,7 @@ class ConsumerGroups:
     async def _new_rows(
         self, broker_group: str, missing: Sequence[Asked], rows: Mapping[Key, ConsumerGroupRow]
     ) -> list[ConsumerGroupRow]:
-        """Ask the masters of the subjects' routes, then make rows. The marks are older than the rows."""
+        """Query the masters of the subjects' routes, then make rows. The marks are older than the rows."""
         now_ms, mark = _wall_ms(), secrets.token_hex(8)
         members = {one.key: self._members(one.subject, broker_group) for one in missing}
         names = sorted({name for route in members.values() for name in route})
@@ -76,7 +77,7 @@ class ConsumerGroups:
         return [
             new_row(one, members[one.key], is_known=one.key in known, mark=mark, now_ms=now_ms)
             for one in missing
-            # A row that may be stale stays if a broker group has a position, or could not be asked.
+            # A possibly stale row stays if a broker group has a position, or did not answer.
             if one.key not in rows or not (one.key in known or members[one.key] & silent)
         ]
 
@@ -85,7 +86,7 @@ class ConsumerGroups:
         return frozenset((*(route.groups if route else ()), broker_group))
 
     async def _ask(self, name: str, mark: str, groups: Sequence[Asked]) -> set[Key] | None:
-        """Return which of the groups a broker group knows; None: it does not answer, and begins by time."""
+        """Return the groups with a position at a broker group; None: it does not answer, and begins by time."""
         group = self._registry.directory.groups.get(name)
         if group is None or group.master is None or not self._registry.may_be_up(group.master):
             return None

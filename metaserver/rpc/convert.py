@@ -21,14 +21,14 @@ from qmq.subjects import check_name
 from qmq.types import Epoch, Role
 
 END_MAX = 2**63 - 1
-"""Of a log: what databases take."""
+"""Largest number of a log that databases store."""
 
 
 def broker_from_identity(identity: pb.BrokerIdentity) -> Broker:
-    """Check what a broker says about itself; its group may be empty, the metaserver knows it.
+    """Check a broker's registration; its group may be empty, as the metaserver has it.
 
     Raises:
-        OperatorError, InvalidName, InvalidRequest: says which field is wrong.
+        OperatorError, InvalidName, InvalidRequest: a field is wrong; the text names it.
     """
     broker = parse_broker(
         identity.broker_group or "unnamed",
@@ -109,7 +109,7 @@ def point_message(point: Point) -> pb.AcknowledgedPoint:
 
 
 def assignment_for(directory: Directory, key: BrokerKey) -> pb.Assignment | None:
-    """What a broker is to do; None: it has no place in any group."""
+    """Return a broker's assignment; None: it has no place in any group."""
     broker = directory.find(key)
     if broker is None:
         return None
@@ -131,8 +131,11 @@ def assignment_for(directory: Directory, key: BrokerKey) -> pb.Assignment | None
 
 
 def _readonly_subjects(directory: Directory, group: Group) -> list[str]:
-    """What a broker refuses. A group that is drained takes nothing either: a producer with an old route would else fill
-    it until the moment in which its routes go, and nobody would consume that any more."""
+    """Return the subjects that a broker must reject.
+
+    These are all for a draining group: a producer with an old route would fill it until its routes are removed, and no
+    consumer would read that.
+    """
     marked = directory.readonly_subjects(group.name)
     return [ALL_SUBJECTS, *marked] if group.draining and ALL_SUBJECTS not in marked else marked
 

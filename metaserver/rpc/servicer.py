@@ -33,24 +33,24 @@ from qmq.subjects import check_name
 SERVICE = "qmq.Metaserver"
 ONLINE = 0
 ANSWER_VALID_MS = 20_000
-"""How long a broker uses an answer without asking again: what is revoked ends there within a minute."""
+"""Time for which a broker caches an answer: a revocation takes effect there within a minute."""
 
 Context = Any
-"""grpc.aio.ServicerContext; grpcio comes without types."""
+"""grpc.aio.ServicerContext; grpcio has no types."""
 
 
 class Hold(Protocol):
-    """Keeps, takes or gives back a lease; see `Upkeep.hold_lease`."""
+    """Keeps, takes or releases a lease; see `Upkeep.hold_lease`."""
 
     def __call__(self, wish: LeaseRow, *, take: bool, release: bool) -> Awaitable[LeaseRow]: ...
 
 
 class MetaserverRpc(BrokerRpc, ConsumerGroupRpc, MetaserverServicer):  # type: ignore[misc]
-    """Created by main, once.
+    """The service. Created by main, once.
 
     Args:
-        ask: asks a broker whether it is there.
-        hold: keeps, takes or gives back a watchdog's lease.
+        ask: queries a broker.
+        hold: keeps, takes or releases a watchdog's lease.
     """
 
     def __init__(
@@ -76,11 +76,14 @@ class MetaserverRpc(BrokerRpc, ConsumerGroupRpc, MetaserverServicer):  # type: i
         self._hold = hold
         self._logged: set[str] = set()
         self._sources: tuple[int, list[DataSource]] = (-1, [])
-        """With the directory's version before they were read."""
+        """Data sources, with the directory's version before they were read."""
         self.visits = Visits(access)
 
     async def WatchRoutes(self, requests: object, context: Context) -> None:
-        """Serve a client until it leaves. Takes and gives bytes, see `add_route_methods`."""
+        """Serve a client until it leaves. Receives and sends bytes, see `add_route_methods`.
+
+        The stream is one task, which reads; the hub writes.
+        """
         request = await _read(context)
         if request is None:
             return
@@ -103,11 +106,11 @@ class MetaserverRpc(BrokerRpc, ConsumerGroupRpc, MetaserverServicer):  # type: i
                     self._metrics.route_requests.inc()
                     hub.confirm(watch, request.held)
                     hub.forget(watch, request.forgotten)
-                    if request.subjects:  # else it only says what it holds
+                    if request.subjects:  # without subjects it only confirms versions
                         await hub.ask(watch, request.subjects, request.held)
-                    request = None  # 20,000 of them would take 25 MB while their clients say nothing
+                    request = None  # 20,000 requests would take 25 MB while their clients are silent
                     request = await _read(context)
-                await asyncio.Event().wait()  # it asks no more and goes on listening
+                await asyncio.Event().wait()  # the client has closed its side, and still receives
         finally:
             hub.leave(watch)
 
@@ -142,7 +145,7 @@ class MetaserverRpc(BrokerRpc, ConsumerGroupRpc, MetaserverServicer):  # type: i
         return pb.SourceList(sources=map(self._source, wanted))
 
     async def _read_sources(self) -> list[DataSource]:
-        """They are asked for every few seconds, and each change of them raises the directory's version."""
+        """Return the data sources, read again only after a change: watchdogs ask every few seconds."""
         version = self._registry.directory.version
         if not self._database.is_up or self._sources[0] != version:
             self._sources = version, await self._database.read(lambda repository: repository.data_sources())
@@ -183,7 +186,7 @@ class MetaserverRpc(BrokerRpc, ConsumerGroupRpc, MetaserverServicer):  # type: i
 
 
 async def _read(context: Context) -> pb.RouteRequest | None:
-    """The next request; None: the client asks no more."""
+    """Return the next request; None: the client sends no more."""
     data = await context.read()
     if data is grpc.aio.EOF:
         return None
@@ -195,7 +198,10 @@ async def _read(context: Context) -> pb.RouteRequest | None:
 
 
 def add_route_methods(service: MetaserverRpc, server: Any) -> None:
-    """Let `server` call WatchRoutes with bytes. After the generated function, whose entry this one replaces."""
+    """Register WatchRoutes with bytes, after the generated function, whose entry this replaces.
+
+    The hub has encoded each route once; protobuf would encode it again for each client.
+    """
     handler = grpc.stream_stream_rpc_method_handler(service.WatchRoutes)
     server.add_registered_method_handlers(SERVICE, {"WatchRoutes": handler})
 

@@ -1,12 +1,10 @@
-"""Shell. All that operators made the metaserver know, as one JSON value, and back.
+"""Shell. Backup of everything that operators configured, as one JSON value; its checks, and Restore.
 
-Layout, version 1: {"format": "qmq metadata", "version": 1, "schema": newest migration, "time": ms,
-"tables": {table: [{column: value}, …]}}, without the ids that a database counts up. What metaservers only tell each
-other (heartbeats, versions) is not in it.
+Layout, version 1: {"format": "qmq metadata", "version": 1, "schema": newest migration, "time": ms, "tables": {table:
+[{column: value}, …]}}, without the ids that a database counts up. Rows that metaservers renew (heartbeats, versions)
+are left out.
 
-What a dump of the tables has to be before it may take their place.
-
-What a metaserver has in memory as a dump of the tables: for a database that has lost it.
+`dump_of` makes the same value from a metaserver's memory, for a database that has lost its rows.
 """
 
 from __future__ import annotations
@@ -45,23 +43,23 @@ Rows = list[dict[str, Any]]
 
 
 def dump(connection: Connection) -> dict[str, Any]:
-    """Read everything as of one moment."""
+    """Read all tables as of one moment."""
     content = {table.name: _rows(connection, table) for table in PARENTS_FIRST}
     return {"format": FORMAT, "version": VERSION, "schema": _schema(connection), "time": now_ms(), "tables": content}
 
 
 def restore(connection: Connection, dumped: Mapping[str, Any], changed: int, *, is_newer: bool = False) -> None:
-    """Put a dump in the place of everything.
+    """Replace all tables by a dump.
 
-    What must never go back does not: terms and versions of routes grow, no group gets another master, nor a broker a
-    disk it had before, a revoked token stays revoked, tokens that are not in the dump stay, a slave counts as complete
-    only after it was seen again, a loss that was accepted is told of, and rows of the audit trail are added.
+    Terms and versions of routes still grow, no group gets another master, no broker an earlier disk. A revoked token
+    stays revoked, and tokens that the dump lacks stay. Slaves count as incomplete until they report again, accepted
+    losses stay open, and rows of the audit trail are added.
 
     Args:
-        is_newer: the dump is newer than what is stored: its masters are the right ones.
+        is_newer: the dump is newer than the database, so its masters are right.
 
     Raises:
-        ValueRefused: this is no dump, a row of it makes no sense, or it names another master.
+        ValueRefused: this is no dump, a row of it is invalid, or it names another master.
     """
     content = _check(connection, dumped)
     present = {table.name: _rows(connection, table) for table in (tables.broker_group, tables.broker)}
@@ -119,12 +117,12 @@ def _check_rows(table: Table, rows: Any) -> Rows:
 
 
 def _continue_terms(connection: Connection, rows: Rows, *, is_newer: bool) -> None:
-    """Raise each group's term above both what is stored and what the dump says; keep terms of groups that go.
+    """Raise each group's term above the stored one and the dump's; keep terms of removed groups.
 
-    A group of which nothing is stored comes back with the term that it had: if its brokers have a newer one, they say
-    so, and the row is repaired. One term more may be just theirs, of a row with other roles or copies.
+    A group without a stored row gets the dump's term: if its brokers have a newer one, they report it, and the row is
+    repaired. The next term might be theirs already, with other roles or copies.
 
-    A loss that either of them tells of goes on to be told: nobody may have acknowledged it.
+    An accepted loss in either of them stays open: nobody may have acknowledged it.
     """
     stored = {row["group_name"]: row for row in _rows(connection, tables.broker_group)}
     for row in rows:
@@ -136,7 +134,7 @@ def _continue_terms(connection: Connection, rows: Rows, *, is_newer: bool) -> No
 
 
 def _continue_routes(connection: Connection, rows: Rows, changed: int) -> None:
-    """The same for versions of routes; one that the dump lacks becomes a removed one."""
+    """Raise versions of routes in the same way; a route that the dump lacks becomes a removed one."""
     stored = {row["subject_info"]: row for row in _rows(connection, tables.subject_route)}
     for row in rows:
         before = stored.pop(row["subject_info"], None)
@@ -154,13 +152,13 @@ def _merge_tokens(connection: Connection, rows: Rows) -> Rows:
 
 
 def _merge_consumer_groups(connection: Connection, rows: Rows) -> Rows:
-    """Keep the rows that are there: a group that is forgotten would begin at the end, and lose what came before."""
+    """Keep stored rows: a forgotten group would begin at the end and lose earlier messages."""
     stored = {(row["subject"], row["group_name"]): row for row in _rows(connection, tables.consumer_group)}
     return list(({(row["subject"], row["group_name"]): row for row in rows} | stored).values())
 
 
 def _merge_audit(present: Rows, dumped: Rows) -> Rows:
-    """Rows of both, by time, each once: a trail only grows."""
+    """Return the rows of both by time, each once: rows of an audit trail are only added."""
     names = [column.name for column in _columns(tables.audit_trail)]
     known = {tuple(row[name] for name in names) for row in present}
     lacking = [row for row in dumped if tuple(row[name] for name in names) not in known]
@@ -183,7 +181,7 @@ Tables = Mapping[str, Any]
 
 
 def header_fault(dumped: Mapping[str, Any], *, schema: str, tables: Iterable[str]) -> str:
-    """Say why this is no dump of tables like ours; empty: it is one. Its rows are not looked at."""
+    """Return why this is no dump of tables like ours; empty: it is one. Rows are not checked."""
     if dumped.get("format") != FORMAT or dumped.get("version") != VERSION:
         return f"this is no backup of version {VERSION} of a metaserver's tables; Backup makes one"
     if dumped.get("schema") != schema:
@@ -198,9 +196,9 @@ def header_fault(dumped: Mapping[str, Any], *, schema: str, tables: Iterable[str
 
 
 def lost_masters(present: Tables, dumped: Tables) -> list[str]:
-    """Say which groups would get another master than they have, which may lack what was acknowledged since.
+    """Return the groups that would get another master, which may lack messages acknowledged since.
 
-    A master that never registered has nothing to lose. A group that the dump does not have at all is removed.
+    A master that never registered has no messages. A group that the dump lacks is removed.
     """
     masters, others = _masters(present), _masters(dumped)
     live = {name for name, row in _by_name(dumped).items() if row.get("kind") != REMOVED}
@@ -214,8 +212,10 @@ def lost_masters(present: Tables, dumped: Tables) -> list[str]:
 
 
 def with_disks(present: Tables, dumped: Tables) -> list[dict[str, Any]]:
-    """Brokers of the dump. Which disk each one has served with never goes back: a master with an emptied one would be
-    let in. Whether a slave is complete has to be seen again."""
+    """Return the dump's brokers with their present disks, and as incomplete.
+
+    With an earlier disk, a master with an emptied one would be accepted.
+    """
     disks = {_key(row): {name: row[name] for name in ("incarnation", "instance")} for row in present["broker"]}
     return [{**row, "complete": False, **disks.get(_key(row), {})} for row in dumped["broker"]]
 
@@ -234,7 +234,7 @@ def _key(row: Mapping[str, Any]) -> str:
 
 
 IN_NO_MEMORY = ("consumer_group", "datasource_config", "audit_trail")
-"""What only the database has: it stays as it is there."""
+"""Tables that are only in the database; its rows of them stay."""
 
 
 def dump_of(
@@ -247,8 +247,8 @@ def dump_of(
     """Make a dump that `RestoreAll` takes.
 
     Args:
-        terms: of each group the newest term that was ever reported or given out.
-        present: a dump of what the database has.
+        terms: newest term of each group that was ever reported or assigned.
+        present: a dump of the database.
     """
     now = int(present["time"])
     groups = list(directory.groups.values())

@@ -1,4 +1,4 @@
-"""Core. What operators change, one small value per kind of change.
+"""Core. Operators' changes as values, one class per kind.
 
 `Repository.change` applies any number of them in one transaction: all or none.
 """
@@ -17,22 +17,22 @@ from qmq.replication.points import Point
 
 
 class Order:
-    """A change that is under way. Any thread may look at it."""
+    """Permission to commit a pending change. Any thread may read it."""
 
     is_withdrawn = False
-    """Set before somebody is told that it is unknown: what has not reached its commit by then, never does."""
+    """Set before the outcome is reported as unknown: a change that has not reached its commit by then never does."""
 
 
 @dataclass(frozen=True, slots=True)
 class SetRoles:
-    """Compare the term, raise it, set both roles at once. Raises StaleTerm."""
+    """Compare the term, raise it, set all roles at once. Raises StaleTerm."""
 
     change: RoleChange
 
 
 @dataclass(frozen=True, slots=True)
 class RememberPoint:
-    """What a copy has that was chosen as the master of several counts as acknowledged."""
+    """Store the log end of a promoted copy, one of several, as acknowledged."""
 
     group: str
     incarnation: str
@@ -41,9 +41,10 @@ class RememberPoint:
 
 @dataclass(frozen=True, slots=True)
 class AcceptLoss:
-    """An operator takes what was acknowledged before `term`, and the copy that stays lacks, for lost.
+    """Accept the loss of messages acknowledged before `term` that the remaining copy lacks.
 
-    It is told of until AcknowledgeLoss."""
+    Doctor shows it until AcknowledgeLoss.
+    """
 
     group: str
     term: int
@@ -51,14 +52,14 @@ class AcceptLoss:
 
 @dataclass(frozen=True, slots=True)
 class StoreAddresses:
-    """Where a broker listens, as an operator says; its part stays. Raises NotThere."""
+    """Set a broker's addresses; its role stays. Raises NotThere."""
 
     broker: Broker
 
 
 @dataclass(frozen=True, slots=True)
 class OrderFill:
-    """An operator allows or stops the filling of a slave's copy. Raises NotThere."""
+    """Allow or stop the filling of a slave's copy. Raises NotThere."""
 
     slave: BrokerKey
     order: FillOrder
@@ -66,21 +67,21 @@ class OrderFill:
 
 @dataclass(frozen=True, slots=True)
 class SetMark:
-    """One that is there already stays. Raises UnknownGroup."""
+    """Set a mark; an existing one stays. Raises UnknownGroup."""
 
     mark: ReadonlyMark
 
 
 @dataclass(frozen=True, slots=True)
 class UnsetMark:
-    """None is fine too."""
+    """Remove a mark, if there is one."""
 
     mark: ReadonlyMark
 
 
 @dataclass(frozen=True, slots=True)
 class SetRoute:
-    """Compare the version, set the groups. Raises StaleVersion; UnknownGroup for one that is added."""
+    """Compare the version, set the groups. Raises StaleVersion; UnknownGroup for an added one."""
 
     subject: str
     groups: tuple[str, ...]
@@ -98,7 +99,7 @@ class RemoveRoute:
 
 @dataclass(frozen=True, slots=True)
 class ForgetConsumerGroups:
-    """All consumer groups of a subject and of its retry and dead-letter subjects. None is fine too."""
+    """Remove all consumer groups of a subject and of its retry and dead-letter subjects."""
 
     subject: str
 
@@ -113,16 +114,17 @@ class AddSubject:
 
 @dataclass(frozen=True, slots=True)
 class DecidedOn:
-    """Compare the version of the directory: the other changes are right only if nothing in it changed since. Raises
-    StaleDirectory."""
+    """Compare the version of the directory: the other changes hold only for this one. Raises StaleDirectory."""
 
     version: int
 
 
 @dataclass(frozen=True, slots=True)
 class NoRouteSince:
-    """Compare the routes: none that lists `group`, and not `without`, was made or changed after this version of all of
-    them; it would need the same change as the others. Raises StaleDirectory."""
+    """Compare the routes: since this version no route with `group` and without `without` was made or changed.
+
+    Such a route would need the same change as the others. Raises StaleDirectory.
+    """
 
     version: int
     group: str
@@ -131,7 +133,7 @@ class NoRouteSince:
 
 @dataclass(frozen=True, slots=True)
 class SetGroupState:
-    """Set what is not None. Raises UnknownGroup."""
+    """Set the fields that are not None. Raises UnknownGroup."""
 
     group: str
     draining: bool | None = None
@@ -146,7 +148,7 @@ class SetGroupState:
 class RemoveGroup:
     """Remove a group and its marks. Raises StaleTerm; GroupInUse while it has brokers or a route names it.
 
-    Its term is remembered: should it come again, it goes on from there, so that no term ever has two masters.
+    Its term is kept: a new group of this name continues from it, so no term ever has two masters.
     """
 
     group: str
@@ -155,7 +157,7 @@ class RemoveGroup:
 
 @dataclass(frozen=True, slots=True)
 class ForgetGroup:
-    """Leave a row that keeps the term of a group of which there is none: an operator decided that it is gone."""
+    """Store only the term of a lost group: an operator decided that the group is gone."""
 
     group: str
     term: int
@@ -163,63 +165,63 @@ class ForgetGroup:
 
 @dataclass(frozen=True, slots=True)
 class SetOffline:
-    """One that is there already stays."""
+    """Switch consumers off; an existing row stays."""
 
     offline: Offline
 
 
 @dataclass(frozen=True, slots=True)
 class UnsetOffline:
-    """None is fine too."""
+    """Switch consumers on again."""
 
     offline: Offline
 
 
 @dataclass(frozen=True, slots=True)
 class SetLimits:
-    """In the place of those of the same subject and group."""
+    """Replace the limits of a subject and group."""
 
     limits: OperatorLimits
 
 
 @dataclass(frozen=True, slots=True)
 class AddDataSource:
-    """One of the same url is overwritten."""
+    """Add a data source, or replace the one with this url."""
 
     source: DataSource
 
 
 @dataclass(frozen=True, slots=True)
 class RemoveDataSource:
-    """Raises NotThere."""
+    """Remove a data source. Raises NotThere."""
 
     url: str
 
 
 @dataclass(frozen=True, slots=True)
 class AddToken:
-    """Raises AlreadyThere for one of the same id."""
+    """Add a token. Raises AlreadyThere for its id."""
 
     token: TokenRow
 
 
 @dataclass(frozen=True, slots=True)
 class RevokeToken:
-    """One that is revoked already stays as it is. Raises NotThere."""
+    """Revoke a token; a revoked one is unchanged. Raises NotThere."""
 
     id: str
 
 
 @dataclass(frozen=True, slots=True)
 class RestoreAll:
-    """Put what `Repository.dump` gave in the place of everything. Raises ValueRefused for what is no such thing.
+    """Replace everything by a dump of `Repository.dump`. Raises ValueRefused for an invalid one.
 
-    Terms never go back: a group's term becomes one more than the larger of the two; without a row it is the dump's.
+    Terms never decrease: a group's term becomes one more than the larger of the two; without a row it is the dump's.
     """
 
     dump: Mapping[str, Any]
     is_newer: bool = False
-    """It is of a metaserver's memory, and the database is the old copy: its masters are the right ones."""
+    """The dump is a metaserver's memory and the database an older copy: the dump's masters are right."""
 
 
 Change = (

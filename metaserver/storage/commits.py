@@ -1,7 +1,7 @@
-"""Shell. Stores operators' changes, all or none, and finds out what became of a commit that nobody answered.
+"""Shell. Stores operators' changes, all or none, and looks up the outcome of a commit without an answer.
 
-A change and its row of the audit trail are one transaction. So a change is stored exactly if its row is there, once all
-that was under way is over.
+A change and its row of the audit trail are one transaction. So the change was stored if and only if that row exists,
+once all pending transactions have ended.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from qmq.metaserver.storage.errors import CommitUnknown
 log = logging.getLogger("qmq.metaserver")
 
 AUDIT_ROWS_READ = 200
-"""So many newest rows are looked through for a change whose commit got lost; it is seconds old, by whatever clock."""
+"""Newest rows that are searched for a lost commit, which is seconds old by any clock."""
 LATE_S = 5.0
-"""A database that answers again has answered what it was asked before, or will not."""
+"""Time after which a database that answers again will not answer an earlier call."""
 LOOK_FIRST = "it does not tell now; look at AuditTrail once it does, before you repeat this"
 MANY = 100
-"""More changes than these in one transaction get the time of a reading of everything."""
+"""A transaction with more changes gets the time limit of a full reading."""
 LOAD_MS = 60_000
-"""How long a reading of everything may take: 100,000 routes take a few seconds."""
+"""Time limit of a full reading: 100,000 routes take a few seconds."""
 
 
 class Commits:
-    """Made by the registry, used on its loop.
+    """Writes changes one at a time. Made by the registry, used on its loop.
 
     Args:
-        catch_up: reads what changed in the database; raises DatabaseAway.
+        catch_up: reads changes from the database; raises DatabaseAway.
     """
 
     def __init__(self, database: Database, catch_up: Callable[[], Awaitable[None]]) -> None:
@@ -57,7 +57,7 @@ class Commits:
             try:
                 stored = await self._was_stored(audit, error)
             except OutcomeUnknown:
-                order.is_withdrawn = True  # it may not even have begun; who looks for it later must not be overtaken
+                order.is_withdrawn = True  # it may not have begun: it must not commit after the row was searched
                 raise
             if not stored:
                 raise DatabaseAway("the connection broke, and the change was not stored") from error
@@ -67,26 +67,26 @@ class Commits:
             log.error("change stored but not read back action=%s: the database went away", audit.action)
 
     async def settle(self) -> None:
-        """Read what changed, once every change that was under way is stored, or gone.
+        """Wait until every pending change is stored or gone, then read the database.
 
         Raises:
-            DatabaseAway, CommitUnknown: nobody can say yet.
+            DatabaseAway, CommitUnknown: the outcome is still unknown.
         """
         await self.database.probe()
         await self._stand_in_line()
         await self._catch_up()
 
     async def _stand_in_line(self) -> None:
-        """Wait behind all changes that are under way: a broken connection's commit may still be on its way."""
+        """Wait for the locks of all pending changes: the commit of a broken connection may still arrive."""
         try:
             await self.database.write(lambda r: r.settle())
         except AnswerLate:
             raise
         except CommitUnknown:
-            pass  # it had its turn, so whatever was before it is over
+            pass  # it had the locks, so every earlier transaction has ended
 
     async def _was_stored(self, audit: AuditRow, error: CommitUnknown) -> bool:
-        """Find out whether a change was stored whose commit was not answered: its audit row is part of it."""
+        """Return whether a change without an answer was stored: its audit row is part of it."""
         try:
             await self.database.probe()
             told = await _late_answer(error) if isinstance(error, AnswerLate) else None
@@ -100,10 +100,10 @@ class Commits:
 
 
 async def _late_answer(error: AnswerLate) -> bool | None:
-    """Whether a change that is under way gets stored; None: its connection broke in the commit.
+    """Return the outcome of a pending change; None: its connection broke in the commit.
 
     Raises:
-        TimeoutError: it is still under way. QmqError: the repository refused it.
+        TimeoutError: it is still pending. QmqError: the repository refused it.
     """
     try:
         async with asyncio.timeout(LATE_S):
@@ -116,7 +116,7 @@ async def _late_answer(error: AnswerLate) -> bool | None:
 
 
 def _is_same(row: AuditRow, audit: AuditRow) -> bool:
-    """Whether a row that was read is what was to be stored: JSON makes lists of tuples."""
+    """Return whether a row equals the audit row to be stored: JSON turns tuples into lists."""
     said, known = (
         json.dumps([each.who, each.peer, each.action, dict(each.parameters), each.before, each.after], sort_keys=True)
         for each in (row, audit)

@@ -1,7 +1,7 @@
-"""Shell. The one way to the database: every call has a time limit, and none starts while the database is away.
+"""Shell. Calls to the database: each has a time limit, and none starts while the database is away.
 
-A database that hangs is worse than one that is gone: what waits for it would hold up everything else. So its calls run
-on threads of their own. Once one did not answer, all fail at once, until the question of `probe` is answered.
+A database that hangs must not block its callers, so calls run on threads of their own. After one unanswered call all
+fail at once, until `probe` gets an answer.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from qmq.metaserver.storage.repository import Repository
 log = logging.getLogger("qmq.metaserver")
 
 THREADS = 8
-"""As many as the pool of connections has; calls take milliseconds."""
+"""Threads, as many as pooled connections; calls take milliseconds."""
 
 T = TypeVar("T")
 
 
 class DatabaseAway(NotServed):
-    """The database does not answer. Nothing was changed; what needs it waits, all else goes on from memory."""
+    """The database does not answer. Nothing was changed; memory still answers everything else."""
 
     def __init__(self, reason: str = "") -> None:
         super().__init__(
@@ -43,8 +43,9 @@ class DatabaseAway(NotServed):
 
 
 class DatabaseSetAside(DatabaseAway):
-    """The database answers, but has lost groups whose brokers are registered. Nothing is read from it or changed in it
-    until an operator decides; the text names the commands."""
+    """The database answers, but has lost groups with registered brokers. It is not used until an operator decides; the
+    text names the commands.
+    """
 
     def __init__(self, reason: str) -> None:
         NotServed.__init__(self, reason)
@@ -55,7 +56,7 @@ _decides: ContextVar[bool] = ContextVar("decides about a database that was set a
 
 @contextmanager
 def deciding() -> Iterator[None]:
-    """What this task reads and changes reaches the database although it was set aside."""
+    """Allow this task to use the database although it was set aside."""
     before = _decides.set(True)
     try:
         yield
@@ -64,7 +65,7 @@ def deciding() -> Iterator[None]:
 
 
 class AnswerLate(CommitUnknown):
-    """A change was not answered in time. `result` is where its answer arrives, if it ever does."""
+    """A change was not answered in time. `result` receives a late answer."""
 
     def __init__(self, result: asyncio.Future[Any]) -> None:
         super().__init__("the database did not answer in time: the change is stored as a whole, or not at all")
@@ -72,17 +73,16 @@ class AnswerLate(CommitUnknown):
 
 
 class Database:
-    """Created by main; used from the loop. Its threads end with the process.
+    """The database behind time limits. Created by main; used from the loop. Its threads end with the process.
 
     Args:
-        timeout_ms: a call that takes longer counts as not answered.
+        timeout_ms: time limit of a call.
     """
 
     def __init__(self, url: str, *, timeout_ms: int) -> None:
         self._url, self._timeout_ms = url, timeout_ms
         self._first_thread = ThreadPoolExecutor(1, "database")
-        """For a call while there is no other. Of threads that wait for work together, each that gets some wakes another
-        for nothing."""
+        """Thread for a call while there is no other: in a pool, every call wakes a second idle thread."""
         self._threads = ThreadPoolExecutor(THREADS - 1, "database")
         self._engine: Engine | None = None
         self._repository: Repository | None = None
@@ -90,13 +90,13 @@ class Database:
         self._away_since: float | None = None
         self._under_way: set[object] = set()
         self.reason = ""
-        """Why it is away."""
+        """Reason why it is away."""
         self.set_aside_because = ""
-        """Why it is not used although it answers; empty: it is used."""
+        """Reason why it is not used although it answers; empty: it is used."""
         self.answer_s = 0.0
-        """How long its newest answer took."""
+        """Duration of the newest answer."""
         self.committed_ms = 0
-        """When something was stored last, since 1970."""
+        """Time of the last write, since 1970."""
 
     @property
     def is_up(self) -> bool:
@@ -104,17 +104,17 @@ class Database:
 
     @property
     def trouble(self) -> str:
-        """Why it is not used, for everybody; empty: it is."""
+        """Return why the database is not used, for users; empty: it is used."""
         return "" if self.is_up else self.set_aside_because or "the database does not answer"
 
     def set_aside(self, reason: str) -> None:
-        """Use the database no more, or with an empty reason again."""
+        """Stop using the database, or use it again if the reason is empty."""
         if reason != self.set_aside_because:
             log.error("%s", reason) if reason else log.warning("the database is used again")
         self.set_aside_because = reason
 
     async def open(self) -> None:
-        """Connect, migrate. Without a time limit: a migration may take long.
+        """Connect and migrate, without a time limit.
 
         Raises:
             DatabaseUnusable: it must not be used. DatabaseAway: it does not answer.
@@ -123,16 +123,18 @@ class Database:
         self._is_back()
 
     async def probe(self) -> dict[str, int]:
-        """Ask for the versions, even if the database is away: that is how it is found to be back.
+        """Read the versions, even while the database is away; an answer ends that state.
 
-        Only one such question is under way at a time, so that a database that hangs takes one thread, not all.
+        Only one such call is pending at a time, so that a hanging database takes one thread.
 
         Raises:
             DatabaseAway: no answer yet.
         """
         if self._probe is not None and not self._probe.done():
-            await self._answer(self._probe)  # it tells that the database is there, not how it is since we were called
-        # No variable may hold the earlier one: this frame is in the traceback of the error that the next one keeps.
+            await self._answer(
+                self._probe
+            )  # it proves that the database answers, but its versions are older than our call
+        # No variable may hold the earlier error: this frame is in the traceback that the next error keeps.
         if self._probe is None or self._probe.done():
             self._probe = asyncio.ensure_future(self._on_thread(self._ask_versions))
             self._probe.add_done_callback(_heard)
@@ -160,11 +162,11 @@ class Database:
             raise DatabaseAway(self.reason) from None
 
     async def write(self, work: Callable[[Repository], T], *, timeout_ms: int = 0) -> T:
-        """Run `work`, which changes something, on a thread.
+        """Run `work`, which changes rows, on a thread.
 
         Raises:
             DatabaseAway: nothing was changed. CommitUnknown, AnswerLate: it may have been.
-            QmqError: what the repository raises; nothing was changed.
+            QmqError: raised by the repository; nothing was changed.
         """
         result = asyncio.ensure_future(self._bounded(work, 0))
         done, _ = await asyncio.wait({result}, timeout=(timeout_ms or self._timeout_ms) / 1000)
@@ -178,12 +180,12 @@ class Database:
 
     @property
     def is_hanging(self) -> bool:
-        """Whether a call has not returned. Python would wait for its thread before the process ends."""
+        """Return whether a call hangs. Python would wait for its thread at exit."""
         return bool(self._under_way)
 
     @property
     def repository(self) -> Repository:
-        """For calls on threads of one's own; raises DatabaseAway."""
+        """Return the repository, for calls on other threads. Raises DatabaseAway."""
         if self._repository is None:
             raise DatabaseAway(self.reason)
         return self._repository
@@ -193,7 +195,7 @@ class Database:
         return len(self._repository.bad_rows) if self._repository is not None else 0
 
     def close(self) -> None:
-        """Give connections back. A thread that hangs is left to its fate: waiting for it would hang the stop."""
+        """Close connections. A hanging thread is abandoned: waiting for it would block the stop."""
         for threads in (self._first_thread, self._threads):
             threads.shutdown(wait=False, cancel_futures=True)
         if self._engine is not None and self._away_since is None:
@@ -224,7 +226,7 @@ class Database:
             self.answer_s = time.monotonic() - began
             return answer
         except (IntegrityError, DataError):
-            raise  # it answers; what was asked is wrong
+            raise  # it answers; the query is wrong
         except (SQLAlchemyError, OSError) as error:
             reason = cause_of(getattr(error, "orig", None) or error).partition("\n")[0][:200]
             self._is_away(reason)
@@ -253,6 +255,6 @@ class Database:
 
 
 def _heard(result: asyncio.Future[Any]) -> None:
-    """An answer that comes when nobody waits any more is no error of ours."""
+    """Retrieve the error of a late answer, so that asyncio does not report it."""
     if not result.cancelled():
         result.exception()

@@ -48,23 +48,24 @@ from qmq.metaserver.storage.tables import meta_version, metadata
 from qmq.sql_waits import Waits
 
 CONNECT_S = 5
-"""A database that is there answers at once; waiting longer would only hide that it is away."""
+"""A reachable database answers at once."""
 
 LOCK_S = 10
-"""How long a transaction waits for another one; each of ours takes milliseconds, a restore a few seconds."""
+"""Longest wait for another transaction's locks; ours take milliseconds, a restore a few seconds."""
 
 ANSWER_S = 30
-"""How long one statement may take; loading 100,000 routes takes a second."""
+"""Longest statement; loading 100,000 routes takes a second."""
 
 NEXT_STATEMENT_S = 2
-"""A metaserver that stands still in the middle of a change holds locks: so long, until the server ends that change.
-Less than `database_timeout_ms`, so that the failover of another metaserver is not given up for it."""
+"""Longest pause of a metaserver within a transaction, which holds locks; then the server ends it. Less than
+`database_timeout_ms`, so that another metaserver's failover still succeeds.
+"""
 
 IDLE_S = 60
-"""How long a connection may rest."""
+"""Longest idle time of a connection."""
 
 POOL_CONNECTIONS = 8
-"""Changes wait for each other anyway; the rest is short reading."""
+"""Changes wait for each other anyway; all other calls are short."""
 
 _DRIVERS = {
     "sqlite": "sqlite",
@@ -77,10 +78,10 @@ _EXTRAS = {"postgresql": "postgresql", "mysql": "mariadb", "mariadb": "mariadb"}
 
 
 def open_database(url: str) -> Engine:
-    """Connect to `url` and migrate it to the newest version; the database may be empty.
+    """Connect to `url` and bring its tables to the newest version; the database may be empty.
 
     Raises:
-        DatabaseUnusable: this database must not be used; the text says why and what to do.
+        DatabaseUnusable: this database must not be used; the text holds the reason and the remedy.
         SQLAlchemyError: it does not answer, or failed.
     """
     engine = connect(url)
@@ -94,7 +95,7 @@ def open_database(url: str) -> Engine:
 
 
 def connect(url: str) -> Engine:
-    """Make the engine of `url` without asking anything of the database yet. Raises DatabaseUnusable."""
+    """Make the engine of `url` without connecting. Raises DatabaseUnusable."""
     parsed = _parse(url)
     backend = parsed.get_backend_name()
     try:
@@ -105,7 +106,7 @@ def connect(url: str) -> Engine:
         waits = Waits(CONNECT_S, LOCK_S, ANSWER_S, NEXT_STATEMENT_S, IDLE_S)
         return create_engine(
             parsed,
-            isolation_level="READ COMMITTED",  # a change that waited for another one sees what that one stored
+            isolation_level="READ COMMITTED",  # after waiting for another change, the next statement sees it
             connect_args=waits.postgresql() if backend == "postgresql" else waits.mariadb(),
             pool_size=POOL_CONNECTIONS,
             max_overflow=0,
@@ -125,7 +126,7 @@ def name_of(url: str) -> str:
 def _url(url: str) -> URL:
     try:
         return make_url(url)
-    except (ArgumentError, ValueError):  # whose texts may hold what was to be the password
+    except (ArgumentError, ValueError):  # its text may quote the password
         raise DatabaseUnusable(f"the setting `database` is no URL; qmq uses {_KNOWN}") from None
 
 
@@ -151,15 +152,16 @@ def _check_encoding(engine: Engine) -> None:
 
 
 def _prepare_sqlite(connection: Any, _record: Any) -> None:
-    connection.isolation_level = None  # the driver begins no transaction of its own; `isolation.begin` does
-    # Readers do not wait for the writer; FULL, as a term that was given out must survive a power failure.
+    connection.isolation_level = None  # the driver begins no transaction; `sql.begin` does
+    # Readers do not wait for the writer; FULL, as an assigned term must survive a power failure.
     for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
         connection.execute(f"PRAGMA {pragma}")
 
 
 WAIT_S = 20
-"""How long to wait while another metaserver migrates; shorter than what one statement may take. So long may pass
-between two of its statements, too: what bounds a change of roles is too short for a machine that compiles scripts."""
+"""Longest wait for another metaserver's migration, and longest pause between two of its statements. Alembic compiles
+scripts in between, which takes longer than NEXT_STATEMENT_S allows.
+"""
 
 FIRST_VERSIONS = [
     {"name": "directory", "version": 1},
@@ -244,7 +246,7 @@ def _check_unfinished(connection: Connection, present: str | None) -> None:
             f"a migration {what} stopped half way, and this kind of database cannot undo it. Restore the copy that was "
             "made before (if the database was empty, drop it and create it again), then start again"
         )
-    _unfinished.drop(connection)  # only this was left to do
+    _unfinished.drop(connection)  # only this step was missing
 
 
 def _can_undo(connection: Connection) -> bool:
@@ -253,7 +255,7 @@ def _can_undo(connection: Connection) -> bool:
 
 @contextmanager
 def _alone(connection: Connection) -> Iterator[None]:
-    """One transaction that no other metaserver's migration runs beside; committed at its end."""
+    """Open one transaction that excludes other metaservers' migrations; commit it at the end."""
     if not _can_undo(connection):
         with _alone_on_mariadb(connection):
             yield
@@ -268,7 +270,7 @@ def _alone(connection: Connection) -> Iterator[None]:
 
 @contextmanager
 def _alone_on_mariadb(connection: Connection) -> Iterator[None]:
-    # Each change of a table commits, so a lock of a transaction would not last; this one belongs to the connection.
+    # Each change of a table commits, so a transaction's lock would not last; this one belongs to the connection.
     lock = f"{_LOCK_NUMBER}-{zlib.crc32((connection.engine.url.database or '').encode())}"
     if connection.execute(text("SELECT GET_LOCK(:name, :wait)"), {"name": lock, "wait": WAIT_S}).scalar() != 1:
         raise DatabaseUnusable(f"another metaserver has been migrating this database for {WAIT_S} s; start again later")
@@ -278,5 +280,5 @@ def _alone_on_mariadb(connection: Connection) -> Iterator[None]:
         connection.execute(text("SELECT RELEASE_LOCK(:name)"), {"name": lock})
         connection.commit()
     except BaseException:
-        connection.invalidate()  # ends it, and the lock with it
+        connection.invalidate()  # ends the connection and its lock
         raise

@@ -1,6 +1,6 @@
-"""Core. What can go wrong with the database, by what to do next.
+"""Core. Errors of the database, by what the caller should do next.
 
-Errors of the driver while it reads, or before it commits, pass as SQLAlchemy's: nothing was changed.
+Errors of the driver during reads, or before a commit, pass as SQLAlchemy's: nothing was changed.
 """
 
 from __future__ import annotations
@@ -9,40 +9,40 @@ from qmq.errors import OperatorError, OutcomeUnknown
 
 
 class DatabaseUnusable(Exception):
-    """This database must not be used as it is. Its text says why, and what the operator should do."""
+    """This database must not be used as it is. The text holds the reason and the remedy."""
 
 
 class CommitUnknown(OutcomeUnknown):
-    """The connection broke while a change was committed: it is stored as a whole, or not at all. Read, then decide."""
+    """The connection broke during a commit: the change is stored as a whole, or not at all. Read, then decide."""
 
 
 class Withdrawn(OperatorError):
-    """Whoever ordered this change has been told since that it may not be stored. It was not."""
+    """The change was withdrawn before its commit, and not stored."""
 
 
 class StaleTerm(OperatorError):
-    """Somebody else changed the group since it was read. Nothing was changed now; look, then decide again."""
+    """The group changed since it was read. Nothing was stored; read, then decide again."""
 
     def __init__(self, group: str) -> None:
         super().__init__(f"somebody else changed {group} at this moment; look at its brokers, then repeat")
 
 
 class StaleVersion(OperatorError):
-    """Somebody else changed the route since it was read. Nothing was changed now; look, then decide again."""
+    """The route changed since it was read. Nothing was stored; read, then decide again."""
 
     def __init__(self, subject: str) -> None:
         super().__init__(f"somebody else changed the route of {subject} at this moment; look at it, then repeat")
 
 
 class StaleDirectory(OperatorError):
-    """Somebody else changed groups, marks or routes since they were read. Nothing was changed now; decide again."""
+    """Groups, marks or routes changed since they were read. Nothing was stored; decide again."""
 
     def __init__(self) -> None:
         super().__init__("somebody else changed groups, marks or routes at this moment; look at them, then repeat")
 
 
 class ValueRefused(OperatorError):
-    """A value does not fit its column: too long, too large, or text that databases would alter. Nothing is cut."""
+    """A value does not fit its column: too long, too large, or text that databases would alter. It is never cut."""
 
 
 class UnknownGroup(OperatorError):
@@ -57,8 +57,8 @@ class GroupInUse(OperatorError):
 
 
 class AlreadyThere(OperatorError):
-    """What should be added exists. Its text shows the row."""
+    """The row to add exists. The text shows it."""
 
 
 class NotThere(OperatorError):
-    """What should be changed or removed does not exist."""
+    """The row to change or remove does not exist."""

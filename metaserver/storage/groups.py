@@ -28,12 +28,12 @@ from qmq.types import Role
 
 
 def load_groups(connection: Connection, bad: BadRows) -> dict[str, Group]:
-    """Read all groups with their brokers; rows that cannot be understood are left out."""
+    """Read all groups with their brokers; invalid rows are left out."""
     rows = {}
     for row in connection.execute(select(broker_group).where(broker_group.c.kind != REMOVED)):
         if row.kind not in (NORMAL, DELAY):
             bad.note("broker_group", row.group_name, f"kind {row.kind} is unknown")
-        elif not isinstance(row.term, int) or row.term < 1:  # SQLite holds anything
+        elif not isinstance(row.term, int) or row.term < 1:  # SQLite stores any type
             bad.note("broker_group", row.group_name, f"{row.term!r} is no term")
         else:
             rows[row.group_name] = row
@@ -52,7 +52,7 @@ def load_groups(connection: Connection, bad: BadRows) -> dict[str, Group]:
 
 
 def set_roles(connection: Connection, change: RoleChange) -> None:
-    """Compare the term, raise it, set both roles at once. Raises StaleTerm."""
+    """Compare the term, raise it, set all roles at once. Raises StaleTerm."""
     now = now_ms()
     try:
         _raise_term(connection, change, now)
@@ -60,7 +60,7 @@ def set_roles(connection: Connection, change: RoleChange) -> None:
         holders = change.brokers
         if holders:
             connection.execute(insert(broker), [_broker_values(holder, now) for holder in holders])
-    except IntegrityError:  # the same broker was added elsewhere, or the same group created, at this moment
+    except IntegrityError:  # another transaction added the same broker, or created the same group
         raise StaleTerm(change.group) from None
     gone = set(change.before.brokers if change.before else ()) - set(holders)
     staying = {holder.key for holder in holders}
@@ -68,12 +68,12 @@ def set_roles(connection: Connection, change: RoleChange) -> None:
 
 
 def store_addresses(connection: Connection, moved: Broker) -> None:
-    """Store where a broker listens, as an operator says; its part stays."""
+    """Store a broker's addresses; its role stays."""
     _update_broker(connection, moved.key, ip=moved.ip, sync_port=moved.sync_port)
 
 
 def store_registration(connection: Connection, said: Broker, before: Broker | None) -> None:
-    """Store what a broker said when it registered; with `before`, only if the row still is that. Raises StaleTerm."""
+    """Store a broker's registration; with `before`, only if the row still equals it. Raises StaleTerm."""
     if before is not None and _brokers(connection, said.group).get(said.key) != before:
         raise StaleTerm(said.group)
     _update_broker(
@@ -90,7 +90,7 @@ def store_registration(connection: Connection, said: Broker, before: Broker | No
 
 
 def store_complete(connection: Connection, slave: Broker, *, term: int, complete: bool) -> None:
-    """Store whether a slave holds all that was acknowledged, unless its part or its disk changed meanwhile."""
+    """Store whether a slave is complete, unless its role or its disk changed meanwhile."""
     if _term(connection, slave.group) == term:
         connection.execute(
             update(broker)
@@ -100,7 +100,7 @@ def store_complete(connection: Connection, slave: Broker, *, term: int, complete
 
 
 def store_fill_order(connection: Connection, slave: BrokerKey, order: FillOrder) -> None:
-    """Store what an operator said of a filling. Raises NotThere."""
+    """Store an operator's order about a filling. Raises NotThere."""
     _update_broker(connection, slave, fill_id=order.fill_id, fill_allowed=order.is_allowed)
 
 
@@ -130,17 +130,17 @@ def remove_group(connection: Connection, group: str, term: int) -> None:
 
 
 def existing_groups(connection: Connection) -> set[str]:
-    """Names of groups that a route may name: those that serve messages at once."""
+    """Return the names of groups that a route may list: groups of brokers, not of delay servers."""
     return set(connection.scalars(select(broker_group.c.group_name).where(broker_group.c.kind == NORMAL)))
 
 
 def all_names(connection: Connection) -> frozenset[str]:
-    """Names of all groups, removed ones too."""
+    """Return the names of all groups, removed ones too."""
     return frozenset(connection.scalars(select(broker_group.c.group_name)))
 
 
 def forget_group(connection: Connection, group: str, term: int) -> None:
-    """Leave of a group that the database lost what a removed one leaves: its term."""
+    """Store the row of a removed group, which holds only its term, for a group that the database lost."""
     now = now_ms()
     values = {"group_name": group, "kind": REMOVED, "term": term, "half_swapped": False, "create_time": now}
     connection.execute(insert(broker_group).values(**checked(broker_group, {**values, "update_time": now})))
@@ -156,7 +156,7 @@ def _raise_term(connection: Connection, change: RoleChange, now: int) -> None:
         .where(broker_group.c.kind != REMOVED)
         .values(term=change.new_term, half_swapped=change.half_swapped, min_copies=change.min_copies, update_time=now)
     )
-    # Registrations change brokers without a new term; overwriting one would forget whose disk it is.
+    # A registration changes a broker without a new term; overwriting it would lose the disk's name.
     stored = set(_brokers(connection, change.group).values())
     if raised.rowcount != 1 or stored != set(change.before.brokers):
         raise StaleTerm(change.group)
@@ -175,7 +175,7 @@ def _create(connection: Connection, change: RoleChange, now: int) -> None:
     removed = (broker_group.c.group_name == change.group, broker_group.c.kind == REMOVED)
     term_before = connection.scalars(select(broker_group.c.term).where(*removed)).one_or_none()
     if term_before is not None:
-        # Of a group that a restore removed they are still there, and a metaserver may have stored some after all.
+        # Points of a group that a restore removed still exist, and a metaserver may store more.
         _forget_points(connection, change.group)
         term = max(term_before, change.above) + 1
         connection.execute(update(broker_group).where(*removed).values(term=term, **fresh))
@@ -185,7 +185,7 @@ def _create(connection: Connection, change: RoleChange, now: int) -> None:
 
 
 def _forget_points(connection: Connection, group: str) -> None:
-    """A copy that lacks one of these would wait for ever for the one that has it."""
+    """A copy that lacks one of these points would wait for ever for the copy that has it."""
     connection.execute(delete(acknowledged_point).where(acknowledged_point.c.group_name == group))
 
 
@@ -200,7 +200,7 @@ def _brokers(connection: Connection, group: str) -> dict[BrokerKey, Broker]:
         try:
             member = _broker(row)
         except (ValueError, TypeError):
-            continue  # as `load_groups` left it out
+            continue  # left out by `load_groups`
         brokers[member.key] = member
     return brokers
 
@@ -255,8 +255,8 @@ def _group(row: Row[Any], holders: dict[tuple[str, Role], list[Broker]]) -> Grou
 
 
 def _broker(row: Row[Any]) -> Broker:
-    """Read a row of `broker`; raises ValueError for one that makes no sense."""
-    told = (row.control_port, row.metrics_port)  # 0 until it registered
+    """Read a row of `broker`; raises ValueError for an invalid one."""
+    told = (row.control_port, row.metrics_port)  # 0 before it registered
     for least, port in ((1, row.serve_port), (1, row.sync_port), *((0, port) for port in told)):
         if not least <= port < 65536:
             raise ValueError(f"port {port} does not exist")

@@ -18,7 +18,7 @@ _sightings = broker_sighting.c
 
 
 def load_sightings(connection: Connection, after: int, bad: BadRows) -> list[SightingRow]:
-    """Read what changed after that version; with 0, all."""
+    """Read the sightings that changed after that version; with 0, all."""
     sightings = []
     for row in connection.execute(select(broker_sighting).where(_sightings.changed > after)):
         try:
@@ -29,7 +29,7 @@ def load_sightings(connection: Connection, after: int, bad: BadRows) -> list[Sig
 
 
 def store_sightings(connection: Connection, rows: Sequence[SightingRow], changed: int) -> None:
-    """Store each row that begins a session, and each that goes on with the session that is stored."""
+    """Store each row that begins a session, and each of the stored session."""
     stored = _sessions(connection, [row.key for row in rows])
     new: dict[BrokerKey, dict[str, Any]] = {}
     old: dict[BrokerKey, dict[str, Any]] = {}
@@ -45,7 +45,7 @@ def store_sightings(connection: Connection, rows: Sequence[SightingRow], changed
 
 
 def store_beat(connection: Connection, row: MetaserverRow) -> None:
-    """Write a metaserver's row, which shows that it lives. Nothing else in it changes while its process lives."""
+    """Write a metaserver's counter. The rest of its row is constant while its process runs."""
     update_time = now_ms()
     if connection.execute(_beat, {"own": row.id, "beat": row.beat, "update_time": update_time}).rowcount == 0:
         values = {
@@ -65,7 +65,7 @@ def load_metaservers(connection: Connection) -> list[MetaserverRow]:
 
 
 def look(connection: Connection) -> tuple[set[str], dict[str, int]]:
-    """Read the ids of all metaservers, and the versions, at once: a statement costs more than its rows."""
+    """Read the ids of all metaservers and the versions in one statement, which costs more than its rows."""
     rows = connection.execute(_ids_and_versions).all()
     return {row.id for row in rows}, {row.name: row.version for row in rows}
 
@@ -96,13 +96,13 @@ def _sighting(row: Row[Any]) -> SightingRow:
 
 
 def _parse_state(text: str) -> ReplicaState | None:
-    """Read what `_sighting_values` wrote; raises ValueError, TypeError or KeyError for anything else."""
+    """Parse the output of `_sighting_values`; raises ValueError, TypeError or KeyError for anything else."""
     words = from_json(text)
     if words is None:
         return None
     if not isinstance(words, dict):
         raise TypeError("a state is an object")
-    last_term, last_boot, flushed_end = map(int, words.get("reach", (0, 0, 0)))  # of who has no part, it stays so
+    last_term, last_boot, flushed_end = map(int, words.get("reach", (0, 0, 0)))  # constant while it has no role
     return ReplicaState(
         role=int(words["role"]),
         term=int(words["term"]),
@@ -112,7 +112,7 @@ def _parse_state(text: str) -> ReplicaState | None:
         durability=str(words["durability"]),
         incarnation=str(words["incarnation"]),
         in_step=_in_step(words),
-        known_term=int(words.get("knownTerm", 0)),  # an older version does not write it, nor what follows
+        known_term=int(words.get("knownTerm", 0)),  # missing from an older version, as are the following
         last_term=last_term,
         last_boot=last_boot,
         flushed_end=flushed_end,
@@ -120,7 +120,7 @@ def _parse_state(text: str) -> ReplicaState | None:
 
 
 def _in_step(words: dict[str, Any]) -> tuple[str, ...]:
-    """A version that knows one slave wrote it alone, and an empty word for none."""
+    """Return the slaves in sync. Versions with one slave wrote one name, empty for none."""
     if "inStep" in words:
         return tuple(map(str, words["inStep"]))
     return (str(words["slaveIncarnation"]),) if words["slaveIncarnation"] else ()
@@ -139,7 +139,7 @@ def _sighting_values(row: SightingRow, changed: int) -> dict[str, Any]:
         "inStep": list(state.in_step),
         "knownTerm": state.known_term,
         "reach": list(state.reach),
-        "slaveIncarnation": state.in_step[0] if state.in_step else "",  # for versions that know one slave
+        "slaveIncarnation": state.in_step[0] if state.in_step else "",  # for versions with one slave
     }
     values = {
         "hostname": row.key.hostname,
@@ -165,7 +165,7 @@ _update_sightings = (
     )
 )
 
-# Made once: these are asked for each second.
+# Compiled once, as they run each second.
 _beat = update(metaserver).where(metaserver.c.id == bindparam("own"))
 _metaservers = select(metaserver).order_by(metaserver.c.id)
 _ids_and_versions = select(metaserver.c.id, meta_version.c.name, meta_version.c.version).join_from(
@@ -175,11 +175,11 @@ _ids_and_versions = select(metaserver.c.id, meta_version.c.name, meta_version.c.
 
 _points = acknowledged_point.c
 ACCEPTED = ""
-"""As an incarnation: an operator accepted that what older points say is lost."""
+"""Incarnation of the row by which an operator accepted the loss of older points."""
 
 
 def load_points(connection: Connection, group: str) -> Points:
-    """Return the points of a group's copies that nobody gave up."""
+    """Return the points of a group's copies, without those whose loss was accepted."""
     rows = list(connection.execute(select(acknowledged_point).where(acknowledged_point.c.group_name == group)))
     accepted_term = max((row.term for row in rows if row.incarnation == ACCEPTED), default=0)
     points = {
@@ -191,8 +191,10 @@ def load_points(connection: Connection, group: str) -> Points:
 
 
 def store_points(connection: Connection, points: Mapping[tuple[str, str], Point]) -> None:
-    """Store the point of each (group, incarnation), unless a newer one is stored. In a few statements for all: one for
-    each row took 1.4 s of CPU each second for 2,000 groups, and these take 0.1."""
+    """Store the point of each (group, incarnation), unless a newer one is stored.
+
+    A few statements for all: one per row took 1.4 s of CPU each second for 2,000 groups, these take 0.1.
+    """
     stored = _stored_points(connection, {group for group, _ in points})
     new: list[dict[str, Any]] = []
     old: list[dict[str, Any]] = []
@@ -205,7 +207,7 @@ def store_points(connection: Connection, points: Mapping[tuple[str, str], Point]
 
 
 def accept_loss(connection: Connection, group: str, term: int) -> None:
-    """Write down that an operator took, in `term`, what older points say for lost."""
+    """Store that an operator accepted, in `term`, the loss of older points."""
     store_points(connection, {(group, ACCEPTED): Point(Epoch(term, 0), 0, 0)})
 
 
@@ -243,7 +245,7 @@ _raise_each = (
 
 
 _leases = lease.c
-# Made once, as they are asked for again and again; the first one each second.
+# Compiled once; the first one runs each second.
 _keep_lease = update(lease).where(
     _leases.name == bindparam("named"),
     _leases.node == bindparam("holder"),
@@ -255,8 +257,10 @@ _change_lease = update(lease).where(_leases.name == bindparam("named"))
 
 
 def hold_lease(connection: Connection, wish: LeaseRow, *, take: bool, release: bool) -> LeaseRow:
-    """Raise the beat if `wish.node` holds the lease; else take it if nobody does, or, with `take`, if it still is
-    (`wish.term`, `wish.beat`); give it back with `release`. Returns the row as it is then.
+    """Renew, take or release a lease; return its row afterwards.
+
+    The holder `wish.node` raises the beat. Another node takes a free lease or, with `take`, one that is still at
+    (`wish.term`, `wish.beat`). With `release` the holder gives it back.
     """
     if not release and (kept := _keep_on(connection, wish)):
         return kept
@@ -268,7 +272,7 @@ def hold_lease(connection: Connection, wish: LeaseRow, *, take: bool, release: b
             with connection.begin_nested():
                 connection.execute(insert(lease).values(**checked(lease, values)))
         except IntegrityError:
-            pass  # another one was first
+            pass  # another transaction was first
         row = connection.execute(_find_lease, named).one()
     term, beat, node, address = row.term, row.beat, row.node, row.address
     if node == wish.node:
@@ -284,7 +288,7 @@ def hold_lease(connection: Connection, wish: LeaseRow, *, take: bool, release: b
 
 
 def _keep_on(connection: Connection, wish: LeaseRow) -> LeaseRow | None:
-    """Raise the beat of who holds the lease and says how the row is; None: it is not so."""
+    """Raise the beat if `wish` equals the stored row and names its holder; otherwise return None."""
     row = LeaseRow(wish.name, wish.node, wish.term, wish.beat + 1, wish.address)
     known = {"named": wish.name, "holder": wish.node, "known_term": wish.term, "known_beat": wish.beat}
     values = checked(lease, {"beat": row.beat, "address": row.address, "update_time": now_ms()})

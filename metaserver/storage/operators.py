@@ -1,4 +1,4 @@
-"""Shell. What operators set beside roles and routes: readonly marks, subjects, consumers off, data sources."""
+"""Shell. Operators' settings besides roles and routes: readonly marks, subjects, offline consumers, data sources."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from qmq.operator_limits import OperatorLimits
 from qmq.subjects import check_name
 
 OFFLINE = 1
-"""QMQ's number; being online is the absence of a row, or any other number."""
+"""QMQ's number; online is the absence of a row, or any other number."""
 
 _marks, _offline, _sources = readonly_broker_group_setting, client_offline_state, datasource_config
 _limits = operator_limits
@@ -32,7 +32,7 @@ def load_marks(connection: Connection) -> frozenset[ReadonlyMark]:
 
 
 def set_mark(connection: Connection, mark: ReadonlyMark) -> None:
-    """Store a mark; one that is there already stays. Raises UnknownGroup."""
+    """Store a mark; an existing one stays. Raises UnknownGroup."""
     _check_star("subject", mark.subject)
     group = broker_group.c
     exists = select(group.id).where(group.group_name == mark.group, group.kind != 0)
@@ -60,7 +60,7 @@ def set_offline(connection: Connection, offline: Offline) -> None:
         "client_id": offline.consumer,
         "state": OFFLINE,
     }
-    unset_offline(connection, offline)  # a row of another state is in the way
+    unset_offline(connection, offline)  # a row of another state exists
     connection.execute(insert(_offline).values(**checked(_offline, values)))
 
 
@@ -86,7 +86,7 @@ def load_limits(connection: Connection) -> frozenset[OperatorLimits]:
 
 
 def set_limits(connection: Connection, limits: OperatorLimits) -> None:
-    """Put these in the place of those of the same subject and group; without any limit there is no row."""
+    """Replace the limits of a subject and group; without any limit there is no row."""
     check_name("subject", limits.subject)
     _check_star("consumer group", limits.group)
     same = and_(_limits.c.subject_info == limits.subject, _limits.c.consumer_group == limits.group)
@@ -129,7 +129,7 @@ def load_data_sources(connection: Connection) -> list[DataSource]:
 
 
 def add_data_source(connection: Connection, source: DataSource) -> None:
-    """Store a data source; one of the same url is overwritten."""
+    """Store a data source, or replace the one with this url."""
     now = now_ms()
     values = {
         "url": source.url,
@@ -170,7 +170,7 @@ def _is_offline(offline: Offline) -> ColumnElement[bool]:
 
 
 def _insert_if_missing(connection: Connection, table: Table, same: ColumnElement[bool], values: dict[str, Any]) -> bool:
-    """The lock of the version row keeps two from finding the same row missing."""
+    """The lock of the version row keeps two transactions from inserting the same row."""
     if connection.execute(select(table.c.id).where(same)).first() is not None:
         return False
     connection.execute(insert(table).values(**checked(table, values)))

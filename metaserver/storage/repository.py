@@ -1,8 +1,6 @@
-"""Shell. Every question and change of the metaserver to its database; each method is one transaction.
+"""Shell. Every query and change of the metaserver's database; each method is one transaction.
 
-The methods block; the loop calls them on a thread. No rule of routing or roles is here, only compare-and-set.
-
-Carries out operators' changes, one after the other, on a connection whose transaction the caller ends.
+The methods block; the loop calls them on a thread. They compare and set, and hold no rule of routing or roles.
 """
 
 from __future__ import annotations
@@ -49,29 +47,30 @@ from qmq.replication.points import Point
 class Repository:
     """The metaserver's tables. Created by main with an engine of `open_database`; any thread may call it.
 
-    Whatever its methods raise, nothing was changed, but for CommitUnknown: then read before acting.
+    After any error nothing was changed, except CommitUnknown: then read before acting.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._transactions = Transactions(engine)
         self.bad_rows = BadRows()
 
-    # -- what all metaservers know ----------------------------------------------------------------------------------
+    # -- cluster ----------------------------------------------------------------------------------------------------
 
     def ping(self) -> None:
-        """Raise when the database does not answer."""
+        """Raise if the database does not answer."""
         self._transactions.read(lambda connection: connection.execute(text("SELECT 1")))
 
     def versions(self) -> dict[str, int]:
-        """Return the versions of `directory`, `routes` and `sightings`, each raised by every change of them, and what
-        says how far groups took part."""
+        """Return the versions of `directory`, `routes` and `sightings`, each raised by its changes, and of
+        `beside_groups`.
+        """
         return self._transactions.read(read_versions)
 
     def load(self, known: Directory | None = None) -> Directory:
-        """Read groups, brokers, marks, subjects and consumers that are off as of one moment; routes are not in it.
+        """Read groups, brokers, marks, subjects and offline consumers as of one moment; routes are separate.
 
         Args:
-            known: an earlier reading. Groups that did not change since are the same objects; none is read if none did.
+            known: an earlier reading. Unchanged groups keep their objects; without any change they are not read.
         """
         return self._transactions.read(lambda connection: self._load(connection, known or Directory()))
 
@@ -90,13 +89,13 @@ class Repository:
         )
 
     def group_names(self) -> frozenset[str]:
-        """Names of all groups that ever had a row: rows of removed groups and such as make no sense are among them."""
+        """Return the names of all groups that ever had a row, removed and invalid ones too."""
         return self._transactions.read(groups.all_names)
 
     def load_routes(self, after: int = 0) -> tuple[int, list[Route]]:
         """Return the version of all routes and those that changed after `after`; with 0, all.
 
-        One without groups was removed. Who could not read for a month reads all: removed ones are forgotten by then.
+        A route without groups was removed. Such rows are deleted after a month: then read all.
         """
         return self._transactions.read(
             lambda connection: (
@@ -109,7 +108,7 @@ class Repository:
         """Create or change routes, each by compare-and-set on its version (0: none yet), in one transaction.
 
         Returns:
-            What is stored afterwards, by this call or another one, as ordered. No groups: none of them exists.
+            The stored routes afterwards, in this order. No groups: none of them exists.
         """
         if not orders:
             return []
@@ -122,10 +121,10 @@ class Repository:
     # -- brokers ----------------------------------------------------------------------------------------------------
 
     def store_registration(self, broker: Broker, before: Broker | None = None) -> None:
-        """Store what a broker said when it registered; with `before`, only if its row still is that.
+        """Store a broker's registration; with `before`, only if its row still equals it.
 
         Raises:
-            StaleTerm: it is not. NotThere: the broker was removed.
+            StaleTerm: it does not. NotThere: the broker was removed.
         """
 
         def work(connection: Connection) -> None:
@@ -135,7 +134,7 @@ class Repository:
         self._transactions.write(work)
 
     def store_complete(self, broker: Broker, *, term: int, complete: bool) -> None:
-        """Store whether a slave holds all that was acknowledged, unless its part or its disk changed meanwhile."""
+        """Store whether a slave is complete, unless its role or its disk changed meanwhile."""
 
         def work(connection: Connection) -> None:
             raise_versions(connection, DIRECTORY)
@@ -153,7 +152,7 @@ class Repository:
         )
 
     def store_sightings(self, rows: Sequence[SightingRow]) -> None:
-        """Store each row that begins a session, and each whose session is the one that is stored; leave out others."""
+        """Store each row that begins a session, and each of the stored session; leave out others."""
 
         def work(connection: Connection) -> None:
             heartbeats.store_sightings(connection, rows, raise_versions(connection, SIGHTINGS)[0])
@@ -162,7 +161,7 @@ class Repository:
             self._transactions.write(work)
 
     def load_points(self, group: str) -> Points:
-        """Return what the group's copies said to be acknowledged."""
+        """Return the acknowledged points of the group's copies."""
         return self._transactions.read(lambda connection: heartbeats.load_points(connection, group))
 
     def store_points(self, rows: Mapping[tuple[str, str], Point]) -> None:
@@ -172,8 +171,9 @@ class Repository:
     # -- metaservers ------------------------------------------------------------------------------------------------
 
     def beat(self, row: MetaserverRow) -> tuple[list[MetaserverRow], dict[str, int], int | None]:
-        """Write this metaserver's row; return all of them, the `versions`, and the beat that was in it; None: it was
-        not there."""
+        """Write this metaserver's row; return all rows, the `versions`, and the counter before; None: there was
+        no row.
+        """
 
         def work(connection: Connection) -> tuple[list[MetaserverRow], dict[str, int], int | None]:
             rows = {one.id: one for one in heartbeats.load_metaservers(connection)}
@@ -184,20 +184,20 @@ class Repository:
         return self._transactions.write(work)
 
     def look(self) -> tuple[set[str], dict[str, int]]:
-        """Return the ids of all metaservers that have a row, and the `versions`; those are empty if none has."""
+        """Return the ids of all metaservers with a row, and the `versions`, which are empty if there is none."""
         return self._transactions.read(heartbeats.look)
 
     def load_metaservers(self) -> list[MetaserverRow]:
         return self._transactions.read(heartbeats.load_metaservers)
 
     def remove_metaserver(self, id: str) -> None:
-        """Remove the row of one that stopped in order, or has been silent for long."""
+        """Remove the row of a metaserver that stopped, or has been silent for long."""
         self._transactions.write(lambda connection: heartbeats.remove_metaserver(connection, id))
 
     # -- operators --------------------------------------------------------------------------------------------------
 
     def change(self, changes: Iterable[Change], audit: AuditRow | None = None, order: Order | None = None) -> None:
-        """Apply all changes and write down who made them, in one transaction; none of it if `order` is withdrawn.
+        """Apply all changes and add their audit row, in one transaction; nothing if `order` is withdrawn.
 
         Raises:
             OperatorError, InvalidName: one of them is refused, so all are. CommitUnknown: read, then decide.
@@ -214,9 +214,9 @@ class Repository:
         self._transactions.write(work)
 
     def settle(self) -> None:
-        """Wait until every change that was under way is stored, or gone: this one stands behind it in the line.
+        """Wait until every pending change is stored or gone, by waiting for its locks.
 
-        A change that has not begun yet, on a thread that hangs say, is in no line: withdraw it first.
+        A change that has not begun, on a hanging thread for instance, holds no lock: withdraw it first.
         """
 
         def work(connection: Connection) -> None:
@@ -240,7 +240,7 @@ class Repository:
         until_ms: int = 0,
         about: Iterable[str] = (),
     ) -> list[AuditRow]:
-        """Read the newest rows first, those with an id below `before`; `about`: they name all of these."""
+        """Return audit rows, the newest first, with an id below `before`; `about`: names that each row must contain."""
         return self._transactions.read(
             lambda connection: tokens.load_audit(
                 connection,
@@ -258,7 +258,7 @@ class Repository:
         return self._transactions.read(operators.load_data_sources)
 
     def hold_lease(self, wish: LeaseRow, *, take: bool, release: bool) -> LeaseRow:
-        """Keep, take or give back a lease; see `storage.heartbeats`. Returns the row as it is then."""
+        """Keep, take or release a lease; return its row afterwards (see `storage.heartbeats`)."""
         return self._transactions.write(
             lambda connection: heartbeats.hold_lease(connection, wish, take=take, release=release)
         )
@@ -269,7 +269,7 @@ class Repository:
     # -- consumer groups --------------------------------------------------------------------------------------------
 
     def consumer_groups(self, keys: Iterable[tuple[str, str]]) -> dict[tuple[str, str], ConsumerGroupRow]:
-        """Return the rows of those of these (subject, consumer group) that have one."""
+        """Return the existing rows of these (subject, consumer group) keys."""
         listed = list(keys)
         return self._transactions.read(lambda connection: routes.load_consumer_groups(connection, listed))
 
@@ -280,9 +280,9 @@ class Repository:
     def store_consumer_groups(
         self, rows: Sequence[ConsumerGroupRow], replaced: Sequence[ConsumerGroupRow] = ()
     ) -> None:
-        """Store new rows, in the place of those that are `replaced`; none at all if one of them has a row already.
+        """Store new rows in place of `replaced`; none at all if one of them has a row already.
 
-        Who reads afterwards finds the rows that count, whoever stored them.
+        Read afterwards to get the rows that count, whichever metaserver stored them.
         """
         try:
             self._transactions.write(lambda connection: routes.store_consumer_groups(connection, rows, replaced))
@@ -290,7 +290,7 @@ class Repository:
             pass  # another metaserver was first
 
     def dump(self) -> dict[str, Any]:
-        """Read everything, as a value that JSON can hold and `RestoreAll` takes."""
+        """Return all tables as a JSON value that `RestoreAll` takes."""
         return self._transactions.read(backup.dump)
 
 
@@ -311,12 +311,12 @@ LEAVE_GROUPS = (
     c.AddToken,
     c.RevokeToken,
 )
-"""Changes after which each group and each broker is as before."""
+"""Changes that leave groups and brokers as they are."""
 
 
 def apply_all(connection: Connection, changes: Sequence[c.Change]) -> None:
-    """Apply all changes; whatever one of them raises ends the transaction, and nothing was changed."""
-    # One that only writes down what happened elsewhere takes its place in the line, too: `settle` waits for it.
+    """Apply all changes in order; an error ends the transaction, and nothing was changed."""
+    # A transaction that changes no versioned row takes a lock too, as `settle` waits for locks.
     touched = sorted({name for change in changes for name in _touches(change)} or {DIRECTORY})
     versions = dict(zip(touched, raise_versions(connection, *touched), strict=True))
     if DIRECTORY in touched and all(isinstance(change, LEAVE_GROUPS) for change in changes):
@@ -349,7 +349,7 @@ def _touches(change: c.Change) -> tuple[str, ...]:
         case c.SetRoute() | c.RemoveRoute() | c.NoRouteSince() | c.ForgetConsumerGroups():
             return (ROUTES,)
         case c.RemoveGroup():
-            return (DIRECTORY, ROUTES)  # no route may take the group in at this moment
+            return (DIRECTORY, ROUTES)  # no route may add the group meanwhile
         case c.SetRoles():
             return (DIRECTORY, SIGHTINGS)
         case c.RestoreAll():
@@ -384,7 +384,7 @@ def _apply(connection: Connection, change: c.Change, routes_version: int) -> Non
         case c.AddSubject():
             operators.add_subject(connection, change.name, change.tag)
         case c.DecidedOn() | c.NoRouteSince():
-            pass  # compared before anything was changed
+            pass  # compared before any change
         case c.SetGroupState():
             _set_group_state(connection, change)
         case c.RemoveGroup():

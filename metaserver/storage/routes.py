@@ -1,6 +1,6 @@
-"""Shell. Routes of subjects, each with its own version.
+"""Shell. Routes of subjects, each with its own version, and the consumer groups of subjects.
 
-A removed route stays for a while as a row without groups, so that who reads what changed learns of it.
+A removed route remains for a while as a row without groups, so that readers of changes see the removal.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from qmq.metaserver.storage.tables import consumer_group, subject_route
 from qmq.subjects import check_name, real_subject
 
 REMOVED_KEPT_MS = 30 * 24 * 3600 * 1000
-"""Far longer than a metaserver runs without its database; such a one would have to read all routes anew."""
+"""Time until rows of removed routes are deleted: far longer than a metaserver runs without its database."""
 
 RouteOrder = tuple[str, tuple[str, ...], int]
 """Subject, groups, expected version (0: there is none yet)."""
@@ -30,9 +30,9 @@ _select = select(
 
 
 def load_routes(connection: Connection, after: int, bad: BadRows) -> list[Route]:
-    """Read routes that changed after that version, removed ones too; with 0, all that exist."""
-    known: dict[str, tuple[str, ...]] = {}  # most routes of a small installation are one of few lists
-    numbers: dict[int, int] = {}  # many routes were written together: one object for each number saves 6 MB of 100,000
+    """Read routes that changed after that version, removed ones too; with 0, all existing ones."""
+    known: dict[str, tuple[str, ...]] = {}  # most routes of a small installation share a few lists
+    numbers: dict[int, int] = {}  # routes that were written together share the number: 6 MB less for 100,000
     routes = []
     for row in connection.execute(_select.where(_columns.changed > after) if after else _select):
         try:
@@ -49,7 +49,9 @@ def load_routes(connection: Connection, after: int, bad: BadRows) -> list[Route]
 
 
 def is_listed_since(connection: Connection, version: int, group: str, *, without: str = "") -> bool:
-    """Whether a route that was made or changed after this version of all routes lists `group`, and not `without`."""
+    """Return whether a route with `group` and without `without` was made or changed after this version of all
+    routes.
+    """
     changed = load_routes(connection, version, BadRows())
     return any(group in route.groups and without not in route.groups for route in changed)
 
@@ -58,10 +60,10 @@ def store_routes(connection: Connection, orders: Sequence[RouteOrder], changed: 
     """Create or change each route whose version still is the expected one.
 
     Args:
-        changed: the version of all routes, raised by this transaction.
+        changed: version of all routes, raised by this transaction.
 
     Returns:
-        What is stored afterwards, in the order asked for; no groups: they do not exist, or the row cannot be read.
+        The stored routes afterwards, in this order; no groups: they do not exist, or the row is invalid.
     """
     now, existing = now_ms(), existing_groups(connection)
     wanted = {subject: (groups, version) for subject, groups, version in reversed(orders)}
@@ -102,7 +104,7 @@ def set_routes(connection: Connection, orders: Sequence[RouteOrder], changed: in
             raise StaleVersion(subject)
         if unknown := [name for name in groups if name not in existing and name not in kept]:
             raise UnknownGroup(unknown[0])
-        if subject in unreadable:  # its version counts on, whatever it is
+        if subject in unreadable:  # the version still increases from any value
             _write(connection, subject, groups, changed, is_new=False)
             continue
         stored[subject] = Route(subject, tuple(groups), before.version + 1 if before else 1, changed, now)
@@ -123,7 +125,7 @@ def remove_route(connection: Connection, subject: str, version: int, changed: in
 
 
 def _compare(connection: Connection, subject: str, version: int) -> tuple[str, ...] | None:
-    """Return the stored groups; None: there is no row. One that cannot be read may be written as if it were removed."""
+    """Return the stored groups; None: there is no row. An invalid row may be overwritten like a removed one."""
     row = connection.execute(_select.where(_columns.subject_info == subject)).one_or_none()
     try:
         groups = parse_names(row.broker_group_json) if row else ()
@@ -146,7 +148,7 @@ def _write(connection: Connection, subject: str, groups: Sequence[str], changed:
 
 
 def _read(connection: Connection, subjects: list[str], bad: BadRows) -> tuple[dict[str, Route], set[str]]:
-    """Rows of these subjects, and which of the subjects have one that cannot be understood."""
+    """Return the rows of these subjects, and the subjects with an invalid row."""
     stored, unreadable = {}, set()
     for chunk in chunks(subjects):
         for row in connection.execute(_select.where(_columns.subject_info.in_(chunk))):
@@ -183,7 +185,7 @@ _groups = consumer_group.c
 
 
 def load_consumer_groups(connection: Connection, keys: Sequence[GroupKey]) -> dict[GroupKey, ConsumerGroupRow]:
-    """Return the rows of those of these (subject, consumer group) that have one."""
+    """Return the existing rows of these (subject, consumer group) keys."""
     wanted, found = set(keys), dict[GroupKey, ConsumerGroupRow]()
     for subjects in chunks(sorted({subject for subject, _ in wanted})):
         names = sorted({group for subject, group in wanted if subject in set(subjects)})
@@ -204,11 +206,11 @@ def load_consumer_groups_of(connection: Connection, subject: str) -> list[Consum
 def store_consumer_groups(
     connection: Connection, rows: Sequence[ConsumerGroupRow], replaced: Sequence[ConsumerGroupRow]
 ) -> None:
-    """Insert rows in the place of those that are `replaced`; raises IntegrityError if one is there already."""
+    """Insert rows in place of `replaced`; raises IntegrityError if one exists already."""
     for row in replaced:
         is_row = and_(_is_group(row), _groups.mark == row.mark, _groups.create_time == row.created_ms)
         connection.execute(delete(consumer_group).where(is_row))
-    # In one order: two metaservers that store the same groups wait for each other, and never in a circle.
+    # In a fixed order: two metaservers that store the same groups cannot deadlock.
     values = [checked(consumer_group, _group_values(row)) for row in sorted(rows, key=lambda row: row.key)]
     connection.execute(insert(consumer_group), values)
 
@@ -239,6 +241,6 @@ def _group_values(row: ConsumerGroupRow) -> dict[str, object]:
 def _group_row(row: Row[Any]) -> ConsumerGroupRow:
     try:
         members = parse_names(row.members_json)
-    except ValueError:  # edited by hand: then it begins with the first message, wherever it has no position
+    except ValueError:  # edited by hand: it then begins with the first message, wherever it has no position
         members = ()
     return ConsumerGroupRow(row.subject, row.group_name, row.since_ms, row.mark, members, row.create_time)

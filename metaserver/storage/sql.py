@@ -1,10 +1,7 @@
-"""Shell. Small things that reading and writing of every table needs.
+"""Shell. Helpers for all tables: JSON columns, checks of values, the begin of transactions, invalid rows.
 
-What a column can hold, checked before SQL: the three databases would each do something else with the rest.
-
-How a transaction begins: what it sees of others, on SQLite, MariaDB and PostgreSQL.
-
-Rows that cannot be understood, perhaps edited by hand: left out, logged once, counted. They stop no other.
+Values are checked before SQL, because the three databases treat oversized or odd values differently. Invalid rows,
+perhaps edited by hand, are left out, logged once and counted.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from sqlalchemy import BigInteger, Connection, Integer, RootTransaction, String,
 from qmq.metaserver.storage.errors import ValueRefused
 
 ROWS_PER_STATEMENT = 1000
-"""Names in one `IN (…)`: each database takes so many arguments, and a round trip is shared by that many rows."""
+"""Names in one `IN (…)`, within every database's limit; the rows share a round trip."""
 
 T = TypeVar("T")
 
@@ -37,15 +34,17 @@ def chunks(values: Sequence[T]) -> Iterator[Sequence[T]]:
 
 
 def from_json(text: str) -> Any:
-    """Read JSON; raises ValueError for what is none, or holds text that is not valid Unicode: a row edited by hand may
-    have half a surrogate, which nobody could write again."""
+    """Parse JSON; raises ValueError for invalid JSON or Unicode.
+
+    A row edited by hand may hold half a surrogate, which cannot be written again.
+    """
     value = json.loads(text)
     json.dumps(value, ensure_ascii=False).encode()
     return value
 
 
 def parse_names(text: str) -> tuple[str, ...]:
-    """Read a JSON array of names; raises ValueError for anything else. A name is one object, in however many arrays."""
+    """Parse a JSON array of names; raises ValueError for anything else. Equal names are one object."""
     names = from_json(text)
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
         raise ValueError(f"{text[:50]!r} is no JSON array of names")
@@ -53,7 +52,7 @@ def parse_names(text: str) -> tuple[str, ...]:
 
 
 def to_json(value: Any) -> str:
-    """Write a value as JSON; raises ValueRefused for what JSON cannot hold."""
+    """Encode a value as JSON; raises ValueRefused if JSON cannot hold it."""
     try:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -64,8 +63,8 @@ def checked(table: Table, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return `values` if each fits its column of `table`.
 
     Raises:
-        ValueRefused: names the column. PostgreSQL takes no NUL, MariaDB compares without spaces at the end, SQLite
-            has no limits at all.
+        ValueRefused: names the column. PostgreSQL takes no NUL, MariaDB ignores trailing spaces, SQLite has
+            no limits.
     """
     for column, value in values.items():
         kind = table.c[column].type
@@ -96,13 +95,13 @@ def _check_number(where: str, value: Any, bits: int) -> None:
 
 
 def begin(connection: Connection, *, reading: bool = False) -> RootTransaction:
-    """Begin a transaction that may change something; or one that reads several tables as of one moment.
+    """Begin a transaction that may write, or one that reads several tables as of one moment.
 
-    By a call, as SQLAlchemy does more for each statement of an engine that has a listener: a tenth, measured.
+    A call, not a listener of the engine: SQLAlchemy's statements are a tenth slower with one, measured.
     """
     transaction = connection.begin()
     if connection.dialect.name == "sqlite":
-        # Who reads first and writes later would fail when another one wrote in between: take the lock now.
+        # A read before the first write would fail after another transaction's write: take the lock now.
         connection.exec_driver_sql("BEGIN" if reading else "BEGIN IMMEDIATE")
     elif reading:
         connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
@@ -115,14 +114,14 @@ REMEMBERED_MAX = 10_000
 
 
 class BadRows:
-    """Created with the repository; any thread may call it."""
+    """Invalid rows. Created with the repository; any thread may call it."""
 
     def __init__(self) -> None:
         self._seen: set[tuple[str, str, str]] = set()
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        """How many different ones were met since the start."""
+        """Return the number of different invalid rows since the start."""
         return len(self._seen)
 
     def note(self, table: str, key: object, reason: object) -> None:

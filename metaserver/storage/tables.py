@@ -26,31 +26,31 @@ from sqlalchemy.dialects import mysql
 from sqlalchemy.types import TypeEngine
 
 NAME_CHARS_MAX = 100
-"""`qmq.subjects` allows 100 bytes, so no name is ever cut."""
+"""`qmq.subjects` allows 100 bytes, so no name is cut."""
 
 LONG_NAME_CHARS_MAX = 250
-"""Urls, passwords, who did something: longer than names, and short enough to be a key on every database."""
+"""Urls, passwords, operators: longer than names, and short enough for a key on every database."""
 
 REMOVED = 0
-"""As the kind of a group: it is no more. Its row keeps the term, in case the name is used again."""
+"""Kind of a removed group. Its row keeps the term, in case the name is used again."""
 
 metadata = MetaData()
 
 
 def name(chars: int = NAME_CHARS_MAX) -> TypeEngine[str]:
-    """Text that is compared byte by byte: MariaDB would else take `Foo` for `foo`."""
+    """Return a text type that is compared byte by byte: MariaDB would otherwise take `Foo` for `foo`."""
     exact = mysql.VARCHAR(chars, charset="utf8mb4", collation="utf8mb4_bin")
     return String(chars).with_variant(exact, "mysql", "mariadb")
 
 
 def long_text() -> TypeEngine[str]:
-    """JSON of any length: MariaDB's TEXT would end at 64 KiB."""
+    """Return a type for JSON of any length: MariaDB's TEXT ends at 64 KiB."""
     exact = mysql.LONGTEXT(charset="utf8mb4", collation="utf8mb4_bin")
     return Text().with_variant(exact, "mysql", "mariadb")
 
 
 def serial() -> TypeEngine[int]:
-    """Type of an id that the database counts up; SQLite counts only INTEGER up."""
+    """Return the type of an id that the database counts up; SQLite counts only INTEGER."""
     return BigInteger().with_variant(Integer, "sqlite")
 
 
@@ -58,7 +58,7 @@ _MYSQL = {"engine": "InnoDB", "charset": "utf8mb4", "collate": "utf8mb4_bin"}
 OPTIONS: dict[str, Any] = {f"{server}_{key}": value for server in ("mysql", "mariadb") for key, value in _MYSQL.items()}
 
 meta_version = Table(
-    "meta_version",  # one row per reading; raised inside every changing transaction, whose order its lock decides
+    "meta_version",  # one row per reading; raised in every changing transaction, whose order its lock decides
     metadata,
     Column("name", name(20), primary_key=True),
     Column("version", BigInteger, nullable=False),
@@ -89,7 +89,7 @@ broker_group = Table(
 )
 
 broker = Table(
-    "broker",  # who may be a broker, with which role
+    "broker",  # brokers and their roles
     metadata,
     Column("id", Integer, primary_key=True, autoincrement=True),
     Column("group_name", name(), ForeignKey("broker_group.group_name", name="broker_of_group"), nullable=False),
@@ -113,7 +113,7 @@ broker = Table(
 )
 
 broker_sighting = Table(
-    "broker_sighting",  # which metaserver gets a broker's heartbeats, and what they say about its part
+    "broker_sighting",  # metaserver that receives a broker's heartbeats, and the state they report
     metadata,
     Column("hostname", name(), primary_key=True),
     Column("serve_port", Integer, primary_key=True, autoincrement=False),
@@ -128,10 +128,10 @@ broker_sighting = Table(
 )
 
 acknowledged_point = Table(
-    "acknowledged_point",  # up to where a copy of a group knows that messages are acknowledged; only rises
+    "acknowledged_point",  # newest acknowledged point that a copy of a group reported; only rises
     metadata,
     Column("group_name", name(), primary_key=True),
-    Column("incarnation", name(), primary_key=True),  # empty: an operator accepted in `term` that older ones are lost
+    Column("incarnation", name(), primary_key=True),  # empty: an operator accepted the loss of older points in `term`
     Column("term", BigInteger, nullable=False),
     Column("boot", BigInteger, nullable=False),
     Column("log_end", BigInteger, nullable=False),
@@ -141,7 +141,7 @@ acknowledged_point = Table(
 )
 
 metaserver = Table(
-    "metaserver",  # processes that use this database; `beat` goes up while one lives
+    "metaserver",  # processes that use this database; `beat` rises while one runs
     metadata,
     Column("id", name(), primary_key=True),
     Column("http_address", name(), nullable=False),
@@ -180,7 +180,7 @@ subject_route = Table(
 )
 
 readonly_broker_group_setting = Table(
-    "readonly_broker_group_setting",  # producers of `subject`, or of all with `*`, keep away from the group
+    "readonly_broker_group_setting",  # producers of `subject`, or of all with `*`, avoid the group
     metadata,
     Column("id", Integer, primary_key=True, autoincrement=True),
     Column("subject", name(), nullable=False),
@@ -220,12 +220,12 @@ operator_limits = Table(
 )
 
 consumer_group = Table(
-    "consumer_group",  # consumer groups that began on a subject; where one begins on a broker group that lacks it
+    "consumer_group",  # consumer groups of subjects, and their begin on a broker group without a position
     metadata,
     Column("subject", name(), primary_key=True),
     Column("group_name", name(), primary_key=True),
-    Column("since_ms", BigInteger, nullable=False),  # for members: of messages stored then or later; 0: of all
-    Column("mark", name(32), nullable=False),  # under which members noted the end of the subject; empty: none did
+    Column("since_ms", BigInteger, nullable=False),  # for members: first time of delivered messages; 0: all
+    Column("mark", name(32), nullable=False),  # name under which members noted the subject's end; empty: none did
     Column("members_json", long_text(), nullable=False),  # broker groups of the route when the consumer group began
     Column("create_time", BigInteger, nullable=False),
     **OPTIONS,
@@ -250,7 +250,7 @@ datasource_config = Table(
 )
 
 lease = Table(
-    "lease",  # who of several processes acts; changed by compare-and-set on (term, beat)
+    "lease",  # active one of several processes; changed by compare-and-set on (term, beat)
     metadata,
     Column("name", name(120), primary_key=True),
     Column("node", name(), nullable=False),
@@ -262,7 +262,7 @@ lease = Table(
 )
 
 api_token = Table(
-    "api_token",  # who may do what; no secret is in here
+    "api_token",  # tokens with their rights, without secrets
     metadata,
     Column("id", name(), primary_key=True),
     Column("name", name(), nullable=False),
@@ -278,7 +278,7 @@ api_token = Table(
 )
 
 audit_trail = Table(
-    "audit_trail",  # every operator's action with what it changed; rows are only added
+    "audit_trail",  # operators' actions and their changes; rows are only added
     metadata,
     Column("id", serial(), primary_key=True, autoincrement=True),
     Column("time", BigInteger, nullable=False),

@@ -1,4 +1,4 @@
-"""Shell. API tokens and the audit trail: who may do what, and who did what."""
+"""Shell. API tokens and the audit trail."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from qmq.metaserver.storage.tables import api_token, audit_trail
 from qmq.rights import TokenRole
 
 AUDIT_ROWS_MAX = 1000
-"""Rows of one answer; who wants more asks again from the last id on."""
+"""Rows of one answer; ask again from the last id for more."""
 
 
 def load_tokens(connection: Connection, bad: BadRows) -> list[TokenRow]:
-    """Read all tokens, revoked and expired ones too; one that cannot be understood gives no rights."""
+    """Read all tokens, revoked and expired ones too; an invalid row gives no rights."""
     tokens = []
     for row in connection.execute(select(api_token).order_by(api_token.c.create_time, api_token.c.id)):
         try:
@@ -37,7 +37,7 @@ def add_token(connection: Connection, token: TokenRow) -> None:
 
 
 def revoke_token(connection: Connection, id: str) -> None:
-    """Revoke a token; one that is revoked already keeps its time. Raises NotThere."""
+    """Revoke a token; a revoked one keeps its time. Raises NotThere."""
     same = api_token.c.id == id
     if connection.execute(select(api_token.c.id).where(same)).first() is None:
         raise NotThere(f"there is no token {id}; ListTokens shows them")
@@ -46,7 +46,7 @@ def revoke_token(connection: Connection, id: str) -> None:
 
 
 def add_audit(connection: Connection, audit: AuditRow) -> None:
-    """Write down what an operator did; the time is that of now."""
+    """Add the audit row of an operator's action, with the present time."""
     values = {
         "time": now_ms(),
         "who": audit.who,
@@ -71,7 +71,7 @@ def load_audit(
     until_ms: int,
     about: Iterable[str],
 ) -> list[AuditRow]:
-    """Read the newest rows first; `before` is an id, `about`: names that stand in parameters, before or after."""
+    """Return audit rows, the newest first; `before` is an id, `about`: names in parameters, before or after."""
     columns = audit_trail.c
     query = select(audit_trail).order_by(columns.id.desc()).limit(min(limit, AUDIT_ROWS_MAX))
     if before is not None:
@@ -91,8 +91,10 @@ def load_audit(
 
 
 def _token(row: Row[Any]) -> TokenRow:
-    """Read a row of `api_token`; raises ValueError for one that makes no sense. The key of the installation is a
-    setting: no row gives its rights, whether edited by hand or out of a backup."""
+    """Read a row of `api_token`; raises ValueError for an invalid one.
+
+    No row may give the rights of the installation's key, which is a setting, even if edited by hand or restored.
+    """
     if TokenRole(row.role) is TokenRole.CLUSTER:
         raise ValueError(f"no token has the role {row.role}")
     return TokenRow(
@@ -141,7 +143,7 @@ def _audit(row: Row[Any]) -> AuditRow:
 
 
 def _parse(text: str) -> Any:
-    """What was written, or the text itself: no row of the trail may be missing from it."""
+    """Parse stored JSON, or return the text itself: no row of the trail may be left out."""
     try:
         return json.loads(text)
     except ValueError:

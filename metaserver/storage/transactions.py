@@ -1,7 +1,7 @@
-"""Shell. Transactions: what reads sees one moment, what changes is stored as a whole or not at all.
+"""Shell. Transactions: a reading sees one moment; a change is stored as a whole or not at all.
 
-Every change first raises the version rows of what it touches. Their locks put all changes in order, on each of the
-three databases, and a metaserver that polls the versions misses none.
+Every change first raises the version rows of its tables. Their locks order all changes, on each of the three databases,
+and a metaserver that polls the versions misses none.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ log = logging.getLogger("qmq.metaserver")
 DIRECTORY, ROUTES, SIGHTINGS = "directory", "routes", "sightings"
 
 BESIDE_GROUPS = "beside_groups"
-"""Counts down with each change of the directory that leaves groups and brokers as they are. Its sum with the version of
-the directory, which counts up, names what they are, so that nobody reads them again for a mark. Who raises the one
-alone, as an older program does, or both, makes others read them."""
+"""Counts down with each change of the directory that leaves groups and brokers as they are. Its sum with the
+directory's version, which counts up, identifies them, so they are not read again after a mark. A transaction that
+raises only one of the two, as an older version does, makes others read them.
+"""
 
 TRIES_MAX = 5
-"""Two transactions that wait for each other are ended by the database, one of them to be repeated."""
+"""Retries after a deadlock, for which the database aborts one of two transactions."""
 
 LIMIT_S = 2 * ANSWER_S
-"""How long a transaction may take: a restore is the longest, with few statements that take seconds."""
+"""Longest transaction: a restore, with few statements of seconds."""
 
 _REPEAT_SQLSTATES = {"40001", "40P01"}  # serialization failure, deadlock
 _REPEAT_NUMBERS = {1020, 1213}  # MariaDB: record changed since it was read, deadlock
@@ -44,7 +45,7 @@ T = TypeVar("T")
 
 
 class Transactions:
-    """Created by the repository; any thread may call it."""
+    """Runs transactions. Created by the repository; any thread may call it."""
 
     def __init__(self, engine: Engine, *, limit_s: float = LIMIT_S) -> None:
         self._engine = engine
@@ -55,7 +56,7 @@ class Transactions:
         return _repeat(lambda: self._read_once(work))
 
     def write(self, work: Callable[[Connection], T]) -> T:
-        """Run `work` as one transaction; again, if another one was in its way or the connection was an old, dead one.
+        """Run `work` as one transaction; repeat it after a deadlock or on a dead pooled connection.
 
         Raises:
             CommitUnknown: the connection broke in the commit. Any other error: nothing was changed.
@@ -81,9 +82,9 @@ class Transactions:
             try:
                 transaction.commit()
             except DBAPIError as error:
-                connection.invalidate()  # whatever state it is in, and whatever it locks
+                connection.invalidate()  # in any state, with any locks
                 if _was_in_the_way(error):
-                    raise  # a cluster of databases found out only now, and undid it
+                    raise  # a cluster of databases detected the conflict at the commit, and rolled back
                 log.error("commit unknown reason=%s", error.orig)
                 raise CommitUnknown(
                     "the database's connection broke while the change was stored: it is there as a whole or not at all"
@@ -92,7 +93,7 @@ class Transactions:
 
 
 _VERSIONS = select(meta_version.c.name, meta_version.c.version)
-"""Made once: it is asked for four times a second."""
+"""Compiled once: it runs four times a second."""
 
 
 def read_versions(connection: Connection) -> dict[str, int]:
@@ -101,8 +102,8 @@ def read_versions(connection: Connection) -> dict[str, int]:
 
 
 def raise_versions(connection: Connection, *names: str) -> list[int]:
-    """Raise versions and return them; until the transaction ends, no other one that touches the same gets past here."""
-    for name in sorted(names):  # always in one order, so that nobody waits in a circle
+    """Raise versions and return them; their locks exclude other transactions on the same until this one ends."""
+    for name in sorted(names):  # in a fixed order, against deadlocks
         row = meta_version.c.name == name
         if connection.execute(update(meta_version).where(row).values(version=meta_version.c.version + 1)).rowcount != 1:
             raise DatabaseUnusable(f"the table meta_version lacks its row {name}; restore the database")
@@ -111,24 +112,24 @@ def raise_versions(connection: Connection, *names: str) -> list[int]:
 
 
 def leave_groups(connection: Connection) -> None:
-    """Note that a transaction which raises the directory's version leaves groups and brokers as they are."""
+    """Record that a transaction which raises the directory's version leaves groups and brokers unchanged."""
     row = meta_version.c.name == BESIDE_GROUPS
     connection.execute(update(meta_version).where(row).values(version=meta_version.c.version - 1))
 
 
 def groups_version(versions: Mapping[str, int]) -> int:
-    """Another one after each change of groups or brokers."""
+    """Return a number that differs after each change of groups or brokers."""
     return versions[DIRECTORY] + versions[BESIDE_GROUPS]
 
 
 def _repeat(transaction: Callable[[], T]) -> T:
-    """Run a transaction again while that may help; whatever it raises, it left nothing behind."""
+    """Run a transaction, and repeat it where that may help; after an error nothing was changed."""
     was_cut = False
     for attempt in range(1, TRIES_MAX + 1):
         try:
             return transaction()
         except DBAPIError as error:
-            # A connection of the pool may have died with a restart of the database. All others of it are closed now.
+            # A pooled connection may have died in a restart of the database. The pool closes all others now.
             cut_first = error.connection_invalidated and not was_cut
             if attempt == TRIES_MAX or not (cut_first or _was_in_the_way(error)):
                 raise
@@ -144,7 +145,7 @@ def _was_in_the_way(error: DBAPIError) -> bool:
 
 @contextmanager
 def _deadline(connection: Connection, limit_s: float) -> Iterator[None]:
-    """Break a connection to PostgreSQL whose server stands still: its driver would wait for ever.
+    """Break a connection to a hanging PostgreSQL server: its driver would wait for ever.
 
     The other two drivers have a limit of their own.
     """
@@ -153,7 +154,7 @@ def _deadline(connection: Connection, limit_s: float) -> Iterator[None]:
         return
     driver = connection.connection.driver_connection
     assert driver is not None, "it is connected"
-    twin = socket.socket(fileno=os.dup(driver.fileno()))  # so that a closed number that was given out again is safe
+    twin = socket.socket(fileno=os.dup(driver.fileno()))  # a duplicate, so that a closed and reused number is safe
     timer = threading.Timer(limit_s, twin.shutdown, (socket.SHUT_RDWR,))
     timer.daemon = True
     timer.start()

@@ -1,7 +1,7 @@
-"""Shell. `qmq try-backup FILE…`: restore a backup into an empty database of its own, and see whether all is there.
+"""Shell. `qmq try-backup FILE…`: restore a backup into an empty database, and check that every row returned.
 
-A backup that nobody ever restored is a hope. This reads the file as Restore does, on SQLite in a temporary directory,
-and asks nobody: the nightly job runs it behind Backup, and an error of it is an alert.
+It reads the file as Restore does, on SQLite in a temporary directory, without asking. The nightly job runs it after
+Backup, and its failure is an alert.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from qmq.metaserver.storage.repository import Repository
 
 
 def rows(dump: dict[str, Any]) -> dict[str, int]:
-    """How many rows a dump has of each table."""
+    """Return the number of a dump's rows in each table."""
     return {name: len(table) for name, table in dump["tables"].items()}
 
 
 def try_backup(path: Path) -> dict[str, int]:
-    """Restore the backup in `path` and return how many rows of each table came back.
+    """Restore the backup in `path`; return the number of restored rows in each table.
 
     Raises:
-        QmqError, ValueError: it cannot be restored, or not all of it came back.
+        QmqError, ValueError: it cannot be restored, or rows are missing afterwards.
     """
     dump = json.loads(path.read_text())
     with TemporaryDirectory(prefix="qmq-backup-") as directory:

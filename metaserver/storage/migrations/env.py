@@ -1,4 +1,4 @@
-"""Shell. Alembic's entry: runs the migrations on the connection that `metaserver.storage.engine` opened."""
+"""Shell. Alembic's entry: runs the migrations on the connection that `storage.engine` opened."""
 
 from __future__ import annotations
 
