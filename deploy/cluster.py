@@ -1,11 +1,11 @@
-"""Shell. A whole cluster on this machine, run as a service manager would: a metaserver, broker groups of two, …
+"""Shell. A whole cluster on this machine, run as by a service manager: a metaserver, broker groups of two, …
 
     with Cluster(directory) as cluster:
         cluster.kill("g1", "master")
         cluster.wait_writable("g1")
 
-The directory holds everything: `cluster.json` (who listens where, kept true), `plan.json` (ports, token,
-key for passwords), `logs/`, and a folder of settings and data per process. A second start continues with the same data.
+The directory holds everything: `cluster.json` (present addresses and processes), `plan.json` (ports, token, key for
+passwords), `logs/`, and a folder of settings and data per process. A second start continues with the same data.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from qmq.errors import NotServed, OperatorError, QmqError
 
 WATCHDOG, PROMETHEUS = "watchdog", "prometheus"
 SCRAPE_S = 2
-"""On a developer's machine somebody watches."""
+"""Short, as a developer watches the scrape."""
 RESTART_S = 1.0
 REFRESH_S = 0.5
-"""How old `cluster.json` may be."""
+"""Maximum age of `cluster.json`."""
 MIN_COPIES = 2
-"""So many acknowledge in a new group. It has to be more than half, before a copy is added."""
+"""Copies that acknowledge in a new group. It has to be more than half, before a copy is added."""
 START_S = 120.0
 SWAP_S = 60.0
 TICK_S = 0.05
@@ -69,14 +69,14 @@ class Cluster:
 
     Args:
         groups: names of the broker groups.
-        copies: of each group: a master, and slaves.
-        watchdog: run one, for databases that AddDb names.
+        copies: copies of each group: a master, and slaves.
+        watchdog: run one, for the databases of AddDb.
         prometheus: run one, with the alert rules and all processes as targets.
         broker: settings for every broker's file, over the defaults.
         metaserver: settings for the metaserver's file, over the defaults.
-        http_port, broker_port: where the search for free ports begins, at the first start in this directory.
-        refresh_s: how often the metaserver is asked who is master, for `cluster.json`.
-        say: told, in the keeper's thread, what died and was started again.
+        http_port, broker_port: first ports to try, at the first start in this directory.
+        refresh_s: interval of updates of the roles in `cluster.json`.
+        say: called in the keeper's thread with each death and restart.
         launch: starts a process, as `subprocess.Popen` does.
     """
 
@@ -115,7 +115,7 @@ class Cluster:
         self._keeper = threading.Thread(target=self._keep, name="cluster keeper", daemon=True)
         self._refresh_at = 0.0
         self._kept = threading.Event()
-        """`cluster.json` says what the keeper saw last."""
+        """`cluster.json` holds the keeper's last view."""
         self._written = ""
 
     def __enter__(self) -> Cluster:
@@ -147,8 +147,8 @@ class Cluster:
             self._keeper.start()
             self.wait_writable()
             if PROMETHEUS in self._groups.others:
-                self._write_targets()  # by now every broker has said where it is scraped
-            self._kept.clear()  # whoever was told that it runs finds the addresses
+                self._write_targets()  # by now every broker has registered its scrape address
+            self._kept.clear()  # written before any caller learns that it runs
             self._refresh_at = 0.0
             self.wait(self._kept.is_set, f"{self.run_dir / 'cluster.json'} cannot be written")
         except BaseException:
@@ -156,7 +156,7 @@ class Cluster:
             raise
 
     def stop(self) -> None:
-        """Stop everything: brokers first, then the metaserver, each asked and after a bound killed."""
+        """Stop everything: brokers first, then the metaserver; after a bound each is killed."""
         self._stopping.set()
         if self._keeper.is_alive():
             self._keeper.join()
@@ -179,24 +179,24 @@ class Cluster:
 
     @property
     def others(self) -> dict[str, str]:
-        """URL of each process that is there once, by its name."""
+        """URLs of the single processes, by name."""
         return {name: f"http://{HOST}:{self.plan.others[name]}" for name in self._groups.others}
 
     def service(self, name: str) -> Service:
-        """The process of a broker, by hostname, or "metaserver"."""
+        """Return the process of a broker, by hostname, or "metaserver"."""
         return self._services[name]
 
     @property
     def starts(self) -> int:
-        """How often processes were started since `start`, restarts included."""
+        """Process starts since `start`, restarts included."""
         return sum(service.starts for service in self._services.values())
 
     def manage(self, action: str, **parameters: object) -> Any:
-        """Run an operator's action at the metaserver; raises OperatorError if it is refused."""
+        """Run an operator's action at the metaserver; raise OperatorError if it is refused."""
         return manage(self.metaserver, self.token, action, **parameters)
 
     def describe(self) -> dict[str, Any]:
-        """What `cluster.json` holds. While a process is down its pid is null."""
+        """Return the contents of `cluster.json`. The pid of a process that is down is null."""
         groups: dict[str, dict[str, Any]] = {group: {} for group in self._groups.brokers}
         delay: dict[str, dict[str, Any]] = {group: {} for group in self._groups.delay}
         for broker in self.plan.brokers:
@@ -221,14 +221,14 @@ class Cluster:
         }
 
     def broker(self, group: str, role: str) -> BrokerPlan:
-        """The broker that is "master" or "slave" of a group now, as the metaserver has it."""
+        """Return the present "master" or "slave" of a group, by the metaserver."""
         self._refresh_roles()
         return next(b for b in self.plan.brokers if b.group == group and self._roles[b.hostname] == role)
 
     def kill(self, group: str, role: str, number: int = signal.SIGKILL) -> BrokerPlan:
-        """Send a signal to the master or slave of a group. It is started again `restart_s` after its death.
+        """Send a signal to the master or slave of a group, which restarts `restart_s` after its death.
 
-        SIGKILL: once this returns, it has ended.
+        With SIGKILL, the process has ended when this returns.
         """
         broker = self.broker(group, role)
         if number == signal.SIGKILL:
@@ -245,7 +245,7 @@ class Cluster:
             self.service(name).kill()
 
     def begin(self, *names: str) -> None:
-        """Start processes that `end` took down."""
+        """Start processes stopped by `end`."""
         for name in names:
             service = self.service(name)
             if service.pid is None:
@@ -253,12 +253,11 @@ class Cluster:
             service.is_held = False
 
     def data(self, broker: BrokerPlan) -> Path:
-        """A broker's data directory."""
+        """Return a broker's data directory."""
         return self._folder(broker) / "data"
 
     def swap_roles(self, group: str, timeout_s: float = SWAP_S, *, to: str = "") -> None:
-        """Exchange master and slave (`to`: which one of several), as an operator does: repeat it while it is refused
-        because one just came back."""
+        """Swap master and slave (`to`: one of several slaves); repeat while the action is refused after a restart."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -270,17 +269,17 @@ class Cluster:
             time.sleep(REFRESH_S)
 
     def writable(self, group: str) -> bool:
-        """Whether the group's master says that it takes messages."""
+        """Return whether the group's master reports that it is writable."""
         state = broker_state(f"{HOST}:{self.broker(group, 'master').control_port}", self.token)
         return state is not None and state.writable
 
     def wait_writable(self, *groups: str, timeout_s: float = START_S) -> None:
-        """Wait until the groups (none named: all) take messages; raises NotServed with the reasons if they do not."""
+        """Wait until the groups, or all groups, are writable; else raise NotServed with the reasons."""
         for group in groups or (*self._groups.brokers, *self._groups.delay):
             self.wait(partial(self.writable, group), f"group {group} is not writable", timeout_s)
 
     def wait(self, ready: Callable[[], bool], complaint: str, timeout_s: float = START_S) -> None:
-        """Wait until `ready`; raises NotServed with the complaint and the ends of the logs if it takes too long."""
+        """Wait until `ready`; after a timeout raise NotServed with the complaint and the ends of the logs."""
         deadline = time.monotonic() + timeout_s
         while not ready():
             if ended := [s for s in self._services.values() if s.exit_status == 2]:
@@ -314,7 +313,7 @@ class Cluster:
         self.wait(lambda: answers(f"{self.metaserver}/meta/address"), "the metaserver does not answer", START_S)
 
     def _add_brokers(self) -> None:
-        """Make each broker known once; after a swap its role is another one, which must stay."""
+        """Add each broker once: a swap changes its role, which must stay."""
         known = {row["hostname"]: row for row in self.manage("ListBrokers")}
         copies = Counter(row["group"] for row in known.values())
         for broker in self.plan.brokers:
@@ -374,7 +373,7 @@ class Cluster:
         return write_config(directory, targets, token_file=directory / "token", interval_s=SCRAPE_S)
 
     def _refresh_roles(self) -> None:
-        """Ask the metaserver who is what; while it is down, what was known stays."""
+        """Update the roles from the metaserver; while it is down, keep them."""
         try:
             for row in self.manage("ListBrokers"):
                 self._roles[row["hostname"]] = str(row["role"]).lower().removeprefix("delay_")
@@ -382,7 +381,7 @@ class Cluster:
             pass
 
     def _keep(self) -> None:
-        """The keeper's thread: start again what died, and keep `cluster.json` true. A full disk must not end it."""
+        """Run the keeper's thread: restart dead processes and update `cluster.json`. A full disk must not end it."""
         complaint = ""
         while not self._stopping.wait(TICK_S):
             try:
@@ -414,7 +413,7 @@ def lock_directory(run_dir: Path) -> IO[str]:
     """Own a run directory while the returned file is open; it holds the owner's pid.
 
     Raises:
-        AlreadyRunning: names the owner.
+        AlreadyRunning: another process owns it.
     """
     lock = (run_dir / "lock").open("a+")
     try:
@@ -431,7 +430,7 @@ def lock_directory(run_dir: Path) -> IO[str]:
 
 
 def recorded_pids(run_dir: Path) -> list[int]:
-    """Process ids in a cluster.json; they may be old."""
+    """Return the process ids in a cluster.json; they may be outdated."""
     try:
         cluster = json.loads((run_dir / "cluster.json").read_text())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Shell. How the local cluster asks its processes: actions and roles at the metaserver, state at a broker."""
+"""Shell. Requests of the local cluster to its processes: actions at the metaserver, state of a broker."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from qmq.errors import NotServed, OperatorError
 from qmq.proto import qmq_pb2, qmq_pb2_grpc
 
 ACTION_S = 60.0
-"""An action such as SwapRoles waits for brokers; it has its own, shorter bounds."""
+"""Maximum time of an action; actions such as SwapRoles have shorter bounds of their own."""
 
 
 def answers(url: str) -> bool:
-    """Whether a GET of `url` succeeds already."""
+    """Return whether a GET of `url` succeeds."""
     try:
         with DIRECT.open(url, timeout=1.0) as answer:
             return bool(answer.status == 200)
@@ -40,7 +40,7 @@ def manage(url: str, token: str, action: str, **parameters: object) -> Any:
     """Post an operator's action; return the data of its answer.
 
     Raises:
-        OperatorError: it was refused, for the reason in the text.
+        OperatorError: the action was refused, for the reason in the text.
         NotServed: the metaserver does not answer.
     """
     form = urllib.parse.urlencode({"action": action, **parameters}).encode()
@@ -62,7 +62,7 @@ def manage(url: str, token: str, action: str, **parameters: object) -> Any:
 
 
 def broker_state(control_address: str, token: str, *, timeout_s: float = 1.0) -> qmq_pb2.BrokerState | None:
-    """What a broker says of itself, or None while it does not answer."""
+    """Return a broker's state, or None while it does not answer."""
     with grpc.insecure_channel(control_address, options=CHANNEL_OPTIONS) as channel:
         try:
             stub = qmq_pb2_grpc.BrokerStub(channel)

@@ -1,4 +1,4 @@
-"""Shell. What both copies of a broker group hold: their ends while they run, every frame once they are stopped."""
+"""Shell. Contents of both copies of a broker group: their ends while they run, every frame once they are stopped."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from qmq.log.segments import log_name, segment_bases
 from qmq.proto import qmq_pb2
 
 PATIENCE_S = 10.0
-"""A broker that is only slow is waited for."""
+"""Wait for a slow broker."""
 
 
 @dataclass
 class Copy:
-    """One copy of a log, read with the product's parser, and the state that follows from it."""
+    """One copy of a log, read with the product's parser, and its folded state."""
 
     start: int
     frames: list[Frame] = field(default_factory=list)
     messages: list[tuple[str, int, str]] = field(default_factory=list)
-    """(subject, sequence, message id), in the order of the log."""
+    """(subject, sequence, message id), in log order."""
     state: State = field(default_factory=State)
 
     @property
@@ -39,24 +39,24 @@ class Copy:
 
 
 def state(cluster: Cluster, plan: BrokerPlan) -> qmq_pb2.BrokerState | None:
-    """What a broker says of itself; None while it is down or stopped."""
+    """Return a broker's state, or None while it is down or stopped."""
     return broker_state(f"{HOST}:{plan.control_port}", cluster.token, timeout_s=PATIENCE_S)
 
 
 def ends(cluster: Cluster, group: str) -> list[tuple[int, int] | None]:
-    """Log end and chain of master and slave; None of one that does not answer."""
+    """Return log end and chain of master and slave; None for one that does not answer."""
     said = [state(cluster, cluster.broker(group, role)) for role in ("master", "slave")]
     return [(one.log_end, one.chain) if one else None for one in said]
 
 
 def are_equal(cluster: Cluster, group: str) -> bool:
-    """Whether both run, and say that they end at the same frame."""
+    """Return whether both run and end at the same frame."""
     master, slave = ends(cluster, group)
     return master is not None and master == slave
 
 
 def read_copy(data: Path) -> Copy:
-    """Read a whole copy of a stopped broker across its segments; fails at any byte that is neither frame nor tail."""
+    """Read a stopped broker's whole copy; fail at any byte that is neither frame nor tail."""
     disk = RealDisk(data)
     bases = segment_bases(disk)
     copy = Copy(start=bases[0])

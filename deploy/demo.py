@@ -1,9 +1,8 @@
-"""Shell. `qmq demo`: the main job on real rows, with a master killed and all roles swapped while it runs, then proven.
+"""Shell. `qmq demo`: real rows through a cluster whose master is killed and whose roles are swapped, then a proof.
 
-Each row becomes one message; four consumers of one group take them. In the middle of producing, the master of the
-first group is killed with SIGKILL and comes back, then both groups swap their roles. At the end Spark compares both
-copies of both logs, and one SQL query over the logs must give the counts that the file gives. Exit status 0 means
-that everything was as promised.
+Each row becomes one message; four consumers of one group take them. During production, the master of the first group is
+killed with SIGKILL and comes back, then both groups swap their roles. At the end Spark compares both copies of both
+logs, and one SQL query over the logs must return the counts of the file. Exit status 0 means that all promises held.
 """
 
 from __future__ import annotations
@@ -44,18 +43,18 @@ GROUP = "demo"
 SENDERS = 8
 CHUNK_MESSAGES = 1_000
 CHUNKS_LEFT = 400
-"""Until the faults are over a chunk is at most this part of what is left: they fall into the middle of producing."""
+"""Maximum fraction of the remaining rows in a chunk until the faults are over, so that they fall into production."""
 PAUSE_S = 0.05
 KILL_AT = 0.3
-"""Part of the rows that is acknowledged when the master is killed."""
+"""Fraction of acknowledged rows at which the master is killed."""
 STALLED_S = 60.0
-"""No message delivered for this long while some are missing: they are lost."""
+"""Silence after which missing messages count as lost."""
 PROGRESS_S = 1.0
 
 
 @dataclass
 class Demo:
-    """One run. Made by `main`; everything happens in one event loop, except what the cluster's runner does."""
+    """One run, in one event loop except for the cluster's runner. Made by `main`."""
 
     source: Input
     cluster: Cluster
@@ -94,7 +93,7 @@ class Demo:
         raise QmqError("a consumer ended before everything was consumed: it got SIGTERM")
 
     async def _produce(self) -> None:
-        """Send every row, some chunks at a time: those of a dead group wait for it while others go elsewhere."""
+        """Send all rows, some chunks at a time: chunks of a dead group wait while others go elsewhere."""
         chunks = self._chunks()
         began = time.monotonic()
         async with qmq.Producer(metaserver=self.cluster.metaserver, app="demo", token=self.cluster.token) as producer:
@@ -129,7 +128,7 @@ class Demo:
             yield list(itertools.islice(messages, count))
 
     async def _break_things(self) -> None:
-        """Kill the first group's master, wait until it is back, then swap the roles of both groups."""
+        """Kill the first group's master, wait for its return, then swap the roles of both groups."""
         while self.tally.stored < KILL_AT * self.total:
             await asyncio.sleep(PAUSE_S)
         first, *_ = groups = sorted(self.cluster.describe()["groups"])
@@ -156,7 +155,7 @@ class Demo:
         self.cluster.wait_writable(group)
 
     def _swap(self, group: str) -> str:
-        """Swap the roles of a group; return its new master's name."""
+        """Swap the roles of a group; return the new master's name."""
         before = self.cluster.broker(group, "master").hostname
         self.cluster.swap_roles(group)
         self.cluster.wait_writable(group)
@@ -166,7 +165,7 @@ class Demo:
         return after
 
     async def _drain(self) -> None:
-        """Wait until everything acknowledged was delivered, or nothing more comes."""
+        """Wait until all acknowledged messages are delivered, or none has come for LOST_S."""
         began = moved_at = time.monotonic()
         last = -1
         while self.tally.distinct < self.tally.stored and time.monotonic() - moved_at < STALLED_S:
@@ -192,7 +191,7 @@ def _number(message: qmq.Message) -> int:
 
 
 def _journal_line(receipt: qmq.Receipt) -> str:
-    """As the audit reads it."""
+    """One line of the audit's journal."""
     line = {
         "subject": receipt.subject,
         "group": receipt.broker_group,
@@ -203,7 +202,7 @@ def _journal_line(receipt: qmq.Receipt) -> str:
 
 
 def summary(demo: Demo, proof: Proof) -> str:
-    """What a person wants to know at the end."""
+    """Return the summary for people."""
     tally, duplicates = demo.tally, demo.tally.duplicates
     facts: list[tuple[str, object]] = [
         ("sent", demo.total),
@@ -221,7 +220,7 @@ def summary(demo: Demo, proof: Proof) -> str:
 
 
 def write_result(path: Path, demo: Demo, proof: Proof, complaints: list[str]) -> None:
-    """The same for machines."""
+    """Return the summary for programs."""
     tally = demo.tally
     result = {
         "sent": demo.total,
@@ -238,7 +237,7 @@ def write_result(path: Path, demo: Demo, proof: Proof, complaints: list[str]) ->
 
 
 def fresh(run_dir: Path) -> Path:
-    """Remove what an earlier demo left; raises AlreadyRunning while one runs there."""
+    """Remove the remains of an earlier demo; raise AlreadyRunning while one runs there."""
     if run_dir.exists():
         with lock_directory(run_dir):
             end_leftovers(recorded_pids(run_dir), run_dir.resolve())
@@ -253,12 +252,12 @@ def run(source: Input, run_dir: Path) -> int:
     expected = source.counts()
     print(f"{expected.total():,} rows; starting a cluster in {run_dir}/", flush=True)
     with Cluster(fresh(run_dir)) as cluster:
-        # What the clients report about the faults belongs beside the brokers' logs, not between the lines of progress.
+        # Clients log the faults beside the brokers' logs, not between the lines of progress.
         logging.basicConfig(filename=run_dir / "logs" / "demo.log", format="%(asctime)s %(levelname)s %(message)s")
         with (run_dir / JOURNAL).open("w") as journal:
             demo = Demo(source, cluster, expected.total(), journal)
             asyncio.run(demo.run())
-        # A consumer listens to SIGTERM itself, and its end puts back what the system does: end without cleaning up.
+        # A consumer handles SIGTERM and then restores the default: end without cleaning up.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         print("both logs are audited with Spark; starting it takes some seconds", flush=True)
         proof = prove(cluster, source, expected, run_dir)
@@ -291,7 +290,7 @@ def main(arguments: list[str]) -> int:
 
 
 def known_errors(group: ExceptionGroup[Exception]) -> Iterator[QmqError]:
-    """Yield the errors of several tasks that ended together; raises the group if one of them is a bug."""
+    """Yield the errors of tasks that ended together; raise the group if one is a bug."""
     for error in group.exceptions:
         if isinstance(error, ExceptionGroup):
             yield from known_errors(error)

@@ -1,7 +1,7 @@
-"""Shell. A first message: sent, and taken out again.
+"""Shell. A first message, sent and received.
 
-qmq hello                                                       to the cluster that `qmq dev` started
-qmq hello --metaserver 10.0.0.9:8080 --token-file shop.token    to any other
+qmq hello                                                       to the cluster of `qmq dev`
+qmq hello --metaserver 10.0.0.9:8080 --token-file shop.token    to another one
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ async def hello(metaserver: str, token: str) -> None:
 
 
 def local_cluster(otherwise: str = "") -> tuple[str, str]:
-    """Return metaserver and token of the cluster that `qmq dev` started; `otherwise`: what else a program takes."""
+    """Return metaserver and token of the cluster of `qmq dev`; `otherwise`: the program's alternative, for the
+    error.
+    """
     path = Path(os.environ.get("RUN_DIR", ".run")) / "cluster.json"
     if not path.exists():
         sys.exit(f"{path} is not there: start `qmq dev` here first, or set RUN_DIR to its --dir{otherwise}")

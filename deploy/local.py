@@ -23,21 +23,21 @@ from qmq.errors import NotServed, QmqError, cause_of
 __all__ = ["Cluster"]
 
 STOP_S = 45.0
-"""A runner that was asked to stop needs at most two bounds of `deploy.processes`, and some more."""
+"""Time for a runner to stop: two bounds of `deploy.processes`, and some more."""
 
 
 LOOK_S = 0.5
-"""How late a signal is noticed at worst, see `_until_stopped`."""
+"""Maximum delay of a signal, see `_until_stopped`."""
 
 
 class Stopped(BaseException):
-    """Ctrl-C or SIGTERM arrived: whatever the runner is doing, stop the cluster."""
+    """Ctrl-C or SIGTERM arrived: stop the cluster at once."""
 
     arrived = False
 
 
 def _stopped(number: int, frame: FrameType | None) -> None:
-    # Once is enough: a second Ctrl-C must not interrupt the stopping, which ends by itself.
+    # Only once: a second Ctrl-C must not interrupt the stop, which ends by itself.
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, signal.SIG_IGN)
     Stopped.arrived = True
@@ -45,8 +45,7 @@ def _stopped(number: int, frame: FrameType | None) -> None:
 
 
 def _until_stopped() -> NoReturn:
-    """Wait for a signal. `signal.pause` would not notice one right before it, nor one during a finaliser, which ends
-    there."""
+    """Wait for a signal. `signal.pause` would miss one right before it, or one during a finaliser, which ends there."""
     while not Stopped.arrived:
         time.sleep(LOOK_S)
     raise Stopped
@@ -82,7 +81,7 @@ def run(run_dir: Path, port: int | None, *, prometheus: bool) -> int:
 
 
 def check_port(run_dir: Path, port: int) -> None:
-    """Raises NotServed if the metaserver of the cluster in `run_dir` cannot have this port."""
+    """Raise NotServed if the cluster in `run_dir` cannot use this port for its metaserver."""
     plan = run_dir / "plan.json"
     kept = json.loads(plan.read_text())["http_port"] if plan.exists() else port
     if kept != port:
@@ -109,7 +108,7 @@ def _welcome(cluster: Cluster) -> str:
 
 
 def stop(run_dir: Path) -> int:
-    """Stop what runs in `run_dir`, and what a killed runner left there."""
+    """Stop the cluster in `run_dir`, and processes left by a killed runner."""
     run_dir = run_dir.resolve()
     if not run_dir.exists():
         say("no cluster runs here")
@@ -121,7 +120,7 @@ def stop(run_dir: Path) -> int:
             lock = lock_directory(run_dir)
             break
         except AlreadyRunning as running:
-            # It may not have written its pid yet; 0 would be our own process group.
+            # The pid may not be written yet; 0 would be our own process group.
             if asked is None and running.owner:
                 asked = running.owner
                 os.kill(asked, signal.SIGTERM)

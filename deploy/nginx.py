@@ -20,11 +20,11 @@ def nginx_conf(listen: str, metaservers: Iterable[str]) -> str:
     """Return the configuration.
 
     Args:
-        listen: port, or address:port, where nginx listens.
+        listen: nginx' port, or address:port.
         metaservers: HTTP address:port of each.
 
     Raises:
-        QmqError, ValueError: an address is none.
+        QmqError, ValueError: an address is invalid.
     """
     addresses = [str(Endpoint.parse(address)) for address in metaservers]
     if not addresses:

@@ -1,9 +1,9 @@
-"""Shell. Runs a nightly job, and leaves for Prometheus how it ended.
+"""Shell. Runs a nightly job and writes its outcome for Prometheus.
 
     qmq nightly --name audit --textfile /var/lib/prometheus/node-exporter -- qmq audit --all-groups …
 
-node_exporter's textfile collector serves what is written. A job that did not run writes nothing: the time of its last
-success grows old, which is an alert, as is a status other than 0.
+node_exporter's textfile collector serves the file. A job that does not run writes nothing, so the time of its last
+success grows old. That is an alert, as is a status other than 0.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from qmq.deploy.plan import write_atomically
 from qmq.textfile import gauge
 
 CANNOT_START = 127
-"""As a shell says it."""
+"""The shell's status."""
 _LAST_SUCCESS = "qmq_nightly_last_success_timestamp_seconds"
 _SUCCESS = re.compile(rf"^{_LAST_SUCCESS}{{.*}} (\S+)$", re.MULTILINE)
 
 
 def metrics(name: str, *, before: str, status: int, began_s: float, ended_s: float) -> str:
-    """Write the text for Prometheus; `before` is that of the last run: its success stays known if this one failed."""
+    """Return the text for Prometheus; `before` is that of the last run, which keeps the last success."""
     succeeded = f"{ended_s:.0f}" if status == 0 else (found[1] if (found := _SUCCESS.search(before)) else "")
     readings = [
         ("qmq_nightly_exit_status", "Exit status of the last run", str(status)),
@@ -39,7 +39,7 @@ def metrics(name: str, *, before: str, status: int, began_s: float, ended_s: flo
 
 
 def run(command: list[str]) -> int:
-    """Run a command to its end; SIGTERM goes to it, too. Returns its exit status, as a shell gives it."""
+    """Run a command to its end, passing SIGTERM on; return its exit status as a shell does."""
     try:
         with subprocess.Popen(command) as process:
 

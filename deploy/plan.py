@@ -1,4 +1,4 @@
-"""Shell. What a local cluster consists of: ports, token and settings files, chosen once, kept in its directory."""
+"""Shell. Plan of a local cluster: ports, token and settings files, chosen once and kept in its directory."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ from qmq.errors import NotServed
 HOST = "127.0.0.1"
 HTTP_PORT = 8080
 BROKER_PORT = 20881
-"""QMQ's own ports, where they are free."""
+"""QMQ's own ports, used if they are free."""
 DELAY_SERVER = "delayserver"
 DELAY_MASTER = 5
 """QMQ's number of the role; the slave's is the next one."""
 
 
 class Groups(NamedTuple):
-    """Names of what runs beside the metaserver: groups of brokers, groups of delay servers, single processes."""
+    """Names of everything beside the metaserver: broker groups, groups of delay servers, single processes."""
 
     brokers: tuple[str, ...]
     delay: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
-    """Processes that are there once and have one HTTP port."""
+    """Single processes with one HTTP port."""
     copies: int = 2
-    """Of each group."""
+    """Copies of each group."""
 
 
 @dataclass(frozen=True)
 class BrokerPlan:
-    """One broker or delay server. `role` is the one it was added with; swaps change it, the metaserver knows the
-    present one. `module` is what runs."""
+    """One broker or delay server. `role` is its initial role; the metaserver has the present one. `module` is its
+    program.
+    """
 
     group: str
     hostname: str
@@ -60,9 +61,9 @@ class Plan:
     grpc_port: int
     brokers: list[BrokerPlan]
     others: dict[str, int] = field(default_factory=dict)
-    """HTTP port of each process that is there once, by its name."""
+    """HTTP ports of the single processes, by name."""
     password_key: str = ""
-    """Of the metaserver: it encrypts passwords of databases that AddDb names. Plans of older starts have none."""
+    """The metaserver's key for passwords of AddDb's databases; missing in old plans."""
 
     @property
     def metaserver(self) -> str:
@@ -86,7 +87,7 @@ def is_free(port: int) -> bool:
 
 
 def _free_ports(first: int, taken: set[int]) -> Iterator[int]:
-    """Yield free ports from `first` upwards, none of them twice. Below 32768 no outgoing connection takes them."""
+    """Yield distinct free ports from `first` upwards. Outgoing connections take none below 32768."""
     for port in range(first, 32_768):
         if port not in taken and is_free(port):
             taken.add(port)
@@ -95,7 +96,7 @@ def _free_ports(first: int, taken: set[int]) -> Iterator[int]:
 
 
 def make_plan(groups: Groups, http_port: int, broker_port: int) -> Plan:
-    """Choose ports, the first free ones from those given, and a token."""
+    """Choose the first free ports from the given ones, and a token."""
     taken: set[int] = set()
     web, ports = _free_ports(http_port, taken), _free_ports(broker_port, taken)
     http, grpc = next(web), next(web)
@@ -104,7 +105,7 @@ def make_plan(groups: Groups, http_port: int, broker_port: int) -> Plan:
 
 
 def make_password_key() -> str:
-    """Make what the setting `password_keys` takes: 32 random bytes in URL-safe base64."""
+    """Return a value for the setting `password_keys`: 32 random bytes in URL-safe base64."""
     return base64.urlsafe_b64encode(secrets.token_bytes(32)).decode()
 
 
@@ -128,9 +129,9 @@ def _plan_groups(groups: Groups, ports: Iterator[int]) -> list[BrokerPlan]:
 
 
 def load_plan(path: Path, groups: Groups, http_port: int, broker_port: int) -> Plan:
-    """Read the plan of an earlier start, so that a cluster goes on with its data; make and keep one if there is none.
+    """Load the plan of an earlier start, to continue with its data, or make a new one.
 
-    Groups of delay servers, single processes and a key for passwords that it does not have yet are added.
+    Groups of delay servers, single processes and a key for passwords are added to an old plan.
 
     Raises:
         NotServed: another program uses a port of this cluster now.
@@ -160,7 +161,7 @@ def load_plan(path: Path, groups: Groups, http_port: int, broker_port: int) -> P
 
 
 def write_atomically(path: Path, text: str, *, mode: int = 0o600) -> None:
-    """Replace a file so that a reader sees the old text or the new one, whole. Others may not: it may hold a token."""
+    """Replace a file atomically; only its owner may read it, as it may hold a token."""
     beside = path.with_name(f"{path.name}.new")
     with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w") as file:
         file.write(text)
@@ -168,6 +169,6 @@ def write_atomically(path: Path, text: str, *, mode: int = 0o600) -> None:
 
 
 def write_settings(path: Path, settings: Mapping[str, Any]) -> None:
-    """Write a flat TOML file; JSON's spelling of text, numbers, truth and lists of words is also TOML's."""
+    """Write a flat TOML file; JSON and TOML write texts, numbers, booleans and lists of texts alike."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, "".join(f"{name} = {json.dumps(value)}\n" for name, value in settings.items()))

@@ -1,4 +1,4 @@
-"""Shell. One process of a local cluster: started with its log, stopped within a bound, started again if it dies."""
+"""Shell. One process of a local cluster: started with its log, stopped within a bound, restarted after a death."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ import qmq
 from qmq.errors import NotServed
 
 TERM_S = 10.0
-"""A process that was asked to end and has not ended after this long is killed."""
+"""Time between the request to end and SIGKILL."""
 SUSPEND_S = 60.0
 STOPPED = frozenset("TtZX")
 ROOT = Path(qmq.__file__).parents[1]
 
 
 def module_command(module: str, config: Path) -> list[str]:
-    """The command of a process of ours."""
+    """Return the command of one of our modules."""
     return [sys.executable, "-m", module, "--config", str(config)]
 
 
 def prometheus_command(config: Path, data: Path, port: int) -> list[str]:
-    """The command of a Prometheus that listens on this machine alone; raises NotServed: it is not installed."""
+    """Return the command of a Prometheus for this machine alone; raise NotServed if it is not installed."""
     if not (program := shutil.which("prometheus")):
         raise NotServed("prometheus is not installed (Debian: apt-get install prometheus)")
     return [
@@ -52,12 +52,12 @@ class Service:
 
     name: str
     command: Sequence[str]
-    """Names a file of the cluster's directory: by that it is known when its runner is gone."""
+    """Contains a file of the cluster's directory, which identifies the process after its runner is gone."""
     log: Path
     is_held: bool = False
-    """Stays down when it ends, until somebody starts it: what a test or an operator does needs it down."""
+    """Whether it stays down until it is started explicitly."""
     environ: Mapping[str, str] = field(default_factory=dict)
-    """Over this process' own."""
+    """Added to the environment of this process."""
     launch: Callable[..., Any] = subprocess.Popen
     """Starts the command; tests fork a process that has imported the program."""
     starts: int = 0
@@ -66,16 +66,16 @@ class Service:
 
     @property
     def pid(self) -> int | None:
-        """The running process' id, or None while it is down."""
+        """Id of the running process, or None while it is down."""
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
     @property
     def exit_status(self) -> int | None:
-        """How it ended last, or None while it runs."""
+        """Last exit status, or None while it runs."""
         return self._process.poll() if self._process is not None else None
 
     def start(self) -> None:
-        """Start it in a session of its own, so that Ctrl-C reaches the runner alone, which stops all in order."""
+        """Start it in a session of its own: Ctrl-C reaches only the runner, which stops all in order."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self._process = self.launch(
@@ -91,7 +91,7 @@ class Service:
         self.died_at = None
 
     def keep_alive(self, now: float, restart_s: float) -> str:
-        """Note a death, and start it again `restart_s` later; return what happened, empty if nothing did."""
+        """Note a death, and restart after `restart_s`; return a line about it, or ""."""
         if self.is_held or self._process is None or (status := self._process.poll()) is None:
             return ""
         if self.died_at is None:
@@ -107,13 +107,13 @@ class Service:
             self._process.send_signal(number)
 
     def kill(self) -> None:
-        """End it with SIGKILL, and see it ended, also if it was being started again."""
+        """End it with SIGKILL and wait for its end, also during a restart."""
         while (process := self._process) is not None and process.poll() is None:
             process.kill()
             process.wait()
 
     def stop(self, deadline: float) -> None:
-        """Wait until `deadline` (of `time.monotonic`) for its end, which was asked for; then kill it."""
+        """Wait for a requested end until `deadline` (of `time.monotonic`), then kill it."""
         if self._process is None:
             return
         try:
@@ -123,7 +123,7 @@ class Service:
             self._process.wait()
 
     def log_tail(self, lines: int = 12) -> str:
-        """The last lines it wrote, for a person who wants to know why it ended."""
+        """Return the last lines of its log."""
         text = self.log.read_bytes()[-8192:].decode("utf-8", "replace") if self.log.exists() else ""
         return "\n".join(f"    {line}" for line in text.splitlines()[-lines:]) or "    (it wrote nothing)"
 
@@ -138,9 +138,9 @@ def stop_all(services: list[Service]) -> None:
 
 
 def suspend(pid: int) -> None:
-    """Stop a process with SIGSTOP, and wait until none of its threads runs; one that ended counts as stopped.
+    """Stop a process with SIGSTOP and wait until none of its threads runs; an ended one counts as stopped.
 
-    `kill` returns before: on a busy machine the other threads go on, answer and confirm until one takes the signal.
+    `kill` returns earlier: on a busy machine the other threads go on and confirm frames until one takes the signal.
     """
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGSTOP)
@@ -152,16 +152,16 @@ def suspend(pid: int) -> None:
 
 
 def _thread_states(pid: int) -> set[str]:
-    """Return the states of all threads, as /proc/…/stat holds them behind the name, which may contain anything."""
+    """Return the states of all threads, from /proc/…/stat after the name, which may contain anything."""
     states = set()
     for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
-        with suppress(FileNotFoundError, ProcessLookupError):  # that thread ended
+        with suppress(FileNotFoundError, ProcessLookupError):  # that thread has ended
             states.add(stat.read_text().rpartition(") ")[2][:1])
     return states
 
 
 def is_ours(pid: int, run_dir: Path) -> bool:
-    """Whether `pid` is a process of the cluster in `run_dir`: process ids are used again, command lines tell."""
+    """Return whether `pid` is a process of the cluster in `run_dir`, by its command line, as pids are reused."""
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
@@ -170,7 +170,7 @@ def is_ours(pid: int, run_dir: Path) -> bool:
 
 
 def end_leftovers(pids: list[int], run_dir: Path) -> list[int]:
-    """End processes that outlived a runner which was killed; return their ids."""
+    """End processes that outlived a killed runner; return their ids."""
     left = [pid for pid in pids if is_ours(pid, run_dir)]
     for number, bound_s in ((signal.SIGTERM, TERM_S), (signal.SIGKILL, TERM_S)):
         for pid in left:

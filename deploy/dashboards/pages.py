@@ -1,8 +1,7 @@
-"""Core. A page of Grafana as plain data: panels in rows of two, each with its queries, and the variables above them.
+"""Core. The six Grafana pages for operators on call, as plain data: panels in rows of two with PromQL queries, and
+variables.
 
-What is written is the JSON that Grafana imports (Dashboards, Import), of schema version 39: version 10.4 and newer.
-
-The six pages: what somebody on call asks, as PromQL. `qmq dashboards` writes them.
+`qmq dashboards` writes them as JSON for Grafana's import, of schema version 39: Grafana 10.4 and newer.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from typing import Any
 SCHEMA_VERSION = 39
 SOURCE = {"type": "prometheus", "uid": "${source}"}
 WIDTH, HEIGHT = 12, 8
-"""Of a panel, in Grafana's grid of 24 columns."""
+"""Size of a panel, in Grafana's grid of 24 columns."""
 
 
 class Kind(StrEnum):
-    """How a panel shows its series."""
+    """Display of a panel's series."""
 
     GRAPH = "timeseries"
     NOW = "stat"
@@ -27,7 +26,7 @@ class Kind(StrEnum):
 
 
 class Unit(StrEnum):
-    """Grafana's names."""
+    """Units, by Grafana's names."""
 
     NONE = "short"
     BYTES = "bytes"
@@ -40,7 +39,7 @@ class Unit(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """One PromQL query, and how its series are called."""
+    """One PromQL query, and the legend of its series."""
 
     expr: str
     legend: str = ""
@@ -53,12 +52,12 @@ class Panel:
     unit: Unit = Unit.NONE
     kind: Kind = Kind.GRAPH
     says: str = ""
-    """What to read out of it."""
+    """Advice for reading the panel."""
 
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """A choice above the page; its values are those of a label."""
+    """A choice above the page, from the values of a label."""
 
     name: str
     metric: str
@@ -82,13 +81,13 @@ class Page:
 def panel(
     title: str, *queries: str | tuple[str, str], unit: Unit = Unit.NONE, kind: Kind = Kind.GRAPH, says: str = ""
 ) -> Panel:
-    """Make a panel; a query is its expression, or expression and legend."""
+    """Return a panel; a query is an expression, or an expression and a legend."""
     made = tuple(Query(one) if isinstance(one, str) else Query(*one) for one in queries)
     return Panel(title, made, unit, kind, says)
 
 
 def to_json(page: Page) -> dict[str, Any]:
-    """Write a page as Grafana imports it."""
+    """Return a page as Grafana's JSON."""
     return {
         "uid": page.uid,
         "title": page.title,
@@ -162,12 +161,12 @@ BROKER_OR_DELAY = "qmq_(broker|delayserver)"
 
 
 def both(name: str, more: str = "") -> str:
-    """Select a metric of brokers and delay servers."""
+    """Return a selector of a metric of brokers and delay servers."""
     return f'{{__name__=~"{BROKER_OR_DELAY}_{name}", {IN_GROUP}{more}}}'
 
 
 def latency(metric: str, by: str, window: str = "5m") -> list[tuple[str, str]]:
-    """Median and 99th percentile of a histogram."""
+    """Return median and 99th percentile of a histogram."""
     return [
         (f"histogram_quantile({part}, sum by ({by}, le) (rate({metric}[{window}])))", f"{{{{{by}}}}} {name}")
         for part, name in ((0.5, "median"), (0.99, "99 %"))
@@ -175,17 +174,19 @@ def latency(metric: str, by: str, window: str = "5m") -> list[tuple[str, str]]:
 
 
 def per_second(metric: str, name: str = "") -> tuple[str, str]:
-    """The rate of each group; `name` tells it from others in the panel."""
+    """Return the rate of each group; `name` distinguishes it within the panel."""
     return f"sum by (broker_group) (rate({metric}[1m]))", f"{{{{broker_group}}}} {name}".rstrip()
 
 
 def recent(metric: str, name: str = "") -> tuple[str, str]:
-    """What each group counted in the last five minutes."""
+    """Return the last five minutes' count of each group."""
     return f"sum by (broker_group) (increase({metric}[5m]))", f"{{{{broker_group}}}} {name}".rstrip()
 
 
 def per_consumer_group(metric: str, join: str = "sum") -> str:
-    """The twenty largest; master and slave of a group say the same, groups add up, unless `join` says otherwise."""
+    """Return the twenty largest. Master and slave of a group have equal values; groups are summed unless `join`
+    differs.
+    """
     best = f"max by (broker_group, subject, consumer_group) ({metric})"
     return f"topk(20, {join} by (subject, consumer_group) ({best}))"
 

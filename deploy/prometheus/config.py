@@ -1,9 +1,9 @@
-"""Shell. What Prometheus needs for one installation: who is to be scraped, and the alert rules.
+"""Shell. Prometheus' configuration for one installation: scrape targets and alert rules.
 
     qmq prometheus --metaserver 10.0.0.9:8080 --token-file viewer.token --out /etc/prometheus/qmq
 
-Brokers, delay servers, metaservers and active watchdogs are those that the metaserver knows. It is run again when one
-is added.
+Targets are the brokers, delay servers, metaservers and active watchdogs registered with the metaserver. Run it again
+when one is added.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ Target = dict[str, Any]
 
 
 def find_targets(ask: Callable[..., Any], watchdogs: Iterable[str] = ()) -> list[Target]:
-    """Return targets as Prometheus' file discovery has them.
+    """Return targets for Prometheus' file discovery.
 
     Args:
         ask: runs an action at the metaserver.
-        watchdogs: addresses of standbys: the metaserver knows only the active ones.
+        watchdogs: addresses of standbys; the metaserver lists only active ones.
     """
     brokers = [
         _target(

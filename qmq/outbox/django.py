@@ -75,9 +75,7 @@ class _Atomic:
         try:
             rows = _rows(connection, courier.table).insert([item.content for item in items])
         except BaseException:
-            connection.set_rollback(
-                True
-            )  # this `atomic` block lacks a message, even if the application catches the error
+            connection.set_rollback(True)  # the block lacks a message, even if the error is caught
             raise
         hook = _hook_of_this_level(connection)
         if hook is None or hook.courier is not courier:
