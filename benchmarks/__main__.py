@@ -26,7 +26,7 @@ SPEED = ["produce_1k", "produce_100b", "send_each", "send_one", "consume_1k", "e
 CONSUMING, FAIRNESS = ["subjects", "crowd", "tags"], ["stalled", "big_group"]
 NAMES = [*SPEED, *CONSUMING, *FAIRNESS, "backlog", "beside_backlog", "restart", "audit"]
 HTTP_PORT, BROKER_PORT = 27_080, 27_100
-"""Where the search for free ports begins: not where `make run` has its own."""
+"""First port to try; `make run` uses others."""
 AUDIT_S = 1_800.0
 
 
@@ -41,7 +41,7 @@ class Bench:
         self.skipped: dict[str, str] = {}
 
     def run(self, names: list[str], with_peer: bool) -> None:
-        """Measure what is named."""
+        """Run the named measurements."""
         if speed := [name for name in SPEED if name in names]:
             with self._cluster("speed") as cluster:
                 measures = Speed(cluster, self._sizes, self._say)
@@ -73,7 +73,7 @@ class Bench:
             self._measure("audit", self._audit)
 
     def _cluster(self, name: str) -> Cluster:
-        """A fresh cluster of one group, whose processes are started again at once when they die."""
+        """Yield a fresh cluster of one group, whose dead processes restart at once."""
         shutil.rmtree(self._dir / name, ignore_errors=True)
         self._say(f"starting a metaserver, a master and a slave in {self._dir / name}/")
         return Cluster(
@@ -94,7 +94,7 @@ class Bench:
                 path.unlink()
 
     def _measure(self, name: str, measure: Callable[[], list[Figure]]) -> None:
-        """One measurement; if it fails, the others go on, and it is named at the end."""
+        """Run one measurement; a failure is reported at the end, and the others go on."""
         self._say(f"measuring {name}")
         try:
             self.figures |= {figure.name: figure for figure in measure()}
@@ -110,7 +110,7 @@ class Bench:
             self._measure("rabbitmq", lambda: rabbitmq.measure(self._dir / "rabbitmq", self._sizes, self._say))
 
     def _audit(self) -> list[Figure]:
-        """The audit's own benchmark, which prints one JSON object at its end."""
+        """Run the audit's own benchmark, which ends with one JSON object."""
         if importlib.util.find_spec("benchmarks.audit") is None:
             raise QmqError("benchmarks/audit.py is not there")
         done = subprocess.run(
@@ -151,7 +151,7 @@ def report(bench: Bench, machine: dict[str, object], names: list[str], quick: bo
 
 
 def chosen(only: str | None) -> list[str]:
-    """The measurements that `ONLY=a,b` names; all without it."""
+    """Return the measurements of `ONLY=a,b`; all without it."""
     names = only.split(",") if only else NAMES
     if unknown := [name for name in names if name not in NAMES]:
         raise QmqError(f"no measurement {', '.join(unknown)}; there are: {', '.join(NAMES)}")
@@ -167,7 +167,7 @@ def main() -> int:
     parser.add_argument("--dir", type=Path, default=run_dir, help="data while it runs, and logs; default: .run/bench")
     parser.add_argument("--out", type=Path, default=Path(".run/bench.json"), help="default: .run/bench.json")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # end what was started, as Ctrl-C does
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # end all processes, as Ctrl-C does
     try:
         names = chosen(options.only)
         options.dir.mkdir(parents=True, exist_ok=True)

@@ -1,12 +1,11 @@
-"""Shell. How fast the audit reads: MB of log per second and core, both copies counted, and what memory it takes.
+"""Shell. Speed of the audit: MB of log per second and core, for both copies, and its memory.
 
     python -m benchmarks.audit
 
-Writes two equal logs (1 KiB messages in frames of 100), starts Spark, audits a small log so that workers are there and
-the JVM has compiled what it runs, then audits the large one: every byte of both copies, by the same code as the nightly
-job. A core is a core of this machine: the rate is bytes / seconds / cores. With `--groups N`, what a broker group costs
-by itself: N groups with a handful of messages are audited, and one of them. With `--progress`, whether it matters that
-one subject has all pulls and acks.
+Writes two equal logs (1 KiB messages in frames of 100), starts Spark, and audits a small log to start the workers and
+warm the JVM. Then it audits the large log: every byte of both copies, by the code of the nightly job. The rate is bytes
+/ seconds / cores of this machine. `--groups N` measures the cost of a broker group itself: N groups with a handful of
+messages are audited, and one of them. `--progress` measures the effect of all pulls and acks in one subject.
 """
 
 from __future__ import annotations
@@ -43,10 +42,10 @@ from qmq.types import Epoch
 
 COPY_BYTES = 1 << 30
 SPREAD = 64
-"""Subjects among which progress is spread."""
+"""Subjects that share the progress."""
 SMALL_BYTES = 192 << 20
 SEGMENT_BYTES = 256 << 20
-"""A quarter of a broker's, so that small logs have closed ones, beside which the audit looks at index and snapshot."""
+"""A quarter of a broker's, so that small logs have closed segments, whose index and snapshot the audit checks."""
 SUBJECT = "order.changed"
 SAMPLE_S = 0.1
 
@@ -58,17 +57,17 @@ class Figures(NamedTuple):
     megabytes: float
     messages: int
     worker_peak_rss_mb: float
-    """Most memory that one Python worker had."""
+    """Maximum memory of one Python worker."""
     mb_per_cpu_s: float
-    """MB of log per second of CPU time of driver, JVM and workers together: what a busy machine does not change."""
+    """MB of log per CPU second of driver, JVM and workers together; unaffected by a busy machine."""
     more_mb_per_cpu_s: float
-    """The same of what the large log has more than the small one: what it costs to begin is not in it."""
+    """The same for the difference between the large log and the small one, without the cost of starting."""
     fixed_cpu_s: float
-    """CPU seconds that are left for a log of no bytes."""
+    """CPU seconds extrapolated to a log of no bytes."""
 
 
 class Skew(NamedTuple):
-    """Seconds of an audit whose progress is all of so many `subjects`."""
+    """Seconds of an audit whose progress is in `subjects` subjects."""
 
     subjects: int
     frames: int
@@ -76,9 +75,9 @@ class Skew(NamedTuple):
     seconds: float
     cpu_s: float
     longest_s: float
-    """Of its tasks."""
+    """Time of its longest task."""
     tasks_s: float
-    """Of all its tasks together."""
+    """Time of all its tasks together."""
 
 
 class _Writer:
@@ -134,7 +133,7 @@ class _Writer:
 
 
 class _Batch:
-    """The body of a frame of `count` messages, each time with other message ids."""
+    """Return the body of a frame of `count` messages, with new message ids each time."""
 
     def __init__(self, subject: str, count: int) -> None:
         message = encode_message(Message(subject, {"text": "x" * 940}, id=f"{0:032d}"), 1)
@@ -157,7 +156,7 @@ def write_log(data: Path, size: int, count: int = 100, segment_bytes: int = SEGM
 
 
 def write_progress(data: Path, size: int, subjects: int) -> int:
-    """Write a log of `size` bytes whose messages are pulled and acked one by one; return how many frames say so."""
+    """Write a log of `size` bytes with single pulls and acks; return the number of progress frames."""
     log, names = _Writer(data, SEGMENT_BYTES // 4), [f"{SUBJECT}.{number}" for number in range(subjects)]
     batches = [_Batch(name, 1) for name in names]
     for name in names:
@@ -175,7 +174,7 @@ def write_progress(data: Path, size: int, subjects: int) -> int:
 
 
 def _children(of: int) -> set[int]:
-    """Return the processes that `of` started, and theirs, by /proc."""
+    """Return the child processes of `of`, and theirs, from /proc."""
     parents: dict[int, int] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -226,14 +225,14 @@ class _WorkerMemory(threading.Thread):
 
 
 def measure(folder: Path, *, copy_bytes: int = COPY_BYTES, count: int = 100) -> Figures:
-    """Write the logs into `folder`, audit them, return the figures. Raises RuntimeError if the audit is not clean."""
+    """Write the logs into `folder`, audit them, return the figures. Raise RuntimeError if there are findings."""
     for name, size in (("small", SMALL_BYTES), ("large", copy_bytes)):
         write_log(folder / name / "master", size, count)
         shutil.copytree(folder / name / "master", folder / name / "slave")
     cores = os.cpu_count() or 1
     spark = start_spark(f"local[{cores}]", "qmq audit benchmark")
     try:
-        _cost(spark, folder / "small")  # workers start, and the JVM compiles what it runs
+        _cost(spark, folder / "small")  # starts the workers and warms the JVM
         few, _, few_cpu = _cost(spark, folder / "small")
         memory = _WorkerMemory()
         memory.start()
@@ -257,14 +256,14 @@ def measure(folder: Path, *, copy_bytes: int = COPY_BYTES, count: int = 100) -> 
 
 
 def _cost(spark: SparkSession, folder: Path) -> tuple[Result, float, float]:
-    """Audit two logs; return the answer, the seconds it took, and those of CPU time."""
+    """Audit two logs; return the answer, its seconds, and its CPU seconds."""
     began, cpu = time.perf_counter(), _cpu_seconds()
     (result,) = _audit_all(spark, [folder])
     return result, time.perf_counter() - began, _cpu_seconds() - cpu
 
 
 def measure_groups(folder: Path, groups: int) -> float:
-    """Return the CPU seconds, of all processes, that one more small broker group costs."""
+    """Return the CPU seconds, of all processes, for one more small broker group."""
     for number in range(groups):
         for copy in ("master", "slave"):
             write_log(folder / f"g{number}" / copy, 20_000, 1)
@@ -272,7 +271,7 @@ def measure_groups(folder: Path, groups: int) -> float:
     spark = start_spark("local[*]", "qmq audit benchmark")
     try:
         costs = []
-        for some in (folders, folders[:1], folders):  # the first one warms it up
+        for some in (folders, folders[:1], folders):  # the first one warms up
             cpu = _cpu_seconds()
             _audit_all(spark, some)
             costs.append(_cpu_seconds() - cpu)
@@ -282,16 +281,16 @@ def measure_groups(folder: Path, groups: int) -> float:
 
 
 def measure_progress(folder: Path, copy_bytes: int) -> Iterator[Skew]:
-    """Yield what progress costs that is all of one subject, and what as much of it costs that is of many.
-
-    Raises RuntimeError if the audit is not clean."""
+    """Yield the costs of progress in one subject, and of as much progress in many. Raise RuntimeError if there are
+    findings.
+    """
     counted = {}
     for subjects in (1, SPREAD):
         counted[subjects] = write_progress(folder / f"{subjects}" / "master", copy_bytes, subjects)
         shutil.copytree(folder / f"{subjects}" / "master", folder / f"{subjects}" / "slave")
     spark = start_spark("local[*]", "qmq audit benchmark")
     try:
-        _cost(spark, folder / "1")  # workers start, and the JVM compiles what it runs
+        _cost(spark, folder / "1")  # starts the workers and warms the JVM
         for subjects, frames in counted.items():
             known = set(_task_seconds(spark))
             _, seconds, cpu = _cost(spark, folder / f"{subjects}")
@@ -302,10 +301,10 @@ def measure_progress(folder: Path, copy_bytes: int) -> Iterator[Skew]:
 
 
 def _task_seconds(spark: SparkSession) -> dict[int, list[float]]:
-    """Return how long the tasks of each stage took that ended; Spark's tracker does not tell."""
+    """Return the times of each stage's finished tasks, which Spark's tracker lacks."""
     store = spark.sparkContext._jsc.sc().statusStore()
     stages: dict[int, list[float]] = {}
-    with suppress(Py4JJavaError):  # there is no stage of that number yet
+    with suppress(Py4JJavaError):  # no stage has that number yet
         while True:
             tasks = store.taskList(len(stages), 0, 10_000)
             ended = [tasks.apply(at) for at in range(tasks.size())]

@@ -1,4 +1,4 @@
-"""Shell. A qmq client as a worker: sends, pulls and listens as applications do, with the public classes alone."""
+"""Shell. A qmq client as a worker: sends, pulls and listens with the public classes, as applications do."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROPERTY = "content"
 
 
 class Client:
-    """The actions; one producer for all of them, which stays connected between repetitions."""
+    """The worker's actions. One producer serves all and stays connected between repetitions."""
 
     def __init__(self, metaserver: str) -> None:
         self._metaserver = metaserver
@@ -55,7 +55,7 @@ class Client:
         return qmq.Consumer(metaserver=self._metaserver, app="benchmark")
 
     async def produce(self, subject: str, messages: int, size: int) -> dict[str, Any]:
-        """One `send_many`; each message is an object of its own, made before, as the peer's frames are."""
+        """Call `send_many` once; the messages are distinct objects made before, like the peer's frames."""
         producer = await self._opened()
         contents = texts(size)
         ready = [qmq.Message(subject, {PROPERTY: contents[number & 63]}) for number in range(messages)]
@@ -67,7 +67,7 @@ class Client:
         return {"seconds": seconds, "messages": messages}
 
     async def produce_tagged(self, subject: str, messages: int, size: int, one_in: int) -> dict[str, Any]:
-        """One message in `one_in` is tagged `rare`, all others `common`."""
+        """Send messages; one in `one_in` is tagged `rare`, the others `common`."""
         producer = await self._opened()
         contents = texts(size)
         receipts = await producer.send_many(
@@ -78,7 +78,7 @@ class Client:
         return {"messages": messages}
 
     async def send_each(self, subject: str, messages: int, size: int, in_flight: int) -> dict[str, Any]:
-        """One `send` per message, from as many tasks as messages may be in flight."""
+        """Call `send` per message, from as many tasks as messages may be in flight."""
         producer = await self._opened()
         contents = texts(size)
         numbers = iter(range(messages))
@@ -95,7 +95,7 @@ class Client:
         return {"seconds": time.perf_counter() - began, "messages": messages}
 
     async def send_one(self, subject: str, messages: int, size: int) -> dict[str, Any]:
-        """One message at a time."""
+        """Send one message at a time."""
         producer = await self._opened()
         contents = texts(size)
         times = []
@@ -107,11 +107,11 @@ class Client:
         return {"seconds": sum(times) / 1e3, "messages": messages, **percentiles(times)}
 
     async def pace(self, subject: str, messages: int, per_second: int) -> dict[str, Any]:
-        """Send at a steady rate; each message says when, by the clock that all processes of a machine share."""
+        """Send at a steady rate; each message holds its time, by the clock shared by all processes of a machine."""
         return await self._pace([subject], messages, per_second)
 
     async def pace_subjects(self, prefix: str, subjects: int, messages: int, per_second: int) -> dict[str, Any]:
-        """The same, to one subject after the other."""
+        """Send at a steady rate to one subject after the other."""
         return await self._pace([f"{prefix}.{number}" for number in range(subjects)], messages, per_second)
 
     async def _pace(self, subjects: list[str], messages: int, per_second: int) -> dict[str, Any]:
@@ -133,7 +133,7 @@ class Client:
         return {"seconds": seconds, "messages": messages}
 
     async def drain(self, subject: str, group: str, messages: int, tags: Sequence[str] = ()) -> dict[str, Any]:
-        """Pull a backlog and ack it; the broker keeps the last ack when this ends. Messages are not decoded."""
+        """Pull a backlog and ack it; at the end the broker has stored the last ack. Messages are not decoded."""
         began, taken = time.perf_counter(), 0
         async with self._consumer().pull(subject, group=group, start="earliest", tags=tags) as puller:
             while taken < messages:
@@ -146,7 +146,7 @@ class Client:
         return {"seconds": seconds, "messages": taken}
 
     async def listen(self, subject: str, group: str, messages: int, concurrency: int = 1) -> dict[str, Any]:
-        """The same with a listener that reads the content of each message."""
+        """Consume the same with a listener that reads each message's content."""
         consumer, everything = self._consumer(), asyncio.Event()
         taken = size = 0
 
@@ -163,13 +163,13 @@ class Client:
         return {"seconds": time.perf_counter() - began, "messages": taken}
 
     async def latency(self, subject: str, group: str, messages: int, skipped: int) -> dict[str, Any]:
-        """Listen to what `pace` sends; the first `skipped` messages wait for this listener and are not counted."""
+        """Listen to the messages of `pace`; the first `skipped` ones waited for this listener and are not counted."""
         return await self._latency([subject], group, messages, skipped)
 
     async def latency_subjects(
         self, prefix: str, subjects: int, group: str, messages: int, skipped: int
     ) -> dict[str, Any]:
-        """The same with a listener for each of many subjects."""
+        """Listen to many subjects, with a listener each."""
         return await self._latency([f"{prefix}.{number}" for number in range(subjects)], group, messages, skipped)
 
     async def _latency(self, subjects: list[str], group: str, messages: int, skipped: int) -> dict[str, Any]:

@@ -1,8 +1,7 @@
-"""Shell. Many subjects, many consumers, few messages of many: what consuming costs where it is not one stream.
+"""Shell. Consuming beyond one stream: many subjects, many consumers, few messages of many, backlogs, and fairness.
 
-What a backlog that nobody reads costs, and how long a master with a long log is away when it is killed.
-
-What one consumer, group or backlog costs everybody else: p99 with it and without it, in turns.
+A backlog without consumers is measured, and the restart of a master with a long log. Fairness is the p99 of other
+consumers with and without one consumer, group or backlog, in turns.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from qmq.deploy.local import Cluster
 CROWD_PER_S = 20
 """Messages; each goes to every group."""
 SETTLE_S = 5
-"""How long a new listener of many subjects is fed before its latencies count."""
+"""Warm-up of a new listener of many subjects before its latencies count."""
 RARE = 100
-"""One message in so many has the tag that is asked for."""
+"""One message in so many has the selected tag."""
 
 
 class Consuming:
@@ -32,7 +31,7 @@ class Consuming:
         self._speed = speed
 
     def subjects(self) -> list[Figure]:
-        """One message per second on each of many subjects, from `send_nowait` to the handler; all subjects are new."""
+        """Measure one message per second on each of many new subjects, from `send_nowait` to the handler."""
         speed, count = self._speed, self._speed.sizes.subjects
         p50, p99 = Figure("subjects_p50_ms", more_is_better=False), Figure("subjects_p99_ms", more_is_better=False)
         messages = count * speed.sizes.phase_s
@@ -49,7 +48,7 @@ class Consuming:
                     messages=before + messages,
                     skipped=before,
                 )
-                # While it subscribes a thousand times, and takes what waited for that, it is no steady state yet.
+                # A thousand subscriptions, and the messages that waited for them, are no steady state yet.
                 producer.run(
                     "pace_subjects", prefix=prefix, subjects=count, messages=count * SETTLE_S, per_second=count
                 )
@@ -67,7 +66,7 @@ class Consuming:
         return [p50, p99]
 
     def crowd(self) -> list[Figure]:
-        """A thousand consumers in a hundred groups of one subject; every group gets every message."""
+        """Measure a thousand consumers in a hundred groups of one subject; every group gets every message."""
         speed, sizes = self._speed, self._speed.sizes
         p50, p99 = Figure("crowd_p50_ms", more_is_better=False), Figure("crowd_p99_ms", more_is_better=False)
         messages = CROWD_PER_S * sizes.phase_s
@@ -96,7 +95,9 @@ class Consuming:
         return [p50, p99]
 
     def tags(self) -> list[Figure]:
-        """CPU time per message of the log: reading everything; asking for a tag that one message in a hundred has."""
+        """Measure CPU time per message of the log: for reading everything, and for a tag of one message in a
+        hundred.
+        """
         speed, messages = self._speed, self._speed.sizes.consume
         subject = speed.subject()
         with speed.worker() as client:
@@ -121,9 +122,9 @@ class Consuming:
 
 
 MESSAGE_BYTES = 1_200
-"""What a message with 1,024 bytes of content takes in a log, with its id and its share of the frame; rounded up."""
+"""Log bytes of a message with 1,024 bytes of content, with its id and its share of the frame; rounded up."""
 KEPT_FREE_BYTES = 8 << 30
-"""Disk that stays free for everybody else; also more than a broker's own limit."""
+"""Disk left free for other programs; also more than a broker's own limit."""
 STEPS = 20
 RESTARTS = 3
 SAMPLE_S = 0.1
@@ -143,7 +144,7 @@ class Backlog:
             self.shortened = f"only {self._messages:,} messages: {free / (1 << 30):.0f} GiB of disk are free for it. "
 
     def fill(self) -> list[Figure]:
-        """Produce the backlog in steps; the broker's memory is read all the while."""
+        """Produce the backlog in steps while sampling the broker's memory."""
         rates, elsewhere = [], []
         with self._speed.worker() as client, _Memory(self._speed.pids()) as memory:
             client.run("send_one", subject="backlog", messages=10, size=1024)
@@ -175,7 +176,9 @@ class Backlog:
         ]
 
     def restart(self) -> list[Figure]:
-        """From the master's SIGKILL to an acknowledged message; the runner starts it again without a pause."""
+        """Measure the time from the master's SIGKILL to an acknowledged message; the runner restarts it without
+        pause.
+        """
         figure = Figure("restart_s", more_is_better=False)
         size = sum(path.stat().st_size for path in logs_of(self._cluster)[0].rglob("*.log"))
         with self._speed.worker() as client:
@@ -196,7 +199,7 @@ class Backlog:
 
 
 class _Memory:
-    """Samples resident memory of processes; `raised` is the highest value since `begin` over the value then."""
+    """Samples resident memory of processes; `raised` is the maximum since `begin` minus the value then."""
 
     def __init__(self, pids: dict[str, int]) -> None:
         self._pids = pids
@@ -228,10 +231,10 @@ class _Memory:
 
 
 PACE_PER_S = 200
-"""Messages that others wait for: enough for a ninety-ninth percentile, too few to fill a core."""
+"""Messages of the quiet consumers: enough for a p99, too few to fill a core."""
 CONSUMERS, BIG, SMALL = 50, 200, 2
 DRAIN_PER_S = 5_000
-"""Messages of the backlog that a consumer takes meanwhile, of 1 KiB each."""
+"""Messages of 1 KiB that a consumer takes from the backlog meanwhile."""
 
 Step = Callable[[Worker, str], None]
 
@@ -244,7 +247,7 @@ class Fairness:
         self._before: list[float] = []
 
     def stalled(self) -> list[Figure]:
-        """Fifty consumers of a group, and the same with one of them that reads nothing of what it asked for."""
+        """Measure fifty consumers of a group, without and with one that reads none of its deliveries."""
         subject = self._speed.subject()
 
         def without(crowd: Worker, name: str) -> None:
@@ -256,7 +259,7 @@ class Fairness:
         return self._compare("stalled", subject, CONSUMERS - 1, without, burden)
 
     def big_group(self) -> list[Figure]:
-        """A group of two consumers, beside another of two and beside one of two hundred."""
+        """Measure a group of two consumers, beside another of two and beside one of two hundred."""
         subject = self._speed.subject()
 
         def beside(consumers: int) -> Step:
@@ -268,14 +271,14 @@ class Fairness:
         return self._compare("big_group", subject, SMALL, beside(SMALL), beside(BIG))
 
     def without_backlog(self) -> list[Figure]:
-        """The p99 of a quiet subject before there is a backlog."""
+        """Return the p99 of a quiet subject before there is a backlog."""
         with self._speed.worker("producer") as producer, self._speed.crowd() as crowd:
             self._begin(producer, crowd, "quiet", SMALL)
             self._before = [self._phase(producer, crowd, "quiet") for _ in range(self._speed.sizes.pairs)]
         return []
 
     def beside_backlog(self) -> list[Figure]:
-        """The same beside the backlog, and while a consumer takes it at a steady rate."""
+        """Measure it beside the backlog, and while a consumer takes the backlog at a steady rate."""
         now = Figure("beside_backlog_p99_ms", more_is_better=False)
         with self._speed.worker("producer") as producer, self._speed.crowd() as crowd:
             self._begin(producer, crowd, "quiet", SMALL)
@@ -297,7 +300,7 @@ class Fairness:
     def _compare(
         self, name: str, subject: str, consumers: int, without: Step, burden: Step, bearer: Worker | None = None
     ) -> list[Figure]:
-        """Measure pairs of phases; `bearer` is the worker in which the burden's consumers are, if not the crowd."""
+        """Measure pairs of phases; `bearer` is the worker with the burden's consumers, if not the crowd."""
         speed = self._speed
         p99 = {kind: Figure(f"{name}_{kind}_p99_ms", more_is_better=False) for kind in ("without", "with")}
         with speed.worker("producer") as producer, speed.crowd() as crowd:

@@ -1,6 +1,6 @@
-"""Shell. Many consumers in one process, each on a connection of its own: what a broker has to do for them, and no more.
+"""Shell. Many consumers in one process, each on its own connection: the broker's cost for them, and nothing else.
 
-They speak the protocol itself, one pull at a time, so that a thousand of them cost this process little.
+They speak the protocol directly, one pull at a time, so that a thousand of them cost this process little.
 `benchmarks.client` measures the library.
 """
 
@@ -33,7 +33,7 @@ STALLED_PULL_BYTES = 1 << 20
 
 
 class Member:
-    """One consumer. `times` gets the milliseconds that each message took from `pace` to here."""
+    """One consumer. `times` gets the milliseconds of each message from `pace` to here."""
 
     def __init__(self, subject: str, group: str, name: str, times: list[float] | None) -> None:
         self._subject = subject
@@ -62,7 +62,7 @@ class Member:
         self._open.ask(lambda _: None, Command.HEARTBEAT)
 
     def pull(self, messages: int = 100, bytes_max: int = STALLED_PULL_BYTES, timeout_s: float = PULL_S) -> None:
-        """Ask for messages, again and again."""
+        """Pull in a loop."""
         pull = Pull(self._subscription, messages, bytes_max, int(timeout_s * 1000))
         self._open.ask(self._pulled, Command.PULL, commands.encode_pull(pull))
 
@@ -75,7 +75,7 @@ class Member:
             await asyncio.sleep(max(0.0, began + self.taken / per_second - time.monotonic()))
 
     def stall(self) -> None:
-        """Ask for much and read nothing of it."""
+        """Request much and read none of it."""
         for _ in range(STALLED_PULLS):
             self.pull(1_000, timeout_s=600.0)
         self._open.read(False)
@@ -87,7 +87,7 @@ class Member:
             body = commands.encode_json(subscription=self._subscription)
             await asyncio.wait_for(self._open.request(Command.UNSUBSCRIBE, body), 10.0)
         except (QmqError, TimeoutError):
-            pass  # its lease ended, or its connection
+            pass  # its lease or its connection ended
         self._open.close()
 
     def _pulled(self, body: memoryview | QmqError) -> None:
@@ -103,7 +103,9 @@ class Member:
         now = time.monotonic()
         for piece in commands.decode_pulled(body):
             self.taken += piece.count
-            if self._times is not None and piece.times == 1:  # what a stalled consumer had is late for another reason
+            if (
+                self._times is not None and piece.times == 1
+            ):  # redelivered from a stalled consumer, so its latency is not the broker's
                 for data in split_batch(piece.body, piece.count):
                     self._times.append((now - float(str(decode_message(bytes(data))[PROPERTY]))) * 1e3)
             ack = Ack(self._subscription, [(piece.pull_sequence, piece.pull_sequence + piece.count)])
@@ -117,7 +119,7 @@ class Member:
 
 
 class Crowd:
-    """The actions; consumers stay, by the name under which they joined, until they leave."""
+    """The worker's actions; consumers stay under the name of their join until they leave."""
 
     def __init__(self, port: int, token: str) -> None:
         self._endpoint = Endpoint("127.0.0.1", port)
@@ -140,7 +142,7 @@ class Crowd:
         beating.cancel()
 
     async def join(self, name: str, subject: str, groups: int, consumers: int, is_measured: bool) -> dict[str, Any]:
-        """Add consumers to groups of the subject, `consumers` to each, that get what comes from now on."""
+        """Add `consumers` to each of several groups of the subject; they get new messages only."""
         times = self._times if is_measured else None
         members = [
             Member(subject, f"{name}-{group}", f"{name}-{group}-{number}", times)
@@ -156,14 +158,14 @@ class Crowd:
         return {"consumers": len(members)}
 
     async def stall(self, name: str, subject: str, group: str) -> dict[str, Any]:
-        """Add a consumer to a group that asks for much and reads nothing."""
+        """Add a consumer that requests much and reads none of it."""
         self._members[name] = [Member(subject, group, name, None)]
         await self._members[name][0].open(self._endpoint, self._token, "latest")
         self._members[name][0].stall()
         return {}
 
     async def drain(self, name: str, subject: str, per_second: float) -> dict[str, Any]:
-        """Begin to consume what the subject has, at a steady rate."""
+        """Begin to consume the subject's backlog at a steady rate."""
         member = Member(subject, name, name, None)
         self._members[name] = [member]
         await member.open(self._endpoint, self._token, "earliest")
@@ -171,7 +173,7 @@ class Crowd:
         return {}
 
     async def leave(self, name: str) -> dict[str, Any]:
-        """These consumers end; returns how many messages they took."""
+        """End these consumers; return the number of messages they took."""
         if (task := self._tasks.pop(name, None)) is not None:
             task.cancel()
         members = self._members.pop(name)
@@ -180,7 +182,7 @@ class Crowd:
         return {"taken": sum(member.taken for member in members)}
 
     async def latencies(self) -> dict[str, Any]:
-        """Return and forget what was measured since the last time."""
+        """Return and reset the measurements."""
         times, self._times[:] = self._times[:], []
         return {"messages": len(times), **(percentiles(times) if times else {})}
 

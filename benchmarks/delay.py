@@ -1,5 +1,4 @@
-"""Shell. `make bench-delay`: one delay group and one broker group; how much it takes, how late it is, how soon it is
-back."""
+"""Shell. `make bench-delay`: one delay group and one broker group; its rate, its lateness, and its restart."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ HTTP_PORT, BROKER_PORT = 27_480, 27_500
 BROKERS, DELAY = "g1", "d1"
 DAY_MS, HOUR_MS = 86_400_000, 3_600_000
 LOADED_AFTER_S = 30
-"""Seconds after the hour was filled until its loading begins."""
+"""Seconds between filling an hour and loading it."""
 HTTP_S = 120.0
 
 
@@ -42,12 +41,12 @@ class Sizes:
 
 QUICK = Sizes(pending=200_000, due_per_s=2_000, due_s=5, rest_s=5, hour=100_000, campaign=50_000)
 CAMPAIGNS = {"campaign": 1, "campaign_1s": 1000}
-"""Name -> within how many ms its messages are due."""
+"""Name -> span of its due times in ms."""
 OTHERS_PER_S = 10
 LEAD_S = 20
-"""Seconds between a campaign's last message stored and its moment: by then all of it is loaded."""
+"""Seconds between a campaign's last stored message and its due time: by then all of it is loaded."""
 BURST_MS = 10_000
-"""What of the others is due so soon after the campaign's moment is measured."""
+"""Time after the campaign's moment in which the other subject is measured."""
 POLL_S = 0.2
 
 
@@ -113,7 +112,7 @@ class Delay:
         return {role: one["pid"] for role, one in self._cluster.describe()["delay_groups"][DELAY].items()}
 
     def _lateness(self, name: str, per_second: int, seconds: int) -> None:
-        """Messages come due at a steady rate, a few seconds after they were sent."""
+        """Measure messages that come due at a steady rate, a few seconds after they were sent."""
         count = -(-int(per_second * seconds) // 100) * 100
         with self._worker() as sender, self._worker() as receiver:
             receiver.begin("receive", subject=name, messages=count, timeout_s=seconds + 60)
@@ -133,7 +132,7 @@ class Delay:
         self._lateness("late_busy", self._sizes.due_per_s, self._sizes.due_s)
 
     def _pending(self) -> None:
-        """Millions of messages over thirty days: rate, memory, and the restart with all of them."""
+        """Measure millions of messages over thirty days: rate, memory, and the restart with all of them."""
         with self._worker() as sender:
             sender.run("fill", subject="warm", messages=10_000, begin_ms=_now_ms() + DAY_MS, span_ms=30 * DAY_MS)
             before = {role: resident_bytes(pid) for role, pid in self._pids().items()}
@@ -160,7 +159,7 @@ class Delay:
         self._restart()
 
     def _restart(self) -> None:
-        """Kill the master; it is back when its group takes messages, and sends what is due."""
+        """Kill the master; it is back when its group is writable and dispatches due messages."""
         began = time.monotonic()
         self._cluster.kill(DELAY, "master", signal.SIGKILL)
         time.sleep(0.2)
@@ -174,7 +173,7 @@ class Delay:
         self._note("restart_sends_s", time.monotonic() - began, note="until a message that is due then was received")
 
     def _ahead_minutes(self) -> float:
-        """So that the hour after next is loaded soon after it was filled."""
+        """Makes the hour after next load soon after it is filled."""
         fill_s = 60 + self._sizes.hour / 50_000
         return (self._next_hour_ms() - _now_ms()) / 60_000 - (fill_s + LOADED_AFTER_S) / 60
 
@@ -182,7 +181,7 @@ class Delay:
         return (_now_ms() // HOUR_MS + 2) * HOUR_MS
 
     def _hour(self) -> None:
-        """An hour with millions of messages is loaded while others are taken and sent."""
+        """Measure other messages while an hour with millions of messages is loaded."""
         begin_ms = self._next_hour_ms()
         began = time.monotonic()
         with self._worker() as sender:
@@ -202,7 +201,7 @@ class Delay:
         self._note("loaded_bytes_each", grown / self._sizes.hour, note=f"{self._sizes.hour:,} messages loaded")
 
     def _campaign(self, name: str, span_ms: int) -> None:
-        """A million messages of one subject are due within `span_ms`, beside ten a second of another one."""
+        """Measure a million messages of one subject due within `span_ms`, beside ten a second of another one."""
         count = self._sizes.campaign // 100 * 100
         with self._worker() as sender, self._worker() as other, self._worker() as receiver:
             at_ms = _now_ms() + int(count / 20) + LEAD_S * 1000
@@ -261,7 +260,7 @@ def main() -> int:
     parser.add_argument("--dir", type=Path, default=run_dir)
     parser.add_argument("--out", type=Path, default=Path(".run/bench-delay.json"))
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # end what was started, as Ctrl-C does
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # end all processes, as Ctrl-C does
     options.dir.mkdir(parents=True, exist_ok=True)
     machine = describe(options.dir)
     bench = Delay(options.dir, QUICK if options.quick else Sizes())

@@ -1,6 +1,6 @@
-"""Shell. The load of the delay server's benchmark: a sender of delayed batches and a receiver of what comes due.
+"""Shell. Load of the delay server's benchmark: a sender of delayed batches and a receiver of due messages.
 
-They speak the protocol itself, as `benchmarks.crowd` does, so that they cost little of what is measured.
+They speak the protocol directly, as `benchmarks.crowd` does, so that they cost little.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ID = "{:016x}"
 
 
 class Template:
-    """A batch whose ids and due times are written anew each time it is sent."""
+    """A batch whose ids and due times are rewritten for each send."""
 
     def __init__(self, subject: str, size: int) -> None:
         content = texts(max(1, size - 80))[0]
@@ -84,7 +84,7 @@ class Sender:
     def writable_again(self, connection: Connection) -> None: ...
 
     async def _send(self, subject: str, batches: Iterator[bytes]) -> list[float]:
-        """Send batches, `IN_FLIGHT` at a time; return the seconds that each took."""
+        """Send batches, `IN_FLIGHT` at a time; return the seconds of each."""
         connection, room, took = await self.open(), asyncio.Semaphore(IN_FLIGHT), []
         wrong: list[str] = []
 
@@ -140,7 +140,7 @@ class Sender:
             due = began * 1e3 + lead_ms + count * gap_ms
             body = template.batch(self._first, [int(due + i * gap_ms) for i in range(BATCH)])
             self._first += BATCH
-            # Not one after the other: a store that takes a moment must not make the next ones late.
+            # In parallel: a slow store must not delay the next batches.
             sent.append(asyncio.create_task(self._send(subject, iter((body,)))))
             count += BATCH
             await asyncio.sleep(max(0.0, began + count / per_second - time.time()))
@@ -149,7 +149,7 @@ class Sender:
 
 
 class Receiver(Member):
-    """A consumer that notes how late each message is, by the clock of this machine."""
+    """A consumer that records the lateness of each message, by this machine's clock."""
 
     def __init__(self, subject: str) -> None:
         super().__init__(subject, "delay", "receiver", None)

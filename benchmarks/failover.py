@@ -1,10 +1,10 @@
-"""Shell. `make bench-failover`: how long a group stands still when its master is killed, or its machine falls silent.
+"""Shell. `make bench-failover`: downtime of a group whose master is killed or falls silent.
 
-One group of two copies, then one of three, two of which acknowledge, on this machine; producers that send all the
-time, a consumer with a backlog. Each round ends the master, once all copies are in sync: with SIGKILL, after which its
-process is started again as a service manager does; or with SIGSTOP, which closes no connection. From that moment on is
-measured until the consumer gets the next message from the new master, and until a producer gets the next
-acknowledgement behind that: of two copies, that takes the second one, which is started again.
+One group of two copies, then one of three, two of which acknowledge, on this machine; with constant producers and a
+consumer with a backlog. Once all copies are in sync, each round ends the master: with SIGKILL, followed by a restart as
+from a service manager, or with SIGSTOP, which closes no connection. Measured are the times until the consumer gets a
+message from the new master, and until a producer gets the next acknowledgement. With two copies, that also needs the
+restarted copy.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ PACE_S = 0.01
 SENDERS = 4
 ROUND_S = 60.0
 SETTLED_S = 1.0
-"""Between two rounds, once the group takes messages: what brokers report each second is stored by then."""
+"""Pause between two rounds once the group is writable: the brokers' reports of each second are stored by then."""
 
 
 @dataclass
 class Load:
-    """Clients that go on all the time. `begun`: when the first message of each mastership came, by its epoch."""
+    """Constant clients. `begun`: time of the first message of each mastership, by epoch."""
 
     begun: dict[int, float] = field(default_factory=dict)
     acknowledged_at: float = 0.0
@@ -54,20 +54,20 @@ class Load:
         async with client.pull("backlog", group="bench", start="earliest", prefetch_messages=PULLED) as puller:
             while not self.is_over:
                 if messages := await puller.pull(PULLED, timeout=0.5):
-                    epoch = messages[-1]._piece.begin >> 32  # what waited here since before is of an older one
+                    epoch = messages[-1]._piece.begin >> 32  # messages that waited here belong to an older one
                     self.begun.setdefault(epoch, time.monotonic())
                     await puller.ack(messages)
                 await asyncio.sleep(PACE_S)
 
     async def delivered(self, masterships: int) -> float:
-        """When the first message of the next mastership comes, once `masterships` are over."""
+        """Return the time of the first message of the next mastership, after `masterships` of them."""
         async with asyncio.timeout(ROUND_S):
             while len(self.begun) <= masterships:
                 await asyncio.sleep(0.001)
         return max(self.begun.values())
 
     async def acknowledged(self, since: float) -> float:
-        """When the first acknowledgement behind `since` comes."""
+        """Return the time of the first acknowledgement after `since`."""
         async with asyncio.timeout(ROUND_S):
             while self.acknowledged_at <= since:
                 await asyncio.sleep(0.001)
@@ -75,7 +75,7 @@ class Load:
 
 
 def wait_in_sync(cluster: Cluster) -> None:
-    """Wait until the group takes messages and each slave is in sync."""
+    """Wait until the group is writable and each slave is in sync."""
     cluster.wait_writable()
     deadline, slaves = time.monotonic() + ROUND_S, len(cluster.plan.brokers) - 1
     while time.monotonic() < deadline:

@@ -1,6 +1,6 @@
-"""Shell. Figures: what was measured how often, what is written down of it, and the table people read.
+"""Shell. Figures: repeated measurements, bench.json, the printed table, and readings from /proc.
 
-What /proc says: CPU time and memory of our processes, and how busy the rest of the machine is.
+/proc gives CPU time and memory of our processes, and the load of other programs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Goal:
-    """What a figure should reach. `least`: more is better; otherwise less is."""
+    """Goal of a figure. `least`: more is better; otherwise less is."""
 
     value: float
     least: bool
@@ -69,7 +69,7 @@ REQUIRED = [
     "restart_s",
     "audit_mb_per_s_core",
 ]
-"""Keys that bench.json always has; null for what was not measured."""
+"""Keys always present in bench.json; null if not measured."""
 
 
 @dataclass
@@ -125,21 +125,21 @@ def percentile(sorted_values: Sequence[float], part: float) -> float:
 
 
 def rounded(value: float) -> float | int:
-    """As many digits as a repetition on the same machine would confirm."""
+    """Return as many digits as a repetition on the same machine would confirm."""
     if abs(value) >= 100:
         return round(value)
     return round(value, 3)
 
 
 def result(figures: Mapping[str, Figure], about: Mapping[str, Any]) -> dict[str, Any]:
-    """The object of bench.json: the medians by name, then how they came about."""
+    """Return the object of bench.json: medians by name, then their repetitions."""
     medians: dict[str, Any] = dict.fromkeys(REQUIRED)
     medians |= {name: rounded(figure.value) for name, figure in figures.items()}
     return {**medians, "details": {name: figure.as_json() for name, figure in figures.items()}, **about}
 
 
 def table(figures: Mapping[str, Figure]) -> str:
-    """One line per figure: median, best and worst repetition, what else ran, goal, CPU per message."""
+    """Return one line per figure: median, best and worst repetition, other load, goal, CPU per message."""
     lines = [f"{'':<28}{'median':>11}{'best':>11}{'worst':>11}{'others':>8}  {'goal':<18}CPU per message, µs"]
     for figure in figures.values():
         others = f"{max(figure.elsewhere):.1f}" if figure.elsewhere else ""
@@ -174,7 +174,7 @@ PROBE_BYTES = 128 * MIB
 
 @dataclass(frozen=True)
 class Spent:
-    """Between two readings: seconds on the clock, CPU seconds of each process, CPU seconds of everybody else."""
+    """Seconds on the clock between two readings, CPU seconds of each process, and of all others."""
 
     seconds: float
     cpu_s: dict[str, float]
@@ -182,12 +182,12 @@ class Spent:
 
     @property
     def elsewhere(self) -> float:
-        """Cores that other programs, and the kernel's own threads, kept busy."""
+        """Cores used by other programs and the kernel's own threads."""
         return max(0.0, self.others_s / self.seconds)
 
 
 class Clock:
-    """Reads the CPU time of processes by name; made at the beginning of a measurement."""
+    """Reads the CPU time of processes by name, from its creation on."""
 
     def __init__(self, pids: Mapping[str, int]) -> None:
         self._pids = dict(pids)
@@ -203,13 +203,13 @@ class Clock:
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time of a process, all threads."""
+    """Return user and system time of a process, all threads."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
 
 
 def _busy_seconds() -> float:
-    """CPU time of the whole machine that was not idle, also what a host took from it."""
+    """Return the machine's CPU time that was not idle, including time stolen by a host."""
     with open("/proc/stat") as stat:
         user, nice, system, _idle, _iowait, irq, softirq, steal, *_ = map(int, stat.readline().split()[1:])
     return (user + nice + system + irq + softirq + steal) / TICKS_PER_S
@@ -225,7 +225,7 @@ def free_disk_bytes(path: Path) -> int:
 
 
 def sync_us(directory: Path) -> float:
-    """Median time of an fdatasync after writing 4 KiB: what every acknowledgement waits for, twice at the same time."""
+    """Return the median time of an fdatasync after writing 4 KiB; every acknowledgement waits for two in parallel."""
     path = directory / "sync-probe"
     times = []
     with path.open("wb", buffering=0) as file:
@@ -241,7 +241,7 @@ def sync_us(directory: Path) -> float:
 
 
 def page_cache_us(directory: Path) -> tuple[float, float]:
-    """CPU time of writing a KiB into new pages of the cache, and into pages that are there already."""
+    """Return the CPU time of writing a KiB into new pages of the cache, and into existing ones."""
     path, block = directory / "cache-probe", os.urandom(MIB)
     costs = []
     with path.open("wb", buffering=0) as file:
@@ -256,7 +256,7 @@ def page_cache_us(directory: Path) -> tuple[float, float]:
 
 
 def describe(directory: Path) -> dict[str, object]:
-    """What a figure depends on besides the program."""
+    """Return the properties of the machine that figures depend on."""
     fresh_us, present_us = page_cache_us(directory)
     models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return {

@@ -1,8 +1,8 @@
-"""Shell. `make bench-idle`: what processes cost that have nothing to do, in thousandths of a core.
+"""Shell. `make bench-idle`: CPU use of idle processes, in thousandths of a core.
 
-A whole cluster on this machine: a metaserver, two broker groups, a delay group with messages that are due in hours, a
-watchdog, and a process with an idle producer, which sent delayed messages too, and consumer. When everything is up and
-quiet, /proc says how much CPU time each process takes in a minute, all its threads, user and system.
+A whole cluster on this machine: a metaserver, two broker groups, a delay group with messages due in hours, a watchdog,
+and a process with an idle producer, which also sent delayed messages, and an idle consumer. Once all are quiet, /proc
+gives the CPU time of each process in a minute, all threads, user and system.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from qmq.deploy.plan import write_atomically
 
 PORTS = 24_900
 LIMIT = 0.003
-"""Of a core; what an idle process may use."""
+"""Goal for an idle process, as a fraction of a core."""
 DELAYED = 1000
 HOUR_S = 3600.0
 
 
 async def clients(metaserver: str, token: str) -> None:
-    """Clients that wait: the consumer got its message, the producers sent theirs."""
+    """Run idle clients: the consumer has received its message, the producers have sent theirs."""
     consumer = qmq.Consumer(metaserver=metaserver, token=token, app="bench")
     got = asyncio.Event()
 
@@ -46,7 +46,7 @@ async def clients(metaserver: str, token: str) -> None:
 
 
 def processes(cluster: Cluster, client: int) -> dict[str, int]:
-    """Return the pid of each process, by what it is."""
+    """Return the pid of each process by its role."""
     described = cluster.describe()
     pids = {"metaserver": described["metaserver_pid"], "watchdog": described["watchdog"]["pid"], "client": client}
     for kind, groups in (("broker", described["groups"]), ("delay server", described["delay_groups"])):

@@ -1,13 +1,13 @@
-"""Shell. gRPC streams for simulated clients, at a fraction of what grpc.aio's cost: HTTP/2 over a socket of our own.
+"""Shell. gRPC streams for simulated clients at a fraction of grpc.aio's cost: HTTP/2 over a socket of our own.
 
-A metaserver tells 20,000 clients within seconds. With grpc.aio, the simulated clients alone took more CPU time than two
-cores have in that time, so what was measured was them. This one sends what grpc.aio sends, frame for frame, and keeps
-nothing but what it needs to go on:
+A metaserver informs 20,000 clients within seconds. With grpc.aio, the simulated clients alone took more CPU time than
+two cores have in that time, and dominated the measurement. This module sends the same frames as grpc.aio and keeps only
+the state that it needs:
 
     connection    preface, SETTINGS, WINDOW_UPDATE; an ACK of the other's SETTINGS and of each PING
     stream        HEADERS: literals that enter the table (RFC 7541, 6.2.1) on the first stream, then numbers (6.1)
     message       DATA: 0, length (4 bytes, big-endian), content
-    an answer     what it took is given back to both windows, with a PING, as grpc measures the round trip each time;
+    an answer     both windows get its size back, with a PING, as grpc measures the round trip each time;
                   header blocks are not decoded
 
     frame         length (3 bytes), type, flags, stream (4 bytes), all big-endian; then the content
@@ -25,14 +25,14 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
 ACK, END_STREAM, END_HEADERS, PADDED = 0x1, 0x1, 0x4, 0x8
 WINDOW = 4 << 20
-"""What grpc.aio lets the other end send ahead."""
+"""Window that grpc.aio grants the other end."""
 WINDOW_AT_FIRST = 65_535
 OWN_SETTINGS = struct.pack(">HIHIHIHI", 2, 0, 3, 0, 4, WINDOW, 6, 16_384)
 """No pushes, no streams from the other end, the window of a stream, the length of headers."""
 FIRST_IN_TABLE = 62
-"""HPACK's number of the entry that came last; the static table is below it."""
+"""HPACK's number of the latest entry, above the static table."""
 KEEPALIVE_S = 10.0
-"""As `qmq.control_plane.CHANNEL_OPTIONS` says."""
+"""From `qmq.control_plane.CHANNEL_OPTIONS`."""
 HEAD = struct.Struct(">I")
 
 
@@ -41,7 +41,7 @@ def frame(kind: int, flags: int, stream: int, content: bytes = b"") -> bytes:
 
 
 class Stream:
-    """One call with messages both ways. Ends when the other end or the connection does; `on_end` is called then."""
+    """One call with messages both ways. Ends with the other end or the connection, then calls `on_end`."""
 
     __slots__ = ("_connection", "_partial", "number", "on_end", "on_message")
 
@@ -58,7 +58,7 @@ class Stream:
         self._connection.send_data(self.number, b"\0" + HEAD.pack(len(message)) + message)
 
     def take(self, data: bytes) -> None:
-        """Hand on the messages that are complete."""
+        """Pass on complete messages."""
         data = self._partial + data if self._partial else data
         while len(data) >= 5 and len(data) >= (end := 5 + HEAD.unpack_from(data, 1)[0]):
             if data[0]:
@@ -69,7 +69,7 @@ class Stream:
 
 
 class Connection(asyncio.Protocol):
-    """One socket with its streams, made by `connect`; all is called from the loop."""
+    """One socket with its streams, made by `connect`; used only on the loop."""
 
     def __init__(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
         self._headers = tuple(headers)
@@ -79,10 +79,10 @@ class Connection(asyncio.Protocol):
         self._window = WINDOW_AT_FIRST
         self._heard_s = 0.0
         self._is_probing = False
-        """A PING of ours is not answered yet."""
+        """Whether a PING of ours is unanswered."""
         self.is_open = False
 
-    # What the owner calls.
+    # For the owner.
 
     def stream(self, on_message: Callable[[bytes], None], on_end: Callable[[], None]) -> Stream:
         """Begin a call."""
@@ -93,7 +93,7 @@ class Connection(asyncio.Protocol):
         return stream
 
     def send_data(self, number: int, data: bytes) -> None:
-        """Send, unless the stream has ended. What simulated clients say always fits the other end's windows."""
+        """Send unless the stream has ended. Messages of simulated clients always fit the other end's windows."""
         if number not in self._streams:
             return
         self._window -= len(data)
@@ -109,10 +109,10 @@ class Connection(asyncio.Protocol):
             return bytes(0x80 | FIRST_IN_TABLE + number for number in reversed(range(len(self._headers))))
         return b"".join(b"\x40" + _text(name) + _text(value) for name, value in self._headers)
 
-    # What the loop calls.
+    # For the loop.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by its class
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport has another class
         self.is_open = True
         self._heard_s = time.monotonic()
         more = HEAD.pack(WINDOW - WINDOW_AT_FIRST)
@@ -143,7 +143,7 @@ class Connection(asyncio.Protocol):
             self._transport.write(replies)
 
     def _take(self, kind: int, flags: int, number: int, content: bytes) -> bytes:
-        """Take one frame in; return what to reply."""
+        """Take one frame; return the reply."""
         reply = b""
         if kind == DATA:
             reply = self._take_data(flags, number, content)
@@ -177,7 +177,7 @@ class Connection(asyncio.Protocol):
         return frame(PING, 0, 0, bytes(8))
 
     def _keep_alive(self) -> None:
-        """Ask whether the other end is there, whenever it was silent for so long."""
+        """Send a PING after each such silence of the other end."""
         if not self.is_open:
             return
         silent_s = time.monotonic() - self._heard_s
@@ -191,7 +191,7 @@ async def connect(address: str, path: str, metadata: Iterable[tuple[str, str]]) 
     """Open a connection whose streams all call `path` with the same metadata.
 
     Raises:
-        OSError: nobody listens there.
+        OSError: the connection is refused.
     """
     host, _, port = address.rpartition(":")
     headers = {
@@ -212,7 +212,7 @@ async def connect(address: str, path: str, metadata: Iterable[tuple[str, str]]) 
 
 
 def _text(text: bytes) -> bytes:
-    """A string literal of HPACK, not Huffman-coded."""
+    """Return a string literal of HPACK, not Huffman-coded."""
     if len(text) >= 0x7F:
         raise ValueError(f"too long for a header here: {len(text)} bytes")
     return bytes((len(text),)) + text

@@ -1,10 +1,10 @@
 """Shell. `make bench-metaserver`: one metaserver with 100,000 subjects, 2,000 broker groups and 20,000 clients.
 
-fill     groups are restored from a backup, their 4,000 brokers beat, clients bring the subjects into being
-start    the metaserver starts again, with all of that in its database
-console  each of its pages is asked for, one by one
-watch    a group is marked readonly and unmarked: when the first and the last client know, and have confirmed it
-look up  clients come, ask for one subject, and go, while nothing happens and while marks are changed
+fill     groups are restored from a backup, their 4,000 brokers send heartbeats, clients create the subjects
+start    the metaserver restarts with all of that in its database
+console  each of its pages is requested, one by one
+watch    a group is marked readonly and unmarked: times until the first and the last client confirm the route
+look up  clients connect, request one subject, and leave, while nothing happens and while marks change
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ GOALS = {
 
 @dataclass(frozen=True)
 class Scale:
-    """How much of everything."""
+    """Numbers of subjects, groups and clients."""
 
     subjects: int = 100_000
     groups: int = 2_000
     watchers: int = 20_000
     first_watchers: int = 2_000
-    """They have a connection each."""
+    """Watchers with a connection each."""
     connections: int = 2_000
-    """Of the other watchers, together."""
+    """Connections shared by the other watchers."""
     marks: int = 6
     look_ups: int = 3_000
 
@@ -60,7 +60,7 @@ QUICK = Scale(subjects=5_000, groups=100, watchers=1_000, first_watchers=200, co
 
 
 class Process:
-    """A load process, spoken to in lines of JSON."""
+    """A load process, controlled by lines of JSON."""
 
     def __init__(self, words: dict[str, Any], log: IO[bytes]) -> None:
         command = [sys.executable, "-m", "benchmarks.metaserver_load", json.dumps(words)]
@@ -89,7 +89,7 @@ class Process:
 
 
 class Metaserver:
-    """The process that is measured, and requests to it."""
+    """The measured process, and requests to it."""
 
     def __init__(self, directory: Path) -> None:
         self._dir = directory
@@ -108,7 +108,7 @@ class Metaserver:
         return self._process.pid
 
     def start(self) -> float:
-        """Start it; return how long it took until it answered with the address that clients ask for."""
+        """Start it; return the time until it answered with the clients' address."""
         settings = {
             "DATABASE": f"sqlite:///{self._dir / 'metaserver.db'}",
             "HTTP_PORT": self.http_port,
@@ -141,14 +141,14 @@ class Metaserver:
             self._process = None
 
     def act(self, action: str, **words: Any) -> Any:
-        """Carry out an operator's action; return its data."""
+        """Run an operator's action; return its data."""
         status, body = self._ask("POST", f"/api/v1/{action}", json.dumps(words))
         if status != 200:
             raise QmqError(f"{action}: {status} {body[:500].decode('utf-8', 'replace')}")
         return json.loads(body)["data"]
 
     def look_up(self, connection: http.client.HTTPConnection, subject: str) -> float:
-        """GET /meta/routes; return the seconds it took."""
+        """Send GET /meta/routes; return its seconds."""
         began = time.monotonic()
         connection.request("GET", f"/meta/routes?subject={subject}", headers={"X-Api-Token": self.token})
         answer = json.loads(connection.getresponse().read())
@@ -179,7 +179,7 @@ class Bench:
         self.figures: dict[str, Figure] = {}
 
     def run(self, *, console_alone: bool = False) -> None:
-        """Measure everything, in the order of the module's text."""
+        """Measure everything, in the order of the module's docstring."""
         with self._ended():
             self.server.start()
             self._fill()
@@ -220,7 +220,7 @@ class Bench:
         self._say(f"{brokers.hear()['ready']} brokers beat")
 
     def _restart(self) -> None:
-        """Start with all subjects in the database, three times; brokers come back by themselves."""
+        """Restart three times with all subjects in the database; brokers reconnect by themselves."""
         for _ in range(3):
             self.server.stop()
             self._note("start_s", self.server.start(), "to the first answer, from SQLite")
@@ -228,7 +228,7 @@ class Bench:
         self._note("rss_after_start_mib", resident_bytes(self.server.pid) / MIB)
 
     def _console(self) -> None:
-        """With some groups marked readonly: their reasons are shown, and they stand first."""
+        """Measure with some groups marked readonly: they come first, with their reasons."""
         token = self.server.act("AddToken", name="bench", role="operator")["token"]
         for number in range(0, 20, 2):
             self.server.act("MarkReadonlyBrokerGroup", brokerGroup=group_name(number))
@@ -303,7 +303,7 @@ class Bench:
             writable = number % 2 == 1
             for process in watchers:
                 process.tell(group=name, writable=writable)
-            time.sleep(0.2)  # what they expect is read by then
+            time.sleep(0.2)  # the watchers have read their expectation by then
             pids = {"metaserver": self.server.pid, **{f"clients{n}": one.pid for n, one in enumerate(watchers)}}
             began, clock = time.monotonic(), Clock(pids)
             self.server.act("UnMarkReadonlyBrokerGroup" if writable else "MarkReadonlyBrokerGroup", brokerGroup=name)
@@ -342,7 +342,7 @@ class Bench:
 
 
 def _groups(count: int) -> dict[str, list[dict[str, Any]]]:
-    """Rows of `broker_group` and `broker`, as a backup has them."""
+    """Return rows of `broker_group` and `broker`, as in a backup."""
     now = time.time_ns() // 1_000_000
     times = {"create_time": now, "update_time": now}
     groups, brokers = [], []
@@ -387,7 +387,7 @@ def _groups(count: int) -> dict[str, list[dict[str, Any]]]:
 
 
 def _first_group(route: Any) -> str:
-    """A broker group of QuerySubjectRoute's answer."""
+    """Return a broker group of QuerySubjectRoute's answer."""
     row = route[0] if isinstance(route, list) else route
     groups = row.get("brokerGroups") or row["groups"]
     first = groups[0]
@@ -412,7 +412,7 @@ def main() -> int:
     parser.add_argument("--dir", type=Path, default=run_dir, help="database and logs")
     parser.add_argument("--out", type=Path, default=Path(".run/bench-metaserver.json"))
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # end what was started, as Ctrl-C does
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # end all processes, as Ctrl-C does
     shutil.rmtree(options.dir, ignore_errors=True)
     options.dir.mkdir(parents=True)
     machine = describe(options.dir)

@@ -1,4 +1,4 @@
-"""Shell. How long the console's pages take where there are many subjects and groups; brokers are not part of it."""
+"""Shell. Times of the console's pages with many subjects and groups, without brokers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NIGHTS = 30
 
 
 def fill_ledger(folder: Path, groups: int) -> None:
-    """A month of nights of every broker group."""
+    """Write a month of nights of every broker group."""
     folder.mkdir()
     for group in map(group_name, range(groups)):
         read = {"master": 1 << 30, "slave": 1 << 30}
@@ -50,7 +50,7 @@ def fill_ledger(folder: Path, groups: int) -> None:
 
 
 def measure(port: int, token: str, note: Callable[[str, float, str], None]) -> None:
-    """Log in and ask for each page one by one; note the middle and the slowest time, in milliseconds."""
+    """Log in and request each page; record the median and the maximum time, in milliseconds."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     cookie = _log_in(connection, token)
     for name, address in PAGES.items():

@@ -1,10 +1,10 @@
-"""Shell. Simulated brokers and clients of `make bench-metaserver`: gRPC streams, one process for many of them.
+"""Shell. Simulated brokers and clients of `make bench-metaserver`: many gRPC streams in one process.
 
-Those who watch routes are too many for grpc.aio; theirs are `benchmarks.lean_stream`'s.
+Watchers of routes are too many for grpc.aio and use `benchmarks.lean_stream`.
 
     python -m benchmarks.metaserver_load '{"role": "watchers", "address": "127.0.0.1:8081", …}'
 
-Prints one JSON object per line: {"ready": …} once all streams are up, then one for each line that it reads.
+Prints one JSON object per line: {"ready": …} once all streams are up, then one for each line of input.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import MetaserverStub
 
 HOT = "bench.hot"
-"""The subject that every watcher watches."""
+"""The subject of every watcher."""
 WATCH_ROUTES = "/qmq.Metaserver/WatchRoutes"
-OPTIONS = [*META_CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]  # else all channels share one connection
+OPTIONS = [*META_CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]  # otherwise all channels share one connection
 STARTED_AT_ONCE = 200
 FILL_AT_ONCE = 10
 PARTS = (0.5, 0.99, 1.0)
@@ -49,13 +49,13 @@ def say(**words: Any) -> None:
 
 
 def spread(times_s: list[float]) -> dict[str, float]:
-    """Median, 99th percentile and maximum, in milliseconds."""
+    """Return median, 99th percentile and maximum, in milliseconds."""
     ordered = sorted(times_s)
     return {f"p{part * 100:g}": percentile(ordered, part) * 1000 for part in PARTS} | {"count": len(ordered)}
 
 
 class Load:
-    """What all kinds have: the metaserver's address, connections to it, the token."""
+    """Common part: the metaserver's address, connections to it, the token."""
 
     def __init__(self, words: dict[str, Any]) -> None:
         self.words = words
@@ -69,7 +69,7 @@ class Load:
 
 
 class Watcher:
-    """One client, as `qmq.client.route_watch` behaves: it watches its subjects and confirms what it got."""
+    """One client that behaves as the library's watcher of routes: it watches its subjects and confirms their routes."""
 
     def __init__(self, load: Watchers, number: int, ready: asyncio.Queue[int]) -> None:
         rng = random.Random(number)
@@ -84,7 +84,7 @@ class Watcher:
         self._stream: Stream | None = None
 
     async def begin(self) -> None:
-        """Watch; whenever the metaserver had no time for the stream, come back after a moment."""
+        """Watch; reconnect after a moment whenever the stream was rejected."""
         try:
             connection = await self._load.connection(self._number)
         except OSError:
@@ -121,7 +121,7 @@ class Watcher:
 
 
 class Watchers:
-    """Clients that watch the hot subject and four others each. So many of them that grpc.aio is too dear."""
+    """Clients that watch the hot subject and four others each; too many for grpc.aio."""
 
     def __init__(self, words: dict[str, Any]) -> None:
         self.words = words
@@ -135,7 +135,7 @@ class Watchers:
         self._seen: dict[Watcher, float] = {}
 
     async def connection(self, number: int) -> Connection:
-        """The connection of a watcher, made anew if it is closed. Raises OSError."""
+        """Return the connection of a watcher, opened again if it was closed. Raise OSError."""
         place = number % self.words["connections"]
         async with self._connecting:
             connection = self._connections.get(place)
@@ -145,12 +145,12 @@ class Watchers:
         return connection
 
     def keep(self, task: asyncio.Task[None]) -> None:
-        """The loop alone would let a task go."""
+        """The loop alone keeps no reference to a task."""
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def saw(self, watcher: Watcher) -> None:
-        """Note when a watcher's hot route is what was expected first."""
+        """Record when a watcher's hot route first is the expected one."""
         if self._expected is None or watcher in self._seen or watcher.hot.get(self._expected[0]) != self._expected[1]:
             return
         self._seen[watcher] = time.monotonic()
@@ -176,7 +176,7 @@ class Watchers:
 
 
 class Brokers(Load):
-    """Masters and slaves that register and beat once a second."""
+    """Masters and slaves that register and send a heartbeat every second."""
 
     async def run(self) -> None:
         first, count = self.words["first"], self.words["groups"]
@@ -190,7 +190,7 @@ class Brokers(Load):
         await on_lines(None)
 
     async def _serve(self, number: int, role: int, ready: asyncio.Queue[int]) -> None:
-        """One broker; comes back after a moment whenever the metaserver is away."""
+        """One broker; reconnects after a moment whenever the metaserver is down."""
         state = pb.BrokerState(
             hostname=f"host{number:04d}-{role}",
             serve_port=20881,
@@ -240,7 +240,7 @@ class Brokers(Load):
 
 
 class Fill(Load):
-    """Clients that bring all subjects into being."""
+    """Clients that create all subjects."""
 
     async def run(self) -> None:
         began, each = time.monotonic(), self.words["each"]
@@ -264,7 +264,7 @@ class Fill(Load):
 
 
 class Lookups(Load):
-    """Clients that ask for one known subject more: on the stream that they have, or on a new one each."""
+    """Clients that request one more existing subject, on their present stream or on a new one each."""
 
     async def run(self) -> None:
         self._streams: asyncio.Queue[Any] = asyncio.Queue()
@@ -306,7 +306,7 @@ class Lookups(Load):
 
 
 async def on_lines(act: Callable[[dict[str, Any]], Awaitable[None]] | None) -> None:
-    """Carry out each line of standard input; return at its end."""
+    """Carry out each line of standard input until its end."""
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     while line := await reader.readline():

@@ -1,14 +1,14 @@
-"""Shell. `make bench-neighbours`: what each noisy neighbour costs a quiet group that shares the brokers with it.
+"""Shell. `make bench-neighbours`: effect of each noisy neighbour on a quiet group that shares its brokers.
 
 One broker group and one delay group of two copies each, on this machine. A producer sends to the quiet subject at a
-slow, steady pace, and its one listener notes how old each message is. That is measured alone and beside each neighbour,
-in turns; a neighbour is a process of its own, and nice, as it stands for one on another machine: the quiet clients pay
-for what brokers do for it and not for its Python.
+slow, steady pace, and its one listener records the age of each message. That is measured alone and beside each
+neighbour, in turns. A neighbour is a process of its own, with low priority, as it stands for one on another machine:
+the quiet clients pay for the brokers' work for it and not for its Python.
 
-The control is the same neighbour at another installation on the same machine: what it costs by taking cores and disk,
-through no broker that it shares with the quiet group. On a machine of few cores that is most of what it costs, and no
-broker could do anything about it. So the figure that is judged is the p99 beside it over the p99 with it elsewhere:
-the median of some rounds. What it is over the p99 alone is shown, too: a neighbour that costs both alike shows there.
+The control is the same neighbour at another installation on the same machine: its cost in cores and disk, without
+shared brokers. On a machine of few cores that is most of its cost, and brokers can do nothing about it. So the judged
+figure is the p99 beside it over the p99 with it elsewhere: the median of some rounds. The ratio to the p99 alone is
+shown, too: it reveals a neighbour that costs both alike.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from qmq.deploy.plan import write_atomically
 
 PORTS = 25_200
 PACE_PER_S = 100
-"""Messages of the quiet subject: enough for a ninety-ninth percentile, too few to load anything."""
+"""Messages of the quiet subject: enough for a p99, too few to load anything."""
 READY = "ready"
-"""What a neighbour prints when it begins to be noisy."""
+"""A neighbour's line when it begins to be noisy."""
 GOAL = 1.2
-"""For the p99 beside a neighbour over the p99 with it elsewhere."""
+"""Goal for the p99 beside a neighbour over the p99 with it elsewhere."""
 SETTLED_S = 2.0
-"""After a neighbour was killed: its connections are closed, what it was sent is over."""
+"""Pause after a neighbour was killed, until its connections are closed and its deliveries are over."""
 DIRTY_BYTES_MAX, DIRTY_S_MAX = 32 << 20, 60.0
-"""What the machine may still have to write when a phase begins (it would measure the one before); how long to wait."""
+"""Maximum of unwritten bytes when a phase begins, as they would slow the next one; and maximum wait for that."""
 READ_BYTES, WRITTEN_S = 256 << 20, 5.0
-"""Of a log that is read on and on; and what brokers and disks get to be done with writing it."""
+"""Size of the log that is read repeatedly, and time for brokers and disks to finish writing it."""
 
 LOG_BYTES = 3 << 30
-"""What a copy keeps of its log: a hot subject writes ten GiB and more into each, and a full disk is readonly."""
+"""Retention of each copy: a hot subject writes ten GiB and more into each, and a full disk makes a group readonly."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,12 @@ QUICK = Sizes(rounds=3, phase_s=4.0)
 
 
 class Noise:
-    """One noisy neighbour: prepares, says that it is ready, and goes on until it is killed."""
+    """One noisy neighbour: prepares, reports that it is ready, and goes on until killed."""
 
     def __init__(self, metaserver: str, token: str, port: int) -> None:
         self._client: dict[str, Any] = {"metaserver": metaserver, "token": token, "app": "noise"}
         self._subject = f"noise.{os.getpid()}"
-        """Of its own, so that no neighbour meets what others left."""
+        """Own subject, unaffected by other neighbours' remains."""
         self._port = port
 
     def _producer(self) -> qmq.Producer:
@@ -82,14 +82,14 @@ class Noise:
             assert receipts.all_stored
 
     async def hot_subject(self) -> None:
-        """One subject, as fast as one producer can."""
+        """One subject at one producer's full speed."""
         async with self._producer() as producer:
             print(READY, flush=True)
             while True:
                 await producer.send_many(qmq.Message(self._subject, {"x": "x" * 1024}) for _ in range(10_000))
 
     async def giant_backlog(self) -> None:
-        """A consumer that takes a backlog as fast as it can, again and again."""
+        """A consumer that takes a backlog at full speed, repeatedly."""
         await self._backlog(200_000)
         print(READY, flush=True)
         for number in range(1_000):
@@ -98,7 +98,7 @@ class Noise:
                     await puller.ack(messages)
 
     async def retries(self) -> None:
-        """10,000 messages that each ask to come again a second later."""
+        """10,000 messages that each request redelivery a second later."""
         await self._backlog(10_000, 100)
         print(READY, flush=True)
         async with qmq.Consumer(**self._client).pull(self._subject, group="retries", start="earliest") as puller:
@@ -119,7 +119,7 @@ class Noise:
         await consumer.run()
 
     async def reconnects(self) -> None:
-        """Twenty consumers that come and go all the time."""
+        """Twenty consumers that join and leave constantly."""
         await self._backlog(1_000, 100)
         print(READY, flush=True)
 
@@ -139,7 +139,7 @@ class Noise:
                 await producer.send(qmq.Message(self._subject, {"x": "x" * (3 << 20)}))
 
     async def broken_clients(self) -> None:
-        """Connections that send what is no packet, or nothing at all."""
+        """Connections that send garbage, or nothing at all."""
         print(READY, flush=True)
         silent: list[socket.socket] = []
         while True:
@@ -166,9 +166,9 @@ class Noise:
                     await asyncio.gather(*(producer.cancel(one) for one in receipts[begin : begin + 50]))
 
     async def audit(self) -> None:
-        """The nightly job, which reads both copies of everything, again and again; as nice as its unit makes it."""
+        """The nightly job, which reads both copies of everything, repeatedly, at the priority of its unit."""
         from qmq.audit.data_source import start_spark
-        from qmq.audit.group import Options, audit_groups  # Spark is here for this neighbour alone
+        from qmq.audit.group import Options, audit_groups  # only this neighbour needs Spark
         from qmq.audit.places import find_places
         from qmq.audit.results import Group
 
@@ -176,20 +176,21 @@ class Noise:
         await self._backlog(300_000)
         spark = start_spark("local[*]", "noise")
         groups = [Group(*one) for one in find_places(self._client["metaserver"], self._client["token"]).items()]
-        audit_groups(spark, groups, Options())  # workers are there, and the JVM has compiled what it runs
+        audit_groups(spark, groups, Options())  # starts the workers and warms the JVM
         print(READY, flush=True)
         while True:
             audit_groups(spark, groups, Options())
 
     async def audit_reads(self) -> None:
-        """What an audit asks of brokers, without Spark: the logs of both copies, as fast as they are sent, thrown away.
+        """The broker's part of an audit, without Spark: the logs of both copies are read at full speed and discarded.
 
-        It keeps to one core, for an audit belongs on another machine: give the rest another one (`taskset -c 1`)."""
+        It uses one core, as an audit belongs on another machine: give the rest another core (`taskset -c 1`).
+        """
         from qmq.audit.places import find_places
 
         os.sched_setaffinity(0, {0})
         places = find_places(self._client["metaserver"], self._client["token"])["g1"].values()
-        if not all(map(_is_long, places)):  # what writing a backlog costs is not what reading it does
+        if not all(map(_is_long, places)):  # the cost of writing a backlog is not that of reading it
             await self._backlog(300_000)
             await asyncio.sleep(WRITTEN_S)
         print(READY, flush=True)
@@ -197,7 +198,7 @@ class Noise:
 
 
 def _is_long(place: dict[str, str]) -> bool:
-    """Return whether a broker's log takes a while to read."""
+    """Return whether a broker's log is large enough."""
     from qmq.audit.copies import open_copy
 
     with closing(open_copy(place)) as copy:
@@ -205,7 +206,7 @@ def _is_long(place: dict[str, str]) -> bool:
 
 
 def _read_on(place: dict[str, str]) -> None:
-    """Read a broker's log from its begin to its end, again and again."""
+    """Read a broker's log from its start to its end, repeatedly."""
     from qmq.audit.copies import open_copy
 
     while True:
@@ -272,15 +273,16 @@ async def measure(cluster: Cluster, elsewhere: Cluster, names: list[str], sizes:
 
 
 async def _compared(cluster: Cluster, elsewhere: Cluster, quiet: Quiet, name: str, sizes: Sizes) -> dict[str, float]:
-    """Measure phases without a neighbour, with it elsewhere and with it here, in turns; return medians, for this
-    machine has neighbours, too."""
+    """Measure phases without a neighbour, with it elsewhere and with it here, in turns; return medians, as the machine
+    has other load.
+    """
     alone: list[float] = []
     control: list[float] = []
     beside: list[float] = []
     for number in range(sizes.rounds):
         alone.append(await quiet.p99_ms(sizes.phase_s))
         turns = [(control, elsewhere), (beside, cluster)]
-        for found, where in turns if number % 2 else reversed(turns):  # whatever drifts meets both alike
+        for found, where in turns if number % 2 else reversed(turns):  # drift affects both alike
             found.append(await _beside(where, quiet, name, sizes))
     of_control = sorted(after / before for before, after in zip(control, beside, strict=True))
     return {
@@ -310,7 +312,7 @@ async def _beside(cluster: Cluster, quiet: Quiet, name: str, sizes: Sizes) -> fl
 
 
 def _dirty_bytes() -> int:
-    """Return what the kernel has not written yet."""
+    """Return the bytes that the kernel has not written yet."""
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     return sum(int(fields[name].split()[0]) << 10 for name in ("Dirty", "Writeback"))
 
@@ -324,7 +326,7 @@ def _shown(figure: dict[str, float]) -> str:
 
 
 def _begin(cluster: Cluster, name: str) -> subprocess.Popen[str]:
-    """Start a neighbour; return when it is about to be noisy."""
+    """Start a neighbour; return once it is about to be noisy."""
     where = [cluster.metaserver, cluster.token, str(cluster.broker("g1", "master").serve_port)]
     command = ["nice", "-n", "19", sys.executable, "-m", "benchmarks.neighbours", "--noise", name, *where]
     neighbour = subprocess.Popen(
@@ -339,9 +341,12 @@ def _begin(cluster: Cluster, name: str) -> subprocess.Popen[str]:
 
 
 def _stand_back(pid: int) -> None:
-    """Make the session of a process nice. Linux shares cores among sessions first (autogroups), and each broker has one
-    of its own: what `nice` says counts within one."""
-    with suppress(FileNotFoundError):  # a kernel without them
+    """Lower the priority of a process' session.
+
+    Linux shares cores among sessions first (autogroups), and each broker has its own; plain `nice` counts only within
+    one.
+    """
+    with suppress(FileNotFoundError):  # a kernel without autogroups
         Path(f"/proc/{pid}/autogroup").write_text("19")
 
 

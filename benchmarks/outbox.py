@@ -1,10 +1,10 @@
-"""Shell. `make bench-outbox`: a million rows that are stuck in an outbox on MariaDB, and an application that goes on.
+"""Shell. `make bench-outbox`: a million rows stuck in an outbox on MariaDB, and a running application.
 
-The application (`benchmarks.outbox_application`) is measured first alone, with all rows lying there, then while a
-watchdog drains them to a cluster of one group, and at last beside two processes that only compute, for as large a share
-of a core as the drain took: it is two processes as well, the watchdog and the database. The last one tells what of the
-difference is the machine's: where the database, the brokers, the watchdog and the application share two cores, whoever
-computes now and then moves the application's p99.
+The application (`benchmarks.outbox_application`) is measured alone with all rows in the table, then while a watchdog
+drains them to a cluster of one group. Last it runs beside two processes that only compute, with the drain's share of a
+core: the drain is two processes as well, the watchdog and the database. That run shows the machine's part in the
+difference: where database, brokers, watchdog and application share two cores, any computing process moves the
+application's p99.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ PORTS = 24_700
 ROWS_AT_ONCE = 2_000
 WARM_S = 2.0
 COMPUTING = 2
-"""Processes that the drain is compared with."""
+"""Computing processes compared with the drain."""
 SLICE_S = 0.5
-"""How long the application works between two looks at the watchdog; the slice in which all is sent does not count."""
+"""Time of the application between two readings of the watchdog; the slice with the last row does not count."""
 
 
 class Database(NamedTuple):
-    """A server that runs."""
+    """A running server."""
 
     engine: Engine
     pid: int
@@ -57,11 +57,11 @@ class Database(NamedTuple):
 
 @contextmanager
 def mariadb(buffer_mib: int) -> Iterator[Database]:
-    """Run a server of our own, with an empty database `shop`; durable as it is by default."""
+    """Run a server of our own, with an empty database `shop`, and the default durability."""
     directory = Path(tempfile.mkdtemp(prefix="qmq-bench-"))
     directory.chmod(0o755)
     root = ["--user=root"] if os.geteuid() == 0 else []
-    # A server that starts removes all temporary tables in `tmpdir`: also those of another one, if they share it.
+    # A starting server removes all temporary tables in `tmpdir`, also those of another server.
     directories = [f"--datadir={directory}/data", f"--tmpdir={directory}"]
     install = ["mariadb-install-db", "--no-defaults", *directories, "--skip-test-db"]
     method = "--auth-root-authentication-method=normal"
@@ -135,7 +135,7 @@ def fill(engine: Engine, rows: int) -> None:
 
 
 class Watchdog:
-    """A watchdog process. `sent` is what its metrics say."""
+    """A watchdog process. `sent` comes from its metrics."""
 
     def __init__(self, cluster: Cluster, directory: Path) -> None:
         self._port = free_port()
@@ -163,7 +163,7 @@ class Watchdog:
 
 
 class Trial:
-    """One drain, and the application before it, beside it, and beside something else."""
+    """One drain; the application before it, beside it, and beside computing processes."""
 
     def __init__(self, cluster: Cluster, directory: Path, database: Database, per_s: int, stack: ExitStack) -> None:
         self._cluster = cluster
@@ -185,7 +185,7 @@ class Trial:
         return _p99(self._transact(seconds))
 
     def computing_ms(self, share: float, seconds: float) -> float:
-        """The same beside processes that compute, so much together."""
+        """Measure the application beside processes that compute with this total share."""
         for process in self._computing:
             process.begin("compute", share=share / COMPUTING, seconds=seconds)
         took_ms = self._transact(seconds)
@@ -194,7 +194,7 @@ class Trial:
         return _p99(took_ms)
 
     def drain(self, rows: int, rate: int) -> dict[str, Any]:
-        """Let a watchdog send all rows; what was sent before the clock runs does not count."""
+        """Let a watchdog send all rows; rows sent before the clock runs do not count."""
         watchdog = Watchdog(self._cluster, self._directory)
         while not watchdog.sent():
             time.sleep(0.05)
@@ -217,7 +217,7 @@ class Trial:
         }
 
     def _used_s(self, watchdog: Watchdog) -> dict[str, float]:
-        """CPU time of each part so far."""
+        """Return the CPU time of each part so far."""
         brokers = [self._cluster.service(plan.hostname).pid for plan in self._cluster.plan.brokers]
         return {
             "database": _cpu_s([self._database.pid]),
@@ -235,9 +235,9 @@ def _p99(took_ms: list[float]) -> float:
 
 
 def measure(rows: int, *, alone_s: float, per_s: int, rate: int) -> dict[str, Any]:
-    """Fill, listen to the application alone, drain, compare."""
+    """Fill, measure the application alone, drain, compare."""
     run_dir = Path(tempfile.mkdtemp(prefix="qmq-bench-outbox-"))
-    # The table fits into the memory of the database, as tables that are worked on do.
+    # The table fits into the database's memory, as active tables do.
     with (
         mariadb(buffer_mib=1_024) as database,
         Cluster(

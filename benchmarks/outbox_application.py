@@ -1,9 +1,9 @@
 """Shell. The application of the outbox's benchmark, in a process of its own: transactions at fixed times.
 
-Each writes an order and a message's row, and deletes the row a little later, as a producer that was told "stored". Its
-latency counts from the moment at which it was due. In the process that looks on, it would wait for that one's threads.
+Each transaction writes an order and a message's row, and deletes the row a little later, as a producer does after the
+receipt. Latency counts from the planned time. In the measuring process it would wait for that process' threads.
 
-And what it is compared with: a process that only computes, for a share of a core.
+The same module has the process to compare with, which only computes, for a share of a core.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ TABLE = "qmq_msg_queue"
 
 
 def content(name: str) -> str:
-    """A message as it stands in a row."""
+    """A message as in a row."""
     properties: dict[str, Value] = {"orderNo": 4_711, "state": "paid", "text": "x" * 100}
     return encode_row(Message(SUBJECT, properties, id=name), 1_700_000_000_000)
 
 
 COMPUTE_S = 0.02
-"""How long a computation is, about as long as the drain's steps."""
+"""Length of one computation, about that of a drain's step."""
 
 
 async def compute(share: float, seconds: float) -> dict[str, Any]:
-    """Use so much of a core, for nothing."""
+    """Use this share of a core."""
     ends = time.monotonic() + seconds
     while (now := time.monotonic()) < ends:
         while time.monotonic() < now + COMPUTE_S:
@@ -44,7 +44,7 @@ async def compute(share: float, seconds: float) -> dict[str, Any]:
 
 
 class Application:
-    """One connection to the application's database, made with the first transaction."""
+    """One connection to the application's database, opened by the first transaction."""
 
     def __init__(self, url: str) -> None:
         self._engine = create_engine(url)
@@ -52,7 +52,7 @@ class Application:
         self._written = 0
 
     async def transact(self, per_s: int, seconds: float) -> dict[str, Any]:
-        """Return how long each took, in milliseconds."""
+        """Return the milliseconds of each transaction."""
         due, took_ms = time.monotonic(), []
         ends = due + seconds
         while (due := due + 1 / per_s) < ends:

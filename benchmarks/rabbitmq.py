@@ -1,9 +1,8 @@
-"""Shell. Two RabbitMQ nodes on loopback with a classic mirrored queue, as plain processes below one directory.
+"""Shell. The same producer load against RabbitMQ: two nodes on loopback with a classic mirrored queue, as plain
+processes.
 
-Needs RabbitMQ as Debian packages it (`apt-get install rabbitmq-server`); its service may stay off. Node names, ports,
-cookie, database, logs and the port mapper are our own, so a RabbitMQ that already runs here is left alone.
-
-The same producer load against RabbitMQ, and how our figures compare to it.
+Needs RabbitMQ as packaged by Debian (`apt-get install rabbitmq-server`); its service may stay off. Node names, ports,
+cookie, database, logs and the port mapper are our own, so a running RabbitMQ is left alone.
 """
 
 from __future__ import annotations
@@ -44,8 +43,9 @@ def is_installed() -> bool:
 
 
 class RabbitMq:
-    """A cluster of two nodes, from `with` to its end. Clients connect to `port`; queues declared there have their
-    master on that node and a mirror on the other."""
+    """A cluster of two nodes, from `with` to its end. Clients connect to `port`; its node has the queues' masters, the
+    other node their mirrors.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         self._dir = run_dir.resolve()
@@ -86,7 +86,7 @@ class RabbitMq:
         return {name: node.pid for name, node in self._nodes.items()}
 
     def control(self, number: int, *arguments: str) -> str:
-        """Run rabbitmqctl against a node; raises NotServed with what it printed."""
+        """Run rabbitmqctl against a node; raise NotServed with its output."""
         done = subprocess.run(
             [SCRIPTS / "rabbitmqctl", "-q", "-n", _name(number), *arguments],
             env=self._environment(number),
@@ -115,9 +115,9 @@ class RabbitMq:
             "RABBITMQ_ADVANCED_CONFIG_FILE": str(self._dir / "none.config"),
             "RABBITMQ_CONF_ENV_FILE": str(self._dir / "none.conf"),
             "RABBITMQ_ENABLED_PLUGINS_FILE": str(self._dir / "plugins"),
-            # The virtual machine itself instead of a shell that waits for it: its pid is the one to measure and to end.
+            # The virtual machine itself instead of a waiting shell: its pid is measured and ended.
             "RABBITMQ_ALLOW_INPUT": "1",
-            # Schedulers of two nodes that spin while they wait would take the two cores from each other.
+            # Spinning schedulers of two nodes would take the two cores from each other.
             "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "+sbwt none +sbwtdcpu none +sbwtdio none -noinput"
             " -kernel inet_dist_use_interface {127,0,0,1}",
         }
@@ -189,7 +189,7 @@ WINDOW = 1_000
 
 
 def missing() -> str:
-    """What is not here that the comparison needs; empty if nothing is."""
+    """Return the missing requirements of the comparison, or ""."""
     if not is_installed():
         return "RabbitMQ is not installed (Debian: apt-get install rabbitmq-server)"
     if importlib.util.find_spec("pamqp") is None:
@@ -198,7 +198,7 @@ def missing() -> str:
 
 
 def measure(run_dir: Path, sizes: Sizes, say: Callable[[str], None]) -> list[Figure]:
-    """Produce with publisher confirms into a mirrored queue of two nodes; one cluster for all measurements."""
+    """Produces with publisher confirms into a mirrored queue of two nodes; one cluster for all measurements."""
     say("starting two RabbitMQ nodes")
     log = run_dir.parent / "rabbitmq-client.log"
     with RabbitMq(run_dir) as nodes, Worker("benchmarks.rabbitmq_client", log, str(nodes.port)) as client:
@@ -237,7 +237,7 @@ def _rate(
 
 
 def ratios(figures: Mapping[str, Figure]) -> dict[str, float]:
-    """How many times faster we are; for times, how many times shorter ours is. Only what was measured on both sides."""
+    """Return our speed over RabbitMQ's, for times the inverse; only of figures measured on both sides."""
     found = {}
     for name, ours in figures.items():
         if (peer := figures.get(f"rabbitmq_{name}")) is not None:

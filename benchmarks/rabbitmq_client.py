@@ -1,8 +1,8 @@
 """Shell. A publisher for RabbitMQ as a worker: persistent messages, publisher confirms, a window of unconfirmed ones.
 
-It is made to cost as little as possible, so that the two cores are RabbitMQ's: what precedes the content of a message
-(method, header and body frame) is packed once by pamqp, and confirmations are read without it. A publisher written with
-a whole client library would take more of the machine and make RabbitMQ look slower than it is.
+It costs as little as possible, so that RabbitMQ gets the two cores. The bytes before a message's content (method,
+header and body frame) are packed once by pamqp, and confirmations are read without it. A whole client library would
+take more of the machine and make RabbitMQ look slower than it is.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from qmq.errors import NotServed
 
 CHANNEL = 1
 BURST = 100
-"""Messages that are written at once, at most; more in one write is no faster."""
+"""Maximum of messages per write; more is no faster."""
 ACK = bytes.fromhex("003c0050")
 """Class and method of basic.ack."""
 _FRAME = struct.Struct(">BHI")
@@ -46,11 +46,13 @@ class Publisher(asyncio.Protocol):
 
     @property
     def confirmed(self) -> int:
-        """How many messages are confirmed."""
+        """Number of confirmed messages."""
         return self._confirmed_end + len(self._beyond)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # uvloop's has the methods, but not the base class
+        self.transport = cast(
+            asyncio.Transport, transport
+        )  # uvloop's transport has the methods, but not the base class
 
     def connection_lost(self, error: Exception | None) -> None:
         self.lost = self.lost or f"RabbitMQ closed the connection: {error}"
@@ -123,7 +125,7 @@ async def open_publisher(port: int) -> Publisher:
 
 
 class Client:
-    """The actions, with the arguments of the qmq client's where they mean the same."""
+    """The worker's actions, with the qmq client's arguments where they mean the same."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -176,7 +178,7 @@ class Client:
 
 
 def _packed(subject: str, size: int) -> list[bytes]:
-    """Messages as they go over the wire: publish, header and body frames, persistent (delivery mode 2)."""
+    """Return messages in wire format: publish, header and body frames, persistent (delivery mode 2)."""
     properties = commands.Basic.Properties(delivery_mode=2)
     before = (
         frame.marshal(commands.Basic.Publish(exchange="", routing_key=subject), CHANNEL)

@@ -1,8 +1,8 @@
-"""Shell. `python -m benchmarks.removal`: what it costs to delete a segment, for a broker and for who shares its disk.
+"""Shell. `python -m benchmarks.removal`: cost of deleting a segment, for a broker and for a neighbour on its disk.
 
 A process appends a KiB and fsyncs it, two hundred times a second. Meanwhile a file of 1 GiB is deleted, in turns at
-once (`os.unlink`) and as brokers do it (`RealDisk.remove`, then `sweep`). Shown are the time of the call that a broker
-makes on the thread that commits, the longest piece, and the neighbour's longest and p99 fsync; then the ratios.
+once (`os.unlink`) and as brokers do it (`RealDisk.remove`, then `sweep`). Shown are the time of the broker's call on
+the committing thread, the longest piece, and the neighbour's longest and p99 fsync; then the ratios.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SEGMENT_BYTES, PIECE = 1 << 30, os.urandom(1 << 20)
 ROUNDS = 4
 PACE_S = 0.005
 QUIET_S, AFTER_S = 2.0, 3.0
-"""Before a file is deleted, so that its writing is over; and after it, as file systems go on in the background."""
+"""Pause before a deletion, until writing is over, and after it, as file systems go on in the background."""
 NAME = "log/segment"
 
 
@@ -41,7 +41,7 @@ class Cost:
 
 
 def neighbour(path: str, pipe: Connection) -> None:
-    """Append and fsync until it is told to end; each word before asks for the fsyncs since the last one."""
+    """Append and fsync until told to end by a line; other lines request the fsyncs since the last one."""
     descriptor, took_ms = os.open(path, os.O_CREAT | os.O_WRONLY), list[float]()
     while True:
         began = time.perf_counter()
@@ -56,7 +56,7 @@ def neighbour(path: str, pipe: Connection) -> None:
 
 
 def at_once(root: Path, disk: RealDisk) -> tuple[float, float]:
-    disk.close()  # what is open is given back when it is closed
+    disk.close()  # an open file is freed when it is closed
     took = timed(lambda: os.unlink(root / NAME))
     return took, took
 

@@ -1,7 +1,7 @@
-"""Shell. `python -m benchmarks.schedule`: what the delay server's schedule costs, alone in one process.
+"""Shell. `python -m benchmarks.schedule`: cost of the delay server's schedule, alone in one process.
 
-What runs on a delay server's loop is timed apart from what runs on its threads. Messages have 200 bytes and come in
-frames of 100.
+Work on the delay server's loop is timed apart from work on its threads. Messages have 200 bytes and come in frames of
+100.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 class Frames:
-    """Makes frames of a log, one behind the other. Chains and checksums are not what is measured here."""
+    """Makes consecutive frames of a log, without valid chains and checksums."""
 
     def __init__(self, begin_ms: int, span_ms: int, *, first: int = 0, end: int = LOG_START) -> None:
         self._begin_ms = begin_ms
@@ -86,8 +86,9 @@ class Frames:
 
 
 class Stopwatch:
-    """Adds up the time of steps, and keeps the longest: in processor time, which others that use the machine disturb
-    least, and by the clock."""
+    """Sums the time of steps and keeps the longest: in processor time, which other programs disturb least, and by the
+    clock.
+    """
 
     def __init__(self) -> None:
         self.total_s = self.cpu_s = self.longest_s = self.slowest_s = 0.0
@@ -117,7 +118,7 @@ def opened(folder: Path) -> Schedule:
 
 
 def fill(schedule: Schedule, frames: Frames, messages: int) -> tuple[Stopwatch, Stopwatch]:
-    """File messages; return the time on the loop, and that on a thread."""
+    """File messages; return the times on the loop and on a thread."""
     loop, thread = Stopwatch(), Stopwatch()
     for _ in range(messages // BATCH):
         entry = frames.messages()
@@ -136,7 +137,7 @@ def save(schedule: Schedule) -> None:
 
 
 def far_ahead(folder: Path, messages: int) -> dict[str, float]:
-    """Messages over 30 days: filing, memory, looking for some, and a restart."""
+    """Measure messages over 30 days: filing, memory, look-ups, and a restart."""
     before = rss_mb()
     schedule, frames = opened(folder), Frames(BEGIN_MS, 30 * 24 * HOUR_MS)
     loop, thread = fill(schedule, frames, messages)
@@ -166,7 +167,7 @@ def far_ahead(folder: Path, messages: int) -> dict[str, float]:
 
 
 def one_hour(folder: Path, messages: int) -> dict[str, float]:
-    """Messages of one hour: loading them, taking them off the wheel as they come due, and settling them."""
+    """Measure messages of one hour: loading, leaving the wheel when due, and settling."""
     schedule, frames = opened(folder), Frames(BEGIN_MS, HOUR_MS)
     fill(schedule, frames, messages)
     save(schedule)
@@ -191,7 +192,7 @@ def one_hour(folder: Path, messages: int) -> dict[str, float]:
             continue
         taken += len(due)
         dispatch, settled = frames.dispatch(_places(due), step), frames.settled(step)
-        if is_planned := step % 2 == 0:  # as on a master; a slave looks up what a frame names
+        if is_planned := step % 2 == 0:  # as on a master; a slave looks up the messages of a frame
             schedule.planned(1, step, due)
         watch = planned if is_planned else looked_up
         watch(schedule.file, *dispatch)
@@ -207,7 +208,7 @@ def one_hour(folder: Path, messages: int) -> dict[str, float]:
 
 
 def campaign(folder: Path, messages: int) -> dict[str, float]:
-    """Messages of one moment, all on the wheel: to take back 1,000 of them, one after the other, by id."""
+    """Measure the cancelling of 1,000 messages of one moment, all on the wheel, one by one, by id."""
     schedule, frames = opened(folder), Frames(BEGIN_MS, 1)
     fill(schedule, frames, messages)
     save(schedule)
@@ -246,7 +247,7 @@ def campaign(folder: Path, messages: int) -> dict[str, float]:
 
 
 class _Host:
-    """Reads when it is told to; the time that this takes is a thread's."""
+    """Reads on request; its time counts as a thread's."""
 
     def __init__(self) -> None:
         self.jobs: list[tuple[Callable[[], Any], Callable[[Any], None]]] = []
@@ -265,8 +266,9 @@ class _Undecided:
 
 
 def leftovers(folder: Path, messages: int, most: int) -> dict[str, float]:
-    """Due messages of which `most` may be loaded: to cut the queue as they come due, and to read the others back as
-    500 at a time are sent."""
+    """Measure due messages of which `most` may be loaded: cutting the queue, and reading the others back, 500 per
+    send.
+    """
     schedule, frames, host = opened(folder), Frames(BEGIN_MS, 60_000), _Host()
     fill(schedule, frames, messages)
     save(schedule)

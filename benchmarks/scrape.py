@@ -1,8 +1,8 @@
-"""Shell. `make bench-scrape`: what a page of metrics costs a broker with many subjects, each with a consumer group.
+"""Shell. `make bench-scrape`: cost of a page of metrics at a broker with many subjects, each with a consumer group.
 
-One group of two copies on this machine. Every subject has messages, and a consumer group of which some are delivered
-and none is acked. Measured at the master: how long a page takes over HTTP, how large it is, how much CPU time it costs,
-and how long a producer's lone `send` takes while pages are asked for one after the other, and while none is.
+One group of two copies on this machine. Every subject has messages, and a consumer group with some delivered and none
+acked. Measured at the master: time of a page over HTTP, its size, its CPU time, and the time of a producer's lone
+`send` while pages are requested one after the other, and while none is.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ASKED_AT_ONCE = 200
 
 
 class _Consumers:
-    """All consumers on one connection, each of a group of its own."""
+    """Consumers on one connection, each of a group of its own."""
 
     def packet_received(self, connection: Connection, packet: Packet) -> None: ...
 
@@ -63,7 +63,7 @@ class _Consumers:
 
 
 def page(port: int, token: str) -> tuple[float, bytes]:
-    """Return how many seconds a page took, and the page."""
+    """Return the seconds of a page, and the page."""
     request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"X-Api-Token": token})
     began = time.monotonic()
     with urllib.request.urlopen(request) as answer:
@@ -72,7 +72,7 @@ def page(port: int, token: str) -> tuple[float, bytes]:
 
 
 async def sends(producer: qmq.Producer, until: asyncio.Event) -> list[float]:
-    """Send one message after the other; return how many ms each took."""
+    """Send one message after the other; return the milliseconds of each."""
     times = []
     while not until.is_set():
         began = time.monotonic()

@@ -1,4 +1,4 @@
-"""Shell. The speed of one broker group: producing, single messages, consuming, end to end."""
+"""Shell. Speed of one broker group: producing, single messages, consuming, end to end."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ GROUP = "g1"
 IN_FLIGHT = 256
 PACE_PER_S = 1_000
 WIDE = 64
-"""Handlers at once."""
+"""Concurrent handlers."""
 WARM_MESSAGES = 1_000
-"""Taken before a process is measured."""
+"""Messages consumed before a process is measured."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured. The quick ones only show that everything works."""
+    """Sizes of the measurements. The quick ones only show that everything works."""
 
     repetitions: int = 5
     produce_1k: int = 1_000_000
@@ -62,7 +62,7 @@ QUICK = Sizes(
 
 
 class Speed:
-    """Measures one cluster; every repetition has a subject of its own, as the first one."""
+    """Measures one cluster; every repetition has a new subject."""
 
     def __init__(self, cluster: Cluster, sizes: Sizes, say: Callable[[str], None]) -> None:
         self.cluster = cluster
@@ -78,14 +78,14 @@ class Speed:
 
     @contextmanager
     def crowd(self) -> Iterator[Worker]:
-        """A process of many consumers (benchmarks.crowd), connected to the master."""
+        """Yield a process of many consumers (`benchmarks.crowd`), connected to the master."""
         port = self.cluster.describe()["groups"][GROUP]["master"]["port"]
         log = self.cluster.run_dir / "logs" / "crowd.log"
         with Worker("benchmarks.crowd", log, str(port), token=self.cluster.token) as worker:
             yield worker
 
     def pids(self, **clients: Worker) -> dict[str, int]:
-        """Processes whose CPU time is counted."""
+        """Processes with counted CPU time."""
         state = self.cluster.describe()
         brokers = {role: state["groups"][GROUP][role]["pid"] for role in ("master", "slave")}
         return {name: worker.pid for name, worker in clients.items()} | brokers | {"meta": state["metaserver_pid"]}
@@ -114,7 +114,7 @@ class Speed:
         return [p50, p99]
 
     def consume_1k(self) -> list[Figure]:
-        """Drain a backlog in three groups: with a puller, a listener, and a listener with many handlers at once."""
+        """Drain a backlog in three groups: with a puller, a listener, and a listener with many concurrent handlers."""
         pull, listen, wide = (Figure(f"{name}_1k_per_s") for name in ("consume", "listen", "listen_wide"))
         messages, many = self.sizes.consume, {"concurrency": WIDE}
         for _ in range(max(2, self.sizes.repetitions - 2)):
@@ -123,7 +123,7 @@ class Speed:
                 client.run("produce", subject=subject, messages=messages, size=1024)
                 client.run("produce", subject=f"{subject}.warm", messages=WARM_MESSAGES, size=1024)
             for figure, action, more in ((pull, "drain", {}), (listen, "listen", {}), (wide, "listen", many)):
-                with self.worker() as client:  # what a process imports at its first use is no cost of a message
+                with self.worker() as client:  # imports at first use are no cost of a message
                     client.run(action, subject=f"{subject}.warm", messages=WARM_MESSAGES, group=figure.name, **more)
                     meter = Meter(self.pids(client=client))
                     measured = meter.run(client, action, subject, messages, group=figure.name, **more)
@@ -132,7 +132,7 @@ class Speed:
         return [pull, listen, wide]
 
     def e2e(self) -> list[Figure]:
-        """From `send_nowait` in one process to the handler in another, with a steady rate."""
+        """Measure from `send_nowait` in one process to the handler in another, at a steady rate."""
         p50, p99 = Figure("e2e_p50_ms", more_is_better=False), Figure("e2e_p99_ms", more_is_better=False)
         messages, skipped = self.sizes.e2e_s * PACE_PER_S, 2 * PACE_PER_S
         for _ in range(max(2, self.sizes.repetitions - 2)):
@@ -172,7 +172,7 @@ class Meter:
     """Adds up the CPU time of processes over repetitions."""
 
     def __init__(self, pids: dict[str, int], counted: int = 0) -> None:
-        """`counted`: by how many messages a run's CPU time is divided, if not by those that it takes."""
+        """`counted`: number of messages that the CPU time is divided by, if not those of the run."""
         self._pids = pids
         self._counted = counted
         self._cpu_s = dict.fromkeys(pids, 0.0)

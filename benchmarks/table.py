@@ -1,8 +1,8 @@
-"""Shell. How fast a log is read as a table, by one task, without Spark: MB of log per second of CPU time.
+"""Shell. Speed of reading a log as a table, by one task, without Spark: MB of log per CPU second.
 
     python -m benchmarks.table
 
-Writes a log of 1 KiB messages and reads it with more and more columns, as the Arrow batches that Spark gets.
+Writes a log of 1 KiB messages and reads it with more and more columns, as the Arrow batches for Spark.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COLUMNS = {
 
 
 def measure(data: Path, columns: str, **options: str) -> tuple[int, float]:
-    """Return how many messages were read, and the CPU time it took."""
+    """Return the number of messages read, and the CPU time."""
     reader = TableReader({"path": str(data)} | options, columns.split(","))
     began, messages = time.process_time(), 0
     for part in reader.partitions():

@@ -29,10 +29,10 @@ class Worker:
     """A client in a process of its own, from `with` to its end.
 
     Args:
-        module: what to run; it calls `answer` with its actions.
-        log: file for what it complains about.
-        arguments: what it gets on its command line.
-        token: what it gets as QMQ_TOKEN, which no process list shows.
+        module: module to run; it calls `answer` with its actions.
+        log: file for its complaints.
+        arguments: its command line.
+        token: its QMQ_TOKEN, which no process list shows.
     """
 
     def __init__(self, module: str, log: Path, *arguments: str, token: str = "") -> None:
@@ -74,7 +74,7 @@ class Worker:
         return self._process.pid
 
     def run(self, action: str, *, timeout_s: float = 600.0, **arguments: object) -> dict[str, Any]:
-        """Carry out an action; return what it measured."""
+        """Carry out an action; return its measurement."""
         self.begin(action, **arguments)
         return self.end(timeout_s)
 
@@ -84,7 +84,7 @@ class Worker:
         self._process.stdin.flush()
 
     def end(self, timeout_s: float = 600.0) -> dict[str, Any]:
-        """Wait for the answer to what was begun; raises NotServed with the worker's last words if there is none."""
+        """Wait for the answer to the begun action; raise NotServed with the worker's last words without one."""
         assert self._process.stdout is not None
         deadline = time.monotonic() + timeout_s
         while b"\n" not in self._text:
@@ -100,7 +100,7 @@ class Worker:
 
 
 async def answer(actions: dict[str, Action]) -> None:
-    """The worker's own end: read a line, do what it says, print what was measured; ends with its input."""
+    """Run the worker's end: read a line, do the action, print its measurement; end with the input."""
     loop = asyncio.get_running_loop()
     while line := await loop.run_in_executor(None, sys.stdin.readline):
         request = json.loads(line)
@@ -109,6 +109,6 @@ async def answer(actions: dict[str, Action]) -> None:
 
 
 def texts(size: int) -> list[str]:
-    """Some different texts of `size` bytes, the same in each run: messages that cannot be compressed to nothing."""
+    """Return some different texts of `size` bytes, equal in each run, that do not compress to nothing."""
     rng = random.Random(size)
     return ["".join(rng.choices(string.ascii_letters, k=size)) for _ in range(TEXTS)]
