@@ -1,8 +1,8 @@
-"""Core. The message log of a broker group: appended here, written and fsynced by whoever owns it, read by everybody.
+"""Core. The message log of a broker group: frames are appended here, made durable in commits, and read from the tail.
 
-Life of a frame: `append` (or `append_frames`, on a slave) folds it into the state and keeps it in the tail;
-`take_commit` takes everything that is not on disk yet; `perform` writes and fsyncs it, on any thread, one at a
-time; `flushed` takes note. Reading from the tail needs no disk.
+Life of a frame: `append` (on a slave: `append_frames`) folds it into the state and keeps it in the tail. `take_commit`
+returns all that is not on disk. `perform` writes and fsyncs it, on any thread, one commit at a time; `flushed` records
+the result. Reads of older frames go to disk (`qmq.log.stored`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Write(NamedTuple):
 
 
 class _Roll(NamedTuple):
-    """Close the segment at `base`, which ends at `end`; open the next one there."""
+    """Close the segment at `base`, which ends at `end`, and open the next one there."""
 
     base: int
     end: int
@@ -60,8 +60,9 @@ class _Drop(NamedTuple):
 
 @dataclass(slots=True)
 class Commit:
-    """What `perform` has to make durable, in this order; afterwards everything before `end` is. `chain`: at `end`, also
-    of one that only deletes: copies compare it."""
+    """Steps of one `perform`, in order. Afterwards everything before `end` is durable. `chain` is the chain at `end`,
+    also of a commit that only deletes: copies compare it.
+    """
 
     end: int
     chain: int
@@ -70,27 +71,28 @@ class Commit:
 
     @property
     def is_plain(self) -> bool:
-        """Whether this is a write and its fsync, and nothing that takes several of them."""
+        """Whether it is a single write and its fsync."""
         return all(isinstance(step, _Write) for step in self.steps)
 
 
 DAMAGED_KEPT = 100
 TAIL_ENTRY_BYTES = 2048
-"""What a frame in the tail counts for beside its bytes: its objects take 700, and each of them is looked at when
-Python collects cycles. A tail of 100,000 tiny frames stopped the broker for 130 ms at a time."""
+"""Memory of a frame in the tail besides its bytes. Its objects take 700 bytes, and Python's garbage collector visits
+each: a tail of 100,000 tiny frames stopped the broker for 130 ms at a time.
+"""
 
 
 class _TailEntry(NamedTuple):
     frame: Frame
     parts: tuple[Buffer, ...]
-    """(header, body) as the master has them, or both in one."""
+    """(header, body) on a master; both in one on a slave."""
 
     def body(self) -> Buffer:
         return self.parts[1] if len(self.parts) == 2 else memoryview(self.parts[0])[self.frame.body_at :]
 
 
 class MessageLog:
-    """One copy of a group's log. Made by the process's main; everything but `perform` and `read` on its loop."""
+    """One copy of a group's log. Made by the process's main; used on its loop, except `perform` and `stored`."""
 
     def __init__(self, disk: Disk, *, segment_bytes: int, tail_bytes: int) -> None:
         self.disk = disk
@@ -99,12 +101,12 @@ class MessageLog:
         self._tail_bytes_max = tail_bytes
         self.health = LogLife()
         self.damaged: deque[Damage] = deque(maxlen=DAMAGED_KEPT)
-        """All that readers found since this object was made, the newest last, mended by now or not."""
+        """Damage that readers found since the start, newest last, repaired or not."""
         self.torn_bytes = 0
         self.reload()
 
     def reload(self) -> None:
-        """Start from what the disk holds."""
+        """Read the copy back from disk."""
         recovered = recover(self.disk)
         self.state, self.damage = recovered.state, recovered.damage
         if self.damage is None:
@@ -121,8 +123,6 @@ class MessageLog:
         self._writing: Commit | None = None
         self._rolls_next = False
         self.stored.flushed_end = self.state.end
-
-    # Where it stands.
 
     @property
     def start(self) -> int:
@@ -152,16 +152,14 @@ class MessageLog:
 
     @property
     def is_tail_cut(self) -> bool:
-        """Whether bytes are missing at the end that may have been acknowledged; known across restarts."""
+        """Whether bytes that may have been acknowledged are missing at the end. Survives restarts."""
         return self.disk.has(segments.TAIL_CUT)
 
     def tail_is_whole(self) -> None:
-        """Take note that this log has all that the other copy has, so nothing is missing."""
+        """Record that no frame is missing: this log has all frames of the other copy."""
         self.disk.remove(segments.TAIL_CUT)
         if self.health.may(HealthEvent.MATCHED):
             self.health.on(HealthEvent.MATCHED)
-
-    # Appending.
 
     def append(
         self,
@@ -179,8 +177,8 @@ class MessageLog:
         producer: int = 0,
         batch: int = 0,
     ) -> Frame:
-        """Write a frame behind the last one, as master."""
-        if len(body) > FRAME_BYTES_MAX:  # whoever reads it would take it for damage, on every copy
+        """Append a frame, as master, and return it."""
+        if len(body) > FRAME_BYTES_MAX:  # every copy would take it for damage
             raise BrokenInvariant(f"a frame of {len(body)} bytes is more than {FRAME_BYTES_MAX} bytes")
         name = subject_field(subject)
         header, frame = encode_header(
@@ -204,10 +202,10 @@ class MessageLog:
         return frame
 
     def append_frames(self, offset: int, data: memoryview) -> None:
-        """Take frames from the other copy, byte by byte as they are.
+        """Append frames of the other copy, byte for byte.
 
         Raises:
-            CorruptFrame: they do not continue this log. Those before the first bad one were taken.
+            CorruptFrame: they do not continue this log. Those before the first bad one were appended.
         """
         if offset != self.state.end:
             raise CorruptFrame(offset, f"this log ends at {self.state.end}")
@@ -238,7 +236,7 @@ class MessageLog:
         pending.bytes += size
 
     def _open_first(self) -> None:
-        """Make the first segment at once: happens once in a copy's life."""
+        """Make the first segment at once. Happens once for each copy."""
         base = self.state.end
         self.stored.bases.append(base)
         self.disk.create(log_name(base), self._segment_bytes)
@@ -253,10 +251,8 @@ class MessageLog:
         roll = _Roll(base, end, index_file, encode_snapshot(self.state), encode_manifest(self.stored.bases))
         self._pending.steps.append(roll)
 
-    # Making it durable.
-
     def take_commit(self) -> Commit | None:
-        """Return what is to be written now, or None: there is nothing, or the last commit is not `flushed` yet."""
+        """Return the next commit; None: all is on disk, or the last commit is not `flushed` yet."""
         if self._writing is not None or not self._pending.steps:
             return None
         self._writing, self._pending = self._pending, Commit(self.state.end, self.state.chain)
@@ -264,20 +260,20 @@ class MessageLog:
 
     @property
     def is_idle(self) -> bool:
-        """Whether everything appended is on disk."""
+        """Whether all frames are on disk."""
         return self._writing is None and not self._pending.steps
 
     @property
     def is_deleting(self) -> bool:
-        """Whether a segment was forgotten whose files are not yet deleted."""
+        """Whether files of a dropped segment are still to be deleted."""
         commits = (self._pending, self._writing)
         return any(isinstance(step, _Drop) for commit in commits if commit is not None for step in commit.steps)
 
     def perform(self, commit: Commit) -> None:
-        """Write and fsync. Blocks; touches the disk only, so it may run on a thread.
+        """Write and fsync a commit. Blocks; touches only the disk, so it may run on a thread.
 
         Raises:
-            DiskFailed: nobody knows what the files hold now; the process must end.
+            DiskFailed: the files' contents are undefined; the process must exit.
         """
         written = -1
         for step in commit.steps:
@@ -302,7 +298,7 @@ class MessageLog:
         self.disk.put(manifest.NAME, roll.manifest)
 
     def flushed(self, commit: Commit) -> None:
-        """Take note that `perform` returned."""
+        """Record that `perform` returned."""
         if self._writing is not commit:
             raise BrokenInvariant("commits are performed one at a time")
         self._writing = None
@@ -319,8 +315,6 @@ class MessageLog:
                 return
             del self._tail[offset]
             self._tail_bytes -= entry.frame.end - offset + TAIL_ENTRY_BYTES
-
-    # Reading.
 
     def tail_frames(self, begin: int, bytes_max: int) -> tuple[list[Buffer], int, int] | None:
         """Return buffers of whole frames from `begin`, end and chain of the last; None if the tail lacks them."""
@@ -341,7 +335,7 @@ class MessageLog:
         entry = self._tail.get(offset)
         return (entry.frame, entry.body()) if entry else None
 
-    # Snapshots that were damaged: whoever restarts, or is filled, begins at one.
+    # Damaged snapshots matter: restarts and new copies begin at one.
 
     def put_snapshot(self, base: int, chain: int, snapshot: Buffer) -> None:
         """Store the snapshot of the state at `base`, where the chain is `chain`, if a segment still begins there."""
@@ -349,8 +343,9 @@ class MessageLog:
             self.disk.put(snapshot_name(base), snapshot)
 
     def roll_if_no_snapshot(self) -> bool:
-        """See whether the only segment's snapshot is damaged, which nothing makes again; then the next frame begins a
-        segment with a whole one. Blocks."""
+        """Return whether the only segment's snapshot is damaged. Then the next frame begins a segment with a whole one,
+        because nothing can make the damaged one again. Blocks.
+        """
         base = self.start
         self._rolls_next = (
             len(self.stored.bases) == 1
@@ -360,12 +355,14 @@ class MessageLog:
         return self._rolls_next
 
     def frames(self, subject: str, sequence: int, most: int) -> list[FrameRef]:
-        """Return up to `most` frames of `subject` from the one that holds `sequence`; retention may have taken some."""
+        """Return up to `most` frames of `subject` from the one that holds `sequence`; retention may have deleted
+        some.
+        """
         refs, kept_from = self._consume_log.frames(subject, sequence, most), self.state.kept.start
-        if refs and refs[0].offset < kept_from:  # deleting them is decided on, even if their file is still there
+        if refs and refs[0].offset < kept_from:  # their deletion is decided, even if the file still exists
             first = self.first_kept(subject, segment_at(self.stored.bases, kept_from))
             refs = self._consume_log.frames(subject, max(sequence, first), most)
-        while refs and refs[0].offset < kept_from:  # a segment that another one's file went into
+        while refs and refs[0].offset < kept_from:  # a segment whose file was exchanged
             kept = [ref for ref in refs if ref.offset >= kept_from]
             refs = kept or self._consume_log.frames(subject, refs[-1].end, most)
         return refs
@@ -380,7 +377,7 @@ class MessageLog:
         return self.state.next_sequence.get(subject, 0) if first is None else first
 
     def chain_is(self, offset: int, chain: int) -> bool:
-        """Return whether this log's chain right before `offset` is `chain`: the frame there was linked to it."""
+        """Return whether this log's chain right before `offset` is `chain`: then the frame there continues it."""
         if offset == self.state.end:
             return chain == self.state.chain
         entry = self._tail.get(offset)
@@ -401,13 +398,11 @@ class MessageLog:
             return False
         return True
 
-    # Cutting, seeding, repair, retention: rare, so they block.
-
     def cut(self, to: int, why: str) -> str | None:
-        """Move everything from `to` on into quarantine, durably, and start again from what is left.
+        """Move everything from `to` on to quarantine, durably, and read back the rest.
 
         Returns:
-            Name of the quarantined file, None if there was nothing to cut.
+            Name of the quarantined file; None if there was nothing to cut.
         """
         require(self._writing is None, "nothing is being written while the log is cut")
         if self.damage is None and to >= self.state.end:
@@ -427,13 +422,13 @@ class MessageLog:
         return name
 
     def flush(self) -> None:
-        """Make durable what is not on disk yet; nothing is being written meanwhile. Blocks."""
+        """Make all frames durable, while no commit is being written. Blocks."""
         if (commit := self.take_commit()) is not None:
             self.perform(commit)
             self.flushed(commit)
 
     def set_aside(self, why: str) -> None:
-        """Move this whole copy into quarantine and begin with nothing: the other copy fills it."""
+        """Move this whole copy to quarantine and begin with an empty one, which the other copy fills."""
         require(self._writing is None, "nothing is being written while the log is set aside")
         self.flush()
         set_aside(self.disk, self.start, self.end, why)
@@ -443,11 +438,11 @@ class MessageLog:
         """Set this whole copy aside and begin a new one at `base`, from the master's snapshot of the state there.
 
         Args:
-            start: where the other copy's log begins. What is before `base`, of which it has no whole snapshot, counts
-                as damage here: this copy is whole once it has that, too.
+            start: begin of the other copy's log. It lacks a whole snapshot for the part before `base`. That part is
+                damage here, until this copy has it, too.
 
         Raises:
-            CorruptFrame: that is no snapshot of the state at `base`. Nothing was changed.
+            CorruptFrame: this is no snapshot of the state at `base`. Nothing was changed.
         """
         require(self._writing is None, "nothing is being written while the log is replaced")
         check_snapshot(snapshot, base)
@@ -472,20 +467,20 @@ class MessageLog:
         return decode_header(self.disk.read(log_name(base), offset - base, 4096), 0, offset, None).timestamp_ms
 
     def damaged_at(self, problem: CorruptFrame) -> None:
-        """Take note that a frame, folded long ago, cannot be read any more, or that a segment is not this log's."""
+        """Record a frame that was folded once and is unreadable now, or a segment of another log."""
         begin = problem.offset
         if isinstance(problem, ForeignSegment):
             end: int | None = problem.end
         else:
             end = segments.frame_behind(self.disk, self.stored.bases, begin)
         found = Damage(begin, min(self.state.end, end or self.state.end), problem.reason)
-        if self.damage is None or found not in self.damaged:  # several readers may meet it
+        if self.damage is None or found not in self.damaged:  # several readers may meet the same damage
             self.damaged.append(found)
         self.damage = self.damage or found
         self.health.on(HealthEvent.FOUND_DAMAGE)
 
     def damage_is_gone(self) -> None:
-        """The damage is gone."""
+        """Record that no damage is left."""
         self.damage = None
         self.health.on(HealthEvent.REPAIRED_SHORT if self.is_tail_cut else HealthEvent.REPAIRED)
 
@@ -496,21 +491,20 @@ class MessageLog:
         return len(bases) > 1 and bases[1] <= kept.agreed_start(self.state.high_watermark)
 
     def drop_oldest_segment(self) -> None:
-        """Forget the oldest segment, never the one that is being written; the next commit deletes its files. Whoever
-        calls this knows that it may go."""
+        """Drop the oldest of several segments; the next commit deletes its files. The caller knows that it may go."""
         base = self.stored.bases.pop(0)
         self._consume_log.drop(base)
-        # As a part of the stream of commits: the list of segments that a roll writes meanwhile may not come after it.
-        # But before what is written last, which stays one write: of two, a crash may keep the second alone, and what it
-        # tore would count as damage.
+        # The drop is a step of a commit, so a manifest written by a roll meanwhile cannot undo it. It comes before the
+        # last write, which stays a single one: of two writes a crash may keep only the second, and the gap would count
+        # as damage.
         steps = self._pending.steps
         at = len(steps) - (bool(steps) and isinstance(steps[-1], _Write))
         steps.insert(at, _Drop(base, encode_manifest(self.stored.bases)))
         if self.damage is not None and self.damage.begin < self.start:
-            self.damage_is_gone()  # it went with its segment
+            self.damage_is_gone()  # the damage went with its segment
 
     def set_aside_oldest_segment(self, why: str) -> None:
-        """Move the oldest segment's file into quarantine, never that of the one that is being written."""
+        """Move the file of the oldest of several segments to quarantine."""
         require(len(self.stored.bases) > 1, "the newest segment stays")
         base, end = self.stored.bases[:2]
         if self.disk.has(log_name(base)):
@@ -518,7 +512,7 @@ class MessageLog:
         self.drop_oldest_segment()
 
     def _remove_files(self, base: int) -> None:
-        # The index and snapshot go first: a segment without them is whole, they without it are rubbish.
+        # Index and snapshot go first: a segment without them is whole; they are useless without it.
         self.disk.remove(index_name(base))
         self.disk.remove(snapshot_name(base))
         self.disk.remove(log_name(base))

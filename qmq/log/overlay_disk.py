@@ -1,7 +1,7 @@
-"""Shell. A data directory as a disk that is read and never written: what is written stays in memory.
+"""Shell. A data directory as a read-only disk: changes stay in memory.
 
-So the log's own recovery runs on a directory that is to stay as it is: of a broker that is gone, on a mount that is
-readonly, in a backup. What it would cut, set aside or make anew is so for the reader alone.
+The log's own recovery can run on a directory that must not change: of a lost broker, on a readonly mount, in a backup.
+Its cuts and repairs exist for this reader only.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from qmq.log.system import System
 
 
 class OverlayDisk:
-    """Files below one directory, and what was changed of them since, in memory. On one thread."""
+    """Files below one directory, with changes kept in memory. On one thread."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
         self._changed: dict[str, bytes | None] = {}
-        """Name -> what it holds now; None: it was removed, or moved."""
+        """Name -> present contents; None: removed, or moved."""
         self._cut: dict[str, int] = {}
-        """Name -> to how many bytes the file was truncated."""
+        """Name -> bytes that it was truncated to."""
 
     def names(self, folder: str) -> list[str]:
         path = self._root / folder
@@ -49,7 +49,7 @@ class OverlayDisk:
         return min(size, self._cut.get(name, size))
 
     def look_again(self, name: str) -> None:
-        """No file stays open here."""
+        """Do nothing: no file stays open."""
 
     def is_lost(self, name: str) -> bool:
         return False
@@ -63,7 +63,7 @@ class OverlayDisk:
                 try:
                     used = os.lseek(file.fileno(), os.lseek(file.fileno(), used, os.SEEK_DATA), os.SEEK_HOLE)
                 except OSError as error:
-                    return used if error.errno == errno.ENXIO else size  # a hole up to the end, or no holes at all
+                    return used if error.errno == errno.ENXIO else size  # a hole up to the end, or a file without holes
             return min(used, size)
 
     def read(self, name: str, offset: int, size: int) -> bytes:
@@ -85,7 +85,7 @@ class OverlayDisk:
         raise DiskFailed(f"{name}: this directory is only read")
 
     def sync(self, name: str) -> None:
-        """Nothing is kept."""
+        """Do nothing: changes are in memory."""
 
     def truncate(self, name: str, size: int) -> None:
         if name in self._changed:
@@ -97,7 +97,7 @@ class OverlayDisk:
         self._changed[name] = bytes(data)
 
     def move(self, name: str, to: str) -> None:
-        self.remove(name)  # to quarantine, where nobody looks again
+        self.remove(name)  # to quarantine, which no reader opens
 
     def remove(self, name: str) -> None:
         self._changed[name] = None

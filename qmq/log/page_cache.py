@@ -1,10 +1,10 @@
-"""Shell. Keeps the newest part of the log in the system's memory, and no more.
+"""Shell. Keeps only the newest part of the log in the system's page cache.
 
-Written and fsynced bytes stay in the page cache until something else needs the memory. A log broker fills a machine
-that way with what nobody may ever read, pushes others' pages out, and pays for a fresh page per 4 KiB: in a virtual
-machine whose host takes unused memory back, 1.7 to 2 µs per KiB, two thirds of a broker's time. So what is further
-behind than `keep_bytes` is dropped. Measured, 1 KiB messages through master and slave: 190,000 to 250,000/s without,
-290,000 to 355,000/s with it. Who reads further behind reads from the disk, and leaves nothing in the cache either.
+Written and fsynced bytes stay in the page cache until another program needs the memory. A log broker would fill a
+machine with pages without readers, evict others' pages, and pay for a fresh page per 4 KiB. In a virtual machine whose
+host takes unused memory back, that is 1.7 to 2 µs per KiB, two thirds of a broker's time. So bytes more than
+`keep_bytes` behind the end are dropped. Measured, 1 KiB messages through master and slave: 190,000 to 250,000/s
+without, 290,000 to 355,000/s with it. Readers further behind read from the disk, and leave nothing in the cache.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 from qmq.log.system import System
 
 STEP_BYTES = 8 << 20
-"""Ranges are dropped in steps of this size: a call per commit would cost more than it gives."""
+"""Ranges are dropped in steps of this size: a call per commit would cost more than it saves."""
 
 
 class OpenFile(Protocol):
@@ -30,7 +30,7 @@ class _Range(NamedTuple):
 
 
 class PageCache:
-    """The window of one disk. Made by it; `synced` on the thread that writes."""
+    """The cached window of one disk. Made by it; `synced` runs on the thread that writes."""
 
     def __init__(self, system: System, keep_bytes: int) -> None:
         self._system = system
@@ -39,7 +39,7 @@ class PageCache:
         self._bytes = 0
 
     def synced(self, file: OpenFile, begin: int, end: int) -> None:
-        """`[begin, end)` was written and is on disk; drop what is too far behind it."""
+        """Drop what is too far behind `[begin, end)`, which is written and fsynced."""
         self._bytes += end - begin
         last = self._ranges[-1] if self._ranges else None
         if last is not None and last.file is file and last.end == begin and last.end - last.begin < STEP_BYTES:
@@ -52,11 +52,11 @@ class PageCache:
             self._drop(oldest)
 
     def was_read(self, file: OpenFile, begin: int, end: int) -> None:
-        """`[begin, end)` was read; drop it unless it belongs to the newest part."""
+        """Drop `[begin, end)` after a read, unless it belongs to the newest part."""
         ranges = self._ranges
         try:
             is_new = any(kept.file is file and kept.begin < end and begin < kept.end for kept in ranges)
-        except RuntimeError:  # the writer's thread changed them just now; what stays in the cache does no harm
+        except RuntimeError:  # the writing thread changed the ranges; pages that stay do no harm
             return
         if not is_new:
             self._drop(_Range(file, begin, end))

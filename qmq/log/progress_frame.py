@@ -1,4 +1,4 @@
-"""Core. Bodies of pull, ack, nack, position and epoch frames: how consumption is written down.
+"""Core. Bodies of pull, ack, nack, position and epoch frames: progress of consumer groups.
 
 One layout for all but epoch (integers little-endian), padded with zeros to a multiple of 8:
 
@@ -8,22 +8,22 @@ One layout for all but epoch (integers little-endian), padded with zeros to a mu
 
     frame      consumer   entries
     pull       yes        n x (first pull sequence, first sequence, messages): delivered to this consumer
-                              (PASSED, first sequence, messages): over for the group without being delivered
-                              (DEFERRED, first sequence, messages): gone over for now; they wait with what was returned
-                              (EXPIRED, first sequence, messages): over for the group, for they have expired
-                              (OVERFLOWED, first sequence, messages): over for the group, for too many waited
-    pull       yes        none: this consumer is there, and has nothing yet; or asks for other messages from here on
+                              (PASSED, first sequence, messages): skipped for good, not delivered
+                              (DEFERRED, first sequence, messages): skipped for now, requeued
+                              (EXPIRED, first sequence, messages): skipped for good, expired
+                              (OVERFLOWED, first sequence, messages): skipped for good, too many waited
+    pull       yes        none: this consumer exists and has no messages; or changes its filter from here on
     ack        yes        n x (begin, end, settled): pull sequences, half-open, done; settled is 0, EXPIRED if no
                               handler got them, or DEAD if dead letters of them are stored
-    nack       yes        n x (begin, end, due): pull sequences, half-open; they come again, not before due (ms; 0: now;
+    nack       yes        n x (begin, end, due): pull sequences, half-open, requeued until due (ms; 0: now;
                               NOT_BEGUN: now, and this delivery does not count)
     position   no         1 x (position, broadcast, began): the group starts at this sequence; broadcast is 1 or 0; it
-                              gets everything since it began in the cluster (ms; 0: not known, or it was moved)
-    position   no         none: the group is forgotten
-    position   yes        1 x (departure, 0, 0): this consumer left, what it did not ack goes back to its group
-                              departure SUSPECTED: and then n x (begin, end, 0): pull sequences that it had begun with
+                              gets all messages since it began in the cluster (ms; 0: unknown, or it was moved)
+    position   no         none: the group is deleted
+    position   yes        1 x (departure, 0, 0): this consumer left, its unacked messages are requeued
+                              departure SUSPECTED: and then n x (begin, end, 0): pull sequences that it had begun
 
-An epoch frame's body is JSON: who became master and why.
+An epoch frame's body is JSON: the new master and the reason.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ Entry = tuple[int, int, int]
 PASSED, DEFERRED, EXPIRED, OVERFLOWED = (1 << 64) - 1, (1 << 64) - 2, (1 << 64) - 3, (1 << 64) - 4
 """In place of a pull sequence: these messages are not delivered."""
 DEAD = (1 << 64) - 5
-"""Of an ack. Logs of version 0.2 and earlier have 0 there."""
+"""In an ack. Logs of version 0.2 and earlier have 0 there."""
 NUMBERS_END = OVERFLOWED
-"""Pull sequences are below."""
+"""All pull sequences are below."""
 NOT_BEGUN = (1 << 64) - 1
 """In place of a due time."""
 
 
 class Departure(IntEnum):
-    """How a consumer left, and so what counts of its last deliveries."""
+    """How a consumer left, which decides the deliveries that count."""
 
     VANISHED = 0
-    """It never says what it begins with: all of them count."""
+    """It never reports the messages it begins: all deliveries count."""
     NONE_BEGUN = 1
-    """It said that it began with none of them: none counts."""
+    """It began none of them: no delivery counts."""
     SUSPECTED = 2
-    """It vanished, and says what it begins with: that counts. The rest is suspected from now on."""
+    """It vanished, and reports the messages it begins: these deliveries count. The others are suspected from now on."""
 
 
 class Progress(NamedTuple):
@@ -74,7 +74,7 @@ def encode_progress(group: str, consumer: str, entries: tuple[Entry, ...] | list
 
 
 def decode_progress(body: Buffer) -> Progress:
-    """Read a body that a frame's CRC vouches for; raises ValueError if its lengths do not fit."""
+    """Read a body whose CRC was checked; raises ValueError if its lengths do not fit."""
     try:
         group_bytes, consumer_bytes, count = _HEAD.unpack_from(body)
         entries = tuple(_ENTRY.unpack_from(body, _HEAD.size + _ENTRY.size * i) for i in range(count))

@@ -1,11 +1,11 @@
-"""Core. What must go from a log is kept here, with a report of the message ids in it.
+"""Core. Quarantine: bytes that had to leave a log, each with a report of the message ids in them.
 
 quarantine/<begin>-<end>-<n>.bytes    bytes that were cut off or replaced
-quarantine/<begin>-<end>-<n>.json     where they stood, why they went, the ids of the messages in them
+quarantine/<begin>-<end>-<n>.json     their place, the reason, the ids of their messages
 quarantine/<begin>-<end>-<why>-<n>/   a whole copy that was set aside
 
-The folder is bounded: what another copy has anyway goes, that of the oldest part of the log first. What may be the last
-copy of a message is *evidence*; only an operator deletes it.
+The folder is bounded. Bytes that another copy has go first, those of the oldest part of the log before others. A
+possible last copy of a message is *evidence*; only an operator deletes it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from qmq.log.frame import FrameKind, decode_frames
 
 FOLDER = "quarantine"
 HAD_BY_ANOTHER = frozenset({"damaged", "torn tail", "seeded-anew", "taken-back", "manifest-damaged"})
-"""Causes after which another copy has what was acknowledged of it, or retention deleted that there."""
+"""Reasons that imply another copy: it has what was acknowledged of the bytes, or retention deleted that there."""
 _LABEL = re.compile(r"(\d{20})-(\d{20})(?:-(.+))?-\d+")
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """One thing in quarantine. `messages`: ids that its report names; 0 for a whole copy, where nobody counted."""
+    """One item of the quarantine. `messages`: ids in its report; 0 for a whole copy, which has none."""
 
     name: str
     begin: int
@@ -44,14 +44,14 @@ class Kept:
 
 
 def labels(disk: RealDisk) -> list[str]:
-    """Return the names of what is in quarantine. An empty folder is what was cleared."""
+    """Return the names of the items in quarantine. Empty folders are cleared ones."""
     folders = [name for name in disk.folders(FOLDER) if disk.names(f"{FOLDER}/{name}")]
     names = {name.removesuffix(".bytes").removesuffix(".json") for name in disk.names(FOLDER)}
     return sorted(name for name in (*names, *folders) if _LABEL.fullmatch(name))
 
 
 def all_kept(disk: RealDisk) -> list[Kept]:
-    """Return what is in quarantine, that of the oldest part of the log first."""
+    """Return the items in quarantine, those of the oldest part of the log first."""
     found = []
     for label in labels(disk):
         if (match := _LABEL.fullmatch(label)) is not None:
@@ -68,15 +68,15 @@ def _kept(disk: RealDisk, label: str, begin: int, end: int, why: str) -> Kept:
         with suppress(ValueError, KeyError, TypeError):
             report = json.loads(disk.read(f"{path}.json", 0, disk.size(f"{path}.json")))
             why, messages = str(report["why"]), len(report["message_ids"])
-    # A cut tail without a message is an epoch frame, or progress. Of damaged bytes, and of those whose report is not
-    # written yet, nobody can tell what is in them.
+    # A cut tail without messages is an epoch or progress frame. Damaged bytes, and bytes whose report is not written
+    # yet, may contain anything.
     is_cut = bool(why) and f"{path}.bytes" in files and "damage" not in why
     is_evidence = why not in HAD_BY_ANOTHER and not (is_cut and not messages)
     return Kept(label, begin, end, why, sum(map(disk.size, files)), messages, is_evidence, files)
 
 
 def clear(disk: RealDisk, names: Collection[str]) -> list[Kept]:
-    """Delete these, and return what was there of them."""
+    """Delete items by name; return those that existed."""
     gone = [kept for kept in all_kept(disk) if kept.name in names]
     for kept in gone:
         for file in kept.files:
@@ -85,7 +85,7 @@ def clear(disk: RealDisk, names: Collection[str]) -> list[Kept]:
 
 
 def bound(disk: RealDisk, bytes_max: int) -> list[Kept]:
-    """Delete what is no evidence until the rest has at most `bytes_max`; return what is left, which may be more."""
+    """Delete items that are no evidence until at most `bytes_max` are left; return the rest, which may be more."""
     left = all_kept(disk)
     over = sum(kept.bytes for kept in left) - bytes_max
     going = set()
@@ -98,9 +98,10 @@ def bound(disk: RealDisk, bytes_max: int) -> list[Kept]:
 
 
 def keep_bytes(disk: Disk, begin: int, data: bytes, why: str) -> str:
-    """Keep bytes that stood at `begin`, durably; return the file's name. What is kept already is not kept once more: a
-    block that stays bad is repaired again and again."""
-    ids = list(_message_ids(data, begin))  # before the zeros go: some of them may end the last frame
+    """Keep bytes that were at `begin`, durably; return the file's name. Equal bytes are kept once: a block that stays
+    bad is repaired again and again.
+    """
+    ids = list(_message_ids(data, begin))  # before the zeros are stripped: some of them may end the last frame
     data = data.rstrip(b"\0")
     label, taken = f"{FOLDER}/{begin:020d}-{begin + len(data):020d}", 0
     while disk.has(kept := f"{label}-{taken}.bytes") and disk.read(kept, 0, disk.size(kept)) != data:
@@ -113,7 +114,7 @@ def keep_bytes(disk: Disk, begin: int, data: bytes, why: str) -> str:
 
 
 def keep_files(disk: Disk, names: list[str], begin: int, end: int, why: str) -> None:
-    """Move files into a folder of their own here, durably."""
+    """Move files into a folder of their own in quarantine, durably."""
     label, taken = f"{FOLDER}/{begin:020d}-{end:020d}-{why}", 0
     while disk.names(f"{label}-{taken}"):
         taken += 1
@@ -122,7 +123,7 @@ def keep_files(disk: Disk, names: list[str], begin: int, end: int, why: str) -> 
 
 
 def _message_ids(data: bytes, begin: int) -> Iterator[str]:
-    """Name the messages, as far as they can be read."""
+    """Yield the ids of the messages that can be read."""
     try:
         for frame, body in decode_frames(data, begin, None):
             if frame.kind == FrameKind.MESSAGES:
@@ -136,10 +137,11 @@ log = logging.getLogger(__name__)
 
 
 class QuarantineKeeper:
-    """Made by the service, which calls `look` on a thread every ten seconds, and lives as long as the process.
+    """Keeps a copy's quarantine within its bound. Made by the service, which calls `look` on a thread every ten
+    seconds.
 
     Args:
-        bytes_max: of the settings; 0: as much as the log has.
+        bytes_max: bound from the settings; 0: the size of the log.
     """
 
     def __init__(self, disk: RealDisk, bytes_max: int, segment_bytes: int) -> None:
@@ -148,7 +150,7 @@ class QuarantineKeeper:
         self.bytes = self.limit = 0
 
     def look(self, log_bytes: int, *, is_disk_short: bool) -> None:
-        """Delete what is over the bound and no evidence; with a short disk, all that is no evidence."""
+        """Delete items over the bound that are no evidence; with a short disk, all of these."""
         self.limit = self._bytes_max or max(log_bytes, self._segment_bytes)
         bound = 0 if is_disk_short else self.limit
         names = quarantine.labels(self._disk)
@@ -171,12 +173,12 @@ class QuarantineKeeper:
         return self.bytes > self.limit
 
     def clear(self, names: list[str]) -> list[quarantine.Kept]:
-        """Delete parts, whatever they are. Blocks."""
+        """Delete items, evidence included; return those that existed. Blocks."""
         gone = quarantine.clear(self._disk, names)
         self.bytes = sum(kept.bytes for kept in quarantine.all_kept(self._disk))
         self._seen = None
         return gone
 
     def all(self) -> list[quarantine.Kept]:
-        """Return what is there, that of the oldest part of the log first. Blocks."""
+        """Return all items, those of the oldest part of the log first. Blocks."""
         return quarantine.all_kept(self._disk)

@@ -1,14 +1,14 @@
-"""Core. From the files that a crash left to a log that can be trusted: replay, tell a torn tail from damage.
+"""Core. Recovery: replay of the files that a crash left, telling a torn tail from damage.
 
-Replay starts at the newest snapshot that is whole. Where bytes stop being frames, look behind them:
+Replay starts at the newest whole snapshot. At bytes that are no frame it searches for a frame behind them:
 
-- nothing follows, neither a valid frame nor a segment: a torn tail, written but never fsynced. It is cut, after a copy
-  went to quarantine.
-- a valid frame follows, or a segment, be it empty: its file was made after the one before was fsynced up to its end.
-  That is damage. Nothing is cut. The range is reported; the owner fetches it from the other copy
-  (or learns from it that nothing there was ever acknowledged) and does not act as master before.
+- neither a frame nor a segment follows: a torn tail, written but never fsynced. It is cut, after a copy went to
+  quarantine.
+- a frame follows, or a segment, even an empty one: its file was made after the one before was fsynced up to its end.
+  This is damage. Nothing is cut. The owner fetches the range from the other copy, or learns that none of it was ever
+  acknowledged, and does not act as master before.
 
-A file that the manifest lists and that is gone, or one of an older segment that is too short, is damage as well.
+A listed file that is gone, or one of an older segment that is too short, is damage as well.
 
 Recovering twice gives the same as recovering once.
 
@@ -59,14 +59,14 @@ class Recovered(NamedTuple):
 def recover(disk: Disk) -> Recovered:
     """Read the log back; afterwards everything before `state.end` is durable.
 
-    A log whose oldest segment lacks both its snapshot and the offset 0 has no known beginning: it is set aside whole,
-    and this copy must be seeded. If the newest segment's file is gone, the tail counts as cut.
+    A log whose oldest segment lacks its snapshot and does not begin at offset 0 has an unknown beginning. It is set
+    aside whole, and this copy must be seeded. If the newest segment's file is gone, the tail counts as cut.
     """
     bases, leftover = expected_bases(disk)
     begin = _newest_snapshot(disk, bases)
     if begin is None:
         set_aside(disk, bases[0], bases[-1], "no-beginning")
-        return recover(disk)  # of nothing
+        return recover(disk)  # an empty state
     state, first = begin
     index, damage, torn = SegmentIndex(0), None, 0
     for position in range(first, len(bases)):
@@ -74,7 +74,7 @@ def recover(disk: Disk) -> Recovered:
         if state.end != base:
             damage = Damage(state.end, base, "the segment before ends too early")
             break
-        if position > first:  # or whoever is seeded from here, once the segments before are gone, gets nothing
+        if position > first:  # otherwise a copy seeded from here, once the earlier segments are gone, would get nothing
             disk.put(snapshot_name(base), encode_snapshot(state))
         index, is_last = SegmentIndex(base), base == bases[-1]
         if is_last and not disk.has(log_name(base)):
@@ -100,22 +100,22 @@ def recover(disk: Disk) -> Recovered:
 
 
 def _sync_all(disk: Disk, bases: list[int]) -> None:
-    """Make durable what was read. Closed segments are, unless a repair of one ended between its write and its fsync."""
+    """Make the replayed frames durable. Closed segments are, unless a repair ended between its write and its fsync."""
     for base in bases:
         if disk.has(log_name(base)):
             disk.sync(log_name(base))
 
 
 def set_aside(disk: Disk, begin: int, end: int, why: str) -> None:
-    """Move the whole copy into quarantine. What fills its place is no proof of anything before it is all there."""
+    """Move the whole copy to quarantine. The new one proves nothing before it is complete."""
     disk.put(segments.TAIL_CUT, why.encode())
     names = [f"{segments.FOLDER}/{name}" for name in disk.names(segments.FOLDER)]
-    names.sort(key=lambda name: name != manifest.NAME)  # it first: what a crash leaves is not taken for damage
+    names.sort(key=lambda name: name != manifest.NAME)  # the manifest first: a crash in between leaves no damage
     quarantine.keep_files(disk, [name for name in names if name != segments.TAIL_CUT], begin, end, why)
 
 
 def _clear_away(disk: Disk, leftover: list[int], all_bases: list[int], kept_from: int) -> None:
-    """Finish the deletion of segments that a crash interrupted. What nobody agreed to delete goes to quarantine."""
+    """Finish an interrupted deletion of segments. Those whose deletion was not agreed go to quarantine."""
     for base, following in pairwise(sorted(all_bases)):
         if base not in leftover:
             continue
@@ -128,7 +128,7 @@ def _clear_away(disk: Disk, leftover: list[int], all_bases: list[int], kept_from
 
 
 def _newest_snapshot(disk: Disk, bases: list[int]) -> tuple[State, int] | None:
-    """Return the state to start from and the position of the segment it belongs to; None: nothing says so."""
+    """Return the state to start from and the index of its segment; None if no snapshot is whole."""
     for position, base in reversed(list(enumerate(bases))):
         try:
             state = decode_snapshot(disk.read(snapshot_name(base), 0, disk.size(snapshot_name(base))))
@@ -140,7 +140,7 @@ def _newest_snapshot(disk: Disk, bases: list[int]) -> tuple[State, int] | None:
 
 
 def missing(disk: Disk, bases: list[int]) -> Damage | None:
-    """Return the first range before the newest segment whose file is gone, or ends too early; replay begins behind."""
+    """Return the first range before the newest segment whose file is gone or too short; replay begins behind it."""
     for base, following in pairwise(bases):
         if base + disk.size(log_name(base)) < following:
             begin = base
@@ -152,7 +152,7 @@ def missing(disk: Disk, bases: list[int]) -> Damage | None:
 
 
 def _replay(disk: Disk, base: int, state: State, index: SegmentIndex) -> CorruptFrame | None:
-    """Fold the segment's frames into `state`; return what stopped it before the file's end, if anything did."""
+    """Fold the segment's frames into `state`; return the error that stopped it before the file's end, or None."""
     size = disk.used(log_name(base))
     want = CHUNK_BYTES
     while state.end - base < size:
@@ -177,7 +177,7 @@ def _replay(disk: Disk, base: int, state: State, index: SegmentIndex) -> Corrupt
 
 
 def _frame_bytes(data: bytes, offset: int) -> int:
-    """Return how long the frame at the head of `data` says it is; 0 if there is none."""
+    """Return the frame length in the header at the start of `data`; 0 if there is none."""
     try:
         frame = decode_header(data, 0, offset, None)
     except CorruptFrame:
@@ -186,8 +186,7 @@ def _frame_bytes(data: bytes, offset: int) -> int:
 
 
 def _cut_torn_tail(disk: Disk, base: int, end: int) -> int:
-    """Remove what a crash left behind `end` in the newest segment; return how many bytes that was, without zeros at its
-    end."""
+    """Remove the bytes behind `end` in the newest segment; return their number, without zeros at the end."""
     torn = read_raw(disk, [base], end, NO_END).rstrip(b"\0")
     if torn:
         disk.put(segments.TAIL_CUT, b"torn tail")

@@ -6,7 +6,7 @@ would stay readonly. `give_up` moves to quarantine:
     if a start could replay the log    the segments up to the last damaged one: no copy can be filled from before it
     if damage stopped the replay       the damage and all bytes behind it: their meaning is unknown
 
-`plan` does not compare copies. The caller knows that no other copy has more.
+`plan` does not compare copies. The caller must make sure that no other copy has more.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ PIECE_BYTES = 4 << 20
 def repair(log: MessageLog, data: bytes) -> None:
     """Replace the damaged range by the other copy's frames, from its first byte on.
 
-    If they end within it, the rest of it stays damaged: the other copy has no more, or parts from this one there.
-    Where this log was replayed, the epochs of its frames tell where they part.
+    If the frames end within the range, the rest stays damaged: the other copy has no more, or another history. In a
+    replayed log the epochs of the frames show where the histories part.
 
     Raises:
-        Diverged: the frames do not join what is whole on both sides of the damage.
-        CorruptFrame: they are no frames.
+        Diverged: the frames do not join the whole parts on both sides of the damage.
+        CorruptFrame: the bytes are no frames.
     """
     damage = log.damage
     require(damage is not None, "only a damaged log is repaired")
@@ -43,9 +43,9 @@ def repair(log: MessageLog, data: bytes) -> None:
     end, chain = damage.begin, log.state.chain if in_recovery else None
     for frame, _ in decode_frames(data, damage.begin, chain):
         if in_recovery and segment_at(log.bases, frame.end - 1) != segment_at(log.bases, frame.offset):
-            break  # no frame of ours lies in two segments: from here on, that is another history
+            break  # our frames never cross segments: from here on the history is another one
         if not in_recovery and frame.epoch != log.state.epoch_at(frame.offset):
-            break  # and here as well: who compares both logs cuts ours there, once what is before it can be read
+            break  # another history: a later comparison of both logs cuts ours there
         end, chain = frame.end, frame.chain
         if end >= damage.end:
             break
@@ -76,23 +76,23 @@ def repair(log: MessageLog, data: bytes) -> None:
 
 
 def _joins(log: MessageLog, data: bytes, damage: Damage, end: int, chain: int) -> bool:
-    """Return whether frames, the last of which ends at `end`, fit between what is whole on both sides."""
+    """Return whether frames, the last of which ends at `end`, fit between the whole parts on both sides."""
     if end < damage.end:
         return _continues_with(log, data, damage)
-    is_all = damage.begin == log.start  # nothing is before it, and its own chain stands where it ends
+    is_all = damage.begin == log.start  # no frame precedes them, and their chain matches where they end
     return log.chain_is(end, chain) and (is_all or _continues_with(log, data, damage))
 
 
 def _rest_of_block(log: MessageLog, base: int, begin: int, damage_end: int) -> bytes:
-    """Return what is read behind `begin`, up to its block's end: a bad block is written whole, or not at all."""
+    """Return the present bytes from `begin` to its block's end: a bad block is written whole, or not at all."""
     end = min(begin + (base - begin) % BLOCK_BYTES, damage_end)
     return log.disk.read(log_name(base), begin - base, end - begin)
 
 
 def _overwrite(log: MessageLog, base: int, at: int, data: bytes, *, is_last: bool) -> None:
-    """Write over damage in the segment at `base`; `is_last`: the segment is closed and ends there.
+    """Overwrite damage in the segment at `base`; `is_last`: the segment is closed and ends there.
 
-    A block that cannot be read is made good by being written as a whole, also where the file ends within it.
+    A bad block is repaired by a write of the whole block, even if the file ends within it.
     """
     if not log.disk.has(log_name(base)):
         log.disk.create(log_name(base), 0)
@@ -105,9 +105,9 @@ def _overwrite(log: MessageLog, base: int, at: int, data: bytes, *, is_last: boo
 
 
 def _continues_with(log: MessageLog, data: bytes, damage: Damage) -> bool:
-    """Return whether the frame that `data` begins with continues this log's history where the damage begins.
+    """Return whether the first frame of `data` continues this log's history at the begin of the damage.
 
-    If the frames before it cannot be read either, the damage begins earlier than its reader met it.
+    If the frames before it are unreadable, too, the damage begins earlier than its reader met it.
     """
     try:
         chain = log.stored.chain_before(damage.begin)
@@ -123,19 +123,19 @@ def _continues_with(log: MessageLog, data: bytes, damage: Damage) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class GivingUp:
-    """What is to go: everything from `cut` on, if that is an offset; else everything before `start`."""
+    """Part of the log to give up: everything from `cut` on, if that is an offset; else everything before `start`."""
 
     start: int
     cut: int | None
     problems: list[str]
     subjects: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Subject -> sequences `[begin, end)` that go with what is before `start`."""
+    """Subject -> sequences `[begin, end)` lost with the part before `start`."""
     unconsumed: dict[tuple[str, str], int] = field(default_factory=dict)
-    """(subject, consumer group) -> how many of these it has not consumed."""
+    """(subject, consumer group) -> number of these that it has not consumed."""
 
 
 def plan(log: MessageLog) -> GivingUp | None:
-    """Return what has to go next for this log to be whole; None: it is. Reads all closed segments."""
+    """Return the next part to give up until this log is whole; None: it is. Reads all closed segments."""
     if log.health.is_unreplayed:
         damage = log.damage
         assert damage is not None
@@ -149,7 +149,7 @@ def plan(log: MessageLog) -> GivingUp | None:
 
 
 def give_up(log: MessageLog, what: GivingUp) -> None:
-    """Let it go. After a crash in between, `plan` says what is left of it."""
+    """Move the part to quarantine. After a crash in between, `plan` returns the rest."""
     if what.cut is not None:
         log.cut(what.cut, WHY)
     elif what.start not in log.bases:
@@ -170,7 +170,7 @@ def _problem(log: MessageLog, base: int) -> str | None:
 
 
 def _lost(log: MessageLog, start: int) -> tuple[dict[str, tuple[int, int]], dict[tuple[str, str], int]]:
-    """Say which sequences go, as far as indexes tell, and what of them nobody has consumed."""
+    """Return the sequences that are lost, as far as indexes show, and the number not consumed of each group."""
     state, subjects = log.state, dict[str, tuple[int, int]]()
     for subject, end in sorted(state.next_sequence.items()):
         try:

@@ -1,13 +1,14 @@
-"""Core. Ranges of messages that were given back, in ascending order: an ordered map by their first sequence.
+"""Core. Messages of a group that wait for another delivery: ranges with their due times, ordered by first sequence.
 
     first, count         the messages, by sequence; ascending and disjoint
     attempts             deliveries that count towards the limit
-    suspected            deliveries to a consumer that vanished, which nobody can say to have begun with them
-    due_ms               not to be delivered before that
+    suspected            deliveries to a consumer that vanished: it is unknown whether it began with them
+    due_ms               no delivery before that
 
-A group that asks for its messages again in an hour has a hundred thousand of these, one message each. So each field is
-a column of numbers, 28 bytes a range in all, and columns are cut into blocks: in one piece, each range that was taken
-or added moved 50 us of memory, and a pull of 300 held up all groups of the broker for 15 ms.
+A group that requeues its messages for an hour has a hundred thousand ranges, one message each. So each field is a
+column of numbers, 28 bytes a range in all, and columns are cut into blocks. In one piece, each range taken or added
+moved 50 us of memory, and a pull of 300 stopped all groups of the broker for 15 ms. A schedule of 8 to 16 bytes a range
+finds those that are due: a pull costs what it delivers, not what waits.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
 BLOCK = 1_024
-"""Ranges of a block that was cut in two, and half of what a block may have."""
+"""Ranges of a block after a split, and half of its maximum."""
 
 
 class RequeuedRange(NamedTuple):
@@ -37,17 +38,17 @@ class RequeuedRange(NamedTuple):
 
     @property
     def deliveries(self) -> int:
-        """How often they were delivered, whatever counts."""
+        """Number of deliveries, counted or not."""
         return self.attempts + self.suspected
 
     def part(self, begin: int, end: int) -> RequeuedRange:
-        """Return what lies in `[begin, end)`, which overlaps it."""
+        """Return its part in `[begin, end)`, which overlaps it."""
         first = max(self.first, begin)
         return self._replace(first=first, count=min(self.end, end) - first)
 
 
 class RangeBlocks:
-    """The ranges of one group. Whoever changes them keeps them disjoint."""
+    """The ranges of one group. Callers keep them disjoint."""
 
     __slots__ = ("_blocks", "_begins", "_size", "messages")
 
@@ -56,11 +57,11 @@ class RangeBlocks:
         self._begins: list[int] = []
         """The first sequence of each block."""
         self._size = self.messages = 0
-        """`messages`: how many all ranges have together."""
+        """`messages`: number in all ranges together."""
 
     @classmethod
     def from_columns(cls, texts: list[str]) -> RangeBlocks:
-        """Read what `columns` returned."""
+        """Read the result of `columns`."""
         whole = _Block()
         for column, text in zip(whole.columns, texts, strict=True):
             column.frombytes(b64decode(text))
@@ -71,17 +72,17 @@ class RangeBlocks:
         return self
 
     def columns(self) -> list[str]:
-        """Return the columns for a snapshot: little-endian numbers in base64, a twentieth of the time of JSON's."""
+        """Return the columns for a snapshot: little-endian numbers in base64, in a twentieth of the time of JSON's."""
         columns = zip(*(block.columns for block in self._blocks or [_Block()]), strict=True)
         return [b64encode(b"".join(part.tobytes() for part in parts)).decode() for parts in columns]
 
     def __len__(self) -> int:
-        """Return how many ranges there are."""
+        """Return the number of ranges."""
         return self._size
 
     @property
     def first(self) -> int | None:
-        """The first sequence of all; None if there is no range."""
+        """First sequence of all; None without a range."""
         return self._begins[0] if self._begins else None
 
     def __iter__(self) -> Iterator[RequeuedRange]:
@@ -102,13 +103,13 @@ class RangeBlocks:
         return block[bisect_right(block.firsts, first) - 1]
 
     def since(self, begin: int) -> Iterator[RequeuedRange]:
-        """Yield the ranges in order, from the last one that begins at `begin` or before, if there is one."""
+        """Yield the ranges in order, from the last one that begins at or before `begin`, if any."""
         number = max(bisect_right(self._begins, begin) - 1, 0)
         for block in islice(self._blocks, number, None):
             yield from block.since(max(bisect_right(block.firsts, begin) - 1, 0))
 
     def messages_before(self, end: int) -> int:
-        """Return how many messages wait before `end`."""
+        """Return the number of messages before `end`."""
         found = 0
         for block in self._blocks[: bisect_left(self._begins, end)]:
             at = bisect_left(block.firsts, end)
@@ -116,7 +117,7 @@ class RangeBlocks:
         return found
 
     def put(self, one: RequeuedRange) -> bool:
-        """Put a range in, in place of one that begins with the same message; return whether there was none."""
+        """Add a range, replacing one with the same first message; return whether there was none."""
         if not self._blocks:
             self._blocks.append(_Block())
             self._begins.append(one.first)
@@ -137,7 +138,7 @@ class RangeBlocks:
         return is_new
 
     def remove(self, one: RequeuedRange) -> None:
-        """Remove a range, which is there."""
+        """Remove a range that exists."""
         number = bisect_right(self._begins, one.first) - 1
         block = self._blocks[number]
         block.delete(bisect_left(block.firsts, one.first))
@@ -150,7 +151,7 @@ class RangeBlocks:
 
 
 class _Block:
-    """Some ranges that follow each other."""
+    """Consecutive ranges."""
 
     __slots__ = ("firsts", "counts", "columns")
 
@@ -185,29 +186,29 @@ class _Block:
 
 
 BUCKET_BITS = 10
-"""Due times are gathered by the second; only those of the current one are sorted."""
+"""Width of a bucket of due times; only times of the current second are sorted."""
 STALE_MIN = 1_000
-"""A schedule that names so many more ranges than wait, and twice as many, is made anew."""
+"""A schedule is made again when it has this many more entries than ranges wait, and twice as many."""
 COUNT_MAX = (1 << 32) - 1
 
 
 class Requeued:
-    """What waits of one group; made with it."""
+    """Waiting messages of one group; made with it."""
 
     __slots__ = ("_ranges", "changes", "_schedule")
 
     def __init__(self, ranges: Iterable[RequeuedRange] = ()) -> None:
         self._ranges = RangeBlocks()
         self.changes = 0
-        """Grows whenever other messages wait than before."""
+        """Grows with each change."""
         self._schedule: _Schedule | None = None
-        """Made when somebody asks what is due, as a master does and a slave never."""
+        """Made on a master's first question for due messages; a slave has none."""
         for one in ranges:
             self._put(one)
 
     @classmethod
     def from_plain(cls, plain: list[Any]) -> Requeued:
-        """Read what a snapshot holds: `plain()`, or one list for each range, as it was before there were columns."""
+        """Read a snapshot's part: `plain()`, or, of an older version, one list per range."""
         if not plain or not isinstance(plain[0], str):
             return cls(RequeuedRange(*one) for one in plain)
         self = cls()
@@ -215,11 +216,11 @@ class Requeued:
         return self
 
     def plain(self) -> list[str]:
-        """Return what a snapshot holds."""
+        """Return the part of a snapshot."""
         return self._ranges.columns()
 
     def __len__(self) -> int:
-        """Return how many ranges there are."""
+        """Return the number of ranges."""
         return len(self._ranges)
 
     def __iter__(self) -> Iterator[RequeuedRange]:
@@ -235,25 +236,25 @@ class Requeued:
 
     @property
     def messages(self) -> int:
-        """How many all ranges have together."""
+        """Number of messages in all ranges."""
         return self._ranges.messages
 
     @property
     def first(self) -> int | None:
-        """The first sequence of all; None if nothing waits."""
+        """First sequence of all; None if no message waits."""
         return self._ranges.first
 
     def before(self, end: int, most: int) -> list[RequeuedRange]:
-        """Return what waits before `end`, due or not: up to `most` ranges, in order."""
+        """Return up to `most` ranges before `end`, due or not, in order."""
         below = takewhile(lambda one: one.first < end, self._ranges)
         return [one.part(0, end) for one in islice(below, most)]
 
     def messages_before(self, end: int) -> int:
-        """Return how many wait before `end`, due or not."""
+        """Return the number of messages before `end`, due or not."""
         return self._ranges.messages_before(end)
 
     def overlapping(self, begin: int, end: int, most: int = COUNT_MAX) -> list[RequeuedRange]:
-        """Return what waits of `[begin, end)`: up to `most` ranges, in order."""
+        """Return up to `most` ranges in `[begin, end)`, in order."""
         parts: list[RequeuedRange] = []
         for one in self._ranges.since(begin):
             if one.first >= end or len(parts) == most:
@@ -263,7 +264,7 @@ class Requeued:
         return parts
 
     def add(self, new: RequeuedRange) -> None:
-        """Let these wait, one range with its neighbours if they wait alike."""
+        """Requeue these; neighbours with equal fields become one range."""
         self.changes += 1
         before, after = self._ranges.until(new.first), self._ranges.get(new.end)
         if before is not None and _touch(before, new):
@@ -274,7 +275,7 @@ class Requeued:
         self._put(new)
 
     def take(self, first: int, count: int) -> RequeuedRange | None:
-        """Take messages out of one range, and return them; None: they do not wait there."""
+        """Remove messages from one range and return them; None if they do not wait."""
         known, end = self._ranges.until(first), first + count
         if known is None or known.end < end:
             return None
@@ -288,26 +289,26 @@ class Requeued:
         return known.part(first, end)
 
     def due(self, now_ms: int, most: int) -> list[RequeuedRange]:
-        """Return up to `most` of the ranges that are due, in order."""
+        """Return up to `most` due ranges, in order."""
         schedule = self._scheduled(now_ms)
         found: list[RequeuedRange] = []
         ready: list[int] = []
         while len(found) < most and (first := schedule.pop_ready()) is not None:
             if (one := self._ranges.get(first)) is None or ready[-1:] == [first]:
                 continue
-            if one.due_ms <= now_ms:  # else it was given back anew, and is named for later, too
+            if one.due_ms <= now_ms:  # otherwise it was requeued for later and has another entry
                 ready.append(first)
                 found.append(one)
         schedule.put_back(ready)
         return found
 
     def next_due_ms(self, now_ms: int) -> int | None:
-        """Return a moment after `now_ms` before which nothing more becomes due; None: nothing waits for its time."""
+        """Return a time after `now_ms` before which no more ranges become due; None if none has a due time."""
         return self._scheduled(now_ms).next_ms
 
     def _scheduled(self, now_ms: int) -> _Schedule:
         schedule = self._schedule
-        if schedule is None or now_ms < schedule.now_ms:  # another mastership's clock is behind the last one's
+        if schedule is None or now_ms < schedule.now_ms:  # the clock of a new mastership is behind the last one's
             schedule = self._schedule = _Schedule()
             for one in self._ranges:
                 schedule.add(one.first, one.due_ms)
@@ -330,8 +331,9 @@ def _touch(one: RequeuedRange, after: RequeuedRange) -> bool:
 
 
 class _Schedule:
-    """Which ranges are due when, by their first sequence. It may name ranges that are gone or changed: whoever asks
-    looks them up. Later ones lie in a bucket for each second, those of this second in a heap, ready ones in another."""
+    """Due times of ranges by first sequence. Entries may be outdated, so callers look the range up. Later ones are in a
+    bucket per second, those of this second in a heap, ready ones in another.
+    """
 
     __slots__ = ("_buckets", "_order", "_soon", "_ready", "_size", "now_ms")
 
@@ -344,7 +346,7 @@ class _Schedule:
         self._size = 0
 
     def __len__(self) -> int:
-        """Return how many ranges it names, those that are gone included."""
+        """Return the number of entries, outdated ones included."""
         return self._size
 
     @property
@@ -362,13 +364,13 @@ class _Schedule:
         bucket.append(first)
 
     def advance(self, now_ms: int, due_of: Callable[[int], int | None]) -> None:
-        """Make ready what is due by now; `due_of` says when the range that begins there is."""
+        """Make due ranges ready; `due_of` returns the due time of the range that begins at a sequence."""
         self.now_ms = now_ms
         while self._order and self._order[0] << BUCKET_BITS <= now_ms:
             number = heappop(self._order)
             bucket = self._buckets.pop(number)
             dues = [(due_ms, first) for first in bucket if (due_ms := due_of(first)) is not None]
-            current = [one for one in dues if one[0] >> BUCKET_BITS == number]  # others are named elsewhere too
+            current = [one for one in dues if one[0] >> BUCKET_BITS == number]  # others have another entry
             self._size -= len(bucket) - len(current)
             for one in current:
                 heappush(self._soon, one)

@@ -1,16 +1,16 @@
-"""Core. What a log keeps, by its own frames: deleting is agreed on, and no clock alone decides it.
+"""Core. Retention frames: the agreed begin of a log. No single clock decides a deletion.
 
-The master writes a retention frame when the clocks of all copies and of the metaserver agree, and copies delete whole
-segments because of such a frame only. Its timestamp is the agreed time. Its body is JSON, padded with blanks to a
+The master writes a retention frame when the clocks of all copies and of the metaserver agree. Copies delete whole
+segments only because of such a frame. Its timestamp is the agreed time. Its body is JSON, padded with blanks to a
 multiple of 8:
 
-    start        offset from which frames are kept; the same as before in a frame that only states the time
-    rule         "age" or "size": why what is before `start` goes; empty: nothing does
-    clocks       whose clock was asked -> how many ms the master's was ahead of it
-    unconsumed   [[subject, consumer group, messages]]: what goes although the group has not consumed it
+    start        offset from which frames are kept; unchanged in a frame that only states the time
+    rule         "age" or "size": the reason for the deletion before `start`; empty: none
+    clocks       name of a clock -> ms that the master's was ahead of it
+    unconsumed   [[subject, consumer group, messages]]: messages deleted before the group consumed them
 
-A copy deletes when the high watermark covers the frame: what is not acknowledged may still be cut. To readers of
-messages they are gone as soon as the frame is there.
+A copy deletes when the high watermark covers the frame: unacknowledged frames may still be cut. For readers the
+messages are gone with the frame.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def encode_retention(decision: RetentionDecision) -> bytes:
 
 
 def decode_retention(body: Buffer) -> RetentionDecision:
-    """Read a body that a frame's CRC vouches for; raises ValueError if it says something else."""
+    """Read a body whose CRC was checked; raises ValueError if its fields do not fit."""
     try:
         fields = json.loads(bytes(body))
         lost = {(str(subject), str(group)): int(messages) for subject, group, messages in fields["unconsumed"]}
@@ -60,19 +60,19 @@ def decode_retention(body: Buffer) -> RetentionDecision:
 
 @dataclass(slots=True)
 class Kept:
-    """What the retention frames of a log's prefix say together. Part of the fold's state."""
+    """Joint content of the retention frames of a log's prefix. Part of the fold's state."""
 
     start: int = 0
     """Offset from which frames are kept."""
     decided_end: int = 0
-    """End of the frame that said so; the copy may delete once the high watermark is there."""
+    """End of the frame that decided it; the copy may delete once the high watermark is there."""
     times: list[tuple[int, int]] = field(default_factory=list)
-    """(offset of a retention frame, agreed time), ascending: everything before that offset was written before."""
+    """(offset of a retention frame, agreed time), ascending: everything before that offset is older than that time."""
     unconsumed: dict[Key, int] = field(default_factory=dict)
-    """Messages that went although the consumer group had not consumed them, since the log's beginning."""
+    """Messages deleted before the consumer group consumed them, since the log's beginning."""
 
     def take(self, decision: RetentionDecision, *, offset: int, end: int, time_ms: int) -> None:
-        """Take a frame in. Raises ValueError if it gives back what was given up, or gives up itself."""
+        """Add a frame. Raises ValueError if its start decreases, or lies behind the frame itself."""
         if not self.start <= decision.start <= offset:
             raise ValueError(f"frames are kept from {self.start} on, and are to be kept from {decision.start} on")
         if decision.start > self.start:
@@ -83,7 +83,7 @@ class Kept:
             self.unconsumed[key] = self.unconsumed.get(key, 0) + messages
 
     def written_before_ms(self, offset: int) -> int | None:
-        """Return an agreed time at which everything before `offset` was written; None: there was none since."""
+        """Return an agreed time at which everything before `offset` was written; None: no frame states one."""
         at = bisect_left(self.times, offset, key=_FIRST)
         return self.times[at][1] if at < len(self.times) else None
 

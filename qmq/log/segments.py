@@ -1,9 +1,9 @@
-"""Core. The files of a message log: their names, and finding a frame in them.
+"""Core. The files of a message log: their names, and the search for frames in them.
 
 log/<base>.log    frames; preallocated, so zeros follow the last frame of the newest one
 log/<base>.idx    index of a closed segment (qmq.log.index); made again if it is missing or damaged
-log/<base>.snap   state at the segment's base (qmq.log.fold); replay starts at the newest one that is whole
-log/manifest      which segments there should be (qmq.log.manifest)
+log/<base>.snap   state at the segment's base (qmq.log.fold); replay starts at the newest whole one
+log/manifest      list of the segments that must exist (qmq.log.manifest)
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from qmq.log.frame import FRAME_BYTES_MAX, HEADER_BYTES, Frame, check_body, deco
 
 FOLDER = "log"
 TAIL_CUT = f"{FOLDER}/tail-cut"
-"""Exists while bytes at the log's end were cut off, or all of it was set aside, that may have been acknowledged, and
-this copy has not yet had everything that the other one has."""
+"""Exists while acknowledged bytes may be missing: the log's end was cut off, or all of it set aside, and this copy has
+not matched the other one since.
+"""
 CHUNK_BYTES = 4 << 20
 SEARCH_BYTES, HEADER_BYTES_MAX = 4096, HEADER_BYTES + (1 << 16)
-"""Read first where a frame is looked for: mostly one begins right there. / No header has more."""
+"""Bytes of the first read of a search: most frames begin right there. / Upper bound of a header."""
 NO_END = 1 << 63
-"""Behind every log."""
+"""Offset behind every log."""
 
 
-@lru_cache  # each commit asks for it twice
+@lru_cache  # asked twice per commit
 def log_name(base: int) -> str:
     return f"{FOLDER}/{base:020d}.log"
 
@@ -42,7 +43,7 @@ def snapshot_name(base: int) -> str:
 
 
 def segment_bases(disk: Disk) -> list[int]:
-    """Return the base offsets of the segments whose files are there, ascending."""
+    """Return the base offsets of the present segment files, ascending."""
     return [int(name[:-4]) for name in disk.names(FOLDER) if name.endswith(".log")]
 
 
@@ -50,7 +51,7 @@ def segment_at(bases: list[int], offset: int) -> int:
     """Return the base of the segment that holds `offset`; `bases` ascend.
 
     Raises:
-        CorruptFrame: the log begins behind it. Whoever looked it up earlier was overtaken by retention.
+        CorruptFrame: the log begins behind it: retention deleted it since the caller looked it up.
     """
     at = bisect_right(bases, offset) - 1
     if at < 0:
@@ -71,7 +72,7 @@ class Chunk(NamedTuple):
 def read_chunk(disk: Disk, bases: list[int], begin: int, end: int, bytes_max: int = CHUNK_BYTES) -> Chunk:
     """Read whole frames from `begin`, up to about `bytes_max` and not past `end`; at least one.
 
-    Everything is checked but the first frame's chain, which the caller may know. Blocks; may run on any thread.
+    All is checked but the first frame's chain, which the caller may know. Blocks; may run on any thread.
 
     Raises:
         CorruptFrame: no frame begins at `begin`.
@@ -88,7 +89,7 @@ def read_chunk(disk: Disk, bases: list[int], begin: int, end: int, bytes_max: in
                 break
             more = disk.read(log_name(base), begin - base, min(HEADER_BYTES_MAX, stop - begin))
             if len(more) <= len(data):
-                break  # no header is longer, or the file is not
+                break  # no header is longer, or the file ends
             data = more
             continue
         if frame.end - begin > len(data):
@@ -105,16 +106,18 @@ def read_chunk(disk: Disk, bases: list[int], begin: int, end: int, bytes_max: in
 
 
 def read_intact(disk: Disk, bases: list[int], begin: int, end: int, bytes_max: int) -> bytes:
-    """As `read_chunk`, for bytes that are passed on: of the frames, nothing but their CRCs is checked."""
+    """Read as `read_chunk` does, for bytes that are passed on: only the frames' CRCs are checked."""
     base, stop = within(bases, begin, end)
     data = disk.read(log_name(base), begin - base, min(bytes_max, stop - begin))
     if whole := intact_bytes(memoryview(data), begin):
         return data[:whole]
-    return read_chunk(disk, bases, begin, end, bytes_max).data  # a frame that is longer, or damage, with its reason
+    return read_chunk(
+        disk, bases, begin, end, bytes_max
+    ).data  # a longer frame, or damage, which raises with its reason
 
 
 def within(bases: list[int], begin: int, end: int) -> tuple[int, int]:
-    """Return the base of the segment that holds `begin`, and where it or the range ends."""
+    """Return the base of the segment that holds `begin`, and the end of the range within it."""
     base, at = segment_at(bases, begin), bisect_right(bases, begin)
     return base, min(end, bases[at]) if at < len(bases) else end
 
@@ -140,7 +143,7 @@ def frame_behind(disk: Disk, bases: list[int], offset: int) -> int | None:
 
 
 def read_raw(disk: Disk, bases: list[int], begin: int, end: int) -> bytes:
-    """Return the bytes `[begin, end)` as they are, whatever they are; shorter where the used part of a file is."""
+    """Return the raw bytes `[begin, end)`; shorter where the used part of a file is."""
     parts = []
     inside = bases[max(bisect_right(bases, begin) - 1, 0) : bisect_left(bases, end)]
     for base, following in pairwise([*inside, end]):  # a file may have zeros behind the segment's end
@@ -149,4 +152,4 @@ def read_raw(disk: Disk, bases: list[int], begin: int, end: int) -> bytes:
     return b"".join(parts)
 
 
-assert FRAME_BYTES_MAX > CHUNK_BYTES  # a chunk grows to its first frame, never the other way round
+assert FRAME_BYTES_MAX > CHUNK_BYTES  # a chunk grows to its first frame, never the reverse

@@ -37,7 +37,7 @@ class StoredLog:
         return self.bases[0] if self.bases else self.flushed_end
 
     def read(self, begin: int, end: int, bytes_max: int) -> Chunk:
-        """Read whole frames from disk; everything in them is checked. Blocks; may run on a thread.
+        """Read whole frames from disk, all checked.
 
         Raises:
             CorruptFrame: this copy is damaged there.
@@ -45,7 +45,7 @@ class StoredLog:
         return read_chunk(self._disk, list(self.bases), begin, min(end, self.flushed_end), bytes_max)
 
     def read_intact(self, begin: int, end: int, bytes_max: int) -> bytes:
-        """As `read`, for bytes that are passed on (`segments.read_intact`). Blocks; may run on a thread.
+        """Read as `read` does, for bytes that are passed on (`segments.read_intact`).
 
         Raises:
             CorruptFrame: this copy is damaged there.
@@ -53,7 +53,7 @@ class StoredLog:
         return segments.read_intact(self._disk, list(self.bases), begin, min(end, self.flushed_end), bytes_max)
 
     def read_bodies(self, refs: list[FrameRef]) -> list[tuple[Frame, Buffer]]:
-        """Read whole messages frames from disk, neighbours at one go. Blocks; may run on a thread.
+        """Read whole messages frames, neighbours in one read.
 
         Raises:
             CorruptFrame: this copy is damaged there.
@@ -75,9 +75,9 @@ class StoredLog:
         return bodies
 
     def read_labels(self, refs: Sequence[FrameRef]) -> list[array[int]]:
-        """Read the labels of messages frames from disk; empty ones where a frame has none. Blocks; on any thread.
+        """Read the labels of messages frames; empty for a frame without labels.
 
-        Only the end of a frame is read, if that is a label section by its own CRC.
+        Reads only the end of a frame, if that is a label section by its own CRC.
 
         Raises:
             CorruptFrame: this copy is damaged there.
@@ -94,15 +94,15 @@ class StoredLog:
         except ValueError:
             header = self._disk.read(log_name(base), ref.offset - base, 4096)
         if decode_header(header, 0, ref.offset, None).flags & FLAG_LABELLED:
-            self.read_bodies([ref])  # labels that do not match their CRC in a body that does: they came so
+            self.read_bodies([ref])  # wrong labels in a body with a matching CRC: the producer sent them so
         return array("Q")
 
     def next_frame(self, begin: int) -> int | None:
-        """Return the offset of the first frame that begins at or after `begin`. Blocks; may run on a thread."""
+        """Return the offset of the first frame that begins at or after `begin`."""
         return segments.next_frame(self._disk, list(self.bases), begin)
 
     def read_bytes(self, begin: int, end: int) -> bytes:
-        """Return what stands in `[begin, end)`, as it is: whoever asks checks it. Blocks; may run on a thread."""
+        """Return the raw bytes `[begin, end)`, unchecked."""
         bases, end = list(self.bases), min(end, self.flushed_end)
         base, stop = segments.within(bases, begin, end)
         if stop == end:
@@ -110,15 +110,15 @@ class StoredLog:
         return read_raw(self._disk, bases, begin, end)
 
     def read_damaged(self, begin: int) -> bytes:
-        """Return the bytes from `begin`, where no frame is, up to the next frame. Blocks; may run on a thread."""
+        """Return the bytes from `begin`, where no frame is, up to the next frame."""
         bases = list(self.bases)
         end = segments.frame_behind(self._disk, bases, begin)
         return read_raw(self._disk, bases, begin, self.flushed_end if end is None else end)
 
     def look_again(self, begin: int) -> None:
-        """Let the segment that `begin` is in be read from the file of its name, which may be another one by now.
+        """Let the next read of the segment that holds `begin` open its file by name: it may be another one by now.
 
-        Not the one that is written (`check_newest`). Blocks; may run on a thread.
+        Not for the segment that is written (`check_newest`).
 
         Raises:
             CorruptFrame: its file is gone.
@@ -130,28 +130,28 @@ class StoredLog:
                 raise CorruptFrame(base, "its file is gone")
 
     def check_newest(self) -> None:
-        """See that the file that is written has its name. Blocks; may run on a thread.
+        """Check that the file that is written still has its name.
 
         Raises:
-            DiskFailed: what is fsynced there would be gone when this process ends.
+            DiskFailed: fsynced bytes would be lost when this process ends.
         """
         if self.bases and self._disk.is_lost(name := log_name(self.bases[-1])):
             raise DiskFailed(f"{name}: its file was taken away or exchanged while it was written")
 
     def verify(self, base: int, at: int, chain: int | None, bytes_max: int) -> tuple[int, int, bool]:
-        """Read frames of the closed segment at `base` again, from `at`, by the name of its file. Blocks; on any thread.
+        """Read frames of the closed segment at `base` again, from `at`, by the name of its file.
 
-        The snapshots at its begin and behind its end say which chain it has to have there. So, where the chain at the
-        log's end is the other copy's, equal chains mean that both have the same bytes in each segment that is whole.
+        The snapshots at its begin and behind its end contain its chains. If the chain at the log's end equals the other
+        copy's, both copies have the same bytes in each whole segment.
 
         Args:
-            chain: before `at`; None at the segment's begin, where its snapshot may tell.
+            chain: before `at`; None at the segment's begin, where its snapshot may contain it.
 
         Returns:
-            Where to go on, the chain there, and whether that is the segment's end.
+            Offset to go on at, the chain there, and whether that is the segment's end.
 
         Raises:
-            CorruptFrame: this copy is damaged there. ForeignSegment: all of the segment is another log's.
+            CorruptFrame: this copy is damaged there. ForeignSegment: the whole segment is another log's.
         """
         bases = list(self.bases)
         if base not in bases[:-1]:
@@ -165,7 +165,7 @@ class StoredLog:
             decode_header(chunk.data, 0, at, chain)
         except CorruptFrame:
             if at > base:
-                raise  # it was repaired, or cut, since the frames before were read
+                raise  # a repair or cut came after the frames before were read
             raise ForeignSegment(base, end) from None
         is_whole = chunk.end == end
         if is_whole and self.chain_by_snapshot(end) not in (None, chunk.chain):
@@ -173,7 +173,7 @@ class StoredLog:
         return chunk.end, chunk.chain, is_whole
 
     def check_readable(self, offset: int) -> None:
-        """Read the segment up to and with the frame at `offset`, before another copy is accused of being different.
+        """Read the segment up to and with the frame at `offset`, before another copy is reported as different.
 
         Raises:
             CorruptFrame: this copy is damaged there.
@@ -183,9 +183,9 @@ class StoredLog:
             at = read_chunk(self._disk, self.bases, at, self.flushed_end).end
 
     def is_damaged(self, problem: CorruptFrame) -> bool:
-        """Return whether what a reader met is so now.
+        """Return whether the damage that a reader met still exists.
 
-        Whoever could not read a frame may have done so before a repair, or while retention or a cut took it.
+        It may have been read before a repair, or while retention or a cut removed it.
         """
         offset = problem.offset
         if isinstance(problem, ForeignSegment):
@@ -199,9 +199,9 @@ class StoredLog:
         return False
 
     def may_be_acknowledged(self, damage: Damage, high_watermark: int) -> bool:
-        """Return whether the damage lies below a high watermark that this log knows, so that both copies had it.
+        """Return whether the damage lies below a known high watermark, so that both copies had it.
 
-        Any frame behind it may say so: the next ones were written before it was safe.
+        Any later frame may contain that watermark: the next ones were written before the damaged range was safe.
         """
         disk, bases = self._disk, self.bases
         end = bases[-1] + disk.used(log_name(bases[-1]))
@@ -223,11 +223,11 @@ class StoredLog:
             return None
 
     def chain_before(self, offset: int) -> int:
-        """Return the chain right before `offset`, where no frame can be read, from the frames before it: those of an
-        earlier segment, if the snapshot of this one is damaged as well.
+        """Return the chain right before `offset`, where no frame is readable, from the frames before it. If the
+        segment's snapshot is damaged, too, replay begins at an earlier segment.
 
         Raises:
-            CorruptFrame: where they cannot be read.
+            CorruptFrame: these frames are unreadable.
         """
         problem = CorruptFrame(offset, "the log begins behind it")
         for base in reversed(self.bases[: bisect_right(self.bases, offset)]):
@@ -247,12 +247,12 @@ class StoredLog:
         return data, check_snapshot(data, base)
 
     def start_chain(self) -> int | None:
-        """Return the chain right before the oldest frame; None if nothing tells. Blocks; may run on a thread."""
-        bases = list(self.bases)  # if the snapshot is damaged, the frames may be whole: they mend another copy
+        """Return the chain right before the oldest frame; None if it is unknown."""
+        bases = list(self.bases)  # the frames behind a damaged snapshot may be whole and repair another copy
         return self.chain_by_snapshot(bases[0]) if bases else NO_CHAIN
 
     def seed_start(self) -> tuple[int, int, bytes]:
-        """Return base, chain and snapshot of the oldest segment whose snapshot is whole: a new copy begins there."""
+        """Return base, chain and snapshot of the oldest segment with a whole snapshot: a new copy begins there."""
         for base in self.bases:
             try:
                 snapshot, chain = self.snapshot(base)
@@ -262,31 +262,31 @@ class StoredLog:
         raise CorruptFrame(self.start, "no snapshot of this log is whole")
 
     def derived_files(self, base: int, *, index_only: bool = False) -> tuple[bytes, bytes]:
-        """Return index and snapshot beside the segment at `base` as they are stored, empty where there is none, or none
-        is asked for. Blocks; may run on a thread."""
+        """Return the stored index and snapshot of the segment at `base`; empty if missing, or not asked for."""
         disk, names = self._disk, [index_name(base)] if index_only else [index_name(base), snapshot_name(base)]
         index, *snapshot = (disk.read(name, 0, disk.size(name)) for name in names)
         return index, b"".join(snapshot)
 
     def state_before_lost_snapshot(self, base: int) -> tuple[State, int] | None:
         """Return the state at the begin of the closed segment at `base`, and its end, if the snapshot there is damaged
-        and can be made again (`fold_on`, `put_snapshot`). Blocks; on any thread."""
+        and can be made again (`fold_on`, `put_snapshot`).
+        """
         bases = list(self.bases)
         if base not in bases[:-1]:
             return None
         end = bases[bisect_right(bases, base)]
         if end >= self.flushed_end or self.chain_by_snapshot(end) is not None:
-            return None  # it is still to be written, or whole
+            return None  # not written yet, or whole
         try:
             return decode_snapshot(self.snapshot(base)[0]) if base else State(), end
         except CorruptFrame:
             return None
 
     def fold_on(self, state: State, end: int, bytes_max: int) -> None:
-        """Fold the next frames before `end` into a state of its own. Blocks; on any thread.
+        """Fold the next frames before `end` into a separate state.
 
         Raises:
-            CorruptFrame: they do not continue it; it is of no more use.
+            CorruptFrame: they do not continue it; discard the state.
         """
         chunk = read_chunk(self._disk, list(self.bases), state.end, end, bytes_max)
         try:
@@ -296,8 +296,7 @@ class StoredLog:
             raise CorruptFrame(state.end, str(problem)) from None
 
     def whole_snapshot_behind(self, base: int) -> int | None:
-        """Return the base of the first segment behind that at `base` which has a whole snapshot; the log's end if none
-        has one. Blocks."""
+        """Return the base of the first later segment with a whole snapshot; None if there is none."""
         return next((at for at in self.bases if at > base and self.chain_by_snapshot(at) is not None), None)
 
 

@@ -1,4 +1,4 @@
-"""Shell. The calls of the operating system that a disk makes; `qmq.log.memory_disk` stands in for them."""
+"""Shell. The calls of the operating system that a disk makes; `qmq.log.memory_disk` replaces them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from qmq.codec import Buffer
 
 
 class System:
-    """Each method is one call, and fails with OSError as that one does. Paths are absolute or of the process."""
+    """Each method is one call and raises OSError on failure. Paths are absolute or relative to the process."""
 
     def open(self, path: str, flags: int) -> int:
         return os.open(path, flags, 0o644)
@@ -50,14 +50,14 @@ class System:
         return os.fstat(fd).st_size
 
     def is_named(self, fd: int, path: str) -> bool:
-        """Return whether the open file is the one of this name."""
+        """Return whether the open file has this name."""
         try:
             return os.path.samestat(os.stat(path), os.fstat(fd))
         except (FileNotFoundError, NotADirectoryError):
             return False
 
     def size(self, path: str) -> int | None:
-        """Return the bytes of the file; None if there is none."""
+        """Return the bytes of the file; None if it is missing."""
         try:
             status = os.stat(path)
         except (FileNotFoundError, NotADirectoryError):
@@ -65,7 +65,7 @@ class System:
         return status.st_size if stat.S_ISREG(status.st_mode) else None
 
     def names(self, folder: str) -> list[str]:
-        """Return the names of the files in the folder; none if there is no such folder."""
+        """Return the names of the files in the folder; none if it is missing."""
         try:
             with os.scandir(folder) as entries:
                 return [entry.name for entry in entries if entry.is_file()]
@@ -73,7 +73,7 @@ class System:
             return []
 
     def folders(self, folder: str) -> list[str]:
-        """Return the names of the folders in the folder."""
+        """Return the names of the subfolders."""
         with os.scandir(folder) as entries:
             return [entry.name for entry in entries if entry.is_dir()]
 

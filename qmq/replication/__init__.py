@@ -1,1 +1,1 @@
-"""Replication: who may act, what is safe, and how two copies of a log come to agree."""
+"""Replication: mastership, acknowledgement, and the agreement of two copies of a log."""

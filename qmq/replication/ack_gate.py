@@ -1,6 +1,6 @@
-"""Core. What may be acknowledged and delivered: the high watermark, and who waits for it.
+"""Core. Acknowledgement gate: raises the high watermark and answers the requests that wait for it.
 
-Made by a master when it becomes master; its loop calls it; it ends with the mastership.
+Made by a master for one mastership; used on its loop.
 
 Keeps I1.
 """
@@ -17,7 +17,7 @@ from qmq.replication.points import Point
 from qmq.types import Epoch
 
 Answer = Callable[[QmqError | None], None]
-"""Called once: with None when it is safe, with an error when this mastership cannot tell any more."""
+"""Called once: with None when it is safe, with an error when this mastership cannot find out any more."""
 
 
 class _Progress(NamedTuple):
@@ -28,37 +28,38 @@ class _Progress(NamedTuple):
 
 @dataclass(slots=True)
 class AckGate:
-    """Answers of a master that wait until enough disks have what they promise: `min_copies`, its own among them.
+    """Answers of a master that wait until `min_copies` disks, its own among them, have their frames.
 
-    `too_few_in_sync` is true while fewer copies are in sync. Then nothing new is acknowledged (P3), but progress on
-    messages below the high watermark is answered as soon as our own disk has it, and is marked so in the answer.
+    `too_few_in_sync` is true while fewer copies are in sync. Then no new message is acknowledged (P3). Progress on
+    messages below the high watermark is answered as soon as our own disk has it, and the answer is marked so.
     """
 
     epoch: Epoch
     min_copies: int = 2
     high_watermark: int = 0
-    """Offset below which everything is fsynced on `min_copies` copies; never decreases (I6)."""
+    """Offset below which frames are fsynced on `min_copies` copies; never decreases (I6)."""
     counts_from: int = 0
-    """The end of this mastership's epoch frame. Frames of older epochs count as acknowledged with it only: until then,
-    a copy that lacks them may still be chosen (Raft, figure 8)."""
+    """End of this mastership's epoch frame. Frames of older epochs are acknowledged only with it: until then, a copy
+    that lacks them may still be promoted (Raft, figure 8).
+    """
     flushed_end: int = 0
     """fsynced here"""
     matched_end: int = 0
-    """fsynced on as many slaves as it takes, and their chains compared with ours; 0: these are too few"""
+    """fsynced on enough slaves, with chains equal to ours; 0: too few slaves"""
     flushed_chain: int | None = None
-    """None: something is being written, and nobody noted the chain where that begins."""
+    """None: a write is under way, and the chain at its begin is not known."""
     matched_chain: int = 0
     high_chain: int | None = None
     """The log's chain at the high watermark; None: not raised yet in this mastership."""
     too_few_in_sync: bool = True
     _matched: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Slave -> its matched end, and the chain there; of those in sync."""
+    """Slave -> its matched end, and the chain there; only slaves in sync."""
     _stored: deque[tuple[int, Answer]] = field(default_factory=deque)
     _progress: deque[_Progress] = field(default_factory=deque)
 
     def stored(self, end: int, answer: Answer) -> None:
         """Call `answer` when enough disks have all before `end`, which may lie before that of earlier waiters."""
-        if end <= self.high_watermark:  # nobody knows for how long those would hold it up
+        if end <= self.high_watermark:  # an unbounded wait for a slave would hold them up
             answer(None)
             return
         self._stored.append((end, answer))
@@ -66,7 +67,7 @@ class AckGate:
     def progress(self, end: int, data_end: int, answer: Answer) -> None:
         """Call `answer` when the progress frame before `end` and the messages before `data_end` are safe."""
         waiting = _Progress(max(end, self._progress[-1].end) if self._progress else end, data_end, answer)
-        if self._is_safe(waiting):  # nothing that comes later has to say so, and maybe nothing comes
+        if self._is_safe(waiting):  # later frames need not state the watermark, and may not come
             answer(None)
             return
         self._progress.append(waiting)
@@ -77,29 +78,29 @@ class AckGate:
         return self.too_few_in_sync and waiting.end <= self.flushed_end and waiting.data_end <= self.high_watermark
 
     def flushed(self, end: int, chain: int) -> None:
-        """Our fsync covers everything before `end`, where our chain is `chain`."""
+        """Record our fsync of everything before `end`, where our chain is `chain`."""
         if end >= self.flushed_end:
             self.flushed_end, self.flushed_chain = end, chain
         self._release()
 
     def confirmed(self, end: int, chain: int, slave: str = "") -> None:
-        """A slave's fsync does too; whoever calls has checked epoch and chain (qmq.replication.follower)."""
+        """Record a slave's fsync; the caller checked epoch and chain (qmq.replication.follower)."""
         if end >= self._matched[slave][0]:
             self._matched[slave] = end, chain
         self._rank()
 
     def slave_gone(self, slave: str = "") -> None:
-        """What it holds when it comes again is not known before it has matched."""
+        """Forget a slave's matched end: it must match again after it returns."""
         self._matched.pop(slave, None)
         self._rank()
 
     def slave_matched(self, end: int, chain: int, slave: str = "") -> None:
-        """A slave agreed with our log up to `end`, where its own ends."""
+        """Record that a slave's log equals ours up to `end`, where it ends."""
         self._matched[slave] = end, chain
         self._rank()
 
     def _rank(self) -> None:
-        """Each slave's matched end, the highest first: that of the last one needed is where enough copies match."""
+        """Matched ends, highest first: enough copies match at that of the last slave needed."""
         needed = self.min_copies - 1
         self.too_few_in_sync = len(self._matched) < needed
         if self.too_few_in_sync:
@@ -109,7 +110,7 @@ class AckGate:
         self._release()
 
     def begins(self, high_watermark: int) -> None:
-        """The mastership begins; what slaves restored may state a higher watermark than our own disk did before."""
+        """Begin the mastership: frames restored by slaves may state a higher watermark than our own disk did."""
         self.high_watermark = max(self.high_watermark, high_watermark)
 
     @property
@@ -122,14 +123,14 @@ class AckGate:
         return len(self._stored) + len(self._progress)
 
     def refuse_unsafe(self, error: QmqError) -> None:
-        """Answer with `error` who waits for messages above the high watermark."""
+        """Answer requests for messages above the high watermark with `error`."""
         unsafe = [waiting for waiting in self._progress if waiting.data_end > self.high_watermark]
         self._progress = deque(waiting for waiting in self._progress if waiting.data_end <= self.high_watermark)
         for waiting in unsafe:
             waiting.answer(error)
 
     def abandon(self, *, stored: QmqError, progress: QmqError) -> None:
-        """The mastership ends: nobody waits in vain."""
+        """End the mastership: answer all waiting requests."""
         stored_answers, self._stored = self._stored, deque()
         progress_answers, self._progress = self._progress, deque()
         for _, answer in stored_answers:

@@ -1,22 +1,21 @@
-"""Core. Where two copies of a log agree, and what follows from it: the handshake of a slave and its master.
+"""Core. Agreement: the handshake that finds where a slave's log and its master's agree, and what each does next.
 
-    Hello      slave -> master   who it is, the newest epoch it knows, its epoch table, log start, log end, chain, up to
-                                 where it gives up nothing, the acknowledged point it remembers
+    Hello      slave -> master   its identity, newest known epoch, epoch table, log start, log end, chain, the end
+                                 of what it must keep, the acknowledged point it remembers
     Agreement  master -> slave   the master's epoch, the acknowledged point it remembers, and one of
-        follow   from `offset`, where both chains are `chain`; if the slave has more, that is a proven conflict and
-                 is cut, after it went to quarantine
+        follow   from `offset`, where both chains are `chain`; further frames of the slave are a proven conflict and are
+                 cut, after they went to quarantine
         restore  the slave has more of the same history, lost by a master that restarted: it sends everything from
-                 `offset`, then says hello again ("give" on the wire)
-        seed     the slave is behind the master's oldest segment: a snapshot comes, then frames from there; where that
-                 is not the begin of the master's log, as a snapshot is damaged, the slave has what is before repaired
+                 `offset`, then another hello ("give" on the wire)
+        seed     the slave ends before the master's oldest segment: a snapshot comes, then frames from there; if a
+                 damaged snapshot makes that begin behind the master's, the slave gets the earlier part repaired
         wait     the slave would have to be filled, and an operator has to allow that: nothing is sent for now
 
-Equal (epoch, offset) means equal bytes, so the epoch tables tell where the logs part; chains prove it. A disk that was
-put back forgets epochs, too, so one may have been used twice: what stands behind its first frame tells.
+Equal (epoch, offset) means equal bytes, so the epoch tables show where the logs part; chains prove it. A disk that was
+put back forgets epochs, too, and may use one twice: the chain behind its first frame shows that.
 
-Where the logs part, one copy gives way, and it is one that nobody else confirmed anything of there: the slave, which
-cuts; or else the master, which wrote alone, and takes back what the slave confirmed (`Yield`). If both confirmed what
-they have, neither gives way: `Diverged`.
+Where the logs part, the copy yields whose frames there no other copy confirmed. Either the slave cuts. Or the master,
+which wrote alone, takes back what the slave confirmed (`Yield`). If both confirmed theirs, neither yields: `Diverged`.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from qmq.types import NO_EPOCH, Epoch
 
 
 class EpochProof(NamedTuple):
-    """The first frame of the epoch that begins at `offset` ends at `end`, and the chain there is `chain`."""
+    """Proof of an epoch: the first frame of the epoch that begins at `offset` ends at `end` with chain `chain`."""
 
     offset: int
     end: int
@@ -43,11 +42,11 @@ class EpochProof(NamedTuple):
 
 
 EPOCHS_PROVEN = 8
-"""A copy that was put back may have used so many epochs again before it meets the other one."""
+"""Epochs that a copy that was put back may have used again before it meets the other one."""
 
 
 def proofs_of(log: MessageLog) -> list[EpochProof]:
-    """Prove the newest epochs of a log that is idle; what cannot be read proves nothing."""
+    """Return proofs of the newest epochs of an idle log; unreadable frames prove nothing."""
     proofs = (_proof_at(entry.offset, log) for entry in log.state.epochs[-EPOCHS_PROVEN:])
     return [proof for proof in proofs if proof is not None]
 
@@ -55,7 +54,7 @@ def proofs_of(log: MessageLog) -> list[EpochProof]:
 def _proof_at(offset: int, log: MessageLog) -> EpochProof | None:
     try:
         first = log.stored.read(offset, log.flushed_end, 1).frames[0]
-    except CorruptFrame:  # or retention took it, or it is not on disk yet
+    except CorruptFrame:  # or retention deleted it, or it is not on disk yet
         return None
     return EpochProof(offset, first.end, first.chain)
 
@@ -70,40 +69,42 @@ class Hello:
     end: int
     chain: int
     assigned_term: int = 0
-    """Term of the metaserver's row that made it a slave; the master counts only the slave of its own row."""
+    """Term of the metaserver's row that made it a slave. The master counts only slaves of its own row."""
     proofs: list[EpochProof] = field(default_factory=list)
-    """Of the newest epochs of its table."""
+    """Proofs of the newest epochs of its table."""
     kept_end: int = 0
-    """Before it the slave gives up nothing: it confirmed that (`PointFile.keeps`)."""
+    """The slave keeps everything before this offset, because it confirmed it (`PointFile.keeps`)."""
     point: Point | None = None
     owner: str = ""
-    """hostname:serve_port of the broker that the copy is of; empty from a version that does not say it."""
+    """hostname:serve_port of the copy's broker; empty from older versions."""
     fill_id: str = ""
-    """Of the filling that it is in or that comes next; empty from a version that does not know `wait`."""
+    """Id of the filling that it is in or that comes next; empty from versions without `wait`."""
     is_whole: bool = False
-    """Once it had all that its master had."""
+    """Whether it once had all frames of its master."""
     instance: str = ""
-    """Names its data directory at its place: a copy of the directory has another one. Empty from older versions."""
+    """Id of its data directory at its place: a copy of the directory has another one. Empty from older versions."""
 
     @property
     def would_be_filled(self) -> bool:
-        """Whether it takes part of what it lacks as a filling, not only to catch up."""
+        """Whether it receives its missing part as a filling, not only to catch up."""
         return bool(self.fill_id) and not (self.is_whole and self.end)
 
     def has(self, point: Point) -> bool:
-        """Whether its log has an acknowledged point, by its epoch table: a point ends a frame of its own epoch. What
-        retention took it had."""
+        """Whether its log has an acknowledged point, by its epoch table: a point ends a frame of its own epoch. Frames
+        deleted by retention count as present.
+        """
         epochs = [entry.epoch for entry in self.epochs if entry.offset < point.end]
         return point.end <= self.start or (point.end <= self.end and epochs[-1:] == [point.epoch])
 
     def is_ahead_of(self, epoch: Epoch) -> bool:
-        """Whether it has frames of an epoch newer than `epoch`, the newest of another log. What that one has and this
-        one lacks was never acknowledged then: the master of the newer epoch would have had it."""
+        """Whether it has frames newer than `epoch`, the newest epoch of another log. Frames that only that log has were
+        never acknowledged then: the master of the newer epoch would have had them.
+        """
         return self.newest_epoch > epoch
 
     @property
     def newest_epoch(self) -> Epoch:
-        """Of its frames; nobody's if it has none."""
+        """Newest epoch of its frames; the zero epoch without frames."""
         return self.epochs[-1].epoch if self.epochs else NO_EPOCH
 
     def encode(self) -> bytes:
@@ -129,7 +130,7 @@ class Hello:
 
     @classmethod
     def decode(cls, body: Buffer) -> Hello:
-        """Raises InvalidRequest."""
+        """Parse a hello; raises InvalidRequest."""
         f = decode_json(
             body,
             group=str,
@@ -202,10 +203,10 @@ class Agreement:
     offset: int
     chain: int
     master_end: int
-    """Where the master's log ended: a copy that reached it once has everything that was acknowledged."""
+    """End of the master's log: a copy that reached it once has everything that was acknowledged."""
     point: Point | None = None
     master_start: int | None = None
-    """Where the master's log begins; None from a version that does not say it."""
+    """Begin of the master's log; None from older versions."""
 
     def encode(self) -> bytes:
         return encode_json(
@@ -221,7 +222,7 @@ class Agreement:
 
     @classmethod
     def decode(cls, body: Buffer) -> Agreement:
-        """Raises InvalidRequest."""
+        """Parse an agreement; raises InvalidRequest."""
         f: dict[str, Any] = decode_json(
             body, term=int, boot=int, action=str, offset=int, chain=int, master_end=int, point=list
         )
@@ -237,7 +238,7 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True)
 class Yield:
-    """The master gives up what it has from `offset` on, begins anew, takes back what the slave confirmed: if it may."""
+    """The master cuts its frames from `offset` on, begins again, and takes back what the slave confirmed, if it may."""
 
     offset: int
 
@@ -245,17 +246,17 @@ class Yield:
 def agree(
     hello: Hello, log: MessageLog, epoch: Epoch, *, has_begun: bool, point: Point | None = None
 ) -> Agreement | Yield:
-    """Decide as master of `epoch` what a slave that says `hello` has to do, or that it is for the master to give way.
+    """Decide, as master of `epoch`, what a slave with this `hello` has to do, or that the master yields.
 
     Args:
-        has_begun: whether this master has written its epoch frame. Before that it takes back what it lost.
-        point: acknowledged, as far as this copy remembers.
+        has_begun: whether this master has written its epoch frame. Before that it takes back frames that it lost.
+        point: newest acknowledged point that this copy remembers.
 
     Raises:
-        Fenced: the slave knows a newer epoch, or ours from an earlier life of this disk. Nothing may be acknowledged
-            in ours any more.
-        CorruptFrame: our own copy is damaged where it is to be compared.
-        Diverged: equal epochs with different bytes. A human has to look; nothing was changed.
+        Fenced: the slave knows a newer epoch, or ours from an earlier life of this disk. Acknowledge nothing more in
+            this epoch.
+        CorruptFrame: our own copy is damaged at the place to compare.
+        Diverged: equal epochs with different bytes. A person has to look; nothing was changed.
     """
     was_used = not has_begun and bool(hello.epochs) and hello.epochs[-1].epoch >= epoch
     if hello.known > epoch or was_used:
@@ -291,5 +292,5 @@ def _last_common(hello: Hello, log: MessageLog) -> tuple[int, int, bool]:
 
 
 def _was_used_twice(theirs: EpochProof | None, log: MessageLog) -> bool:
-    """Whether both copies have an epoch that begins at one place of one history, and are of two masterships there."""
+    """Whether two epochs begin at one place of one history in two masterships."""
     return theirs is not None and _proof_at(theirs.offset, log) not in (None, theirs)

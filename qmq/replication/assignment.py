@@ -1,4 +1,4 @@
-"""Core. A broker's part in its group, as the metaserver's row says."""
+"""Core. Assignment: a broker's role in its group, from the metaserver's row."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class SyncMode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FillOrder:
-    """What an operator said of one filling: SyncReplica allows it, CancelSync stops it."""
+    """An operator's order about one filling: SyncReplica allows it, CancelSync stops it."""
 
     fill_id: str
     is_allowed: bool
@@ -26,7 +26,12 @@ class FillOrder:
 
 @dataclass(frozen=True, slots=True)
 class FillOrders:
-    """What the metaserver's row says about the slaves of a group. Made of each assignment."""
+    """Which slaves of a group may be filled: all of them, or those that an operator named. Made from each assignment.
+
+    A slave's copy has to be *filled* if it is empty, was never whole, or ends before the master's oldest segment. One
+    that continues where its log ends only catches up. A filling has an id, `incarnation/n`: n fillings of that data
+    directory ended before it. So an order about one filling has no effect on the next one and need not be taken back.
+    """
 
     mode: SyncMode = SyncMode.AUTOMATIC
     orders: tuple[FillOrder, ...] = ()
@@ -46,7 +51,7 @@ class FillOrders:
         return self.mode is SyncMode.AUTOMATIC if said is None else said.is_allowed
 
     def is_cancelled(self, fill_id: str) -> bool:
-        """Whether this filling has to stop. That the mode is another one now stops none that is under way."""
+        """Whether this filling has to stop. A change of the mode stops no filling under way."""
         said = self._said(fill_id)
         return said is not None and not said.is_allowed
 
@@ -56,7 +61,7 @@ class FillOrders:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where the other processes reach a broker."""
+    """Addresses of a broker for other processes."""
 
     ip: str
     serve_port: int
@@ -65,13 +70,13 @@ class Address:
 
     @property
     def sync_place(self) -> tuple[str, int]:
-        """Where the slave connects."""
+        """Address to which the slave connects."""
         return self.ip, self.sync_port
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Who is what in `group` as of `term`; the newest one is remembered for a start without the metaserver."""
+    """Roles in `group` as of `term`. The newest one is remembered for a start without the metaserver."""
 
     group: str
     term: int
@@ -82,14 +87,15 @@ class Assignment:
     offline: tuple[tuple[str, str, str], ...] = ()
     """(subject, consumer group, consumer) that operators switched off; `*` stands for all."""
     min_copies: int = 2
-    """So many copies, the master's among them, have a frame on disk when it is acknowledged."""
+    """Copies, the master's included, that have a frame on disk before it is acknowledged."""
     limits: tuple[OperatorLimits, ...] = ()
     sync_mode: str = SyncMode.AUTOMATIC
     fills: tuple[tuple[str, bool], ...] = ()
     """(id of a filling, whether an operator allows it)."""
     awaited: tuple[str, ...] = ()
-    """`hostname:serve_port` of slaves that were in sync at the last report: a master that has restarted waits for them.
-    Not remembered: only the metaserver's answer counts."""
+    """`hostname:serve_port` of slaves that were in sync at the last report: a restarted master waits for them. Not
+    remembered: only the metaserver's answer counts.
+    """
 
     @property
     def fill_orders(self) -> FillOrders:
@@ -104,13 +110,13 @@ class Assignment:
 
     @property
     def may_be_behind(self) -> bool:
-        """Whether messages are acknowledged without this copy, if others have them: it proves nothing that it lacks
-        them."""
+        """Whether messages may be acknowledged without this copy: then missing them proves nothing."""
         return self.role == Role.SLAVE and 1 + len(self.slaves) > self.min_copies
 
     def meets_as(self, other: Assignment) -> bool:
-        """Return whether the copies meet at the same places. The other ports of a peer are told once it has registered;
-        a link that stands is not given up for these: the group would be readonly until it is there again."""
+        """Return whether the sync addresses are equal. Other ports of a peer become known when it registers. The link
+        stays open then: without it the group would be readonly.
+        """
         return {peer.sync_place for peer in self.peers} == {peer.sync_place for peer in other.peers}
 
     def to_json(self) -> dict[str, Any]:
@@ -127,7 +133,7 @@ class Assignment:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Assignment:
-        """Read what `to_json` of this version, or of one that knew one "slave", wrote."""
+        """Read the result of `to_json`, also of versions with one "slave"."""
         master, slave = fields["master"], fields.get("slave")
         slaves = fields["slaves"] if "slaves" in fields else [slave] if slave else []
         return cls(

@@ -17,25 +17,26 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Extent = tuple[int, int]
-"""Begin and end of the log that a copy has on its disk."""
+"""Begin and end of a copy's log on disk."""
 
 ATTEMPTS_EACH = 2
-"""For one copy: if it has no frame where the damage begins, the next attempt looks before (`CopyRepair.plan`)."""
+"""Attempts per copy: if it has no frame at the begin of the damage, the second one asks for frames before it."""
 
 
 class Sources:
-    """Asked at each attempt to mend. Copies that have all of the damaged range take turns: the frames of one may not
-    join, because its history is another one, or it is damaged itself."""
+    """Choice of the copy to ask. Copies with the whole damaged range take turns: one may have another history, or be
+    damaged itself.
+    """
 
     def __init__(self) -> None:
         self._damage: Damage | None = None
         self._attempts = 0
 
     def best(self, damage: Damage, extents: Sequence[Extent | None]) -> int | None:
-        """Return which copy to ask now, by its place in `extents`; None of a copy: it does not answer.
+        """Return the index in `extents` of the copy to ask now, or None. The extent of a silent copy is None.
 
-        What no copy has may be given up (`CopyRepair.plan`): without one that has it, all have to answer first; then
-        the one with the longest log says what becomes of the range.
+        A range that no copy has may be given up (`CopyRepair.plan`). So without a copy that has it, all must have
+        answered; then the copy with the longest log decides.
         """
         if damage != self._damage:
             self._damage, self._attempts = damage, 0
@@ -55,16 +56,16 @@ class CopyRepair:
     def __init__(self, node: Node[Any]) -> None:
         self._node = node
         self._looks_before: Damage | None = None
-        """Damage at whose begin the other copy has no frame: its frame in that place begins before it."""
+        """Damage at whose begin the other copy has no frame: that copy's frame begins earlier."""
 
     def plan(self, theirs_start: int, theirs_end: int) -> tuple[int, int] | None:
-        """Do for the damaged log what needs no bytes of the other copy.
+        """Repair the log as far as no bytes of the other copy are needed.
 
         Args:
-            theirs_start, theirs_end: what the other copy has on its disk.
+            theirs_start, theirs_end: extent of the other copy's log on disk.
 
         Returns:
-            The range whose frames are to be fetched from it for `repair`; None if nothing is.
+            Range of frames to fetch for `apply`; None if none are needed.
         """
         damage = self._node.log.damage
         if damage is None:
@@ -75,7 +76,7 @@ class CopyRepair:
             if damage.begin < theirs_end and self._node.log.stored.may_be_acknowledged(
                 damage, self._node.log.state.high_watermark
             ):
-                self._node.leave_role()  # what follows has to go
+                self._node.leave_role()  # the part behind it has to go
                 return damage.begin, theirs_end
             self._cut_damage(f"damaged and unknown to the other copy: {damage.reason}")
         elif self._looks_before is damage:
@@ -86,13 +87,13 @@ class CopyRepair:
         return None
 
     def apply(self, begin: int, data: bytes) -> None:
-        """Mend the damage with the other copy's frames, the first of which stands at `begin`.
+        """Repair the damage with the other copy's frames, the first of which is at `begin`.
 
-        If they are whole and do not join, the histories parted before; then ours is cut where replay stopped, and the
-        two copies find out at the next handshake how much of it is common.
+        Whole frames that do not join prove that the histories parted earlier. Then ours is cut where replay stopped,
+        and the next handshake finds the common part.
 
         Raises:
-            CorruptFrame, Diverged: these bytes mend nothing.
+            CorruptFrame, Diverged: these bytes repair nothing.
         """
         damage = self._node.log.damage
         if damage is None:
@@ -100,7 +101,9 @@ class CopyRepair:
         try:
             if begin != damage.begin:
                 if begin > damage.begin:
-                    self._looks_before = damage  # it may be damaged there as well, or have one frame over that place
+                    self._looks_before = (
+                        damage  # the copy may be damaged there, too, or have one frame across that place
+                    )
                 raise Diverged(f"the other copy has no frame at {damage.begin}")
             repair(self._node.log, data)
         except (CorruptFrame, Diverged):
@@ -112,7 +115,7 @@ class CopyRepair:
             self._node.repaired()
 
     def _cut_damage(self, why: str) -> None:
-        """What only we had was never acknowledged: it goes to quarantine, and the other copy goes on from there."""
+        """Cut the damaged end of the log, unless it may be acknowledged: only this copy had it."""
         assert self._node.log.damage is not None
         if self._node.log.stored.may_be_acknowledged(self._node.log.damage, self._node.log.state.high_watermark):
             log.critical(
@@ -120,18 +123,18 @@ class CopyRepair:
             )
             return
         self._node.leave_role()
-        if self._node.log.is_idle:  # else at the next attempt
+        if self._node.log.is_idle:  # otherwise at the next attempt
             self._node.log.cut(self._node.log.damage.begin, why)
             self._node.begin_role()
 
     def _repair_old(self, theirs_start: int) -> None:
-        """The other copy lacks the damaged segment. If deleting it was agreed on, ours goes; else it is set aside."""
+        """Drop the damaged segment, which the other copy lacks, if its deletion was agreed; else set it aside."""
         if self._node.role is None and self._node.log.is_idle:
             self._node.log.set_aside("damaged-and-dropped-by-the-other-copy")
             self._node.begin_role()
             return
         if self._node.role is None:
-            return  # what was appended before is still being written: at the next attempt
+            return  # appended frames are still being written: at the next attempt
         while (
             self._node.log.damage is not None
             and len(self._node.log.bases) > 1
@@ -150,7 +153,7 @@ def _is_other_history(begin: int, data: bytes, damage: Damage) -> bool:
     """Return whether frames of the other copy, which do not join ours, prove that the histories parted before.
 
     Raises:
-        CorruptFrame: the other copy is damaged as well, so nobody knows.
+        CorruptFrame: the other copy is damaged as well, so there is no proof.
     """
     frames = [frame for frame, _ in decode_frames(data, begin, None)]
     if begin < damage.begin:

@@ -1,8 +1,7 @@
-"""Core. What one copy of a group holds, read from its files alone: who it was, where its log ends, up to where that was
-acknowledged, what is wrong with it.
+"""Core. Report about one copy from its files alone: owner, log end, acknowledged end, problems.
 
-The log is recovered as a start of the broker would recover it, on a disk that keeps what is changed to itself
-(`qmq.log.overlay_disk`), so the report says what that broker would say of itself, and no file changes.
+The log is recovered as at a start of the broker, on a disk that keeps changes in memory (`qmq.log.overlay_disk`). So
+the report equals the broker's own state, and no file changes.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from qmq.replication.points import Point, PointFile, is_lacking
 
 _FILES = (identity.NAME, points.POINTS, points.COPY)
 EPOCHS_MAX = 20
-"""Masterships that a report lists, the newest."""
+"""Newest masterships that a report lists."""
 IDS_MAX = 10_000
-"""Message ids that a report names."""
+"""Message ids that a report lists."""
 
 
 class NoCopy(Exception):
@@ -39,21 +38,23 @@ class NoCopy(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """Why this copy may not lead as it is. `name` is a word of `qmq.replication.readonly` where there is one."""
+    """A reason why this copy may not be a master as it is. `name` is a word of `qmq.replication.readonly` where one
+    fits.
+    """
 
     name: str
     found: str
 
 
 def report(disk: Disk, *, verify: bool = False, above: int | None = None) -> dict[str, Any]:
-    """Say what the copy on `disk` holds, as JSON has it.
+    """Return the report about the copy on `disk`, as JSON fields.
 
     Args:
-        verify: read every closed segment, too; a start of the broker reads the newest ones only.
-        above: also name the messages from this offset on: what would be lost with this copy if another one ends there.
+        verify: read every closed segment, too; a start of the broker reads only the newest ones.
+        above: also list the messages from this offset on: lost if a copy that ends there replaces this one.
 
     Raises:
-        NoCopy: nothing here was written by a broker or delay server.
+        NoCopy: these are no files of a broker or delay server.
         DiskFailed: a file cannot be read.
     """
     if not any(map(disk.has, _FILES)) and not segment_bases(disk) and not disk.has(manifest.NAME):
@@ -103,7 +104,7 @@ def _damaged_files(disk: Disk) -> Iterator[Trouble]:
 
 
 def _manifest(disk: Disk, troubles: list[Trouble]) -> dict[str, Any]:
-    """Compare the list of segments with the files, before recovery makes them agree."""
+    """Compare the manifest with the files, before recovery makes them agree."""
     there = segment_bases(disk)
     data = disk.read(manifest.NAME, 0, disk.size(manifest.NAME))
     try:
@@ -168,7 +169,7 @@ def _unreadable(log: MessageLog) -> Iterator[Trouble]:
 
 
 def _begun(log: MessageLog, offset: int) -> dict[str, str]:
-    """Who became master there and why, if that frame can be read."""
+    """Return the new master and the reason in the epoch frame there, if it is readable."""
     try:
         (frame, body), *_ = _frames(log, offset, most=1)
         fields = json.loads(bytes(body)) if frame.kind == FrameKind.EPOCH else {}
@@ -184,7 +185,7 @@ def _point(point: Point | None) -> dict[str, Any] | None:
 
 
 def messages_above(log: MessageLog, offset: int, *, ids_max: int) -> dict[str, Any]:
-    """Name the messages from `offset` on: per subject the first and the last sequence, and the first ids."""
+    """List the messages from `offset` on: per subject the first and last sequence, and the first ids."""
     ranges: dict[str, list[int]] = {}
     ids: list[list[Any]] = []
     stopped = ""
@@ -203,7 +204,7 @@ def messages_above(log: MessageLog, offset: int, *, ids_max: int) -> dict[str, A
 
 
 def _frames(log: MessageLog, begin: int, most: int | None = None) -> Iterator[tuple[Frame, memoryview]]:
-    """Yield frames from `begin` on with their bodies; raises CorruptFrame where none can be read."""
+    """Yield frames with their bodies from `begin` on; raises CorruptFrame at the first unreadable one."""
     at = begin
     while at < log.end:
         chunk = log.stored.read(at, log.end, 1 if most else 4 << 20)

@@ -1,10 +1,10 @@
 """Core. A master's view of one slave, from hello to loss.
 
-A slave counts, that is: its confirmations raise the high watermark, IN_SYNC and LAGGING only. The group is readonly
-while fewer slaves than it takes are IN_SYNC. What a state alone knows is in its class (`Restoring`, …).
+A slave counts in IN_SYNC and LAGGING only: then its confirmations raise the high watermark. The group is readonly while
+too few slaves are IN_SYNC. Facts of a state are in its class (`Restoring`, …).
 
-`SlaveWatch` is the master's part towards it: agree where the logs match, ship, count confirmations, watch the lag. A
-slave counts for nothing until it has matched and nearly caught up (W14).
+`SlaveWatch` is the master's side of the link: it agrees where the logs match, ships frames, counts confirmations, and
+watches the lag. A slave counts once it has matched and nearly caught up (W14).
 
 Keeps I20.
 """
@@ -32,24 +32,24 @@ from qmq.types import Epoch
 
 
 class FollowerState(Enum):
-    ABSENT = auto()  # no connection, or none with a hello that was agreed on
-    UNFILLED = auto()  # connected; it would have to be filled, and an operator has to allow that
-    RESTORING = auto()  # it sends what this master's disk lost; the mastership has not begun
-    CATCHING_UP = auto()  # frames go to it; it has not matched yet
+    ABSENT = auto()  # no connection, or no agreed hello on it
+    UNFILLED = auto()  # connected; it has to be filled, and an operator has to allow that
+    RESTORING = auto()  # it sends frames that this master's disk lost; the mastership has not begun
+    CATCHING_UP = auto()  # it receives frames; it has not matched yet
     IN_SYNC = auto()
     LAGGING = auto()  # behind by too many bytes, or for too long
-    DIVERGED = auto()  # its log is not ours; its connection is closed, a person has to look
+    DIVERGED = auto()  # its log is not ours; its connection is closed; a person has to look
 
 
 class FollowerEvent(Enum):
-    FOLLOWS = auto()  # its hello was agreed on: it follows, from an offset or a snapshot
-    RESTORES = auto()  # its hello was agreed on: it has more of the same history
-    WAITS = auto()  # its hello was agreed on: it is not filled yet
+    FOLLOWS = auto()  # hello agreed: it follows, from an offset or a snapshot
+    RESTORES = auto()  # hello agreed: it has more of the same history
+    WAITS = auto()  # hello agreed: it is not filled yet
     MATCHED = auto()  # it has all that is acknowledged, and nearly all else
     FELL_BEHIND = auto()
     CAUGHT_UP = auto()
     PARTED = auto()  # its hello or its confirmation contradicts our log
-    LOST = auto()  # its connection, or the mastership
+    LOST = auto()  # its connection was lost, or the mastership ended
 
 
 _S, _E = FollowerState, FollowerEvent
@@ -101,7 +101,7 @@ class Absent:
 
 @dataclass(slots=True, eq=False)
 class Unfilled:
-    """`fill_id`: of the filling that is to be allowed."""
+    """`fill_id`: filling to be allowed."""
 
     link: Link
     fill_id: str
@@ -109,7 +109,7 @@ class Unfilled:
 
 @dataclass(slots=True, eq=False)
 class Restoring:
-    """`begin`: offset from which it sends. `hello`: what it said before."""
+    """`begin`: offset from which it sends. `hello`: its hello."""
 
     link: Link
     begin: int
@@ -118,7 +118,7 @@ class Restoring:
 
 @dataclass(slots=True, eq=False)
 class Connected:
-    """What CATCHING_UP, IN_SYNC and LAGGING have in common. `incarnation`: of the slave's data directory."""
+    """Common facts of CATCHING_UP, IN_SYNC and LAGGING. `incarnation`: of the slave's data directory."""
 
     shipper: Shipper
     incarnation: str
@@ -127,18 +127,18 @@ class Connected:
 @dataclass(slots=True, eq=False)
 class CatchingUp(Connected):
     fill_id: str = ""
-    """Of the filling that it is in; empty: it goes on where its log ended."""
+    """Id of its present filling; empty: it continues where its log ended."""
 
 
 @dataclass(slots=True, eq=False)
 class InSync(Connected):
-    """Also of LAGGING."""
+    """Facts of IN_SYNC and LAGGING."""
 
     noted_end: int = 0
-    """A log end, noted when it had confirmed the one noted before; `noted_ms`: when that was."""
+    """A log end, noted when the slave confirmed the one noted before; `noted_ms`: time of that."""
     noted_ms: int = 0
     point_sent: Point | None = None
-    """The newest acknowledged point that it was sent."""
+    """Newest acknowledged point sent to it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -160,20 +160,20 @@ _FACTS: dict[FollowerState, type[Facts]] = {
 
 
 class Follower(Life[FollowerState, Facts]):
-    """The slave of one mastership. Made with its `SlaveWatch`, which moves it."""
+    """States of the slave in one mastership. Made with its `SlaveWatch`, which moves it."""
 
     __slots__ = ("connected", "in_sync", "restoring", "unfilled")
 
     def __init__(self) -> None:
         super().__init__(FOLLOWER, _FACTS, Absent())
         self.connected: Connected | None = None
-        """The slave that frames go to; None: there is none."""
+        """The slave that receives frames, or None."""
         self.in_sync: InSync | None = None
-        """The slave that counts; None: there is none."""
+        """The slave that counts, or None."""
         self.restoring: Restoring | None = None
-        """The slave that sends what this master lost; None: there is none."""
+        """The slave that sends frames this master lost, or None."""
         self.unfilled: Unfilled | None = None
-        """The slave that waits until it may be filled; None: there is none."""
+        """The slave that waits to be filled, or None."""
 
     def enter(self, event: object, now: Facts, *, at_ms: int) -> FollowerState:
         after = super().enter(event, now, at_ms=at_ms)
@@ -187,43 +187,43 @@ class Follower(Life[FollowerState, Facts]):
 log = logging.getLogger(__name__)
 
 CAUGHT_UP_BYTES = 8 << 20
-"""So close to the log's end, a slave that joins counts: the rest is under way within milliseconds."""
+"""A slave that joins counts this close to the log's end: the rest arrives within milliseconds."""
 
 
 class Others(Protocol):
-    """What a slave's watch needs of its group; `qmq.replication.quorum.Slaves` is it."""
+    """The group around one slave's watch; `qmq.replication.quorum.Slaves` is it."""
 
     fill_orders: FillOrders
 
     def changed(self) -> None:
-        """A slave's state changed, and with it what the group can do."""
+        """Update the group after a change of a slave's state."""
 
     def matched(self) -> None:
-        """A slave begins to count."""
+        """Go on: a slave begins to count."""
 
     def compared(self) -> None:
-        """A slave follows, or has no more than we: the mastership may begin."""
+        """Begin the mastership if it may: a slave follows, or has no more frames than we."""
 
     def fenced(self, known: Epoch) -> None:
-        """A slave is of a newer epoch."""
+        """Stop: a slave knows a newer epoch."""
 
     def may_yield(self, offset: int) -> bool:
-        """Return whether nobody but us has what we wrote from `offset` on."""
+        """Return whether only this copy has our frames from `offset` on."""
 
     restored_from: int
-    """What stands behind it in our log came from slaves, until we begin."""
+    """Frames behind it came from slaves, until the mastership begins."""
 
     def lacks(self, point: Point) -> None:
-        """We lack an acknowledged point, says a slave."""
+        """Record that a slave remembers an acknowledged point that we lack."""
 
     def is_restoring_from(self, other: SlaveWatch, hello: Hello) -> bool:
-        """Return whether a slave besides `other`, which says `hello`, sends what we lost, and is to go on with that."""
+        """Return whether a slave besides `other`, whose hello this is, restores our log and should go on."""
 
     def yields(self, offset: int) -> None:
-        """What we wrote from `offset` on is in the way of what a slave confirmed."""
+        """Record that our frames from `offset` on contradict what a slave confirmed."""
 
     def holds(self, end: int) -> None:
-        """A slave confirmed all up to `end`, or has it and sends it."""
+        """Record that a slave confirmed all up to `end`, or has it and sends it."""
 
 
 class SlaveWatch:
@@ -234,14 +234,14 @@ class SlaveWatch:
         self._ticked_ms = mastership.host.monotonic_ms()
         self.follower = Follower()
         self.has_parted = False
-        """Its log was found not to be ours, and it has not matched since."""
+        """Its log differs from ours, and it has not matched since."""
         self.is_disk_full = False
         self.shared_end: int | None = None
-        """Up to where its log was ours at its last hello; None: it said none, or its log was empty."""
+        """End of the common part at its last hello; None: no hello yet, or its log was empty."""
         self.owner = ""
         """Its broker, hostname:serve_port; of an older version, its incarnation."""
         self.instance = ""
-        """Of the process whose hello was answered last."""
+        """Instance of the process whose hello was answered last."""
 
     @property
     def confirmed_end(self) -> int | None:
@@ -251,14 +251,14 @@ class SlaveWatch:
 
     @property
     def incarnation(self) -> str:
-        """Of the data directory of a slave that is connected."""
+        """Incarnation of the connected slave's data directory."""
         slave = self.follower.connected
         assert slave is not None
         return slave.incarnation
 
     @property
     def is_fully_matched(self) -> bool:
-        """Whether the slave has confirmed all that there is, and knows what was acknowledged."""
+        """Whether the slave confirmed the whole log and was sent the acknowledged point."""
         slave, mastership = self.follower.in_sync, self._mastership
         if slave is None:
             return False
@@ -266,16 +266,18 @@ class SlaveWatch:
 
     @property
     def is_compared(self) -> bool:
-        """Whether it is known what it has of our log, and it sends us nothing."""
+        """Whether its log was compared with ours, and it sends us nothing."""
         return self.follower.connected is not None or self.follower.unfilled is not None
 
     def is_of(self, link: Link) -> bool:
-        """Whether frames go to this link."""
+        """Whether this link carries frames to it."""
         slave = self.follower.connected
         return slave is not None and slave.shipper.link is link
 
     def _enter(self, event: FollowerEvent, now: Facts) -> None:
-        """Move the slave's state, and what depends on it: a slave counts until `event` says that it does not."""
+        """Move the slave's state and its dependants. A slave that counts does so until it gets another shipper, or
+        none.
+        """
         before = self.follower.connected
         self.follower.enter(event, now, at_ms=self._mastership.host.monotonic_ms())
         slave = self.follower.connected
@@ -283,12 +285,12 @@ class SlaveWatch:
         if before is not None and (slave is None or slave.shipper is not before.shipper):
             self._without_slave()
 
-    # Requests.
-
     def hello(self, link: Link, packet: Packet, hello: Hello) -> None:
         mastership, points = self._mastership, self._identity.points
         is_another = self._link not in (None, link) and hello.instance != self.instance
-        if is_another and hello.known <= mastership.epoch:  # a newer epoch fences this master, whoever knows it
+        if (
+            is_another and hello.known <= mastership.epoch
+        ):  # a newer epoch fences this master, whichever process knows it
             log.critical("another process says hello group=%s peer=%s: it is refused", mastership.group, link.peer)
             raise NotServed(
                 f"another process with this copy is the slave of {mastership.group} at this moment, and you may be a "
@@ -311,7 +313,7 @@ class SlaveWatch:
             raise
         except Diverged as error:
             if is_ahead:
-                self._compare(hello)  # we do not begin without it
+                self._compare(hello)  # the mastership does not begin without it
             if parted_at is not None:
                 link.push(Command.PARTED, commands.offset_header(parted_at))
             link.refuse(packet, error)
@@ -348,7 +350,7 @@ class SlaveWatch:
             older.close("a newer connection of the slave replaces this one")
 
     def _check_yield(self, offset: int, hello: Hello, *, is_ahead: bool) -> None:
-        """Raise Diverged if we, or another slave, may have confirmed what we have from `offset` on."""
+        """Raise Diverged if we, or another slave, may have confirmed our frames from `offset` on."""
         slaves, points, message_log = self._slaves, self._identity.points, self._mastership.log
         kept_end = points.keeps(message_log, restored_from=slaves.restored_from if is_ahead else None)
         text = f"the copies part at {offset}; the slave confirmed all up to {hello.kept_end}, "
@@ -358,7 +360,7 @@ class SlaveWatch:
             raise Diverged(f"{text}and another one may have confirmed what the master has there")
 
     def _is_to_wait(self, hello: Hello, agreement: Agreement) -> bool:
-        """Whether it would have to be filled and may not. What has all that is acknowledged only catches up."""
+        """Whether it would have to be filled and may not. A slave with all acknowledged frames only catches up."""
         is_filling = self._is_filling(hello, agreement)
         return is_filling and not self._slaves.fill_orders.may_begin(hello.fill_id)
 
@@ -367,7 +369,7 @@ class SlaveWatch:
         return is_partial and agreement.offset < self._mastership.gate.high_watermark
 
     def _wait(self, link: Link, packet: Packet, agreement: Agreement, fill_id: str) -> None:
-        """Send nothing to it until it may be filled. Then it counts for nothing, and holds up nothing."""
+        """Send nothing to it until it may be filled. It does not count, and delays nothing."""
         self._enter(FollowerEvent.WAITS, Unfilled(link, fill_id))
         link.answer(packet, replace(agreement, action=Action.WAIT).encode())
         log.warning("slave is not filled group=%s slave=%s: SyncReplica allows it", self._mastership.group, self.owner)
@@ -375,14 +377,14 @@ class SlaveWatch:
 
     @property
     def _link(self) -> ShipLink | None:
-        """The slave's connection; None: there is none."""
+        """The slave's connection, or None."""
         now = self.follower.now
         if isinstance(now, Unfilled | Restoring):
             return now.link
         return now.shipper.link if isinstance(now, Connected) else None
 
     def apply_orders(self, orders: FillOrders) -> None:
-        """Let it say hello again if it waits and may be filled, or is being filled and is to stop."""
+        """Make it send another hello if it waits and may be filled now, or is being filled and must stop."""
         now = self.follower.now
         if isinstance(now, Unfilled) and orders.may_begin(now.fill_id):
             self.drop("it may be filled now: say hello again")
@@ -390,7 +392,7 @@ class SlaveWatch:
             self.drop("CancelSync stops the filling")
 
     def _compare(self, hello: Hello) -> None:
-        """Whatever the slave knows to be acknowledged must be in our log."""
+        """Check that our log has the acknowledged point that the slave remembers."""
         mastership, points = self._mastership, self._identity.points
         if hello.point is not None and is_lacking(mastership.log, hello.point):
             log.critical(
@@ -403,8 +405,8 @@ class SlaveWatch:
             self._slaves.lacks(hello.point)
 
     def _check_refill(self, lacks: Point, hello: Hello, agreement: Agreement) -> None:
-        """Raise CopyRolledBack if the slave lacks the acknowledged point as well. What it has more than we is not taken
-        then: an older master may have written that alone, and it would be in the way of the copy that has the point.
+        """Raise CopyRolledBack if the slave lacks the acknowledged point as well. Its further frames are not taken
+        then: an older master may have written them alone, and they would contradict the copy that has the point.
         """
         is_restoring = agreement.action == Action.RESTORE
         if is_restoring and hello.has(lacks):
@@ -417,7 +419,9 @@ class SlaveWatch:
         self._identity.points.refilled()
 
     def _without_slave(self) -> None:
-        """If too few are left, consumers go on below the high watermark; pulls that were given more ask again."""
+        """Stop counting the slave. With too few left, consumers go on below the high watermark, and pulls that were
+        given more ask again.
+        """
         gate = self._mastership.gate
         gate.slave_gone(self.name)
         if gate.too_few_in_sync:
@@ -468,12 +472,12 @@ class SlaveWatch:
         slave.shipper.ship()
 
     def _is_caught_up(self, confirmed_end: int) -> bool:
-        """Whether a slave that joins may count: before that it would only hold up consumers."""
+        """Whether a slave that joins may count: earlier it would only delay consumers."""
         mastership = self._mastership
         return confirmed_end >= mastership.gate.high_watermark and mastership.log.end - confirmed_end <= CAUGHT_UP_BYTES
 
     def restore(self, packet: Packet) -> None:
-        """Frames that we lost and the slave still has."""
+        """Append frames that we lost and the slave still has."""
         offset, data = commands.split_offset(packet.body)
         self._mastership.log.append_frames(offset, data)
         self._mastership.host.pass_soon()
@@ -483,12 +487,10 @@ class SlaveWatch:
         return restoring is not None and restoring.link is link and not self._mastership.has_begun
 
     def drop(self, why: str) -> None:
-        """Close its connection, if there is one: it says hello again."""
+        """Close its connection, if any: it sends another hello."""
         if (link := self._link) is not None:
             self._enter(FollowerEvent.LOST, Absent())
             link.close(why)
-
-    # Events.
 
     def link_lost(self, link: Link) -> None:
         if link is self._link:
@@ -497,7 +499,7 @@ class SlaveWatch:
             log.warning("slave lost group=%s peer=%s%s", self._mastership.group, link.peer, too_few)
 
     def ship(self) -> None:
-        """Send what there is, if frames go to this slave."""
+        """Ship new frames to this slave, if it receives frames."""
         if (slave := self.follower.connected) is not None:
             slave.shipper.ship()
 
@@ -509,7 +511,7 @@ class SlaveWatch:
         self._check_lag(now_ms)
 
     def tell(self, point: Point) -> None:
-        """Tell the slave up to where is acknowledged what it confirmed: it remembers that outside its log."""
+        """Send the acknowledged point, if the slave confirmed it: it remembers it outside its log."""
         slave = self.follower.in_sync
         if slave is not None and point != slave.point_sent and slave.shipper.confirmed_end >= point.end:
             slave.point_sent = point
@@ -518,7 +520,7 @@ class SlaveWatch:
 
     def confirm_restored(self, end: int, chain: int) -> None:
         slave = self.follower.restoring
-        if slave is not None and end > slave.begin:  # not for what came on an earlier link
+        if slave is not None and end > slave.begin:  # frames of an earlier link do not count
             confirmation = Confirmation(self._mastership.epoch, end, chain)
             slave.link.push(Command.CONFIRM, commands.encode_confirmation(confirmation))
 
@@ -529,7 +531,7 @@ class SlaveWatch:
         link.close(str(error))
 
     def _check_lag(self, now_ms: int) -> None:
-        """A slave in sync lags while it is too far behind, in bytes or in time."""
+        """Move the slave between IN_SYNC and LAGGING by its lag in bytes and time."""
         mastership, settings, slave = self._mastership, self._mastership.settings, self.follower.in_sync
         if slave is None:
             return

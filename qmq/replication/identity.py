@@ -1,16 +1,16 @@
-"""Core. What a broker remembers about itself: one small file, replaced as a whole and fsynced before use.
+"""Core. Identity of a copy: one small file, replaced as a whole and fsynced before use.
 
     broker.json    {"crc": CRC-32 of the rest as sorted JSON, "incarnation": made with the data directory, "group": …,
-                    "term": …, "boot": …, "complete": whether this copy once had all that its master had,
+                    "term": …, "boot": …, "complete": whether this copy once had all frames of its master,
                     "assignment": the last one from the metaserver, or null,
-                    "promised": it is no part of a mastership of an older term; 0: it promised nothing,
+                    "promised": lowest term of a mastership it takes part in; 0: no promise,
                     "owner": hostname:serve_port of the broker that the assignment was for,
-                    "fills": how often this copy was filled: it became complete so often,
-                    "instance": of the process that the assignment was for: where its directory was}
+                    "fills": number of fillings after which this copy became complete,
+                    "instance": of the process that the assignment was for: the place of its directory}
 
-A broker fsyncs a newer epoch here before it acts in it and refuses every message of an older one from then on.
-The last assignment lets it start while the metaserver is down. What it knows to be acknowledged is in a file of its
-own (`qmq.replication.points`).
+A broker fsyncs a newer epoch here before it acts in it, and refuses every message of an older one from then on. The
+last assignment lets it start while the metaserver is down. The acknowledged point is in a file of its own
+(`qmq.replication.points`).
 
 Keeps I16.
 """
@@ -49,7 +49,7 @@ class Identity:
 
     @property
     def fill_id(self) -> str:
-        """Names the filling that this copy is in, or that comes next; see `qmq.replication.assignment`."""
+        """Id of the filling that this copy is in, or that comes next; see `qmq.replication.assignment`."""
         return f"{self.incarnation}/{self.fills}"
 
 
@@ -60,7 +60,7 @@ class IdentityFile:
         """Raises CorruptFrame if the file is damaged: move this data directory aside and let the broker be seeded.
 
         Args:
-            instance: names this directory at its place (`qmq.log.disk`); a copy of it has another one.
+            instance: id of this directory at its place (`qmq.log.disk`); a copy of it has another one.
         """
         self._disk, self.instance = disk, instance
         self.points = PointFile(disk)
@@ -83,7 +83,7 @@ class IdentityFile:
         return Epoch(term, boot)
 
     def promise(self, term: int) -> None:
-        """Follow no master of an older term, and be none, from here on."""
+        """Promise, durably, to follow and be no master of an older term."""
         if term > self.value.promised:
             self._change(promised=term)
 

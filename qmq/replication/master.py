@@ -1,12 +1,12 @@
-"""Core. The master of a broker group, for one mastership: it writes the log, ships it, and knows what is safe.
+"""Core. The master of a broker group, for one mastership: it writes the log and ships it to the slaves.
 
 Its subclasses, `broker.master` and `delayserver.master`, answer clients, with the mastership that they share:
 
     clients ──── subclass ────┐
                               ├── qmq.replication.mastership: log, epoch, gate, reasons for readonly
-    slaves ── slaves ─────────┘
+    slaves ── quorum ─────────┘
 
-The end of a pass ships what was written to the slaves and starts the fsync; the gate answers when enough disks have it.
+The end of a pass ships new frames to the slaves and starts the fsync; the gate answers when enough disks have them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Handler = Callable[[Link, Packet], None]
 
 @dataclass(frozen=True, slots=True)
 class Promotion:
-    """What a node gives to the master that it promotes."""
+    """Arguments of a master, from the node that promotes it."""
 
     group: str
     term: int
@@ -50,14 +50,14 @@ class Promotion:
     settings: CopySettings
     boot_above: int
     clocks: Clocks
-    """What others' clocks said."""
+    """Readings of other clocks."""
     is_failover: bool = False
-    """The other copy is gone, and this one was in sync until then: there is nothing to wait for."""
+    """The old master is gone, and this copy was in sync until then: no slave to wait for."""
     slaves: int = 1
-    """In the metaserver's row."""
+    """Number of slaves in the metaserver's row."""
     min_copies: int = 2
     rejoin_wait_ms: int = 0
-    """How long to wait for each slave that was in sync before this process began."""
+    """Time to wait for each slave that was in sync before this process began."""
 
 
 class Master:
@@ -65,7 +65,7 @@ class Master:
 
     def __init__(self, promotion: Promotion) -> None:
         message_log, term = promotion.log, promotion.term
-        last = message_log.state.epoch  # our file may have forgotten what our log knows
+        last = message_log.state.epoch  # our file may have lost an epoch that our log has
         above = max(promotion.boot_above, last.boot if last.term == term else 0)
         epoch = promotion.identity.next_boot(term, above=above)
         gate = AckGate(
@@ -88,7 +88,7 @@ class Master:
             rejoin_wait_ms=promotion.rejoin_wait_ms,
         )
         self._noted_end = self._noted_ms = 0
-        """A log end, noted when our disk had the one noted before, and when that was (ms)."""
+        """A log end, noted when our disk had the one noted before, and the time of that (ms)."""
         self._handlers: dict[int, Handler] = {
             Command.HELLO: self.slaves.hello,
             Command.CONFIRM: self.slaves.confirm,
@@ -96,10 +96,10 @@ class Master:
             Command.SNAPSHOT: self.slaves.restore_snapshot,
         }
 
-    # What subclasses do besides; they call these too.
+    # Subclasses extend these, and call them.
 
     def go_on(self) -> None:
-        """The slave matched, or the roles were not swapped after all: what waited for that may go on."""
+        """Resume requests that waited for the slave's match, or for the end of a swap."""
 
     def link_lost(self, link: Link) -> None:
         self.slaves.link_lost(link)
@@ -108,30 +108,30 @@ class Master:
         self.slaves.writable_again(link)
 
     def end_of_pass(self) -> None:
-        """Everything received by now was handled: ship to the slave; the node starts the fsync next."""
+        """Ship new frames after all received packets were handled; the node starts the fsync next."""
         self.slaves.ship()
 
     def committed(self, end: int, chain: int) -> None:
-        """Our disk has everything before `end`."""
+        """Record that our disk has everything before `end`."""
         self._mastership.gate.flushed(end, chain)
         self.slaves.committed(end, chain)
 
     def quiet_ms(self) -> int:
-        """Return for how long nothing is due unless something happens; 0: deadlines are to be looked at.
+        """Return the time without deadlines unless something happens; 0: deadlines are near.
 
-        That is so with enough slaves in sync, none behind, and nothing on its way, neither to a disk nor to a client.
+        Positive only with enough slaves in sync, none behind, and nothing under way to a disk or client.
         """
         mastership = self._mastership
         is_quiet = mastership.has_begun and self.slaves.are_fully_matched and not mastership.gate.waiting
         return QUIET_MS if is_quiet else 0
 
     def tick(self, now_ms: int) -> None:
-        """Called about every 100 ms: deadlines, the slave's lag and that of our own disk."""
+        """Check deadlines, the slaves' lag and that of our own disk. Called about every 100 ms."""
         self.slaves.tick(now_ms)
         self._check_own_disk(now_ms)
 
     def _check_own_disk(self, now_ms: int) -> None:
-        """Readonly while our disk does not finish: nothing is acknowledged then, whatever the slave confirms."""
+        """Set readonly while our disk does not finish: nothing is acknowledged then, whatever slaves confirm."""
         message_log = self._mastership.log
         if self._noted_end <= message_log.flushed_end:
             self._noted_end, self._noted_ms = message_log.end, now_ms
@@ -141,21 +141,20 @@ class Master:
             log.error("disk late group=%s age_ms=%d: the group is readonly", self._mastership.group, age_ms)
 
     def step_down(self) -> None:
-        """The mastership ends: requests that wait go to the next master, and may be stored there again. What was
-        being read when it ended comes to nothing: this mastership writes no more."""
+        """End the mastership. Waiting requests get an error: the next master may store them again. Reads under way are
+        dropped: this mastership writes no more.
+        """
         self.readonly.change(Reason.FENCED, True)
         self._mastership.gate.abandon(stored=self._unknown(), progress=self._another_master())
         self.slaves.step_down()
 
     def apply_operator_settings(self, assignment: Assignment) -> None:
-        """Take over what operators marked readonly, which slaves may be filled, and which ones were in sync."""
+        """Apply the operators' readonly marks and fill orders, and the list of slaves that were in sync."""
         self.readonly.mark_subjects(frozenset(assignment.readonly_subjects))
         self.slaves.apply_orders(assignment.fill_orders, frozenset(assignment.awaited))
 
-    # What the node tells us.
-
     def packet_received(self, link: Link, packet: Packet) -> None:
-        """Handle one request; errors are answered. LogError passes: the node decides what becomes of the mastership."""
+        """Handle one request; errors are answered. LogError passes: the node decides about the mastership."""
         handler = self._handlers.get(packet.code)
         if handler is None:
             link.answer(packet, f"unknown command {packet.code}".encode(), code=ErrorCode.UNKNOWN_COMMAND)
@@ -171,16 +170,16 @@ class Master:
         self._mastership.found_damage(problem)
 
     def repaired(self) -> None:
-        """The damaged range was fetched from the other copy."""
+        """Go on after the damaged range was fetched from the other copy."""
         self.readonly.change(Reason.CORRUPT, False)
 
     def resume(self) -> None:
-        """The roles were not swapped after all."""
+        """Go on after a swap that did not happen."""
         self.readonly.change(Reason.DRAINING, False)
         self.go_on()
 
     def decide_retention(self, keeper: Keeper, clocks: Clocks) -> None:
-        """Write down what of the log may go, if all clocks agree and enough slaves take part in the decision.
+        """Append a retention frame, if a deletion is due, all clocks agree and enough slaves are in sync.
 
         Raises:
             CorruptFrame: this copy is damaged.
@@ -208,8 +207,6 @@ class Master:
     def _unknown(self) -> OutcomeUnknown:
         return OutcomeUnknown(f"the mastership {self.epoch} of {self._mastership.group} ended; repeat the same batch")
 
-    # State for heartbeats, metrics and retention.
-
     @property
     def epoch(self) -> Epoch:
         return self._mastership.epoch
@@ -228,17 +225,17 @@ class Master:
 
     @property
     def fenced_by(self) -> Epoch | None:
-        """The newer epoch that a slave told us of."""
+        """A newer epoch, reported by a slave."""
         return self.slaves.fenced_by
 
     @property
     def yields_from(self) -> int | None:
-        """Offset from which what this master wrote is in the way of what its slave confirmed."""
+        """Offset from which this master's frames contradict what its slave confirmed."""
         return self.slaves.yields_from
 
     @property
     def in_sync(self) -> tuple[str, ...]:
-        """Incarnations of the slaves that are in sync."""
+        """Incarnations of the slaves in sync."""
         return tuple(watch.incarnation for watch in self.slaves.in_sync)
 
     def is_drained_to(self, target: str) -> bool:

@@ -1,4 +1,4 @@
-"""Core. What the parts of a master share during one mastership: log, epoch, waiting requests, what forbids writing."""
+"""Core. Shared state of one mastership: log, epoch, waiting requests, readonly reasons."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from qmq.types import Epoch
 log = logging.getLogger(__name__)
 
 NEVER = sys.maxsize
-"""An offset that no log reaches: before the epoch frame is written nothing counts, and nothing is this master's own."""
+"""An offset that no log reaches: before the epoch frame is written no frame counts, and none is this master's own."""
 _BY_THE_MASTERS_CLOCK = frozenset({FrameKind.NACK, FrameKind.DISPATCH})
-"""Frames that say what was due when."""
+"""Frames whose timestamps decide due times."""
 
 
 @dataclass(slots=True)
 class Mastership:
-    """Made by the master that it belongs to."""
+    """State of one mastership. Made by its master."""
 
     group: str
     epoch: Epoch
@@ -42,12 +42,12 @@ class Mastership:
     has_begun: bool = False
     """Whether the epoch frame is written: before that, this master stores nothing."""
     before_progress: Callable[[FrameKind, tuple[str, str, str], list[Entry]], None] | None = None
-    """Called right before progress is written down, while the state is still the one before it."""
+    """Called right before a progress frame is appended, with the state still unchanged."""
     at_begin: Callable[[], None] | None = None
-    """Called when the mastership begins: until then, slaves may give the log back what it had lost."""
+    """Called when the mastership begins: until then, slaves may restore the log."""
 
     retry_begin_ms: int | None = None
-    """What `retry_ms` counts from; set when it is first asked for, acting as master."""
+    """Origin of `retry_ms`; set at its first use, as acting master."""
 
     def check_has_begun(self) -> None:
         if Reason.FENCED in self.readonly:
@@ -56,7 +56,7 @@ class Mastership:
             raise NotServed(f"the master of {self.group} waits for its slave before it goes on")
 
     def check_may_store(self) -> None:
-        """Raise NotMaster or BrokerReadOnly before the mastership begins and after it ends: nothing is stored here."""
+        """Raise NotMaster or BrokerReadOnly outside the mastership: nothing is stored then."""
         try:
             self.check_has_begun()
         except NotServed as error:
@@ -72,10 +72,10 @@ class Mastership:
         return self.has_begun and Reason.DRAINING not in self.readonly and Reason.FENCED not in self.readonly
 
     def retry_ms(self) -> int:
-        """Return the time by which retries become due: the wall clock's when this mastership began, and on from there.
+        """Return the clock of retries: the wall clock at the mastership's begin, monotonic from there.
 
-        A clock that is set during a mastership moves nothing. One behind the former master's begins where that one
-        nacked last: no retry waits longer than its delay from here on.
+        Setting the clock during a mastership has no effect. If it is behind the former master's, retries begin at that
+        one's last nack: none waits longer than its delay from here on.
         """
         if self.retry_begin_ms is None:
             began_ms = max(self.host.now_ms(), self.log.state.retry_ms)
@@ -93,7 +93,7 @@ class Mastership:
         producer: int = 0,
         batch: int = 0,
     ) -> Frame:
-        """Write a frame that is not a producer's; without a slave it is marked so."""
+        """Append a frame that is not a producer's; without a slave it is marked so."""
         self.host.pass_soon()
         return self.log.append(
             kind,
@@ -110,18 +110,18 @@ class Mastership:
         )
 
     def append_progress(self, kind: FrameKind, key: tuple[str, str, str], entries: list[Entry]) -> None:
-        """Write down progress of (subject, consumer group, consumer)."""
+        """Append progress of (subject, consumer group, consumer)."""
         if self.before_progress is not None:
             self.before_progress(kind, key, entries)
         subject, group, consumer = key
         self.append(kind, subject, encode_progress(group, consumer, entries))
 
     def answer_when_safe(self, link: Link, packet: Packet, body: bytes) -> None:
-        """Answer a request about progress once everything written by now is safe."""
+        """Answer a request about progress once all appended frames are safe."""
         self.gate.progress(self.log.end, 0, answering(link, packet, body))
 
     def found_damage(self, problem: CorruptFrame) -> None:
-        """A frame that was whole once cannot be read any more: readonly until it is repaired (P6)."""
+        """Set readonly until a frame that was whole once and is unreadable now is repaired (P6)."""
         if not self.log.stored.is_damaged(problem):
             return
         self.readonly.change(Reason.CORRUPT, True)
@@ -130,7 +130,7 @@ class Mastership:
 
 
 def answering(link: Link, packet: Packet, body: bytes) -> Answer:
-    """Return what answers `packet` with `body`, or with the error that came instead."""
+    """Return a callback that answers `packet` with `body`, or with the error that came instead."""
 
     def answer(error: QmqError | None) -> None:
         if error is None:

@@ -1,7 +1,6 @@
-"""Core. One process of a group: its log, and the part it plays at the moment.
+"""Core. One process of a group: its log and its present role.
 
-The shell calls it with what happened; it calls the shell through `qmq.replication.ports.Host`. The simulator does the
-same.
+The shell, or a simulator, calls it with each event; it calls back through `qmq.replication.ports.Host`.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ M = TypeVar("M", bound=Master)
 
 
 class Node(Generic[M]):
-    """Made by main; used on one loop; lives as long as the process."""
+    """Role and log of one process. Made by main; used on one loop; lives as long as the process."""
 
     def __init__(
         self,
@@ -68,9 +67,11 @@ class Node(Generic[M]):
         self.changes = RoleChange(self)
         self.repairs = CopyRepair(self)
         self._has_matched = False
-        """Whether this process has all that it ever confirmed: it began a mastership, or reached a master's end."""
+        """Whether this process had all that it ever confirmed: it began a mastership, or reached a master's end."""
         self._gives_up_from: int | None = None
-        """Offset from which our log goes to quarantine before we take a part again: our mastership wrote that alone."""
+        """Offset from which our log goes to quarantine before the next role: our mastership wrote those frames
+        alone.
+        """
 
     @property
     def group(self) -> str:
@@ -78,28 +79,27 @@ class Node(Generic[M]):
 
     @property
     def is_of_another(self) -> bool:
-        """Whether the data directory is one that another broker wrote: a disk that was moved, or exchanged."""
+        """Whether another broker wrote the data directory: a disk was moved, or exchanged."""
         return self.identity.value.owner not in ("", self._name)
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether its part was given to this directory at another place, or before the machine's last start. This one
-        may be a copy, and the original may be at work; a version that knew no instances left it empty."""
+        """Whether its role was assigned to this directory at another place, or before the machine's last start. Then
+        this one may be a copy while the original runs. Empty from versions without instances.
+        """
         return self.identity.value.instance not in ("", self.identity.instance)
 
     @property
     def owner(self) -> str:
-        """Whose directory it is."""
+        """Owner of the directory, as text."""
         return f"{self.identity.value.owner or 'a broker'} of {self.identity.value.group}"
 
     def move(self, event: NodeEvent) -> None:
         """Move the state of this process. Raises IllegalTransition: the table has no such move."""
         self.life.on(event, at_ms=self.host.monotonic_ms())
 
-    # Roles.
-
     def assign(self, assignment: Assignment) -> None:
-        """Take the part that the metaserver's row gives us; an older row changes nothing."""
+        """Take the role in the metaserver's row; an older row changes nothing."""
         known = self.assignment
         if self.is_of_another and assignment.term <= self.identity.value.term:
             raise OperatorError(
@@ -138,10 +138,10 @@ class Node(Generic[M]):
         self.begin_role(is_failover=held)
 
     def start_without_metaserver(self) -> bool:
-        """Take up the last part we had; epochs keep that safe. Returns whether there was one.
+        """Take the last assigned role; epochs keep that safe. Return whether there was one.
 
-        Of more than two copies, another one may be the master by now without this one; and as a master, this one gets
-        a term that its disk cannot have forgotten (`metaserver.roles.renewal`).
+        With more than two copies another one may be the master by now. And a master gets a term that its disk cannot
+        have forgotten (`metaserver.roles.renewal`). So then it waits for the metaserver.
         """
         remembered = self._remembered()
         if remembered is None or self.assignment is not None:
@@ -163,7 +163,7 @@ class Node(Generic[M]):
         return True
 
     def lose_part(self, why: str) -> None:
-        """Another process has this broker's part, says the metaserver: confirm and acknowledge nothing more."""
+        """Confirm and acknowledge nothing more: the metaserver reports another process with this broker's role."""
         if self.assignment is None:
             return
         log.critical("part ends group=%s term=%d: %s", self.group, self.assignment.term, why)
@@ -180,7 +180,7 @@ class Node(Generic[M]):
         if assignment is None or self.log.health.is_unreplayed:
             return  # a log that could not be replayed is repaired first (Node.repaired)
         if self._gives_up_from is not None:
-            return  # once that is done
+            return  # the cut begins the role
         if assignment.role == Role.MASTER and assignment.term < self.identity.value.promised:
             return self.leave_role()  # until the row has the promised term
         self.leave_role()
@@ -219,7 +219,7 @@ class Node(Generic[M]):
         self.move(NodeEvent.MASTER_BEGAN if isinstance(role, Master) else NodeEvent.SLAVE_BEGAN)
         self.host.role_changed()
         if is_failover:
-            role.tick(self.host.monotonic_ms())  # it begins now, not with the next tick
+            role.tick(self.host.monotonic_ms())  # begin now, not with the next tick
 
     @property
     def master(self) -> M | None:
@@ -244,17 +244,17 @@ class Node(Generic[M]):
 
     @property
     def parted_at(self) -> int | None:
-        """Where the log of a `diverged` slave parts from its master's; None: it is not `diverged`, or it is unknown."""
+        """Offset where the log of a `diverged` slave parts from its master's; None: not `diverged`, or unknown."""
         return self.slave.parted_at if self.slave is not None and self.life.state is NodeState.DIVERGED else None
 
     @property
     def writable(self) -> bool:
         return self.master is not None and self.master.has_begun and not self.readonly_reasons
 
-    # Events.
-
     def packet_received(self, link: Link, packet: Packet) -> None:
-        """Handle a packet of an authenticated connection. DiskFailed and BrokenInvariant pass: end the process."""
+        """Handle a packet of an authenticated connection. DiskFailed and BrokenInvariant pass: the process must
+        exit.
+        """
         try:
             if self.role is None:
                 raise NotMaster("this broker has no part yet: it waits for the metaserver, or for a repair")
@@ -276,13 +276,14 @@ class Node(Generic[M]):
             link.refuse(packet, error)
 
     def _begin_anew(self, why: IllegalTransition) -> None:
-        """Our own bug: a state without this move. What it was to end at is not known, so the role ends and begins anew,
-        as master in a new epoch."""
+        """End the role and begin it again, as master in a new epoch. A missing transition is our own bug, and the
+        intended state is unknown.
+        """
         log.critical("role begins anew group=%s: %s", self.group, why)
         self.begin_role()
 
     def agreed(self, link: Link, answer: memoryview | QmqError) -> None:
-        """The master answered the slave's hello, or refused it."""
+        """Handle the master's answer to the slave's hello."""
         slave = self.slave
         if slave is None:
             return
@@ -310,14 +311,15 @@ class Node(Generic[M]):
         link.close(str(error))
 
     def _fenced(self) -> None:
-        """A newer epoch masterships. Of our own term, it can only be an earlier boot of ours that this disk forgot."""
+        """Begin again if the newer epoch has our own term: an earlier boot of ours that this disk forgot."""
         master = self.master
         if master is not None and master.fenced_by is not None and master.fenced_by.term == master.epoch.term:
             self.begin_role(boot_above=master.fenced_by.boot)
 
     def _yield(self, why: CopyRolledBack) -> None:
-        """What we wrote alone, or restored, is in the way of what the other copy confirmed: it goes to quarantine, and
-        the next mastership takes that back from the other copy first."""
+        """End the mastership: frames that we wrote alone, or restored, contradict what the other copy confirmed. They
+        go to quarantine, and the next mastership first takes the confirmed frames from the other copy.
+        """
         master = self.master
         if master is None or master.yields_from is None:
             return
@@ -348,14 +350,14 @@ class Node(Generic[M]):
             self.role.writable_again(link)
 
     def end_of_pass(self) -> None:
-        """Ship what came in, then write and fsync it; both disks work at the same time."""
+        """Ship new frames, then write and fsync them; both disks work at the same time."""
         if self.role is not None:
             self.role.end_of_pass()
         if (commit := self.log.take_commit()) is not None:
             self.host.commit(commit)
 
     def committed(self, commit: Commit) -> None:
-        """The commit is on disk. What arrived meanwhile is the next one."""
+        """Record that the commit is on disk. Frames that arrived meanwhile are the next one."""
         self.log.flushed(commit)
         if isinstance(self.role, Master):
             self.role.committed(commit.end, commit.chain)
@@ -366,12 +368,12 @@ class Node(Generic[M]):
         self._give_up_tail()
 
     def quiet_ms(self) -> int:
-        """Return for how long `tick` is not needed unless something happens; 0: it is."""
+        """Return the time until `tick` is needed unless something happens; 0: now."""
         is_waiting = self.changes.is_waiting or self.identity.points.is_newer_than_saved
         return 0 if self.role is None or is_waiting or not self.log.is_idle else self.role.quiet_ms()
 
     def tick(self) -> None:
-        """Called about every 100 ms; about every second while `quiet_ms` says so."""
+        """Check deadlines. Called about every 100 ms; about every second while `quiet_ms` allows it."""
         now_ms = self.host.monotonic_ms()
         self.changes.tick(now_ms)
         if self.role is not None:
@@ -382,20 +384,18 @@ class Node(Generic[M]):
         self._save_points(now_ms)
         self.host.pass_soon()
 
-    # What is acknowledged, remembered outside the log.
-
     def remembered_elsewhere(
         self, points: Iterable[Point], *, loss_accepted_term: int = 0, may_be_behind: bool = False
     ) -> None:
-        """The metaserver's row remembers acknowledged points of this group. Told before the part that goes with them.
+        """Compare the log with acknowledged points from the metaserver's row. Called before the assignment with them.
 
-        A master that has a slave in sync lacks nothing that any copy still has. What an operator gave up for lost, in
-        a term after it was acknowledged, nobody lacks. Nor is a slave rolled back that lacks what was acknowledged
-        without it (`may_be_behind`).
+        A master with a slave in sync lacks nothing that any copy still has. Frames that an operator gave up for lost,
+        in a term after their acknowledgement, are not missing. A slave may lack what was acknowledged without it
+        (`may_be_behind`).
         """
         own = self.identity.points.own
         if own is not None and own.epoch.term < loss_accepted_term:
-            self._look_at_points()  # its disk may have lost that while it was stopped, so it never said so
+            self._look_at_points()  # its disk may have lost that while it was stopped, so it was never reported
         lacks = self.identity.points.lacks
         if lacks is not None and lacks.epoch.term < loss_accepted_term:
             log.warning("loss accepted group=%s: this copy lacks what was acknowledged up to %s", self.group, lacks)
@@ -409,7 +409,7 @@ class Node(Generic[M]):
             self.begin_role()
 
     def _look_at_points(self) -> None:
-        """Before we take a part: does our log have what this copy itself remembers to be acknowledged?"""
+        """Compare the log, before a role begins, with the acknowledged point that this copy remembers."""
         points = self.identity.points
         if points.own is not None and self._may_lack(points.own):
             self._note_rolled_back(points.own, "this copy itself")
@@ -438,13 +438,11 @@ class Node(Generic[M]):
         if isinstance(result, DiskFailed):
             raise result
 
-    # Operators and repair.
-
     def acting_master(self) -> M:
         """Return the master for an operator's question about consumers.
 
         Raises:
-            NotMaster, NotServed: this broker knows nothing that counts.
+            NotMaster, NotServed: this broker cannot answer.
         """
         if self.master is None:
             raise NotMaster(f"this broker is not the master of {self.group}; ask the other one")
@@ -453,12 +451,14 @@ class Node(Generic[M]):
         return self.master
 
     def found_damage(self, problem: CorruptFrame) -> None:
-        """A reader of the log met bytes that are no frame."""
+        """Handle bytes that a reader found to be no frame."""
         if self.role is not None:
             self.role.found_damage(problem)
 
     def leave_role(self) -> None:
-        """What a mastership acknowledged last, only this copy may know: it remembers that before it may have to cut."""
+        """End the role. The last acknowledged point may be known here only, so it is saved before the log may be
+        cut.
+        """
         if self.role is not None:
             self._has_matched |= self.role.has_begun if isinstance(self.role, Master) else self.role.has_matched
             self.role.step_down()
@@ -467,20 +467,18 @@ class Node(Generic[M]):
             self.identity.points.save()
 
     def repaired(self) -> None:
-        """The damage was mended: go on, or begin."""
+        """Go on, or begin a role, after a repair."""
         if self.master is not None:
             self.master.repaired()
         elif self.role is None:
             self.begin_role()
 
-    # Retention.
-
     def record_metaserver_clock(self, wall_ms: int) -> None:
-        """The metaserver's clock says so now."""
+        """Record the metaserver's clock."""
         self.clocks.record(METASERVER, wall_ms, monotonic_ms=self.host.monotonic_ms())
 
     def record_copy_clock(self, link: Link, wall_ms: int, *, is_disk_full: bool) -> None:
-        """The other end of a sync link says what time it has; it counts if that is the copy we replicate with."""
+        """Record the clock of the other end of a sync link, if that is a copy of our group."""
         master = self.master
         if master is not None and (watch := master.slaves.of(link)) is not None:
             watch.is_disk_full = is_disk_full
@@ -489,20 +487,20 @@ class Node(Generic[M]):
             self.clocks.record(MASTER, wall_ms, monotonic_ms=self.host.monotonic_ms())
 
     def clocks_ahead_ms(self) -> dict[str, int]:
-        """Return how far this machine's clock is ahead of each one heard lately."""
+        """Return how far this machine's clock is ahead of each clock with a recent reading."""
         return self.clocks.ahead_ms(now_ms=self.host.now_ms(), monotonic_ms=self.host.monotonic_ms())
 
     @property
     def clock_off_s(self) -> int:
-        """By how many whole seconds this machine's clock is ahead of the others' (`Clocks.off_s`)."""
+        """Whole seconds by which this machine's clock is ahead of the others' (`Clocks.off_s`)."""
         return self.clocks.off_s(self.clocks_ahead_ms())
 
     def clocks_disagreement(self) -> str:
-        """Say which clocks are too far from this machine's; empty: none."""
+        """Return the clocks that are too far from this machine's, as text; empty: none."""
         return self.clocks.disagreement(self.clocks_ahead_ms())
 
     def decide_retention(self, keeper: Keeper) -> None:
-        """As master, write down what may go; as any copy, say when clocks disagree.
+        """As master, decide on deletions; as any copy, log when clocks disagree.
 
         Raises:
             CorruptFrame: this copy is damaged.
@@ -518,14 +516,14 @@ class Node(Generic[M]):
             self.master.decide_retention(keeper, self.clocks)
 
     def oldest_may_go(self, keeper: Keeper, readers: Iterable[int]) -> bool:
-        """Return whether to delete the oldest segment now: both copies agreed to, and nobody here reads it."""
+        """Return whether to delete the oldest segment now: both copies agreed, and no reader here needs it."""
         return self.log.oldest_may_go and not self.is_pinned([*readers, keeper.used_from(self.log)])
 
     def is_pinned(self, readers: Iterable[int]) -> bool:
         """Return whether the oldest segment is still needed: by the other copy, a reader at `readers`, or this log.
 
-        The next segment may not be on disk yet: the commit that begins it makes its files. The high watermark needs no
-        look: `MessageLog.oldest_may_go` compares it with the end of the retention frame, behind all that may go.
+        The next segment may not be on disk yet: the commit that begins it makes its files. The high watermark is
+        checked by `MessageLog.oldest_may_go`, against the end of the retention frame, behind all that may go.
         """
         message_log = self.log
         if len(message_log.bases) < 2 or message_log.damage is not None:
@@ -537,7 +535,7 @@ class Node(Generic[M]):
         return end > min(needed)
 
     def set_disk_full(self, is_full: bool) -> None:
-        """Said in each tick, as the next one, so that a new mastership knows it too."""
+        """Set or clear the disk reason. Called in each tick, so a new mastership gets it, too."""
         self.is_disk_full = is_full
         if self.master is None:
             return

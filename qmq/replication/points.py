@@ -1,15 +1,15 @@
-"""Core. The acknowledged point, remembered outside the log: nobody can tell from a disk alone that it was put back.
+"""Core. Acknowledged point: remembered outside the log, because a disk alone cannot show that it was put back.
 
-Each copy keeps, in a file beside its log, the newest point up to which it knows that messages were acknowledged; the
-other copy has its own such memory, and the metaserver's row one per copy. A log that lacks a point that somebody
-remembers *was rolled back*: this copy says so, is no master before it is refilled, and makes nobody cut (I25).
+Each copy keeps, in a file beside its log, the newest point up to which it knows that messages were acknowledged. The
+other copies have their own, and the metaserver's row has one per copy. A log that lacks a remembered point *was rolled
+back*: this copy reports it, is no master before it is refilled, and makes no other copy cut (I25).
 
     points.json    {"crc": CRC-32 of the rest as sorted JSON, "life": …, "own": [term, boot, end, chain] or null}
     copy.json      {"crc", "life": raised when the log begins anew: an older "own" is of another one, "follows": …,
                     "kept_end": …, "lacks": a point like "own", or null}
 
 The first is written at most `SAVE_MS` after the point changed, on a thread, and when a mastership or the process ends;
-the second before it is used. So a commit costs no fsync more (decision 20 says what remains uncovered).
+the second before it is used. So a commit costs no further fsync (decision 20 lists what remains uncovered).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ log = logging.getLogger(__name__)
 
 POINTS, COPY = "points.json", "copy.json"
 SAVE_MS = 500
-"""How old the file's `own` may be: two fsyncs of a small file each half second while messages come, on a thread."""
+"""Maximum age of the file's `own`: two fsyncs of a small file each half second under load, on a thread."""
 
 
 class Point(NamedTuple):
-    """In `epoch`, all before `end` was acknowledged, and the chain there was `chain`."""
+    """An acknowledged point: in `epoch`, all before `end` was acknowledged, and the chain there was `chain`."""
 
     epoch: Epoch
     end: int
@@ -48,7 +48,7 @@ class Point(NamedTuple):
 
     @classmethod
     def from_list(cls, numbers: list[int]) -> Point:
-        """Raises ValueError or TypeError."""
+        """Parse a point; raises ValueError or TypeError."""
         term, boot, end, chain = (_number(number) for number in numbers)
         return cls(Epoch(term, boot), end, chain)
 
@@ -62,7 +62,7 @@ def _number(value: object) -> int:
 def is_lacking(message_log: MessageLog, point: Point) -> bool:
     """Return whether a log ends before a point, or has another history there. Damage there is not another history."""
     if point.end <= message_log.start:
-        return False  # retention went on; nobody can tell any more
+        return False  # retention deleted it: unknown
     if point.end > message_log.end:
         return True
     if message_log.chain_is(point.end, point.chain):
@@ -76,25 +76,25 @@ def is_lacking(message_log: MessageLog, point: Point) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class CopyState:
-    """What a copy must know about its own log, durably."""
+    """Durable facts of a copy about its own log."""
 
     life: int = 0
     follows: bool = False
-    """Whether this copy's last frames came from a master that it followed: it confirmed them."""
+    """Whether the last frames came from a master that it followed: it confirmed them."""
     kept_end: int = 0
-    """Where this copy's mastership began the last time after it had followed: what stands before it was confirmed."""
+    """Offset of this copy's first mastership since it followed: frames before it were confirmed."""
     lacks: Point | None = None
-    """Acknowledged, and not in our log."""
+    """Acknowledged point that our log lacks."""
 
 
 class PointFile:
-    """What one copy remembers, and its files. Made with the identity; changed on its loop only."""
+    """Points of one copy, and their files. Made with the identity; changed on its loop only."""
 
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
         self._copy = _decode_copy(_read(disk, COPY))
         self.own = _decode_own(_read(disk, POINTS), self._copy.life)
-        """The newest acknowledged point this copy knows."""
+        """Newest acknowledged point that this copy knows."""
         self._saved, self._is_saving, self._saved_ms = self.own, False, 0
 
     @property
@@ -102,11 +102,11 @@ class PointFile:
         return self._copy.lacks
 
     def keeps(self, message_log: MessageLog, *, restored_from: int | None = None) -> int:
-        """Return the offset before which this copy gives up nothing: it was confirmed here, or is known to be
-        acknowledged. Behind it stands what this copy wrote as master, and nobody else confirmed as far as we know.
+        """Return the offset before which this copy keeps everything: it confirmed that, or knows it to be acknowledged.
+        It wrote the rest as master, and no other copy confirmed that as far as is known.
 
         Args:
-            restored_from: what stands behind it came from slaves, who keep it; this copy confirmed it to nobody.
+            restored_from: frames behind it came from slaves, which keep them; this copy did not confirm them.
         """
         followed_end = message_log.end if restored_from is None else restored_from
         own_end = self.own.end if self.own else 0
@@ -114,10 +114,10 @@ class PointFile:
         return min(max(kept_end, own_end, message_log.state.high_watermark), message_log.end)
 
     def high_watermark(self, message_log: MessageLog) -> int:
-        """Return the offset below which this copy has what it knows to be acknowledged.
+        """Return the offset below which this copy has the frames that it knows to be acknowledged.
 
-        Frames may state more than our own disk has: they came from a master that was ahead of us. The last ones of a
-        quiet log state an older one than the point.
+        Frames may state more than our own disk has: they came from a master ahead of us. The last frames of a quiet log
+        state an older watermark than the point.
         """
         stated = min(message_log.state.high_watermark, message_log.flushed_end)
         point = self.own
@@ -126,28 +126,28 @@ class PointFile:
         return stated
 
     def acknowledged(self, point: Point) -> None:
-        """Take note of a newer point; it is saved soon."""
+        """Record a newer point; it is saved soon."""
         if self.own is None or (point.epoch, point.end) > (self.own.epoch, self.own.end):
             self.own = point
 
     def following(self) -> None:
-        """From here on, this copy confirms what a master sends. Durable on return, as all that follows here."""
+        """Record that this copy confirms a master's frames from here on. Durable on return, as all below."""
         self._put(follows=True)
 
     def seeding(self) -> None:
-        """This copy's log has begun anew: what was known of the old one is not in it."""
+        """Record that this copy's log began anew: facts about the old one do not hold."""
         self.own = None
         self._put(life=self._copy.life + 1, follows=True, kept_end=0, lacks=None)
 
     def beginning(self, end: int) -> None:
-        """From `end` on, this copy writes as master.
+        """Record that this copy writes as master from `end` on.
 
-        What a crash took from the log before its fsync is not kept: nobody got a confirmation of it from here.
+        Frames that a crash took from the log before their fsync are not kept: this copy never confirmed them.
         """
         self._put(follows=False, kept_end=end if self._copy.follows else min(self._copy.kept_end, end))
 
     def rolled_back(self, lacks: Point) -> None:
-        """This copy's log lacks an acknowledged point."""
+        """Record an acknowledged point that this copy's log lacks."""
         if self.lacks is None or lacks.end > self.lacks.end:
             self._put(lacks=lacks)
 
@@ -155,7 +155,7 @@ class PointFile:
         self._put(lacks=None)
 
     def forget(self) -> None:
-        """An operator accepted that what this copy lacks is gone."""
+        """Forget the missing point: an operator accepted the loss."""
         self.own = None
         self._put(life=self._copy.life + 1, lacks=None)
 
@@ -164,7 +164,7 @@ class PointFile:
         return self._is_saving or self.own != self._saved
 
     def save(self) -> None:
-        """Write the newest point. While a thread still writes the one before, it is due as soon as that has ended."""
+        """Write the newest point. While a thread still writes the one before, it becomes due when that ends."""
         if self._is_saving:
             self._saved_ms -= SAVE_MS
         elif self.own != self._saved:
@@ -172,7 +172,7 @@ class PointFile:
             self._saved = self.own
 
     def due(self, now_ms: int) -> Callable[[], None] | None:
-        """Return what is to be run on a thread now, if anything; then tell `saved`."""
+        """Return the job to run on a thread now, or None; call `saved` afterwards."""
         if self._is_saving or self.own == self._saved or now_ms - self._saved_ms < SAVE_MS:
             return None
         self._is_saving, self._saved, self._saved_ms = True, self.own, now_ms
@@ -195,7 +195,7 @@ class PointFile:
 
 
 def _read(disk: Disk, name: str) -> dict[str, Any]:
-    """A file that is damaged, or not there, is a memory that was lost; the others remain."""
+    """A damaged or missing file is a lost memory; the other copies' remain."""
     data = disk.read(name, 0, disk.size(name))
     try:
         return decode_checked(data) if data else {}

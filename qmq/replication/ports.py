@@ -1,6 +1,6 @@
-"""Core. What a broker's core needs of the world around it: connections, the clock, the disk's threads.
+"""Core. Ports of a broker's core: connections, the clock, the disk's threads.
 
-The asyncio shell (qmq.server.service) and the simulator implement these; the core knows no other world.
+The asyncio shell (qmq.server.service) and the simulator implement these.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from qmq.remoting.commands import Command
 from qmq.remoting.packet import Packet
 
 QUIET_MS = 1_000
-"""How seldom the core is called while nothing is due there."""
+"""Interval of calls into the core while nothing is due there."""
 
 
 class Link(Protocol):
@@ -25,14 +25,14 @@ class Link(Protocol):
     peer: str
     writable: bool
     unacked_bytes: int
-    """Bytes of batches that came on it and wait for both disks; kept by `qmq.server.producing`."""
+    """Bytes of its batches that wait for both disks; kept by `qmq.server.producing`."""
     owed_bytes: int
-    """Bytes of messages that were delivered to it and not sent yet; kept by `broker.delivery`."""
+    """Bytes of messages delivered to it and not sent yet; kept by `broker.delivery`."""
 
     sends_on: bool
-    """What comes on it was taken by another process of the installation before, which cannot refuse it any more."""
+    """Another process of the installation accepted its messages before, and cannot refuse them any more."""
     ration: Ration
-    """What the token that opened it may still have written."""
+    """Remaining allowance of its token for writes."""
 
     @property
     def is_open(self) -> bool: ...
@@ -47,7 +47,7 @@ class Link(Protocol):
 
 
 class Host(Protocol):
-    """What surrounds the core of one broker."""
+    """The process around the core of one broker."""
 
     def now_ms(self) -> int:
         """Return wall clock time, for timestamps in frames only."""
@@ -56,7 +56,7 @@ class Host(Protocol):
         """Return time that never jumps, for leases and deadlines."""
 
     def pass_soon(self) -> None:
-        """See to it that `Node.end_of_pass` is called once everything received by now was handled."""
+        """Call `Node.end_of_pass` once all packets received by now are handled."""
 
     def commit(self, commit: Commit) -> None:
         """Perform it, then call `Node.committed`. A failure ends the process as fenced."""
@@ -68,7 +68,7 @@ class Host(Protocol):
         """Run a blocking write of a small file elsewhere, then call `done` as `read` does."""
 
     def hello(self, body: bytes) -> None:
-        """Send HELLO on the slave's connection; the answer comes to `Slave.agreed`."""
+        """Send HELLO on the slave's connection; the answer goes to `Node.agreed`."""
 
     def role_changed(self) -> None:
-        """The node's role or its master changed: connect, or stop doing so."""
+        """Connect, or stop: the node's role or its master changed."""

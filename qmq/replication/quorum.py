@@ -1,8 +1,8 @@
-"""Core. A master's slaves, up to four: who says what, whether enough of them count, and when the mastership begins.
+"""Core. The slaves of a master, up to four: whether enough of them count, and when the mastership begins.
 
-Before it begins, slaves restore what the master lost, one after the other; then the master writes its epoch frame, and
-from there on its bytes are its own. It waits for all slaves of its row a moment, because what one of them has more than
-the others is in the way later: a slave that confirmed it never gives it up.
+Before it begins, slaves restore frames that the master lost, one slave after the other. Then the master writes its
+epoch frame, and later bytes are its own. It waits a moment for all slaves of its row: a slave never gives up frames
+that it confirmed, so frames that only one slave has would contradict the master's later.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ from qmq.types import Epoch
 log = logging.getLogger(__name__)
 
 OTHERS_WAIT_MS = 1_000
-"""How long the slaves that have not said hello keep up a mastership to which enough have: they connect again within a
-tenth of that, if they are there."""
+"""Delay of a mastership with enough slaves for those without a hello: running slaves connect again within a tenth of
+it.
+"""
 
 
 class Slaves:
-    """Made by the master; ends with the mastership.
+    """The slaves of one mastership. Made by the master; ends with the mastership.
 
     Args:
         matched: called when a slave begins to count.
-        wait_ms: how long to wait before going on without any slave.
+        wait_ms: time to wait before going on without any slave.
         count: slaves in the metaserver's row.
-        rejoin_wait_ms: how long to wait for each slave that was in sync at the last report.
+        rejoin_wait_ms: time to wait for each slave that was in sync at the last report.
     """
 
     def __init__(
@@ -60,11 +61,11 @@ class Slaves:
         self._must_match = mastership.log.is_empty or mastership.log.is_tail_cut or not identity.value.complete
         self._began_ms = mastership.host.monotonic_ms()
         self._begins_at = NEVER
-        """Offset of our epoch frame, once we have begun."""
+        """Offset of our epoch frame, once the mastership has begun."""
         self.restored_from = mastership.log.end
-        """Behind it stands what slaves restored, until we have begun."""
+        """Frames behind it were restored by slaves, until the mastership begins."""
         self._held_end = 0
-        """Before it, a slave has what we have: it confirmed that in this mastership, or sends it."""
+        """A slave has our frames before it: it confirmed them in this mastership, or sends them."""
         self._watches: dict[str, SlaveWatch] = {}
         self.fill_orders = FillOrders()
         if self._count == 1:
@@ -76,7 +77,7 @@ class Slaves:
         return list(self._watches.values())
 
     def of(self, link: Link) -> SlaveWatch | None:
-        """Return the slave to which frames go on this link."""
+        """Return the slave that receives frames on this link."""
         return next((watch for watch in self._watches.values() if watch.is_of(link)), None)
 
     @property
@@ -99,7 +100,7 @@ class Slaves:
 
     @property
     def are_fully_matched(self) -> bool:
-        """Whether enough slaves count, and each that is there has all and knows what was acknowledged."""
+        """Whether enough slaves count, and each connected one is fully matched."""
         there = [watch for watch in self._watches.values() if watch.follower.connected is not None]
         return not self._mastership.gate.too_few_in_sync and all(watch.is_fully_matched for watch in there)
 
@@ -110,21 +111,19 @@ class Slaves:
     def _watch(self, name: str) -> SlaveWatch:
         return self._watches.setdefault(name, SlaveWatch(name, self._mastership, self._identity, self))
 
-    # Requests.
-
     def hello(self, link: Link, packet: Packet) -> None:
         mastership = self._mastership
         hello = Hello.decode(packet.body)
         if hello.group != mastership.group or hello.incarnation == self._identity.value.incarnation:
             raise InvalidRequest(f"this is the master of {mastership.group}; you are of {hello.group!r}, or myself")
         if hello.assigned_term != mastership.epoch.term and hello.known <= mastership.epoch:
-            # It follows an older row, or a newer one: another broker may be the slave by now, and this one's copy must
-            # not be what an acknowledgement rests on.
+            # It follows an older row, or a newer one. Another broker may be the slave by now, and an acknowledgement
+            # must not rest on this one's copy.
             raise InvalidRequest(
                 f"you are the slave of term {hello.assigned_term}, this is the master of term {mastership.epoch.term}: "
                 "ask the metaserver again"
             )
-        # A broker counts once, whichever disks it has had; the only slave of a group is the only one.
+        # A broker counts once, whichever disks it has had; the only slave of a group has no name.
         name = "" if self._count == 1 else hello.owner or hello.incarnation
         self._watch(name).hello(link, packet, hello)
 
@@ -135,7 +134,7 @@ class Slaves:
             watch.confirm(link, packet)
 
     def restore(self, link: Link, packet: Packet) -> None:
-        """Frames that we lost and a slave still has."""
+        """Append frames that we lost and a slave still has."""
         if (watch := self._restoring_on(link)) is None:
             link.close("nobody asked for these frames")
         else:
@@ -153,7 +152,7 @@ class Slaves:
         for other in self._watches.values():
             if other is not watch:
                 other.drop("the master's log begins anew: say hello again")
-        # What was restored on an earlier link may end before the slave's log begins by now: retention went on there.
+        # An earlier link's restored part may end before the slave's log begins by now: retention went on there.
         restoring = watch.follower.restoring
         assert restoring is not None
         mastership.log.seed(base, snapshot, "taken-back", start=restoring.hello.start)
@@ -163,8 +162,6 @@ class Slaves:
 
     def _restoring_on(self, link: Link) -> SlaveWatch | None:
         return next((watch for watch in self._watches.values() if watch.is_restoring(link)), None)
-
-    # What a slave's watch tells.
 
     def changed(self) -> None:
         needed, watches = self._mastership.gate.min_copies - 1, self._watches.values()
@@ -190,14 +187,17 @@ class Slaves:
         log.warning("master fenced group=%s epoch=%s by=%s", self._mastership.group, self._mastership.epoch, known)
 
     def may_yield(self, offset: int) -> bool:
-        """The only slave knows best. One of several does not: another may have confirmed what an earlier mastership of
-        ours wrote there, until all of the row have said that they have nothing of it."""
+        """With one slave, true. Another of several may have confirmed what an earlier mastership of ours wrote there,
+        until all slaves of the row sent hellos without it.
+        """
         shared = [watch.shared_end for watch in self._watches.values() if watch.shared_end is not None]
         is_nobodys = len(shared) == self._count and max(shared) <= offset
         return self._count == 1 or (self._held_end <= offset and (offset >= self._begins_at or is_nobodys))
 
     def is_restoring_from(self, other: SlaveWatch, hello: Hello) -> bool:
-        """One with frames of a newer epoch comes first: what an older master wrote alone would be in the way of it."""
+        """A slave with frames of a newer epoch comes first: frames that an older master wrote alone would contradict
+        them.
+        """
         for watch in self._watches.values():
             restoring = watch.follower.restoring
             if watch is other or restoring is None:
@@ -208,7 +208,7 @@ class Slaves:
         return False
 
     def lacks(self, point: Point) -> None:
-        """What a slave restores that lacks the point as well would be in the way of it."""
+        """Stop slaves that lack the point, too, from restoring: their frames would contradict it."""
         for watch in self._watches.values():
             restoring = watch.follower.restoring
             if restoring is not None and not restoring.hello.has(point):
@@ -221,20 +221,19 @@ class Slaves:
         self._held_end = max(self._held_end, end)
 
     def apply_orders(self, orders: FillOrders, awaited: frozenset[str] = frozenset()) -> None:
-        """Take over which slaves may be filled, and which ones to wait for. One that waits to be filled or is to stop
-        says hello again, and is answered anew."""
+        """Apply which slaves may be filled and which to wait for. A slave that waits to be filled, or must stop, sends
+        another hello and gets a new answer.
+        """
         self.fill_orders, self._awaited = orders, awaited
         for watch in self._watches.values():
             watch.apply_orders(orders)
-
-    # Events.
 
     def ship(self) -> None:
         for watch in self._watches.values():
             watch.ship()
 
     def committed(self, end: int, chain: int) -> None:
-        """Our disk has everything before `end`."""
+        """Record that our disk has everything before `end`."""
         for watch in self._watches.values():
             watch.confirm_restored(end, chain)
 
@@ -253,7 +252,7 @@ class Slaves:
         self._begin_if_due(now_ms)
 
     def remember_point(self) -> None:
-        """Note up to where we acknowledged, and tell the slaves: all remember it outside the log."""
+        """Record the acknowledged point and send it to the slaves: all remember it outside the log."""
         if (point := self._mastership.gate.point) is not None:
             self._identity.points.acknowledged(point)
             for watch in self._watches.values():
@@ -264,12 +263,10 @@ class Slaves:
         for watch in self._watches.values():
             watch.drop("the mastership is over")
 
-    # The beginning.
-
     def _begin_if_due(self, now_ms: int) -> None:
-        """Begin once all slaves were heard, or enough of them and the rest does not come, or none comes.
+        """Begin once all slaves were compared, or enough of them and the others stay away, or none comes in time.
 
-        A slave whose log parts from ours before its end has nothing that our disk may have lost behind it.
+        A slave whose log parts from ours before its end has no frames behind it that our disk may have lost.
         """
         watches, points = self._watches.values(), self._identity.points
         if self._mastership.has_begun:
@@ -293,24 +290,25 @@ class Slaves:
             self._begin("went on without its slave")
 
     def _missing(self) -> str:
-        """Name the slaves that were in sync at the last report and have not been compared since.
+        """Return the slaves that were in sync at the last report and have not been compared since, as text.
 
-        Our disk may have lied about its last fsync. What was acknowledged then may be on one of them alone, and the
-        first slave that comes may be another one, which was behind. One whose log parts from ours may be it, too.
+        Our disk may have lied about its last fsync. Then only one of these may have what was acknowledged, and the
+        first slave to come may be another one, which lagged. A slave whose log parts from ours may be it, too.
         """
         compared = {watch.name for watch in self._watches.values() if watch.is_compared}
         return ", ".join(sorted(self._awaited - compared))
 
     @property
     def _enough(self) -> int:
-        """Slaves without which a mastership does not begin early. What was acknowledged is on `min_copies` copies; if
-        our own disk may have lost it, so many slaves are needed that one of them has it."""
+        """Slaves needed for an early begin. Acknowledged frames are on `min_copies` copies; if our own disk may have
+        lost them, at least one of these slaves must have them.
+        """
         min_copies = self._mastership.gate.min_copies
         needed = min_copies - 1
         return max(needed, self._count + 1 - needed) if self._must_match else needed
 
     def _begin(self, why: str) -> None:
-        """Write the epoch frame: from here on this mastership's bytes are its own."""
+        """Write the epoch frame: later bytes are this mastership's own."""
         mastership = self._mastership
         if self._rejoin_wait_ms and (missing := self._missing()):
             log.error(
@@ -324,7 +322,7 @@ class Slaves:
         if mastership.at_begin is not None:
             mastership.at_begin()
         self._begins_at = mastership.log.end
-        self._held_end = min(self._held_end, self._begins_at)  # we have nothing of what a slave was to send and did not
+        self._held_end = min(self._held_end, self._begins_at)  # we lack frames that a slave was to send and did not
         self._identity.completed(True)
         self._identity.points.beginning(mastership.log.end)
         mastership.log.tail_is_whole()

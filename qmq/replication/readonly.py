@@ -1,6 +1,6 @@
-"""Core. Why a broker group takes no new messages: a set of reasons; writable while it is empty.
+"""Core. Readonly reasons of a broker group: it takes new messages while there is none.
 
-A checker sets and clears its own reason only, so that none can undo an operator's mark (I12).
+A checker sets and clears its own reason only, so none can undo an operator's mark (I12).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ WAY_OUT = {
     Reason.FENCED: "a newer master is at work: it becomes its slave, or ends, by itself",
     Reason.DRAINING: "its roles are being swapped",
 }
-"""What ends each reason, for who is refused and for Doctor; docs/runbook.md says more of each."""
+"""Remedy of each reason, for refused producers and Doctor; docs/runbook.md explains each."""
 
 
 class Readonly(set[Reason]):
@@ -70,7 +70,7 @@ class Readonly(set[Reason]):
         return True
 
     def mark_subjects(self, subjects: frozenset[str]) -> None:
-        """Set what operators marked; `*` is the whole group."""
+        """Replace the operators' marks; `*` is the whole group."""
         self._subjects = subjects - {"*"}
         self.change(Reason.OPERATOR, "*" in subjects)
 
@@ -83,7 +83,7 @@ class Readonly(set[Reason]):
         return not self
 
     def check(self, group: str, subject: str) -> None:
-        """Raise BrokerReadOnly, with the reasons and the way out of each, unless `subject` may be produced to."""
+        """Raise BrokerReadOnly, with the reasons and their remedies, unless `subject` may be produced to."""
         if not self and subject not in self._subjects:
             return
         if not self:
@@ -92,11 +92,11 @@ class Readonly(set[Reason]):
         raise BrokerReadOnly(f"{group} is readonly: {why}")
 
     def check_change(self, group: str, subject: str) -> None:
-        """Do the same for what changes what the group has, and adds nothing: an operator's mark is not in its way."""
+        """Raise it for changes that add no messages: an operator's mark does not refuse those."""
         if self - {Reason.OPERATOR}:
             self.check(group, subject)
 
 
 def explain(reason: str) -> str:
-    """What a reason means and what ends it; a later version's stays as it is."""
+    """Return a reason with its meaning and remedy; one of a later version unchanged."""
     return WAY_OUT[Reason(reason)] if reason in list(Reason) else reason

@@ -1,9 +1,9 @@
-"""Core. Deleting is agreed: the master decides in a frame of the log what goes (qmq.log.retention), and copies follow.
+"""Core. Agreed deletion: the master decides in a retention frame (qmq.log.retention), and the copies follow.
 
-It decides only while its slave is in sync and the clocks of both and of the metaserver agree. One wrong clock therefore
-deletes nothing, whoever has it. Nor does it later: a segment's age is counted from the retention frame behind it, whose
-time was agreed on, not from the times in its frames. So each closed segment gets one, which may do no more than state
-the time. A log without them, from before there were any, begins to age with the first.
+It decides only while its slave is in sync and the clocks of both and of the metaserver agree. So one wrong clock
+deletes nothing. Later neither: a segment's age counts from the retention frame behind it, whose time was agreed on, not
+from the times in its frames. So each closed segment gets one, which may only state the time. A log without such frames
+begins to age with the first.
 
 Keeps I26.
 """
@@ -23,7 +23,7 @@ AGE, SIZE = "age", "size"
 
 
 class Due(NamedTuple):
-    """What may go now: everything before `start`, by which rule, and what is lost to whom by that."""
+    """A due deletion: everything before `start`, its rule, and the messages that groups lose unconsumed."""
 
     start: int
     rule: str
@@ -31,17 +31,17 @@ class Due(NamedTuple):
 
 
 class Keeper(Protocol):
-    """What a process knows of its log's contents. Made by its main."""
+    """Retention rules of a process for its log's contents. Made by its main."""
 
     def due(self, message_log: MessageLog, now_ms: int) -> Due | None:
-        """Return what may go, as master; `now_ms` was agreed on. Raises CorruptFrame: this copy is damaged."""
+        """Return the due deletion, as master; `now_ms` was agreed on. Raises CorruptFrame: this copy is damaged."""
 
     def used_from(self, message_log: MessageLog) -> int:
         """Return the offset from which this process still reads its own copy."""
 
 
 def old_segments(message_log: MessageLog, settings: CopySettings, now_ms: int) -> Iterator[tuple[int, int, str]]:
-    """Yield (begin, end, rule) of the closed segments that are too old, or too much, oldest first."""
+    """Yield (begin, end, rule) of the closed segments over the age or size limit, oldest first."""
     kept = message_log.state.kept
     for begin, end in pairwise(base for base in message_log.bases if base >= kept.start):
         rule = _rule(message_log, begin, end, settings, now_ms)
@@ -60,10 +60,10 @@ def _rule(message_log: MessageLog, begin: int, end: int, settings: CopySettings,
 def decide(
     message_log: MessageLog, keeper: Keeper, *, now_ms: int, ahead_ms: dict[str, int], high_watermark: int
 ) -> RetentionDecision | None:
-    """Return what the master of a group in sync should write down now; the clocks agree. None: nothing.
+    """Return the decision that the master of a group in sync should append now; None: nothing is due. The clocks agree.
 
     Args:
-        high_watermark: the master's own; what the log's frames say of it is older.
+        high_watermark: the master's own, which is newer than that in the log's frames.
 
     Raises:
         CorruptFrame: this copy is damaged.
@@ -71,7 +71,7 @@ def decide(
     kept = message_log.state.kept
     states_the_time = RetentionDecision(kept.start, "", ahead_ms, {})
     if kept.decided_end > message_log.state.high_watermark:
-        # No frame says yet that the last decision is acknowledged; copies wait for one. If none comes, ours says it.
+        # Copies wait for a frame that shows the last decision as acknowledged. If none comes, this one does.
         return states_the_time if kept.decided_end <= high_watermark else None
     if (due := keeper.due(message_log, now_ms)) is not None:
         return RetentionDecision(due.start, due.rule, ahead_ms, due.unconsumed)

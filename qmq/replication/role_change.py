@@ -1,4 +1,4 @@
-"""Core. What a process is in its group at the moment, as a table, and the operators' changes of it: swap and failover.
+"""Core. State of a process in its group, as a table, and its changes by operators: swap and failover.
 
 HELD survives a role that ends and begins again: a slave whose master was declared gone must not confirm to it.
 """
@@ -20,7 +20,7 @@ class NodeState(Enum):
     IDLE = auto()  # no role: no assignment yet, or the log waits for its repair
     MASTER = auto()
     DRAINING = auto()  # a master that takes nothing new, so that its slave gets everything
-    PROMISED = auto()  # a drained master that promised to be none before the row has a newer term
+    PROMISED = auto()  # a drained master that promised not to be one before the row has a newer term
     YIELDING = auto()  # frames that this copy wrote alone are about to be cut; no role until then
     SLAVE = auto()
     HELD = auto()  # a slave that follows no master: a failover may promote it, or another one

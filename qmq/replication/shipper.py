@@ -1,7 +1,7 @@
-"""Core. Sends one copy's frames to the other: master to slave, and back when a master lost some.
+"""Core. Shipper: sends one copy's frames to another, master to slave, and back when a master lost some.
 
-What is new goes out of the log's tail without touching a disk. Whoever is behind is read from disk, at a bounded
-rate, until the tail covers it. Not more is under way than the receiver can have in memory.
+New frames come out of the log's tail without touching a disk. For a receiver that is behind they are read from disk, at
+a bounded rate, until the tail covers it. Unconfirmed bytes are bounded by the receiver's memory.
 
 Keeps I4.
 """
@@ -21,7 +21,7 @@ from qmq.remoting.commands import Command, offset_header
 
 PACKET_BYTES = 1 << 20
 WINDOW_BYTES = 64 << 20
-"""Sent and not confirmed: what the receiver may hold in memory at most."""
+"""Sent and unconfirmed bytes that a receiver may hold in memory."""
 
 
 class ShipLink(Protocol):
@@ -39,7 +39,7 @@ Read = Callable[[Callable[[], Any], Callable[[Any | LogError], None]], None]
 
 
 class Shipper:
-    """Frames from `begin` to the log's end and on, to one link. Made after a handshake; ends with the link."""
+    """Frames from `begin` on to one link, as the log grows. Made after a handshake; ends with the link."""
 
     def __init__(
         self,
@@ -62,12 +62,12 @@ class Shipper:
         self._allowance = bytes_per_s // 10
 
     def seed(self) -> None:
-        """Send the oldest snapshot first: the receiver starts a new copy there."""
+        """Send the oldest snapshot first: the receiver begins a new copy there."""
         base, _, snapshot = self._log.stored.seed_start()
         self.link.push(Command.SNAPSHOT, offset_header(base), snapshot)
 
     def ship(self) -> None:
-        """Send what there is, as far as link, window and rate allow."""
+        """Send frames as far as link, window and rate allow."""
         log, link = self._log, self.link
         while self.position < log.end and link.is_open and link.writable and not self._reading:
             if self.position - self.confirmed_end > WINDOW_BYTES:
@@ -84,14 +84,14 @@ class Shipper:
                 return
 
     def allow(self, elapsed_ms: int) -> None:
-        """Time went by: reading from disk may go on. At most a tenth of a second is saved up."""
+        """Allow further reads from disk for this time. At most a tenth of a second is saved up."""
         self._allowance = min(self._allowance + self._bytes_per_s * elapsed_ms // 1000, self._bytes_per_s // 10)
 
     def confirm(self, end: int, chain: int) -> None:
-        """The receiver's disk has everything before `end`, and its chain there is `chain`.
+        """Record that the receiver's disk has everything before `end`, with this chain.
 
         Raises:
-            Diverged: that is no point we sent, or not our chain: the copies differ, or somebody makes things up.
+            Diverged: no point that was sent, or not our chain: the copies differ.
         """
         while self._sent and self._sent[0][0] < end:
             self._sent.popleft()

@@ -1,7 +1,9 @@
-"""Core. A slave's own states towards its master, from connection to loss.
+"""Core. The slave of a broker group: it makes its log equal to its master's, fsyncs it, and confirms that.
 
-What a state alone knows is in its class (`Following`, …). A packet that comes in another state than it belongs to is
-refused: a slave that follows takes no second snapshot, and one that restores its master confirms nothing.
+It confirms the point up to which it matched, never its own length. Bytes that it has to cut go to quarantine first, and
+it never cuts frames that it knows to be acknowledged. Facts of a state are in its class (`Following`, …). A packet that
+does not belong to the present state is refused: a slave that follows takes no second snapshot, and one that restores
+its master confirms nothing.
 """
 
 from __future__ import annotations
@@ -25,24 +27,24 @@ from qmq.states import Life, TransitionTable
 
 class SlaveState(Enum):
     DISCONNECTED = auto()
-    AWAITING_FLUSH = auto()  # connected; its hello says what is on its disk, and something is still being written
+    AWAITING_FLUSH = auto()  # connected; the hello describes the disk, and a write is under way
     HELLO_SENT = auto()
     FOLLOWING = auto()  # it takes frames and confirms them
     UNFILLED = auto()  # the master fills it once an operator allows that; its copy stays as it is
-    AWAITING_SNAPSHOT = auto()  # its copy begins anew where the master's begins
-    RESTORING = auto()  # it sends the master what that one lost
+    AWAITING_SNAPSHOT = auto()  # its copy begins anew at the begin of the master's
+    RESTORING = auto()  # it sends frames that the master lost
 
 
 class SlaveEvent(Enum):
     CONNECTED = auto()
     FLUSHED = auto()
-    FOLLOW = auto()  # the agreement says so, as SEED, RESTORE and WAIT
+    FOLLOW = auto()  # answer of the master, as SEED, RESTORE and WAIT
     SEED = auto()
     RESTORE = auto()
     WAIT = auto()
     SNAPSHOT = auto()
-    RESTORED = auto()  # the master has all that this copy has: hello again
-    LOST = auto()  # the connection, or the role
+    RESTORED = auto()  # the master has all frames of this copy: hello again
+    LOST = auto()  # the connection was lost, or the role ended
 
 
 _S, _E = SlaveState, SlaveEvent
@@ -94,7 +96,7 @@ class Following:
     link: Link
     agreement: Agreement
     is_complete: bool = False
-    """Since this handshake, our log reached the end that the master's had then."""
+    """Whether our log reached the master's end of this handshake."""
 
 
 @dataclass(slots=True, eq=False)
@@ -137,9 +139,9 @@ class SlaveLife(Life[SlaveState, Facts]):
     def __init__(self) -> None:
         super().__init__(SLAVE, _FACTS, Disconnected())
         self.link: Link | None = None
-        """The connection to the master; None: there is none."""
+        """The connection to the master, or None."""
         self.restoring: Shipper | None = None
-        """What sends our frames to a master that lost some; None: nothing does."""
+        """Shipper of our frames to a master that lost some, or None."""
 
     def enter(self, event: object, now: Facts, *, at_ms: int) -> SlaveState:
         after = super().enter(event, now, at_ms=at_ms)
@@ -154,7 +156,7 @@ _DELETING = "segments are being deleted since our hello: what cuts or replaces t
 
 
 class Slave:
-    """One slave's part. Made by the node when it is assigned; its links are made by the host, one at a time."""
+    """The role of one slave. Made by the node when it is assigned; its links are made by the host, one at a time."""
 
     def __init__(
         self,
@@ -171,10 +173,11 @@ class Slave:
         self.term, self._bytes_per_s, self._may_be_behind = term, bytes_per_s, may_be_behind
         self.life = SlaveLife()
         self.has_matched = False
-        """Since this part began, in this process, our log reached the end that the master's had at a handshake: nothing
-        was acknowledged since that our log lacks."""
+        """Whether our log reached, since this role began in this process, the master's end of a handshake: it lacks no
+        frame acknowledged since.
+        """
         self.parted_at: int | None = None
-        """Where our log parts from the master's, if the last handshake found that both confirmed what they have."""
+        """Offset where our log parts from the master's, if both copies confirmed theirs at the last handshake."""
         self._ticked_ms = host.monotonic_ms()
 
     @property
@@ -183,18 +186,16 @@ class Slave:
 
     @property
     def is_unfilled(self) -> bool:
-        """Whether its copy would have to be filled, and an operator has not allowed that."""
+        """Whether its copy has to be filled, and an operator has not allowed that."""
         return isinstance(self.life.now, Unfilled)
 
     @property
     def shipped_end(self) -> int | None:
-        """Offset from which a master that lost some still needs our log; None if it lost nothing."""
+        """Offset from which a master that lost frames still needs our log; None if it lost none."""
         return None if (shipper := self.life.restoring) is None else shipper.confirmed_end
 
-    # The link to the master.
-
     def connected(self, link: Link) -> None:
-        """Begin the handshake, once nothing is being written."""
+        """Begin the handshake, once no write is under way."""
         self._enter(SlaveEvent.CONNECTED, AwaitingFlush(link))
         self._say_hello()
 
@@ -229,14 +230,14 @@ class Slave:
         self._host.hello(hello.encode())
 
     def agreed(self, link: Link, body: memoryview) -> None:
-        """The master answered our hello.
+        """Handle the master's answer to our hello.
 
         Raises:
             Fenced: an older master; we do not follow it.
-            Diverged: we would have to cut what is acknowledged, or the chains differ. Nothing was changed.
+            Diverged: we would have to cut acknowledged frames, or the chains differ. Nothing was changed.
         """
         if not isinstance(self.life.now, HelloSent) or link is not self.life.now.link:
-            return  # it was meant for an earlier connection
+            return  # an answer to an earlier connection
         self.parted_at = None
         if not self._log.is_idle:
             return link.close(_DELETING)
@@ -266,8 +267,9 @@ class Slave:
             self._restore(link, agreement)
 
     def _compare(self, point: Point | None) -> None:
-        """What the master knows to be acknowledged is in our log, if we ever had all that our masters had, and nothing
-        is acknowledged without us."""
+        """Check that our log has the acknowledged point of the master. It must, if this copy once had all frames of its
+        masters and nothing is acknowledged without it.
+        """
         if (
             point is not None
             and not self._may_be_behind
@@ -297,7 +299,7 @@ class Slave:
                 raise CorruptFrame(self._log.end, "read back after a cut, this copy is damaged before it")
 
     def _keep_confirmed(self, offset: int) -> None:
-        """Raise Diverged if we confirmed what we would give up from `offset` on: it may be acknowledged (I5)."""
+        """Raise Diverged if we confirmed frames from `offset` on: they may be acknowledged (I5)."""
         kept_end = self._identity.points.keeps(self._log)
         if offset < kept_end:
             self.parted_at = offset
@@ -343,10 +345,8 @@ class Slave:
         if (shipper := self.life.restoring) is not None:
             shipper.ship()
 
-    # What the master sends.
-
     def packet_received(self, link: Link, packet: Packet) -> None:
-        """Handle what the master sends; everybody else is told to ask the master.
+        """Handle a packet of the master; refuse one of any other link.
 
         Raises:
             CorruptFrame: the frames do not continue our log; the link must be made anew.
@@ -375,7 +375,7 @@ class Slave:
         if not self._log.is_idle:
             return awaiting.link.close(_DELETING)
         self._log.seed(base, snapshot, "seeded-anew", start=awaiting.agreement.master_start)
-        self._identity.points.seeding()  # not before: of the old log it would say that all of it was confirmed
+        self._identity.points.seeding()  # not earlier: of the old log it would record that all was confirmed
         log.warning("seeding group=%s from=%d: the old copy is in quarantine", self._group, base)
         self._enter(SlaveEvent.SNAPSHOT, Following(awaiting.link, awaiting.agreement))
         self._confirm(self._log.end, self._log.chain)
@@ -389,22 +389,22 @@ class Slave:
             restoring.shipper.ship()
 
     def _acknowledged(self, told: Confirmation) -> None:
-        """The master acknowledged what we have confirmed."""
+        """Record that the master acknowledged frames that we confirmed."""
         if told.epoch == self._identity.value.epoch and told.matched_end <= self._log.flushed_end:
             self._identity.points.acknowledged(Point(told.epoch, told.matched_end, told.chain))
 
     def end_of_pass(self) -> None:
-        """Nothing but the fsync, which the node starts."""
+        """Do nothing: the node starts the fsync."""
 
     def committed(self, commit: Commit) -> None:
-        """Our disk has everything before the commit's end."""
+        """Record that our disk has everything before the commit's end."""
         if self.is_following:
             self._confirm(commit.end, commit.chain)
         else:
             self._say_hello()
 
     def _confirm(self, end: int, chain: int) -> None:
-        """Tell the master up to where both logs match on our disk."""
+        """Confirm to the master that both logs match up to `end` on our disk."""
         now = self.life.now
         assert isinstance(now, Following)
         if not now.is_complete and end >= now.agreement.master_end:
@@ -416,7 +416,7 @@ class Slave:
         now.link.push(Command.CONFIRM, commands.encode_confirmation(confirmation))
 
     def found_damage(self, problem: CorruptFrame) -> None:
-        """A frame that was whole once cannot be read any more."""
+        """Record a frame that was whole once and is unreadable now."""
         if self._log.stored.is_damaged(problem):
             self._log.damaged_at(problem)
 
@@ -431,7 +431,7 @@ class Slave:
             shipper.ship()
 
     def leave_master(self, why: str) -> None:
-        """Confirm nothing more to who is the master; the host connects again when it is to."""
+        """Confirm nothing more to the present master; the host connects again when it may."""
         if (link := self.life.link) is not None:
             self._enter(SlaveEvent.LOST, Disconnected())
             link.close(why)
