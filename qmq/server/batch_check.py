@@ -120,7 +120,7 @@ else:
 
 AT_ONCE_MIN = 32
 """Below so many messages the calls of numpy, 45 µs, cost more than they spare; with tags they do from 5 on."""
-_SUBJECT_AT = 17
+_SUBJECT_LENGTH_AT = _SUBJECT_AT - 2
 
 
 def are_usual(batch: Buffer, count: int, message_bytes_max: int) -> bool:
@@ -140,7 +140,7 @@ def are_usual(batch: Buffer, count: int, message_bytes_max: int) -> bool:
         return False
     if sizes.max() > min(message_bytes_max, VALUE_BYTES_MAX):
         return False
-    at = _behind_string(data, begins + _SUBJECT_AT)
+    at = _behind_string(data, begins + _SUBJECT_LENGTH_AT)
     if (at + 2 > ends).any():
         return False
     id_ends = _behind_string(data, at)

@@ -190,10 +190,10 @@ def lines_until(process, condition):
 
 async def test_what_a_dead_consumer_had_goes_to_others_and_what_it_had_done_does_not(cluster):
     """It hangs in three messages: the acks of the others do not wait for them."""
-    asyncio.run(send(cluster, "crash", 300))
+    await send(cluster, "crash", 300)
     with consumer_process(cluster, CRASHING, "crash") as process:
         lines = lines_until(process, lambda lines: sum(int(n) % 20 == 0 for _, n, _ in lines) == 3)
-        time.sleep(SWEEP_S + 0.5)  # its acks are on their way
+        await asyncio.sleep(SWEEP_S + 0.5)  # its acks are on their way
         process.kill()
         lines += [tuple(line.split()) for line in process.stdout.read().splitlines()]
     ended = {n for what, n, _ in lines if what == "ended"}
@@ -215,7 +215,7 @@ async def test_what_a_dead_consumer_had_goes_to_others_and_what_it_had_done_does
 
 
 async def test_a_slow_message_does_not_hold_back_the_acks_of_others(cluster):
-    asyncio.run(send(cluster, "slow", 2_000))
+    await send(cluster, "slow", 2_000)
 
     async def dies():
         client, done, slow = consumer(cluster, consumer_id="dies"), [], []
@@ -235,7 +235,7 @@ async def test_a_slow_message_does_not_hold_back_the_acks_of_others(cluster):
         task.cancel()
         return slow[0]["n"]
 
-    slow = asyncio.run(dies())
+    slow = await dies()
 
     client, handed = consumer(cluster), []
 

@@ -6,6 +6,7 @@ Imports point one way, towards what changes less. What a core may not do is writ
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,6 +89,7 @@ class Module:
     imports: frozenset[str]
     opens: bool
     empty: bool
+    rebound: tuple[str, ...] = ()
 
     @property
     def package(self) -> str:
@@ -125,7 +127,20 @@ def read_module(root: Path, path: Path) -> Module:
         imports=frozenset(imported(nodes, package)),
         opens=any(isinstance(called, ast.Name) and called.id == "open" for called in calls),
         empty=parts[-1] == "__init__",
+        rebound=tuple(rebound(tree)),
     )
+
+
+def rebound(tree: ast.Module) -> Iterator[str]:
+    """Yield the names that a module binds twice at its top level; the second value silently replaces the first."""
+    names = Counter(
+        target.id
+        for node in tree.body
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        if isinstance(target, ast.Name)
+    )
+    yield from (name for name, count in names.items() if count > 1)
 
 
 def imported(nodes: list[ast.AST], package: tuple[str, ...]) -> Iterator[str]:
@@ -218,7 +233,12 @@ def unnamed_kinds(modules: list[Module]) -> list[str]:
     ]
 
 
-RULES = [wrong_arrows, wrong_layers, second_roots, imports_of_main, impure_cores, unnamed_kinds]
+def rebound_names(modules: list[Module]) -> list[str]:
+    """A constant that a later one of the same name replaces, as after two modules were merged."""
+    return [f"{module.name} binds {name} twice" for module in modules for name in module.rebound]
+
+
+RULES = [wrong_arrows, wrong_layers, second_roots, imports_of_main, impure_cores, unnamed_kinds, rebound_names]
 
 
 @pytest.fixture(scope="module")
@@ -254,6 +274,7 @@ CASES = [
     pytest.param("qmq/outbox/a.py", "import qmq.replication.node", wrong_layers, id="outbox knows replication"),
     pytest.param("qmq/a.py", "from qmq.remoting import packet", wrong_layers, id="value knows the wire"),
     pytest.param("broker/a.py", "from metaserver import model", second_roots, id="a folder is no root"),
+    pytest.param("qmq/a.py", "AT = 1\nAT = 2", rebound_names, id="constant replaced"),
     pytest.param("broker/a.py", "from .main import run", imports_of_main, id="relative import of main"),
     pytest.param("broker/a.py", "import qmq.broker.main", imports_of_main, id="import of main"),
     pytest.param("qmq/a.py", "import time", impure_cores, id="core sees the clock"),
