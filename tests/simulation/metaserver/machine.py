@@ -695,17 +695,18 @@ def walk(machine: Machine, seed: int, skipped: frozenset[int], faults: str) -> N
     machine.converge()
 
 
-def simulate(seed: int, *, steering: Steering = UNSTEERED, faults: str | None = None) -> Outcome:
+def simulate(seed: int, *, steering: Steering = UNSTEERED, faults: str | None = None, copies_max: int = 3) -> Outcome:
     """Run one walk to its end; a failure is in the outcome.
 
     Args:
         steering: its fault is the kind of faults.
         faults: the same, may be none; None: by seed.
+        copies_max: limit of copies in a group, of six brokers in all.
     """
     kind = steering.fault or ROTA[seed % len(ROTA)] if faults is None else faults
     with contextlib.ExitStack() as stack:
-        for module in (rules, doctor):  # six brokers make two groups of three
-            stack.enter_context(mock.patch.object(module, "COPIES_MAX", 3))
+        for module in (rules, doctor):
+            stack.enter_context(mock.patch.object(module, "COPIES_MAX", copies_max))
         machine = Machine(_template())
         stack.callback(machine.world.close)
         failure = failure_of(lambda: walk(machine, seed, steering.skipped, kind))
