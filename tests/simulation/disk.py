@@ -50,7 +50,9 @@ class SimulatedSystem(MemorySystem):
 
     def heal(self) -> None:
         super().heal()
-        self.fails_once_at, self.is_full, self.is_lying = None, False, False
+        self.fails_once_at = None
+        self.is_full = False
+        self.is_lying = False
 
     def may(self, call: str, path: str, fd: int = -1) -> None:
         super().may(call, path, fd)
@@ -244,7 +246,8 @@ class SimulatedDisk(Medium, MemoryDisk):
     def bases(self) -> list[int]:
         """Return the bases of the segments. Cached, as every commit asks for them and few change a name."""
         if self._bases_at != self.system.namings:
-            self._bases_at, self._bases = self.system.namings, segment_bases(self)
+            self._bases_at = self.system.namings
+            self._bases = segment_bases(self)
         return self._bases
 
     def durable(self, bases: list[int], begin: int, end: int) -> bytes:

@@ -11,13 +11,22 @@ from tests.simulation.outcome import Outcome
 from tests.simulation.scenarios import Scenario
 from tests.simulation.steering import UNSTEERED, Steering
 
+MISFITS = "TypeError", "AttributeError", "NameError"
+"""Errors of a patch whose function has changed since."""
+
 
 def first_seed_with(bug: Bug, scenario: Scenario, count: int) -> Outcome | None:
-    """Return the first outcome that shows the bug; None: not one of `count` seeds does."""
+    """Return the first outcome that shows the bug; None: not one of `count` seeds does.
+
+    Raises:
+        AssertionError: the bug's patch does not fit the product.
+    """
     kinds = {**scenario.of_bugs, **bug.kinds}
     with bug.planted():
         for seed in range(bug.first, bug.first + count):
             outcome = scenario.simulate(seed, steering=Steering(bug.favoured), **kinds)
+            if outcome.failure.startswith(MISFITS):
+                raise AssertionError(f"{bug.name} does not fit the product any more: {outcome.failure}")
             if outcome.failure:
                 return outcome
     return None

@@ -27,30 +27,30 @@ TABLES = FOLLOWER, SLAVE, HEALTH, SESSION, BATCH_LIFE
 
 
 @pytest.mark.parametrize("text", ["", "kill", "put_back@SlaveState.RESTORING", "kill_at_a_call@SessionState.RESTING"])
-def test_a_steering_is_read_as_it_is_written(text: str) -> None:
+def test_steering_is_parsed_and_printed_alike(text: str) -> None:
     assert str(Steering.parse(text)) == text
 
 
-def test_a_steered_seed_strikes_where_it_is_steered_to() -> None:
+def test_steered_seed_strikes_in_its_state() -> None:
     wanted = "errs_once", "FollowerState.CATCHING_UP"
     assert not simulate(1).met[wanted]
     assert simulate(1, steering=Steering(*wanted)).met[wanted]
 
 
-def test_ways_to_states_are_made_of_what_there_is() -> None:
+def test_ways_name_existing_states_and_faults() -> None:
     drawn = Swarm.draw(Random(1))
     for state, way in WAYS.items():
         assert state in STATES and set(way.faults) <= FAULTS.keys() & MANY_FAULTS.keys()
         assert drawn.on_the_way(state) != drawn or not (way.limits or way.settings)
 
 
-def test_states_that_no_fault_can_meet_are_nobodys_goal() -> None:
+def test_unreachable_states_are_no_goal_of_steering() -> None:
     every = {f"{table.name}.{state.name}" for table in TABLES for state in type(table.initial)}
     assert NOT_MET.keys() <= every
     assert NOT_MET.keys().isdisjoint(state for scenario in SCENARIOS.values() for state in scenario.states)
 
 
-def test_a_strike_that_is_skipped_does_not_happen() -> None:
+def test_skipped_strike_does_not_happen() -> None:
     every = frozenset(range(10_000))
     assert simulate(1, steering=Steering("kill", skipped=every)).counts["kill"] == 0
 
@@ -62,12 +62,12 @@ def failing(seed: int, *, steering: Steering) -> Outcome:
     return Outcome(seed, 0, 0, 0, 0, Counter(strike=strikes), failure="broken")
 
 
-def test_a_failing_seed_shrinks_to_the_strikes_that_it_needs() -> None:
+def test_failing_seed_shrinks_to_needed_strikes() -> None:
     outcome, strikes = shrink(failing, 1)
     assert (outcome.counts["strike"], strikes) == (6, {2, 5})
 
 
-def test_a_seed_that_was_shrunk_fails_in_the_same_way_without_all_other_strikes() -> None:
+def test_shrunk_seed_fails_in_the_same_way() -> None:
     bug = BUGS["a lost slave goes on counting"]
     with bug.planted():
         outcome, strikes = shrink(simulate, bug.first)
@@ -76,22 +76,22 @@ def test_a_seed_that_was_shrunk_fails_in_the_same_way_without_all_other_strikes(
     assert outcome.failure and strikes
 
 
-def test_a_seed_without_a_failure_needs_no_strike() -> None:
+def test_seed_without_failure_needs_no_strike() -> None:
     outcome, strikes = shrink(simulate, 1)
     assert not outcome.failure and strikes == set()
 
 
 @pytest.mark.parametrize("scenario", ["cores", "delay", "shells"])
-def test_kept_seeds_can_be_read(scenario: str) -> None:
+def test_kept_seeds_name_known_faults(scenario: str) -> None:
     faults = SCENARIOS[scenario].faults
     assert all(kept.found and kept.steering.fault in ("", *faults) for kept in kept_seeds(scenario))
 
 
-def test_the_runner_plants_a_bug_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_runner_plants_a_bug_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--bug", "doubt is dropped", "--seeds", "60"]) == 0
     assert "stored twice without cause" in capsys.readouterr().out
 
 
-def test_the_runner_says_what_never_happened(capsys: pytest.CaptureFixture[str]) -> None:
+def test_runner_reports_missing_events(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--scenario", "outbox", "--seeds", "1", "--jobs", "1"]) == 1
     assert "never happened:" in capsys.readouterr().err

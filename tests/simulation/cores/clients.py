@@ -25,7 +25,8 @@ class Client:
     """Connection to the master that the route names."""
 
     def __init__(self, world: World, name: str) -> None:
-        self.world, self.name = world, name
+        self.world = world
+        self.name = name
         self._events = world.events
         self.link: End | None = None
         self._is_connecting = False
@@ -216,7 +217,8 @@ class Consumer(Client):
 
     def __init__(self, world: World, name: str, group: str, subject: str) -> None:
         super().__init__(world, name)
-        self.group, self.subject = group, subject
+        self.group = group
+        self.subject = subject
         self.is_choosy = world.swarm.tagged and group == "g1"
         """Whether it filters by the tag."""
         self._session = Session()
@@ -226,7 +228,8 @@ class Consumer(Client):
         self.sleeps_until_ms = 0
 
     def _forget(self) -> None:
-        self._unacked, self._is_new = Unacked(), True
+        self._unacked = Unacked()
+        self._is_new = True
         self._undone: list[tuple[UnackedPiece, int, int]] = []
         """(piece, position in it, sequence)"""
 

@@ -95,7 +95,9 @@ class Machine:
     """
 
     def __init__(self, world: World, name: str, broker: str = "") -> None:
-        self.world, self.name, self.broker = world, name, broker or name
+        self.world = world
+        self.name = name
+        self.broker = broker or name
         self.disk = SimulatedDisk(world.events.rng)
         self.process: Process | None = None
         self.wall_skew_ms = 0
@@ -234,10 +236,14 @@ class Doze:
     """Pause of a timer while no work is due, as in `qmq.server.service.Service.repeat`."""
 
     def __init__(self, process: Process, quiet_ms: Callable[[], int]) -> None:
-        self._process, self._quiet_ms, self._until_ms, self._stirs = process, quiet_ms, 0, 0
+        self._process = process
+        self._quiet_ms = quiet_ms
+        self._until_ms = 0
+        self._stirs = 0
 
     def begin(self) -> None:
-        self._until_ms, self._stirs = self._process.monotonic_ms() + self._quiet_ms(), self._process.stirs
+        self._until_ms = self._process.monotonic_ms() + self._quiet_ms()
+        self._stirs = self._process.stirs
 
     def lasts(self) -> bool:
         is_over = self._process.stirs != self._stirs or self._process.monotonic_ms() >= self._until_ms
@@ -248,7 +254,10 @@ class Process:
     """One process of a broker: the core's Host, and the owner of its connections."""
 
     def __init__(self, machine: Machine) -> None:
-        self.machine, self.world, self.name, self.broker = machine, machine.world, machine.name, machine.broker
+        self.machine = machine
+        self.world = machine.world
+        self.name = machine.name
+        self.broker = machine.broker
         self._events = machine.world.events
         limits = self.world.swarm.limits
         self.is_alive = True

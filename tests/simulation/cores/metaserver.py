@@ -26,7 +26,8 @@ class Metaserver:
     """The row, and its answers to brokers and clients. An outage leaves calls unanswered and ends swaps halfway."""
 
     def __init__(self, world: World, master: str, slave: str) -> None:
-        self._world, self._events = world, world.events
+        self._world = world
+        self._events = world.events
         self.is_up = True
         self.life = 0
         self.points: dict[str, Point] = {}

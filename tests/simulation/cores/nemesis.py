@@ -26,7 +26,8 @@ class CoreNemesis(Nemesis):
     """Faults of two copies, their metaserver and their clients."""
 
     def __init__(self, world: World) -> None:
-        self._world, self._events = world, world.events
+        self._world = world
+        self._events = world.events
         rng, way = world.events.rng, way_to(world.steering.state)
         super().__init__(rng, world.steering, world.events, self.faults(), least=0.02, ways=way.faults)
         self.victim = self._rng.choice(world.machines) if way.victim is None else world.machines[way.victim]

@@ -48,7 +48,9 @@ class End:
 
     def __init__(self, network: Network, host: str, peer: str, number: int) -> None:
         self._network = network
-        self.host, self.peer, self.number = host, peer, number
+        self.host = host
+        self.peer = peer
+        self.number = number
         self.owner: Owner | None = None
         self.other: End
         self.writable = True
@@ -136,7 +138,9 @@ class Network:
 
     def __init__(self, events: Events, *, delay_ms: float, stall: float, keepalive_ms: float) -> None:
         self._events = events
-        self._delay_ms, self._stall, self._keepalive_ms = delay_ms, stall, keepalive_ms
+        self._delay_ms = delay_ms
+        self._stall = stall
+        self._keepalive_ms = keepalive_ms
         self.paths: dict[tuple[str, str], Path] = {}
         self._listeners: dict[str, Listener] = {}
         self._connections = 0

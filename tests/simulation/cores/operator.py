@@ -31,7 +31,8 @@ class Operator:
     """Operator who moves consumer groups, in some seeds, until stopped."""
 
     def __init__(self, world: World) -> None:
-        self._world, self._events = world, world.events
+        self._world = world
+        self._events = world.events
         self._is_active = True
         self._again()
 
@@ -86,7 +87,9 @@ class Recovery:
     """Operator of a group of more than two copies, after all faults."""
 
     def __init__(self, world: World, metaserver: ManyCopies) -> None:
-        self._world, self._metaserver, self._looks = world, metaserver, 0
+        self._world = world
+        self._metaserver = metaserver
+        self._looks = 0
 
     def look(self) -> None:
         """Count the looks at which a readonly reason names RecoverGroup; run it after enough of them."""

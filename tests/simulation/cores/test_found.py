@@ -16,7 +16,7 @@ from tests.unit.broker.world import Group as BrokerGroup
 from tests.unit.log.logs import Copy
 
 
-def test_a_pull_that_is_full_ends_within_its_frame_although_the_next_one_is_smaller() -> None:
+def test_full_pull_ends_within_its_frame() -> None:
     group = BrokerGroup.made().start()
     client = Client(group.a)
     client.produce("big0", "big1", size=300)
@@ -29,7 +29,7 @@ def test_a_pull_that_is_full_ends_within_its_frame_although_the_next_one_is_smal
     assert [identity for _, _, identity in client.pulled(pulled)] == ["big0"]
 
 
-def test_two_histories_never_give_one_pull_sequence_to_two_messages() -> None:
+def test_two_histories_never_share_pull_sequences() -> None:
     """Equal numbers of masterships, and a consumer with messages of the lost one."""
     lost = State(epochs=[EpochStart(Epoch(1, 1), 0, 0), EpochStart(Epoch(1, 2), 100, 7)])
     kept = State(epochs=[EpochStart(Epoch(1, 1), 0, 0), EpochStart(Epoch(2, 1), 100, 7)])
@@ -37,13 +37,13 @@ def test_two_histories_never_give_one_pull_sequence_to_two_messages() -> None:
     assert lost.next_pull(group, "c") + 1_000_000 < kept.next_pull(group, "c")
 
 
-def test_a_consumer_that_comes_back_gets_numbers_of_its_own() -> None:
+def test_returning_consumer_gets_new_pull_sequences() -> None:
     state = State(epochs=[EpochStart(Epoch(1, 1), 0, 0)])
     given = state.next_pull(Group(position=0), "c") + 5
     assert state.next_pull(Group(position=5, floor=given), "c") == given
 
 
-def test_a_cut_tail_is_known_after_any_number_of_restarts_until_the_other_copy_was_asked() -> None:
+def test_cut_tail_is_remembered_over_restarts() -> None:
     copy = Copy()
     copy.begin_epoch()
     copy.messages("m0")
@@ -54,7 +54,7 @@ def test_a_cut_tail_is_known_after_any_number_of_restarts_until_the_other_copy_w
     assert not copy.reopen().is_tail_cut
 
 
-def test_a_damaged_segment_that_the_other_copy_dropped_is_dropped_too() -> None:
+def test_damaged_segment_is_dropped_with_the_other_copys() -> None:
     group = BrokerGroup.made().start()
     client = Client(group.a)
     while len(group.a.log.bases) < 4:
@@ -70,7 +70,7 @@ def test_a_damaged_segment_that_the_other_copy_dropped_is_dropped_too() -> None:
     assert group.a.disk.names(aside.format(second)) == [f"{0:020d}.log"], "nobody had agreed to delete it"
 
 
-def test_what_only_a_damaged_copy_had_is_cut_and_the_group_goes_on() -> None:
+def test_damaged_frames_of_one_copy_alone_are_cut() -> None:
     group = BrokerGroup.made().start()
     client = Client(group.a)
     client.produce("kept")
@@ -84,7 +84,7 @@ def test_what_only_a_damaged_copy_had_is_cut_and_the_group_goes_on() -> None:
     assert group.a.log.damage is None and group.a.log.end == end and group.a.node.role is not None
 
 
-def test_our_own_damage_is_not_called_divergence() -> None:
+def test_own_damage_is_not_divergence() -> None:
     group = BrokerGroup.made(tail_bytes=0).start()
     client = Client(group.a)
     client.produce("m0")
@@ -142,7 +142,7 @@ def mend_once(group: BrokerGroup) -> None:
             node.repairs.apply(begin if begin is not None and data else wanted[1], data)
 
 
-def test_damage_where_the_other_copy_has_one_frame_of_another_history_is_cut() -> None:
+def test_damage_within_another_history_is_cut() -> None:
     """No frame of the other copy begins within the damage, so none was ever fetched."""
     group = a_group_whose_histories_part_before_damage()
     mend_once(group)
@@ -162,7 +162,7 @@ def test_damage_where_the_other_copy_has_one_frame_of_another_history_is_cut() -
 
 
 @pytest.mark.parametrize("before_end", [8, 1040], ids=["body", "header"])
-def test_damage_is_not_cut_while_the_other_copy_is_damaged_there_as_well(before_end: int) -> None:
+def test_damage_of_both_copies_is_not_cut(before_end: int) -> None:
     group = a_group_whose_histories_part_before_damage()
     group.b.disk.flip(log_name(0), 8 * (group.b.log.end - before_end))
     for _ in range(3):
@@ -171,7 +171,7 @@ def test_damage_is_not_cut_while_the_other_copy_is_damaged_there_as_well(before_
 
 
 @pytest.mark.parametrize("found", ["at a start", "when it is read"])
-def test_damage_that_reaches_over_the_other_copys_end_is_mended_up_to_there_and_cut_behind_it(found: str) -> None:
+def test_damage_beyond_the_other_copys_end_is_cut(found: str) -> None:
     """The damage covers an acknowledged frame and the next one, which the slave never got. Both counted as lost."""
     group = BrokerGroup.made().start()
     Client(group.a).produce("acknowledged")
@@ -198,7 +198,7 @@ def test_damage_that_reaches_over_the_other_copys_end_is_mended_up_to_there_and_
     assert group.a.log.chain == group.b.log.chain and group.a.node.writable
 
 
-def test_a_consumer_that_holds_what_a_deposed_master_handed_out_begins_anew() -> None:
+def test_consumer_of_a_deposed_master_starts_again() -> None:
     """A master that is alone delivers what is safe, and no copy stores that: its numbers must not hide other
     messages.
     """
@@ -245,7 +245,7 @@ def a_group_whose_retention_took_messages() -> tuple[BrokerGroup, Client]:
     return group, client
 
 
-def test_messages_that_retention_took_are_skipped_in_writing_and_once() -> None:
+def test_messages_deleted_by_retention_are_skipped_once() -> None:
     group, client = a_group_whose_retention_took_messages()
     for _ in range(3):
         pulled = client.pull()
@@ -257,7 +257,7 @@ def test_messages_that_retention_took_are_skipped_in_writing_and_once() -> None:
 
 
 @pytest.mark.parametrize("acked", [0, 1])
-def test_un_acked_messages_that_retention_took_are_counted_once_however_often_their_consumer_comes_back(
+def test_deleted_unacked_messages_are_counted_once(
     acked: int,
 ) -> None:
     group = BrokerGroup.made().start()

@@ -26,7 +26,7 @@ def master_that_wrote(world: World) -> Process:
     return process
 
 
-def test_a_flipped_bit_excuses_only_a_history_that_it_hides() -> None:
+def test_flipped_bit_excuses_only_the_history_it_hides() -> None:
     world = World(1)
     process = master_that_wrote(world)
     oracle, log = world.oracle, process.log
@@ -43,9 +43,7 @@ def test_a_flipped_bit_excuses_only_a_history_that_it_hides() -> None:
     "copies, row_hears, is_one_waited_for, forgets",
     [(3, True, False, True), (3, False, True, True), (3, False, False, False), (2, False, False, True)],
 )
-def test_a_lie_of_a_masters_disk_comes_true_once_the_row_knows_enough(
-    copies, row_hears, is_one_waited_for, forgets
-) -> None:
+def test_lying_disk_loses_bytes_once_others_have_them(copies, row_hears, is_one_waited_for, forgets) -> None:
     """With several copies: the point, which only the row remembers (decision 43), or an awaited slave that has
     everything.
 
@@ -67,7 +65,7 @@ def lie_came_true(world: World, row_hears: bool, is_one_waited_for: bool) -> boo
     return process.machine.is_put_back
 
 
-def test_a_master_of_several_that_lost_what_was_acknowledged_does_not_begin() -> None:
+def test_master_without_acknowledged_frames_does_not_begin() -> None:
     """With two copies it may: the other one makes it give way, and no other copy confirms frames."""
     for copies, is_excused in ((2, True), (3, False)):
         world = World(1, copies=copies)
@@ -78,7 +76,7 @@ def test_a_master_of_several_that_lost_what_was_acknowledged_does_not_begin() ->
             world.oracle.beginning(process.log, Epoch(9, 1))
 
 
-def test_a_copy_that_is_chosen_by_its_report_lacks_only_what_it_knows_to_lack() -> None:
+def test_chosen_copy_may_lack_only_known_damage() -> None:
     world = World(1)
     log, oracle = master_that_wrote(world).log, world.oracle
     oracle.committed = Committed(log.end + 8, chain=1)
@@ -89,7 +87,7 @@ def test_a_copy_that_is_chosen_by_its_report_lacks_only_what_it_knows_to_lack() 
 
 
 @pytest.mark.parametrize("is_dead", [True, False])
-def test_an_order_is_excused_only_if_the_earlier_message_became_a_dead_letter(is_dead) -> None:
+def test_order_is_excused_only_by_a_dead_letter(is_dead) -> None:
     """A consumer whose lease ran out may finish later, or get the message again from a master without the dead
     letter.
     """

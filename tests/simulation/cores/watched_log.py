@@ -22,7 +22,9 @@ class WatchedLog(MessageLog):
     """Log that reports each frame, commit and cut to the oracle. Made with each process."""
 
     def __init__(self, disk: SimulatedDisk, *, owner: str, oracle: Oracle, segment_bytes: int, tail_bytes: int) -> None:
-        self.owner, self._oracle, self.simulated_disk = owner, oracle, disk
+        self.owner = owner
+        self._oracle = oracle
+        self.simulated_disk = disk
         self.chains: dict[int, int] = {}
         """End of a frame -> chain there, for frames of this process."""
         self.frame_bytes: dict[int, bytes] = {}

@@ -122,9 +122,12 @@ class World:
         min_copies: int = 2,
         steering: Steering = UNSTEERED,
     ) -> None:
-        self.events, self.copies, self._clones = Events(seed), copies, clones
+        self.events = Events(seed)
+        self.copies = copies
+        self._clones = clones
         self.steering = steering
-        self._moves, self._fails_over = moves, fails_over
+        self._moves = moves
+        self._fails_over = fails_over
         self.watch: Callable[[Process], None] | None = None
         """Called with each process after an event."""
         swarm = Swarm.draw(self.events.rng).on_the_way(steering.state)

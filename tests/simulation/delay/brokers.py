@@ -52,7 +52,8 @@ class BrokerGroups:
     """All broker groups of a seed."""
 
     def __init__(self, world: DelayWorld, names: tuple[str, ...]) -> None:
-        self._world, self._events = world, world.events
+        self._world = world
+        self._events = world.events
         self.groups = {name: Group(name) for name in names}
         self.routes: dict[str, list[str]] = {subject: list(names) for subject in world.swarm.subjects}
 
@@ -98,7 +99,9 @@ class GroupSenders:
     """Broker groups as one process sees them."""
 
     def __init__(self, world: DelayWorld, process: DelayProcess) -> None:
-        self._world, self._events, self._process = world, world.events, process
+        self._world = world
+        self._events = world.events
+        self._process = process
         self._groups = world.brokers
         self._bytes = dict.fromkeys(self._groups.groups, 0)
         self._flights = dict.fromkeys(self._groups.groups, 0)

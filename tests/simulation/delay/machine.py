@@ -53,12 +53,16 @@ class DelayProcess(Process):
     world: DelayWorld
 
     def __init__(self, machine: DelayMachine) -> None:
-        self.machine, self.world, self.name, self.broker = machine, machine.world, machine.name, machine.broker
+        self.machine = machine
+        self.world = machine.world
+        self.name = machine.name
+        self.broker = machine.broker
         self._events = machine.world.events
         world, limits = self.world, self.world.swarm.limits
         self.is_alive = True
         self.performing = self.seen_master = None
-        self.heard_points, self._sources = [], Sources()
+        self.heard_points = []
+        self._sources = Sources()
         self.seen_high = 0
         self.alone_end = 0
         """End of the frames written without a slave, or with one that was lost: plans before it may be sent without a
@@ -68,7 +72,8 @@ class DelayProcess(Process):
         self._master_link = None
         self._connecting = 0
         self.stirs = 0
-        self._tick_doze, self._beat_doze = Doze(self, lambda: self.node.quiet_ms()), Doze(self, self._quiet_ms)
+        self._tick_doze = Doze(self, lambda: self.node.quiet_ms())
+        self._beat_doze = Doze(self, self._quiet_ms)
         self.counters = Counters()
         self.log = WatchedLog(
             machine.disk,

@@ -25,7 +25,7 @@ def until_committed(world: DelayWorld, end: int) -> None:
     assert world.events.run_until(world.events.now_us + 5_000_000, lambda: world.oracle.committed.end >= end)
 
 
-def test_an_outcome_is_known_only_if_what_both_copies_have_says_it() -> None:
+def test_outcome_is_known_once_both_copies_have_it() -> None:
     """A frame of a master that is alone may be cut. A frame in its place does not make the outcome known."""
     world = DelayWorld(1)
     oracle = world.oracle

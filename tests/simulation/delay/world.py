@@ -35,9 +35,13 @@ class DelayWorld(World):
 
     def __init__(self, seed: int, steering: Steering = UNSTEERED) -> None:
         self.events = Events(seed)
-        self.steering, self.watch = steering, None
+        self.steering = steering
+        self.watch = None
         rng = self.events.rng
-        self._moves, self._clones, self.copies, self.stopped = False, False, 2, []
+        self._moves = False
+        self._clones = False
+        self.copies = 2
+        self.stopped = []
         swarm = Swarm.draw(rng)
         self.swarm = swarm = replace(swarm, consumers=0, tagged=False, keys=rng.random() < 0.3)
         self._draw(rng)

@@ -65,7 +65,10 @@ class Disk:
         self.is_old = True
         if forgets:
             last = self.log[-1] if self.log else Frame(0, 0, 0)
-            self.term, self.boot, self.promised, self.role = last.term, last.boot, 0, -1
+            self.term = last.term
+            self.boot = last.boot
+            self.promised = 0
+            self.role = -1
             self.point = self.lacks = None
 
     def look_at(self, points: Iterable[pb.AcknowledgedPoint]) -> None:
@@ -122,7 +125,11 @@ class Process:
 
     def begin_part(self) -> None:
         self.is_unfilled = False
-        self.slaves, self.met, self.holds_until, self.has_begun, self.in_sync = [], [], 0.0, False, False
+        self.slaves = []
+        self.met = []
+        self.holds_until = 0.0
+        self.has_begun = False
+        self.in_sync = False
 
     def is_in(self, role: Role, term: int | None = None) -> bool:
         part = self.assignment

@@ -75,7 +75,10 @@ class Access:
 
     @contextmanager
     def job(self, fate: Fate) -> Iterator[None]:
-        self._fate, self._statements, self._commits, self.failed = fate, 0, 0, False
+        self._fate = fate
+        self._statements = 0
+        self._commits = 0
+        self.failed = False
         try:
             yield
         finally:
@@ -98,7 +101,8 @@ class Access:
         raw = connection.connection.dbapi_connection
         raw.execute("COMMIT")
         if raw is not self._raw or raw.total_changes != self._changes:
-            self._raw, self._changes = raw, raw.total_changes
+            self._raw = raw
+            self._changes = raw.total_changes
             self._on_commit()
         if self._fate.kind == "lost" and self._commits == self._fate.at:
             self._fail("the connection broke while the answer to the commit was awaited")

@@ -31,7 +31,9 @@ class Operator:
     """Made for one group that takes no messages after all faults are over."""
 
     def __init__(self, world: World, server: Server, group: str) -> None:
-        self.world, self.server, self.group = world, server, group
+        self.world = world
+        self.server = server
+        self.group = group
         self.followed: list[str] = []
 
     def bring_to_work(self, is_at_work: Callable[[], bool]) -> None:

@@ -44,7 +44,7 @@ def extend(world: World) -> Errand:
     return extending
 
 
-def test_all_subjects_are_extended_although_another_operator_takes_the_group_from_some(world: World) -> None:
+def test_extending_all_subjects_survives_a_concurrent_removal(world: World) -> None:
     """Weakness 6: routes that had the group already were not compared, and lost it."""
     extending = extend(world)
     removing = {"subject": "*", "brokerGroup": "g2", "force": "true"}
@@ -55,7 +55,7 @@ def test_all_subjects_are_extended_although_another_operator_takes_the_group_fro
     assert world.oracle.decided.serving("g2") == {"s1", "s2", "s3", "s4"}
 
 
-def test_all_subjects_are_extended_although_a_client_brings_a_new_one(world: World) -> None:
+def test_extending_all_subjects_includes_a_new_one(world: World) -> None:
     """Weakness 6: `*` means every subject at the moment of the write."""
     extending = extend(world)
     known, subject = world.oracle.decided.serving("g1"), 10
@@ -67,7 +67,7 @@ def test_all_subjects_are_extended_although_a_client_brings_a_new_one(world: Wor
     assert world.oracle.decided.serving("g1") <= world.oracle.decided.serving("g2")
 
 
-def test_a_change_that_was_said_not_to_be_stored_is_not_stored_later(world: World) -> None:
+def test_refused_change_is_not_stored_later(world: World) -> None:
     """Weakness 34: the tool gave up and the server went on. Its thread may begin after every caller has gone."""
     marking = world.operate(world.servers[0], "MarkReadonlyBrokerGroup", {"brokerGroup": "g1", "subject": "s1"})
     world.strike(marking, None)
@@ -78,7 +78,7 @@ def test_a_change_that_was_said_not_to_be_stored_is_not_stored_later(world: Worl
     assert not world.oracle.decided.marks
 
 
-def test_a_late_answer_about_an_earlier_moment_decides_nothing(world: World) -> None:
+def test_late_read_of_earlier_state_is_ignored(world: World) -> None:
     """Weakness 6: an action reads the database after it was ordered, also when the database stood still."""
     first, second = world.servers
     assert first.process
@@ -98,7 +98,7 @@ def test_a_late_answer_about_an_earlier_moment_decides_nothing(world: World) -> 
     assert world.oracle.decided.routes["s1"] == {"g1", "g2"}
 
 
-def test_a_group_that_is_removed_while_its_swap_is_finished_is_no_error_of_ours(world: World) -> None:
+def test_group_removed_during_swap_has_unknown_outcome(world: World) -> None:
     """Weakness 30: an unexpected error has a typed answer."""
     swapping = world.operate(world.servers[0], "SwapRoles", {"brokerGroup": "g1"})
     while not swapping.commits:
@@ -138,7 +138,7 @@ def lose_a_swap(world: World, group: str) -> None:
 
 
 @pytest.mark.parametrize("group", ["g1", "g2"])
-def test_any_metaserver_names_the_way_out_of_an_old_row(world: World, group: str) -> None:
+def test_any_metaserver_names_the_remedy_of_an_old_row(world: World, group: str) -> None:
     """Brokers without a role report their stored term only to the metaserver where they register."""
     lose_a_swap(world, group)
     operator = Operator(world, world.servers[0], group)
@@ -147,7 +147,7 @@ def test_any_metaserver_names_the_way_out_of_an_old_row(world: World, group: str
     operator.bring_to_work(lambda: registry.is_writable(registry.directory.groups[group]))
 
 
-def test_a_row_that_went_back_counts_copies_in_a_term_of_its_own(world: World) -> None:
+def test_restored_row_gets_a_new_term(world: World) -> None:
     """The database forgot a third copy: the number of acknowledging copies in that term is unknown."""
     world.keep_copy()
     f = world.brokers.boxes["f"]
@@ -159,7 +159,7 @@ def test_a_row_that_went_back_counts_copies_in_a_term_of_its_own(world: World) -
     assert world.oracle.decided.terms["g1"] == 4
 
 
-def test_a_broker_with_the_data_of_another_group_is_not_up(world: World) -> None:
+def test_broker_with_data_of_another_group_is_down(world: World) -> None:
     """It registered each second and kept its place, so Doctor found no fault."""
     for name in "ab":
         world.stop_box(world.brokers.boxes[name], closes=True)

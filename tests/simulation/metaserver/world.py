@@ -156,7 +156,8 @@ class Server:
     """Machine of a metaserver; `process` is None while none runs."""
 
     def __init__(self, world: World, name: str) -> None:
-        self.world, self.name = world, name
+        self.world = world
+        self.name = name
         self.access = Access(world.uri, world.committed)
         self.process: Running | None = None
         self.is_away = False
@@ -431,7 +432,8 @@ class World:
 
     def release(self) -> None:
         """Put withheld writes behind all present jobs."""
-        self.jobs, self.withheld = self.jobs + self.withheld, []
+        self.jobs += self.withheld
+        self.withheld = []
 
     def finish(self) -> None:
         """Carry out every job, and the jobs that follow."""

@@ -137,7 +137,8 @@ class Watchdog:
     """A leader of one term, or a producer's relay. `hand`: work that it decided on and did not do yet."""
 
     def __init__(self, term, world):
-        self.term, self.world = term, world
+        self.term = term
+        self.world = world
         limits = Limits(
             page_rows=world.rng.choice([2, 5, 20]),
             claims_max=world.rng.choice([1, 3, 6]),
@@ -184,7 +185,8 @@ class World:
     """One schedule: `steps` random moves, then all faults end; `check` says what must hold."""
 
     def __init__(self, seed, source):
-        self.seed, self.rng = seed, random.Random(seed)
+        self.seed = seed
+        self.rng = random.Random(seed)
         if source.kind == "sqlite":
             Path(source.place[2]).touch()
         self.engine = open_source(source)
@@ -196,12 +198,17 @@ class World:
                 connection.execute(text(statement))
             connection.execute(text("CREATE TABLE business (id VARCHAR(50) PRIMARY KEY)"))
         self.groups = {name: Group(name) for name in ("g1", "g2")}
-        self.now_ms, self.term, self.made = 1_000, 0, 0
-        self.network, self.watchdogs, self.relays = [], [], []
+        self.now_ms = 1_000
+        self.term = 0
+        self.made = 0
+        self.network = []
+        self.watchdogs = []
+        self.relays = []
         self.has_watchdogs = self.rng.random() < 0.7
         """Or its producers are all that sends what they left."""
         self.claimed_ms = {}
-        self.sent_by_application, self.poison = set(), set()
+        self.sent_by_application = set()
+        self.poison = set()
         self.counts = Counter()
         self.loses, self.fails, self.pauses = (self.rng.choice([0, 0.1, 0.4]) for _ in range(3))
 

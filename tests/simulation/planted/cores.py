@@ -9,27 +9,25 @@ from unittest import mock
 from qmq.broker.answers import PullAnswer
 from qmq.broker.delivery import Delivery
 from qmq.codec import Buffer
-from qmq.errors import CorruptFrame
-from qmq.log import Commit, MessageLog, fold, message_log, recovery, segments
+from qmq.log import Commit, MessageLog, fold
 from qmq.log import frame as frames
+from qmq.log.disk import RealDisk, failing
 from qmq.log.frame import Frame
 from qmq.log.group import Consumer
+from qmq.log.progress_frame import Departure
 from qmq.log.requeued import Requeued, RequeuedRange
 from qmq.log.retention import Kept
 from qmq.metaserver.roles import promotion
 from qmq.metaserver.roles.promotion import CONDITIONS, SLAVE_CONDITIONS, Refusal
 from qmq.remoting import commands
-from qmq.remoting.commands import Command
 from qmq.replication import agreement, readonly
 from qmq.replication.ack_gate import AckGate
-from qmq.replication.agreement import Action, Agreement, Hello
-from qmq.replication.follower import FollowerEvent, InSync, SlaveWatch
+from qmq.replication.agreement import Hello
+from qmq.replication.follower import FollowerEvent, SlaveWatch
 from qmq.replication.identity import Identity, IdentityFile
 from qmq.replication.node import Node
 from qmq.replication.points import PointFile
-from qmq.replication.quorum import Slaves
 from qmq.replication.readonly import Reason
-from qmq.replication.shipper import Shipper
 from qmq.replication.slave import Slave
 from qmq.tools.recover_group import Copy
 from qmq.types import Epoch
@@ -48,34 +46,6 @@ def ack_before_fsync() -> list[Patch]:
         real(self, commit)
 
     return [mock.patch.object(Process, "commit", commit)]
-
-
-@bug("cores")
-def confirm_before_fsync() -> list[Patch]:
-    """The slave confirms what it has received."""
-    real = Slave.packet_received
-
-    def packet_received(self: Slave, link: Any, packet: Any) -> None:
-        real(self, link, packet)
-        if packet.code == Command.FRAMES and self.is_master(link) and self.is_following:
-            self._confirm(self._log.end, self._log.chain)
-
-    return [mock.patch.object(Slave, "packet_received", packet_received)]
-
-
-@bug("cores", first=109)
-def ack_by_slaves_length() -> list[Patch]:
-    """The end that the slave says in its hello counts as confirmed, whatever is in its log."""
-    real = SlaveWatch.hello
-
-    def hello(self: SlaveWatch, link: Any, packet: Any, said: Hello) -> None:
-        real(self, link, packet, said)
-        if self.is_of(link) and self._mastership.has_begun:
-            slave = self.follower.connected
-            self._enter(FollowerEvent.MATCHED, InSync(slave.shipper, slave.incarnation))
-            self._mastership.gate.slave_matched(min(said.end, self._mastership.log.end), 0)
-
-    return [mock.patch.object(SlaveWatch, "hello", hello)]
 
 
 @bug("cores", first=825, favoured="replace")
@@ -113,38 +83,6 @@ def _with_epoch(identity: Identity, epoch: Epoch) -> Identity:
     return replace(identity, term=epoch.term, boot=epoch.boot)
 
 
-@bug("cores", first=5)
-def truncate_by_length() -> list[Patch]:
-    """The copies are taken to agree up to the shorter one's end."""
-
-    def agree(hello: Hello, log: MessageLog, epoch: Epoch, *, has_begun: bool, **points: Any) -> Any:
-        end = min(hello.end, log.end)
-        return Agreement(epoch, Action.FOLLOW, end, 0, log.end)
-
-    def cut_to(self: Slave, agreed: Agreement) -> None:
-        if agreed.offset < self._log.end:
-            self._log.cut(agreed.offset, "longer than the master's")
-
-    def confirm(self: Shipper, end: int, chain: int) -> None:
-        self.confirmed_end = end
-
-    def append_frames(self: MessageLog, offset: int, data: memoryview) -> None:
-        at = 0
-        while at < len(data):
-            frame = frames.decode_header(data, at, offset + at, None)
-            end = frame.end - offset
-            body = data[at + frame.body_at : end]
-            self._take(frame, (data[at:end],), body)
-            at = end
-
-    return [
-        mock.patch("qmq.replication.follower.agree", agree),
-        mock.patch.object(Slave, "_cut_to", cut_to),
-        mock.patch.object(Shipper, "confirm", confirm),
-        mock.patch.object(MessageLog, "append_frames", append_frames),
-    ]
-
-
 @bug("cores", first=13)
 def epoch_not_persisted() -> list[Patch]:
     """A broker knows its epoch until it dies."""
@@ -160,117 +98,6 @@ def epoch_not_persisted() -> list[Patch]:
         self.value = _with_epoch(self.value, known)
 
     return [mock.patch.object(IdentityFile, "_change", change)]
-
-
-@bug("cores", first=26)
-def crc_over_body_only() -> list[Patch]:
-    """Nothing vouches for a header: a flipped bit in it is read as it is."""
-
-    def decode_header(data: Buffer, at: int, offset: int, previous_chain: int | None) -> Frame:
-        if len(data) - at < frames.HEADER_BYTES:
-            raise CorruptFrame(offset, "the bytes end within a header")
-        (
-            magic,
-            kind,
-            flags,
-            subject_bytes,
-            count,
-            body_bytes,
-            term,
-            boot,
-            own_offset,
-            high_watermark,
-            timestamp_ms,
-            first_sequence,
-            producer,
-            batch,
-            chain,
-            body_crc,
-            _,
-        ) = frames.HEADER.unpack_from(data, at)
-        body_at = frames.HEADER_BYTES + subject_bytes + (-subject_bytes % 8)
-        if magic != frames.MAGIC or body_bytes > frames.FRAME_BYTES_MAX or len(data) - at < body_at:
-            raise CorruptFrame(offset, "no magic number")
-        if own_offset != offset or not 1 <= kind <= 5 or body_bytes % 8:
-            raise CorruptFrame(offset, f"this frame belongs to offset {own_offset}")
-        subject = bytes(memoryview(data)[at + frames.HEADER_BYTES :][:subject_bytes]).decode("utf-8", "replace")
-        return Frame(
-            kind,
-            flags,
-            subject,
-            count,
-            body_bytes,
-            Epoch(term, boot),
-            own_offset,
-            high_watermark,
-            timestamp_ms,
-            first_sequence,
-            producer,
-            batch,
-            chain,
-            body_crc,
-            body_at,
-            offset + body_at + body_bytes,
-        )
-
-    return [
-        mock.patch.object(module, "decode_header", decode_header)
-        for module in (frames, message_log, recovery, segments)
-    ]
-
-
-@bug("cores", first=130, favoured="rotten_tail")
-def begins_after_a_cut_tail() -> list[Patch]:
-    """A master whose tail was cut in recovery goes on without asking the slave for what it lost."""
-    return [mock.patch.object(MessageLog, "is_tail_cut", property(lambda self: False))]
-
-
-@bug("cores", first=189, favoured="rotten_tail")
-def cut_tail_forgotten_by_a_restart() -> list[Patch]:
-    """The master waits for its slave after a cut tail, but a second restart knows nothing of it."""
-    return [mock.patch.object(MessageLog, "is_tail_cut", property(lambda self: self.torn_bytes > 0))]
-
-
-@bug("cores", first=79)
-def pulls_before_the_high_watermark() -> list[Patch]:
-    """Messages are delivered as soon as they are written."""
-
-    def progress(self: AckGate, end: int, data_end: int, answer: Any) -> None:
-        answer(None)
-
-    return [mock.patch.object(AckGate, "progress", progress)]
-
-
-@bug("cores", first=5)
-def boot_is_not_raised() -> list[Patch]:
-    """A master that restarts in its term goes on in the same epoch."""
-
-    def next_boot(self: IdentityFile, term: int, *, above: int = 0) -> Epoch:
-        epoch = Epoch(term, max(1, above))
-        if epoch > self.value.epoch:
-            self.learn(epoch)
-        return epoch
-
-    return [mock.patch.object(IdentityFile, "next_boot", next_boot)]
-
-
-@bug("cores")
-def master_alone_acknowledges() -> list[Patch]:
-    """While the slave is missing, the master's own disk is enough."""
-    real = AckGate._release
-
-    def release(self: AckGate) -> None:
-        if self.too_few_in_sync:
-            self.matched_end = self.flushed_end
-        real(self)
-
-    return [
-        mock.patch.object(AckGate, "_release", release),
-        mock.patch("qmq.replication.readonly.Readonly.check", _no_check),
-    ]
-
-
-def _no_check(self: object, group: str, subject: str) -> None: ...
 
 
 @bug("cores", first=9)
@@ -295,12 +122,12 @@ def messages_of_a_departed_consumer_are_lost() -> list[Patch]:
 @bug("cores", first=12)
 def vanished_consumers_messages_are_acked() -> list[Patch]:
     """W1: what a consumer that vanished has not acked counts as acked."""
+    real = fold._leave
 
     def leave(group: Any, progress: Any) -> None:
-        ((told, _, _),) = progress.entries
+        if progress.entries[0][0] != Departure.VANISHED:
+            return real(group, progress)
         consumer = group.consumers.pop(progress.consumer, Consumer())
-        for one in consumer.unacked if told else ():
-            group.requeue(one, attempts=one.attempts - told, suspected=one.suspected)
         group.floor = max(group.floor, consumer.next_pull)
 
     return [mock.patch.object(fold, "_leave", leave)]
@@ -382,7 +209,10 @@ def chosen_messages_are_counted_from_the_first() -> list[Patch]:
 @bug("cores", first=4)
 def keys_are_never_busy() -> list[Patch]:
     """A message is delivered although an earlier one of its order key is not done."""
-    return [mock.patch("qmq.broker.group_filter.Keys.is_busy", lambda self, key: False)]
+    return [
+        mock.patch("qmq.broker.group_filter.Keys.is_busy", lambda self, key: False),
+        mock.patch("qmq.broker.group_filter.Keys.settled", lambda self, sequence: None),
+    ]
 
 
 @bug("cores")
@@ -396,27 +226,13 @@ def deliveries_are_not_counted() -> list[Patch]:
     return [mock.patch.object(Requeued, "add", add)]
 
 
-@bug("cores", first=8, moves=True)
-def moved_group_counts_anew() -> list[Patch]:
-    """A group that is moved uses its pull sequences again."""
-    real = fold._position
-
-    def position(state: Any, frame: Frame, body: Buffer) -> None:
-        real(state, frame, body)
-        progress = fold.decode_progress(body)
-        if not progress.consumer:
-            state.groups[frame.subject, progress.group].floor = 0
-
-    return [mock.patch.dict(fold._KINDS, {frames.FrameKind.POSITION: position})]
-
-
 @bug("cores", first=804, favoured="power_everywhere", moves=True)
 def move_is_answered_too_early() -> list[Patch]:
     """An operator hears that a group is moved before both copies know it."""
     real = Delivery.move_group
 
-    def move_group(self: Delivery, *where: Any, dry_run: bool, answer: Any) -> Any:
-        reset = real(self, *where, dry_run=dry_run, answer=lambda error: None)
+    def move_group(self: Delivery, *where: Any, answer: Any, **words: Any) -> Any:
+        reset = real(self, *where, answer=lambda error: None, **words)
         process: Any = self._mastership.host
         process._after(0.01, lambda: answer(None))
         return reset
@@ -430,36 +246,19 @@ def no_copy_lacks_anything() -> list[Patch]:
     return [mock.patch.object(Node, "_may_lack", lambda self, point: False)]
 
 
-@bug("cores", first=16, favoured="forgets_last_write")
-def no_master_gives_way() -> list[Patch]:
-    """A master that wrote alone keeps that, whatever its slave confirmed."""
-    return [mock.patch.object(Node, "_yield", lambda self, why: None)]
-
-
 @bug("cores", first=7, fails_over=True)
 def any_slave_is_chosen() -> list[Patch]:
     """The metaserver asks for no more than a slave that is there, and the slave agrees to all."""
-    return _chosen_without(set(Refusal) - {Refusal.NO_SLAVE, Refusal.HALF_SWAPPED, Refusal.SLAVE_DOWN})
-
-
-@bug("cores", first=139, favoured="forgets_last_write", fails_over=True)
-def slave_that_restarted_is_chosen() -> list[Patch]:
-    """Nobody asks what a slave's own process has seen; and the metaserver forgets the acknowledged points."""
-    return _chosen_without({Refusal.NOT_IN_SYNC_SINCE_START, Refusal.ROLLED_BACK, Refusal.BEHIND})
-
-
-def _chosen_without(left_out: set[Refusal]) -> list[Patch]:
-    """The failover leaves out conditions, and no slave has any of its own."""
-
-    def prepare(self: Node[Any], term: int, **_: Any) -> None:
-        return None
-
+    kept = Refusal.NO_SLAVE, Refusal.HALF_SWAPPED, Refusal.SLAVE_DOWN
     tables = {"CONDITIONS": CONDITIONS, "SLAVE_CONDITIONS": SLAVE_CONDITIONS}
-    kept = {name: tuple(one for one in table if one[0] not in left_out) for name, table in tables.items()}
-    patches: list[Patch] = [mock.patch.object(promotion, name, table) for name, table in kept.items()]
-    if Refusal.BEHIND in left_out:
-        patches.append(mock.patch.object(promotion, "_is_behind", lambda facts: False))
-    return [*patches, mock.patch.object(Node, "prepare_failover", prepare)]
+    return [
+        *(
+            mock.patch.object(promotion, name, tuple(condition for condition in table if condition[0] in kept))
+            for name, table in tables.items()
+        ),
+        mock.patch.object(promotion, "_is_behind", lambda facts: False),
+        mock.patch.object(Node, "prepare_failover", lambda self, term, **_: None),
+    ]
 
 
 @bug("cores", first=3)
@@ -479,20 +278,6 @@ def matched_by_each_confirmation() -> list[Patch]:
             self._enter(FollowerEvent.MATCHED, slave)
 
     return [mock.patch.object(SlaveWatch, "confirm", confirm)]
-
-
-@bug("cores", copies=3, min_copies=3)
-def largest_matched_end_counts() -> list[Patch]:
-    """The slave that is ahead of the others decides what is acknowledged."""
-    real = AckGate._rank
-
-    def rank(self: AckGate) -> None:
-        real(self)
-        if self._matched and not self.too_few_in_sync:
-            self.matched_end, self.matched_chain = max(self._matched.values())
-            self._release()
-
-    return [mock.patch.object(AckGate, "_rank", rank)]
 
 
 @bug("cores", first=20)
@@ -529,22 +314,6 @@ def acknowledged_point_has_another_chain() -> list[Patch]:
     return [mock.patch.object(AckGate, "_release", release)]
 
 
-@bug("cores", first=74, copies=3)
-def promises_are_forgotten() -> list[Patch]:
-    """What a copy promised is in memory only, until its hold ends."""
-    return [mock.patch.object(IdentityFile, "promise", lambda self, term: None)]
-
-
-@bug("cores", first=20, favoured="cut_off_master", copies=3)
-def one_promise_too_few() -> list[Patch]:
-    """A set of those that promised may miss each copy of a set that acknowledged."""
-
-    def promises_needed(self: promotion.Facts) -> int:
-        return len(self.group.brokers) - self.group.min_copies
-
-    return [mock.patch.object(promotion.Facts, "promises_needed", property(promises_needed))]
-
-
 @bug("cores", favoured="cut_off_master", copies=3)
 def confirms_after_promising() -> list[Patch]:
     """A copy that promised goes on following its master."""
@@ -564,12 +333,6 @@ def confirms_after_promising() -> list[Patch]:
 def master_begins_in_its_old_term() -> list[Patch]:
     """The row keeps its term when the master of several slaves restarts."""
     return [mock.patch("qmq.metaserver.roles.rules.needs_new_life", lambda group, key: False)]
-
-
-@bug("cores", first=108, favoured="power_everywhere", copies=3)
-def restarted_master_waits_for_any_slave() -> list[Patch]:
-    """A slave that was in sync before is not waited for, once another one is there."""
-    return [mock.patch.object(Slaves, "_missing", lambda self: "")]
 
 
 @bug("cores", first=4037, copies=3, min_copies=3)
@@ -605,3 +368,20 @@ def a_copy_takes_up_a_part_alone() -> list[Patch]:
 def a_copy_gets_the_same_term() -> list[Patch]:
     """A metaserver lets in whoever has the directory of its row, wherever that is."""
     return [mock.patch("qmq.metaserver.roles.rules.is_elsewhere", lambda known, said: False)]
+
+
+@bug("cores", first=124)
+def truncate_is_not_fsynced() -> list[Patch]:
+    """What was cut off may come back."""
+
+    def truncate(self: RealDisk, name: str, size: int) -> None:
+        with failing(name):
+            self._system.truncate(self._open(name).fd, size)
+
+    return [mock.patch.object(RealDisk, "truncate", truncate)]
+
+
+@bug("cores", first=100)
+def failed_fsync_is_read_from_memory() -> list[Patch]:
+    """The next process reads what a failed fsync did not keep."""
+    return [mock.patch.object(RealDisk, "_sync", lambda self, file, call: call(file.fd))]

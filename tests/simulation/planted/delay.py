@@ -28,11 +28,6 @@ def sent_before_its_plan_is_safe() -> list[Patch]:
 
 
 @bug("delay")
-def dispatched_messages_still_pend() -> list[Patch]:
-    return [mock.patch.dict(frames_filed._KINDS, {FrameKind.DISPATCH: lambda book, frame, body: Filed()})]
-
-
-@bug("delay")
 def segment_with_pending_messages_is_dropped() -> list[Patch]:
     return [mock.patch.object(Keeping, "used_from", lambda self, message_log: message_log.end)]
 
@@ -53,19 +48,9 @@ def batches_of_earlier_masterships_are_put_together_anew() -> list[Patch]:
     return [mock.patch.object(Dispatching, "resume", anew)]
 
 
-@bug("delay")
-def dispatches_200_ms_early() -> list[Patch]:
-    return [mock.patch.object(DueClock, "offset_ms", property(lambda self: self._offset_ms + 200))]
-
-
 @bug("delay", first=46)
 def due_times_go_by_this_machine_alone() -> list[Patch]:
     return [mock.patch.object(DueClock, "_target", lambda self, clocks: clocks[0])]
-
-
-@bug("delay", first=40)
-def rejected_batch_is_not_due_again() -> list[Patch]:
-    return [mock.patch.object(frames_filed, "_on_wheel", lambda *_: [])]
 
 
 @bug("delay")

@@ -9,13 +9,11 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-from qmq.errors import OperatorError
 from qmq.metaserver.actions import routes as actions
 from qmq.metaserver.cluster import old_database
 from qmq.metaserver.cluster.mirror import DatabaseMirror
 from qmq.metaserver.cluster.registry import Registry
-from qmq.metaserver.roles import promotion, rules
-from qmq.metaserver.roles.promotion import Refusal
+from qmq.metaserver.roles import rules
 from qmq.metaserver.roles.rules import RoleChange
 from qmq.metaserver.rpc import convert
 from qmq.metaserver.storage import changes, groups, operators, repository, routes, transactions
@@ -26,24 +24,6 @@ from qmq.metaserver.storage.sql import BadRows
 from qmq.tools import recover_group
 from tests.simulation.bugs import Patch, bug
 from tests.simulation.metaserver.boxes import Brokers, Process
-
-
-@bug("metaserver", first=11)
-def terms_are_not_compared() -> list[Patch]:
-    """Whoever writes last wins."""
-    real = groups._raise_term
-
-    def raise_term(connection: Any, change: rules.RoleChange, now: int) -> None:
-        term = groups._term(connection, change.group)
-        if change.before is not None and term is not None:
-            stored = tuple(groups._brokers(connection, change.group).values())
-            master = next((broker for broker in stored if broker.role == rules.Role.MASTER), None)
-            slaves = tuple(broker for broker in stored if broker.role == rules.Role.SLAVE)
-            before = replace(change.before, master=master, slaves=slaves)
-            change = replace(change, term=term, before=before)
-        real(connection, change, now)
-
-    return [mock.patch.object(groups, "_raise_term", raise_term)]
 
 
 @bug("metaserver", first=115)
@@ -83,18 +63,6 @@ def stale_probe_answer_counts() -> list[Patch]:
 def abandoned_change_is_stored() -> list[Patch]:
     """What did not even begin before it was looked for is carried out later."""
     return [mock.patch.object(changes.Order, "is_withdrawn", property(lambda order: False, lambda order, value: None))]
-
-
-@bug("metaserver")
-def audit_row_is_stored_afterwards() -> list[Patch]:
-    """The change in one transaction, its row of the audit trail in the next."""
-    real = Repository.change
-
-    def change(self: Repository, ordered: Iterable[Any], audit: Any = None, order: Any = None) -> None:
-        real(self, ordered)
-        real(self, (), audit)
-
-    return [mock.patch.object(Repository, "change", change)]
 
 
 @bug("metaserver")
@@ -154,50 +122,10 @@ def incomplete_slaves_are_promoted() -> list[Patch]:
     ]
 
 
-@bug("metaserver", first=94)
-def a_new_disk_is_as_complete_as_the_old_one() -> list[Patch]:
-    """What a master says is taken to be about whatever disk the slave has by now."""
-
-    def slave_complete(group: Any, slave: Any, key: Any, state: Any) -> bool | None:
-        if key != group.master.key or not state.writable or not state.is_master_in(group.term):
-            return None
-        return bool(state.durability != "master")
-
-    return [mock.patch.object(rules, "slave_complete", slave_complete)]
-
-
-@bug("metaserver", first=8)
-def a_master_may_come_back_with_another_disk() -> list[Patch]:
-    return [mock.patch.object(rules, "check_registration", lambda broker, incarnation, **others: None)]
-
-
 @bug("metaserver", first=7, copies_max=4)
 def half_of_the_copies_acknowledge() -> list[Patch]:
     """The others may, too, in a term that a database gives out twice."""
     return [mock.patch.object(rules, "majority", lambda copies: (copies + 1) // 2)]
-
-
-@bug("metaserver", first=46)
-def one_promise_is_enough() -> list[Patch]:
-    """Who promised need not have what the others acknowledged."""
-    return [mock.patch.object(promotion.Facts, "promises_needed", property(lambda facts: 1))]
-
-
-@bug("metaserver", first=49)
-def any_promised_copy_is_chosen() -> list[Patch]:
-    return [mock.patch.object(promotion.Facts, "best", property(lambda facts: facts.eligible[-1]))]
-
-
-@bug("metaserver", first=200)
-def slaves_that_were_not_in_sync_are_chosen() -> list[Patch]:
-    """Neither by their own word nor by the row's."""
-    ignored = (Refusal.NEVER_IN_SYNC, Refusal.NOT_IN_SYNC_SINCE_START, Refusal.BEHIND)
-    left = tuple(one for one in promotion.SLAVE_CONDITIONS if one[0] not in ignored)
-    return [
-        mock.patch.object(promotion, "SLAVE_CONDITIONS", left),
-        mock.patch.object(promotion, "_is_behind", lambda facts: False),
-        mock.patch.object(Brokers, "is_unfit", lambda self, slave, master_gone: False),
-    ]
 
 
 @bug("metaserver")
@@ -265,12 +193,6 @@ def a_database_that_lost_groups_is_used() -> list[Patch]:
 
 
 @bug("metaserver", first=43, faults="database")
-def adopt_roles_is_named_without_force() -> list[Patch]:
-    real = old_database._remedy
-    return [mock.patch.object(old_database, "_remedy", lambda *said: real(*said).replace(" --force=true", ""))]
-
-
-@bug("metaserver", first=43, faults="database")
 def reported_terms_stay_at_one_metaserver() -> list[Patch]:
     """Another metaserver does not know that a row is old."""
     return [mock.patch.object(DatabaseMirror, "_note_terms", lambda self, rows: None)]
@@ -287,24 +209,6 @@ def a_slave_that_was_never_filled_counts_as_whole() -> list[Patch]:
         )
 
     return [mock.patch.object(recover_group, "_copy", copy)]
-
-
-@bug("metaserver", first=17)
-def other_disk_remedy_is_for_two_copies() -> list[Patch]:
-    """Both commands are refused where there are several slaves."""
-    real = rules.check_registration
-
-    def check(broker: Any, incarnation: str, **others: Any) -> None:
-        try:
-            real(broker, incarnation, **others)
-        except OperatorError as refused:
-            text = str(refused).partition("qmq RecoverGroup")[0]
-            call = f"qmq ReplaceBroker --brokerGroup={broker.group} --role=1 --hostname={broker.hostname}"
-            raise OperatorError(
-                f"{text}{call} --ip={broker.ip} --servePort={broker.serve_port} --syncPort={broker.sync_port}"
-            ) from None
-
-    return [mock.patch.object(rules, "check_registration", check)]
 
 
 @bug("metaserver", first=8, faults="losses")

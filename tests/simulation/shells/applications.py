@@ -75,7 +75,8 @@ def _producer(world: World, name: str) -> Producer:
 
 class ProducerProgram:
     def __init__(self, world: World, application: Application) -> None:
-        self._world, self._name = world, application.name
+        self._world = world
+        self._name = application.name
 
     async def run(self) -> None:
         world, rng = self._world, self._world.loop.rng
@@ -108,7 +109,8 @@ class ShopProgram:
     """
 
     def __init__(self, world: World, application: Application) -> None:
-        self._world, self._name = world, application.name
+        self._world = world
+        self._name = application.name
 
     async def run(self) -> None:
         world, rng = self._world, self._world.loop.rng
@@ -143,7 +145,8 @@ class _GivenUp(Exception):
 
 class ConsumerProgram:
     def __init__(self, world: World, application: Application) -> None:
-        self._world, self._application = world, application
+        self._world = world
+        self._application = application
 
     async def run(self) -> None:
         world, application = self._world, self._application

@@ -34,7 +34,9 @@ class Process:
     """
 
     def __init__(self, loop: VirtualLoop, name: str, ip: str) -> None:
-        self.loop, self.name, self.ip = loop, name, ip
+        self.loop = loop
+        self.name = name
+        self.ip = ip
         self.is_dead = self.is_stopped = False
         self.parked: deque[asyncio.Handle] = deque()
         self.reason: BaseException | None = None

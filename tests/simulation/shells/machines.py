@@ -104,7 +104,9 @@ class Machine:
     """
 
     def __init__(self, world: World, name: str, ip: str) -> None:
-        self.world, self.name, self.ip = world, name, ip
+        self.world = world
+        self.name = name
+        self.ip = ip
         self.process: Process | None = None
         self.clock_s = 0.0
         self.is_off = False

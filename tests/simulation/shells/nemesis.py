@@ -22,7 +22,8 @@ class ShellNemesis(Nemesis):
     """Faults of machines, disks, clocks, the network and the metaservers' database."""
 
     def __init__(self, world: World, seed: int) -> None:
-        self._world, self._seed = world, seed
+        self._world = world
+        self._seed = seed
         faults = {name: weight for name, weight in FAULTS.items() if not (world.is_plain and name in LOSSES)}
         super().__init__(Random(f"{seed} nemesis"), world.steering, world, faults, least=0.05)
         dice = Random(f"{seed} victims")

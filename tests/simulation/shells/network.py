@@ -30,7 +30,9 @@ class Wire:
     """One direction of a connection."""
 
     def __init__(self, network: Network, source: End, target: End) -> None:
-        self._network, self.source, self.target = network, source, target
+        self._network = network
+        self.source = source
+        self.target = target
         self._items: deque[tuple[float, Any]] = deque()
         self._last_s = 0.0
         self.is_black = False
@@ -56,7 +58,10 @@ class End:
     """End of a connection, in the kernel of its machine."""
 
     def __init__(self, network: Network, process: Process, peer_port: int) -> None:
-        self._network, self.process, self.ip, self.port = network, process, process.ip, peer_port
+        self._network = network
+        self.process = process
+        self.ip = process.ip
+        self.port = peer_port
         self._receiver: Receiver | None = None
         self._early: list[Callable[[Receiver], None]] = []
         """Arrivals before the receiver was set."""
@@ -93,7 +98,8 @@ class End:
             self.wire.send(RST)
 
     def vanish(self) -> None:
-        self.is_open, self.is_gone = False, True
+        self.is_open = False
+        self.is_gone = True
         self.wire.drop()
         self._network.loop.at(self._network.loop.now_s + GIVEN_UP_S, self.other.give_up)
 
@@ -141,7 +147,8 @@ class Network:
     """Network of one run. `slow` adds seconds to the way between two machines."""
 
     def __init__(self, loop: VirtualLoop, note: Callable[[str], None]) -> None:
-        self.loop, self._note = loop, note
+        self.loop = loop
+        self._note = note
         self._listening: dict[tuple[str, int], tuple[Process, Accept]] = {}
         self._ends: list[End] = []
         self._cut: dict[tuple[str, str], float] = {}
@@ -286,12 +293,16 @@ class Transport(asyncio.Transport):
 
     def __init__(self, network: Network, end: End, protocol: asyncio.BufferedProtocol) -> None:
         super().__init__()
-        self._network, self._end, self._protocol = network, end, protocol
+        self._network = network
+        self._end = end
+        self._protocol = protocol
         self._loop = network.loop
         self._is_closing = self._is_lost = self._is_paused = False
         self._unread: deque[bytes] = deque()
         self._unread_end: tuple[Exception | None] | None = None
-        self._high, self._out, self._is_full = network.buffer_bytes, 0, False
+        self._high = network.buffer_bytes
+        self._out = 0
+        self._is_full = False
         protocol.connection_made(self)
 
     # Calls of the network.
@@ -408,7 +419,8 @@ class Server:
     sockets = ()
 
     def __init__(self, network: Network, port: tuple[str, int]) -> None:
-        self._network, self._port = network, port
+        self._network = network
+        self._port = port
 
     async def __aenter__(self) -> Server:
         return self

@@ -56,7 +56,8 @@ class _Caller:
     """Caller's end of a call."""
 
     def __init__(self, end: End) -> None:
-        self.end, self.inbox = end, _Inbox()
+        self.end = end
+        self.inbox = _Inbox()
 
     def arrived(self, item: Any) -> None:
         self.inbox.put(item)
@@ -69,7 +70,8 @@ class Call:
     """One call: await it for its only answer, or iterate over its answers."""
 
     def __init__(self, channel: Channel, kind: _Kind, requests: Any, metadata: Any, timeout: float | None) -> None:
-        self._channel, self._kind = channel, kind
+        self._channel = channel
+        self._kind = kind
         self._loop = asyncio.get_running_loop()
         self._ends_s = None if timeout is None else self._loop.time() + timeout
         self._caller: asyncio.Future[_Caller] = self._loop.create_future()
@@ -168,7 +170,8 @@ class Channel:
     """Stands in for grpc.aio.insecure_channel."""
 
     def __init__(self, network: Network, address: str) -> None:
-        self.network, self.at = network, Endpoint.parse(address)
+        self.network = network
+        self.at = Endpoint.parse(address)
         self.calls: list[Call] = []
 
     def _kind(
@@ -193,7 +196,9 @@ class Context:
     """Call context of a servicer."""
 
     def __init__(self, end: End, start: Start, handler: Any) -> None:
-        self._end, self._start, self._handler = end, start, handler
+        self._end = end
+        self._start = start
+        self._handler = handler
         self.inbox = _Inbox()
         self.task: asyncio.Task[None] | None = None
 
@@ -232,7 +237,8 @@ class _Served:
     """Server's end of a call."""
 
     def __init__(self, server: RpcServer, end: End) -> None:
-        self._server, self._end = server, end
+        self._server = server
+        self._end = end
         self._context: Context | None = None
         server.calls.append(self)
 
@@ -290,7 +296,8 @@ class RpcServer:
     """Stands in for grpc.aio.server."""
 
     def __init__(self, network: Network, interceptors: Sequence[Any] = ()) -> None:
-        self._network, self._interceptors = network, interceptors
+        self._network = network
+        self._interceptors = interceptors
         self._handlers: dict[str, Any] = {}
         self._port = ("", 0)
         self.calls: list[_Served] = []

@@ -74,7 +74,7 @@ class Trial(World):
         return len(masters) == 1 and masters[0] is not None and len(masters[0].in_sync) == len(self.groups["g1"]) - 1
 
 
-def test_a_slave_is_master_in_time_though_a_metaserver_stands_still() -> None:
+def test_failover_is_in_time_beside_a_silent_metaserver() -> None:
     took: list[float] = []
     for seed in range(1, ROUNDS + 1):
         worlds: list[Trial] = []

@@ -116,7 +116,10 @@ class World:
         self, seed: int, folder: Path, steering: Steering, *, is_plain: bool, joins: bool | None = None
     ) -> None:
         self.loop = NetworkLoop(seed)
-        self.seed, self.steering, self._folder, self.is_plain = seed, steering, folder, is_plain
+        self.seed = seed
+        self.steering = steering
+        self._folder = folder
+        self.is_plain = is_plain
         self.counts: Counter[str] = Counter()
         self.met: Met = Counter()
         self.recent: deque[str] = deque(maxlen=KEPT_EVENTS)
@@ -162,7 +165,8 @@ class World:
         self.machines: list[Machine] = [*self.metaservers, *self.copies, *self.applications, *self.watchdogs]
         self._by_name = {machine.name: machine for machine in self.machines}
         self._messages = 0
-        self._term, self._master = 0, ""
+        self._term = 0
+        self._master = ""
 
     def machine(self, name: str) -> Machine:
         return self._by_name[name]
@@ -253,7 +257,8 @@ class World:
                 master = group.master.hostname if group.master is not None else ""
                 if group.term > self._term:
                     self.counts["role change"] += bool(self._master) and master != self._master
-                    self._term, self._master = group.term, master
+                    self._term = group.term
+                    self._master = master
 
     async def _set_up(self) -> None:
         for metaserver in self.metaservers:
