@@ -203,7 +203,7 @@ class Directory:
         found.__dict__["_by_key"] = self._by_key
         return found
 
-    def told_anew(self, before: Directory) -> frozenset[BrokerKey]:
+    def brokers_affected(self, before: Directory) -> frozenset[BrokerKey]:
         """Return brokers whose assignment differs from `before`: their group, its marks, offline consumers or
         limits.
         """

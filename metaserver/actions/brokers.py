@@ -431,7 +431,7 @@ async def _fail_over(desk: Desk, words: Words, plan: Plan, audit: AuditRow) -> A
         "brokerGroup": group.name,
         "term": group.term,
         "master": group.master and broker_json(group.master, up=desk.registry.is_up(group.master)),
-        "logEnd": facts.best_said.flushed_end,
+        "logEnd": facts.best_state.flushed_end,
         "acknowledged": facts.newest_point.end if facts.newest_point else 0,
         "promised": [str(slave.key) for slave in facts.eligible],
         "writable": desk.registry.is_writable(group),

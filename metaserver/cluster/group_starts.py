@@ -70,10 +70,10 @@ def new_row(asked: Asked, members: Iterable[str], *, is_known: bool, mark: str, 
 def to_store(asked: Iterable[Asked], rows: Mapping[tuple[str, str], ConsumerGroupRow], *, now_ms: int) -> list[Asked]:
     """Return the groups without a row, and broadcast consumers whose positions every broker group may have dropped."""
 
-    def is_stale(one: Asked) -> bool:
-        return one.broadcast and now_ms - rows[one.key].created_ms > STALE_MS
+    def is_stale(group: Asked) -> bool:
+        return group.broadcast and now_ms - rows[group.key].created_ms > STALE_MS
 
-    return list({one.key: one for one in asked if one.key not in rows or is_stale(one)}.values())
+    return list({group.key: group for group in asked if group.key not in rows or is_stale(group)}.values())
 
 
 def expected_at(

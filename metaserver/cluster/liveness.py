@@ -35,7 +35,7 @@ longest wait is this long for each, as a query costs about 3 ms.
 
 
 STOP_ONE = (
-    "Stop the process that is not to go on, and delete its directory. This one is accepted once the other is stopped. "
+    "Stop the wrong one and delete its directory. This one is accepted once the other is stopped. "
     "A further copy of the group gets an empty directory and a name of its own (AddBroker, ReplaceBroker)"
 )
 """Remedy for two processes with one data directory."""
@@ -282,11 +282,11 @@ class Liveness:
 
         Defaults: all brokers, and the timeout.
         """
-        if self._presumed_brokers or any(not one.live or one.ask_ms is not None for one in self._sightings.values()):
-            return 0
         known = self._sightings
+        if self._presumed_brokers or any(not seen.live or seen.ask_ms is not None for seen in known.values()):
+            return 0
         timed = known.values() if brokers is None else [known[key] for key in brokers if key in known]
-        oldest_ms = min((one.seen_ms for one in timed), default=now_ms)
+        oldest_ms = min((sighting.seen_ms for sighting in timed), default=now_ms)
         return max(0, oldest_ms + (silence_ms or self.timeout_ms) - now_ms)
 
     def _is_doubtful(self, sighting: Sighting, now_ms: int) -> bool:

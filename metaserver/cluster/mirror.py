@@ -167,7 +167,7 @@ class DatabaseMirror:
         self._registered = old_database.registered(directory)
         self._terms.note_rows(directory.groups.values())
         self._take_tokens(tokens)
-        self.directory_changes.publish(directory.told_anew(before))
+        self.directory_changes.publish(directory.brokers_affected(before))
 
     def take_snapshot(self, snapshot: Snapshot) -> None:
         """Fill memory from a snapshot; everything is read again once the database answers."""

@@ -48,16 +48,16 @@ def judge(group: Group, reported: int, state_of: StateOf, *, given: int = 0) -> 
     """
     if reported <= group.term:
         return None
-    said = {broker: state_of(broker) for broker in group.brokers}
+    states = {broker: state_of(broker) for broker in group.brokers}
     found = (
         f"its row in the database is of term {group.term}, brokers report term {reported}: an old copy of the database"
     )
-    master = _newest_master(said, reported)
-    if master is not None and all(state is not None and state.term == reported for state in said.values()):
+    master = _newest_master(states, reported)
+    if master is not None and all(state is not None and state.term == reported for state in states.values()):
         change = _with_master(group, master, above=max(reported, given))
         return OldRow(group, reported, change, found, "the metaserver raises the row by itself")
-    told = ", ".join(_report(broker, state) for broker, state in said.items())
-    return OldRow(group, reported, None, f"{found} ({told})", _remedy(group, master, said))
+    reports = ", ".join(_report(broker, state) for broker, state in states.items())
+    return OldRow(group, reported, None, f"{found} ({reports})", _remedy(group, master, states))
 
 
 def adopt(group: Group, key: BrokerKey, reported: int, state_of: StateOf, *, given: int = 0) -> RoleChange:
@@ -74,7 +74,7 @@ def adopt(group: Group, key: BrokerKey, reported: int, state_of: StateOf, *, giv
     if named is None:
         raise OperatorError(f"{key} is no broker of {group.name}; ListBrokers names them")
     if state_of(named) is None:
-        raise OperatorError(f"{key} is down; start it first, so that it says what it has")
+        raise OperatorError(f"{key} is down; start it first, so that it reports its log")
     return _with_master(group, named, above=max(reported, given))
 
 
@@ -89,9 +89,9 @@ def objection(named: Broker, reported: int, state_of: StateOf) -> str:
     )
 
 
-def _newest_master(said: dict[Broker, ReplicaState | None], reported: int) -> Broker | None:
+def _newest_master(states: dict[Broker, ReplicaState | None], reported: int) -> Broker | None:
     """Return the broker that reports to be the master of the newest term; None: none, or several."""
-    masters = [broker for broker, state in said.items() if state is not None and state.is_master_in(reported)]
+    masters = [broker for broker, state in states.items() if state is not None and state.is_master_in(reported)]
     return masters[0] if len(masters) == 1 else None
 
 
@@ -117,20 +117,20 @@ def _report(broker: Broker, state: ReplicaState | None) -> str:
     return f"{broker.key} reports {Role(state.role).name.lower()} of term {state.term}"
 
 
-def _remedy(group: Group, master: Broker | None, said: dict[Broker, ReplicaState | None]) -> str:
+def _remedy(group: Group, master: Broker | None, states: dict[Broker, ReplicaState | None]) -> str:
     """Return the command that repairs the row. Without a master of the newest term it promotes the longest copy.
 
     Restarted copies have no role before the row is right, and the row's master may not report. Reports of all copies,
     or of n - m + 1 of several, are enough, as in a failover. The operator must make sure that no other master runs.
     """
-    up = {broker: state for broker, state in said.items() if state is not None}
+    up = {broker: state for broker, state in states.items() if state is not None}
     named = master or max(up, key=lambda broker: up[broker].reach, default=None)
     host, port = named.key if named else ("HOSTNAME", "PORT")
     command = f"qmq AdoptRoles --brokerGroup={group.name} --hostname={host} --servePort={port}"
     command += "" if master else " --force=true"
-    down = [str(broker.key) for broker, state in said.items() if state is None]
-    if master is None and up and (not down or len(said) > 2 and len(up) > len(said) - group.min_copies):
-        return f"{named and named.key} has most of those that report. If no other master runs: {command}"
+    down = [str(broker.key) for broker, state in states.items() if state is None]
+    if master is None and up and (not down or len(states) > 2 and len(up) > len(states) - group.min_copies):
+        return f"{named and named.key} has the longest log of those that report. If no other master runs: {command}"
     if down:
         return f"start {', '.join(down)}: once all agree, the row is raised by itself; if that is impossible: {command}"
     return f"choose the master: {command}"
@@ -221,5 +221,5 @@ def describe(lost: Collection[str]) -> str:
     listed = ", ".join(names[:NAMED_MAX]) + (f" and {len(names) - NAMED_MAX} more" if names[NAMED_MAX:] else "")
     return (
         f"the database is not used: it has no row of {listed}, whose brokers are registered, so it was emptied or "
-        "replaced. What is in memory goes on; changes wait until Restore or AdoptDatabase decides"
+        "replaced. Memory still answers; changes wait until Restore or AdoptDatabase decides"
     )

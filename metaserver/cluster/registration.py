@@ -38,11 +38,11 @@ class Registration:
         self.refused: dict[BrokerKey, tuple[str, int]] = {}
         """Brokers as which another process was rejected, with the reason and the last time."""
 
-    async def register(self, said: Broker, ask: Ask, *, term: int = 0) -> Broker:
+    async def register(self, registering: Broker, ask: Ask, *, term: int = 0) -> Broker:
         """Check and store what a broker reports about itself; return it with its group and role.
 
         Args:
-            said: the broker's report; its group and role are ignored.
+            registering: the broker's report; its group and role are ignored.
             ask: queries a broker.
             term: newest term that the broker has stored.
 
@@ -50,27 +50,29 @@ class Registration:
             OperatorError: it was not added, its place is taken, or it must not serve with this data directory.
             DatabaseAway: the report is new and cannot be stored now.
         """
-        self._registry.terms.note(said.group, term)
-        known = self._registry.directory.find(said.key)
+        self._registry.terms.note(registering.group, term)
+        known = self._registry.directory.find(registering.key)
         if known is None:
             await self._registry.mirror.catch_up()  # another metaserver may have added it
-            if self._registry.directory.find(said.key) is None:
+            if self._registry.directory.find(registering.key) is None:
                 self._registry.mirror.check_rows()
-            known = self._registry.directory.find(said.key) or rules.refuse_unknown(said, self._registry.directory)
-        doubt, has_moved = self._registry.liveness.doubt(said.key), rules.may_be_copy(known, said)
-        if doubt is not None and (doubt.incarnation != said.incarnation or has_moved):
+            directory = self._registry.directory
+            known = directory.find(registering.key) or rules.refuse_unknown(registering, directory)
+        doubt, has_moved = self._registry.liveness.doubt(registering.key), rules.may_be_copy(known, registering)
+        if doubt is not None and (doubt.incarnation != registering.incarnation or has_moved):
             await ask(doubt)
         for attempt in range(REGISTER_TRIES):
-            known = self._registry.directory.find(said.key) or rules.refuse_unknown(said, self._registry.directory)
-            rules.check_kind(known, said)
-            self._check_place(known, said)
-            is_older = rules.is_older(known, said, term, self._registry.last_state(known))
-            rules.check_registration(known, said.incarnation, is_older=is_older)
-            self._registry.liveness.claim(said.key, said.incarnation, now_ms=self._registry.now_ms())
-            same_disk = known.incarnation == said.incarnation
+            directory = self._registry.directory
+            known = directory.find(registering.key) or rules.refuse_unknown(registering, directory)
+            rules.check_kind(known, registering)
+            self._check_place(known, registering)
+            is_older = rules.is_older(known, registering, term, self._registry.last_state(known))
+            rules.check_registration(known, registering.incarnation, is_older=is_older)
+            self._registry.liveness.claim(registering.key, registering.incarnation, now_ms=self._registry.now_ms())
+            same_disk = known.incarnation == registering.incarnation
             complete = known.complete and same_disk
             broker = replace(
-                said,
+                registering,
                 group=known.group,
                 role=known.role,
                 kind=known.kind,
@@ -87,15 +89,15 @@ class Registration:
                 if attempt + 1 == REGISTER_TRIES:
                     raise
                 await self._registry.mirror.catch_up()
-        self.known_terms[said.key] = term
+        self.known_terms[registering.key] = term
         return broker
 
-    def _check_place(self, known: Broker, said: Broker) -> None:
+    def _check_place(self, known: Broker, registering: Broker) -> None:
         """Raise PlaceTaken while another process serves as this broker, by heartbeats or by its master's report."""
-        has_moved, group = rules.may_be_copy(known, said), self._registry.directory.groups[known.group]
+        has_moved, group = rules.may_be_copy(known, registering), self._registry.directory.groups[known.group]
         try:
             self._registry.liveness.check_free(
-                said.key, said.incarnation, now_ms=self._registry.now_ms(), has_moved=has_moved
+                registering.key, registering.incarnation, now_ms=self._registry.now_ms(), has_moved=has_moved
             )
             if has_moved and self._is_in_sync(group, known):
                 raise PlaceTaken(
@@ -103,7 +105,7 @@ class Registration:
                     f"or directory: one of the two data directories is a copy of the other. {STOP_ONE}"
                 )
         except PlaceTaken as error:
-            self.refused[said.key] = str(error), self._registry.now_ms()
+            self.refused[registering.key] = str(error), self._registry.now_ms()
             raise
 
     def _is_in_sync(self, group: Group, slave: Broker) -> bool:

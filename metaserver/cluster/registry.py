@@ -307,8 +307,8 @@ class Registry:
         points = await self.points_of(broker.group)
         newest = max(points.by_incarnation.values(), default=None)
         return (
-            f"{broker.key} was rolled back (its disk was put back, or forgot what it had fsynced): it lacks what "
-            f"{broker.group} acknowledged up to {newest}"
+            f"{broker.key} was rolled back (its disk was restored to an older state, or lost fsynced writes): it lacks "
+            f"what {broker.group} acknowledged up to {newest}"
         )
 
     def peers(self) -> list[MetaserverRow]:

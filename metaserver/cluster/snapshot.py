@@ -79,7 +79,8 @@ class Snapshots:
     """
 
     def __init__(self, path: Path | None, database: str) -> None:
-        self._path, self._database = path, name_of(database)
+        self._path = path
+        self._database = name_of(database)
         self._thread = ThreadPoolExecutor(1, "snapshot")
         self._problem = ""
 

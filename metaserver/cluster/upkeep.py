@@ -54,7 +54,10 @@ class Upkeep:
     def __init__(
         self, registry: Registry, brokers: Brokers, snapshots: Snapshots, own: MetaserverRow, *, poll_ms: int
     ) -> None:
-        self._registry, self._brokers, self._snapshots, self._own = registry, brokers, snapshots, own
+        self._registry = registry
+        self._brokers = brokers
+        self._snapshots = snapshots
+        self._own = own
         self._poll_s = poll_ms / 1000
         self._asking = asyncio.Semaphore(ASKED_AT_ONCE)
         self._promises = Promises(registry, brokers)
@@ -94,9 +97,9 @@ class Upkeep:
             await self._store_news()
             await self._store_points_once()
         except (DatabaseAway, CommitUnknown) as error:
-            log.warning("what brokers said last is not stored: %s", error)
+            log.warning("reports of brokers not stored: %s", error)
         except Exception:
-            log.exception("what brokers said last cannot be stored")
+            log.exception("reports of brokers not stored")
 
     async def ask(self, question: Question) -> None:
         """Query a silent broker and record the result."""
@@ -126,7 +129,7 @@ class Upkeep:
         except NotServed:
             return None
         except OperatorError as error:  # the broker runs, but rejects our token, for instance
-            log.warning("broker did not say how it stands broker=%s: %s", question.key, error)
+            log.warning("broker refused the query broker=%s: %s", question.key, error)
             return self._registry.state(broker) or ReplicaState(role=int(broker.role), term=0)
         is_same = state.incarnation in ("", question.incarnation) and state.instance in ("", broker.instance)
         return state if is_same else None
@@ -144,7 +147,7 @@ class Upkeep:
             except (DatabaseAway, CommitUnknown):
                 pass  # logged by `Database`; this loop retries
             except Exception:
-                log.exception("the database gave something that cannot be used; what was read before stays")
+                log.exception("the database returned invalid rows; the last reading stays in use")
                 await asyncio.sleep(AGAIN_S)
             wait_s = max(0.0, self._beat_s - asyncio.get_running_loop().time())
             await asyncio.sleep(wait_s if self._is_alone() else min(wait_s, self._poll_s))
@@ -168,7 +171,7 @@ class Upkeep:
         except (DatabaseAway, CommitUnknown):
             raise
         except Exception:
-            log.exception("the metaservers' rows cannot be kept; the others think of us as silent")
+            log.exception("own row not stored; other metaservers will count this one as silent")
             return await registry.database.probe()
         if self._stored_beat is not None and (before is None or before < self._stored_beat):
             registry.mirror.read_anew()
@@ -196,7 +199,7 @@ class Upkeep:
             except (DatabaseAway, CommitUnknown):
                 await asyncio.sleep(AGAIN_S)
             except Exception:
-                log.exception("what brokers say cannot be stored; it is tried again")
+                log.exception("reports of brokers not stored; retrying")
                 await asyncio.sleep(AGAIN_S)
 
     async def _store_news(self) -> None:
@@ -236,7 +239,7 @@ class Upkeep:
             except (DatabaseAway, CommitUnknown):
                 pass
             except Exception:
-                log.exception("acknowledged points cannot be stored; it is tried again")
+                log.exception("acknowledged points not stored; retrying")
 
     async def _until_points(self, again_s: float) -> None:
         """Wait until there is a point to store, or all must be stored again."""

@@ -35,7 +35,9 @@ class StateMetrics:
     """State of the database, metaservers, clients and tokens. Made by main; `read` is called on the loop."""
 
     def __init__(self, registry: Registry, database: Database, hubs: RouteHubs) -> None:
-        self._registry, self._database, self._hubs = registry, database, hubs
+        self._registry = registry
+        self._database = database
+        self._hubs = hubs
 
     def read(self) -> Iterable[Metric]:
         yield version_of("metaserver")
@@ -78,7 +80,7 @@ class StateMetrics:
             "1 while the database is not used because it has lost groups whose brokers are registered.",
             float(bool(database.set_aside_because)),
         )
-        yield _gauge("database_bad_rows", "Rows that make no sense and are left out.", database.bad_rows)
+        yield _gauge("database_bad_rows", "Invalid rows, which are left out.", database.bad_rows)
         yield _gauge("database_answer_seconds", "How long the newest answer of the database took.", database.answer_s)
         yield _gauge(
             "database_last_commit_timestamp_seconds",
@@ -91,8 +93,8 @@ class StateMetrics:
             f"{PREFIX}_clients", "Clients that this metaserver gives routes to, by kind.", labels=["kind"]
         )
         counts = Counter(
-            "delay producer" if one.kind == DELAY else "producer" if one.produces else "consumer"
-            for one in self._hubs.clients()
+            "delay producer" if client.kind == DELAY else "producer" if client.produces else "consumer"
+            for client in self._hubs.clients()
         )
         for kind in ("producer", "consumer", "delay producer"):
             clients.add_metric([kind], counts[kind])
@@ -149,9 +151,11 @@ class AuditMetrics:
     async def _look(self) -> None:
         was_up = self._is_up
         try:
-            self._found, self._is_up = await asyncio.to_thread(self._status), True
+            self._found = await asyncio.to_thread(self._status)
+            self._is_up = True
         except (LedgerDamaged, OSError) as error:
-            self._found, self._is_up = [], False
+            self._found = []
+            self._is_up = False
             if was_up is not False:
                 log.error("the audit's ledger cannot be read: %s", error)
 
@@ -181,7 +185,7 @@ class DoctorMetrics:
         )
         findings = GaugeMetricFamily(
             f"{PREFIX}_doctor_findings",
-            "What Doctor finds wrong, one for each cause; 0: all is well.",
+            "Findings of Doctor, one per cause; 0: all is well.",
             labels=["check"],
         )
         if self._findings is not None:

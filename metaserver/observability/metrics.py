@@ -64,7 +64,7 @@ class Metrics:
         )
         self.failovers = Counter(
             "qmq_metaserver_failovers",
-            "Slaves that this metaserver made masters by itself, because their masters were gone.",
+            "Slaves promoted by automatic failover.",
             ["broker_group"],
             registry=self.registry,
         )
@@ -92,7 +92,8 @@ class _Quotas(Collector):
     """Watched routes and refusals."""
 
     def __init__(self, watched: Callable[[], int], refused: Callable[[], int]) -> None:
-        self._watched, self._refused = watched, refused
+        self._watched = watched
+        self._refused = refused
 
     def collect(self) -> Iterable[Metric]:
         yield GaugeMetricFamily(

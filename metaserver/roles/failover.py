@@ -51,7 +51,9 @@ class Failovers:
     """Automatic failover of all groups that have it on. Made by main; `run` ends when it is cancelled."""
 
     def __init__(self, registry: Registry, brokers: Brokers, settings: MetaserverSettings) -> None:
-        self._registry, self._brokers, self._settings = registry, brokers, settings
+        self._registry = registry
+        self._brokers = brokers
+        self._settings = settings
         self._running: dict[str, asyncio.Task[None]] = {}
         self._again_at: dict[str, float] = {}
         self._tries: dict[str, int] = {}
@@ -192,13 +194,13 @@ class Failovers:
     async def _learn(self, group: Group, *, master_gone: bool) -> Facts:
         registry, name = self._registry, group.name
         reported, given = registry.terms.newest(name), registry.terms.given(name)
-        said, points = await asyncio.gather(self._ask_all(group), registry.points_of(name, must_be_read=True))
-        master_said = _said_by_master(registry, group)
-        return Facts(group, reported, given, master_said, said, points, master_gone=master_gone)
+        slave_states, points = await asyncio.gather(self._ask_all(group), registry.points_of(name, must_be_read=True))
+        master_state = _last_master_state(registry, group)
+        return Facts(group, reported, given, master_state, slave_states, points, master_gone=master_gone)
 
     async def _ask_all(self, group: Group) -> dict[BrokerKey, ReplicaState]:
         answers = await asyncio.gather(*map(self._ask, group.slaves))
-        return {slave.key: said for slave, said in zip(group.slaves, answers, strict=True) if said is not None}
+        return {slave.key: state for slave, state in zip(group.slaves, answers, strict=True) if state is not None}
 
     async def _ask(self, slave: Broker) -> ReplicaState | None:
         try:
@@ -211,14 +213,14 @@ class Failovers:
         slaves, promises = facts.eligible, promotion.to_promise(facts.group, facts.new_term)
         held = await asyncio.gather(*(self._hold(slave, facts, promises) for slave in slaves))
         answers = dict(zip((slave.key for slave in slaves), held, strict=True))
-        said = {key: one for key, one in facts.slaves_said.items() if key not in answers}
-        said |= {
-            key: one
-            for key, one in answers.items()
-            if isinstance(one, ReplicaState) and one.promised_term >= promises  # an older version promises nothing
+        states = {key: answer for key, answer in facts.slave_states.items() if key not in answers}
+        states |= {
+            key: answer
+            for key, answer in answers.items()
+            if isinstance(answer, ReplicaState) and answer.promised_term >= promises
         }
-        unwilling = {key: str(one) for key, one in answers.items() if isinstance(one, OperatorError)}
-        return replace(facts, slaves_said=said, unwilling=unwilling)
+        unwilling = {key: str(answer) for key, answer in answers.items() if isinstance(answer, OperatorError)}
+        return replace(facts, slave_states=states, unwilling=unwilling)
 
     async def _hold(self, slave: Broker, facts: Facts, promises: int) -> ReplicaState | OperatorError | None:
         try:
@@ -237,7 +239,7 @@ class Failovers:
 
     async def _exchange(self, facts: Facts, change: RoleChange, audit: AuditRow) -> None:
         registry = self._registry
-        changes = promotion.changes_of(change, facts.group, facts.best, facts.best_said)
+        changes = promotion.changes_of(change, facts.group, facts.best, facts.best_state)
         try:
             await registry.change(changes, audit)
         except OutcomeUnknown:
@@ -260,12 +262,12 @@ class Failovers:
         except TimeoutError:
             log.error("new master did not report broker_group=%s: look with ReplicaStatus", name)
         log.warning(
-            "failover broker_group=%s from=%s to=%s term=%d end=%d acknowledged=%s duration_ms=%d: of the master, %s",
+            "failover broker_group=%s from=%s to=%s term=%d end=%d acknowledged=%s duration_ms=%d: the master: %s",
             name,
             facts.group.master and facts.group.master.key,
             facts.best.key,
             now.term if now else 0,
-            facts.best_said.flushed_end,
+            facts.best_state.flushed_end,
             facts.newest_point,
             round((time.monotonic() - began) * 1000),
             cause,
@@ -281,7 +283,7 @@ def _key(broker: Broker | None) -> BrokerKey | None:
     return broker.key if broker else None
 
 
-def _said_by_master(registry: Registry, group: Group) -> ReplicaState | None:
+def _last_master_state(registry: Registry, group: Group) -> ReplicaState | None:
     return registry.last_state(group.master) if group.master else None
 
 
@@ -292,11 +294,11 @@ def _is_at_work(registry: Registry, group: Group) -> bool:
 
 def _audit(audit: AuditRow, facts: Facts, change: RoleChange, cause: str, began: float) -> AuditRow:
     """Return the audit row: cause, old epoch, and the log ends and points the decision used."""
-    before, said = facts.group, facts.master_said
+    before, master = facts.group, facts.master_state
     found = {
         "cause": cause,
-        "epoch": [said.term, said.boot] if said else [],
-        "slaveEnd": facts.best_said.flushed_end,
+        "epoch": [master.term, master.boot] if master else [],
+        "slaveEnd": facts.best_state.flushed_end,
         "promised": [str(slave.key) for slave in facts.eligible],
         "acknowledged": list(facts.newest_point.to_list()) if facts.newest_point else [],
         "decidedMs": round((time.monotonic() - began) * 1000),

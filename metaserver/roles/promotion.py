@@ -59,9 +59,9 @@ class Facts:
     """Newest term that a broker of the group reported."""
     given_term: int
     """Newest term that was ever reported or assigned."""
-    master_said: ReplicaState | None
+    master_state: ReplicaState | None
     """Master's last report; None: unknown."""
-    slaves_said: Mapping[BrokerKey, ReplicaState]
+    slave_states: Mapping[BrokerKey, ReplicaState]
     """Current answers of slaves; silent ones are missing."""
     points: Points
     unwilling: Mapping[BrokerKey, str] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class Facts:
 
         A promise without a promotion is asked for again: pull sequences have 16 bits for the term.
         """
-        promised = (said.promised_term for said in self.slaves_said.values())
+        promised = (state.promised_term for state in self.slave_states.values())
         return max(self.group.term + 1, self.given_term + 1, *promised)
 
     @property
@@ -95,12 +95,12 @@ class Facts:
         """Slave with the longest log; among several, one with a correct clock. Only after the conditions of each
         slave.
         """
-        said = self.slaves_said
-        return max(self.eligible, key=lambda slave: (said[slave.key].reach, not said[slave.key].clock_off_s))
+        states = self.slave_states
+        return max(self.eligible, key=lambda slave: (states[slave.key].reach, not states[slave.key].clock_off_s))
 
     @property
-    def best_said(self) -> ReplicaState:
-        return self.slaves_said[self.best.key]
+    def best_state(self) -> ReplicaState:
+        return self.slave_states[self.best.key]
 
     @property
     def newest_point(self) -> Point | None:
@@ -118,7 +118,7 @@ class SlaveFacts:
 
     @property
     def answer(self) -> ReplicaState | None:
-        return self.all.slaves_said.get(self.slave.key)
+        return self.all.slave_states.get(self.slave.key)
 
     @property
     def said(self) -> ReplicaState:
@@ -133,7 +133,7 @@ CONDITIONS: tuple[tuple[Refusal, Callable[[Facts], bool], str], ...] = (
         "it has no master, or no slave",
     ),
     (Refusal.HALF_SWAPPED, lambda f: f.group.half_swapped, "it is half swapped"),
-    (Refusal.OLD_ROW, lambda f: f.reported_term > f.group.term, "its row is older than what its brokers report"),
+    (Refusal.OLD_ROW, lambda f: f.reported_term > f.group.term, "its row is older than its brokers' reports"),
     (
         Refusal.NOT_IN_SYNC_AT_THE_END,
         lambda f: not f.master_gone and not _were_in_sync_at_the_end(f),
@@ -163,7 +163,7 @@ SLAVE_CONDITIONS: tuple[tuple[Refusal, Callable[[SlaveFacts], bool], str], ...] 
     (
         Refusal.ROLLED_BACK,
         lambda s: Reason.ROLLED_BACK in s.said.readonly_reasons,
-        "was rolled back and lacks what was acknowledged",
+        "was rolled back and lacks acknowledged messages",
     ),
     (
         Refusal.DAMAGED,
@@ -171,7 +171,7 @@ SLAVE_CONDITIONS: tuple[tuple[Refusal, Callable[[SlaveFacts], bool], str], ...] 
         "has a copy that is damaged, or differs from the master's",
     ),
 )
-BEHIND = "no slave has all that is remembered as acknowledged"
+BEHIND = "no slave has every acknowledged message"
 NOT_STORED = "the change of roles could not be stored"
 
 _START = "start the master, {master}; if it never returns: "
@@ -203,7 +203,8 @@ class NoFailover(OperatorError):
     """A condition is not fulfilled. Nothing was changed; the text holds the remedy."""
 
     def __init__(self, why: Refusal, found: str, facts: Facts) -> None:
-        self.why, self.found = why, found
+        self.why = why
+        self.found = found
         remedy = way_on(why, facts.group, master_gone=facts.master_gone)
         super().__init__(f"no failover of {facts.group.name}: {found}. {remedy}")
 
@@ -265,14 +266,14 @@ def to_promise(group: Group, term: int) -> int:
     return term if len(group.slaves) > 1 else 0
 
 
-def changes_of(change: RoleChange, group: Group, chosen: Broker, said: ReplicaState) -> tuple[Change, ...]:
+def changes_of(change: RoleChange, group: Group, chosen: Broker, state: ReplicaState) -> tuple[Change, ...]:
     """Return the changes that promote a slave of `group`; `said`: the state of its copy.
 
     With several slaves, its log end counts as acknowledged from now on: an older master may acknowledge it late.
     """
     if len(group.slaves) < 2:
         return (SetRoles(change),)
-    point = Point(Epoch(said.last_term, said.last_boot), said.flushed_end, said.chain)
+    point = Point(Epoch(state.last_term, state.last_boot), state.flushed_end, state.chain)
     return SetRoles(change), RememberPoint(group.name, chosen.incarnation, point)
 
 
@@ -283,8 +284,8 @@ def _too_few(facts: Facts) -> tuple[Refusal, str] | None:
         return None
     refused = [(slave, *found) for slave in group.slaves if (found := slave_refusal(facts, slave))]
     why = refused[0][1]
-    told = ", ".join(f"{slave.key} {text}" for slave, _, text in refused)
-    return why, f"{needed} of its {len(group.slaves)} slaves would have to promise, and {told}"
+    reasons = ", ".join(f"{slave.key} {text}" for slave, _, text in refused)
+    return why, f"{needed} of its {len(group.slaves)} slaves would have to promise, and {reasons}"
 
 
 def _is_disk_of_row(known: SlaveFacts) -> bool:
@@ -305,7 +306,7 @@ def _was_in_sync_before(known: SlaveFacts) -> bool:
 
 def _were_in_sync_at_the_end(facts: Facts) -> bool:
     """A master without enough slaves in sync answers acks alone and marks them; a new master would take these back."""
-    said = facts.master_said
+    said = facts.master_state
     if said is None or not said.is_master_in(facts.group.term) or Reason.SLAVE_DOWN in said.readonly_reasons:
         return False
     return sum(slave.incarnation in said.in_step for slave in facts.group.slaves) >= facts.group.min_copies - 1
@@ -313,4 +314,4 @@ def _were_in_sync_at_the_end(facts: Facts) -> bool:
 
 def _is_behind(facts: Facts) -> bool:
     point = facts.newest_point
-    return point is not None and facts.best_said.flushed_end < point.end
+    return point is not None and facts.best_state.flushed_end < point.end

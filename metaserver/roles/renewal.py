@@ -60,7 +60,8 @@ class Promises:
     """Promises without promotion. Made by `Upkeep`, which calls `look` each second."""
 
     def __init__(self, registry: Registry, brokers: Brokers) -> None:
-        self._registry, self._brokers = registry, brokers
+        self._registry = registry
+        self._brokers = brokers
         self._open: dict[str, tuple[int, int, float]] = {}
         """By group: the row's term, the promised term above it, and since when."""
 
@@ -84,21 +85,21 @@ class Promises:
 
     def _is_any(self, group: Group) -> bool:
         """Return whether a broker ever promised a term above the row's; in nearly all groups none did."""
-        said = map(self._registry.last_state, group.brokers)
-        return any(state is not None and state.promised_term > group.term for state in said)
+        states = map(self._registry.last_state, group.brokers)
+        return any(state is not None and state.promised_term > group.term for state in states)
 
     def _promised(self, group: Group) -> int:
         """Return the newest term that its brokers promised; 0: there is no master to continue with."""
         if not group.slaves or group.master is None or self._registry.state(group.master) is None:
             return 0
-        said = (self._registry.own_state(broker) for broker in group.brokers)
-        return max((state.promised_term for state in said if state is not None), default=0)
+        states = (self._registry.own_state(broker) for broker in group.brokers)
+        return max((state.promised_term for state in states if state is not None), default=0)
 
     async def _end(self, group: Group, promised: int) -> None:
         if self._registry.old_row(group.name) is not None or not await self._is_there(group.master):
             return
         try:
-            await _renew(self._registry, group, promised - 1, f"term {promised} was promised, and nobody chosen")
+            await _renew(self._registry, group, promised - 1, f"term {promised} was promised without a promotion")
         except StaleTerm:
             pass  # a slave was promoted
 

@@ -359,13 +359,13 @@ def has_clock_for(group: Group, slave: ReplicaState | None) -> bool:
     return group.kind != DELAY or slave is None or not slave.clock_off_s
 
 
-def check_clock(group: Group, slave: Broker, said: ReplicaState | None) -> None:
+def check_clock(group: Group, slave: Broker, state: ReplicaState | None) -> None:
     """Refuse a planned promotion of a delay slave with a wrong clock.
 
     After a failure it is still promoted: it then uses the clocks of the other copies.
     """
-    if said is not None and not has_clock_for(group, said):
-        off = f"{abs(said.clock_off_s):,} s {'ahead of' if said.clock_off_s > 0 else 'behind'}"
+    if state is not None and not has_clock_for(group, state):
+        off = f"{abs(state.clock_off_s):,} s {'ahead of' if state.clock_off_s > 0 else 'behind'}"
         raise OperatorError(
             f"the clock of {slave.key} is {off} those of the metaserver and of the master, and {group.name} goes by "
             "its master's. Set it right (a time service: chrony, systemd-timesyncd) and repeat after ten seconds"
@@ -392,28 +392,28 @@ def check_not_half_swapped(group: Group) -> None:
         raise OperatorError(f"{group.name} is half swapped with ReplaceBroker; finish that with {call}")
 
 
-def refuse_unknown(said: Broker, directory: Directory) -> NoReturn:
+def refuse_unknown(registering: Broker, directory: Directory) -> NoReturn:
     """Raise OperatorError with the command that gives a broker a place."""
     vacant = next((group for group in directory.groups.values() if group.half_swapped), None)
-    master, slave = (part(role, said.kind) for role in (Role.MASTER, Role.SLAVE))
-    command, group, role = "AddBroker", said.group or "GROUP", f"{master:d} (master) or {slave:d} (slave)"
-    if vacant and vacant.kind == said.kind and said.group in ("", vacant.name):
+    master, slave = (part(role, registering.kind) for role in (Role.MASTER, Role.SLAVE))
+    command, group, role = "AddBroker", registering.group or "GROUP", f"{master:d} (master) or {slave:d} (slave)"
+    if vacant and vacant.kind == registering.kind and registering.group in ("", vacant.name):
         command, group, role = "ReplaceBroker", vacant.name, f"{slave:d}"
     raise OperatorError(
-        f"{said.key} is no broker here. Run: qmq {command} --metaserver=HOST:PORT --token=TOKEN "
-        f"--brokerGroup={group} --role={role} --hostname={said.hostname} --ip={said.ip} "
-        f"--servePort={said.serve_port} --syncPort={said.sync_port}"
+        f"{registering.key} is no broker here. Run: qmq {command} --metaserver=HOST:PORT --token=TOKEN "
+        f"--brokerGroup={group} --role={role} --hostname={registering.hostname} --ip={registering.ip} "
+        f"--servePort={registering.serve_port} --syncPort={registering.sync_port}"
     )
 
 
-def check_kind(broker: Broker, said: Broker) -> None:
+def check_kind(broker: Broker, registering: Broker) -> None:
     """Refuse a broker in a delay server's place and vice versa: their logs follow different rules."""
-    if broker.kind != said.kind:
+    if broker.kind != registering.kind:
         name = {NORMAL: "a broker", DELAY: "a delay server"}
         raise OperatorError(
             f"{broker.key} was added as the {broker.part.name} of {broker.group}, a place for {name[broker.kind]}, and "
-            f"what runs there is {name[said.kind]}. Start the other program there, or RemoveBroker and add it to a "
-            f"group of its kind"
+            f"what runs there is {name[registering.kind]}. Start the other program there, or RemoveBroker and add it "
+            f"to a group of its kind"
         )
 
 
@@ -427,29 +427,30 @@ def check_registration(broker: Broker, incarnation: str, *, is_older: bool = Fal
         raise OperatorError(
             f"{broker.key} was the master of {broker.group} with another data directory. Give it that one back; if it "
             f"is lost: qmq RecoverGroup --brokerGroup={broker.group} --gone={broker.key} makes the best copy that "
-            "is left the master, from which this broker is filled. Whose disk is lost, too, is named in --gone as well"
+            "is left the master, from which this broker is filled. Name every broker with a lost disk in --gone"
         )
 
 
-def is_elsewhere(known: Broker, said: Broker) -> bool:
+def is_elsewhere(known: Broker, registering: Broker) -> bool:
     """Return whether a broker has its row's data directory, but at another place or after a start of its machine.
 
     The directory may be a copy, and the original process may still run where no metaserver reaches it. So its role
     begins in a new term, in which the original no longer counts.
     """
-    return bool(known.incarnation) and known.incarnation == said.incarnation and known.instance != said.instance
+    is_same_disk = bool(known.incarnation) and known.incarnation == registering.incarnation
+    return is_same_disk and known.instance != registering.instance
 
 
-def may_be_copy(known: Broker, said: Broker) -> bool:
+def may_be_copy(known: Broker, registering: Broker) -> bool:
     """Return whether a broker may be another process than the row's, with the same data directory or a copy.
 
     One directory at one place belongs to one process: its lock admits one at a time.
     """
-    knows_places = bool(known.instance or said.instance) and known.incarnation == said.incarnation
-    return is_elsewhere(known, said) if knows_places else known.ip != said.ip
+    knows_places = bool(known.instance or registering.instance) and known.incarnation == registering.incarnation
+    return is_elsewhere(known, registering) if knows_places else known.ip != registering.ip
 
 
-def is_older(known: Broker, said: Broker, term: int, last: ReplicaState | None) -> bool:
+def is_older(known: Broker, registering: Broker, term: int, last: ReplicaState | None) -> bool:
     """Return whether a broker has, at another place, a directory older than a term it once reported.
 
     Such a copy would cut frames that the old master acknowledged later.
@@ -458,7 +459,7 @@ def is_older(known: Broker, said: Broker, term: int, last: ReplicaState | None) 
         term: newest term it has stored.
         last: its last report.
     """
-    return is_elsewhere(known, said) and last is not None and term < last.term
+    return is_elsewhere(known, registering) and last is not None and term < last.term
 
 
 def begin_elsewhere(group: Group, broker: Broker, *, above: int) -> RoleChange:
@@ -563,8 +564,8 @@ def _require_stopped(group: Group, member: Broker, may_be_up: MayBeUp) -> None:
 def _addressed(group: Group, broker: Broker) -> Broker:
     """Return the broker at the operator's address, with the disk and ports of its registration."""
     known = next((member for member in group.brokers if member.key == broker.key), broker)
-    told = replace(broker, control_port=known.control_port, metrics_port=known.metrics_port)
-    return replace(told, incarnation=known.incarnation, instance=known.instance)
+    registered = replace(broker, control_port=known.control_port, metrics_port=known.metrics_port)
+    return replace(registered, incarnation=known.incarnation, instance=known.instance)
 
 
 def _require_free(directory: Directory, key: BrokerKey) -> None:

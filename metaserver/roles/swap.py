@@ -129,7 +129,7 @@ class Swaps:
                 old = self._registry.old_row(name)
                 raise OperatorError(f"{name}: {old.found if old else who}; {old.remedy if old else 'repeat soon'}")
             if (state.role, state.term) != (broker.role, group.term):
-                raise OperatorError(f"{who} has not taken its part in term {group.term} yet; repeat soon")
+                raise OperatorError(f"{who} has not begun its role in term {group.term} yet; repeat soon")
         rules.check_clock(group, slave, self._registry.state(slave))
         return group, slave
 
@@ -138,10 +138,10 @@ class Swaps:
         if not named:
             slaves = ", ".join(str(slave.key) for slave in group.slaves)
             raise OperatorError(f"{to} is no slave of {group.name}; its slaves are {slaves}")
-        said = {slave.key: self._registry.state(slave) for slave in named}
+        states = {slave.key: self._registry.state(slave) for slave in named}
 
         def fitness(slave: Broker) -> tuple[bool, bool, int]:
-            state = said[slave.key]
+            state = states[slave.key]
             return state is not None, rules.has_clock_for(group, state), state.log_end if state else -1
 
         return max(named, key=fitness)
@@ -212,7 +212,7 @@ class Swaps:
         except (NotServed, OutcomeUnknown):
             raise OutcomeUnknown(
                 f"the database failed while it stored the roles of {group.name} ({error}); they are exchanged or as "
-                "before. ListBrokers tells once it is back"
+                "before. ListBrokers shows it once the database is back"
             ) from error
         if not _is_exchanged(exchange, self._registry.directory.groups.get(group.name)):
             await self._cancel(group)

@@ -93,7 +93,8 @@ class Seat:
     def told(self) -> RouteBytes:
         """Record the route as sent, and return it."""
         route = self.topic.route
-        self.sent, self.used = route.version, self.used or route.version
+        self.sent = route.version
+        self.used = self.used or route.version
         return route
 
 

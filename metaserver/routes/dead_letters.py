@@ -20,9 +20,9 @@ def wider_routes(limits: Iterable[OperatorLimits], routes: Routes) -> list[SetRo
     A subject without a route gets one with its next consumer, and is extended then.
     """
     wanted: dict[str, set[str]] = {}
-    for one in limits:
-        if one.subject in routes and has_route(routes, one.dead_letters_to):
-            wanted.setdefault(one.dead_letters_to, set()).update(routes[one.subject].groups)
+    for limit in limits:
+        if limit.subject in routes and has_route(routes, limit.dead_letters_to):
+            wanted.setdefault(limit.dead_letters_to, set()).update(routes[limit.subject].groups)
     return [
         SetRoute(to, tuple(sorted(groups | set(routes[to].groups))), routes[to].version)
         for to, groups in wanted.items()
@@ -34,7 +34,7 @@ def sources_left(limits: Iterable[OperatorLimits], routes: Routes, subject: str,
     """Return the subjects whose dead letters `group` stores in `subject`; the group must serve it while there are
     any.
     """
-    sources = {one.subject for one in limits if one.dead_letters_to == subject}
+    sources = {limit.subject for limit in limits if limit.dead_letters_to == subject}
     return sorted(name for name in sources if name in routes and group in routes[name].groups)
 
 
@@ -48,13 +48,13 @@ def why_not(limits: Iterable[OperatorLimits], routes: Routes, after: OperatorLim
     if not has_route(routes, to):
         return [f"{to} has no route; it gets one with its first producer or consumer"]
     if subject in _reached(limits, to):
-        return [f"dead letters would come back from {to} to {subject}, and go round for ever"]
+        return [f"dead letters would come back from {to} to {subject}, and in a circle"]
     return []
 
 
 def _reached(limits: Iterable[OperatorLimits], subject: str) -> set[str]:
     """Return the subject, and those its messages may reach as dead letters of dead letters."""
-    ways = [(one.subject, one.dead_letters_to) for one in limits if one.dead_letters_to]
+    ways = [(limit.subject, limit.dead_letters_to) for limit in limits if limit.dead_letters_to]
     reached, new = {subject}, {subject}
     while new := {to for source, to in ways if source in new} - reached:
         reached |= new

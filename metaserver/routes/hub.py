@@ -110,7 +110,10 @@ class WatchHub:
         quotas: Quotas,
         kind: int = NORMAL,
     ) -> None:
-        self._registry, self._metrics, self._allow, self._quotas = registry, metrics, allow, quotas
+        self._registry = registry
+        self._metrics = metrics
+        self._allow = allow
+        self._quotas = quotas
         self._audience = Audience()
         self._views = GroupViews(kind)
         self._marks: frozenset[ReadonlyMark] = frozenset()
@@ -119,7 +122,8 @@ class WatchHub:
         self._wanted: dict[str, str] = {}
         """Real subjects that need the database, and why they still wait."""
         self._problem = ""
-        self._want_some, self._stored = asyncio.Event(), asyncio.Event()
+        self._want_some = asyncio.Event()
+        self._stored = asyncio.Event()
         self._polled: dict[tuple[str, str, bool], Watch] = {}
         self._sending: set[asyncio.Task[None]] = set()
         self._revision = time.time_ns() // 1_000_000  # clients of an earlier process saw lower ones
@@ -417,10 +421,10 @@ class WatchHub:
         for subject in subjects:
             del self._wanted[subject]
         self._wanted |= waits
-        told = [seat for topic in topics for seat in self._settle(topic)]
+        seats = [seat for topic in topics for seat in self._settle(topic)]
         self._stored.set()
         self._stored = asyncio.Event()
-        await self._tell(told)
+        await self._tell(seats)
         return not waits
 
     def _ration(self, subjects: list[str]) -> dict[str, str]:

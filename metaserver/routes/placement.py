@@ -92,7 +92,8 @@ class Placement:
         stored_bytes: Mapping[str, int] | None = None,
     ) -> None:
         self._directory = directory
-        self._groups_min, self._groups_new = groups_min, max(groups_new, groups_min)
+        self._groups_min = groups_min
+        self._groups_new = max(groups_new, groups_min)
         candidates = [group for group in directory.groups.values() if serves(group) and not group.draining]
         names = [group.name for group in candidates]
         self._step = 1.0 / _mean(loads.subjects(name) for name in names)
@@ -193,7 +194,8 @@ class RouteTable:
     """Stored routes in memory. Made by the registry."""
 
     def __init__(self, *, groups_min: int, groups_new: int) -> None:
-        self._groups_min, self._groups_new = groups_min, groups_new
+        self._groups_min = groups_min
+        self._groups_new = groups_new
         self._known: dict[str, Route] = {}
         self._loads = Loads()
         self.known: Mapping[str, Route] = self._known

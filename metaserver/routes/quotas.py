@@ -87,8 +87,8 @@ class Quotas:
 
     def refusals(self, now_s: float) -> dict[str, str]:
         """Return the tokens whose clients are refused something at present, with the last reason."""
-        self._refusals = {name: one for name, one in self._refusals.items() if now_s - one.at_s < REFUSED_S}
-        return {name: one.reason for name, one in self._refusals.items()}
+        self._refusals = {name: refusal for name, refusal in self._refusals.items() if now_s - refusal.at_s < REFUSED_S}
+        return {name: refusal.reason for name, refusal in self._refusals.items()}
 
     def note(self, caller: Caller, reason: str, now_s: float) -> None:
         """Record a refusal, also one that was decided elsewhere."""

@@ -115,7 +115,7 @@ class Brokers:
 
     async def mark_groups(self, broker: Broker, mark: str, groups: Sequence[Asked]) -> list[bool]:
         """Make a master note the ends of new consumer groups' subjects; return which groups have a position there."""
-        request = pb.MarkGroupsRequest(mark=mark, groups=[pb.NewGroup(**one._asdict()) for one in groups])
+        request = pb.MarkGroupsRequest(mark=mark, groups=[pb.NewGroup(**group._asdict()) for group in groups])
         async with self._stub(broker) as (stub, metadata):
             call = stub.MarkGroups(request, **metadata, timeout=self._timeout_ms / 1000)
             answer: pb.MarkGroupsAnswer = await self._call(broker, call)
@@ -138,7 +138,7 @@ class Brokers:
             at: the masters that serve it.
             source: the subject that an operator chose for them, if any.
         """
-        way = Destination.of(to, [_master(one) for one in at], broker.group) if to else None
+        way = Destination.of(to, [_master(master) for master in at], broker.group) if to else None
         try:
             return await DeadLetters.open(_master(broker), self._metadata[0][1], subject, group, way, source)
         except (AccessError, CallError) as error:
@@ -186,9 +186,9 @@ class Brokers:
             yield BrokerStub(channel), {"metadata": self._metadata}
 
     async def _ask(self, broker: Broker, call: Any) -> ReplicaState:
-        said = await self._call(broker, call)
+        answer = await self._call(broker, call)
         try:
-            return state_from_message(said)
+            return state_from_message(answer)
         except InvalidRequest as error:
             raise OperatorError(f"{broker.key} ({broker.part.name} of {broker.group}) is no broker: {error}") from None
 

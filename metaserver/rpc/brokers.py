@@ -116,7 +116,8 @@ class BrokerRpc:
                     self._log_once(f"heartbeats refused broker={broker.key} reason={error}")
                     await context.abort(_status(error), str(error))
                 elif error is None and reader.result():
-                    await context.abort(grpc.StatusCode.ABORTED, f"a newer heartbeat stream of {broker.key} took over")
+                    text = f"a newer heartbeat stream of {broker.key} replaced this one"
+                    await context.abort(grpc.StatusCode.ABORTED, text)
             finally:
                 reader.cancel()
                 self._registry.leave(broker.key, session)
@@ -165,7 +166,7 @@ class BrokerRpc:
     ) -> bool:
         """Process heartbeats until the stream ends; True: a newer stream replaced it."""
         beats = self._metrics.heartbeats.labels(_known_group(self._registry, key))
-        said, state = first, _state(first, first)
+        heartbeat, state = first, _state(first, first)
         try:
             while self._registry.beat(key, session, state):
                 beats.inc()
@@ -173,8 +174,8 @@ class BrokerRpc:
                 message = await anext(aiter(requests), None)
                 if message is None:
                     return False
-                if message != said:
-                    said, state = message, _state(message, first)
+                if message != heartbeat:
+                    heartbeat, state = message, _state(message, first)
             return True
         finally:
             wake.set()
@@ -187,16 +188,16 @@ class BrokerRpc:
             log.warning("%s", line)
 
 
-def _is_of(broker: Broker | None, said: pb.BrokerIdentity | pb.BrokerState) -> bool:
+def _is_of(broker: Broker | None, process: pb.BrokerIdentity | pb.BrokerState) -> bool:
     """Return whether a row names this data directory, at this place."""
-    return broker is not None and (broker.incarnation, broker.instance) == (said.incarnation, said.instance)
+    return broker is not None and (broker.incarnation, broker.instance) == (process.incarnation, process.instance)
 
 
-def _check_group(broker: Broker, said: pb.BrokerIdentity) -> None:
-    if said.broker_group not in ("", broker.group):
+def _check_group(broker: Broker, process: pb.BrokerIdentity) -> None:
+    if process.broker_group not in ("", broker.group):
         raise OperatorError(
-            f"{broker.key} belongs to {broker.group}, not to {said.broker_group}, whose data directory it has: start "
-            "it with an empty one"
+            f"{broker.key} belongs to {broker.group}, not to {process.broker_group}, whose data directory it has: "
+            "start it with an empty one"
         )
 
 

@@ -40,7 +40,9 @@ class ConsumerGroups:
     """New consumer groups. Made by main."""
 
     def __init__(self, registry: Registry, database: Database, brokers: Marks) -> None:
-        self._registry, self._database, self._brokers = registry, database, brokers
+        self._registry = registry
+        self._database = database
+        self._brokers = brokers
 
     async def begin(self, broker_group: str, asked: Sequence[Asked]) -> list[Begin]:
         """Return the begin of each group on a broker group; store groups that are new in the cluster.
@@ -48,37 +50,37 @@ class ConsumerGroups:
         Raises:
             NotServed, CommitUnknown: the database cannot be read or written now. Repeat.
         """
-        keys = [one.key for one in asked]
+        keys = [group.key for group in asked]
         checked: set[Key] = set()
         for _ in range(TRIES):
             rows = await self._database.read(lambda repository: repository.consumer_groups(keys))
-            missing = [one for one in to_store(asked, rows, now_ms=_wall_ms()) if one.key not in checked]
+            missing = [group for group in to_store(asked, rows, now_ms=_wall_ms()) if group.key not in checked]
             if not missing:
                 return [begin_at(rows[key], broker_group) for key in keys]
             new = await self._new_rows(broker_group, missing, rows)
-            checked |= {one.key for one in missing if one.key in rows}
+            checked |= {group.key for group in missing if group.key in rows}
             if new:
                 replaced = [rows[row.key] for row in new if row.key in rows]
                 store = methodcaller("store_consumer_groups", new, replaced)
                 await self._database.write(store)
-        raise NotServed("other metaservers store the same consumer groups at this moment; ask again")
+        raise NotServed("other metaservers store the same consumer groups at this moment; repeat")
 
     async def _new_rows(
         self, broker_group: str, missing: Sequence[Asked], rows: Mapping[Key, ConsumerGroupRow]
     ) -> list[ConsumerGroupRow]:
         """Query the masters of the subjects' routes, then make rows. The marks are older than the rows."""
         now_ms, mark = _wall_ms(), secrets.token_hex(8)
-        members = {one.key: self._members(one.subject, broker_group) for one in missing}
+        members = {group.key: self._members(group.subject, broker_group) for group in missing}
         names = sorted({name for route in members.values() for name in route})
-        parts = [[one for one in missing if name in members[one.key]] for name in names]
+        parts = [[group for group in missing if name in members[group.key]] for name in names]
         answers = await asyncio.gather(*map(self._ask, names, [mark] * len(names), parts))
         silent = {name for name, known in zip(names, answers, strict=True) if known is None}
         known = {key for answer in answers for key in answer or ()}
         return [
-            new_row(one, members[one.key], is_known=one.key in known, mark=mark, now_ms=now_ms)
-            for one in missing
+            new_row(group, members[group.key], is_known=group.key in known, mark=mark, now_ms=now_ms)
+            for group in missing
             # A possibly stale row stays if a broker group has a position, or did not answer.
-            if one.key not in rows or not (one.key in known or members[one.key] & silent)
+            if group.key not in rows or not (group.key in known or members[group.key] & silent)
         ]
 
     def _members(self, subject: str, broker_group: str) -> frozenset[str]:
@@ -94,7 +96,7 @@ class ConsumerGroups:
             known = await self._brokers.mark_groups(group.master, mark, groups)
         except QmqError:
             return None
-        return {one.key for one, is_known in zip(groups, known, strict=False) if is_known}
+        return {asked.key for asked, is_known in zip(groups, known, strict=False) if is_known}
 
 
 def _wall_ms() -> int:
@@ -109,7 +111,7 @@ class ConsumerGroupRpc:
     async def BeginGroups(self, request: pb.BeginGroupsRequest, context: Any) -> pb.BeginGroupsAnswer:
         try:
             caller().require_group(request.broker_group)
-            asked = [_asked(one) for one in request.groups]
+            asked = [_asked(group) for group in request.groups]
             begins = await self._consumer_groups.begin(request.broker_group, asked)
         except QmqError as error:
             await context.abort(_status(error), str(error))
@@ -117,10 +119,10 @@ class ConsumerGroupRpc:
         return pb.BeginGroupsAnswer(begins=[pb.GroupBegin(**begin._asdict()) for begin in begins])
 
 
-def _asked(one: pb.NewGroup) -> Asked:
-    check_subject(one.subject)
-    check_name("consumer group", one.group)
-    return Asked(one.subject, one.group, one.latest, max(one.since_ms, 0), one.broadcast)
+def _asked(group: pb.NewGroup) -> Asked:
+    check_subject(group.subject)
+    check_name("consumer group", group.group)
+    return Asked(group.subject, group.group, group.latest, max(group.since_ms, 0), group.broadcast)
 
 
 def _status(error: QmqError) -> grpc.StatusCode:

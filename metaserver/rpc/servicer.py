@@ -141,7 +141,7 @@ class MetaserverRpc(BrokerRpc, ConsumerGroupRpc, MetaserverServicer):  # type: i
         except NotServed as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
             raise  # abort has raised already
-        wanted = [one for one in sources if one.status == ONLINE and one.room == request.room]
+        wanted = [source for source in sources if source.status == ONLINE and source.room == request.room]
         return pb.SourceList(sources=map(self._source, wanted))
 
     async def _read_sources(self) -> list[DataSource]:

@@ -171,7 +171,7 @@ def _check_readable(connection: Connection) -> None:
     load_routes(connection, 0, bad)
     load_tokens(connection, bad)
     if len(bad):
-        raise ValueRefused("rows of the dump make no sense; the log names them. Nothing was restored")
+        raise ValueRefused("rows of the dump are invalid; the log names them. Nothing was restored")
 
 
 FORMAT, VERSION = "qmq metadata", 1
@@ -203,9 +203,9 @@ def lost_masters(present: Tables, dumped: Tables) -> list[str]:
     masters, others = _masters(present), _masters(dumped)
     live = {name for name, row in _by_name(dumped).items() if row.get("kind") != REMOVED}
     return [
-        f"{name} is served by {_key(row)}, the backup has {_key(others[name]) if name in others else 'nobody'} in its "
-        "place, and knows nothing of messages that came since: first make the two agree (SwapRoles or ReplaceBroker; "
-        "RemoveBroker if what the group holds may go)"
+        f"{name} is served by {_key(row)}, the backup has {_key(others[name]) if name in others else 'no broker'} in "
+        "its place, and lacks messages that came since: first make the two agree (SwapRoles or ReplaceBroker; "
+        "RemoveBroker if the group's messages may be lost)"
         for name, row in sorted(masters.items())
         if row["incarnation"] and name in live and (name not in others or _key(others[name]) != _key(row))
     ]
@@ -265,22 +265,22 @@ def dump_of(
         ],
         "subject_route": [_route(route, now) for route in routes],
         "client_offline_state": [
-            {"client_id": one.consumer, "subject_info": one.subject, "consumer_group": one.group, "state": 1}
-            for one in sorted(directory.offline)
+            {"client_id": row.consumer, "subject_info": row.subject, "consumer_group": row.group, "state": 1}
+            for row in sorted(directory.offline)
         ],
         "operator_limits": [
             {
-                "subject_info": one.subject,
-                "consumer_group": one.group,
-                "expires_after_s": one.expires_after_s,
-                "expired_die": one.expired_die,
-                "per_second": one.per_second,
-                "messages_max": one.messages_max,
-                "drops_oldest": one.drops_oldest,
-                "bytes_max": one.bytes_max,
-                "dead_letters_to": one.dead_letters_to,
+                "subject_info": row.subject,
+                "consumer_group": row.group,
+                "expires_after_s": row.expires_after_s,
+                "expired_die": row.expired_die,
+                "per_second": row.per_second,
+                "messages_max": row.messages_max,
+                "drops_oldest": row.drops_oldest,
+                "bytes_max": row.bytes_max,
+                "dead_letters_to": row.dead_letters_to,
             }
-            for one in sorted(directory.limits)
+            for row in sorted(directory.limits)
         ],
         "api_token": [_token(token) for token in tokens],
         **{name: present["tables"][name] for name in IN_NO_MEMORY},

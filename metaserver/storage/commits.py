@@ -23,7 +23,7 @@ AUDIT_ROWS_READ = 200
 """Newest rows that are searched for a lost commit, which is seconds old by any clock."""
 LATE_S = 5.0
 """Time after which a database that answers again will not answer an earlier call."""
-LOOK_FIRST = "it does not tell now; look at AuditTrail once it does, before you repeat this"
+LOOK_FIRST = "look at AuditTrail once the database answers, before you repeat this"
 MANY = 100
 """A transaction with more changes gets the time limit of a full reading."""
 LOAD_MS = 60_000
@@ -38,7 +38,8 @@ class Commits:
     """
 
     def __init__(self, database: Database, catch_up: Callable[[], Awaitable[None]]) -> None:
-        self.database, self._catch_up = database, catch_up
+        self.database = database
+        self._catch_up = catch_up
         self.writing = asyncio.Lock()
         """Held while a decision is stored and read back."""
 
@@ -89,9 +90,9 @@ class Commits:
         """Return whether a change without an answer was stored: its audit row is part of it."""
         try:
             await self.database.probe()
-            told = await _late_answer(error) if isinstance(error, AnswerLate) else None
-            if told is not None:
-                return told
+            outcome = await _late_answer(error) if isinstance(error, AnswerLate) else None
+            if outcome is not None:
+                return outcome
             await self._stand_in_line()
             rows = await self.database.read(lambda r: r.audit_trail(limit=AUDIT_ROWS_READ))
         except (DatabaseAway, CommitUnknown, TimeoutError) as failed:
@@ -117,8 +118,8 @@ async def _late_answer(error: AnswerLate) -> bool | None:
 
 def _is_same(row: AuditRow, audit: AuditRow) -> bool:
     """Return whether a row equals the audit row to be stored: JSON turns tuples into lists."""
-    said, known = (
+    stored, known = (
         json.dumps([each.who, each.peer, each.action, dict(each.parameters), each.before, each.after], sort_keys=True)
         for each in (row, audit)
     )
-    return said == known
+    return stored == known

@@ -80,7 +80,8 @@ class Database:
     """
 
     def __init__(self, url: str, *, timeout_ms: int) -> None:
-        self._url, self._timeout_ms = url, timeout_ms
+        self._url = url
+        self._timeout_ms = timeout_ms
         self._first_thread = ThreadPoolExecutor(1, "database")
         """Thread for a call while there is no other: in a pool, every call wakes a second idle thread."""
         self._threads = ThreadPoolExecutor(THREADS - 1, "database")
@@ -234,7 +235,8 @@ class Database:
 
     def _open(self) -> None:
         engine = open_database(self._url)
-        self._engine, self._repository = engine, Repository(engine)
+        self._engine = engine
+        self._repository = Repository(engine)
 
     def _ask_versions(self) -> dict[str, int]:
         if self._repository is None:
@@ -251,7 +253,8 @@ class Database:
     def _is_back(self) -> None:
         if self._away_since is not None:
             log.warning("database back after %.1f s", time.monotonic() - self._away_since)
-        self._away_since, self.reason = None, ""
+        self._away_since = None
+        self.reason = ""
 
 
 def _heard(result: asyncio.Future[Any]) -> None:

@@ -24,21 +24,21 @@ class StaleTerm(OperatorError):
     """The group changed since it was read. Nothing was stored; read, then decide again."""
 
     def __init__(self, group: str) -> None:
-        super().__init__(f"somebody else changed {group} at this moment; look at its brokers, then repeat")
+        super().__init__(f"another change of {group} came first; look at its brokers, then repeat")
 
 
 class StaleVersion(OperatorError):
     """The route changed since it was read. Nothing was stored; read, then decide again."""
 
     def __init__(self, subject: str) -> None:
-        super().__init__(f"somebody else changed the route of {subject} at this moment; look at it, then repeat")
+        super().__init__(f"another change of the route of {subject} came first; look at it, then repeat")
 
 
 class StaleDirectory(OperatorError):
     """Groups, marks or routes changed since they were read. Nothing was stored; decide again."""
 
     def __init__(self) -> None:
-        super().__init__("somebody else changed groups, marks or routes at this moment; look at them, then repeat")
+        super().__init__("another change of groups, marks or routes came first; look at them, then repeat")
 
 
 class ValueRefused(OperatorError):

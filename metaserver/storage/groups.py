@@ -72,20 +72,20 @@ def store_addresses(connection: Connection, moved: Broker) -> None:
     _update_broker(connection, moved.key, ip=moved.ip, sync_port=moved.sync_port)
 
 
-def store_registration(connection: Connection, said: Broker, before: Broker | None) -> None:
+def store_registration(connection: Connection, registered: Broker, before: Broker | None) -> None:
     """Store a broker's registration; with `before`, only if the row still equals it. Raises StaleTerm."""
-    if before is not None and _brokers(connection, said.group).get(said.key) != before:
-        raise StaleTerm(said.group)
+    if before is not None and _brokers(connection, registered.group).get(registered.key) != before:
+        raise StaleTerm(registered.group)
     _update_broker(
         connection,
-        said.key,
-        ip=said.ip,
-        sync_port=said.sync_port,
-        control_port=said.control_port,
-        metrics_port=said.metrics_port,
-        incarnation=said.incarnation,
-        instance=said.instance,
-        complete=said.complete,
+        registered.key,
+        ip=registered.ip,
+        sync_port=registered.sync_port,
+        control_port=registered.control_port,
+        metrics_port=registered.metrics_port,
+        incarnation=registered.incarnation,
+        instance=registered.instance,
+        complete=registered.complete,
     )
 
 
@@ -256,8 +256,8 @@ def _group(row: Row[Any], holders: dict[tuple[str, Role], list[Broker]]) -> Grou
 
 def _broker(row: Row[Any]) -> Broker:
     """Read a row of `broker`; raises ValueError for an invalid one."""
-    told = (row.control_port, row.metrics_port)  # 0 before it registered
-    for least, port in ((1, row.serve_port), (1, row.sync_port), *((0, port) for port in told)):
+    ports = (row.control_port, row.metrics_port)  # 0 before it registered
+    for least, port in ((1, row.serve_port), (1, row.sync_port), *((0, port) for port in ports)):
         if not least <= port < 65536:
             raise ValueError(f"port {port} does not exist")
     return Broker(

@@ -176,7 +176,7 @@ class Repository:
         """
 
         def work(connection: Connection) -> tuple[list[MetaserverRow], dict[str, int], int | None]:
-            rows = {one.id: one for one in heartbeats.load_metaservers(connection)}
+            rows = {metaserver.id: metaserver for metaserver in heartbeats.load_metaservers(connection)}
             heartbeats.store_beat(connection, row)
             before = rows[row.id].beat if row.id in rows else None
             return list((rows | {row.id: row}).values()), read_versions(connection), before

@@ -161,7 +161,7 @@ async def test_of_ten_replacements_at_once_exactly_one_wins_each_term(world):
         await other.stop()
     done = [answer for answer in answers if answer["status"] == 0]
     assert (await world.group("g1"))["term"] == 2 + len(done)
-    assert all("somebody else changed g1" in answer["message"] for answer in answers if answer["status"])
+    assert all("another change of g1" in answer["message"] for answer in answers if answer["status"])
 
 
 @in_world

@@ -163,7 +163,7 @@ class ManyCopies(Metaserver):
 
         def choose() -> None:
             self.choices -= 1
-            self._choose_among(replace(facts, slaves_said=said))
+            self._choose_among(replace(facts, slave_states=said))
 
         self.choices += 1
         for slave in facts.eligible:
@@ -176,11 +176,11 @@ class ManyCopies(Metaserver):
             return self._events.count("no failover: it is too late")
         if refused := promotion.refusal(facts):
             return self._events.count(f"no failover: {refused[0].value}")
-        best, best_said = facts.best, facts.best_said
+        best, best_state = facts.best, facts.best_state
         chosen = self._reach(best.hostname)
         if chosen is not None:
             self._world.oracle.chosen(chosen.log)
-        if self._choose(promotion.choose(facts), facts.group, best, best_said):
+        if self._choose(promotion.choose(facts), facts.group, best, best_state):
             self._events.count("failed over")
 
     def replace(self, role: Role, *, accept_loss: bool = False) -> None:

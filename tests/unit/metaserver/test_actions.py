@@ -268,7 +268,7 @@ async def test_who_always_loses_the_race_is_told_and_changes_nothing(world):
         await change(changes, audit)
 
     world.registry.change = always_late
-    assert "somebody else changed" in await world.refused("AddSubjectBrokerGroup", subject="s1", brokerGroup="g2")
+    assert "another change of" in await world.refused("AddSubjectBrokerGroup", subject="s1", brokerGroup="g2")
     assert rounds == 5 and world.groups_of("s1") == ("g1",)
 
 

@@ -118,7 +118,7 @@ def test_restore_never_makes_another_broker_the_master(filled):
     with pytest.raises(ValueRefused, match="g1 is served by g1-b:20881, the backup has g1-a:20881"):
         filled.change([RestoreAll(dump)])
     dump["tables"]["broker"] = []
-    with pytest.raises(ValueRefused, match="has nobody in its place"):
+    with pytest.raises(ValueRefused, match="has no broker in its place"):
         filled.change([RestoreAll(dump)])
     assert filled.load() == before
 

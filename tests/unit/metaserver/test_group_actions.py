@@ -238,7 +238,7 @@ async def test_dead_letters_go_to_a_chosen_subject_that_is_served_wherever_they_
     assert world.registry.directory.limits == {OperatorLimits("s1", "shop", per_second=7, dead_letters_to="dead")}
     reasons = {
         "nowhere": "nowhere has no route",
-        "s1": "go round for ever",
+        "s1": "in a circle",
         "%RETRY%other%shop": "name real ones",
     }
     for to, reason in reasons.items():
@@ -308,7 +308,7 @@ async def test_two_operators_at_once_neither_make_a_circle_nor_forget_each_other
     await world.copies("g1")
     await world.routed("s1", "dead")
     await another_one_first(world, SetLimits(OperatorLimits("dead", "people", dead_letters_to="s1")))
-    assert "go round for ever" in await world.refused("LimitGroup", subject="s1", group="shop", deadLettersTo="dead")
+    assert "in a circle" in await world.refused("LimitGroup", subject="s1", group="shop", deadLettersTo="dead")
     theirs = OperatorLimits("dead", "people", dead_letters_to="s1", per_second=7)
     await another_one_first(world, SetLimits(theirs))
     await world.done("LimitGroup", subject="dead", group="people", deadLettersTo="%DEAD_RETRY")

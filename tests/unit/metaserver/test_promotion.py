@@ -31,11 +31,11 @@ def slave_is(**fields):
 
 
 def slave_says(**fields):
-    return replace(FINE, slaves_said={B.key: replace(SLAVE_SAID, **fields)})
+    return replace(FINE, slave_states={B.key: replace(SLAVE_SAID, **fields)})
 
 
-def master_said(**fields):
-    return replace(FINE, master_said=replace(MASTER_SAID, **fields))
+def master_state(**fields):
+    return replace(FINE, master_state=replace(MASTER_SAID, **fields))
 
 
 def acknowledged(term, end, *, accepted=0):
@@ -48,13 +48,13 @@ REFUSED = [
     pytest.param(row(master=None, slaves=(B, C)), Refusal.NO_SLAVE, id="two slaves, and the master's place is vacant"),
     pytest.param(row(half_swapped=True), Refusal.HALF_SWAPPED, id="an operator is at it"),
     pytest.param(replace(FINE, reported_term=5), Refusal.OLD_ROW, id="a broker reports a newer term than the row"),
-    pytest.param(replace(FINE, slaves_said={}), Refusal.SLAVE_DOWN, id="the slave does not answer"),
+    pytest.param(replace(FINE, slave_states={}), Refusal.SLAVE_DOWN, id="the slave does not answer"),
     pytest.param(replace(FINE, unwilling={B.key: "heard"}), Refusal.HEARS_ITS_MASTER, id="it hears its master"),
     pytest.param(slave_says(incarnation="empty"), Refusal.OTHER_DISK, id="its disk was replaced"),
     pytest.param(slave_says(incarnation=""), Refusal.OTHER_DISK, id="it does not name its disk"),
     pytest.param(slave_is(instance="1"), Refusal.OTHER_DISK, id="its disk is a copy"),
     pytest.param(
-        replace(slave_is(incarnation=""), master_said=replace(MASTER_SAID, in_step=("",))),
+        replace(slave_is(incarnation=""), master_state=replace(MASTER_SAID, in_step=("",))),
         Refusal.OTHER_DISK,
         id="the row names no disk",
     ),
@@ -62,13 +62,13 @@ REFUSED = [
     pytest.param(slave_says(term=5), Refusal.OTHER_TERM, id="it is ahead of the row"),
     pytest.param(slave_says(role=Role.MASTER), Refusal.OTHER_TERM, id="it is a master"),
     pytest.param(slave_is(complete=False), Refusal.NEVER_IN_SYNC, id="it was never in sync, by the row"),
-    pytest.param(replace(FINE, master_said=None), Refusal.NOT_IN_SYNC_AT_THE_END, id="the master never reported"),
-    pytest.param(master_said(term=3), Refusal.NOT_IN_SYNC_AT_THE_END, id="the master reported in an older term last"),
-    pytest.param(master_said(role=Role.SLAVE), Refusal.NOT_IN_SYNC_AT_THE_END, id="the master had not begun"),
-    pytest.param(master_said(in_step=()), Refusal.NOT_IN_SYNC_AT_THE_END, id="no slave was in sync"),
-    pytest.param(master_said(in_step=("disk c",)), Refusal.NOT_IN_SYNC_AT_THE_END, id="another copy was in sync"),
+    pytest.param(replace(FINE, master_state=None), Refusal.NOT_IN_SYNC_AT_THE_END, id="the master never reported"),
+    pytest.param(master_state(term=3), Refusal.NOT_IN_SYNC_AT_THE_END, id="the master reported in an older term last"),
+    pytest.param(master_state(role=Role.SLAVE), Refusal.NOT_IN_SYNC_AT_THE_END, id="the master had not begun"),
+    pytest.param(master_state(in_step=()), Refusal.NOT_IN_SYNC_AT_THE_END, id="no slave was in sync"),
+    pytest.param(master_state(in_step=("disk c",)), Refusal.NOT_IN_SYNC_AT_THE_END, id="another copy was in sync"),
     pytest.param(
-        master_said(readonly_reasons=("slave_down",)), Refusal.NOT_IN_SYNC_AT_THE_END, id="the slave was lost before"
+        master_state(readonly_reasons=("slave_down",)), Refusal.NOT_IN_SYNC_AT_THE_END, id="the slave was lost before"
     ),
     pytest.param(slave_says(in_sync=False), Refusal.NOT_IN_SYNC_SINCE_START, id="the slave restarted meanwhile"),
     pytest.param(slave_says(readonly_reasons=("rolled_back",)), Refusal.ROLLED_BACK, id="its disk was put back"),
@@ -100,8 +100,8 @@ def test_each_condition_has_an_example():
         pytest.param(FINE, id="all is known and well"),
         pytest.param(replace(FINE, points=Points()), id="nothing was acknowledged yet"),
         pytest.param(acknowledged(3, 101, accepted=4), id="an operator accepted the loss of what is missing"),
-        pytest.param(master_said(writable=False, readonly_reasons=("operator",)), id="the group was marked readonly"),
-        pytest.param(master_said(writable=False, readonly_reasons=("slave_lag",)), id="the slave was behind, not out"),
+        pytest.param(master_state(writable=False, readonly_reasons=("operator",)), id="the group was marked readonly"),
+        pytest.param(master_state(writable=False, readonly_reasons=("slave_lag",)), id="the slave was behind, not out"),
         pytest.param(replace(FINE, reported_term=0), id="this metaserver has just begun and heard no term"),
     ],
 )
@@ -131,14 +131,14 @@ def copies(count, m, *, ends=None, in_step="bcde", epochs=None, **fields):
         )
         for slave in slaves
     }
-    master_said = replace(MASTER_SAID, in_step=tuple(f"disk {name}" for name in in_step if name in names))
+    master_state = replace(MASTER_SAID, in_step=tuple(f"disk {name}" for name in in_step if name in names))
     group = replace(ROW, slaves=slaves, min_copies=m)
-    return replace(FINE, group=group, master_said=master_said, slaves_said=said, **fields)
+    return replace(FINE, group=group, master_state=master_state, slave_states=said, **fields)
 
 
 def without(facts, *names):
-    left = {key: said for key, said in facts.slaves_said.items() if key.hostname not in names}
-    return replace(facts, slaves_said=left)
+    left = {key: said for key, said in facts.slave_states.items() if key.hostname not in names}
+    return replace(facts, slave_states=left)
 
 
 @pytest.mark.parametrize(
@@ -175,17 +175,17 @@ def test_who_has_most_of_those_that_promised_is_the_master(ends, epochs, best):
 @pytest.mark.parametrize(("wrong", "ends", "best"), [("b", {}, "c"), ("c", {}, "b"), ("c", {"b": 100, "c": 200}, "c")])
 def test_of_those_that_have_as_much_one_whose_clock_is_right_is_the_master(wrong, ends, best):
     facts = copies(3, 2, ends=ends)
-    said = {key: replace(said, clock_off_s=30 * (key.hostname == wrong)) for key, said in facts.slaves_said.items()}
-    assert promotion.choose(replace(facts, slaves_said=said)).master.hostname == best
+    said = {key: replace(said, clock_off_s=30 * (key.hostname == wrong)) for key, said in facts.slave_states.items()}
+    assert promotion.choose(replace(facts, slave_states=said)).master.hostname == best
 
 
 def test_the_row_gets_the_term_that_was_promised():
     facts = copies(3, 2)
-    promised = {key: replace(said, promised_term=facts.new_term) for key, said in facts.slaves_said.items()}
-    assert facts.new_term == 5 and promotion.choose(replace(facts, slaves_said=promised)).new_term == 5
-    earlier = {key: replace(said, promised_term=9) for key, said in facts.slaves_said.items()}
-    assert promotion.choose(replace(facts, slaves_said=earlier)).new_term == 9, "no slave refuses the row"
-    assert promotion.choose(replace(facts, given_term=11, slaves_said=earlier)).new_term == 12
+    promised = {key: replace(said, promised_term=facts.new_term) for key, said in facts.slave_states.items()}
+    assert facts.new_term == 5 and promotion.choose(replace(facts, slave_states=promised)).new_term == 5
+    earlier = {key: replace(said, promised_term=9) for key, said in facts.slave_states.items()}
+    assert promotion.choose(replace(facts, slave_states=earlier)).new_term == 9, "no slave refuses the row"
+    assert promotion.choose(replace(facts, given_term=11, slave_states=earlier)).new_term == 12
 
 
 def test_one_slave_may_be_behind_but_not_the_one_that_has_most():
@@ -201,9 +201,9 @@ def test_a_master_that_lost_too_many_slaves_answered_acks_alone():
 
 def test_a_slave_that_restarted_or_hears_the_master_does_not_promise():
     facts = copies(3, 2)
-    (b, c) = facts.slaves_said
-    restarted = {**facts.slaves_said, c: replace(facts.slaves_said[c], in_sync=False)}
-    refused, text = promotion.refusal(replace(facts, slaves_said=restarted))
+    (b, c) = facts.slave_states
+    restarted = {**facts.slave_states, c: replace(facts.slave_states[c], in_sync=False)}
+    refused, text = promotion.refusal(replace(facts, slave_states=restarted))
     assert refused == Refusal.NOT_IN_SYNC_SINCE_START and "c:1 has not been in sync since" in text
     assert promotion.refusal(replace(facts, unwilling={b: "heard"}))[0] == Refusal.HEARS_ITS_MASTER
 
@@ -215,8 +215,8 @@ def test_a_slave_that_restarted_counts_by_an_operators_word_and_by_its_row_or_lo
     facts = copies(count, m, in_step="", master_gone=left_out != "the operator's word")
     slaves = tuple(replace(slave, complete=count == m) for slave in facts.group.slaves)
     term = 3 if left_out == "in the row's term" else 4
-    said = {key: replace(one, in_sync=False, last_term=term) for key, one in facts.slaves_said.items()}
-    facts = replace(facts, group=replace(facts.group, slaves=slaves), slaves_said=said)
+    said = {key: replace(one, in_sync=False, last_term=term) for key, one in facts.slave_states.items()}
+    facts = replace(facts, group=replace(facts.group, slaves=slaves), slave_states=said)
     is_chosen = facts.master_gone and (term == 4 or count == m)
     assert (promotion.refusal(facts) is None) == is_chosen
 
