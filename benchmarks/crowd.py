@@ -103,9 +103,7 @@ class Member:
         now = time.monotonic()
         for piece in commands.decode_pulled(body):
             self.taken += piece.count
-            if (
-                self._times is not None and piece.times == 1
-            ):  # redelivered from a stalled consumer, so its latency is not the broker's
+            if self._times is not None and piece.times == 1:  # a redelivery waited for a stalled consumer
                 for data in split_batch(piece.body, piece.count):
                     self._times.append((now - float(str(decode_message(bytes(data))[PROPERTY]))) * 1e3)
             ack = Ack(self._subscription, [(piece.pull_sequence, piece.pull_sequence + piece.count)])

@@ -50,9 +50,7 @@ class Publisher(asyncio.Protocol):
         return self._confirmed_end + len(self._beyond)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(
-            asyncio.Transport, transport
-        )  # uvloop's transport has the methods, but not the base class
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's has the methods, not the class
 
     def connection_lost(self, error: Exception | None) -> None:
         self.lost = self.lost or f"RabbitMQ closed the connection: {error}"

@@ -1,4 +1,4 @@
-"""Shell. Where a token comes from: an argument, a file, standard input or the environment; never a process list."""
+"""Shell. Sources of a token: an argument, a file, standard input or the environment; never a process list."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def find_token(
     environ: Mapping[str, str] | None = None,
     stdin: TextIO | None = None,
 ) -> str:
-    """Return the token to show: `given`, else the file's, else QMQ_TOKEN, else the file that QMQ_TOKEN_FILE names.
+    """Return `given`, else the file's token, else QMQ_TOKEN, else that of the file in QMQ_TOKEN_FILE.
 
     Args:
         given: the token itself; `-` reads one line of standard input instead.
-        token_file: a file that only its owner may read; `-` is standard input, too.
+        token_file: a file readable only by its owner; `-` is standard input, too.
 
     Returns:
         The token; empty if there is none.
 
     Raises:
-        AccessError: both were given, the file cannot be read, others may read it, or it holds no token.
+        AccessError: both were given, the file cannot be read, other users may read it, or it holds no token.
     """
     environ = os.environ if environ is None else environ
     if given is not None and token_file is not None:
@@ -61,10 +61,10 @@ def add_token_options(parser: argparse.ArgumentParser) -> None:
 
 
 def read_token_file(path: Path) -> str:
-    """Read the token in `path`: one line, in a file that nobody but its owner may read or write.
+    """Read the token in `path`: one line, in a file that only its owner may read or write.
 
     Raises:
-        AccessError: says what is wrong with the file.
+        AccessError: the file breaks a rule.
     """
     try:
         with path.open(encoding="utf-8") as file:

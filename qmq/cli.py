@@ -1,10 +1,10 @@
 """Shell. The command `qmq`: starts each process, and runs each operators' command, by its name.
 
-    qmq broker --config b1.toml       what `python -m qmq.broker --config b1.toml` does
-    qmq ListBrokers                   what `tools.sh ListBrokers` does
+    qmq broker --config b1.toml       same as `python -m qmq.broker --config b1.toml`
+    qmq ListBrokers                   same as `tools.sh ListBrokers`
 
-A program's module is imported when its name is typed, never before: an application that installed the client alone
-has this command too, and is told what to install for the rest.
+Only the module of the typed name is imported. An application with only the client installed has this command, too; for
+other names it prints the packages to install.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from importlib.util import find_spec
 from qmq.version import VERSION
 
 CANNOT_START = 2
-"""Exit status of a program that is not installed. The same as for wrong settings: a restart does not help."""
+"""Exit status of a program that is not installed. The same as for invalid settings: a restart does not help."""
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What a name after `qmq` starts."""
+    """A program that a name after `qmq` starts."""
 
     module: str
-    """Run as `python -m` runs it."""
+    """Run as `python -m` does."""
     extra: str
-    """Of the distribution: what `pip install 'qmq[…]'` needs to name; empty: the client has all of it."""
+    """Extra of the distribution for `pip install 'qmq[…]'`; empty if the client includes it."""
     help: str
     words: tuple[str, ...] = ()
-    """What a shell completes behind the name: options, with `=` where a value follows, and actions."""
+    """Shell completions after the name: options, with `=` before a value, and actions."""
     starts: tuple[str, ...] = ()
-    """Packages that processes need which it starts: it would be late to find out there that one is missing."""
+    """Packages of its child processes: a missing one is reported before they start."""
 
 
 _CONFIG = ("--config=",)
@@ -111,14 +111,14 @@ SECTIONS: Mapping[str, Mapping[str, Program]] = {
         ),
     },
 }
-"""In the order in which people look for them."""
+"""In the order of `qmq --help`."""
 
 PROGRAMS: Mapping[str, Program] = {name: program for section in SECTIONS.values() for name, program in section.items()}
 OPERATORS = Program("qmq.tools", "tools", "operators' commands, as in tools.sh")
 
 
 def main(arguments: Sequence[str] | None = None) -> int | str | None:
-    """Run what is named first with what follows; return the exit status."""
+    """Run the named program with the remaining arguments; return its exit status."""
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("-V", "--version"):
         print(f"qmq {VERSION}")

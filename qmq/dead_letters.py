@@ -1,7 +1,7 @@
-"""Core. What a dead letter is: the copy of a message that a consumer group could not handle, with what became of that.
+"""Core. Dead letter: the copy of a message that a consumer group could not handle, with the reason.
 
-The broker stores it in the same log as its original, right in front of the ack of that one, which says `DEAD`
-(qmq.log.progress_frame). Producer id and batch number say of which message it is the copy. The audit compares.
+The broker stores it in the log of its original, right before the original's ack with `DEAD` (`qmq.log.progress_frame`).
+Producer id and batch number identify the original. The audit compares both.
 """
 
 from __future__ import annotations
@@ -15,46 +15,49 @@ from qmq.subjects import dead_letter_subject, parse_derived, retry_subject
 
 REASON, SEQUENCE = "qmq_deadReason", "qmq_deadSequence"
 SUBJECT, GROUP = "qmq_deadSubject", "qmq_deadGroup"
-"""Of a dead letter in a subject that an operator chose: the real subject and the consumer group that gave it up."""
+"""Properties of a dead letter in a chosen subject: the real subject, and the consumer group that gave it up."""
 PRUNER = "/expired"
-"""The consumer of what expires and becomes a dead letter (broker.subject_limits); a slash is in no name."""
+"""Consumer of expired messages that become dead letters (`broker.subject_limits`); no name contains a slash."""
 REDRIVER = "qmq.redrive"
-"""The consumer group of dead-letter subjects that gives back: what it has acked is no dead letter any more."""
+"""Consumer group of dead-letter subjects for redriving: messages acked by it are no longer dead letters."""
 FATE = TIMES, REASON, SEQUENCE, SUBJECT, GROUP
-"""Properties that a broker adds to a message that becomes a dead letter; a fingerprint has them in this order."""
+"""Properties added to dead letters by brokers; a fingerprint has them in this order."""
 _NO_FATE = dict.fromkeys((*FATE, EXPIRES_AFTER), "")
 
 
 def delivered(attempts: int) -> str:
-    """Say how often, as the reason of a dead letter begins."""
+    """Return the number of deliveries as words, for the beginning of a reason."""
     return "delivered once" if attempts == 1 else f"delivered {attempts} times"
 
 
 def letters_producer(subject: str, group: str) -> int:
-    """Return the producer id of the dead letters that a group makes of a subject's messages; the batch number of each
-    is its original's sequence. The group's retry subject has other ones than the real subject."""
+    """Return the producer id of a group's dead letters of a subject; their batch numbers are the originals' sequences.
+
+    The group's retry subject has another producer id than the real subject.
+    """
     data = dead_letter_subject(subject, group).encode() + (b"" if parse_derived(subject) is None else b"\0mailbox")
     return int.from_bytes(blake2b(data, digest_size=8).digest()) or 1
 
 
 def original_subject(whose: tuple[str, str], producer: int) -> str | None:
-    """Return in which subject the original of a dead letter of (real subject, consumer group) lies; None if no broker
-    made this message."""
+    """Return the subject of the original of a dead letter of (real subject, consumer group); None if no broker
+    made it.
+    """
     sources = whose[0], retry_subject(*whose)
     return next((one for one in sources if letters_producer(one, whose[1]) == producer), None)
 
 
 def with_fate(message: bytes, times: int, reason: str, sequence: int, whose: tuple[str, str] | None = None) -> bytes:
-    """Return the copy of an encoded message. Whatever these bytes are, they are kept as they came.
+    """Return the dead letter of an encoded message, which may be invalid; its bytes are kept.
 
     Args:
-        whose: real subject and consumer group, for a copy in a subject that an operator chose.
+        whose: real subject and consumer group, for a copy in a chosen subject.
     """
     fate = {TIMES: str(times), REASON: reason, SEQUENCE: str(sequence)}
     if whose is not None:
         fate |= {SUBJECT: whose[0], GROUP: whose[1]}
         if EXPIRES_AFTER.encode() in message:
-            fate[EXPIRES_AFTER] = ""  # or it would expire again before anybody has looked at it
+            fate[EXPIRES_AFTER] = ""  # otherwise it would expire again before an operator sees it
     try:
         return with_properties(message, fate)
     except InvalidMessage:

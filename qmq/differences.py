@@ -1,6 +1,6 @@
-"""Core. What a plan changes, value by value: what the operators' tools and the console show before anybody says yes.
+"""Core. Changes of a plan, value by value, as tools and console show them before confirmation.
 
-A broker that comes, goes or gives way to another one is one difference, not one for each of its ports.
+A broker that is added, removed or replaced is one difference, not one for each of its ports.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 
 class Difference(NamedTuple):
     path: str
-    """Names of the fields that lead to it, with dots; "value" if it is the whole."""
+    """Path of field names, with dots; "value" for the whole."""
     before: Any
     after: Any
-    """None: there is none."""
+    """None if absent."""
 
 
 def differences(before: Any, after: Any, path: str = "") -> list[Difference]:
-    """Return what differs, in the order of the fields before, then of those that are new."""
+    """Return the differences in the order of the old fields, then of the new ones."""
     if isinstance(before, Mapping | None) and isinstance(after, Mapping | None):
         old, new = before or {}, after or {}
         if _broker(old) == _broker(new):
@@ -33,7 +33,7 @@ def differences(before: Any, after: Any, path: str = "") -> list[Difference]:
 
 
 def _broker(value: Mapping[str, Any]) -> tuple[Any, Any] | None:
-    """Which broker this is; None: it is none."""
+    """Return the identity of a broker, or None if the value is none."""
     return (value["hostname"], value["servePort"]) if "hostname" in value and "servePort" in value else None
 
 

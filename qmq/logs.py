@@ -1,13 +1,12 @@
-"""Shell. How our processes log: one line an event, as text or JSON, and no cause more often than it can be read.
+"""Shell. Logging of our processes: one line an event, as text or JSON, with a bound on repetitions.
 
     text   2026-01-31T12:00:00.123Z WARNING qmq.server slave fenced term=7 offset=81920
     json   {"time": …, "level": …, "logger": …, "message": …, "fields": {"term": "7", "offset": "81920"}}
 
-What fails is tried again several times a second, by us and by everybody who talks to us. So the same text is logged
-once in `REPEAT_S`, and of one cause, a place in the code that logs, `LINES_MAX` lines; the next line of that cause says
-how many were left out.
+Failures are retried several times a second, here and in every peer. So the same text is logged once in `REPEAT_S`, and
+each cause, a place in the code that logs, gets `LINES_MAX` lines. Its next line states the number of dropped ones.
 
-SIGUSR1 changes the level while the process runs: everything is logged, until the next one takes that back.
+SIGUSR1 changes the level of a running process: everything is logged until the next SIGUSR1.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from typing import Any
 REPEAT_S = 60.0
 REMEMBERED_MAX = 1000
 LINES_MAX = 100
-"""Of one cause in `REPEAT_S`: 100 brokers that start at once are logged whole."""
+"""Lines per cause in `REPEAT_S`: enough for 100 brokers that start at once."""
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 FORMATS = ("text", "json")
@@ -34,22 +33,22 @@ _FIELD = re.compile(r"(?:^|\s)([a-z][a-z0-9_]*)=(\S+)")
 
 
 class Bounded(logging.Filter):
-    """Drops what was logged already, and what one cause has too much of."""
+    """Drops repeated lines, and lines beyond the bound of their cause."""
 
     def __init__(self) -> None:
         super().__init__()
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Reset all counts."""
         self._said: dict[tuple[str, str], float] = {}
         self._causes: dict[tuple[str, int], tuple[float, int, int]] = {}
-        """Of each place: when its time began, lines since then, lines left out."""
+        """By place: begin of its period, lines since then, dropped lines."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         try:
             message = record.getMessage()
-        except Exception:  # a value's own text fails: handlers say so, and raise nothing where it was logged
+        except Exception:  # a value's __str__ fails: handlers report it, and the logging code sees no error
             return True
         text, now = (record.name, message), record.created
         if now - self._said.get(text, 0.0) < REPEAT_S:
@@ -72,18 +71,18 @@ class Bounded(logging.Filter):
 
 
 LIBRARY = Bounded()
-"""Of what a process uses of this library: its handlers are the application's, so each logger has the bound."""
+"""For library modules: the handlers are the application's, so each logger has the bound."""
 
 
 def bounded(name: str) -> logging.Logger:
-    """Return the logger of a module that applications use."""
+    """Return the logger of a module used by applications."""
     logger = logging.getLogger(name)
     logger.addFilter(LIBRARY)
     return logger
 
 
 class Text(logging.Formatter):
-    """One line of text, whatever the message or the traceback has in it."""
+    """Formats an event as one line of text, whatever the message or traceback contains."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = f"{_time(record)} {record.levelname} {record.name} {record.getMessage()}"
@@ -93,7 +92,7 @@ class Text(logging.Formatter):
 
 
 class Json(logging.Formatter):
-    """One JSON object in a line."""
+    """Formats an event as one JSON object in a line."""
 
     def format(self, record: logging.LogRecord) -> str:
         message = record.getMessage()
@@ -110,7 +109,7 @@ class Json(logging.Formatter):
 
 
 def configure(level: str = "INFO", format: str = "text") -> None:
-    """Log to stderr; called by a process's main, in its first thread, once its settings are read."""
+    """Log to stderr. Called by a process's main, in its first thread, once its settings are read."""
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(Bounded())
     handler.setFormatter(Json() if format == "json" else Text())

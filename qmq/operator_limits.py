@@ -1,7 +1,7 @@
-"""Core. What operators set of a subject, or of one consumer group of it: SetLimits and LimitGroup.
+"""Core. Operators' limits of a subject, or of one consumer group of it: SetLimits and LimitGroup.
 
-The metaserver keeps them, brokers get all of them with their part, and each broker group applies them by itself: a
-number of messages counts what lies in that group.
+The metaserver stores them, and brokers get all of them with their assignment. Each broker group applies them by itself:
+a number of messages is per broker group.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ OF_SUBJECT = "*"
 
 
 class OperatorLimits(NamedTuple):
-    """0, false and empty are no limit. The first two fields are whose they are."""
+    """Limits of the subject or group in the first two fields; 0, false and empty mean no limit."""
 
     subject: str
     group: str
     """A consumer group, or OF_SUBJECT."""
     expires_after_s: int = 0
-    """Of a subject: a group does not get what was stored longer ago."""
+    """Of a subject: age after which a group no longer gets a message."""
     expired_die: bool = False
-    """Of a subject: what expires becomes a dead letter of the group."""
+    """Of a subject: expired messages become dead letters of the group."""
     messages_max: int = 0
-    """Of a subject: so many messages of each broker group may wait for a consumer group."""
+    """Of a subject: maximum of messages waiting for a consumer group, per broker group."""
     drops_oldest: bool = False
-    """Of a subject: what is more is over for the consumer group, oldest first; else producers are refused."""
+    """Of a subject: drop the consumer group's oldest messages above the maximum; otherwise reject producers."""
     per_second: int = 0
-    """Of a consumer group: so many messages a second, from each broker group."""
+    """Of a consumer group: messages a second, from each broker group."""
     bytes_max: int = 0
-    """As `messages_max`, in bytes."""
+    """Same in bytes."""
     dead_letters_to: str = ""
-    """Of a consumer group: the subject that its dead letters go to, in place of `%DEAD_RETRY%subject%group`."""
+    """Of a consumer group: subject of its dead letters, in place of `%DEAD_RETRY%subject%group`."""
 
     @property
     def key(self) -> tuple[str, str]:
@@ -45,7 +45,7 @@ class OperatorLimits(NamedTuple):
 
 
 def dead_letter_subjects(limits: Iterable[OperatorLimits]) -> dict[tuple[str, str], str]:
-    """Return where dead letters go, by (subject, consumer group) of those for which an operator chose it."""
+    """Return the chosen subjects of dead letters by (subject, consumer group)."""
     return {one.key: one.dead_letters_to for one in limits if one.dead_letters_to}
 
 

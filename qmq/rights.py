@@ -1,17 +1,17 @@
-"""Core. What a token allows: its role, and the subjects and broker groups it is limited to.
+"""Core. Rights of a token: its role, and the subjects and broker groups it is limited to.
 
     viewer      lists and states
-    operator    what a viewer may, and marks, drains, switches, offsets, routes
-    admin       what an operator may, and brokers, roles, tokens, databases, backup and restore
+    operator    the rights of a viewer; marks, drains, switches, offsets, routes
+    admin       the rights of an operator; brokers, roles, tokens, databases, backup and restore
     client      routes of its subjects; to produce to them and to consume from them
-    broker      to register and beat as a broker of its groups; to ask what a token may do
-    cluster     everything: the key of the installation, which metaservers and brokers share as a setting
+    broker      to register and send heartbeats as a broker of its groups; to check tokens
+    cluster     everything: the key of the installation, shared by metaservers and brokers as a setting
 
-A pattern of a subject is an exact name, or a prefix that ends with `*`. It stands for producing, consuming and
-redriving; with `produce:`, `consume:` or `redrive:` before it, for one of them. Retry and dead-letter subjects are
-read with the right to consume from the real subject, and written by brokers. To put messages into a retry subject, as
-Redrive and a delay group's long retries do, is a right of its own, named by the real subject or by the retry subject:
-whoever has it reaches one consumer group alone. Nobody but a broker writes dead letters.
+A pattern of a subject is an exact name, or a prefix that ends with `*`. It grants producing, consuming and redriving;
+with `produce:`, `consume:` or `redrive:` before it, only one of them. Retry and dead-letter subjects are read with the
+right to consume from the real subject, and written by brokers. Putting messages into a retry subject, as Redrive and a
+delay group's long retries do, is a right of its own, named by the real subject or by the retry subject: it reaches only
+one consumer group. Only brokers write dead letters.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _RIGHTS = (PRODUCE, CONSUME, REDRIVE)
 
 
 def includes(role: TokenRole, needed: TokenRole) -> bool:
-    """Whether a token of `role` may do what `needed` may."""
+    """Return whether `role` includes the rights of `needed`."""
     return role == needed or needed in _INCLUDES.get(role, ())
 
 
@@ -93,7 +93,7 @@ class Scope:
         return not self.subjects
 
     def may(self, right: str, subject: str) -> bool:
-        """Whether one may PRODUCE to, CONSUME from or REDRIVE to `subject`; to produce to a mailbox is to redrive."""
+        """Return whether `subject` is within PRODUCE, CONSUME or REDRIVE; producing to a mailbox is redriving."""
         if right == PRODUCE and is_derived_name(subject):
             right = REDRIVE
         if right == REDRIVE and subject.startswith(f"{DEAD_LETTER}%"):
@@ -112,7 +112,7 @@ EVERYTHING = Scope()
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks: the token's name and rights, and from where."""
+    """Caller of a request: the token's name and rights, and its address."""
 
     name: str
     role: TokenRole
@@ -148,7 +148,7 @@ def check_patterns(what: str, patterns: Iterable[str], *, rights: bool) -> tuple
     """Return the patterns if each is legal; `rights`: they may begin with `produce:`, `consume:` or `redrive:`.
 
     Raises:
-        InvalidName: names the pattern and the rule it breaks.
+        InvalidName: a pattern breaks a rule.
     """
     found = tuple(patterns)
     for pattern in found:

@@ -1,7 +1,7 @@
-"""Core. A process's settings: one frozen dataclass, read from a TOML file and the environment, checked as a whole.
+"""Core. Settings of a process: one frozen dataclass, read from a TOML file and the environment, checked as a whole.
 
-A field is declared with `setting(default, unit=…, why=…, least=…, most=…)`. In the file it has its own name, in the
-environment `<PREFIX>_<NAME>` in capitals. Every complaint is found before the first is reported.
+A field is declared with `setting(default, unit=…, why=…, least=…, most=…)`. The file has it under its own name, the
+environment as `<PREFIX>_<NAME>` in capitals. All complaints are reported together.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ REQUIRED: Any = dataclasses.MISSING
 
 
 class InvalidSettings(CallError):
-    """Settings are wrong; every line of the text is one thing to mend."""
+    """Settings are invalid; correct each line of the text."""
 
     def __init__(self, complaints: list[str]) -> None:
         super().__init__("\n".join(complaints))
@@ -36,7 +36,7 @@ def setting(
     most: float | None = None,
     one_of: tuple[str, ...] = (),
 ) -> Any:
-    """Declare a field of a settings dataclass; `why` says what the value is for and where the default comes from."""
+    """Declare a field of a settings dataclass; `why`: its purpose, and the origin of the default."""
     metadata = {"why": why, "unit": unit, "least": least, "most": most, "one_of": one_of}
     return dataclasses.field(default=default, metadata=metadata, kw_only=True)
 
@@ -81,7 +81,7 @@ def _read(path: Path | None, complaints: list[str]) -> dict[str, Any]:
 
 
 def _convert(value: Any, hint: Any) -> Any:
-    """Turn a TOML value or an environment's text into the field's type; raises ValueError."""
+    """Convert a TOML value or an environment's text to the field's type; raise ValueError."""
     if hint is bool:
         if isinstance(value, bool):
             return value

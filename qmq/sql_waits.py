@@ -1,4 +1,4 @@
-"""Core. How long a process waits for its database server, in the words of each driver."""
+"""Core. Timeouts of a process for its database server, as settings of each driver."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 
 class Waits(NamedTuple):
-    """In seconds: for a connection, for a lock, for an answer, for the next statement of a transaction, and for the
-    next transaction of a connection."""
+    """Timeouts in seconds: for a connection, a lock, an answer, the next statement of a transaction, and the next
+    transaction of a connection.
+    """
 
     connect: int
     lock: int
@@ -16,7 +17,7 @@ class Waits(NamedTuple):
     idle: int
 
     def mariadb(self, *session: str) -> dict[str, Any]:
-        """Return what pymysql's `connect` takes; `session`: further variables that each session sets."""
+        """Return arguments of pymysql's `connect`; `session`: further variables of each session."""
         variables = (
             "sql_mode = 'STRICT_ALL_TABLES'",
             f"innodb_lock_wait_timeout = {self.lock}",
@@ -29,12 +30,12 @@ class Waits(NamedTuple):
             "read_timeout": self.answer,
             "write_timeout": self.answer,
             "charset": "utf8mb4",
-            # Without strict mode it would cut what is too long, and answer that all went well.
+            # Without strict mode the server would cut long values and report success.
             "init_command": f"SET SESSION {', '.join(variables)} {within}",
         }
 
     def postgresql(self) -> dict[str, Any]:
-        """Return what psycopg's `connect` takes."""
+        """Return arguments of psycopg's `connect`."""
         seconds = {
             "lock_timeout": self.lock,
             "statement_timeout": self.answer,
@@ -43,7 +44,7 @@ class Waits(NamedTuple):
         return {
             "connect_timeout": self.connect,
             "options": " ".join(f"-c {name}={value * 1000}" for name, value in seconds.items()),
-            # A machine that is gone without a word is noticed after some 15 s.
+            # A machine that vanished is noticed after some 15 s.
             "tcp_user_timeout": 15_000,
             "keepalives_idle": 5,
             "keepalives_interval": 5,

@@ -1,11 +1,11 @@
-"""Core. Which names are legal: subjects, consumer groups, consumer ids, broker groups; retry and dead-letter subjects.
+"""Core. Legal names: subjects, consumer groups, consumer ids, broker groups; retry and dead-letter subjects.
 
-QMQ lets any name through to the broker, where one of 256 bytes stops all indexing for ever (weakness W7). Here a
-name is checked before it is stored, at both ends.
+QMQ passes any name on to the broker, where one of 256 bytes stops all indexing for ever (weakness W7). Here both ends
+check a name before it is stored.
 
-Messages that a consumer group did not get done go to subjects of its own, whose names are made of the real subject's
-and the group's: `%RETRY%subject%group`, and at last `%DEAD_RETRY%subject%group`. They lie in the broker groups of the
-real subject. A retry of a retry keeps the real subject: names are never nested.
+Messages that a consumer group did not handle go to subjects of its own, named by the real subject and the group:
+`%RETRY%subject%group`, and at last `%DEAD_RETRY%subject%group`. They lie in the broker groups of the real subject. A
+retry of a retry keeps the real subject, so names are never nested.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def check_name(what: str, name: str) -> str:
     character.
 
     Raises:
-        InvalidName: says which rule is broken. `what` names the argument, for instance "subject".
+        InvalidName: it breaks a rule. `what` names the argument, for instance "subject".
     """
     if not isinstance(name, str):
         raise InvalidName(f"{what} is a str, not {name!r:.100}: give its text")
@@ -51,11 +51,11 @@ def check_name(what: str, name: str) -> str:
 
 
 RETRY, DEAD_LETTER = "%RETRY", "%DEAD_RETRY"
-"""How the two kinds of names begin."""
+"""Prefixes of the two kinds of names."""
 
 
 class Derived(NamedTuple):
-    """The parts of a retry or dead-letter subject's name."""
+    """Parts of a retry or dead-letter subject's name."""
 
     kind: str
     """RETRY or DEAD_LETTER."""
@@ -64,20 +64,20 @@ class Derived(NamedTuple):
 
 
 def retry_subject(subject: str, group: str) -> str:
-    """Name the subject of the messages that `group` is to try again."""
+    """Return the subject of the messages that `group` retries."""
     return f"{RETRY}%{real_subject(plain(subject))}%{plain(group)}"
 
 
 def dead_letter_subject(subject: str, group: str) -> str:
-    """Name the subject of the messages that `group` tried too often."""
+    """Return the subject of the messages that `group` has given up."""
     return f"{DEAD_LETTER}%{real_subject(plain(subject))}%{plain(group)}"
 
 
 def parse_derived(name: str) -> Derived | None:
-    """Take the name of a retry or dead-letter subject apart; None if it is a real subject.
+    """Parse the name of a retry or dead-letter subject; return None for a real subject.
 
-    As QMQ does it: cut at each %, drop empty parts, trim the others; just three make such a name. With a % in its
-    subject or group nobody can tell what the parts were, and the whole name is a subject like any other.
+    As QMQ does: split at each %, drop empty parts, trim the others; exactly three make such a name. A % in the subject
+    or group makes the parts ambiguous, and the whole name is a subject like any other.
     """
     if not name.startswith((RETRY, DEAD_LETTER)):
         return None
@@ -88,18 +88,20 @@ def parse_derived(name: str) -> Derived | None:
 
 
 def is_derived_name(name: str) -> bool:
-    """Return whether this is how retry and dead-letter subjects are called, also if nobody can tell its parts."""
+    """Return whether a name has the form of retry and dead-letter subjects, even with ambiguous parts."""
     return name.startswith((f"{RETRY}%", f"{DEAD_LETTER}%"))
 
 
 def real_subject(name: str) -> str:
-    """Return the subject whose broker groups hold the messages of `name`: itself, unless it is a derived one."""
+    """Return the subject whose broker groups hold the messages of `name`: itself, or the real subject of a
+    derived one.
+    """
     derived = parse_derived(name)
     return derived.real if derived else name
 
 
 def is_dead_letter_subject(name: str) -> bool:
-    """Return whether this subject is of dead letters: they are delivered without limit, and do not die again."""
+    """Return whether a subject holds dead letters, which are delivered without limit and never die again."""
     derived = parse_derived(name)
     return derived is not None and derived.kind == DEAD_LETTER
 
@@ -108,7 +110,7 @@ def check_subject(name: str) -> str:
     """Return the name of a real or derived subject if it is legal; in a derived one, both parts may have 100 bytes.
 
     Raises:
-        InvalidName: says which rule is broken.
+        InvalidName: it breaks a rule.
     """
     name = plain(name)
     derived = parse_derived(name) if isinstance(name, str) else None
@@ -122,7 +124,7 @@ def check_subject(name: str) -> str:
 
 
 def matching(patterns: Iterable[str]) -> Callable[[str], bool]:
-    """Return what says whether a name is among `patterns`; one that ends in `*` stands for all that begin so."""
+    """Return a function that tests a name against `patterns`; one that ends in `*` is a prefix."""
     names = frozenset(one for one in patterns if not one.endswith("*"))
     starts = tuple(one[:-1] for one in patterns if one.endswith("*"))
     return lambda name: name in names or (bool(starts) and name.startswith(starts))
