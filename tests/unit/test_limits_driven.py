@@ -43,7 +43,7 @@ from tests.unit.delayserver.test_races import a_group
 from tests.unit.delayserver.world import HOUR_MS
 from tests.unit.server.test_tokens import limits, produce
 from tests.unit.test_limits import BROKER, CONSUMER, DELAY, METASERVER, OPERATOR, PRODUCER, REACHED, WATCHDOG, Nobody
-from tests.unit.watchdog.test_draining import Drain, row
+from tests.unit.watchdog.test_drain_plan import Drain, row
 
 Seen = Iterable[object]
 KEY = ("s", "g")

@@ -36,7 +36,7 @@ def named(data: Path, pieces: Iterable[tuple[int, int]]) -> list[tuple[str, int]
 
 
 @pytest.mark.parametrize("apart_ms", [7_200_000, -7_200_000], ids=["ahead", "back"])
-def test_frame_with_a_wrong_time_is_named_wherever_pieces_begin(tmp_path: Path, apart_ms: int) -> None:
+def test_wrong_time_is_found_across_any_borders(tmp_path: Path, apart_ms: int) -> None:
     log, frames, wrong = LogWriter(tmp_path), 8, 4
     for number in range(frames):
         log.timestamp_ms = BEGIN_MS + 1000 * number + (apart_ms if number == wrong else 0)

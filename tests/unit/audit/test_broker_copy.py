@@ -82,7 +82,7 @@ def rows(address: str, **options: str) -> list[dict[str, Any]]:
     return [row for part in reader.partitions() for batch in reader.read(part) for row in batch.to_pylist()]
 
 
-def test_of_a_broker_only_segments_with_what_is_asked_for_are_read(tmp_path: Path, broker: tuple[str, Served]) -> None:
+def test_broker_copy_reads_only_selected_segments(tmp_path: Path, broker: tuple[str, Served]) -> None:
     """The first and the third of four are of this subject, and the newest has no index; no snapshot is sent."""
     address, served = broker
     found = rows(address, subject=A)
@@ -111,9 +111,7 @@ def test_ranges_that_touch_are_all_read(tmp_path: Path, broker: tuple[str, Serve
     assert [row["sequence"] for row in found] == [*range(100), *range(100)]
 
 
-def test_segments_of_another_time_are_passed_over_by_their_first_frames(
-    tmp_path: Path, broker: tuple[str, Served]
-) -> None:
+def test_segments_of_other_times_are_skipped(tmp_path: Path, broker: tuple[str, Served]) -> None:
     address, served = broker
     found = rows(address, until=str(BEGIN_MS + 1))
     assert [row["sequence"] for row in found] == list(range(100))
@@ -139,7 +137,7 @@ async def _repair_behind_an_audit(data: Path, timeout_s: float) -> tuple[int, in
     return first, message_log.end - got
 
 
-def test_a_copy_that_is_repaired_does_not_wait_for_audits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repair_does_not_wait_for_audits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its group has a master less meanwhile, or takes no messages."""
     monkeypatch.setattr(control, "caller", lambda: SimpleNamespace(scope=SimpleNamespace(all_subjects=True)))
     write(tmp_path)

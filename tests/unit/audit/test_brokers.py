@@ -18,7 +18,7 @@ def groups(monkeypatch, *rows):
     return {name: {copy: place["broker"] for copy, place in places.items()} for name, places in found.items()}
 
 
-def test_groups_of_delay_servers_are_audited_as_those_of_brokers(monkeypatch):
+def test_delay_groups_are_audited_like_broker_groups(monkeypatch):
     rows = [row("g1", "MASTER", 1), row("g1", "SLAVE", 2), row("d1", "DELAY_SLAVE", 4), row("d1", "DELAY_MASTER", 3)]
     assert groups(monkeypatch, *rows) == {
         "d1": {"master": "10.0.0.1:3", "slave": "10.0.0.1:4"},
@@ -31,7 +31,7 @@ def test_each_slave_of_a_group_is_a_copy(monkeypatch):
     assert groups(monkeypatch, *rows) == {"g1": {"master": "10.0.0.1:1", "slave": "10.0.0.1:2", "slave2": "10.0.0.1:3"}}
 
 
-def test_a_group_that_lacks_a_copy_is_found_with_the_one_it_has(monkeypatch):
+def test_group_with_one_copy_is_found(monkeypatch):
     """It cannot be proven, and takes the proof of no other group."""
     rows = [row("d1", "DELAY_MASTER", 3), row("g1", "MASTER", 1), row("g1", "SLAVE", 2)]
     assert groups(monkeypatch, *rows) == {
@@ -45,7 +45,7 @@ def test_an_installation_without_groups_cannot_be_audited(monkeypatch):
         groups(monkeypatch)
 
 
-def test_what_a_group_is_how_many_copies_acknowledge_and_why_it_takes_nothing_is_the_metaservers_word(monkeypatch):
+def test_group_status_comes_from_the_metaserver(monkeypatch):
     rows = [
         {"groupName": "g1", "writable": True, "minCopies": 3, "why": []},
         {"groupName": "g2", "writable": False, "why": ["it has no slave"], "kind": "NORMAL"},

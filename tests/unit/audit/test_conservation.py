@@ -8,13 +8,13 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.unit.audit.test_progress import a_history, facts, subjects
 
 from qmq.audit.conservation import STATES, Range, broken_at, per_hour
 from qmq.audit.consumption import CONSERVED, ConsumptionJudge
 from qmq.audit.findings import FindingKind
 from qmq.log.frame import FrameKind
 from qmq.log.progress_frame import DEAD, EXPIRED, OVERFLOWED
-from tests.unit.audit.test_progress import a_history, facts, subjects
 from tests.unit.log.logs import Copy, a_frame
 
 
@@ -30,7 +30,7 @@ def judged(copy: Copy, start: int = 0):
 
 @given(st.integers(0, 1 << 32))
 @settings(max_examples=100, deadline=None)
-def test_equation_holds_on_whatever_history_from_whichever_frame_on(seed):
+def test_equation_holds_from_any_frame_of_any_history(seed):
     rng, copy = Random(seed), Copy(segment_bytes=1 << 20)
     copy.begin_epoch()
     starts = [0] + [a_frame(copy, rng).end for _ in range(120)]
@@ -62,7 +62,7 @@ def test_each_state_is_counted():
     assert broken == []
 
 
-def test_what_became_a_dead_letter_is_counted_as_such():
+def test_dead_letters_are_counted_as_dead():
     copy, first = a_history()
     copy.progress(FrameKind.ACK, "c1", (first, first + 2, DEAD), (first + 2, first + 3, 0), subject="s")
     (account,), broken = judged(copy)
@@ -70,7 +70,7 @@ def test_what_became_a_dead_letter_is_counted_as_such():
     assert broken == []
 
 
-def test_what_expired_is_counted_as_such_whoever_found_it():
+def test_expired_messages_are_counted_as_expired():
     copy, first = a_history()
     copy.progress(FrameKind.ACK, "c1", (first, first + 1, EXPIRED), subject="s")
     copy.progress(FrameKind.PULL, "/pruned", (EXPIRED, 4, 1), (OVERFLOWED, 5, 1), subject="s")
@@ -114,7 +114,7 @@ HOUR_MS = 3_600_000
         (0, 100 * HOUR_MS, None),
     ],
 )
-def test_a_group_that_begins_behind_messages_that_came_after_it_is_a_finding(position, began_ms, lost):
+def test_group_that_skips_later_messages_is_a_finding(position, began_ms, lost):
     """The position of a broker group that joined, written at the end of what it had stored."""
     copy = Copy(segment_bytes=1 << 20)
     copy.begin_epoch()

@@ -50,7 +50,7 @@ def fails(spark: Spark, groups: Any, options: Any) -> list[Result]:
         pytest.param(fails, (), id="a bug"),
     ],
 )
-def test_job_that_could_not_read_says_so_and_leaves_nothing_of_last_night(
+def test_unread_run_overwrites_last_nights_result(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, audit: Any, words: tuple[str, ...]
 ) -> None:
     status, result, report = run(monkeypatch, tmp_path, audit, *words)
@@ -70,7 +70,7 @@ def test_job_that_is_killed_leaves_nothing_of_last_night(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])
-def test_morning_page_of_a_run_that_failed_does_not_show_last_nights_verdict(
+def test_failed_run_hides_last_nights_verdict(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_damaged: bool
 ) -> None:
     """Its ledger may be what is damaged: that keeps no other group from being audited."""
@@ -91,7 +91,7 @@ def test_morning_page_of_a_run_that_failed_does_not_show_last_nights_verdict(
         assert json.loads(where.with_suffix(".json").read_text())["why"] == ""
 
 
-def test_files_that_cannot_be_written_are_told_before_anything_is_read(
+def test_unwritable_files_fail_before_the_read(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(consistency, "start_spark", lambda master, name: pytest.fail("an hour of work for nothing"))

@@ -60,16 +60,14 @@ def worlds(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("copy", ["master", "slave"])
-def test_what_does_not_follow_from_the_log_is_named_with_copy_kind_and_segment(
-    tmp_path: Path, name: str, copy: str
-) -> None:
+def test_wrong_derived_files_are_found_by_copy_and_segment(tmp_path: Path, name: str, copy: str) -> None:
     worlds(tmp_path)
     base = bases_of(tmp_path / copy)[2]
     kind = WRONG[name](tmp_path / copy, base)
     assert found(tmp_path, "master", "slave") == {(copy, kind, base)}
 
 
-def test_what_a_broker_gives_beyond_a_large_frame_is_used(tmp_path: Path) -> None:
+def test_bytes_after_a_large_frame_are_used(tmp_path: Path) -> None:
     log = LogWriter(tmp_path, segment_bytes=200_000)
     log.mastership(Epoch(1, 1))
     while len(log.frames) < 200:
@@ -84,7 +82,7 @@ def test_what_a_broker_gives_beyond_a_large_frame_is_used(tmp_path: Path) -> Non
     copy.close()
 
 
-def test_what_is_wrong_on_both_copies_is_found_on_both(tmp_path: Path) -> None:
+def test_files_wrong_on_both_copies_are_found_on_both(tmp_path: Path) -> None:
     worlds(tmp_path)
     base = bases_of(tmp_path / "master")[3]
     for copy in ("master", "slave"):
@@ -93,13 +91,13 @@ def test_what_is_wrong_on_both_copies_is_found_on_both(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", LEGAL)
-def test_what_brokers_pass_over_or_make_again_is_no_finding(tmp_path: Path, name: str) -> None:
+def test_files_that_brokers_ignore_are_no_finding(tmp_path: Path, name: str) -> None:
     worlds(tmp_path)
     LEGAL[name](tmp_path / "slave", bases_of(tmp_path / "slave")[2])
     assert found(tmp_path, "master", "slave") == set()
 
 
-def test_what_lies_behind_a_missing_snapshot_is_judged_from_the_one_before(tmp_path: Path) -> None:
+def test_missing_snapshot_is_bridged_from_the_one_before(tmp_path: Path) -> None:
     worlds(tmp_path)
     bases = bases_of(tmp_path / "slave")
     LEGAL["no snapshot"](tmp_path / "slave", bases[2])
@@ -110,7 +108,7 @@ def test_what_lies_behind_a_missing_snapshot_is_judged_from_the_one_before(tmp_p
     assert found(tmp_path, "master", "slave") == {("slave", *one) for one in wrong}
 
 
-def test_what_follows_from_a_wrong_snapshot_is_not_named_again(tmp_path: Path) -> None:
+def test_consequences_of_a_wrong_snapshot_are_no_findings(tmp_path: Path) -> None:
     """A broker that started from it writes what follows; where it was right all the while, the next one contradicts."""
     worlds(tmp_path)
     bases = bases_of(tmp_path / "slave")
@@ -127,7 +125,7 @@ def test_each_copy_is_judged_by_its_own_log(tmp_path: Path) -> None:
     assert found(tmp_path, "master", "slave") == set()
 
 
-def test_log_that_begins_behind_its_retention_is_judged_from_its_first_snapshot(tmp_path: Path) -> None:
+def test_log_after_retention_is_judged_from_its_first_snapshot(tmp_path: Path) -> None:
     worlds(tmp_path)
     bases = bases_of(tmp_path / "slave")
     for path in (tmp_path / "slave" / "log").glob(f"{0:020d}.*"):
@@ -138,14 +136,14 @@ def test_log_that_begins_behind_its_retention_is_judged_from_its_first_snapshot(
     assert ("slave", "snapshot", bases[1]) in found(tmp_path, "master", "slave")
 
 
-def test_damage_of_the_log_is_no_finding_about_what_is_beside_it(tmp_path: Path) -> None:
+def test_log_damage_is_no_finding_about_derived_files(tmp_path: Path) -> None:
     worlds(tmp_path)
     flip(tmp_path / "slave", bases_of(tmp_path / "slave")[2] + 150)
     assert found(tmp_path, "master", "slave") == set()
 
 
 @pytest.mark.parametrize("is_cut", [False, True], ids=["from 0", "retention has cut it"])
-def test_log_of_a_broker_that_does_not_send_these_files_is_not_read_for_them(tmp_path: Path, is_cut: bool) -> None:
+def test_log_is_not_folded_without_derived_files(tmp_path: Path, is_cut: bool) -> None:
     """It was folded as a whole, by one task."""
 
     class OfAnEarlierVersion(PathCopy):
@@ -161,7 +159,7 @@ def test_log_of_a_broker_that_does_not_send_these_files_is_not_read_for_them(tmp
     assert [wrong for base in bases for wrong in check_segment({"master": copy}, {"master": bases}, base)] == []
 
 
-def test_snapshot_behind_a_first_segment_without_an_index_is_judged(tmp_path: Path) -> None:
+def test_snapshot_after_a_segment_without_index_is_judged(tmp_path: Path) -> None:
     write_world(tmp_path / "slave")
     bases = bases_of(tmp_path / "slave")
     LEGAL["no index"](tmp_path / "slave", bases[0])

@@ -47,7 +47,7 @@ def test_listed_segment_that_is_gone_is_damage(tmp_path: Path, copies: tuple[str
     assert named(result) == {("damaged", "both" if copies == COPIES else "slave", base)}
 
 
-def test_newest_segment_that_is_gone_on_both_copies_is_damage_of_both(tmp_path: Path) -> None:
+def test_newest_segment_missing_on_both_is_damage(tmp_path: Path) -> None:
     write(tmp_path)
     newest = bases_of(tmp_path / "slave")[-1]
     for copy in COPIES:
@@ -55,14 +55,14 @@ def test_newest_segment_that_is_gone_on_both_copies_is_damage_of_both(tmp_path: 
     assert named(audit(tmp_path)) == {("damaged", copy, newest) for copy in COPIES}
 
 
-def test_list_that_is_damaged_says_nothing(tmp_path: Path) -> None:
+def test_damaged_manifest_is_ignored(tmp_path: Path) -> None:
     write(tmp_path)
     for copy in COPIES:
         (tmp_path / copy / "log" / "manifest").write_text("{}")
     assert audit(tmp_path).status == 0
 
 
-def test_what_was_acknowledged_is_due_to_the_last_frame_of_a_log_at_rest(tmp_path: Path) -> None:
+def test_acknowledged_point_is_due_in_an_idle_log(tmp_path: Path) -> None:
     stated = write(tmp_path / "without").frames[-1].offset
     assert audit(tmp_path / "without").watermark == stated
     log = write(tmp_path)
@@ -71,7 +71,7 @@ def test_what_was_acknowledged_is_due_to_the_last_frame_of_a_log_at_rest(tmp_pat
     assert (result.status, result.watermark) == (0, log.end) and stated < log.end
 
 
-def test_logs_that_both_end_before_what_was_acknowledged_lack_it(tmp_path: Path) -> None:
+def test_both_logs_below_the_acknowledged_point_lack_it(tmp_path: Path) -> None:
     log = write(tmp_path / "elsewhere")
     write(tmp_path, own=[2, 1, log.end, log.chain])
     last = next(frame for frame in log.frames if frame.offset >= bases_of(tmp_path / "slave")[-1])
@@ -82,7 +82,7 @@ def test_logs_that_both_end_before_what_was_acknowledged_lack_it(tmp_path: Path)
 
 
 @pytest.mark.parametrize("copy", [{"life": 1}, None], ids=["of a log before this one", "damaged"])
-def test_point_that_says_nothing_of_this_log_is_not_due(tmp_path: Path, copy: dict[str, int] | None) -> None:
+def test_point_of_another_life_is_not_due(tmp_path: Path, copy: dict[str, int] | None) -> None:
     write(tmp_path, own=[2, 1, 1 << 40, 7])
     for name in COPIES:
         if copy is not None:

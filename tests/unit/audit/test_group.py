@@ -48,7 +48,7 @@ def test_a_group_that_lacks_a_copy_is_not_proven() -> None:
     assert "Nothing is proven: broker group g1 has no slave" in as_markdown([result], 1.0)
 
 
-def test_a_copy_that_was_emptied_and_seeded_meanwhile_proves_nothing(tmp_path: Path) -> None:
+def test_copy_reseeded_meanwhile_proves_nothing(tmp_path: Path) -> None:
     """It has all of the log again, and what was missing for a while is nobody's fault."""
     places = {}
     for name in ("master", "slave"):
@@ -62,7 +62,7 @@ def test_a_copy_that_was_emptied_and_seeded_meanwhile_proves_nothing(tmp_path: P
         _check_kept(group, result)
 
 
-def test_what_was_found_before_a_copy_went_away_is_reported() -> None:
+def test_findings_before_a_copy_left_are_reported() -> None:
     result = Result("g1", {"master": "a", "slave": "b"}, unreadable="broker 10.0.0.1:20883: UNAVAILABLE")
     row = dict.fromkeys(FINDINGS.fieldNames()) | {"what": "missing", "copy": "slave", "offset": 77}
     result.findings, result.found = [row], {"missing": 1}
@@ -79,7 +79,7 @@ def test_id_of_an_application_stays_within_its_cell() -> None:
 
 
 @pytest.mark.parametrize("known, says, is_accounted", [(True, "", True), (False, "b", True), (False, "", False)])
-def test_a_delay_group_is_accounted_for_though_a_broker_without_a_mastership_does_not_say_that_it_is_one(
+def test_delay_group_between_masterships_is_accounted_for(
     monkeypatch: pytest.MonkeyPatch, known: bool, says: str, is_accounted: bool
 ) -> None:
     """It says that it is a slave, as of brokers: just then, messages wait that are due."""

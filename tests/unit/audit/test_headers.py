@@ -75,7 +75,7 @@ def same(data: bytes, chain: int | None = NO_CHAIN) -> int:
     return len(found)
 
 
-def test_frames_are_the_same_with_any_byte_changed_and_any_cut() -> None:
+def test_bulk_parser_equals_decode_header_under_damage() -> None:
     data, rng = log_of(), Random(3)
     assert same(data) == same(data, None) == 40
     for at in [*range(2 * 136), *(rng.randrange(len(data)) for _ in range(200))]:
@@ -96,7 +96,7 @@ def test_frames_are_the_same_with_any_byte_changed_and_any_cut() -> None:
     ],
     ids=["another chain", "another offset", "an unknown kind", "a body of another size"],
 )
-def test_frame_that_is_wrong_under_right_checksums_is_not_taken(change: Change) -> None:
+def test_invalid_frame_with_valid_checksums_is_rejected(change: Change) -> None:
     assert same(log_of(at_20=change)) == 20
 
 
@@ -125,7 +125,7 @@ WRONG: dict[str, tuple[str, Change]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize(("at", "subjects"), [(2, 1), (30, 1), (59, 1), (5, 3), (59, 3)])
-def test_what_is_wrong_in_one_of_many_frames_is_said_as_of_one(
+def test_problem_among_many_frames_equals_that_of_one(
     name: str, at: int, subjects: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind, change = WRONG[name]
@@ -137,9 +137,7 @@ def test_what_is_wrong_in_one_of_many_frames_is_said_as_of_one(
 
 
 @pytest.mark.parametrize("subjects", [1, 2, 50])
-def test_facts_of_frames_that_are_right_are_the_same_and_taken_at_once(
-    subjects: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_valid_frames_are_taken_at_once(subjects: int, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
     take: Callable[[FrameOrder, list[Frame]], bool] = FrameOrder.take
     monkeypatch.setattr(FrameOrder, "take", lambda line, frames: taken.append(len(frames)) or take(line, frames))

@@ -64,7 +64,7 @@ def of_letters(data: Path, facts: PieceFacts) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("plant", TWO_SIDED.values(), ids=TWO_SIDED.keys())
-def test_what_is_wrong_is_named_with_its_message_and_nothing_else(tmp_path: Path, plant: Plant) -> None:
+def test_only_the_invalid_message_is_a_finding(tmp_path: Path, plant: Plant) -> None:
     write_world(tmp_path)
     assert judged(tmp_path) == set()
     with forged(tmp_path) as frames:
@@ -73,7 +73,7 @@ def test_what_is_wrong_is_named_with_its_message_and_nothing_else(tmp_path: Path
     assert judged(tmp_path) == due
 
 
-def test_all_that_is_wrong_with_messages_is_named_with_its_id(tmp_path: Path) -> None:
+def test_message_findings_carry_the_id(tmp_path: Path) -> None:
     plants = [TWO_SIDED[name] for name in ("of another subject", "labels that are zero", "a message that is no UTF-8")]
     write_world(tmp_path)
     with forged(tmp_path) as frames:
@@ -82,7 +82,7 @@ def test_all_that_is_wrong_with_messages_is_named_with_its_id(tmp_path: Path) ->
     assert ids == {f"{one.subject}-{sequence}" for _, one, sequence in expected}
 
 
-def test_message_that_is_no_text_is_found_in_any_frame(tmp_path: Path) -> None:
+def test_invalid_text_is_found_in_any_frame(tmp_path: Path) -> None:
     for bad in range(8):
         log, sequence = LogWriter(tmp_path / str(bad)), 0
         for subject in ("s", "a.longer.subject", "s", "t"):
@@ -117,7 +117,7 @@ def test_message_of_another_subject_is_found_wherever_that_differs(tmp_path: Pat
     ],
     ids=["not English", "order key", "many properties", "delayed"],
 )
-def test_whatever_a_producer_may_send_is_no_problem(tmp_path: Path, message: bytes) -> None:
+def test_any_legal_message_has_no_problem(tmp_path: Path, message: bytes) -> None:
     log = LogWriter(tmp_path)
     log.mastership(Epoch(1, 1))
     log.messages("s", [message])
@@ -137,7 +137,7 @@ def test_order_key_counts_in_its_label(tmp_path: Path) -> None:
     assert [(what, sequence, identity) for what, _, sequence, identity in problems(tmp_path)] == [("labels", 1, "m1")]
 
 
-def test_what_may_be_stored_once_is_told_by_producer_and_subject(tmp_path: Path) -> None:
+def test_duplicate_keys_differ_by_producer_and_subject(tmp_path: Path) -> None:
     log = LogWriter(tmp_path)
     log.mastership(Epoch(1, 1))
     for subject in ("a", "b", "a"):
@@ -151,7 +151,7 @@ def test_what_may_be_stored_once_is_told_by_producer_and_subject(tmp_path: Path)
     assert facts_of(tmp_path).stored == []
 
 
-def test_an_id_has_one_hash_beside_whatever_others(tmp_path: Path) -> None:
+def test_hash_of_an_id_is_independent_of_others(tmp_path: Path) -> None:
     log = LogWriter(tmp_path)
     log.mastership(Epoch(1, 1))
     frames = [
@@ -179,7 +179,7 @@ def test_tagged_messages_are_facts(tmp_path: Path) -> None:
     assert tagged["tags"][0] == tagged["tags"][1] != tagged["tags"][2]
 
 
-def test_a_dead_letter_in_a_chosen_subject_keeps_the_one_it_came_from(tmp_path: Path) -> None:
+def test_dead_letter_in_chosen_subject_keeps_its_subject(tmp_path: Path) -> None:
     log, message = LogWriter(tmp_path), encode_message(Message("s", id="m1"), 0)
     log.dead_letter("s", "g", 0, message, 2, to="t")
     plain = log.messages("t", [message])

@@ -79,7 +79,7 @@ def hour_back(log: LogWriter) -> None:
     "what, plant",
     [("chain", other_chain), ("epoch", older_epoch), ("epoch_frame", newer_epoch), ("time", hour_back)],
 )
-def test_first_frame_behind_what_was_verified_has_to_continue_it(tmp_path: Path, what: str, plant: Plant) -> None:
+def test_first_new_frame_must_continue_the_verified_chain(tmp_path: Path, what: str, plant: Plant) -> None:
     """Where the last night ended, on both copies alike."""
     write(tmp_path, FIRST)
     verified = night(tmp_path).watermark
@@ -91,7 +91,7 @@ def test_first_frame_behind_what_was_verified_has_to_continue_it(tmp_path: Path,
     assert named(result) == {(what, "both", verified)}
 
 
-def test_damage_right_behind_what_was_verified_is_named_from_its_first_byte(tmp_path: Path) -> None:
+def test_damage_after_the_verified_point_is_found(tmp_path: Path) -> None:
     write(tmp_path, FIRST)
     verified = night(tmp_path).watermark
     log = write(tmp_path, FIRST + 10)
@@ -103,7 +103,7 @@ def test_damage_right_behind_what_was_verified_is_named_from_its_first_byte(tmp_
     assert row["end"] in [frame.offset for frame in log.frames]
 
 
-def test_what_copies_have_again_that_no_night_read_is_read(tmp_path: Path) -> None:
+def test_restored_unread_bytes_are_read(tmp_path: Path) -> None:
     """In the first night, retention had been on the slave alone."""
     log = write(tmp_path, FIRST, kept=4_304)
     bases = sorted((tmp_path / "slave" / "log").glob("*.log"))
@@ -118,7 +118,7 @@ def test_what_copies_have_again_that_no_night_read_is_read(tmp_path: Path) -> No
     assert named(result) == {("damaged", "both", log.frames[2].offset)}
 
 
-def test_each_copy_that_was_written_anew_is_named_where_that_was_seen(tmp_path: Path) -> None:
+def test_each_rewritten_copy_is_a_finding(tmp_path: Path) -> None:
     three = (*COPIES, "slave2")
     write(tmp_path, FIRST, copies=three)
     night(tmp_path, three)
@@ -128,7 +128,7 @@ def test_each_copy_that_was_written_anew_is_named_where_that_was_seen(tmp_path: 
     assert rewritten == {("slave", last), ("slave2", last)}
 
 
-def test_report_does_not_say_of_what_earlier_nights_read_that_this_one_did(tmp_path: Path) -> None:
+def test_report_separates_earlier_nights_bytes(tmp_path: Path) -> None:
     write(tmp_path, FIRST)
     first = night(tmp_path)
     assert f"Every byte of [0, {first.watermark}) was read" in as_markdown([first], 1.0)
@@ -159,7 +159,7 @@ ORDERS = {
 
 
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS.keys())
-def test_runs_at_one_time_and_lines_twice_are_no_findings(tmp_path: Path, order: str) -> None:
+def test_concurrent_runs_and_duplicate_lines_are_no_findings(tmp_path: Path, order: str) -> None:
     """Two runs went on from the same point, each up to where the log was then."""
     ledger = tmp_path / "ledger" / "g1.jsonl"
     write(tmp_path, FIRST)
@@ -192,7 +192,7 @@ def test_segments_that_no_retention_frame_gave_up_are_missed(tmp_path: Path) -> 
     assert named(night(tmp_path)) == {("retention", "both", second)}
 
 
-def test_segments_that_a_retention_frame_gave_up_are_not_missed(tmp_path: Path) -> None:
+def test_segments_released_by_retention_are_not_missed(tmp_path: Path) -> None:
     log = write(tmp_path, FIRST)
     second = sorted(int(path.stem) for path in log.folder.glob("*.log"))[1]
     write(tmp_path, FIRST, kept=second)
@@ -203,7 +203,7 @@ def test_segments_that_a_retention_frame_gave_up_are_not_missed(tmp_path: Path) 
     assert night(tmp_path).found == {}
 
 
-def test_last_frame_that_was_verified_and_is_damaged_is_damage(tmp_path: Path) -> None:
+def test_damaged_last_verified_frame_is_damage(tmp_path: Path) -> None:
     write(tmp_path, FIRST)
     verified = night(tmp_path).watermark
     log = write(tmp_path, FIRST + 10)
@@ -216,9 +216,7 @@ def test_last_frame_that_was_verified_and_is_damaged_is_damage(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("has_ledger", [True, False])
-def test_a_copy_that_lacks_its_beginning_although_nobody_gave_that_up_is_not_whole(
-    tmp_path: Path, has_ledger: bool
-) -> None:
+def test_missing_beginning_without_retention_is_a_finding(tmp_path: Path, has_ledger: bool) -> None:
     log = write(tmp_path, FIRST)
     if has_ledger:
         assert night(tmp_path).found == {}
@@ -229,7 +227,7 @@ def test_a_copy_that_lacks_its_beginning_although_nobody_gave_that_up_is_not_who
         assert named(night(tmp_path)) == {("retention", "slave", second)}
 
 
-def test_a_copy_that_keeps_what_was_given_up_makes_the_other_no_finding(tmp_path: Path) -> None:
+def test_late_retention_of_one_copy_is_no_finding(tmp_path: Path) -> None:
     log = write(tmp_path, FIRST)
     second = sorted(int(path.stem) for path in log.folder.glob("*.log"))[1]
     write(tmp_path, FIRST, kept=second)
@@ -248,7 +246,7 @@ def cut_off(folder: Path, log: LogWriter, end: int) -> None:
             path.write_bytes(path.read_bytes()[: at - base])
 
 
-def test_a_copy_that_ends_before_what_was_verified_is_not_proven_although_nothing_is_new(tmp_path: Path) -> None:
+def test_copy_below_the_verified_point_is_not_proven(tmp_path: Path) -> None:
     """Only a part of the old is read again, and that need not be the end."""
     log = write(tmp_path, FIRST)
     verified = night(tmp_path).watermark
@@ -261,7 +259,7 @@ def test_a_copy_that_ends_before_what_was_verified_is_not_proven_although_nothin
 
 
 @pytest.mark.parametrize("number", range(1, FIRST, 3))
-def test_a_copy_that_was_cut_anywhere_lacks_that_and_nothing_else_is_wrong(tmp_path: Path, number: int) -> None:
+def test_cut_copy_lacks_only_the_cut(tmp_path: Path, number: int) -> None:
     log = write(tmp_path, FIRST)
     night(tmp_path)
     cut_off(tmp_path, log, log.frames[number].end)
@@ -270,7 +268,7 @@ def test_a_copy_that_was_cut_anywhere_lacks_that_and_nothing_else_is_wrong(tmp_p
     assert night(tmp_path).found == {}
 
 
-def test_a_log_that_begins_within_the_last_frame_that_was_verified_is_read_as_a_whole(tmp_path: Path) -> None:
+def test_log_starting_in_the_anchor_frame_is_read_whole(tmp_path: Path) -> None:
     """The ledger is another log's: none of its frames can be looked for."""
     start = 4_304
     write(tmp_path, FIRST, kept=start)
@@ -283,7 +281,7 @@ def test_a_log_that_begins_within_the_last_frame_that_was_verified_is_read_as_a_
     assert (result.start, result.begin) == (start, start)
 
 
-def test_what_was_given_up_later_is_not_held_against_frames_that_are_read_again(tmp_path: Path) -> None:
+def test_later_retention_does_not_affect_reread_frames(tmp_path: Path) -> None:
     """All is read once more, because the last frame that was verified is damaged."""
 
     def keep(log: LogWriter) -> None:
@@ -299,7 +297,7 @@ def test_what_was_given_up_later_is_not_held_against_frames_that_are_read_again(
     assert named(night(tmp_path)) == {("damaged", "slave", last.offset)}
 
 
-def test_what_both_copies_have_wrong_alike_is_named_by_every_night_that_calls_the_rest_proven(tmp_path: Path) -> None:
+def test_shared_damage_is_repeated_every_night(tmp_path: Path) -> None:
     """It is a finding once; the bytes in front of the new ones are not verified without it."""
     log = write(tmp_path, FIRST)
     frame = log.frames[FIRST // 2]
@@ -318,7 +316,7 @@ def test_what_both_copies_have_wrong_alike_is_named_by_every_night_that_calls_th
     assert said in as_markdown([nights[0]], 1.0) and said not in as_markdown([nights[-1]], 1.0)
 
 
-def test_beginning_that_is_missed_is_no_finding_again_when_all_is_read_again(tmp_path: Path) -> None:
+def test_missing_beginning_is_reported_once(tmp_path: Path) -> None:
     log = write(tmp_path, FIRST)
     second = sorted(int(path.stem) for path in log.folder.glob("*.log"))[1]
     for copy in COPIES:

@@ -56,12 +56,12 @@ class _Reader(HTMLParser):
         self.text += data
 
 
-def test_a_run_of_a_version_that_knew_fewer_states_is_shown() -> None:
+def test_run_with_fewer_states_is_shown() -> None:
     row = {name: value for name, value in GOOD.conserved[0].items() if name not in ("expired", "overflowed")}
     assert "10 = 7 acked" in page({"g1": [replace(GOOD, conserved=[row])]}, NOW_MS)
 
 
-def test_page_is_one_file_and_says_what_was_verified() -> None:
+def test_page_is_self_contained_and_shows_verified_offsets() -> None:
     read = _Reader(page({"g1": [GOOD, BAD]}, NOW_MS))
     assert read.addresses == [] and "script" not in read.tags
     assert "Audit: findings" in read.text and "5,000" in read.text and "24 h 0 min ago" in read.text
@@ -86,7 +86,7 @@ def test_page_is_one_file_and_says_what_was_verified() -> None:
         ({"id": None, "sequence": None}, "dead letters.</span> \n"),
     ],
 )
-def test_advice_comes_with_its_command_or_ends_as_a_sentence(row: dict[str, str | None], said: str) -> None:
+def test_advice_has_a_command_or_ends_with_a_stop(row: dict[str, str | None], said: str) -> None:
     about = {"what": "dead_missing", "copy": "both", "subject": "a", "sequence": 121}
     text = page({"g1": [replace(BAD, findings=[ROW | about | row])]}, NOW_MS)
     assert f"redrives its {said}" in text and "both copies" in text
@@ -98,19 +98,19 @@ def test_findings_are_counted_at_the_top() -> None:
     assert "; no findings</p>" in page({"g2": [GOOD]}, NOW_MS)
 
 
-def test_what_left_unverified_is_said() -> None:
+def test_bytes_removed_unverified_are_shown() -> None:
     said = "were removed by retention before a run had verified them"
     assert f"7.0 kB {said}" in page({"g1": [replace(GOOD, unverified=7_000)]}, NOW_MS)
     assert said not in page({"g1": [GOOD]}, NOW_MS)
 
 
-def test_each_run_has_its_box_and_the_newest_thirty_stay() -> None:
+def test_newest_thirty_runs_have_boxes() -> None:
     entries = [replace(GOOD, run=f"run {number}") for number in range(35)]
     text = page({"g1": entries}, NOW_MS)
     assert "run 34:" in text and "run 5:" in text and "run 4:" not in text
 
 
-def test_equation_that_does_not_hold_is_said_to_be_none() -> None:
+def test_broken_equation_is_marked() -> None:
     assert "10 = 7 acked + 0 dead letters + 1 in flight" in page({"g1": [GOOD]}, NOW_MS)
     broken = replace(GOOD, conserved=[GOOD.conserved[0] | {"acked": 6}])
     assert "10 is not 6 acked" in page({"g1": [broken]}, NOW_MS)
@@ -123,7 +123,7 @@ def test_group_that_was_never_verified_is_not_called_so() -> None:
 
 @pytest.mark.parametrize("kind", FindingKind)
 @pytest.mark.parametrize("copy", ["slave", "both"])
-def test_every_finding_says_what_to_do(kind: FindingKind, copy: str) -> None:
+def test_every_finding_has_advice(kind: FindingKind, copy: str) -> None:
     assert what_to_do({"what": kind, "copy": copy}).endswith((".", ":"))
 
 
@@ -150,7 +150,7 @@ UNSENT = {
 }
 
 
-def test_delayed_messages_have_an_equation_and_what_was_not_sent_a_command() -> None:
+def test_delayed_messages_have_equation_and_command() -> None:
     late = replace(BAD, group="d1", delayed=[DELAYED], findings=[UNSENT], found={"unsent": 1})
     shown = _Reader(page({"d1": [late]}, NOW_MS)).text
     assert "12 = 5 sent and stored + 0 under way + 2 cancelled + 1 written again + 3 not due yet + 1 unsent" in shown
@@ -161,12 +161,12 @@ def test_delayed_messages_have_an_equation_and_what_was_not_sent_a_command() -> 
 
 
 @pytest.mark.parametrize("what", ["lost", "dead_altered"])
-def test_one_message_that_is_wrong_is_looked_for_by_its_id(what: str) -> None:
+def test_wrong_message_has_a_trail_command(what: str) -> None:
     lost = ROW | {"what": what, "copy": "both", "id": "m 5"}
     assert "qmq Trail --id='m 5'" in _Reader(page({"g1": [replace(BAD, findings=[lost])]}, NOW_MS)).text
 
 
-def test_programs_get_what_the_page_shows() -> None:
+def test_json_equals_the_page() -> None:
     said = page_json({"g1": [GOOD, BAD], "g2": []}, NOW_MS)
     assert said["groups"]["g2"] == {"verified": 0, "verifiedMs": None, "runs": []}
     group = said["groups"]["g1"]

@@ -62,7 +62,7 @@ def test_broker_of_another_group_is_refused(brokers: Any) -> None:
     assert "is a broker of g2, not of g1" in refusal(one, other)
 
 
-def test_two_masters_are_refused_and_master_and_slave_are_not(brokers: Any) -> None:
+def test_two_masters_are_refused(brokers: Any) -> None:
     (one,) = brokers("127.0.0.1", broker_group="g1", incarnation="abc", role=Role.MASTER)
     (other,) = brokers("127.0.0.1", broker_group="g1", incarnation="def", role=Role.MASTER)
     assert "both places of g1 say that they are its master" in refusal(one, other)
@@ -98,7 +98,7 @@ def test_same_files_under_another_path_are_no_other_copy(tmp_path: Path) -> None
     assert "share the file of the segment at 0" in refusal(one, str(tmp_path / "linked"))
 
 
-def test_directory_and_the_broker_that_runs_on_it_are_one(tmp_path: Path, brokers: Any) -> None:
+def test_directory_and_its_running_broker_are_refused(tmp_path: Path, brokers: Any) -> None:
     (one,) = brokers("127.0.0.1", broker_group="g1", incarnation="abc", role=Role.MASTER)
     assert "one broker, abc" in refusal(one, write(tmp_path / "b1", "abc"))
 
@@ -129,7 +129,7 @@ def test_brokers_that_are_not_well_have_no_places_yet(brokers: Any, role: Role, 
     assert places_now({"master": place_options(one, ""), "slave": place_options(other, "")}) is None
 
 
-def test_broker_that_is_away_has_no_place_yet_and_a_directory_never(brokers: Any, tmp_path: Path) -> None:
+def test_absent_brokers_and_directories_have_no_places(brokers: Any, tmp_path: Path) -> None:
     (one,) = brokers("127.0.0.1", incarnation="a", role=Role.MASTER)
     [port] = free_ports(1)
     assert places_now({"master": place_options(one, ""), "slave": place_options(f"127.0.0.1:{port}", "")}) is None

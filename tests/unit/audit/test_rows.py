@@ -65,7 +65,7 @@ def test_messages_with_labels_are_rows_with_their_tags(tmp_path):
 
 @pytest.mark.parametrize("count", [3, 1000], ids=["ends that make no sense", "more than there is room for"])
 @pytest.mark.parametrize("column", ["id", "sequence"])
-def test_batch_that_is_none_is_a_row_with_its_problem(tmp_path, count, column):
+def test_invalid_batch_is_a_row_with_its_problem(tmp_path, count, column):
     """Its CRC is right: it came so from a master that is wrong."""
     log = LogWriter(tmp_path)
     wrong = log.frame(FrameKind.MESSAGES, "s", b"\xff" * 800, count=count, first=0)
@@ -79,7 +79,7 @@ def test_batch_that_is_none_is_a_row_with_its_problem(tmp_path, count, column):
 @pytest.mark.parametrize(
     "section", [encode_labels(LABELS)[:-8] + bytes(8), encode_labels(LABELS[1:])], ids=["end", "few"]
 )
-def test_labels_that_are_none_are_a_problem_of_their_frame(tmp_path, section):
+def test_invalid_labels_are_a_problem_of_their_frame(tmp_path, section):
     data, _ = written(tmp_path, section)
     [problem] = facts_of(data).problems
     assert problem["subject"] == "s" and "labels" in str(problem["text"])

@@ -79,7 +79,7 @@ SUBJECT = EqualTo(("subject",), A)
         pytest.param([LessThan(("offset",), 13_000)], {}, (1, 2, 3), range(100), id="offset"),
     ],
 )
-def test_segments_without_what_is_asked_for_are_not_read(
+def test_unselected_segments_are_not_read(
     tmp_path: Path, filters: list[Filter], options: dict[str, object], ruined: tuple[int, ...], sequences: range
 ) -> None:
     """Those are unreadable: the same without the filters fails."""
@@ -92,7 +92,7 @@ def test_segments_without_what_is_asked_for_are_not_read(
         rows(tmp_path)
 
 
-def test_index_that_is_damaged_or_gone_costs_time_and_no_message(tmp_path: Path) -> None:
+def test_bad_index_loses_no_message(tmp_path: Path) -> None:
     write(tmp_path)
     one, other, _ = sorted((tmp_path / "log").glob("*.idx"))
     one.unlink()
@@ -109,7 +109,7 @@ def test_only_frames_that_may_hold_an_id_are_decoded(tmp_path: Path) -> None:
     assert len(rows(tmp_path, contains="carrier\nAA\nodd")) == 400
 
 
-def test_a_damaged_range_is_a_row_unless_that_is_to_fail(tmp_path: Path) -> None:
+def test_damaged_range_is_a_row_unless_strict(tmp_path: Path) -> None:
     log = write(tmp_path)
     ruin(tmp_path, 1)
     found = rows(tmp_path, damage="rows")
@@ -118,7 +118,7 @@ def test_a_damaged_range_is_a_row_unless_that_is_to_fail(tmp_path: Path) -> None
     assert len(found) == 311, "one frame of ten, and three other segments"
 
 
-def test_progress_is_a_row_for_each_thing_that_became_of_messages(tmp_path: Path) -> None:
+def test_progress_has_a_row_per_event(tmp_path: Path) -> None:
     log = LogWriter(tmp_path)
     log.mastership(Epoch(1, 1))
     log.batch(A, 30)
@@ -160,7 +160,7 @@ def test_progress_is_a_row_for_each_thing_that_became_of_messages(tmp_path: Path
     ]
 
 
-def test_a_stream_goes_on_where_it_was_and_never_past_what_is_promised(tmp_path: Path) -> None:
+def test_stream_stops_at_the_high_watermark(tmp_path: Path) -> None:
     log = LogWriter(tmp_path)
     log.mastership(Epoch(1, 1))
     stream = TableStream({"path": str(tmp_path)}, ["sequence"])
@@ -180,7 +180,7 @@ def test_a_stream_goes_on_where_it_was_and_never_past_what_is_promised(tmp_path:
     assert seen == list(range(50))
 
 
-def test_a_stream_that_retention_overtook_says_so(tmp_path: Path) -> None:
+def test_stream_overtaken_by_retention_fails(tmp_path: Path) -> None:
     write(tmp_path)
     first = bases(tmp_path)[0]
     stream = TableStream({"path": str(tmp_path)}, ["sequence"])
@@ -193,6 +193,6 @@ def test_a_stream_that_retention_overtook_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options", [{"since": "yesterday"}, {"until": "12:00"}, {"damage": "maybe"}], ids=["since", "until", "damage"]
 )
-def test_options_that_say_nothing_are_refused(tmp_path: Path, options: dict[str, str]) -> None:
+def test_invalid_options_are_refused(tmp_path: Path, options: dict[str, str]) -> None:
     with pytest.raises(WrongOption):
         TableReader({"path": str(tmp_path)} | options, ["id"])

@@ -104,7 +104,7 @@ def test_each_event_of_a_group_moves_its_message_on(events: list[dict[str, Any]]
     assert [(step.what, step.state) for step in found[1:]] == life
 
 
-def test_a_message_that_died_and_was_given_back_is_three_stored_ones() -> None:
+def test_redriven_dead_letter_is_stored_three_times() -> None:
     died = stored(250, DEAD, 0, qmq_deadSequence="7", qmq_deadReason="timeout")
     back = stored(400, f"%RETRY%{S}%g", 0)
     redriven = event(450, "pull", subject=back["subject"], pull=P + 20, sequence=0, messages=1)

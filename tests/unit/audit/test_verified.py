@@ -67,14 +67,12 @@ def known(*pieces: Piece) -> History:
 
 
 @pytest.mark.parametrize("min_copies, is_behind", [(2, True), (3, False)])
-def test_a_copy_may_be_behind_if_as_many_others_acknowledged_as_the_group_asks_for(
-    min_copies: int, is_behind: bool
-) -> None:
+def test_copy_may_be_behind_enough_others(min_copies: int, is_behind: bool) -> None:
     result = result_of(WATERMARK, WATERMARK, 600, min_copies=min_copies)
     assert result.is_behind("slave2") is is_behind
 
 
-def test_what_a_copy_that_is_behind_does_not_have_is_not_verified() -> None:
+def test_bytes_missing_on_a_late_copy_stay_unverified() -> None:
     """The next run reads it, when that copy has caught up."""
     result = result_of(WATERMARK, WATERMARK, 600)
     answer = answer_of(result, (0, 600), (600, WATERMARK), apart=frozenset({600}))
@@ -84,7 +82,7 @@ def test_what_a_copy_that_is_behind_does_not_have_is_not_verified() -> None:
     assert "read on all copies, slave2 as far as it goes, to 600, and they are" in as_markdown([result], 1.0)
 
 
-def test_the_verified_point_stays_if_a_copy_does_not_reach_it() -> None:
+def test_verified_point_stays_if_a_copy_is_short() -> None:
     result = result_of(WATERMARK, WATERMARK, 300, begin=500)
     old = [Piece(0, 200, 200, "c0f"), Piece(200, 500, 300, "c0f")]
     result.again = old
@@ -94,7 +92,7 @@ def test_the_verified_point_stays_if_a_copy_does_not_reach_it() -> None:
     assert [(piece.begin, piece.end) for piece in entry.pieces] == [(0, 200)]
 
 
-def test_copies_that_are_damaged_in_two_ways_are_not_verified() -> None:
+def test_copies_damaged_differently_are_not_verified() -> None:
     result = result_of(WATERMARK, WATERMARK)
     answer = answer_of(result, (0, WATERMARK), apart=frozenset({0}))
     result.findings.append(row_of(FindingKind.DAMAGED, BOTH, 100, 200))
@@ -108,7 +106,7 @@ def test_no_point_is_verified_at_which_no_frame_ends() -> None:
 
 
 @pytest.mark.parametrize("place, is_unverified", [(-3, False), (3, True)], ids=["behind it", "before it"])
-def test_what_retention_took_before_a_run_verified_it_is_said(tmp_path: Path, place: int, is_unverified: bool) -> None:
+def test_bytes_deleted_unverified_are_noted(tmp_path: Path, place: int, is_unverified: bool) -> None:
     for copy in ("master", "slave"):
         log = LogWriter(tmp_path / copy, segment_bytes=2_000)
         log.mastership(Epoch(1, 1))
@@ -142,13 +140,13 @@ def test_each_range_that_was_exchanged_is_a_finding() -> None:
 
 
 @pytest.mark.parametrize("digest", ["c000000000000000f", "1234"])
-def test_an_old_piece_of_which_both_copies_gave_nothing_is_not_what_it_was(digest: str) -> None:
+def test_old_piece_that_returns_nothing_is_rewritten(digest: str) -> None:
     old = Piece(0, 500, 500, digest)
     assert known(old).exchanged({}) == [old]
     assert known(old).exchanged({0: (500, 15)}) == []
 
 
-def test_what_is_left_of_a_piece_that_retention_entered_is_no_exchange_and_is_missed_if_it_gives_nothing() -> None:
+def test_piece_cut_by_retention_is_no_exchange() -> None:
     entry = replace(BEFORE, pieces=[Piece(0, 500, 500, "c000000000000000f")])
     rest = Piece(200, 500, 300, "")
     history = History(known_from([entry]), 500, [rest], start=200)
@@ -157,7 +155,7 @@ def test_what_is_left_of_a_piece_that_retention_entered_is_no_exchange_and_is_mi
     assert history.exchanged({}) == [rest]
 
 
-def test_findings_that_are_not_listed_are_counted_noted_and_keep_the_point(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unlisted_findings_are_counted_and_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qmq.audit.results.FINDINGS_MAX", 3)
     result = result_of(WATERMARK, WATERMARK)
     answer = answer_of(result, (0, WATERMARK))
@@ -169,7 +167,7 @@ def test_findings_that_are_not_listed_are_counted_noted_and_keep_the_point(monke
     assert result.notes == ["5 findings are time; the first 3 of them are listed"]
 
 
-def test_less_than_is_due_is_a_finding_though_an_id_was_stored_twice() -> None:
+def test_unread_bytes_are_a_finding_beside_duplicates() -> None:
     result = result_of(WATERMARK, WATERMARK)
     answer_of(result, (0, 600))
     result.add(FindingKind.ID_TWICE, copy=BOTH, offset=10)
@@ -182,7 +180,7 @@ def test_less_than_is_due_is_a_finding_though_an_id_was_stored_twice() -> None:
     assert damaged.found == {FindingKind.DAMAGED: 1}
 
 
-def test_what_both_copies_have_wrong_explains_no_difference_between_them() -> None:
+def test_shared_findings_explain_no_difference() -> None:
     result = result_of(WATERMARK, WATERMARK)
     result.findings.append(row_of(FindingKind.TIME, BOTH, 10, 20))
     _explain([(0, 500)], result)
@@ -200,7 +198,7 @@ def lost(copy: str, sequence: int) -> dict[str, Any]:
     return row_of(FindingKind.LOST, copy, 0) | {"subject": "a", "sequence": sequence, "id": f"m{sequence}"}
 
 
-def test_a_copy_that_is_behind_has_lost_nothing_that_enough_others_have() -> None:
+def test_late_copy_loses_no_acknowledged_message() -> None:
     ends = {"master": {"a": 9}, "slave": {"a": 9}, "slave2": {"a": 5}}
     found = [lost("slave2", 4), lost("slave2", 7), lost("slave2", 8), lost("slave", 8)]
     assert not_behind(found, ends, min_copies=2) == [lost("slave2", 4), lost("slave2", 8), lost("slave", 8)]

@@ -48,7 +48,7 @@ def flip(data: Path, offset: int) -> None:
     change(data, offset, bytes([path.read_bytes()[offset - int(path.stem)] ^ 4]))
 
 
-def test_end_is_behind_the_last_frame_and_not_in_the_zeros(tmp_path: Path) -> None:
+def test_end_follows_the_last_frame(tmp_path: Path) -> None:
     log = write(tmp_path)
     copy = PathCopy(tmp_path)
     assert copy.describe() == (0, log.end, log.frames[-1].high_watermark, 0, copy.describe().segments, 0, ())
@@ -56,7 +56,7 @@ def test_end_is_behind_the_last_frame_and_not_in_the_zeros(tmp_path: Path) -> No
     copy.close()
 
 
-def test_torn_tail_is_counted_and_is_no_part_of_the_log(tmp_path: Path) -> None:
+def test_torn_tail_is_counted(tmp_path: Path) -> None:
     log = write(tmp_path)
     flip(tmp_path, log.frames[-1].end - 20)
     copy = PathCopy(tmp_path)
@@ -87,7 +87,7 @@ def test_flipped_byte_is_named_and_the_walk_goes_on(tmp_path: Path, at: int) -> 
     assert set(frames) >= {frame.offset for frame in log.frames if frame is not broken}
 
 
-def test_erased_range_is_named_from_its_first_to_its_last_byte(tmp_path: Path) -> None:
+def test_erased_range_is_reported_exactly(tmp_path: Path) -> None:
     log = write(tmp_path)
     first, last = log.frames[4], log.frames[6]
     change(tmp_path, first.offset, bytes(last.end - first.offset))
@@ -96,7 +96,7 @@ def test_erased_range_is_named_from_its_first_to_its_last_byte(tmp_path: Path) -
     assert frames == [frame.offset for frame in log.frames if not first.offset <= frame.offset < last.end]
 
 
-def test_file_that_is_cut_short_is_named_up_to_the_next_segment(tmp_path: Path) -> None:
+def test_short_file_is_reported_to_the_next_segment(tmp_path: Path) -> None:
     log = write(tmp_path)
     first, second = sorted((tmp_path / "log").glob("*.log"))[:2]
     cut = log.frames[3]
@@ -152,7 +152,7 @@ def test_unreadable_sector_is_a_problem_of_its_range_alone(tmp_path: Path, messa
     assert frames[-1] == log.frames[-1].offset
 
 
-def test_unreadable_sector_where_a_piece_begins_with_a_segment_is_a_problem_of_its_range(tmp_path: Path) -> None:
+def test_unreadable_segment_start_is_a_problem(tmp_path: Path) -> None:
     log = write(tmp_path, frames=900, segment_bytes=100_000)
     second = int(sorted((tmp_path / "log").glob("*.log"))[1].stem)
     frames, problems = walk_over(tmp_path, range(second, second + 4096), second, log.end)

@@ -359,13 +359,13 @@ def test_group(series, expected):
 test_group.__test__ = False
 
 
-def test_an_installation_that_is_well_alerts_nobody(tmp_path):
+def test_healthy_installation_has_no_alert(tmp_path):
     assert promtool(tmp_path, [test_group(WELL, {minute: [] for minute in (0, 5, 30, 400)})]) == ""
     assert promtool(tmp_path, [test_group(WELL, {2 * DAY_M: []})], every_m=10) == ""
 
 
 @pytest.mark.parametrize("story", STORIES, ids=lambda story: " ".join(filter(None, (story.alert, story.id))))
-def test_what_is_wrong_fires_its_alert_in_its_time_and_no_other(tmp_path, story):
+def test_each_fault_fires_only_its_alert(tmp_path, story):
     series = {name: values for name, values in (WELL | story.changed).items() if values is not None}
     every_m = 1 if story.after_m < DAY_M else 10  # a day by the minute takes promtool twenty seconds
     before = {(story.after_m - 1) // every_m * every_m: []} if story.after_m else {}
@@ -373,7 +373,7 @@ def test_what_is_wrong_fires_its_alert_in_its_time_and_no_other(tmp_path, story)
     assert promtool(tmp_path, [test_group(series, before | after)], every_m=every_m) == ""
 
 
-def test_findings_of_one_group_are_alerted_though_another_one_could_not_be_read(tmp_path):
+def test_findings_alert_beside_an_unread_group(tmp_path):
     """The exit status is that of the worst group: 2."""
     found = {
         'qmq_nightly_exit_status{name="audit"}': "2",
@@ -394,7 +394,7 @@ def test_findings_of_one_group_are_alerted_though_another_one_could_not_be_read(
     )
 
 
-def test_what_doctor_finds_is_not_alerted_beside_the_alert_that_names_it(tmp_path):
+def test_doctor_alert_yields_to_specific_alerts(tmp_path):
     """A broker is down for ten hours; then what follows stands for half an hour more."""
     down = "1 0x600 1x300"
     series = WELL | {
@@ -409,7 +409,7 @@ def rules():
     return [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
 
 
-def test_what_every_rule_reads_is_there_when_all_is_well():
+def test_every_rules_metrics_exist():
     """A rule that fires whatever a number is would be seen: nothing fires then."""
     known = {re.match(r"\w+", series)[0] for series in WELL}
     known.add("qmq_broker_dead_letters_total")  # a new series of it is alerted; its story has an old one before
@@ -418,14 +418,14 @@ def test_what_every_rule_reads_is_there_when_all_is_well():
         assert {name for name in read if not name.endswith("_")} <= known, rule["alert"]
 
 
-def test_a_master_that_nobody_scrapes_is_not_taken_for_none(tmp_path):
+def test_unscraped_master_is_no_missing_master(tmp_path):
     """A group's targets were written before its master had registered: a page said that nobody serves."""
     unscraped = {'qmq_broker_is_master{broker_group="g1",instance="b1"}', 'up{kind="broker",instance="b1"}'}
     series = {name: values for name, values in WELL.items() if name not in unscraped}
     assert promtool(tmp_path, [test_group(series, {minute: [] for minute in (1, 5, 30)})]) == ""
 
 
-def test_every_alert_has_a_story_a_severity_a_summary_and_a_section_of_the_runbook():
+def test_every_alert_is_documented():
     assert {rule["alert"] for rule in rules()} == {story.alert for story in STORIES}
     headings = re.findall(r"^### (\w+)$", RUNBOOK.read_text(), re.MULTILINE)
     for rule in rules():

@@ -32,13 +32,13 @@ def test_a_cluster_keeps_the_port_that_it_has(tmp_path):
 
 
 @pytest.mark.parametrize("port", ["99999", "0", "-1", "abc", "²"])
-def test_what_is_no_port_is_said_to_be_none(tmp_path, capsys, port):
+def test_invalid_port_is_refused(tmp_path, capsys, port):
     with pytest.raises(SystemExit, match="2"):
         local.main([f"--dir={tmp_path / 'run'}", f"--port={port}"])
     assert f"'{port}' is no port" in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
-def test_a_directory_that_cannot_be_made_is_named_without_a_traceback(tmp_path, capsys, monkeypatch):
+def test_unusable_directory_has_no_traceback(tmp_path, capsys, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     assert local.main([f"--dir={tmp_path / 'file' / 'run'}"]) == 1

@@ -17,7 +17,7 @@ def test_servers_have_the_versions_that_the_tests_ran_with():
     assert pins("requirements-server.lock") < pins("requirements.lock")
 
 
-def test_lock_of_servers_has_what_brokers_metaservers_and_tools_ask_for():
+def test_server_lock_covers_all_extras():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     asked = [*project["dependencies"], "setuptools"]

@@ -30,7 +30,7 @@ def readings(folder, name="audit"):
     return {metric: float(value) for metric, value in re.findall(r'^qmq_nightly_(\w+){name="\w+"} (\S+)$', text, re.M)}
 
 
-def test_a_success_is_told_and_stays_known_when_the_next_run_fails(tmp_path):
+def test_last_success_survives_a_failed_run(tmp_path):
     assert job(tmp_path, "true") == 0
     first = readings(tmp_path)
     assert first["exit_status"] == 0 and first["last_success_timestamp_seconds"] == first["last_run_timestamp_seconds"]
@@ -51,7 +51,7 @@ def test_a_command_that_cannot_be_started_is_a_failure(tmp_path):
     assert readings(tmp_path, "backup")["exit_status"] == 127
 
 
-def test_a_stop_reaches_the_job_and_is_told(tmp_path):
+def test_stop_reaches_the_job(tmp_path):
     code = "import signal, sys; print('up', flush=True); signal.pause()"
     words = ["-m", "qmq", "nightly", "--name", "audit", "--textfile", str(tmp_path), "--", sys.executable, "-c", code]
     with subprocess.Popen([sys.executable, *words], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
@@ -61,7 +61,7 @@ def test_a_stop_reaches_the_job_and_is_told(tmp_path):
     assert readings(tmp_path)["exit_status"] == 128 + signal.SIGTERM
 
 
-def test_prometheus_takes_what_is_written(tmp_path):
+def test_prometheus_accepts_the_textfile(tmp_path):
     job(tmp_path, "true")
     text = (tmp_path / "qmq_nightly_audit.prom").read_bytes()
     ended = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True)

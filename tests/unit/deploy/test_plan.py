@@ -53,7 +53,7 @@ def test_a_second_start_has_the_same_ports_and_token(tmp_path, first):
     assert load_plan(path, Groups(("g1",)), first + 100, first + 100) == plan
 
 
-def test_a_process_that_came_later_gets_a_port_of_its_own_and_keeps_it(tmp_path, first):
+def test_added_process_keeps_its_port(tmp_path, first):
     path = tmp_path / "plan.json"
     plan = load_plan(path, Groups(("g1",)), first, first)
     more = load_plan(path, Groups(("g1",), others=("watchdog",)), first, first)
@@ -67,7 +67,7 @@ def test_two_clusters_have_different_secrets_for_their_owner_alone(tmp_path, fir
     assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o600
 
 
-def test_a_plan_of_an_older_start_gets_a_key_for_passwords(tmp_path, first):
+def test_old_plan_gets_a_password_key(tmp_path, first):
     path = tmp_path / "plan.json"
     plan = asdict(load_plan(path, Groups(("g1",)), first, first))
     del plan["password_key"]
@@ -76,7 +76,7 @@ def test_a_plan_of_an_older_start_gets_a_key_for_passwords(tmp_path, first):
     assert keys[0] == keys[1] and Vault([keys[0]]).is_open
 
 
-def test_a_kept_port_that_somebody_else_uses_is_named(tmp_path, busy_port, first):
+def test_taken_port_of_a_plan_is_reported(tmp_path, busy_port, first):
     path = tmp_path / "plan.json"
     load_plan(path, Groups(("g1",)), first, first)
     path.write_text(json.dumps(json.loads(path.read_text()) | {"http_port": busy_port}))

@@ -63,7 +63,7 @@ def test_a_process_that_does_not_listen_is_killed(service, tmp_path):
     assert service.exit_status == -signal.SIGKILL
 
 
-def test_what_a_killed_runner_left_is_ended_and_nothing_else(service, tmp_path):
+def test_only_leftovers_of_a_killed_runner_end(service, tmp_path):
     service.start()
     wait_until_up(service)
     stranger = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)

@@ -25,7 +25,7 @@ def ask(action, **words):
     return INSTALLATION[action]
 
 
-def test_every_process_that_the_metaserver_knows_is_a_target():
+def test_every_registered_process_is_a_target():
     found = [(one["labels"]["kind"], one["labels"].get("hostname"), *one["targets"]) for one in find_targets(ask)]
     assert found == [
         ("metaserver", None, "10.0.0.1:8180"),
@@ -36,7 +36,7 @@ def test_every_process_that_the_metaserver_knows_is_a_target():
     ]
 
 
-def test_standbys_are_named_and_the_active_one_is_not_twice():
+def test_active_watchdog_is_listed_once():
     found = find_targets(ask, ["10.0.0.2:8090", "10.0.0.1:8090"])
     assert [one["targets"] for one in found if one["labels"]["kind"] == "watchdog"] == [
         ["10.0.0.1:8090"],

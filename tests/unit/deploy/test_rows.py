@@ -15,7 +15,7 @@ CSV = 'city,people\nWien,2028\n"Paris, TX",24171\n\nUlm\n'
 NDJSON = '{"city": "Wien", "people": 2028, "big": true}\n\n{"city": "Ulm", "people": null, "x": [1, 2.5]}\n'
 
 
-def test_the_flights_are_read_from_the_package_without_importing_it():
+def test_flights_are_read_without_an_import():
     before = set(sys.modules)
     counts = flights().counts()
     assert counts.total() == 336_776
@@ -60,7 +60,7 @@ def test_packed_files_are_read_too(tmp_path):
         assert file_input(tmp_path / name).counts().total() == rows
 
 
-def test_a_row_without_the_counted_column_is_counted_as_such(tmp_path):
+def test_rows_without_the_column_are_counted(tmp_path):
     (tmp_path / "a.ndjson").write_text('{"a": 1}\n{"b": 2}\n{"a": null}\n')
     assert file_input(tmp_path / "a.ndjson").counts() == {"1": 1, None: 2}
 

@@ -21,13 +21,13 @@ def test_all_stored_and_delivered_is_well():
     assert (book.stored, book.consumed, book.distinct, book.lost, book.complaints()) == (3, 3, 3, [], [])
 
 
-def test_an_acknowledged_message_that_nobody_got_is_lost():
+def test_acknowledged_undelivered_message_is_lost():
     book = tally([0, 1, 2], [0, 2])
     assert book.lost == [1]
     assert book.complaints() == ["1 acknowledged messages were never delivered, the first is row-0000001"]
 
 
-def test_a_message_that_was_not_acknowledged_is_not_lost_but_named():
+def test_unacknowledged_message_is_not_lost():
     book = tally([0, 1], [0, 1])
     book.answered(2, outcome="refused", group="", reason="too large")
     assert book.lost == []
@@ -35,13 +35,13 @@ def test_a_message_that_was_not_acknowledged_is_not_lost_but_named():
 
 
 @pytest.mark.parametrize("identity", [None, "", "row-3", "row-x", "other", "row-0000001 "])
-def test_a_message_that_nobody_sent_is_noticed(identity):
+def test_foreign_message_is_noticed(identity):
     book = tally([0, 1, 2], [0, 1, 2])
     book.delivered(identity, at=2.0)
     assert book.complaints() == ["1 messages were delivered that were never sent"]
 
 
-def test_a_repeated_delivery_is_explained_by_what_was_last_done_to_its_group():
+def test_repeated_delivery_has_its_groups_last_event():
     book = Tally(total=3)
     for number, group in enumerate(["g1", "g2", "g1"]):
         book.answered(number, outcome="stored", group=group, reason="")

@@ -74,7 +74,7 @@ async def deliver_until_acked(check, message, handler):
                 await asyncio.sleep(0)
 
 
-async def test_a_message_that_comes_again_is_acked_and_not_handled_again(some_stores):
+async def test_redelivered_message_is_acked_unhandled(some_stores):
     async with some_stores() as (one, other):
         handler, message = Handler(), Handed("id-1")
         for keys in (one, other, one):
@@ -101,9 +101,7 @@ async def test_other_messages_groups_and_subjects_are_handled(some_stores):
         pytest.param(SystemExit(1), id="exit"),
     ],
 )
-async def test_whatever_the_handler_raises_the_message_is_not_acked_and_is_handled_when_it_comes_again(
-    some_stores, error
-):
+async def test_failed_message_is_handled_again(some_stores, error):
     """QMQ: an error that is no exception keeps the key; a local retry begins before the key is gone. Both lose it."""
 
     async with some_stores() as (one, other):
@@ -115,7 +113,7 @@ async def test_whatever_the_handler_raises_the_message_is_not_acked_and_is_handl
         assert handler.handled == ["id-1"]
 
 
-async def test_cancelled_anywhere_the_message_is_handled_when_it_comes_again(some_stores):
+async def test_cancelled_message_is_handled_again(some_stores):
     async with some_stores() as (one, other):
         for turns in range(25):
             handler, message = Handler(), Handed(f"id-{turns}")
@@ -130,7 +128,7 @@ async def test_cancelled_anywhere_the_message_is_handled_when_it_comes_again(som
             assert handler.handled, f"lost: cancelled after {turns} turns of the loop"
 
 
-async def test_a_crash_between_claim_and_end_delays_the_message_by_the_lease_and_loses_nothing(shared_stores):
+async def test_crash_delays_the_message_by_the_lease(shared_stores):
     """QMQ: the key stays, and the message that comes again counts as done."""
 
     async with shared_stores() as (crashed, other):
@@ -140,7 +138,7 @@ async def test_a_crash_between_claim_and_end_delays_the_message_by_the_lease_and
         assert handler.handled == ["id-1"]
 
 
-async def test_of_two_that_have_the_message_one_handles_it_and_the_other_asks_again_after_the_lease(some_stores):
+async def test_second_consumer_retries_after_the_lease(some_stores):
     async with some_stores() as (one, other):
         began, may_end = asyncio.Event(), asyncio.Event()
 
@@ -160,7 +158,7 @@ async def test_of_two_that_have_the_message_one_handles_it_and_the_other_asks_ag
         assert handler.handled == [], "the first one did it"
 
 
-async def test_the_lease_is_renewed_until_the_handler_ends_and_no_longer(some_stores):
+async def test_lease_is_renewed_until_the_handler_ends(some_stores):
     tasks = asyncio.all_tasks()
     async with some_stores() as (one, other):
         watched, enough = Renewed(one), asyncio.Event()
@@ -193,7 +191,7 @@ class Renewed:
         return getattr(self._keys, name)
 
 
-async def test_who_lost_its_claim_meanwhile_does_not_ack(some_stores):
+async def test_lost_claim_does_not_ack(some_stores):
     """It stood still for longer than its lease; what the other one makes of the message is not known yet."""
 
     async with some_stores() as (one, other):
@@ -224,7 +222,7 @@ class Owned:
 
 @pytest.mark.parametrize("step", ["claim", "answer_of_claim", "renew", "finish", "answer_of_finish", "release"])
 @pytest.mark.parametrize("error", [None, ValueError("bad")], ids=["handled", "handler fails"])
-async def test_a_store_that_fails_at_any_step_loses_no_message(tmp_path, step, error):
+async def test_failing_store_loses_no_message(tmp_path, step, error):
     async with blocking_sql_stores(f"sqlite:///{tmp_path / 'keys.db'}") as (keys, _):
         handler, check = (
             Handler(*filter(None, [error])),
@@ -234,12 +232,12 @@ async def test_a_store_that_fails_at_any_step_loses_no_message(tmp_path, step, e
         assert set(handler.handled) == {"id-1"}
 
 
-async def test_the_handlers_own_error_is_what_counts_when_the_key_cannot_be_given_back():
+async def test_handler_error_wins_over_release_error():
     with pytest.raises(ValueError, match="bad"):
         await Idempotence(FailingKeys(MemoryKeys(), release=1))(Handed("id-1"), Handler(ValueError("bad")))
 
 
-async def test_a_failing_store_fails_the_message_unless_it_may_be_handled_anyway():
+async def test_failing_store_fails_the_message_by_default():
     handler = Handler()
     with pytest.raises(ConnectionError):
         await Idempotence(FailingKeys(MemoryKeys(), claim=1))(Handed("id-1"), handler)
@@ -253,7 +251,7 @@ async def test_a_failing_store_fails_the_message_unless_it_may_be_handled_anyway
     )
 
 
-async def test_errors_that_count_as_done_keep_the_key_and_no_others_do():
+async def test_only_done_errors_keep_the_key():
     """QMQ's idempotent-for, without its retry-for that has no effect."""
 
     keys = MemoryKeys()
@@ -267,7 +265,7 @@ async def test_errors_that_count_as_done_keep_the_key_and_no_others_do():
 
 
 @pytest.mark.parametrize("error", [RetryLater(0.0), DeadLetter("broken")], ids=["retry later", "dead letter"])
-async def test_who_asks_for_the_message_again_has_not_done_it_whatever_counts_as_done(error):
+async def test_retry_request_never_counts_as_done(error):
     check, handler = Idempotence(MemoryKeys(), done_for=(Exception,)), Handler(error)
     assert not await deliver(check, Handed("id-1"), handler)
     assert await deliver(check, Handed("id-1"), handler)

@@ -17,7 +17,7 @@ def test_key_is_subject_group_and_id():
     assert message_key(Handed("id-1"), None) == "order.paid%stock%id-1"
 
 
-def test_key_may_be_what_an_extractor_says():
+def test_key_may_come_from_an_extractor():
     message = Handed("id-1", properties={"orderNo": "42"})
     assert message_key(message, lambda message: str(message["orderNo"])) == "order.paid%stock%42"
 
@@ -43,6 +43,6 @@ def test_no_two_messages_share_a_key(subject, group, id, other_subject, other_gr
         pytest.param("e", "é", id="accent"),
     ],
 )
-def test_what_databases_take_for_equal_has_other_digests(one, other):
+def test_keys_equal_to_databases_differ_in_digest(one, other):
     assert key_digest(one) != key_digest(other)
     assert len(key_digest(one)) == 64

@@ -46,7 +46,7 @@ def shipments(engine):
         return sorted(connection.execute(text("SELECT number FROM shipment")).scalars())
 
 
-async def test_a_message_that_a_producer_sent_twice_is_handled_once_by_coroutines_and_threads():
+async def test_message_sent_twice_is_handled_once():
     async with Broker() as broker:
         consumer, handled = qmq.Consumer(metaserver=broker.metaserver, app="test"), []
 
@@ -65,7 +65,7 @@ async def test_a_message_that_a_producer_sent_twice_is_handled_once_by_coroutine
         assert sorted(handled) == [(name, id) for name in ("coroutine", "thread") for id in "abc"]
 
 
-async def test_work_in_the_transaction_of_a_coroutine_is_kept_once(tmp_path):
+async def test_coroutine_transaction_is_kept_once(tmp_path):
     database = make_shipments(f"sqlite:///{tmp_path / 'shop.db'}")
     engine = create_async_engine(f"sqlite+aiosqlite:///{tmp_path / 'shop.db'}")
     commits = []
@@ -96,7 +96,7 @@ async def test_work_in_the_transaction_of_a_coroutine_is_kept_once(tmp_path):
     database.dispose()
 
 
-async def test_work_in_the_transaction_of_a_thread_is_kept_once(tmp_path):
+async def test_thread_transaction_is_kept_once(tmp_path):
     database = make_shipments(f"sqlite:///{tmp_path / 'shop.db'}")
     async with Broker() as broker:
         consumer = qmq.Consumer(metaserver=broker.metaserver, app="test")
@@ -142,7 +142,7 @@ async def test_a_dead_letter_that_is_sent_back_is_handled():
 
 @pytest.mark.parametrize("wrong", [{"auto_ack": False}, {"most_once": True}], ids=["own acks", "at most once"])
 @pytest.mark.parametrize("kind", ["keys", "transaction"])
-def test_acks_at_another_time_than_after_the_handler_are_refused(tmp_path, wrong, kind):
+def test_acks_other_than_after_the_handler_are_refused(tmp_path, wrong, kind):
     """QMQ: a transaction with an ack of the application's own never ends; a nack after its end is skipped."""
     engine = create_engine(f"sqlite:///{tmp_path / 'shop.db'}")
     check = Idempotence(MemoryKeys()) if kind == "keys" else BlockingSqlTransaction(engine)

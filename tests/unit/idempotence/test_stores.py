@@ -64,7 +64,7 @@ async def test_only_its_owner_releases_renews_or_finishes_a_claim(stores):
         assert await other.claim("k", "b", LONG_S) == HANDLED, "what is handled cannot be released"
 
 
-async def test_keys_differ_in_their_last_character_after_three_hundred_and_in_case(stores):
+async def test_long_keys_differ_by_case_and_last_character(stores):
     """MySQL cuts at the column's length with no more than a warning, and takes Foo for foo."""
 
     async with stores() as (one, other):
@@ -73,7 +73,7 @@ async def test_keys_differ_in_their_last_character_after_three_hundred_and_in_ca
             assert await one.finish(key, "a")
 
 
-async def test_a_claim_whose_lease_ended_goes_to_the_next_and_its_owner_has_lost_it(shared_stores):
+async def test_ended_claim_goes_to_the_next_owner(shared_stores):
     """A crash between claim and end does not lose the message."""
 
     async with shared_stores() as (one, other):
@@ -85,7 +85,7 @@ async def test_a_claim_whose_lease_ended_goes_to_the_next_and_its_owner_has_lost
         assert await other.finish("k", "b")
 
 
-async def test_of_many_that_take_over_an_ended_claim_one_gets_it(shared_stores):
+async def test_ended_claim_goes_to_one_owner(shared_stores):
     async with shared_stores() as (one, other):
         await one.claim("k", "gone", 0.001)
         await asyncio.sleep(0.05)
@@ -101,7 +101,7 @@ async def test_a_renewed_lease_lasts(stores):
         assert await one.finish("k", "a")
 
 
-async def test_a_lease_that_ended_is_still_finished_by_its_owner_if_nobody_took_it(stores):
+async def test_owner_may_finish_a_free_ended_claim(stores):
     async with stores() as (one, other):
         await one.claim("k", "a", 0.001)
         await asyncio.sleep(0.05)
@@ -109,7 +109,7 @@ async def test_a_lease_that_ended_is_still_finished_by_its_owner_if_nobody_took_
         assert await other.claim("k", "b", LONG_S) == HANDLED
 
 
-async def test_a_cancelled_claim_leaves_nothing_that_a_release_does_not_end(stores):
+async def test_release_ends_a_cancelled_claim(stores):
     async with stores() as (one, other):
         for turns in range(12):
             task = asyncio.create_task(one.claim("k", "a", LONG_S))
@@ -122,7 +122,7 @@ async def test_a_cancelled_claim_leaves_nothing_that_a_release_does_not_end(stor
             await other.release("k", "b")
 
 
-async def test_forgetting_takes_what_was_handled_before_and_no_claim_that_is_held(sql_stores):
+async def test_forget_keeps_held_claims(sql_stores):
     async with sql_stores() as (one, other):
         await one.claim("handled", "a", LONG_S)
         await one.finish("handled", "a")
@@ -138,7 +138,7 @@ async def test_forgetting_takes_what_was_handled_before_and_no_claim_that_is_hel
             await other.forget(datetime(2030, 1, 1))
 
 
-async def test_memory_forgets_the_oldest_of_what_is_handled_and_no_claim():
+async def test_memory_forgets_the_oldest_handled_key():
     keys = MemoryKeys(keys_max=2)
     await keys.claim("held", "a", LONG_S)
     for key in "xyz":
@@ -150,7 +150,7 @@ async def test_memory_forgets_the_oldest_of_what_is_handled_and_no_claim():
     assert (await keys.claim("held", "b", LONG_S)).state is State.BUSY
 
 
-async def test_redis_forgets_what_is_handled_after_its_time(redis_server: RedisServer):
+async def test_redis_keys_expire(redis_server: RedisServer):
     async with redis.asyncio.Redis.from_url(redis_server.url) as client:
         await client.flushall()
         keys = RedisKeys(client, keep_s=0.05)

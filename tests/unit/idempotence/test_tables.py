@@ -48,7 +48,7 @@ def drop(engine: Engine) -> None:
             connection.execute(text(f"DROP TABLE {table}"))
 
 
-def test_the_documented_tables_are_those_that_are_made_and_used(database_url):
+def test_documented_tables_match_created_ones(database_url):
     engine = create_engine(database_url)
     make(engine)
     made = shape(engine)

@@ -109,7 +109,7 @@ def kept(database: Engine) -> tuple[list[int], int]:
         return numbers, connection.execute(text("SELECT count(*) FROM qmq_handled")).scalar_one()
 
 
-def test_work_and_key_are_kept_once_however_often_the_message_comes(world, database):
+def test_work_and_key_are_kept_once(world, database):
     for _ in range(3):
         world.deliver(Handed("id-1"), ship(1))
     world.deliver(Handed("id-2"), ship(2))
@@ -121,9 +121,7 @@ def test_work_and_key_are_kept_once_however_often_the_message_comes(world, datab
     [ValueError("bad"), RetryLater(0.0), asyncio.CancelledError(), SystemExit(1)],
     ids=lambda error: repr(error),
 )
-def test_whatever_a_handler_raises_nothing_is_kept_and_the_message_is_handled_when_it_comes_again(
-    world, database, error
-):
+def test_failed_handler_keeps_nothing(world, database, error):
     with pytest.raises(type(error)):
         world.deliver(Handed("id-1"), ship(1), fail(error))
     assert kept(database) == ([], 0)
@@ -156,7 +154,7 @@ def test_a_commit_that_the_database_refuses_fails_the_message(world, database):
 
 
 @pytest.mark.parametrize("database_url", ["mariadb", "postgresql"], indirect=True)
-def test_a_connection_that_is_cut_at_the_commit_fails_the_message(world, database):
+def test_connection_cut_at_commit_fails_the_message(world, database):
     def cut(connection):
         is_postgresql = connection.dialect.name == "postgresql"
         number = connection.scalar(text(f"SELECT {'pg_backend_pid' if is_postgresql else 'connection_id'}()"))
@@ -170,7 +168,7 @@ def test_a_connection_that_is_cut_at_the_commit_fails_the_message(world, databas
     assert kept(database) == ([1], 1)
 
 
-def test_a_commit_of_the_handlers_own_keeps_nothing_before_all_is_kept(world, database):
+def test_handlers_commit_keeps_nothing_early(world, database):
     with pytest.raises(ValueError):
         world.deliver(Handed("id-1"), ship(1), Session.commit, ship(2), fail(ValueError("bad")))
     assert kept(database) == ([], 0)
@@ -178,13 +176,13 @@ def test_a_commit_of_the_handlers_own_keeps_nothing_before_all_is_kept(world, da
     assert kept(database) == ([1, 2], 1)
 
 
-def test_a_rollback_of_the_handlers_own_drops_its_work_and_not_the_key(world, database):
+def test_handlers_rollback_keeps_the_key(world, database):
     for _ in range(2):
         world.deliver(Handed("id-1"), ship(1), Session.rollback, ship(2))
     assert kept(database) == ([2], 1)
 
 
-def test_a_handler_that_swallows_a_database_error_is_acked_only_if_its_work_is_kept(world, database):
+def test_swallowed_database_error_is_not_acked(world, database):
     """PostgreSQL gives up the whole transaction then, and answers its COMMIT with a rollback and no error."""
     world.deliver(Handed("id-0"), ship(0))
 
@@ -200,7 +198,7 @@ def test_a_handler_that_swallows_a_database_error_is_acked_only_if_its_work_is_k
     assert kept(database) == (([0, 1], 2) if is_acked else ([0], 1))
 
 
-def test_a_handler_that_ends_the_transaction_behind_our_back_is_not_acked(world, database):
+def test_handler_that_ends_the_transaction_is_not_acked(world, database):
     """MariaDB does so by itself to whoever loses a deadlock."""
     with pytest.raises(DBAPIError):
         world.deliver(Handed("id-1"), ship(1), run_sql("ROLLBACK"), ship(2))
@@ -208,7 +206,7 @@ def test_a_handler_that_ends_the_transaction_behind_our_back_is_not_acked(world,
 
 
 @pytest.mark.parametrize("first_fails", [False, True], ids=["first one ends", "first one fails"])
-def test_of_two_that_have_the_message_at_the_same_time_one_does_it(world, database, first_fails):
+def test_concurrent_deliveries_do_the_work_once(world, database, first_fails):
     began, may_end = threading.Event(), threading.Event()
 
     def wait(session: Session) -> None:
@@ -243,7 +241,7 @@ def test_of_two_that_have_the_message_at_the_same_time_one_does_it(world, databa
     assert kept(database) == ([1], 1)
 
 
-def test_keys_are_forgotten_when_told(world, database):
+def test_forget_deletes_old_keys(world, database):
     world.deliver(Handed("id-1"), ship(1))
     once, now = BlockingSqlTransaction(database), datetime.now(UTC)
     assert once.forget(now - timedelta(days=1)) == 0
@@ -268,7 +266,7 @@ async def test_coroutines_make_the_table_and_forget_as_well(database_url):
 
 
 @pytest.mark.parametrize("database_url", ["mariadb", "postgresql"], indirect=True)
-async def test_handlers_that_run_at_the_same_time_have_sessions_of_their_own(database, database_url):
+async def test_concurrent_handlers_have_own_sessions(database, database_url):
     engine = create_async_engine(async_url(database_url))
     once, turns = SqlTransaction(engine), asyncio.Barrier(3)
 

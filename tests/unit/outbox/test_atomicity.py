@@ -159,7 +159,7 @@ NOT_ON = {
 
 @pytest.mark.parametrize("swallowed", [False, True], ids=["raised", "swallowed"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_failed_insert_fails_the_transaction_and_leaves_its_connection_clean(world, broker, producer, fault, swallowed):
+def test_failed_insert_leaves_the_connection_clean(world, broker, producer, fault, swallowed):
     kind = world.url.get_backend_name()
     if fault in NOT_ON[kind]:
         return

@@ -65,7 +65,7 @@ def commit(courier, id, database, row):
     return items[0].receipt
 
 
-async def test_who_flushes_waits_for_what_was_committed_before_and_for_nothing_later():
+async def test_flush_waits_for_earlier_commits_only():
     sender = Sender()
     courier = courier_of(sender)
     sender.may = {"first": asyncio.Event(), "second": asyncio.Event()}
@@ -84,7 +84,7 @@ async def test_who_flushes_waits_for_what_was_committed_before_and_for_nothing_l
     assert deleted.pop(1) == [2] and not courier.is_busy
 
 
-async def test_nothing_is_kept_of_databases_whose_rows_are_deleted():
+async def test_databases_without_rows_are_forgotten():
     """An application may open an engine for each request."""
 
     courier = courier_of(Sender())
@@ -97,7 +97,7 @@ async def test_nothing_is_kept_of_databases_whose_rows_are_deleted():
     assert kept == []
 
 
-async def test_a_message_stays_that_got_the_id_of_one_whose_commit_the_database_lost(tmp_path):
+async def test_row_with_a_reused_id_stays(tmp_path):
     """It was restored, or a replica without the last commits took over, and another process has committed since."""
 
     path, backup = tmp_path / "shop.db", tmp_path / "backup.db"

@@ -71,7 +71,7 @@ class Autocommitting(sqlite3.Connection):
         pass
 
 
-def test_what_the_driver_did_not_begin_it_need_not_end(tmp_path, broker, producer):
+def test_driver_ends_only_its_own_transactions(tmp_path, broker, producer):
     world = DbapiWorld(f"sqlite:///{tmp_path / 'shop.db'}")
     connection = sqlite3.connect(world.url.database, factory=Autocommitting, isolation_level=None)
     database = Database(lambda: connect(world.url))
@@ -91,7 +91,7 @@ def test_what_the_driver_did_not_begin_it_need_not_end(tmp_path, broker, produce
     world.close()
 
 
-def test_a_commit_that_fails_has_no_known_outcome(tmp_path, broker, producer):
+def test_failed_commit_has_unknown_outcome(tmp_path, broker, producer):
     world = DbapiWorld(f"sqlite:///{tmp_path / 'shop.db'}")
     connection = connect(world.url)
     connection.executescript("""
@@ -126,7 +126,7 @@ def test_an_unknown_driver_is_refused():
             pass
 
 
-def test_a_bare_connection_is_refused_with_what_to_wrap_it_in():
+def test_bare_connection_is_refused_with_advice():
     connection = sqlite3.connect(":memory:")
     with pytest.raises(InvalidRequest, match=r"sqlite3\.Connection .* use qmq\.outbox\.dbapi\.Database"):
         find(connection)

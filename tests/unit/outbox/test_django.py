@@ -25,7 +25,7 @@ def hooks(world):
     return len(world.connection.run_on_commit)
 
 
-def test_messages_of_one_savepoint_are_sent_together_and_djangos_hooks_keep_their_order(world, broker, producer):
+def test_savepoint_messages_are_sent_in_hook_order(world, broker, producer):
     order = []
     with world.begin() as begun:
         for number in (1, 2):
@@ -49,7 +49,7 @@ def test_the_proxy_of_the_current_thread_is_a_session(world, broker, producer):
     assert (sent(broker), world.rows()) == (["paid-1"], [])
 
 
-def test_django_does_not_tell_of_a_roll_back_so_the_outcome_is_unknown(world, producer):
+def test_django_rollback_has_unknown_outcome(world, producer):
     with pytest.raises(Failed), world.begin() as begun:
         later = producer.send(paid(1), session=begun.session)
         raise Failed
@@ -78,7 +78,7 @@ def test_app_makes_the_table_and_finds_nothing_to_change(shop_url):
     world.close()
 
 
-def test_failed_insert_is_rolled_back_with_its_nested_block_only(world, broker, producer):
+def test_failed_insert_rolls_back_its_nested_block(world, broker, producer):
     with world.begin() as begun:
         begun.execute("INSERT INTO orders VALUES (1)")
         with pytest.raises(OperationalError), begun.savepoint():

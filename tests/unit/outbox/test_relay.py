@@ -37,7 +37,7 @@ def producer_of(broker, world, **options):
     )
 
 
-def test_rows_that_another_process_left_are_sent_once_and_deleted(world, broker):
+def test_rows_of_another_process_are_sent_once(world, broker):
     leave(world, "paid-1", "paid-2")
     leave(world, "paid-3", order_key="k")
     with producer_of(broker, world), producer_of(broker, world):
@@ -45,7 +45,7 @@ def test_rows_that_another_process_left_are_sent_once_and_deleted(world, broker)
     assert sorted(message.id for message in broker.messages("order.paid")) == ["paid-1", "paid-2", "paid-3"]
 
 
-def test_a_row_is_left_to_its_own_process_until_it_is_old(session_world, broker):
+def test_young_rows_are_left_to_their_process(session_world, broker):
     leave(session_world, "paid-1")
     with producer_of(broker, session_world, outbox_age_s=3600.0) as producer:
         until(lambda: producer.left_behind, "it is counted")
@@ -54,7 +54,7 @@ def test_a_row_is_left_to_its_own_process_until_it_is_old(session_world, broker)
     assert session_world.rows() == ["paid-1"] and broker.messages("order.paid") == []
 
 
-def test_a_row_that_cannot_be_sent_is_parked_and_does_not_wait(session_world, broker):
+def test_unsendable_row_is_parked(session_world, broker):
     leave(session_world, "paid-1")
     with session_world.engine.begin() as connection:
         connection.exec_driver_sql("UPDATE qmq_msg_queue SET content = 'poison'")
@@ -114,7 +114,7 @@ def test_an_outage_is_logged_once_and_its_end_once(caplog):
     assert len(lines) == 2 and "messages=5 oldest_s=31" in lines[0] and "no message waits" in lines[1]
 
 
-async def test_a_failed_send_is_looked_for_at_once_and_an_idle_outbox_once_a_minute():
+async def test_failed_send_triggers_a_look():
     tasks = asyncio.all_tasks()
     database = Database()
     relays = relays_of(database, wait_s=3600.0)
@@ -131,7 +131,7 @@ async def test_a_failed_send_is_looked_for_at_once_and_an_idle_outbox_once_a_min
     assert asyncio.all_tasks() == tasks
 
 
-async def test_a_database_that_cannot_be_read_is_a_trouble_when_it_lasts(caplog):
+async def test_lasting_database_failure_is_reported(caplog):
     database = Database(error=OSError("no column claim"))
     relays = relays_of(database)
     await database.next_look()
@@ -143,7 +143,7 @@ async def test_a_database_that_cannot_be_read_is_a_trouble_when_it_lasts(caplog)
     assert len(caplog.records) == 1
 
 
-async def test_rows_that_the_producer_itself_sends_are_under_way_until_they_are_deleted():
+async def test_own_rows_are_under_way_until_deleted():
     sender, database = Sender(), Database()
     sender.may = {"m": asyncio.Event()}
     courier = courier_of(sender)
@@ -156,7 +156,7 @@ async def test_rows_that_the_producer_itself_sends_are_under_way_until_they_are_
     assert courier.under_way(database) == set()
 
 
-def test_ordered_rows_are_claimed_all_or_none_and_never_beside_anothers_claim(session_world):
+def test_ordered_rows_are_claimed_all_or_none(session_world):
     from qmq.outbox.claims import ClaimRows, SettleClaims, Settled
 
     leave(session_world, "1", "2", "3")
@@ -175,7 +175,7 @@ def test_ordered_rows_are_claimed_all_or_none_and_never_beside_anothers_claim(se
     assert session_world.rows() == ["2", "3"]
 
 
-def test_what_names_no_database_is_refused_with_what_would(session_world):
+def test_invalid_outbox_is_refused_with_advice(session_world):
     options = {"metaserver": "http://127.0.0.1:1", "app": "shop", "token": "any"}
     for wrong in (object(), sessionmaker(session_world.engine)(), "no alias"):
         with pytest.raises(InvalidRequest, match="engine|DATABASES"):

@@ -30,7 +30,7 @@ NAMES = TEXTS.filter(lambda name: not name.startswith("qmq_"))
     order_key=st.none() | TEXTS,
     retries_max=st.none() | st.integers(0, 1000),
 )
-def test_what_is_written_is_read_back_with_its_types(properties, tags, order_key, retries_max):
+def test_row_round_trip_keeps_types(properties, tags, order_key, retries_max):
     message = Message("s", properties, tags=tags, id="i", order_key=order_key, retries_max=retries_max)
     read = decode_row(encode_row(message, NOW_MS))
     assert (read.subject, read.id, read.created_ms) == ("s", "i", NOW_MS)
@@ -39,7 +39,7 @@ def test_what_is_written_is_read_back_with_its_types(properties, tags, order_key
     assert [type(read[name]) for name in properties] == [type(value) for value in properties.values()]
 
 
-def test_a_row_that_is_sent_again_is_byte_for_byte_what_was_sent_first():
+def test_repeated_row_encodes_identically():
     message = Message("s", {"a": 5, "b": 5.0, "c": True, "d": "é\0", "e": 1 << 62}, tags=["t"], id="i", order_key="k")
     encode = batch_encoder("s", NOW_MS)
     assert encode(decode_row(encode_row(message, NOW_MS))) == encode(message)
@@ -48,21 +48,21 @@ def test_a_row_that_is_sent_again_is_byte_for_byte_what_was_sent_first():
 @given(st.integers(1, 366 * 86_400_000).map(lambda ms: ms / 1000) | st.floats(0.001, 366 * 86_400.0))
 @example(1.001)
 @example(1.0011)
-def test_how_long_a_message_may_wait_is_the_same_each_time_it_is_sent(seconds):
+def test_expiry_is_the_same_in_each_send(seconds):
     message = Message("s", id="i", expires_after=seconds)
     encode = batch_encoder("s", NOW_MS)
     assert encode(decode_row(encode_row(message, NOW_MS))) == encode(message)
     assert abs(expires_after_ms(seconds) - seconds * 1000) <= 0.5
 
 
-def test_whoever_takes_json_numbers_for_decimals_still_sends_the_digits():
+def test_decimal_parsers_keep_the_digits():
     """As QMQ's watchdog does; so every property is a text, as it travels."""
     content = encode_row(Message("s", {"a": 5, "b": 1e16, "c": True}, id="i"), NOW_MS)
     attributes = json.loads(content, parse_int=float)["attrs"]
     assert [attributes[name] for name in "abc"] == [text_of(5), text_of(1e16), text_of(True)]
 
 
-def test_a_row_is_ascii_whatever_the_table_takes():
+def test_row_is_ascii():
     assert encode_row(Message("s", {"städt": "☃ \0"}, id="i"), NOW_MS).isascii()
 
 
@@ -128,7 +128,7 @@ GOOD = {"messageId": "i", "subject": "s", "attrs": {}}
         pytest.param(json.dumps(GOOD | {"attrs": {"qmq_scheduleReceiveTime": "1"}}), id="delayed"),
     ],
 )
-def test_a_row_that_nobody_can_send_is_refused_with_the_reason(content):
+def test_invalid_row_is_refused_with_a_reason(content):
     with pytest.raises(InvalidMessage, match="row"):
         decode_row(content)
 
@@ -156,6 +156,6 @@ def test_anything_else_is_a_message_or_refused(content):
         pytest.param(Message("s", {"a": datetime(2026, 1, 1)}, id="i"), id="no time zone"),
     ],
 )
-def test_what_cannot_travel_is_not_written(message):
+def test_unsendable_property_is_not_written(message):
     with pytest.raises(InvalidMessage):
         encode_row(message, NOW_MS)

@@ -54,7 +54,7 @@ def test_alembic_makes_the_table_and_drops_it(engine):
     assert not inspect(engine).has_table("qmq_msg_queue")
 
 
-def test_qmqs_own_table_becomes_one_of_ours_and_keeps_its_rows(engine):
+def test_qmqs_table_is_upgraded_with_its_rows(engine):
     with engine.begin() as connection:
         connection.execute(text(QMQ_TABLE[engine.dialect.name]))
         now = "(content, create_time) VALUES ('x', CURRENT_TIMESTAMP)"
@@ -84,7 +84,7 @@ def test_offline_alembic_writes_the_statements():
 
 
 @pytest.mark.parametrize("dialect, table", [("oracle", "t"), ("sqlite", "a.b.c"), ("sqlite", "x; DROP TABLE y")])
-def test_what_cannot_be_made_is_refused(dialect, table):
+def test_unknown_dialects_and_names_are_refused(dialect, table):
     with pytest.raises(InvalidRequest):
         create_statements(dialect, table)
 

@@ -46,7 +46,7 @@ async def engine_and_producer(world, broker):
     await engine.dispose()
 
 
-async def test_coroutines_send_what_they_commit(world, broker):
+async def test_coroutines_send_committed_messages(world, broker):
     async with engine_and_producer(world, broker) as (engine, producer):
         async with AsyncSession(engine) as session, session.begin():
             await session.execute(text("INSERT INTO orders VALUES (1)"))
@@ -74,7 +74,7 @@ async def test_coroutines_send_what_they_commit(world, broker):
     assert (world.orders(), world.rows()) == ([1], [])
 
 
-def test_closing_the_producer_sends_what_was_committed(world, broker):
+def test_close_sends_committed_messages(world, broker):
     async def shop():
         async with engine_and_producer(world, broker) as (engine, producer):
             async with AsyncSession(engine) as session, session.begin():
@@ -110,7 +110,7 @@ def test_calls_of_a_transaction_are_read_and_deleted_together(session_world, bro
     assert sent(broker) == [f"paid-{number}" for number in range(50)]
 
 
-def test_a_message_that_is_sent_while_the_commit_flushes_is_written(session_world, broker, producer):
+def test_message_sent_during_flush_is_written(session_world, broker, producer):
     with Session(session_world.engine) as session:
         event.listen(session, "before_flush", lambda *_: producer.send(paid(1), session=session))
         event.listen(session, "before_commit", lambda *_: producer.send(paid(2), session=session))
@@ -161,7 +161,7 @@ def test_a_connections_transaction_that_fails_sends_nothing(session_world, broke
     assert (sent(broker), session_world.rows()) == ([], [])
 
 
-def test_a_connections_commit_that_fails_sends_nothing_though_the_block_goes_on(session_world, broker, producer):
+def test_failed_connection_commit_sends_nothing(session_world, broker, producer):
     with session_world.engine.begin() as connection:
         connection.execute(text("CREATE TABLE items (n INTEGER REFERENCES keys (n) DEFERRABLE INITIALLY DEFERRED)"))
         connection.execute(text("CREATE TABLE keys (n INTEGER PRIMARY KEY)"))
@@ -199,7 +199,7 @@ def test_transaction_of_two_phases_includes_the_row(world, broker, producer, end
     assert (sent(broker), world.orders(), world.rows()) == ([f"paid-{number}" for number in expected], expected, [])
 
 
-def test_what_nobody_tells_the_end_of_stays_in_the_outbox(session_world, broker, producer):
+def test_unreported_transactions_stay_in_the_outbox(session_world, broker, producer):
     with session_world.engine.connect() as connection, connection.begin():
         with Session(connection) as session:
             later = producer.send(paid(1), session=session)
@@ -210,7 +210,7 @@ def test_what_nobody_tells_the_end_of_stays_in_the_outbox(session_world, broker,
     assert (sent(broker), session_world.rows()) == ([], ["paid-1"])
 
 
-def test_a_commit_that_fails_has_no_known_outcome(session_world, broker, producer):
+def test_failed_commit_has_unknown_outcome(session_world, broker, producer):
     with session_world.engine.begin() as connection:
         connection.execute(text("CREATE TABLE items (n INTEGER REFERENCES keys (n) DEFERRABLE INITIALLY DEFERRED)"))
         connection.execute(text("CREATE TABLE keys (n INTEGER PRIMARY KEY)"))
@@ -233,7 +233,7 @@ def test_a_transaction_without_an_outbox_fails_as_a_whole(session_world, broker,
     assert (sent(broker), session_world.orders()) == ([], [])
 
 
-def test_rows_that_cannot_be_deleted_stay_and_the_application_goes_on(session_world, broker, producer, caplog):
+def test_undeletable_rows_stay(session_world, broker, producer, caplog):
     with session_world.engine.begin() as connection:
         stop = "BEFORE DELETE ON qmq_msg_queue BEGIN SELECT RAISE(ABORT, 'no'); END"
         connection.execute(text(f"CREATE TRIGGER stop {stop}"))
@@ -245,7 +245,7 @@ def test_rows_that_cannot_be_deleted_stay_and_the_application_goes_on(session_wo
     assert "rows stay" in caplog.text
 
 
-def test_more_than_may_be_on_its_way_stays_in_the_outbox(session_world, broker):
+def test_messages_above_the_limit_stay(session_world, broker):
     broker.readonly()
     limits = {"queue_messages_max": 2, "timeout_s": 10.0}
     with qmq.blocking.Producer(metaserver=broker.metaserver, token="any", app="shop", **limits) as producer:
@@ -275,12 +275,12 @@ def test_another_table_may_be_named(session_world, broker, table):
 
 
 @pytest.mark.parametrize("session", [object(), "default", 1])
-def test_what_is_no_session_is_refused(producer, session):
+def test_invalid_session_is_refused(producer, session):
     with pytest.raises(InvalidRequest, match="expected a SQLAlchemy session"):
         producer.send(paid(1), session=session)
 
 
-def test_a_handler_may_send_in_the_transaction_that_handles_its_message(world, broker, producer):
+def test_handler_may_send_in_its_transaction(world, broker, producer):
     """Once, and after its commit; delivered again, it sends nothing."""
     once = BlockingSqlTransaction(world.engine)
     once.create_table()

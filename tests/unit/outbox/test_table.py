@@ -26,7 +26,7 @@ def of_sqlite(statements):
     return Rows(execute, "qmq_msg_queue", Flavor.SQLITE, "qmark"), connection
 
 
-def test_many_rows_are_written_read_and_deleted_in_statements_of_bounded_size():
+def test_statements_have_bounded_size():
     statements = []
     rows, connection = of_sqlite(statements)
     contents = [f"content {number:04}" for number in range(2 * ROWS_MAX + 1)]
@@ -41,7 +41,7 @@ def test_many_rows_are_written_read_and_deleted_in_statements_of_bounded_size():
     connection.close()
 
 
-def test_a_row_that_got_the_id_of_another_one_is_not_deleted():
+def test_row_with_a_reused_id_is_not_deleted():
     """So it is in a database that lost its last commits: restored, or a replica took over."""
     rows, connection = of_sqlite([])
     sent, kept = (encode_row(Message("a", {"x": ',"subject":'}, id=id), 1) for id in ('a,"subject":1', 'a,"subject":2'))
@@ -55,7 +55,7 @@ def test_a_row_that_got_the_id_of_another_one_is_not_deleted():
     connection.close()
 
 
-def test_rows_of_one_transaction_with_ids_of_many_lengths_are_deleted_together():
+def test_ids_of_many_lengths_are_deleted_together():
     statements = []
     rows, connection = of_sqlite(statements)
     inserted = rows.insert([encode_row(Message("a", id="ä" * size), 1) for size in range(1, 50)])
@@ -78,7 +78,7 @@ def test_large_contents_share_no_statement():
     assert list(parts_of([])) == []
 
 
-def test_where_insert_tells_no_ids_they_are_counted_from_the_first_one():
+def test_ids_are_counted_from_the_first():
     """MySQL, whose servers count in steps when there are several of them."""
     asked = []
 
@@ -105,6 +105,6 @@ def test_another_driver_is_refused():
 
 
 @pytest.mark.parametrize("name", ["", "a b", "a;b", "a.b.c", "a.", "1a", "ä", '"a"', "x" * 70])
-def test_what_is_no_name_of_a_table_is_refused(name):
+def test_invalid_table_name_is_refused(name):
     with pytest.raises(InvalidRequest):
         table_name(name)

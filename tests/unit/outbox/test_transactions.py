@@ -26,7 +26,7 @@ def sent(broker):
     return [message.id for message in broker.messages("order.paid")]
 
 
-def test_a_message_is_sent_after_the_commit_and_its_row_deleted(world, broker, producer):
+def test_message_is_sent_after_the_commit(world, broker, producer):
     with world.begin() as begun:
         begun.execute(PAY)
         later = producer.send(paid(42), session=begun.session)
@@ -39,7 +39,7 @@ def test_a_message_is_sent_after_the_commit_and_its_row_deleted(world, broker, p
     assert (world.orders(), world.rows()) == ([42], [])
 
 
-def test_what_is_rolled_back_is_neither_written_nor_sent(world, broker, producer):
+def test_rolled_back_message_is_not_sent(world, broker, producer):
     with pytest.raises(Failed), world.begin() as begun:
         begun.execute(PAY)
         later = producer.send(paid(42), session=begun.session)
@@ -76,7 +76,7 @@ def test_messages_end_with_their_savepoint(world, broker, producer):
     assert world.rows() == []
 
 
-def test_a_savepoint_from_before_the_first_message_takes_all_of_them_along(world, broker, producer):
+def test_earlier_savepoint_rolls_all_messages_back(world, broker, producer):
     with world.begin() as begun:
         begun.execute(PAY)
         with pytest.raises(Failed), begun.savepoint():
@@ -89,7 +89,7 @@ def test_a_savepoint_from_before_the_first_message_takes_all_of_them_along(world
     assert (sent(broker), world.rows()) == (["paid-3"], [])
 
 
-def test_many_messages_are_one_insert_one_select_and_one_delete(world, broker, producer):
+def test_many_messages_take_three_statements(world, broker, producer):
     with world.begin() as begun:
         producer.send_many([paid(number) for number in range(900)], session=begun.session)
     producer.flush()
@@ -98,7 +98,7 @@ def test_many_messages_are_one_insert_one_select_and_one_delete(world, broker, p
     assert world.statements in (["INSERT", "SELECT", "DELETE"], ["INSERT"], [])
 
 
-def test_the_row_is_there_before_the_message_is_sent_and_stays_until_it_is_stored(world, broker, producer):
+def test_row_exists_until_its_message_is_stored(world, broker, producer):
     broker.readonly()
     with world.begin() as begun:
         later = producer.send(paid(42), session=begun.session)
@@ -110,7 +110,7 @@ def test_the_row_is_there_before_the_message_is_sent_and_stays_until_it_is_store
     assert (sent(broker), world.rows()) == (["paid-42"], [])
 
 
-def test_who_waits_behind_others_is_given_up_as_early_as_they_are(session_world, broker):
+def test_waiting_messages_share_the_timeout(session_world, broker):
     """Else the application would send, when the brokers are back, what the watchdog sends by then."""
     broker.readonly()
     with qmq.blocking.Producer(metaserver=broker.metaserver, token="any", app="shop", timeout_s=1.0) as producer:
@@ -126,7 +126,7 @@ def test_who_waits_behind_others_is_given_up_as_early_as_they_are(session_world,
 
 
 @pytest.mark.parametrize("key", [None, "k"])
-def test_what_has_no_room_in_time_is_not_sent_though_a_group_takes_it_then(broker, producer, key):
+def test_message_without_room_in_time_is_not_sent(broker, producer, key):
     """As the end of a transaction with so many messages that they take longer than `timeout_s`."""
     assert producer.send(Message("order.paid", id="first")).is_stored
     late = [Message("order.paid", id=f"late-{number}", order_key=key) for number in range(3_000)]
@@ -136,7 +136,7 @@ def test_what_has_no_room_in_time_is_not_sent_though_a_group_takes_it_then(broke
     assert producer.send(paid(1)).is_stored and sent(broker) == ["first", "paid-1"]
 
 
-def test_of_several_messages_only_rows_of_stored_ones_are_deleted(world, broker, producer):
+def test_only_rows_of_stored_messages_are_deleted(world, broker, producer):
     broker.readonly("order.paid")
     with world.begin() as begun:
         stuck = producer.send(paid(1), session=begun.session)
@@ -150,9 +150,7 @@ def test_of_several_messages_only_rows_of_stored_ones_are_deleted(world, broker,
     assert world.rows() != []
 
 
-def test_outside_of_a_transaction_the_row_is_written_then_the_message_sent_then_the_row_deleted(
-    world, broker, producer
-):
+def test_message_outside_a_transaction_is_written_first(world, broker, producer):
     broker.readonly()
     later = producer.send(paid(42), session=world.outside)
     assert world.rows() == ["paid-42"]
@@ -162,13 +160,13 @@ def test_outside_of_a_transaction_the_row_is_written_then_the_message_sent_then_
     assert (sent(broker), world.rows()) == (["paid-42"], [])
 
 
-def test_outside_of_a_transaction_a_message_is_sent_though_its_row_cannot_be_written(world, broker, producer):
+def test_unwritable_row_does_not_stop_the_send(world, broker, producer):
     world.drop_outbox()
     assert producer.send(paid(42), session=world.outside).result(WAIT_S).is_stored
     assert sent(broker) == ["paid-42"]
 
 
-def test_what_is_neither_stored_nor_written_is_the_applications_again(session_world, broker):
+def test_unstored_unwritten_message_returns_to_the_application(session_world, broker):
     session_world.drop_outbox()
     broker.readonly()
     with qmq.blocking.Producer(metaserver=broker.metaserver, token="any", app="shop", timeout_s=0.5) as producer:
@@ -177,7 +175,7 @@ def test_what_is_neither_stored_nor_written_is_the_applications_again(session_wo
     assert receipt.reason.endswith("not in the outbox")
 
 
-def test_what_is_not_stored_in_time_is_written_after_all(session_world, broker):
+def test_late_message_is_written_after_all(session_world, broker):
     """The table was missing when the message was given, and is there when it is given up."""
     session_world.drop_outbox()
     broker.readonly()
@@ -196,7 +194,7 @@ def test_what_is_not_stored_in_time_is_written_after_all(session_world, broker):
         (Message("a", id=""), InvalidMessage),
     ],
 )
-def test_what_can_never_be_sent_is_refused_at_once_and_the_transaction_goes_on(session_world, producer, message, error):
+def test_invalid_message_is_refused_at_once(session_world, producer, message, error):
     with session_world.begin() as begun:
         begun.execute(PAY)
         with pytest.raises(error):
@@ -204,7 +202,7 @@ def test_what_can_never_be_sent_is_refused_at_once_and_the_transaction_goes_on(s
     assert (session_world.orders(), session_world.rows()) == ([42], [])
 
 
-def test_a_message_is_sent_as_it_was_when_it_was_given(session_world, broker, producer):
+def test_later_changes_of_a_message_are_ignored(session_world, broker, producer):
     message = paid(42)
     with session_world.begin() as begun:
         producer.send(message, session=begun.session)
@@ -213,7 +211,7 @@ def test_a_message_is_sent_as_it_was_when_it_was_given(session_world, broker, pr
     assert broker.messages("order.paid")[0].get_int("number") == 42
 
 
-def test_who_rolled_back_is_told_so(session_world, producer):
+def test_rollback_is_the_receipts_outcome(session_world, producer):
     with pytest.raises(Failed), session_world.begin() as begun:
         later = producer.send(paid(42), session=begun.session)
         raise Failed

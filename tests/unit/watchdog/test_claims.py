@@ -18,7 +18,7 @@ def candidate(content, id=1):
     return candidate_of(id, content, 0, 5_000)
 
 
-def test_a_row_becomes_its_message_with_types_tags_key_and_moment_of_creation():
+def test_candidate_keeps_all_fields_of_the_message():
     values = {"n": 5, "x": 1.5, "yes": True, "at": datetime(2026, 1, 31, tzinfo=UTC), "name": "Ünïcode"}
     message = qmq.Message("order.paid", values, tags=("paid",), id="m-1", order_key="k", retries_max=3)
     found = candidate(encode_row(message, 1_234))
@@ -53,12 +53,12 @@ def test_a_row_becomes_its_message_with_types_tags_key_and_moment_of_creation():
         5,
     ],
 )
-def test_a_row_that_nobody_can_send_says_why_and_raises_nothing(content):
+def test_invalid_row_has_a_problem(content):
     found = candidate(content)
     assert found.problem and found.data == b""
 
 
-def test_a_batch_has_its_rows_in_order_with_labels_if_they_have_any():
+def test_batch_has_ordered_rows_and_labels():
     plain = [candidate(encode_row(qmq.Message("a", {"n": n}, id=f"m-{n}"), 1), n) for n in range(3)]
     batch = batch_of(ClaimName(7, 8, 9, "g1"), plain)
     [body] = batch.blocks
@@ -80,12 +80,12 @@ def test_a_batch_has_its_rows_in_order_with_labels_if_they_have_any():
         ("sqlite://here:1//var/shop.db", "sqlite", ("here", 1, "/var/shop.db")),
     ],
 )
-def test_a_registration_says_where_the_database_is(url, kind, place):
+def test_registration_yields_the_database_address(url, kind, place):
     source = Source(url)
     assert (source.kind, source.place) == (kind, place)
 
 
-def test_a_kind_of_database_that_nobody_knows_is_told_by_name():
+def test_unknown_database_type_is_refused():
     with pytest.raises(UnusableSource, match="oracle"):
         Source("oracle://db1:1").kind  # noqa: B018
 

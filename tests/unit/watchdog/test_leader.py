@@ -120,7 +120,7 @@ def test_it_drains_again_after_any_number_of_elections(source):
     assert link.released == 1 and not link.row.node
 
 
-def test_without_a_metaserver_it_stops_when_its_lease_is_over(source):
+def test_leader_stops_with_its_lease(source):
     link = Link(source)
 
     async def test(watchdog):
@@ -134,7 +134,7 @@ def test_without_a_metaserver_it_stops_when_its_lease_is_over(source):
     leader(link, test)
 
 
-def test_changed_settings_begin_only_when_the_last_write_of_the_drain_before_has_ended(source, monkeypatch):
+def test_new_drain_waits_for_the_last_write(source, monkeypatch):
     link, held, began = Link(source), threading.Event(), threading.Event()
     do = Outbox.do
 
@@ -158,7 +158,7 @@ def test_changed_settings_begin_only_when_the_last_write_of_the_drain_before_has
     leader(link, test)
 
 
-def test_a_database_that_is_forgotten_is_not_drained_any_more(source):
+def test_removed_database_is_not_drained(source):
     link = Link(source)
 
     async def test(watchdog):
@@ -170,7 +170,7 @@ def test_a_database_that_is_forgotten_is_not_drained_any_more(source):
     leader(link, test)
 
 
-def test_a_database_without_the_table_is_told_and_tried_again(tmp_path):
+def test_missing_table_is_reported_and_retried(tmp_path):
     path = tmp_path / "empty.db"
     path.touch()
     source = Source(f"sqlite://here:1/{path}", age_ms=0)
@@ -187,7 +187,7 @@ def test_a_database_without_the_table_is_told_and_tried_again(tmp_path):
     leader(Link(source), test)
 
 
-def test_whatever_a_driver_raises_is_the_trouble_of_its_database_alone(source, monkeypatch):
+def test_driver_error_concerns_its_database_alone(source, monkeypatch):
     """PyMySQL raises RuntimeError for want of a package, and UnicodeError for a name that is none."""
     begun = []
     begin = Leader._begin

@@ -30,7 +30,7 @@ def turn(lease, row, now_ms, *, took_ms=0):
     lease.answered(row.hold(lease.node, lease.request(now_ms)), asked_ms=now_ms, now_ms=now_ms + took_ms)
 
 
-def test_who_comes_first_holds_it_and_others_wait():
+def test_first_watchdog_holds_the_lease():
     row, a, b = Row(), Lease("a", LEASE_MS), Lease("b", LEASE_MS)
     for now_ms in range(0, 20_000, 1_000):
         turn(a, row, now_ms)
@@ -39,14 +39,14 @@ def test_who_comes_first_holds_it_and_others_wait():
     assert (a.term, b.term, b.holder) == (1, 0, "a")
 
 
-def test_a_dead_holder_is_followed_when_its_lease_is_over():
+def test_dead_holder_is_replaced_after_its_lease():
     row, a, b = Row(), Lease("a", LEASE_MS), Lease("b", LEASE_MS)
     turn(a, row, 0)
     taken = next(now_ms for now_ms in range(10, 20_000, 1_000) if turn(b, row, now_ms) or b.holds(now_ms))
     assert LEASE_MS < taken <= LEASE_MS + 2_000 and b.term == 2
 
 
-def test_a_holder_that_wakes_up_does_not_act_and_leads_again_later():
+def test_suspended_holder_does_not_act():
     row, a, b = Row(), Lease("a", LEASE_MS), Lease("b", LEASE_MS)
     turn(a, row, 0)
     for now_ms in range(10, 8_000, 1_000):
@@ -59,13 +59,13 @@ def test_a_holder_that_wakes_up_does_not_act_and_leads_again_later():
     assert a.holds(19_000) and a.term == 3
 
 
-def test_a_late_answer_gives_no_longer_lease_than_the_question_had():
+def test_late_answer_does_not_extend_the_lease():
     row, a = Row(), Lease("a", LEASE_MS)
     turn(a, row, 0, took_ms=4_900)
     assert a.holds(4_950) and not a.holds(5_000)
 
 
-def test_a_holder_asks_every_second_look_and_who_waits_at_each():
+def test_holder_asks_every_second_check():
     row, a, b = Row(), Lease("a", LEASE_MS), Lease("b", LEASE_MS)
     asked = {"a": [], "b": []}
     for now_ms in range(0, 9_000, 1_000):
@@ -78,7 +78,7 @@ def test_a_holder_asks_every_second_look_and_who_waits_at_each():
 
 
 @pytest.mark.parametrize("beats", [3, 5, 30])
-def test_a_question_that_nobody_answers_leaves_time_for_another_one(beats):
+def test_unanswered_request_leaves_time_for_another(beats):
     """Of a lease of so many looks, the shortest and the usual one among them."""
     beat_ms = LEASE_MS // beats
     row, a = Row(), Lease("a", LEASE_MS)
@@ -90,7 +90,7 @@ def test_a_question_that_nobody_answers_leaves_time_for_another_one(beats):
     assert a.holds(LEASE_MS + 1)
 
 
-def test_what_is_given_back_is_taken_at_once():
+def test_released_lease_is_taken_at_once():
     row, a, b = Row(), Lease("a", LEASE_MS), Lease("b", LEASE_MS)
     turn(a, row, 0)
     turn(b, row, 10)

@@ -16,7 +16,7 @@ def test_each_counter_of_a_drain_is_on_the_page():
     assert found == {name: [({"database": DATABASE}, 10.0 + at)] for at, name in enumerate(names)}
 
 
-def test_rows_are_on_the_page_by_their_state_and_age():
+def test_metrics_count_rows_by_state_and_age():
     page = watchdog_page(Counts(), Stats(pending=5, claimed=3, parked=2, oldest_s=90.5, by_age={60: 4, 3600: 1}))
     rows = {labels["state"]: count for labels, count in samples(page, "qmq_watchdog_rows")}
     assert rows == {"pending": 5, "claimed": 3, "parked": 2}

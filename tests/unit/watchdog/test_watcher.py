@@ -19,7 +19,7 @@ from qmq.watchdog.watcher import Reconciliation, Watcher
 
 
 @pytest.mark.parametrize("error", [UnicodeError("no name of a host"), RuntimeError("a package is missing")])
-async def test_whatever_a_driver_raises_is_the_trouble_of_its_database_alone(error, tmp_path, monkeypatch):
+async def test_driver_error_concerns_its_database_alone(error, tmp_path, monkeypatch):
     source = Source(f"sqlite://here:1/{tmp_path}/shop.db")
 
     def ask(questions):
@@ -44,7 +44,7 @@ async def test_whatever_a_driver_raises_is_the_trouble_of_its_database_alone(err
         {"types": {"x": "\ud800"}, "attrs": {"x": "1"}},
     ],
 )
-def test_a_row_that_nobody_could_ever_send_is_shown_and_stops_no_look_at_the_logs(wrong, tmp_path, monkeypatch):
+def test_invalid_row_is_listed_as_unchecked(wrong, tmp_path, monkeypatch):
     path, content = tmp_path / "shop.db", {"messageId": "1", "subject": "order.paid"} | wrong
     with sqlite3.connect(path) as database:
         for statement in create_statements("sqlite"):
@@ -76,7 +76,7 @@ def test_a_row_that_nobody_could_ever_send_is_shown_and_stops_no_look_at_the_log
 @pytest.mark.parametrize(
     ("ids", "wanted"), [("", None), ("1,2", [1, 2]), (",", "wrong"), ("1,a", "wrong"), ("9" * 5_000, "wrong")]
 )
-def test_rows_to_be_sent_again_are_named_by_numbers_and_no_other_text_stands_for_all(ids, wanted):
+def test_retry_accepts_only_numeric_ids(ids, wanted):
     asked = []
 
     async def retry(**words):

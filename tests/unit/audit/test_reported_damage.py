@@ -45,7 +45,7 @@ def began(address: str) -> tuple[Group, Result]:
 
 
 @pytest.mark.parametrize("again", [(), (OLD,)], ids=["once", "an old one again"])
-def test_what_a_broker_has_met_since_is_a_finding_unless_a_reader_named_it(
+def test_damage_met_since_is_a_finding_once(
     broker: tuple[Broker, str], again: tuple[tuple[int, int, str], ...]
 ) -> None:
     one, address = broker
@@ -57,7 +57,7 @@ def test_what_a_broker_has_met_since_is_a_finding_unless_a_reader_named_it(
     assert found == {("damaged", "slave", *range_) for range_ in (UNSEEN, *again)}
 
 
-def test_a_broker_that_began_anew_or_is_gone_has_met_nothing(broker: tuple[Broker, str]) -> None:
+def test_restarted_or_absent_broker_has_met_nothing(broker: tuple[Broker, str]) -> None:
     one, address = broker
     group, result = began(address)
     one.damaged = []

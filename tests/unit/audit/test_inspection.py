@@ -17,7 +17,7 @@ from tests.unit.audit.test_walk import flip
 
 
 @pytest.mark.parametrize("is_repaired", [True, False])
-def test_damage_that_reading_made_the_broker_repair_is_called_repaired(tmp_path: Path, is_repaired: bool) -> None:
+def test_damage_repaired_by_reading_is_repaired(tmp_path: Path, is_repaired: bool) -> None:
     for name in ("master", "slave"):
         log = LogWriter(tmp_path / name)
         log.mastership(Epoch(1, 1))

@@ -46,23 +46,23 @@ def log(tmp_path: Path) -> Iterator[LogWriter]:
 
 
 @pytest.mark.parametrize("source", [S, MAILBOX])
-def test_what_the_broker_makes_of_a_message_is_known_by_its_numbers(source: str) -> None:
+def test_dead_letter_is_recognised_by_producer_and_batch(source: str) -> None:
     assert original_subject((S, G), letters_producer(source, G)) == source
     assert original_subject((S, G), 7) is None
 
 
 @pytest.mark.parametrize("message", [a_message(S, 3), b"no message at all", with_fate(a_message(S, 3), 2, "before", 1)])
-def test_a_copy_is_known_by_its_content(message: bytes) -> None:
+def test_dead_letter_shares_its_originals_fingerprint(message: bytes) -> None:
     assert fingerprint(with_fate(message, 5, "it failed", 9)) == fingerprint(message)
     assert fingerprint(with_fate(a_message(S, 4), 5, "it failed", 9)) != fingerprint(message)
 
 
-def test_what_a_producer_sent_among_dead_letters_is_no_copy(log: LogWriter) -> None:
+def test_produced_message_is_no_dead_letter(log: LogWriter) -> None:
     log.batch(dead_letter_subject(S, G), 3)
     assert facts_of(log.close()).letters() == []
 
 
-def test_dead_letters_in_a_chosen_subject_are_held_against_their_originals(log: LogWriter) -> None:
+def test_dead_letters_in_chosen_subjects_are_compared(log: LogWriter) -> None:
     log.messages(S, [a_message(S, 0), a_message(S, 1)])
     for sequence in (1, 7):
         log.dead_letter(S, G, sequence, a_message(S, sequence), 2, to="chosen")
@@ -100,7 +100,7 @@ def test_a_wrong_index_blames_no_dead_letter(tmp_path: Path) -> None:
     assert wrong(tmp_path) == []
 
 
-def test_what_retention_took_is_no_finding(tmp_path: Path) -> None:
+def test_originals_removed_by_retention_are_no_finding(tmp_path: Path) -> None:
     log = LogWriter(tmp_path, start=4096)
     log.mastership(Epoch(1, 1))
     log.sequences[S] = 10
@@ -110,7 +110,7 @@ def test_what_retention_took_is_no_finding(tmp_path: Path) -> None:
     assert wrong(log.close()) == []
 
 
-def test_what_was_never_stored_is_found_behind_a_retention_too(tmp_path: Path) -> None:
+def test_missing_original_is_found_after_retention(tmp_path: Path) -> None:
     log = LogWriter(tmp_path, start=4096)
     log.mastership(Epoch(1, 1))
     log.batch(S, 2, first=10)
@@ -121,7 +121,7 @@ def test_what_was_never_stored_is_found_behind_a_retention_too(tmp_path: Path) -
     assert wrong(log.close()) == [("dead_unfounded", 0)]
 
 
-def test_damage_may_be_what_is_missing(log: LogWriter) -> None:
+def test_damage_may_hide_the_original(log: LogWriter) -> None:
     original = log.batch(S, 1)
     log.dead_letter(S, G, 0, a_message(S, 0), 2)
     data = log.close()
@@ -150,7 +150,7 @@ def judged(*letters: Any, group: Group | None = None, may_be_older: bool = False
     return [row["what"] for one in letters for row in judge.take(one, group, may_be_older=may_be_older)]
 
 
-def test_a_dead_letter_is_of_what_its_group_holds() -> None:
+def test_dead_letter_needs_a_held_original() -> None:
     held = a_group(UnackedRange(3, 5, 1, 2))
     assert judged(a_letter(), group=held) == []
     assert judged(a_letter(6), group=held) == ["dead_unfounded"]
@@ -172,7 +172,7 @@ def progress(
     return [sequence for sequence, _ in judge.progress(a_frame(kind), Progress(G, consumer, entries), group)]
 
 
-def test_what_is_acked_as_dead_has_a_dead_letter_since_the_group_began() -> None:
+def test_dead_ack_needs_a_dead_letter() -> None:
     held, judge = a_group(UnackedRange(3, 5, 2, 2)), DeadLetterHistory()
     assert list(judge.take(a_letter(5), held, may_be_older=False)) == []
     assert progress(judge, FrameKind.ACK, "c", ((3, 5, 0),), held) == []
@@ -182,6 +182,6 @@ def test_what_is_acked_as_dead_has_a_dead_letter_since_the_group_began() -> None
     assert list(judge.take(a_letter(5), held, may_be_older=False)) == []
 
 
-def test_what_was_delivered_before_the_log_begins_may_have_its_dead_letter_there() -> None:
+def test_deliveries_before_the_log_excuse_dead_acks() -> None:
     held = a_group(UnackedRange(3, -4, 1, 1))
     assert progress(DeadLetterHistory(), FrameKind.ACK, "c", ((3, 4, DEAD),), held) == []

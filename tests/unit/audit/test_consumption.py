@@ -48,7 +48,7 @@ def findings(copy: Copy, start: int = 0) -> list[str]:
 
 @given(st.integers(0, 1 << 32))
 @settings(max_examples=150, deadline=None)
-def test_a_legal_history_has_no_findings_from_whichever_frame_on_it_is_read(seed):
+def test_legal_history_has_no_findings_from_any_frame(seed):
     rng, copy = Random(seed), Copy(segment_bytes=1 << 20)
     copy.begin_epoch()
     starts = [0] + [a_frame(copy, rng).end for _ in range(120)]
@@ -112,7 +112,7 @@ def test_a_frame_that_does_not_follow_is_a_finding(kind, consumer, entries, why)
     assert list(judge.judge(forged(copy, kind, consumer, entries))), why
 
 
-def test_in_a_log_that_begins_later_what_is_handed_out_in_it_is_judged_all_the_same():
+def test_deliveries_within_a_later_log_are_judged():
     copy, first = a_history()
     start = copy.log.end
     copy.messages("g", "h", subject="s", size=0)
@@ -124,7 +124,7 @@ def test_in_a_log_that_begins_later_what_is_handed_out_in_it_is_judged_all_the_s
 
 
 @pytest.mark.parametrize("new, found", [((), []), ((4,), [FindingKind.PASSED])], ids=["a dead letter", "a new message"])
-def test_what_came_back_does_not_tell_what_a_consumer_asks_for(new, found):
+def test_redeliveries_do_not_reveal_a_filter(new, found):
     """Who pulls next is given what was delivered too often, to make a dead letter of it, whatever it asks for."""
     copy, first = a_history()
     copy.progress(FrameKind.NACK, "c1", (first, first + 4, 0), subject="s")
@@ -161,5 +161,5 @@ def changed_back(copy: Copy, *, says: str) -> list[dict[str, Any]]:
     "says, found",
     [("nothing", [FindingKind.PASSED]), ("changed", []), ("left", []), ("another changed", [FindingKind.PASSED])],
 )
-def test_who_says_that_it_asks_for_others_may_be_passed_over(says, found):
+def test_announced_filter_change_may_pass_messages_over(says, found):
     assert [one["what"] for one in changed_back(Copy(segment_bytes=1 << 20), says=says)] == found

@@ -122,7 +122,7 @@ def stored(attempt, *refused):
     return Stored(0, attempt.batch.count - len(refused), list(refused))
 
 
-def test_rows_are_claimed_sent_and_deleted_when_they_are_stored():
+def test_stored_rows_are_deleted():
     drain = Drain()
     drain.page(row(1), row(2), row(3, "b"))
     order = drain.claim()
@@ -144,7 +144,7 @@ def test_nothing_is_sent_before_its_claim_is_stored():
     assert drain.attempts() == []
 
 
-def test_rows_that_the_claim_did_not_get_are_not_sent():
+def test_unclaimed_rows_are_not_sent():
     drain = Drain()
     drain.page(row(1), row(2))
     [(claim, _)] = drain.next().claims.items()
@@ -153,7 +153,7 @@ def test_rows_that_the_claim_did_not_get_are_not_sent():
     assert attempt.batch.count == 1 and attempt.claim.ids == [2]
 
 
-def test_what_a_group_refuses_is_no_failure_of_its_rows():
+def test_group_rejection_is_no_row_error():
     """A group that is readonly for long must neither park them, nor keep them for longer than it is readonly itself."""
     drain = Drain(postpone_ms=1_000, postpone_ms_max=3_000, rest_ms=0)
     released = []
@@ -179,7 +179,7 @@ def test_what_a_group_refuses_is_no_failure_of_its_rows():
     assert drain.delay_ms(drain.settle().released[0]) == 1_000, "it stored something in between"
 
 
-def test_a_batch_that_fails_waits_as_its_row_that_failed_least():
+def test_failed_batch_waits_as_its_best_row():
     drain = Drain(release_ms=1_000, release_ms_max=60_000)
     drain.page(row(1, errors=9), row(2, errors=2))
     drain.claim()
@@ -189,7 +189,7 @@ def test_a_batch_that_fails_waits_as_its_row_that_failed_least():
     assert (end.ids, drain.delay_ms(end), end.failures) == ([1, 2], 4_000, 1), "no row makes others wait for minutes"
 
 
-def test_a_batch_in_doubt_goes_again_as_it_is_to_the_same_group_whatever_else_is_answered():
+def test_unknown_batch_is_repeated_to_the_same_group():
     drain = Drain("g1", "g2")
     drain.page(row(1), row(2))
     drain.claim()
@@ -208,7 +208,7 @@ def test_a_batch_in_doubt_goes_again_as_it_is_to_the_same_group_whatever_else_is
     assert drain.settle().settled[0].stored == [1, 2]
 
 
-def test_a_batch_of_which_nobody_can_tell_for_a_day_is_released_at_last():
+def test_unknown_batch_is_released_after_a_day():
     drain = Drain(unknown_ms_max=86_400_000)
     drain.page(row(1))
     drain.claim()
@@ -220,7 +220,7 @@ def test_a_batch_of_which_nobody_can_tell_for_a_day_is_released_at_last():
     assert "86400 s" in end.reason
 
 
-def test_messages_that_the_broker_refuses_are_parked_and_the_others_deleted():
+def test_rejected_messages_are_parked():
     drain = Drain()
     drain.page(row(1), row(2), row(3))
     drain.claim()
@@ -230,7 +230,7 @@ def test_messages_that_the_broker_refuses_are_parked_and_the_others_deleted():
     assert (end.stored, end.parked) == ([1, 3], [(2, "too large")])
 
 
-def test_of_a_batch_that_is_wrong_each_row_goes_alone_and_the_wrong_one_is_parked():
+def test_rows_of_an_invalid_batch_go_alone():
     drain = Drain(release_ms=0)
     drain.page(row(1), row(2))
     drain.claim()
@@ -249,7 +249,7 @@ def test_of_a_batch_that_is_wrong_each_row_goes_alone_and_the_wrong_one_is_parke
     assert [(end.stored, end.parked) for end in drain.settle().settled] == [([1], []), ([], [(2, "this one")])]
 
 
-def test_a_row_is_parked_when_it_was_refused_alone_and_not_for_the_first_time():
+def test_row_is_parked_after_a_second_lone_rejection():
     """A packet that was damaged on its way is refused as well."""
     drain = Drain(rest_ms=0)
     for tries in range(2):
@@ -263,7 +263,7 @@ def test_a_row_is_parked_when_it_was_refused_alone_and_not_for_the_first_time():
     assert work.settled[0].parked == [(1, "the batch does not match its CRC")]
 
 
-def test_a_row_that_nobody_can_read_or_that_failed_too_often_is_parked_and_holds_up_no_other():
+def test_invalid_or_failed_row_blocks_no_other():
     drain = Drain(errors_max=5)
     drain.page(Candidate(1, 0, problem="no JSON"), row(2, errors=5), row(3))
     order = drain.claim()
@@ -271,7 +271,7 @@ def test_a_row_that_nobody_can_read_or_that_failed_too_often_is_parked_and_holds
     assert drain.core.counts.parked == 2
 
 
-def test_rows_of_a_subject_that_nobody_takes_are_postponed_for_longer_each_time():
+def test_postponements_grow():
     drain = Drain(postpone_ms=1_000, postpone_ms_max=4_000, rest_ms=0)
     drain.brokers.writable.clear()
     delays = []
@@ -281,7 +281,7 @@ def test_rows_of_a_subject_that_nobody_takes_are_postponed_for_longer_each_time(
     assert delays == [1_000, 2_000, 4_000, 4_000]
 
 
-def test_all_pages_of_a_subject_that_nobody_takes_are_postponed_until_the_same_moment():
+def test_all_pages_share_one_postponement():
     drain = Drain(postpone_ms=1_000, rest_ms=0)
     drain.brokers.writable.clear()
     delays = []
@@ -301,7 +301,7 @@ def test_all_pages_of_a_subject_that_nobody_takes_are_postponed_until_the_same_m
     assert drain.postponed(row(4)) == 1_000, "somebody did in between"
 
 
-def test_keys_whose_group_takes_nothing_do_not_begin_anew_whenever_another_group_takes_some():
+def test_other_groups_do_not_reset_a_postponement():
     drain = Drain("g1", "g2", postpone_ms=1_000, rest_ms=0)
     lost, fine = key_of(drain, "g1"), key_of(drain, "g2")
     drain.brokers.writable.remove("g1")
@@ -315,7 +315,7 @@ def test_keys_whose_group_takes_nothing_do_not_begin_anew_whenever_another_group
     assert drain.postponed(row(1, key=lost), after=1) == 2_000
 
 
-def test_keys_that_wait_are_not_overtaken_by_younger_rows_when_their_group_is_back():
+def test_younger_rows_do_not_overtake_postponed_keys():
     drain = Drain(postpone_ms=1_000, rest_ms=0)
     drain.brokers.writable.clear()
     assert drain.postponed(row(1, key="k"), after=1) == 1_000
@@ -330,7 +330,7 @@ def test_keys_that_wait_are_not_overtaken_by_younger_rows_when_their_group_is_ba
     assert list(drain.claim().claims.values()) == [[1, 2]]
 
 
-def test_rows_that_are_put_off_together_come_due_at_one_moment_of_the_databases_clock():
+def test_postponed_rows_share_one_due_moment():
     """Else a page that the database was slow to write would come after the one behind it, with the same keys."""
     drain = Drain(postpone_ms=1_000, rest_ms=0)
     drain.page(row(1, key="k"), after=1)
@@ -346,7 +346,7 @@ def test_rows_that_are_put_off_together_come_due_at_one_moment_of_the_databases_
     assert dues == [first.due] * 3 and first.due.clock is not None
 
 
-def test_what_is_known_of_subjects_is_forgotten_when_it_is_old():
+def test_old_postponements_are_forgotten():
     drain = Drain(postpone_ms=1_000, postpone_ms_max=2_000, rest_ms=0)
     drain.brokers.writable.clear()
     for id in range(3):
@@ -356,7 +356,7 @@ def test_what_is_known_of_subjects_is_forgotten_when_it_is_old():
     assert drain.core._holds == {}
 
 
-def test_while_no_broker_is_there_at_all_rows_are_left_in_peace():
+def test_rows_stay_unchanged_without_brokers():
     drain = Drain(rest_ms=1_000)
     drain.brokers.writable.clear()
     drain.brokers.usable.clear()
@@ -366,7 +366,7 @@ def test_while_no_broker_is_there_at_all_rows_are_left_in_peace():
     assert isinstance(drain.next(), ReadPage)
 
 
-def test_rows_behind_a_page_that_nobody_takes_are_looked_at_though_no_group_is_known_that_takes_any():
+def test_later_pages_are_read_without_usable_groups():
     """Which groups there are is known of subjects that were seen: those of the first page alone may all be gone."""
     drain = Drain("g1", "g2", rest_ms=1_000)
     drain.brokers.of = {"a": ["g1"], "b": ["g2"]}
@@ -387,7 +387,7 @@ def test_rows_behind_a_page_that_nobody_takes_are_looked_at_though_no_group_is_k
     assert list(drain.claim().claims.values()) == [[3]]
 
 
-def test_a_page_that_was_on_its_way_when_a_group_came_back_is_not_taken_before_what_is_older():
+def test_returning_group_gets_the_oldest_rows_first():
     drain = Drain(rest_ms=1_000)
     drain.brokers.usable.clear()
     drain.page(row(1, key="k"), after=1)
@@ -398,7 +398,7 @@ def test_a_page_that_was_on_its_way_when_a_group_came_back_is_not_taken_before_w
     assert drain.next().after is None and drain.core.last_pass_ms is None
 
 
-def test_a_claim_of_an_earlier_leader_is_taken_over_and_sent_with_its_own_number():
+def test_earlier_leaders_claim_keeps_its_number():
     drain = Drain(term=9)
     drain.core._claims_after = ""
     assert isinstance(drain.next(), ReadClaims)
@@ -414,7 +414,7 @@ def test_a_claim_of_an_earlier_leader_is_taken_over_and_sent_with_its_own_number
     assert not isinstance(drain.next(), SettleClaims), "an attempt of the earlier leader may have stored it"
 
 
-def test_a_claim_that_a_leader_of_other_terms_left_behind_is_taken_over_when_it_is_old():
+def test_old_claim_of_other_terms_is_adopted():
     """The database was registered for another room, or the metaservers began anew: nobody else would ever send it."""
     drain = Drain(term=3)
     drain.core._claims_after = ""
@@ -423,7 +423,7 @@ def test_a_claim_that_a_leader_of_other_terms_left_behind_is_taken_over_when_it_
 
 
 @pytest.mark.parametrize("term", [7, RELAY_TERM + 7], ids=["watchdog", "producer"])
-def test_a_claim_of_a_producer_is_taken_over_when_it_is_a_minute_old(term):
+def test_producers_claim_is_adopted_after_a_minute(term):
     """By watchdogs and other producers alike; producers leave those of a watchdog to the next one for longer."""
     drain = Drain(term=term)
     young, old = f"5:1:{RELAY_TERM:x}:g1", f"5:2:{RELAY_TERM:x}:g1"
@@ -434,7 +434,7 @@ def test_a_claim_of_a_producer_is_taken_over_when_it_is_a_minute_old(term):
     assert isinstance(drain.next(), TakeOver) == (term == 7)
 
 
-def test_a_claim_that_is_released_late_ends_the_numbers_of_its_producer():
+def test_late_release_ends_its_producers_numbers():
     """Another drain may have taken it over, and brokers tell the last 64 numbers of a producer apart."""
     drain, producers = Drain(), []
     for id, late_ms in enumerate((0, RELAY_MS, 0)):
@@ -458,7 +458,7 @@ def test_rows_behind_ordered_ones_that_another_drain_sends_wait():
     assert drain.claim().postponed[0].ids == [2]
 
 
-def test_rows_with_a_claim_that_nobody_can_read_are_parked_when_it_is_old():
+def test_old_unreadable_claim_is_parked():
     """No watchdog would ever take them, and OutboxRetry leaves claimed rows to their claim."""
     drain = Drain()
     drain.core._claims_after = ""
@@ -474,7 +474,7 @@ def test_rows_with_a_claim_that_nobody_can_read_are_parked_when_it_is_old():
     assert isinstance(drain.next(), ReadPage), "behind a claim without text is none that was not read"
 
 
-def test_after_a_failure_of_the_database_claims_are_read_anew_and_numbers_begin_anew():
+def test_database_failure_resets_claims_and_numbers():
     drain = Drain(rest_ms=0)
     drain.page(row(1))
     work = drain.next()
@@ -490,7 +490,7 @@ def test_after_a_failure_of_the_database_claims_are_read_anew_and_numbers_begin_
     assert ClaimName.parse(claim).producer != ClaimName.parse(unheard).producer
 
 
-def test_a_producer_id_spans_fewer_numbers_than_a_broker_remembers():
+def test_producer_numbers_stay_within_the_brokers_window():
     drain = Drain(rest_ms=0, rate=1_000_000)
     numbers = []
     unknown = None
@@ -518,7 +518,7 @@ def test_a_producer_id_spans_fewer_numbers_than_a_broker_remembers():
     assert max(numbers) - unknown.batch.number < NUMBERS_SPAN_MAX <= 60
 
 
-def test_messages_with_order_keys_go_to_the_group_of_their_key_one_batch_at_a_time():
+def test_ordered_batches_go_one_at_a_time():
     drain = Drain("g1", "g2", rest_ms=0)
     keys = ["k1", "k2", "k3", "k4"]
     drain.page(*(row(id, key=keys[id % 4]) for id in range(8)), after=("t", 8))
@@ -535,7 +535,7 @@ def test_messages_with_order_keys_go_to_the_group_of_their_key_one_batch_at_a_ti
     assert drain.next() == ReadPage(("t", 8), 500)
 
 
-def test_ordered_rows_wait_while_an_earlier_batch_of_their_lane_is_in_doubt():
+def test_ordered_rows_wait_for_unknown_batches():
     drain = Drain("g1", rest_ms=0)
     drain.page(row(1, key="k"), after=("t", 1))
     drain.claim()
@@ -546,7 +546,7 @@ def test_ordered_rows_wait_while_an_earlier_batch_of_their_lane_is_in_doubt():
     assert [one.ids for one in order.postponed] == [[2]] and list(order.claims.values()) == [[3]]
 
 
-def test_batches_keep_to_the_room_of_a_group_and_the_rest_follows():
+def test_batches_respect_a_groups_room():
     drain = Drain("g1")
     drain.brokers.rooms["g1"] = 1_000
     drain.page(*(row(id, size=300) for id in range(5)))
@@ -560,7 +560,7 @@ def test_batches_keep_to_the_room_of_a_group_and_the_rest_follows():
     assert list(drain.claim().claims.values()) == [[3, 4]]
 
 
-def test_a_large_row_waits_for_room_and_goes_whatever_its_size_if_nothing_is_before_it():
+def test_large_row_goes_to_an_idle_group():
     drain = Drain("g1")
     drain.brokers.rooms["g1"], drain.brokers.flights["g1"] = 200, 1
     drain.page(row(1, size=300), row(2, size=5_000))
@@ -573,7 +573,7 @@ def test_a_large_row_waits_for_room_and_goes_whatever_its_size_if_nothing_is_bef
     assert list(drain.claim().claims.values()) == [[2]], "the group says that it is too large"
 
 
-def test_a_group_that_does_not_answer_holds_up_no_other_for_long():
+def test_silent_group_blocks_others_briefly():
     drain = Drain("g1", "g2", claims_max=2, page_rows=1, rest_ms=0, room_ms=2_000)
     drain.brokers.of = {"a": ["g1"], "b": ["g2"]}
     for id in range(1, 3):
@@ -598,7 +598,7 @@ def test_a_group_that_does_not_answer_holds_up_no_other_for_long():
     assert list(order.claims.values()) == [[6]] and drain.next() == ReadPage(6, 1)
 
 
-def test_a_pass_that_does_not_end_begins_anew_and_claims_are_looked_at():
+def test_endless_pass_is_restarted():
     """Rows that come due while it runs never let it end, and behind it may be what a transaction committed late."""
     drain = Drain(rest_ms=0, postpone_ms=1_000)
     drain.brokers.writable.clear()
@@ -620,7 +620,7 @@ def test_a_reason_fits_any_column():
     assert reason.isascii() and reason.isprintable() and len(reason) == 500 and reason.startswith("a\\x00b \\xfc")
 
 
-def test_no_more_batches_are_under_way_than_allowed_and_those_in_doubt_do_not_count():
+def test_unknown_batches_do_not_count_as_under_way():
     drain = Drain("g1", claims_max=2, page_rows=1, rest_ms=0)
     for id in (1, 2):
         drain.page(row(id), after=("t", id))
@@ -641,7 +641,7 @@ def test_the_rate_is_kept():
     assert isinstance(work, ReadPage) and work.limit == 60
 
 
-def test_a_group_that_is_left_before_the_first_attempt_costs_a_release_and_no_doubt():
+def test_unusable_group_releases_unsent_claims():
     drain = Drain(room_ms=1_000)
     drain.page(row(1))
     drain.claim()
@@ -653,7 +653,7 @@ def test_a_group_that_is_left_before_the_first_attempt_costs_a_release_and_no_do
     assert "takes nothing" in end.reason and end.failures == 0
 
 
-def test_after_a_stop_nothing_is_claimed_and_what_is_under_way_ends():
+def test_stop_ends_claims_under_way():
     drain = Drain()
     drain.page(row(1))
     drain.claim()
@@ -670,18 +670,18 @@ def test_after_a_stop_nothing_is_claimed_and_what_is_under_way_ends():
     ["", "x", "1:2:3", "g:2:3:g1", "::::", "-1:2:3:g1", "1:-2:3:g1", f"{1 << 64:x}:2:3:g1", "0x1:2:3:g1"],
     ids=["empty", "a word", "too short", "no number", "colons", "less than 0", "that, too", "too large", "another way"],
 )
-def test_what_is_no_claim_is_not_read_as_one(text):
+def test_invalid_claim_is_not_parsed(text):
     with pytest.raises(ValueError):
         ClaimName.parse(text)
 
 
-def test_a_claim_survives_the_way_through_its_text_and_fits_the_column():
+def test_claim_text_round_trip_fits_the_column():
     name = ClaimName((1 << 52) - 1, 0xFFFFFF, 0xFFFFFF, "g" * 100)
     assert ClaimName.parse(str(name)) == name and len(str(name)) <= 128
     assert ClaimName.parse("1:2:3:a:b").group == "a:b"
 
 
-def test_rows_of_many_subjects_are_neither_put_off_nor_looked_at_again_for_each_batch():
+def test_many_subjects_are_checked_once_per_page():
     drain, subjects = Drain(claims_max=8), 200
     looks = drain.brokers.groups
     looked = []

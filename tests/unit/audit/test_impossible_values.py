@@ -71,7 +71,7 @@ def test_frame_that_no_broker_writes_is_named(tmp_path: Path, what: str, wrong: 
     assert "findings" in as_markdown([result], 1.0)
 
 
-def test_delay_that_no_calendar_has_is_a_row_and_a_finding(tmp_path: Path) -> None:
+def test_impossible_due_time_is_a_row_and_finding(tmp_path: Path) -> None:
     for copy in COPIES:
         log = LogWriter(tmp_path / copy)
         log.mastership(Epoch(1, 1))
@@ -91,9 +91,7 @@ def test_delay_that_no_calendar_has_is_a_row_and_a_finding(tmp_path: Path) -> No
         pytest.param("foreign", encode_message(Message("t", {"text": "x"}, id="m1"), 1), id="of another subject"),
     ],
 )
-def test_message_that_a_delay_server_wrote_again_is_one_of_its_subject(
-    tmp_path: Path, what: str, message: bytes
-) -> None:
+def test_rewritten_delayed_message_counts_for_its_subject(tmp_path: Path, what: str, message: bytes) -> None:
     whole = encode_message(Message("s", {"text": "x"}, id="m0"), 1)
     for copy in COPIES:
         log = LogWriter(tmp_path / copy)
