@@ -1,5 +1,6 @@
-"""Shell. Files beside segments that are wrong on purpose, each with its own CRC right, unless that is what is wrong;
-and others that are not as they should be and mislead nobody."""
+"""Shell. Planted faults in the files beside segments, each with a valid CRC unless the CRC is the fault; and harmless
+deviations.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from qmq.log.index import SegmentIndex
 from tests.unit.audit.forged import A, B, read_frames
 
 Plant = Callable[[Path, int], str]
-"""Changes what is beside the segment at an offset; returns the kind of the finding."""
+"""Changes the files beside the segment at an offset; returns the kind of the finding."""
 
 
 def bases_of(data: Path) -> list[int]:
@@ -112,7 +113,7 @@ def no_index(data: Path, base: int) -> str:
 
 
 def snapshot_of_before(data: Path, base: int) -> str:
-    """Brokers start from none that is of another place than it stands at."""
+    """Brokers do not start from a snapshot of another place."""
     bases = bases_of(data)
     older = data / "log" / f"{bases[bases.index(base) - 1]:020d}.snap"
     (data / "log" / f"{base:020d}.snap").write_bytes(older.read_bytes())
@@ -120,7 +121,7 @@ def snapshot_of_before(data: Path, base: int) -> str:
 
 
 def snapshot_of_an_older_version(data: Path, base: int) -> str:
-    """It knew less: what it says is true, but not all."""
+    """An earlier version stored less: true, but incomplete."""
     forgotten_producers(data, base)
     path = data / "log" / f"{base:020d}.snap"
     packed = (3).to_bytes(4, "little") + path.read_bytes()[8:]
@@ -129,7 +130,9 @@ def snapshot_of_an_older_version(data: Path, base: int) -> str:
 
 
 def index_of_a_segment_that_has_grown(data: Path, base: int) -> str:
-    """The file of the segment behind it was gone, and came back as a part of this one: it is made again when read."""
+    """The next segment's file was gone and came back as a part of this one: brokers rebuild the index when they read
+    it.
+    """
     _write_index(data, base, end=base + 1_000)
     return ""
 

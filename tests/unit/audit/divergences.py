@@ -1,6 +1,6 @@
-"""Shell. Divergences, one function each: what is changed in a forged log, and what the audit has to say about it.
+"""Shell. Divergences, one function each: a change of a forged log, and the expected findings.
 
-Each takes frames of `write_world` and returns what is to be found: (kind, frame, sequence or None). All are about other
+Each takes frames of `write_world` and returns the expected (kind, frame, sequence or None). They touch different
 frames, so that any of them can be planted together.
 """
 
@@ -45,7 +45,7 @@ def change_message(frames: list[Draft], subject: str, sequence: int, message: by
 
 
 def in_place_of(there: Draft, frame: Draft, **fields: Any) -> Draft:
-    """Return a frame like `frame` as it would have been written where `there` stands."""
+    """Return a frame like `frame`, as if written at the place of `there`."""
     return replace(
         frame,
         base=there.base,
@@ -82,7 +82,7 @@ def no_labels(frames: list[Draft]) -> Expected:
 
 
 def order_untold(frames: list[Draft]) -> Expected:
-    """Message and label are right, and brokers deliver as if nobody had asked for an order."""
+    """Message and label are right, but brokers deliver without the requested order."""
     message = encode_message(Message(A, {"text": "y"}, id=f"{A}-174", tags=("even", "more"), order_key="k"), 1)
     frame = change_message(frames, A, 174, message)
     labels = frame.labels
@@ -105,7 +105,7 @@ def called_dead(frames: list[Draft]) -> Expected:
 
 
 def called_dead_and_foreign(frames: list[Draft]) -> Expected:
-    """What a broker copies to a chosen subject keeps the one it came from: only a copy may."""
+    """Only a dead letter in a chosen subject may keep its original's subject."""
     message = encode_message(Message("order.deleted", {"text": "x"}, id=f"{B}-195", tags=("odd",)), 1)
     frame = change_message(frames, B, 195, message)
     frame.flags |= FLAG_DEAD
@@ -164,7 +164,7 @@ def position_behind_all(frames: list[Draft]) -> Expected:
 
 
 def passed_unseen(frames: list[Draft]) -> Expected:
-    """The pull delivers nothing of its ten; the consumer got such messages before and gets them again."""
+    """The pull delivers none of its ten messages; the consumer got such messages before and gets them again."""
     frame = nth(frames, FrameKind.PULL, B, 15)
     frame.body = encode_progress("f", "d", [(PASSED, 150, 10)])
     return [("passed", frame, 150)]
@@ -209,7 +209,7 @@ def other_dead_letter(frames: list[Draft]) -> Expected:
 
 
 def other_original(frames: list[Draft]) -> Expected:
-    """The message was rewritten after it became a dead letter: that is what still tells."""
+    """The message was rewritten after it became a dead letter, which is the only evidence."""
     message = with_properties(a_message(C, 4 * 20 + 1), {"text": "z" * 60})
     change_message(frames, C, 4 * 20 + 1, message)
     return [("dead_altered", frame_of(frames, DEAD, 20), 20)]
@@ -221,7 +221,7 @@ def other_times(frames: list[Draft]) -> Expected:
 
 
 def without_an_original(frames: list[Draft]) -> Expected:
-    """Nobody ever stored the message of which it says to be the copy."""
+    """Its original was never stored."""
     frame = _one_letter_more(frames)
     frame.batch = 10**6
     return [("dead_unfounded", frame, frame.first_sequence)]
@@ -235,7 +235,7 @@ def of_a_message_that_was_handled(frames: list[Draft]) -> Expected:
 
 
 def dead_twice(frames: list[Draft]) -> Expected:
-    """Right behind the first one, before the ack: the group still holds the message."""
+    """Right after the first one, before the ack: the group still holds the message."""
     before = frame_of(frames, DEAD, 55)
     again = replace(before, first_sequence=56)
     frames.insert(frames.index(before) + 1, again)
@@ -245,7 +245,7 @@ def dead_twice(frames: list[Draft]) -> Expected:
 
 
 def dead_letter_less(frames: list[Draft]) -> Expected:
-    """The sequences behind it are dense all the same."""
+    """Later sequences are dense all the same."""
     gone = frame_of(frames, DEAD, 30)
     at = frames.index(gone)
     del frames[at]
@@ -306,7 +306,7 @@ def other_payload(subject: str, sequence: int) -> Plant:
 
 
 def other_text_of_one_crc(frames: list[Draft]) -> Expected:
-    """Of 40 bits that may be flipped, some together leave a CRC of 32 as it is: header and chain are the same."""
+    """Among 40 bits, some combination of flips keeps the CRC-32: header and chain stay the same."""
     frame = frame_of(frames, A, 240)
     at = frame.body.index(b"x" * 40)
     due, known = crc32(frame.body), dict[int, tuple[int, int]]()
@@ -330,7 +330,7 @@ def _flipped(body: bytes, at: int, flips: int) -> bytes:
 
 
 def other_label(frames: list[Draft]) -> Expected:
-    """Labels end with their own CRC-32, and so the body's stays as it was, whatever they say, and the chain with it."""
+    """Labels end with their own CRC-32, so the body's CRC and the chain stay the same for any labels."""
     frame = frame_of(frames, A, 214)
     labels = frame.labels
     labels[frame.of(214)] = label_of(("pay",), None)
@@ -351,7 +351,7 @@ def other_time(frames: list[Draft]) -> Expected:
 
 
 def one_frame_more(frames: list[Draft]) -> Expected:
-    """All behind it stand further on."""
+    """All later frames move on."""
     at = frames.index(frame_of(frames, A, 480))
     body = encode_progress("more", "", [(0, 0, 0)])
     frame = in_place_of(frames[at], nth(frames, FrameKind.POSITION, A, 0), body=body)

@@ -1,4 +1,4 @@
-"""Shell. Logs that are wrong on purpose, with every CRC, offset and chain right, as a broker that errs would write."""
+"""Shell. Forged logs with valid CRCs, offsets and chains, as a faulty broker would write them."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from tests.unit.audit.logs import LogWriter
 
 @dataclass
 class Draft:
-    """A frame that may be changed. What follows from it (sizes, CRCs, offset, chain) is computed when it is written.
+    """A frame to change. Sizes, CRCs, offset and chain are computed when it is written.
 
-    `at` is where it stands once it is written.
+    `at`: its offset once written.
     """
 
     kind: FrameKind
@@ -74,12 +74,12 @@ class Draft:
         return self.body[: len(self.body) - labels_bytes(self.count)] if self.flags & FLAG_LABELLED else self.body
 
     def of(self, sequence: int) -> int:
-        """Return which message of the frame this sequence is."""
+        """Return the index in the frame of this sequence."""
         return sequence - self.first_sequence
 
 
 def read_frames(data: Path) -> list[tuple[int, Frame, bytes]]:
-    """Return (base of the segment, frame, body) of a log, up to its zeros."""
+    """Yield (base of the segment, frame, body) of a log, up to its zeros."""
     found = []
     for path in sorted((data / "log").glob("*.log")):
         content, base = path.read_bytes(), int(path.stem)
@@ -93,7 +93,7 @@ def read_frames(data: Path) -> list[tuple[int, Frame, bytes]]:
 
 @contextmanager
 def forged(data: Path) -> Iterator[list[Draft]]:
-    """Give out the frames of a log to be changed, and write the log anew from them, index and snapshots included."""
+    """Yield the frames of a log for changes, then write the log anew, with indexes and snapshots."""
     drafts = [
         Draft(
             FrameKind(frame.kind),
@@ -153,7 +153,7 @@ def _write(folder: Path, drafts: list[Draft]) -> None:
 
 
 def derive(data: Path) -> None:
-    """Write indexes and snapshots as a broker does, as far as its fold takes the log."""
+    """Write indexes and snapshots as a broker does, as far as its fold accepts the log."""
     folder, frames = data / "log", read_frames(data)
     bases = sorted({base for base, _, _ in frames})
     state, index = State(), SegmentIndex(bases[0])
@@ -164,7 +164,7 @@ def derive(data: Path) -> None:
             index = SegmentIndex(base)
         try:
             apply(state, frame, body)
-        except Exception:  # a frame that no broker's fold takes: there is nothing to derive from here on
+        except Exception:  # no fold accepts this frame, so nothing can be derived from here on
             return
         if frame.kind == FrameKind.MESSAGES:
             index.add(frame)
@@ -181,7 +181,7 @@ def a_message(subject: str, sequence: int, text: str = "x") -> bytes:
 
 
 def _write_a_failure(log: LogWriter, turn: int) -> None:
-    """Let the second of four messages of C fail; that of the turn before fails again, and becomes a dead letter."""
+    """Nack the second of four messages of C; the one of the turn before fails again and becomes a dead letter."""
     sequence, number = 4 * turn, PULL + 5 * turn
     log.messages(C, [a_message(C, at) for at in range(sequence, sequence + 4)])
     log.progress(FrameKind.PULL, C, "k", "e", (number, sequence, 4))
@@ -195,8 +195,9 @@ def _write_a_failure(log: LogWriter, turn: int) -> None:
 
 
 def write_world(data: Path, rounds: int = 60) -> LogWriter:
-    """A log as brokers write it: labels, a consumer that takes all of A, one that takes what is odd of B, one to which
-    every fourth message of C fails twice; two epochs."""
+    """Write a typical log: labels, a consumer of all of A, one of the odd messages of B, one that fails every fourth
+    message of C twice; two epochs.
+    """
     log = LogWriter(data, segment_bytes=40_000)
     log.mastership(Epoch(1, 1))
     log.progress(FrameKind.POSITION, A, "g", "", (0, 0, 0))

@@ -1,4 +1,4 @@
-"""Shell. Writes message logs for the audit's tests, with the product's own encoder, whole or wrong on purpose."""
+"""Shell. Writer of message logs for the audit's tests, valid or faulty, with the product's encoder."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BEGIN_MS = 1_700_000_000_000 // HOUR_MS * HOUR_MS
 
 
 class LogWriter:
-    """Writes a log's segments, and the indexes of closed ones. A frame states as high watermark where it begins."""
+    """Writes a log's segments, and the indexes of closed ones. The high watermark of a frame is its own offset."""
 
     def __init__(self, data: Path, *, segment_bytes: int = 1 << 62, preallocate: int = 1 << 16, start: int = 0):
         self.folder = data / "log"
@@ -60,7 +60,7 @@ class LogWriter:
         flags: int = 0,
         numbers: tuple[int, int] | None = None,
     ) -> Frame:
-        """`numbers`: producer id and batch number; without, each frame is another batch of one producer."""
+        """`numbers`: producer id and batch number; by default each frame is a new batch of one producer."""
         producer, batch = numbers or ((7, len(self.frames)) if count else (0, 0))
         if self.end - self._base >= self.segment_bytes:
             self._close()
@@ -122,7 +122,7 @@ class LogWriter:
     def dead_letter(
         self, subject: str, group: str, sequence: int, message: bytes, times: int, *, to: str = ""
     ) -> Frame:
-        """`to`: the subject that an operator chose."""
+        """`to`: a chosen subject."""
         name, flags, whose = to or dead_letter_subject(subject, group), FLAG_DEAD if to else 0, (subject, group)
         first = self.sequences.get(name, 0)
         self.sequences[name] = first + 1
@@ -142,10 +142,10 @@ class LogWriter:
         self._file.close()
 
     def flush(self) -> None:
-        """Let others read what was written so far."""
+        """Flush, so that readers see all frames."""
         self._file.flush()
 
     def close(self) -> Path:
-        """Finish the file as a broker leaves it, with zeros behind the last frame; return the data directory."""
+        """Finish the file with zeros after the last frame, as a broker does; return the data directory."""
         self._close()
         return self.folder.parent

@@ -1,4 +1,4 @@
-"""Shell. Between pieces: what is wrong is named once, and the same frame, wherever pieces begin."""
+"""Shell. Problems across pieces are reported once, at the same frame, for any borders."""
 
 from __future__ import annotations
 

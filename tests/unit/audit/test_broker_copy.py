@@ -1,4 +1,4 @@
-"""Shell. What is read of a running broker: a real control port over a real log, without the rest of a broker."""
+"""Shell. Reading a running broker: a real control port over a real log, without the rest of a broker."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.unit.audit.test_table import A, bases, write
 
 
 class Served(CopyControl[Any]):
-    """Counts the bytes that it sends, and how often it is asked for more than an index."""
+    """Counts the bytes it sends, and requests for more than an index."""
 
     sent = snapshots = 0
 
@@ -45,7 +45,7 @@ class Served(CopyControl[Any]):
 
 @pytest.fixture
 def broker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Served]]:
-    """A broker's address, and what serves there the log of `write`."""
+    """Return a broker's address, and the server of the log of `write`."""
     write(tmp_path)
     disk = RealDisk(tmp_path)
     message_log = MessageLog(disk, segment_bytes=1 << 30, tail_bytes=0)
@@ -83,7 +83,7 @@ def rows(address: str, **options: str) -> list[dict[str, Any]]:
 
 
 def test_broker_copy_reads_only_selected_segments(tmp_path: Path, broker: tuple[str, Served]) -> None:
-    """The first and the third of four are of this subject, and the newest has no index; no snapshot is sent."""
+    """The first and third of four segments have this subject, and the newest has no index; no snapshot is sent."""
     address, served = broker
     found = rows(address, subject=A)
     assert [row["sequence"] for row in found] == list(range(200))
@@ -104,7 +104,7 @@ def test_one_frame_is_sent_by_itself(broker: tuple[str, Served]) -> None:
 
 
 def test_ranges_that_touch_are_all_read(tmp_path: Path, broker: tuple[str, Served]) -> None:
-    """What one was asked for up to does not end the next one."""
+    """The limit of one read does not end the next one."""
     address, _ = broker
     first, second, third, _ = bases(tmp_path)
     found = rows(address, ranges=f"{first}-{second},{second}-{third}")
@@ -120,7 +120,7 @@ def test_segments_of_other_times_are_skipped(tmp_path: Path, broker: tuple[str, 
 
 
 async def _repair_behind_an_audit(data: Path, timeout_s: float) -> tuple[int, int]:
-    """Read a log for a repair, while an audit has used up its share of minutes; return what each got."""
+    """Read a log for a repair while an audit has used up its share of minutes; return the results of both."""
     disk = RealDisk(data)
     message_log = MessageLog(disk, segment_bytes=1 << 30, tail_bytes=0)
     service = SimpleNamespace(node=SimpleNamespace(group="g1", log=message_log), reader_positions={})
@@ -138,7 +138,7 @@ async def _repair_behind_an_audit(data: Path, timeout_s: float) -> tuple[int, in
 
 
 def test_repair_does_not_wait_for_audits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its group has a master less meanwhile, or takes no messages."""
+    """Otherwise its group lacks a master meanwhile, or is readonly."""
     monkeypatch.setattr(control, "caller", lambda: SimpleNamespace(scope=SimpleNamespace(all_subjects=True)))
     write(tmp_path)
     first, missing = asyncio.run(_repair_behind_an_audit(tmp_path, timeout_s=30))

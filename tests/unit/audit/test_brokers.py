@@ -1,4 +1,4 @@
-"""Core. Which groups an audit of the whole installation looks at."""
+"""Core. Groups and places of an audit of the whole installation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_each_slave_of_a_group_is_a_copy(monkeypatch):
 
 
 def test_group_with_one_copy_is_found(monkeypatch):
-    """It cannot be proven, and takes the proof of no other group."""
+    """It cannot be proven, and does not affect other groups."""
     rows = [row("d1", "DELAY_MASTER", 3), row("g1", "MASTER", 1), row("g1", "SLAVE", 2)]
     assert groups(monkeypatch, *rows) == {
         "d1": {"master": "10.0.0.1:3"},

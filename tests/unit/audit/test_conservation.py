@@ -1,4 +1,4 @@
-"""Core. Each message of a consumer group is in one state, whatever brokers write; one that is not is named."""
+"""Core. Each message of a consumer group is in one state for any history of brokers; violations are found."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.audit.test_progress import a_history, facts, subjects
 
 from qmq.audit.conservation import STATES, Range, broken_at, per_hour
 from qmq.audit.consumption import CONSERVED, ConsumptionJudge
 from qmq.audit.findings import FindingKind
 from qmq.log.frame import FrameKind
 from qmq.log.progress_frame import DEAD, EXPIRED, OVERFLOWED
+from tests.unit.audit.test_consumption import a_history, facts, subjects
 from tests.unit.log.logs import Copy, a_frame
 
 
@@ -108,14 +108,14 @@ HOUR_MS = 3_600_000
     "position, began_ms, lost",
     [
         (3, 100 * HOUR_MS, 2),
-        (3, 0, None),  # moved by an operator, or of a version that did not write it
-        (3, 101 * HOUR_MS, None),  # the hour in which it began decides nothing
+        (3, 0, None),  # moved by an operator, or written by an older version
+        (3, 101 * HOUR_MS, None),  # messages of its first hour decide nothing
         (2, 100 * HOUR_MS, None),
         (0, 100 * HOUR_MS, None),
     ],
 )
 def test_group_that_skips_later_messages_is_a_finding(position, began_ms, lost):
-    """The position of a broker group that joined, written at the end of what it had stored."""
+    """A broker group that joins writes its position at the end of its stored messages."""
     copy = Copy(segment_bytes=1 << 20)
     copy.begin_epoch()
     copy.messages(*"abc", subject="s")

@@ -1,4 +1,4 @@
-"""Shell. How the nightly job ends: a scheduler reads its exit status and its files, and nothing else."""
+"""Shell. Outcomes of the nightly job: a scheduler reads only its exit status and its files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Spark:
 
 
 def run(monkeypatch: pytest.MonkeyPatch, folder: Path, audit: Any, *words: str) -> tuple[int, dict[str, Any], str]:
-    """Run the job over files that last night's audit left; return its status, its result and its report."""
+    """Run the job over last night's files; return its status, its result and its report."""
     result, report = folder / "audit.json", folder / "audit.md"
     result.write_text(LAST_NIGHT)
     report.write_text("# Audit: proven equal")
@@ -73,7 +73,7 @@ def test_job_that_is_killed_leaves_nothing_of_last_night(monkeypatch: pytest.Mon
 def test_failed_run_hides_last_nights_verdict(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_damaged: bool
 ) -> None:
-    """Its ledger may be what is damaged: that keeps no other group from being audited."""
+    """A damaged ledger of one group does not stop the audit of others."""
     ledger, where = Ledger(tmp_path / "ledger"), tmp_path / "audit.html"
     ledger.append(Entry("r1", 1, "g1", PROVEN, verified=500))
     if is_damaged:
@@ -102,7 +102,7 @@ def test_unwritable_files_fail_before_the_read(
 
 @pytest.mark.parametrize("words", [("--share", "0"), ("--piece-bytes", "0"), ("--piece-bytes", "-8")])
 def test_parts_of_no_size_are_wrong_usage(words: tuple[str, str]) -> None:
-    """A grid that goes back never comes to an end."""
+    """With such a grid the loop would never end."""
     with pytest.raises(SystemExit) as ended:
         consistency.main(["--group", "g1", "--master", "a", "--slave", "b", *words])
     assert ended.value.code == 2

@@ -1,5 +1,6 @@
-"""Core. The audit's judge of progress: silent on every history that brokers write, from whichever frame on it reads it;
-loud when a frame does not follow."""
+"""Core. The judge of consumption: no finding in any history of brokers, from any frame on; findings for invalid
+frames.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ READ = FrameKind.PULL, FrameKind.ACK, FrameKind.NACK, FrameKind.POSITION
 
 
 def facts(copy: Copy, subject: str = "s", start: int = 0) -> Iterator[dict[str, Any]]:
-    """What the judge of a subject is told of a log that is read from `start` on."""
+    """Return the facts for a subject's judge, of a log read from `start` on."""
     for frame, body in decode_frames(copy.whole(), 0, 0):
         if frame.offset < start or frame.subject != subject:
             continue
@@ -37,7 +38,7 @@ def subjects(copy: Copy) -> list[str]:
 
 
 def findings(copy: Copy, start: int = 0) -> list[str]:
-    """What is found but for messages that are passed over: the history made here does so for no reason."""
+    """Return findings except passed-over messages: this history passes messages over without reason."""
     copy.flush()
     found = []
     for subject in subjects(copy):
@@ -58,7 +59,7 @@ def test_legal_history_has_no_findings_from_any_frame(seed):
 
 
 def forged(copy: Copy, kind: FrameKind, consumer: str, entries: list[tuple[int, int, int]]) -> dict[str, Any]:
-    """A row of a frame behind the log's end that no broker would write."""
+    """Return the fact of an invalid frame after the log's end."""
     body = encode_progress("g", consumer, entries)
     _, frame = encode_header(
         kind=kind,
@@ -81,7 +82,7 @@ def forged(copy: Copy, kind: FrameKind, consumer: str, entries: list[tuple[int, 
 
 
 def a_history() -> tuple[Copy, int]:
-    """c1 holds messages 0 to 3, as pull sequences from the returned one on."""
+    """Make c1 hold messages 0 to 3; return their first pull sequence."""
     copy = Copy(segment_bytes=1 << 20)
     copy.begin_epoch()
     copy.progress(FrameKind.POSITION, "", (0, 0, 0), subject="s")
@@ -125,7 +126,7 @@ def test_deliveries_within_a_later_log_are_judged():
 
 @pytest.mark.parametrize("new, found", [((), []), ((4,), [FindingKind.PASSED])], ids=["a dead letter", "a new message"])
 def test_redeliveries_do_not_reveal_a_filter(new, found):
-    """Who pulls next is given what was delivered too often, to make a dead letter of it, whatever it asks for."""
+    """The next pull gets messages with too many deliveries, to make dead letters of them, whatever its filter."""
     copy, first = a_history()
     copy.progress(FrameKind.NACK, "c1", (first, first + 4, 0), subject="s")
     copy.flush()
@@ -138,7 +139,7 @@ def test_redeliveries_do_not_reveal_a_filter(new, found):
 
 
 def changed_back(copy: Copy, *, says: str) -> list[dict[str, Any]]:
-    """A consumer gets messages, passes over such ones, and gets such ones again; in between it `says` something."""
+    """A consumer gets messages, passes such ones over, and gets such ones again; `says`: frames in between."""
     copy.begin_epoch()
     copy.messages("a", "b", "c", subject="s", size=0)
     copy.progress(FrameKind.POSITION, "", (0, 0, 0), subject="s")

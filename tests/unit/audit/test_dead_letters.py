@@ -1,4 +1,4 @@
-"""Core. Dead letters are held against their originals wherever these lie; what is not known is nobody's fault."""
+"""Core. Dead letters are compared with their originals wherever these lie; unknown originals are no finding."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MAILBOX = retry_subject(S, G)
 
 
 def wrong(data: Path) -> list[tuple[str, int]]:
-    """What is wrong with the dead letters of a log, by their own sequence."""
+    """Return the problems of a log's dead letters, by their own sequence."""
     letters = facts_of(data).letters()
     assert letters
     with closing(PathCopy(data)) as copy:
@@ -83,7 +83,7 @@ def test_originals_are_found_by_index_and_without_one(tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("has_index", [True, False])
 def test_an_altered_original_is_found_many_segments_before(tmp_path: Path, has_index: bool) -> None:
-    """The message waits long for its last delivery."""
+    """The last delivery of the message is much later."""
     write_world(tmp_path)
     with forged(tmp_path) as frames:
         last = [one for one in frames if one.subject == DEAD_SUBJECT][-1]

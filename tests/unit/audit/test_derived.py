@@ -1,4 +1,4 @@
-"""Core. Indexes and snapshots beside segments are held against the log, each copy's by itself."""
+"""Core. Indexes and snapshots beside segments are compared with the log, for each copy by itself."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Found = set[tuple[str, str, int]]
 
 
 class InChunks(PathCopy):
-    """Gives whole frames and more than was asked for, as a broker does; `given` are the bytes."""
+    """Returns whole frames and more than requested, as a broker does; `given`: the bytes."""
 
     given = 0
 
@@ -38,7 +38,7 @@ class InChunks(PathCopy):
 
 
 def found(folder: Path, *names: str) -> Found:
-    """Check every segment of the copies, as the tasks of an audit do."""
+    """Check every segment of the copies, as an audit's tasks do."""
     copies = {name: PathCopy(folder / name) for name in names}
     bases = {name: copy.bases for name, copy in copies.items()}
     judges = {name: DerivedFilesJudge() for name in names}
@@ -109,7 +109,7 @@ def test_missing_snapshot_is_bridged_from_the_one_before(tmp_path: Path) -> None
 
 
 def test_consequences_of_a_wrong_snapshot_are_no_findings(tmp_path: Path) -> None:
-    """A broker that started from it writes what follows; where it was right all the while, the next one contradicts."""
+    """A broker that starts from it writes consistent snapshots; otherwise the next one contradicts it."""
     worlds(tmp_path)
     bases = bases_of(tmp_path / "slave")
     WRONG["another end"](tmp_path / "slave", bases[2])
@@ -144,7 +144,7 @@ def test_log_damage_is_no_finding_about_derived_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_cut", [False, True], ids=["from 0", "retention has cut it"])
 def test_log_is_not_folded_without_derived_files(tmp_path: Path, is_cut: bool) -> None:
-    """It was folded as a whole, by one task."""
+    """The whole log would be folded by one task."""
 
     class OfAnEarlierVersion(PathCopy):
         def derived(self, base: int) -> Derived:

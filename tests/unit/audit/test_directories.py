@@ -1,5 +1,7 @@
-"""Shell. What a broker wrote down beside its log says what a directory has to hold: files that are gone are no
-retention, and a log that was cut is no shorter log."""
+"""Shell. Files beside a broker's log define the expected contents of a directory.
+
+Missing files are not taken for retention, nor a cut log for a shorter one.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from tests.unit.audit.without_spark import COPIES, audit, named
 
 
 def write(folder: Path, **points: Any) -> LogWriter:
-    """Write both copies, with a list of segments each, and `points` as brokers write down what was acknowledged."""
+    """Write both copies with their manifests, and `points` as brokers store acknowledged points."""
     for copy in COPIES:
         log = LogWriter(folder / copy, segment_bytes=4_000)
         log.mastership(Epoch(2, 1))

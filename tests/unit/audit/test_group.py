@@ -1,4 +1,4 @@
-"""Shell. What an audit refuses before it reads anything: without two copies there is nothing to prove."""
+"""Shell. Refusals of an audit before it reads: without two copies nothing can be proven."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_group_that_lacks_a_copy_is_not_proven() -> None:
 
 
 def test_copy_reseeded_meanwhile_proves_nothing(tmp_path: Path) -> None:
-    """It has all of the log again, and what was missing for a while is nobody's fault."""
+    """It has all of the log again, so the frames missing meanwhile are no finding."""
     places = {}
     for name in ("master", "slave"):
         places[name] = place_options(str(write_world(tmp_path / name, rounds=2).folder.parent), "")
@@ -82,7 +82,7 @@ def test_id_of_an_application_stays_within_its_cell() -> None:
 def test_delay_group_between_masterships_is_accounted_for(
     monkeypatch: pytest.MonkeyPatch, known: bool, says: str, is_accounted: bool
 ) -> None:
-    """It says that it is a slave, as of brokers: just then, messages wait that are due."""
+    """It reports the role of a broker's slave, just when due messages wait."""
     unsent = Account([], [{"what": "unsent", "subject": "a", "sequence": 1, "offset": 8, "text": "due"}], [], {})
     monkeypatch.setattr("qmq.audit.group.is_delay_group", lambda place: place["broker"] == says)
     monkeypatch.setattr("qmq.audit.group.account_for", lambda *about, **options: unsent)

@@ -1,4 +1,4 @@
-"""Core. Frames that are parsed many at a time are those that are parsed one by one, up to the first that is wrong."""
+"""Core. Frames parsed many at a time equal those parsed one by one, up to the first invalid one."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ Change = dict[str, Any]
 
 
 def log_of(frames: int = 40, subjects: int = 1, **changed: Change) -> bytes:
-    """A log with frames of one message, of each subject in turn. `changed`: what is other in a frame, under all its
-    CRCs."""
+    """Return a log with frames of one message, of each subject in turn. `changed`: fields to replace in a frame, with
+    valid CRCs.
+    """
     data, chain, sequences = b"", NO_CHAIN, [0] * subjects
     for number in range(frames):
         turn = number % subjects

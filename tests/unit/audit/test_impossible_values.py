@@ -1,4 +1,4 @@
-"""Shell. A frame that says what no broker writes, every CRC and chain right, is named, and ends no audit."""
+"""Shell. A frame with impossible values and valid CRCs and chain is a finding, and ends no audit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Core. A place that was damaged when it was read is read again: a broker may have repaired it since."""
+"""Core. A damaged place is read again: a broker may have repaired it since."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shell. What the reader says of messages and headers that are wrong with every CRC right: exactly those, named."""
+"""Shell. Findings for invalid messages and headers with valid CRCs: exactly those."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.unit.audit.forged import forged, write_world
 from tests.unit.audit.logs import LogWriter
 
 WITH_ALL_GROUPS = {"batch_twice", "id_twice"}
-"""What Spark finds, over all pieces."""
+"""Return the findings over all pieces."""
 NOW_MS = 1_800_000_000_000
 
 
@@ -47,7 +47,7 @@ def test_log_as_brokers_write_it_has_no_problem(tmp_path: Path) -> None:
 
 
 def judged(data: Path) -> set[tuple[str, int, int | None]]:
-    """What the reader finds, and the judges that Spark feeds with facts: in order, one subject after another."""
+    """Return the findings of the reader and of the judges, fed with facts in Spark's order."""
     facts = facts_of(data)
     group = LogJudge(NOW_MS, [0], 0)
     said = [*group.take(0, facts), *group.finish()]

@@ -1,4 +1,4 @@
-"""Shell. Night after night with a ledger: what was verified once is believed no further than it was read."""
+"""Shell. Nights with a ledger: verified bytes are trusted only as far as they were read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.unit.audit.without_spark import COPIES, audit, named
 
 Plant = Callable[[LogWriter], object]
 KEPT, FIRST = 12, 30
-"""Frames behind which a retention frame stands, and how many there are in the first night."""
+"""Frames before a retention frame, and frames of the first night."""
 
 
 def write(
@@ -32,7 +32,7 @@ def write(
     kept: int = 0,
     copies: Sequence[str] = COPIES,
 ) -> LogWriter:
-    """Write both copies; what they had is there again, byte for byte. `plant`: before frame `at`."""
+    """Write both copies; earlier frames stay the same, byte for byte. `plant`: changes before frame `at`."""
     for copy in copies:
         shutil.rmtree(folder / copy, ignore_errors=True)
         log = LogWriter(folder / copy, segment_bytes=4_000)
@@ -80,10 +80,10 @@ def hour_back(log: LogWriter) -> None:
     [("chain", other_chain), ("epoch", older_epoch), ("epoch_frame", newer_epoch), ("time", hour_back)],
 )
 def test_first_new_frame_must_continue_the_verified_chain(tmp_path: Path, what: str, plant: Plant) -> None:
-    """Where the last night ended, on both copies alike."""
+    """End of the last night, on both copies alike."""
     write(tmp_path, FIRST)
     verified = night(tmp_path).watermark
-    # A log states as high watermark where its last frame begins: that one is the first of the next night.
+    # The high watermark is the offset of the last frame, which is the first one of the next night.
     log = write(tmp_path, FIRST + 10, at=FIRST - 1, plant=plant)
     assert verified in [frame.offset for frame in log.frames]
     result = night(tmp_path)
@@ -104,7 +104,7 @@ def test_damage_after_the_verified_point_is_found(tmp_path: Path) -> None:
 
 
 def test_restored_unread_bytes_are_read(tmp_path: Path) -> None:
-    """In the first night, retention had been on the slave alone."""
+    """In the first night, only the slave had applied retention."""
     log = write(tmp_path, FIRST, kept=4_304)
     bases = sorted((tmp_path / "slave" / "log").glob("*.log"))
     aside = tmp_path / "aside"
@@ -160,7 +160,7 @@ ORDERS = {
 
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS.keys())
 def test_concurrent_runs_and_duplicate_lines_are_no_findings(tmp_path: Path, order: str) -> None:
-    """Two runs went on from the same point, each up to where the log was then."""
+    """Two runs continued from the same point, each up to the log's end at that time."""
     ledger = tmp_path / "ledger" / "g1.jsonl"
     write(tmp_path, FIRST)
     night(tmp_path)
@@ -177,7 +177,7 @@ def test_concurrent_runs_and_duplicate_lines_are_no_findings(tmp_path: Path, ord
 
 
 def test_segments_that_no_retention_frame_gave_up_are_missed(tmp_path: Path) -> None:
-    """On both copies, whether they were read before or not; and it is said once."""
+    """On both copies, whether read before or not, and only once."""
     log = write(tmp_path, FIRST)
     assert night(tmp_path).found == {}
     write(tmp_path, FIRST + 10)
@@ -236,7 +236,7 @@ def test_late_retention_of_one_copy_is_no_finding(tmp_path: Path) -> None:
 
 
 def cut_off(folder: Path, log: LogWriter, end: int) -> None:
-    """Cut off the slave's log in front of the frame that ends at `end`."""
+    """Cut the slave's log before the frame that ends at `end`."""
     at = next(frame.offset for frame in log.frames if frame.end == end)
     for path in sorted((folder / "slave" / "log").glob("*.log")):
         base = int(path.stem)
@@ -247,7 +247,7 @@ def cut_off(folder: Path, log: LogWriter, end: int) -> None:
 
 
 def test_copy_below_the_verified_point_is_not_proven(tmp_path: Path) -> None:
-    """Only a part of the old is read again, and that need not be the end."""
+    """Only a part of the old bytes is read again, which need not include the end."""
     log = write(tmp_path, FIRST)
     verified = night(tmp_path).watermark
     cut_off(tmp_path, log, verified)
@@ -269,7 +269,7 @@ def test_cut_copy_lacks_only_the_cut(tmp_path: Path, number: int) -> None:
 
 
 def test_log_starting_in_the_anchor_frame_is_read_whole(tmp_path: Path) -> None:
-    """The ledger is another log's: none of its frames can be looked for."""
+    """The ledger is another log's: none of its frames can be found."""
     start = 4_304
     write(tmp_path, FIRST, kept=start)
     for copy in COPIES:
@@ -282,7 +282,7 @@ def test_log_starting_in_the_anchor_frame_is_read_whole(tmp_path: Path) -> None:
 
 
 def test_later_retention_does_not_affect_reread_frames(tmp_path: Path) -> None:
-    """All is read once more, because the last frame that was verified is damaged."""
+    """Everything is read once more, as the last verified frame is damaged."""
 
     def keep(log: LogWriter) -> None:
         body = encode_retention(RetentionDecision(96, "age", {}, {}))
@@ -298,7 +298,7 @@ def test_later_retention_does_not_affect_reread_frames(tmp_path: Path) -> None:
 
 
 def test_shared_damage_is_repeated_every_night(tmp_path: Path) -> None:
-    """It is a finding once; the bytes in front of the new ones are not verified without it."""
+    """It is one finding; the bytes before the new ones stay unverified."""
     log = write(tmp_path, FIRST)
     frame = log.frames[FIRST // 2]
     for copy in COPIES:
@@ -308,7 +308,7 @@ def test_shared_damage_is_repeated_every_night(tmp_path: Path) -> None:
     silent = audit(tmp_path, ledger=Ledger(tmp_path / "ledger"), piece_bytes=2_048, share=1_000)
     assert (silent.found, [row["offset"] for row in silent.wrong_before]) == ({}, [frame.offset])
     assert said in as_markdown([silent], 1.0)
-    # Put right, it is forgotten by the night that reads it again.
+    # After a repair, the night that reads it again forgets it.
     for copy in COPIES:
         flip(tmp_path / copy, frame.end - 30)
     nights = [night(tmp_path) for _ in range(10)]

@@ -1,4 +1,4 @@
-"""Core. The morning page: it says of every broker group how it stands, needs no other file, and trusts no name."""
+"""Core. The morning page: it shows the state of every broker group, needs no other file, and escapes every name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shell. Two places are audited only if they are two brokers of the group: whatever name one of them has."""
+"""Shell. Two places are audited only if they are two brokers of the group, whatever their names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shell. What fails while one broker group is read or judged is said of that group; the others are judged."""
+"""Shell. A failure while one broker group is read or judged concerns only that group."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def facts(jobs: list[plan.Job]) -> list[Any]:
 
 
 def said(jobs: list[plan.Job], batches: list[Any]) -> dict[int, list[tuple[str, Any]]]:
-    """What is said of each broker group: (kind, row)."""
+    """Return (kind, row) of each broker group."""
     found: dict[int, list[tuple[str, Any]]] = {number: [] for number in range(len(jobs))}
     for batch in plan._judge(jobs, batches):
         for row in batch.to_pylist():

@@ -1,4 +1,4 @@
-"""Shell. Copies are held against each other byte by byte, in whatever parts they give their bytes."""
+"""Shell. Copies are compared byte by byte, in whatever parts they return their bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shell. Damage that a broker has met and mended before any reader of the audit came by is a finding all the same."""
+"""Shell. Damage that a broker met and repaired before the audit read it is a finding all the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shell. What a piece of a log becomes in Spark, on real files: each message a row of its own."""
+"""Shell. Rows of a piece of a log, from real files: one per message."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MESSAGES = [
 
 
 def written(data: Path, *sections: bytes) -> tuple[Path, int]:
-    """A log with one batch per section of labels; returns also where it ends."""
+    """Write a log with one batch per section of labels; return its end, too."""
     log = LogWriter(data)
     log.mastership(Epoch(1, 1))
     for number, section in enumerate(sections):
@@ -66,7 +66,7 @@ def test_messages_with_labels_are_rows_with_their_tags(tmp_path):
 @pytest.mark.parametrize("count", [3, 1000], ids=["ends that make no sense", "more than there is room for"])
 @pytest.mark.parametrize("column", ["id", "sequence"])
 def test_invalid_batch_is_a_row_with_its_problem(tmp_path, count, column):
-    """Its CRC is right: it came so from a master that is wrong."""
+    """Its CRC is right: a faulty master sent it so."""
     log = LogWriter(tmp_path)
     wrong = log.frame(FrameKind.MESSAGES, "s", b"\xff" * 800, count=count, first=0)
     log.messages("s", MESSAGES, first=count)

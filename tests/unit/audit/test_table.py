@@ -1,4 +1,4 @@
-"""Shell. Logs as tables: what is read of them, and that the rest of them is not; without Spark itself."""
+"""Shell. Logs as tables, without Spark: selected rows are read, and other segments are not."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PULL = 1 << 32
 
 
 def write(data: Path) -> LogWriter:
-    """Write four segments, an hour and 100 messages each; A is in the first and the third, B in the others."""
+    """Write four segments, an hour and 100 messages each; A is in the first and third, B in the others."""
     log = LogWriter(data, segment_bytes=13_000)
     log.mastership(Epoch(1, 1))
     for segment in range(4):
@@ -40,7 +40,7 @@ def bases(data: Path) -> list[int]:
 
 
 def ruin(data: Path, number: int) -> None:
-    """Make a segment unreadable behind its first frame."""
+    """Make a segment unreadable after its first frame."""
     base = bases(data)[number]
     path = data / "log" / f"{base:020d}.log"
     raw = bytearray(path.read_bytes())
@@ -50,7 +50,7 @@ def ruin(data: Path, number: int) -> None:
 
 
 def rows(data: Path, *filters: Filter, columns: str = "", **options: object) -> list[dict[str, Any]]:
-    """Read as Spark does; what Spark filters again is not filtered."""
+    """Read as Spark does, without Spark's own filtering."""
     given = {"path": str(data), "damage": "fail"} | {name: str(value) for name, value in options.items()}
     names = columns.split(",") if columns else SCHEMAS[given.get("rows", "messages")].names
     reader = TableReader(given, names)
@@ -82,7 +82,7 @@ SUBJECT = EqualTo(("subject",), A)
 def test_unselected_segments_are_not_read(
     tmp_path: Path, filters: list[Filter], options: dict[str, object], ruined: tuple[int, ...], sequences: range
 ) -> None:
-    """Those are unreadable: the same without the filters fails."""
+    """They are unreadable: the read fails without the filters."""
     write(tmp_path)
     for number in ruined:
         ruin(tmp_path, number)

@@ -1,4 +1,4 @@
-"""Core. What became of a message: the steps of its life, of rows of the tables `messages` and `progress`."""
+"""Core. Trail of a message: its steps, from rows of the tables `messages` and `progress`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Core. Up to where an audit says that a log is verified, and what it may not take for read."""
+"""Core. Verified point of a log, and the bytes that may not count as read."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_copy_may_be_behind_enough_others(min_copies: int, is_behind: bool) -> N
 
 
 def test_bytes_missing_on_a_late_copy_stay_unverified() -> None:
-    """The next run reads it, when that copy has caught up."""
+    """The next run reads it once that copy has caught up."""
     result = result_of(WATERMARK, WATERMARK, 600)
     answer = answer_of(result, (0, 600), (600, WATERMARK), apart=frozenset({600}))
     entry = verified(answer, result, History(known_from([]), 0), 10_000)

@@ -1,4 +1,4 @@
-"""Shell. The walk over one copy, on real files: every frame once, and every damage named without stopping."""
+"""Shell. The walk over one copy, on real files: every frame once, and every damage reported without stopping."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Shell. The audit of two directories in this process: its readers and judges take turns as Spark lets them. In what
-copies differ, frame by frame, is for Spark to say."""
+"""Shell. The audit of two directories in this process: readers and judges take turns as Spark lets them. The
+frame-by-frame comparison needs Spark and is left out.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ COPIES = ("master", "slave")
 
 
 class _Rows:
-    """What the driver asks of Spark's table of answers."""
+    """The driver's use of Spark's table of judged rows."""
 
     def __init__(self, rows: Iterable[dict[str, Any]]) -> None:
         self._rows = list(rows)
@@ -49,7 +50,7 @@ def judged(spark: Any, jobs: Sequence[plan.Job], piece_bytes: int) -> _Rows:
 
 
 def audit(folder: Path, copies: Sequence[str] = COPIES, **options: Any) -> Result:
-    """Audit the directories of `folder` that have these names."""
+    """Audit the directories of `folder` with these names."""
     places = {copy: place_options(str(folder / copy), "") for copy in copies}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("qmq.audit.group.judged", judged)

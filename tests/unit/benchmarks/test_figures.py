@@ -1,4 +1,4 @@
-"""Core. What a figure says of its repetitions, and what is written down."""
+"""Core. Figures from repetitions, and bench.json."""
 
 from __future__ import annotations
 

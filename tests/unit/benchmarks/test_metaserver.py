@@ -1,4 +1,4 @@
-"""Core. What the benchmark of the metaserver restores is a backup of today's tables."""
+"""Core. The metaserver's benchmark restores a backup of today's tables."""
 
 from __future__ import annotations
 

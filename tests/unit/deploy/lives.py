@@ -1,4 +1,4 @@
-"""Shell. A process for the tests of the local runner: says "up", then lives until SIGTERM."""
+"""Shell. A process for the tests of the local runner: prints "up", then runs until SIGTERM."""
 
 from __future__ import annotations
 

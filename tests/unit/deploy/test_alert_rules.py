@@ -1,7 +1,7 @@
-"""Shell. Every alert rule, by `promtool test rules`: one thing is wrong, that alert fires, and no other.
+"""Shell. Every alert rule, by `promtool test rules`: one fault fires its alert and no other.
 
-Each case starts from the same series, of an installation in which nothing is to be alerted, and changes what its story
-changes. It says after how many minutes the alert fires; a little before that, nothing does.
+Each case starts from the series of a healthy installation and changes those of its fault. It states the minutes until
+the alert fires; shortly before that, nothing does.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class Story:
     after_m: int
     """Minutes from the start until it fires."""
     changed: dict[str, str | None] = field(default_factory=dict)
-    """Series -> other values; None: it is gone."""
+    """Series -> other values; None removes it."""
     id: str = ""
 
 
@@ -329,7 +329,7 @@ STORIES = [
 
 
 def promtool(folder, tests, *, every_m=1):
-    """Run `promtool test rules` over test groups; return what it says, empty if all is as expected."""
+    """Run `promtool test rules` over test groups; return its complaints."""
     (folder / "tests.yml").write_text(
         json.dumps({"rule_files": [str(RULES)], "evaluation_interval": f"{every_m}m", "tests": tests})
     )
@@ -338,7 +338,7 @@ def promtool(folder, tests, *, every_m=1):
 
 
 def test_group(series, expected):
-    """One group of a test file: `expected` is minutes -> names of the alerts that fire then, each once."""
+    """Return one group of a test file; `expected`: minutes -> names of the firing alerts."""
     return {
         "interval": "1m",
         "input_series": [
@@ -367,7 +367,7 @@ def test_healthy_installation_has_no_alert(tmp_path):
 @pytest.mark.parametrize("story", STORIES, ids=lambda story: " ".join(filter(None, (story.alert, story.id))))
 def test_each_fault_fires_only_its_alert(tmp_path, story):
     series = {name: values for name, values in (WELL | story.changed).items() if values is not None}
-    every_m = 1 if story.after_m < DAY_M else 10  # a day by the minute takes promtool twenty seconds
+    every_m = 1 if story.after_m < DAY_M else 10  # promtool takes twenty seconds for a day by the minute
     before = {(story.after_m - 1) // every_m * every_m: []} if story.after_m else {}
     after = {-(-story.after_m // every_m) * every_m: [story.alert]}
     assert promtool(tmp_path, [test_group(series, before | after)], every_m=every_m) == ""
@@ -395,7 +395,7 @@ def test_findings_alert_beside_an_unread_group(tmp_path):
 
 
 def test_doctor_alert_yields_to_specific_alerts(tmp_path):
-    """A broker is down for ten hours; then what follows stands for half an hour more."""
+    """A broker is down for ten hours; the consequences last half an hour more."""
     down = "1 0x600 1x300"
     series = WELL | {
         'qmq_metaserver_broker_up{broker_group="g1",role="slave",instance="m1"}': down,
@@ -410,16 +410,16 @@ def rules():
 
 
 def test_every_rules_metrics_exist():
-    """A rule that fires whatever a number is would be seen: nothing fires then."""
+    """Reveals a rule that always fires: nothing fires here."""
     known = {re.match(r"\w+", series)[0] for series in WELL}
-    known.add("qmq_broker_dead_letters_total")  # a new series of it is alerted; its story has an old one before
+    known.add("qmq_broker_dead_letters_total")  # a new series of it fires; this case has an older one
     for rule in rules():
         read = re.findall(r"\b(?:qmq|kube|process)_\w+", rule["expr"])
         assert {name for name in read if not name.endswith("_")} <= known, rule["alert"]
 
 
 def test_unscraped_master_is_no_missing_master(tmp_path):
-    """A group's targets were written before its master had registered: a page said that nobody serves."""
+    """A group's targets were written before its master had registered: a page reported a missing master."""
     unscraped = {'qmq_broker_is_master{broker_group="g1",instance="b1"}', 'up{kind="broker",instance="b1"}'}
     series = {name: values for name, values in WELL.items() if name not in unscraped}
     assert promtool(tmp_path, [test_group(series, {minute: [] for minute in (1, 5, 30)})]) == ""

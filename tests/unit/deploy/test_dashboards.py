@@ -1,4 +1,4 @@
-"""Shell. The pages for Grafana: they have the shape that Grafana imports, and PromQL that Prometheus takes."""
+"""Shell. The pages for Grafana: valid for Grafana's import, with PromQL valid for Prometheus."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ TARGET_SHAPE = {
     "range": bool,
     "format": str,
 }
-"""Members of Grafana's dashboard schema 39 that we write, with their types."""
+"""Written members of Grafana's dashboard schema 39, with their types."""
 
 
 def shape_of(value):
@@ -95,7 +95,7 @@ def test_variables_of_queries_stand_above_the_page(page):
 
 
 def test_prometheus_takes_every_query(tmp_path):
-    """promtool parses them as if they were rules."""
+    """promtool parses them as rules."""
     queries = [query.expr for page in PAGES for panel in page.panels for query in panel.queries]
     rules = [{"record": f"query_{number}", "expr": filled(expr)} for number, expr in enumerate(queries)]
     (tmp_path / "queries.yml").write_text(yaml.safe_dump({"groups": [{"name": "queries", "rules": rules}]}))

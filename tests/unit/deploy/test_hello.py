@@ -1,4 +1,4 @@
-"""Shell. `qmq hello`: what it sent is what it gets, whatever else lies in the subject."""
+"""Shell. `qmq hello` receives exactly its own message, whatever else the subject holds."""
 
 from __future__ import annotations
 

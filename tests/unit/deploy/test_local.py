@@ -1,4 +1,4 @@
-"""Shell. `qmq dev`: it has the port that was asked for, or nothing is started; it ends when it is asked to."""
+"""Shell. `qmq dev` gets the requested port or starts nothing, and ends on request."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_unusable_directory_has_no_traceback(tmp_path, capsys, monkeypatch):
 
 
 def test_a_signal_that_a_finaliser_met_is_not_forgotten(monkeypatch):
-    """Python prints what a finaliser raises, and goes on: the signal would have had no effect, nor any later one."""
+    """Python prints a finaliser's exception and goes on: this and all later signals would have no effect."""
     monkeypatch.setattr(Stopped, "arrived", False)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:

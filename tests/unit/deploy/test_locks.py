@@ -1,4 +1,4 @@
-"""The lock file of servers: made of the same versions as the other one, with all that a server needs."""
+"""The lock file of servers: the same versions as the other one, with all requirements of a server."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ CONFIGURATION = Path("deploy/nginx.conf").read_text()
 
 
 def test_nginx_waits_longer_than_any_action_takes():
-    """Else it answers 504 in place of the metaserver, and the outcome is unknown."""
+    """Otherwise it answers 504 in place of the metaserver, and the outcome is unknown."""
     waits = ((action.wait_ms, action.parameter("waitMs")) for action in ACTIONS.values())
     longest_ms = max(wait_ms + (asked.most if asked else 0) for wait_ms, asked in waits) + GRACE_MS
     [seconds] = re.findall(r"location / \{[^}]*proxy_read_timeout (\d+)s;", CONFIGURATION)

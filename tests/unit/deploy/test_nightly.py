@@ -1,4 +1,4 @@
-"""Shell. A nightly job tells Prometheus how it ended, and its last success stays known when it fails."""
+"""Shell. A nightly job reports its outcome to Prometheus, and keeps its last success after a failure."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def first():
 
 @pytest.fixture
 def busy_port():
-    """A port that somebody listens on."""
+    """A port in use."""
     with socket.socket() as listener:
         listener.bind((HOST, 0))
         listener.listen()
@@ -43,7 +43,7 @@ def test_every_process_has_ports_of_its_own(tmp_path, first):
 
 def test_a_port_in_use_is_passed_over(tmp_path, first):
     port = load_plan(tmp_path / "a.json", Groups(("g1",)), first, first).http_port
-    with socket.create_server((HOST, port)):  # may be bound where an earlier test's connection is not forgotten yet
+    with socket.create_server((HOST, port)):  # allows binding despite an earlier test's lingering connection
         assert load_plan(tmp_path / "b.json", Groups(("g1",)), port, port).http_port > port
 
 

@@ -1,4 +1,4 @@
-"""Shell. Processes of a local cluster are started again when they die, and none is left behind."""
+"""Shell. Processes of a local cluster restart after a death, and none is left behind."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from qmq.deploy.processes import Service, end_leftovers, is_ours, module_command
 from tests.support.waiting import until
 
 LIVES = "tests.unit.deploy.lives"
-"""A module that runs until SIGTERM; with "deaf" in its settings it does not listen to that."""
+"""A module that runs until SIGTERM, which it ignores with "deaf" in its settings."""
 
 
 @pytest.fixture
 def service(tmp_path):
-    """A service whose process is not started yet, and which is gone at the end."""
+    """Yield a service that is not started yet, and end it afterwards."""
     (tmp_path / "a.toml").write_text("")
     service = Service("a", module_command(LIVES, tmp_path / "a.toml"), tmp_path / "logs" / "a.log")
     yield service

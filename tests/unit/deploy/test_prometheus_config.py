@@ -1,4 +1,4 @@
-"""Shell. What `qmq prometheus` writes: who is scraped, and a configuration that Prometheus takes."""
+"""Shell. Output of `qmq prometheus`: targets, and a configuration valid for Prometheus."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shell. The demo reads the real flights and any CSV or NDJSON file, and names the line that is no row."""
+"""Shell. The demo reads the real flights and any CSV or NDJSON file, and reports an invalid line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shell. The demo's book notices what is not as promised."""
+"""Shell. The demo's tally notices broken promises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shell. Stores of keys for tests: each kind, with a client for coroutines and with a blocking one."""
+"""Shell. Stores of keys for tests: each kind, with a coroutine client and with a blocking one."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def stores(request: pytest.FixtureRequest) -> Stores:
 
 @pytest.fixture(params=SOME, ids=kind_name)
 def some_stores(request: pytest.FixtureRequest) -> Stores:
-    """One of each family, for tests of what uses them."""
+    """One of each family, for tests of their users."""
     return stores_of(request, *request.param)
 
 
 @pytest.fixture(params=SHARED, ids=kind_name)
 def shared_stores(request: pytest.FixtureRequest) -> Stores:
-    """Those that several processes use; a claim there outlives whoever made it, until its lease ends."""
+    """Stores shared by processes: a claim outlives its process until its lease ends."""
     return stores_of(request, *request.param)
 
 
 @pytest.fixture(params=SQL, ids=kind_name)
 def sql_stores(request: pytest.FixtureRequest) -> Stores:
-    """Those in a database."""
+    """Stores in a database."""
     return stores_of(request, *request.param)

@@ -1,4 +1,4 @@
-"""Shell. Every kind of store of keys, empty, twice: as two processes that share it have it. And messages to handle."""
+"""Shell. Every kind of store of keys, empty, opened twice as by two processes; and messages to handle."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def kind_name(kind: Kind) -> str:
 
 @dataclass
 class Handed:
-    """What the filters look at of a message that was delivered."""
+    """The part of a delivered message that filters use."""
 
     id: str
     subject: str = "order.paid"
@@ -105,7 +105,7 @@ async def blocking_redis_stores(url: str) -> AsyncIterator[tuple[RedisKeys, Redi
 
 
 def stores_of(request: pytest.FixtureRequest, kind: str, blocking: bool) -> Stores:
-    """Return what opens the two stores of one kind, within a running loop."""
+    """Return a function that opens two clients of one store, within a running loop."""
     if kind == "memory":
         return memory_stores
     if kind == "redis":
@@ -122,7 +122,7 @@ def stores_of(request: pytest.FixtureRequest, kind: str, blocking: bool) -> Stor
 
 
 def _emptied_database(server: DatabaseServer) -> str:
-    """One database of each server serves all tests: making one takes longer than a test."""
+    """One database of each server serves all tests: creating one takes longer than a test."""
     url = _database(server)
     engine = create_engine(url)
     ClaimsTable(CLAIMS).table.drop(engine, checkfirst=True)

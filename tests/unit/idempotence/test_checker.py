@@ -1,6 +1,6 @@
-"""Shell. The filter that lets a message through once: each way in which QMQ's checkers lose messages, shown impossible.
+"""Shell. The filter that lets a message through once: no way of QMQ's checkers to lose messages is possible.
 
-`deliver` does what a consumer does with a filter: returning means acked, raising means that the message comes again.
+`deliver` acts as a consumer with a filter: returning acks the message, raising means redelivery.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SHORT_S = 0.05
 
 
 class Handler:
-    """Notes which messages it handled; raises what it is told to, once each."""
+    """Records handled messages; raises each given error once."""
 
     def __init__(self, *errors: BaseException) -> None:
         self.handled: list[str] = []
@@ -31,7 +31,7 @@ class Handler:
 
 
 class FailingKeys:
-    """A store whose calls fail as often as told: before they are carried out, or after ("answer_of_")."""
+    """A store with a given number of failing calls: before they take effect, or after ("answer_of_")."""
 
     def __init__(self, keys, **failures: int) -> None:
         self._keys = keys
@@ -53,7 +53,7 @@ class FailingKeys:
 
 
 async def deliver(check, message, handler):
-    """Hand it over once; True if it would be acked."""
+    """Deliver a message once; return whether it would be acked."""
     try:
         await check(message, handler)
     except BaseException:
@@ -62,7 +62,7 @@ async def deliver(check, message, handler):
 
 
 async def deliver_until_acked(check, message, handler):
-    """Hand it over until it is acked, as long after as the consumer is told to wait."""
+    """Deliver a message until it is acked, with the requested delays."""
     async with asyncio.timeout(30):
         while True:
             try:
@@ -102,7 +102,7 @@ async def test_other_messages_groups_and_subjects_are_handled(some_stores):
     ],
 )
 async def test_failed_message_is_handled_again(some_stores, error):
-    """QMQ: an error that is no exception keeps the key; a local retry begins before the key is gone. Both lose it."""
+    """QMQ: an Error keeps the key, and a local retry begins before the key is gone. Both lose the message."""
 
     async with some_stores() as (one, other):
         handler, message = Handler(error), Handed("id-1")
@@ -129,7 +129,7 @@ async def test_cancelled_message_is_handled_again(some_stores):
 
 
 async def test_crash_delays_the_message_by_the_lease(shared_stores):
-    """QMQ: the key stays, and the message that comes again counts as done."""
+    """QMQ: the key stays, and the redelivered message counts as done."""
 
     async with shared_stores() as (crashed, other):
         handler, message = Handler(), Handed("id-1")
@@ -175,7 +175,7 @@ async def test_lease_is_renewed_until_the_handler_ends(some_stores):
 
 
 class Renewed:
-    """Notes what renewals are answered."""
+    """Records the answers to renewals."""
 
     def __init__(self, keys):
         self._keys = keys
@@ -192,7 +192,7 @@ class Renewed:
 
 
 async def test_lost_claim_does_not_ack(some_stores):
-    """It stood still for longer than its lease; what the other one makes of the message is not known yet."""
+    """It was suspended for longer than its lease; the other consumer's outcome is still unknown."""
 
     async with some_stores() as (one, other):
         watched, key = Owned(one), "order.paid%stock%id-1"
@@ -206,7 +206,7 @@ async def test_lost_claim_does_not_ack(some_stores):
 
 
 class Owned:
-    """Notes the name under which the last claim was made."""
+    """Records the owner of the last claim."""
 
     def __init__(self, keys):
         self._keys = keys

@@ -1,4 +1,4 @@
-"""Core. Which messages share a key: those that are the same work for the same group, and no others."""
+"""Core. Messages share a key exactly if they are the same work for the same group."""
 
 from __future__ import annotations
 

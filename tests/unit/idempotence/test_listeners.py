@@ -1,4 +1,4 @@
-"""Shell. The filters in real listeners, over a broker in memory: what is acked was handled, once."""
+"""Shell. The filters in real listeners, over a broker in memory: acked messages were handled, once."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ async def test_thread_transaction_is_kept_once(tmp_path):
 
 
 async def test_a_dead_letter_that_is_sent_back_is_handled():
-    """Its key was given back each time that it failed."""
+    """Its key was released at each failure."""
 
     async with Broker() as broker:
         consumer, handled = qmq.Consumer(metaserver=broker.metaserver, app="test"), []
@@ -143,7 +143,7 @@ async def test_a_dead_letter_that_is_sent_back_is_handled():
 @pytest.mark.parametrize("wrong", [{"auto_ack": False}, {"most_once": True}], ids=["own acks", "at most once"])
 @pytest.mark.parametrize("kind", ["keys", "transaction"])
 def test_acks_other_than_after_the_handler_are_refused(tmp_path, wrong, kind):
-    """QMQ: a transaction with an ack of the application's own never ends; a nack after its end is skipped."""
+    """QMQ: a transaction with the application's own ack never ends; a nack after its end is skipped."""
     engine = create_engine(f"sqlite:///{tmp_path / 'shop.db'}")
     check = Idempotence(MemoryKeys()) if kind == "keys" else BlockingSqlTransaction(engine)
     consumer = qmq.Consumer(metaserver="http://127.0.0.1:1", app="test")

@@ -1,4 +1,4 @@
-"""Shell. What every store of keys promises, with two clients of the same store: coroutines' and blocking drivers."""
+"""Shell. The contract of all stores of keys, with two clients of one store: coroutine and blocking drivers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LONG_S, SHORT_S = 3600.0, 0.05
 
 
 async def claim_in_the_end(store, key, owner, lease_s=LONG_S):
-    """Claim until it is ours: when a lease has ended."""
+    """Claim repeatedly until a lease has ended."""
     async with asyncio.timeout(30):
         while (claim := await store.claim(key, owner, lease_s)) != OURS:
             assert claim.state is State.BUSY and claim.left_s <= LONG_S
@@ -65,7 +65,7 @@ async def test_only_its_owner_releases_renews_or_finishes_a_claim(stores):
 
 
 async def test_long_keys_differ_by_case_and_last_character(stores):
-    """MySQL cuts at the column's length with no more than a warning, and takes Foo for foo."""
+    """MySQL cuts values at the column's length with only a warning, and ignores case."""
 
     async with stores() as (one, other):
         for key in ("x" * 300 + "1", "x" * 300 + "2", "Foo", "foo", "foo ", "föö"):

@@ -1,4 +1,4 @@
-"""Shell. The tables as docs/exactly-once.md spells them out are those that the filters make and use."""
+"""Shell. The tables in docs/exactly-once.md equal those that the filters create and use."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_documented_tables_match_created_ones(database_url):
         for statement in filter(str.strip, re.sub(r"--.*", "", blocks("sql")[0]).split(";")):
             connection.execute(text(statement))
     assert shape(engine) == made
-    make(engine)  # they are there: nothing happens
+    make(engine)  # they exist: nothing happens
 
     handled = []
     for _ in range(2):

@@ -46,7 +46,7 @@ class Coroutines:
         self._url = async_url(url)
 
     def deliver(self, message: Handed, *steps: Step, prepare: Callable[[Engine], None] = lambda engine: None) -> None:
-        """Hand a message over to a handler that takes these steps. Returning means acked; raises what fails it."""
+        """Deliver a message to a handler with these steps. Returning means acked; raises the handler's error."""
 
         async def run():
             engine = create_async_engine(self._url)
@@ -103,7 +103,7 @@ def world(request, database, database_url):
 
 
 def kept(database: Engine) -> tuple[list[int], int]:
-    """The shipments, and how many keys there are."""
+    """Return the shipments, and the number of keys."""
     with database.connect() as connection:
         numbers = [row.number for row in connection.execute(text("SELECT number FROM shipment ORDER BY number"))]
         return numbers, connection.execute(text("SELECT count(*) FROM qmq_handled")).scalar_one()
@@ -131,7 +131,7 @@ def test_failed_handler_keeps_nothing(world, database, error):
 
 @pytest.mark.parametrize("database_url", ["sqlite", "postgresql"], indirect=True)
 def test_a_commit_that_the_database_refuses_fails_the_message(world, database):
-    """QMQ swallows it and acks the message, whose work is lost. (MariaDB checks nothing as late as that.)"""
+    """QMQ swallows it and acks the message, whose work is lost. (MariaDB checks nothing that late.)"""
     with database.begin() as connection:
         connection.execute(text("CREATE TABLE parcel (number INTEGER PRIMARY KEY)"))
         late = "number INTEGER REFERENCES parcel (number) DEFERRABLE INITIALLY DEFERRED"
@@ -183,7 +183,7 @@ def test_handlers_rollback_keeps_the_key(world, database):
 
 
 def test_swallowed_database_error_is_not_acked(world, database):
-    """PostgreSQL gives up the whole transaction then, and answers its COMMIT with a rollback and no error."""
+    """PostgreSQL then gives up the whole transaction, and answers its COMMIT with a rollback and no error."""
     world.deliver(Handed("id-0"), ship(0))
 
     def swallow(session: Session) -> None:
@@ -199,7 +199,7 @@ def test_swallowed_database_error_is_not_acked(world, database):
 
 
 def test_handler_that_ends_the_transaction_is_not_acked(world, database):
-    """MariaDB does so by itself to whoever loses a deadlock."""
+    """MariaDB does so to the loser of a deadlock."""
     with pytest.raises(DBAPIError):
         world.deliver(Handed("id-1"), ship(1), run_sql("ROLLBACK"), ship(2))
     assert kept(database) == ([], 0)
@@ -235,7 +235,7 @@ def test_concurrent_deliveries_do_the_work_once(world, database, first_fails):
     may_end.set()
     first.join(WAIT_S)
     second.join(WAIT_S)
-    if "second failed" in done:  # SQLite's lock is waited for by polling, for a limited time
+    if "second failed" in done:  # SQLite's lock is polled, for a limited time
         deliver("second", ship(1))
     assert {"first failed" if first_fails else "first acked", "second acked"} <= set(done)
     assert kept(database) == ([1], 1)

@@ -24,7 +24,7 @@ def producer(broker):
 
 @pytest.fixture(scope="session")
 def shop_urls():
-    """A database of each server for all shops, one after the other: making one takes half a second."""
+    """One database of each server for all shops in turn: creating one takes half a second."""
     return {}
 
 
@@ -46,7 +46,7 @@ def world(request, shop_url):
 
 @pytest.fixture
 def session_world(tmp_path):
-    """One of SQLAlchemy's on SQLite, for what does not depend on the database."""
+    """A shop with SQLAlchemy on SQLite, for tests independent of the database."""
     world = WORLDS["session"](f"sqlite:///{tmp_path / 'shop.db'}")
     yield world
     world.close()

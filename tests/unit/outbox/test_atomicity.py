@@ -39,7 +39,7 @@ def run_elsewhere(world, statement):
         connection.commit()
 
 
-# Faults of the INSERT: context managers around a transaction. They yield what is done in it, behind its first change.
+# Faults of the INSERT: context managers around a transaction, which they yield after its first change.
 
 
 def schema_fault(change, back):
@@ -90,7 +90,7 @@ def connection_lost(world, kind):
 
 @contextmanager
 def deadlock(world, kind):
-    """The other transaction waits for the order, and has the lock that the row waits for."""
+    """The other transaction waits for the order, and holds the lock that the row waits for."""
     threads = []
     with other_connection(world) as other:
 
@@ -102,7 +102,7 @@ def deadlock(world, kind):
             if kind == "postgresql":
                 execute("SET LOCAL deadlock_timeout = '20ms'")
                 other.execute(text("SET LOCAL deadlock_timeout = '60s'"))
-            else:  # the database ends the transaction that has changed less
+            else:  # the database ends the transaction with fewer changes
                 other.execute(text("CREATE TEMPORARY TABLE ballast (number INTEGER) ENGINE=InnoDB"))
                 other.execute(text("INSERT INTO ballast SELECT seq FROM seq_1_to_1000"))
             other.execute(text(LOCKS[kind]))
@@ -116,7 +116,7 @@ def deadlock(world, kind):
 
 
 LOCKS = {
-    "mariadb": f"SELECT * FROM {TABLE} FOR UPDATE",  # of an empty table: the gap that new rows go to
+    "mariadb": f"SELECT * FROM {TABLE} FOR UPDATE",  # of an empty table: the gap for new rows
     "postgresql": f"LOCK TABLE {TABLE} IN EXCLUSIVE MODE",
 }
 WAITING = {
@@ -151,7 +151,7 @@ FAULTS = {
     "deadlock": deadlock,
 }
 NOT_ON = {
-    "sqlite": ("table locked", "connection lost", "deadlock"),  # who has changed something has the only lock
+    "sqlite": ("table locked", "connection lost", "deadlock"),  # a transaction with changes has the only lock
     "mariadb": ("read-only", "disk full"),  # a transaction stays writable
     "postgresql": ("disk full",),
 }
@@ -342,11 +342,11 @@ def test_every_commit_style_commits_order_and_row_together(session_world, broker
     assert (session_world.orders(), sent(broker), session_world.rows()) == ([2, 4], ["paid-2", "paid-4"], [])
 
 
-# Commits that do not keep what was written.
+# Commits that lose the changes.
 
 
 def test_failed_commit_leaves_nothing_to_the_next_user(session_world, broker, producer):
-    """SQLAlchemy returns the connection within its transaction, as SQLite goes on after a commit that it refuses."""
+    """SQLAlchemy returns the connection within its transaction, as SQLite continues after a rejected commit."""
     run_elsewhere(session_world, "CREATE TABLE keys (n INTEGER PRIMARY KEY)")
     run_elsewhere(session_world, "CREATE TABLE items (n INTEGER REFERENCES keys (n) DEFERRABLE INITIALLY DEFERRED)")
     engine = create_engine(session_world.url, pool_size=1, max_overflow=0)
@@ -372,7 +372,7 @@ def test_failed_commit_leaves_nothing_to_the_next_user(session_world, broker, pr
 
 
 def test_only_rows_that_are_committed_are_sent(shop_url, broker, producer):
-    """PostgreSQL rolls back at the COMMIT of a transaction with an error; savepoints of SQL text are not reported."""
+    """PostgreSQL rolls back at the COMMIT of a failed transaction; savepoints in SQL text are not reported."""
     world = SessionWorld(shop_url)
     with world.begin() as begun:
         producer.send(paid(1), session=begun.session)
@@ -403,7 +403,7 @@ def two(tmp_path):
 
 
 def reads_from_a_replica(main, other):
-    """As SQLAlchemy's documentation has it."""
+    """As in SQLAlchemy's documentation."""
 
     class Routing(Session):
         def get_bind(self, mapper=None, clause=None, **others):

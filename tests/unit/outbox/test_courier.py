@@ -1,4 +1,4 @@
-"""Shell. What a producer's outbox does with messages that are committed, whatever became of their transactions."""
+"""Shell. A producer's outbox and committed messages, for every outcome of their transactions."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def nothing_deleted():
 
 
 class Sender:
-    """Stores a message as soon as it may."""
+    """Stores a message as soon as allowed."""
 
     def __init__(self):
         self.may = {}
@@ -98,7 +98,9 @@ async def test_databases_without_rows_are_forgotten():
 
 
 async def test_row_with_a_reused_id_stays(tmp_path):
-    """It was restored, or a replica without the last commits took over, and another process has committed since."""
+    """It was restored, or a replica without the last commits became primary, and another process has committed
+    since.
+    """
 
     path, backup = tmp_path / "shop.db", tmp_path / "backup.db"
     database = dbapi.Database(lambda: sqlite3.connect(path))

@@ -1,4 +1,4 @@
-"""Shell. What only plain DB-API connections have: drivers that begin transactions by themselves, or do not."""
+"""Shell. Plain DB-API connections: drivers that begin transactions implicitly, and drivers that do not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.unit.outbox.worlds import DbapiWorld, connect
 
 @pytest.fixture
 def world(shop_url):
-    """One of each database."""
+    """One interface per database."""
     world = DbapiWorld(shop_url)
     yield world
     world.close()
@@ -29,7 +29,7 @@ def run(connection, statement):
 
 
 def autocommits(connection):
-    """Let the driver begin no transactions."""
+    """Stop the driver from beginning transactions."""
     if isinstance(connection, sqlite3.Connection):
         connection.isolation_level = None
     elif hasattr(connection, "get_autocommit"):
@@ -62,7 +62,7 @@ def test_an_applications_own_connection_serves_for_transaction_after_transaction
 
 
 class Autocommitting(sqlite3.Connection):
-    """As of Python 3.12 with `autocommit=True`, and as psycopg2's: what it did not begin itself, it does not end."""
+    """As with Python 3.12's `autocommit=True`, and psycopg2's: the driver ends only transactions that it began."""
 
     def commit(self):
         pass
@@ -82,7 +82,7 @@ def test_driver_ends_only_its_own_transactions(tmp_path, broker, producer):
         run(connection, "INSERT INTO orders VALUES (2)")
         raise Failed
     with pytest.raises(Failed), database.transaction(connection) as begun:
-        run(connection, "ROLLBACK")  # as SQLite itself does when the disk is full
+        run(connection, "ROLLBACK")  # as SQLite does when the disk is full
         raise Failed
     assert not connection.in_transaction
     producer.flush()

@@ -1,4 +1,4 @@
-"""Shell. What only Django has: hooks of its own, and managed or unmanaged transactions."""
+"""Shell. Django only: its hooks, and managed or unmanaged transactions."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_app_makes_the_table_and_finds_nothing_to_change(shop_url):
     assert (world.rows(), Row.objects.using(alias).count()) == ([], 0)
     call_command("migrate", "qmq_outbox", "zero", database=alias, verbosity=0)
     world.make_tables()
-    call_command("migrate", "qmq_outbox", database=alias, verbosity=0)  # it is there: nothing happens
+    call_command("migrate", "qmq_outbox", database=alias, verbosity=0)  # it exists: nothing happens
     call_command("makemigrations", "qmq_outbox", check=True, dry_run=True, verbosity=0)
     world.close()
 

@@ -1,4 +1,4 @@
-"""Shell. A producer relays what others left in its outbox: through each interface, on each database."""
+"""Shell. A producer relays rows left in its outbox: through each interface, on each database."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tests.support.waiting import until
 from tests.unit.outbox.test_courier import Sender, courier_of
 
 OLD = {"timeout_s": 0.2, "outbox_age_s": 0.3}
-"""A row is old at once."""
+"""Rows are old at once."""
 
 
 def leave(world, *ids, **options):
-    """Leave rows behind, as a process that was killed."""
+    """Leave rows behind, like a killed process."""
     contents = [encode_row(Message("order.paid", {"id": id}, id=id, **options), 1) for id in ids]
     asyncio.run(find_database(world.outside).run("qmq_msg_queue", lambda rows: rows.insert(contents)))
 
@@ -65,7 +65,7 @@ def test_unsendable_row_is_parked(session_world, broker):
 
 @dataclass(eq=False)
 class Database:
-    """Rows that are counted as a test says; each count is noted, none is claimed."""
+    """Rows with counts set by the test; each count is recorded, none is claimed."""
 
     name: str = "shop"
     left: Left = Left(0, 0, 0)

@@ -1,4 +1,4 @@
-"""Core. The content of a row: what is written is read back, as it was; QMQ's rows are read, others are refused."""
+"""Core. Content of a row: encoded messages decode unchanged; QMQ's rows are accepted, others refused."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_expiry_is_the_same_in_each_send(seconds):
 
 
 def test_decimal_parsers_keep_the_digits():
-    """As QMQ's watchdog does; so every property is a text, as it travels."""
+    """Like QMQ's watchdog, which needs every property as the text on the wire."""
     content = encode_row(Message("s", {"a": 5, "b": 1e16, "c": True}, id="i"), NOW_MS)
     attributes = json.loads(content, parse_int=float)["attrs"]
     assert [attributes[name] for name in "abc"] == [text_of(5), text_of(1e16), text_of(True)]

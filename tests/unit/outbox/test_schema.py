@@ -1,4 +1,4 @@
-"""Shell. The table is made by its SQL files and by Alembic, from nothing and from QMQ's, on each kind of database."""
+"""Shell. The table by SQL files and by Alembic, from nothing and from QMQ's, on each kind of database."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def look(engine, table="qmq_msg_queue", schema=None):
 
 
 def migrate(engine, operation, **arguments):
-    """As Alembic calls a migration: with its module `op`."""
+    """Alembic's module `op`, as a migration gets it."""
     with engine.begin() as connection, Operations.context(MigrationContext.configure(connection)):
         operation(op, **arguments)
 
@@ -115,7 +115,7 @@ def by_metadata(engine):
 
 
 def by_autogenerate(engine):
-    """As `alembic revision --autogenerate` writes it and `alembic upgrade` runs it."""
+    """Run `alembic revision --autogenerate` and `alembic upgrade`."""
     import sqlalchemy
     from sqlalchemy.dialects import mysql, postgresql, sqlite
 
@@ -129,7 +129,7 @@ def by_autogenerate(engine):
 
 
 def shape(engine):
-    """All that the database says of the table."""
+    """Return the database's full description of the table."""
     found = inspect(engine)
     columns = [
         (one["name"], str(one["type"]), one["nullable"], str(one["default"]).lower(), one.get("identity"))

@@ -1,4 +1,4 @@
-"""Shell. What only SQLAlchemy has: coroutines, sessions that join a transaction, connections, commits that fail."""
+"""Shell. SQLAlchemy only: coroutines, joined sessions, connections, failing commits."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Order(Base):
 
 @pytest.fixture
 def world(shop_url):
-    """One of each database."""
+    """One interface per database."""
     world = SessionWorld(shop_url)
     yield world
     world.close()
@@ -183,13 +183,13 @@ def test_failed_connection_commit_sends_nothing(session_world, broker, producer)
 @pytest.mark.parametrize("end", ["commit", "rollback"])
 def test_transaction_of_two_phases_includes_the_row(world, broker, producer, end):
     if world.engine.dialect.name == "sqlite":
-        return  # which has none
+        return  # which has no such feature
     with world.engine.connect() as connection, sends_after_commit(connection), connection.begin_twophase() as begun:
         connection.execute(text("INSERT INTO orders VALUES (1)"))
         producer.send(paid(1), session=connection)
         getattr(begun, end)()
     expected = [1] if end == "commit" else []
-    if world.engine.dialect.name != "postgresql":  # which prepares only if it is configured to
+    if world.engine.dialect.name != "postgresql":  # which prepares only if configured
         with Session(world.engine, twophase=True) as session:
             session.execute(text("INSERT INTO orders VALUES (2)"))
             producer.send(paid(2), session=session)
@@ -281,7 +281,7 @@ def test_invalid_session_is_refused(producer, session):
 
 
 def test_handler_may_send_in_its_transaction(world, broker, producer):
-    """Once, and after its commit; delivered again, it sends nothing."""
+    """Once, after its commit; redelivered, it sends nothing."""
     once = BlockingSqlTransaction(world.engine)
     once.create_table()
 

@@ -1,4 +1,4 @@
-"""Core. The statements: cut to what databases take, with the right ids also where INSERT does not tell them."""
+"""Core. Statements: within the databases' bounds, and with the right ids even without RETURNING."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qmq.outbox.table import BYTES_MAX, ROWS_MAX, Flavor, Inserted, Rows, parts_
 
 
 def of_sqlite(statements):
-    """An outbox in memory, whose statements are noted."""
+    """An outbox in memory that records its statements."""
     connection = sqlite3.connect(":memory:")
     for statement in create_statements("sqlite"):
         connection.execute(statement)
@@ -42,7 +42,7 @@ def test_statements_have_bounded_size():
 
 
 def test_row_with_a_reused_id_is_not_deleted():
-    """So it is in a database that lost its last commits: restored, or a replica took over."""
+    """As in a database that lost its last commits by a restore or a failover."""
     rows, connection = of_sqlite([])
     sent, kept = (encode_row(Message("a", {"x": ',"subject":'}, id=id), 1) for id in ('a,"subject":1', 'a,"subject":2'))
     inserted = rows.insert([sent])
@@ -79,7 +79,7 @@ def test_large_contents_share_no_statement():
 
 
 def test_ids_are_counted_from_the_first():
-    """MySQL, whose servers count in steps when there are several of them."""
+    """MySQL, where several servers count in steps."""
     asked = []
 
     def execute(statement, values):

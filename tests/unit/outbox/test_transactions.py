@@ -94,7 +94,7 @@ def test_many_messages_take_three_statements(world, broker, producer):
         producer.send_many([paid(number) for number in range(900)], session=begun.session)
     producer.flush()
     assert (len(sent(broker)), world.rows()) == (900, [])
-    # Django's other statements run on a connection that is not watched, and so do all of the plain driver's.
+    # Other statements of Django, and all of the plain driver, run on an unwatched connection.
     assert world.statements in (["INSERT", "SELECT", "DELETE"], ["INSERT"], [])
 
 
@@ -111,7 +111,7 @@ def test_row_exists_until_its_message_is_stored(world, broker, producer):
 
 
 def test_waiting_messages_share_the_timeout(session_world, broker):
-    """Else the application would send, when the brokers are back, what the watchdog sends by then."""
+    """Otherwise the application would send, once the brokers are back, messages already sent by the watchdog."""
     broker.readonly()
     with qmq.blocking.Producer(metaserver=broker.metaserver, token="any", app="shop", timeout_s=1.0) as producer:
         receipts, began = [], time.monotonic()
@@ -127,7 +127,7 @@ def test_waiting_messages_share_the_timeout(session_world, broker):
 
 @pytest.mark.parametrize("key", [None, "k"])
 def test_message_without_room_in_time_is_not_sent(broker, producer, key):
-    """As the end of a transaction with so many messages that they take longer than `timeout_s`."""
+    """Like the end of a transaction whose messages take longer than `timeout_s`."""
     assert producer.send(Message("order.paid", id="first")).is_stored
     late = [Message("order.paid", id=f"late-{number}", order_key=key) for number in range(3_000)]
     own = producer._session()
@@ -176,7 +176,7 @@ def test_unstored_unwritten_message_returns_to_the_application(session_world, br
 
 
 def test_late_message_is_written_after_all(session_world, broker):
-    """The table was missing when the message was given, and is there when it is given up."""
+    """The table was missing at `send` and exists when the message is given up."""
     session_world.drop_outbox()
     broker.readonly()
     with qmq.blocking.Producer(metaserver=broker.metaserver, token="any", app="shop", timeout_s=1.0) as producer:

@@ -1,4 +1,4 @@
-"""Shell. An application with a database, through each interface: what the tests of all of them have in common."""
+"""Shell. Shops, applications with a database, through each interface: the common world of these tests."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from qmq.outbox.schema import create_statements
 INTERFACES = ("session", "dbapi", "django")
 TABLE = "qmq_msg_queue"
 BACKENDS = {"mariadb": "mysql", "sqlite": "sqlite3"}
-"""Django's names, where they are others."""
+"""Django's names, where they differ."""
 
 django.conf.settings.configure(
     DATABASES={"default": {}}, USE_TZ=True, LOGGING_CONFIG=None, INSTALLED_APPS=["qmq.outbox.django_app"]
 )
-pymysql.version_info = (2, 2, 1, "final", 0)  # what Django asks of the driver that it plays here
+pymysql.version_info = (2, 2, 1, "final", 0)  # called by Django on its driver
 pymysql.install_as_MySQLdb()
 django.setup()
 _aliases = count(1)
@@ -36,7 +36,7 @@ _aliases = count(1)
 
 @dataclass
 class Begun:
-    """A transaction: what is given to a producer, what runs a statement, and what makes a savepoint."""
+    """A transaction: the producer's session, a function for statements, and one for savepoints."""
 
     session: Any
     execute: Callable[[str], object]
@@ -44,9 +44,10 @@ class Begun:
 
 
 class World:
-    """A shop. `begin` is a transaction that commits, or rolls back if its block raises; `outside` is none.
+    """A shop. `begin` yields a transaction that commits, or rolls back if its block raises; `outside` is no
+    transaction.
 
-    `statements`: what the interface had the database do on the outbox.
+    `statements`: the interface's statements on the outbox.
     """
 
     def __init__(self, url: str) -> None:
@@ -57,7 +58,7 @@ class World:
         event.listen(self.engine, "before_cursor_execute", self._note)
 
     def make_tables(self) -> None:
-        """Make them, or make them empty."""
+        """Create the tables, or empty them."""
         with self.engine.begin() as connection:
             if self.engine.dialect.has_table(connection, TABLE):
                 connection.execute(text(f"DELETE FROM {TABLE}"))
@@ -76,13 +77,13 @@ class World:
         if TABLE in statement:
             self.statements.append(statement.partition(" ")[0])
 
-    # What is in the database.
+    # Return the contents of the database.
 
     def orders(self) -> list[int]:
         return self._read("SELECT number FROM orders ORDER BY number")
 
     def rows(self) -> list[str]:
-        """Ids of the messages in the outbox."""
+        """Return the ids of the messages in the outbox."""
         return [decode_row(content).id for content in self._read(f"SELECT content FROM {TABLE} ORDER BY id")]
 
     def _read(self, statement: str) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Core. Rows become messages as they were written; whatever else is in a row stops no other."""
+"""Core. Rows become messages as they were written; an invalid row stops no other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Core. What a drain decides: which rows are claimed, where they go, and what becomes of each claim."""
+"""Core. Plan of a drain: claimed rows, their groups, and the outcome of each claim."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from qmq.outbox.drain_plan import NUMBERS_SPAN_MAX, RELAY_MS, DrainPlan, Limits
 
 
 class Brokers:
-    """Groups as a test sets them."""
+    """Groups set by the test."""
 
     def __init__(self, *names):
         self.writable = set(names)
@@ -61,7 +61,7 @@ class Brokers:
 
 
 class Drain:
-    """A core and its database, which does what it is asked."""
+    """A plan and its database, which does all work."""
 
     def __init__(self, *groups, term=7, **limits):
         self.brokers = Brokers(*(groups or ("g1",)))
@@ -81,7 +81,7 @@ class Drain:
         self.core.page(Page(list(rows), after, self.now_ms), self.now_ms)
 
     def delay_ms(self, end):
-        """How long rows wait that are postponed or released."""
+        """Return the delay of postponed or released rows."""
         return end.due.plus_ms + (0 if end.due.clock is None else end.due.clock - self.now_ms)
 
     def claim(self):
@@ -91,7 +91,7 @@ class Drain:
         return work
 
     def postponed(self, *rows, after=None):
-        """How long the rows of a page that nobody takes wait, in ms."""
+        """Return the delays in ms of a page's rows without a usable group."""
         self.page(*rows, after=after)
         [found] = self.claim().postponed
         return self.delay_ms(found)
@@ -114,7 +114,7 @@ def row(id, subject="a", *, errors=0, key=None, size=10):
 
 
 def key_of(drain, group):
-    """An order key that belongs to a group."""
+    """Return an order key that belongs to a group."""
     return next(key for key in map(str, range(100)) if drain.brokers.home("a", label_of((), key)) == group)
 
 
@@ -154,7 +154,7 @@ def test_unclaimed_rows_are_not_sent():
 
 
 def test_group_rejection_is_no_row_error():
-    """A group that is readonly for long must neither park them, nor keep them for longer than it is readonly itself."""
+    """A group that is readonly for long must neither park the rows, nor delay them beyond its readonly time."""
     drain = Drain(postpone_ms=1_000, postpone_ms_max=3_000, rest_ms=0)
     released = []
     for _ in range(4):
@@ -250,7 +250,7 @@ def test_rows_of_an_invalid_batch_go_alone():
 
 
 def test_row_is_parked_after_a_second_lone_rejection():
-    """A packet that was damaged on its way is refused as well."""
+    """A packet damaged on its way is rejected as well."""
     drain = Drain(rest_ms=0)
     for tries in range(2):
         drain.page(row(1, errors=tries), after=1)
@@ -331,7 +331,7 @@ def test_younger_rows_do_not_overtake_postponed_keys():
 
 
 def test_postponed_rows_share_one_due_moment():
-    """Else a page that the database was slow to write would come after the one behind it, with the same keys."""
+    """Otherwise a page that the database wrote slowly would come after the next one, with the same keys."""
     drain = Drain(postpone_ms=1_000, rest_ms=0)
     drain.page(row(1, key="k"), after=1)
     drain.claim()
@@ -367,7 +367,7 @@ def test_rows_stay_unchanged_without_brokers():
 
 
 def test_later_pages_are_read_without_usable_groups():
-    """Which groups there are is known of subjects that were seen: those of the first page alone may all be gone."""
+    """Groups are known only for seen subjects, and those of the first page may all be gone."""
     drain = Drain("g1", "g2", rest_ms=1_000)
     drain.brokers.of = {"a": ["g1"], "b": ["g2"]}
     drain.brokers.usable.clear()
@@ -415,7 +415,9 @@ def test_earlier_leaders_claim_keeps_its_number():
 
 
 def test_old_claim_of_other_terms_is_adopted():
-    """The database was registered for another room, or the metaservers began anew: nobody else would ever send it."""
+    """The database was registered for another room, or the metaservers were reset: no other drain would ever send
+    it.
+    """
     drain = Drain(term=3)
     drain.core._claims_after = ""
     drain.core.known([Known("abc:5:39:g1", 599_999), Known("abc:6:39:g1", 600_000)])
@@ -424,7 +426,7 @@ def test_old_claim_of_other_terms_is_adopted():
 
 @pytest.mark.parametrize("term", [7, RELAY_TERM + 7], ids=["watchdog", "producer"])
 def test_producers_claim_is_adopted_after_a_minute(term):
-    """By watchdogs and other producers alike; producers leave those of a watchdog to the next one for longer."""
+    """By watchdogs and other producers alike; producers leave a watchdog's claims to the next watchdog for longer."""
     drain = Drain(term=term)
     young, old = f"5:1:{RELAY_TERM:x}:g1", f"5:2:{RELAY_TERM:x}:g1"
     drain.core.known([Known(young, RELAY_MS - 1), Known(old, RELAY_MS)])
@@ -435,7 +437,7 @@ def test_producers_claim_is_adopted_after_a_minute(term):
 
 
 def test_late_release_ends_its_producers_numbers():
-    """Another drain may have taken it over, and brokers tell the last 64 numbers of a producer apart."""
+    """Another drain may have adopted it, and brokers remember the last 64 numbers of a producer."""
     drain, producers = Drain(), []
     for id, late_ms in enumerate((0, RELAY_MS, 0)):
         drain.page(row(id))
@@ -459,7 +461,7 @@ def test_rows_behind_ordered_ones_that_another_drain_sends_wait():
 
 
 def test_old_unreadable_claim_is_parked():
-    """No watchdog would ever take them, and OutboxRetry leaves claimed rows to their claim."""
+    """No watchdog would ever adopt them, and OutboxRetry leaves claimed rows alone."""
     drain = Drain()
     drain.core._claims_after = ""
     drain.core.known([Known("", 600_000), Known("1:1:1", 600_000), Known("by hand", 599_999)])
@@ -599,7 +601,7 @@ def test_silent_group_blocks_others_briefly():
 
 
 def test_endless_pass_is_restarted():
-    """Rows that come due while it runs never let it end, and behind it may be what a transaction committed late."""
+    """Rows that come due while it runs never let it end, and late commits may lie behind it."""
     drain = Drain(rest_ms=0, postpone_ms=1_000)
     drain.brokers.writable.clear()
     for number in range(1, 7):

@@ -1,4 +1,6 @@
-"""Shell. A watchdog that wins and loses its lease, and databases that come and go, without brokers or a metaserver."""
+"""Shell. A watchdog that wins and loses its lease, and databases that are added and removed, without brokers or
+metaserver.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ SETTINGS = WatchdogSettings(
 
 
 class Sender:
-    """No broker group is there."""
+    """A sender without broker groups."""
 
     def on_change(self, callback):
         pass
@@ -45,7 +47,7 @@ class Sender:
 
 
 class Link:
-    """A metaserver: its row and its databases as the test sets them."""
+    """A metaserver with a row and databases set by the test."""
 
     def __init__(self, *sources):
         self.registered = list(sources)
@@ -102,7 +104,7 @@ def leader(link, test):
 
 
 def test_it_drains_again_after_any_number_of_elections(source):
-    """QMQ's watchdog sends nothing any more once it was elected a second time."""
+    """QMQ's watchdog sends nothing more after its second election."""
     link = Link(source)
 
     async def test(watchdog):
@@ -188,7 +190,7 @@ def test_missing_table_is_reported_and_retried(tmp_path):
 
 
 def test_driver_error_concerns_its_database_alone(source, monkeypatch):
-    """PyMySQL raises RuntimeError for want of a package, and UnicodeError for a name that is none."""
+    """PyMySQL raises RuntimeError for a missing package, and UnicodeError for an invalid name."""
     begun = []
     begin = Leader._begin
     monkeypatch.setattr(Leader, "_begin", lambda self, *of: (begun.append(of[0]), begin(self, *of)))

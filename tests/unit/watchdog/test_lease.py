@@ -1,4 +1,4 @@
-"""Core. The watchdogs' lease, against a metaserver's row in memory: one holder at a time, by clocks of their own."""
+"""Core. The watchdogs' lease, with the metaserver's row in memory: one holder at a time, by independent clocks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LEASE_MS = 5_000
 
 
 class Row:
-    """The row at the metaserver, changed as `storage.heartbeats` does."""
+    """The metaserver's row, changed as `storage.heartbeats` does."""
 
     def __init__(self):
         self.row = LeaseRow("", 0, 0)
@@ -79,7 +79,7 @@ def test_holder_asks_every_second_check():
 
 @pytest.mark.parametrize("beats", [3, 5, 30])
 def test_unanswered_request_leaves_time_for_another(beats):
-    """Of a lease of so many looks, the shortest and the usual one among them."""
+    """For leases of several lengths in checks, including the shortest and the usual one."""
     beat_ms = LEASE_MS // beats
     row, a = Row(), Lease("a", LEASE_MS)
     turn(a, row, 0)
@@ -103,7 +103,7 @@ def test_an_old_picture_of_a_row_takes_nothing():
     row, a, b = Row(), Lease("a", LEASE_MS), Lease("b", LEASE_MS)
     turn(a, row, 0)
     turn(b, row, 10)
-    for now_ms in range(1_000, 9_000, 1_000):  # meanwhile b reaches nobody
+    for now_ms in range(1_000, 9_000, 1_000):  # b cannot reach the metaserver meanwhile
         turn(a, row, now_ms)
     turn(b, row, 9_000)
     assert a.holds(9_001) and not b.holds(9_001)
@@ -111,7 +111,7 @@ def test_an_old_picture_of_a_row_takes_nothing():
 
 @pytest.mark.parametrize("seed", range(50))
 def test_no_two_hold_it_at_once(seed):
-    """Clocks differ, turns are lost and late, processes stand still: true time is the order of these steps alone."""
+    """Clocks differ, turns are lost or late, processes are suspended: true time is only the order of these steps."""
     rng, row = random.Random(seed), Row()
     leases = [Lease(name, LEASE_MS) for name in "abc"]
     shift = {lease.node: rng.randrange(1_000_000) for lease in leases}

@@ -1,4 +1,4 @@
-"""Shell. What a watchdog's page of metrics says of its databases: counters of drains, and rows by state."""
+"""Shell. A watchdog's page of metrics: counters of drains, and rows by state."""
 
 from __future__ import annotations
 

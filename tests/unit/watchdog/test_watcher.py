@@ -1,4 +1,4 @@
-"""Shell. Questions about databases, of which each may be of no use in its own way."""
+"""Shell. Questions about databases, each unusable in its own way."""
 
 from __future__ import annotations
 
