@@ -8,10 +8,15 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from qmq.commands.action import Kind as Value
+from qmq.commands.action import Parameter, Typed
+from qmq.commands.catalog import ACTIONS
 from qmq.tools.table import Block, Cell, Table, Tone
 
 WAIT_PARAMETER = "waitMs"
 LIST_TIMEOUT_S, CHANGE_TIMEOUT_S = 20.0, 90.0
+ANSWER_MARGIN_S = 30.0
+"""Added to the time that the metaserver takes at most."""
 
 
 class Kind(Enum):
@@ -118,6 +123,68 @@ class Command:
         """Write the command line that tells what became of a change."""
         name, *options = self.look.format_map({name: shlex.quote(value) for name, value in values.items()}).split(" ")
         return " ".join([program, name, f"--metaserver={metaserver}", *options])
+
+
+def of_action(
+    name: str,
+    example: str,
+    show: Callable[[Any], Iterable[Block]] = lambda _: ["done"],
+    *,
+    typed: str = "",
+    look: str = "",
+    more: tuple[Option, ...] = (),
+    secret_unless: tuple[str, str] = ("", ""),
+    keep: Callable[[Any], tuple[str, dict[str, Any]]] | None = None,
+    needs: Callable[[Words], str] = lambda _: "",
+) -> Command:
+    """Make the command of a metaserver's action: `qmq.commands` has its help, its parameters and what it changes.
+
+    Args:
+        typed: name of the command, if it differs from the action's.
+        more: options that only the tool reads.
+        secret_unless: an option and its value with which the action needs no secret.
+    """
+    action = ACTIONS[name]
+    usual_s = CHANGE_TIMEOUT_S if action.changes else LIST_TIMEOUT_S
+    return Command(
+        typed or name,
+        action.summary,
+        example,
+        (*(_option(parameter, secret_unless) for parameter in action.parameters), *more),
+        show,
+        action=name,
+        changes=action.changes,
+        look=look,
+        has_details=action.has_details,
+        timeout_s=max(usual_s, action.wait_ms / 1000 + ANSWER_MARGIN_S),
+        keep=keep,
+        needs=needs,
+    )
+
+
+_KINDS = {Value.NUMBER: Kind.NUMBER, Value.PORT: Kind.PORT, Value.FLAG: Kind.FLAG, Value.JSON: Kind.FILE}
+_TYPED = {Typed.MOMENT: Kind.MOMENT, Typed.SECONDS: Kind.SECONDS}
+_TYPED_HELP = {Typed.MOMENT: " (2026-01-31T12:00:00Z; 90m: ago)", Typed.SECONDS: " (60 s if no number is given)"}
+_ALONE = {Value.FLAG: "true", Typed.SECONDS: "60"}
+
+
+def _option(parameter: Parameter, secret_unless: tuple[str, str]) -> Option:
+    """Make the option of a parameter. The tool sends defaults of names, as QMQ's do; its help shows the others."""
+    kind = Kind.SECRET if parameter.secret else _KINDS.get(parameter.kind, Kind.TEXT)
+    default = parameter.default if parameter.kind in (Value.NAME, Value.PATTERN) else ""
+    help = parameter.description + _TYPED_HELP.get(parameter.typed, "")
+    if parameter.default not in ("", "false", "0", default):
+        help += f" (default: {parameter.default})"
+    return Option(
+        parameter.option or parameter.name,
+        help,
+        None if parameter.required else default,
+        _TYPED.get(parameter.typed, kind),
+        sent_as=parameter.name,
+        choices=parameter.choices,
+        alone=_ALONE.get(parameter.kind, "") or _ALONE.get(parameter.typed, ""),
+        not_with=secret_unless if parameter.secret else ("", ""),
+    )
 
 
 def listing(table: Callable[[Any], Table]) -> Callable[[Any], Iterable[Block]]:

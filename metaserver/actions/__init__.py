@@ -1,6 +1,7 @@
 """Operators' actions."""
 
-from qmq.metaserver.actions.action import Action, Answer, Kind, Parameter, Status, Style
-from qmq.metaserver.actions.catalog import ACTIONS
+from qmq.commands.action import Action, Kind, Parameter, Status, Style
+from qmq.commands.catalog import ACTIONS
+from qmq.metaserver.actions.answer import Answer
 
 __all__ = ["ACTIONS", "Action", "Answer", "Kind", "Parameter", "Status", "Style"]

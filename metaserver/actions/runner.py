@@ -10,6 +10,8 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
+from qmq.commands.action import DRY_RUN, IF_PLAN, Action, Status
+from qmq.commands.catalog import ACTIONS
 from qmq.errors import MissingRight, NotServed, OperatorError, OutcomeUnknown, QmqError
 from qmq.metaserver.actions import (
     brokers,
@@ -23,8 +25,7 @@ from qmq.metaserver.actions import (
     quarantine,
     routes,
 )
-from qmq.metaserver.actions.action import DRY_RUN, IF_PLAN, Action, Answer, Status
-from qmq.metaserver.actions.catalog import ACTIONS
+from qmq.metaserver.actions.answer import Answer
 from qmq.metaserver.actions.desk import Desk, Handler, PartlyDone
 from qmq.metaserver.actions.plan import Plan, one_text, preview
 from qmq.metaserver.actions.words import Words, read_words, recorded, unknown_word

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from qmq.metaserver.actions.action import Action
+from qmq.commands.action import Action
 from qmq.metaserver.model import (
     ALL_SUBJECTS,
     DELAY,

@@ -7,8 +7,8 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from qmq.commands.action import IF_PLAN, Action, Kind, Parameter
 from qmq.errors import InvalidRequest
-from qmq.metaserver.actions.action import IF_PLAN, Action, Kind, Parameter
 from qmq.metaserver.model import ALL_SUBJECTS
 from qmq.subjects import check_name
 

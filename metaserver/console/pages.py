@@ -10,10 +10,10 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from qmq.commands.action import DETAILS, DRY_RUN, IF_PLAN
 from qmq.differences import differences
 from qmq.ledger import LedgerDamaged
 from qmq.metaserver.actions import ACTIONS, Action, Answer, Kind, Status
-from qmq.metaserver.actions.action import DETAILS, DRY_RUN, IF_PLAN
 from qmq.metaserver.console.charts import SERIES_MAX, Look, Looks, Rates, bars_of, chart_of, per_second
 from qmq.metaserver.console.nights import Nights
 from qmq.metaserver.console.shown import moment_ms

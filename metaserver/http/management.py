@@ -12,9 +12,10 @@ from urllib.parse import parse_qsl
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
+from qmq.commands.action import DETAILS, Action, Status, Style
+from qmq.commands.catalog import ACTIONS
 from qmq.errors import AccessError
-from qmq.metaserver.actions.action import DETAILS, Action, Answer, Status, Style
-from qmq.metaserver.actions.catalog import ACTIONS
+from qmq.metaserver.actions.answer import Answer
 from qmq.metaserver.actions.shapes import as_qmq
 from qmq.metaserver.actions.words import unknown_word
 from qmq.metaserver.http import endpoints

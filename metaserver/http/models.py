@@ -86,12 +86,12 @@ def _type(parameter: Parameter, is_text: bool) -> Any:
 
 def _field(parameter: Parameter) -> Any:
     if parameter.required:
-        return Field(description=parameter.description)
+        return Field(description=parameter.sent_help)
     if not parameter.default:  # no default at all is another thing than null, which the document would name
-        return Field(default_factory=lambda: None, description=parameter.description)
+        return Field(default_factory=lambda: None, description=parameter.sent_help)
     is_number = parameter.kind in (Kind.NUMBER, Kind.PORT)
     default = int(parameter.default) if is_number else _FLAGS.get(parameter.default, parameter.default)
-    return Field(default=default, description=parameter.description)
+    return Field(default=default, description=parameter.sent_help)
 
 
 def _whole(value: object) -> object:

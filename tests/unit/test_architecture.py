@@ -52,6 +52,9 @@ CLIENTS = {
 }
 """Beside the layers: these import the wire only. The last three add to the client what some applications use."""
 
+COMMANDS = "qmq.commands"
+"""Table of operators' commands: for the metaserver and the tools, so nothing inside `qmq` loads it."""
+
 CLIENT_MAY_IMPORT = {"qmq.log.frame.label_flags", "qmq.log.frame.FLAG_ORDERED"}
 """Flags that producers set and frames carry: bits of the wire format, drawn with the frame."""
 
@@ -167,7 +170,7 @@ def wrong_arrows(modules: list[Module]) -> list[str]:
 def layer_of(name: str) -> str:
     """Return the layer or client package inside `qmq` that `name` belongs to; else "qmq" or another root."""
     inner = ".".join(name.split(".")[:2])
-    return inner if inner in (*LAYERS, *CLIENTS) else package_of(name)
+    return inner if inner in (*LAYERS, *CLIENTS, COMMANDS) else package_of(name)
 
 
 def wrong_layers(modules: list[Module]) -> list[str]:
@@ -183,6 +186,7 @@ def wrong_layers(modules: list[Module]) -> list[str]:
             refused = set(LAYERS[1:])
         else:
             refused = {*LAYERS, *CLIENTS}
+        refused |= {COMMANDS} - {here}
         found += [
             f"{module.name} imports {name}"
             for name in sorted(module.imports - CLIENT_MAY_IMPORT)
@@ -264,6 +268,9 @@ CASES = [
     pytest.param("qmq/testing/a.py", "import qmq.metaserver", wrong_arrows, id="memory broker knows the metaserver"),
     pytest.param(
         "qmq/client/a.py", "from qmq.testing import Broker", wrong_arrows, id="client knows the memory broker"
+    ),
+    pytest.param(
+        "qmq/client/a.py", "from qmq.commands import catalog", wrong_layers, id="client knows operators' commands"
     ),
     pytest.param("qmq/client/a.py", "from qmq.server import service", wrong_arrows, id="client knows the server"),
     pytest.param("tools/a.py", "from qmq import testing", wrong_arrows, id="tool knows the memory broker"),

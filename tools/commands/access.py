@@ -6,7 +6,15 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from qmq.tools.command import ANY_GROUP, ANY_SUBJECT, FORCE, Command, Kind, Option, bad, good, listing, warning
+from qmq.tools.command import (
+    Kind,
+    Option,
+    bad,
+    good,
+    listing,
+    of_action,
+    warning,
+)
 from qmq.tools.table import Block, Cell, Column, Table, moment, size
 
 _DB = (
@@ -48,37 +56,16 @@ def _watchdogs(rows: Any) -> Table:
 
 
 DATABASES = (
-    Command(
+    of_action(
         "AddDb",
-        "register an application's database for the watchdog",
         "--host=db1 --port=3306 --username=qmq --password-file=db1.password",
-        (
-            *_DB,
-            Option("username", "its user; SQLite has none", default=""),
-            Option("password", "the user's password", "", Kind.SECRET, not_with=("type", "sqlite")),
-            Option("room", "namespace of the watchdog that scans it", default="default"),
-            Option("table", "name of the outbox: table, or schema.table; default qmq_msg_queue", default=""),
-            Option("rate", "rows a second that are sent at most; default 10000", "", Kind.NUMBER),
-            Option("age", "seconds that a row is left to its application; default 60", "", Kind.NUMBER),
-        ),
         lambda _: [good("the database is registered")],
-        changes=True,
-        has_details=True,
         look="ListDbs",
+        secret_unless=("type", "sqlite"),
     ),
-    Command(
-        "RemoveDb",
-        "forget a database",
-        "--host=db1 --port=3306",
-        _DB,
-        lambda _: [good("the database is forgotten")],
-        changes=True,
-        look="ListDbs",
-    ),
-    Command("ListDbs", "list registered databases, without passwords", "", show=listing(_dbs)),
-    Command(
-        "ListWatchdogs", "list rooms of watchdogs, and which watchdog is active in each", "", show=listing(_watchdogs)
-    ),
+    of_action("RemoveDb", "--host=db1 --port=3306", lambda _: [good("the database is forgotten")], look="ListDbs"),
+    of_action("ListDbs", "", listing(_dbs)),
+    of_action("ListWatchdogs", "", listing(_watchdogs)),
 )
 
 
@@ -117,37 +104,16 @@ def _validity(token: Mapping[str, Any]) -> Cell:
 
 
 TOKENS = (
-    Command(
+    of_action(
         "AddToken",
-        "make an API token; its text is shown once",
         "--name=shop --role=client --subjects=order.* --days=365 --out=shop.token",
-        (
-            Option("name", "whose token it is; two of one name may be valid, for rotation"),
-            Option("role", "what it is for", choices=("viewer", "operator", "admin", "client", "broker")),
-            Option(
-                "subjects",
-                "only these subjects (prefix*, produce:…, consume:…, redrive:…), separated by commas",
-                default="",
-            ),
-            Option("groups", "only these broker groups (prefix*), separated by commas", default=""),
-            Option("days", "days for which it is valid; default: for ever", default="", kind=Kind.NUMBER),
-            Option("out", "write the token's text to this file, readable by you alone", "", Kind.PATH, local=True),
-        ),
         _new_token,
-        changes=True,
         look="ListTokens",
         keep=_keep_token,
+        more=(Option("out", "write the token's text to this file, readable by you alone", "", Kind.PATH, local=True),),
     ),
-    Command(
-        "RevokeToken",
-        "end a token at once",
-        "--id=2f51c7a09b3e",
-        (Option("id", "its id, as ListTokens shows it"),),
-        lambda _: [good("the token is revoked")],
-        changes=True,
-        look="ListTokens",
-    ),
-    Command("ListTokens", "list tokens: name, role, scope, expiry; never their texts", "", show=listing(_tokens)),
+    of_action("RevokeToken", "--id=2f51c7a09b3e", lambda _: [good("the token is revoked")], look="ListTokens"),
+    of_action("ListTokens", "", listing(_tokens)),
 )
 
 
@@ -193,28 +159,13 @@ def _restored(data: Any) -> Iterable[Block]:
 
 
 UPKEEP = (
-    Command(
-        "AuditTrail",
-        "list who changed what, newest first",
-        "--brokerGroup=g1 --since=24h",
-        (
-            Option("who", "only of this token name", default=""),
-            Option("name", "only this action", default=""),
-            Option("request", "only the request of this number", default=""),
-            ANY_GROUP,
-            ANY_SUBJECT,
-            Option("since", "only from then on (2026-01-31T12:00:00Z; 24h: ago)", "", Kind.MOMENT),
-            Option("until", "only before then", "", Kind.MOMENT),
-            Option("limit", "at most this many rows; default: 100", default="", kind=Kind.NUMBER),
-            Option("before", "only rows with a smaller id: the next page", default="", kind=Kind.NUMBER),
-        ),
-        _trail,
-    ),
-    Command(
+    of_action("AuditTrail", "--brokerGroup=g1 --since=24h", _trail),
+    of_action(
         "Backup",
-        "write all metadata to a file, readable by you alone: it holds hashes of tokens and passwords as stored",
         "--file=qmq-metadata.json",
-        (
+        _backed_up,
+        keep=_keep_backup,
+        more=(
             Option(
                 "file",
                 "file to write, - for standard output; an old one is replaced at the end",
@@ -222,18 +173,6 @@ UPKEEP = (
                 local=True,
             ),
         ),
-        _backed_up,
-        timeout_s=90,
-        keep=_keep_backup,
     ),
-    Command(
-        "Restore",
-        "put the metadata of a backup in place; only into an empty metaserver, or with --force",
-        "--file=qmq-metadata.json",
-        (Option("file", "file that Backup wrote", kind=Kind.FILE, sent_as="backup"), FORCE),
-        _restored,
-        changes=True,
-        look="AuditTrail --name=Restore",
-        timeout_s=180,
-    ),
+    of_action("Restore", "--file=qmq-metadata.json", _restored, look="AuditTrail --name=Restore"),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from qmq.tools.command import ANY_GROUP, FORCE, GROUP, Command, Kind, Option, bad, good, listing, warning
+from qmq.tools.command import GROUP, Command, Kind, Option, bad, good, listing, of_action, warning
 from qmq.tools.table import Block, Cell, Column, Table, good_or_bad, moment, span
 
 _HOSTNAME = Option("hostname", "the broker's setting hostname")
@@ -221,153 +221,40 @@ _REPLICA = (
 )
 
 BROKERS = (
-    Command(
+    of_action(
         "AddBroker",
-        "give a broker or delay server a place in a group, before its first start",
         "--brokerGroup=g1 --role=0 --hostname=mq1 --ip=10.0.0.1 --servePort=20881 --syncPort=20882",
-        _BROKER,
         _added,
-        changes=True,
-        has_details=True,
         look="ListBrokers --brokerGroup={brokerGroup}",
     ),
-    Command(
+    of_action(
         "ReplaceBroker",
-        "put a broker in the place of a stopped one. Two stopped brokers are swapped with --swap at once, or as QMQ "
-        "has it with two calls: --role=0 with the slave's addresses, then --role=1 with the master's",
         "--brokerGroup=g1 --role=1 --hostname=mq3 --ip=10.0.0.3 --servePort=20881 --syncPort=20882",
-        (
-            *_BROKER,
-            Option("swap", "exchange master and slave, both stopped, in one step", "", Kind.FLAG, alone="true"),
-            Option(
-                "acceptLoss",
-                "the other copy is lost for good: make the best of what this one has",
-                "",
-                Kind.FLAG,
-                alone="true",
-            ),
-        ),
         _replaced,
-        changes=True,
-        has_details=True,
         look="ListBrokers --brokerGroup={brokerGroup}",
     ),
-    Command(
-        "RemoveBroker",
-        "take a stopped broker out of its group; the last one takes the group with it",
-        "--hostname=mq3 --servePort=20881",
-        (_HOSTNAME, _SERVE_PORT, FORCE),
-        _removed,
-        changes=True,
-        look="ListBrokers",
-    ),
-    Command(
+    of_action("RemoveBroker", "--hostname=mq3 --servePort=20881", _removed, look="ListBrokers"),
+    of_action(
         "SetCopies",
-        "set how many copies a message needs, and whether slaves are filled by themselves",
         "--brokerGroup=g1 --minCopies=2 --syncMode=manual",
-        (
-            GROUP,
-            Option("minCopies", "more than half of the copies, the master's among them", "", Kind.NUMBER),
-            Option(
-                "syncMode", "manual: a slave is filled once SyncReplica says so", "", choices=("automatic", "manual")
-            ),
-        ),
         _copies,
-        changes=True,
         look="ReplicaStatus --brokerGroup={brokerGroup}",
     ),
-    Command(
-        "SyncReplica",
-        "let a slave be filled that waits for it",
-        "--brokerGroup=g1 --host=mq2",
-        (GROUP, _SLAVE_HOST),
-        _fill_ordered,
-        changes=True,
-        look="ReplicaStatus --brokerGroup={brokerGroup}",
+    of_action(
+        "SyncReplica", "--brokerGroup=g1 --host=mq2", _fill_ordered, look="ReplicaStatus --brokerGroup={brokerGroup}"
     ),
-    Command(
-        "CancelSync",
-        "stop filling a slave, until SyncReplica",
-        "--brokerGroup=g1 --host=mq2",
-        (GROUP, _SLAVE_HOST),
-        _fill_ordered,
-        changes=True,
-        look="ReplicaStatus --brokerGroup={brokerGroup}",
+    of_action(
+        "CancelSync", "--brokerGroup=g1 --host=mq2", _fill_ordered, look="ReplicaStatus --brokerGroup={brokerGroup}"
     ),
-    Command(
-        "ListQuarantine",
-        "list what left logs and is kept",
-        "--brokerGroup=g1",
-        (GROUP,),
-        _quarantine,
+    of_action("ListQuarantine", "--brokerGroup=g1", _quarantine),
+    of_action(
+        "ClearQuarantine", "--brokerGroup=g1 --host=mq2", _cleared, look="ListQuarantine --brokerGroup={brokerGroup}"
     ),
-    Command(
-        "ClearQuarantine",
-        "delete what left one copy's log",
-        "--brokerGroup=g1 --host=mq2",
-        (
-            GROUP,
-            Option("host", "hostname, or hostname:port, of the broker"),
-            Option("parts", "names of parts: a,b; without: all that is no evidence", default=""),
-        ),
-        _cleared,
-        changes=True,
-        look="ListQuarantine --brokerGroup={brokerGroup}",
-    ),
-    Command(
-        "SwapRoles",
-        "exchange master and a slave while both run",
-        "--brokerGroup=g1 --to=mq2",
-        (GROUP, Option("to", "hostname, or hostname:port, of the slave; else the one that lacks least", default="")),
-        _swapped,
-        changes=True,
-        look="ReplicaStatus --brokerGroup={brokerGroup}",
-    ),
-    Command(
-        "Failover",
-        "make the best slave the master, once, when the master is gone",
-        "--brokerGroup=g1",
-        (
-            GROUP,
-            Option(
-                "masterGone",
-                "the master never returns: slaves that restarted since are good enough, if no disk was put back",
-                "",
-                Kind.FLAG,
-                alone="true",
-            ),
-        ),
-        _failed_over,
-        changes=True,
-        look="ReplicaStatus --brokerGroup={brokerGroup}",
-    ),
-    Command(
-        "SetFailover",
-        "say whether a group fails over by itself",
-        "--brokerGroup=g1 --failover=off",
-        (GROUP, Option("failover", "default: as the metaservers' setting says", choices=("on", "off", "default"))),
-        _failover_set,
-        changes=True,
-        look="ListBrokerGroups",
-    ),
-    Command(
-        "AcknowledgeLoss",
-        "end the finding and the alert of an accepted loss",
-        "--brokerGroup=g1",
-        (GROUP,),
-        _loss_acknowledged,
-        changes=True,
-        look="AuditTrail --brokerGroup={brokerGroup}",
-    ),
-    Command(
-        "AdoptRoles",
-        "choose the master where row and brokers differ",
-        "--brokerGroup=g1 --hostname=mq1 --servePort=20881",
-        (GROUP, _HOSTNAME, _SERVE_PORT, FORCE),
-        _new_master,
-        changes=True,
-        look="ListBrokerGroups",
-    ),
+    of_action("SwapRoles", "--brokerGroup=g1 --to=mq2", _swapped, look="ReplicaStatus --brokerGroup={brokerGroup}"),
+    of_action("Failover", "--brokerGroup=g1", _failed_over, look="ReplicaStatus --brokerGroup={brokerGroup}"),
+    of_action("SetFailover", "--brokerGroup=g1 --failover=off", _failover_set, look="ListBrokerGroups"),
+    of_action("AcknowledgeLoss", "--brokerGroup=g1", _loss_acknowledged, look="AuditTrail --brokerGroup={brokerGroup}"),
+    of_action("AdoptRoles", "--brokerGroup=g1 --hostname=mq1 --servePort=20881", _new_master, look="ListBrokerGroups"),
     Command(
         "RecoverGroup",
         "say which copies of a group are left, which goes on and what is lost; then give it the mastership",
@@ -384,34 +271,8 @@ BROKERS = (
         changes=True,
         look="ListBrokers --brokerGroup={brokerGroup}",
     ),
-    Command(
-        "ListBrokers",
-        "list brokers: their roles and addresses, and whether they are up",
-        "--brokerGroup=g1",
-        (ANY_GROUP,),
-        listing(_brokers),
-        has_details=True,
-    ),
-    Command(
-        "ListBrokerGroups",
-        "list broker groups: term, master and slave, whether they take messages and why not",
-        "--brokerGroup=g1",
-        (ANY_GROUP,),
-        listing(_groups),
-        has_details=True,
-    ),
-    Command(
-        "ReplicaStatus",
-        "ask master and slaves where their logs end, and compare them",
-        "--brokerGroup=g1",
-        (ANY_GROUP,),
-        _replica_status,
-    ),
-    Command(
-        "Rates",
-        "messages a second that a group took and delivered",
-        "--brokerGroup=g1",
-        (GROUP,),
-        _rates,
-    ),
+    of_action("ListBrokers", "--brokerGroup=g1", listing(_brokers)),
+    of_action("ListBrokerGroups", "--brokerGroup=g1", listing(_groups)),
+    of_action("ReplicaStatus", "--brokerGroup=g1", _replica_status),
+    of_action("Rates", "--brokerGroup=g1", _rates),
 )

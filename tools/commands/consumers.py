@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from qmq.tools.command import ANY_SUBJECT, SUBJECT, Command, Kind, Option, good, listing, warning
+from qmq.tools.command import Option, good, listing, of_action, warning
 from qmq.tools.table import Block, Cell, Column, Table, Tone, good_or_bad, moment, span
 
 _ANY_GROUP = Option("group", "only this consumer group", default="")
@@ -154,104 +154,31 @@ def _clients(data: Any) -> Iterable[Block]:
 
 
 CONSUMERS = (
-    Command(
+    of_action(
         "ResetOffset",
-        "set where a consumer group goes on, on all brokers of the subject",
         "--subject=order.changed --group=billing --to=time --value=2026-01-31T12:00:00Z",
-        (
-            SUBJECT,
-            Option("group", "name of the consumer group"),
-            Option("action", "QMQ's: 1 latest, 2 earliest", default="", choices=("1", "2"), sent_as="code"),
-            Option("to", "where", default="", choices=("earliest", "latest", "sequence", "time")),
-            Option("value", "the sequence, or the time (2026-01-31T12:00:00Z; 90m: ago)", "", Kind.MOMENT),
-            Option("brokerGroup", "only on this broker group; needed for a sequence", default=""),
-        ),
         _reset,
-        changes=True,
-        has_details=True,
         look="Consumers --subject={subject} --group={group}",
         needs=_position_is_named_once,
     ),
-    Command(
-        "Consumers",
-        "list consumer groups: their consumers, how far they are, what is un-acked",
-        "--subject=order.changed",
-        (ANY_SUBJECT, _ANY_GROUP),
-        _consumers,
-    ),
-    Command(
-        "Lag",
-        "how many messages wait for each consumer group, how old the oldest is, and what the group waits for",
-        "--subject=order.changed --group=billing",
-        (
-            ANY_SUBJECT,
-            _ANY_GROUP,
-            Option("limit", "only groups that are behind, at most this many of each broker group", "", Kind.NUMBER),
-        ),
-        _lags,
-    ),
-    Command(
+    of_action("Consumers", "--subject=order.changed", _consumers),
+    of_action("Lag", "--subject=order.changed --group=billing", _lags),
+    of_action(
         "OnOffline",
-        "switch consumers off and on",
         "--state=offline --subject=order.changed --consumerGroup=billing",
-        (
-            Option("state", "what they should be", choices=("online", "offline")),
-            Option("subject", "one subject, or * for all"),
-            Option("consumerGroup", "one consumer group; default: *, all of them", default="*"),
-            Option("clientId", "one consumer; default: *, all of them", default="*"),
-        ),
         _switched,
-        changes=True,
         look="ListOffline --subject={subject}",
     ),
-    Command(
-        "ListOffline",
-        "list which consumers are switched off",
-        "",
-        (ANY_SUBJECT,),
-        listing(_offline),
+    of_action("ListOffline", "", listing(_offline)),
+    of_action(
+        "SetLimits", "--subject=price.changed --expiresAfterS=60", _limited, look="ListLimits --subject={subject}"
     ),
-    Command(
-        "SetLimits",
-        "limit a subject: when messages expire, how many wait",
-        "--subject=price.changed --expiresAfterS=60",
-        (
-            SUBJECT,
-            Option("expiresAfterS", "seconds after which no group gets a stored message; 0: never", "", Kind.NUMBER),
-            Option("expired", "what becomes of it; default: drop", default="", choices=("drop", "deadLetter")),
-            Option("messagesMax", "how many messages may wait for a group; 0: no limit", "", Kind.NUMBER),
-            Option("bytesMax", "how many bytes may wait for a group; 0: no limit", "", Kind.NUMBER),
-            Option("whenFull", "what happens then; default: refuse", default="", choices=("refuse", "dropOldest")),
-        ),
-        _limited,
-        changes=True,
-        look="ListLimits --subject={subject}",
-    ),
-    Command(
+    of_action(
         "LimitGroup",
-        "limit how fast a consumer group gets messages; say where its dead letters go",
         "--subject=order.changed --group=billing --perSecond=100",
-        (
-            SUBJECT,
-            Option("group", "name of the consumer group"),
-            Option("perSecond", "messages a second; 0: no limit", "", Kind.NUMBER),
-            Option("deadLettersTo", "another subject for its dead letters; %DEAD_RETRY: its own again", ""),
-        ),
         _limited,
-        changes=True,
         look="ListLimits --subject={subject}",
     ),
-    Command("ListLimits", "list the limits of subjects and consumer groups", "", (ANY_SUBJECT,), listing(_limits)),
-    Command(
-        "Clients",
-        "list clients that are connected to a metaserver now",
-        "--app=shop",
-        (
-            ANY_SUBJECT,
-            Option("app", "only clients of this application", default=""),
-            Option("here", "only clients of the metaserver that is asked", "", Kind.FLAG, alone="true"),
-            Option("limit", "at most this many; default: 1000", default="", kind=Kind.NUMBER),
-        ),
-        _clients,
-    ),
+    of_action("ListLimits", "", listing(_limits)),
+    of_action("Clients", "--app=shop", _clients),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from qmq.tools.command import ANY_GROUP, ANY_SUBJECT, SUBJECT, Command, Kind, Option, bad, good, warning
+from qmq.tools.command import bad, good, of_action, warning
 from qmq.tools.table import Block, Cell, Column, Table, moment, size, span, utc
 
 
@@ -110,54 +110,13 @@ def _fate(row: Mapping[str, Any]) -> Cell:
 
 
 DELAYS = (
-    Command(
-        "DelayStats",
-        "say how many delayed messages pend, are due and under way",
-        "--hours=24",
-        (
-            ANY_GROUP,
-            ANY_SUBJECT,
-            Option("hours", "count messages per hour, this many hours ahead; default: 24", "", Kind.NUMBER),
-        ),
-        _stats,
-    ),
-    Command(
-        "ListDelayed",
-        "list delayed messages by when they are due",
-        "--subject=order.unpaid --until=+2h",
-        (
-            ANY_SUBJECT,
-            ANY_GROUP,
-            Option("since", "only what is due then or later (2026-01-31T12:00:00Z; +90m: from now)", "", Kind.MOMENT),
-            Option("until", "only what is due before", "", Kind.MOMENT),
-            Option("limit", "at most this many messages; default: 100", "", Kind.NUMBER),
-        ),
-        _listed,
-    ),
-    Command(
-        "ListSchedules",
-        "list recurring schedules with their owner, expression and next time",
-        "--subject=report.nightly",
-        (
-            ANY_SUBJECT,
-            ANY_GROUP,
-            Option("owner", "only schedules of this application", default=""),
-            Option("limit", "at most this many schedules; default: 1000", "", Kind.NUMBER),
-        ),
-        _schedules,
-    ),
-    Command(
+    of_action("DelayStats", "--hours=24", _stats),
+    of_action("ListDelayed", "--subject=order.unpaid --until=+2h", _listed),
+    of_action("ListSchedules", "--subject=report.nightly", _schedules),
+    of_action(
         "CancelDelayed",
-        "cancel delayed messages; says of each whether it was in time",
         "--subject=order.unpaid --ids=20261121T120000.10.0.0.7.42.1",
-        (
-            SUBJECT,
-            Option("ids", "ids of messages: a,b", default=""),
-            Option("keys", "keys that their senders gave them: a,b", default=""),
-            ANY_GROUP,
-        ),
         _cancelled,
-        changes=True,
         look="ListDelayed --subject={subject}",
     ),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from qmq.tools.command import Command, Kind, Option, bad, good, listing, warning
+from qmq.tools.command import Command, Kind, Option, bad, good, listing, of_action, warning
 from qmq.tools.table import Block, Cell, Column, Table, good_or_bad
 
 
@@ -64,28 +64,8 @@ def _brief(findings: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]
 
 
 INSTALLATION = (
-    Command(
-        "ListMetaservers",
-        "list metaservers of this installation, and whether they are up",
-        "",
-        show=listing(_metaservers),
-    ),
-    Command(
-        "AdoptDatabase",
-        "decide about a database that lost groups",
-        "--keep=memory",
-        (
-            Option(
-                "keep",
-                "memory: fill the database with what this metaserver has in memory; database: forget the lost groups",
-                choices=("memory", "database"),
-            ),
-        ),
-        _adopted,
-        changes=True,
-        look="Doctor",
-        timeout_s=180,
-    ),
+    of_action("ListMetaservers", "", listing(_metaservers)),
+    of_action("AdoptDatabase", "--keep=memory", _adopted, look="Doctor"),
     Command(
         "Doctor",
         "name the failed step of an installation, seen from this machine: names, ports, versions, clocks, token, "

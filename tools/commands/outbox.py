@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from qmq.tools.command import Command, Kind, Option, good
+from qmq.tools.command import Command, Kind, Option, good, of_action
 from qmq.tools.table import Block, Cell
 
 _ROOM = Option("room", "namespace of the watchdog", default="default")
@@ -61,17 +61,10 @@ OUTBOX = (
         ),
         runs="qmq.tools.outbox:reconcile",
     ),
-    Command(
+    of_action(
         "OutboxRetry",
-        "let parked rows be sent: those with --ids, or all",
         "--database=mmm://db1:3306 --ids=17,18",
-        (
-            _ROOM,
-            _DATABASE,
-            Option("ids", "only these rows, as OutboxStuck shows them: 1,2", default=""),
-        ),
-        show=_retried,
-        changes=True,
+        _retried,
         look="OutboxStuck --room={room}",
         needs=_retries_something,
     ),

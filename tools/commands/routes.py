@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from qmq.tools.command import ANY_GROUP, FORCE, GROUP, SUBJECT, Command, Kind, Option, good, listing, warning
+from qmq.tools.command import Kind, Option, good, listing, of_action, warning
 from qmq.tools.table import Block, Column, Table, good_or_bad, moment, span
 
 NAMES_MAX = 5
@@ -67,78 +67,33 @@ def _count_changed(data: Any) -> Iterable[Block]:
 
 
 ROUTES = (
-    Command(
-        "AddNewSubject",
-        "make a subject known with its tag, before its first message",
-        "--subject=order.changed --tag=fast",
-        (SUBJECT, Option("tag", "broker groups with this tag are preferred")),
-        _added_subject,
-        changes=True,
-        has_details=True,
-        look="AuditTrail --subject={subject}",
+    of_action(
+        "AddNewSubject", "--subject=order.changed --tag=fast", _added_subject, look="AuditTrail --subject={subject}"
     ),
-    Command(
-        "ListSubjectRoutes",
-        "list which broker groups serve which subjects",
-        "--prefix=order.",
-        (
-            Option("prefix", "only subjects that begin with this", default=""),
-            ANY_GROUP,
-            Option("after", "only subjects after this one: the next page", default=""),
-            Option("limit", "at most this many routes; default: all", default="", kind=Kind.NUMBER),
-        ),
-        listing(_routes),
-        has_details=True,
-    ),
-    Command(
-        "QuerySubjectRoute",
-        "show the route of one subject, as stored and as clients get it",
-        "--subject=order.changed",
-        (SUBJECT,),
-        _route,
-        has_details=True,
-    ),
-    Command(
+    of_action("ListSubjectRoutes", "--prefix=order.", listing(_routes)),
+    of_action("QuerySubjectRoute", "--subject=order.changed", _route),
+    of_action(
         "AddSubjectBrokerGroup",
-        "let one more broker group serve a subject",
         "--subject=order.changed --brokerGroup=g3",
-        (SUBJECT, GROUP),
         _changed_route,
-        changes=True,
-        has_details=True,
         look="QuerySubjectRoute --subject={subject}",
     ),
-    Command(
+    of_action(
         "RemoveSubjectBrokerGroup",
-        "take a broker group out of the route of a subject, or of all; refused while messages wait there",
         "--subject='*' --brokerGroup=g1",
-        (_EVERY_SUBJECT, GROUP, FORCE),
         _count_changed,
-        changes=True,
-        has_details=True,
         look="ListSubjectRoutes --brokerGroup={brokerGroup}",
     ),
-    Command(
+    of_action(
         "ExtendSubjectRoute",
-        "let a new broker group serve what another one serves",
         "--relatedSubject='*' --relatedBrokerGroup=g1 --newBrokerGroup=g3",
-        (
-            Option("relatedSubject", "one subject, or * for all"),
-            Option("relatedBrokerGroup", "the group that serves them now"),
-            Option("newBrokerGroup", "the group to add"),
-        ),
         _count_changed,
-        changes=True,
-        has_details=True,
         look="ListSubjectRoutes --brokerGroup={newBrokerGroup}",
     ),
-    Command(
+    of_action(
         "RemoveSubject",
-        "forget the route of an unused subject",
         "--subject=order.old",
-        (SUBJECT, FORCE),
         lambda data: [good(f"the route of {data['removed']} is forgotten")],
-        changes=True,
         look="QuerySubjectRoute --subject={subject}",
     ),
 )
@@ -224,60 +179,22 @@ def _tagged(data: Any) -> Iterable[Block]:
 
 
 GROUPS = (
-    Command(
-        "MarkReadonly",
-        "keep producers away from a broker group; consumers go on",
+    of_action(
+        "MarkReadonlyBrokerGroup",
         "--brokerGroup=g1 --wait",
-        (GROUP, _SUBJECTS, WAIT),
         _marked,
-        action="MarkReadonlyBrokerGroup",
-        changes=True,
-        has_details=True,
+        typed="MarkReadonly",
         look="ListReadonly --brokerGroup={brokerGroup}",
     ),
-    Command(
-        "UnMarkReadonly",
-        "let producers use a broker group again; with the same subject as MarkReadonly",
+    of_action(
+        "UnMarkReadonlyBrokerGroup",
         "--brokerGroup=g1",
-        (GROUP, _SUBJECTS),
         _unmarked,
-        action="UnMarkReadonlyBrokerGroup",
-        changes=True,
-        has_details=True,
+        typed="UnMarkReadonly",
         look="ListReadonly --brokerGroup={brokerGroup}",
     ),
-    Command(
-        "ListReadonly",
-        "list readonly marks, and how many clients still hold an older route",
-        "",
-        (ANY_GROUP,),
-        listing(_readonly),
-    ),
-    Command(
-        "DrainGroup",
-        "give a group no new subjects and no producers, and say what is left in it",
-        "--brokerGroup=g1 --wait=120",
-        (GROUP, WAIT),
-        _drained,
-        changes=True,
-        look="ListBrokerGroups",
-    ),
-    Command(
-        "UndrainGroup",
-        "let a drained group take new subjects and producers",
-        "--brokerGroup=g1",
-        (GROUP,),
-        _undrained,
-        changes=True,
-        look="ListBrokerGroups",
-    ),
-    Command(
-        "SetGroupTag",
-        "set the tag of a broker group: subjects with the same tag prefer it",
-        "--brokerGroup=g1 --tag=fast",
-        (GROUP, Option("tag", "default: none", default="")),
-        _tagged,
-        changes=True,
-        look="ListBrokerGroups",
-    ),
+    of_action("ListReadonly", "", listing(_readonly)),
+    of_action("DrainGroup", "--brokerGroup=g1 --wait=120", _drained, look="ListBrokerGroups"),
+    of_action("UndrainGroup", "--brokerGroup=g1", _undrained, look="ListBrokerGroups"),
+    of_action("SetGroupTag", "--brokerGroup=g1 --tag=fast", _tagged, look="ListBrokerGroups"),
 )

@@ -1,4 +1,4 @@
-"""Core. The table of commands is what the metaserver knows and what QMQ's operators type: none of them can drift."""
+"""Core. The tools' commands: QMQ's names and options, timeouts, examples, answers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from importlib import import_module
 import pytest
 
 from qmq.metaserver.actions import ACTIONS, Answer, Status
-from qmq.metaserver.actions import Kind as Wanted
 from qmq.metaserver.http.management import render
 from qmq.tools.call import Exit, read_answer
-from qmq.tools.command import WAIT_PARAMETER, Kind
+from qmq.tools.command import WAIT_PARAMETER
 from qmq.tools.commands import COMMANDS, SECTIONS
 from qmq.tools.usage import example, parse
 
@@ -41,10 +40,6 @@ every_asking_command = pytest.mark.parametrize("command", ASKING.values(), ids=A
 every_change = pytest.mark.parametrize(
     "command", [command for command in COMMANDS.values() if command.changes], ids=lambda command: str(command.name)
 )
-
-
-def sent(command):
-    return {option.parameter: option for option in command.options if not option.local}
 
 
 @pytest.mark.parametrize("name", QMQS)
@@ -83,27 +78,6 @@ def test_what_runs_by_itself_can_be_run(name):
 
 def test_every_command_stands_once():
     assert sum(map(len, SECTIONS.values())) == len(COMMANDS)
-
-
-@every_asking_command
-def test_options_are_the_actions_parameters(command):
-    action = ACTIONS[command.asks]
-    assert set(sent(command)) == {parameter.name for parameter in action.parameters}
-    for name, option in sent(command).items():
-        parameter = action.parameter(name)
-        assert (option.default is None) == parameter.required, name
-        assert option.default in (None, "", parameter.default), name
-        assert (option.kind is Kind.SECRET) == parameter.secret, name
-        assert option.choices == parameter.choices, name
-        assert (option.kind is Kind.PORT) == (parameter.kind is Wanted.PORT), name
-        assert (option.kind is Kind.FLAG) == (parameter.kind is Wanted.FLAG), name
-
-
-@every_asking_command
-def test_commands_change_what_their_actions_change(command):
-    action = ACTIONS[command.asks]
-    assert command.changes == action.changes
-    assert command.has_details == bool(action.result_fields or action.qmq_data)
 
 
 @every_asking_command

@@ -1,13 +1,14 @@
-"""Core. What an operator's action is: its name, whom it is for, its parameters, how it is answered.
+"""Core. Operators' commands as one table: action, parameters, rights, help.
 
-Every action has one name for people, scripts, the HTTP API and the tools. Those that change something are planned
-first; `dryRun=true` answers the plan and changes nothing.
+The metaserver checks requests and describes its HTTP API from this table; the tools build their commands, usage and
+completion from it. The client library does not load it. Actions that change something are planned first; with
+`dryRun=true` the plan is the answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import Any
 
@@ -35,6 +36,16 @@ class Kind(StrEnum):
     CHOICE = "choice"
     """One of `choices`."""
     JSON = "json"
+
+
+class Typed(StrEnum):
+    """Text on the command line, where it differs from the value that is sent."""
+
+    AS_SENT = ""
+    MOMENT = "moment"
+    """A date, a time or an age; sent as milliseconds since 1970."""
+    SECONDS = "seconds"
+    """Sent as milliseconds."""
 
 
 class Style(StrEnum):
@@ -74,6 +85,17 @@ class Parameter:
     least: int = 0
     most: int = 2**63 - 1
     chars_max: int = 100
+    option: str = ""
+    """Name on the command line, where it differs."""
+    typed: Typed = Typed.AS_SENT
+
+    @property
+    def sent_help(self) -> str:
+        """The description, with the unit of the value that is sent."""
+        return self.description + _UNITS[self.typed]
+
+
+_UNITS = {Typed.AS_SENT: "", Typed.MOMENT: ", in milliseconds since 1970", Typed.SECONDS: ", in milliseconds"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,39 +123,20 @@ class Action:
     """A caller should wait so long for the answer, and longer by what a `waitMs` parameter says."""
 
     @property
+    def has_details(self) -> bool:
+        """Whether /management answers QMQ's fields only, and all fields with `details=true`."""
+        return bool(self.result_fields or self.qmq_data)
+
+    @property
     def all_parameters(self) -> tuple[Parameter, ...]:
         """The parameters, and those that every action of this sort has."""
-        both = (_DETAILS,) if self.result_fields or self.qmq_data else ()
+        both = (_DETAILS,) if self.has_details else ()
         return (*self.parameters, *both, _DRY_RUN, _IF_PLAN) if self.changes else (*self.parameters, *both)
 
     def parameter(self, name: str) -> Parameter | None:
         return next((parameter for parameter in self.all_parameters if parameter.name == name), None)
 
 
-_DRY_RUN = Parameter(DRY_RUN, "say what would change and for whom, and change nothing", kind=Kind.FLAG, default="false")
-_IF_PLAN = Parameter(
-    IF_PLAN, "the word `plan` of what dryRun showed: refused if another one would be carried out by now"
-)
-_DETAILS = Parameter(DETAILS, "all that is known, not only QMQ's fields", kind=Kind.FLAG, default="false")
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What an action answers."""
-
-    status: Status
-    message: str = ""
-    data: Any = None
-    """JSON values."""
-    details: dict[str, Any] = field(default_factory=dict)
-    """What a MAP answer shows beside `error`."""
-    code: str = ""
-    """Class of the error, for programs."""
-
-    @property
-    def done(self) -> bool:
-        return self.status == Status.DONE
-
-
-def by_name(actions: Iterable[Action]) -> dict[str, Action]:
-    return {action.name: action for action in actions}
+_DRY_RUN = Parameter(DRY_RUN, "return the plan and change nothing", kind=Kind.FLAG, default="false")
+_IF_PLAN = Parameter(IF_PLAN, "field `plan` of the dryRun: the change is refused if the plan differs by now")
+_DETAILS = Parameter(DETAILS, "return all fields, not only QMQ's", kind=Kind.FLAG, default="false")

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from qmq.codec import EXPIRES_S_MAX
-from qmq.metaserver.actions.action import Action, Kind, Parameter, Style, by_name
+from qmq.commands.action import Action, Kind, Parameter, Style, Typed
 from qmq.rights import TokenRole
 
 VIEWER, OPERATOR, ADMIN = TokenRole.VIEWER, TokenRole.OPERATOR, TokenRole.ADMIN
@@ -28,15 +28,21 @@ _SUBJECTS = Parameter("subject", "one subject, or * for all", kind=Kind.PATTERN,
 _EVERY_SUBJECT = Parameter("subject", "one subject, or * for all", required=True, kind=Kind.PATTERN)
 _CONSUMER_GROUP = Parameter("group", "name of the consumer group", required=True, kind=Kind.NAME)
 _ANY_CONSUMER_GROUP = Parameter("group", "only this consumer group", kind=Kind.NAME)
-_FORCE = Parameter("force", "do it in spite of the reasons against it", kind=Kind.FLAG, default="false")
+_FORCE = Parameter("force", "carry it out despite the objections", kind=Kind.FLAG, default="false")
 _WAIT = Parameter(
-    "waitMs", "wait so long, at most, until no client holds the old route", kind=Kind.NUMBER, default="0", most=600_000
+    "waitMs",
+    "wait at most this long until no client uses the old route",
+    kind=Kind.NUMBER,
+    default="0",
+    most=600_000,
+    option="wait",
+    typed=Typed.SECONDS,
 )
 _BROKER = (
     _GROUP,
-    Parameter("role", "0 for the master, 1 for a slave; of a group of delay servers 5 and 6", required=True),
-    Parameter("hostname", "the broker's setting hostname", required=True, kind=Kind.NAME),
-    Parameter("ip", "IPv4 address at which the broker is reached", required=True),
+    Parameter("role", "0 for the master, 1 for a slave; for delay servers 5 and 6", required=True),
+    Parameter("hostname", "setting `hostname` of the broker", required=True, kind=Kind.NAME),
+    Parameter("ip", "IPv4 address of the broker", required=True),
     Parameter("servePort", "port for producers and consumers", required=True, kind=Kind.PORT),
     Parameter("syncPort", "port for slaves", required=True, kind=Kind.PORT),
 )
@@ -54,7 +60,7 @@ def _result(data: Any) -> Any:
 _BROKERS = (
     Action(
         "AddBroker",
-        "give a broker or delay server a place in a group, before its first start",
+        "add a broker or delay server to a group, before its first start",
         ADMIN,
         _BROKER,
         changes=True,
@@ -62,15 +68,15 @@ _BROKERS = (
     ),
     Action(
         "ReplaceBroker",
-        "put a broker in the place of a stopped one; to swap two stopped brokers: with swap=true at once, or twice, "
-        "role 0 with the slave's addresses, then role 1 with the master's",
+        "replace a stopped broker; to exchange two stopped brokers, use swap=true, or two calls: role"
+        " 0 with the slave's addresses, then role 1 with the master's",
         ADMIN,
         (
             *_BROKER,
             Parameter("swap", "exchange master and slave, both stopped, in one step", kind=Kind.FLAG, default="false"),
             Parameter(
                 "acceptLoss",
-                "the other copy is lost for good: make the best of what this one has",
+                "the other copy is lost for good: continue with this one",
                 kind=Kind.FLAG,
                 default="false",
             ),
@@ -80,10 +86,10 @@ _BROKERS = (
     ),
     Action(
         "RemoveBroker",
-        "take a stopped broker out of its group; the last one takes the group with it",
+        "remove a stopped broker from its group; the group goes with its last broker",
         ADMIN,
         (
-            Parameter("hostname", "the broker's setting hostname", required=True, kind=Kind.NAME),
+            Parameter("hostname", "setting `hostname` of the broker", required=True, kind=Kind.NAME),
             Parameter("servePort", "port for producers and consumers", required=True, kind=Kind.PORT),
             _FORCE,
         ),
@@ -92,15 +98,20 @@ _BROKERS = (
     ),
     Action(
         "SetCopies",
-        "set how many copies of a group, the master's among them, have a message on disk when it is acknowledged, and "
-        "whether slaves are filled by themselves",
+        "set the copies that a message needs, the master's included, and whether slaves are filled automatically",
         ADMIN,
         (
             _GROUP,
-            Parameter("minCopies", "more than half of the copies", kind=Kind.NUMBER, least=2, most=5),
+            Parameter(
+                "minCopies",
+                "copies that must have a message on disk, the master's included; more than half of all",
+                kind=Kind.NUMBER,
+                least=2,
+                most=5,
+            ),
             Parameter(
                 "syncMode",
-                "manual: a slave that is new, or not whole, is filled once SyncReplica says so",
+                "manual: SyncReplica starts the fill of a slave that is new or incomplete",
                 kind=Kind.CHOICE,
                 choices=("automatic", "manual"),
             ),
@@ -109,58 +120,60 @@ _BROKERS = (
     ),
     Action(
         "SyncReplica",
-        "let a slave be filled that waits for it",
+        "start the fill of a waiting slave",
         ADMIN,
         (_GROUP, _SLAVE_HOST),
         changes=True,
     ),
     Action(
         "CancelSync",
-        "stop filling a slave, until SyncReplica; never one that is in sync",
+        "stop the fill of a slave until SyncReplica; slaves in sync are not affected",
         ADMIN,
         (_GROUP, _SLAVE_HOST),
         changes=True,
     ),
     Action(
         "ListQuarantine",
-        "list what left the logs of a group's copies and is kept, and what of it may be the last copy of messages",
+        "list parts of logs in quarantine, and which of them may be the last copy of messages",
         OPERATOR,
         (_GROUP,),
     ),
     Action(
         "ClearQuarantine",
-        "delete what one copy keeps: the named parts, or all that is no evidence",
+        "delete parts of one copy's quarantine: the named ones, or all that are no evidence",
         ADMIN,
         (
             _GROUP,
             Parameter("host", "hostname, or hostname:port, of the broker", required=True),
             Parameter(
-                "parts", "names of parts, separated by commas; without: all that is no evidence", chars_max=60_000
+                "parts", "names of parts, separated by commas; default: all that are no evidence", chars_max=60_000
             ),
         ),
         changes=True,
     ),
     Action(
         "SwapRoles",
-        "exchange the master and a slave of a group while both go on running",
+        "exchange master and slave of a group while both run",
         ADMIN,
         (
             _GROUP,
-            Parameter("to", "hostname, or hostname:port, of the slave; else the one that lacks least", default=""),
+            Parameter(
+                "to", "hostname, or hostname:port, of the slave; default: the slave with the smallest lag", default=""
+            ),
         ),
         changes=True,
         wait_ms=60_000,
     ),
     Action(
         "Failover",
-        "make the best slave of a group the master, once, as failover = true does by itself when the master is gone",
+        "promote the best slave of a group once, when its master is gone; the setting failover does this automatically",
         ADMIN,
         (
             _GROUP,
             Parameter(
                 "masterGone",
-                "the master never returns: slaves that restarted since are good enough, if no disk was put back, and "
-                "acks that the master answered alone are taken back",
+                "the master never returns: accept slaves that restarted since, if no disk was restored; acks "
+                "that only the master stored are lost",
                 kind=Kind.FLAG,
                 default="false",
             ),
@@ -170,13 +183,13 @@ _BROKERS = (
     ),
     Action(
         "SetFailover",
-        "say whether a group fails over by itself when its master is gone",
+        "turn automatic failover of a group on or off",
         ADMIN,
         (
             _GROUP,
             Parameter(
                 "failover",
-                "default: as the metaservers' setting `failover` says",
+                "default: the metaservers' setting `failover` decides",
                 required=True,
                 kind=Kind.CHOICE,
                 choices=("on", "off", "default"),
@@ -186,18 +199,18 @@ _BROKERS = (
     ),
     Action(
         "AcknowledgeLoss",
-        "end the finding and the alert about a loss that an operator accepted; the audit trail keeps it",
+        "close finding and alert of an accepted loss; the audit trail keeps it",
         ADMIN,
         (_GROUP,),
         changes=True,
     ),
     Action(
         "AdoptRoles",
-        "choose the master of a group whose row in the database is older than what its brokers report",
+        "choose the master of a group with a stale row; its brokers report a newer term than the database",
         ADMIN,
         (
             _GROUP,
-            Parameter("hostname", "setting hostname of the master to be", required=True, kind=Kind.NAME),
+            Parameter("hostname", "setting `hostname` of the new master", required=True, kind=Kind.NAME),
             Parameter("servePort", "its port for producers and consumers", required=True, kind=Kind.PORT),
             _FORCE,
         ),
@@ -205,7 +218,7 @@ _BROKERS = (
     ),
     Action(
         "ListBrokers",
-        "list brokers: their roles and addresses, and whether they are up",
+        "list brokers: role, address, up or down",
         VIEWER,
         (_ANY_GROUP,),
         needs_token=False,
@@ -213,21 +226,23 @@ _BROKERS = (
     ),
     Action(
         "ListBrokerGroups",
-        "list broker groups: term, master and slaves, whether they take messages and why not",
+        "list broker groups: term, master, slaves, and why a group takes no messages",
         VIEWER,
         (_ANY_GROUP,),
         style=Style.RAW,
         needs_token=False,
         result_fields=GROUP_FIELDS,
     ),
-    Action("ReplicaStatus", "ask master and slaves where their logs end, and compare them", VIEWER, (_ANY_GROUP,)),
-    Action("Rates", "say how many messages a second a group took and delivered in the last minutes", VIEWER, (_GROUP,)),
+    Action("ReplicaStatus", "compare the log ends of master and slaves", VIEWER, (_ANY_GROUP,)),
+    Action(
+        "Rates", "list messages per second of a group, stored and delivered, in the last minutes", VIEWER, (_GROUP,)
+    ),
 )
 
 _ROUTES = (
     Action(
         "AddNewSubject",
-        "make a subject known with its tag, before its first message",
+        "create a subject with its tag, before its first message",
         OPERATOR,
         (_SUBJECT, Parameter("tag", "broker groups with this tag are preferred", required=True, kind=Kind.NAME)),
         changes=True,
@@ -236,10 +251,10 @@ _ROUTES = (
     ),
     Action(
         "ListSubjectRoutes",
-        "list which broker groups serve which subjects",
+        "list the broker groups of each subject",
         VIEWER,
         (
-            Parameter("prefix", "only subjects that begin with this", kind=Kind.NAME),
+            Parameter("prefix", "only subjects with this prefix", kind=Kind.NAME),
             _ANY_GROUP,
             Parameter("after", "only subjects after this one: the next page", kind=Kind.NAME),
             Parameter("limit", "at most this many routes; 0: all", kind=Kind.NUMBER, default="0"),
@@ -257,7 +272,7 @@ _ROUTES = (
     ),
     Action(
         "AddSubjectBrokerGroup",
-        "let one more broker group serve a subject",
+        "add a broker group to the route of a subject",
         OPERATOR,
         (_SUBJECT, _GROUP),
         changes=True,
@@ -266,7 +281,7 @@ _ROUTES = (
     ),
     Action(
         "RemoveSubjectBrokerGroup",
-        "take a broker group out of the route of a subject, or of all; refused while messages wait there",
+        "remove a broker group from the route of a subject, or of all; refused while messages wait there",
         OPERATOR,
         (_EVERY_SUBJECT, _GROUP, _FORCE),
         changes=True,
@@ -275,12 +290,12 @@ _ROUTES = (
     ),
     Action(
         "ExtendSubjectRoute",
-        "let a new broker group serve what another one serves",
+        "add a broker group to the routes of another one",
         OPERATOR,
         (
             Parameter("relatedSubject", "one subject, or * for all", required=True, kind=Kind.PATTERN),
-            Parameter("relatedBrokerGroup", "the group that serves them now", required=True, kind=Kind.NAME),
-            Parameter("newBrokerGroup", "the group to add", required=True, kind=Kind.NAME),
+            Parameter("relatedBrokerGroup", "broker group that serves them now", required=True, kind=Kind.NAME),
+            Parameter("newBrokerGroup", "broker group to add", required=True, kind=Kind.NAME),
         ),
         changes=True,
         wait_ms=MANY_WAIT_MS,
@@ -288,7 +303,7 @@ _ROUTES = (
     ),
     Action(
         "RemoveSubject",
-        "forget the route of a subject that nobody uses any more",
+        "remove the route of an unused subject",
         OPERATOR,
         (_SUBJECT, _FORCE),
         changes=True,
@@ -298,7 +313,7 @@ _ROUTES = (
 _GROUPS = (
     Action(
         "MarkReadonlyBrokerGroup",
-        "keep producers away from a broker group; consumers go on",
+        "route producers away from a broker group; consumers continue",
         OPERATOR,
         (_SUBJECTS, _GROUP, _WAIT),
         changes=True,
@@ -307,29 +322,33 @@ _GROUPS = (
     ),
     Action(
         "UnMarkReadonlyBrokerGroup",
-        "let producers use a broker group again",
+        "let producers use a broker group again; with the same subject as the mark",
         OPERATOR,
         (_SUBJECTS, _GROUP),
         changes=True,
         qmq_data=_result,
     ),
-    Action(
-        "ListReadonly", "list readonly marks, and how many clients still hold an older route", VIEWER, (_ANY_GROUP,)
-    ),
+    Action("ListReadonly", "list readonly marks, and the number of clients with an older route", VIEWER, (_ANY_GROUP,)),
     Action(
         "DrainGroup",
-        "give a group no new subjects and no producers, and say what is left in it",
+        "stop new subjects and producers of a group, and list the messages left in it",
         OPERATOR,
         (_GROUP, _WAIT),
         changes=True,
         wait_ms=MANY_WAIT_MS,
     ),
-    Action("UndrainGroup", "let a drained group take subjects and producers again", OPERATOR, (_GROUP,), changes=True),
+    Action(
+        "UndrainGroup",
+        "end the drain of a group; it takes subjects and producers again",
+        OPERATOR,
+        (_GROUP,),
+        changes=True,
+    ),
     Action(
         "SetGroupTag",
         "set the tag of a broker group: subjects with the same tag prefer it",
         OPERATOR,
-        (_GROUP, Parameter("tag", "empty: the default tag", kind=Kind.NAME)),
+        (_GROUP, Parameter("tag", "new tag; empty: none", kind=Kind.NAME)),
         changes=True,
     ),
 )
@@ -337,15 +356,15 @@ _GROUPS = (
 _CONSUMERS = (
     Action(
         "ResetOffset",
-        "set where a consumer group goes on, on all brokers of the subject",
+        "set the position of a consumer group; on all brokers of the subject",
         OPERATOR,
         (
             _SUBJECT,
             _CONSUMER_GROUP,
-            Parameter("code", "QMQ's: 1 latest, 2 earliest", kind=Kind.CHOICE, choices=("1", "2")),
-            Parameter("to", "where", kind=Kind.CHOICE, choices=("earliest", "latest", "sequence", "time")),
-            Parameter("value", "the sequence, or milliseconds since 1970", kind=Kind.NUMBER),
-            Parameter("brokerGroup", "only on this broker group; needed for a sequence", kind=Kind.NAME),
+            Parameter("code", "QMQ's: 1 latest, 2 earliest", kind=Kind.CHOICE, choices=("1", "2"), option="action"),
+            Parameter("to", "new position", kind=Kind.CHOICE, choices=("earliest", "latest", "sequence", "time")),
+            Parameter("value", "sequence or time of the new position", kind=Kind.NUMBER, typed=Typed.MOMENT),
+            Parameter("brokerGroup", "only on this broker group; required for a sequence", kind=Kind.NAME),
         ),
         changes=True,
         qmq_data=_result,
@@ -353,20 +372,20 @@ _CONSUMERS = (
     ),
     Action(
         "Consumers",
-        "list consumer groups: their consumers, how far they are, what is un-acked",
+        "list consumer groups: consumers, positions, unacked messages",
         VIEWER,
         (_ANY_SUBJECT, _ANY_CONSUMER_GROUP),
     ),
     Action(
         "Lag",
-        "how many messages wait for each consumer group, how old the oldest is, and what the group waits for",
+        "list the lag of each consumer group: messages, age of the oldest, causes",
         VIEWER,
         (
             _ANY_SUBJECT,
             _ANY_CONSUMER_GROUP,
             Parameter(
                 "limit",
-                "only groups that are behind, at most this many of each broker group, the largest lag first; 0: all",
+                "only groups with a lag, the largest first, at most this many per broker group; 0: all groups",
                 kind=Kind.NUMBER,
                 default="0",
                 most=10_000,
@@ -375,50 +394,50 @@ _CONSUMERS = (
     ),
     Action(
         "OnOffline",
-        "switch consumers off and on",
+        "switch consumers on or off",
         OPERATOR,
         (
-            Parameter("state", "what they should be", required=True, kind=Kind.CHOICE, choices=("online", "offline")),
+            Parameter("state", "new state", required=True, kind=Kind.CHOICE, choices=("online", "offline")),
             _EVERY_SUBJECT,
             Parameter("consumerGroup", "one consumer group, or * for all", kind=Kind.PATTERN, default="*"),
             Parameter("clientId", "one consumer, or * for all", kind=Kind.PATTERN, default="*"),
         ),
         changes=True,
     ),
-    Action("ListOffline", "list which consumers are switched off", VIEWER, (_ANY_SUBJECT,)),
+    Action("ListOffline", "list consumers that are switched off", VIEWER, (_ANY_SUBJECT,)),
     Action(
         "SetLimits",
-        "limit a subject: when messages expire, how many wait",
+        "limit a subject: expiry of messages, size of the backlog",
         OPERATOR,
         (
             _SUBJECT,
             Parameter(
                 "expiresAfterS",
-                "seconds after which no consumer group gets a stored message any more; 0: never",
+                "seconds after which a stored message expires; 0: never",
                 kind=Kind.NUMBER,
                 most=EXPIRES_S_MAX,
             ),
             Parameter(
                 "expired",
-                "what becomes of it: drop, or deadLetter, a dead letter of each group",
+                "fate of expired messages: drop, or deadLetter, one per consumer group",
                 kind=Kind.CHOICE,
                 choices=("drop", "deadLetter"),
             ),
             Parameter(
                 "messagesMax",
-                "how many messages of a broker group may wait for a consumer group; 0: no limit",
+                "messages of a broker group that may wait for a consumer group; 0: no limit",
                 kind=Kind.NUMBER,
                 most=1_000_000_000_000,
             ),
             Parameter(
                 "bytesMax",
-                "how many bytes of messages of a broker group may wait for a consumer group; 0: no limit",
+                "bytes of a broker group that may wait for a consumer group; 0: no limit",
                 kind=Kind.NUMBER,
                 most=1_000_000_000_000_000,
             ),
             Parameter(
                 "whenFull",
-                "what happens then: refuse producers, or dropOldest for that consumer group",
+                "at the limit: refuse producers, or dropOldest for that consumer group",
                 kind=Kind.CHOICE,
                 choices=("refuse", "dropOldest"),
             ),
@@ -427,15 +446,15 @@ _CONSUMERS = (
     ),
     Action(
         "LimitGroup",
-        "limit how fast a consumer group gets messages; say where its dead letters go",
+        "limit the rate of a consumer group, or set the subject of its dead letters",
         OPERATOR,
         (
             _SUBJECT,
             _CONSUMER_GROUP,
-            Parameter("perSecond", "messages a second; 0: no limit", kind=Kind.NUMBER, most=1_000_000_000),
+            Parameter("perSecond", "messages per second; 0: no limit", kind=Kind.NUMBER, most=1_000_000_000),
             Parameter(
                 "deadLettersTo",
-                "another subject for its dead letters; %DEAD_RETRY: the group's own again",
+                "subject for its dead letters; %DEAD_RETRY: the group's own",
                 kind=Kind.NAME,
             ),
         ),
@@ -444,53 +463,59 @@ _CONSUMERS = (
     Action("ListLimits", "list the limits of subjects and consumer groups", VIEWER, (_ANY_SUBJECT,)),
     Action(
         "Clients",
-        "list clients that are connected to a metaserver now",
+        "list clients that are connected to a metaserver",
         VIEWER,
         (
             _ANY_SUBJECT,
             Parameter("app", "only clients of this application"),
-            Parameter("here", "only clients of the metaserver that is asked", kind=Kind.FLAG, default="false"),
+            Parameter("here", "only clients of the metaserver that answers", kind=Kind.FLAG, default="false"),
             Parameter("limit", "at most this many", kind=Kind.NUMBER, default="1000", least=1, most=100_000),
         ),
     ),
 )
 
 _PLACE = (
-    Parameter("type", "kind of the database: mmm, mysql, mariadb, postgresql, sqlite", default="mmm", kind=Kind.NAME),
-    Parameter("host", "its server; SQLite has none", kind=Kind.NAME),
-    Parameter("port", "the server's port; default 3306, of PostgreSQL 5432", kind=Kind.PORT),
-    Parameter("database", "its name on the server, default qmq_produce; of SQLite the path of the file", chars_max=150),
+    Parameter("type", "type of the database: mmm, mysql, mariadb, postgresql, sqlite", default="mmm", kind=Kind.NAME),
+    Parameter("host", "its server; none for SQLite", kind=Kind.NAME),
+    Parameter("port", "port of the server; default 3306, for PostgreSQL 5432", kind=Kind.PORT),
+    Parameter(
+        "database", "its name on the server, default qmq_produce; for SQLite the path of the file", chars_max=150
+    ),
 )
-_OUTBOX = Parameter("database", "only this database, as ListDbs names it", chars_max=250)
+_OUTBOX = Parameter("database", "only this database, as ListDbs shows it", chars_max=250)
 _DELAYS = (
     Action(
         "DelayStats",
-        "say how many delayed messages pend, are due and under way",
+        "count delayed messages: pending, due, being sent",
         VIEWER,
         (
             _ANY_GROUP,
             _ANY_SUBJECT,
             Parameter(
-                "hours", "count messages per hour, this many hours ahead", kind=Kind.NUMBER, default="24", most=26_280
+                "hours",
+                "also count messages per hour, this many hours ahead",
+                kind=Kind.NUMBER,
+                default="24",
+                most=26_280,
             ),
         ),
     ),
     Action(
         "ListDelayed",
-        "list delayed messages by when they are due",
+        "list delayed messages by due time",
         OPERATOR,
         (
             _ANY_SUBJECT,
             _ANY_GROUP,
-            Parameter("since", "only what is due then or later, milliseconds since 1970", kind=Kind.NUMBER),
-            Parameter("until", "only what is due before", kind=Kind.NUMBER),
+            Parameter("since", "only messages due at this time or later", kind=Kind.NUMBER, typed=Typed.MOMENT),
+            Parameter("until", "only messages due before this time", kind=Kind.NUMBER, typed=Typed.MOMENT),
             Parameter("limit", "at most this many messages", kind=Kind.NUMBER, default="100", least=1, most=1000),
         ),
         installation=True,
     ),
     Action(
         "ListSchedules",
-        "list recurring schedules with their owner, expression and next time",
+        "list recurring schedules: owner, expression, next time",
         OPERATOR,
         (
             _ANY_SUBJECT,
@@ -502,12 +527,12 @@ _DELAYS = (
     ),
     Action(
         "CancelDelayed",
-        "cancel delayed messages that are not sent yet; says of each what became of it",
+        "cancel delayed messages; the answer shows for each whether it was in time",
         OPERATOR,
         (
             _SUBJECT,
             Parameter("ids", "ids of messages, separated by commas", chars_max=60_000),
-            Parameter("keys", "keys that their senders gave them, separated by commas", chars_max=60_000),
+            Parameter("keys", "keys given by their senders, separated by commas", chars_max=60_000),
             _ANY_GROUP,
         ),
         changes=True,
@@ -521,20 +546,24 @@ _DATABASES = (
         ADMIN,
         (
             *_PLACE,
-            Parameter("username", "its user; SQLite has none", kind=Kind.NAME),
+            Parameter("username", "its user; none for SQLite", kind=Kind.NAME),
             Parameter("password", "the user's password; stored encrypted", secret=True, chars_max=1000),
-            Parameter("room", "namespace of the watchdog that scans it", default="default", kind=Kind.NAME),
+            Parameter("room", "namespace of its watchdog", default="default", kind=Kind.NAME),
             Parameter("table", "name of the outbox: table, or schema.table", default="qmq_msg_queue", chars_max=130),
             Parameter(
                 "rate",
-                "rows a second that are sent at most",
+                "rows per second at most",
                 default="10000",
                 kind=Kind.NUMBER,
                 least=1,
                 most=1_000_000,
             ),
             Parameter(
-                "age", "seconds that a row is left to its application", default="60", kind=Kind.NUMBER, most=86_400
+                "age",
+                "seconds until the watchdog sends a row that its application left",
+                default="60",
+                kind=Kind.NUMBER,
+                most=86_400,
             ),
         ),
         changes=True,
@@ -542,22 +571,26 @@ _DATABASES = (
     ),
     Action(
         "RemoveDb",
-        "forget a database",
+        "remove a registered database",
         ADMIN,
         (*_PLACE,),
         changes=True,
     ),
     Action("ListDbs", "list registered databases, without passwords", VIEWER, installation=True),
-    Action("ListWatchdogs", "list namespaces of watchdogs, and which one is active in each", VIEWER),
+    Action("ListWatchdogs", "list namespaces of watchdogs, and the active watchdog of each", VIEWER),
     Action(
         "OutboxStuck",
-        "list rows of outboxes that are parked, or wait long, as the watchdogs find them",
+        "list rows of outboxes that are parked or wait too long",
         VIEWER,
         (
             Parameter("room", "only this namespace of watchdogs", kind=Kind.NAME),
             _OUTBOX,
             Parameter(
-                "older", "waiting rows count once they are older, seconds", default="600", kind=Kind.NUMBER, most=10**9
+                "older",
+                "seconds after which a waiting row counts as stuck",
+                default="600",
+                kind=Kind.NUMBER,
+                most=10**9,
             ),
             Parameter(
                 "limit", "at most this many rows of each database", default="20", kind=Kind.NUMBER, least=1, most=1000
@@ -568,10 +601,10 @@ _DATABASES = (
     ),
     Action(
         "OutboxRetry",
-        "let parked rows of outboxes be sent again: those with these ids, or all",
+        "send parked rows of outboxes again: the given ids, or all",
         OPERATOR,
         (
-            Parameter("room", "the namespace of the watchdog", default="default", kind=Kind.NAME),
+            Parameter("room", "namespace of the watchdog", default="default", kind=Kind.NAME),
             _OUTBOX,
             Parameter("ids", "only these rows, as OutboxStuck shows them: 1,2", chars_max=60_000),
         ),
@@ -583,32 +616,34 @@ _DATABASES = (
 _MESSAGES = (
     Action(
         "Browse",
-        "look at stored messages of a subject, or at the dead letters of a consumer group; consumers notice nothing",
+        "list stored messages of a subject, or dead letters of a consumer group; consumers are not affected",
         OPERATOR,
         (
             _SUBJECT,
-            Parameter("deadLettersOf", "at the dead letters of this consumer group", kind=Kind.NAME),
-            Parameter("brokerGroup", "only in this broker group of its route", kind=Kind.NAME),
+            Parameter("deadLettersOf", "list the dead letters of this consumer group instead", kind=Kind.NAME),
+            Parameter("brokerGroup", "only messages of this broker group", kind=Kind.NAME),
             Parameter("id", "only the message with this id"),
             Parameter("tag", "only messages with all these tags", kind=Kind.NAMES),
-            Parameter("sequence", "from this sequence of the broker group on", kind=Kind.NUMBER),
-            Parameter("since", "only what was stored then or later, milliseconds since 1970", kind=Kind.NUMBER),
-            Parameter("until", "only what was stored before", kind=Kind.NUMBER),
+            Parameter("sequence", "first sequence, counted per broker group", kind=Kind.NUMBER),
+            Parameter("since", "only messages stored at this time or later", kind=Kind.NUMBER, typed=Typed.MOMENT),
+            Parameter("until", "only messages stored before this time", kind=Kind.NUMBER, typed=Typed.MOMENT),
             Parameter("limit", "at most this many messages", kind=Kind.NUMBER, default="50", least=1, most=1000),
         ),
     ),
     Action(
         "Redrive",
-        "give dead letters back to the consumer group that could not handle them, or to another subject",
+        "return dead letters to their consumer group, or send them to another subject",
         OPERATOR,
         (
             _SUBJECT,
             _CONSUMER_GROUP,
-            Parameter("from", "the subject that LimitGroup --deadLettersTo had them go to", kind=Kind.NAME),
-            Parameter("to", "a subject, with a route, to whose consumer groups they go instead", kind=Kind.NAME),
-            Parameter("reason", "only those whose reason has this text in it", chars_max=1000),
+            Parameter("from", "subject with the dead letters, if LimitGroup --deadLettersTo set one", kind=Kind.NAME),
+            Parameter(
+                "to", "subject with a route for the messages; default: back to their consumer group", kind=Kind.NAME
+            ),
+            Parameter("reason", "only dead letters whose reason contains this text", chars_max=1000),
             Parameter("id", "only the message with this id"),
-            Parameter("brokerGroup", "only in this broker group of its route", kind=Kind.NAME),
+            Parameter("brokerGroup", "only messages of this broker group", kind=Kind.NAME),
             Parameter("limit", "at most this many", kind=Kind.NUMBER, default="1000", least=1, most=10_000),
         ),
         changes=True,
@@ -619,13 +654,18 @@ _MESSAGES = (
 _TOKENS = (
     Action(
         "AddToken",
-        "make an API token; its text is shown once",
+        "create an API token; its text is shown once",
         ADMIN,
         (
-            Parameter("name", "whose token it is; two of one name may be valid", required=True, kind=Kind.NAME),
+            Parameter(
+                "name",
+                "owner of the token; two tokens of one name may be valid, for rotation",
+                required=True,
+                kind=Kind.NAME,
+            ),
             Parameter(
                 "role",
-                "what it is for",
+                "rights of the token",
                 required=True,
                 kind=Kind.CHOICE,
                 choices=("viewer", "operator", "admin", "client", "broker"),
@@ -636,15 +676,15 @@ _TOKENS = (
                 chars_max=4000,
             ),
             Parameter("groups", "only these broker groups (prefix*), separated by commas", chars_max=4000),
-            Parameter("days", "days for which it is valid; 0: for ever", kind=Kind.NUMBER, default="0", most=36_500),
+            Parameter("days", "days until it expires; 0: never", kind=Kind.NUMBER, default="0", most=36_500),
         ),
         changes=True,
     ),
     Action(
         "RevokeToken",
-        "end a token at once",
+        "revoke a token immediately",
         ADMIN,
-        (Parameter("id", "its id, as ListTokens shows it", required=True, kind=Kind.NAME),),
+        (Parameter("id", "id of the token, as ListTokens shows it", required=True, kind=Kind.NAME),),
         changes=True,
     ),
     Action("ListTokens", "list tokens: name, role, scope, expiry; never their texts", ADMIN, installation=True),
@@ -653,33 +693,35 @@ _TOKENS = (
 _UPKEEP = (
     Action(
         "AuditTrail",
-        "list who changed what, newest first",
+        "list changes and their authors, newest first",
         VIEWER,
         (
-            Parameter("who", "only of this token name"),
+            Parameter("who", "only changes by this token name"),
             Parameter("name", "only this action"),
-            Parameter("request", "only the request of this number"),
+            Parameter("request", "only this request number"),
             _ANY_GROUP,
             _ANY_SUBJECT,
-            Parameter("since", "only from then on, milliseconds since 1970", kind=Kind.NUMBER),
-            Parameter("until", "only before then, milliseconds since 1970", kind=Kind.NUMBER),
+            Parameter("since", "only changes at this time or later", kind=Kind.NUMBER, typed=Typed.MOMENT),
+            Parameter("until", "only changes before this time", kind=Kind.NUMBER, typed=Typed.MOMENT),
             *_PAGE,
         ),
         installation=True,
     ),
     Action(
         "Backup",
-        "give all metadata as one JSON document, secrets as they are stored",
+        "write all metadata as one JSON document; secrets stay hashed or encrypted",
         ADMIN,
         installation=True,
         wait_ms=60_000,
     ),
     Action(
         "Restore",
-        "put the metadata of a backup in place of what there is; only into an empty metaserver, or with force",
+        "replace all metadata by a backup; the metaserver must be empty, or use force",
         ADMIN,
         (
-            Parameter("backup", "the document that Backup gave", required=True, kind=Kind.JSON, chars_max=2**30),
+            Parameter(
+                "backup", "document written by Backup", required=True, kind=Kind.JSON, chars_max=2**30, option="file"
+            ),
             _FORCE,
         ),
         changes=True,
@@ -688,12 +730,12 @@ _UPKEEP = (
     ),
     Action(
         "AdoptDatabase",
-        "decide about a database that has lost groups whose brokers are registered (Doctor says so)",
+        "choose database or memory after a loss; for a database without groups whose brokers are registered",
         ADMIN,
         (
             Parameter(
                 "keep",
-                "memory: fill the database with what this metaserver has in memory; database: forget the lost groups",
+                "memory: write this metaserver's groups to the database; database: forget the lost groups",
                 required=True,
                 kind=Kind.CHOICE,
                 choices=("memory", "database"),
@@ -703,11 +745,24 @@ _UPKEEP = (
         decides_database=True,
         wait_ms=120_000,
     ),
-    Action("ListMetaservers", "list metaservers of this installation, and whether they are up", VIEWER),
-    Action("Doctor", "what this metaserver knows of its own health and that of its brokers", VIEWER, wait_ms=30_000),
+    Action("ListMetaservers", "list metaservers of this installation: address, version, up or down", VIEWER),
+    Action("Doctor", "check this metaserver and its brokers", VIEWER, wait_ms=30_000),
 )
 
 ACTIONS: Mapping[str, Action] = MappingProxyType(
-    by_name((*_BROKERS, *_ROUTES, *_GROUPS, *_CONSUMERS, *_MESSAGES, *_DELAYS, *_DATABASES, *_TOKENS, *_UPKEEP))
+    {
+        action.name: action
+        for action in (
+            *_BROKERS,
+            *_ROUTES,
+            *_GROUPS,
+            *_CONSUMERS,
+            *_MESSAGES,
+            *_DELAYS,
+            *_DATABASES,
+            *_TOKENS,
+            *_UPKEEP,
+        )
+    }
 )
 """Action by name, in the order in which people look for them."""

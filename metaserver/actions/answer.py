@@ -1,0 +1,26 @@
+"""Core. Answer of an action."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from qmq.commands.action import Status
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What an action answers."""
+
+    status: Status
+    message: str = ""
+    data: Any = None
+    """JSON values."""
+    details: dict[str, Any] = field(default_factory=dict)
+    """What a MAP answer shows beside `error`."""
+    code: str = ""
+    """Class of the error, for programs."""
+
+    @property
+    def done(self) -> bool:
+        return self.status == Status.DONE

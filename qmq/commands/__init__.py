@@ -1,0 +1,1 @@
+"""Operators' commands as one table, for the metaserver and for the tools."""
