@@ -1,5 +1,6 @@
-"""Shell. Runs random schedules of outboxes and watchdogs on MariaDB and PostgreSQL; `make outbox`. On SQLite they are a
-scenario of `python -m tests.simulation`."""
+"""Shell. Random schedules of outboxes and watchdogs on MariaDB and PostgreSQL (`make outbox`). On SQLite they are a
+scenario of `python -m tests.simulation`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ SERVERS = {"mariadb": MariadbServer, "postgresql": PostgresqlServer}
 
 
 def run(kind: str, seeds: range, steps: int) -> list[int]:
-    """Play schedules; return the seeds of those that failed."""
+    """Run schedules; return the seeds that failed."""
     failed, began = [], time.monotonic()
     server = SERVERS[kind]()
     try:

@@ -1,8 +1,8 @@
-"""Shell. A world for random schedules: a real database, brokers in memory, an application and watchdogs that crash.
+"""Shell. World of one schedule: a real database, brokers in memory, an application, watchdogs and relays that crash.
 
-The cores and the SQL are those of the product. What is played is the rest: brokers that store a batch once as theirs do
-(the last 64 numbers of a producer), a network that delays and loses, databases that fail before or after a commit,
-leaders that are paused with a decision in hand and act on it when another one leads.
+Cores and SQL are the product's. The world models the rest: brokers that store a batch once (the last 64 numbers of a
+producer), a network that delays and loses, databases that fail before or after a commit, and leaders that stop between
+a decision and its work, while another one leads.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from tests.simulation.steering import UNSTEERED
 TABLE = "qmq_msg_queue"
 SUBJECTS = ("order.paid", "ticket.issued", "seat.moved")
 REFUSED = "refused-"
-"""Ids of messages that no broker takes."""
+"""Prefix of ids that brokers refuse."""
 WINDOW = 64
 MUST_OCCUR = (
     "crash in the transaction",
@@ -68,7 +68,7 @@ MUST_OCCUR = (
 
 @dataclass
 class Group:
-    """A broker group: its log, and what it remembers of producers."""
+    """Broker group: its log, and the batches that it remembers."""
 
     name: str
     log: list = field(default_factory=list)
@@ -76,7 +76,7 @@ class Group:
     state: str = "writable"
 
     def produce(self, batch):
-        """Answer as a broker does."""
+        """Store a batch and answer as a broker does."""
         if self.state == "down":
             return Unknown("nobody answers")
         body = b"".join(bytes(block) for block in batch.blocks)
@@ -103,7 +103,7 @@ class Group:
 
 
 class View:
-    """What a watchdog sees of the groups, which may be old."""
+    """Groups as a watchdog sees them, maybe outdated."""
 
     def __init__(self, groups):
         self._groups = groups
@@ -134,7 +134,7 @@ class View:
 
 
 class Watchdog:
-    """A leader of one term, or a producer's relay. `hand`: work that it decided on and did not do yet."""
+    """Leader of one term, or relay of a producer. `hand`: work that is decided and not done."""
 
     def __init__(self, term, world):
         self.term = term
@@ -182,7 +182,7 @@ class Watchdog:
 
 
 class World:
-    """One schedule: `steps` random moves, then all faults end; `check` says what must hold."""
+    """World of one schedule: random moves, then the end of all faults, then `check`."""
 
     def __init__(self, seed, source):
         self.seed = seed
@@ -190,7 +190,7 @@ class World:
         if source.kind == "sqlite":
             Path(source.place[2]).touch()
         self.engine = open_source(source)
-        if self.engine.dialect.name == "sqlite":  # no power fails here, and ten times as many schedules do in the time
+        if self.engine.dialect.name == "sqlite":  # without power cuts, ten times as many schedules run in the time
             event.listen(self.engine, "connect", lambda connection, _: connection.execute("PRAGMA synchronous=OFF"))
         self.outbox = Outbox(self.engine, source)
         with self.engine.begin() as connection:
@@ -205,7 +205,7 @@ class World:
         self.watchdogs = []
         self.relays = []
         self.has_watchdogs = self.rng.random() < 0.7
-        """Or its producers are all that sends what they left."""
+        """Whether there are watchdogs; otherwise only producers drain the outbox."""
         self.claimed_ms = {}
         self.sent_by_application = set()
         self.poison = set()
@@ -215,7 +215,6 @@ class World:
     def close(self):
         self.engine.dispose()
 
-    # Moves.
 
     def run(self, steps=250):
         moves = [self.business] * 4 + [self.act] * 12 + [self.deliver] * 8
@@ -236,7 +235,7 @@ class World:
             self.now_ms += self.rng.choice([0, 0, 1, 3])
 
     def business(self):
-        """The application's transaction, and how far it comes before it crashes."""
+        """Run a transaction of the application, up to its crash."""
         crash = self.rng.choice(["none", "none", "in the transaction", "before the send", "before the delete"])
         self.counts[f"crash {crash}"] += 1
         names, rows = [], []
@@ -268,7 +267,7 @@ class World:
         )
 
     def _send(self, names, rows, *, deletes):
-        """As the producer does it after a commit: one message a batch here, under its own producer id."""
+        """Send as the producer does after a commit, here one message a batch."""
         for number, (name, row) in enumerate(zip(names, rows), 1):
             candidate = candidate_of(0, row, 0, 0)
             group = self.rng.choice(list(self.groups.values()))
@@ -279,7 +278,7 @@ class World:
                     connection.execute(text(f"DELETE FROM {TABLE} WHERE content = :content"), {"content": row})
 
     def spoil(self):
-        """A row that nobody can read."""
+        """Add an unreadable row."""
         if self.rng.random() < 0.3:
             self.made += 1
             with self.engine.begin() as connection:
@@ -288,7 +287,7 @@ class World:
                 self.counts["poison"] += 1
 
     def elect(self):
-        """Another watchdog leads; those before may not know it yet, and go on."""
+        """Elect another watchdog; earlier leaders go on until they learn of it."""
         if self.has_watchdogs and (self.rng.random() < 0.3 or not self.watchdogs):
             self.counts["leader deposed"] += bool(self.watchdogs)
             self.term += 1
@@ -300,7 +299,7 @@ class World:
             self.watchdogs.remove(self.rng.choice(self.watchdogs))
 
     def start(self):
-        """A process of the application starts, and its producer relays what others left."""
+        """Start a process of the application, whose producer relays rows of others."""
         if len(self.relays) < 3:
             self.relays.append(self.new_relay())
 
@@ -320,7 +319,7 @@ class World:
         self.rng.choice(self.drains).step()
 
     def deliver(self):
-        """A request arrives, at last; its answer may be lost, and who sent it may be gone."""
+        """Let a request arrive; its answer may be lost, and its sender may be gone."""
         if self.network:
             watchdog, attempt = self.network.pop(self.rng.randrange(len(self.network)))
             lost = self.rng.random()
@@ -334,7 +333,7 @@ class World:
                 self.counts["request lost"] += 1
             if (
                 isinstance(answer, Unknown) and self.rng.random() < 0.3
-            ):  # its link was given up, it arrives all the same
+            ):  # the link was given up, and the request arrives all the same
                 self.network.append((None, attempt))
                 self.counts["request late"] += 1
             if watchdog in self.drains:
@@ -349,7 +348,7 @@ class World:
         self.now_ms += self.rng.choice([5, 50, 2_000, RELAY_MS])
 
     def database(self, work):
-        """Do a watchdog's work; the connection may break before the commit or after it."""
+        """Do a watchdog's work; the connection may break before or after the commit."""
         fate = self.rng.random()
         if fate < self.fails / 2:
             self.counts["commit refused"] += 1
@@ -365,10 +364,9 @@ class World:
             raise OperationalError("the connection broke after the commit", {}, Exception())
         return result
 
-    # The end.
 
     def recover(self):
-        """Everything is back: one new leader drains what is left, or a producer that starts."""
+        """End all faults: one new leader, or the relay of a new producer, drains the rest."""
         self.loses = self.fails = self.pauses = 0.0
         for group in self.groups.values():
             group.state = "writable"
@@ -377,7 +375,7 @@ class World:
         (self.watchdogs if self.has_watchdogs else self.relays).append(last)
         self.now_ms += RELAY_MS
         for _ in range(3_000):
-            for drain in self.drains:  # the deposed ones, too, until the end
+            for drain in self.drains:  # deposed ones too, until the end
                 drain.step()
             while self.network:
                 self.deliver()
@@ -391,7 +389,7 @@ class World:
             return connection.execute(text(f"SELECT COUNT(*) FROM {TABLE} WHERE status = 0")).scalar_one()
 
     def check(self):
-        """Business rows and consumed messages are equal, one effect each; what is not sent is parked, with a reason."""
+        """Check that each business row has one stored message, and that other rows are parked with a reason."""
         with self.engine.connect() as connection:
             business = {row[0] for row in connection.execute(text("SELECT id FROM business"))}
             left = connection.execute(text(f"SELECT content, status, reason, claim FROM {TABLE}")).all()
@@ -418,7 +416,7 @@ def play(seed, source, steps=250):
 
 
 def simulate(seed, *, steering=UNSTEERED):
-    """Run one seed to its end, on SQLite; a failure is in the outcome. Nothing steers it."""
+    """Run one seed on SQLite to its end; a failure is in the outcome. Steering has no effect."""
     worlds = []
     with tempfile.TemporaryDirectory(prefix="qmq-outbox-") as folder:
         source = Source(f"sqlite://host:1/{folder}/application.db", age_ms=0)

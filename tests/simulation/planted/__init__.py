@@ -1,4 +1,4 @@
-"""Known bugs of the product, by the part that they are planted into."""
+"""Planted bugs by the part of the product that they break."""
 
 from tests.simulation.bugs import BUGS
 from tests.simulation.planted import cores, delay, metaserver, outbox, shells

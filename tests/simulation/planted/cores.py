@@ -1,4 +1,4 @@
-"""Known bugs of cores, for `tests.simulation.bugs`."""
+"""Planted bugs of broker cores, and of the disk below them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.simulation.cores.machine import Process
 
 @bug("cores")
 def ack_before_fsync() -> list[Patch]:
-    """The master counts what it has handed to the disk as fsynced."""
+    """The master counts bytes as fsynced when their commit begins."""
     real = Process.commit
 
     def commit(self: Process, commit: Commit) -> None:
@@ -50,7 +50,7 @@ def ack_before_fsync() -> list[Patch]:
 
 @bug("cores", first=825, favoured="replace")
 def older_epochs_are_not_fenced() -> list[Patch]:
-    """Nobody refuses an older epoch."""
+    """Older epochs are accepted everywhere."""
     real_agree, real_agreed, real_learn, real_assign = agreement.agree, Slave.agreed, IdentityFile.learn, Node.assign
 
     def agree(hello: Hello, log: MessageLog, epoch: Epoch, *, has_begun: bool, **points: Any) -> Any:
@@ -85,7 +85,7 @@ def _with_epoch(identity: Identity, epoch: Epoch) -> Identity:
 
 @bug("cores", first=13)
 def epoch_not_persisted() -> list[Patch]:
-    """A broker knows its epoch until it dies."""
+    """A broker forgets its epoch when its process ends."""
     real = IdentityFile._change
 
     def change(self: IdentityFile, **fields: Any) -> None:
@@ -102,13 +102,13 @@ def epoch_not_persisted() -> list[Patch]:
 
 @bug("cores", first=9)
 def repeated_batch_is_stored_again() -> list[Patch]:
-    """Nobody remembers batches."""
+    """Batch numbers are not remembered."""
     return [mock.patch("qmq.log.fold.State.repeated", lambda self, producer, batch: None)]
 
 
 @bug("cores")
 def messages_of_a_departed_consumer_are_lost() -> list[Patch]:
-    """What a consumer that left has not acked is given to nobody."""
+    """Unacked messages of a consumer that left are not delivered again."""
     real = fold._position
 
     def position(state: Any, frame: Frame, body: Buffer) -> None:
@@ -121,7 +121,7 @@ def messages_of_a_departed_consumer_are_lost() -> list[Patch]:
 
 @bug("cores", first=12)
 def vanished_consumers_messages_are_acked() -> list[Patch]:
-    """W1: what a consumer that vanished has not acked counts as acked."""
+    """W1: unacked messages of a consumer that vanished count as acked."""
     real = fold._leave
 
     def leave(group: Any, progress: Any) -> None:
@@ -135,7 +135,7 @@ def vanished_consumers_messages_are_acked() -> list[Patch]:
 
 @bug("cores", first=14)
 def pull_sequences_are_used_again() -> list[Patch]:
-    """W2, W13: a new master goes on with the numbers where its own log ends."""
+    """W2, W13: a new master continues the pull sequences of its own log."""
 
     def next_pull(self: fold.State, group: fold.Group, consumer: str) -> int:
         known = group.consumers.get(consumer)
@@ -152,7 +152,7 @@ def pull_sequences_are_used_again() -> list[Patch]:
 
 @bug("cores", first=9)
 def new_group_is_in_memory_only() -> list[Patch]:
-    """W8: where a group begins that has pulled nothing yet is forgotten by a restart."""
+    """W8: the start of a consumer group without pulls is lost in a restart."""
     real = Delivery.subscribe
 
     def subscribe(self: Delivery, link: Any, packet: Any) -> None:
@@ -169,7 +169,7 @@ def new_group_is_in_memory_only() -> list[Patch]:
 
 @bug("cores")
 def broker_acks_for_its_consumers() -> list[Patch]:
-    """W10: what stands before a part that is delivered again counts as acked, though its consumer holds it."""
+    """W10: messages before a redelivered piece count as acked, though their consumer has them."""
     real = Delivery._write_down
 
     def write_down(self: Delivery, subscription: Any, chosen: Any) -> None:
@@ -185,7 +185,7 @@ def broker_acks_for_its_consumers() -> list[Patch]:
 
 @bug("cores")
 def chosen_messages_are_counted_from_the_first() -> list[Patch]:
-    """W9: what is chosen by its tags is numbered as if nothing had been passed over in between."""
+    """W9: filtered messages get consecutive sequences, as if none had been passed over."""
     real = PullAnswer.send
 
     def send(self: Any) -> bool:
@@ -208,7 +208,7 @@ def chosen_messages_are_counted_from_the_first() -> list[Patch]:
 
 @bug("cores", first=4)
 def keys_are_never_busy() -> list[Patch]:
-    """A message is delivered although an earlier one of its order key is not done."""
+    """A message is delivered before an earlier one of its order key is done."""
     return [
         mock.patch("qmq.broker.group_filter.Keys.is_busy", lambda self, key: False),
         mock.patch("qmq.broker.group_filter.Keys.settled", lambda self, sequence: None),
@@ -217,7 +217,7 @@ def keys_are_never_busy() -> list[Patch]:
 
 @bug("cores")
 def deliveries_are_not_counted() -> list[Patch]:
-    """What comes back counts as new."""
+    """Redelivered messages count as new."""
 
     def add(self: Requeued, new: RequeuedRange) -> None:
         real(self, new._replace(attempts=0))
@@ -228,7 +228,7 @@ def deliveries_are_not_counted() -> list[Patch]:
 
 @bug("cores", first=804, favoured="power_everywhere", moves=True)
 def move_is_answered_too_early() -> list[Patch]:
-    """An operator hears that a group is moved before both copies know it."""
+    """A move is answered before both copies have it."""
     real = Delivery.move_group
 
     def move_group(self: Delivery, *where: Any, answer: Any, **words: Any) -> Any:
@@ -242,13 +242,13 @@ def move_is_answered_too_early() -> list[Patch]:
 
 @bug("cores", first=139)
 def no_copy_lacks_anything() -> list[Patch]:
-    """What a copy itself and the row remember is not compared with its log."""
+    """Acknowledged points are not compared with the log."""
     return [mock.patch.object(Node, "_may_lack", lambda self, point: False)]
 
 
 @bug("cores", first=7, fails_over=True)
 def any_slave_is_chosen() -> list[Patch]:
-    """The metaserver asks for no more than a slave that is there, and the slave agrees to all."""
+    """The metaserver chooses any slave that runs, and the slave agrees."""
     kept = Refusal.NO_SLAVE, Refusal.HALF_SWAPPED, Refusal.SLAVE_DOWN
     tables = {"CONDITIONS": CONDITIONS, "SLAVE_CONDITIONS": SLAVE_CONDITIONS}
     return [
@@ -263,13 +263,13 @@ def any_slave_is_chosen() -> list[Patch]:
 
 @bug("cores", first=3)
 def a_lost_slave_goes_on_counting() -> list[Patch]:
-    """The gate is not told that the slave is gone."""
+    """A slave that is gone goes on counting."""
     return [mock.patch.object(SlaveWatch, "_without_slave", lambda self: None)]
 
 
 @bug("cores")
 def matched_by_each_confirmation() -> list[Patch]:
-    """A slave in sync matches once more: a move that the table lacks."""
+    """A slave in sync is matched again: an illegal move."""
     real = SlaveWatch.confirm
 
     def confirm(self: SlaveWatch, link: Any, packet: Any) -> None:
@@ -282,7 +282,7 @@ def matched_by_each_confirmation() -> list[Patch]:
 
 @bug("cores", first=20)
 def deletions_have_no_chain() -> list[Patch]:
-    """What a copy says of its log once it deleted, and wrote nothing, is of another one."""
+    """A copy reports a wrong chain after a commit that only deleted."""
     real = MessageLog.take_commit
 
     def take_commit(self: MessageLog) -> Commit | None:
@@ -296,13 +296,13 @@ def deletions_have_no_chain() -> list[Patch]:
 
 @bug("cores")
 def deletes_before_the_decision_is_acknowledged() -> list[Patch]:
-    """A copy deletes segments as soon as the retention frame is in its log, below the high watermark or not."""
+    """A copy deletes segments before the retention frame is below the high watermark."""
     return [mock.patch.object(Kept, "agreed_start", lambda self, high_watermark: self.start)]
 
 
 @bug("cores")
 def acknowledged_point_has_another_chain() -> list[Patch]:
-    """The acknowledged point ends with one copy, and has the chain of the other."""
+    """The acknowledged point has the end of one copy and the chain of the other."""
     real = AckGate._release
 
     def release(self: AckGate) -> None:
@@ -337,14 +337,15 @@ def master_begins_in_its_old_term() -> list[Patch]:
 
 @bug("cores", first=4037, copies=3, min_copies=3)
 def diverged_names_no_way_out() -> list[Patch]:
-    """A slave keeps what the master's log has no place for, and nobody is told whose directory is set aside."""
+    """The remedy of a diverged slave does not name the data directory to set aside."""
     return [mock.patch.dict(readonly.WAY_OUT, {Reason.DIVERGED: "read the logs with the audit"})]
 
 
 @bug("cores", first=13265, copies=3)
 def a_copy_that_differs_never_goes_on() -> list[Patch]:
-    """A master that lacks something takes what an older one wrote alone, keeps that, and so parts from the copy that
-    has it; then a third one is preferred to that."""
+    """A master that lacks frames restores what an older master wrote alone, and so parts from the copy with the missing
+    frames; then a third copy is preferred to that one.
+    """
     return [
         mock.patch.object(Hello, "has", lambda self, point: True),
         mock.patch.object(Hello, "is_ahead_of", lambda self, epoch: False),
@@ -354,25 +355,25 @@ def a_copy_that_differs_never_goes_on() -> list[Patch]:
 
 @bug("cores", first=113501)
 def mastership_ends_without_a_memory() -> list[Patch]:
-    """What it acknowledged last is not written down."""
+    """The last acknowledged point of a mastership is not stored."""
     return [mock.patch.object(PointFile, "save", lambda self: None)]
 
 
 @bug("clones", first=9, favoured="clone_while_the_metaserver_is_away")
 def a_copy_takes_up_a_part_alone() -> list[Patch]:
-    """A directory that was copied starts without the metaserver, as one that stayed at its place may."""
+    """A copied directory starts without the metaserver, as one that stayed in place may."""
     return [mock.patch.object(Node, "is_elsewhere", property(lambda self: False))]
 
 
 @bug("clones", favoured="clone")
 def a_copy_gets_the_same_term() -> list[Patch]:
-    """A metaserver lets in whoever has the directory of its row, wherever that is."""
+    """The metaserver accepts any process with the directory of its row."""
     return [mock.patch("qmq.metaserver.roles.rules.is_elsewhere", lambda known, said: False)]
 
 
 @bug("cores", first=124)
 def truncate_is_not_fsynced() -> list[Patch]:
-    """What was cut off may come back."""
+    """Truncated bytes may return after a power cut."""
 
     def truncate(self: RealDisk, name: str, size: int) -> None:
         with failing(name):
@@ -383,5 +384,5 @@ def truncate_is_not_fsynced() -> list[Patch]:
 
 @bug("cores", first=100)
 def failed_fsync_is_read_from_memory() -> list[Patch]:
-    """The next process reads what a failed fsync did not keep."""
+    """The next process reads bytes that a failed fsync did not keep."""
     return [mock.patch.object(RealDisk, "_sync", lambda self, file, call: call(file.fd))]

@@ -1,4 +1,4 @@
-"""Known bugs of delay servers, for `tests.simulation.bugs`."""
+"""Planted bugs of delay servers."""
 
 from __future__ import annotations
 

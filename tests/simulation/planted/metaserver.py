@@ -1,4 +1,4 @@
-"""Known bugs, each planted into the real code for a while. A machine that does not find them proves nothing."""
+"""Planted bugs of metaservers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.simulation.metaserver.boxes import Brokers, Process
 
 @bug("metaserver", first=115)
 def versions_of_routes_are_not_compared() -> list[Patch]:
-    """Whoever writes last wins."""
+    """Versions of routes are not compared: the last write wins."""
     real = routes.set_routes
 
     def set_routes(connection: Any, orders: Any, changed: int) -> None:
@@ -41,13 +41,13 @@ def versions_of_routes_are_not_compared() -> list[Patch]:
 
 @bug("metaserver", first=20)
 def routes_are_compared_one_by_one_only() -> list[Patch]:
-    """What `*` does not change is not looked at again, nor what is new."""
+    """Routes that `*` does not change, and new ones, are not compared again."""
     return [mock.patch.object(actions, "_none_since", lambda desk, subject, group, *, without="": ())]
 
 
 @bug("metaserver")
 def stale_probe_answer_counts() -> list[Patch]:
-    """A question that the database answered late is not asked again."""
+    """A late answer of an earlier probe counts."""
 
     async def probe(self: Database) -> dict[str, int]:
         asked = self._probe = self._probe or asyncio.ensure_future(self._on_thread(self._ask_versions))
@@ -61,13 +61,13 @@ def stale_probe_answer_counts() -> list[Patch]:
 
 @bug("metaserver", first=9)
 def abandoned_change_is_stored() -> list[Patch]:
-    """What did not even begin before it was looked for is carried out later."""
+    """A change that was given up before it began is stored later."""
     return [mock.patch.object(changes.Order, "is_withdrawn", property(lambda order: False, lambda order, value: None))]
 
 
 @bug("metaserver")
 def one_transaction_for_each_subject() -> list[Patch]:
-    """`*` is done route by route, the audit row with the last one."""
+    """An action on `*` stores each route in its own transaction, the audit row with the last."""
     real = Repository.change
 
     def change(self: Repository, ordered: Iterable[Any], audit: Any = None, order: Any = None) -> None:
@@ -81,7 +81,7 @@ def one_transaction_for_each_subject() -> list[Patch]:
 
 @bug("metaserver")
 def lost_answers_count_as_failures() -> list[Patch]:
-    """Nobody looks whether a change was stored whose commit was not answered."""
+    """A commit without an answer counts as not stored."""
 
     async def was_stored(*_: Any) -> bool:
         return False
@@ -91,7 +91,7 @@ def lost_answers_count_as_failures() -> list[Patch]:
 
 @bug("metaserver", first=7)
 def late_answers_count_as_failures() -> list[Patch]:
-    """The change is looked for while it may still be under way."""
+    """A commit without an answer is looked up while it may still be under way."""
 
     async def was_stored(self: Commits, audit: Any, error: Exception) -> bool:
         await self.database.probe()
@@ -124,13 +124,13 @@ def incomplete_slaves_are_promoted() -> list[Patch]:
 
 @bug("metaserver", first=7, copies_max=4)
 def half_of_the_copies_acknowledge() -> list[Patch]:
-    """The others may, too, in a term that a database gives out twice."""
+    """Half of the copies acknowledge, so the other half may too in the same term of a restored database."""
     return [mock.patch.object(rules, "majority", lambda copies: (copies + 1) // 2)]
 
 
 @bug("metaserver")
 def promises_are_not_heeded() -> list[Patch]:
-    """Who promised goes on with the old master."""
+    """A copy that promised goes on following the old master."""
     return [mock.patch.object(Brokers, "_is_held", lambda self, slave: False)]
 
 
@@ -144,7 +144,7 @@ def one_copy_less_acknowledges() -> list[Patch]:
 
 @bug("metaserver")
 def a_new_term_is_no_newer() -> list[Patch]:
-    """A master that starts is in the term of its earlier life."""
+    """A restarted master keeps the term of its earlier process."""
     return [mock.patch.object(RoleChange, "new_term", property(lambda change: max(change.term, change.above, 1)))]
 
 
@@ -163,13 +163,13 @@ def changes_are_not_announced() -> list[Patch]:
 
 @bug("metaserver")
 def a_mark_is_forgotten() -> list[Patch]:
-    """It is answered and recorded, but not stored."""
+    """A mark is answered and recorded, but not stored."""
     return [mock.patch.object(operators, "set_mark", lambda connection, mark: None)]
 
 
 @bug("metaserver")
 def terms_begin_anew_with_a_group() -> list[Patch]:
-    """A group that is removed takes its term along."""
+    """The term of a removed group is removed too."""
     return [mock.patch.object(groups, "remove_group", _delete_group)]
 
 
@@ -181,7 +181,7 @@ def _delete_group(connection: Any, group: str, term: int) -> None:
 
 @bug("metaserver", first=7, faults="database")
 def old_rows_keep_the_reported_term() -> list[Patch]:
-    """In the term in which brokers run by other copies, or another number that acknowledge."""
+    """A row is raised to the reported term, not above it."""
     real = old_database._with_master
     raised = lambda group, named, *, above: real(group, named, above=above - 1)
     return [mock.patch.object(old_database, "_with_master", raised)]
@@ -194,7 +194,7 @@ def a_database_that_lost_groups_is_used() -> list[Patch]:
 
 @bug("metaserver", first=43, faults="database")
 def reported_terms_stay_at_one_metaserver() -> list[Patch]:
-    """Another metaserver does not know that a row is old."""
+    """Terms that brokers report at registration stay at that metaserver."""
     return [mock.patch.object(DatabaseMirror, "_note_terms", lambda self, rows: None)]
 
 

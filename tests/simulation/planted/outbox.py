@@ -1,4 +1,4 @@
-"""Known bugs of watchdogs and relays, for `tests.simulation.bugs`."""
+"""Planted bugs of watchdogs and relays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bugs of shells, which no simulation of cores can see, for `tests.simulation.bugs`."""
+"""Planted bugs of shells, which the scenarios of cores do not run."""
 
 from __future__ import annotations
 
