@@ -36,8 +36,8 @@ def failure_of(run: Callable[[], object]) -> str:
 
 def print_outcome(outcome: Outcome) -> None:
     print("\n".join(outcome.recent))
-    said = outcome.failure or "well"
-    print(f"seed {outcome.seed}: {said} (trace {outcome.hash:08x}, {outcome.steps} events)", flush=True)
+    result = outcome.failure or "no failure"
+    print(f"seed {outcome.seed}: {result} (trace {outcome.hash:08x}, {outcome.steps} events)", flush=True)
 
 
 def assert_well(outcome: Outcome) -> None:

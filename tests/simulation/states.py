@@ -77,7 +77,7 @@ class Legality:
 
     def check(self, name: str, node: Node) -> None:
         if illegal_moves() != self._before:
-            raise Violation(f"states: a move at {name} that its table lacks: {[t.name for t in _TABLES if t.illegal]}")
+            raise Violation(f"states: an illegal move at {name}: {[t.name for t in _TABLES if t.illegal]}")
         if not node.log.health.is_of(node.log.damage):
             raise Violation(f"states: the log of {name} is {node.log.health.state.name}, damage {node.log.damage}")
         if (master := node.master) is not None:

@@ -37,7 +37,13 @@ class Suite(NamedTuple):
     """At least so many messages, for the seeds to mean something; of metaservers, changes."""
 
 
-DELAY_OCCURS = ("told: cancelled", "told: rescheduled", "told: sent", "outcome unknown", "schedule made anew")
+DELAY_OCCURS = (
+    "answered: cancelled",
+    "answered: rescheduled",
+    "answered: sent",
+    "outcome unknown",
+    "schedule made anew",
+)
 DELAY_OCCURS += ("swapped", "schedule begins with its checkpoint", "schedule compared", "segment dropped")
 THREE_OCCUR = ("failed over", "swapped", "promised", "row raised", "cut_off_master", "batch acknowledged")
 THREE_OCCUR += ("forgets_last_write", "flush_lies", "flip", "rotten_tail")

@@ -335,7 +335,7 @@ class Consumer(Client):
             fields = commands.decode_json(packet.body, subscription=int, acked_end=int, unacked=list)
             session.subscription = fields["subscription"]
             self._is_new = False
-            self._unacked.subscribed(fields["acked_end"], [tuple(one) for one in fields["unacked"]])
+            self._unacked.subscribed(fields["acked_end"], [tuple(piece) for piece in fields["unacked"]])
 
     def _pull(self, link: End, session: Session) -> None:
         assert session.subscription is not None

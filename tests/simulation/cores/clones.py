@@ -42,8 +42,8 @@ class CloneNemesis(CoreNemesis):
 
     def cut(self) -> bool:
         """Cut any two machines."""
-        one, other = self._rng.sample([machine.name for machine in self._world.machines], 2)
-        return self._cut_between(one, other, both_ways=True)
+        first, second = self._rng.sample([machine.name for machine in self._world.machines], 2)
+        return self._cut_between(first, second, both_ways=True)
 
 
 def stop_copies(world: World) -> None:

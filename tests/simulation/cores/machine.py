@@ -228,7 +228,7 @@ class Machine:
         for frame, body in decode_frames(read_raw(image, once.bases, 0, state.end), 0, 0):
             apply(fold, frame, body)
         if fold != state:
-            raise Violation(f"I17: the state of {self.name} is not what its log says")
+            raise Violation(f"I17: the state of {self.name} is not the fold of its log")
         self.world.events.count("recovery compared")
 
 
@@ -331,7 +331,7 @@ class Process:
         except BrokenInvariant as error:
             raise Violation(f"BrokenInvariant at {self.name}: {error}") from error
         else:
-            self.world.oracle.look(self)
+            self.world.oracle.check_process(self)
             if self.world.watch is not None:
                 self.world.watch(self)
 
@@ -488,7 +488,7 @@ class Process:
         try:
             self.guarded(lambda: self.node.assign(assignment))
         except OperatorError as error:
-            raise Violation(f"I13: {self.name} was told nonsense: {error}") from error
+            raise Violation(f"I13: {self.name} got an illegal assignment: {error}") from error
 
     def _keep_whole(self) -> None:
         """Repair damage as qmq.server.repair does."""

@@ -82,7 +82,7 @@ class ManyCopies(Metaserver):
         return not self.choices and is_kept
 
     def _is_one_waited_for(self) -> bool:
-        return any(self._world.holds_all(self._world.machine(one.hostname)) for one in rules.awaited(self.group))
+        return any(self._world.holds_all(self._world.machine(slave.hostname)) for slave in rules.awaited(self.group))
 
     def _floor(self) -> int:
         """Return the newest term that was given out, or that a reachable copy promised."""
@@ -92,14 +92,14 @@ class ManyCopies(Metaserver):
         up = [self._reach(machine.name) for machine in self._world.machines]
         return max((process.node.identity.value.promised for process in up if process is not None), default=0)
 
-    def _choose(self, change: RoleChange, group: Group, chosen: Broker, said: ReplicaState) -> bool:
+    def _choose(self, change: RoleChange, group: Group, chosen: Broker, report: ReplicaState) -> bool:
         """Make a slave the master, and remember the report that the choice rests on."""
         if not self.change(change):
             return False
-        for one in promotion.changes_of(change, group, chosen, said):
-            if isinstance(one, RememberPoint):
-                known = self.points.get(one.incarnation)
-                self.points[one.incarnation] = one.point if known is None else max(known, one.point)
+        for stored in promotion.changes_of(change, group, chosen, report):
+            if isinstance(stored, RememberPoint):
+                known = self.points.get(stored.incarnation)
+                self.points[stored.incarnation] = stored.point if known is None else max(known, stored.point)
         return True
 
     def look(self) -> None:
@@ -132,7 +132,7 @@ class ManyCopies(Metaserver):
             return
         if refused := promotion.refusal(facts):
             return events.count(f"no failover: {refused[0].value}")
-        said: dict[BrokerKey, ReplicaState] = {}
+        promised: dict[BrokerKey, ReplicaState] = {}
         hold_ms = events.rng.choice((50, 500, 3000))
 
         def ask(slave: Broker) -> None:
@@ -159,11 +159,11 @@ class ManyCopies(Metaserver):
             state = full_state(process)
             if state.promised_term >= facts.new_term:
                 events.count("promised")
-                said[slave.key] = state
+                promised[slave.key] = state
 
         def choose() -> None:
             self.choices -= 1
-            self._choose_among(replace(facts, slave_states=said))
+            self._choose_among(replace(facts, slave_states=promised))
 
         self.choices += 1
         for slave in facts.eligible:
@@ -191,7 +191,7 @@ class ManyCopies(Metaserver):
         (broker,) = (broker for broker in self.group.brokers if broker.hostname == kept)
         row, wanted = Directory({GROUP: self.group}), replace(broker, role=Role.MASTER)
         change, _ = rules.replace_broker(
-            row, wanted, lambda one: self._reach(one.hostname) is not None, accept_loss=True
+            row, wanted, lambda broker: self._reach(broker.hostname) is not None, accept_loss=True
         )
         if change is not None and self.change(replace(change, above=self._floor())):
             self.loss_accepted_term = self.group.term
@@ -268,8 +268,8 @@ class ManyNemesis(CoreNemesis):
         return MANY_FAULTS
 
     def _two(self) -> tuple[str, str]:
-        one, other = self._rng.sample([machine.name for machine in self._world.machines], 2)
-        return one, other
+        first, second = self._rng.sample([machine.name for machine in self._world.machines], 2)
+        return first, second
 
     def power_everywhere(self) -> bool:
         """Cut the power everywhere; at times one disk lied for a while before."""

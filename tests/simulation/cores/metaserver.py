@@ -40,7 +40,7 @@ class Metaserver:
         self.marks: frozenset[str] = frozenset()
         self.fails_over = False
         """Whether it makes the slave the master by itself."""
-        self._said: dict[str, ReplicaState] = {}
+        self._reports: dict[str, ReplicaState] = {}
         """Hostname -> its newest report."""
         self._masters: dict[int, str] = {1: master}
         self.group = Group(GROUP, 1, new_broker(master, Role.MASTER), (new_broker(slave, Role.SLAVE),), 0)
@@ -129,17 +129,19 @@ class Metaserver:
         known, incarnation = self.broker(name), identity.value.incarnation
         if known is None:
             return False
-        said = replace(known, ip=process.name, incarnation=incarnation, instance=identity.instance)
-        is_elsewhere = rules.is_elsewhere(known, said)
+        registered = replace(known, ip=process.name, incarnation=incarnation, instance=identity.instance)
+        is_elsewhere = rules.is_elsewhere(known, registered)
         if is_elsewhere and self._reach(name) is not None:
             self._refuse_copy(process)
             return False
-        if known.role == Role.MASTER and rules.is_older(known, said, identity.value.term, self._said.get(name)):
+        if known.role == Role.MASTER and rules.is_older(
+            known, registered, identity.value.term, self._reports.get(name)
+        ):
             self._events.count("older copy refused")
             return False
         if is_elsewhere:
             self._events.count("began elsewhere")
-            return self.begin_elsewhere(said)
+            return self.begin_elsewhere(registered)
         try:
             rules.check_registration(known, incarnation)
         except OperatorError:
@@ -147,12 +149,12 @@ class Metaserver:
             self.master_is_refused = True
             return False
         self._unseen_disks.discard(name)
-        if known != said:
-            self._put_member(replace(said, complete=known.complete and known.incarnation == incarnation))
+        if known != registered:
+            self._put_member(replace(registered, complete=known.complete and known.incarnation == incarnation))
         return True
 
-    def begin_elsewhere(self, said: Broker) -> bool:
-        return self.change(rules.begin_elsewhere(self.group, said, above=self.group.term))
+    def begin_elsewhere(self, registered: Broker) -> bool:
+        return self.change(rules.begin_elsewhere(self.group, registered, above=self.group.term))
 
     def _refuse_copy(self, process: Process) -> None:
         """Reject a clone: another process serves in its place."""
@@ -171,7 +173,7 @@ class Metaserver:
             self.group = replace(self.group, slaves=slaves)
 
     def _note(self, name: str, state: ReplicaState) -> None:
-        self._said[name] = state
+        self._reports[name] = state
         for slave in self.group.slaves:
             complete = rules.slave_complete(self.group, slave, _key(name), state)
             if complete is not None and slave.incarnation and slave.hostname not in self._unseen_disks:
@@ -335,12 +337,12 @@ class Metaserver:
         if group != self.group or group.master is None or not group.slaves or not self.is_up:
             return None
         slaves = {slave.key: self._reach(slave.hostname) for slave in group.slaves}
-        reported = max((state.term for state in self._said.values()), default=0)
+        reported = max((state.term for state in self._reports.values()), default=0)
         return Facts(
             group,
             reported,
             max(reported, group.term),
-            self._said.get(group.master.hostname),
+            self._reports.get(group.master.hostname),
             {key: full_state(process) for key, process in slaves.items() if process is not None},
             self.known_points(),
         )

@@ -150,15 +150,15 @@ class CoreNemesis(Nemesis):
         client = self._rng.choice(self._world.clients)
         return self._cut_between(self._machine().name, client.name, both_ways=self._rng.random() < 0.5)
 
-    def _cut_between(self, one: str, other: str, *, both_ways: bool) -> bool:
+    def _cut_between(self, first: str, second: str, *, both_ways: bool) -> bool:
         if self._rng.random() < 0.5:
-            one, other = other, one
+            first, second = second, first
         network = self._world.network
-        network.cut(one, other)
-        self._events.between(20, 2500, lambda: network.heal(one, other))
+        network.cut(first, second)
+        self._events.between(20, 2500, lambda: network.heal(first, second))
         if both_ways:
-            network.cut(other, one)
-            self._events.between(20, 2500, lambda: network.heal(other, one))
+            network.cut(second, first)
+            self._events.between(20, 2500, lambda: network.heal(second, first))
         return True
 
     @fault()

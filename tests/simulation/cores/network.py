@@ -155,8 +155,8 @@ class Network:
             path = self.paths[source, target] = Path()
         return path
 
-    def is_through(self, one: str, other: str) -> bool:
-        return not self.path(one, other).is_cut and not self.path(other, one).is_cut
+    def is_through(self, first: str, second: str) -> bool:
+        return not self.path(first, second).is_cut and not self.path(second, first).is_cut
 
     def delay_ms(self, source: str, target: str) -> float:
         rng = self._events.rng
@@ -190,12 +190,12 @@ class Network:
 
         events.after(self.delay_ms(host, target), arrive)
 
-    def _pair(self, one: str, other: str) -> tuple[End, End]:
+    def _pair(self, first: str, second: str) -> tuple[End, End]:
         self._connections += 1
-        ours, theirs = End(self, one, other, self._connections), End(self, other, one, self._connections)
+        ours, theirs = End(self, first, second, self._connections), End(self, second, first, self._connections)
         ours.other, theirs.other = theirs, ours
-        self.path(one, other).ends[ours] = None
-        self.path(other, one).ends[theirs] = None
+        self.path(first, second).ends[ours] = None
+        self.path(second, first).ends[theirs] = None
         return ours, theirs
 
     def answering(self, end: End, request: Packet, code: int, parts: tuple[Buffer, ...]) -> None:
@@ -296,12 +296,12 @@ class Network:
 
     def reset(self, end: End, *, late_ms: float = 3.0) -> None:
         """Break a connection: any part of the packets under way is lost, and each end learns of it in its own time."""
-        for one in (end, end.other):
-            if one.under_way and self._events.chance(0.5):
-                keep = self._events.rng.randrange(len(one.under_way) + 1)
-                while len(one.under_way) > keep:
-                    one.under_way.pop()
-            one.is_dead = True
+        for broken in (end, end.other):
+            if broken.under_way and self._events.chance(0.5):
+                keep = self._events.rng.randrange(len(broken.under_way) + 1)
+                while len(broken.under_way) > keep:
+                    broken.under_way.pop()
+            broken.is_dead = True
         self._events.between(0, 3, lambda: self._gone(end))
         self._events.between(0, late_ms, lambda: self._gone(end.other))
 

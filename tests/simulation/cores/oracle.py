@@ -95,7 +95,7 @@ class Oracle:
 
     # Reports of logs.
 
-    def taking(self, log: WatchedLog, frame: Frame, body: Buffer) -> None:
+    def check_frame(self, log: WatchedLog, frame: Frame, body: Buffer) -> None:
         """Check a frame right before it is folded into a log."""
         known = self._chains.setdefault((frame.epoch, frame.offset), frame.chain)
         if known != frame.chain:
@@ -131,20 +131,20 @@ class Oracle:
     def flushed(self, log: WatchedLog, commit: Commit) -> None:
         """Check the end and chain that a copy reports after a commit, also after one that only deleted."""
         if log.chains.get(commit.end) != commit.chain:
-            raise Violation(f"I4: {log.owner} says that its chain at {commit.end} is {commit.chain:016x}")
+            raise Violation(f"I4: {log.owner} reports that its chain at {commit.end} is {commit.chain:016x}")
 
     def decided(self, log: WatchedLog, retention_ms: int) -> None:
         """Check the age of frames that a master decides to delete. Three clocks agreed to half a second both times."""
         start = log.state.kept.start
         age_ms = self._events.now_ms - max(ms for offset, ms in self._written_ms.items() if offset < start)
         if age_ms < retention_ms - 1000:
-            raise Violation(f"P6: {log.owner} gives up what is before {start} and {age_ms} ms old")
+            raise Violation(f"P6: {log.owner} deletes the frames before {start}, which are {age_ms} ms old")
 
     def deleting(self, log: WatchedLog) -> None:
         """Check that an acknowledged frame allows a copy to delete its oldest segment."""
         kept = log.state.kept
         if log.bases[1] > kept.start or kept.decided_end > self.committed.end:
-            raise Violation(f"P6: {log.owner} deletes up to {log.bases[1]} although no agreed frame says so: {kept}")
+            raise Violation(f"P6: {log.owner} deletes up to {log.bases[1]} without an acknowledged frame: {kept}")
 
     def chosen(self, log: WatchedLog) -> None:
         """Check the log of a slave that the metaserver makes the master.
@@ -160,7 +160,7 @@ class Oracle:
     def beginning(self, log: WatchedLog, epoch: Epoch) -> None:
         """Check that a new master has everything committed, and that no newer master committed before."""
         if self.copies > 2 and self._lives.setdefault(epoch.term, log) is not log:
-            raise Violation(f"I2: {log.owner} begins in {epoch}, and another life was the master in that term")
+            raise Violation(f"I2: {log.owner} begins in {epoch}, and another process was the master in that term")
         committed, put_back = self.committed, self._is_put_back(log) or self._has_a_copy(log)
         if put_back and self.has_it_again(log):
             put_back = self._machine(log).is_put_back = False
@@ -181,7 +181,7 @@ class Oracle:
         self._positions[epoch, log.end] = self._deliveries
         if (subject, group) in log.state.groups:
             if not self.has_operator:
-                raise Violation(f"I9: {group} on {subject} is moved to {position}, and nobody asked for it")
+                raise Violation(f"I9: {group} on {subject} is moved to {position} without an order")
             self._begins.pop((subject, group), None)
             return
         oldest = log.frames(subject, 0, 1)
@@ -223,7 +223,7 @@ class Oracle:
         known = [] if process is None else [*process.heard_points, process.node.identity.points.own]
         for point in known:
             if point is not None and point.end > log.end:
-                raise Violation(f"I25: {log.owner} becomes master at {log.end}, and knows of {point}")
+                raise Violation(f"I25: {log.owner} becomes master at {log.end}, although it has {point}")
 
     def _has_committed(self, log: WatchedLog, *, can_be_read: bool = False) -> bool:
         """Whether a log has the end of the committed log.
@@ -245,7 +245,7 @@ class Oracle:
 
     # Reports of processes.
 
-    def look(self, process: Process) -> None:
+    def check_process(self, process: Process) -> None:
         """Check a process after a call into its core."""
         self._legality.check(process.name, process.node)
         slave, promised = process.node.slave, process.node.identity.value.promised
@@ -299,7 +299,7 @@ class Oracle:
             bases = machine.bases()
             first = max(begin, bases[0] if bases else end)
             images.append((machine, bases, first, machine.disk.durable(bases, first, end)))
-        images.sort(key=lambda one: one[0].name != log.owner)
+        images.sort(key=lambda image: image[0].name != log.owner)
         at = begin
         while at < end:
             data = log.frame_bytes.get(at)
@@ -401,7 +401,7 @@ class Oracle:
             self._check_group(group, begins, logs[0], stored)
         for move in self._moves:
             if move.offset >= logs[0].start and logs[0].chain_at(move.end) != move.chain:
-                raise Violation(f"I8: an operator was told that a group is moved by {move}, and no log knows it")
+                raise Violation(f"I8: {move} was answered, and no log has it")
 
     def _walk(self, log: WatchedLog) -> tuple[dict[tuple[str, int], str], dict[tuple[str, str], tuple[int, int]]]:
         """Return the messages, and the last position of each moved group as (sequence, deliveries before)."""
@@ -419,14 +419,14 @@ class Oracle:
                     since = self._positions[frame.epoch, frame.offset]
                     begins[frame.subject, progress.group] = progress.entries[0][0], since
                     # a message that fails again after a move is a dead letter again
-                    dead = {one for one in dead if one[:2] != (progress.group, frame.subject)}
+                    dead = {letter for letter in dead if letter[:2] != (progress.group, frame.subject)}
                 if frame.kind != FrameKind.MESSAGES:
                     continue
                 if parse_derived(frame.subject) is not None:
                     self._check_dead_letter(frame, body, dead)
                     continue
                 if frame.producer and batches.setdefault((frame.producer, frame.batch), frame.offset) != frame.offset:
-                    raise Violation(f"I18: batch {frame.producer}/{frame.batch} stands twice in the log")
+                    raise Violation(f"I18: batch {frame.producer}/{frame.batch} is in the log twice")
                 for i, message in enumerate(split_batch(body, frame.count)):
                     stored[frame.subject, frame.first_sequence + i] = decode_envelope(bytes(message)).id
             at = chunk.end
@@ -451,7 +451,7 @@ class Oracle:
         seen: dict[str, tuple[str, int]] = {}
         for place, identity in stored.items():
             if seen.setdefault(identity, place) != place:
-                raise Violation(f"I18: {identity} stands at {seen[identity]} and at {place}")
+                raise Violation(f"I18: {identity} is stored at {seen[identity]} and at {place}")
             if self.sent.get(identity) != place[0]:
                 raise Violation(f"I10: {identity} was never sent to {place[0]}")
         for identity, (subject, sequence) in self.acked.items():

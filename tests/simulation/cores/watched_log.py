@@ -39,7 +39,7 @@ class WatchedLog(MessageLog):
         self.chains[self.end] = self.chain
 
     def _take(self, frame: Frame, parts: tuple[Buffer, ...], body: Buffer) -> None:
-        self._oracle.taking(self, frame, body)
+        self._oracle.check_frame(self, frame, body)
         super()._take(frame, parts, body)
         self.chains[frame.end] = frame.chain
         self.frame_bytes[frame.offset] = b"".join(parts)

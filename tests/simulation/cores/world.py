@@ -195,7 +195,7 @@ class World:
             operator.stop()
         self._make_peace()
         if not self.events.run_until(self.events.now_us + PEACE_S * 1_000_000, self._is_well):
-            raise Violation(f"I20: not well {PEACE_S} s after the last fault: {self.describe()}")
+            raise Violation(f"I20: not working {PEACE_S} s after the last fault: {self.describe()}")
         self.oracle.check_end(["g0", "g1"])
         self._check_beside()
 

@@ -31,7 +31,7 @@ Key = tuple[str, int, int]
 
 def ids_of(batch: NumberedBatch) -> list[str]:
     body: Buffer = b"".join(batch.blocks)
-    return [decode_envelope(bytes(one)).id for one in split_batch(body, batch.count)]
+    return [decode_envelope(bytes(message)).id for message in split_batch(body, batch.count)]
 
 
 @dataclass

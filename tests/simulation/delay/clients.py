@@ -158,9 +158,9 @@ class Asker(Client):
         else:
             cancelled = commands.decode_cancelled(packet.body)
             fate = str([*cancelled.ids, *cancelled.keys][0])
-        self._events.count(f"told: {fate}")
-        self._events.note(f"{self.name} {question.id} due={question.due_ms} told {fate}")
-        self.world.oracle.told(question, fate)
+        self._events.count(f"answered: {fate}")
+        self._events.note(f"{self.name} {question.id} due={question.due_ms} answered {fate}")
+        self.world.oracle.question_answered(question, fate)
 
     def disconnected(self) -> None:
         for question in self.open:

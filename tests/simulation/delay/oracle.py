@@ -50,13 +50,13 @@ class DelayOracle(Oracle):
         self.recent: deque[str] = deque(maxlen=RECENT)
         """Newest acknowledged ids."""
         self.cancelled: dict[str, int] = {}
-        self.said_sent: set[str] = set()
+        self.answered_sent: set[str] = set()
         self.places: dict[str, list[Key]] = defaultdict(list)
         """Id -> where it was stored, each batch once."""
         self.tried: dict[str, dict[Key, None]] = defaultdict(dict)
         self.unknown: set[Key] = set()
         """Attempted batches, except those whose only attempt was rejected."""
-        self._says_stored: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        self._reported_stored: dict[tuple[int, int], list[tuple[int, int]]] = {}
         """(end, chain) of a frame that both copies may come to have -> (producer id, number) of the batches it reports
         as stored.
         """
@@ -72,8 +72,8 @@ class DelayOracle(Oracle):
 
     # Reports of logs.
 
-    def taking(self, log: WatchedLog, frame: Frame, body: Buffer) -> None:
-        super().taking(log, frame, body)
+    def check_frame(self, log: WatchedLog, frame: Frame, body: Buffer) -> None:
+        super().check_frame(log, frame, body)
         if frame.kind == FrameKind.DISPATCH:
             group, places = decode_dispatch(body, frame.count)
             if (frame.producer, frame.batch) not in self.plans:
@@ -82,8 +82,8 @@ class DelayOracle(Oracle):
         elif frame.kind == FrameKind.SETTLED:
             for producer, number, outcome in decode_settled(body, frame.count):
                 if outcome == Outcome.STORED:
-                    says = self._says_stored.setdefault((frame.end, frame.chain), [])
-                    says.append((producer, number))
+                    reported = self._reported_stored.setdefault((frame.end, frame.chain), [])
+                    reported.append((producer, number))
                 else:
                     self._given_up.setdefault((producer, number), (self._events.now_ms, frame.epoch))
 
@@ -93,15 +93,15 @@ class DelayOracle(Oracle):
         """
         super()._commit(process, high, epoch)
         log, safe = process.log, self.committed.end
-        for end, chain in [place for place in self._says_stored if place[0] <= safe]:
-            says = self._says_stored.pop((end, chain))
+        for end, chain in [place for place in self._reported_stored if place[0] <= safe]:
+            reported = self._reported_stored.pop((end, chain))
             known = log.chain_at(end)
             if known == chain or (known is None and log.hides(end)):
-                self._known_stored.update(says)
+                self._known_stored.update(reported)
 
     def _check_clocks(self, owner: str, frame: Frame, due_ms: int) -> None:
         """Check that a planned batch is due by two clocks of three, if the master has all readings."""
-        machine, other = sorted(self.machines, key=lambda one: one.name != owner)
+        machine, other = sorted(self.machines, key=lambda machine: machine.name != owner)
         process = machine.process
         if process is None or process.node.master is None or frame.epoch != process.node.master.epoch:
             return
@@ -115,8 +115,8 @@ class DelayOracle(Oracle):
         if due_ms - clocks[1] > DEAD_BAND_MS:
             raise Violation(f"I11: {owner} sends {due_ms - clocks[1]} ms early by two clocks of three")
 
-    def look(self, process: DelayProcess) -> None:
-        super().look(process)
+    def check_process(self, process: DelayProcess) -> None:
+        super().check_process(process)
         master = process.node.master
         if master is not None and master.gate.too_few_in_sync:
             process.alone_end = process.log.end
@@ -127,24 +127,24 @@ class DelayOracle(Oracle):
         super().acknowledged(batch, subject, ids, produced)
         self.recent.extend(id for id in ids if id in self.acked)
 
-    def told(self, question: Question, fate: str) -> None:
+    def question_answered(self, question: Question, fate: str) -> None:
         """Check and note the answer to a cancel or reschedule."""
         id = question.id
         if fate == "cancelled":
             if question.due_ms and id not in self.asked_again:
-                raise Violation(f"I11: {id} is cancelled, and nobody asked for it")
+                raise Violation(f"I11: {id} is cancelled without an order")
             self.cancelled.setdefault(id, self._events.now_ms)
             if id not in self.alone and not all(map(self._is_in_doubt, self.places[id])):
-                raise Violation(f"I11: {id} is said to be cancelled, and was stored")
+                raise Violation(f"I11: {id} is answered as cancelled, and was stored")
         elif fate == "rescheduled":
             if id not in self.asked_again:
                 self.dues[id] = {question.due_ms}
         elif fate == "sent":
             if id in self.cancelled:
-                raise Violation(f"I11: {id} is said to be sent, and was cancelled")
-            self.said_sent.add(id)
+                raise Violation(f"I11: {id} is answered as sent, and was cancelled")
+            self.answered_sent.add(id)
         elif question.was_known and not self.tried[id] and question.attempts == 1:
-            raise Violation(f"I11: nobody knows {id}, which was acknowledged and not sent")
+            raise Violation(f"I11: {id} is answered as unknown, and was acknowledged and not sent")
 
     # Reports of senders.
 
@@ -152,13 +152,13 @@ class DelayOracle(Oracle):
         """Check a batch that a delay server sends now; return whether it is the first attempt."""
         master, key = process.node.master, (group, batch.producer, batch.number)
         if master is None or not master.has_begun:
-            raise Violation(f"I11: {process.name} sends, and is no master")
+            raise Violation(f"I11: {process.name} sends although it is no master")
         frame, planned, places = self.plans[batch.producer, batch.number]
         body = b"".join(batch.blocks)
-        messages = [bytes(one) for one in split_batch(body, batch.count)]
+        messages = [bytes(message) for message in split_batch(body, batch.count)]
         ids = [decode_envelope(message).id for message in messages]
         if planned != group:
-            raise Violation(f"I11: {process.name} sends to {group} what is planned for {planned}")
+            raise Violation(f"I11: {process.name} sends a batch to {group} that is planned for {planned}")
         if self._contents.setdefault(key, ids) != ids or len(ids) != len(places):
             raise Violation(f"I11: batch {key} was {self._contents[key]}, and is {ids}")
         is_first = key not in self.tried[ids[0]]
@@ -168,7 +168,7 @@ class DelayOracle(Oracle):
             if due_ms > frame.timestamp_ms:
                 raise Violation(f"I11: {id} is sent {due_ms - frame.timestamp_ms} ms before it is due")
             if due_ms not in self.dues[id] and id not in self.refused_later and id not in self.alone:
-                raise Violation(f"I11: {id} is sent for a time at which it is not due any more")
+                raise Violation(f"I11: {id} is sent for an old due time")
             if id in self.cancelled and id not in self.alone:
                 raise Violation(f"I11: {id}, which is cancelled, is sent")
             self.tried[id][key] = None
@@ -187,7 +187,7 @@ class DelayOracle(Oracle):
             self._events.count("sent by a master alone")
             self.alone.update(ids)
             return
-        raise Violation(f"I11: {process.name} sends what is planned at {frame.offset}, and that is not safe")
+        raise Violation(f"I11: {process.name} sends the plan at {frame.offset} before it is safe")
 
     # Reports of broker groups.
 
@@ -215,7 +215,7 @@ class DelayOracle(Oracle):
             return False
         if other[0] != key[0]:
             return True
-        first, second = sorted((other, key), key=lambda one: self.plans[one[1:]][0].offset)
+        first, second = sorted((other, key), key=lambda batch: self.plans[batch[1:]][0].offset)
         given_up_ms, epoch = self._given_up.get(first[1:], (self._events.now_ms, None))
         return self.plans[second[1:]][0].epoch != epoch or self._events.now_ms - given_up_ms >= self.unknown_ms
 
@@ -230,6 +230,6 @@ class DelayOracle(Oracle):
             if id in self.cancelled or self.places[id]:
                 continue
             raise Violation(f"I11: {id} was acknowledged and is stored nowhere; sent as {list(self.tried[id])}")
-        for id in self.said_sent:
+        for id in self.answered_sent:
             if not self.places[id] and id not in self.cancelled:
-                raise Violation(f"I11: {id} is said to be sent, and is stored nowhere")
+                raise Violation(f"I11: {id} is answered as sent, and is stored nowhere")

@@ -37,7 +37,7 @@ def test_outcome_is_known_once_both_copies_have_it() -> None:
 
     in_its_place = settled(world, OTHER)
     cut = in_its_place._replace(epoch=Epoch(0, 1), chain=in_its_place.chain ^ 1)
-    oracle.taking(world.machines[0].process.log, cut, encode_settled([(*BATCH, Outcome.STORED)]))
+    oracle.check_frame(world.machines[0].process.log, cut, encode_settled([(*BATCH, Outcome.STORED)]))
     until_committed(world, cut.end)
     assert oracle._may_repeat("m", ("g2", 8, 1))
 

@@ -132,7 +132,7 @@ class DelayWorld(World):
         nemesis.stop()
         self._make_peace()
         if not self.events.run_until(self.events.now_us + PEACE_S * 1_000_000, self._is_well):
-            raise Violation(f"I20: not well {PEACE_S} s after the last fault: {self.describe()}")
+            raise Violation(f"I20: not working {PEACE_S} s after the last fault: {self.describe()}")
         if not self.events.run_until(self.events.now_us + 2_000_000, lambda: self._has_filed_all):
             raise Violation(f"I20: not everything is filed: {self.describe()}")
         for machine in self.machines:
@@ -154,8 +154,8 @@ class DelayWorld(World):
         processes = [machine.process for machine in self.machines]
         if any(process is None or process.log.damage is not None or not process.log.is_idle for process in processes):
             return False
-        one, other = processes[0].log, processes[1].log
-        if (one.end, one.chain) != (other.end, other.chain):
+        first, second = processes[0].log, processes[1].log
+        if (first.end, first.chain) != (second.end, second.chain):
             return False
         if not any(process.node.writable for process in processes):
             return False
@@ -163,7 +163,7 @@ class DelayWorld(World):
             return False
         masters = [process for process in processes if process.node.master is not None]
         schedule = masters[0].filing.schedule
-        if schedule.filed_end != one.end or schedule.pending_messages or schedule.in_flight:
+        if schedule.filed_end != first.end or schedule.pending_messages or schedule.in_flight:
             return False
         return self._reads_well()
 
@@ -218,15 +218,15 @@ class DelayWorld(World):
             process.guarded(lambda: process.filing.start_anew(why))  # as for operators' queries
             return
         if ours != (anew := _contents(fresh)):
-            raise Violation(f"I11: the schedule of {process.name} is {ours}, its log says {anew}")
+            raise Violation(f"I11: the schedule of {process.name} is {ours}, made from its log it is {anew}")
 
     def _compare_copies(self) -> None:
         try:
-            one, other = (_contents(machine.process.filing.schedule) for machine in self.machines)
+            first, second = (_contents(machine.process.filing.schedule) for machine in self.machines)
         except DamagedSchedule:
             return  # a flipped bit that no process has read yet
-        if one != other:
-            raise Violation(f"I11: one copy has {one}, the other {other}")
+        if first != second:
+            raise Violation(f"I11: one copy has {first}, the other {second}")
 
 
 def hash_of(id: str) -> int:
@@ -245,7 +245,9 @@ def _contents(schedule: Schedule) -> tuple[object, ...]:
         )
         for record in listed
     ]
-    flying = {key: (one.group, one.subject, one.records["number"].tolist()) for key, one in schedule.in_flight.items()}
+    flying = {
+        key: (batch.group, batch.subject, batch.records["number"].tolist()) for key, batch in schedule.in_flight.items()
+    }
     return len(pending), schedule.pending_messages, schedule.pending_bytes, pending, flying
 
 

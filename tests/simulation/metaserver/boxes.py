@@ -71,7 +71,7 @@ class Disk:
             self.role = -1
             self.point = self.lacks = None
 
-    def look_at(self, points: Iterable[pb.AcknowledgedPoint]) -> None:
+    def compare(self, points: Iterable[pb.AcknowledgedPoint]) -> None:
         """Compare points with the log, if the log was complete once."""
         for point in points if self.complete else ():
             if not self.has(point) and (self.lacks is None or point.end > self.lacks.end):
@@ -123,7 +123,7 @@ class Process:
     is_unfilled: bool = False
     """Whether the slave waits for an operator's permission to be filled."""
 
-    def begin_part(self) -> None:
+    def begin_role(self) -> None:
         self.is_unfilled = False
         self.slaves = []
         self.met = []
@@ -222,20 +222,20 @@ class Brokers:
             return  # it only carries the clock
         if disk.group not in ("", assignment.broker_group):
             raise Refused("start this broker with an empty one")
-        self._heed_points(process, assignment)
+        self._take_points(process, assignment)
         if assignment.term < disk.term or (assignment.role == Role.MASTER and assignment.term < disk.promised):
             return
         if disk.term == assignment.term and disk.role not in (-1, assignment.role):
             raise Refused(f"term {disk.term} has two different rows")
         if old is None or (old.term, old.role) != (assignment.term, assignment.role):
-            process.begin_part()
-            disk.look_at([disk.point] if disk.point else [])
+            process.begin_role()
+            disk.compare([disk.point] if disk.point else [])
             if assignment.role == Role.MASTER:
                 disk.boot = disk.boot + 1 if disk.term == assignment.term else 1
         disk.term, disk.role, disk.group = assignment.term, assignment.role, assignment.broker_group
         process.assignment = assignment
 
-    def _heed_points(self, process: Process, assignment: pb.Assignment) -> None:
+    def _take_points(self, process: Process, assignment: pb.Assignment) -> None:
         """Compare the remembered points with the log.
 
         A slave that may be behind lacks points legitimately; a master with slaves lacks none.
@@ -245,9 +245,9 @@ class Brokers:
         may_be_behind = assignment.role == Role.SLAVE and len(assignment.slaves) >= assignment.min_copies
         if may_be_behind or has_slaves:
             return
-        disk.look_at(assignment.points)
+        disk.compare(assignment.points)
         if disk.lacks and process.is_in(Role.MASTER) and process.has_begun:
-            process.begin_part()
+            process.begin_role()
             disk.boot += 1
 
     def sync(self, box: Box, number: int | None = None) -> bool:
@@ -274,7 +274,7 @@ class Brokers:
         mine, theirs = master.disk.log, slave.disk.log
         if not master.has_begun and theirs[: len(mine)] == mine:
             mine[:] = theirs  # the slave's additional frames may be acknowledged
-            master.disk.look_at(())
+            master.disk.compare(())
         if slave not in master.met:
             master.met.append(slave)
         return True
@@ -284,7 +284,7 @@ class Brokers:
         slave.is_unfilled = self._is_to_wait(master, slave)
         if slave.is_unfilled:
             return
-        self._look_at_cut(slave.disk, mine)
+        self._check_cut(slave.disk, mine)
         theirs[:] = mine
         slave.disk.fills += not slave.disk.complete
         slave.disk.boot, slave.disk.complete, slave.in_sync = master.disk.boot, True, True
@@ -300,8 +300,8 @@ class Brokers:
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         if disk.complete or point is None or same >= point.end:
             return False
-        said = [order.allowed for order in part.fills if order.fill_id == disk.fill_id]
-        return not (said[0] if said else part.sync_mode != "manual")
+        orders = [order.allowed for order in part.fills if order.fill_id == disk.fill_id]
+        return not (orders[0] if orders else part.sync_mode != "manual")
 
     def _is_held(self, slave: Process) -> bool:
         return slave.holds_until > self.now or slave.disk.promised > slave.disk.term
@@ -324,7 +324,7 @@ class Brokers:
         met = sum(self.is_linked(master, slave) for slave in master.met)
         return met >= max(needed, len(assignment.slaves) + 1 - needed)
 
-    def _look_at_cut(self, disk: Disk, log: Log) -> None:
+    def _check_cut(self, disk: Disk, log: Log) -> None:
         cut = disk.messages & self.owed(disk.group) - {frame.message for frame in log}
         if cut:
             self.broken = f"{disk.incarnation} of {disk.group} gives up {cut}, which was acknowledged"
@@ -357,7 +357,7 @@ class Brokers:
             self.broken = f"{other} and {disk.incarnation} of {disk.group} acknowledged in term {assignment.term}"
         return True
 
-    def look_at_masters(self) -> None:
+    def check_masters(self) -> None:
         """Check that each master of the newest acknowledging term, or of a later one, has all acknowledged messages."""
         for box in self.boxes.values():
             if (master := box.process) and master.has_begun and master.is_in(Role.MASTER):

@@ -108,7 +108,7 @@ class Machine:
 
     def do(self, name: str, words: dict[str, Any]) -> None:
         getattr(self, name)(**words)
-        self.world.oracle.look_at_brokers()
+        self.world.oracle.check_brokers()
 
     @step(2, who=NUMBERS, at=NUMBERS, action=ACTIONS)
     def operate(self, who: int, at: int, action: tuple[Any, ...]) -> None:
@@ -138,8 +138,8 @@ class Machine:
 
     def likely_roles(self, group: str, choice: int) -> Ideas:
         """Return the orders that make sense for the roles of a group."""
-        parts = self.world.oracle.decided.parts_of(group)
-        master, *slaves = [self.world.brokers.boxes[key[0]] if key else None for key in (parts.master, *parts.slaves)]
+        roles = self.world.oracle.decided.roles_of(group)
+        master, *slaves = [self.world.brokers.boxes[key[0]] if key else None for key in (roles.master, *roles.slaves)]
         slaves.sort(key=lambda box: box.name)
         slave = slaves[choice % len(slaves)] if slaves else None
         spares = [box for box in self.world.brokers.boxes.values() if box.key not in self.world.oracle.decided.places]
@@ -224,10 +224,10 @@ class Machine:
     def box(self, who: str, group: str) -> Box:
         boxes = self.world.brokers.boxes
         decided = self.world.oracle.decided
-        parts = decided.parts_of(group)
-        slave = max(parts.slaves, default=None)
+        roles = decided.roles_of(group)
+        slave = max(roles.slaves, default=None)
         spare = next((box.key for box in boxes.values() if box.key not in decided.places), None)
-        key = {"master": parts.master, "slave": slave, "spare": spare}.get(who) or (who, 0)
+        key = {"master": roles.master, "slave": slave, "spare": spare}.get(who) or (who, 0)
         return boxes.get(key[0], boxes["f"])
 
     @step(1, who=NUMBERS)
@@ -252,12 +252,12 @@ class Machine:
     @step(1, group=GROUPS)
     def burn(self, group: str) -> None:
         """Replace the slave's disk by an empty one, and deliver the master's earlier report late."""
-        world, parts = self.world, self.world.oracle.decided.parts_of(group)
-        keys = parts.master, max(parts.slaves, default=None)
+        world, roles = self.world, self.world.oracle.decided.roles_of(group)
+        keys = roles.master, max(roles.slaves, default=None)
         master, slave = (world.brokers.boxes[key[0]] if key else None for key in keys)
         if master and slave and master.process and slave.process and not world.went_back:
             world.note(f"{slave.name} burns down")
-            world.speak(master)
+            world.report(master)
             world.stop_box(slave, closes=True)
             world.finish()
             world.brokers.change_disk(slave, None)
@@ -288,7 +288,7 @@ class Machine:
             slave.disk.put_back(1, forgets=bool(at))
             world.start_box(slave, server)
             world.finish()
-            world.learn(slave)
+            world.take_assignments(slave)
         world.stop_box(master, closes=True)
         world.finish()
         if server.process:
@@ -316,15 +316,15 @@ class Machine:
 
     def master_to_lose(self, group: str, at: int, loses: str) -> tuple[Box | None, list[Key]]:
         """Let the master and its slaves catch up; return them if a slave follows and the first operator can act."""
-        world, parts = self.world, self.world.oracle.decided.parts_of(group)
-        master = world.brokers.boxes[parts.master[0]] if parts.master else None
+        world, roles = self.world, self.world.oracle.decided.roles_of(group)
+        master = world.brokers.boxes[roles.master[0]] if roles.master else None
         if world.servers[at].process is None or master is None or not world.brokers.sync(master):
             return None, []
         if world.busy(self.operators[0]):
             return None, []
         world.note(f"{group} {loses} its master, {master.name}")
         world.wait(0.6)
-        return master, sorted(parts.slaves)
+        return master, sorted(roles.slaves)
 
     def is_old(self, group: str) -> bool:
         """Whether a disk of the group was put back and is not whole again.
@@ -333,7 +333,7 @@ class Machine:
         """
         if self.world.went_back:
             return True
-        keys = self.world.oracle.decided.parts_of(group).all
+        keys = self.world.oracle.decided.roles_of(group).all
         return any(self.world.brokers.boxes[name].disk.is_old for name, _ in keys)
 
     @step(2, who=WHO, group=["g1", "g2", "g2"], frames=[1, 1, 2, 4], forgets=[False, True])
@@ -350,7 +350,7 @@ class Machine:
         box.disk.put_back(frames, forgets=forgets)
         world.start_box(box, world.servers[0])
         world.finish()
-        world.speak(box)  # or only the broker itself would refuse to begin
+        world.report(box)  # or only the broker itself would refuse to begin
         world.deliver(box)
         world.finish()
 
@@ -358,7 +358,7 @@ class Machine:
     def dissolve(self, group: str, at: int) -> None:
         """Remove all brokers of a group, and with the last one the group."""
         world, server = self.world, self.world.servers[at]
-        keys = world.oracle.decided.parts_of(group).all[::-1]
+        keys = world.oracle.decided.roles_of(group).all[::-1]
         if server.process is None or not keys or self.world.busy(self.operators[0]):
             return
         for name, _ in keys:
@@ -457,7 +457,7 @@ class Machine:
     @fault("database", 2, group=GROUPS, at=NUMBERS, who=NUMBERS)
     def adopt(self, group: str, at: int, who: int) -> None:
         """Choose the master of a group with an old row, as Doctor names it, or another broker."""
-        keys = self.world.oracle.decided.parts_of(group).all
+        keys = self.world.oracle.decided.roles_of(group).all
         if keys:
             host, port = keys[(at + who) % len(keys)]
             words = {"brokerGroup": group, "hostname": host, "servePort": str(port), "force": "false"}
@@ -469,7 +469,7 @@ class Machine:
 
     @fault("fillings", 3, group=GROUPS, at=NUMBERS, who=NUMBERS, what=["SyncReplica", "SyncReplica", "CancelSync"])
     def order_filling(self, group: str, at: int, who: int, what: str) -> None:
-        slaves = sorted(self.world.oracle.decided.parts_of(group).slaves)
+        slaves = sorted(self.world.oracle.decided.roles_of(group).slaves)
         if slaves:
             self.order(who, at, what, {"brokerGroup": group, "host": slaves[at % len(slaves)][0]})
 
@@ -480,7 +480,7 @@ class Machine:
     @fault("losses", 3, group=GROUPS, at=NUMBERS, number=NUMBERS, swap=FLAGS)
     def accept_loss(self, group: str, at: int, number: int, swap: str) -> None:
         """Stop all brokers of a group and accept a loss: go on with one copy, or with none."""
-        keys = self.world.oracle.decided.parts_of(group).all
+        keys = self.world.oracle.decided.roles_of(group).all
         if keys and self.world.servers[at].process and not self.world.busy(self.operators[0]):
             for name, _ in keys:
                 self.world.stop_box(self.world.brokers.boxes[name], closes=True)
@@ -501,7 +501,7 @@ class Machine:
     def group(self, group: str, what: str, at: int) -> None:
         """Stop all brokers of a group, at times for longer than the timeout; or start them."""
         self.world.note(f"{group}: {what}")
-        for name, _ in self.world.oracle.decided.parts_of(group).all:
+        for name, _ in self.world.oracle.decided.roles_of(group).all:
             box = self.world.brokers.boxes[name]
             if what != "start" and box.process:
                 self.world.stop_box(box, closes=True)
@@ -530,7 +530,7 @@ class Machine:
                 self.world.connect(box, server)
             case "new disk" | "old disk" if not self.world.went_back:
                 for other in self.world.brokers.boxes.values():  # late reports of earlier states
-                    self.world.speak(other)
+                    self.world.report(other)
                 self.world.stop_box(box, closes=True)
                 self.world.brokers.change_disk(box, None if what == "new disk" else 0)
                 self.world.start_box(box, server)
@@ -556,7 +556,7 @@ class Machine:
                 world.brokers.produce(box)
         world.wait(1)
 
-    @step(2, name=BOXES, what=["speak", "deliver", "learn", "sync", "produce", "cut"], number=NUMBERS)
+    @step(2, name=BOXES, what=["report", "deliver", "take_assignments", "sync", "produce", "cut"], number=NUMBERS)
     def broker_does(self, name: str, what: str, number: int) -> None:
         box, brokers = self.world.brokers.boxes[name], self.world.brokers
         self.world.note(f"{name}: {what}")
@@ -592,8 +592,8 @@ class Machine:
                 break
         for server in self.world.servers:
             for difference in differing(read_tables(self.world.database), server.process.registry):
-                raise Violation(f"{server.name} knows {difference}")
-        self.come_to_work()
+                raise Violation(f"{server.name} has {difference}")
+        self.check_groups_work()
 
     def use_database(self) -> None:
         """Let Doctor's AdoptDatabase bring a database back into use."""
@@ -603,17 +603,17 @@ class Machine:
         for keep in ("memory", "database"):
             for server in servers:
                 world.wait(1.7)
-                if not any(one.process.all._database.set_aside_because for one in servers):
+                if not any(each.process.all._database.set_aside_because for each in servers):
                     return
                 operator = Operator(world, server, "")
                 if server.process.all._database.set_aside_because and keep not in operator.adopted_database():
                     raise Violation(f"Doctor does not name AdoptDatabase --keep={keep}")
                 operator.type("AdoptDatabase", {"keep": keep})
         world.wait(1.7)
-        if aside := [one.name for one in servers if one.process.all._database.set_aside_because]:
-            raise Violation(f"{aside} use no database, whatever is decided")
+        if aside := [each.name for each in servers if each.process.all._database.set_aside_because]:
+            raise Violation(f"{aside} use no database after every decision")
 
-    def come_to_work(self) -> None:
+    def check_groups_work(self) -> None:
         """Check, without faults, that each group takes messages, or that Doctor names a remedy that works."""
         world, dice = self.world, self.world.loop.state.dice
         self.all_is_well(3)
@@ -621,32 +621,32 @@ class Machine:
             self.lose_for_good(group, how_many=dice.choice([0, 0, 1, 1, 2]))
         self.all_is_well(1)
         world.wait(1.5)
-        self.look_at_parts()
-        self.look_at_losses()
+        self.check_assignments()
+        self.check_losses_are_shown()
         for group in self.not_at_work():
             operator = Operator(world, world.servers[0], group)
             operator.bring_to_work(lambda group=group: group not in self.not_at_work())
 
-    def look_at_parts(self) -> None:
+    def check_assignments(self) -> None:
         """Check that brokers' newest assignments equal the tables."""
         decided = self.world.oracle.decided
         for box in self.world.brokers.boxes.values():
             part = box.process.assignment if box.process and box.name in self.world.streams else None
             if part is None or part.term != decided.terms.get(part.broker_group):
                 continue
-            told = part.min_copies, part.sync_mode, {(order.fill_id, order.allowed) for order in part.fills}
+            sent = part.min_copies, part.sync_mode, {(order.fill_id, order.allowed) for order in part.fills}
             mode, orders = decided.fillings[part.broker_group]
-            if told != (decided.min_copies[part.broker_group], mode, orders):
-                raise Violation(f"{box.name} was told {told}, and stored is {mode}, {set(orders)}")
+            if sent != (decided.min_copies[part.broker_group], mode, orders):
+                raise Violation(f"{box.name} was sent {sent}, and the tables hold {mode}, {sorted(orders)}")
 
-    def look_at_losses(self) -> None:
+    def check_losses_are_shown(self) -> None:
         for group, term in self.world.oracle.decided.losses.items():
             if term and not Operator(self.world, self.world.servers[0], group).is_told_of_a_loss():
-                raise Violation(f"Doctor tells nobody that messages of {group} were given up in term {term}")
+                raise Violation(f"Doctor does not show the loss of {group} in term {term}")
 
     def lose_for_good(self, group: str, how_many: int) -> None:
         """Lose machines of a group, with their disks."""
-        keys = self.world.oracle.decided.parts_of(group).all
+        keys = self.world.oracle.decided.roles_of(group).all
         for name, _ in self.world.loop.state.dice.sample(keys, min(how_many, len(keys))):
             box = self.world.brokers.boxes[name]
             self.world.note(f"{name} of {group} is lost for good")

@@ -48,7 +48,7 @@ class Place:
     complete: bool
 
 
-class Parts(NamedTuple):
+class Roles(NamedTuple):
     """Roles of all brokers of a group."""
 
     master: Key | None = None
@@ -59,9 +59,9 @@ class Parts(NamedTuple):
         """Keys of the brokers, the master first."""
         return ([self.master] if self.master else []) + sorted(self.slaves)
 
-    def with_master(self, key: Key) -> Parts:
+    def with_master(self, key: Key) -> Roles:
         """Return the roles after a swap of the master and this slave."""
-        return Parts(key, self.slaves - {key} | ({self.master} if self.master else set()))
+        return Roles(key, self.slaves - {key} | ({self.master} if self.master else set()))
 
 
 @dataclass
@@ -139,12 +139,12 @@ class Decided:
         """Name the fields that differ. A broker's disk and addresses do not count."""
         names = ["terms", "gone", "marks", "routes", "states", "offline", "tags", "min_copies", "losses", "fillings"]
         changed = [name for name in names if getattr(self, name) != getattr(before, name)]
-        return changed + (["roles"] if self.parts() != before.parts() else [])
+        return changed + (["roles"] if self.roles() != before.roles() else [])
 
     def serving(self, group: str) -> set[str]:
         return {subject for subject, groups in self.routes.items() if group in groups}
 
-    def parts(self) -> dict[str, Parts]:
+    def roles(self) -> dict[str, Roles]:
         """Return the roles in each group."""
         slaves: dict[str, set[Key]] = {name: set() for name in self.terms}
         masters: dict[str, Key] = {}
@@ -153,10 +153,10 @@ class Decided:
                 masters[place.group] = key
             else:
                 slaves[place.group].add(key)
-        return {name: Parts(masters.get(name), frozenset(slaves[name])) for name in self.terms}
+        return {name: Roles(masters.get(name), frozenset(slaves[name])) for name in self.terms}
 
-    def parts_of(self, group: str) -> Parts:
-        return self.parts().get(group, Parts())
+    def roles_of(self, group: str) -> Roles:
+        return self.roles().get(group, Roles())
 
     def master(self, group: str) -> Place | None:
         return next((p for p in self.places.values() if (p.group, p.role) == (group, Role.MASTER)), None)
@@ -170,7 +170,7 @@ class Oracle:
         self._tables = tables
         self.decided = Decided.of(tables)
         self._terms: dict[str, int] = {}
-        self._masterships: dict[tuple[str, int], tuple[Parts, int]] = {}
+        self._masterships: dict[tuple[str, int], tuple[Roles, int]] = {}
         self._lost: dict[str, int] = {}
         """Groups whose row was restored to an older state, with the newest term lost by that."""
         self._found: Violation | None = None
@@ -186,7 +186,7 @@ class Oracle:
             before, self.decided = self.decided, Decided.of(tables)
             old_tables, self._tables = self._tables, tables
             self.commits += 1
-            self._look(errand, before, self.decided, old_tables, tables)
+            self._check(errand, before, self.decided, old_tables, tables)
         except Violation as violation:
             self._found = self._found or violation
 
@@ -200,58 +200,58 @@ class Oracle:
         for states in self._states.values():
             states.append(self.decided)
 
-    def raise_what_was_found(self) -> None:
+    def raise_found(self) -> None:
         if self._found:
             raise self._found
 
-    def look_at_brokers(self) -> None:
-        self._brokers.look_at_masters()
+    def check_brokers(self) -> None:
+        self._brokers.check_masters()
         if self._brokers.broken:
             self._found = self._found or Violation(self._brokers.broken)
-        self.raise_what_was_found()
+        self.raise_found()
 
     @property
     def broken(self) -> bool:
         return self._found is not None
 
-    def _look(self, errand: Any, before: Decided, now: Decided, old: Tables, new: Tables) -> None:
+    def _check(self, errand: Any, before: Decided, now: Decided, old: Tables, new: Tables) -> None:
         changed = now.changed(before)
-        self._look_at_terms(errand, now)
-        self._look_at_masters(errand, before, now)
-        self._look_at_who(errand, changed, before, now)
+        self._check_terms(errand, now)
+        self._check_masters(errand, before, now)
+        self._check_who(errand, changed, before, now)
         if self._lost and not before.terms and changed and errand.what != "AdoptDatabase":
             if any(errand.process.heard.values()):
                 raise Violation(f"{errand} changed {changed} of a database that lost all groups")
-        self._look_at_losses(errand, before, now)
-        self._look_at_trail(errand, changed, old, new)
-        if before.parts() != now.parts() and errand.is_action:
-            self._look_at_roles(errand, before, now)
+        self._check_losses(errand, before, now)
+        self._check_trail(errand, changed, old, new)
+        if before.roles() != now.roles() and errand.is_action:
+            self._check_roles(errand, before, now)
         if errand.is_action and changed:
-            self._look_at_all_subjects(errand, before, now)
-            self._look_at_routes(errand, before, now)
+            self._check_all_subjects(errand, before, now)
+            self._check_routes(errand, before, now)
         for states in self._states.values():
             states.append(now)
 
-    def _look_at_terms(self, errand: Any, now: Decided) -> None:
+    def _check_terms(self, errand: Any, now: Decided) -> None:
         if forgotten := self._terms.keys() - now.terms.keys():
-            raise Violation(f"the terms of {forgotten} are forgotten: {errand}")
+            raise Violation(f"the terms of {forgotten} are lost: {errand}")
         for group, term in now.terms.items():
             if term < self._terms.get(group, 0):
                 raise Violation(f"the term of {group} went back from {self._terms[group]} to {term}: {errand}")
             self._terms[group] = term
-            parts, m = now.parts()[group], now.min_copies.get(group, 2)
+            roles, m = now.roles()[group], now.min_copies.get(group, 2)
             if group in now.gone:
                 continue
-            had = self._masterships.setdefault((group, term), (parts, m))
+            had = self._masterships.setdefault((group, term), (roles, m))
             is_free = not had[0].all or term > errand.process.heard[group]  # no broker had or reported this term
-            if had != (parts, m) and self._lost.get(group, 0) >= term and is_free:
-                self._masterships[group, term] = had = parts, m
-            if had != (parts, m):
-                raise Violation(f"term {term} of {group} had brokers and minCopies {had}, now {parts, m}: {errand}")
-            if 2 * m <= len(parts.all):
-                raise Violation(f"{m} of {len(parts.all)} acknowledge in {group}, and the others may, too: {errand}")
+            if had != (roles, m) and self._lost.get(group, 0) >= term and is_free:
+                self._masterships[group, term] = had = roles, m
+            if had != (roles, m):
+                raise Violation(f"term {term} of {group} had brokers and minCopies {had}, now {roles, m}: {errand}")
+            if 2 * m <= len(roles.all):
+                raise Violation(f"{m} of {len(roles.all)} acknowledge in {group}, so the others may too: {errand}")
 
-    def _look_at_masters(self, errand: Any, before: Decided, now: Decided) -> None:
+    def _check_masters(self, errand: Any, before: Decided, now: Decided) -> None:
         for group in now.gone - before.gone:  # a removed group owes nothing
             self._brokers.owed(group)
             known = self._brokers.acknowledged[group]
@@ -271,15 +271,15 @@ class Oracle:
             if missing and (goes_on or errand.words.get("acceptLoss") == "true"):
                 self._brokers.acknowledged[group].given_up |= missing
                 if not goes_on and now.losses[group] != now.terms[group]:
-                    raise Violation(f"{errand} gives up {len(missing)} messages of {group}, and nobody will be told")
+                    raise Violation(f"{errand} gives up {len(missing)} messages of {group} without a notice")
             elif missing:
                 raise Violation(f"{master.key} became the master of {group} without {len(missing)} messages: {errand}")
 
-    def _look_at_who(self, errand: Any, changed: list[str], before: Decided, now: Decided) -> None:
+    def _check_who(self, errand: Any, changed: list[str], before: Decided, now: Decided) -> None:
         if not changed:
             return
         if not errand.is_action and changed == ["terms", "roles"]:
-            self._look_at_raised_rows(errand, before, now)
+            self._check_raised_rows(errand, before, now)
         elif not errand.is_action:
             if changed != ["terms"] and (changed != ["routes"] or not errand.what.startswith("route of")):
                 raise Violation(f"{changed} were changed by {errand}")
@@ -289,9 +289,9 @@ class Oracle:
         if errand.commits > 1:
             raise Violation(f"{errand} is done in more than one transaction")
         if errand.status in (REFUSED, WAIT):
-            raise Violation(f"{errand} was not done, they said, but is done later")
+            raise Violation(f"{errand} is stored after it was answered as not done")
 
-    def _look_at_losses(self, errand: Any, before: Decided, now: Decided) -> None:
+    def _check_losses(self, errand: Any, before: Decided, now: Decided) -> None:
         """An accepted loss is shown until an operator acknowledges it."""
         for group in before.losses.keys() & now.losses.keys():
             was, became = before.losses[group], now.losses[group]
@@ -300,28 +300,28 @@ class Oracle:
             if was != became and not accepted and not known:
                 raise Violation(f"the loss of {group} in term {was} became one in term {became}: {errand}")
 
-    def _look_at_adopted_rows(self, errand: Any, now: Decided) -> None:
+    def _check_adopted_rows(self, errand: Any, now: Decided) -> None:
         """A row adopted from memory is one that the group had in a term of its own."""
-        for group, became in now.parts().items():
-            known = [parts for (name, _), (parts, _) in self._masterships.items() if name == group]
+        for group, became in now.roles().items():
+            known = [roles for (name, _), (roles, _) in self._masterships.items() if name == group]
             if became.all and became not in known[:-1]:
-                raise Violation(f"{errand} made {became} of {group}, which it never was")
+                raise Violation(f"{errand} gave {group} the roles {became}, which it never had")
 
-    def _look_at_raised_rows(self, errand: Any, before: Decided, now: Decided) -> None:
+    def _check_raised_rows(self, errand: Any, before: Decided, now: Decided) -> None:
         """A restored row is raised to the master of the newest term that brokers report; its copies stay."""
         for group in now.terms:
-            was, became = before.parts_of(group), now.parts_of(group)
+            was, became = before.roles_of(group), now.roles_of(group)
             if was == became:
                 continue
             later = [
-                parts.master
-                for (name, term), (parts, _) in self._masterships.items()
+                roles.master
+                for (name, term), (roles, _) in self._masterships.items()
                 if name == group and before.terms[group] < term <= now.terms[group]
             ]
             if became.master not in later or set(was.all) != set(became.all):
                 raise Violation(f"the row of {group} was raised from {was} to {became}: {errand}")
 
-    def _look_at_trail(self, errand: Any, changed: list[str], old: Tables, new: Tables) -> None:
+    def _check_trail(self, errand: Any, changed: list[str], old: Tables, new: Tables) -> None:
         """Each change has one row of the audit trail, stored in its transaction; no row lacks a change."""
         if old["audit_trail"] - new["audit_trail"]:
             raise Violation(f"rows of the audit trail were changed by {errand}")
@@ -330,35 +330,35 @@ class Oracle:
         if changed in (["terms"], ["terms", "roles"]) and not errand.is_action:  # changed by the metaserver itself
             raises = ["AdoptRoles"] if "roles" in changed else ["AdoptRoles", "NewTerm"]
             if len(done) != 1 or done[0]["action"] not in raises:
-                raise Violation(f"{errand} began a term and the audit trail says {done}")
+                raise Violation(f"{errand} began a term, and the audit trail has {done}")
         elif changed and errand.is_action:
             if len(done) != 1 or (done[0]["action"], done[0]["who"]) != (errand.what, errand.who):
-                raise Violation(f"{errand} changed {changed} and the audit trail says {done}")
+                raise Violation(f"{errand} changed {changed}, and the audit trail has {done}")
             self._rows[errand] = done[0]
         elif done and errand.what not in REPEATABLE:
-            raise Violation(f"{errand} changed nothing and the audit trail says {done}")
+            raise Violation(f"{errand} changed nothing, and the audit trail has {done}")
 
-    def _look_at_all_subjects(self, errand: Any, before: Decided, now: Decided) -> None:
+    def _check_all_subjects(self, errand: Any, before: Decided, now: Decided) -> None:
         """An action on all subjects changes all of them or none."""
         words = errand.words
         if errand.what == "RemoveSubjectBrokerGroup" and words["subject"] == "*" and now.serving(words["brokerGroup"]):
-            raise Violation(f"{errand} is half done: {now.serving(words['brokerGroup'])} are still served there")
+            raise Violation(f"{errand} is half done: the group still serves {now.serving(words['brokerGroup'])}")
         if errand.what == "ExtendSubjectRoute" and words["relatedSubject"] == "*":
             missing = before.serving(words["relatedBrokerGroup"]) - now.serving(words["newBrokerGroup"])
             if missing:
-                raise Violation(f"{errand} is half done: {missing} are not")
+                raise Violation(f"{errand} is half done: without {missing}")
 
-    def _look_at_roles(self, errand: Any, before: Decided, now: Decided) -> None:
+    def _check_roles(self, errand: Any, before: Decided, now: Decided) -> None:
         """An action changes the roles it names and no others, compared with the row right before: no update is lost."""
         if errand.what == "AdoptDatabase":
-            return self._look_at_adopted_rows(errand, now)
+            return self._check_adopted_rows(errand, now)
         group = errand.words.get("brokerGroup", "")
-        differing = {name for name in before.terms | now.terms if before.parts().get(name) != now.parts().get(name)}
+        differing = {name for name in before.terms | now.terms if before.roles().get(name) != now.roles().get(name)}
         wanted = errand.words
         key = (wanted.get("hostname", ""), int(wanted.get("servePort", 0)))
         if errand.what == "RemoveBroker":
             group = before.places[key].group if key in before.places else ""
-        was, became = (state.parts_of(group) for state in (before, now))
+        was, became = (state.roles_of(group) for state in (before, now))
         match errand.what, wanted.get("role"):
             case "AddBroker", "0":
                 expected = was.master is None and became == (key, was.slaves)
@@ -381,9 +381,9 @@ class Oracle:
             case _:
                 expected = False
         if not expected or differing != {group} or now.terms[group] <= before.terms.get(group, 0):
-            raise Violation(f"{errand} made of {was} {became}; groups changed: {differing}")
+            raise Violation(f"{errand} changed {was} to {became}; groups changed: {differing}")
 
-    def _look_at_routes(self, errand: Any, before: Decided, now: Decided) -> None:
+    def _check_routes(self, errand: Any, before: Decided, now: Decided) -> None:
         """An action changes the routes it names and no others."""
         words, none = errand.words, frozenset[str]()
         if errand.what == "AdoptDatabase":
@@ -405,29 +405,29 @@ class Oracle:
                 case _:
                     allowed = [was]
             if became not in allowed:
-                raise Violation(f"{errand} made of the route of {name} {set(was)} {set(became)}")
+                raise Violation(f"{errand} changed the route of {name} from {sorted(was)} to {sorted(became)}")
 
     # Answers.
 
     def begun(self, errand: Any) -> None:
         self._states[errand] = [self.decided]
 
-    def answered(self, errand: Any, status: int, said: str) -> None:
+    def answered(self, errand: Any, status: int, text: str) -> None:
         """Check an answer against the commits of its action."""
         states = self._states.pop(errand, [self.decided])
         errand.status = status
         if status in (REFUSED, WAIT) and errand.commits:
-            raise Violation(f"{errand} was not done, they said ({said}), but it is")
+            raise Violation(f"{errand} is answered as not done ({text}), and is stored")
         if errand.what in ("SwapRoles", "Failover"):  # by this order or by one of another operator at the same moment
-            parts = [state.parts_of(errand.words["brokerGroup"]) for state in states]
-            done = any(_swapped(was, became) for was, became in pairwise(parts))
+            roles = [state.roles_of(errand.words["brokerGroup"]) for state in states]
+            done = any(_swapped(was, became) for was, became in pairwise(roles))
         else:
             done = any(self._is_done(errand, state) for state in states)
         if status == DONE and not done:
-            raise Violation(f"{errand} was done, they said, but it never was")
-        excused = any(reason in said for reason in ("did not report", "was removed at the same time"))
+            raise Violation(f"{errand} is answered as done, and was never stored")
+        excused = any(reason in text for reason in ("did not report", "was removed at the same time"))
         if status == UNKNOWN and not errand.failures and not excused:
-            raise Violation(f"{errand}: nothing failed, but they do not know: {said}")
+            raise Violation(f"{errand}: is answered as unknown without a failure: {text}")
 
     def _is_done(self, errand: Any, state: Decided) -> bool:
         """Whether the tables are as the action asks for."""
@@ -439,7 +439,7 @@ class Oracle:
                 place = state.places.get(key)
                 return place is not None and (place.group, place.role) == (group, int(words["role"]))
             case "AdoptRoles":
-                return state.parts_of(group).master == key
+                return state.roles_of(group).master == key
             case "RemoveBroker":
                 return key not in state.places
             case "MarkReadonlyBrokerGroup" | "UnMarkReadonlyBrokerGroup":
@@ -472,7 +472,7 @@ class Oracle:
         return True
 
 
-def _swapped(before: Parts, now: Parts) -> bool:
+def _swapped(before: Roles, now: Roles) -> bool:
     return now.master in before.slaves and now == before.with_master(now.master)
 
 
@@ -489,7 +489,10 @@ def differing(tables: Tables, registry: Any) -> Iterator[str]:
     if losses != decided.losses:
         yield f"accepted losses {losses}, stored {decided.losses}"
     fillings = {
-        name: (group.sync_mode, frozenset((one.fill_id, one.fill_allowed) for one in group.brokers if one.fill_id))
+        name: (
+            group.sync_mode,
+            frozenset((broker.fill_id, broker.fill_allowed) for broker in group.brokers if broker.fill_id),
+        )
         for name, group in directory.groups.items()
     }
     if fillings != decided.fillings:

@@ -45,10 +45,10 @@ class Operator:
         while not is_at_work():
             if len(self.followed) == FOLLOWED_MAX:
                 named = "; then: ".join(self.followed)
-                raise Violation(f"{self.group} takes no messages although this was done: {named}")
+                raise Violation(f"{self.group} takes no messages after these remedies: {named}")
             remedies = [remedy for remedy in self.doctor() if remedy]
             if not remedies:
-                raise Violation(f"{self.group} takes no messages, and Doctor names nothing to do")
+                raise Violation(f"{self.group} takes no messages, and Doctor has no remedy")
             self.followed.append(" and ".join(remedies))
             for remedy in remedies:
                 self.world.note(f"Doctor: {remedy}")
@@ -105,7 +105,7 @@ class Operator:
             if not commands and "RecoverGroup" in named:
                 self.recover()
             if "its log says" in remedy:
-                self.heed_logs()
+                self.follow_logs()
             self.start_all()
 
     def type_named(self, command: re.Match[str]) -> None:
@@ -122,11 +122,11 @@ class Operator:
 
     def recover(self, *gone: str) -> None:
         """Run RecoverGroup as the tool does, take its steps by hand, and accept the loss it names."""
-        told = (
+        answers = (
             self.type("ListBrokers", {"brokerGroup": self.group}),
             self.type("ReplicaStatus", {"brokerGroup": self.group}),
         )
-        brokers, (status,) = told
+        brokers, (status,) = answers
         if status["acknowledged"] is None:
             return self.world.note("RecoverGroup: the database is away")
         lost = {_name(box) for box in self.boxes if box.is_lost}
@@ -152,8 +152,8 @@ class Operator:
         owed, given_up = known.messages - known.given_up, set(known.given_up)
         left = {box.name: owed - box.disk.messages for box in self.boxes if not box.is_lost}
         loss = {"acceptLoss": "true"} if is_loss else {}
-        said = self.type(command, {"brokerGroup": self.group, **loss, **words})
-        if not loss and said is None and command == "ReplaceBroker":  # the refusal names this option
+        answer = self.type(command, {"brokerGroup": self.group, **loss, **words})
+        if not loss and answer is None and command == "ReplaceBroker":  # the refusal names this option
             self.type(command, {"brokerGroup": self.group, "acceptLoss": "true", **words})
         lost = known.given_up - given_up
         for name, missing in left.items():
@@ -174,10 +174,10 @@ class Operator:
         else:
             world.note(f"the disk of {master.name} is lost")
             if (command := COMMAND.search(remedy)) is None:
-                raise Violation(f"no command: {remedy}")
+                raise Violation(f"a remedy without a command: {remedy}")
             self.type_named(command)
 
-    def heed_logs(self) -> None:
+    def follow_logs(self) -> None:
         """Follow the remedy in a broker's own log."""
         for box in self.boxes:
             if box.process and box.disk.group not in ("", self.group):
@@ -222,7 +222,7 @@ class Operator:
 
     @property
     def keys(self) -> list[Key]:
-        return self.world.oracle.decided.parts_of(self.group).all
+        return self.world.oracle.decided.roles_of(self.group).all
 
     @property
     def names(self) -> list[str]:
@@ -234,7 +234,7 @@ class Operator:
 
     @property
     def master(self) -> Box | None:
-        key = self.world.oracle.decided.parts_of(self.group).master
+        key = self.world.oracle.decided.roles_of(self.group).master
         return self.world.brokers.boxes[key[0]] if key else None
 
     def spare(self) -> Box:
@@ -260,4 +260,8 @@ def _name(box: Box) -> str:
 def _keys_in(check: Mapping[str, Any]) -> list[Key]:
     """Return the brokers that a check of Doctor names."""
     facts = check["facts"]
-    return [(one["hostname"], one["servePort"]) for one in [facts, *facts.get("brokers", ())] if "hostname" in one]
+    return [
+        (broker["hostname"], broker["servePort"])
+        for broker in [facts, *facts.get("brokers", ())]
+        if "hostname" in broker
+    ]

@@ -121,7 +121,7 @@ def lose_a_swap(world: World, group: str) -> None:
     swapped = world.operate(world.servers[0], "SwapRoles", {"brokerGroup": group})
     world.wait(2)
     assert swapped.commits and world.oracle.decided.terms[group] > 2
-    boxes = [world.brokers.boxes[name] for name, _ in world.oracle.decided.parts_of(group).all]
+    boxes = [world.brokers.boxes[name] for name, _ in world.oracle.decided.roles_of(group).all]
     for box in boxes:
         world.stop_box(box, closes=True)
     world.finish()

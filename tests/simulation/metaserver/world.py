@@ -186,7 +186,7 @@ class Server:
         """Cut the power. The world decides about jobs under way."""
         process, self.process = self.process, None
         if process:
-            self.world.bury(process)
+            self.world.cancel_tasks(process)
 
 
 class Calls:
@@ -332,10 +332,10 @@ class World:
     def run(self) -> None:
         self.loop.run_ready()
         for context in self.loop.errors:
-            raise AssertionError(f"a task failed and nobody noticed: {context}") from context.get("exception")
+            raise AssertionError(f"an unhandled error of a task: {context}") from context.get("exception")
         while self.dead:
             self.dead.pop().kill()
-        self._look_at_answers()
+        self._check_answers()
 
     def carry_out(self, job: Job, fate: Fate = FINE) -> None:
         self.jobs.remove(job)
@@ -376,7 +376,7 @@ class World:
             return None, error
         finally:
             self._now = None
-            self.oracle.raise_what_was_found()
+            self.oracle.raise_found()
 
     def committed(self) -> None:
         assert self._now
@@ -396,7 +396,7 @@ class World:
             errand.commits = 0
         self.oracle.went_back(read_tables(self.database))
 
-    def bury(self, process: Running) -> None:
+    def cancel_tasks(self, process: Running) -> None:
         """Cancel the tasks of a killed metaserver. Its jobs may still be carried out."""
         for name in [name for name, stream in self.streams.items() if stream.errand.process is process]:
             del self.streams[name]
@@ -454,7 +454,7 @@ class World:
         while self.loop.time() < end:
             if self.loop.time() >= spoke + 0.5:
                 spoke = self.loop.time()
-                self.everybody_speaks()
+                self.exchange_all()
             if not stuck:
                 self.finish()
             timer = self.loop.next_timer()
@@ -464,7 +464,7 @@ class World:
         for job in self.jobs if stuck else []:
             job.whose.failures += 1
 
-    def everybody_speaks(self) -> None:
+    def exchange_all(self) -> None:
         self.brokers.notice_lost_links()
         for box in self.brokers.boxes.values():
             if box.process and box.name not in self.streams and not box.is_cut_off:
@@ -472,9 +472,9 @@ class World:
                 if running:
                     self.connect(box, running[self.loop.state.dice.randrange(len(running))])
             if box.name in self.streams:
-                self.learn(box)
+                self.take_assignments(box)
             if box.name in self.streams:
-                self.speak(box)
+                self.report(box)
                 self.deliver(box)
 
     def start_box(self, box: Box, server: Server) -> None:
@@ -507,13 +507,13 @@ class World:
         try:
             rpc_access._caller.set(Caller("the cluster", TokenRole.CLUSTER))
             identity = self.brokers.identity(stream.box)
-            self._hears(stream, identity.broker_group, identity.term)
+            self._note_term(stream, identity.broker_group, identity.term)
             assignment = await rpc.Register(identity, Context())
-            self._hears(stream, assignment.broker_group, assignment.term)
+            self._note_term(stream, assignment.broker_group, assignment.term)
             if stream.box.process is stream.process:  # its first report is of this assignment
                 self.brokers.take(stream.process, assignment)
-            async for assignment in rpc.Heartbeat(self._said(stream), Context()):
-                self._hears(stream, assignment.broker_group, assignment.term)
+            async for assignment in rpc.Heartbeat(self._states(stream), Context()):
+                self._note_term(stream, assignment.broker_group, assignment.term)
                 stream.inbox.append(assignment)
         except (Aborted, Refused) as error:
             self.note(f"  {stream.box.name} is refused: {error}")
@@ -521,13 +521,13 @@ class World:
             if self.streams.get(stream.box.name) is stream:
                 del self.streams[stream.box.name]
 
-    async def _said(self, stream: Stream) -> AsyncIterator[pb.BrokerState]:
+    async def _states(self, stream: Stream) -> AsyncIterator[pb.BrokerState]:
         if stream.box.process is stream.process:
             yield self.brokers.state(stream.box)
         while (state := await stream.sent.get()) is not None:
             yield state
 
-    def speak(self, box: Box) -> None:
+    def report(self, box: Box) -> None:
         if box.process:
             box.process.outbox.append(self.brokers.state(box))
 
@@ -536,16 +536,16 @@ class World:
         stream = self.streams.get(box.name)
         if stream:
             while stream.process.outbox:
-                said = stream.process.outbox.popleft()
-                self._hears(stream, said.broker_group, said.term)
-                stream.sent.put_nowait(said)
+                state = stream.process.outbox.popleft()
+                self._note_term(stream, state.broker_group, state.term)
+                stream.sent.put_nowait(state)
             self.run()
 
-    def _hears(self, stream: Stream, group: str, term: int) -> None:
+    def _note_term(self, stream: Stream, group: str, term: int) -> None:
         heard = stream.errand.process.heard
         heard[group] = max(heard[group], term)
 
-    def learn(self, box: Box) -> None:
+    def take_assignments(self, box: Box) -> None:
         """Deliver a metaserver's assignments to its broker."""
         stream = self.streams.get(box.name)
         if stream and box.process is stream.process:
@@ -585,7 +585,7 @@ class World:
         with suppress(NotServed, OperatorError, OutcomeUnknown):  # a client asks again
             await registry.routes_for([subject])
 
-    def _look_at_answers(self) -> None:
+    def _check_answers(self) -> None:
         for errand in [known for known in self.actions if known.task and known.task.done()]:
             self.actions.remove(errand)
             assert errand.task

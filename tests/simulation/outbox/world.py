@@ -82,7 +82,7 @@ class Group:
         body = b"".join(bytes(block) for block in batch.blocks)
         if batch.flags:
             body = body[: len(body) - labels_bytes(batch.count)]
-        ids = [decode_envelope(bytes(one)).id for one in split_batch(body, batch.count)]
+        ids = [decode_envelope(bytes(message)).id for message in split_batch(body, batch.count)]
         refused = [(at, "no broker takes it") for at, id in enumerate(ids) if id.startswith(REFUSED)]
         window = self.windows[batch.producer]
         if batch.number in window:
@@ -214,7 +214,6 @@ class World:
 
     def close(self):
         self.engine.dispose()
-
 
     def run(self, steps=250):
         moves = [self.business] * 4 + [self.act] * 12 + [self.deliver] * 8
@@ -363,7 +362,6 @@ class World:
             self.counts["commit unanswered"] += 1
             raise OperationalError("the connection broke after the commit", {}, Exception())
         return result
-
 
     def recover(self):
         """End all faults: one new leader, or the relay of a new producer, drains the rest."""

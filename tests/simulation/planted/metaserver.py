@@ -72,8 +72,8 @@ def one_transaction_for_each_subject() -> list[Patch]:
 
     def change(self: Repository, ordered: Iterable[Any], audit: Any = None, order: Any = None) -> None:
         *most, last = list(ordered) or [None]
-        for one in most:
-            real(self, [one])
+        for earlier in most:
+            real(self, [earlier])
         real(self, [last] if last else [], audit)
 
     return [mock.patch.object(Repository, "change", change)]

@@ -128,7 +128,9 @@ class ShopProgram:
         world.oracle.staged(messages)
         try:
             with database.transaction() as transaction:
-                transaction.connection.executemany("INSERT INTO orders VALUES (?)", [(one.id,) for one in messages])
+                transaction.connection.executemany(
+                    "INSERT INTO orders VALUES (?)", [(message.id,) for message in messages]
+                )
                 for message in messages:
                     await producer.send(message, session=transaction)
                 if rng.random() < 0.2:

@@ -120,7 +120,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         task._log_destroy_pending = False
         self._kept.append(task)
         if len(self._kept) > 5000:
-            self._kept = [one for one in self._kept if not one.done()]
+            self._kept = [task for task in self._kept if not task.done()]
         return task
 
     def abandon(self) -> None:

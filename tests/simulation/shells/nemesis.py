@@ -61,16 +61,16 @@ class ShellNemesis(Nemesis):
 
     def _two(self) -> tuple[str, str]:
         """Choose two machines, one of them a server."""
-        one = self._rng.choice([*self._world.copies, *self._world.metaservers])
-        other = self._rng.choice([machine for machine in self._world.machines if machine is not one])
-        return (one.ip, other.ip) if self._rng.random() < 0.5 else (other.ip, one.ip)
+        server = self._rng.choice([*self._world.copies, *self._world.metaservers])
+        other = self._rng.choice([machine for machine in self._world.machines if machine is not server])
+        return (server.ip, other.ip) if self._rng.random() < 0.5 else (other.ip, server.ip)
 
     def _links(self) -> tuple[str, str]:
         """Choose two machines, mostly two copies of a group."""
         if self._rng.random() < 0.5:
             return self._two()
-        one, other = self._rng.sample(self._rng.choice(list(self._world.groups.values())), 2)
-        return one.ip, other.ip
+        first, second = self._rng.sample(self._rng.choice(list(self._world.groups.values())), 2)
+        return first.ip, second.ip
 
     @fault()
     def kill(self) -> bool:
@@ -119,10 +119,10 @@ class ShellNemesis(Nemesis):
 
     @fault()
     def cut(self) -> bool:
-        one, other = self._links()
-        self._world.network.cut(one, other)
+        first, second = self._links()
+        self._world.network.cut(first, second)
         if self._rng.random() < 0.5:
-            self._world.network.cut(other, one)
+            self._world.network.cut(second, first)
         self._world.later(*LASTS_S, self._world.network.heal)
         return True
 

@@ -187,21 +187,21 @@ class Network:
         for end in list(self._ends):
             end.wire.pump()
 
-    def _between(self, one: str, other: str) -> list[End]:
+    def _between(self, first: str, second: str) -> list[End]:
         self._ends = [end for end in self._ends if end.is_open or end.other.is_open]
-        return [end for end in self._ends if {end.ip, end.other.ip} == {one, other}]
+        return [end for end in self._ends if {end.ip, end.other.ip} == {first, second}]
 
-    def reset(self, one: str, other: str) -> int:
+    def reset(self, first: str, second: str) -> int:
         """Reset all connections between two machines; bytes under way are lost."""
-        ends = self._between(one, other)
+        ends = self._between(first, second)
         for end in ends:
             end.wire.drop()
             end.receive(RST)
         return len(ends)
 
-    def forget(self, one: str, other: str) -> int:
+    def forget(self, first: str, second: str) -> int:
         """Let a middlebox drop the connections without a notice."""
-        ends = self._between(one, other)
+        ends = self._between(first, second)
         for end in ends:
             end.wire.is_black = True
             self.loop.at(self.loop.now_s + GIVEN_UP_S, end.give_up)

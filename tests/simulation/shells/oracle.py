@@ -71,7 +71,7 @@ class Oracle:
             return
         place = message.subject, receipt.broker_group, receipt.sequence
         if self.ids.setdefault(place, message.id) != message.id:
-            self._world.fail(f"I7: {place} is said to be {message.id} and {self.ids[place]}")
+            self._world.fail(f"I7: {place} is both {message.id} and {self.ids[place]}")
         self._check_disks(message.id, receipt.broker_group)
         if message.id in self.delayed:
             self.kept.add(message.id)
@@ -93,7 +93,7 @@ class Oracle:
         systems = {copy.name: copy.system for copy in self._world.groups[group]}
         disks = [name for name, system in systems.items() if system.has_durable(what) or system.has_lost(what)]
         if len(disks) < (self._world.swarm.min_copies if group == "g1" else 2):
-            self._world.fail(f"I1: {id} is acknowledged by {group}, and on the disks of {disks}")
+            self._world.fail(f"I1: {id} is acknowledged by {group}, and only the disks of {disks} have it")
 
     def begun(self, name: str, message: ReceivedMessage) -> None:
         assert message.id is not None
@@ -101,14 +101,14 @@ class Oracle:
         if message.times > 1:
             self._world.counts["came again"] += 1
         if message.id not in self.texts:
-            self._world.fail(f"I10: {name} got {message.id}, which nobody sent")
+            self._world.fail(f"I10: {name} received {message.id}, which was never sent")
         if self.texts[message.id] != message.subject or message.properties.get("text") != message.id:
-            self._world.fail(f"I3: {name} got {message.id} with other content")
+            self._world.fail(f"I3: {name} received {message.id} with other content")
         if message.id in self.rows and message.id not in self._world.shop.orders():
-            self._world.fail(f"outbox: {name} got {message.id}, whose transaction was not committed")
+            self._world.fail(f"outbox: {name} received {message.id}, whose transaction was not committed")
         early_s = self.delayed.get(message.id, 0.0) - SINCE_1970_S - self._world.loop.now_s
         if early_s > 0 and not self._world.counts["clock"]:
-            self._world.fail(f"I11: {name} got {message.id} {early_s:.3f} s before it is due")
+            self._world.fail(f"I11: {name} received {message.id} {early_s:.3f} s before it is due")
         place = message.subject, message.broker_group, message.sequence
         if self.ids.setdefault(place, message.id) != message.id:
             self._world.fail(f"I7: {place} is {message.id}, and was {self.ids[place]}")
@@ -120,7 +120,7 @@ class Oracle:
         for text, (subject, group, sequence) in self.keyed.get((message.subject, message.order_key or ""), {}).items():
             before = (subject, group) == (message.subject, message.broker_group) and sequence < message.sequence
             if before and text not in self.done:
-                self._world.fail(f"I24: {name} got {message.id} of key {message.order_key} before {text} was done")
+                self._world.fail(f"I24: {name} received {message.id} of key {message.order_key} before {text} was done")
 
     def consumed(self, name: str, message: ReceivedMessage) -> None:
         assert message.id is not None
@@ -132,7 +132,7 @@ class Oracle:
 
     def check_always(self) -> None:
         if illegal_moves() != self._illegal:
-            self._world.fail("states: a move that its table lacks")
+            self._world.fail("states: an illegal move")
 
     @property
     def missing(self) -> set[str]:

@@ -229,7 +229,7 @@ class World:
         self._make_peace()
         peace_s = PEACE_S + (CATCH_UP_S if self.delays and self.counts["clock"] else 0.0)
         if not await self._lasts(peace_s, self._is_well):
-            raise Violation(f"I20: not well {peace_s:.0f} s after the last fault: {self.describe()}")
+            raise Violation(f"I20: not working {peace_s:.0f} s after the last fault: {self.describe()}")
         self._check_end()
 
     async def _war(self) -> None:
@@ -244,7 +244,7 @@ class World:
             self.oracle.check_always()
             self._note_roles()
             if self.loop.errors:
-                self.fail(f"an error that nobody took: {self.loop.errors[0]}")
+                self.fail(f"an unhandled error: {self.loop.errors[0]}")
             if self.failure:
                 raise Violation(self.failure)
             if done is not None and done():
@@ -291,7 +291,7 @@ class World:
 
     def _has_consumer_groups(self) -> bool:
         logs = [copy.message_log for copy in self.copies if copy.message_log is not None]
-        return all(any((subject, GROUP) in one.state.groups for one in logs) for subject in SUBJECTS)
+        return all(any((subject, GROUP) in log.state.groups for log in logs) for subject in SUBJECTS)
 
     def _join(self) -> None:
         """Add both broker groups to each subject while consumers are down; repeatedly, as it may fail or be undone."""
@@ -372,7 +372,7 @@ class World:
         return "; ".join(
             [
                 *(copy.describe() for copy in self.copies),
-                f"gone: {[machine.name for machine in self.machines if not machine.is_running]}",
+                f"stopped: {[machine.name for machine in self.machines if not machine.is_running]}",
                 f"without outcome: {sorted(oracle.forgotten)[:5]}",
                 f"not consumed: {sorted(oracle.missing)[:5]} of {len(oracle.acked)}",
                 f"rows of the outbox: {self.shop.rows()}",
